@@ -1,0 +1,2 @@
+//! The `rannc` command.
+fn main() {}

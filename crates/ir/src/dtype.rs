@@ -1,0 +1,43 @@
+//! Element types.
+
+use serde::{Deserialize, Serialize};
+
+/// Element type of a tensor, named as in torch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[expect(missing_docs, reason = "the names are torch's own")]
+pub enum DType {
+    Float64,
+    Float32,
+    Float16,
+    Bfloat16,
+    #[serde(rename = "float8_e4m3fn")]
+    Float8E4m3fn,
+    #[serde(rename = "float8_e5m2")]
+    Float8E5m2,
+    Complex128,
+    Complex64,
+    Int64,
+    Int32,
+    Int16,
+    Int8,
+    Uint8,
+    Bool,
+}
+
+impl DType {
+    /// Bytes of one element.
+    pub const fn bytes(self) -> u64 {
+        match self {
+            Self::Complex128 => 16,
+            Self::Float64 | Self::Complex64 | Self::Int64 => 8,
+            Self::Float32 | Self::Int32 => 4,
+            Self::Float16 | Self::Bfloat16 | Self::Int16 => 2,
+            Self::Float8E4m3fn | Self::Float8E5m2 | Self::Int8 | Self::Uint8 | Self::Bool => 1,
+        }
+    }
+    /// True for types that can carry a gradient.
+    pub const fn is_differentiable(self) -> bool {
+        !matches!(self, Self::Int64 | Self::Int32 | Self::Int16 | Self::Int8 | Self::Uint8 | Self::Bool)
+    }
+}

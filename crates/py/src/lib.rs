@@ -1,0 +1,1 @@
+//! `pyrannc._native`.
