@@ -4,6 +4,8 @@
 //! buffer, a constant or an Op. Batch-size arithmetic has no Ops: wherever the model computed with
 //! the batch size, an argument holds a [`Dim`] instead.
 
+use std::fmt;
+
 use indexmap::IndexMap;
 use serde::{Deserialize, Serialize};
 
@@ -146,6 +148,32 @@ pub struct Source {
     pub line: u32,
 }
 
+/// Where in the model an Op comes from, for messages.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OpPlace {
+    /// The Op.
+    pub op: OpId,
+    /// What it calls.
+    pub target: String,
+    /// Dotted path of the sub-module that called it; empty for the model itself.
+    pub module: String,
+    /// Where the model called it, if known.
+    pub source: Option<Source>,
+}
+
+impl fmt::Display for OpPlace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.op, self.target)?;
+        if !self.module.is_empty() {
+            write!(f, " in {}", self.module)?;
+        }
+        match &self.source {
+            Some(source) => write!(f, " at {}:{}", source.file, source.line),
+            None => Ok(()),
+        }
+    }
+}
+
 /// One operation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Op {
@@ -254,4 +282,12 @@ pub struct Graph {
     pub inputs: Vec<ValueId>,
     /// Tensor leaves of the result, in flattening order.
     pub outputs: Vec<ValueId>,
+}
+
+impl Graph {
+    /// Where `op` comes from.
+    pub fn place(&self, op: OpId) -> OpPlace {
+        let Op { target, module, source, .. } = &self.ops[op];
+        OpPlace { op, target: target.clone(), module: module.clone(), source: source.clone() }
+    }
 }

@@ -1,0 +1,261 @@
+//! What may be cut from what: main ops, groups that stay together, allowed cuts.
+//!
+//! All functions take a verified graph.
+
+use std::collections::BTreeMap;
+
+use thiserror::Error;
+
+use crate::entity::Arena;
+use crate::graph::{Graph, OpId, ValueDef, ValueId};
+use crate::rows::{RowDim, prove};
+
+/// Why a cut is not allowed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum CutRefusal {
+    /// A Value would have to be sent whose rows cannot be told apart.
+    #[error("{value}, made by {producer} and used by {consumer}, has no dimension proven to run over the batch")]
+    NoRowDim {
+        /// The Value.
+        value: ValueId,
+        /// The main op before the cut that makes it.
+        producer: OpId,
+        /// The last main op that uses it.
+        consumer: OpId,
+    },
+    /// The ops of a [`Group`] would be parted.
+    #[error("{first} to {last} must stay together: {reason}")]
+    Group {
+        /// First op of the group.
+        first: OpId,
+        /// Last op of the group.
+        last: OpId,
+        /// What holds the group together.
+        reason: GroupReason,
+    },
+}
+
+impl CutRefusal {
+    /// The reason with the places of its ops in the model's source.
+    pub fn describe(&self, graph: &Graph) -> String {
+        let (first, last) = match *self {
+            Self::NoRowDim { producer, consumer, .. } => (producer, consumer),
+            Self::Group { first, last, .. } => (first, last),
+        };
+        format!("{self} ({}; {})", graph.place(first), graph.place(last))
+    }
+}
+
+/// What holds a [`Group`] together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum GroupReason {
+    /// They share a storage that is changed in the forward: in place, or by a new value for a buffer.
+    #[error("they use the storage of {0}, which is changed in place")]
+    Storage(ValueId),
+    /// They stand in one region (an autocast block, a vmap level).
+    #[error("they stand in region {0}")]
+    Region(u32),
+}
+
+/// Main ops that must be in one Stage.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Group {
+    /// What holds them together.
+    pub reason: GroupReason,
+    /// The ops in execution order, at least two.
+    pub ops: Vec<OpId>,
+    /// Place of the first one in the list of main ops.
+    pub first: u32,
+    /// Place of the last one in the list of main ops.
+    pub last: u32,
+}
+
+/// Everything that cutting a graph asks about it.
+#[derive(Clone, Debug)]
+pub struct Analysis {
+    /// See [`crate::row_dims`].
+    pub row_dims: Arena<ValueId, Option<RowDim>>,
+    /// See [`batch_free_ops`].
+    pub batch_free: Arena<OpId, bool>,
+    /// See [`main_ops`].
+    pub main_ops: Vec<OpId>,
+    /// Place of each main op in `main_ops`; `None` for batch-free ops.
+    pub main_index: Arena<OpId, Option<u32>>,
+    /// Storages and which of them the forward changes.
+    pub storages: Storages,
+    /// Main ops that stay together.
+    pub groups: Vec<Group>,
+    /// See [`cuts`].
+    pub cuts: Vec<Option<CutRefusal>>,
+}
+
+impl Analysis {
+    /// Analyses `graph`.
+    pub fn new(graph: &Graph) -> Self {
+        let storages = Storages::new(graph);
+        let batch_free = batch_free(graph, &storages);
+        let row_dims = prove(graph, &batch_free);
+        let main_ops: Vec<OpId> = graph.ops.ids().filter(|&op| !batch_free[op]).collect();
+        let mut main_index: Arena<OpId, Option<u32>> = graph.ops.ids().map(|_| None).collect();
+        for (index, &op) in (0..).zip(&main_ops) {
+            main_index[op] = Some(index);
+        }
+        let groups = groups(graph, &storages, &main_index);
+        let mut analysis = Self { row_dims, batch_free, main_ops, main_index, storages, groups, cuts: Vec::new() };
+        analysis.cuts = analysis.refusals(graph);
+        analysis
+    }
+
+    /// For each main op result without row dimension: the main ops that make it and use it.
+    pub fn unsendable(&self, graph: &Graph) -> BTreeMap<ValueId, (OpId, Vec<OpId>)> {
+        let mut uses: BTreeMap<ValueId, (OpId, Vec<OpId>)> = BTreeMap::new();
+        for &consumer in &self.main_ops {
+            for value in graph.ops[consumer].operands() {
+                if let ValueDef::Op { op: producer, .. } = graph.values[value].def
+                    && !self.batch_free[producer]
+                    && self.row_dims[value].is_none()
+                {
+                    uses.entry(value).or_insert_with(|| (producer, Vec::new())).1.push(consumer);
+                }
+            }
+        }
+        uses
+    }
+
+    fn refusals(&self, graph: &Graph) -> Vec<Option<CutRefusal>> {
+        let mut spans: Vec<(u32, u32, CutRefusal)> = Vec::new();
+        for group in &self.groups {
+            let (first, last) = (self.main_ops[group.first as usize], self.main_ops[group.last as usize]);
+            spans.push((group.first, group.last, CutRefusal::Group { first, last, reason: group.reason }));
+        }
+        for (value, (producer, consumers)) in self.unsendable(graph) {
+            let ends = consumers.last().and_then(|&consumer| Some((consumer, self.main_index[consumer]?)));
+            if let (Some(first), Some((consumer, last))) = (self.main_index[producer], ends) {
+                spans.push((first, last, CutRefusal::NoRowDim { value, producer, consumer }));
+            }
+        }
+        spans.sort_by_key(|&(first, _, _)| first);
+        let mut spans = spans.into_iter().peekable();
+        let mut longest: Option<(u32, CutRefusal)> = None;
+        (0..=self.main_ops.len())
+            .map(|cut| {
+                while let Some((_, last, refusal)) = spans.next_if(|&(first, _, _)| (first as usize) < cut) {
+                    if longest.is_none_or(|(end, _)| last > end) {
+                        longest = Some((last, refusal));
+                    }
+                }
+                longest.filter(|&(last, _)| cut <= last as usize).map(|(_, refusal)| refusal)
+            })
+            .collect()
+    }
+}
+
+/// Which Values share a storage, and which storages the forward changes.
+#[derive(Clone, Debug)]
+pub struct Storages {
+    /// The earliest Value with the same storage.
+    pub root: Arena<ValueId, ValueId>,
+    changed: Arena<ValueId, bool>,
+}
+
+impl Storages {
+    /// Follows the aliases of `graph`.
+    pub fn new(graph: &Graph) -> Self {
+        let mut root: Arena<ValueId, ValueId> = graph.values.ids().collect();
+        for (id, value) in graph.values.iter() {
+            if let Some(base) = value.alias_of {
+                root[id] = root[base];
+            }
+        }
+        let mut changed: Arena<ValueId, bool> = graph.values.ids().map(|_| false).collect();
+        for &value in graph.ops.values().flat_map(|op| &op.mutates) {
+            changed[root[value]] = true;
+        }
+        for buffer in graph.buffers.values().filter(|buffer| buffer.update.is_some()) {
+            changed[root[buffer.value]] = true;
+        }
+        Self { root, changed }
+    }
+
+    /// True when the forward changes the storage of `value`, in place or by assigning to its buffer.
+    pub fn is_changed(&self, value: ValueId) -> bool {
+        self.changed[self.root[value]]
+    }
+}
+
+/// For each op whether it may be cloned into every Stage that needs its results, instead of sending
+/// them: it depends on no input, draws nothing, changes nothing, reads and makes nothing that is
+/// changed anywhere, is not opaque and stands in no region. Such an op may read parameters,
+/// unchanged buffers, constants and the batch size.
+pub fn batch_free_ops(graph: &Graph) -> Arena<OpId, bool> {
+    batch_free(graph, &Storages::new(graph))
+}
+
+/// The ops that are not batch-free, in execution order. Stages are runs of this list.
+pub fn main_ops(graph: &Graph) -> Vec<OpId> {
+    batch_free_ops(graph).iter().filter(|&(_, &free)| !free).map(|(op, _)| op).collect()
+}
+
+/// For each place in the list of main ops, the end included: why the list may not be cut before it,
+/// or `None` when it may. Nothing is cut at the two ends, so they are always allowed.
+pub fn cuts(graph: &Graph) -> Vec<Option<CutRefusal>> {
+    Analysis::new(graph).cuts
+}
+
+/// For each place in the list of main ops, the end included, whether the list may be cut before it.
+pub fn allowed_cuts(graph: &Graph) -> Vec<bool> {
+    cuts(graph).iter().map(Option::is_none).collect()
+}
+
+fn batch_free(graph: &Graph, storages: &Storages) -> Arena<OpId, bool> {
+    let mut free: Arena<OpId, bool> = graph.ops.ids().map(|_| false).collect();
+    let mut updates: Arena<ValueId, bool> = graph.values.ids().map(|_| false).collect();
+    for update in graph.buffers.values().filter_map(|buffer| buffer.update) {
+        updates[update] = true;
+    }
+    for (id, op) in graph.ops.iter() {
+        let operands_free = op.operands().iter().all(|&value| {
+            !storages.is_changed(value)
+                && match graph.values[value].def {
+                    ValueDef::Input(_) => false,
+                    ValueDef::Param(_) | ValueDef::Buffer(_) | ValueDef::Constant(_) => true,
+                    ValueDef::Op { op, .. } => free[op],
+                }
+        });
+        let results_free = op.results.iter().all(|&value| !storages.is_changed(value) && !updates[value]);
+        // An op without results is there for its effect; as nobody needs it, no Stage would clone it.
+        let pure = !op.results.is_empty() && op.mutates.is_empty() && !op.random && !op.opaque && op.region.is_none();
+        free[id] = pure && operands_free && results_free;
+    }
+    free
+}
+
+fn groups(graph: &Graph, storages: &Storages, main_index: &Arena<OpId, Option<u32>>) -> Vec<Group> {
+    let mut by_storage: BTreeMap<ValueId, Vec<OpId>> = BTreeMap::new();
+    let mut by_region: BTreeMap<u32, Vec<OpId>> = BTreeMap::new();
+    for (id, op) in graph.ops.iter() {
+        for value in op.operands().into_iter().chain(op.results.iter().copied()) {
+            if storages.is_changed(value) {
+                by_storage.entry(storages.root[value]).or_default().push(id);
+            }
+        }
+        if let Some(region) = op.region {
+            by_region.entry(region).or_default().push(id);
+        }
+    }
+    for buffer in graph.buffers.values() {
+        if let Some(ValueDef::Op { op, .. }) = buffer.update.map(|update| graph.values[update].def) {
+            by_storage.entry(storages.root[buffer.value]).or_default().push(op);
+        }
+    }
+    let by_storage = by_storage.into_iter().map(|(root, ops)| (GroupReason::Storage(root), ops));
+    let by_region = by_region.into_iter().map(|(region, ops)| (GroupReason::Region(region), ops));
+    by_storage.chain(by_region).filter_map(|(reason, ops)| group(reason, ops, main_index)).collect()
+}
+
+fn group(reason: GroupReason, mut ops: Vec<OpId>, main_index: &Arena<OpId, Option<u32>>) -> Option<Group> {
+    ops.sort_unstable();
+    ops.dedup();
+    let (first, last) = (main_index[*ops.first()?]?, main_index[*ops.last()?]?);
+    (first < last).then_some(Group { reason, ops, first, last })
+}
