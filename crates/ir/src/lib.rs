@@ -5,6 +5,8 @@ mod dtype;
 mod entity;
 mod graph;
 mod rows;
+#[cfg(feature = "testing")]
+pub mod testing;
 
 pub use analysis::{Analysis, CutRefusal, Group, GroupReason, Storages, allowed_cuts, batch_free_ops, cuts, main_ops};
 pub use dtype::DType;
