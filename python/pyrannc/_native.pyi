@@ -1,0 +1,5 @@
+from typing import Final
+
+version: Final[str]
+
+def run_cli(args: list[str]) -> int: ...

@@ -1,0 +1,33 @@
+"""The errors that RaNNC raises."""
+
+
+class RaNNCError(RuntimeError):
+    """Base of all errors that RaNNC raises on its own account."""
+
+
+class CaptureError(RaNNCError):
+    """The model cannot be captured as a Graph."""
+
+
+class ConfigError(RaNNCError):
+    """A configuration item is unknown, has a wrong value, or contradicts another one."""
+
+
+class InputError(RaNNCError):
+    """A call got arguments that RaNNC cannot work with, such as a tensor on the wrong device."""
+
+
+class MismatchError(RaNNCError):
+    """The ranks disagree on something that must be equal everywhere, such as the model."""
+
+
+class PlanError(RaNNCError):
+    """There is no Plan: nothing fits, or the model cannot be cut as asked."""
+
+
+class PlanFileError(RaNNCError):
+    """A plan file is damaged, or belongs to another model, world size or version."""
+
+
+class PeerError(RaNNCError):
+    """Another rank has died, failed or left while this one needed it."""
