@@ -1,5 +1,19 @@
 //! Plans: what each Stage holds, the Actions of every rank, the static checker, the file format.
 
+mod build;
 mod parts;
+mod plan;
+mod program;
+mod routes;
+mod schedule;
+mod view;
 
+pub use build::{Batch, Placement, ProgramError, build, plan_channels};
 pub use parts::{Crossing, InputPart, OutputPart, OutputSource, Partition, StageOps, StagePart, TiedParam};
+pub use plan::{
+    MemoryPrediction, PLAN_SCHEMA, Plan, PlanFault, PlanFileError, StagePlan, StagePrediction, StepPrediction,
+};
+pub use program::{Action, Message, Mode, Payload, Piece, Program, RankProgram, Transfer};
+pub use routes::{Interval, Overlap, Slice, overlaps, split_even};
+pub use schedule::{Compute, ScheduleKind};
+pub use view::RankView;

@@ -1,0 +1,378 @@
+//! The Plan and its file.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+use thiserror::Error;
+
+use crate::build::Placement;
+use crate::parts::StageOps;
+use crate::schedule::ScheduleKind;
+
+/// Version of the plan file that this crate writes and reads.
+pub const PLAN_SCHEMA: u32 = 1;
+
+/// The decision: Stages, their ranks, microbatches, Schedule, and what is expected of them.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Plan {
+    /// [`PLAN_SCHEMA`].
+    pub schema: u32,
+    /// Version of RaNNC that made it.
+    pub pyrannc: String,
+    /// Hash of the Graph that it was made for.
+    pub graph_hash: String,
+    /// Name of that Graph.
+    pub graph_name: String,
+    /// Number of ranks.
+    pub world_size: u32,
+    /// Rows of the global batch that it was made for.
+    pub batch_rows: u64,
+    /// Microbatches of a step.
+    pub microbatches: u32,
+    /// Order of forward and backward.
+    pub schedule: ScheduleKind,
+    /// The Stages in order.
+    pub stages: Vec<StagePlan>,
+    /// Expected time of a step.
+    pub predicted: StepPrediction,
+    /// SHA-256, in hex, of the compact JSON of this Plan with an empty checksum.
+    pub checksum: String,
+}
+
+/// One Stage.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StagePlan {
+    /// Its main Ops.
+    pub ops: StageOps,
+    /// Short summary of the modules that it runs, e.g. `bert.encoder.layer.0-11`.
+    pub modules: Vec<String>,
+    /// The rank of each Replica.
+    pub ranks: Vec<u32>,
+    /// Number of Blocks.
+    pub blocks: u32,
+    /// Expected cost.
+    pub predicted: StagePrediction,
+}
+
+/// Expected cost of a Stage, per microbatch on its largest Replica.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StagePrediction {
+    /// Forward of one microbatch.
+    pub forward_us: f64,
+    /// Backward of one microbatch.
+    pub backward_us: f64,
+    /// Gradient reduction, once a step.
+    pub reduce_us: f64,
+    /// Received from earlier Stages for one microbatch.
+    pub in_bytes: u64,
+    /// Sent to later Stages for one microbatch.
+    pub out_bytes: u64,
+    /// Peak memory of a step.
+    pub memory: MemoryPrediction,
+}
+
+/// Expected peak memory of one device, by use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MemoryPrediction {
+    /// Parameters and buffers.
+    pub params_bytes: u64,
+    /// Gradients.
+    pub grads_bytes: u64,
+    /// Optimizer state.
+    pub optimizer_bytes: u64,
+    /// Saved for backward, over all microbatches in flight.
+    pub activations_bytes: u64,
+    /// Temporary.
+    pub workspace_bytes: u64,
+    /// Communication buffers.
+    pub comm_bytes: u64,
+    /// The framework's own.
+    pub framework_bytes: u64,
+}
+
+impl MemoryPrediction {
+    /// The sum.
+    pub const fn total_bytes(&self) -> u64 {
+        self.params_bytes
+            + self.grads_bytes
+            + self.optimizer_bytes
+            + self.activations_bytes
+            + self.workspace_bytes
+            + self.comm_bytes
+            + self.framework_bytes
+    }
+}
+
+/// Expected time of a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StepPrediction {
+    /// The whole step.
+    pub step_us: f64,
+    /// Share of device time spent waiting, 0 to 1.
+    pub bubble: f64,
+    /// No Plan takes less under the same model.
+    pub lower_bound_us: f64,
+}
+
+/// Why a plan file cannot be used.
+#[derive(Debug, Error)]
+pub enum PlanFileError {
+    /// The file cannot be read.
+    #[error("cannot read the plan file {}: {source}; check that it exists on this machine and may be read", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The file cannot be written.
+    #[error("cannot write the plan file {}: {source}; check that its folder exists and has space", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The text is not JSON.
+    #[error("the plan is not JSON ({0}); the file is cut short or is not a plan file: make the plan again")]
+    NotJson(#[source] serde_json::Error),
+    /// The JSON is not a plan.
+    #[error("the plan's JSON does not have the form of a plan ({0}); make the plan again")]
+    Form(#[source] serde_json::Error),
+    /// Another version of the file format.
+    #[error(
+        "the plan file has schema {found}, this RaNNC reads schema {PLAN_SCHEMA}; make the plan again with this version"
+    )]
+    Schema {
+        /// What the file says.
+        found: String,
+    },
+    /// The content is not what was written.
+    #[error(
+        "the plan's checksum is {found}, its content gives {computed}; the file was damaged or edited: make the plan again"
+    )]
+    Checksum {
+        /// What the file says.
+        found: String,
+        /// What the content gives.
+        computed: String,
+    },
+    /// The fields contradict each other.
+    #[error("the plan contradicts itself: {0}; make the plan again")]
+    Inconsistent(PlanFault),
+    /// Made for another Graph.
+    #[error(
+        "the plan was made for graph {plan_name} ({plan_hash}), this model's graph is {graph_name} ({graph_hash}); \
+         make a plan for this model"
+    )]
+    OtherGraph {
+        /// Name in the plan.
+        plan_name: String,
+        /// Hash in the plan.
+        plan_hash: String,
+        /// Name of the Graph.
+        graph_name: String,
+        /// Hash of the Graph.
+        graph_hash: String,
+    },
+    /// Made for another number of ranks.
+    #[error("the plan is for {plan} ranks, this job has {actual}; start {plan} ranks or make a plan for {actual}")]
+    OtherWorld {
+        /// Ranks in the plan.
+        plan: u32,
+        /// Ranks of the job.
+        actual: u32,
+    },
+}
+
+/// How a Plan contradicts itself.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum PlanFault {
+    /// There is no Stage.
+    #[error("it has no stages")]
+    NoStages,
+    /// There is no microbatch.
+    #[error("it has no microbatches")]
+    NoMicrobatches,
+    /// There is no row.
+    #[error("its batch has no rows")]
+    NoRows,
+    /// Ops are missing, repeated, or a Stage has none.
+    #[error("stage {stage} has main ops {first}..{end}, but must begin at {expected} and have at least one")]
+    Ops {
+        /// The Stage.
+        stage: usize,
+        /// Its first main Op.
+        first: u32,
+        /// One past its last.
+        end: u32,
+        /// Where the Stage before it ends.
+        expected: u32,
+    },
+    /// A Stage has no Replica.
+    #[error("stage {0} has no ranks")]
+    NoRanks(usize),
+    /// A rank does not exist.
+    #[error("stage {stage} has rank {rank}, but the ranks are 0..{world_size}")]
+    RankOutside {
+        /// The Stage.
+        stage: usize,
+        /// The rank.
+        rank: u32,
+        /// Number of ranks.
+        world_size: u32,
+    },
+    /// A rank stands twice.
+    #[error("rank {0} stands twice in the stages")]
+    RankTwice(u32),
+    /// A rank has no work.
+    #[error("rank {0} is in no stage")]
+    RankUnused(u32),
+    /// A prediction is not a number.
+    #[error("a predicted time is infinite or not a number")]
+    NotFinite,
+}
+
+impl Plan {
+    /// Checks that the fields agree with each other and computes the checksum.
+    pub fn seal(mut self) -> Result<Self, PlanFileError> {
+        self.check_consistent().map_err(PlanFileError::Inconsistent)?;
+        self.checksum = self.compute_checksum();
+        Ok(self)
+    }
+
+    /// The file's text. The same Plan gives the same bytes.
+    pub fn to_json(&self) -> String {
+        let mut text = serde_json::to_string_pretty(self).expect("a Plan holds only strings, numbers and lists");
+        text.push('\n');
+        text
+    }
+
+    /// Reads a file's text and checks form, schema, checksum and consistency.
+    pub fn from_json(text: &str) -> Result<Self, PlanFileError> {
+        let json: serde_json::Value = serde_json::from_str(text).map_err(PlanFileError::NotJson)?;
+        let schema = json.get("schema").unwrap_or(&serde_json::Value::Null);
+        if *schema != PLAN_SCHEMA {
+            let found = if schema.is_null() { "none".to_owned() } else { schema.to_string() };
+            return Err(PlanFileError::Schema { found });
+        }
+        let plan: Self = serde_json::from_str(text).map_err(PlanFileError::Form)?;
+        let computed = plan.compute_checksum();
+        if computed != plan.checksum {
+            return Err(PlanFileError::Checksum { found: plan.checksum, computed });
+        }
+        plan.check_consistent().map_err(PlanFileError::Inconsistent)?;
+        Ok(plan)
+    }
+
+    /// Reads a plan file.
+    pub fn read(path: &Path) -> Result<Self, PlanFileError> {
+        let text = fs::read_to_string(path).map_err(|source| PlanFileError::Read { path: path.to_owned(), source })?;
+        Self::from_json(&text)
+    }
+
+    /// Writes a plan file.
+    pub fn write(&self, path: &Path) -> Result<(), PlanFileError> {
+        fs::write(path, self.to_json()).map_err(|source| PlanFileError::Write { path: path.to_owned(), source })
+    }
+
+    /// Checks that the Plan was made for the Graph with this name and hash.
+    pub fn check_graph(&self, graph_name: &str, graph_hash: &str) -> Result<(), PlanFileError> {
+        if graph_hash == self.graph_hash {
+            return Ok(());
+        }
+        Err(PlanFileError::OtherGraph {
+            plan_name: self.graph_name.clone(),
+            plan_hash: self.graph_hash.clone(),
+            graph_name: graph_name.to_owned(),
+            graph_hash: graph_hash.to_owned(),
+        })
+    }
+
+    /// Checks that the Plan is for this number of ranks.
+    pub fn check_world(&self, world_size: u32) -> Result<(), PlanFileError> {
+        if world_size == self.world_size {
+            return Ok(());
+        }
+        Err(PlanFileError::OtherWorld { plan: self.world_size, actual: world_size })
+    }
+
+    /// The ranks of the Stages and the number of microbatches: all that a Program needs of the Plan.
+    pub fn placement(&self) -> Placement {
+        Placement {
+            ranks: self.stages.iter().map(|stage| stage.ranks.clone()).collect(),
+            microbatches: self.microbatches,
+        }
+    }
+
+    fn compute_checksum(&self) -> String {
+        let unsigned = Self { checksum: String::new(), ..self.clone() };
+        let text = serde_json::to_string(&unsigned).expect("a Plan holds only strings, numbers and lists");
+        let mut hex = String::with_capacity(64);
+        for byte in Sha256::digest(text.as_bytes()) {
+            write!(hex, "{byte:02x}").expect("a String takes any text");
+        }
+        hex
+    }
+
+    fn check_consistent(&self) -> Result<(), PlanFault> {
+        if self.stages.is_empty() {
+            return Err(PlanFault::NoStages);
+        }
+        if self.microbatches == 0 {
+            return Err(PlanFault::NoMicrobatches);
+        }
+        if self.batch_rows == 0 {
+            return Err(PlanFault::NoRows);
+        }
+        let mut expected = 0;
+        for (stage, StagePlan { ops, .. }) in self.stages.iter().enumerate() {
+            if ops.first != expected || ops.end <= ops.first {
+                return Err(PlanFault::Ops { stage, first: ops.first, end: ops.end, expected });
+            }
+            expected = ops.end;
+        }
+        check_ranks(self.stages.iter().map(|stage| stage.ranks.as_slice()), self.world_size)?;
+        let StepPrediction { step_us, bubble, lower_bound_us } = self.predicted;
+        let stage_times = self
+            .stages
+            .iter()
+            .flat_map(|StagePlan { predicted, .. }| [predicted.forward_us, predicted.backward_us, predicted.reduce_us]);
+        if stage_times.chain([step_us, bubble, lower_bound_us]).all(f64::is_finite) {
+            Ok(())
+        } else {
+            Err(PlanFault::NotFinite)
+        }
+    }
+}
+
+/// Checks that every rank of `0..world_size` stands in exactly one Stage, and no Stage is without.
+pub(crate) fn check_ranks<'a>(stages: impl Iterator<Item = &'a [u32]>, world_size: u32) -> Result<(), PlanFault> {
+    let mut all = Vec::new();
+    for (stage, ranks) in stages.enumerate() {
+        if ranks.is_empty() {
+            return Err(PlanFault::NoRanks(stage));
+        }
+        if let Some(&rank) = ranks.iter().find(|&&rank| rank >= world_size) {
+            return Err(PlanFault::RankOutside { stage, rank, world_size });
+        }
+        all.extend_from_slice(ranks);
+    }
+    all.sort_unstable();
+    if let Some(pair) = all.windows(2).find(|pair| pair[0] == pair[1]) {
+        return Err(PlanFault::RankTwice(pair[0]));
+    }
+    match (0..world_size).find(|&rank| all.get(rank as usize) != Some(&rank)) {
+        Some(rank) => Err(PlanFault::RankUnused(rank)),
+        None => Ok(()),
+    }
+}
