@@ -1,0 +1,147 @@
+"""From a raw trace to a flat graph of named placeholders, ops and one tuple of outputs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from pyrannc.errors import CaptureError
+
+from .dims import Dim
+from .facts import GRAD_ENABLED, PLACE
+from .ops import SET_GRAD_ENABLED, has_effect, is_assertion, is_tuple_access
+from .source import Place
+from .tracer import Trace
+
+
+@dataclass
+class CleanGraph:
+    """The graph that is lowered, and its nodes by role."""
+
+    gm: fx.GraphModule
+    params: list[fx.Node] = field(default_factory=list)
+    buffers: list[fx.Node] = field(default_factory=list)
+    inputs: list[fx.Node] = field(default_factory=list)
+    constants: list[fx.Node] = field(default_factory=list)
+    ops: list[fx.Node] = field(default_factory=list)
+    dims: dict[fx.Node, Dim] = field(default_factory=dict)
+    outputs: list[fx.Node] = field(default_factory=list)
+    updates: dict[int, fx.Node] = field(default_factory=dict)
+
+
+def place_of(node: fx.Node) -> Place:
+    """Where the model made the node."""
+    place = node.meta.get(PLACE)
+    return place if isinstance(place, Place) else Place("")
+
+
+def grad_enabled(node: fx.Node) -> bool:
+    """True when gradients were on where the model made the node."""
+    return bool(node.meta.get(GRAD_ENABLED, True))
+
+
+def clean(trace: Trace) -> CleanGraph:
+    """Flattens the placeholders, drops what no run needs, and sorts nodes into roles.
+
+    Raises:
+        CaptureError: an integer argument is not affine in the batch size.
+    """
+    source = trace.gm.graph
+    source.eliminate_dead_code(is_impure_node=has_effect)
+    graph = fx.Graph()
+    cleaned = CleanGraph(gm=fx.GraphModule(torch.nn.Module(), graph))
+    env: dict[fx.Node, fx.Node] = {}
+    _copy_placeholders(trace, graph, env, cleaned)
+    for node in source.nodes:
+        if node.op == "get_attr":
+            _copy_constant(node, trace.gm, graph, env, cleaned)
+        elif node.op == "call_function" and node.target is not SET_GRAD_ENABLED and not is_assertion(node):
+            env[node] = graph.node_copy(node, lambda old: env[old])
+            env[node].meta = node.meta
+    _copy_outputs(trace, graph, env, cleaned)
+    graph.eliminate_dead_code(is_impure_node=has_effect)
+    _classify(trace, graph, cleaned)
+    cleaned.gm = fx.GraphModule(cleaned.gm, graph, class_name="Captured")
+    # Making a GraphModule keeps the graph's nodes, so the lists above stay valid.
+    return cleaned
+
+
+def _copy_placeholders(trace: Trace, graph: fx.Graph, env: dict[fx.Node, fx.Node], cleaned: CleanGraph) -> None:
+    names = [f"p_{_identifier(name)}" for name in trace.params.names]
+    names += [f"b_{_identifier(name)}" for name in trace.buffers.names]
+    names += [f"x_{index}" for index in range(len(trace.inputs))]
+    roles = [cleaned.params] * len(trace.params.names) + [cleaned.buffers] * len(trace.buffers.names)
+    roles += [cleaned.inputs] * len(trace.inputs)
+    placeholders = [node for node in trace.gm.graph.nodes if node.op == "placeholder"]
+    for node, name, role in zip(placeholders, names, roles, strict=True):
+        env[node] = graph.placeholder(name)
+        env[node].meta = node.meta
+        role.append(env[node])
+
+
+def _copy_constant(
+    node: fx.Node, owner: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, fx.Node], cleaned: CleanGraph
+) -> None:
+    target = str(node.target)
+    known = next((constant for constant in cleaned.constants if constant.target == target), None)
+    if known is None:
+        value: Any = owner
+        for name in target.split("."):
+            value = getattr(value, name)
+        if isinstance(value, fx.GraphModule):
+            raise CaptureError(f"{place_of(node)} calls a higher-order operator (cond, while_loop, ...), not supported")
+        cleaned.gm.register_buffer(target, value, persistent=False)
+        known = graph.get_attr(target)
+        known.meta = node.meta
+        cleaned.constants.append(known)
+    env[node] = known
+
+
+def _copy_outputs(trace: Trace, graph: fx.Graph, env: dict[fx.Node, fx.Node], cleaned: CleanGraph) -> None:
+    (results,) = trace.gm.graph.output_node().args
+    copied = []
+    for result in results:  # type: ignore[union-attr]  # the traced function returns a list
+        if not isinstance(result, fx.Node):
+            raise CaptureError(f"the model returns {result!r}, which the tracer took for a tensor")
+        copied.append(env[result])
+    first_update = len(copied) - len(trace.updated_buffers)
+    cleaned.outputs = copied[:first_update]
+    cleaned.updates = dict(zip(trace.updated_buffers, copied[first_update:], strict=True))
+    graph.output(tuple(copied))
+
+
+def _classify(trace: Trace, graph: fx.Graph, cleaned: CleanGraph) -> None:
+    used = {node for node in graph.nodes if node.op == "get_attr"}
+    cleaned.constants = [constant for constant in cleaned.constants if constant in used]
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        value = node.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)) and not isinstance(value, bool):
+            cleaned.dims[node] = _batch_integer(trace, node, value)
+        elif not is_tuple_access(node):
+            cleaned.ops.append(node)
+
+
+def _batch_integer(trace: Trace, node: fx.Node, value: Any) -> Dim:
+    dim = trace.reader.read(value)
+    if dim is None:
+        expr = value.node.expr if hasattr(value, "node") else value
+        origin = "reads a number from a tensor" if _reads_data(trace, value) else "computes a number from the batch size"
+        raise CaptureError(
+            f"{place_of(node)} {origin} that is not of the form a*rows + b ({expr}) and uses it as an argument. "
+            "Keep it a tensor, or write it so that it stays proportional to the number of rows."
+        )
+    return dim
+
+
+def _reads_data(trace: Trace, value: Any) -> bool:
+    return hasattr(value, "node") and bool(value.node.expr.free_symbols - {trace.reader.symbol})
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r"\W", "_", name)

@@ -1,0 +1,89 @@
+"""What is noted about each node while it is traced, since the finished graph does not tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental import proxy_tensor
+
+from .source import SourceTracker
+
+FACTS = "rannc_facts"
+PLACE = "rannc_place"
+GRAD_ENABLED = "rannc_grad_enabled"
+
+
+class TensorFacts(NamedTuple):
+    """Facts of one tensor: does a gradient flow into it, and which storage (of the trace) holds it."""
+
+    requires_grad: bool
+    storage: int | None
+
+
+class FactRecorder:
+    """Notes facts in the ``meta`` of nodes: place, gradient mode, and :class:`TensorFacts` per result.
+
+    ``meta[FACTS]`` maps the place in the returned tuple (None for a single tensor) to the facts.
+    """
+
+    def __init__(self, tracker: SourceTracker) -> None:
+        self._tracker = tracker
+        self._storages: list[torch.UntypedStorage] = []  # kept alive, so that an address names one storage
+        self._seen: set[int] = set()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Records tensor facts while active."""
+        original = proxy_tensor.track_tensor_tree
+
+        def track(inner: Any, proxy: Any, *, constant: Any, tracer: Any) -> Any:
+            result = original(inner, proxy, constant=constant, tracer=tracer)
+            self._record(inner, proxy)
+            return result
+
+        proxy_tensor.track_tensor_tree = track
+        try:
+            yield
+        finally:
+            proxy_tensor.track_tensor_tree = original
+
+    def annotate_nodes_of(self, graph: fx.Graph) -> None:
+        """From now on, every node made in ``graph`` carries its place and gradient mode."""
+        create = graph.create_node
+
+        def create_annotated(*args: Any, **kwargs: Any) -> fx.Node:
+            node = create(*args, **kwargs)
+            node.meta[PLACE] = self._tracker.here()
+            node.meta[GRAD_ENABLED] = torch.is_grad_enabled()
+            return node
+
+        graph.create_node = create_annotated  # type: ignore[method-assign]  # shadows it on this graph only
+
+    def _record(self, inner: Any, proxy: Any) -> None:
+        if isinstance(inner, Tensor) and isinstance(proxy, fx.Proxy):
+            proxy.node.meta[FACTS] = {None: self._facts(inner)}
+        elif isinstance(inner, (list, tuple)) and isinstance(proxy, fx.Proxy):
+            proxy.node.meta[FACTS] = {
+                index: self._facts(item) for index, item in enumerate(inner) if isinstance(item, Tensor)
+            }
+        elif isinstance(inner, (list, tuple)) and isinstance(proxy, (list, tuple)):
+            for item, item_proxy in zip(inner, proxy, strict=True):
+                self._record(item, item_proxy)
+
+    def _facts(self, tensor: Tensor) -> TensorFacts:
+        return TensorFacts(tensor.requires_grad, self._storage_id(tensor))
+
+    def _storage_id(self, tensor: Tensor) -> int | None:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):  # tensors inside vmap, sparse tensors
+            return None
+        address = int(storage._cdata)
+        if address not in self._seen:
+            self._seen.add(address)
+            self._storages.append(storage)
+        return address

@@ -1,0 +1,153 @@
+"""Any Python structure as a list of tensors and a recipe to build it again.
+
+Containers, types registered with ``torch.utils._pytree``, dataclasses and plain objects that hold
+tensors are opened; everything else is a constant of the structure.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """A structure without its tensors. Equal structures have equal keys and children."""
+
+    key: Hashable
+    children: tuple[Structure, ...] = ()
+    make: Callable[[list[Any]], Any] = dataclasses.field(default=list, compare=False, repr=False)
+
+    def rebuild(self, leaves: Sequence[Any]) -> Any:
+        """The structure again, with ``leaves`` (in flattening order) as its tensors.
+
+        Raises:
+            ValueError: the number of leaves is not the number of tensors of the structure.
+        """
+        rest = iter(leaves)
+        try:
+            built = self._rebuild(rest)
+        except StopIteration:
+            raise ValueError(f"too few tensors for the structure: {len(leaves)}") from None
+        if next(rest, None) is not None:
+            raise ValueError(f"too many tensors for the structure: {len(leaves)}")
+        return built
+
+    def _rebuild(self, leaves: Iterator[Any]) -> Any:
+        if self.key == _TENSOR_KEY:
+            return next(leaves)
+        # A list, not a generator: StopIteration of the leaves must not end it silently.
+        return self.make([child._rebuild(leaves) for child in self.children])
+
+
+_TENSOR_KEY = ("tensor",)
+_TENSOR = Structure(_TENSOR_KEY)
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, type)
+
+
+def flatten(structure: Any) -> tuple[list[Tensor], Structure]:
+    """The tensors of ``structure``, depth first, and the structure without them."""
+    leaves: list[Tensor] = []
+    return leaves, _open(structure, leaves, set())
+
+
+def batch_rows(tensors: Sequence[Tensor]) -> int:
+    """The batch size of a call: dimension 0 of its first tensor that has dimensions.
+
+    Raises:
+        ValueError: no tensor has a dimension.
+    """
+    for tensor in tensors:
+        if tensor.dim() >= 1:
+            return int(tensor.shape[0])
+    raise ValueError("the batch size cannot be told: no argument is a tensor with at least one dimension")
+
+
+def _open(item: Any, leaves: list[Tensor], path: set[int]) -> Structure:
+    if isinstance(item, Tensor):
+        leaves.append(item)
+        return _TENSOR
+    if isinstance(item, _SCALARS):
+        return Structure((type(item), item), make=lambda _: item)
+    if id(item) in path:
+        return _constant(item)
+    path.add(id(item))
+    try:
+        return _open_container(item, leaves, path)
+    finally:
+        path.discard(id(item))
+
+
+def _open_container(item: Any, leaves: list[Tensor], path: set[int]) -> Structure:
+    kind = type(item)
+    if kind in (list, tuple):
+        return Structure(kind, tuple(_open(child, leaves, path) for child in item), kind)
+    if kind in (dict, OrderedDict):
+        keys = tuple(item)
+        children = tuple(_open(child, leaves, path) for child in item.values())
+        return Structure((kind, keys), children, lambda made: kind(zip(keys, made, strict=True)))
+    if kind in pytree.SUPPORTED_NODES:
+        node = pytree.SUPPORTED_NODES[kind]
+        parts, context = node.flatten_fn(item)
+        children = tuple(_open(child, leaves, path) for child in parts)
+        return Structure((kind, _frozen(context)), children, lambda made: node.unflatten_fn(made, context))
+    if pytree.is_namedtuple_instance(item):
+        return Structure(kind, tuple(_open(child, leaves, path) for child in item), lambda made: kind(*made))
+    if isinstance(item, dict):
+        keys = tuple(item)
+        children = tuple(_open(child, leaves, path) for child in item.values())
+        return Structure((kind, keys), children, lambda made: kind(zip(keys, made, strict=True)))
+    if hasattr(item, "__dict__") and not isinstance(item, (torch.nn.Module, type)) and not callable(item):
+        return _open_object(item, leaves, path)
+    return _constant(item)
+
+
+def _open_object(item: Any, leaves: list[Tensor], path: set[int]) -> Structure:
+    """Opens the attributes of an object, if there is a tensor somewhere in them."""
+    attributes = vars(item)
+    found: list[Tensor] = []
+    children = tuple(_open(child, found, path) for child in attributes.values())
+    if not found:
+        return _constant(item)
+    leaves.extend(found)
+    names = tuple(attributes)
+    template = copy.copy(item)
+    for name in names:
+        object.__setattr__(template, name, None)
+
+    def make(made: list[Any]) -> Any:
+        built = copy.copy(template)
+        for name, value in zip(names, made, strict=True):
+            object.__setattr__(built, name, value)
+        return built
+
+    return Structure((type(item), names), children, make)
+
+
+def _constant(item: Any) -> Structure:
+    try:
+        hash(item)
+        key: Hashable = item
+    except TypeError:
+        key = id(item)
+    return Structure((type(item), key), make=lambda _: item)
+
+
+def _frozen(context: Any) -> Hashable:
+    """A hashable stand-in for a pytree context."""
+    if isinstance(context, (list, tuple)):
+        return tuple(_frozen(part) for part in context)
+    if isinstance(context, dict):
+        return tuple((key, _frozen(part)) for key, part in context.items())
+    try:
+        hash(context)
+    except TypeError:
+        return repr(context)
+    return context  # type: ignore[no-any-return]  # hash() above proved it

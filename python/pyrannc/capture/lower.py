@@ -1,0 +1,306 @@
+"""From the cleaned fx graph to the Graph's JSON form (the types of ``crates/ir``)."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from pyrannc.errors import CaptureError
+
+from .clean import CleanGraph, grad_enabled, place_of
+from .dims import AffineReader
+from .facts import FACTS, TensorFacts
+from .leaf import OpaqueCall
+from .ops import (
+    aliased_arguments,
+    closes_region,
+    draws_random_numbers,
+    is_higher_order,
+    is_tuple_access,
+    may_return_view,
+    mutated_arguments,
+    opens_region,
+    target_name,
+)
+from .tracer import NamedTensors, Trace
+
+_SCHEMA = 1
+_DTYPES = (
+    "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex128", "complex64",
+    "int64", "int32", "int16", "int8", "uint8", "bool",
+)  # fmt: skip
+_INT64_MAX = 2**63 - 1
+ValueKey = tuple[fx.Node, int | None]
+
+
+@dataclass
+class Lowered:
+    """The Graph as JSON data, and what its ids stand for."""
+
+    graph: dict[str, Any]
+    values: list[ValueKey]
+    constants: list[Tensor]
+
+
+def lower(trace: Trace, cleaned: CleanGraph, name: str, training: bool, rows: int) -> Lowered:
+    """Lowers a cleaned trace.
+
+    Raises:
+        CaptureError: an op, a shape or an argument has no form in the Graph.
+    """
+    return _Lowering(trace, cleaned).run(name, training, rows)
+
+
+@dataclass
+class _Lowering:
+    trace: Trace
+    cleaned: CleanGraph
+    keys: list[ValueKey] = field(default_factory=list)
+    values: list[dict[str, Any]] = field(default_factory=list)
+    ids: dict[ValueKey, int] = field(default_factory=dict)
+    roots: list[int] = field(default_factory=list)
+    """For each Value, the first Value in the same storage."""
+    root_of_storage: dict[int, int] = field(default_factory=dict)
+
+    def run(self, name: str, training: bool, rows: int) -> Lowered:
+        reader, cleaned = self.trace.reader, self.cleaned
+        params = self._named(self.trace.params, cleaned.params, "param")
+        buffers = self._named(self.trace.buffers, cleaned.buffers, "buffer")
+        inputs = [self._add(node, None, {"input": place}) for place, node in enumerate(cleaned.inputs)]
+        tensors = [_tensor_of(node, cleaned.gm) for node in cleaned.constants]
+        constants = [
+            {"name": node.name, "value": self._add_constant(node, index, tensor), "data": _base64(tensor)}
+            for index, (node, tensor) in enumerate(zip(cleaned.constants, tensors, strict=True))
+        ]
+        ops = self._ops(reader)
+        self._finish_aliases()
+        self._spread_gradients(ops)
+        for index, node in cleaned.updates.items():
+            buffers[index]["update"] = self._id(node)
+        graph = {
+            "schema": _SCHEMA,
+            "name": name,
+            "training": training,
+            "sample_rows": rows,
+            "values": self.values,
+            "ops": ops,
+            "params": params,
+            "buffers": buffers,
+            "constants": constants,
+            "inputs": inputs,
+            "outputs": [self._id(node) for node in cleaned.outputs],
+        }
+        return Lowered(graph, self.keys, tensors)
+
+    def _named(self, named: NamedTensors, nodes: Sequence[fx.Node], kind: str) -> list[dict[str, Any]]:
+        records = []
+        for index, (name, aliases, node) in enumerate(zip(named.names, named.aliases, nodes, strict=True)):
+            record: dict[str, Any] = {"name": name, "value": self._add(node, None, {kind: index})}
+            if aliases:
+                record["aliases"] = aliases
+            records.append(record)
+        return records
+
+    def _add_constant(self, node: fx.Node, index: int, tensor: Tensor) -> int:
+        if tensor.requires_grad:
+            raise CaptureError(
+                f"{place_of(node)} uses a tensor that requires gradients but is neither a parameter nor an input; "
+                "register it with torch.nn.Parameter"
+            )
+        node.meta["val"] = tensor
+        node.meta[FACTS] = {None: TensorFacts(False, None)}
+        return self._add(node, None, {"constant": index})
+
+    def _add(self, node: fx.Node, place: int | None, definition: dict[str, Any]) -> int:
+        tensor = node.meta["val"] if place is None else node.meta["val"][place]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in _DTYPES:
+            raise CaptureError(f"{place_of(node)} makes a tensor of type {tensor.dtype}, which is not supported")
+        facts: TensorFacts | None = node.meta.get(FACTS, {}).get(place)
+        differentiable = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        value_id = len(self.values)
+        value = {
+            "name": node.name if place is None else f"{node.name}.{place}",
+            "dtype": dtype,
+            "shape": [self._extent(node, size) for size in tensor.shape],
+            "def": definition,
+            "requires_grad": differentiable and (facts is None or facts.requires_grad),
+        }
+        root = self._root(node, facts, value_id)
+        if root != value_id:
+            value["alias_of"] = root
+        self.roots.append(root)
+        self.values.append(value)
+        self.keys.append((node, place))
+        self.ids[node, place] = value_id
+        return value_id
+
+    def _root(self, node: fx.Node, facts: TensorFacts | None, value_id: int) -> int:
+        if facts is not None and facts.storage is not None and facts.storage in self.root_of_storage:
+            return self.root_of_storage[facts.storage]
+        root = value_id
+        for operand in aliased_arguments(node) if node.op == "call_function" else []:
+            operand_id = self._lookup(operand)
+            if operand_id is not None:
+                root = self.roots[operand_id]
+                break
+        if facts is not None and facts.storage is not None:
+            self.root_of_storage[facts.storage] = root
+        return root
+
+    def _extent(self, node: fx.Node, size: Any) -> dict[str, int]:
+        dim = self.trace.reader.read(size)
+        if dim is None:
+            raise CaptureError(
+                f"{place_of(node)} calls {target_name(node.target)}, whose result has an extent that depends on the "
+                f"data or is not of the form a*rows + b ({size}); use a mask instead of selecting elements"
+            )
+        return {"per_row": dim.per_row, "fixed": dim.fixed}
+
+    def _ops(self, reader: AffineReader) -> list[dict[str, Any]]:
+        ops: list[dict[str, Any]] = []
+        depth, region = 0, -1
+        for node in self.cleaned.ops:
+            if is_higher_order(node):
+                raise CaptureError(f"{place_of(node)} uses {target_name(node.target)}, which is not supported")
+            if opens_region(node):
+                region += depth == 0
+                depth += 1
+            ops.append(self._op(node, len(ops), region if depth else None))
+            depth -= closes_region(node)
+        return ops
+
+    def _op(self, node: fx.Node, op: int, region: int | None) -> dict[str, Any]:
+        place = place_of(node)
+        record: dict[str, Any] = {
+            "target": target_name(node.target),
+            "args": [self._argument(node, argument) for argument in node.args],
+            "results": [
+                self._add(node, result, {"op": {"op": op, "result": result or 0}}) for result in _results(node)
+            ],
+            "grad_enabled": grad_enabled(node),
+            "module": place.module,
+        }
+        if node.kwargs:
+            record["kwargs"] = {name: self._argument(node, argument) for name, argument in node.kwargs.items()}
+        mutates = [self._id(operand) for operand in mutated_arguments(node)]
+        if mutates:
+            record["mutates"] = mutates
+        if draws_random_numbers(node):
+            record["random"] = True
+        if isinstance(node.target, OpaqueCall):
+            record["opaque"] = True
+        if region is not None:
+            record["region"] = region
+        if place.file is not None:
+            record["source"] = {"file": place.file, "line": place.line}
+        return record
+
+    def _argument(self, node: fx.Node, argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return self._node_argument(argument)
+        if isinstance(argument, (list, tuple)):
+            return {"list": [self._argument(node, item) for item in argument]}
+        if argument is None:
+            return "none"
+        if isinstance(argument, bool):
+            return {"bool": argument}
+        if isinstance(argument, int):
+            if abs(argument) > _INT64_MAX:
+                raise CaptureError(f"{place_of(node)} uses the integer {argument}, which does not fit in 64 bits")
+            return {"int": argument}
+        if isinstance(argument, float):
+            return {"float": repr(argument)}
+        if isinstance(argument, (str, complex)):
+            return {"str": str(argument)}
+        if isinstance(argument, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+            return {"torch": str(argument)}
+        raise CaptureError(
+            f"{place_of(node)} calls {target_name(node.target)} with an argument of type "
+            f"{type(argument).__qualname__}, which a captured graph cannot keep"
+        )
+
+    def _node_argument(self, argument: fx.Node) -> Any:
+        if argument in self.cleaned.dims:
+            dim = self.cleaned.dims[argument]
+            return {"dim": {"per_row": dim.per_row, "fixed": dim.fixed}}
+        value = self._lookup(argument)
+        if value is not None:
+            return {"value": value}
+        produced = [self.ids[key] for key in self.ids if key[0] is argument]
+        if produced:  # a list of tensors handed on as a whole
+            return {"list": [{"value": item} for item in produced]}
+        return {"str": argument.name}  # the handle of an autocast block or a vmap level
+
+    def _lookup(self, node: fx.Node) -> int | None:
+        if is_tuple_access(node):
+            producer, place = node.args
+            return self.ids.get((producer, place))  # type: ignore[arg-type]  # both are what getitem takes
+        return self.ids.get((node, None))
+
+    def _id(self, node: fx.Node) -> int:
+        value = self._lookup(node)
+        assert value is not None, node.format_node()
+        return value
+
+    def _finish_aliases(self) -> None:
+        """Where storages are written, copies that are views for some batch sizes count as views."""
+        written = {self.roots[self._id(operand)] for node in self.cleaned.ops for operand in mutated_arguments(node)}
+        if not written:
+            return
+        for node in self.cleaned.ops:
+            value, operand = self.ids.get((node, None)), next(iter(node.all_input_nodes), None)
+            operand_id = self._lookup(operand) if operand is not None else None
+            if value is None or operand_id is None or not may_return_view(node):
+                continue
+            root = self.roots[operand_id]
+            if self.roots[value] != root and (self.roots[value] in written or root in written):
+                written.add(root)
+                self._merge(self.roots[value], root)
+
+    def _merge(self, old: int, root: int) -> None:
+        for value, current in enumerate(self.roots):
+            if current == old:
+                self.roots[value] = root
+                self.values[value]["alias_of"] = root
+
+    def _spread_gradients(self, ops: Sequence[Mapping[str, Any]]) -> None:
+        """An in-place write of something with a gradient reaches all Values in the storage."""
+        reached: set[int] = set()
+        for op in ops:
+            if op["grad_enabled"] and any(self.values[result]["requires_grad"] for result in op["results"]):
+                reached.update(self.roots[value] for value in op.get("mutates", ()))
+        for value, root in zip(self.values, self.roots, strict=True):
+            if root in reached and "op" in value["def"] and getattr(torch, value["dtype"]).is_floating_point:
+                value["requires_grad"] = True
+
+
+def _results(node: fx.Node) -> list[int | None]:
+    value = node.meta.get("val")
+    if isinstance(value, Tensor):
+        return [None]
+    if isinstance(value, (list, tuple)):
+        return [place for place, item in enumerate(value) if isinstance(item, Tensor)]
+    return []
+
+
+def _tensor_of(node: fx.Node, owner: fx.GraphModule) -> Tensor:
+    tensor = getattr(owner, str(node.target))
+    constant = getattr(tensor, "constant", None)
+    if isinstance(constant, Tensor):  # a small tensor that the trace made itself
+        tensor = constant
+    if not isinstance(tensor, Tensor) or tensor.is_meta or hasattr(tensor, "fake_mode"):
+        raise CaptureError(
+            f"{place_of(node)} uses a tensor attribute that has no data; make it a buffer or a parameter"
+        )
+    return tensor
+
+
+def _base64(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode("ascii")

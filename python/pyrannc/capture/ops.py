@@ -1,0 +1,154 @@
+"""What torch's operator schemas, and a few facts missing from them, say about a node."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+
+from .leaf import GradientHook, OpaqueCall
+
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+
+# Checks that hold by the way of tracing.
+_ASSERTIONS = (
+    "aten::_assert_scalar",
+    "aten::_assert_tensor_metadata",
+    "aten::sym_constrain_range",
+    "aten::sym_constrain_range_for_size",
+)
+# Their schemas do not say that running statistics are written: op -> flag that says so.
+_UPDATES_RUNNING_STATS = {"aten::batch_norm": "training", "aten::instance_norm": "use_input_stats"}
+# Composite ops that return their operand, or a view of it, when they can.
+_MAY_RETURN_VIEW = {
+    "aten::reshape", "aten::reshape_as", "aten::flatten", "aten::contiguous", "aten::to", "aten::type_as",
+    "aten::_reshape_copy", "aten::ravel", "aten::unflatten", "aten::narrow", "aten::expand_as", "aten::float",
+    "aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::movedim", "aten::swapaxes",
+    "aten::einsum", "aten::broadcast_to", "aten::atleast_1d", "aten::atleast_2d", "aten::atleast_3d",
+}  # fmt: skip
+_DROPOUT_PROBABILITY = ("p", "dropout_p", "dropout")
+_TRAINING_FLAGS = ("train", "training")
+
+
+def target_name(target: Any) -> str:
+    """Qualified name of a node's target, stable over processes."""
+    if isinstance(target, OpaqueCall):
+        return target.title
+    if isinstance(target, OpOverload):
+        return str(target)
+    module = getattr(target, "__module__", None) or "builtins"
+    return f"{module}.{getattr(target, '__qualname__', getattr(target, '__name__', type(target).__qualname__))}"
+
+
+def is_assertion(node: fx.Node) -> bool:
+    """True for a check that the tracer added and no run needs."""
+    return isinstance(node.target, OpOverload) and node.target._schema.name in _ASSERTIONS
+
+
+def has_effect(node: fx.Node) -> bool:
+    """True when the node must stay even if nobody uses its result."""
+    if node.op in ("placeholder", "output"):
+        return True
+    if is_assertion(node):
+        return False
+    target = node.target
+    if isinstance(target, OpOverload):
+        return target._schema.is_mutable or bool(mutated_arguments(node)) or not target._schema.returns
+    return isinstance(target, GradientHook) or opens_region(node) or closes_region(node)
+
+
+def opens_region(node: fx.Node) -> bool:
+    """True for the start of an autocast block or a vmap level."""
+    return node.target is _enter_autocast or getattr(node.target, "__name__", "") == "_vmap_increment_nesting"
+
+
+def closes_region(node: fx.Node) -> bool:
+    """True for the end of an autocast block or a vmap level."""
+    return node.target is _exit_autocast or getattr(node.target, "__name__", "") == "_vmap_decrement_nesting"
+
+
+def is_tuple_access(node: fx.Node) -> bool:
+    """True for ``results[i]`` of an op with several results."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def is_higher_order(node: fx.Node) -> bool:
+    """True for ``cond``, ``while_loop`` and the like, which hold graphs of their own."""
+    return isinstance(node.target, HigherOrderOperator)
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Arguments of an ATen op by schema name, defaults included."""
+    assert isinstance(node.target, OpOverload)
+    named: dict[str, Any] = {}
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.name in node.kwargs:
+            named[argument.name] = node.kwargs[argument.name]
+        elif place < len(node.args) and not argument.kwarg_only:
+            named[argument.name] = node.args[place]
+        else:
+            named[argument.name] = argument.default_value
+    return named
+
+
+def mutated_arguments(node: fx.Node) -> list[fx.Node]:
+    """The tensors that the node writes in place."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    schema = node.target._schema
+    named = arguments(node)
+    mutated = []
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            mutated.extend(_nodes(named[argument.name]))
+    flag = _UPDATES_RUNNING_STATS.get(schema.name)
+    if flag is not None and named[flag]:
+        mutated.extend(_nodes([named["running_mean"], named["running_var"]]))
+    return mutated
+
+
+def aliased_arguments(node: fx.Node) -> list[fx.Node]:
+    """The operands whose storage a result has, by schema."""
+    if not isinstance(node.target, OpOverload):
+        return []
+    named = arguments(node)
+    returned: set[str] = set()
+    for result in node.target._schema.returns:
+        if result.alias_info is not None:
+            returned |= result.alias_info.before_set
+    aliased = []
+    for argument in node.target._schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.before_set & returned:
+            aliased.extend(_nodes(named[argument.name]))
+    return aliased
+
+
+def may_return_view(node: fx.Node) -> bool:
+    """True when the result is a view of the first operand for some shapes and strides."""
+    return isinstance(node.target, OpOverload) and node.target._schema.name in _MAY_RETURN_VIEW
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    """True when the node's result depends on the state of a random generator."""
+    if isinstance(node.target, OpaqueCall):
+        return not isinstance(node.target, GradientHook)
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    named = arguments(node)
+    if any(named.get(flag) is False for flag in _TRAINING_FLAGS):
+        return False
+    probabilities = [named[name] for name in _DROPOUT_PROBABILITY if name in named]
+    is_dropout = "dropout" in node.target._schema.name or "dropout_p" in named or "dropout" in named
+    return not (is_dropout and probabilities and all(p == 0 for p in probabilities))
+
+
+def _nodes(argument: Any) -> list[fx.Node]:
+    if isinstance(argument, fx.Node):
+        return [argument]
+    if isinstance(argument, (list, tuple)):
+        return [node for item in argument for node in _nodes(item)]
+    return []

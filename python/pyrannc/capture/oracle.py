@@ -1,0 +1,225 @@
+"""Answers to questions about data that the model asks while it is traced.
+
+A trace on fake tensors has no data. When the model branches on some (``if mask.all():``), the slice
+of the graph that made the scalar runs on the real sample inputs, and the answer is kept as an
+:class:`Assumption`: the captured graph holds only for data that give the same answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.utils import _pytree as pytree
+
+from pyrannc.errors import CaptureError
+
+from .source import Place, SourceTracker
+
+_BOOLEAN_READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::allclose")
+_CLONED_NUMEL = 1 << 20
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """An answer that depends on data and shaped the captured graph."""
+
+    expr: str
+    value: str
+    where: Place
+    assumed: bool = False
+    """True when there was no data to ask (meta parameters) and the usual answer was taken."""
+
+
+class NoDataError(LookupError):
+    """The slice of the graph needs a tensor that has no data."""
+
+
+@contextmanager
+def real_execution() -> Iterator[None]:
+    """Real, unrecorded, gradient-free execution inside a trace; random state is left as it was."""
+    with (
+        unset_fake_temporarily(),
+        disable_proxy_modes_tracing(),
+        torch._C.DisableTorchFunction(),
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),
+    ):
+        yield
+
+
+class Oracle:
+    """Runs slices of the graph under construction on real data."""
+
+    def __init__(self, tracker: SourceTracker, device: torch.device) -> None:
+        self.assumptions: list[Assumption] = []
+        self.known: dict[fx.Node, Any] = {}
+        self._tracker = tracker
+        self._device = device
+        self._graph: fx.Graph | None = None
+        self._root: Any = None
+
+    def attach(self, tracer: fx.Tracer, samples: dict[fx.Node, Tensor]) -> None:
+        """Starts to serve ``tracer``; ``samples`` are the real tensors of its placeholders."""
+        self._graph = tracer.graph
+        self._root = tracer.root
+        self._samples = samples
+
+    @property
+    def attached(self) -> bool:
+        """True once a trace is being served."""
+        return self._graph is not None
+
+    def close(self) -> None:
+        """Lets go of all tensors."""
+        self.known.clear()
+        self._graph = self._root = None
+        self._samples = {}
+
+    def value_of(self, node: fx.Node) -> Any:
+        """What ``node`` gives for the sample inputs.
+
+        Raises:
+            NoDataError: the slice reads a tensor without data.
+        """
+        with real_execution():
+            return self._run_slice(node)
+
+    def answer(self, expr: sympy.Basic) -> sympy.Basic:
+        """The value of a data-dependent expression for the sample inputs; recorded as an assumption."""
+        values: dict[sympy.Basic, Any] = {}
+        assumed = False
+        for symbol in sorted(expr.free_symbols, key=str):
+            node, read = self._origin(symbol)
+            if node is None:
+                raise CaptureError(f"{self._tracker.here()} asks for {expr}, whose origin is not in the captured graph")
+            try:
+                values[symbol] = read(self.value_of(node))
+            except NoDataError:
+                values[symbol] = _usual_answer(node)
+                assumed = True
+        answer = expr.subs(values)
+        self.assumptions.append(Assumption(str(expr), str(answer), self._tracker.here(), assumed))
+        return answer
+
+    def _origin(self, symbol: sympy.Basic) -> tuple[fx.Node | None, Any]:
+        """The latest node that defines ``symbol``, and how to read the symbol from the node's value."""
+        assert self._graph is not None
+        for node in reversed(self._graph.nodes):
+            read = _reader(node, symbol)
+            if read is not None:
+                return node, read
+        return None, None
+
+    def _run_slice(self, node: fx.Node) -> Any:
+        assert self._graph is not None
+        needed: set[fx.Node] = set()
+        stack = [node]
+        while stack:
+            current = stack.pop()
+            if current not in self.known and current not in needed:
+                needed.add(current)
+                stack.extend(current.all_input_nodes)
+        for current in [candidate for candidate in self._graph.nodes if candidate in needed]:
+            value = self._run_node(current)
+            if isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta):
+                raise NoDataError(str(current.target))
+            self.known[current] = value
+        return self.known[node]
+
+    def _run_node(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            sample = self._samples[node]
+            if sample.is_meta or isinstance(sample, FakeTensor):
+                raise NoDataError(str(node.target))
+            sample = sample.detach().to(self._device)
+            # The slice may write in place; only small tensors are worth the copy.
+            return sample.clone() if sample.numel() < _CLONED_NUMEL else sample
+        if node.op == "get_attr":
+            value: Any = self._root
+            for name in str(node.target).split("."):
+                value = getattr(value, name)
+            if isinstance(value, FakeTensor):
+                value = value.constant
+                if value is None:
+                    raise NoDataError(str(node.target))
+            return value.to(self._device) if isinstance(value, Tensor) else value
+        assert callable(node.target)
+        args, kwargs = pytree.tree_map(self._real_argument, (node.args, node.kwargs))
+        return node.target(*args, **kwargs)
+
+    def _real_argument(self, argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return self.known[argument]
+        if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return argument.node.hint
+        return self._device if isinstance(argument, torch.device) else argument
+
+
+def _reader(node: fx.Node, symbol: sympy.Basic) -> Any:
+    """How to read ``symbol`` from the value of ``node``; None if the node does not define it."""
+    value = node.meta.get("val")
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if value.node.expr == symbol:
+            return lambda real: real
+        target = node.target
+        reads_boolean = isinstance(target, OpOverload) and target._schema.name in _BOOLEAN_READS
+        if reads_boolean and symbol in value.node.expr.free_symbols:
+            return lambda real: int(bool(real))
+        return None
+    tensors = enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]
+    for index, tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            continue
+        for dim, size in enumerate(tensor.shape):
+            if isinstance(size, torch.SymInt) and size.node.expr == symbol:
+                return lambda real, index=index, dim=dim: (real if index is None else real[index]).shape[dim]
+    return None
+
+
+def _usual_answer(node: fx.Node) -> int:
+    """True for questions of the form "are all ...?", False for other questions."""
+    sources = node.all_input_nodes
+    return int(bool(sources) and "all" in str(sources[0].target))
+
+
+class BatchShapeEnv(ShapeEnv):
+    """Shapes with one batch symbol: questions about data go to the oracle, a fixed batch size is an error."""
+
+    oracle: Oracle | None = None
+    tracker: SourceTracker | None = None
+    batch_symbol: sympy.Symbol | None = None
+
+    def evaluate_sym_node(
+        self, sym_node: Any, size_oblivious: bool = False, fallback_value: bool | None = None
+    ) -> sympy.Basic:
+        """Answers a guard. Raises CaptureError when the answer fixes the batch size."""
+        try:
+            answer = super().evaluate_sym_node(sym_node, size_oblivious, fallback_value)
+        except GuardOnDataDependentSymNode:
+            if self.oracle is None or not self.oracle.attached:
+                raise
+            answer = self.oracle.answer(self.replace(sym_node.expr))
+            self.pending_fresh_unbacked_symbols.clear()
+        self._check_batch_is_free(sym_node.expr)
+        return answer
+
+    def _check_batch_is_free(self, expr: sympy.Basic) -> None:
+        if self.batch_symbol is None or self.batch_symbol not in self.replacements:
+            return
+        place = self.tracker.here() if self.tracker is not None else Place("")
+        raise CaptureError(
+            f"{place} works for one batch size only: it needs the value of {expr}, where "
+            f"{self.batch_symbol} is the batch size. Rows are split over devices, so the model must work for any "
+            "number of rows: replace the Python number by `x.shape[0]` or -1, and a Python loop over the rows by "
+            "a tensor operation."
+        )

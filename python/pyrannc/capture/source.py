@@ -1,0 +1,98 @@
+"""Where in the user's program the trace is: sub-module path and source line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+_TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
+_OWN_ROOT = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_STDLIB_ROOT = sysconfig.get_paths()["stdlib"] + os.sep
+_PACKAGES = f"{os.sep}site-packages{os.sep}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place in the model: dotted sub-module path ("" for the model itself), file and line."""
+
+    module: str
+    file: str | None = None
+    line: int = 0
+
+    def __str__(self) -> str:
+        module = f"sub-module '{self.module}'" if self.module else "the model"
+        return f"{module} ({self.file}:{self.line})" if self.file else module
+
+
+class SourceTracker:
+    """Knows the sub-module that is running and the user's line in it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._stack = [""]
+        self._is_user_file: dict[str, bool] = {}
+        self.failure: Place | None = None
+
+    @property
+    def module(self) -> str:
+        """Path of the innermost sub-module that is running."""
+        return self._stack[-1]
+
+    def here(self) -> Place:
+        """The innermost running frame that belongs to neither torch, the standard library nor the tracer."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if self._belongs_to_user(frame.f_code.co_filename):
+                return Place(self.module, frame.f_code.co_filename, frame.f_lineno)
+            frame = frame.f_back
+        return Place(self.module)
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follows module calls while active; on an exception, keeps the innermost place in ``failure``."""
+        original = nn.Module.__call__
+        tracker = self
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            tracker._stack.append(tracker._names.get(id(module), tracker._stack[-1]))
+            try:
+                return original(module, *args, **kwargs)
+            except Exception as error:
+                if tracker.failure is None:
+                    tracker.failure = tracker._place_of(error)
+                raise
+            finally:
+                tracker._stack.pop()
+
+        nn.Module.__call__ = call  # type: ignore[method-assign]  # undone below
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = original  # type: ignore[method-assign]
+
+    def _place_of(self, error: BaseException) -> Place:
+        place = Place(self.module)
+        traceback = error.__traceback__
+        while traceback is not None:
+            file = traceback.tb_frame.f_code.co_filename
+            if self._belongs_to_user(file):
+                place = Place(self.module, file, traceback.tb_lineno)
+            traceback = traceback.tb_next
+        return place
+
+    def _belongs_to_user(self, file: str) -> bool:
+        known = self._is_user_file.get(file)
+        if known is None:
+            in_stdlib = file.startswith(_STDLIB_ROOT) and _PACKAGES not in file
+            known = not (file.startswith((_TORCH_ROOT, _OWN_ROOT, "<")) or in_stdlib)
+            self._is_user_file[file] = known
+        return known

@@ -1,0 +1,288 @@
+"""Runs the model once on tensors without data and records what it does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.source import ConstantSource
+from torch._export.non_strict_utils import _NonStrictTorchFunctionHandler, _override_builtin_ops
+from torch._export.utils import _compiling_state_context
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+from torch.nn.utils.stateless import _reparametrize_module
+
+from pyrannc.errors import CaptureError
+
+from .dims import AffineReader
+from .facts import FactRecorder
+from .flatten import Structure, flatten
+from .leaf import (
+    BatchSizes,
+    LeafModule,
+    captured_tensor_hooks,
+    leaf_modules_installed,
+    opaque_autograd_functions,
+    sampled_results,
+)
+from .oracle import Assumption, BatchShapeEnv, Oracle
+from .source import SourceTracker
+
+
+@dataclass
+class NamedTensors:
+    """The parameters or buffers of a model, each tensor once."""
+
+    names: list[str]
+    tensors: list[Tensor]
+    aliases: list[list[str]]
+
+    @staticmethod
+    def of(first: dict[str, Tensor], every: dict[str, Tensor]) -> NamedTensors:
+        """``first`` has each tensor once, ``every`` under all its names."""
+        place = {id(tensor): index for index, tensor in enumerate(first.values())}
+        aliases: list[list[str]] = [[] for _ in first]
+        for name, tensor in every.items():
+            if name not in first:
+                aliases[place[id(tensor)]].append(name)
+        return NamedTensors(list(first), list(first.values()), aliases)
+
+    def by_every_name(self, replacements: Sequence[Tensor]) -> dict[str, Tensor]:
+        """``replacements``, one for each tensor, under all names."""
+        named = dict(zip(self.names, replacements, strict=True))
+        for aliases, replacement in zip(self.aliases, replacements, strict=True):
+            named.update(dict.fromkeys(aliases, replacement))
+        return named
+
+
+@dataclass
+class Trace:
+    """A raw trace. Placeholders are parameters, buffers, inputs; outputs are result tensors, then buffer updates."""
+
+    gm: fx.GraphModule
+    params: NamedTensors
+    buffers: NamedTensors
+    inputs: list[Tensor]
+    output: Structure
+    updated_buffers: list[int]
+    reader: AffineReader
+    assumptions: list[Assumption]
+
+
+def trace(
+    model: nn.Module, args: Any, kwargs: Any, device: torch.device, rows: int, leaf_modules: Sequence[str] = ()
+) -> Trace:
+    """Traces one call of ``model``. The model is left as it was.
+
+    Raises:
+        CaptureError: the call cannot be captured.
+    """
+    _refuse_backward_hooks(model)
+    return _Session(model, args, kwargs, device, rows, leaf_modules).run()
+
+
+class _Session:
+    def __init__(
+        self, model: nn.Module, args: Any, kwargs: Any, device: torch.device, rows: int, leaf_modules: Sequence[str]
+    ) -> None:
+        self.model = model
+        self.params = NamedTensors.of(
+            dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
+        )
+        self.buffers = NamedTensors.of(dict(model.named_buffers()), dict(model.named_buffers(remove_duplicate=False)))
+        self.inputs, self.input = flatten((args, kwargs))
+        self.device = device
+        self.trace_rows = _trace_rows(rows, [*self.params.tensors, *self.buffers.tensors, *self.inputs])
+        self.samples = [_with_rows(tensor, rows, self.trace_rows) for tensor in self.inputs]
+        self.tracker = SourceTracker(model)
+        sample_device = self.inputs[0].device if self.inputs else torch.device("cpu")
+        self.oracle = Oracle(self.tracker, sample_device)
+        self.shape_env = BatchShapeEnv()
+        self.shape_env.oracle = self.oracle
+        self.shape_env.tracker = self.tracker
+        self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
+        self.leaf_paths = list(leaf_modules)
+
+    def run(self) -> Trace:
+        fake_params = [self._fake(f"p{i}", tensor, False) for i, tensor in enumerate(self.params.tensors)]
+        fake_buffers = [self._fake(f"b{i}", tensor, False) for i, tensor in enumerate(self.buffers.tensors)]
+        fake_inputs = [
+            self._fake(f"x{i}", tensor, tensor.dim() > 0 and tensor.shape[0] == self.trace_rows)
+            for i, tensor in enumerate(self.samples)
+        ]
+        batch = next((t.shape[0] for t in fake_inputs if t.dim() and isinstance(t.shape[0], torch.SymInt)), None)
+        symbol = batch.node.expr if isinstance(batch, torch.SymInt) else None
+        self.shape_env.batch_symbol = symbol
+        self.sizes = BatchSizes(self.trace_rows, batch if isinstance(batch, torch.SymInt) else None)
+        recorder = FactRecorder(self.tracker)
+        call = _TracedCall(self, recorder)
+        with restored(self.model), self._environment(recorder), torch.enable_grad():
+            gm = make_fx(call, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(
+                fake_params, fake_buffers, fake_inputs
+            )
+        self.oracle.close()
+        return Trace(
+            gm=gm,
+            params=self.params,
+            buffers=self.buffers,
+            inputs=self.inputs,
+            output=call.output,
+            updated_buffers=call.updated_buffers,
+            reader=AffineReader(symbol),
+            assumptions=self.oracle.assumptions,
+        )
+
+    def leaves(self) -> list[LeafModule]:
+        return [
+            LeafModule(path, self.model.get_submodule(path), self.oracle, self.mode, self.sizes)
+            for path in self.leaf_paths
+        ]
+
+    def _fake(self, name: str, tensor: Tensor, batched: bool) -> Tensor:
+        dynamic = [DimDynamic.DUCK if batched and dim == 0 else DimDynamic.STATIC for dim in range(tensor.dim())]
+        context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(dynamic_sizes=dynamic)
+        fake: Tensor = self.mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(name))
+        if fake.device == self.device:
+            return fake
+        with self.mode:
+            moved = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=self.device)
+            if isinstance(tensor, nn.Parameter):
+                return nn.Parameter(moved, tensor.requires_grad)
+            return moved.requires_grad_(tensor.requires_grad)
+
+    @contextmanager
+    def _environment(self, recorder: FactRecorder) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(_compiling_state_context())
+            stack.enter_context(sampled_results(self.oracle, self.mode, self.sizes, self.tracker))
+            stack.enter_context(self.mode)
+            stack.enter_context(_NonStrictTorchFunctionHandler())
+            stack.enter_context(tracing(TracingContext(self.mode)))
+            stack.enter_context(_override_builtin_ops())
+            stack.enter_context(opaque_autograd_functions())
+            stack.enter_context(captured_tensor_hooks())
+            stack.enter_context(idle_module_moves())
+            stack.enter_context(recorder.recording())
+            yield
+
+
+class _TracedCall:
+    """The function that is traced: parameters, buffers and inputs as arguments; result tensors as results."""
+
+    def __init__(self, session: _Session, recorder: FactRecorder) -> None:
+        self._session = session
+        self._recorder = recorder
+        self.output = Structure(None)
+        self.updated_buffers: list[int] = []
+
+    def __call__(self, params: list[Tensor], buffers: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+        session = self._session
+        mode: Any = get_proxy_mode()
+        placeholders = [node for node in mode.tracer.graph.nodes if node.op == "placeholder"]
+        samples = [*session.params.tensors, *session.buffers.tensors, *session.samples]
+        session.oracle.attach(mode.tracer, dict(zip(placeholders, samples, strict=True)))
+        self._recorder.annotate_nodes_of(mode.tracer.graph)
+        state = session.params.by_every_name(params) | session.buffers.by_every_name(buffers)
+        args, kwargs = session.input.rebuild(inputs)
+        # Module calls are followed from here on: outside, the fx tracer replaces Module.__call__ itself.
+        with (
+            _reparametrize_module(session.model, state),
+            leaf_modules_installed(session.leaves()),
+            session.tracker.following(),
+        ):
+            result = session.model(*args, **kwargs)
+            updates = self._buffer_updates(buffers)
+        leaves, self.output = flatten(result)
+        return leaves + updates
+
+    def _buffer_updates(self, buffers: list[Tensor]) -> list[Tensor]:
+        """Tensors that the forward put into buffers in place of the old ones."""
+        updates = []
+        for index, (name, before) in enumerate(zip(self._session.buffers.names, buffers, strict=True)):
+            path, _, attribute = name.rpartition(".")
+            now = self._session.model.get_submodule(path)._buffers.get(attribute)
+            if now is not None and now is not before:
+                self.updated_buffers.append(index)
+                updates.append(now)
+        return updates
+
+
+def _trace_rows(rows: int, tensors: Sequence[Tensor]) -> int:
+    """A batch size to trace with: at least 2 and unlike every fixed extent, so that nothing is equal to it by chance."""
+    fixed = {size for tensor in tensors for dim, size in enumerate(tensor.shape) if not (dim == 0 and size == rows)}
+    trace_rows = max(rows, 2)
+    while trace_rows in fixed:
+        trace_rows += 1
+    return trace_rows
+
+
+def _with_rows(tensor: Tensor, rows: int, trace_rows: int) -> Tensor:
+    """``tensor`` with its rows repeated in turn, if dimension 0 is the batch."""
+    if tensor.dim() == 0 or tensor.shape[0] != rows or rows == trace_rows:
+        return tensor
+    index = torch.arange(trace_rows, device=tensor.device) % rows
+    return tensor.detach().index_select(0, index).requires_grad_(tensor.requires_grad)
+
+
+def _refuse_backward_hooks(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise CaptureError(
+                f"sub-module '{name}' has a module backward hook, which a captured graph cannot keep; "
+                "use Tensor.register_hook in its forward"
+            )
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Puts back every attribute of every sub-module at the end, so that no tensor of the trace stays behind."""
+    kept = []
+    for module in model.modules():
+        attributes = dict(vars(module))
+        contents = {
+            name: copy.copy(value) for name, value in attributes.items() if type(value) in (dict, list, set)
+        }
+        kept.append((module, attributes, contents))
+    try:
+        yield
+    finally:
+        for module, attributes, contents in kept:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for name, content in contents.items():
+                _refill(attributes[name], content)
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    if isinstance(container, list):
+        container.extend(content)
+    else:
+        container.update(content)
+
+
+@contextmanager
+def idle_module_moves() -> Iterator[None]:
+    """``module.to(...)`` inside forward does nothing where nothing would change (it would replace parameters)."""
+    original = nn.Module.to
+
+    def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        tensors = [*self.parameters(), *self.buffers()]
+        same_dtype = dtype is None or all(t.dtype == dtype or not t.is_floating_point() for t in tensors)
+        same_device = device is None or all(t.device.type == device.type for t in tensors)
+        return self if same_dtype and same_device else original(self, *args, **kwargs)
+
+    nn.Module.to = to  # type: ignore[assignment,method-assign]  # undone below
+    try:
+        yield
+    finally:
+        nn.Module.to = original  # type: ignore[method-assign]
