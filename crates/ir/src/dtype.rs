@@ -1,5 +1,7 @@
 //! Element types.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 /// Element type of a tensor, named as in torch.
@@ -26,6 +28,24 @@ pub enum DType {
 }
 
 impl DType {
+    /// All types.
+    pub const ALL: [Self; 14] = [
+        Self::Float64,
+        Self::Float32,
+        Self::Float16,
+        Self::Bfloat16,
+        Self::Float8E4m3fn,
+        Self::Float8E5m2,
+        Self::Complex128,
+        Self::Complex64,
+        Self::Int64,
+        Self::Int32,
+        Self::Int16,
+        Self::Int8,
+        Self::Uint8,
+        Self::Bool,
+    ];
+
     /// Bytes of one element.
     pub const fn bytes(self) -> u64 {
         match self {
@@ -39,5 +59,34 @@ impl DType {
     /// True for types that can carry a gradient.
     pub const fn is_differentiable(self) -> bool {
         !matches!(self, Self::Int64 | Self::Int32 | Self::Int16 | Self::Int8 | Self::Uint8 | Self::Bool)
+    }
+    /// Short name, as in the text form.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Float64 => "f64",
+            Self::Float32 => "f32",
+            Self::Float16 => "f16",
+            Self::Bfloat16 => "bf16",
+            Self::Float8E4m3fn => "f8e4m3fn",
+            Self::Float8E5m2 => "f8e5m2",
+            Self::Complex128 => "c128",
+            Self::Complex64 => "c64",
+            Self::Int64 => "i64",
+            Self::Int32 => "i32",
+            Self::Int16 => "i16",
+            Self::Int8 => "i8",
+            Self::Uint8 => "u8",
+            Self::Bool => "bool",
+        }
+    }
+    /// The type with this short name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.iter().copied().find(|dtype| dtype.name() == name)
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
     }
 }

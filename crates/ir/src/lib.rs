@@ -3,16 +3,23 @@
 mod analysis;
 mod dtype;
 mod entity;
+mod error;
 mod graph;
+mod hash;
+mod json;
 mod rows;
 #[cfg(feature = "testing")]
 pub mod testing;
+mod verify;
 
 pub use analysis::{Analysis, CutRefusal, Group, GroupReason, Storages, allowed_cuts, batch_free_ops, cuts, main_ops};
 pub use dtype::DType;
 pub use entity::{Arena, Entity};
+pub use error::{GraphError, VerifyErrors};
 pub use graph::{
     Arg, Buffer, BufferId, ConstId, Constant, Dim, Graph, Op, OpId, OpPlace, Param, ParamId, SCHEMA, Source, Value,
     ValueDef, ValueId,
 };
+pub use hash::block_hash;
 pub use rows::{RowDim, row_dims};
+pub use verify::{Place, Problem, VerifyError};
