@@ -1,6 +1,7 @@
 //! Plans: what each Stage holds, the Actions of every rank, the static checker, the file format.
 
 mod build;
+mod partition;
 mod parts;
 mod plan;
 mod program;
@@ -9,6 +10,7 @@ mod schedule;
 mod view;
 
 pub use build::{Batch, Placement, ProgramError, build, plan_channels};
+pub use partition::PartitionError;
 pub use parts::{Crossing, InputPart, OutputPart, OutputSource, Partition, StageOps, StagePart, TiedParam};
 pub use plan::{
     MemoryPrediction, PLAN_SCHEMA, Plan, PlanFault, PlanFileError, StagePlan, StagePrediction, StepPrediction,
