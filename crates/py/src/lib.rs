@@ -1,5 +1,8 @@
 //! `pyrannc._native`: conversion, errors, GIL release and the watchdog. No logic of its own.
 
+mod errors;
+mod watchdog;
+
 use pyo3::prelude::*;
 
 /// The core of RaNNC.
@@ -8,6 +11,9 @@ mod _native {
     use std::io::Write;
 
     use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use crate::watchdog::python::Watchdog;
 
     /// The version of this package.
     #[pymodule_export]
