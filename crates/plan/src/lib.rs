@@ -1,15 +1,20 @@
 //! Plans: what each Stage holds, the Actions of every rank, the static checker, the file format.
 
 mod build;
+mod check;
+mod grid;
 mod partition;
 mod parts;
 mod plan;
 mod program;
 mod routes;
 mod schedule;
+mod simulate;
 mod view;
 
 pub use build::{Batch, Placement, ProgramError, build, plan_channels};
+pub use check::{ActionFault, Blocked, CheckError, check};
+pub use grid::grid;
 pub use partition::PartitionError;
 pub use parts::{Crossing, InputPart, OutputPart, OutputSource, Partition, StageOps, StagePart, TiedParam};
 pub use plan::{

@@ -5,6 +5,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use rannc_ir::Graph;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use thiserror::Error;
@@ -285,16 +286,17 @@ impl Plan {
         fs::write(path, self.to_json()).map_err(|source| PlanFileError::Write { path: path.to_owned(), source })
     }
 
-    /// Checks that the Plan was made for the Graph with this name and hash.
-    pub fn check_graph(&self, graph_name: &str, graph_hash: &str) -> Result<(), PlanFileError> {
+    /// Checks that the Plan was made for this Graph.
+    pub fn check_graph(&self, graph: &Graph) -> Result<(), PlanFileError> {
+        let graph_hash = graph.hash();
         if graph_hash == self.graph_hash {
             return Ok(());
         }
         Err(PlanFileError::OtherGraph {
             plan_name: self.graph_name.clone(),
             plan_hash: self.graph_hash.clone(),
-            graph_name: graph_name.to_owned(),
-            graph_hash: graph_hash.to_owned(),
+            graph_name: graph.name.clone(),
+            graph_hash,
         })
     }
 

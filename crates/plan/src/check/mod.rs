@@ -1,0 +1,233 @@
+//! The static checker: proves before anything runs that a Program does what its Partition needs.
+//!
+//! It shares no code with the builder. What it proves:
+//! 1. The ranks' slices, and each Stage's Replicas' rows, divide every microbatch without gap or overlap.
+//! 2. Every Stage rank gets each of its rows of each input exactly once from a rank that has it, and
+//!    every rank its rows of each output.
+//! 3. Every rank runs Forward, and in training Backward, exactly once for every microbatch of which it has
+//!    rows, Backward after Forward, and in training ends with one Reduce.
+//! 4. Before a Forward, each row of each Value that the Stage takes has been received exactly once;
+//!    before a Backward, each row of each gradient, once from each Stage that uses the Value.
+//! 5. Nothing is sent before it is computed, or by a rank that does not have it.
+//! 6. On each channel Sends and Recvs agree in number, order, rows and packing.
+//! 7. All ranks come to their end (see [`simulate`](crate::simulate) for what blocks).
+
+mod actions;
+mod layout;
+mod transfers;
+
+use std::fmt::Write as _;
+
+use rannc_ir::ValueId;
+use thiserror::Error;
+
+use crate::parts::Partition;
+use crate::program::{Action, Program, Transfer};
+use crate::routes::Interval;
+use crate::simulate::simulate;
+
+/// A rank that cannot go on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Blocked {
+    /// The rank.
+    pub rank: u32,
+    /// Place of the Action among the rank's forward and backward Actions.
+    pub position: usize,
+    /// The Action that waits.
+    pub action: Action,
+}
+
+/// What is wrong with an Action.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+pub enum ActionFault {
+    /// Of a microbatch that does not exist or of which the rank has no rows.
+    #[error("the rank has no rows of this microbatch")]
+    NoRows,
+    /// A second time.
+    #[error("it was done before")]
+    Repeated,
+    /// Backward first.
+    #[error("the forward of this microbatch comes later")]
+    BeforeForward,
+    /// In the wrong list, or in a Program without backward.
+    #[error("it does not belong into this list of a {0} program")]
+    WrongList(&'static str),
+    /// Reduce must be last.
+    #[error("it comes after Reduce")]
+    AfterReduce,
+    /// A Send too early.
+    #[error("it sends what is computed later")]
+    NotComputed,
+    /// A Recv too late.
+    #[error("the computation that needs it comes earlier")]
+    TooLate,
+    /// A peer that does not exist, or whose Stage does not use or make the Value.
+    #[error("{0} does not go between these two stages")]
+    WrongPeer(ValueId),
+    /// Rows that the sender or the receiver does not have, or none at all.
+    #[error("rows {rows} of {value} are not rows of both ranks")]
+    WrongRows {
+        /// The Value.
+        value: ValueId,
+        /// The rows.
+        rows: Interval,
+    },
+    /// A message without content.
+    #[error("it carries nothing")]
+    Empty,
+}
+
+/// Why a Program must not run.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum CheckError {
+    /// Lists of the Program, or of the Partition, have lengths or indices that do not fit together.
+    #[error("the program's lists do not fit together: {0}")]
+    Shape(&'static str),
+    /// The ranks' slices do not make up the batch.
+    #[error("the slice of rank {rank} for microbatch {mb} leaves a gap or an overlap")]
+    Slices {
+        /// The rank.
+        rank: usize,
+        /// The microbatch.
+        mb: u32,
+    },
+    /// The Replicas' rows do not make up the microbatch.
+    #[error("the rows of stage {stage} do not divide microbatch {mb}")]
+    StageRows {
+        /// The Stage.
+        stage: usize,
+        /// The microbatch.
+        mb: usize,
+    },
+    /// A transfer of rows that its source does not have, or that nobody asked for.
+    #[error(
+        "{list} transfer of {}[{}] of microbatch {} from rank {} to rank {}: {problem}",
+        transfer.value, transfer.rows, transfer.mb, transfer.src, transfer.dst
+    )]
+    Transfer {
+        /// `input` or `output`.
+        list: &'static str,
+        /// The transfer.
+        transfer: Transfer,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
+    /// Rows that a rank must get are missing or come twice.
+    #[error("rank {rank} needs rows {rows} of {list} {value} of microbatch {mb} exactly once")]
+    TransferRows {
+        /// `input` or `output`.
+        list: &'static str,
+        /// The rank.
+        rank: u32,
+        /// The microbatch.
+        mb: u32,
+        /// The Value.
+        value: ValueId,
+        /// The rows.
+        rows: Interval,
+    },
+    /// An Action that must not stand where it does.
+    #[error("rank {rank}, action {position}, {action}: {fault}")]
+    Action {
+        /// The rank.
+        rank: u32,
+        /// Place among its forward and backward Actions.
+        position: usize,
+        /// The Action.
+        action: Action,
+        /// What is wrong with it.
+        fault: ActionFault,
+    },
+    /// A computation without all it needs.
+    #[error(
+        "rank {rank}, action {position}, {action}: rows {rows} of {value} must have been received exactly once from stage {stage}"
+    )]
+    Rows {
+        /// The rank.
+        rank: u32,
+        /// Place among its forward and backward Actions.
+        position: usize,
+        /// The computation.
+        action: Action,
+        /// The Value, or the Value whose gradient it is.
+        value: ValueId,
+        /// The Stage that sends it.
+        stage: u32,
+        /// The rows.
+        rows: Interval,
+    },
+    /// A computation or Reduce that nobody does.
+    #[error("rank {rank} lacks {action}")]
+    Missing {
+        /// The rank.
+        rank: u32,
+        /// What it lacks.
+        action: Action,
+    },
+    /// A Send without Recv, or the reverse.
+    #[error("rank {rank}, action {position}, {action}: the peer has no counterpart")]
+    Unmatched {
+        /// The rank.
+        rank: u32,
+        /// Place among its forward and backward Actions.
+        position: usize,
+        /// The Send or Recv.
+        action: Action,
+    },
+    /// A Send that meets a different Recv.
+    #[error("rank {src}, action {position}, {send} meets {recv} of rank {dst}")]
+    Mismatch {
+        /// The sender.
+        src: u32,
+        /// Place among the sender's forward and backward Actions.
+        position: usize,
+        /// The Send.
+        send: Action,
+        /// The receiver.
+        dst: u32,
+        /// The Recv in the same place of the channel.
+        recv: Action,
+    },
+    /// Ranks wait for each other.
+    #[error("deadlock:{}", list_blocked(blocked))]
+    Deadlock {
+        /// Every rank that cannot go on.
+        blocked: Vec<Blocked>,
+    },
+}
+
+fn list_blocked(blocked: &[Blocked]) -> String {
+    blocked.iter().fold(String::new(), |mut text, Blocked { rank, position, action }| {
+        write!(text, " rank {rank} waits in action {position}, {action};").expect("a String takes any text");
+        text
+    })
+}
+
+/// Proves that the Program does what the Partition needs and comes to its end.
+pub fn check(program: &Program, partition: &Partition) -> Result<(), CheckError> {
+    let layout = layout::Layout::new(program, partition)?;
+    transfers::check_inputs(program, partition, &layout)?;
+    transfers::check_outputs(program, partition, &layout)?;
+    actions::check_ranks(program, partition)?;
+    actions::check_channels(program)?;
+    simulate(program).map_err(|blocked| CheckError::Deadlock { blocked })?;
+    Ok(())
+}
+
+/// True when the intervals, in any order, make up `whole` without gap or overlap, and none is empty.
+fn covers_once(intervals: &mut [Interval], whole: Interval) -> bool {
+    intervals.sort_unstable();
+    let mut at = whole.lo;
+    for interval in intervals {
+        if interval.lo != at || interval.hi <= interval.lo {
+            return false;
+        }
+        at = interval.hi;
+    }
+    at == whole.hi
+}
+
+/// True when all of `inner` lies in `outer`.
+fn within(inner: Interval, outer: Interval) -> bool {
+    outer.lo <= inner.lo && inner.lo < inner.hi && inner.hi <= outer.hi
+}
