@@ -7,9 +7,11 @@ mod error;
 mod graph;
 mod hash;
 mod json;
+mod parse;
 mod rows;
 #[cfg(feature = "testing")]
 pub mod testing;
+mod text;
 mod verify;
 
 pub use analysis::{Analysis, CutRefusal, Group, GroupReason, Storages, allowed_cuts, batch_free_ops, cuts, main_ops};

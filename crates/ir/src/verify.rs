@@ -388,8 +388,9 @@ fn is_float(text: &str) -> bool {
     match text {
         "inf" | "-inf" | "nan" => true,
         _ => {
+            let starts = text.strip_prefix('-').unwrap_or(text).starts_with(|c: char| c.is_ascii_digit());
             let written = text.bytes().all(|byte| b"0123456789+-.e".contains(&byte)) && text.contains(['.', 'e']);
-            written && text.parse::<f64>().is_ok()
+            starts && written && text.parse::<f64>().is_ok()
         }
     }
 }

@@ -1,6 +1,8 @@
 //! Row dimensions, batch-free ops, groups and cuts.
 
 use proptest::prelude::*;
+use proptest::strategy::ValueTree;
+use proptest::test_runner::TestRunner;
 use rannc_ir::testing::{GraphBuilder, graphs, mlp};
 use rannc_ir::{
     Analysis, Arg, CutRefusal, DType, Dim, Graph, GroupReason, OpId, RowDim, ValueDef, ValueId, allowed_cuts, cuts,
@@ -216,4 +218,31 @@ proptest! {
             }
         }
     }
+}
+
+/// The other properties would pass on a generator that makes only plain chains.
+#[test]
+fn the_generator_makes_every_kind_of_graph() {
+    let mut runner = TestRunner::deterministic();
+    let mut seen = [0; 9];
+    for _ in 0..200 {
+        let graph = graphs().new_tree(&mut runner).expect("the strategy rejects nothing").current();
+        let analysis = Analysis::new(&graph);
+        let ops = || graph.ops.values();
+        let facts = [
+            analysis.cuts.iter().filter(|cut| cut.is_none()).count() > 3,
+            analysis.cuts.iter().any(|cut| matches!(cut, Some(CutRefusal::NoRowDim { .. }))),
+            analysis.groups.iter().any(|group| matches!(group.reason, GroupReason::Storage(_))),
+            analysis.groups.iter().any(|group| matches!(group.reason, GroupReason::Region(_))),
+            analysis.main_ops.len() < graph.ops.len(),
+            analysis.row_dims.values().any(|rows| rows.is_some_and(|rows| rows.per_row > 1)),
+            ops().any(|op| op.random) && ops().any(|op| op.opaque),
+            graph.buffers.values().any(|buffer| buffer.update.is_some()),
+            graph.values.values().any(|value| value.dtype == DType::Int64 && matches!(value.def, ValueDef::Op { .. })),
+        ];
+        for (count, fact) in seen.iter_mut().zip(facts) {
+            *count += i32::from(fact);
+        }
+    }
+    assert!(seen.iter().all(|&count| count >= 10), "{seen:?}");
 }
