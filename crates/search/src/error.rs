@@ -1,0 +1,92 @@
+//! Why there is no Plan.
+
+use std::fmt;
+
+use rannc_plan::PlanFileError;
+use thiserror::Error;
+
+/// Why a search gives no Plan.
+#[derive(Debug, Error)]
+pub enum SearchError {
+    /// A setting that cannot be fulfilled.
+    #[error("{field} {problem}")]
+    Settings {
+        /// Name of the setting.
+        field: &'static str,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// The cluster is impossible.
+    #[error(transparent)]
+    Cluster(#[from] rannc_cost::CostError),
+    /// No op depends on the input.
+    #[error("graph {graph} has nothing to plan: no op depends on an input")]
+    Empty {
+        /// Name of the graph.
+        graph: String,
+    },
+    /// More Stages are asked for than the model can be cut into.
+    #[error("{wanted} stages were asked for, but the model can be cut into {possible} pieces at most")]
+    TooFewBlocks {
+        /// Stages asked for.
+        wanted: usize,
+        /// Pieces that can stand alone.
+        possible: usize,
+    },
+    /// Every Plan needs more memory than there is.
+    #[error(
+        "the model does not fit into memory: the best of all plans ({stages} stages, {microbatches} microbatches) is \
+         short of {short_bytes} bytes on the device that holds {block}: it needs {needed_bytes} bytes of {usable_bytes} \
+         usable ones, most of them for {largest}; {advice}"
+    )]
+    DoesNotFit {
+        /// The heaviest Block of the Stage that is short: its modules and first op.
+        block: String,
+        /// What is missing.
+        short_bytes: u64,
+        /// What the Stage needs.
+        needed_bytes: u64,
+        /// The limit without its margin.
+        usable_bytes: u64,
+        /// Stages of the Plan that comes closest.
+        stages: usize,
+        /// Microbatches of that Plan.
+        microbatches: u64,
+        /// The largest use of memory.
+        largest: &'static str,
+        /// What would help.
+        advice: Advice,
+    },
+    /// The Plan contradicts itself.
+    #[error(transparent)]
+    Plan(#[from] PlanFileError),
+}
+
+/// What would make a model fit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Advice {
+    /// Parameters, gradients and optimizer state are too large for the devices together.
+    MoreDevices,
+    /// One piece that cannot be cut is too large by its parameters.
+    LargerDevice,
+    /// A microbatch is too large, and may be smaller.
+    MoreMicrobatches,
+    /// One row is too large, or the microbatches are as small as allowed.
+    SmallerBatch,
+    /// The framework leaves no room.
+    HigherLimit,
+}
+
+impl fmt::Display for Advice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::MoreDevices => "use more devices, raise mem_limit_gb, or use an optimizer with less state",
+            Self::LargerDevice => {
+                "this piece cannot be cut: raise mem_limit_gb, use devices with more memory, or an optimizer with less state"
+            }
+            Self::MoreMicrobatches => "raise max_pipeline for more and smaller microbatches, or raise mem_limit_gb",
+            Self::SmallerBatch => "use a smaller batch or shorter sequences, more devices, or raise mem_limit_gb",
+            Self::HigherLimit => "raise mem_limit_gb: the framework alone takes most of it",
+        })
+    }
+}

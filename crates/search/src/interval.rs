@@ -1,0 +1,107 @@
+//! Sums over all runs of a chain, from differences.
+
+use std::ops::Range;
+
+/// For every run `first..end` of a chain of `len` places, a sum.
+#[derive(Clone, Debug)]
+pub(crate) struct IntervalSums {
+    stride: usize,
+    sums: Vec<f64>,
+}
+
+impl IntervalSums {
+    /// The sum of a run.
+    pub(crate) fn at(&self, first: usize, end: usize) -> f64 {
+        self.sums[first * self.stride + end]
+    }
+}
+
+/// Collects terms of [`IntervalSums`]. A term belongs to runs that begin in a range and hold a place.
+#[derive(Clone, Debug)]
+pub(crate) struct IntervalSumsBuilder {
+    len: usize,
+    stride: usize,
+    /// At (start, place + 1): how the terms that begin to count at `place` change from start - 1 to start.
+    differences: Vec<f64>,
+}
+
+impl IntervalSumsBuilder {
+    pub(crate) fn new(len: usize) -> Self {
+        let stride = len + 1;
+        Self { len, stride, differences: vec![0.0; stride * stride] }
+    }
+
+    /// Counts `amount` once in every run that begins in `starts` and holds at least one of `places`
+    /// (increasing).
+    pub(crate) fn add_once(&mut self, starts: Range<usize>, places: &[usize], amount: f64) {
+        let mut unseen = starts.start;
+        for &place in places {
+            self.add(unseen..starts.end.min(place + 1), place, amount);
+            unseen = unseen.max(place + 1);
+        }
+    }
+
+    /// Counts `amount` in every run that holds `from` but not `until`, which comes later.
+    pub(crate) fn add_open(&mut self, from: usize, until: usize, amount: f64) {
+        self.add(0..from + 1, from, amount);
+        self.add(0..from + 1, until, -amount);
+    }
+
+    fn add(&mut self, starts: Range<usize>, place: usize, amount: f64) {
+        if starts.start < starts.end {
+            self.differences[starts.start * self.stride + place + 1] += amount;
+            self.differences[starts.end * self.stride + place + 1] -= amount;
+        }
+    }
+
+    pub(crate) fn finish(self) -> IntervalSums {
+        let Self { len, stride, differences: mut sums } = self;
+        for start in 1..=len {
+            for end in 0..=len {
+                sums[start * stride + end] += sums[(start - 1) * stride + end];
+            }
+        }
+        for row in sums.chunks_mut(stride) {
+            let mut sum = 0.0;
+            for entry in row {
+                sum += *entry;
+                *entry = sum;
+            }
+        }
+        IntervalSums { stride, sums }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LEN: usize = 6;
+
+    fn runs() -> impl Iterator<Item = (usize, usize)> {
+        (0..LEN).flat_map(|first| (first + 1..=LEN).map(move |end| (first, end)))
+    }
+
+    #[test]
+    fn a_term_counts_once_in_each_run() {
+        let places = [1, 3, 4];
+        let mut builder = IntervalSumsBuilder::new(LEN);
+        builder.add_once(2..LEN, &places, 5.0);
+        let sums = builder.finish();
+        for (first, end) in runs() {
+            let counts = first >= 2 && places.iter().any(|&place| (first..end).contains(&place));
+            assert_eq!(sums.at(first, end), if counts { 5.0 } else { 0.0 }, "{first}..{end}");
+        }
+    }
+
+    #[test]
+    fn an_open_term_counts_until_its_end() {
+        let mut builder = IntervalSumsBuilder::new(LEN);
+        builder.add_open(1, 4, 3.0);
+        let sums = builder.finish();
+        for (first, end) in runs() {
+            let counts = first <= 1 && (2..=4).contains(&end);
+            assert_eq!(sums.at(first, end), if counts { 3.0 } else { 0.0 }, "{first}..{end}");
+        }
+    }
+}

@@ -1,0 +1,192 @@
+//! What a search is asked for.
+
+use rannc_cost::Cluster;
+use rannc_plan::ScheduleKind;
+use serde::{Deserialize, Serialize};
+
+use crate::error::SearchError;
+
+/// What a Plan must fulfil.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Settings {
+    /// Number of ranks; all are used.
+    pub world_size: u32,
+    /// Rows of the global batch.
+    pub batch_rows: u64,
+    /// Memory that one device may use; the device's own when not given.
+    pub memory_limit_bytes: Option<u64>,
+    /// Share of the limit to leave free, 0 to 1.
+    pub memory_margin: f64,
+    /// Bytes of optimizer state for each byte of a trainable parameter.
+    pub optimizer_bytes_per_param_byte: f64,
+    /// Number of Stages, if it is not free.
+    pub stages: Option<u32>,
+    /// Most Stages.
+    pub max_stages: Option<u32>,
+    /// Replicas of each Stage, if they are not free; gives the number of Stages as well.
+    pub replicas: Option<Vec<u32>>,
+    /// Number of microbatches, if it is not free.
+    pub microbatches: Option<u32>,
+    /// Least microbatches.
+    pub min_microbatches: u32,
+    /// Most microbatches.
+    pub max_microbatches: u32,
+    /// Least rows of a microbatch.
+    pub min_microbatch_rows: u64,
+    /// True when the model returns its loss: forward and backward are interleaved. Otherwise all
+    /// forwards run before the first backward.
+    pub loss_inside: bool,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            world_size: 1,
+            batch_rows: 1,
+            memory_limit_bytes: None,
+            memory_margin: 0.1,
+            optimizer_bytes_per_param_byte: 2.0,
+            stages: None,
+            max_stages: None,
+            replicas: None,
+            microbatches: None,
+            min_microbatches: 1,
+            max_microbatches: 32,
+            min_microbatch_rows: 1,
+            loss_inside: true,
+        }
+    }
+}
+
+fn invalid(field: &'static str, problem: impl Into<String>) -> SearchError {
+    SearchError::Settings { field, problem: problem.into() }
+}
+
+impl Settings {
+    /// Finds settings that contradict each other or the cluster.
+    pub fn check(&self, cluster: &Cluster) -> Result<(), SearchError> {
+        if self.world_size == 0 || self.world_size > cluster.devices() {
+            let problem =
+                format!("must be from 1 to the cluster's {} devices, not {}", cluster.devices(), self.world_size);
+            return Err(invalid("world_size", problem));
+        }
+        if self.batch_rows == 0 {
+            return Err(invalid("batch_rows", "must be at least 1"));
+        }
+        if !(0.0..1.0).contains(&self.memory_margin) {
+            return Err(invalid(
+                "memory_margin",
+                format!("must be at least 0 and below 1, not {}", self.memory_margin),
+            ));
+        }
+        let factor = self.optimizer_bytes_per_param_byte;
+        if !factor.is_finite() || factor < 0.0 {
+            return Err(invalid("optimizer_bytes_per_param_byte", format!("must not be negative, and is {factor}")));
+        }
+        if self.memory_limit_bytes == Some(0) {
+            return Err(invalid("memory_limit_bytes", "must not be 0; leave it out for the device's own memory"));
+        }
+        self.check_stages()?;
+        self.microbatch_candidates().map(|_| ())
+    }
+
+    fn check_stages(&self) -> Result<(), SearchError> {
+        if let Some(stages) = self.stages.filter(|&stages| stages == 0 || stages > self.world_size) {
+            return Err(invalid("stages", format!("must be from 1 to {} ranks, not {stages}", self.world_size)));
+        }
+        if self.max_stages == Some(0) {
+            return Err(invalid("max_stages", "must be at least 1"));
+        }
+        let Some(replicas) = &self.replicas else { return Ok(()) };
+        let sum: u64 = replicas.iter().map(|&count| u64::from(count)).sum();
+        if replicas.contains(&0) || sum != u64::from(self.world_size) {
+            let problem = format!("must be positive and add up to {} ranks; {replicas:?} does not", self.world_size);
+            return Err(invalid("replicas", problem));
+        }
+        match self.stages {
+            Some(stages) if stages as usize != replicas.len() => {
+                Err(invalid("replicas", format!("has {} entries, but stages is {stages}", replicas.len())))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The number of Stages, if it is not free.
+    pub(crate) fn forced_stages(&self) -> Option<usize> {
+        let by_replicas = self.replicas.as_ref().map(Vec::len);
+        by_replicas.or(self.stages.map(|stages| stages as usize))
+    }
+
+    /// Numbers of microbatches to try, increasing: powers of two, divisors of the batch, and the limits.
+    pub(crate) fn microbatch_candidates(&self) -> Result<Vec<u64>, SearchError> {
+        if let Some(microbatches) = self.microbatches {
+            let microbatches = u64::from(microbatches);
+            if microbatches == 0 || microbatches > self.batch_rows {
+                let problem = format!("must be from 1 to the batch's {} rows, not {microbatches}", self.batch_rows);
+                return Err(invalid("microbatches", problem));
+            }
+            return Ok(vec![microbatches]);
+        }
+        let most = u64::from(self.max_microbatches).min(self.batch_rows / self.min_microbatch_rows.max(1)).max(1);
+        let least = u64::from(self.min_microbatches).max(1);
+        if least > most {
+            let problem = format!(
+                "is {least}, but a batch of {} rows allows only {most} (max_microbatches {}, min_microbatch_rows {})",
+                self.batch_rows, self.max_microbatches, self.min_microbatch_rows
+            );
+            return Err(invalid("min_microbatches", problem));
+        }
+        let worth_trying = |&count: &u64| {
+            count == least || count == most || count.is_power_of_two() || self.batch_rows.is_multiple_of(count)
+        };
+        Ok((least..=most).filter(worth_trying).collect())
+    }
+
+    /// Memory that a Plan may use on a device.
+    pub(crate) fn usable_bytes(&self, cluster: &Cluster) -> f64 {
+        let limit_bytes = self.memory_limit_bytes.unwrap_or(cluster.device.memory_bytes);
+        limit_bytes as f64 * (1.0 - self.memory_margin)
+    }
+
+    pub(crate) fn schedule(&self) -> ScheduleKind {
+        if self.loss_inside { ScheduleKind::OneForwardOneBackward } else { ScheduleKind::FillDrain }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(change: impl FnOnce(&mut Settings)) -> String {
+        let mut settings = Settings { world_size: 4, batch_rows: 12, ..Settings::default() };
+        change(&mut settings);
+        let cluster = Cluster::preset("cpu", 1, 8).expect("8 devices");
+        settings.check(&cluster).expect_err("must be refused").to_string()
+    }
+
+    #[test]
+    fn contradictions_are_named() {
+        assert!(refused(|s| s.world_size = 9).starts_with("world_size must be from 1 to the cluster's 8 devices"));
+        assert!(refused(|s| s.stages = Some(5)).starts_with("stages must be from 1 to 4 ranks"));
+        assert!(refused(|s| s.replicas = Some(vec![2, 1])).contains("add up to 4 ranks"));
+        assert!(refused(|s| s.microbatches = Some(13)).contains("12 rows"));
+        assert!(refused(|s| s.memory_margin = 1.0).starts_with("memory_margin"));
+        let few_rows = refused(|s| (s.min_microbatches, s.min_microbatch_rows) = (4, 4));
+        assert!(few_rows.contains("allows only 3"), "{few_rows}");
+        let lengths = refused(|s| (s.stages, s.replicas) = (Some(3), Some(vec![2, 2])));
+        assert_eq!(lengths, "replicas has 2 entries, but stages is 3");
+    }
+
+    #[test]
+    fn candidates_are_powers_divisors_and_limits() {
+        let settings = Settings { batch_rows: 24, max_microbatches: 15, ..Settings::default() };
+        assert_eq!(settings.microbatch_candidates().expect("valid"), [1, 2, 3, 4, 6, 8, 12, 15]);
+    }
+
+    #[test]
+    fn unknown_fields_are_refused() {
+        assert!(serde_json::from_str::<Settings>(r#"{"world_size": 2}"#).is_ok());
+        assert!(serde_json::from_str::<Settings>(r#"{"word_size": 2}"#).is_err());
+    }
+}
