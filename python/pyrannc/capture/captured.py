@@ -78,7 +78,7 @@ def signature(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     if modules is None:
         modules = _MODULES[model] = tuple(model.modules())
     described = tuple(_describe(tensor, rows) for tensor in tensors)
-    return structure, described, bytes(map(_training, modules)), _autocast_state(tensors[0].device.type)
+    return structure, described, bytes(map(_training, modules)), _autocast_state()
 
 
 def _describe(tensor: Tensor, rows: int) -> Hashable:
@@ -87,11 +87,8 @@ def _describe(tensor: Tensor, rows: int) -> Hashable:
     return batched, shape[1:] if batched else shape, tensor.dtype, tensor.requires_grad
 
 
-def _autocast_state(device_type: str) -> Hashable:
-    kinds = {device_type, "cuda", "cpu"}
-    return tuple(
-        (kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if torch.is_autocast_enabled(kind)
-    )
+def _autocast_state() -> Hashable:
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
 
 
 def capture(

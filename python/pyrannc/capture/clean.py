@@ -131,10 +131,14 @@ def _batch_integer(trace: Trace, node: fx.Node, value: Any) -> Dim:
     dim = trace.reader.read(value)
     if dim is None:
         expr = value.node.expr if hasattr(value, "node") else value
-        origin = "reads a number from a tensor" if _reads_data(trace, value) else "computes a number from the batch size"
+        if _reads_data(trace, value):
+            raise CaptureError(
+                f"{place_of(node)} reads a number from a tensor (.item() or the like) and uses it as an argument; "
+                "keep it a tensor, or name the sub-module in leaf_modules"
+            )
         raise CaptureError(
-            f"{place_of(node)} {origin} that is not of the form a*rows + b ({expr}) and uses it as an argument. "
-            "Keep it a tensor, or write it so that it stays proportional to the number of rows."
+            f"{place_of(node)} computes a number from the batch size that is not of the form a*rows + b ({expr}); "
+            "write it so that it stays proportional to the number of rows, or compute it with tensors"
         )
     return dim
 

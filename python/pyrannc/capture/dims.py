@@ -27,7 +27,7 @@ class AffineReader:
         self._known: dict[Any, Dim | None] = {}
 
     def read(self, size: Any) -> Dim | None:
-        """The :class:`Dim` equal to ``size`` (an int, SymInt or whole SymFloat); None if it is not affine in the batch."""
+        """``size`` (an int, SymInt or whole SymFloat) as a :class:`Dim`; None if it is not affine in the batch."""
         if isinstance(size, int):
             return Dim(0, int(size))
         if not isinstance(size, (torch.SymInt, torch.SymFloat)):

@@ -38,14 +38,14 @@ class FactRecorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Records tensor facts while active."""
-        original = proxy_tensor.track_tensor_tree
+        original: Any = proxy_tensor.track_tensor_tree
 
         def track(inner: Any, proxy: Any, *, constant: Any, tracer: Any) -> Any:
             result = original(inner, proxy, constant=constant, tracer=tracer)
             self._record(inner, proxy)
             return result
 
-        proxy_tensor.track_tensor_tree = track
+        proxy_tensor.track_tensor_tree = track  # type: ignore[assignment]  # undone below
         try:
             yield
         finally:

@@ -86,7 +86,7 @@ def _open(item: Any, leaves: list[Tensor], path: set[int]) -> Structure:
 
 
 def _open_container(item: Any, leaves: list[Tensor], path: set[int]) -> Structure:
-    kind = type(item)
+    kind: Any = type(item)
     if kind in (list, tuple):
         return Structure(kind, tuple(_open(child, leaves, path) for child in item), kind)
     if kind in (dict, OrderedDict):

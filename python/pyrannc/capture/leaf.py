@@ -11,16 +11,14 @@ import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import Function
-from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils import _pytree as pytree
 
 from pyrannc.errors import CaptureError
 
+from .fallback import BatchSizes, insert_node, proxy_of
 from .flatten import Structure, flatten
 from .oracle import Oracle, real_execution
-from .source import SourceTracker
 
 
 class OpaqueCall:
@@ -41,42 +39,21 @@ class GradientHook(OpaqueCall):
     """``Tensor.register_hook``: no result, but the gradient of its operand passes through the hook."""
 
 
-def proxy_of(item: Any, tracer: Any) -> fx.Proxy | None:
-    """The proxy that stands for a tensor or symbolic number in the trace, if any."""
-    if not isinstance(item, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return None
-    slot: Any = proxy_tensor.get_proxy_slot(item, tracer, None)  # type: ignore[call-overload]  # any of the types above
-    if isinstance(slot, proxy_tensor._ProxyTensor):
-        slot = slot.proxy
-    if slot is None or isinstance(slot, fx.Proxy):
-        return slot
-    proxy = slot.force()
-    return proxy if isinstance(proxy, fx.Proxy) else None
-
-
-def _insert(target: OpaqueCall, proxies: Sequence[Any], result: Any, tracer: Any) -> Any:
-    proxy = tracer.create_proxy("call_function", target, tuple(proxies), {}, name=target.__name__)
-    proxy_tensor.track_tensor_tree(result, proxy, constant=None, tracer=tracer)
-    return result
-
-
 @contextmanager
 def opaque_autograd_functions() -> Iterator[None]:
     """Keeps calls of custom ``autograd.Function``s whole, so that their own backward is what runs."""
     original = Function.__dict__["apply"]
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        mode = get_proxy_mode()
+        mode: Any = get_proxy_mode()
         plain = original.__get__(None, cls)
         if mode is None or torch._C._are_functorch_transforms_active():
             return plain(*args, **kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
-            run_function, _preserve_rng, *operands = args
-            return run_function(*operands)  # what to recompute is decided by the plan
-        needs_backward = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
-        if not needs_backward:
+            return _inlined_checkpoint(*args)
+        if not _needs_backward(args):
             return plain(*args, **kwargs)
-        tracer: Any = mode.tracer  # type: ignore[attr-defined]  # a ProxyTorchDispatchMode
+        tracer: Any = mode.tracer
         proxies = {place: proxy for place, item in enumerate(args) if (proxy := proxy_of(item, tracer)) is not None}
         template = [None if place in proxies else item for place, item in enumerate(args)]
 
@@ -90,13 +67,26 @@ def opaque_autograd_functions() -> Iterator[None]:
             result = plain(*args, **kwargs)
         name = f"autograd_function_{cls.__name__}"
         target = OpaqueCall(name, call, f"{cls.__module__}.{cls.__qualname__}")
-        return _insert(target, list(proxies.values()), result, tracer)
+        return insert_node(tracer, target, tuple(proxies.values()), {}, result)
 
     Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]  # undone below
     try:
         yield
     finally:
         Function.apply = original  # type: ignore[method-assign]
+
+
+def _needs_backward(args: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(item, Tensor) and item.requires_grad for item in args)
+
+
+def _inlined_checkpoint(run_function: Callable[..., Any], _preserve_rng: bool, *args: Any) -> Any:
+    """Runs a checkpointed function in place: what to recompute is decided by the plan.
+
+    Like reentrant checkpointing, it gives no gradients when no argument needs one.
+    """
+    with torch.set_grad_enabled(_needs_backward(args)):
+        return run_function(*args)
 
 
 class _NoHandle:
@@ -109,7 +99,7 @@ class _NoHandle:
 @contextmanager
 def captured_tensor_hooks() -> Iterator[None]:
     """Turns ``Tensor.register_hook`` into a node of the graph."""
-    original = Tensor.register_hook
+    original: Any = Tensor.register_hook
 
     def register_hook(self: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
         mode: Any = get_proxy_mode()
@@ -119,7 +109,7 @@ def captured_tensor_hooks() -> Iterator[None]:
 
         def call(tensor: Tensor) -> None:
             if tensor.requires_grad:
-                tensor.register_hook(hook)
+                original(tensor, hook)
 
         title = f"hook.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
         mode.tracer.create_proxy("call_function", GradientHook("grad_hook", call, title), (proxy,), {})
@@ -170,7 +160,8 @@ class LeafModule:
         call = self._runtime_call(structure)
         results, output = self._fake_results(call, structure, operands, proxies)
         target = OpaqueCall(f"module_{self._path.replace('.', '_')}", call, f"module.{self._path}")
-        _insert(target, [p if p is not None else o for p, o in zip(proxies, operands, strict=True)], results, tracer)
+        arguments = tuple(p if p is not None else o for p, o in zip(proxies, operands, strict=True))
+        insert_node(tracer, target, arguments, {}, results)
         return output.rebuild(results)
 
     def _runtime_call(self, structure: Structure) -> Callable[..., tuple[Tensor, ...]]:
@@ -214,25 +205,6 @@ class LeafModule:
         return fakes, output
 
 
-class BatchSizes:
-    """Recognises the batch dimension of a real result."""
-
-    def __init__(self, rows: int, symbol_size: torch.SymInt | None) -> None:
-        self.rows = rows
-        self.symbol_size = symbol_size
-
-    def fake_like(self, real: Tensor, device: torch.device, requires_grad: bool) -> Tensor:
-        """An empty tensor of the same type and shape, with the batch symbol where the extent is a multiple of it."""
-        shape = [self._symbolic(size) for size in real.shape]
-        fake = torch.empty(shape, dtype=real.dtype, device=device)
-        return fake.requires_grad_(requires_grad and (real.is_floating_point() or real.is_complex()))
-
-    def _symbolic(self, size: int) -> int | torch.SymInt:
-        if self.symbol_size is None or size == 0 or size % self.rows:
-            return size
-        return self.symbol_size * (size // self.rows)
-
-
 @contextmanager
 def leaf_modules_installed(leaves: Sequence[LeafModule]) -> Iterator[None]:
     """All of ``leaves`` are opaque while active."""
@@ -240,55 +212,3 @@ def leaf_modules_installed(leaves: Sequence[LeafModule]) -> Iterator[None]:
         for leaf in leaves:
             stack.enter_context(leaf.installed())
         yield
-
-
-@contextmanager
-def sampled_results(oracle: Oracle, mode: FakeTensorMode, sizes: BatchSizes, tracker: SourceTracker) -> Iterator[None]:
-    """Learns the result shapes of ops that cannot run without data from a run on the real samples."""
-    from torch._subclasses.fake_tensor import DynamicOutputShapeException, UnsupportedOperatorException
-
-    original = proxy_tensor.proxy_call
-
-    def proxy_call(proxy_mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
-        try:
-            return original(proxy_mode, func, pre_dispatch, args, kwargs)
-        except DynamicOutputShapeException as error:
-            raise CaptureError(
-                f"{tracker.here()} calls {func}, whose result has a shape that depends on the data; use a mask, "
-                "or name the sub-module in leaf_modules"
-            ) from error
-        except UnsupportedOperatorException as error:
-            if torch.Tag.dynamic_output_shape in func.tags:
-                raise
-            return _sampled(error, proxy_mode, func, args, kwargs)
-
-    def _sampled(error: Exception, proxy_mode: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        flat, spec = pytree.tree_flatten((args, kwargs))
-        proxies = [proxy_of(item, proxy_mode.tracer) for item in flat]
-        if any(proxy is None and isinstance(item, Tensor) for proxy, item in zip(proxies, flat, strict=True)):
-            raise error
-        reals = [
-            oracle.value_of(proxy.node) if proxy is not None else item
-            for proxy, item in zip(proxies, flat, strict=True)
-        ]
-        with real_execution():
-            real_args, real_kwargs = pytree.tree_unflatten(reals, spec)
-            result = func(*real_args, **real_kwargs)
-        tensors = [item for item in flat if isinstance(item, Tensor)]
-        wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        with disable_proxy_modes_tracing(), mode:
-            fake = pytree.tree_map_only(
-                Tensor, lambda real: sizes.fake_like(real, tensors[0].device, wants_grad), result
-            )
-        node_args, node_kwargs = pytree.tree_unflatten(
-            [item if proxy is None else proxy for proxy, item in zip(proxies, flat, strict=True)], spec
-        )
-        proxy = proxy_mode.tracer.create_proxy("call_function", func, node_args, node_kwargs)
-        proxy_tensor.track_tensor_tree(fake, proxy, constant=None, tracer=proxy_mode.tracer)
-        return fake
-
-    proxy_tensor.proxy_call = proxy_call
-    try:
-        yield
-    finally:
-        proxy_tensor.proxy_call = original

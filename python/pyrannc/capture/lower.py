@@ -188,7 +188,7 @@ class _Lowering:
         }
         if node.kwargs:
             record["kwargs"] = {name: self._argument(node, argument) for name, argument in node.kwargs.items()}
-        mutates = [self._id(operand) for operand in mutated_arguments(node)]
+        mutates = list(dict.fromkeys(self._id(operand) for operand in mutated_arguments(node)))
         if mutates:
             record["mutates"] = mutates
         if draws_random_numbers(node):
@@ -258,14 +258,14 @@ class _Lowering:
             operand_id = self._lookup(operand) if operand is not None else None
             if value is None or operand_id is None or not may_return_view(node):
                 continue
-            root = self.roots[operand_id]
-            if self.roots[value] != root and (self.roots[value] in written or root in written):
-                written.add(root)
-                self._merge(self.roots[value], root)
+            first, second = sorted((self.roots[operand_id], self.roots[value]))
+            if first != second and not written.isdisjoint((first, second)):
+                written.add(first)
+                self._merge(second, first)
 
-    def _merge(self, old: int, root: int) -> None:
+    def _merge(self, later: int, root: int) -> None:
         for value, current in enumerate(self.roots):
-            if current == old:
+            if current == later:
                 self.roots[value] = root
                 self.values[value]["alias_of"] = root
 

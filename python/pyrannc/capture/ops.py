@@ -116,6 +116,8 @@ def aliased_arguments(node: fx.Node) -> list[fx.Node]:
     if not isinstance(node.target, OpOverload):
         return []
     named = arguments(node)
+    if "dropout" in node.target._schema.name and "input" in named and not draws_random_numbers(node):
+        return _nodes(named["input"])  # it returns its operand, though its schema does not say so
     returned: set[str] = set()
     for result in node.target._schema.returns:
         if result.alias_info is not None:

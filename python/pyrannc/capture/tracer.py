@@ -19,21 +19,17 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 from torch.nn.utils.stateless import _reparametrize_module
 
-from pyrannc.errors import CaptureError
+from pyrannc.errors import CaptureError, RaNNCError
 
 from .dims import AffineReader
 from .facts import FactRecorder
+from .fallback import BatchSizes, OperatorFallbacks
 from .flatten import Structure, flatten
-from .leaf import (
-    BatchSizes,
-    LeafModule,
-    captured_tensor_hooks,
-    leaf_modules_installed,
-    opaque_autograd_functions,
-    sampled_results,
-)
+from .leaf import LeafModule, captured_tensor_hooks, leaf_modules_installed, opaque_autograd_functions
 from .oracle import Assumption, BatchShapeEnv, Oracle
-from .source import SourceTracker
+from .source import Place, SourceTracker
+
+_ERROR_LINES = 4
 
 
 @dataclass
@@ -85,7 +81,21 @@ def trace(
         CaptureError: the call cannot be captured.
     """
     _refuse_backward_hooks(model)
-    return _Session(model, args, kwargs, device, rows, leaf_modules).run()
+    modules = dict(model.named_modules())
+    for path in leaf_modules:
+        if path not in modules:
+            raise CaptureError(f"leaf_modules: the model has no sub-module '{path}'")
+    session = _Session(model, args, kwargs, device, rows, leaf_modules)
+    try:
+        return session.run()
+    except RaNNCError:
+        raise
+    except Exception as error:
+        place = session.tracker.failure or Place("")
+        raise CaptureError(
+            f"{place} cannot be captured: {type(error).__name__}: {_first_lines(error)}\n"
+            "If the model runs without RaNNC, keep this sub-module whole by naming it in leaf_modules."
+        ) from error
 
 
 class _Session:
@@ -162,7 +172,7 @@ class _Session:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(_compiling_state_context())
-            stack.enter_context(sampled_results(self.oracle, self.mode, self.sizes, self.tracker))
+            stack.enter_context(OperatorFallbacks(self.oracle, self.mode, self.sizes, self.tracker).installed())
             stack.enter_context(self.mode)
             stack.enter_context(_NonStrictTorchFunctionHandler())
             stack.enter_context(tracing(TracingContext(self.mode)))
@@ -201,6 +211,7 @@ class _TracedCall:
             result = session.model(*args, **kwargs)
             updates = self._buffer_updates(buffers)
         leaves, self.output = flatten(result)
+        _refuse_symbolic_results(self.output)
         return leaves + updates
 
     def _buffer_updates(self, buffers: list[Tensor]) -> list[Tensor]:
@@ -216,7 +227,7 @@ class _TracedCall:
 
 
 def _trace_rows(rows: int, tensors: Sequence[Tensor]) -> int:
-    """A batch size to trace with: at least 2 and unlike every fixed extent, so that nothing is equal to it by chance."""
+    """A batch size to trace with: at least 2, and no fixed extent, so that nothing equals it by chance."""
     fixed = {size for tensor in tensors for dim, size in enumerate(tensor.shape) if not (dim == 0 and size == rows)}
     trace_rows = max(rows, 2)
     while trace_rows in fixed:
@@ -230,6 +241,20 @@ def _with_rows(tensor: Tensor, rows: int, trace_rows: int) -> Tensor:
         return tensor
     index = torch.arange(trace_rows, device=tensor.device) % rows
     return tensor.detach().index_select(0, index).requires_grad_(tensor.requires_grad)
+
+
+def _first_lines(error: Exception) -> str:
+    return "\n".join(str(error).strip().splitlines()[:_ERROR_LINES])
+
+
+def _refuse_symbolic_results(structure: Structure) -> None:
+    if isinstance(structure.key, tuple) and structure.key[0] in (torch.SymInt, torch.SymFloat, torch.SymBool):
+        raise CaptureError(
+            "the model returns a number computed from the batch size or from data; return a tensor, "
+            "or leave the number out of the result"
+        )
+    for child in structure.children:
+        _refuse_symbolic_results(child)
 
 
 def _refuse_backward_hooks(model: nn.Module) -> None:

@@ -1,0 +1,142 @@
+"""Operators that fake tensors cannot run, or run wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils import _pytree as pytree
+
+from pyrannc.errors import CaptureError
+
+from .oracle import Oracle, real_execution
+from .source import SourceTracker
+
+_RECURRENT = (
+    torch.ops.aten.lstm.input,
+    torch.ops.aten.gru.input,
+    torch.ops.aten.rnn_tanh.input,
+    torch.ops.aten.rnn_relu.input,
+)
+
+
+def proxy_of(item: Any, tracer: Any) -> fx.Proxy | None:
+    """The proxy that stands for a tensor or symbolic number in the trace, if any."""
+    if not isinstance(item, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return None
+    slot: Any = proxy_tensor.get_proxy_slot(item, tracer, None)
+    if isinstance(slot, proxy_tensor._ProxyTensor):
+        slot = slot.proxy
+    if slot is None or isinstance(slot, fx.Proxy):
+        return slot
+    proxy = slot.force()
+    return proxy if isinstance(proxy, fx.Proxy) else None
+
+
+def insert_node(tracer: Any, target: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> Any:
+    """Adds a node that gives ``result``, and returns the result."""
+    proxy = tracer.create_proxy("call_function", target, args, kwargs, name=getattr(target, "__name__", None))
+    proxy_tensor.track_tensor_tree(result, proxy, constant=None, tracer=tracer)
+    return result
+
+
+class BatchSizes:
+    """Recognises the batch dimension of a real result."""
+
+    def __init__(self, rows: int, symbol_size: torch.SymInt | None) -> None:
+        self.rows = rows
+        self.symbol_size = symbol_size
+
+    def fake_like(self, real: Tensor, device: torch.device, requires_grad: bool) -> Tensor:
+        """An empty tensor of the same type and shape, with the batch symbol where the extent is a multiple of it."""
+        shape = [self._symbolic(size) for size in real.shape]
+        fake = torch.empty(shape, dtype=real.dtype, device=device)
+        return fake.requires_grad_(requires_grad and (real.is_floating_point() or real.is_complex()))
+
+    def _symbolic(self, size: int) -> int | torch.SymInt:
+        if self.symbol_size is None or size == 0 or size % self.rows:
+            return size
+        return self.symbol_size * (size // self.rows)
+
+
+class OperatorFallbacks:
+    """Takes over the operators that a trace on fake tensors would get wrong."""
+
+    def __init__(self, oracle: Oracle, mode: FakeTensorMode, sizes: BatchSizes, tracker: SourceTracker) -> None:
+        self._oracle = oracle
+        self._mode = mode
+        self._sizes = sizes
+        self._tracker = tracker
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Operators are taken over while active."""
+        original = proxy_tensor.proxy_call
+
+        def proxy_call(proxy_mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
+            if func in _RECURRENT:
+                return self._recurrent(proxy_mode.tracer, func, args, kwargs)
+            try:
+                return original(proxy_mode, func, pre_dispatch, args, kwargs)
+            except DynamicOutputShapeException as error:
+                raise CaptureError(
+                    f"{self._tracker.here()} calls {func}, whose result has a shape that depends on the data; "
+                    "use a mask, or name the sub-module in leaf_modules"
+                ) from error
+            except UnsupportedOperatorException as error:
+                return self._sampled(error, proxy_mode.tracer, func, args, kwargs)
+
+        proxy_tensor.proxy_call = proxy_call
+        try:
+            yield
+        finally:
+            proxy_tensor.proxy_call = original
+
+    def _recurrent(self, tracer: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """Recurrent layers: torch's fake final states have one dimension too many."""
+        with disable_proxy_modes_tracing():
+            output, *states = func(*args, **kwargs)
+            initial = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
+            states = [state.reshape(like.shape) for state, like in zip(states, initial, strict=True)]
+        node_args, node_kwargs = self._proxied(tracer, args, kwargs)
+        return insert_node(tracer, func, node_args, node_kwargs, (output, *states))
+
+    def _sampled(self, error: Exception, tracer: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        """Learns the shapes of the results from a run on the real samples."""
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        proxies = [proxy_of(item, tracer) for item in flat]
+        if any(proxy is None and isinstance(item, Tensor) for proxy, item in zip(proxies, flat, strict=True)):
+            raise error
+        reals = [
+            self._oracle.value_of(proxy.node) if proxy is not None else item
+            for proxy, item in zip(proxies, flat, strict=True)
+        ]
+        with real_execution():
+            real_args, real_kwargs = pytree.tree_unflatten(reals, spec)
+            result = func(*real_args, **real_kwargs)
+        tensors = [item for item in flat if isinstance(item, Tensor)]
+        wants_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        with disable_proxy_modes_tracing(), self._mode:
+            fake = pytree.tree_map_only(
+                Tensor, lambda real: self._sizes.fake_like(real, tensors[0].device, wants_grad), result
+            )
+        node_args, node_kwargs = self._proxied(tracer, args, kwargs)
+        return insert_node(tracer, func, node_args, node_kwargs, fake)
+
+    @staticmethod
+    def _proxied(tracer: Any, args: Any, kwargs: Any) -> Any:
+        def of(item: Any) -> Any:
+            proxy = proxy_of(item, tracer)
+            return item if proxy is None else proxy
+
+        return pytree.tree_map(of, (args, kwargs))

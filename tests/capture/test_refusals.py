@@ -1,0 +1,175 @@
+"""What cannot be captured is refused with the place in the model and advice; what can be told apart is."""
+
+from __future__ import annotations
+
+import json
+import linecache
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pyrannc.capture import batch_rows, capture, flatten, signature
+from pyrannc.errors import CaptureError, InputError
+
+CPU = torch.device("cpu")
+
+
+class Calls(nn.Module):
+    """Calls a function; `inner` gives the place a module path."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+class Outer(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner = Calls(function)
+
+    def forward(self, *args: Any) -> Any:
+        return self.inner(*args)
+
+
+def fixed_view(x: Tensor) -> Tensor:
+    return x.view(4, -1, 3)  # here
+
+
+def python_loop(x: Tensor) -> Tensor:
+    return sum(x[row] for row in range(x.shape[0]))  # type: ignore[return-value]  # here
+
+
+def not_affine(x: Tensor) -> Tensor:
+    return x * (x.shape[0] ** 2)  # here
+
+
+def not_affine_extent(x: Tensor) -> Tensor:
+    return (x.unsqueeze(0) + x.unsqueeze(1)).flatten(0, 1)  # here
+
+
+def halves(x: Tensor) -> Tensor:
+    return x[: x.shape[0] // 2]  # here
+
+
+def data_in_argument(x: Tensor) -> Tensor:
+    return x * x.sum().item()  # here
+
+
+def data_dependent_shape(x: Tensor) -> Tensor:
+    return x[x > 0]  # here
+
+
+def through_numpy(x: Tensor) -> Tensor:
+    return x + float(x.numpy().sum())  # here
+
+
+def batch_size_result(x: Tensor) -> Any:
+    return x, x.shape[0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        fixed_view, python_loop, not_affine, not_affine_extent, halves, data_in_argument, data_dependent_shape,
+        through_numpy,
+    ],
+)  # fmt: skip
+def test_refusal_names_module_and_line(function: Callable[..., Any]) -> None:
+    with pytest.raises(CaptureError) as refusal:
+        capture(Outer(function), (torch.randn(4, 3),), {}, device=CPU, rows=4)
+    message = str(refusal.value)
+    assert "'inner'" in message
+    line = int(message.split(f"{__file__}:")[1].split(")")[0])
+    assert "# here" in linecache.getline(__file__, line)
+
+
+def test_batch_size_as_result_is_refused() -> None:
+    with pytest.raises(CaptureError, match="returns a number computed from the batch size"):
+        capture(Outer(batch_size_result), (torch.randn(4, 3),), {}, device=CPU, rows=4)
+
+
+def test_error_of_the_model_is_chained() -> None:
+    def fails(x: Tensor) -> Tensor:
+        raise KeyError("own error")
+
+    with pytest.raises(CaptureError, match=r"'inner'.*own error") as refusal:
+        capture(Outer(fails), (torch.randn(4, 3),), {}, device=CPU, rows=4)
+    assert isinstance(refusal.value.__cause__, KeyError)
+
+
+def test_module_backward_hooks_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    model[0].register_full_backward_hook(lambda *_: None)
+    with pytest.raises(CaptureError, match="sub-module '0' has a module backward hook"):
+        capture(model, (torch.randn(4, 3),), {}, device=CPU, rows=4)
+
+
+def test_unregistered_trainable_tensor_is_refused() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    with pytest.raises(CaptureError, match="neither a parameter nor an input"):
+        capture(Outer(lambda x: x * weight), (torch.randn(4, 3),), {}, device=CPU, rows=4)
+
+
+def test_unknown_leaf_module_is_refused() -> None:
+    with pytest.raises(CaptureError, match="no sub-module 'missing'"):
+        capture(nn.Linear(3, 3), (torch.randn(4, 3),), {}, device=CPU, rows=4, leaf_modules=["missing"])
+
+
+def test_inputs_of_another_structure_are_refused() -> None:
+    captured = capture(nn.Linear(3, 3), (torch.randn(4, 3),), {}, device=CPU, rows=4)
+    with pytest.raises(InputError, match="structure"):
+        captured.input_tensors((), {"input": torch.randn(4, 3)})
+
+
+def test_signature_tells_what_needs_another_capture() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout())
+    base = signature(model, (torch.randn(4, 3),), {})
+    assert base == signature(model, (torch.randn(7, 3),), {})
+    assert hash(base) == hash(signature(model, (torch.randn(7, 3),), {}))
+    assert base != signature(model, (torch.randn(4, 2, 3),), {})
+    assert base != signature(model, (torch.randn(4, 3).double(),), {})
+    assert base != signature(model, (), {"input": torch.randn(4, 3)})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert base != signature(model, (torch.randn(4, 3),), {})
+    model[1].eval()
+    assert base != signature(model, (torch.randn(4, 3),), {})
+
+
+def test_meta_parameters_and_a_device_that_is_not_here() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout())
+    captured = capture(model, (torch.randn(4, 3),), {}, device=torch.device("cuda", 0), rows=4)
+    assert all(node.meta["val"].device == torch.device("cuda", 0) for node, _ in captured.values)
+
+
+def test_ambient_autocast_shows_in_types() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        captured = capture(nn.Linear(3, 4), (torch.randn(4, 3),), {}, device=CPU, rows=4)
+    graph = json.loads(captured.graph_json)
+    assert graph["values"][graph["outputs"][0]]["dtype"] == "bfloat16"
+
+
+def test_autocast_block_is_one_region() -> None:
+    def block(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = x @ x.T.contiguous()
+        return y.float().sum(1)
+
+    captured = capture(Outer(block), (torch.randn(4, 3),), {}, device=CPU, rows=4)
+    regions = [op.get("region") for op in json.loads(captured.graph_json)["ops"]]
+    inside = [index for index, region in enumerate(regions) if region is not None]
+    assert set(regions) == {0, None}
+    assert inside == list(range(inside[0], inside[-1] + 1))
+
+
+def test_batch_rows_is_that_of_the_first_tensor_with_dimensions() -> None:
+    tensors, _ = flatten(((torch.tensor(1.0), {"x": torch.zeros(5, 2)}), {"y": torch.zeros(3)}))
+    assert batch_rows(tensors) == 5
+    with pytest.raises(ValueError, match="batch size"):
+        batch_rows([torch.tensor(1.0)])

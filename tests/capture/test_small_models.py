@@ -1,0 +1,302 @@
+"""Captured small models equal the models, at a batch size that was not captured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 6
+
+
+def call(rows: int) -> Any:
+    return (torch.randn(rows, WIDTH, dtype=torch.double),), {}
+
+
+def ops_of(captured: Any) -> list[dict[str, Any]]:
+    return json.loads(captured.graph_json)["ops"]  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = nn.Linear(WIDTH, WIDTH)
+
+
+class Fork(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x)
+        return self.a(x) * self.b(x) + x
+
+
+class Tied(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x).relu())
+
+
+@dataclass
+class Result:
+    loss: Tensor
+    parts: list[Tensor | None]
+    name: str = "?"
+
+
+class DataclassResult(Block):
+    def forward(self, x: Tensor) -> Result:
+        y = self.a(x)
+        return Result(y.mean(), [self.b(y), None], "named")
+
+
+class DictResult(Block):
+    def forward(self, x: Tensor, scale: Tensor | None = None, flag: bool = False) -> dict[str, Any]:
+        y = self.a(x) if flag else self.b(x)
+        return {"y": y * scale, "nothing": None, "text": "a", "two": (y, 2)}
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2.0)
+        y = self.a(x)
+        F.relu_(y)
+        z = torch.zeros_like(y)
+        z[:, 1:3] = y[:, 2:4]
+        z.view(-1, 2, WIDTH // 2)[:, 0].add_(self.b(y)[:, :3])
+        return z + x
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.save_for_backward(x)
+        return (x * x).sign()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return 3.0 * x * grad, None
+
+
+class CustomFunction(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(Square.apply(self.a(x), 2.0))
+
+
+class Hooked(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad * 5.0)
+        return self.b(y)
+
+
+class Detached(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        with torch.no_grad():
+            target = self.b(y).softmax(-1)
+        return (y.detach() * self.b(y) - target).square()
+
+
+class Guarded(Block):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.a(x)
+        if mask.all():
+            return x
+        return self.b(x) if mask.sum().item() > 0 else x * 0
+
+
+class Reassigned(Block):
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.count += 1
+        return self.a(x - self.mean)
+
+
+class Constants(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.arange(WIDTH, dtype=torch.double)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x + self.table) * torch.tensor(2.5) + torch.tensor([1.0] * WIDTH)
+
+
+class BatchArithmetic(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        rows, width = x.shape
+        y = self.a(x).view(rows * 2, width // 2)
+        y = y + torch.arange(rows * 2, device=x.device).unsqueeze(1)
+        y = torch.cat([y, y.new_zeros(rows * 4 // 2, 3)], 0)
+        return y[: rows * 2].reshape(rows, width).sum() / rows
+
+
+class Dropout(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.dropout(self.a(x), 0.4, self.training)) + torch.rand_like(x)
+
+
+class Convolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten()
+        )
+        self.norm = nn.InstanceNorm1d(4, track_running_stats=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers(x)
+        return self.norm(y.view(x.shape[0], 4, -1))
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.rnn = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True, dropout=0.3)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True, dropout=0.1)
+
+    def forward(self, ids: Tensor, *, labels: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, (state, _) = self.rnn(self.embed(ids))
+        hidden, _ = self.attention(hidden, hidden, hidden)
+        logits = hidden @ self.embed.weight.T
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), state
+
+
+class Checkpointed(Block):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(checkpoint(lambda y: self.a(y).tanh().sin(), x, use_reentrant=self.reentrant))
+
+
+class Autocast(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=False):
+            y = self.b(y)
+        return y + self.a(y)
+
+
+class Vmapped(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        return torch.vmap(lambda row: row * row.sum())(y) + x
+
+
+class ChunkSplit(Block):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        first, second = self.a(x).chunk(2, dim=-1)
+        values, places = self.b(x).topk(2, dim=-1)
+        return first * second, values, places, *x.unbind(1)[:2]
+
+
+SIMPLE = {
+    "mlp": lambda: nn.Sequential(nn.Linear(WIDTH, 9), nn.GELU(), nn.Linear(9, 2)),
+    "fork": Fork,
+    "tied": Tied,
+    "dataclass": DataclassResult,
+    "in_place": InPlace,
+    "custom_function": CustomFunction,
+    "hook": Hooked,
+    "detach": Detached,
+    "reassigned_buffer": Reassigned,
+    "constants": Constants,
+    "batch_arithmetic": BatchArithmetic,
+    "dropout": Dropout,
+    "checkpoint": lambda: Checkpointed(False),
+    "checkpoint_reentrant": lambda: Checkpointed(True),
+    "autocast_block": Autocast,
+    "vmap": Vmapped,
+    "chunk": ChunkSplit,
+}
+
+
+@pytest.mark.parametrize("name", SIMPLE)
+@pytest.mark.parametrize("rows", [(4, 3), (1, 5), (6, 1)], ids=str)
+def test_equals_model(name: str, rows: tuple[int, int], assert_equals_model: Any) -> None:
+    assert_equals_model(SIMPLE[name]().double(), call, rows)
+
+
+@pytest.mark.parametrize("name", ["dropout", "in_place", "tied"])
+def test_equals_model_in_evaluation(name: str, assert_equals_model: Any) -> None:
+    assert_equals_model(SIMPLE[name]().double().eval(), call)
+
+
+def test_input_gradients(assert_equals_model: Any) -> None:
+    def make(rows: int) -> Any:
+        return (torch.randn(rows, WIDTH, dtype=torch.double, requires_grad=True),), {}
+
+    assert_equals_model(Fork().double(), make)
+
+
+def test_keyword_arguments_and_dict_results(assert_equals_model: Any) -> None:
+    def make(rows: int) -> Any:
+        return call(rows)[0], {"flag": True, "scale": torch.randn(rows, 1, dtype=torch.double)}
+
+    assert_equals_model(DictResult().double(), make)
+
+
+def test_convolution_updates_running_statistics(assert_equals_model: Any) -> None:
+    captured = assert_equals_model(
+        Convolution().double(), lambda rows: ((torch.randn(rows, 2, 8, 8, dtype=torch.double),), {})
+    )
+    assert all(op["mutates"] for op in ops_of(captured) if "batch_norm" in op["target"])
+
+
+def test_embedding_lstm_and_attention(assert_equals_model: Any) -> None:
+    def make(rows: int) -> Any:
+        return (torch.randint(0, 11, (rows, 5)),), {"labels": torch.randint(0, 11, (rows, 5))}
+
+    model = Embedded().double()
+    assert_equals_model(model, make)
+    assert_equals_model(model.eval(), make)
+
+
+def test_guard_is_answered_from_the_sample(assert_equals_model: Any) -> None:
+    def make(rows: int) -> Any:
+        mask = torch.ones(rows, dtype=torch.bool)
+        mask[0] = False
+        return (*call(rows)[0], mask), {}
+
+    captured = assert_equals_model(Guarded().double(), make)
+    assert len(captured.assumptions) == 2
+    assert all(assumption.where.file == __file__ for assumption in captured.assumptions)
+    assert not any(assumption.assumed for assumption in captured.assumptions)
+
+
+def test_leaf_module_is_one_op(assert_equals_model: Any) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Fork(), nn.Linear(WIDTH, 2)).double()
+    captured = assert_equals_model(model, call, leaf_modules=["1"])
+    assert [op["target"] for op in ops_of(captured)] == [
+        "aten.linear.default", "pyrannc.opaque.module.1", "aten.linear.default",
+    ]  # fmt: skip
+    assert ops_of(captured)[1]["opaque"]
+
+
+def test_leaf_module_that_cannot_run_without_data(assert_equals_model: Any) -> None:
+    class ThroughNumpy(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) * float(x.detach().numpy().shape[1])
+
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), ThroughNumpy(), nn.Linear(WIDTH, 2)).double()
+    assert_equals_model(model, call, leaf_modules=["1"])
