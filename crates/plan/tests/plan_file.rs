@@ -1,0 +1,156 @@
+//! The plan file.
+
+use rannc_ir::testing::mlp;
+use rannc_plan::{
+    MemoryPrediction, Plan, PlanFault, PlanFileError, ScheduleKind, StageOps, StagePlan, StagePrediction,
+    StepPrediction,
+};
+
+fn stage(first: u32, end: u32, ranks: &[u32]) -> StagePlan {
+    let memory = MemoryPrediction { params_bytes: 1 << 30, grads_bytes: 7, ..MemoryPrediction::default() };
+    let predicted = StagePrediction { forward_us: 0.1, backward_us: 1.0 / 3.0, memory, ..StagePrediction::default() };
+    StagePlan {
+        ops: StageOps { first, end },
+        modules: vec!["net.0-3".into()],
+        ranks: ranks.to_vec(),
+        blocks: 2,
+        predicted,
+    }
+}
+
+fn unsealed() -> Plan {
+    Plan {
+        schema: rannc_plan::PLAN_SCHEMA,
+        pyrannc: "0.1.0".into(),
+        graph_hash: "abc".into(),
+        graph_name: "Net".into(),
+        world_size: 3,
+        batch_rows: 12,
+        microbatches: 4,
+        schedule: ScheduleKind::OneForwardOneBackward,
+        stages: vec![stage(0, 5, &[1]), stage(5, 9, &[0, 2])],
+        predicted: StepPrediction { step_us: 12.5, bubble: 0.2, lower_bound_us: 10.0 },
+        checksum: String::new(),
+    }
+}
+
+fn sealed() -> Plan {
+    unsealed().seal().expect("the plan is consistent")
+}
+
+fn fault(change: impl Fn(&mut Plan)) -> PlanFault {
+    let mut plan = unsealed();
+    change(&mut plan);
+    match plan.seal() {
+        Err(PlanFileError::Inconsistent(fault)) => fault,
+        other => panic!("the plan is inconsistent, not {other:?}"),
+    }
+}
+
+#[test]
+fn reads_what_it_writes_to_the_byte() {
+    let plan = sealed();
+    let text = plan.to_json();
+    let again = Plan::from_json(&text).expect("the text is a plan");
+    assert_eq!(again, plan);
+    assert_eq!(again.to_json(), text);
+    assert_eq!(again.seal().expect("still consistent").checksum, plan.checksum);
+}
+
+#[test]
+fn the_head_of_the_file_is_plain() {
+    let text = sealed().to_json();
+    let head: Vec<&str> = text.lines().take(17).collect();
+    assert_eq!(
+        head.join("\n"),
+        r#"{
+  "schema": 1,
+  "pyrannc": "0.1.0",
+  "graph_hash": "abc",
+  "graph_name": "Net",
+  "world_size": 3,
+  "batch_rows": 12,
+  "microbatches": 4,
+  "schedule": "1f1b",
+  "stages": [
+    {
+      "ops": {
+        "first": 0,
+        "end": 5
+      },
+      "modules": [
+        "net.0-3""#
+    );
+}
+
+#[test]
+fn edited_and_damaged_files_are_refused() {
+    let text = sealed().to_json();
+    let error = |text: &str| Plan::from_json(text).expect_err("the file is damaged");
+    assert!(matches!(
+        error(&text.replace("\"microbatches\": 4", "\"microbatches\": 5")),
+        PlanFileError::Checksum { .. }
+    ));
+    assert!(matches!(error(&text.replace("\"batch_rows\": 12", "\"batch_rows\": 12.5")), PlanFileError::Form(_)));
+    assert!(matches!(error(&text.replace("batch_rows", "batch_lines")), PlanFileError::Form(_)));
+    assert!(matches!(error(&text[..text.len() / 2]), PlanFileError::NotJson(_)));
+    assert!(matches!(error("[]"), PlanFileError::Schema { .. }));
+    assert_eq!(
+        error(&text.replace("\"schema\": 1", "\"schema\": 2")).to_string(),
+        "the plan file has schema 2, this RaNNC reads schema 1; make the plan again with this version"
+    );
+}
+
+#[test]
+fn inconsistent_plans_are_refused() {
+    assert_eq!(fault(|plan| plan.stages.clear()), PlanFault::NoStages);
+    assert_eq!(fault(|plan| plan.microbatches = 0), PlanFault::NoMicrobatches);
+    assert_eq!(fault(|plan| plan.batch_rows = 0), PlanFault::NoRows);
+    let gap = PlanFault::Ops { stage: 1, first: 6, end: 9, expected: 5 };
+    assert_eq!(fault(|plan| plan.stages[1].ops.first = 6), gap);
+    let none = PlanFault::Ops { stage: 1, first: 5, end: 5, expected: 5 };
+    assert_eq!(fault(|plan| plan.stages[1].ops.end = 5), none);
+    assert_eq!(fault(|plan| plan.stages[0].ranks.clear()), PlanFault::NoRanks(0));
+    assert_eq!(fault(|plan| plan.stages[0].ranks.push(2)), PlanFault::RankTwice(2));
+    let outside = PlanFault::RankOutside { stage: 0, rank: 3, world_size: 3 };
+    assert_eq!(fault(|plan| plan.stages[0].ranks.push(3)), outside);
+    assert_eq!(fault(|plan| plan.world_size = 4), PlanFault::RankUnused(3));
+    assert_eq!(fault(|plan| plan.predicted.step_us = f64::NAN), PlanFault::NotFinite);
+}
+
+#[test]
+fn files_are_written_and_read() {
+    let folder = std::env::temp_dir().join(format!("rannc-plan-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).expect("the temporary folder is writable");
+    let path = folder.join("plan.json");
+    let plan = sealed();
+    plan.write(&path).expect("the folder is writable");
+    assert_eq!(Plan::read(&path).expect("the file was just written"), plan);
+    std::fs::remove_dir_all(&folder).expect("the folder was just made");
+    assert!(matches!(Plan::read(&path), Err(PlanFileError::Read { .. })));
+    assert!(matches!(plan.write(&path), Err(PlanFileError::Write { .. })));
+}
+
+#[test]
+fn other_worlds_are_refused() {
+    let plan = sealed();
+    assert!(plan.check_world(3).is_ok());
+    assert_eq!(
+        plan.check_world(4).expect_err("the plan is for 3").to_string(),
+        "the plan is for 3 ranks, this job has 4; start 3 ranks or make a plan for 4"
+    );
+}
+
+#[test]
+fn other_graphs_are_refused() {
+    let (graph, other) = (mlp(2, 8), mlp(3, 8));
+    let plan = Plan { graph_hash: graph.hash(), ..unsealed() }.seal().expect("the plan is consistent");
+    assert!(plan.check_graph(&graph).is_ok());
+    assert!(matches!(plan.check_graph(&other), Err(PlanFileError::OtherGraph { .. })));
+}
+
+#[test]
+fn a_model_without_main_ops_is_one_stage() {
+    let plan = Plan { stages: vec![stage(0, 0, &[0, 1, 2])], ..unsealed() };
+    assert!(plan.seal().is_ok());
+}

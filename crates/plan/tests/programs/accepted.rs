@@ -1,0 +1,83 @@
+//! Programs of random cases pass the checker and move every row to its place.
+
+use std::collections::BTreeSet;
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use proptest::sample::Index;
+use rannc_ir::Analysis;
+use rannc_ir::testing::graphs;
+use rannc_plan::{Action, Partition, StageOps, check, plan_channels};
+
+use crate::cases::{Case, cases, modes};
+use crate::oracle;
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(3000))]
+
+    #[test]
+    fn every_program_is_accepted_and_runs(case in cases()) {
+        let program = case.build();
+        prop_assert_eq!(check(&program, &case.partition), Ok(()));
+        prop_assert_eq!(oracle::run(&case, &program), Ok(()));
+    }
+}
+
+/// Random graphs divided at any of their allowed cuts, with up to three Replicas a Stage.
+fn divided_graphs() -> impl Strategy<Value = Case> {
+    let graph = (graphs(), vec(any::<Index>(), 0..4)).prop_map(|(graph, picks)| {
+        let cuts = Analysis::new(&graph).cuts;
+        let end = u32::try_from(cuts.len() - 1).expect("small");
+        let allowed: Vec<u32> = (1..end).filter(|&cut| cuts[cut as usize].is_none()).collect();
+        let inner = picks.iter().filter(|_| !allowed.is_empty()).map(|pick| *pick.get(&allowed));
+        let inner: BTreeSet<u32> = inner.collect();
+        let ends: Vec<u32> = [0].into_iter().chain(inner).chain([end]).collect();
+        let runs: Vec<StageOps> = ends.windows(2).map(|ends| StageOps { first: ends[0], end: ends[1] }).collect();
+        Partition::new(&graph, &runs).expect("the cuts are allowed")
+    });
+    (graph, vec(1..=3usize, 5), 1..=5u32, vec(0..=7u64, 15), modes()).prop_map(
+        |(partition, replicas, microbatches, mut rows, mode)| {
+            let replicas = &replicas[..partition.stages.len()];
+            rows.truncate(replicas.iter().sum());
+            rows[0] += 1;
+            Case { partition, ..Case::chain(replicas, microbatches, &rows, mode) }
+        },
+    )
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    #[test]
+    fn programs_of_divided_graphs_are_accepted_and_run(case in divided_graphs()) {
+        let program = case.build();
+        prop_assert_eq!(check(&program, &case.partition), Ok(()));
+        prop_assert_eq!(oracle::run(&case, &program), Ok(()));
+    }
+
+    #[test]
+    fn views_hold_all_of_the_program(case in cases()) {
+        let program = case.build();
+        let channels = plan_channels(&case.placement, &case.partition);
+        prop_assert!(channels.is_sorted_by(|a, b| a < b));
+        prop_assert!(program.channels().iter().all(|pair| channels.binary_search(pair).is_ok()));
+        let mut input_ends = 0;
+        for own in &program.ranks {
+            let view = program.rank_view(own.rank).expect("the rank exists");
+            prop_assert_eq!((&view.forward, &view.backward), (&own.forward, &own.backward));
+            for (mb, rows) in (0..).zip(&view.rows) {
+                let forwards = view.forward.iter().filter(|&action| *action == Action::Forward { mb }).count();
+                prop_assert_eq!(forwards, usize::from(!rows.is_empty()));
+            }
+            input_ends += view.inputs.iter().map(|t| if t.src == t.dst { 2 } else { 1 }).sum::<usize>();
+        }
+        prop_assert_eq!(input_ends, 2 * program.inputs.len());
+        let world = u32::try_from(program.ranks.len()).expect("few ranks");
+        prop_assert_eq!(program.rank_view(world), None);
+    }
+
+    #[test]
+    fn programs_are_deterministic(case in cases()) {
+        prop_assert_eq!(case.build(), case.build());
+    }
+}

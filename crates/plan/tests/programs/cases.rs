@@ -1,0 +1,117 @@
+//! Random cases for the tests of Programs.
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use rannc_ir::{RowDim, ValueId};
+use rannc_plan::{
+    Batch, Crossing, InputPart, Mode, OutputPart, OutputSource, Partition, Placement, Program, StagePart, build,
+};
+
+pub const ROWS: RowDim = RowDim { dim: 0, per_row: 1 };
+
+/// All that a Program is built from.
+#[derive(Clone, Debug)]
+pub struct Case {
+    pub placement: Placement,
+    pub partition: Partition,
+    pub batch: Batch,
+    pub mode: Mode,
+}
+
+impl Case {
+    /// A chain of Stages with ranks in order, one input, and one Value from each Stage to the next.
+    pub fn chain(replicas: &[usize], microbatches: u32, rows_per_rank: &[u64], mode: Mode) -> Self {
+        let mut next = 0..;
+        let ranks = replicas.iter().map(|&count| next.by_ref().take(count).collect()).collect();
+        let last = u32::try_from(replicas.len() - 1).expect("few stages");
+        let mut partition = Partition { stages: vec![StagePart::default(); replicas.len()], ..Partition::default() };
+        let input = InputPart { index: 0, value: ValueId(100), has_rows: true, requires_grad: false };
+        partition.stages[0].inputs.push(input);
+        partition.crossings = (0..last)
+            .map(|from| Crossing { value: ValueId(from), from, to: vec![from + 1], row_dim: ROWS, requires_grad: true })
+            .collect();
+        let output =
+            OutputPart { index: 0, value: ValueId(last), source: OutputSource::Stage(last), row_dim: Some(ROWS) };
+        partition.outputs.push(output);
+        let batch = Batch { rows_per_rank: rows_per_rank.to_vec(), gather_inputs: true };
+        Self { placement: Placement { ranks, microbatches }, partition, batch, mode }
+    }
+
+    pub fn build(&self) -> Program {
+        build(&self.placement, &self.partition, &self.batch, self.mode).expect("the case is sound")
+    }
+}
+
+pub fn modes() -> impl Strategy<Value = Mode> {
+    prop_oneof![Just(Mode::Train1F1B), Just(Mode::TrainFillDrain), Just(Mode::Forward)]
+}
+
+/// Partitions of one to five Stages with skips and shared Values, shuffled ranks, uneven batches.
+pub fn cases() -> impl Strategy<Value = Case> {
+    vec(1..=4usize, 1..=5).prop_flat_map(|replicas| {
+        let world: usize = replicas.iter().sum();
+        let stages = replicas.len();
+        let ranks: Vec<u32> = (0..).take(world).collect();
+        let placement = (Just(ranks).prop_shuffle(), 1..=9u32).prop_map(move |(shuffled, microbatches)| {
+            let mut rest = shuffled.into_iter();
+            let ranks = replicas.iter().map(|&count| rest.by_ref().take(count).collect()).collect();
+            Placement { ranks, microbatches }
+        });
+        (placement, partitions(stages), batches(world), modes()).prop_map(|(placement, partition, batch, mode)| Case {
+            placement,
+            partition,
+            batch,
+            mode,
+        })
+    })
+}
+
+fn batches(world: usize) -> impl Strategy<Value = Batch> {
+    (vec(prop_oneof![0..=2u64, 0..=20u64], world), any::<bool>()).prop_map(|(mut rows_per_rank, gather_inputs)| {
+        rows_per_rank[0] +=
+            u64::from(rows_per_rank[0] == 0 && (!gather_inputs || rows_per_rank.iter().all(|&n| n == 0)));
+        Batch { rows_per_rank, gather_inputs }
+    })
+}
+
+fn partitions(stages: usize) -> impl Strategy<Value = Partition> {
+    let crossing = (0..stages, vec(any::<bool>(), stages), any::<bool>());
+    let input = (vec(any::<bool>(), stages), any::<bool>(), any::<bool>());
+    let output = (any::<prop::sample::Index>(), 0..=stages, any::<bool>());
+    (vec(crossing, 0..7), vec(input, 1..4), vec(output, 0..4)).prop_map(move |(crossings, inputs, outputs)| {
+        let mut partition = Partition { stages: vec![StagePart::default(); stages], ..Partition::default() };
+        for (index, (users, has_rows, requires_grad)) in (0..).zip(&inputs) {
+            let input = InputPart {
+                index,
+                value: ValueId(100 + index),
+                has_rows: *has_rows || index == 0,
+                requires_grad: *requires_grad,
+            };
+            for (part, _) in partition.stages.iter_mut().zip(users).filter(|(_, uses)| **uses) {
+                part.inputs.push(input);
+            }
+        }
+        for (id, (from, users, requires_grad)) in (0..).zip(crossings) {
+            let from = stage_number(from);
+            let to: Vec<u32> = (0..).zip(&users).filter(|&(to, &uses)| uses && to > from).map(|(to, _)| to).collect();
+            if !to.is_empty() {
+                partition.crossings.push(Crossing { value: ValueId(id), from, to, row_dim: ROWS, requires_grad });
+            }
+        }
+        for (index, (pick, source, has_rows)) in (0..).zip(outputs) {
+            let shared = (source == 0 && !partition.crossings.is_empty()).then(|| pick.get(&partition.crossings));
+            let (value, source) = match shared {
+                Some(crossing) => (crossing.value, OutputSource::Stage(crossing.from)),
+                None if source == stages => (ValueId(100), OutputSource::Input(0)),
+                None => (ValueId(200 + index), OutputSource::Stage(stage_number(source))),
+            };
+            let row_dim = has_rows.then_some(ROWS);
+            partition.outputs.push(OutputPart { index, value, source, row_dim });
+        }
+        partition
+    })
+}
+
+fn stage_number(stage: usize) -> u32 {
+    u32::try_from(stage).expect("few stages")
+}

@@ -1,0 +1,312 @@
+//! The checker rejects damaged Programs.
+
+use proptest::prelude::*;
+use proptest::sample::Index;
+use rannc_ir::ValueId;
+use rannc_plan::{Action, CheckError, Crossing, Interval, Message, Mode, Program, Transfer, check};
+
+use crate::cases::{Case, ROWS, cases};
+use crate::oracle::{self, Failure};
+
+/// A way to break a Program.
+#[derive(Clone, Copy, Debug)]
+enum Damage {
+    DropAction,
+    RepeatAction,
+    OtherMicrobatch,
+    DropPiece,
+    RepeatPiece,
+    ShiftPiece,
+    ShrinkPiece,
+    OtherPeer,
+    DropTransfer,
+    RepeatTransfer,
+    ShiftTransfer,
+    OtherSource,
+    OtherDestination,
+    DropSlice,
+    ShiftSlice,
+    MoveSlice,
+    ShiftStageRows,
+    MoreRows,
+    LongerMicrobatch,
+}
+
+const DAMAGES: [Damage; 19] = [
+    Damage::DropAction,
+    Damage::RepeatAction,
+    Damage::OtherMicrobatch,
+    Damage::DropPiece,
+    Damage::RepeatPiece,
+    Damage::ShiftPiece,
+    Damage::ShrinkPiece,
+    Damage::OtherPeer,
+    Damage::DropTransfer,
+    Damage::RepeatTransfer,
+    Damage::ShiftTransfer,
+    Damage::OtherSource,
+    Damage::OtherDestination,
+    Damage::DropSlice,
+    Damage::ShiftSlice,
+    Damage::MoveSlice,
+    Damage::ShiftStageRows,
+    Damage::MoreRows,
+    Damage::LongerMicrobatch,
+];
+
+fn lists(program: &mut Program) -> impl Iterator<Item = &mut Vec<Action>> {
+    program.ranks.iter_mut().flat_map(|own| [&mut own.forward, &mut own.backward])
+}
+
+/// A random element of those that `all` yields; `None` when there is none.
+fn pick<T>(all: impl Iterator<Item = T>, at: Index) -> Option<T> {
+    let mut all: Vec<T> = all.collect();
+    if all.is_empty() { None } else { Some(all.swap_remove(at.index(all.len()))) }
+}
+
+fn message(program: &mut Program, at: Index) -> Option<&mut Message> {
+    let messages = lists(program).flatten().filter_map(|action| match action {
+        Action::Send(message) | Action::Recv(message) => Some(message),
+        _ => None,
+    });
+    pick(messages, at)
+}
+
+fn transfers(program: &mut Program, at: Index) -> Option<&mut Vec<Transfer>> {
+    pick([&mut program.inputs, &mut program.outputs].into_iter().filter(|list| !list.is_empty()), at)
+}
+
+fn other(rank: u32, world: usize, at: Index) -> Option<u32> {
+    pick((0..).take(world).filter(|&candidate| candidate != rank), at)
+}
+
+fn shift(rows: &mut Interval) {
+    *rows = Interval::new(rows.lo + 1, rows.hi + 1);
+}
+
+fn damage_actions(program: &mut Program, damage: Damage, list: Index, place: Index) -> Option<()> {
+    let list = pick(lists(program).filter(|list| !list.is_empty()), list)?;
+    let at = place.index(list.len());
+    match damage {
+        Damage::DropAction => {
+            list.remove(at);
+        }
+        Damage::RepeatAction => list.insert(at, list[at].clone()),
+        _ => match &mut list[at] {
+            Action::Forward { mb } | Action::Backward { mb } => *mb += 1,
+            Action::Send(message) | Action::Recv(message) => message.mb += 1,
+            Action::Reduce => return None,
+        },
+    }
+    Some(())
+}
+
+fn damage_message(program: &mut Program, damage: Damage, which: Index, place: Index) -> Option<()> {
+    let world = program.ranks.len();
+    let message = message(program, which)?;
+    let at = place.index(message.pieces.len());
+    let piece = message.pieces[at];
+    match damage {
+        Damage::DropPiece => {
+            message.pieces.remove(at);
+        }
+        Damage::RepeatPiece => message.pieces.push(piece),
+        Damage::ShiftPiece => shift(&mut message.pieces[at].rows),
+        Damage::ShrinkPiece => message.pieces[at].rows.hi -= 1,
+        _ => message.peer = other(message.peer, world, place)?,
+    }
+    Some(())
+}
+
+fn damage_transfer(program: &mut Program, damage: Damage, which: Index, place: Index) -> Option<()> {
+    let world = program.ranks.len();
+    let list = transfers(program, which)?;
+    let at = place.index(list.len());
+    match damage {
+        Damage::DropTransfer => {
+            list.remove(at);
+        }
+        Damage::RepeatTransfer => list.push(list[at]),
+        Damage::ShiftTransfer => shift(&mut list[at].rows),
+        Damage::OtherSource => list[at].src = other(list[at].src, world, which)?,
+        _ => list[at].dst = other(list[at].dst, world, which)?,
+    }
+    Some(())
+}
+
+fn damage_rows(program: &mut Program, damage: Damage, which: Index, place: Index) -> Option<()> {
+    match damage {
+        Damage::MoreRows => program.total_rows += 1,
+        Damage::LongerMicrobatch => *pick(program.microbatches.iter_mut(), place)? += 1,
+        Damage::ShiftStageRows => {
+            shift(pick(program.stage_rows.iter_mut().flatten().flatten().filter(|rows| !rows.is_empty()), place)?);
+        }
+        _ => {
+            let slices = pick(program.slices.iter_mut().filter(|slices| !slices.is_empty()), which)?;
+            let at = place.index(slices.len());
+            match damage {
+                Damage::DropSlice => {
+                    slices.remove(at);
+                }
+                Damage::ShiftSlice => shift(&mut slices[at].local),
+                _ => slices[at].at += 1,
+            }
+        }
+    }
+    Some(())
+}
+
+/// Breaks the Program; `None` when it has nothing to break in this way.
+fn apply(program: &mut Program, damage: Damage, which: Index, place: Index) -> Option<()> {
+    let broken = match damage {
+        Damage::DropAction | Damage::RepeatAction | Damage::OtherMicrobatch => damage_actions,
+        Damage::DropPiece | Damage::RepeatPiece | Damage::ShiftPiece | Damage::ShrinkPiece | Damage::OtherPeer => {
+            damage_message
+        }
+        Damage::DropTransfer
+        | Damage::RepeatTransfer
+        | Damage::ShiftTransfer
+        | Damage::OtherSource
+        | Damage::OtherDestination => damage_transfer,
+        Damage::DropSlice
+        | Damage::ShiftSlice
+        | Damage::MoveSlice
+        | Damage::ShiftStageRows
+        | Damage::MoreRows
+        | Damage::LongerMicrobatch => damage_rows,
+    };
+    broken(program, damage, which, place)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1000))]
+
+    #[test]
+    fn damage_is_found(case in cases(), which in any::<Index>(), place in any::<Index>()) {
+        let sound = case.build();
+        let mut found = 0;
+        for damage in DAMAGES {
+            let mut program = sound.clone();
+            if apply(&mut program, damage, which, place).is_some() {
+                let verdict = check(&program, &case.partition);
+                prop_assert!(verdict.is_err(), "{:?} passes", damage);
+                prop_assert!(!matches!(verdict, Err(CheckError::Deadlock { .. })), "{:?} seen as a deadlock", damage);
+                found += 1;
+            }
+        }
+        prop_assert!(found >= 6, "only {found} kinds of damage could be done");
+    }
+
+    /// Not every swap does harm; the checker and a run must agree.
+    #[test]
+    fn swapped_actions_are_judged_rightly(case in cases(), swaps in proptest::collection::vec(any::<[Index; 3]>(), 12)) {
+        let sound = case.build();
+        for [list, first, second] in swaps {
+            let mut program = sound.clone();
+            let Some(list) = pick(lists(&mut program).filter(|list| list.len() > 1), list) else { return Ok(()) };
+            let (first, second) = (first.index(list.len()), second.index(list.len()));
+            list.swap(first, second);
+            agree(&case, &program)?;
+        }
+    }
+
+    /// Stages under different schedules, which may wait for each other for ever.
+    #[test]
+    fn mixed_schedules_deadlock_when_the_checker_says_so(case in cases(), drains in any::<[bool; 5]>()) {
+        let case = Case { mode: Mode::Train1F1B, ..case };
+        let mut program = case.build();
+        let drained = Case { mode: Mode::TrainFillDrain, ..case.clone() }.build();
+        for (own, other) in program.ranks.iter_mut().zip(drained.ranks) {
+            if drains[own.stage as usize] {
+                own.forward = [other.forward, other.backward].concat();
+            }
+        }
+        let verdict = check(&program, &case.partition);
+        prop_assert!(matches!(verdict, Ok(()) | Err(CheckError::Deadlock { .. })), "{:?}", verdict);
+        agree(&case, &program)?;
+    }
+}
+
+fn agree(case: &Case, program: &Program) -> Result<(), TestCaseError> {
+    let run = oracle::run(case, program);
+    match check(program, &case.partition) {
+        Ok(()) => prop_assert_eq!(run, Ok(())),
+        Err(CheckError::Deadlock { blocked }) => {
+            prop_assert_eq!(run, Err(Failure::Stuck));
+            prop_assert!(!blocked.is_empty());
+            for blocked in blocked {
+                let own = &program.ranks[blocked.rank as usize];
+                let action = own.forward.iter().chain(&own.backward).nth(blocked.position);
+                prop_assert_eq!(action, Some(&blocked.action));
+            }
+        }
+        Err(_) => {}
+    }
+    Ok(())
+}
+
+/// The case's 1F1B Program, but that one Stage does all its forwards first.
+fn with_one_stage_drained(case: &Case, stage: u32) -> Program {
+    let mut program = case.build();
+    let drained = Case { mode: Mode::TrainFillDrain, ..case.clone() }.build();
+    for (own, other) in program.ranks.iter_mut().zip(drained.ranks).filter(|(own, _)| own.stage == stage) {
+        own.forward = [other.forward, other.backward].concat();
+    }
+    program
+}
+
+#[test]
+fn a_deadlock_names_ranks_and_actions() {
+    let case = Case::chain(&[1, 1], 4, &[4, 4], Mode::Train1F1B);
+    let error = check(&with_one_stage_drained(&case, 1), &case.partition).expect_err("each waits for the other");
+    assert_eq!(
+        error.to_string(),
+        "deadlock: rank 0 waits in action 5, Backward(mb 0); rank 1 waits in action 6, Forward(mb 2);"
+    );
+}
+
+/// Stage 0 needs gradients from Stage 2 alone, so only the limit on unread gradients makes Stage 2 wait.
+#[test]
+fn the_third_unread_gradient_waits() {
+    let mut case = Case::chain(&[1, 1, 1], 8, &[8, 8, 8], Mode::Train1F1B);
+    case.partition.crossings[0].requires_grad = false;
+    let skip = Crossing { value: ValueId(9), from: 0, to: vec![2], row_dim: ROWS, requires_grad: true };
+    case.partition.crossings.push(skip);
+    let Err(CheckError::Deadlock { blocked }) = check(&with_one_stage_drained(&case, 1), &case.partition) else {
+        panic!("stage 2 waits until stage 1 reads a gradient")
+    };
+    let waits: Vec<String> = blocked.iter().map(|blocked| blocked.action.to_string()).collect();
+    assert_eq!(waits, ["Backward(mb 3)", "Forward(mb 6)", "Send(mb 2, gradients to rank 1: v1[0..3])"]);
+    case.placement.microbatches = 5;
+    assert_eq!(check(&with_one_stage_drained(&case, 1), &case.partition), Ok(()));
+}
+
+/// What a person reads about one broken Action.
+#[test]
+fn errors_name_rank_and_action() {
+    let case = Case::chain(&[1, 2], 2, &[2, 2, 2], Mode::Train1F1B);
+    let error_after = |damage: &dyn Fn(&mut Program)| {
+        let mut program = case.build();
+        damage(&mut program);
+        check(&program, &case.partition).expect_err("the program is damaged").to_string()
+    };
+    assert_eq!(
+        error_after(&|program| program.ranks[1].forward.swap(0, 2)),
+        "rank 1, action 1, Forward(mb 0): rows 0..2 of v0 must have been received exactly once from stage 0"
+    );
+    assert_eq!(
+        error_after(&|program| program.ranks[0].forward.swap(0, 1)),
+        "rank 0, action 0, Send(mb 0, values to rank 1: v0[0..2]): it sends what is computed later"
+    );
+    assert_eq!(error_after(&|program| drop(program.ranks[2].forward.pop())), "rank 2 lacks Reduce");
+    let late_send = |program: &mut Program| {
+        let actions = &mut program.ranks[0].forward;
+        let send = actions.remove(1);
+        actions.insert(actions.len() - 1, send);
+    };
+    assert_eq!(
+        error_after(&late_send),
+        "rank 0, action 5, Send(mb 1, values to rank 1: v0[0..2]) meets Recv(mb 0, values from rank 0: v0[0..2]) \
+         of rank 1"
+    );
+}

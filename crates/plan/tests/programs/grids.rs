@@ -1,0 +1,139 @@
+//! Programs drawn.
+
+use rannc_plan::{Action, Crossing, Mode, check, grid};
+
+use crate::cases::Case;
+
+fn draw(case: &Case) -> String {
+    let program = case.build();
+    check(&program, &case.partition).expect("built programs are sound");
+    grid(&program).expect("checked programs come to their end")
+}
+
+#[test]
+fn one_forward_one_backward() {
+    let case = Case::chain(&[1, 1, 1, 1], 6, &[6, 6, 6, 6], Mode::Train1F1B);
+    assert_eq!(
+        draw(&case),
+        "\
+0: F0 F1 F2 F3 .  .  .  B0 F4 B1 F5 B2 .  B3 .  B4 .  B5
+1: .  F0 F1 F2 .  .  B0 F3 B1 F4 B2 F5 B3 .  B4 .  B5 .
+2: .  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 F5 B4 .  B5 .  .
+3: .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 .  .  .
+"
+    );
+}
+
+#[test]
+fn fill_drain() {
+    let case = Case::chain(&[1, 1, 1], 4, &[4, 4, 4], Mode::TrainFillDrain);
+    assert_eq!(
+        draw(&case),
+        "\
+0: F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
+1: .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
+2: .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
+"
+    );
+}
+
+#[test]
+fn forward_only() {
+    let case = Case::chain(&[1, 1], 3, &[3, 3], Mode::Forward);
+    assert_eq!(
+        draw(&case),
+        "\
+0: F0 F1 F2 .
+1: .  F0 F1 F2
+"
+    );
+}
+
+/// The second Replica of the first Stage has rows of the first microbatch only.
+#[test]
+fn fewer_rows_than_replicas() {
+    let case = Case::chain(&[2, 1], 3, &[2, 1, 1], Mode::Train1F1B);
+    assert_eq!(
+        draw(&case),
+        "\
+0: F0 F1 .  B0 .  B1
+1: F0 .  .  B0 .  .
+2: .  F0 B0 F1 B1 .
+"
+    );
+}
+
+#[test]
+fn one_stage_is_data_parallel() {
+    let case = Case::chain(&[3], 2, &[2, 2, 2], Mode::Train1F1B);
+    assert_eq!(
+        draw(&case),
+        "\
+0: F0 B0 F1 B1
+1: F0 B0 F1 B1
+2: F0 B0 F1 B1
+"
+    );
+    let program = case.build();
+    assert!(program.inputs.iter().all(|transfer| transfer.src == transfer.dst), "nothing moves");
+    assert!(program.channels().is_empty());
+}
+
+fn list(actions: &[Action]) -> String {
+    actions.iter().map(|action| format!("{action}\n")).collect()
+}
+
+#[test]
+fn actions_of_a_stage_between_two() {
+    let case = Case::chain(&[1, 2, 1], 2, &[2, 1, 1, 2], Mode::Train1F1B);
+    let program = case.build();
+    assert_eq!(
+        list(&program.ranks[1].forward),
+        "\
+Recv(mb 0, values from rank 0: v0[0..2])
+Recv(mb 1, values from rank 0: v0[0..1])
+Forward(mb 0)
+Send(mb 0, values to rank 3: v1[0..2])
+Recv(mb 0, gradients from rank 3: v1[0..2])
+Forward(mb 1)
+Send(mb 1, values to rank 3: v1[0..1])
+Recv(mb 1, gradients from rank 3: v1[0..1])
+Backward(mb 0)
+Send(mb 0, gradients to rank 0: v0[0..2])
+Backward(mb 1)
+Send(mb 1, gradients to rank 0: v0[0..1])
+Reduce
+"
+    );
+}
+
+#[test]
+fn skips_and_shared_values_travel_directly() {
+    let mut case = Case::chain(&[1, 1, 1], 1, &[1, 1, 1], Mode::Train1F1B);
+    case.partition.crossings[0] = Crossing { to: vec![1, 2], ..case.partition.crossings[0].clone() };
+    let program = case.build();
+    assert_eq!(
+        list(&program.ranks[0].forward),
+        "\
+Recv(mb 0, gradients from rank 1: v0[0..3])
+Recv(mb 0, gradients from rank 2: v0[0..3])
+Forward(mb 0)
+Send(mb 0, values to rank 1: v0[0..3])
+Send(mb 0, values to rank 2: v0[0..3])
+Backward(mb 0)
+Reduce
+"
+    );
+    assert_eq!(
+        list(&program.ranks[2].forward),
+        "\
+Recv(mb 0, values from rank 0: v0[0..3])
+Recv(mb 0, values from rank 1: v1[0..3])
+Forward(mb 0)
+Backward(mb 0)
+Send(mb 0, gradients to rank 0: v0[0..3])
+Send(mb 0, gradients to rank 1: v1[0..3])
+Reduce
+"
+    );
+}

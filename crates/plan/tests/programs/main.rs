@@ -1,0 +1,9 @@
+//! Programs: what they look like, that they are right, that the checker finds those that are not.
+
+mod accepted;
+mod cases;
+mod damage;
+mod grids;
+mod oracle;
+mod refused;
+mod views;

@@ -1,0 +1,326 @@
+//! Runs a Program on symbols instead of tensors. Rows are told apart by name, so that a row in the wrong
+//! place shows. The expected rows are worked out from the case alone.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use rannc_ir::ValueId;
+use rannc_plan::{Action, Interval, Message, Mode, OutputSource, Payload, Piece, Program};
+
+use crate::cases::Case;
+
+/// A row of the global batch: rank and place in its local batch.
+type Row = (usize, u64);
+
+/// One row of a Value, or of its gradient from one Stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Token {
+    payload: Payload,
+    value: ValueId,
+    row: Row,
+    /// The Stage that made it.
+    stage: usize,
+}
+
+/// What went wrong.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Failure {
+    /// Some ranks never finish.
+    Stuck,
+    /// A wrong, missing or repeated row, or an Action that cannot be done.
+    Wrong(String),
+}
+
+fn require(holds: bool, text: impl Fn() -> String) -> Result<(), Failure> {
+    if holds { Ok(()) } else { Err(Failure::Wrong(text())) }
+}
+
+fn lengths(rows: u64, parts: u64) -> impl Iterator<Item = u64> {
+    (0..parts).map(move |part| (0..rows).filter(|row| row % parts == part).count() as u64)
+}
+
+struct Oracle<'a> {
+    case: &'a Case,
+    program: &'a Program,
+    /// Rows of each microbatch in order.
+    microbatches: Vec<Vec<Row>>,
+    /// By rank: its Stage and its rows of each microbatch.
+    computes: Vec<(usize, Vec<std::ops::Range<usize>>)>,
+}
+
+/// Runs the Program to its end.
+pub fn run(case: &Case, program: &Program) -> Result<(), Failure> {
+    let oracle = Oracle::new(case, program);
+    oracle.check_inputs()?;
+    oracle.check_outputs()?;
+    Execution::new(&oracle).run()
+}
+
+impl<'a> Oracle<'a> {
+    fn new(case: &'a Case, program: &'a Program) -> Self {
+        let count = case.placement.microbatches as usize;
+        let mut microbatches: Vec<Vec<Row>> = vec![Vec::new(); count];
+        for (rank, &rows) in case.batch.rows_per_rank.iter().enumerate() {
+            let rows = if rank == 0 || case.batch.gather_inputs { rows } else { 0 };
+            let mut local = 0..rows;
+            for (mb, length) in microbatches.iter_mut().zip(lengths(rows, count as u64)) {
+                mb.extend((&mut local).take(length as usize).map(|row| (rank, row)));
+            }
+        }
+        let mut computes = vec![(0, Vec::new()); case.batch.rows_per_rank.len()];
+        for (stage, ranks) in case.placement.ranks.iter().enumerate() {
+            for (replica, &rank) in ranks.iter().enumerate() {
+                let rows_of = |rows: &Vec<Row>| {
+                    let lengths: Vec<u64> = lengths(rows.len() as u64, ranks.len() as u64).collect();
+                    let start = lengths[..replica].iter().sum::<u64>() as usize;
+                    start..start + lengths[replica] as usize
+                };
+                computes[rank as usize] = (stage, microbatches.iter().map(rows_of).collect());
+            }
+        }
+        Self { case, program, microbatches, computes }
+    }
+
+    /// The rows that a rank computes of a microbatch.
+    fn rows(&self, rank: usize, mb: usize) -> &[Row] {
+        &self.microbatches[mb][self.computes[rank].1[mb].clone()]
+    }
+
+    fn row(&self, mb: u32, place: u64) -> Result<Row, Failure> {
+        let rows = self.microbatches.get(mb as usize).and_then(|rows| rows.get(place as usize));
+        rows.copied().ok_or_else(|| Failure::Wrong(format!("microbatch {mb} has no row {place}")))
+    }
+
+    fn check_inputs(&self) -> Result<(), Failure> {
+        let mut arrived: BTreeMap<(ValueId, u32), Vec<Row>> = BTreeMap::new();
+        for transfer in &self.program.inputs {
+            let rows = arrived.entry((transfer.value, transfer.dst)).or_default();
+            for place in transfer.rows.lo..transfer.rows.hi {
+                rows.push(self.row(transfer.mb, place)?);
+            }
+            let stage = self.computes[transfer.dst as usize].0;
+            let input = self.case.partition.stages[stage].inputs.iter().find(|input| input.value == transfer.value);
+            let from = if input.is_none_or(|input| input.has_rows) { None } else { Some(0) };
+            let owned = (transfer.rows.lo..transfer.rows.hi)
+                .all(|place| self.row(transfer.mb, place).is_ok_and(|(rank, _)| rank == transfer.src as usize));
+            require(from.map_or(owned, |rank: u32| rank == transfer.src), || format!("{transfer:?} from elsewhere"))?;
+        }
+        for (rank, (stage, _)) in self.computes.iter().enumerate() {
+            for input in &self.case.partition.stages[*stage].inputs {
+                let mut expected: Vec<Row> = Vec::new();
+                for mb in 0..self.microbatches.len() {
+                    if input.has_rows || expected.is_empty() {
+                        expected.extend(self.rows(rank, mb));
+                    }
+                }
+                let mut got = arrived.remove(&(input.value, rank as u32)).unwrap_or_default();
+                got.sort_unstable();
+                expected.sort_unstable();
+                require(got == expected, || format!("rank {rank}, input {}: {got:?}", input.value))?;
+            }
+        }
+        require(arrived.is_empty(), || format!("inputs for nobody: {arrived:?}"))
+    }
+
+    fn check_outputs(&self) -> Result<(), Failure> {
+        let gather = self.case.batch.gather_inputs;
+        let mut arrived: BTreeMap<(ValueId, usize), Vec<(u64, Row)>> = BTreeMap::new();
+        for transfer in &self.program.outputs {
+            let output = self.case.partition.outputs.iter().find(|output| output.value == transfer.value);
+            let source = output.ok_or_else(|| Failure::Wrong("an output that is none".into()))?.source;
+            let (mb, src, dst) = (transfer.mb as usize, transfer.src as usize, transfer.dst as usize);
+            for place in transfer.rows.lo..transfer.rows.hi {
+                let row = self.row(transfer.mb, place)?;
+                let has = match source {
+                    OutputSource::Stage(stage) => {
+                        self.computes[src].0 == stage as usize && self.rows(src, mb).contains(&row)
+                    }
+                    OutputSource::Input(_) => row.0 == src,
+                };
+                require(has, || format!("{transfer:?} is not there"))?;
+                let slices = &self.program.slices[if gather { dst } else { 0 }];
+                let slice = slices.iter().find(|slice| slice.mb == transfer.mb);
+                let local = slice.map(|slice| (slice.local.lo + place).wrapping_sub(slice.at)).unwrap_or_default();
+                arrived.entry((transfer.value, dst)).or_default().push((local, row));
+            }
+        }
+        for output in self.case.partition.outputs.iter().filter(|output| output.row_dim.is_some()) {
+            for (rank, &rows) in self.case.batch.rows_per_rank.iter().enumerate() {
+                let (owner, rows) = if gather { (rank, rows) } else { (0, self.case.batch.rows_per_rank[0]) };
+                let expected: Vec<(u64, Row)> = (0..rows).map(|row| (row, (owner, row))).collect();
+                let mut got = arrived.get(&(output.value, rank)).cloned().unwrap_or_default();
+                got.sort_unstable();
+                require(got == expected, || format!("rank {rank}, output {}: {got:?}", output.value))?;
+            }
+        }
+        let known =
+            |value| self.case.partition.outputs.iter().any(|output| output.value == value && output.row_dim.is_some());
+        require(arrived.keys().all(|&(value, _)| known(value)), || "an output without rows travels".into())
+    }
+}
+
+/// One direction between two ranks.
+#[derive(Default)]
+struct Channel {
+    under_way: VecDeque<Vec<Token>>,
+    sent: usize,
+    posted: usize,
+}
+
+#[derive(Default)]
+struct RankState {
+    position: usize,
+    /// Recvs begun, in order of posting: sender, message.
+    pending: VecDeque<(u32, Message)>,
+    has: BTreeMap<(Payload, u32), Vec<Token>>,
+    forwards: BTreeSet<u32>,
+    backwards: BTreeSet<u32>,
+    reduced: bool,
+}
+
+struct Execution<'a> {
+    oracle: &'a Oracle<'a>,
+    ranks: Vec<RankState>,
+    channels: BTreeMap<(u32, u32), Channel>,
+}
+
+impl<'a> Execution<'a> {
+    fn new(oracle: &'a Oracle<'a>) -> Self {
+        let ranks = oracle.computes.iter().map(|_| RankState::default()).collect();
+        Self { oracle, ranks, channels: BTreeMap::new() }
+    }
+
+    fn run(mut self) -> Result<(), Failure> {
+        let lists: Vec<Vec<Action>> =
+            self.oracle.program.ranks.iter().map(|own| [own.forward.clone(), own.backward.clone()].concat()).collect();
+        let mut moved = true;
+        while moved {
+            moved = false;
+            for (rank, list) in lists.iter().enumerate() {
+                while let Some(action) = list.get(self.ranks[rank].position) {
+                    if !self.step(rank, action)? {
+                        break;
+                    }
+                    self.ranks[rank].position += 1;
+                    moved = true;
+                }
+            }
+        }
+        if (0..lists.len()).any(|rank| self.ranks[rank].position < lists[rank].len()) {
+            return Err(Failure::Stuck);
+        }
+        self.check_end()
+    }
+
+    fn step(&mut self, rank: usize, action: &Action) -> Result<bool, Failure> {
+        self.deliver(rank)?;
+        match action {
+            Action::Forward { mb } => self.compute(rank, Payload::Value, *mb),
+            Action::Backward { mb } => self.compute(rank, Payload::Grad, *mb),
+            Action::Send(message) => self.send(rank, message),
+            Action::Recv(message) => {
+                self.channels.entry((message.peer, rank as u32)).or_default().posted += 1;
+                self.ranks[rank].pending.push_back((message.peer, message.clone()));
+                Ok(true)
+            }
+            Action::Reduce => {
+                require(!self.ranks[rank].reduced, || "reduced twice".into())?;
+                self.ranks[rank].reduced = true;
+                Ok(true)
+            }
+        }
+    }
+
+    /// Unpacks what has arrived, by the receiver's own idea of the packing.
+    fn deliver(&mut self, rank: usize) -> Result<(), Failure> {
+        let state = &mut self.ranks[rank];
+        let mut waiting = VecDeque::new();
+        let mut held_up = BTreeSet::new();
+        for (sender, message) in std::mem::take(&mut state.pending) {
+            let channel = self.channels.entry((sender, rank as u32)).or_default();
+            let Some(tokens) = (!held_up.contains(&sender)).then(|| channel.under_way.pop_front()).flatten() else {
+                held_up.insert(sender);
+                waiting.push_back((sender, message));
+                continue;
+            };
+            let mut tokens = tokens.into_iter();
+            for Piece { value, rows: Interval { lo, hi } } in &message.pieces {
+                for place in *lo..*hi {
+                    let (token, row) = (tokens.next(), self.oracle.row(message.mb, place)?);
+                    let right = token.filter(|t| (t.payload, t.value, t.row) == (message.kind, *value, row));
+                    let token =
+                        right.ok_or_else(|| Failure::Wrong(format!("rank {rank} takes {token:?} for {row:?}")))?;
+                    state.has.entry((message.kind, message.mb)).or_default().push(token);
+                }
+            }
+            require(tokens.next().is_none(), || "a message is longer than expected".into())?;
+        }
+        state.pending = waiting;
+        Ok(())
+    }
+
+    fn compute(&mut self, rank: usize, payload: Payload, mb: u32) -> Result<bool, Failure> {
+        let stage = self.oracle.computes[rank].0;
+        let state = &mut self.ranks[rank];
+        if state.pending.iter().any(|(_, message)| (message.kind, message.mb) == (payload, mb)) {
+            return Ok(false);
+        }
+        let mut needed = Vec::new();
+        for crossing in &self.oracle.case.partition.crossings {
+            for &to in &crossing.to {
+                let (from, to) = (crossing.from as usize, to as usize);
+                let maker = match payload {
+                    Payload::Value if to == stage => from,
+                    Payload::Grad if from == stage && crossing.requires_grad => to,
+                    _ => continue,
+                };
+                let rows = self.oracle.rows(rank, mb as usize).iter();
+                needed.extend(rows.map(|&row| Token { payload, value: crossing.value, row, stage: maker }));
+            }
+        }
+        let mut has = state.has.remove(&(payload, mb)).unwrap_or_default();
+        let key = |token: &Token| (token.value, token.stage, token.row);
+        needed.sort_unstable_by_key(key);
+        has.sort_unstable_by_key(key);
+        require(has == needed, || format!("rank {rank} has {has:?} for microbatch {mb}"))?;
+        let done = if payload == Payload::Value { &mut state.forwards } else { &mut state.backwards };
+        require(done.insert(mb), || "computed twice".into())?;
+        require(state.forwards.contains(&mb), || "backward first".into())?;
+        require(!state.reduced, || "computed after Reduce".into())?;
+        Ok(true)
+    }
+
+    fn send(&mut self, rank: usize, message: &Message) -> Result<bool, Failure> {
+        let state = &self.ranks[rank];
+        let channel = self.channels.entry((rank as u32, message.peer)).or_default();
+        if message.kind == Payload::Grad && channel.sent >= channel.posted + 2 {
+            return Ok(false);
+        }
+        let done = if message.kind == Payload::Value { &state.forwards } else { &state.backwards };
+        require(done.contains(&message.mb), || format!("rank {rank} sends what it has not computed"))?;
+        let stage = self.oracle.computes[rank].0;
+        let own = self.oracle.rows(rank, message.mb as usize);
+        let mut tokens = Vec::new();
+        for piece in &message.pieces {
+            for place in piece.rows.lo..piece.rows.hi {
+                let row = self.oracle.row(message.mb, place)?;
+                require(own.contains(&row), || format!("rank {rank} sends a row that is not its own"))?;
+                tokens.push(Token { payload: message.kind, value: piece.value, row, stage });
+            }
+        }
+        channel.under_way.push_back(tokens);
+        channel.sent += 1;
+        Ok(true)
+    }
+
+    fn check_end(&self) -> Result<(), Failure> {
+        let trains = self.oracle.case.mode != Mode::Forward;
+        for (rank, state) in self.ranks.iter().enumerate() {
+            let mbs = (0..self.oracle.microbatches.len()).filter(|&mb| !self.oracle.rows(rank, mb).is_empty());
+            let mbs: BTreeSet<u32> = mbs.map(|mb| mb as u32).collect();
+            let complete = state.forwards == mbs && state.backwards == if trains { mbs } else { BTreeSet::new() };
+            let clean = state.pending.is_empty() && state.has.is_empty() && state.reduced == trains;
+            require(complete && clean, || format!("rank {rank} has not done its work"))?;
+        }
+        require(self.channels.values().all(|channel| channel.under_way.is_empty()), || "unread messages".into())
+    }
+}
