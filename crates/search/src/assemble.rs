@@ -18,11 +18,16 @@ use crate::settings::Settings;
 use crate::stages::{Found, StageSearch};
 use crate::table::{Entry, StageTable};
 
-/// A Plan must be better by this factor to replace one with fewer Stages or microbatches.
-const WORTH_IT: f64 = 1.0 - 1e-9;
+/// A Plan must take less than this share of the time of one with fewer microbatches to replace it.
+const BETTER: f64 = 1.0 - 1e-9;
+/// A Plan with several Stages must take less than this share of the time of the best one with a
+/// single Stage to replace it: that is how far a time that was not measured may be off, and a single
+/// Stage has neither transfers nor a bubble that could turn out longer.
+pub(crate) const SEVERAL_STAGES: f64 = 0.8;
 
 /// Finds the Plan of a verified graph that takes the least time per step within the memory of the
-/// cluster's devices. The same arguments give the same Plan.
+/// cluster's devices; a single Stage that fits is kept unless several are faster by a clear margin.
+/// The same arguments give the same Plan.
 pub fn plan(graph: &Graph, cluster: &Cluster, settings: &Settings) -> Result<Plan, SearchError> {
     cluster.check()?;
     settings.check(cluster)?;
@@ -66,7 +71,7 @@ pub fn plan(graph: &Graph, cluster: &Cluster, settings: &Settings) -> Result<Pla
     Ok(plan.seal()?)
 }
 
-/// The best division over all numbers of microbatches, and a lower bound for the time of every one.
+/// The chosen division over all numbers of microbatches, and a lower bound for the time of every one.
 pub(crate) fn best(chain: &Chain, cluster: &Cluster, settings: &Settings, candidates: &[u64]) -> Option<(Found, f64)> {
     let mut open: Vec<(f64, u64)> = Vec::new();
     for &microbatches in candidates {
@@ -80,18 +85,22 @@ pub(crate) fn best(chain: &Chain, cluster: &Cluster, settings: &Settings, candid
     let lower_bound_us = open.first()?.0;
     let mut best = single_stage(chain, cluster, settings, candidates);
     for (bound_us, microbatches) in open {
-        let known_us = |best: &Option<Found>| best.as_ref().map_or(f64::INFINITY, |found| found.step_us * WORTH_IT);
-        if bound_us >= known_us(&best) {
+        if bound_us >= time_to_beat_us(best.as_ref()) {
             break;
         }
         let pricing = Pricing::new(chain, cluster, settings, microbatches);
         let table = StageTable::new(&pricing);
         let bounds = Relaxation::new(&pricing, &table);
         for width in [Some(1), None] {
-            best = StageSearch::run(&pricing, &table, &bounds, width, known_us(&best)).or(best);
+            best = StageSearch::run(&pricing, &table, &bounds, width, time_to_beat_us(best.as_ref())).or(best);
         }
     }
     best.map(|found| (found, lower_bound_us))
+}
+
+/// A Plan that takes as long replaces none that is known.
+fn time_to_beat_us(known: Option<&Found>) -> f64 {
+    known.map_or(f64::INFINITY, |found| found.step_us * if found.spans.len() == 1 { SEVERAL_STAGES } else { BETTER })
 }
 
 /// The best Plan with one Stage, which any other one has to beat.
@@ -107,7 +116,7 @@ fn single_stage(chain: &Chain, cluster: &Cluster, settings: &Settings, candidate
         let step_us =
             StepTime::default().prepend(entry.microbatch_us, entry.backward_us, entry.end_us).step_us(microbatches);
         let fits = entry.max_in_flight >= pricing.in_flight(1);
-        if fits && best.as_ref().is_none_or(|found| step_us < found.step_us * WORTH_IT) {
+        if fits && best.as_ref().is_none_or(|found| step_us < found.step_us * BETTER) {
             best = Some(Found { microbatches, spans: vec![span], step_us });
         }
     }

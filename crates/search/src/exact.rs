@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use rannc_cost::{Cluster, OpCost, OpWork, Poly, Work};
 
-use crate::assemble::best;
+use crate::assemble::{SEVERAL_STAGES, best};
 use crate::chain::{Affine, BlockSpec, Chain, ChainSpec, CloneSpec, CrossingSpec, KeptSpec, StateSpec};
 use crate::price::{Pricing, Span, StepTime};
 use crate::settings::Settings;
@@ -81,7 +81,7 @@ fn spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
 }
 
 fn settings(devices: u32) -> impl Strategy<Value = Settings> {
-    (1..20_u64, 1..12_u64, any::<bool>(), prop::option::of(1..=devices), prop::option::of(1..4_u32)).prop_map(
+    (1..20_u64, 2..60_u64, any::<bool>(), prop::option::of(1..=devices), prop::option::of(1..4_u32)).prop_map(
         move |(batch_rows, limit, loss_inside, stages, max_stages)| Settings {
             world_size: devices,
             batch_rows,
@@ -122,24 +122,25 @@ fn step_us(pricing: &Pricing<'_>, lengths: &[usize], replicas: &[usize]) -> Opti
     Some(step.step_us(pricing.microbatches))
 }
 
-/// The time of the best of all Plans.
+/// The time of the Plan to choose among all.
 fn brute_force(chain: &Chain, cluster: &Cluster, settings: &Settings, candidates: &[u64]) -> Option<f64> {
     let devices = settings.world_size as usize;
-    let mut best_us: Option<f64> = None;
+    let most = settings.max_stages.map_or(devices, |stages| stages as usize);
+    let counts = settings.stages.map_or(1..=most, |stages| stages as usize..=stages as usize);
+    let (mut single_us, mut several_us) = (f64::INFINITY, f64::INFINITY);
     for &microbatches in candidates {
         let pricing = Pricing::new(chain, cluster, settings, microbatches);
-        let most = settings.max_stages.map_or(devices, |stages| stages as usize);
-        let counts = settings.stages.map_or(1..=most, |stages| stages as usize..=stages as usize);
-        for stages in counts {
+        for stages in counts.clone() {
+            let best_us = if stages == 1 { &mut single_us } else { &mut several_us };
             for lengths in compositions(chain.len(), stages) {
                 for replicas in compositions(devices, stages) {
-                    let us = step_us(&pricing, &lengths, &replicas);
-                    best_us = best_us.into_iter().chain(us).reduce(f64::min);
+                    *best_us = best_us.min(step_us(&pricing, &lengths, &replicas).unwrap_or(f64::INFINITY));
                 }
             }
         }
     }
-    best_us
+    let chosen_us = if several_us < single_us * SEVERAL_STAGES { several_us } else { single_us };
+    chosen_us.is_finite().then_some(chosen_us)
 }
 
 fn small_cluster(nodes: u32) -> Cluster {

@@ -1,0 +1,209 @@
+//! Plans of whole graphs.
+
+use proptest::prelude::*;
+use rannc_cost::Cluster;
+use rannc_ir::testing::{GraphBuilder, graphs, mlp};
+use rannc_ir::{Analysis, Arg, DType, Dim, Graph, ValueId};
+use rannc_plan::{Partition, Plan, ScheduleKind, StageOps};
+use rannc_search::{Advice, SearchError, Settings, plan};
+
+fn cluster(name: &str, devices: u32) -> Cluster {
+    Cluster::preset(name, devices.div_ceil(8), devices.min(8)).expect("devices")
+}
+
+fn settings(world_size: u32, batch_rows: u64) -> Settings {
+    Settings { world_size, batch_rows, ..Settings::default() }
+}
+
+fn tensors(values: &[ValueId]) -> Vec<Arg> {
+    values.iter().map(|&value| Arg::Value(value)).collect()
+}
+
+/// A transformer encoder for masked tokens, with the loss inside and its word table tied to the head.
+fn encoder(layers: u32, hidden: i64, tokens: i64, vocabulary: i64) -> Graph {
+    let mut builder = GraphBuilder::new("Encoder");
+    let text = [Dim::rows(1), Dim::fixed(tokens)];
+    let (ids, labels) = (builder.input(DType::Int64, &text), builder.input(DType::Int64, &text));
+    let table = builder.param("embeddings.word.weight", &[vocabulary, hidden]);
+    let wide = [Dim::rows(1), Dim::fixed(tokens), Dim::fixed(hidden)];
+    builder.module("embeddings.word");
+    let mut state = builder.op("aten.embedding.default", tensors(&[table, ids]), &wide);
+    for layer in 0..layers {
+        state = encoder_layer(&mut builder, state, &format!("encoder.layer.{layer}"));
+    }
+    builder.module("head");
+    let scores = [Dim::rows(1), Dim::fixed(tokens), Dim::fixed(vocabulary)];
+    let scores = builder.op("aten.linear.default", tensors(&[state, table]), &scores);
+    let flat = builder.view(scores, &[Dim::rows(tokens), Dim::fixed(vocabulary)]);
+    let labels = builder.view(labels, &[Dim::rows(tokens)]);
+    let loss = builder.op("aten.cross_entropy_loss.default", tensors(&[flat, labels]), &[]);
+    builder.finish(&[loss])
+}
+
+fn encoder_layer(builder: &mut GraphBuilder, state: ValueId, module: &str) -> ValueId {
+    let shape = builder.shape(state);
+    let hidden = shape[2].fixed;
+    let heads = [Dim::rows(1), Dim::fixed(hidden / 64), shape[1], Dim::fixed(64)];
+    let parts = ["query", "key", "value"].map(|part| {
+        let part = builder.linear(state, hidden, &format!("{module}.attention.{part}"));
+        builder.view(part, &heads)
+    });
+    builder.module(&format!("{module}.attention"));
+    let mixed = builder.op("aten.scaled_dot_product_attention.default", tensors(&parts), &heads);
+    let mixed = builder.pointwise("aten.clone.default", &[mixed]);
+    let mixed = builder.view(mixed, &shape);
+    let mixed = builder.linear(mixed, hidden, &format!("{module}.attention.output"));
+    let sum = builder.pointwise("aten.add.Tensor", &[mixed, state]);
+    let normed = builder.pointwise("aten.layer_norm.default", &[sum]);
+    let wide = builder.linear(normed, 4 * hidden, &format!("{module}.intermediate"));
+    let wide = builder.pointwise("aten.gelu.default", &[wide]);
+    let narrow = builder.linear(wide, hidden, &format!("{module}.output"));
+    let sum = builder.pointwise("aten.add.Tensor", &[narrow, normed]);
+    builder.pointwise("aten.layer_norm.default", &[sum])
+}
+
+fn replicas(plan: &Plan) -> Vec<usize> {
+    plan.stages.iter().map(|stage| stage.ranks.len()).collect()
+}
+
+#[test]
+fn a_model_that_fits_gets_one_stage() {
+    for devices in [1, 2, 4, 8] {
+        let plan = plan(&mlp(10, 512), &cluster("NVIDIA H200", devices), &settings(devices, 64 * u64::from(devices)));
+        let plan = plan.expect("fits");
+        assert_eq!(replicas(&plan), [devices as usize]);
+        assert_eq!(plan.microbatches, 1);
+    }
+    let plan = plan(&mlp(10, 512), &cluster("cpu", 2), &settings(2, 128)).expect("fits");
+    assert_eq!(replicas(&plan), [2]);
+}
+
+#[test]
+fn a_model_that_does_not_fit_is_cut() {
+    let graph = mlp(100, 5000);
+    let limited = Settings { memory_limit_bytes: Some(40 << 30), loss_inside: false, ..settings(8, 512) };
+    let plan = plan(&graph, &cluster("NVIDIA H200", 8), &limited).expect("fits in stages");
+    assert!(plan.stages.len() > 1);
+    assert_eq!(plan.schedule, ScheduleKind::FillDrain);
+    let usable_bytes = (40_u64 << 30) * 9 / 10;
+    for stage in &plan.stages {
+        assert!(stage.predicted.memory.total_bytes() <= usable_bytes);
+        assert!(stage.modules[0].starts_with("layers."), "{:?}", stage.modules);
+    }
+}
+
+#[test]
+fn an_encoder_is_cut_between_its_layers() {
+    let graph = encoder(24, 1024, 512, 30_000);
+    let forced = Settings { stages: Some(2), ..settings(4, 64) };
+    let plan = plan(&graph, &cluster("NVIDIA H200", 4), &forced).expect("fits");
+    assert_eq!(plan.stages.len(), 2);
+    assert!(plan.microbatches > 1);
+    assert!(plan.stages[1].predicted.in_bytes > 0);
+    assert!(plan.predicted.lower_bound_us <= plan.predicted.step_us);
+    assert!((0.0..1.0).contains(&plan.predicted.bubble));
+}
+
+#[test]
+fn forced_decisions_are_kept() {
+    let forced = Settings { replicas: Some(vec![1, 3, 2]), microbatches: Some(5), ..settings(6, 30) };
+    let plan = plan(&mlp(10, 64), &cluster("cpu", 6), &forced).expect("fits");
+    assert_eq!(replicas(&plan), [1, 3, 2]);
+    assert_eq!(plan.microbatches, 5);
+    assert_eq!(plan.schedule, ScheduleKind::OneForwardOneBackward);
+}
+
+#[test]
+fn more_stages_than_pieces_are_refused() {
+    let error = plan(&mlp(1, 8), &cluster("cpu", 8), &Settings { stages: Some(7), ..settings(8, 8) });
+    assert!(matches!(error, Err(SearchError::TooFewBlocks { wanted: 7, possible: 3 })));
+}
+
+#[test]
+fn an_empty_graph_is_refused() {
+    let mut builder = GraphBuilder::new("Nothing");
+    let input = builder.input(DType::Float32, &[Dim::rows(1)]);
+    let error = plan(&builder.finish(&[input]), &cluster("cpu", 1), &settings(1, 1));
+    assert!(matches!(error, Err(SearchError::Empty { .. })));
+}
+
+fn shortage(graph: &Graph, limits: &Settings) -> (String, u64, Advice) {
+    match plan(graph, &cluster("cpu", 4), limits) {
+        Err(SearchError::DoesNotFit { block, short_bytes, advice, .. }) => (block, short_bytes, advice),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_shortage_names_the_block_and_what_helps() {
+    let limits = Settings { memory_limit_bytes: Some(10 << 20), ..settings(4, 4) };
+    let (block, short_bytes, advice) = shortage(&mlp(3, 1000), &limits);
+    assert!(block.starts_with("layers."), "{block}");
+    assert!(short_bytes > 5 << 20 && short_bytes < 30 << 20, "{short_bytes}");
+    assert_eq!(advice, Advice::LargerDevice);
+    let (_, _, advice) = shortage(&mlp(100, 500), &limits);
+    assert_eq!(advice, Advice::MoreDevices);
+    let wide_batch = Settings { memory_limit_bytes: Some(10 << 20), max_microbatches: 2, ..settings(4, 1 << 18) };
+    let (_, _, advice) = shortage(&mlp(3, 100), &wide_batch);
+    assert_eq!(advice, Advice::MoreMicrobatches);
+    let one_microbatch = Settings { microbatches: Some(1), ..wide_batch };
+    let (_, _, advice) = shortage(&mlp(3, 100), &one_microbatch);
+    assert_eq!(advice, Advice::SmallerBatch);
+}
+
+#[test]
+fn a_search_is_repeatable() {
+    let graph = encoder(12, 256, 64, 5000);
+    let tight = Settings { memory_limit_bytes: Some(1 << 30), ..settings(16, 64) };
+    let cluster = cluster("NVIDIA A100-SXM4-40GB", 16);
+    let cluster = Cluster { device: rannc_cost::Device { framework_bytes: 0, ..cluster.device }, ..cluster };
+    let first = plan(&graph, &cluster, &tight).expect("fits");
+    assert_eq!(first.to_json(), plan(&graph, &cluster, &tight).expect("fits").to_json());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    #[test]
+    fn plans_of_any_graph_can_be_carried_out(graph in graphs(), devices in 1..5_u32, rows in 1..30_u64, loss in any::<bool>()) {
+        let cluster = Cluster::preset("cpu", 1, devices).expect("devices");
+        let wanted = Settings { loss_inside: loss, ..settings(devices, rows) };
+        let analysis = Analysis::new(&graph);
+        match plan(&graph, &cluster, &wanted) {
+            Ok(plan) => {
+                let cuts: Vec<StageOps> = plan.stages.iter().map(|stage| stage.ops).collect();
+                prop_assert!(Partition::new(&graph, &cuts).is_ok());
+                prop_assert_eq!(cuts[cuts.len() - 1].end as usize, analysis.main_ops.len());
+                prop_assert_eq!(&Plan::from_json(&plan.to_json()).expect("sealed"), &plan);
+            }
+            Err(SearchError::Empty { .. }) => prop_assert!(analysis.main_ops.is_empty()),
+            Err(error) => prop_assert!(false, "{}", error),
+        }
+    }
+}
+
+/// Prints the time of the searches that DESIGN names: `cargo test --release -p rannc-search -- --ignored --nocapture`.
+#[test]
+#[ignore = "a measurement"]
+fn search_times() {
+    for (layers, devices, limit_gib, name) in
+        [(24, 8, 140, "NVIDIA H200"), (96, 32, 32, "Tesla V100"), (256, 32, 32, "Tesla V100")]
+    {
+        let graph = encoder(layers, if layers == 96 { 2048 } else { 1024 }, 512, 30_000);
+        let limited =
+            Settings { memory_limit_bytes: Some(limit_gib << 30), ..settings(devices, 8 * u64::from(devices)) };
+        let begin = std::time::Instant::now();
+        let plan = plan(&graph, &cluster(name, devices), &limited);
+        eprintln!("{layers} layers, {devices} devices: {:?}", begin.elapsed());
+        match plan {
+            Ok(plan) => eprintln!(
+                "M {} replicas {:?} step {:.0} us, at least {:.0} us",
+                plan.microbatches,
+                replicas(&plan),
+                plan.predicted.step_us,
+                plan.predicted.lower_bound_us
+            ),
+            Err(error) => eprintln!("{error}"),
+        }
+    }
+}
