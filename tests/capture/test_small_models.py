@@ -272,6 +272,36 @@ def test_embedding_lstm_and_attention(assert_equals_model: Any) -> None:
     assert_equals_model(model.eval(), make)
 
 
+def test_in_place_ops_that_nobody_can_tell_become_functional(assert_equals_model: Any) -> None:
+    class Residual(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in (self.a, self.b, self.a):
+                y = layer(x)
+                y += x
+                x = F.relu_(y)
+            return x
+
+    captured = assert_equals_model(Residual().double(), call)
+    assert not any(op.get("mutates") for op in ops_of(captured))
+
+
+def test_in_place_ops_that_show_stay(assert_equals_model: Any) -> None:
+    class Shows(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            row = y[:, 0]
+            y.mul_(2.0)
+            with torch.no_grad():
+                z = self.b(x)
+            z.add_(1.0)
+            with torch.no_grad():
+                y.add_(3.0)
+            return y + row.unsqueeze(1) + z
+
+    captured = assert_equals_model(Shows().double(), call)
+    assert [op["target"] for op in ops_of(captured) if op.get("mutates")] == ["aten.mul_.Tensor", "aten.add_.Tensor"]
+
+
 def test_guard_is_answered_from_the_sample(assert_equals_model: Any) -> None:
     def make(rows: int) -> Any:
         mask = torch.ones(rows, dtype=torch.bool)

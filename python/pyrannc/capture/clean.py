@@ -12,7 +12,8 @@ from torch import fx
 from pyrannc.errors import CaptureError
 
 from .dims import Dim
-from .facts import GRAD_ENABLED, PLACE
+from .facts import FACTS, GRAD_ENABLED, PLACE
+from .functional import replace_in_place_ops
 from .ops import SET_GRAD_ENABLED, has_effect, is_assertion, is_tuple_access
 from .source import Place
 from .tracer import Trace
@@ -59,15 +60,26 @@ def clean(trace: Trace) -> CleanGraph:
     for node in source.nodes:
         if node.op == "get_attr":
             _copy_constant(node, trace.gm, graph, env, cleaned)
+        elif _is_idle_detach(node):
+            env[node] = env[node.args[0]]
         elif node.op == "call_function" and node.target is not SET_GRAD_ENABLED and not is_assertion(node):
             env[node] = graph.node_copy(node, lambda old: env[old])
             env[node].meta = node.meta
     _copy_outputs(trace, graph, env, cleaned)
+    replace_in_place_ops(graph, {*cleaned.params, *cleaned.buffers, *cleaned.constants})
     graph.eliminate_dead_code(is_impure_node=has_effect)
     _classify(trace, graph, cleaned)
     cleaned.gm = fx.GraphModule(cleaned.gm, graph, class_name="Captured")
     # Making a GraphModule keeps the graph's nodes, so the lists above stay valid.
     return cleaned
+
+
+def _is_idle_detach(node: fx.Node) -> bool:
+    """True for ``detach_`` of a tensor without gradient, which ``torch.tensor`` adds."""
+    if node.target is not torch.ops.aten.detach_.default or not isinstance(node.args[0], fx.Node):
+        return False
+    facts = node.args[0].meta.get(FACTS, {}).get(None)
+    return facts is not None and not facts.requires_grad
 
 
 def _copy_placeholders(trace: Trace, graph: fx.Graph, env: dict[fx.Node, fx.Node], cleaned: CleanGraph) -> None:
