@@ -2,7 +2,7 @@
 //!
 //! All functions take a verified graph.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use thiserror::Error;
 
@@ -50,6 +50,7 @@ impl CutRefusal {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum GroupReason {
     /// They share a storage that is changed in the forward: in place, or by a new value for a buffer.
+    /// Ops that read an Op's result after its last change are free: what they receive is final.
     #[error("they use the storage of {0}, which is changed in place")]
     Storage(ValueId),
     /// They stand in one region (an autocast block, a vmap level).
@@ -122,6 +123,26 @@ impl Analysis {
         uses
     }
 
+    /// The batch-free ops that a Stage clones to have the results of `op`, a batch-free op: itself, what
+    /// it is made of, and what changes the storages of any of these in place.
+    pub fn clones(&self, graph: &Graph, op: OpId) -> BTreeSet<OpId> {
+        let mut clones = BTreeSet::new();
+        let mut open = vec![op];
+        while let Some(id) = open.pop() {
+            if !clones.insert(id) {
+                continue;
+            }
+            let op = &graph.ops[id];
+            for value in op.operands().into_iter().chain(op.results.iter().copied()) {
+                if let ValueDef::Op { op, .. } = graph.values[value].def {
+                    open.push(op);
+                }
+                open.extend(self.storages.changers(value));
+            }
+        }
+        clones
+    }
+
     fn refusals(&self, graph: &Graph) -> Vec<Option<CutRefusal>> {
         let mut spans: Vec<(u32, u32, CutRefusal)> = Vec::new();
         for group in &self.groups {
@@ -155,7 +176,8 @@ impl Analysis {
 pub struct Storages {
     /// The earliest Value with the same storage.
     pub root: Arena<ValueId, ValueId>,
-    changed: Arena<ValueId, bool>,
+    /// Ops that change each storage in place, in order; none for a buffer that is only assigned to.
+    changers: BTreeMap<ValueId, Vec<OpId>>,
 }
 
 impl Storages {
@@ -167,26 +189,33 @@ impl Storages {
                 root[id] = root[base];
             }
         }
-        let mut changed: Arena<ValueId, bool> = graph.values.ids().map(|_| false).collect();
-        for &value in graph.ops.values().flat_map(|op| &op.mutates) {
-            changed[root[value]] = true;
+        let mut changers: BTreeMap<ValueId, Vec<OpId>> = BTreeMap::new();
+        for (id, op) in graph.ops.iter() {
+            for &value in &op.mutates {
+                changers.entry(root[value]).or_default().push(id);
+            }
         }
         for buffer in graph.buffers.values().filter(|buffer| buffer.update.is_some()) {
-            changed[root[buffer.value]] = true;
+            changers.entry(root[buffer.value]).or_default();
         }
-        Self { root, changed }
+        Self { root, changers }
     }
 
     /// True when the forward changes the storage of `value`, in place or by assigning to its buffer.
     pub fn is_changed(&self, value: ValueId) -> bool {
-        self.changed[self.root[value]]
+        self.changers.contains_key(&self.root[value])
+    }
+
+    /// The ops that change the storage of `value` in place, in order.
+    pub fn changers(&self, value: ValueId) -> impl Iterator<Item = OpId> {
+        self.changers.get(&self.root[value]).into_iter().flatten().copied()
     }
 }
 
 /// For each op whether it may be cloned into every Stage that needs its results, instead of sending
-/// them: it depends on no input, draws nothing, changes nothing, reads and makes nothing that is
-/// changed anywhere, is not opaque and stands in no region. Such an op may read parameters,
-/// unchanged buffers, constants and the batch size.
+/// them: it depends on no input, draws nothing, is not opaque and stands in no region, and whatever
+/// changes the storages that it reads or makes are batch-free ops as well, so that each clone changes
+/// its own. Such an op may read parameters, unchanged buffers, constants and the batch size.
 pub fn batch_free_ops(graph: &Graph) -> Arena<OpId, bool> {
     batch_free(graph, &Storages::new(graph))
 }
@@ -208,26 +237,40 @@ pub fn allowed_cuts(graph: &Graph) -> Vec<bool> {
 }
 
 fn batch_free(graph: &Graph, storages: &Storages) -> Arena<OpId, bool> {
-    let mut free: Arena<OpId, bool> = graph.ops.ids().map(|_| false).collect();
     let mut updates: Arena<ValueId, bool> = graph.values.ids().map(|_| false).collect();
     for update in graph.buffers.values().filter_map(|buffer| buffer.update) {
         updates[update] = true;
     }
-    for (id, op) in graph.ops.iter() {
-        let operands_free = op.operands().iter().all(|&value| {
-            !storages.is_changed(value)
-                && match graph.values[value].def {
-                    ValueDef::Input(_) => false,
-                    ValueDef::Param(_) | ValueDef::Buffer(_) | ValueDef::Constant(_) => true,
-                    ValueDef::Op { op, .. } => free[op],
-                }
-        });
-        let results_free = op.results.iter().all(|&value| !storages.is_changed(value) && !updates[value]);
-        // An op without results is there for its effect; as nobody needs it, no Stage would clone it.
-        let pure = !op.results.is_empty() && op.mutates.is_empty() && !op.random && !op.opaque && op.region.is_none();
-        free[id] = pure && operands_free && results_free;
+    // By earliest Value: storages that are never changed, or only by batch-free ops as far as is known.
+    let is_op = |root: ValueId| matches!(graph.values[root].def, ValueDef::Op { .. });
+    let mut private: Arena<ValueId, bool> =
+        graph.values.ids().map(|value| !storages.is_changed(value) || is_op(storages.root[value])).collect();
+    let mut free: Arena<OpId, bool> = graph.ops.ids().map(|_| false).collect();
+    loop {
+        for (id, op) in graph.ops.iter() {
+            let reads_free = op.operands().iter().all(|&value| {
+                private[storages.root[value]]
+                    && match graph.values[value].def {
+                        ValueDef::Input(_) => false,
+                        ValueDef::Param(_) | ValueDef::Buffer(_) | ValueDef::Constant(_) => true,
+                        ValueDef::Op { op, .. } => free[op],
+                    }
+            });
+            let makes_free = op.results.iter().all(|&value| private[storages.root[value]] && !updates[value]);
+            // An op without effect on a Value is there for another effect; no Stage would clone it.
+            let is_value_only = !(op.results.is_empty() && op.mutates.is_empty());
+            free[id] = is_value_only && !op.random && !op.opaque && op.region.is_none() && reads_free && makes_free;
+        }
+        let mut settled = true;
+        for (_, op) in graph.ops.iter().filter(|&(id, _)| !free[id]) {
+            for &value in op.results.iter().chain(&op.mutates).filter(|&&value| storages.is_changed(value)) {
+                settled &= !std::mem::take(&mut private[storages.root[value]]);
+            }
+        }
+        if settled {
+            return free;
+        }
     }
-    free
 }
 
 fn groups(graph: &Graph, storages: &Storages, main_index: &Arena<OpId, Option<u32>>) -> Vec<Group> {
@@ -235,7 +278,11 @@ fn groups(graph: &Graph, storages: &Storages, main_index: &Arena<OpId, Option<u3
     let mut by_region: BTreeMap<u32, Vec<OpId>> = BTreeMap::new();
     for (id, op) in graph.ops.iter() {
         for value in op.operands().into_iter().chain(op.results.iter().copied()) {
-            if storages.is_changed(value) {
+            let is_final = match graph.values[storages.root[value]].def {
+                ValueDef::Op { op, .. } => main_index[op].is_none() || storages.changers(value).all(|last| last < id),
+                _ => false,
+            };
+            if storages.is_changed(value) && !is_final {
                 by_storage.entry(storages.root[value]).or_default().push(id);
             }
         }

@@ -230,6 +230,7 @@ enum Step {
     AssignBuffer(usize),
     NoGrad(usize),
     Assert(usize),
+    Scratch(usize, bool),
 }
 
 /// Valid graphs of up to about a hundred ops: chains, forks and joins, skips, tied parameters,
@@ -264,6 +265,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => pick().prop_map(Step::AssignBuffer),
         1 => pick().prop_map(Step::NoGrad),
         1 => pick().prop_map(Step::Assert),
+        2 => (pick(), any::<bool>()).prop_map(|(value, late)| Step::Scratch(value, late)),
     ]
 }
 
@@ -327,6 +329,7 @@ impl Recipe {
             Step::TwoResults(at) => self.two_results(at),
             Step::AssignBuffer(at) => self.assign_buffer(at),
             Step::NoGrad(at) => self.no_grad(at),
+            Step::Scratch(at, late) => self.scratch(at, late),
             Step::Assert(at) => {
                 let input = self.pick(at);
                 let message = Arg::Str("finite?\n\"yes\"".to_owned());
@@ -494,6 +497,21 @@ impl Recipe {
         self.builder.assign_buffer(buffer, update);
         let result = self.builder.pointwise("aten.sub.Tensor", &[input, buffer]);
         self.live.push(result);
+    }
+
+    /// A table that is filled in place and used, and filled again `late`, after its first use.
+    fn scratch(&mut self, at: usize, late: bool) {
+        let table = self.builder.op("aten.empty.memory_format", vec![Arg::Int(WIDTH)], &fixed(&[WIDTH]));
+        let folded = self.builder.view(table, &fixed(&[2, WIDTH / 2]));
+        self.builder.in_place("aten.fill_.Scalar", folded);
+        for _ in 0..2 {
+            let input = self.with_shape(at, &flat());
+            let result = self.builder.pointwise("aten.add.Tensor", &[input, table]);
+            self.live.push(result);
+            if late {
+                self.builder.in_place("aten.neg_.default", table);
+            }
+        }
     }
 
     fn no_grad(&mut self, at: usize) {

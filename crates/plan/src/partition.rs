@@ -120,10 +120,10 @@ impl Partition {
     pub fn follow(&self, own: &Graph, other: &Graph) -> Result<Self, PartitionError> {
         let analysis = Analysis::new(other);
         let holders = Holders::new(self, own)?;
-        let needs = Needs::new(other, &analysis, &holders)?;
-        let stage_of = assign(other, &analysis, &needs)?;
+        let mut needs = Needs { graph: other, analysis: &analysis, holders, clones: HashMap::new() };
+        let stage_of = assign(other, &analysis, &mut needs)?;
         Divider::new(other, &analysis, stage_of, self.stages.len()).divide(|value, last| {
-            let held = needs.of_value(other, value).map_or(Some(last), |stages| stages.last().copied());
+            let held = needs.of_value(value, None)?.map_or(Some(last), |stages| stages.last().copied());
             held.ok_or(PartitionError::NoStageForOutput { value })
         })
     }
@@ -195,7 +195,7 @@ impl<'g> Divider<'g> {
     /// `spare` chooses the Stage for an output that no main Op makes or changes, given the last Stage.
     fn divide(
         mut self,
-        spare: impl Fn(ValueId, u32) -> Result<u32, PartitionError>,
+        mut spare: impl FnMut(ValueId, u32) -> Result<u32, PartitionError>,
     ) -> Result<Partition, PartitionError> {
         let graph = self.graph;
         for &op in &self.analysis.main_ops {
@@ -207,7 +207,7 @@ impl<'g> Divider<'g> {
         }
         let mut stages = vec![StagePart::default(); self.ops.len()];
         self.store_buffers(&mut stages);
-        let outputs = self.place_outputs(&mut stages, spare)?;
+        let outputs = self.place_outputs(&mut stages, &mut spare)?;
         let crossings = self.crossings();
         self.check_inputs()?;
         for (stage, part) in stages.iter_mut().enumerate() {
@@ -225,23 +225,24 @@ impl<'g> Divider<'g> {
 
     /// Lets `stage` have `value`: received, cloned with all that it is made of, or as its own leaf.
     fn take(&mut self, stage: u32, value: ValueId) {
-        let graph = self.graph;
-        let mut pending = vec![value];
-        while let Some(value) = pending.pop() {
-            match graph.values[value].def {
-                ValueDef::Op { op, .. } if self.analysis.batch_free[op] => {
-                    if self.ops[stage as usize].insert(op) {
-                        pending.extend(graph.ops[op].operands());
-                    }
-                }
-                ValueDef::Op { op, .. } if self.stage_of[op] == stage => {}
-                ValueDef::Op { .. } => {
-                    self.consumers.entry(value).or_default().insert(stage);
-                }
-                ValueDef::Input(_) | ValueDef::Param(_) | ValueDef::Buffer(_) | ValueDef::Constant(_) => {
-                    self.leaves[stage as usize].insert(value);
-                }
+        match self.graph.values[value].def {
+            ValueDef::Op { op, .. } if self.analysis.batch_free[op] => self.clone_into(stage, op),
+            ValueDef::Op { op, .. } if self.stage_of[op] == stage => {}
+            ValueDef::Op { .. } => {
+                self.consumers.entry(value).or_default().insert(stage);
             }
+            ValueDef::Input(_) | ValueDef::Param(_) | ValueDef::Buffer(_) | ValueDef::Constant(_) => {
+                self.leaves[stage as usize].insert(value);
+            }
+        }
+    }
+
+    fn clone_into(&mut self, stage: u32, op: OpId) {
+        let (ops, leaves) = (&mut self.ops[stage as usize], &mut self.leaves[stage as usize]);
+        if !ops.contains(&op) {
+            let clones = self.analysis.clones(self.graph, op);
+            leaves.extend(leaf_operands(self.graph, &clones).map(|(_, leaf)| leaf));
+            ops.extend(clones);
         }
     }
 
@@ -277,7 +278,7 @@ impl<'g> Divider<'g> {
     fn place_outputs(
         &mut self,
         stages: &mut [StagePart],
-        spare: impl Fn(ValueId, u32) -> Result<u32, PartitionError>,
+        spare: &mut impl FnMut(ValueId, u32) -> Result<u32, PartitionError>,
     ) -> Result<Vec<OutputPart>, PartitionError> {
         let last = (stages.len() - 1) as u32;
         let mut parts = Vec::new();
@@ -350,6 +351,12 @@ impl<'g> Divider<'g> {
     }
 }
 
+/// The Params, Buffers and Constants that batch-free Ops read, with the Op.
+fn leaf_operands(graph: &Graph, ops: &BTreeSet<OpId>) -> impl Iterator<Item = (OpId, ValueId)> {
+    let is_leaf = |&(_, value): &(OpId, ValueId)| !matches!(graph.values[value].def, ValueDef::Op { .. });
+    ops.iter().flat_map(|&op| graph.ops[op].operands().into_iter().map(move |value| (op, value))).filter(is_leaf)
+}
+
 fn tied(stages: &[StagePart]) -> Vec<TiedParam> {
     let mut holders: BTreeMap<ParamId, Vec<u32>> = BTreeMap::new();
     for (stage, part) in (0..).zip(stages) {
@@ -392,68 +399,81 @@ fn names<'a>(name: &'a String, aliases: &'a [String]) -> impl Iterator<Item = &'
     std::iter::once(name).chain(aliases)
 }
 
-/// The Stages that hold all that each Op reads, through batch-free Ops too; `None` means any Stage.
-struct Needs {
-    leaves: HashMap<ValueId, Vec<u32>>,
-    ops: Arena<OpId, Option<Vec<u32>>>,
+/// Finds the Stages that hold all that an Op reads, through batch-free Ops too.
+struct Needs<'g> {
+    graph: &'g Graph,
+    analysis: &'g Analysis,
+    holders: Holders,
+    /// What is known of batch-free Ops.
+    clones: HashMap<OpId, Option<Vec<u32>>>,
 }
 
-impl Needs {
-    fn new(graph: &Graph, analysis: &Analysis, holders: &Holders) -> Result<Self, PartitionError> {
-        let mut needs = Self { leaves: HashMap::new(), ops: graph.ops.ids().map(|_| None).collect() };
-        for buffer in graph.buffers.values() {
-            if let Some(stages) = names(&buffer.name, &buffer.aliases).find_map(|name| holders.buffers.get(name)) {
-                needs.leaves.insert(buffer.value, stages.clone());
-            }
+impl Needs<'_> {
+    /// The Stages that can run the main Op `op`, increasing; `None` means all.
+    fn of_op(&mut self, op: OpId) -> Result<Option<Vec<u32>>, PartitionError> {
+        let mut need = None;
+        for value in self.graph.ops[op].operands() {
+            need = both(need, self.of_value(value, Some(op))?);
         }
-        for (id, op) in graph.ops.iter() {
-            let mut need = None;
-            for value in op.operands() {
-                if let ValueDef::Param(param) = graph.values[value].def
-                    && !needs.leaves.contains_key(&value)
-                {
-                    let param = &graph.params[param];
-                    let stages = names(&param.name, &param.aliases).find_map(|name| holders.params.get(name));
-                    let stages = stages.ok_or_else(|| PartitionError::NotHeld {
-                        name: param.name.clone(),
-                        place: Box::new(graph.place(id)),
-                    })?;
-                    needs.leaves.insert(value, stages.clone());
-                }
-                let is_main = matches!(graph.values[value].def, ValueDef::Op { op, .. } if !analysis.batch_free[op]);
-                if !is_main {
-                    need = both(need, needs.of_value(graph, value));
-                }
-            }
-            needs.ops[id] = need;
-        }
-        Ok(needs)
+        Ok(need)
     }
 
-    fn of_value(&self, graph: &Graph, value: ValueId) -> Option<&Vec<u32>> {
-        match graph.values[value].def {
-            ValueDef::Op { op, .. } => self.ops[op].as_ref(),
-            _ => self.leaves.get(&value),
+    /// The Stages that can have `value` without receiving it, for the Op `reader` or as an output.
+    fn of_value(&mut self, value: ValueId, reader: Option<OpId>) -> Result<Option<Vec<u32>>, PartitionError> {
+        match self.graph.values[value].def {
+            ValueDef::Op { op, .. } if !self.analysis.batch_free[op] => Ok(None),
+            ValueDef::Op { op, .. } => {
+                if let Some(need) = self.clones.get(&op) {
+                    return Ok(need.clone());
+                }
+                let mut need = None;
+                for (reader, leaf) in leaf_operands(self.graph, &self.analysis.clones(self.graph, op)) {
+                    need = both(need, self.of_leaf(leaf, Some(reader))?);
+                }
+                self.clones.insert(op, need.clone());
+                Ok(need)
+            }
+            _ => self.of_leaf(value, reader),
+        }
+    }
+
+    fn of_leaf(&self, leaf: ValueId, reader: Option<OpId>) -> Result<Option<Vec<u32>>, PartitionError> {
+        match self.graph.values[leaf].def {
+            ValueDef::Param(param) => {
+                let param = &self.graph.params[param];
+                let held = names(&param.name, &param.aliases).find_map(|name| self.holders.params.get(name));
+                held.cloned().map(Some).ok_or_else(|| match reader {
+                    Some(op) => {
+                        PartitionError::NotHeld { name: param.name.clone(), place: Box::new(self.graph.place(op)) }
+                    }
+                    None => PartitionError::NoStageForOutput { value: leaf },
+                })
+            }
+            ValueDef::Buffer(buffer) => {
+                let buffer = &self.graph.buffers[buffer];
+                Ok(names(&buffer.name, &buffer.aliases).find_map(|name| self.holders.buffers.get(name)).cloned())
+            }
+            ValueDef::Input(_) | ValueDef::Constant(_) | ValueDef::Op { .. } => Ok(None),
         }
     }
 }
 
-fn both(left: Option<Vec<u32>>, right: Option<&Vec<u32>>) -> Option<Vec<u32>> {
+fn both(left: Option<Vec<u32>>, right: Option<Vec<u32>>) -> Option<Vec<u32>> {
     match (left, right) {
         (Some(mut left), Some(right)) => {
             left.retain(|stage| right.contains(stage));
             Some(left)
         }
-        (left, right) => left.or_else(|| right.cloned()),
+        (left, right) => left.or(right),
     }
 }
 
 /// The least Stage of each main Op that satisfies all: raised from 0 until nothing changes.
-fn assign(graph: &Graph, analysis: &Analysis, needs: &Needs) -> Result<Arena<OpId, u32>, PartitionError> {
+fn assign(graph: &Graph, analysis: &Analysis, needs: &mut Needs<'_>) -> Result<Arena<OpId, u32>, PartitionError> {
     let leader = leaders(graph, analysis);
     let mut held: Arena<OpId, Option<Vec<u32>>> = graph.ops.ids().map(|_| None).collect();
     for &op in &analysis.main_ops {
-        held[leader[op]] = both(held[leader[op]].take(), needs.ops[op].as_ref());
+        held[leader[op]] = both(held[leader[op]].take(), needs.of_op(op)?);
     }
     let mut stage_of: Arena<OpId, u32> = graph.ops.ids().map(|_| 0).collect();
     loop {

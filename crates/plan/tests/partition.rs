@@ -1,6 +1,7 @@
 //! Dividing Graphs over Stages.
 
 use std::collections::{BTreeSet, HashMap};
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 use proptest::prelude::*;
 use rannc_ir::testing::{GraphBuilder, graphs, mlp};
@@ -55,6 +56,7 @@ fn check(graph: &Graph, partition: &Partition) {
         assert_eq!(stages.len(), 1, "{} split {group:?}", graph.name);
     }
     check_closed(graph, partition);
+    check_meaning(graph, partition);
     check_crossings(graph, partition, &analysis, &stage_of);
     check_outputs(graph, partition);
     check_stored(graph, partition, &analysis);
@@ -137,6 +139,90 @@ fn check_stored(graph: &Graph, partition: &Partition, analysis: &Analysis) {
         let holders: Vec<u32> = holders.map(|(stage, _)| stage).collect();
         let tied = partition.tied.iter().find(|tied| tied.param == id);
         assert_eq!(tied.map(|tied| &tied.stages), (holders.len() > 1).then_some(&holders), "{id}");
+    }
+}
+
+/// Runs Ops on storages whose contents are hashes of all that went into them.
+#[derive(Default)]
+struct Machine {
+    contents: Vec<u64>,
+    storage: HashMap<ValueId, usize>,
+    /// What each Op read.
+    read: HashMap<OpId, Vec<u64>>,
+}
+
+fn mix(what: impl Hash) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    what.hash(&mut hasher);
+    hasher.finish()
+}
+
+impl Machine {
+    fn hold(&mut self, value: ValueId, content: u64) {
+        self.storage.insert(value, self.contents.len());
+        self.contents.push(content);
+    }
+
+    fn hold_leaf(&mut self, value: ValueId) {
+        self.hold(value, mix(value));
+    }
+
+    fn content(&self, value: ValueId) -> u64 {
+        self.contents[self.storage[&value]]
+    }
+
+    fn run(&mut self, graph: &Graph, ops: impl IntoIterator<Item = OpId>) {
+        for id in ops {
+            let op = &graph.ops[id];
+            let read: Vec<u64> = op.operands().into_iter().map(|value| self.content(value)).collect();
+            for (place, value) in op.mutates.iter().enumerate() {
+                self.contents[self.storage[value]] = mix((id, "changed", place, &read));
+            }
+            for (place, &result) in op.results.iter().enumerate() {
+                match graph.values[result].alias_of {
+                    Some(base) => drop(self.storage.insert(result, self.storage[&base])),
+                    None => self.hold(result, mix((id, "made", place, &read))),
+                }
+            }
+            self.read.insert(id, read);
+        }
+    }
+}
+
+/// Every op, cloned ones included, reads in its stage what it reads in the whole graph, and outputs
+/// and buffers end up the same.
+fn check_meaning(graph: &Graph, partition: &Partition) {
+    let mut whole = Machine::default();
+    let leaves = graph.values.iter().filter(|(_, value)| !matches!(value.def, ValueDef::Op { .. }));
+    leaves.for_each(|(id, _)| whole.hold_leaf(id));
+    whole.run(graph, graph.ops.ids());
+
+    let mut sent: HashMap<ValueId, u64> = HashMap::new();
+    let mut machines = Vec::new();
+    for part in &partition.stages {
+        let mut machine = Machine::default();
+        part.inputs.iter().for_each(|input| machine.hold_leaf(input.value));
+        part.params.iter().for_each(|&param| machine.hold_leaf(graph.params[param].value));
+        part.buffers.iter().for_each(|&buffer| machine.hold_leaf(graph.buffers[buffer].value));
+        part.constants.iter().for_each(|&constant| machine.hold_leaf(graph.constants[constant].value));
+        part.receives.iter().for_each(|value| machine.hold(*value, sent[value]));
+        machine.run(graph, part.ops.iter().copied());
+        for (op, read) in &machine.read {
+            assert_eq!(read, &whole.read[op], "{op}");
+        }
+        sent.extend(part.sends.iter().map(|&value| (value, machine.content(value))));
+        for buffer in part.mutated_buffers.iter().map(|&buffer| &graph.buffers[buffer]) {
+            let stored = buffer.update.unwrap_or(buffer.value);
+            assert_eq!(machine.content(stored), whole.content(stored), "{}", buffer.name);
+        }
+        machines.push(machine);
+    }
+    for output in &partition.outputs {
+        let content = match output.source {
+            OutputSource::Stage(stage) => machines[stage as usize].content(output.value),
+            OutputSource::Input(_) => mix(output.value),
+        };
+        assert_eq!(content, whole.content(output.value), "output {}", output.index);
     }
 }
 
@@ -237,6 +323,44 @@ fn outputs_that_the_forward_changes_come_from_where_they_are_changed() {
     check(&graph, &partition);
     let sources: Vec<OutputSource> = partition.outputs.iter().map(|output| output.source).collect();
     assert_eq!(sources, [0, 1, 2].map(OutputSource::Stage));
+}
+
+/// In-place residual blocks, as in torchvision: every block changes the output of its last layer.
+#[test]
+fn what_is_final_may_be_sent_although_it_was_changed_in_place() {
+    let mut builder = GraphBuilder::new("Residual");
+    let mut hidden = builder.input(DType::Float32, &[B, Dim::fixed(8)]);
+    for block in ["a", "b"] {
+        let layer = builder.linear(hidden, 8, block);
+        let added = builder.pointwise("aten.add_.Tensor", &[layer, hidden]);
+        builder.last_op().mutates = vec![layer];
+        builder.value_mut(added).alias_of = Some(layer);
+        hidden = builder.in_place("aten.relu_.default", added);
+    }
+    let graph = builder.finish(&[hidden]);
+    assert_eq!(rannc_ir::allowed_cuts(&graph), [true, false, false, true, false, false, true]);
+    let partition = divide(&graph, &[0, 3, 6]);
+    check(&graph, &partition);
+    check(&graph, &partition.follow(&graph, &graph).expect("it follows itself"));
+}
+
+/// A table of positions that is filled in place, as in T5: each stage fills its own.
+#[test]
+fn scratch_tensors_are_cloned_with_all_that_fills_them() {
+    let mut builder = GraphBuilder::new("Positions");
+    let input = builder.input(DType::Float32, &[B, Dim::fixed(8)]);
+    let weight = builder.param("bias", &[8]);
+    let table = builder.op("aten.zeros.default", vec![], &[Dim::fixed(8)]);
+    builder.pointwise("aten.copy_.default", &[table, weight]);
+    builder.last_op().mutates = vec![table];
+    let first = builder.pointwise("aten.add.Tensor", &[input, table]);
+    let second = builder.pointwise("aten.add.Tensor", &[first, table]);
+    let graph = builder.finish(&[second]);
+    let partition = divide(&graph, &[0, 1, 2]);
+    check(&graph, &partition);
+    assert_eq!(partition.stages.iter().map(|part| part.ops.len()).collect::<Vec<_>>(), [3, 3]);
+    assert_eq!(partition.tied[0].stages, [0, 1]);
+    check(&graph, &partition.follow(&graph, &graph).expect("it follows itself"));
 }
 
 #[test]
