@@ -1,0 +1,233 @@
+"""Configuration items, from ``rannc_conf.toml`` and the environment.
+
+The file is ``$RANNC_CONF_DIR/rannc_conf.toml`` if that variable is set, else ``~/.pyrannc/rannc_conf.toml`` if it
+exists. An environment variable ``RANNC_<ITEM>`` wins over the file.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from pyrannc.errors import ConfigError
+from pyrannc.suggest import nearest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Value = bool | int | float | str
+
+FILE_NAME = "rannc_conf.toml"
+_PREFIX = "RANNC_"
+_OTHER_VARIABLES = ("RANNC_CONF_DIR", "RANNC_LOG")
+_TRUE, _FALSE = ("1", "true"), ("0", "false")
+
+
+def _item(
+    default: Value, *, least: float | None = None, below: float | None = None, later: str = "", replaced_by: str = ""
+) -> Any:
+    """An item; ``later`` says what it cannot do yet, ``replaced_by`` what does its work now."""
+    limits = {"least": least, "below": below, "later": later, "replaced_by": replaced_by}
+    return field(default=default, metadata=limits)
+
+
+@dataclass(frozen=True)
+class Config:
+    """All items.
+
+    Attributes:
+        show_config_items: Log all items when the first module is made.
+        mem_limit_gb: Memory per device that a Plan may use, in GiB; 0 is all that the device has.
+        mem_margin: Share of that memory that a Plan leaves free.
+        save_deployment: Write the Plan to ``deployment_file``.
+        load_deployment: Take the Plan from ``deployment_file`` instead of searching.
+        deployment_file: Path of a plan file.
+        partition_num: Number of Stages; 0 leaves it to the search.
+        pipeline_num: Number of microbatches; 0 leaves it to the search.
+        min_pipeline: Least number of microbatches.
+        max_pipeline: Greatest number of microbatches.
+        min_pipeline_bs: Least number of rows of a microbatch on a Replica.
+        max_partition_num: Greatest number of Stages; 0 is no limit.
+        opt_param_factor: Bytes of optimizer state per byte of parameters, for optimizers that RaNNC does not know.
+        trace_events: Record what every rank does when.
+        event_trace_file: Where to write that record.
+        profile_by_acc: Has no effect any more.
+        sync_allreduce: Has no effect any more.
+        partitioning_dry_run_np: Plan for this number of ranks and do not train; 0 is off.
+        dump_graph: Write the captured Graph to a file.
+        save_graph_profile: Write the Profile to ``graph_profile_file``.
+        load_graph_profile: Take the Profile from ``graph_profile_file`` instead of measuring.
+        graph_profile_file: Path of a profile file.
+        verify_partitioning: Compare the first step with one process.
+        display_comm_value: Log a digest of every value that is sent.
+        consolidate_grads: Has no effect any more.
+    """
+
+    show_config_items: bool = _item(False)
+    mem_limit_gb: float = _item(0.0, least=0)
+    mem_margin: float = _item(0.1, least=0, below=1)
+    save_deployment: bool = _item(False)
+    load_deployment: bool = _item(False)
+    deployment_file: str = _item("")
+    partition_num: int = _item(0, least=0)
+    pipeline_num: int = _item(0, least=0)
+    min_pipeline: int = _item(1, least=1)
+    max_pipeline: int = _item(32, least=1)
+    min_pipeline_bs: int = _item(1, least=1)
+    max_partition_num: int = _item(0, least=0)
+    opt_param_factor: float = _item(2.0, least=0)
+    trace_events: bool = _item(False, later="no events are recorded")
+    event_trace_file: str = _item("", later="no events are recorded")
+    profile_by_acc: bool = _item(
+        False, replaced_by="distinct Blocks are profiled once, on the device that will run them"
+    )
+    sync_allreduce: bool = _item(False, replaced_by="gradients are reduced in one fixed order on all ranks")
+    partitioning_dry_run_np: int = _item(0, least=0)
+    dump_graph: bool = _item(False, later="no graph is written")
+    save_graph_profile: bool = _item(False, later="no profile is written")
+    load_graph_profile: bool = _item(False, later="no profile is read")
+    graph_profile_file: str = _item("", later="no profile is read or written")
+    verify_partitioning: bool = _item(False, later="nothing is compared")
+    display_comm_value: bool = _item(False, later="no values are logged")
+    consolidate_grads: bool = _item(True, replaced_by="gradients are always reduced in buckets")
+
+    @property
+    def mem_limit_bytes(self) -> int | None:
+        """``mem_limit_gb`` in bytes; None when the device is the limit."""
+        return int(self.mem_limit_gb * 2**30) or None
+
+    def lines(self) -> list[str]:
+        """One line ``item: value`` for each item."""
+        return [f"{item.name}: {getattr(self, item.name)}" for item in fields(self)]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A configuration, and what its user should know about it (one sentence each)."""
+
+    config: Config
+    warnings: tuple[str, ...]
+
+
+def load(environ: Mapping[str, str] = os.environ, home: Path | None = None) -> Loaded:
+    """Read the file and the environment.
+
+    Raises:
+        ConfigError: The file cannot be read; an item is unknown, of the wrong type or out of range; items contradict
+            each other.
+    """
+    known = {item.name: item for item in fields(Config)}
+    values: dict[str, Value] = {}
+    sources: dict[str, str] = {}
+    for name, raw, source in [*_from_file(environ, home), *_from_environment(environ)]:
+        if name not in known:
+            raise ConfigError(f"{source} is not a configuration item{_meant(source, name, known)}")
+        values[name] = _convert(known[name], raw, source)
+        sources[name] = source
+    config = Config(**values)  # type: ignore[arg-type] # _convert gives every item its own type
+    _reject_contradictions(config, sources)
+    return Loaded(config, tuple(_warnings(config, known, sources)))
+
+
+def _from_file(environ: Mapping[str, str], home: Path | None) -> list[tuple[str, object, str]]:
+    folder = environ.get("RANNC_CONF_DIR")
+    path = (Path(folder) if folder else (home or Path.home()) / ".pyrannc") / FILE_NAME
+    if not folder and not path.exists():
+        return []
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
+    return [(name, raw, f"{name!r} in {path}") for name, raw in table.items()]
+
+
+def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, object, str]]:
+    variables = sorted(name for name in environ if name.startswith(_PREFIX))
+    ours = [name for name in variables if not name.startswith(_OTHER_VARIABLES)]
+    return [(name.removeprefix(_PREFIX).lower(), environ[name], f"environment variable {name}") for name in ours]
+
+
+def _meant(source: str, name: str, known: Mapping[str, object]) -> str:
+    """The nearest item, spelled as its source spells items."""
+    if source.startswith("environment"):
+        return nearest(_PREFIX + name.upper(), [_PREFIX + item.upper() for item in known])
+    return nearest(name, known)
+
+
+def _convert(item: Field[Any], raw: object, source: str) -> Value:
+    """``raw`` as the item's type. Only the environment needs text parsed; a file's values have types already."""
+    kind = type(item.default)
+    value = _parse(kind, raw) if isinstance(raw, str) and source.startswith("environment") else _cast(kind, raw)
+    if value is None:
+        wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind]
+        raise ConfigError(f"{source} must be {wanted}, not {raw!r}")
+    least, below = item.metadata["least"], item.metadata["below"]
+    if isinstance(value, int | float) and (
+        (least is not None and not value >= least) or (below is not None and not value < below)
+    ):
+        upper = "" if below is None else f" and less than {below}"
+        raise ConfigError(f"{source} must be at least {least}{upper}, not {raw!r}")
+    return value
+
+
+def _parse(kind: type, text: str) -> Value | None:
+    text = text.strip()
+    if kind is bool:
+        return True if text.lower() in _TRUE else False if text.lower() in _FALSE else None
+    try:
+        return kind(text)  # type: ignore[no-any-return] # int, float or str
+    except ValueError:
+        return None
+
+
+def _cast(kind: type, raw: object) -> Value | None:
+    """``raw`` if it is of ``kind``: a whole number is a float too, and 1 and 0 are true and false."""
+    if kind is bool:
+        return bool(raw) if isinstance(raw, int) and raw in (0, 1) else None
+    if isinstance(raw, bool):
+        return None
+    if kind is float and isinstance(raw, int | float):
+        return float(raw)
+    if (kind is int and isinstance(raw, int)) or (kind is str and isinstance(raw, str)):
+        return raw
+    return None
+
+
+def _reject_contradictions(config: Config, sources: Mapping[str, str]) -> None:
+    def reject(first: str, second: str, why: str) -> None:
+        places = [sources.get(name, f"the default of {name!r}") for name in (first, second)]
+        raise ConfigError(f"{places[0]} ({getattr(config, first)}) {why} {places[1]} ({getattr(config, second)})")
+
+    if config.min_pipeline > config.max_pipeline:
+        reject("min_pipeline", "max_pipeline", "is greater than")
+    if config.pipeline_num:
+        # A limit that the user has not set does not stand against a number that he has.
+        if "max_pipeline" in sources and config.pipeline_num > config.max_pipeline:
+            reject("pipeline_num", "max_pipeline", "is greater than")
+        if "min_pipeline" in sources and config.pipeline_num < config.min_pipeline:
+            reject("pipeline_num", "min_pipeline", "is less than")
+    if config.max_partition_num and config.partition_num > config.max_partition_num:
+        reject("partition_num", "max_partition_num", "is greater than")
+    for name in ("save_deployment", "load_deployment"):
+        if getattr(config, name) and not config.deployment_file:
+            raise ConfigError(f"{sources[name]} needs 'deployment_file', which is not set")
+    if config.save_deployment and config.load_deployment:
+        reject("save_deployment", "load_deployment", "cannot be set together with")
+    if config.partitioning_dry_run_np:
+        # Going on would train when only a plan was asked for.
+        raise ConfigError(f"{sources['partitioning_dry_run_np']} is not available yet")
+
+
+def _warnings(config: Config, known: Mapping[str, Field[Any]], sources: Mapping[str, str]) -> list[str]:
+    found = []
+    for name, source in sources.items():
+        item = known[name]
+        if item.metadata["replaced_by"]:
+            found.append(f"{source} has no effect any more: {item.metadata['replaced_by']}")
+        elif item.metadata["later"] and getattr(config, name) != item.default:
+            found.append(f"{source} is not available yet: {item.metadata['later']}")
+    return found

@@ -1,0 +1,283 @@
+"""This process among the others: rank, device and process groups.
+
+Nothing happens on import. The first use joins the job's processes, started by ``torchrun``, by Open MPI's ``mpirun`` or
+by ``srun``; one process without a launcher is a job of its own. A default process group that the program has made is
+used as it is.
+"""
+
+import atexit
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pyrannc import log
+from pyrannc.errors import ConfigError, RaNNCError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher's environment says.
+
+    Attributes:
+        launcher: ``"torchrun"``, ``"mpirun"``, ``"srun"`` or ``"none"``.
+        rank: This process, from 0.
+        world_size: Number of processes.
+        local_rank: This process among those of its host, from 0.
+        single_host: Whether all processes run on one host.
+        job: Unique for each start of the launcher, the same in all its processes; empty if the launcher says nothing.
+    """
+
+    launcher: str = "none"
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    single_host: bool = True
+    job: str = ""
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process, after it has joined the others.
+
+    Attributes:
+        rank: From 0.
+        world_size: Number of processes.
+        device: Where this rank computes.
+        group: All ranks, for tensors on ``device``.
+        control: All ranks, for objects and CPU tensors (Gloo).
+        host: The name by which other ranks reach this process's host.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: dist.ProcessGroup
+    control: dist.ProcessGroup
+    host: str
+
+
+@dataclass
+class _State:
+    """The joined process, the default group it rests on, and what must be undone."""
+
+    process: Process
+    default_group: dist.ProcessGroup
+    made_default: bool
+    made_groups: tuple[dist.ProcessGroup, ...]
+
+
+_state: _State | None = None
+
+
+def detect_launch(environ: Mapping[str, str] = os.environ) -> Launch:
+    """Read the launcher's environment.
+
+    Raises:
+        ConfigError: A launcher's variable is missing or not a number.
+    """
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        launch = Launch(
+            launcher="torchrun",
+            rank=_number(environ, "RANK"),
+            world_size=_number(environ, "WORLD_SIZE"),
+            local_rank=_number(environ, "LOCAL_RANK"),
+            single_host=environ.get("LOCAL_WORLD_SIZE") == environ["WORLD_SIZE"],
+        )
+    elif "OMPI_COMM_WORLD_RANK" in environ:
+        servers = [f"{name}={environ[name]}" for name in sorted(environ) if name.startswith("PMIX_SERVER_URI")]
+        launch = Launch(
+            launcher="mpirun",
+            rank=_number(environ, "OMPI_COMM_WORLD_RANK"),
+            world_size=_number(environ, "OMPI_COMM_WORLD_SIZE"),
+            local_rank=_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK"),
+            single_host=environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == environ.get("OMPI_COMM_WORLD_SIZE"),
+            # The namespace holds the launcher's process id, which may come again; its ports hardly do at the same time.
+            job=" ".join([environ.get("PMIX_NAMESPACE", ""), *servers]).strip(),
+        )
+    elif "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
+        # A batch script has SLURM_PROCID too, but is no step.
+        size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+        launch = Launch(
+            launcher="srun",
+            rank=_number(environ, "SLURM_PROCID"),
+            world_size=_number(environ, size),
+            local_rank=_number(environ, "SLURM_LOCALID"),
+            single_host=environ.get("SLURM_STEP_NUM_NODES", environ.get("SLURM_NNODES")) == "1",
+            job=f"slurm {environ.get('SLURM_JOB_ID', '')} {environ['SLURM_STEP_ID']}",
+        )
+    else:
+        return Launch()
+    if not 0 <= launch.rank < launch.world_size:
+        raise ConfigError(f"{launch.launcher}'s environment gives rank {launch.rank} of {launch.world_size} processes")
+    return launch
+
+
+def ensure_process_group() -> Process:
+    """Join the other processes if that has not happened yet. Collective over all processes.
+
+    Raises:
+        ConfigError: The launcher's environment is not enough to find the others.
+        RaNNCError: This host has fewer CUDA devices than processes.
+    """
+    global _state
+    default_group = dist.group.WORLD if dist.is_initialized() else None
+    if _state is not None and default_group is _state.default_group:
+        return _state.process
+    launch = detect_launch()
+    log.configure(launch.rank if default_group is None else dist.get_rank())
+    device = _choose_device(launch, joined=default_group is not None)
+    made_default = default_group is None
+    if default_group is None:
+        default_group = _join(launch, device)
+    process, made_groups = _describe(launch, device, default_group)
+    _state = _State(process, default_group, made_default, made_groups)
+    log.get_logger("RaNNCProcess").info(
+        "Rank %d of %d runs on %s (started by %s)", process.rank, process.world_size, device, launch.launcher
+    )
+    return process
+
+
+def control() -> dist.ProcessGroup:
+    """Return the Gloo group of all ranks, for exchange between hosts' memories. Joins the others if need be."""
+    return ensure_process_group().control
+
+
+def world() -> dist.ProcessGroup:
+    """Return the group of all ranks that carries tensors on this rank's device. Joins the others if need be."""
+    return ensure_process_group().group
+
+
+def get_rank() -> int:
+    """Return this process's rank. Does not join the others."""
+    return dist.get_rank() if dist.is_initialized() else detect_launch().rank
+
+
+def get_world_size() -> int:
+    """Return the number of processes. Does not join the others."""
+    return dist.get_world_size() if dist.is_initialized() else detect_launch().world_size
+
+
+def barrier() -> None:
+    """Wait until all processes have called this. Collective."""
+    dist.barrier(group=control())
+
+
+def clear() -> None:
+    """Leave the other processes: destroy the process groups that RaNNC has made, and no others."""
+    global _state
+    state, _state = _state, None
+    if state is None or not dist.is_initialized() or dist.group.WORLD is not state.default_group:
+        return
+    if state.made_default:
+        dist.destroy_process_group()
+        return
+    for group in state.made_groups:
+        dist.destroy_process_group(group)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name)
+    try:
+        return int(text)  # type: ignore[arg-type] # None is among what int() rejects
+    except (TypeError, ValueError):
+        found = "is not set" if text is None else f"is {text!r}"
+        raise ConfigError(f"the launcher's environment variable {name} must be a whole number, but {found}") from None
+
+
+def _choose_device(launch: Launch, *, joined: bool) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if joined and launch.launcher == "none":
+        # Who makes a process group by hand chooses the device by hand too.
+        return torch.device("cuda", torch.cuda.current_device())
+    count = torch.cuda.device_count()
+    if launch.local_rank >= count:
+        raise RaNNCError(
+            f"rank {launch.rank} is process {launch.local_rank} on its host, where it sees {count} CUDA device(s); "
+            "start at most one process per device and let every process see all devices (CUDA_VISIBLE_DEVICES)"
+        )
+    device = torch.device("cuda", launch.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join(launch: Launch, device: torch.device) -> dist.ProcessGroup:
+    """Make the default process group."""
+    store = None
+    if launch.launcher == "none":
+        store = dist.HashStore()  # type: ignore[attr-defined] # public, though torch's types do not say so
+    elif "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        if not launch.single_host or not launch.job:
+            raise ConfigError(
+                f"the {launch.world_size} processes that {launch.launcher} has started cannot find each other; give "
+                "all of them MASTER_ADDR (the host of rank 0) and MASTER_PORT (a free port there) in the environment"
+            )
+        path = _rendezvous_file(launch)
+        if launch.rank == 0:
+            atexit.register(path.unlink, missing_ok=True)
+        store = dist.FileStore(str(path), launch.world_size)  # type: ignore[attr-defined,assignment] # likewise
+    dist.init_process_group(
+        _backend(device),
+        init_method=None if store else "env://",
+        store=store,
+        rank=launch.rank,
+        world_size=launch.world_size,
+    )
+    group = dist.group.WORLD
+    assert group is not None, "init_process_group has made it"
+    return group
+
+
+def _rendezvous_file(launch: Launch) -> Path:
+    """A file name that the processes of this job agree on without talking, in a folder of this user alone."""
+    folder = Path(tempfile.gettempdir()) / f"rannc-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise RaNNCError(f"{folder} must belong to this user and be closed to all others")
+    return folder / hashlib.sha256(launch.job.encode()).hexdigest()[:32]
+
+
+def _describe(
+    launch: Launch, device: torch.device, default_group: dist.ProcessGroup
+) -> tuple[Process, tuple[dist.ProcessGroup, ...]]:
+    """The joined process and the groups made for it. Collective."""
+    backends = dict(part.split(":") for part in dist.get_backend_config(default_group).split(","))
+    made: list[dist.ProcessGroup] = []
+
+    def new_group(backend: str) -> dist.ProcessGroup:
+        made.append(dist.new_group(backend=backend))
+        return made[-1]
+
+    served = backends.get("cpu") == "gloo" and (device.type == "cpu" or backends.get("cuda") == "nccl")
+    group = default_group if served else new_group(_backend(device))
+    process = Process(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        device=device,
+        group=group,
+        # A group of its own, so that an exchange on the host never waits behind tensors.
+        control=new_group("gloo"),
+        host=_own_name(launch),
+    )
+    return process, tuple(made)
+
+
+def _own_name(launch: Launch) -> str:
+    one_host = launch.launcher != "none" and launch.single_host
+    if dist.get_world_size() == 1 or one_host:
+        return "127.0.0.1"
+    if dist.get_rank() == 0 and "MASTER_ADDR" in os.environ:
+        return os.environ["MASTER_ADDR"]
+    return os.uname().nodename
+
+
+def _backend(device: torch.device) -> str:
+    """The backend of a group that carries tensors on ``device`` and on the host."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
