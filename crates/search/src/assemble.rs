@@ -62,7 +62,7 @@ pub fn plan(graph: &Graph, cluster: &Cluster, settings: &Settings) -> Result<Pla
         graph_name: graph.name.clone(),
         world_size: settings.world_size,
         batch_rows: settings.batch_rows,
-        microbatches: u32::try_from(found.microbatches).unwrap_or(u32::MAX),
+        microbatches: settings.microbatches.unwrap_or(u32::try_from(found.microbatches).unwrap_or(u32::MAX)),
         schedule: settings.schedule(),
         stages,
         predicted,

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use rannc_cost::format_bytes;
 use rannc_plan::PlanFileError;
 use thiserror::Error;
 
@@ -36,8 +37,8 @@ pub enum SearchError {
     /// Every Plan needs more memory than there is.
     #[error(
         "the model does not fit into memory: the best of all plans ({stages} stages, {microbatches} microbatches) is \
-         short of {short_bytes} bytes on the device that holds {block}: it needs {needed_bytes} bytes of {usable_bytes} \
-         usable ones, most of them for {largest}; {advice}"
+         short of {} on the device that holds {block}: it needs {} of {} usable memory, most of it for {largest}; {advice}",
+        format_bytes(*.short_bytes), format_bytes(*.needed_bytes), format_bytes(*.usable_bytes)
     )]
     DoesNotFit {
         /// The heaviest Block of the Stage that is short: its modules and first op.

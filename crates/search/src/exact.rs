@@ -81,12 +81,13 @@ fn spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
 }
 
 fn settings(devices: u32) -> impl Strategy<Value = Settings> {
-    (1..20_u64, 2..60_u64, any::<bool>(), prop::option::of(1..=devices), prop::option::of(1..4_u32)).prop_map(
-        move |(batch_rows, limit, loss_inside, stages, max_stages)| Settings {
+    (1..20_u64, 2..60_u64, any::<(bool, bool)>(), prop::option::of(1..=devices), prop::option::of(1..4_u32)).prop_map(
+        move |(batch_rows, limit, (loss_inside, gather_inputs), stages, max_stages)| Settings {
             world_size: devices,
             batch_rows,
             memory_limit_bytes: Some(limit * 2_000_000),
             loss_inside,
+            gather_inputs,
             stages: stages.filter(|stages| stages % 2 == 0),
             max_stages,
             max_microbatches: 6,

@@ -37,7 +37,7 @@ pub(crate) fn shortage(pricing: &Pricing<'_>, describe: impl Fn(usize) -> String
         stages: tightest.stages,
         microbatches: pricing.microbatches,
         largest: largest_use(&memory),
-        advice: advice(pricing, &tightest, &memory, usable_bytes),
+        advice: advice(pricing, &memory, alone_bytes(heaviest) as f64 > usable_bytes),
     }
 }
 
@@ -56,18 +56,19 @@ fn largest_use(memory: &MemoryPrediction) -> &'static str {
     uses.into_iter().rev().max_by_key(|&(bytes, _)| bytes).map_or("", |(_, name)| name)
 }
 
-fn advice(pricing: &Pricing<'_>, tightest: &Tightest, memory: &MemoryPrediction, usable_bytes: f64) -> Advice {
+/// What helps a Stage with this memory, of which one Block may be too large even alone.
+fn advice(pricing: &Pricing<'_>, memory: &MemoryPrediction, alone: bool) -> Advice {
     let settings = pricing.settings;
-    if memory.framework_bytes as f64 > usable_bytes / 2.0 {
+    if memory.framework_bytes >= memory.total_bytes() / 2 {
         return Advice::HigherLimit;
     }
     if model_bytes(memory) >= memory.activations_bytes + memory.workspace_bytes + memory.comm_bytes {
-        let alone = tightest.span.end - tightest.span.first == 1;
         return if alone { Advice::LargerDevice } else { Advice::MoreDevices };
     }
-    let may_be_smaller = pricing.microbatches.saturating_mul(2).saturating_mul(settings.min_microbatch_rows)
-        <= settings.batch_rows
-        && settings.microbatches.is_none();
+    let twice = pricing.microbatches.saturating_mul(2);
+    let may_be_smaller = settings.microbatches.is_none()
+        && twice <= settings.most_rank_rows()
+        && twice.saturating_mul(settings.min_microbatch_rows) <= settings.batch_rows;
     if may_be_smaller { Advice::MoreMicrobatches } else { Advice::SmallerBatch }
 }
 

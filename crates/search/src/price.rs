@@ -88,7 +88,9 @@ pub(crate) struct Pricing<'a> {
 
 impl<'a> Pricing<'a> {
     pub(crate) fn new(chain: &'a Chain, cluster: &'a Cluster, settings: &'a Settings, microbatches: u64) -> Self {
-        let rows = settings.batch_rows.div_ceil(microbatches);
+        let rows = settings.largest_microbatch_rows(microbatches);
+        // Further microbatches have no rows.
+        let microbatches = microbatches.min(settings.most_rank_rows());
         let mut times: Vec<Times> = Vec::new();
         for replicas in 1..=u64::from(settings.world_size) {
             let replica_rows = rows.div_ceil(replicas);

@@ -14,6 +14,9 @@ pub struct Settings {
     pub world_size: u32,
     /// Rows of the global batch.
     pub batch_rows: u64,
+    /// True when the batch comes in equal parts from all ranks, each of which is divided over the
+    /// microbatches; otherwise rank 0 has all rows.
+    pub gather_inputs: bool,
     /// Memory that one device may use; the device's own when not given.
     pub memory_limit_bytes: Option<u64>,
     /// Share of the limit to leave free, 0 to 1.
@@ -44,6 +47,7 @@ impl Default for Settings {
         Self {
             world_size: 1,
             batch_rows: 1,
+            gather_inputs: true,
             memory_limit_bytes: None,
             memory_margin: 0.1,
             optimizer_bytes_per_param_byte: 2.0,
@@ -118,7 +122,7 @@ impl Settings {
         by_replicas.or(self.stages.map(|stages| stages as usize))
     }
 
-    /// Numbers of microbatches to try, increasing: powers of two, divisors of the batch, and the limits.
+    /// Numbers of microbatches to try, increasing: powers of two, divisors of a rank's rows, and the limits.
     pub(crate) fn microbatch_candidates(&self) -> Result<Vec<u64>, SearchError> {
         if let Some(microbatches) = self.microbatches {
             let microbatches = u64::from(microbatches);
@@ -128,19 +132,35 @@ impl Settings {
             }
             return Ok(vec![microbatches]);
         }
-        let most = u64::from(self.max_microbatches).min(self.batch_rows / self.min_microbatch_rows.max(1)).max(1);
+        let most = u64::from(self.max_microbatches).min(self.batch_rows / self.min_microbatch_rows.max(1));
+        let most = most.min(self.most_rank_rows()).max(1);
         let least = u64::from(self.min_microbatches).max(1);
         if least > most {
             let problem = format!(
-                "is {least}, but a batch of {} rows allows only {most} (max_microbatches {}, min_microbatch_rows {})",
-                self.batch_rows, self.max_microbatches, self.min_microbatch_rows
+                "is {least}, but {} rows on {} ranks allow only {most} (max_microbatches {}, min_microbatch_rows {})",
+                self.batch_rows, self.world_size, self.max_microbatches, self.min_microbatch_rows
             );
             return Err(invalid("min_microbatches", problem));
         }
         let worth_trying = |&count: &u64| {
-            count == least || count == most || count.is_power_of_two() || self.batch_rows.is_multiple_of(count)
+            count == least || count == most || count.is_power_of_two() || self.most_rank_rows().is_multiple_of(count)
         };
         Ok((least..=most).filter(worth_trying).collect())
+    }
+
+    /// Rows that come from the rank with most of them: no more microbatches can have rows.
+    pub(crate) fn most_rank_rows(&self) -> u64 {
+        if self.gather_inputs { self.batch_rows.div_ceil(u64::from(self.world_size)) } else { self.batch_rows }
+    }
+
+    /// Rows of the largest of so many microbatches: every rank gives its larger parts to the first ones.
+    pub(crate) fn largest_microbatch_rows(&self, microbatches: u64) -> u64 {
+        if !self.gather_inputs {
+            return self.batch_rows.div_ceil(microbatches);
+        }
+        let ranks = u64::from(self.world_size);
+        let (rows, longer) = (self.batch_rows / ranks, self.batch_rows % ranks);
+        longer * (rows + 1).div_ceil(microbatches) + (ranks - longer) * rows.div_ceil(microbatches)
     }
 
     /// Memory that a Plan may use on a device.
@@ -173,7 +193,7 @@ mod tests {
         assert!(refused(|s| s.microbatches = Some(13)).contains("12 rows"));
         assert!(refused(|s| s.memory_margin = 1.0).starts_with("memory_margin"));
         let few_rows = refused(|s| (s.min_microbatches, s.min_microbatch_rows) = (4, 4));
-        assert!(few_rows.contains("allows only 3"), "{few_rows}");
+        assert!(few_rows.contains("allow only 3"), "{few_rows}");
         let lengths = refused(|s| (s.stages, s.replicas) = (Some(3), Some(vec![2, 2])));
         assert_eq!(lengths, "replicas has 2 entries, but stages is 3");
     }
@@ -182,6 +202,15 @@ mod tests {
     fn candidates_are_powers_divisors_and_limits() {
         let settings = Settings { batch_rows: 24, max_microbatches: 15, ..Settings::default() };
         assert_eq!(settings.microbatch_candidates().expect("valid"), [1, 2, 3, 4, 6, 8, 12, 15]);
+    }
+
+    #[test]
+    fn microbatches_take_a_part_of_every_rank() {
+        let gathered = Settings { world_size: 4, batch_rows: 21, ..Settings::default() };
+        assert_eq!(gathered.microbatch_candidates().expect("valid"), [1, 2, 3, 4, 6]);
+        assert_eq!(gathered.largest_microbatch_rows(2), 3 + 3 * 3);
+        let from_one = Settings { gather_inputs: false, ..gathered };
+        assert_eq!(from_one.largest_microbatch_rows(2), 11);
     }
 
     #[test]
