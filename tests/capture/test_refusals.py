@@ -69,6 +69,10 @@ def through_numpy(x: Tensor) -> Tensor:
     return x + float(x.numpy().sum())  # here
 
 
+def layer_drop(x: Tensor) -> Tensor:
+    return x if torch.rand([]) < 0.3 else x * 2  # here
+
+
 def batch_size_result(x: Tensor) -> Any:
     return x, x.shape[0]
 
@@ -77,7 +81,7 @@ def batch_size_result(x: Tensor) -> Any:
     "function",
     [
         fixed_view, python_loop, not_affine, not_affine_extent, halves, data_in_argument, data_dependent_shape,
-        through_numpy,
+        through_numpy, layer_drop,
     ],
 )  # fmt: skip
 def test_refusal_names_module_and_line(function: Callable[..., Any]) -> None:

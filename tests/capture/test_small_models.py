@@ -314,6 +314,16 @@ def test_guard_is_answered_from_the_sample(assert_equals_model: Any) -> None:
     assert not any(assumption.assumed for assumption in captured.assumptions)
 
 
+def test_random_guard_with_one_answer(assert_equals_model: Any) -> None:
+    class NeverDropped(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.rand([]) >= 0.0:
+                x = self.a(x)
+            return F.dropout(x, 0.5)
+
+    assert_equals_model(NeverDropped().double(), call)
+
+
 def test_leaf_module_is_one_op(assert_equals_model: Any) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Fork(), nn.Linear(WIDTH, 2)).double()
     captured = assert_equals_model(model, call, leaf_modules=["1"])

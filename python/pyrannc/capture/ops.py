@@ -57,7 +57,9 @@ def has_effect(node: fx.Node) -> bool:
         return False
     target = node.target
     if isinstance(target, OpOverload):
-        return target._schema.is_mutable or bool(mutated_arguments(node)) or not target._schema.returns
+        # A dead random op stays, so that those after it draw the same numbers as in the plain model.
+        has_side_effect = target._schema.is_mutable or bool(mutated_arguments(node)) or not target._schema.returns
+        return has_side_effect or draws_random_numbers(node)
     return isinstance(target, GradientHook) or opens_region(node) or closes_region(node)
 
 

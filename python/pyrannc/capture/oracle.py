@@ -7,7 +7,7 @@ of the graph that made the scalar runs on the real sample inputs, and the answer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from .source import Place, SourceTracker
 
 _BOOLEAN_READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::allclose")
 _CLONED_NUMEL = 1 << 20
+_REDRAWS = 16
 
 
 @dataclass(frozen=True)
@@ -85,56 +86,75 @@ class Oracle:
         self._graph = self._root = None
         self._samples = {}
 
-    def value_of(self, node: fx.Node) -> Any:
-        """What ``node`` gives for the sample inputs.
+    def value_of(self, node: fx.Node, seed: int | None = None) -> Any:
+        """What ``node`` gives for the sample inputs; ``seed`` starts the random generator for the run.
 
         Raises:
             NoDataError: the slice reads a tensor without data.
         """
         with real_execution():
+            if seed is not None:
+                torch.manual_seed(seed)
             return self._run_slice(node)
 
     def answer(self, expr: sympy.Basic) -> sympy.Basic:
         """The value of a data-dependent expression for the sample inputs; recorded as an assumption."""
-        values: dict[sympy.Basic, Any] = {}
+        origins = {symbol: self._origin(symbol) for symbol in sorted(expr.free_symbols, key=str)}
         assumed = False
-        for symbol in sorted(expr.free_symbols, key=str):
-            node, read = self._origin(symbol)
-            if node is None:
-                raise CaptureError(f"{self._tracker.here()} asks for {expr}, whose origin is not in the captured graph")
-            try:
-                values[symbol] = read(self.value_of(node))
-            except NoDataError:
-                values[symbol] = _usual_answer(node)
-                assumed = True
-        answer = expr.subs(values)
+        try:
+            answer = expr.subs({symbol: read(self.value_of(node)) for symbol, (node, read) in origins.items()})
+            self._refuse_chance(expr, origins, answer)
+        except NoDataError:
+            answer = expr.subs({symbol: _usual_answer(node) for symbol, (node, _) in origins.items()})
+            assumed = True
         self.assumptions.append(Assumption(str(expr), str(answer), self._tracker.here(), assumed))
         return answer
 
-    def _origin(self, symbol: sympy.Basic) -> tuple[fx.Node | None, Any]:
+    def _refuse_chance(self, expr: sympy.Basic, origins: dict[sympy.Basic, Any], answer: sympy.Basic) -> None:
+        """Raises CaptureError if the answer is another one when random numbers are drawn again."""
+        if not any(_draws(ancestor) for node, _ in origins.values() for ancestor in self._slice_of(node)):
+            return
+        kept = self.known
+        try:
+            for seed in range(_REDRAWS):
+                self.known = {}
+                values = {symbol: read(self.value_of(node, seed)) for symbol, (node, read) in origins.items()}
+                if expr.subs(values) != answer:
+                    raise CaptureError(
+                        f"{self._tracker.here()} decides by a random number what to compute (layer drop or the like), "
+                        "which a captured graph cannot do; switch it off, or multiply by a random mask instead"
+                    )
+        finally:
+            self.known = kept
+
+    def _origin(self, symbol: sympy.Basic) -> tuple[fx.Node, Any]:
         """The latest node that defines ``symbol``, and how to read the symbol from the node's value."""
         assert self._graph is not None
         for node in reversed(self._graph.nodes):
             read = _reader(node, symbol)
             if read is not None:
                 return node, read
-        return None, None
+        raise CaptureError(f"{self._tracker.here()} asks for {symbol}, whose origin is not in the captured graph")
 
     def _run_slice(self, node: fx.Node) -> Any:
-        assert self._graph is not None
-        needed: set[fx.Node] = set()
-        stack = [node]
-        while stack:
-            current = stack.pop()
-            if current not in self.known and current not in needed:
-                needed.add(current)
-                stack.extend(current.all_input_nodes)
-        for current in [candidate for candidate in self._graph.nodes if candidate in needed]:
+        for current in self._slice_of(node, self.known):
             value = self._run_node(current)
             if isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta):
                 raise NoDataError(str(current.target))
             self.known[current] = value
         return self.known[node]
+
+    def _slice_of(self, node: fx.Node, known: Container[fx.Node] = ()) -> list[fx.Node]:
+        """``node`` and what it is computed from, in graph order; ``known`` nodes and their ancestors are left out."""
+        assert self._graph is not None
+        needed: set[fx.Node] = set()
+        stack = [node]
+        while stack:
+            current = stack.pop()
+            if current not in known and current not in needed:
+                needed.add(current)
+                stack.extend(current.all_input_nodes)
+        return [candidate for candidate in self._graph.nodes if candidate in needed]
 
     def _run_node(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
@@ -184,6 +204,10 @@ def _reader(node: fx.Node, symbol: sympy.Basic) -> Any:
             if isinstance(size, torch.SymInt) and size.node.expr == symbol:
                 return lambda real, index=index, dim=dim: (real if index is None else real[index]).shape[dim]
     return None
+
+
+def _draws(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _usual_answer(node: fx.Node) -> int:
