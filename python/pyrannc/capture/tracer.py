@@ -272,9 +272,7 @@ def restored(model: nn.Module) -> Iterator[None]:
     kept = []
     for module in model.modules():
         attributes = dict(vars(module))
-        contents = {
-            name: copy.copy(value) for name, value in attributes.items() if type(value) in (dict, list, set)
-        }
+        contents = {name: copy.copy(value) for name, value in attributes.items() if type(value) in (dict, list, set)}
         kept.append((module, attributes, contents))
     try:
         yield
