@@ -9,6 +9,12 @@ use pyo3::prelude::*;
 pub struct ErrorClass(&'static str);
 
 impl ErrorClass {
+    /// The Graph cannot be used.
+    pub const CAPTURE: Self = Self("CaptureError");
+    /// There is no Plan.
+    pub const PLAN: Self = Self("PlanError");
+    /// A plan file is damaged or of something else.
+    pub const PLAN_FILE: Self = Self("PlanFileError");
     /// Another rank is gone.
     pub const PEER: Self = Self("PeerError");
 

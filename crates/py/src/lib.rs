@@ -1,6 +1,7 @@
 //! `pyrannc._native`: conversion, errors, GIL release and the watchdog. No logic of its own.
 
 mod errors;
+mod planning;
 mod watchdog;
 
 use pyo3::prelude::*;
@@ -12,6 +13,8 @@ mod _native {
 
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use crate::planning::{Graph, Partition, Plan, Program};
     #[pymodule_export]
     use crate::watchdog::python::Watchdog;
 

@@ -1,0 +1,164 @@
+//! Graph, Plan, Partition and Program for Python. Large data crosses as JSON.
+
+use std::path::PathBuf;
+
+use pyo3::prelude::*;
+use rannc_cost::Cluster;
+use rannc_plan::{Batch, Mode};
+use rannc_search::Settings;
+
+use crate::errors::{ErrorClass, OrRaise};
+
+/// A verified Graph.
+#[pyclass(frozen, module = "pyrannc._native")]
+pub struct Graph(rannc_ir::Graph);
+
+#[pymethods]
+impl Graph {
+    /// Reads and verifies the JSON form.
+    #[staticmethod]
+    fn from_json(py: Python<'_>, text: &str) -> PyResult<Self> {
+        py.detach(|| rannc_ir::Graph::from_json(text)).or_raise(ErrorClass::CAPTURE).map(Self)
+    }
+
+    /// Hash of everything but source lines; equal on all ranks.
+    fn hash(&self, py: Python<'_>) -> String {
+        py.detach(|| self.0.hash())
+    }
+
+    /// The text form.
+    fn to_text(&self, py: Python<'_>) -> String {
+        py.detach(|| self.0.to_text())
+    }
+
+    /// The text of each Op, to compare two Graphs Op by Op.
+    fn op_texts(&self, py: Python<'_>) -> Vec<String> {
+        py.detach(|| self.0.ops.ids().map(|op| self.0.op_text(op)).collect())
+    }
+}
+
+/// A Plan.
+#[pyclass(frozen, module = "pyrannc._native")]
+pub struct Plan(rannc_plan::Plan);
+
+#[pymethods]
+impl Plan {
+    /// Searches the best Plan for a Graph on a cluster (`nodes` x `devices_per_node` devices as torch names them).
+    /// `settings_json` is rannc-search's Settings.
+    #[staticmethod]
+    fn search(
+        py: Python<'_>,
+        graph: &Graph,
+        device_name: &str,
+        nodes: u32,
+        devices_per_node: u32,
+        settings_json: &str,
+    ) -> PyResult<Self> {
+        let settings: Settings = serde_json::from_str(settings_json).or_raise(ErrorClass::PLAN)?;
+        let cluster = Cluster::preset(device_name, nodes, devices_per_node).or_raise(ErrorClass::PLAN)?;
+        py.detach(|| rannc_search::plan(&graph.0, &cluster, &settings)).or_raise(ErrorClass::PLAN).map(Self)
+    }
+
+    /// Reads a plan file's content.
+    #[staticmethod]
+    fn from_json(text: &str) -> PyResult<Self> {
+        rannc_plan::Plan::from_json(text).or_raise(ErrorClass::PLAN_FILE).map(Self)
+    }
+
+    /// Reads a plan file.
+    #[staticmethod]
+    fn read(path: PathBuf) -> PyResult<Self> {
+        rannc_plan::Plan::read(&path).or_raise(ErrorClass::PLAN_FILE).map(Self)
+    }
+
+    /// Writes a plan file.
+    fn write(&self, path: PathBuf) -> PyResult<()> {
+        self.0.write(&path).or_raise(ErrorClass::PLAN_FILE)
+    }
+
+    /// The plan file's content.
+    fn to_json(&self) -> String {
+        self.0.to_json()
+    }
+
+    /// Raises when the Plan is of another Graph or for another number of ranks.
+    fn check(&self, graph: &Graph, world_size: u32) -> PyResult<()> {
+        self.0.check_world(world_size).or_raise(ErrorClass::PLAN_FILE)?;
+        self.0.check_graph(&graph.0).or_raise(ErrorClass::PLAN_FILE)
+    }
+
+    /// A table of Stages; for a batch of `batch_rows` rows if given.
+    #[pyo3(signature = (batch_rows=None))]
+    fn table(&self, batch_rows: Option<u64>) -> String {
+        format!("{batch_rows:?} {}", self.0.to_json())
+    }
+
+    /// Divides the Graph that the Plan was made for.
+    fn partition(&self, py: Python<'_>, graph: &Graph) -> PyResult<Partition> {
+        let ops: Vec<_> = self.0.stages.iter().map(|stage| stage.ops).collect();
+        py.detach(|| rannc_plan::Partition::new(&graph.0, &ops)).or_raise(ErrorClass::PLAN).map(Partition)
+    }
+
+    /// Directed rank pairs between which any batch may send.
+    fn channels(&self, partition: &Partition) -> Vec<(u32, u32)> {
+        rannc_plan::plan_channels(&self.0.placement(), &partition.0)
+    }
+}
+
+/// A Graph divided over Stages.
+#[pyclass(frozen, module = "pyrannc._native")]
+pub struct Partition(rannc_plan::Partition);
+
+#[pymethods]
+impl Partition {
+    /// Divides a second Graph of the same model like this one divides `own`.
+    fn follow(&self, py: Python<'_>, own: &Graph, other: &Graph) -> PyResult<Self> {
+        py.detach(|| self.0.follow(&own.0, &other.0)).or_raise(ErrorClass::PLAN).map(Self)
+    }
+
+    /// The JSON form.
+    fn to_json(&self) -> PyResult<String> {
+        serde_json::to_string(&self.0).or_raise(ErrorClass::PLAN)
+    }
+}
+
+/// What all ranks do for one batch, proven to end.
+#[pyclass(frozen, module = "pyrannc._native")]
+pub struct Program {
+    program: rannc_plan::Program,
+}
+
+#[pymethods]
+impl Program {
+    /// Makes the Program of a batch and checks it. `mode` is "train_1f1b", "train_fill_drain" or "forward".
+    #[staticmethod]
+    fn build(
+        py: Python<'_>,
+        plan: &Plan,
+        partition: &Partition,
+        rows_per_rank: Vec<u64>,
+        gather_inputs: bool,
+        mode: &str,
+    ) -> PyResult<Self> {
+        let mode: Mode = serde_json::from_value(mode.into()).or_raise(ErrorClass::PLAN)?;
+        py.detach(|| {
+            let batch = Batch { rows_per_rank, gather_inputs };
+            let program = rannc_plan::build(&plan.0.placement(), &partition.0, &batch, mode).or_raise(ErrorClass::PLAN)?;
+            rannc_plan::check(&program, &partition.0).or_raise(ErrorClass::PLAN)?;
+            Ok(Self { program })
+        })
+    }
+
+    /// One rank's part as JSON.
+    fn rank_view(&self, rank: u32) -> PyResult<String> {
+        let Some(view) = self.program.rank_view(rank) else {
+            return Err(pyo3::exceptions::PyIndexError::new_err(format!("the program has no rank {rank}")));
+        };
+        serde_json::to_string(&view).or_raise(ErrorClass::PLAN)
+    }
+
+    /// The computations of all ranks, drawn over time.
+    fn grid(&self) -> PyResult<String> {
+        rannc_plan::grid(&self.program).or_raise(ErrorClass::PLAN)
+    }
+}

@@ -1,0 +1,1 @@
+"""State of a deployed model, independent of the Plan."""

@@ -1,0 +1,436 @@
+"""``RaNNCModule``: the user's model, trained by all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pyrannc import config as configuration
+from pyrannc import process
+from pyrannc.capture import batch_rows, flatten, signature
+from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
+from pyrannc.errors import InputError, MismatchError, RaNNCError
+from pyrannc.faults import watchdog
+from pyrannc.log import get_logger
+from pyrannc.planning import decide, dry_run
+from pyrannc.runtime import agree
+from pyrannc.runtime.deployment import Deployment
+from pyrannc.runtime.optimizer import NarrowedOptimizer
+from pyrannc.runtime.program import Mode
+from pyrannc.runtime.step import Step, StepOptions
+from pyrannc.runtime.variant import Variant
+from pyrannc.settings import process_settings
+
+_log = get_logger("RaNNCModule")
+
+_NEW = -1
+_FAILED = -2
+
+
+class RaNNCModule(nn.Module):
+    """A model that runs on all ranks.
+
+    The first call captures the model, finds a Plan and deploys it; every call is made by all ranks, each with its
+    own batch. See the README for a loop.
+
+    Args:
+        model: any module; its class is not changed.
+        optimizer: after deployment it lists only this rank's parameters.
+        gather_inputs: True: the global batch is the rows of all ranks' batches. False: only rank 0's inputs count,
+            and every rank gets the whole output.
+        load_deployment: path of a plan file to use instead of searching.
+        enable_apex_amp: gone; raises.
+        allreduce_amp_master_params: gone; raises.
+        enable_zero: not available yet; raises.
+        check_unused_values: warn about parameters that the model does not use.
+        offload_params: not available yet; raises.
+
+    Attributes:
+        ready: True once a Plan is deployed.
+        model: the wrapped model.
+        optimizer: the optimizer, or None.
+        device: where this rank computes; None before the first call.
+        name_to_param: all parameters of the model by first name.
+        used_param_ids: ``id`` of each parameter that some Stage uses; empty before the first call.
+
+    Raises:
+        RaNNCError: an argument that is gone or not available yet.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        gather_inputs: bool = True,
+        load_deployment: str | Path | None = None,
+        enable_apex_amp: bool = False,
+        allreduce_amp_master_params: bool = False,
+        enable_zero: bool = False,
+        check_unused_values: bool = True,
+        offload_params: bool = False,
+    ) -> None:
+        super().__init__()
+        _refuse_unavailable(enable_apex_amp or allreduce_amp_master_params, enable_zero, offload_params)
+        # Not registered as a sub-module: names of parameters stay the model's own.
+        self.__dict__["model"] = model
+        self.optimizer = optimizer
+        self.device: torch.device | None = None
+        self.name_to_param = dict(model.named_parameters())
+        self.used_param_ids: set[int] = set()
+        self.training = model.training
+        self._gather_inputs = gather_inputs
+        self._check_unused = check_unused_values
+        self._config = _load_config()
+        self._plan_file = Path(load_deployment) if load_deployment is not None else _configured_plan_file(self._config)
+        self._deployment: Deployment | None = None
+        self._narrowed: NarrowedOptimizer | None = None
+        self._variants: dict[Hashable, Variant] = {}
+        self._numbered: list[Variant] = []
+        self._steps = 0
+        self._was_training = False
+
+    # The call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model on the global batch; all ranks call it.
+
+        Returns:
+            What the model returns: batch-shaped outputs for this rank's own rows (all rows without
+            ``gather_inputs``), outputs without rows averaged over the global batch.
+
+        Raises:
+            InputError: a tensor is on the wrong device, or the arguments have no batch.
+            CaptureError: the model cannot be captured.
+            PlanError: there is no Plan.
+            MismatchError: the ranks disagree.
+        """
+        joined = process.ensure_process_group()
+        self.device = joined.device
+        watchdog()
+        variant, tensors, rows = self._agree_on_call(args, kwargs)
+        if self._deployment is None:
+            self._deploy(variant, rows)
+        assert self._deployment is not None, "deployed above"
+        mode = self._mode(variant)
+        program = self._deployment_program(variant, rows, mode)
+        if mode == "forward" and self._was_training:
+            self._deployment.sync_buffers()
+        self._was_training = mode != "forward"
+        settings = process_settings()
+        step = Step(
+            self._deployment.context(variant),
+            program,
+            tensors,
+            self._steps,
+            variant,
+            StepOptions(reduce=not settings.delay_grad_allreduce, keep_graph=settings.keep_graph),
+        )
+        self._steps += 1
+        return variant.captured.rebuild_outputs(step.results())
+
+    def _deployment_program(self, variant: Variant, rows: tuple[int, ...], mode: Mode) -> Any:
+        deployment = self._deployment
+        assert deployment is not None, "called after deployment"
+        counted = rows if self._gather_inputs else (rows[0], *[0] * (len(rows) - 1))
+        if sum(counted) == 0:
+            raise InputError("the global batch has no rows: every rank's inputs are empty")
+        return variant.program(deployment.plan, counted, self._gather_inputs, mode)
+
+    def _mode(self, variant: Variant) -> Mode:
+        if not (torch.is_grad_enabled() and variant.trains):
+            return "forward"
+        return "train_fill_drain" if variant.loss is None else "train_1f1b"
+
+    def _agree_on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Variant, list[Tensor], tuple[int, ...]]:
+        """The captured form of a call, its tensors, and the rows of each rank."""
+        failure: Exception | None = None
+        key: Hashable = None
+        tensors: list[Tensor] = []
+        number, rows = _FAILED, 0
+        try:
+            tensors, _ = flatten((args, kwargs))
+            rows = self._check_inputs(tensors)
+            key = signature(self.model, args, kwargs)
+            known = self._variants.get(key)
+            number = _NEW if known is None else self._numbered.index(known)
+        except Exception as error:
+            failure = error
+        everyone = agree.gather_numbers((number, rows))
+        numbers = {found for found, _ in everyone}
+        if _FAILED in numbers:
+            agree.raise_together(failure)
+        all_rows = tuple(count for _, count in everyone)
+        if len(numbers) > 1:
+            raise MismatchError(_different_calls(tensors))
+        if number == _NEW:
+            self._variants[key] = self._add_variant(args, kwargs, rows)
+        return self._variants[key], tensors, all_rows
+
+    def _check_inputs(self, tensors: list[Tensor]) -> int:
+        try:
+            rows = batch_rows(tensors)
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        for index, tensor in enumerate(tensors):
+            if tensor.device != self.device:
+                raise InputError(
+                    f"tensor {index} of the arguments (shape {tuple(tensor.shape)}) is on {tensor.device}, but this "
+                    f'rank computes on {self.device}; move it there: x.to("{self.device}")'
+                )
+        if torch.is_autocast_enabled(tensors[0].device.type):
+            raise InputError("torch.autocast is not available yet; call the model outside it")
+        return rows
+
+    def _add_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Variant:
+        assert self.device is not None, "known since the call began"
+        get_logger("Decomposer").info("capturing %s", type(self.model).__name__)
+        variant = Variant(self.model, args, kwargs, self.device, rows)
+        _log.info(
+            "captured %d ops, %d parameters (%s elements)",
+            len(variant.facts.ops),
+            len(variant.facts.params),
+            f"{sum(param.numel() for param in self.name_to_param.values()):,}",
+        )
+        if self._deployment is not None:
+            first = self._numbered[0]
+            variant.divide(agree.together(lambda: first.partition.follow(first.graph, variant.graph)))
+        self._numbered.append(variant)
+        return variant
+
+    # Deployment
+
+    def _deploy(self, variant: Variant, rows: tuple[int, ...]) -> None:
+        assert self.device is not None, "known since the call began"
+        total = sum(rows) if self._gather_inputs else rows[0]
+        if self._config.partitioning_dry_run_np:
+            dry_run(variant.graph, self._config, self.optimizer, self.device, total, variant.loss is not None)
+        plan = decide(
+            variant.graph,
+            self._config,
+            self.optimizer,
+            self.device,
+            self._plan_file,
+            batch_rows=total,
+            loss_inside=variant.loss is not None,
+        )
+        variant.divide(agree.together(lambda: plan.partition(variant.graph)))
+        self._deployment = Deployment(
+            self.model,
+            variant,
+            plan,
+            self.device,
+            watchdog(),
+            sync_params=process_settings().sync_params_on_init,
+            seed=agree.broadcast_object(torch.initial_seed()),
+        )
+        self._note_used_params(self._deployment)
+        if self.optimizer is not None:
+            names = {id(param): name for name, param in self.name_to_param.items()}
+            owned = self._deployment.owned()
+            self._narrowed = NarrowedOptimizer(self.optimizer, names, self._deployment.is_local, owned.__contains__)
+        if process.get_rank() == 0:
+            get_logger("DPStaging").info("deployed this plan:\n%s", plan.table(total))
+            if self._config.save_deployment and self._config.deployment_file:
+                plan.write(self._config.deployment_file)
+
+    def _note_used_params(self, deployment: Deployment) -> None:
+        unused = [name for name in self.name_to_param if name not in deployment.holders]
+        self.used_param_ids = {id(self.name_to_param[name]) for name in deployment.holders if name in self.name_to_param}
+        if unused and self._check_unused and process.get_rank() == 0:
+            _log.warning("the model does not use these parameters, which will not be trained: %s", ", ".join(unused))
+
+    @property
+    def ready(self) -> bool:
+        """True once a Plan is deployed."""
+        return self._deployment is not None
+
+    def undeploy(self) -> None:
+        """Gives every rank the whole model and optimizer back, on the host. All ranks call it."""
+        deployment = self._deployed("undeploy")
+        if self._narrowed is not None:
+            self._narrowed.widen()
+        deployment.bring_back()
+        self._deployment = self._narrowed = None
+        self._variants.clear()
+        self._numbered.clear()
+        self.used_param_ids = set()
+
+    def save_deployment(self, file: str | Path) -> None:
+        """Writes the Plan to a file."""
+        deployment = self._deployed("save_deployment")
+        if process.get_rank() == 0:
+            deployment.plan.write(str(file))
+
+    def _deployed(self, call: str) -> Deployment:
+        if self._deployment is None:
+            raise RaNNCError(f"{call}() needs a deployed model: call the module once first")
+        return self._deployment
+
+    # Parameters and state
+
+    def named_parameters(  # type: ignore[override]  # the contract adds from_global
+        self, *args: Any, from_global: bool = False, **kwargs: Any
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's parameters; after deployment, those that this rank holds, unless ``from_global``."""
+        for name, param in self.model.named_parameters(*args, **kwargs):
+            if from_global or self._deployment is None or id(param) in self._local_ids():
+                yield name, param
+
+    def parameters(self, *args: Any, from_global: bool = False, **kwargs: Any) -> Iterator[nn.Parameter]:  # type: ignore[override]  # likewise
+        """Like :meth:`named_parameters`, without names."""
+        for _, param in self.named_parameters(*args, from_global=from_global, **kwargs):
+            yield param
+
+    def named_buffers(  # type: ignore[override]  # likewise
+        self, *args: Any, from_global: bool = False, **kwargs: Any
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The model's buffers; after deployment, those that this rank holds, unless ``from_global``."""
+        for name, buffer in self.model.named_buffers(*args, **kwargs):
+            if from_global or self._deployment is None or id(buffer) in self._local_ids():
+                yield name, buffer
+
+    def buffers(self, *args: Any, from_global: bool = False, **kwargs: Any) -> Iterator[Tensor]:  # type: ignore[override]  # likewise
+        """Like :meth:`named_buffers`, without names."""
+        for _, buffer in self.named_buffers(*args, from_global=from_global, **kwargs):
+            yield buffer
+
+    def _local_ids(self) -> set[int]:
+        deployment = self._deployed("named_parameters")
+        return {id(t) for t in (*deployment.local_params().values(), *deployment.local_buffers().values())}
+
+    def get_param(self, name: str) -> Tensor:
+        """A parameter's full tensor on the host, on every rank. After deployment all ranks call it."""
+        param = self._find_param(name)
+        if self._deployment is None:
+            return param.detach()
+        return self._deployment.full(self._first_name(name), param.detach())
+
+    def get_param_grad(self, name: str) -> Tensor | None:
+        """A parameter's gradient on the host, on every rank. After deployment all ranks call it."""
+        param = self._find_param(name)
+        if self._deployment is None:
+            return param.grad
+        first = self._first_name(name)
+        owner = self._deployment.holders.get(first, (0,))[0]
+        missing = agree.gather_numbers((int(param.grad is None),))[owner][0]
+        if missing:
+            return None
+        return self._deployment.full(first, param.grad if param.grad is not None else torch.empty_like(param))
+
+    def _find_param(self, name: str) -> nn.Parameter:
+        try:
+            return self.model.get_parameter(name)
+        except AttributeError:
+            raise RaNNCError(f'the model has no parameter "{name}"') from None
+
+    def _first_name(self, name: str) -> str:
+        param = self._find_param(name)
+        return next(first for first, found in self.name_to_param.items() if found is param)
+
+    def state_dict(self, *args: Any, rank0_only: bool = True, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # likewise
+        """The full state of the model: every parameter and persistent buffer, every alias under its own name.
+
+        After deployment all ranks call it; the tensors are on the host.
+
+        Args:
+            rank0_only: other ranks get an empty dict.
+        """
+        if self._deployment is None:
+            return self.model.state_dict(*args, **kwargs)
+        return full_state_dict(self.model, self._deployment, rank0_only=rank0_only, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # likewise
+        """Takes back what :meth:`state_dict` gave. After deployment all ranks call it, and rank 0's counts."""
+        if self._deployment is None:
+            return self.model.load_state_dict(state_dict, *args, **kwargs)
+        return load_full_state_dict(self.model, self._deployment, state_dict, *args, **kwargs)
+
+    # Training
+
+    def allreduce_grads(self) -> None:
+        """Sums gradients that were left unreduced by ``delay_grad_allreduce(True)``. All ranks call it."""
+        self._deployed("allreduce_grads").gradients.reduce_delivered()
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scales all gradients so that their global L2 norm is at most ``max_norm``. All ranks call it.
+
+        Returns:
+            The norm before, a scalar on this rank's device.
+        """
+        deployment = self._deployed("clip_grad_norm")
+        owned = [param.grad for param in deployment.owned().values() if param.grad is not None]
+        norm = nn.utils.get_total_norm(owned).to(device=deployment.device, dtype=torch.float64)
+        total = norm**2
+        dist.all_reduce(total, group=process.world())
+        total = total.sqrt()
+        local = [param for param in deployment.local_params().values() if param.grad is not None]
+        nn.utils.clip_grads_with_norm_(local, max_norm, total)
+        return total
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients."""
+        self.model.zero_grad(set_to_none)
+
+    def train(self, mode: bool = True) -> RaNNCModule:
+        """Switches the model to training or evaluation mode; the Plan stays."""
+        self.model.train(mode)
+        self.training = mode
+        return self
+
+    def enable_dropout(self, enable: bool) -> None:
+        """Switches all dropout on or off, whatever the mode."""
+        for module in self.model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):
+                module.training = enable
+
+    def to(self, *args: Any, **kwargs: Any) -> RaNNCModule:
+        """Does nothing: the Plan says where parameters are."""
+        _log.warning("to() and cuda() do nothing: the plan places the parameters")
+        return self
+
+    def cuda(self, device: Any = None) -> RaNNCModule:
+        """Does nothing, like :meth:`to`."""
+        return self.to(device)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") and name not in self.__dict__.get("model", self).__dict__:
+            return super().__getattr__(name)
+        return getattr(self.__dict__["model"], name)
+
+
+def _refuse_unavailable(amp: bool, zero: bool, offload: bool) -> None:
+    if amp:
+        raise RaNNCError(
+            "apex is gone: instead of enable_apex_amp or allreduce_amp_master_params, call the model inside "
+            "torch.autocast and scale the loss with torch.amp.GradScaler (mixed precision is not available yet)"
+        )
+    if zero:
+        raise RaNNCError("enable_zero is not available yet; leave it out")
+    if offload:
+        raise RaNNCError("offload_params is not available yet; leave it out")
+
+
+def _load_config() -> configuration.Config:
+    loaded = configuration.load()
+    for warning in loaded.warnings:
+        _log.warning("%s", warning)
+    if loaded.config.show_config_items:
+        for line in loaded.config.lines():
+            _log.info("%s", line)
+    return loaded.config
+
+
+def _configured_plan_file(config: configuration.Config) -> Path | None:
+    return Path(config.deployment_file) if config.load_deployment else None
+
+
+def _different_calls(tensors: list[Tensor]) -> str:
+    described: list[str] = agree.gather_objects(", ".join(f"{t.dtype} {tuple(t.shape)}" for t in tensors))
+    lines = [f"  rank {rank}: {text}" for rank, text in enumerate(described)]
+    return "the ranks call the model with arguments of different shapes or types, or in different modes:\n" + "\n".join(lines)

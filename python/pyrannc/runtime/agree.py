@@ -1,0 +1,73 @@
+"""What the ranks tell each other on the host, and how they fail together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from pyrannc import process
+from pyrannc.errors import MismatchError, RaNNCError
+
+_Result = TypeVar("_Result")
+
+
+def gather_objects(item: Any) -> list[Any]:
+    """Every rank's ``item``, in rank order, on every rank."""
+    if process.get_world_size() == 1:
+        return [item]
+    everyone: list[Any] = [None] * process.get_world_size()
+    dist.all_gather_object(everyone, item, group=process.control())
+    return everyone
+
+
+def broadcast_object(item: Any) -> Any:
+    """Rank 0's ``item``."""
+    if process.get_world_size() == 1:
+        return item
+    box = [item]
+    dist.broadcast_object_list(box, 0, group=process.control())
+    return box[0]
+
+
+def gather_numbers(numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Every rank's numbers, in rank order. As many on every rank."""
+    if process.get_world_size() == 1:
+        return [numbers]
+    own = torch.tensor([numbers], dtype=torch.int64)
+    everyone = torch.empty(process.get_world_size(), len(numbers), dtype=torch.int64)
+    dist.all_gather_into_tensor(everyone, own, group=process.control())
+    return [tuple(row) for row in everyone.tolist()]
+
+
+def together(attempt: Callable[[], _Result]) -> _Result:
+    """Runs ``attempt`` on every rank; when it fails on one, all fail.
+
+    Raises:
+        MismatchError: another rank failed and this one did not; the message is the other's.
+        Exception: what ``attempt`` raised here.
+    """
+    failure: Exception | None = None
+    result: _Result | None = None
+    try:
+        result = attempt()
+    except Exception as error:
+        failure = error
+    raise_together(failure)
+    return result  # type: ignore[return-value]  # no rank failed
+
+
+def raise_together(failure: Exception | None) -> None:
+    """Raises on every rank when there is a failure on any."""
+    texts: list[str | None] = gather_objects(None if failure is None else _one_line(failure))
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise MismatchError(f"rank {rank} cannot go on: {text}")
+
+
+def _one_line(error: Exception) -> str:
+    return str(error) if isinstance(error, RaNNCError) else f"{type(error).__name__}: {error}"

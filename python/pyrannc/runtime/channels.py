@@ -1,0 +1,111 @@
+"""Messages between two ranks that follow each other in order.
+
+A channel goes one way between two ranks and delivers in the order of sending; the static checker has
+proven that both ends agree on that order. On NCCL every channel has a communicator of its own, so
+that a message that waits for its peer holds up nothing else. Gloo matches messages by sender and
+order already.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyrannc import process
+
+_UNMATCHED_SENDS = 2
+"""Sends that a channel may have under way before the next one waits; the checker assumes this number."""
+
+
+class Channels:
+    """All channels of this rank.
+
+    Every rank makes the same call, because communicators are made by all of their members.
+
+    Args:
+        pairs: (source, destination) of every channel of the job, sorted.
+        device: where the tensors are.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
+        self._rank = dist.get_rank()
+        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._sends: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
+        for pair in pairs:
+            if self._rank in pair:
+                self._groups[pair] = _communicator(pair) if device.type == "cuda" else process.world()
+        if device.type == "cuda":
+            self._connect(device)
+
+    def _connect(self, device: torch.device) -> None:
+        """Sends one number over every channel: NCCL connects at first use, which must not be inside a step."""
+        number = torch.zeros(1, device=device)
+        for source, destination in self._groups:
+            if source == self._rank:
+                self.send(destination, number, bounded=False)
+            else:
+                self.receive(source, number).wait()
+        self.finish()
+        torch.cuda.synchronize(device)
+
+    def send(self, peer: int, tensor: Tensor, *, bounded: bool) -> None:
+        """Starts to send a contiguous tensor and keeps it alive until it has gone.
+
+        Args:
+            bounded: wait for the oldest when more than a few sends are under way, to bound memory.
+        """
+        under_way = self._sends.setdefault(peer, deque())
+        while bounded and len(under_way) >= _UNMATCHED_SENDS:
+            under_way.popleft()[0].wait()
+        work = dist.isend(_as_sent(tensor), peer, group=self._groups[self._rank, peer])
+        assert work is not None, "this rank is a member of its own channels"
+        under_way.append((work, tensor))
+
+    def receive(self, peer: int, into: Tensor) -> dist.Work:
+        """Starts to receive into a contiguous tensor."""
+        work = dist.irecv(_as_sent(into), peer, group=self._groups[peer, self._rank])
+        assert work is not None, "this rank is a member of its own channels"
+        return work
+
+    def finish(self) -> None:
+        """Waits for all sends (on a GPU: makes the stream wait)."""
+        for under_way in self._sends.values():
+            for work, _ in under_way:
+                work.wait()
+            under_way.clear()
+
+    def close(self) -> None:
+        """Destroys the communicators."""
+        for group in self._groups.values():
+            if group is not process.world():
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+
+def exchange(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+    """Sends and receives contiguous tensors at once, on the group of all ranks.
+
+    Both ends list the messages between them in the same order. On a GPU this does not wait for the
+    messages but makes the current stream wait.
+    """
+    world = process.world()
+    operations = [dist.P2POp(dist.irecv, _as_sent(tensor), peer, world) for peer, tensor in receives]
+    operations += [dist.P2POp(dist.isend, _as_sent(tensor), peer, world) for peer, tensor in sends]
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
+def _communicator(pair: tuple[int, int]) -> dist.ProcessGroup:
+    group = dist.new_group(list(pair), backend="nccl", use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), "both ends of the channel are in its group"
+    return group
+
+
+def _as_sent(tensor: Tensor) -> Tensor:
+    """The same memory with an element type that every back end can send."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

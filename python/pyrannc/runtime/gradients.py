@@ -1,0 +1,258 @@
+"""Gradients set aside until the user asks for them, and their sum over ranks.
+
+Parameters are used through leaves of our own that share their memory, so that nothing shows in
+``.grad`` before the user's ``backward()``. Gradients lie in buckets of one flat tensor each; a bucket is
+summed over the ranks that hold its parameters as soon as the last microbatch has filled it
+(Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence, Set
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+_FIRST_BUCKET_BYTES = 1 << 20
+_BUCKET_BYTES = 25 << 20
+
+
+@dataclass(frozen=True)
+class SharedParam:
+    """A parameter that this rank holds, and the ranks that hold it too (this one included)."""
+
+    name: str
+    param: nn.Parameter
+    ranks: tuple[int, ...]
+
+
+@dataclass
+class _Bucket:
+    names: list[str]
+    numel: int
+    ranks: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass
+class GradientSet:
+    """The gradients of one step: a flat tensor for each bucket, and its views by parameter name."""
+
+    flats: list[Tensor]
+    views: dict[str, Tensor]
+    touched: set[str] = field(default_factory=set)
+    works: list[dist.Work] = field(default_factory=list)
+
+
+class Gradients:
+    """Gradients of the parameters that this rank holds.
+
+    Args:
+        params: in the order in which the whole model's forward first uses them, which is the same on all ranks.
+        stage_ranks: the ranks of this rank's Stage. Their buckets are summed during the backward; those of
+            parameters that other Stages hold too, after it.
+        group: the process group of some ranks; called in the same order on all of them.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[SharedParam],
+        stage_ranks: tuple[int, ...],
+        group: Callable[[tuple[int, ...]], dist.ProcessGroup | None],
+    ) -> None:
+        self._params = {shared.name: shared for shared in params}
+        self._stage_ranks = stage_ranks
+        self.leaves = {shared.name: _leaf(shared.param) for shared in params}
+        trainable = [shared for shared in params if shared.param.requires_grad]
+        self._buckets = _buckets(list(reversed(trainable)), stage_ranks)
+        self._groups = {bucket.ranks: group(bucket.ranks) for bucket in self._buckets}
+        self._bucket_of = {name: index for index, bucket in enumerate(self._buckets) for name in bucket.names}
+        self._spare: GradientSet | None = None
+        self._filling: weakref.ref[GradientSet] | None = None
+        self._reducing = False
+        self._missing: list[int] = []
+        self._next = 0
+        self.pending = False
+        for name, leaf in self.leaves.items():
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(self._hook(name))
+
+    def begin(self) -> GradientSet:
+        """Zeroed gradients for a new step; backwards add to them from now on."""
+        current = self._take()
+        for name, view in current.views.items():
+            self.leaves[name].grad = view
+        self._filling = weakref.ref(current)
+        self._reducing = False
+        return current
+
+    def expect_last(self, names: Iterable[str]) -> None:
+        """Says that the backward that comes now is the step's last, and reaches the parameters ``names``.
+
+        Each bucket is summed over ranks as soon as it is full, always in the same order.
+        """
+        waiting = set(names)
+        self._missing = [sum(name in waiting for name in bucket.names) for bucket in self._buckets]
+        self._next = 0
+        self._reducing = True
+
+    def reduce(self, current: GradientSet) -> None:
+        """Sums what has not been summed yet, and waits for all sums (on a GPU: makes the stream wait)."""
+        if not self._reducing:
+            self._next = 0
+        self._launch(current, len(self._buckets))
+        self._reducing = False
+        self.settle(current)
+        for work in current.works:
+            work.wait()
+        current.works.clear()
+
+    def settle(self, current: GradientSet) -> None:
+        """Ends the filling: takes the gradients off the leaves."""
+        for name in current.views:
+            self.leaves[name].grad = None
+        self._filling = None
+
+    def deliver(
+        self, current: GradientSet, active: Set[str], scale: Tensor | None, *, keep: bool, reduced: bool
+    ) -> None:
+        """Adds the gradients, times ``scale``, to ``.grad``.
+
+        Args:
+            active: the parameters that get a gradient on some rank; the others keep ``None``.
+            keep: leave ``current`` as it is, to be delivered once more.
+            reduced: False when ``current`` has not been summed over ranks; a later reduction does that.
+        """
+        if reduced and self.pending:
+            self.reduce_delivered()
+        elif not reduced and not self.pending:
+            self._share_out()
+            self.pending = True
+        flats = [flat.clone() for flat in current.flats] if keep else current.flats
+        if scale is not None:
+            for flat in flats:
+                flat.mul_(scale)
+        views = self._views(flats) if keep else current.views
+        for name, view in views.items():
+            param = self._params[name].param
+            if name not in active or not param.requires_grad:
+                continue
+            if param.grad is None:
+                param.grad = view
+            else:
+                param.grad.add_(view)
+        if not keep:
+            self._spare = current
+
+    def reduce_delivered(self) -> None:
+        """Sums over ranks what stands in ``.grad``."""
+        for bucket in self._buckets:
+            group = self._groups[bucket.ranks]
+            if len(bucket.ranks) == 1:
+                continue
+            flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+            views = self._bucket_views(bucket, flat)
+            present = [(self._params[name].param.grad, view) for name, view in views.items()]
+            for grad, view in present:
+                if grad is not None:
+                    view.copy_(grad)
+            dist.all_reduce(flat, group=group)
+            for grad, view in present:
+                if grad is not None:
+                    grad.copy_(view)
+        self.pending = False
+
+    def _share_out(self) -> None:
+        """Divides what is summed already by the number of ranks, so that the reduction to come restores it."""
+        for shared in self._params.values():
+            if shared.param.grad is not None:
+                shared.param.grad.div_(len(shared.ranks))
+
+    def _take(self) -> GradientSet:
+        spare, self._spare = self._spare, None
+        if spare is not None and not self._is_exposed(spare):
+            for flat in spare.flats:
+                flat.zero_()
+            spare.touched.clear()
+            return spare
+        flats = [torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in self._buckets]
+        return GradientSet(flats, self._views(flats))
+
+    def _is_exposed(self, spare: GradientSet) -> bool:
+        """True when the user still sees the gradients of an earlier step."""
+        return any(self._params[name].param.grad is view for name, view in spare.views.items())
+
+    def _views(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
+        views: dict[str, Tensor] = {}
+        for bucket, flat in zip(self._buckets, flats, strict=True):
+            views.update(self._bucket_views(bucket, flat))
+        return views
+
+    def _bucket_views(self, bucket: _Bucket, flat: Tensor) -> dict[str, Tensor]:
+        views = {}
+        offset = 0
+        for name in bucket.names:
+            param = self._params[name].param
+            views[name] = _like(flat.narrow(0, offset, param.numel()), param)
+            offset += param.numel()
+        return views
+
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
+        def filled(_: Tensor) -> None:
+            current = self._filling() if self._filling is not None else None
+            if current is None:
+                return
+            current.touched.add(name)
+            if self._reducing:
+                self._missing[self._bucket_of[name]] -= 1
+                self._launch_full(current)
+
+        return filled
+
+    def _launch_full(self, current: GradientSet) -> None:
+        end = self._next
+        while end < len(self._buckets) and self._missing[end] <= 0 and self._buckets[end].ranks == self._stage_ranks:
+            end += 1
+        self._launch(current, end)
+
+    def _launch(self, current: GradientSet, end: int) -> None:
+        while self._next < end:
+            bucket = self._buckets[self._next]
+            if len(bucket.ranks) > 1:
+                work = dist.all_reduce(current.flats[self._next], group=self._groups[bucket.ranks], async_op=True)
+                assert work is not None, "an asynchronous all-reduce returns its work"
+                current.works.append(work)
+            self._next += 1
+
+
+def _leaf(param: nn.Parameter) -> Tensor:
+    return param.detach().requires_grad_(param.requires_grad)
+
+
+def _buckets(params: Sequence[SharedParam], stage_ranks: tuple[int, ...]) -> list[_Bucket]:
+    """Buckets of parameters with the same ranks and type: the Stage's own first, then by ranks."""
+    buckets: list[_Bucket] = []
+    open_buckets: dict[tuple[tuple[int, ...], torch.dtype], _Bucket] = {}
+    for shared in params:
+        key = (shared.ranks, shared.param.dtype)
+        bucket = open_buckets.get(key)
+        first = shared.ranks == stage_ranks and bucket is not None and bucket is buckets[0]
+        limit = _FIRST_BUCKET_BYTES if first else _BUCKET_BYTES
+        if bucket is None or bucket.numel * bucket.dtype.itemsize >= limit:
+            bucket = _Bucket([], 0, shared.ranks, shared.param.dtype, shared.param.device)
+            open_buckets[key] = bucket
+            buckets.append(bucket)
+        bucket.names.append(shared.name)
+        bucket.numel += shared.param.numel()
+    return sorted(buckets, key=lambda bucket: (bucket.ranks != stage_ranks, bucket.ranks))
+
+
+def _like(flat: Tensor, param: Tensor) -> Tensor:
+    """``flat`` with the parameter's shape and, where it is dense, with its strides."""
+    if torch.ops.aten.is_non_overlapping_and_dense(param):
+        return flat.as_strided(param.size(), param.stride())
+    return flat.view(param.size())

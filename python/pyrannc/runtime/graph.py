@@ -1,0 +1,124 @@
+"""The captured Graph's facts that the runtime needs, by id."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class ValueFacts:
+    """A Value: ``shape`` holds ``(per_row, fixed)`` for each dimension."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[tuple[int, int], ...]
+    requires_grad: bool
+    alias_of: int | None
+
+    def shape_at(self, rows: int) -> list[int]:
+        """The extents for ``rows`` rows."""
+        return [per_row * rows + fixed for per_row, fixed in self.shape]
+
+
+@dataclass(frozen=True)
+class OpFacts:
+    """An Op."""
+
+    results: tuple[int, ...]
+    mutates: tuple[int, ...]
+    grad_enabled: bool
+    random: bool
+
+
+@dataclass(frozen=True)
+class ParamFacts:
+    """A Param with all its names."""
+
+    names: tuple[str, ...]
+    value: int
+
+
+@dataclass(frozen=True)
+class BufferFacts:
+    """A buffer; ``update`` is the Value that the forward assigned to it."""
+
+    name: str
+    value: int
+    update: int | None
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """The Graph by id."""
+
+    values: tuple[ValueFacts, ...]
+    ops: tuple[OpFacts, ...]
+    params: tuple[ParamFacts, ...]
+    buffers: tuple[BufferFacts, ...]
+    constants: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    first_use: dict[int, int]
+
+    @staticmethod
+    def from_json(text: str) -> GraphFacts:
+        """Reads the core's Graph."""
+        graph = json.loads(text)
+        return GraphFacts(
+            values=tuple(_value(item) for item in graph["values"]),
+            ops=tuple(_op(item) for item in graph["ops"]),
+            params=tuple(ParamFacts((p["name"], *p.get("aliases", ())), p["value"]) for p in graph["params"]),
+            buffers=tuple(BufferFacts(b["name"], b["value"], b.get("update")) for b in graph["buffers"]),
+            constants=tuple(item["value"] for item in graph["constants"]),
+            inputs=tuple(graph["inputs"]),
+            outputs=tuple(graph["outputs"]),
+            first_use=_first_use(graph["ops"]),
+        )
+
+    @cached_property
+    def mutated_roots(self) -> frozenset[int]:
+        """Values whose storage some Op changes in place, under their first name."""
+        return frozenset(self._root(value) for op in self.ops for value in op.mutates)
+
+    def _root(self, value: int) -> int:
+        while (parent := self.values[value].alias_of) is not None:
+            value = parent
+        return value
+
+
+def _value(item: dict[str, Any]) -> ValueFacts:
+    return ValueFacts(
+        name=item["name"],
+        dtype=getattr(torch, item["dtype"]),
+        shape=tuple((dim["per_row"], dim["fixed"]) for dim in item["shape"]),
+        requires_grad=item["requires_grad"],
+        alias_of=item.get("alias_of"),
+    )
+
+
+def _op(item: dict[str, Any]) -> OpFacts:
+    return OpFacts(
+        tuple(item["results"]), tuple(item.get("mutates", ())), item["grad_enabled"], item.get("random", False)
+    )
+
+
+def _first_use(ops: list[dict[str, Any]]) -> dict[int, int]:
+    first: dict[int, int] = {}
+    for index, op in enumerate(ops):
+        for value in _operands([*op["args"], *op.get("kwargs", {}).values()]):
+            first.setdefault(value, index)
+    return first
+
+
+def _operands(args: list[Any]) -> Iterator[int]:
+    for arg in args:
+        if isinstance(arg, dict) and "value" in arg:
+            yield arg["value"]
+        elif isinstance(arg, dict) and "list" in arg:
+            yield from _operands(arg["list"])

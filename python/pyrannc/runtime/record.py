@@ -1,0 +1,62 @@
+"""What this rank is doing, for the message when the job has to end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from pyrannc._native import Watchdog
+from pyrannc.runtime.program import Action, Backward, Forward, Message, RankProgram, Send
+
+
+class ActionRecord:
+    """Tells the watchdog each Action as it begins.
+
+    Args:
+        watchdog: ``None`` in a job of one rank.
+        titles: by Stage, its name in messages.
+    """
+
+    def __init__(self, watchdog: Watchdog | None, titles: Sequence[str]) -> None:
+        self._watchdog = watchdog
+        self._titles = titles
+        self._program: RankProgram | None = None
+
+    @contextmanager
+    def step(self, program: RankProgram) -> Iterator[None]:
+        """The Actions of ``program`` are entered inside."""
+        if self._watchdog is None:
+            yield
+            return
+        if program is not self._program:
+            actions = (*program.forward, *program.backward)
+            title = self._titles[program.stage]
+            around = [f"the exchange of inputs for {title}", f"the exchange of outputs of {title}"]
+            self._watchdog.program([*(describe(action, title) for action in actions), *around])
+            self._program = program
+        self._watchdog.enter(len(program.forward) + len(program.backward))
+        yield
+        self._watchdog.idle()
+
+    def enter(self, index: int) -> None:
+        """The Action with this index begins."""
+        if self._watchdog is not None:
+            self._watchdog.enter(index)
+
+    def enter_outputs(self, program: RankProgram) -> None:
+        """The exchange of outputs begins."""
+        self.enter(len(program.forward) + len(program.backward) + 1)
+
+
+def describe(action: Action, stage: str) -> str:
+    """An Action in words."""
+    if isinstance(action, Forward):
+        return f"forward of microbatch {action.microbatch}, {stage}"
+    if isinstance(action, Backward):
+        return f"backward of microbatch {action.microbatch}, {stage}"
+    if isinstance(action, Message):
+        what = "values" if action.kind == "value" else "gradients"
+        direction = "send to" if isinstance(action, Send) else "receive from"
+        values = ", ".join(f"v{piece.value}" for piece in action.pieces)
+        return f"{direction} rank {action.peer}: {what} {values} of microbatch {action.microbatch}, {stage}"
+    return f"gradient reduction, {stage}"
