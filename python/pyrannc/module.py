@@ -147,7 +147,9 @@ class RaNNCModule(nn.Module):
             return "forward"
         return "train_fill_drain" if variant.loss is None else "train_1f1b"
 
-    def _agree_on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Variant, list[Tensor], tuple[int, ...]]:
+    def _agree_on_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Variant, list[Tensor], tuple[int, ...]]:
         """The captured form of a call, its tensors, and the rows of each rank."""
         failure: Exception | None = None
         key: Hashable = None
@@ -241,7 +243,9 @@ class RaNNCModule(nn.Module):
 
     def _note_used_params(self, deployment: Deployment) -> None:
         unused = [name for name in self.name_to_param if name not in deployment.holders]
-        self.used_param_ids = {id(self.name_to_param[name]) for name in deployment.holders if name in self.name_to_param}
+        self.used_param_ids = {
+            id(self.name_to_param[name]) for name in deployment.holders if name in self.name_to_param
+        }
         if unused and self._check_unused and process.get_rank() == 0:
             _log.warning("the model does not use these parameters, which will not be trained: %s", ", ".join(unused))
 
@@ -274,7 +278,7 @@ class RaNNCModule(nn.Module):
 
     # Parameters and state
 
-    def named_parameters(  # type: ignore[override]  # the contract adds from_global
+    def named_parameters(
         self, *args: Any, from_global: bool = False, **kwargs: Any
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's parameters; after deployment, those that this rank holds, unless ``from_global``."""
@@ -282,20 +286,18 @@ class RaNNCModule(nn.Module):
             if from_global or self._deployment is None or id(param) in self._local_ids():
                 yield name, param
 
-    def parameters(self, *args: Any, from_global: bool = False, **kwargs: Any) -> Iterator[nn.Parameter]:  # type: ignore[override]  # likewise
+    def parameters(self, *args: Any, from_global: bool = False, **kwargs: Any) -> Iterator[nn.Parameter]:
         """Like :meth:`named_parameters`, without names."""
         for _, param in self.named_parameters(*args, from_global=from_global, **kwargs):
             yield param
 
-    def named_buffers(  # type: ignore[override]  # likewise
-        self, *args: Any, from_global: bool = False, **kwargs: Any
-    ) -> Iterator[tuple[str, Tensor]]:
+    def named_buffers(self, *args: Any, from_global: bool = False, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """The model's buffers; after deployment, those that this rank holds, unless ``from_global``."""
         for name, buffer in self.model.named_buffers(*args, **kwargs):
             if from_global or self._deployment is None or id(buffer) in self._local_ids():
                 yield name, buffer
 
-    def buffers(self, *args: Any, from_global: bool = False, **kwargs: Any) -> Iterator[Tensor]:  # type: ignore[override]  # likewise
+    def buffers(self, *args: Any, from_global: bool = False, **kwargs: Any) -> Iterator[Tensor]:
         """Like :meth:`named_buffers`, without names."""
         for _, buffer in self.named_buffers(*args, from_global=from_global, **kwargs):
             yield buffer
@@ -324,16 +326,16 @@ class RaNNCModule(nn.Module):
         return self._deployment.full(first, param.grad if param.grad is not None else torch.empty_like(param))
 
     def _find_param(self, name: str) -> nn.Parameter:
-        try:
-            return self.model.get_parameter(name)
-        except AttributeError:
-            raise RaNNCError(f'the model has no parameter "{name}"') from None
+        for found, param in self.model.named_parameters(remove_duplicate=False):
+            if found == name:
+                return param
+        raise RaNNCError(f'the model has no parameter "{name}"')
 
     def _first_name(self, name: str) -> str:
         param = self._find_param(name)
         return next(first for first, found in self.name_to_param.items() if found is param)
 
-    def state_dict(self, *args: Any, rank0_only: bool = True, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # likewise
+    def state_dict(self, *args: Any, rank0_only: bool = True, **kwargs: Any) -> dict[str, Any]:
         """The full state of the model: every parameter and persistent buffer, every alias under its own name.
 
         After deployment all ranks call it; the tensors are on the host.
@@ -342,10 +344,11 @@ class RaNNCModule(nn.Module):
             rank0_only: other ranks get an empty dict.
         """
         if self._deployment is None:
-            return self.model.state_dict(*args, **kwargs)
+            plain: dict[str, Any] = self.model.state_dict(*args, **kwargs)
+            return plain
         return full_state_dict(self.model, self._deployment, rank0_only=rank0_only, **kwargs)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]  # likewise
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Takes back what :meth:`state_dict` gave. After deployment all ranks call it, and rank 0's counts."""
         if self._deployment is None:
             return self.model.load_state_dict(state_dict, *args, **kwargs)
@@ -433,4 +436,6 @@ def _configured_plan_file(config: configuration.Config) -> Path | None:
 def _different_calls(tensors: list[Tensor]) -> str:
     described: list[str] = agree.gather_objects(", ".join(f"{t.dtype} {tuple(t.shape)}" for t in tensors))
     lines = [f"  rank {rank}: {text}" for rank, text in enumerate(described)]
-    return "the ranks call the model with arguments of different shapes or types, or in different modes:\n" + "\n".join(lines)
+    return "the ranks call the model with arguments of different shapes or types, or in different modes:\n" + "\n".join(
+        lines
+    )

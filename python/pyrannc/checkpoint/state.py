@@ -19,7 +19,7 @@ def full_state_dict(model: nn.Module, deployment: Deployment, *, rank0_only: boo
     Args:
         rank0_only: only rank 0 gets it; the others get an empty dict.
     """
-    template = model.state_dict(**kwargs)
+    template: dict[str, Any] = model.state_dict(**kwargs)
     wanted = process.get_rank() == 0 or not rank0_only
     gathered = {}
     for name, tensor in _tensors(deployment):

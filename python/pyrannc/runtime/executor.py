@@ -242,7 +242,5 @@ class StepExecution:
 
 
 def _last_backward(program: RankProgram) -> int | None:
-    backwards = [
-        action.microbatch for action in (*program.forward, *program.backward) if isinstance(action, Backward)
-    ]
+    backwards = [action.microbatch for action in (*program.forward, *program.backward) if isinstance(action, Backward)]
     return backwards[-1] if backwards else None

@@ -79,7 +79,7 @@ class Gradients:
         self.pending = False
         for name, leaf in self.leaves.items():
             if leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(self._hook(name))
+                leaf.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]  # torch has no types for it
 
     def begin(self) -> GradientSet:
         """Zeroed gradients for a new step; backwards add to them from now on."""

@@ -36,7 +36,9 @@ class Randomness:
     """
 
     def __init__(self, device: torch.device, seed: int) -> None:
-        self._generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+        self._generator = (
+            torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+        )
         self._seed = seed
         self._key = 0
 

@@ -80,7 +80,7 @@ def move_rows(
         sizes = [torch.Size(extents).numel() for extents, _ in shapes]
         buffer = torch.empty(sum(sizes), dtype=shapes[0][1], device=device)
         receives.append((peer, buffer))
-        parts = buffer.split(sizes)
+        parts = torch.split(buffer, sizes)
         arrived += [(item, part.view(extents)) for item, part, (extents, _) in zip(items, parts, shapes, strict=True)]
     exchange(sends, receives)
     return arrived

@@ -119,7 +119,7 @@ class _Writer:
         original = self._captured.op_nodes[op]
         args = map_aggregate(original.args, self._argument)
         kwargs = map_aggregate(original.kwargs, self._argument)
-        node = self.graph.create_node(original.op, original.target, args, kwargs, name=original.name)  # type: ignore[arg-type]  # map_aggregate keeps the container
+        node = self.graph.create_node(original.op, original.target, args, kwargs, name=original.name)
         for value in self._facts.ops[op].results:
             _, place = self._captured.values[value]
             self._nodes[value] = node if place is None else self.graph.call_function(operator.getitem, (node, place))

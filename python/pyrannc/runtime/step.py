@@ -90,7 +90,7 @@ class Step:
             sources = [tensor for tensor in self._inputs.values() if tensor.requires_grad]
             anchor = torch.empty(0, requires_grad=True)
             constant = [tensor for part, tensor in zip(self._parts, made, strict=True) if not self._flows(part)]
-            made = _Handover.apply(self, made, constant, anchor, *sources)
+            made = _Handover.apply(self, made, constant, anchor, *sources)  # type: ignore[no-untyped-call]  # torch has no types for it
         values = dict(self._inputs)
         values.update((part.value, tensor) for part, tensor in zip(self._parts, made, strict=True))
         return [values[value] for value in self._context.facts.outputs]
@@ -205,7 +205,11 @@ class Step:
                 "call pyrannc.keep_graph(True) before the model if that is meant"
             )
         self._done = not self._options.keep_graph
-        scale = self._loss_gradient(grads) if self._loss is not None else self._run_backward(grads)
+        scale = None
+        if self._loss is not None:
+            scale = self._loss_gradient(grads)
+        else:
+            self._run_backward(grads)
         assert self._current is not None, "a call that trains has gradients"
         assert self._variant.active is not None, "the first backward finds the active parameters"
         self._context.gradients.deliver(
@@ -318,11 +322,7 @@ class Step:
         """Gradients of this rank's own inputs, by Value."""
         facts = self._context.facts
         transfers = [item for item in self._program.inputs if facts.values[item.value].requires_grad]
-        own = {
-            value: torch.zeros_like(tensor)
-            for value, tensor in self._inputs.items()
-            if tensor.requires_grad
-        }
+        own = {value: torch.zeros_like(tensor) for value, tensor in self._inputs.items() if tensor.requires_grad}
         for transfer, grad in move_rows(
             transfers, self._program.rank, self._input_grad, self._input_shape, self._context.device, reverse=True
         ):
@@ -353,7 +353,7 @@ class _Handover(torch.autograd.Function):
         return tuple(made)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # torch gives it no types
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, None, None, None, *ctx.step.backward(grads))
 

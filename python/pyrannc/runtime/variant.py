@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from pyrannc import process
-from pyrannc.runtime import agree
 from pyrannc._native import Graph, Partition, Plan, Program
 from pyrannc.capture import Captured, capture
 from pyrannc.errors import CaptureError, MismatchError
+from pyrannc.runtime import agree
 from pyrannc.runtime.graph import GraphFacts
 from pyrannc.runtime.program import Mode, Parts, RankProgram
 
@@ -73,8 +73,8 @@ class Variant:
             facts = self.facts.values[value]
             if not any(per_row for per_row, _ in facts.shape) and not facts.dtype.is_floating_point:
                 raise CaptureError(
-                    f'output "{facts.name}" has type {facts.dtype} and no batch dimension, so it can neither be divided '
-                    "by rows nor averaged; return it as a floating-point tensor"
+                    f'output "{facts.name}" has type {facts.dtype} and no batch dimension, so it can neither '
+                    "be divided by rows nor averaged; return it as a floating-point tensor"
                 )
 
     def divide(self, partition: Partition) -> None:
@@ -114,5 +114,3 @@ def _first_difference(graph: Graph, hashes: Sequence[str]) -> str:
         if here != there:
             return f"the ranks have different models: rank 0 has\n  {here}\nwhere rank {other} has\n  {there}"
     return f"the ranks have different models: rank {other}'s parameters, buffers or inputs are not those of rank 0"
-
-
