@@ -1,1 +1,9 @@
-//! report
+//! What a person looks at: text tables of Plans and Graphs. Every function returns text and does
+//! nothing else.
+
+mod graph;
+mod plan;
+mod table;
+
+pub use graph::graph_summary;
+pub use plan::{deployment, plan_tables};

@@ -97,7 +97,8 @@ fn an_encoder_is_cut_between_its_layers() {
     let graph = encoder(24, 1024, 512, 30_000);
     let forced = Settings { stages: Some(2), ..settings(4, 64) };
     let plan = plan(&graph, &cluster("NVIDIA H200", 4), &forced).expect("fits");
-    assert_eq!(plan.stages.len(), 2);
+    assert_eq!(plan.stages[0].modules, ["embeddings.word", "encoder.layer.0-12"]);
+    assert_eq!(plan.stages[1].modules, ["encoder.layer.13-23", "head"]);
     assert!(plan.microbatches > 1);
     assert!(plan.stages[1].predicted.in_bytes > 0);
     assert!(plan.predicted.lower_bound_us <= plan.predicted.step_us);
