@@ -326,16 +326,18 @@ class RaNNCModule(nn.Module):
         return self._deployment.full(first, param.grad if param.grad is not None else torch.empty_like(param))
 
     def _find_param(self, name: str) -> nn.Parameter:
-        for found, param in self.model.named_parameters(remove_duplicate=False):
-            if found == name:
-                return param
+        named: dict[str, nn.Parameter] = dict(self.model.named_parameters(remove_duplicate=False))
+        if name in named:
+            return named[name]
         raise RaNNCError(f'the model has no parameter "{name}"')
 
     def _first_name(self, name: str) -> str:
         param = self._find_param(name)
         return next(first for first, found in self.name_to_param.items() if found is param)
 
-    def state_dict(self, *args: Any, rank0_only: bool = True, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(  # type: ignore[override]  # the contract adds rank0_only
+        self, *args: Any, rank0_only: bool = True, **kwargs: Any
+    ) -> dict[str, Any]:
         """The full state of the model: every parameter and persistent buffer, every alias under its own name.
 
         After deployment all ranks call it; the tensors are on the host.

@@ -60,7 +60,7 @@ class Step:
     ) -> None:
         self._context = context
         self._program = program
-        self._inputs = {value: tensor for value, tensor in zip(context.facts.inputs, inputs, strict=True)}
+        self._inputs = dict(zip(context.facts.inputs, inputs, strict=True))
         self._variant = variant
         self._loss = variant.loss if program.mode == "train_1f1b" else None
         self._options = options
@@ -222,9 +222,10 @@ class Step:
     def _loss_gradient(self, grads: Sequence[Tensor | None]) -> Tensor:
         for part, grad in zip(self._parts, grads, strict=True):
             if grad is not None and part.value != self._loss:
+                name = self._context.facts.values[part.value].name
                 raise RaNNCError(
-                    f'a gradient came back for output "{self._context.facts.values[part.value].name}" besides the loss. '
-                    "The model returned one scalar loss, so its backward ran inside the call. Compute everything "
+                    f'a gradient came back for output "{name}" besides the loss. The model returned one scalar '
+                    "loss, so its backward ran inside the call. Compute everything "
                     "that you differentiate inside the model, or return no scalar from it"
                 )
         loss = next(index for index, part in enumerate(self._parts) if part.value == self._loss)
