@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from pyrannc._native import Graph
 from pyrannc.capture import Captured, capture, flatten
 
 TOLERANCE = 1e-10
@@ -133,6 +134,7 @@ def assert_equals_model() -> Callable[..., Captured]:
         before = [dict(vars(module)) for module in model.modules()]
         captured = capture(model, args, kwargs, device=torch.device("cpu"), rows=rows[0], **options)
         assert before == [dict(vars(module)) for module in model.modules()], "the model was changed"
+        Graph.from_json(captured.graph_json)  # verifies it
         torch.manual_seed(2)
         call = make_call(rows[1])
         call_copy = pytree.tree_map_only(

@@ -237,6 +237,14 @@ def test_equals_model(name: str, rows: tuple[int, int], assert_equals_model: Any
     assert_equals_model(SIMPLE[name]().double(), call, rows)
 
 
+def test_graph_module_runs_as_a_whole(assert_equals_model: Any) -> None:
+    model = nn.Sequential(Fork(), BatchArithmetic()).double()
+    captured = assert_equals_model(model, call)
+    params, (args, _) = dict(model.named_parameters()), call(5)
+    (loss,) = captured.gm(*[params[name] for name in captured.params], *captured.input_tensors(args, {}))
+    torch.testing.assert_close(loss, model(*args))
+
+
 @pytest.mark.parametrize("name", ["dropout", "in_place", "tied"])
 def test_equals_model_in_evaluation(name: str, assert_equals_model: Any) -> None:
     assert_equals_model(SIMPLE[name]().double().eval(), call)
