@@ -131,7 +131,7 @@ def ensure_process_group() -> Process:
         return _state.process
     launch = detect_launch()
     log.configure(launch.rank if default_group is None else dist.get_rank())
-    device = _choose_device(launch, joined=default_group is not None)
+    device = own_device()
     made_default = default_group is None
     if default_group is None:
         default_group = _join(launch, device)
@@ -190,10 +190,17 @@ def _number(environ: Mapping[str, str], name: str) -> int:
         raise ConfigError(f"the launcher's environment variable {name} must be a whole number, but {found}") from None
 
 
-def _choose_device(launch: Launch, *, joined: bool) -> torch.device:
+def own_device() -> torch.device:
+    """Return where this process computes, and make it torch's current CUDA device. Does not join the others.
+
+    Raises:
+        ConfigError: A launcher's variable is missing or not a number.
+        RaNNCError: This host has fewer CUDA devices than processes.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if joined and launch.launcher == "none":
+    launch = detect_launch()
+    if dist.is_initialized() and launch.launcher == "none":
         # Who makes a process group by hand chooses the device by hand too.
         return torch.device("cuda", torch.cuda.current_device())
     count = torch.cuda.device_count()
