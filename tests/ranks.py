@@ -1,12 +1,14 @@
-"""Runs a function on several ranks: real processes with a real process group."""
+"""Runs functions on several ranks: real processes with a real process group."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import socket
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from typing import Any
@@ -14,9 +16,65 @@ from typing import Any
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torchvision", "transformers", "pyrannc", "torch.distributed"])
 
+_GRACE_S = 5.0
+"""How long the other ranks may go on after one has failed: they may wait for it forever."""
+
+_Outcome = tuple[bool, Any]
+
 
 class RankFailed(AssertionError):
-    """A rank raised or died; the text holds every rank's traceback."""
+    """A rank raised or died; the text holds every failed rank's traceback."""
+
+
+class RankPool:
+    """Ranks that stay for several jobs, started as torchrun would start them."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def run(
+        self, job: Callable[..., Any], *args: Any, env: dict[str, str] | None = None, timeout_s: float = 120
+    ) -> list[Any]:
+        """Calls ``job(*args)`` on every rank, with ``env`` added to the environment; returns the results by rank.
+
+        Raises:
+            RankFailed: a rank raised, died, or did not end in time. The next job gets new ranks.
+        """
+        if not self._ranks:
+            self._start()
+        for _, connection in self._ranks:
+            connection.send((job, args, env or {}))
+        outcomes = _collect([connection for _, connection in self._ranks], timeout_s)
+        failures = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
+        if failures:
+            self._kill()
+            raise RankFailed("\n".join(failures))
+        return [value for _, value in outcomes]
+
+    def close(self) -> None:
+        """Lets the ranks leave."""
+        for _, connection in self._ranks:
+            connection.send(None)
+        for process, _ in self._ranks:
+            process.join(_GRACE_S)
+        self._kill()
+
+    def _start(self) -> None:
+        port = _free_port()
+        for rank in range(self._world_size):
+            here, there = _CONTEXT.Pipe()
+            variables = _launch_variables(rank, self._world_size, port)
+            process = _CONTEXT.Process(target=_serve, args=(there, variables), daemon=True)
+            process.start()
+            there.close()
+            self._ranks.append((process, here))
+
+    def _kill(self) -> None:
+        for process, connection in self._ranks:
+            process.kill()
+            connection.close()
+        self._ranks.clear()
 
 
 def run_ranks(
@@ -26,63 +84,71 @@ def run_ranks(
     env: dict[str, str] | None = None,
     timeout_s: float = 120,
 ) -> list[Any]:
-    """Calls ``job(*args)`` in ``world_size`` processes, as torchrun would start them; returns their results by rank.
+    """Calls ``job(*args)`` in ``world_size`` new processes; returns their results by rank.
 
     Raises:
         RankFailed: a rank raised, died, or did not end in time.
     """
-    port = _free_port()
-    started = []
-    for rank in range(world_size):
-        receiver, sender = _CONTEXT.Pipe(duplex=False)
-        variables = _launch_variables(rank, world_size, port) | (env or {})
-        process = _CONTEXT.Process(target=_run, args=(sender, variables, job, args), daemon=True)
-        process.start()
-        sender.close()
-        started.append((process, receiver))
+    pool = RankPool(world_size)
     try:
-        outcomes = _collect([receiver for _, receiver in started], timeout_s)
+        return pool.run(job, *args, env=env, timeout_s=timeout_s)
     finally:
-        for process, _ in started:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-    failures = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(outcomes) if not ok]
-    if failures:
-        raise RankFailed("\n".join(failures))
-    return [value for _, value in outcomes]
+        pool.close()
 
 
-def _collect(receivers: list[Connection], timeout_s: float) -> list[tuple[bool, Any]]:
-    outcomes: dict[Connection, tuple[bool, Any]] = {}
-    while len(outcomes) < len(receivers):
-        ready = wait_for([r for r in receivers if r not in outcomes], timeout_s)
+def _collect(connections: list[Connection], timeout_s: float) -> list[_Outcome]:
+    outcomes: dict[Connection, _Outcome] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(outcomes) < len(connections):
+        ready = wait_for([c for c in connections if c not in outcomes], max(0.0, deadline - time.monotonic()))
         if not ready:
             break
-        for receiver in ready:
-            assert isinstance(receiver, Connection)
-            try:
-                outcomes[receiver] = receiver.recv()
-            except EOFError:
-                outcomes[receiver] = (False, "ended without a result")
-    return [outcomes.get(receiver, (False, f"no result within {timeout_s} s")) for receiver in receivers]
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            outcomes[connection] = _receive(connection)
+            if not outcomes[connection][0]:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+    return [outcomes.get(connection, (False, "no result in time")) for connection in connections]
 
 
-def _run(sender: Connection, variables: dict[str, str], job: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _receive(connection: Connection) -> _Outcome:
+    try:
+        outcome: _Outcome = connection.recv()
+    except (EOFError, ConnectionResetError):
+        return False, "ended without a result"
+    return outcome
+
+
+def _serve(connection: Connection, variables: dict[str, str]) -> None:
     os.environ.update(variables)
     import torch
 
-    torch.set_num_threads(1)
-    try:
-        result = (True, job(*args))
-    except BaseException:
-        result = (False, traceback.format_exc())
-    sender.send(result)
-    sender.close()
-    if result[0]:
-        import pyrannc
+    import pyrannc
 
-        pyrannc.clear()
+    torch.set_num_threads(1)
+    while (message := connection.recv()) is not None:
+        job, args, env = message
+        with _environment(env):
+            connection.send(_attempt(job, args))
+    pyrannc.clear()
+
+
+def _attempt(job: Callable[..., Any], args: tuple[Any, ...]) -> _Outcome:
+    try:
+        return True, job(*args)
+    except BaseException:
+        return False, traceback.format_exc()
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _launch_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -93,6 +159,7 @@ def _launch_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "RANNC_LOG": "error",
     }
 
 

@@ -1,0 +1,87 @@
+"""Plans made to order: any division over any ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import nn
+
+from pyrannc._native import Graph, Plan
+from pyrannc.capture import capture
+from pyrannc.errors import PlanError
+
+
+def graph_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Graph:
+    """The Graph of one call."""
+    return Graph.from_json(capture(model, args, kwargs, device=torch.device("cpu"), rows=rows).graph_json)
+
+
+def searched_plan(graph: Graph, replicas: Sequence[int], microbatches: int, batch_rows: int) -> Plan:
+    """The best Plan with these Replicas for each Stage."""
+    settings = {
+        "world_size": sum(replicas),
+        "batch_rows": max(batch_rows, microbatches, sum(replicas)),
+        "replicas": list(replicas),
+        "microbatches": microbatches,
+    }
+    return Plan.search(graph, "cpu", 1, sum(replicas), json.dumps(settings))
+
+
+def main_op_count(graph: Graph) -> int:
+    """Number of Ops that a Plan divides."""
+    whole = json.loads(searched_plan(graph, [1], 1, 1).to_json())
+    count: int = whole["stages"][0]["ops"]["end"]
+    return count
+
+
+def cut_plan(graph: Graph, cuts: Sequence[int], ranks: Sequence[Sequence[int]], microbatches: int) -> Plan:
+    """A Plan with cuts before these main Ops, and these ranks for each Stage.
+
+    Raises:
+        PlanError: a cut is not possible there.
+    """
+    form = json.loads(searched_plan(graph, [1], 1, 1).to_json())
+    (whole,) = form["stages"]
+    whole["predicted"] = _zeroed(whole["predicted"])
+    ends = [0, *cuts, whole["ops"]["end"]]
+    form["stages"] = [
+        {**whole, "ops": {"first": first, "end": end}, "ranks": list(members)}
+        for first, end, members in zip(ends, ends[1:], ranks, strict=True)
+    ]
+    form["predicted"] = _zeroed(form["predicted"])
+    form["world_size"] = sum(len(members) for members in ranks)
+    form["microbatches"] = microbatches
+    plan = Plan.from_json(sealed(form))
+    plan.partition(graph)
+    return plan
+
+
+def possible_cuts(graph: Graph) -> list[int]:
+    """Main Ops before which a Stage may begin."""
+    return [cut for cut in range(1, main_op_count(graph)) if _is_possible(graph, cut)]
+
+
+def sealed(form: dict[str, Any]) -> str:
+    """A plan file's text with the right checksum."""
+    form = {**form, "checksum": ""}
+    compact = json.dumps(form, separators=(",", ":"), ensure_ascii=False)
+    return json.dumps({**form, "checksum": sha256(compact.encode()).hexdigest()})
+
+
+def _is_possible(graph: Graph, cut: int) -> bool:
+    try:
+        cut_plan(graph, [cut], [[0], [1]], 1)
+    except PlanError:
+        return False
+    return True
+
+
+def _zeroed(item: Any) -> Any:
+    """The same form with zeros: the JSON of other numbers differs between languages."""
+    if isinstance(item, dict):
+        return {key: _zeroed(value) for key, value in item.items()}
+    return type(item)(0)
