@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, anyhow, ensure};
 use rannc_cost::Cluster;
 use rannc_ir::Graph;
 use rannc_plan::Plan;
@@ -36,8 +36,8 @@ fn show_graph(path: &Path, text: bool) -> Result<String> {
 }
 
 fn read_graph(path: &Path) -> Result<Graph> {
-    let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-    Graph::from_json(&text).with_context(|| path.display().to_string())
+    let text = fs::read_to_string(path).map_err(|error| anyhow!("cannot read {}: {error}", path.display()))?;
+    Graph::from_json(&text).map_err(|error| anyhow!("{}: {error}", path.display()))
 }
 
 fn plan(args: PlanArgs) -> Result<String> {

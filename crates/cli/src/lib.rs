@@ -30,7 +30,7 @@ pub fn run(args: impl Iterator<Item = OsString>, out: &mut dyn Write, err: &mut 
     match commands::execute(parsed) {
         Ok(text) => written(out.write_all(text.as_bytes()).and_then(|()| out.flush())),
         Err(error) => {
-            let _ = writeln!(err, "error: {error:#}");
+            let _ = writeln!(err, "error: {error}");
             FAILED
         }
     }

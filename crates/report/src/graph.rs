@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use rannc_cost::{base_name, format_bytes, tensor_bytes};
+use rannc_cost::{Cluster, base_name, format_bytes, tensor_bytes};
 use rannc_ir::{Analysis, Graph, ValueId};
+use rannc_search::Blocks;
 
 use crate::table::table;
 
@@ -14,6 +15,8 @@ const LISTED_OPS: usize = 15;
 pub fn graph_summary(graph: &Graph) -> String {
     let analysis = Analysis::new(graph);
     let cuts = analysis.cuts.iter().filter(|refusal| refusal.is_none()).count().saturating_sub(2);
+    let host = Cluster::preset("cpu", 1, 1).expect("one node with one device").device;
+    let blocks = Blocks::new(graph, &analysis, &host, 1, graph.sample_rows);
     let bytes = |value: ValueId| tensor_bytes(&graph.values[value]).at(0) as u64;
     let params_bytes = graph.params.values().map(|param| bytes(param.value)).sum();
     let buffers_bytes = graph.buffers.values().map(|buffer| bytes(buffer.value)).sum();
@@ -27,6 +30,7 @@ pub fn graph_summary(graph: &Graph) -> String {
         ("Hash", graph.hash()),
         ("Ops", format!("{}, of which {} are batch-free", graph.ops.len(), graph.ops.len() - analysis.main_ops.len())),
         ("Places to cut", cuts.to_string()),
+        ("Blocks", format!("{}, of {} different kinds", blocks.blocks.len(), blocks.kinds)),
         ("Parameters", format!("{} elements, {}", elements.sum::<u64>(), format_bytes(params_bytes))),
         ("Buffers", format!("{}, {}", graph.buffers.len(), format_bytes(buffers_bytes))),
         ("Inputs", graph.inputs.len().to_string()),
@@ -65,6 +69,7 @@ mod tests {
         assert!(text.starts_with("Graph         Mlp (training)\n"), "{text}");
         assert!(text.contains("Ops           7, of which 0 are batch-free\n"), "{text}");
         assert!(text.contains("Places to cut 6\n"), "{text}");
+        assert!(text.contains("Blocks        7, of 4 different kinds\n"), "{text}");
         assert!(text.contains("Parameters    216 elements, 864 B\n"), "{text}");
         assert!(text.contains("linear") && text.contains("relu"));
     }

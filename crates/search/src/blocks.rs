@@ -17,7 +17,9 @@ use rannc_plan::StageOps;
 use crate::atoms::atoms;
 
 /// Fewest Blocks to aim for.
-const MIN_BLOCKS: usize = 64;
+const MIN_BLOCKS: usize = 128;
+/// Most Blocks: the search's time and memory grow with their square.
+const MAX_BLOCKS: usize = 192;
 /// Blocks to aim for, for each device.
 const BLOCKS_PER_DEVICE: usize = 4;
 /// Levels of nested repeated modules that are told apart.
@@ -44,7 +46,7 @@ pub struct Blocks {
 impl Blocks {
     /// Divides a verified graph for so many devices of one kind; times are taken at `rows` rows.
     pub fn new(graph: &Graph, analysis: &Analysis, device: &Device, devices: u32, rows: u64) -> Self {
-        let target = MIN_BLOCKS.max(BLOCKS_PER_DEVICE * devices as usize);
+        let target = (BLOCKS_PER_DEVICE * devices as usize).clamp(MIN_BLOCKS, MAX_BLOCKS);
         let measured = measure(graph, analysis, device, rows);
         let ranges = merge(&measured, target);
         let mut kinds: HashMap<String, u32> = HashMap::new();
@@ -256,17 +258,17 @@ mod tests {
 
     #[test]
     fn repeated_layers_give_equal_blocks() {
-        let blocks = divided(&mlp(40, 8), 1);
-        assert!(blocks.blocks.len() <= MIN_BLOCKS && blocks.blocks.len() > 30, "{}", blocks.blocks.len());
+        let blocks = divided(&mlp(80, 8), 1);
+        assert!(blocks.blocks.len() <= MIN_BLOCKS && blocks.blocks.len() >= 80, "{}", blocks.blocks.len());
         assert!(blocks.kinds <= 4, "{}", blocks.kinds);
         let cuts_layers = blocks.blocks.iter().filter(|block| block.ops.first % 2 == 0).count();
-        assert!(cuts_layers >= 40);
+        assert!(cuts_layers >= 80);
     }
 
     #[test]
     fn many_layers_are_gathered_whole() {
         let blocks = divided(&mlp(300, 8), 1);
-        assert!((33..=MIN_BLOCKS).contains(&blocks.blocks.len()), "{}", blocks.blocks.len());
+        assert!((65..=MIN_BLOCKS).contains(&blocks.blocks.len()), "{}", blocks.blocks.len());
         assert!(blocks.blocks.iter().all(|block| block.ops.first % 2 == 0));
     }
 
