@@ -98,7 +98,12 @@ def test_srun(script: Path) -> None:
     for rank in "01":
         task = environment(SLURM_PROCID=rank, SLURM_LOCALID=rank, **common)
         tasks.append(subprocess.Popen(command, env=task, stdout=subprocess.PIPE, text=True))
-    assert [task.communicate(timeout=60)[0].strip() for task in tasks] == PAIR
+    try:
+        assert [task.communicate(timeout=120)[0].strip() for task in tasks] == PAIR
+    finally:
+        for started in tasks:
+            started.kill()
+            started.wait()
 
 
 def test_group_of_the_program(tmp_path: Path) -> None:
