@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,7 @@ class RaNNCModule(nn.Module):
         ready: True once a Plan is deployed.
         model: the wrapped model.
         optimizer: the optimizer, or None.
-        device: where this rank computes; None before the first call.
+        device: where this rank computes, and where its inputs must be.
         name_to_param: all parameters of the model by first name.
         used_param_ids: ``id`` of each parameter that some Stage uses; empty before the first call.
 
@@ -80,7 +82,7 @@ class RaNNCModule(nn.Module):
         # Not registered as a sub-module: names of parameters stay the model's own.
         self.__dict__["model"] = model
         self.optimizer = optimizer
-        self.device: torch.device | None = None
+        self.device = process.own_device()
         self.name_to_param = dict(model.named_parameters())
         self.used_param_ids: set[int] = set()
         self.training = model.training
@@ -190,7 +192,6 @@ class RaNNCModule(nn.Module):
         return rows
 
     def _add_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Variant:
-        assert self.device is not None, "known since the call began"
         get_logger("Decomposer").info("capturing %s", type(self.model).__name__)
         variant = Variant(self.model, args, kwargs, self.device, rows)
         _log.info(
@@ -199,6 +200,11 @@ class RaNNCModule(nn.Module):
             len(variant.facts.params),
             f"{sum(param.numel() for param in self.name_to_param.values()):,}",
         )
+        if variant.captured.assumptions and process.get_rank() == 0:
+            told = "\n".join(f"  {item.expr} = {item.value} at {item.where}" for item in variant.captured.assumptions)
+            _log.warning(
+                "the model asks its data questions; every batch must give the answers of this one:\n%s", told
+            )
         if self._deployment is not None:
             first = self._numbered[0]
             variant.divide(agree.together(lambda: first.partition.follow(first.graph, variant.graph)))
@@ -208,7 +214,6 @@ class RaNNCModule(nn.Module):
     # Deployment
 
     def _deploy(self, variant: Variant, rows: tuple[int, ...]) -> None:
-        assert self.device is not None, "known since the call began"
         total = sum(rows) if self._gather_inputs else rows[0]
         if self._config.partitioning_dry_run_np:
             dry_run(variant.graph, self._config, self.optimizer, self.device, total, variant.loss is not None)
@@ -237,7 +242,7 @@ class RaNNCModule(nn.Module):
             owned = self._deployment.owned()
             self._narrowed = NarrowedOptimizer(self.optimizer, names, self._deployment.is_local, owned.__contains__)
         if process.get_rank() == 0:
-            get_logger("DPStaging").info("deployed this plan:\n%s", plan.table(total))
+            get_logger("DPStaging").info("deployed this plan:\n%s", plan.tables(self._config.mem_limit_bytes))
             if self._config.save_deployment and self._config.deployment_file:
                 plan.write(self._config.deployment_file)
 
@@ -253,6 +258,12 @@ class RaNNCModule(nn.Module):
     def ready(self) -> bool:
         """True once a Plan is deployed."""
         return self._deployment is not None
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The deployed Plan as the content of its file: Stages, ranks, microbatches, predicted time and memory."""
+        content: dict[str, Any] = json.loads(self._deployed("plan").plan.to_json())
+        return content
 
     def undeploy(self) -> None:
         """Gives every rank the whole model and optimizer back, on the host. All ranks call it."""

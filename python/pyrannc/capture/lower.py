@@ -218,7 +218,10 @@ class _Lowering:
             return {"float": repr(argument)}
         if isinstance(argument, (str, complex)):
             return {"str": str(argument)}
-        if isinstance(argument, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+        if isinstance(argument, torch.device):
+            # Without the index, which differs from rank to rank.
+            return {"torch": argument.type}
+        if isinstance(argument, (torch.dtype, torch.layout, torch.memory_format)):
             return {"torch": str(argument)}
         raise CaptureError(
             f"{place_of(node)} calls {target_name(node.target)} with an argument of type "
