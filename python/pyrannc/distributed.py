@@ -64,7 +64,7 @@ def show_deployment(path: str | Path, batch_size: int) -> None:
     Raises:
         PlanFileError: the file is damaged or of another version.
     """
-    print(Plan.read(str(path)).table(batch_size))
+    print(Plan.read(str(path)).deployment(batch_size))
 
 
 def _unavailable(name: str) -> RaNNCError:

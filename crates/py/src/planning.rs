@@ -87,10 +87,15 @@ impl Plan {
         self.0.check_graph(&graph.0).or_raise(ErrorClass::PLAN_FILE)
     }
 
-    /// A table of Stages; for a batch of `batch_rows` rows if given.
-    #[pyo3(signature = (batch_rows=None))]
-    fn table(&self, batch_rows: Option<u64>) -> String {
-        format!("{batch_rows:?} {}", self.0.to_json())
+    /// Tables of the Stages with predicted times and memory; `limit_bytes` is what a device may use.
+    #[pyo3(signature = (limit_bytes=None))]
+    fn tables(&self, limit_bytes: Option<u64>) -> String {
+        rannc_report::plan_tables(&self.0, limit_bytes)
+    }
+
+    /// The Stages, their ranks, and the rows that each of them gets of a batch of `batch_rows` rows.
+    fn deployment(&self, batch_rows: u64) -> String {
+        rannc_report::deployment(&self.0, batch_rows)
     }
 
     /// Divides the Graph that the Plan was made for.
