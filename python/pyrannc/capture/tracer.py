@@ -236,9 +236,11 @@ def _trace_rows(rows: int, tensors: Sequence[Tensor]) -> int:
 
 
 def _with_rows(tensor: Tensor, rows: int, trace_rows: int) -> Tensor:
-    """``tensor`` with its rows repeated in turn, if dimension 0 is the batch."""
+    """``tensor`` with its rows repeated in turn (zeros for none), if dimension 0 is the batch."""
     if tensor.dim() == 0 or tensor.shape[0] != rows or rows == trace_rows:
         return tensor
+    if rows == 0:
+        return tensor.detach().new_zeros(trace_rows, *tensor.shape[1:]).requires_grad_(tensor.requires_grad)
     index = torch.arange(trace_rows, device=tensor.device) % rows
     return tensor.detach().index_select(0, index).requires_grad_(tensor.requires_grad)
 
