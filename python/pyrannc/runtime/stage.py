@@ -91,7 +91,7 @@ class _Writer:
             *part.receives,
         ]
         for value in feeds:
-            self._nodes[value] = self.graph.placeholder(facts.values[value].name)
+            self._nodes[value] = self.graph.placeholder(f"v{value}")
         for entry in part.inputs:
             # The user's tensors are never changed, even if the model works on them in place.
             if entry.value in facts.mutated_roots:
