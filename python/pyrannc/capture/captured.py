@@ -120,7 +120,7 @@ def capture(
         call_signature = signature(model, args, kwargs)
         traced = trace(model, tuple(args), kwargs, device, rows, leaf_modules)
         cleaned = clean(traced)
-        lowered = lower(traced, cleaned, _qualified_name(model), model.training, rows)
+        lowered = lower(traced, cleaned, _qualified_name(model), model.training, max(1, rows))
     except RaNNCError:
         raise
     except Exception as error:
