@@ -21,7 +21,6 @@ from .models import RECIPES, Batch, Recipe
 from .plans import graph_of, searched_plan
 from .reference import OPTIMIZERS, Division, Reference, take
 
-TOLERANCE = 1e-10
 STEPS = 5
 
 
@@ -67,8 +66,13 @@ class Case:
 
 @dataclass
 class Differences:
-    """What is not as it should be, in words."""
+    """What is not as it should be, in words.
 
+    Attributes:
+        tolerance: by how much numbers may differ, relative to their size if that is above one.
+    """
+
+    tolerance: float = 1e-10
     found: list[str] = field(default_factory=list)
 
     def compare(self, what: str, got: Any, expected: Any) -> None:
@@ -79,7 +83,7 @@ class Differences:
             self.found.append(f"{what}: {got_form} instead of {form}")
             return
         for index, (mine, right) in enumerate(zip(got_leaves, leaves, strict=True)):
-            text = _difference(mine, right)
+            text = _difference(mine, right, self.tolerance)
             if text:
                 self.found.append(f"{what}, leaf {index}: {text}")
 
@@ -88,13 +92,13 @@ class Differences:
             self.found.append(text)
 
 
-def _difference(got: Any, expected: Any) -> str:
+def _difference(got: Any, expected: Any, tolerance: float) -> str:
     if not isinstance(expected, Tensor) or not isinstance(got, Tensor):
         same = got is None and expected is None if got is None or expected is None else got == expected
         return "" if same else f"{got!r} instead of {expected!r}"
     if got.shape != expected.shape or got.dtype != expected.dtype:
         return f"{got.dtype} {tuple(got.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
-    if torch.allclose(got.detach(), expected.detach(), rtol=TOLERANCE, atol=TOLERANCE):
+    if torch.allclose(got.detach(), expected.detach(), rtol=tolerance, atol=tolerance):
         return ""
     apart = (got.detach().double() - expected.detach().double()).abs().max().item()
     return f"differs by {apart:.3g}"
@@ -136,7 +140,7 @@ class _Check:
     def __init__(self, case: Case, folder: Path) -> None:
         self.case = case
         self.recipe = RECIPES[case.model]
-        self.differences = Differences()
+        self.differences = Differences(self.recipe.tolerance)
         # Rank 0's parameters count.
         model = make_model(self.recipe, process.get_rank())
         self.reference = Reference(make_model(self.recipe), self.recipe, case.optimizer)
@@ -188,7 +192,8 @@ class _Check:
         target = batch[2][local_slice(case.rows)] if case.gather_inputs else batch[2]
         self.optimizer.zero_grad()
         recipe.criterion(output, target).backward()
-        self._compare_gradients(step)
+        if step in (0, STEPS - 1):
+            self._compare_gradients(step)
         if case.input_grads:
             self._compare_input_gradients(step, local, batch)
         self.optimizer.step()

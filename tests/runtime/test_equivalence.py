@@ -15,7 +15,7 @@ CASES = [
     # One rank: only microbatches.
     Case("chain", (7,), microbatches=3, optimizer="sgd"),
     Case("bert", (3,), microbatches=2, optimizer="adamw"),
-    Case("resnet50", (2,), microbatches=1, optimizer="sgd"),
+    Case("resnet50", (4,), microbatches=2, optimizer="sgd"),
     # Two ranks.
     Case("chain", (4, 4), stages=2, microbatches=8),
     Case("chain", (5, 2), stages=1, microbatches=2, input_grads=True),
@@ -53,8 +53,8 @@ CASES = [
     Case("frozen", (2, 2, 2, 2), replicas=(2, 1, 1), microbatches=2, optimizer="adamw"),
     Case("shared_input", (2, 2, 2, 2), stages=4, microbatches=3, inputs="first", input_grads=True),
     Case("bert", (2, 1, 3, 2), replicas=(1, 2, 1), microbatches=3),
-    Case("gpt2", (2, 2, 2, 2), stages=4, microbatches=3),
-    Case("resnet50", (1, 1, 1, 1), stages=2, microbatches=1, optimizer="sgd"),
+    Case("gpt2_labels", (2, 2, 2, 2), stages=4, microbatches=3, optimizer="sgd"),
+    Case("resnet50", (1, 1, 1, 1), replicas=(2, 2), microbatches=1, optimizer="sgd"),
 ]
 
 
