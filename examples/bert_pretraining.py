@@ -39,8 +39,8 @@ MASKED_SHARE = 0.15
 LEARNING_RATE = 5e-4
 
 # Both runs add the same numbers in different orders. Measured differences are some hundred times smaller.
-LOSS_TOLERANCE = 1e-3
-PARAMETER_TOLERANCE = 1e-3
+LOSS_TOLERANCE = 1e-4
+PARAMETER_TOLERANCE = 1e-4
 
 Batch = dict[str, Tensor]
 
@@ -70,14 +70,15 @@ def main() -> int:
     settings = parse_arguments()
     rank, ranks = pyrannc.get_rank(), pyrannc.get_world_size()
     console = Console(quiet=rank != 0)
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # in every process, so that four of them do not get into each other's way
     text, files = read_text()
     model = make_model(settings)
     plain = copy.deepcopy(model)
     params = sum(param.numel() for param in model.parameters())
     console.print(f"Text: {len(text):,} bytes of {files} source files. Model: {params:,} parameters.")
 
-    limit_memory(model)
+    if ranks > 1:
+        limit_memory(model)
     optimizer = make_optimizer(model)
     parallel = pyrannc.RaNNCModule(model, optimizer)
     batches = [make_batch(text, ranks * settings.batch_per_rank, settings, step) for step in range(settings.steps)]
@@ -87,7 +88,6 @@ def main() -> int:
 
     agrees = True
     if rank == 0:
-        torch.set_num_threads(os.cpu_count() or 1)
         console.print(f"The same steps in one process, {ranks * settings.batch_per_rank} rows:")
         initial = copy.deepcopy(plain.state_dict())
         alone = train(plain.to(parallel.device), make_optimizer(plain), batches, parallel.device, console)
@@ -100,6 +100,7 @@ def main() -> int:
 def parse_arguments() -> Settings:
     parser = argparse.ArgumentParser(
         description="Pre-train a small BERT over all processes and compare with one process.",
+        epilog="The memory limit leaves room for short sequences; set RANNC_MEM_LIMIT_GB for long ones.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--steps", type=int, default=24, help="optimizer steps")
@@ -239,10 +240,8 @@ def compare(together: Run, alone: Run, initial: dict[str, Tensor], console: Cons
     parameter_difference = largest_difference(together.state, alone.state)
     console.print(f"A step took {together.step_s:.2f} s over all processes, {alone.step_s:.2f} s in 1 process.")
     console.print(f"Largest difference of a loss: {loss_difference:.2e} (allowed: {LOSS_TOLERANCE:.0e})")
-    console.print(
-        f"Largest difference of a parameter: {parameter_difference:.2e} (allowed: {PARAMETER_TOLERANCE:.0e}; "
-        f"training moved parameters by up to {largest_difference(alone.state, initial):.2e})"
-    )
+    console.print(f"Largest difference of a parameter: {parameter_difference:.2e} (allowed: {PARAMETER_TOLERANCE:.0e})")
+    console.print(f"Largest change of a parameter by training: {largest_difference(alone.state, initial):.2e}")
     agrees = loss_difference <= LOSS_TOLERANCE and parameter_difference <= PARAMETER_TOLERANCE
     console.print("The runs agree." if agrees else "The runs differ.")
     return agrees
