@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Generator, Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -133,11 +132,26 @@ def local_slice(rows: tuple[int, ...]) -> slice:
 def check(case: Case, folder: str) -> list[str]:
     """Trains both ways and returns what differs on this rank."""
     with double_precision():
-        return _Check(case, Path(folder)).run()
+        twins = Twins(case, folder)
+        for step in range(STEPS):
+            twins.step(step)
+        twins.compare_state("after the last step")
+        twins.module.undeploy()
+        twins.differences.compare("undeployed", dict(twins.module.model.state_dict()), twins.expected_state())
+        return twins.differences.found
 
 
-class _Check:
-    def __init__(self, case: Case, folder: Path) -> None:
+class Twins:
+    """A model that RaNNC trains on all ranks and the same model trained plainly, on the same batches.
+
+    Attributes:
+        module: RaNNC's.
+        optimizer: of ``module``.
+        reference: the plain one.
+        differences: all that was found to differ.
+    """
+
+    def __init__(self, case: Case, folder: str) -> None:
         self.case = case
         self.recipe = RECIPES[case.model]
         self.differences = Differences(self.recipe.tolerance)
@@ -145,30 +159,31 @@ class _Check:
         model = make_model(self.recipe, process.get_rank())
         self.reference = Reference(make_model(self.recipe), self.recipe, case.optimizer)
         self.optimizer = OPTIMIZERS[case.optimizer](model.parameters())
-        with forced(case):
-            self.module = pyrannc.RaNNCModule(
-                model, self.optimizer, case.gather_inputs, load_deployment=self._plan_file(model, folder)
-            )
+        self.module = self._wrap(model, folder)
+
+    def _wrap(self, model: nn.Module, folder: str) -> pyrannc.RaNNCModule:
+        case = self.case
+        file = self._plan_file(model, Path(folder))
+        items = {"RANNC_PARTITION_NUM": str(case.stages), "RANNC_PIPELINE_NUM": str(case.microbatches)}
+        with environment({} if file else items):
+            return pyrannc.RaNNCModule(model, self.optimizer, case.gather_inputs, load_deployment=file)
 
     def _plan_file(self, model: nn.Module, folder: Path) -> Path | None:
         if not self.case.replicas:
             return None
         file = folder / f"{self.case}.json"
         if process.get_rank() == 0:
-            args, kwargs, _ = self._local(make_batch(self.recipe, self.case.total_rows, 0))
+            args, kwargs, _ = self.local(make_batch(self.recipe, self.case.total_rows, 0))
             graph = graph_of(model, args, kwargs, self.case.rows[0])
             searched_plan(graph, self.case.replicas, self.case.microbatches, self.case.total_rows).write(file)
         return file
 
-    def run(self) -> list[str]:
-        for step in range(STEPS):
-            self._step(step)
-        self._compare_state("after the last step")
-        self.module.undeploy()
-        self.differences.compare("undeployed", dict(self.module.model.state_dict()), self._expected_state())
-        return self.differences.found
+    def rewrap(self, case: Case, folder: str) -> None:
+        """Gives the same model and optimizer to a new RaNNCModule."""
+        self.case = case
+        self.module = self._wrap(self.module.model, folder)
 
-    def _local(self, batch: Batch) -> Batch:
+    def local(self, batch: Batch) -> Batch:
         """This rank's part of the global batch, in tensors of its own."""
         case = self.case
         rows = local_slice(case.rows)
@@ -179,26 +194,38 @@ class _Check:
             rows = slice(None)
         return _separate(take(batch, rows, case.total_rows, self.recipe.whole), case.input_grads)
 
-    def _step(self, step: int) -> None:
-        case, recipe = self.case, self.recipe
-        batch = _separate(make_batch(recipe, case.total_rows, step), case.input_grads)
-        args, kwargs, _ = local = self._local(batch)
+    def losses(self, seed: int) -> tuple[Tensor, Tensor]:
+        """The loss of a batch on this rank and that of the plain model, not differentiated yet."""
+        batch = make_batch(self.recipe, self.case.total_rows, seed)
+        args, kwargs, _ = self.local(batch)
+        mine = self.recipe.criterion(self.module(*args, **kwargs), self._target(batch))
+        args, kwargs, target = _separate(batch, False)
+        return mine, self.recipe.criterion(self.reference.model(*args, **kwargs), target)
+
+    def step(self, number: int) -> None:
+        """Trains both on a batch and compares everything."""
+        case = self.case
+        batch = _separate(make_batch(self.recipe, case.total_rows, number), case.input_grads)
+        args, kwargs, _ = local = self.local(batch)
         untouched = [tensor.detach().clone() for tensor in _inputs(local)]
         expected = self.reference.step(_in_the_open(batch, case.input_grads), case.total_rows, self._division())
         output = self.module(*args, **kwargs)
-        self._compare_outputs(step, output, expected)
+        self.compare_outputs(f"step {number}", output, expected)
         for index, (tensor, before) in enumerate(zip(_inputs(local), untouched, strict=True)):
-            self.differences.demand(torch.equal(tensor, before), f"step {step}: input {index} was changed")
-        target = batch[2][local_slice(case.rows)] if case.gather_inputs else batch[2]
+            self.differences.demand(torch.equal(tensor, before), f"step {number}: input {index} was changed")
         self.optimizer.zero_grad()
-        recipe.criterion(output, target).backward()
-        if step in (0, STEPS - 1):
-            self._compare_gradients(step)
+        self.recipe.criterion(output, self._target(batch)).backward()
+        if number in (0, STEPS - 1):
+            self.compare_gradients(f"step {number}")
         if case.input_grads:
-            self._compare_input_gradients(step, local, batch)
+            self._compare_input_gradients(f"step {number}", local, batch)
         self.optimizer.step()
         self.reference.optimizer.step()
         self.reference.optimizer.zero_grad()
+
+    def _target(self, batch: Batch) -> Tensor:
+        """The target for the rows that this rank gets."""
+        return batch[2][local_slice(self.case.rows)] if self.case.gather_inputs else batch[2]
 
     def _division(self) -> Division | None:
         if not self.recipe.batch_norm:
@@ -208,7 +235,8 @@ class _Check:
         rows = self.case.rows if self.case.gather_inputs else (self.case.rows[0],)
         return Division(rows, self.case.microbatches, each)
 
-    def _compare_outputs(self, step: int, output: Any, expected: Any) -> None:
+    def compare_outputs(self, when: str, output: Any, expected: Any) -> None:
+        """Compares this rank's outputs with its rows of the plain model's."""
         case, dim = self.case, self.recipe.row_dim
         rows = local_slice(case.rows) if case.gather_inputs else slice(None)
 
@@ -220,44 +248,35 @@ class _Check:
         if not case.gather_inputs and process.get_rank() != 0 and isinstance(output, dict):
             # An input handed through is this rank's own.
             output, expected = ({k: v for k, v in item.items() if k != "input"} for item in (output, expected))
-        self.differences.compare(f"outputs of step {step}", output, pytree.tree_map(own, expected))
-        grads = [[leaf.requires_grad for leaf in pytree.tree_leaves(item) if isinstance(leaf, Tensor)]
-                 for item in (output, expected)]
-        self.differences.demand(grads[0] == grads[1], f"step {step}: outputs require gradients: {grads}")
+        self.differences.compare(f"outputs, {when}", output, pytree.tree_map(own, expected))
+        self.differences.compare(f"requires_grad, {when}", _requires_grad(output), _requires_grad(expected))
 
-    def _compare_gradients(self, step: int) -> None:
+    def compare_gradients(self, when: str) -> None:
+        """Compares the gradients of all parameters."""
         for name, param in self.reference.model.named_parameters():
-            self.differences.compare(f"gradient of {name}, step {step}", self.module.get_param_grad(name), param.grad)
+            self.differences.compare(f"gradient of {name}, {when}", self.module.get_param_grad(name), param.grad)
 
-    def _compare_input_gradients(self, step: int, local: Batch, batch: Batch) -> None:
+    def _compare_input_gradients(self, when: str, local: Batch, batch: Batch) -> None:
         case = self.case
-        rank = process.get_rank()
         for index, (mine, whole) in enumerate(zip(_inputs(local), _inputs(batch), strict=True)):
             if not mine.requires_grad:
                 continue
-            what = f"gradient of input {index}, step {step}"
             expected = whole.grad
             assert expected is not None
             if whole.dim() == 0 or not case.gather_inputs:
-                expected = expected if rank == 0 else torch.zeros_like(mine)
+                expected = expected if process.get_rank() == 0 else torch.zeros_like(mine)
             else:
                 expected = expected[local_slice(case.rows)]
-            self.differences.compare(what, mine.grad, expected)
+            self.differences.compare(f"gradient of input {index}, {when}", mine.grad, expected)
 
-    def _compare_state(self, when: str) -> None:
+    def compare_state(self, when: str) -> None:
+        """Compares all parameters and buffers, under all their names."""
         state = self.module.state_dict(rank0_only=False)
-        self.differences.compare(f"state {when}", dict(state), self._expected_state())
+        self.differences.compare(f"state {when}", dict(state), self.expected_state())
 
-    def _expected_state(self) -> dict[str, Tensor]:
+    def expected_state(self) -> dict[str, Tensor]:
+        """The plain model's parameters and buffers."""
         return dict(self.reference.model.state_dict())
-
-
-@contextmanager
-def forced(case: Case) -> Iterator[None]:
-    """The configuration that forces the case's number of Stages and microbatches."""
-    items = {"RANNC_PARTITION_NUM": str(case.stages), "RANNC_PIPELINE_NUM": str(case.microbatches)}
-    with environment({} if case.replicas else items):
-        yield
 
 
 @contextmanager
@@ -293,3 +312,7 @@ def _in_the_open(batch: Batch, input_grads: bool) -> Batch:
 def _inputs(batch: Batch) -> list[Tensor]:
     args, kwargs, _ = batch
     return [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+
+
+def _requires_grad(output: Any) -> list[bool]:
+    return [leaf.requires_grad for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]

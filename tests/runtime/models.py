@@ -140,7 +140,8 @@ class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(inputs, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()) for inputs in (3, 4, 4)
+            nn.Sequential(nn.Conv2d(inputs, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+            for inputs in (3, 4, 4)
         )
         self.head = nn.Linear(4, CLASSES)
 
@@ -228,7 +229,13 @@ class Keywords(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(
-        self, x: Tensor, *, shift: Tensor | None = None, scale: Tensor, missing: Tensor | None = None, twice: bool = False
+        self,
+        x: Tensor,
+        *,
+        shift: Tensor | None = None,
+        scale: Tensor,
+        missing: Tensor | None = None,
+        twice: bool = False,
     ) -> Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x) * scale)
