@@ -64,7 +64,7 @@ class Randomness:
             self._generator.set_state(state)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Placer:
     """A callable that generated code can name."""
 
