@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 /// The core of RaNNC.
 #[pymodule]
 mod _native {
-    use std::io::Write;
+    use std::ffi::OsString;
 
     use pyo3::prelude::*;
 
@@ -25,9 +25,7 @@ mod _native {
 
     /// Runs the `rannc` command; `args` starts with the name of the program. Returns the exit status.
     #[pyfunction]
-    fn run_cli(args: Vec<String>) -> PyResult<i32> {
-        let program = args.first().map_or("rannc", String::as_str);
-        writeln!(std::io::stdout(), "{program} {version}")?;
-        Ok(0)
+    fn run_cli(py: Python<'_>, args: Vec<OsString>) -> i32 {
+        py.detach(|| rannc_cli::run(args.into_iter(), &mut std::io::stdout(), &mut std::io::stderr()))
     }
 }

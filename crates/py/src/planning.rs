@@ -148,7 +148,8 @@ impl Program {
         let mode: Mode = serde_json::from_value(mode.into()).or_raise(ErrorClass::PLAN)?;
         py.detach(|| {
             let batch = Batch { rows_per_rank, gather_inputs };
-            let program = rannc_plan::build(&plan.0.placement(), &partition.0, &batch, mode).or_raise(ErrorClass::PLAN)?;
+            let program =
+                rannc_plan::build(&plan.0.placement(), &partition.0, &batch, mode).or_raise(ErrorClass::PLAN)?;
             rannc_plan::check(&program, &partition.0).or_raise(ErrorClass::PLAN)?;
             Ok(Self { program })
         })
