@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-
 from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -95,7 +94,6 @@ class RaNNCModule(nn.Module):
         self._variants: dict[Hashable, Variant] = {}
         self._numbered: list[Variant] = []
         self._steps = 0
-        self._was_training = False
 
     # The call
 
@@ -121,9 +119,7 @@ class RaNNCModule(nn.Module):
         assert self._deployment is not None, "deployed above"
         mode = self._mode(variant)
         program = self._deployment_program(variant, rows, mode)
-        if mode == "forward" and self._was_training:
-            self._deployment.sync_buffers()
-        self._was_training = mode != "forward"
+        self._deployment.sync_buffers(variant)
         settings = process_settings()
         step = Step(
             self._deployment.context(variant),
@@ -165,13 +161,12 @@ class RaNNCModule(nn.Module):
             number = _NEW if known is None else self._numbered.index(known)
         except Exception as error:
             failure = error
-        everyone = agree.gather_numbers((number, rows))
-        numbers = {found for found, _ in everyone}
-        if _FAILED in numbers:
+        everyone = agree.gather_numbers((number, rows, _switches()))
+        if any(found == _FAILED for found, _, _ in everyone):
             agree.raise_together(failure)
-        all_rows = tuple(count for _, count in everyone)
-        if len(numbers) > 1:
-            raise MismatchError(_different_calls(tensors))
+        all_rows = tuple(count for _, count, _ in everyone)
+        if len({(found, switches) for found, _, switches in everyone}) > 1:
+            raise MismatchError(_different_calls(self.model, tensors))
         if number == _NEW:
             self._variants[key] = self._add_variant(args, kwargs, rows)
         return self._variants[key], tensors, all_rows
@@ -202,9 +197,7 @@ class RaNNCModule(nn.Module):
         )
         if variant.captured.assumptions and process.get_rank() == 0:
             told = "\n".join(f"  {item.expr} = {item.value} at {item.where}" for item in variant.captured.assumptions)
-            _log.warning(
-                "the model asks its data questions; every batch must give the answers of this one:\n%s", told
-            )
+            _log.warning("the model asks its data questions; every batch must give the answers of this one:\n%s", told)
         if self._deployment is not None:
             first = self._numbered[0]
             variant.divide(agree.together(lambda: first.partition.follow(first.graph, variant.graph)))
@@ -446,8 +439,18 @@ def _configured_plan_file(config: configuration.Config) -> Path | None:
     return Path(config.deployment_file) if config.load_deployment else None
 
 
-def _different_calls(tensors: list[Tensor]) -> str:
-    described: list[str] = agree.gather_objects(", ".join(f"{t.dtype} {tuple(t.shape)}" for t in tensors))
+def _switches() -> int:
+    """What else must be the same on all ranks for a call, as one number."""
+    settings = process_settings()
+    return torch.is_grad_enabled() + 2 * settings.delay_grad_allreduce + 4 * settings.keep_graph
+
+
+def _different_calls(model: nn.Module, tensors: list[Tensor]) -> str:
+    mode = "training mode" if model.training else "evaluation mode"
+    if not torch.is_grad_enabled():
+        mode += " without gradients"
+    shapes = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors)
+    described: list[str] = agree.gather_objects(f"{shapes}, in {mode}")
     lines = [f"  rank {rank}: {text}" for rank, text in enumerate(described)]
     return "the ranks call the model with arguments of different shapes or types, or in different modes:\n" + "\n".join(
         lines

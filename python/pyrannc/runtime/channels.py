@@ -24,33 +24,45 @@ _UNMATCHED_SENDS = 2
 class Channels:
     """All channels of this rank.
 
-    Every rank makes the same call, because communicators are made by all of their members.
-
     Args:
-        pairs: (source, destination) of every channel of the job, sorted.
         device: where the tensors are.
     """
 
-    def __init__(self, pairs: Sequence[tuple[int, int]], device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._rank = dist.get_rank()
+        self._device = device
+        self._opened: set[tuple[int, int]] = set()
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._sends: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
-        for pair in pairs:
-            if self._rank in pair:
-                self._groups[pair] = _communicator(pair) if device.type == "cuda" else process.world()
-        if device.type == "cuda":
-            self._connect(device)
 
-    def _connect(self, device: torch.device) -> None:
-        """Sends one number over every channel: NCCL connects at first use, which must not be inside a step."""
-        number = torch.zeros(1, device=device)
-        for source, destination in self._groups:
+    def open(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Makes the channels that are not there yet. All ranks call it.
+
+        Args:
+            pairs: (source, destination) of every channel of the job that is needed, sorted.
+        """
+        new = [pair for pair in pairs if pair not in self._opened]
+        self._opened.update(new)
+        on_gpu = self._device.type == "cuda"
+        for pair in new:
+            # torch tells groups apart by how many a rank has made, so all ranks make all of them.
+            group = dist.new_group(list(pair), backend="nccl") if on_gpu else process.world()
+            if self._rank in pair:
+                assert isinstance(group, dist.ProcessGroup), "both ends of the channel are in its group"
+                self._groups[pair] = group
+        if on_gpu:
+            self._connect([pair for pair in new if self._rank in pair])
+
+    def _connect(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Sends one number over channels: NCCL connects at first use, which must not be inside a step."""
+        number = torch.zeros(1, device=self._device)
+        for source, destination in pairs:
             if source == self._rank:
                 self.send(destination, number, bounded=False)
             else:
                 self.receive(source, number).wait()
         self.finish()
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(self._device)
 
     def send(self, peer: int, tensor: Tensor, *, bounded: bool) -> None:
         """Starts to send a contiguous tensor and keeps it alive until it has gone.
@@ -98,12 +110,6 @@ def exchange(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, 
     if operations:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-
-
-def _communicator(pair: tuple[int, int]) -> dist.ProcessGroup:
-    group = dist.new_group(list(pair), backend="nccl", use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup), "both ends of the channel are in its group"
-    return group
 
 
 def _as_sent(tensor: Tensor) -> Tensor:

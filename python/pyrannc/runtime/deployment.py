@@ -61,12 +61,13 @@ class Deployment:
         self.params = dict(model.named_parameters())
         self.buffers = dict(model.named_buffers())
         self.holders = self._find_holders(variant)
-        self.mutated = self._find_mutated(variant)
+        self._own_buffers: set[str] = set()
         if sync_params and process.get_world_size() > 1:
             self._broadcast_from_first()
         self._move()
         self.gradients = self._make_gradients(variant)
-        self._channels = Channels(plan.channels(variant.partition), device)
+        self._plan = plan
+        self._channels = Channels(device)
         self._randomness = Randomness(device, seed)
         self._record = ActionRecord(watchdog, [_title(number, stage["modules"]) for number, stage in enumerate(stages)])
         self._contexts: dict[int, StageContext] = {}
@@ -87,9 +88,9 @@ class Deployment:
             for name, found in stages.items()
         }
 
-    def _find_mutated(self, variant: Variant) -> list[str]:
-        """Buffers that this rank's Stage changes."""
-        return [variant.facts.buffers[buffer].name for buffer in variant.parts.stages[self.stage].mutated_buffers]
+    def _changed_by(self, variant: Variant) -> set[str]:
+        """Buffers that this rank's Stage changes in a captured call."""
+        return {variant.facts.buffers[buffer].name for buffer in variant.parts.stages[self.stage].mutated_buffers}
 
     def is_local(self, name: str) -> bool:
         """True when this rank's Stage holds the parameter or buffer."""
@@ -142,12 +143,13 @@ class Deployment:
         return self._groups[ranks]
 
     def context(self, variant: Variant) -> StageContext:
-        """This rank's Stage for a captured call."""
+        """This rank's Stage for a captured call. All ranks call it for the same calls in the same order."""
         if id(variant) not in self._contexts:
             self._contexts[id(variant)] = self._make_context(variant)
         return self._contexts[id(variant)]
 
     def _make_context(self, variant: Variant) -> StageContext:
+        self._channels.open(self._plan.channels(variant.partition))
         facts, part = variant.facts, variant.parts.stages[self.stage]
         params = {facts.params[i].value: self.gradients.leaves[facts.params[i].names[0]] for i in part.params}
         buffers = {facts.buffers[i].value: self.buffers[facts.buffers[i].name] for i in part.buffers}
@@ -168,12 +170,17 @@ class Deployment:
         )
 
     @torch.no_grad()
-    def sync_buffers(self) -> None:
-        """Gives the first Replica's buffers to the others of the Stage, as far as the forward changes them."""
+    def sync_buffers(self, variant: Variant) -> None:
+        """Gives the first Replica's buffers to the others of the Stage, where a call only reads them.
+
+        While calls change a buffer, every Replica has its own.
+        """
+        changed = self._changed_by(variant)
         ranks = self._stage_ranks[self.stage]
         if len(ranks) > 1:
-            for name in self.mutated:
+            for name in sorted(self._own_buffers - changed):
                 dist.broadcast(self.buffers[name], ranks[0], group=self._group(ranks))
+        self._own_buffers = changed
 
     @torch.no_grad()
     def bring_back(self) -> None:
