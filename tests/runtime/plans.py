@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from hashlib import sha256
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def cut_plan(graph: Graph, cuts: Sequence[int], ranks: Sequence[Sequence[int]], 
     ends = [0, *cuts, whole["ops"]["end"]]
     form["stages"] = [
         {**whole, "ops": {"first": first, "end": end}, "ranks": list(members)}
-        for first, end, members in zip(ends, ends[1:], ranks, strict=True)
+        for (first, end), members in zip(pairwise(ends), ranks, strict=True)
     ]
     form["predicted"] = _zeroed(form["predicted"])
     form["world_size"] = sum(len(members) for members in ranks)
