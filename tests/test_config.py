@@ -111,11 +111,6 @@ def test_errors_in_the_file(folder: Path, text: str, message: str) -> None:
         ("RANNC_PARTITION_NUM", "2.5", "environment variable RANNC_PARTITION_NUM must be a whole number, not '2.5'"),
         ("RANNC_SAVE_DEPLOYMENT", "yes", "environment variable RANNC_SAVE_DEPLOYMENT must be true or false, not 'yes'"),
         ("RANNC_MIN_PIPELINE", "0", "environment variable RANNC_MIN_PIPELINE must be at least 1, not '0'"),
-        (
-            "RANNC_PARTITIONING_DRY_RUN_NP",
-            "8",
-            "environment variable RANNC_PARTITIONING_DRY_RUN_NP is not available yet",
-        ),
         ("RANNC_LOAD_DEPLOYMENT", "1", "environment variable RANNC_LOAD_DEPLOYMENT needs 'deployment_file'"),
     ],
 )

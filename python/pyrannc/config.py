@@ -217,9 +217,6 @@ def _reject_contradictions(config: Config, sources: Mapping[str, str]) -> None:
             raise ConfigError(f"{sources[name]} needs 'deployment_file', which is not set")
     if config.save_deployment and config.load_deployment:
         reject("save_deployment", "load_deployment", "cannot be set together with")
-    if config.partitioning_dry_run_np:
-        # Going on would train when only a plan was asked for.
-        raise ConfigError(f"{sources['partitioning_dry_run_np']} is not available yet")
 
 
 def _warnings(config: Config, known: Mapping[str, Field[Any]], sources: Mapping[str, str]) -> list[str]:
