@@ -51,16 +51,17 @@ def spawn(ranks: int, stages: int) -> int:
 def train(stages: int) -> None:
     os.environ["RANNC_PARTITION_NUM"] = str(stages)
     os.environ["RANNC_PIPELINE_NUM"] = "4"
-    from models import loss_of, make
+    from models import loss_of, make_batch, make_model
 
     import pyrannc
     from pyrannc import process
 
     joined = process.ensure_process_group()
-    workload = make("chain", 32, [1024, 20], 0, joined.rank)
-    optimizer = torch.optim.SGD(workload.model.parameters(), lr=1e-3)
-    model = pyrannc.RaNNCModule(workload.model, optimizer)
-    batch = {name: tensor.to(joined.device) for name, tensor in workload.batch.items()}
+    module = make_model("chain", [1024, 20], 0)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    model = pyrannc.RaNNCModule(module, optimizer)
+    local = make_batch("chain", 32, [1024, 20], 0, joined.rank)
+    batch = {name: tensor.to(joined.device) for name, tensor in local.items()}
     for step in range(10_000_000):
         if step == 5 and joined.rank == joined.world_size - 1:
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from models import Workload, loss_of, make
+from models import loss_of, make_batch, make_model
 from torch import Tensor, nn
 
 import pyrannc
@@ -30,16 +30,19 @@ def main() -> int:
     if options.microbatches:
         os.environ["RANNC_PIPELINE_NUM"] = str(options.microbatches)
     joined = process.ensure_process_group()
-    batches = [make(options.model, options.rows, options.sizes, s, joined.rank).batch for s in range(options.steps)]
-    workload = make(options.model, options.rows, options.sizes, 0, joined.rank)
-    losses, state, facts = train_with_rannc(workload, batches, joined.device, options)
+
+    def batches_of(rank: int) -> list[dict[str, Tensor]]:
+        return [make_batch(options.model, options.rows, options.sizes, step, rank) for step in range(options.steps)]
+
+    model = make_model(options.model, options.sizes, 0)
+    losses, state, facts = train_with_rannc(model, batches_of(joined.rank), joined.device, options)
     if joined.rank == 0:
-        every_rank = [
-            [make(options.model, options.rows, options.sizes, s, rank).batch for rank in range(joined.world_size)]
-            for s in range(options.steps)
+        every_rank = [batches_of(rank) for rank in range(joined.world_size)]
+        whole = [
+            {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+            for parts in zip(*every_rank, strict=True)
         ]
-        whole = [{name: torch.cat([part[name] for part in parts]) for name in parts[0]} for parts in every_rank]
-        plain = make(options.model, options.rows, options.sizes, 0, 0)
+        plain = make_model(options.model, options.sizes, 0)
         facts |= differences(*train_plain(plain, whole, joined.device, options), losses, state)
         print(json.dumps(facts), flush=True)
     pyrannc.barrier()
@@ -86,10 +89,10 @@ def train(
 
 
 def train_with_rannc(
-    workload: Workload, batches: list[dict[str, Tensor]], device: torch.device, options: argparse.Namespace
+    module: nn.Module, batches: list[dict[str, Tensor]], device: torch.device, options: argparse.Namespace
 ) -> tuple[list[float], dict[str, Tensor], dict[str, object]]:
-    optimizer = optimizer_for(workload.model, options)
-    model = pyrannc.RaNNCModule(workload.model, optimizer)
+    optimizer = optimizer_for(module, options)
+    model = pyrannc.RaNNCModule(module, optimizer)
     losses = torch.tensor(train(model, optimizer, batches, device), device=device)
     peak = torch.tensor([torch.cuda.max_memory_allocated() if device.type == "cuda" else 0], device=device)
     peaks = torch.empty(process.get_world_size(), dtype=peak.dtype, device=device)
@@ -108,9 +111,9 @@ def train_with_rannc(
 
 
 def train_plain(
-    workload: Workload, batches: list[dict[str, Tensor]], device: torch.device, options: argparse.Namespace
+    module: nn.Module, batches: list[dict[str, Tensor]], device: torch.device, options: argparse.Namespace
 ) -> tuple[list[float], dict[str, Tensor]]:
-    model = workload.model.to(device)
+    model = module.to(device)
     losses = train(model, optimizer_for(model, options), batches, device)
     return losses, {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForPreTraining
 
 IGNORED = -100
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model to train.
-
-    Attributes:
-        model: returns its loss, or a batch whose mean square is the loss.
-        batch: the local batch of a rank: tensors by argument name, ``rows`` rows.
-    """
-
-    model: nn.Module
-    batch: dict[str, Tensor]
 
 
 class Chain(nn.Module):
@@ -37,13 +22,35 @@ class Chain(nn.Module):
         return x
 
 
-def chain(rows: int, hidden: int, layers: int, generator: torch.Generator) -> Workload:
-    return Workload(Chain(hidden, layers), {"x": torch.randn(rows, hidden, generator=generator)})
+def make_model(name: str, sizes: list[int], seed: int) -> nn.Module:
+    """The model ``name`` ("chain": hidden, layers; "bert": layers, hidden, sequence)."""
+    torch.manual_seed(seed)
+    if name == "chain":
+        hidden, layers = sizes
+        return Chain(hidden, layers)
+    layers, hidden, sequence = sizes
+    return BertForPreTraining(_bert_config(layers, hidden, sequence))
 
 
-def bert(rows: int, layers: int, hidden: int, sequence: int, generator: torch.Generator) -> Workload:
-    """BERT for pre-training with masked-token and next-sentence losses inside; as many masked tokens in every row."""
-    config = BertConfig(
+def make_batch(name: str, rows: int, sizes: list[int], seed: int, rank: int) -> dict[str, Tensor]:
+    """A rank's batch of ``rows`` rows: tensors by argument name. Every row of a BERT has as many masked tokens."""
+    generator = torch.Generator().manual_seed(seed * 1000 + rank)
+    if name == "chain":
+        return {"x": torch.randn(rows, sizes[0], generator=generator)}
+    layers, hidden, sequence = sizes
+    vocabulary = _bert_config(layers, hidden, sequence).vocab_size
+    tokens = torch.randint(0, vocabulary, (rows, sequence), generator=generator)
+    places = torch.rand(rows, sequence, generator=generator).topk(max(1, sequence * 15 // 100), dim=1).indices
+    return {
+        "input_ids": tokens.scatter(1, places, vocabulary - 1),
+        "attention_mask": torch.ones_like(tokens),
+        "labels": torch.full_like(tokens, IGNORED).scatter(1, places, tokens.gather(1, places)),
+        "next_sentence_label": torch.randint(0, 2, (rows,), generator=generator),
+    }
+
+
+def _bert_config(layers: int, hidden: int, sequence: int) -> BertConfig:
+    return BertConfig(
         num_hidden_layers=layers,
         hidden_size=hidden,
         num_attention_heads=max(1, hidden // 64),
@@ -52,27 +59,6 @@ def bert(rows: int, layers: int, hidden: int, sequence: int, generator: torch.Ge
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    tokens = torch.randint(0, config.vocab_size, (rows, sequence), generator=generator)
-    places = torch.rand(rows, sequence, generator=generator).topk(max(1, sequence * 15 // 100), dim=1).indices
-    labels = torch.full_like(tokens, IGNORED).scatter(1, places, tokens.gather(1, places))
-    batch = {
-        "input_ids": tokens.scatter(1, places, config.vocab_size - 1),
-        "attention_mask": torch.ones_like(tokens),
-        "labels": labels,
-        "next_sentence_label": torch.randint(0, 2, (rows,), generator=generator),
-    }
-    return Workload(BertForPreTraining(config), batch)
-
-
-def make(name: str, rows: int, sizes: list[int], seed: int, rank: int) -> Workload:
-    """The workload ``name`` ("chain": hidden, layers; "bert": layers, hidden, sequence) for one rank."""
-    torch.manual_seed(seed)
-    generator = torch.Generator().manual_seed(seed * 1000 + rank)
-    if name == "chain":
-        hidden, layers = sizes
-        return chain(rows, hidden, layers, generator)
-    layers, hidden, sequence = sizes
-    return bert(rows, layers, hidden, sequence, generator)
 
 
 def loss_of(output: Tensor | object) -> Tensor:

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import loss_of, make
+from models import loss_of, make_batch, make_model
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,26 +70,26 @@ Step = Callable[[], None]
 
 
 def with_ddp(options: argparse.Namespace, device: torch.device) -> tuple[Step, Callable[[], str], Step]:
-    workload = make(options.model, options.rows, options.sizes, 0, process.get_rank())
+    module = make_model(options.model, options.sizes, 0)
     on_gpu = [device.index] if device.type == "cuda" else None
-    model = DistributedDataParallel(workload.model.to(device), device_ids=on_gpu, gradient_as_bucket_view=True)
-    return stepper(model, adam(model), workload.batch, device), lambda: "", lambda: None
+    model = DistributedDataParallel(module.to(device), device_ids=on_gpu, gradient_as_bucket_view=True)
+    return stepper(model, adam(model), options, device), lambda: "", lambda: None
 
 
 def with_fsdp(options: argparse.Namespace, device: torch.device) -> tuple[Step, Callable[[], str], Step]:
-    workload = make(options.model, options.rows, options.sizes, 0, process.get_rank())
-    model = workload.model.to(device)
+    module = make_model(options.model, options.sizes, 0)
+    model = module.to(device)
     layers = model.bert.encoder.layer if options.model == "bert" else model.layers
     for layer in layers:  # type: ignore[union-attr]  # a ModuleList in both
         fully_shard(layer, reshard_after_forward=False)
     fully_shard(model, reshard_after_forward=False)
-    return stepper(model, adam(model), workload.batch, device), lambda: "ZeRO-2-like", lambda: None
+    return stepper(model, adam(model), options, device), lambda: "ZeRO-2-like", lambda: None
 
 
 def with_rannc(options: argparse.Namespace, device: torch.device) -> tuple[Step, Callable[[], str], Step]:
-    workload = make(options.model, options.rows, options.sizes, 0, process.get_rank())
-    optimizer = adam(workload.model)
-    model = pyrannc.RaNNCModule(workload.model, optimizer)
+    module = make_model(options.model, options.sizes, 0)
+    optimizer = adam(module)
+    model = pyrannc.RaNNCModule(module, optimizer)
 
     def describe() -> str:
         shape = " + ".join(str(len(stage["ranks"])) for stage in model.plan["stages"])
@@ -97,14 +97,17 @@ def with_rannc(options: argparse.Namespace, device: torch.device) -> tuple[Step,
         step_ms = model.plan["predicted"]["step_us"] / 1e3
         return f"{shape}, {model.plan['microbatches']} mb; predicted {step_ms:.1f} ms, {predicted:.2f} GiB"
 
-    return stepper(model, optimizer, workload.batch, device), describe, model.undeploy
+    return stepper(model, optimizer, options, device), describe, model.undeploy
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=torch.cuda.is_available())
 
 
-def stepper(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], device: torch.device) -> Step:
+def stepper(
+    model: nn.Module, optimizer: torch.optim.Optimizer, options: argparse.Namespace, device: torch.device
+) -> Step:
+    batch = make_batch(options.model, options.rows, options.sizes, 0, process.get_rank())
     on_device = {name: tensor.to(device) for name, tensor in batch.items()}
 
     def step() -> None:

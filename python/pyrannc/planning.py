@@ -134,7 +134,8 @@ def dry_run(
         loss_inside=loss_inside,
     )
     if process.get_rank() == 0:
-        _log.info("plan for %d ranks (dry run, nothing is trained):\n%s", world_size, plan.tables(config.mem_limit_bytes))
+        tables = plan.tables(config.mem_limit_bytes)
+        _log.info("plan for %d ranks (dry run, nothing is trained):\n%s", world_size, tables)
         if config.save_deployment and config.deployment_file:
             plan.write(config.deployment_file)
     raise SystemExit(0)
