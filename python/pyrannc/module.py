@@ -135,10 +135,7 @@ class RaNNCModule(nn.Module):
     def _deployment_program(self, variant: Variant, rows: tuple[int, ...], mode: Mode) -> Any:
         deployment = self._deployment
         assert deployment is not None, "called after deployment"
-        counted = rows if self._gather_inputs else (rows[0], *[0] * (len(rows) - 1))
-        if sum(counted) == 0:
-            raise InputError("the global batch has no rows: every rank's inputs are empty")
-        return variant.program(deployment.plan, counted, self._gather_inputs, mode)
+        return variant.program(deployment.plan, rows, self._gather_inputs, mode)
 
     def _mode(self, variant: Variant) -> Mode:
         if not (torch.is_grad_enabled() and variant.trains):
@@ -148,7 +145,7 @@ class RaNNCModule(nn.Module):
     def _agree_on_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Variant, list[Tensor], tuple[int, ...]]:
-        """The captured form of a call, its tensors, and the rows of each rank."""
+        """The captured form of a call, its tensors, and the rows of each rank that count."""
         failure: Exception | None = None
         key: Hashable = None
         tensors: list[Tensor] = []
@@ -164,9 +161,13 @@ class RaNNCModule(nn.Module):
         everyone = agree.gather_numbers((number, rows, _switches()))
         if any(found == _FAILED for found, _, _ in everyone):
             agree.raise_together(failure)
-        all_rows = tuple(count for _, count, _ in everyone)
+        all_rows = tuple(
+            count if self._gather_inputs or rank == 0 else 0 for rank, (_, count, _) in enumerate(everyone)
+        )
         if len({(found, switches) for found, _, switches in everyone}) > 1:
             raise MismatchError(_different_calls(self.model, tensors))
+        if sum(all_rows) == 0:
+            raise InputError("the global batch has no rows: every rank's inputs are empty")
         if number == _NEW:
             self._variants[key] = self._add_variant(args, kwargs, rows)
         return self._variants[key], tensors, all_rows
@@ -207,7 +208,7 @@ class RaNNCModule(nn.Module):
     # Deployment
 
     def _deploy(self, variant: Variant, rows: tuple[int, ...]) -> None:
-        total = sum(rows) if self._gather_inputs else rows[0]
+        total = sum(rows)
         if self._config.partitioning_dry_run_np:
             dry_run(variant.graph, self._config, self.optimizer, self.device, total, variant.loss is not None)
         plan = decide(
