@@ -5,10 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from typing import Any
@@ -94,6 +97,49 @@ def run_ranks(
         return pool.run(job, *args, env=env, timeout_s=timeout_s)
     finally:
         pool.close()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended on one rank."""
+
+    status: int
+    stdout: str
+    stderr: str
+    after_s: float
+
+
+def run_programs(
+    world_size: int, *command: str, env: dict[str, str] | None = None, timeout_s: float = 90
+) -> list[Ended]:
+    """Starts a command on every rank, as torchrun would, and waits for all; a rank may end in any way.
+
+    Raises:
+        subprocess.TimeoutExpired: a rank did not end in time.
+    """
+    port = _free_port()
+    start_s = time.monotonic()
+    programs = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **_launch_variables(rank, world_size, port), **(env or {})},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+
+    def wait(program: subprocess.Popen[str]) -> Ended:
+        stdout, stderr = program.communicate(timeout=timeout_s)
+        return Ended(program.returncode, stdout, stderr, time.monotonic() - start_s)
+
+    try:
+        with ThreadPoolExecutor(world_size) as waiting:
+            return list(waiting.map(wait, programs))
+    finally:
+        for program in programs:
+            program.kill()
 
 
 def _collect(connections: list[Connection], timeout_s: float) -> list[_Outcome]:

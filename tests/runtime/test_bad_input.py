@@ -1,0 +1,288 @@
+"""What cannot work is one clear error, on every rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pyrannc
+from pyrannc import process
+from tests.ranks import RankPool
+
+from .equivalence import double_precision, environment, make_batch
+from .models import RECIPES, WIDTH, Chain
+from .plans import graph_of, sealed, searched_plan
+
+Ranks = Callable[[int], RankPool]
+
+Told = tuple[str, str]
+"""Class and message of an error."""
+
+
+def told(call: Callable[[], Any]) -> Told:
+    """The error that a call raises."""
+    try:
+        call()
+    except pyrannc.RaNNCError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was raised")
+
+
+def on_second_rank(here: Any, elsewhere: Any) -> Any:
+    return here if process.get_rank() == 1 else elsewhere
+
+
+def different_depths() -> Told:
+    module = pyrannc.RaNNCModule(Chain(on_second_rank(4, 5)))
+    return told(lambda: module(torch.randn(2, WIDTH)))
+
+
+def different_functions() -> Told:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), on_second_rank(nn.ReLU(), nn.Tanh()))
+    return told(lambda: pyrannc.RaNNCModule(model)(torch.randn(2, WIDTH)))
+
+
+def different_parameters() -> Told:
+    model = nn.Linear(WIDTH, on_second_rank(4, 5))
+    return told(lambda: pyrannc.RaNNCModule(model)(torch.randn(2, WIDTH)))
+
+
+@pytest.mark.parametrize(
+    ("job", "parts"),
+    [
+        (different_depths, ["different models", "rank 0 has", "rank 1 has"]),
+        (different_functions, ["different models", "tanh", "relu"]),
+        (different_parameters, ["different models", "rank 1"]),
+    ],
+)
+def test_different_models(job: Callable[[], Told], parts: list[str], ranks: Ranks) -> None:
+    for kind, message in ranks(2).run(job):
+        assert kind == "MismatchError"
+        for part in parts:
+            assert part in message
+
+
+def different_shapes(deployed: bool) -> Told:
+    with double_precision():
+        recipe = RECIPES["transposed_output"]
+        module = pyrannc.RaNNCModule(recipe.make())
+        if deployed:
+            module(torch.randn(2, 3, WIDTH))
+        found = told(lambda: module(torch.randn(2, on_second_rank(4, 3), WIDTH)))
+        # The next call works as if nothing had been.
+        module(torch.randn(2, 3, WIDTH))
+        module.undeploy()
+        return found
+
+
+@pytest.mark.parametrize("deployed", [False, True])
+def test_different_shapes(deployed: bool, ranks: Ranks) -> None:
+    for kind, message in ranks(2).run(different_shapes, deployed):
+        assert kind == "MismatchError"
+        if deployed:
+            assert "rank 0: torch.float64 (2, 3, 6), in training mode" in message
+            assert "rank 1: torch.float64 (2, 4, 6), in training mode" in message
+        else:
+            assert "different models" in message
+
+
+def different_dtypes() -> Told:
+    model = nn.Sequential(nn.Embedding(5, WIDTH), nn.Linear(WIDTH, WIDTH))
+    tokens = torch.ones(2, 3, dtype=on_second_rank(torch.int32, torch.int64))
+    return told(lambda: pyrannc.RaNNCModule(model)(tokens))
+
+
+def test_different_dtypes(ranks: Ranks) -> None:
+    for kind, message in ranks(2).run(different_dtypes):
+        assert (kind, "rank 1" in message) == ("MismatchError", True)
+
+
+def different_modes(gradients: bool) -> Told:
+    module = pyrannc.RaNNCModule(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout()))
+    x = torch.randn(2, WIDTH)
+    module(x)
+    if gradients:
+        torch.set_grad_enabled(on_second_rank(False, True))
+    else:
+        module.train(on_second_rank(False, True))
+    found = told(lambda: module(x))
+    torch.set_grad_enabled(True)
+    module.train()
+    module.undeploy()
+    return found
+
+
+def test_different_modes(ranks: Ranks) -> None:
+    for kind, message in ranks(2).run(different_modes, False):
+        assert kind == "MismatchError"
+        assert "rank 0: torch.float32 (2, 6), in training mode" in message
+        assert "rank 1: torch.float32 (2, 6), in evaluation mode" in message
+    for kind, message in ranks(2).run(different_modes, True):
+        assert kind == "MismatchError"
+        assert "rank 1: torch.float32 (2, 6), in training mode without gradients" in message
+
+
+def input_on_meta() -> Told:
+    x = torch.randn(2, WIDTH, device=on_second_rank("meta", "cpu"))
+    return told(lambda: pyrannc.RaNNCModule(Chain())(x))
+
+
+def input_without_rows() -> Told:
+    return told(lambda: pyrannc.RaNNCModule(Chain())(torch.randn(0, WIDTH)))
+
+
+def input_without_batch() -> Told:
+    return told(lambda: pyrannc.RaNNCModule(Chain())(torch.tensor(1.0)))
+
+
+@pytest.mark.parametrize(
+    ("job", "on_first", "on_second"),
+    [
+        (
+            input_on_meta,
+            (
+                "MismatchError",
+                "rank 1 cannot go on: tensor 0 of the arguments (shape (2, 6)) is on meta, but this rank",
+            ),
+            ("InputError", 'is on meta, but this rank computes on cpu; move it there: x.to("cpu")'),
+        ),
+        (input_without_rows, ("InputError", "the global batch has no rows"), ("InputError", "has no rows")),
+        (input_without_batch, ("InputError", "batch size cannot be told"), ("InputError", "batch size cannot be told")),
+    ],
+)
+def test_bad_arguments(job: Callable[[], Told], on_first: Told, on_second: Told, ranks: Ranks) -> None:
+    for (kind, message), (expected, text) in zip(ranks(2).run(job), [on_first, on_second], strict=True):
+        assert kind == expected
+        assert text in message
+
+
+class DependsOnData(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x > 0]
+
+
+class ReturnsNumber(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return x, x.shape[0]
+
+
+class WorksForOneBatchSize(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(2, 3, 2)
+
+
+def capture_of(model: nn.Module) -> Told:
+    return told(lambda: pyrannc.RaNNCModule(model)(torch.randn(2, WIDTH)))
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (DependsOnData, "depend"),
+        (ReturnsNumber, "the model returns a number computed from the batch size"),
+        (WorksForOneBatchSize, "batch size"),
+    ],
+)
+def test_models_that_cannot_be_captured(model: type[nn.Module], text: str, ranks: Ranks) -> None:
+    for kind, message in ranks(2).run(capture_of, model()):
+        assert kind == "CaptureError"
+        assert text in message
+
+
+def deployed_with(file: str | None, variables: dict[str, str]) -> Told:
+    with double_precision(), environment(variables):
+        model = RECIPES["chain"].make()
+        module = pyrannc.RaNNCModule(model, torch.optim.Adam(model.parameters()), load_deployment=file)
+        return told(lambda: module(torch.randn(2, WIDTH)))
+
+
+def plan_text(world_size: int = 2, model: str = "chain") -> str:
+    with double_precision():
+        recipe = RECIPES[model]
+        args, kwargs, _ = make_batch(recipe, 4, 0)
+        return searched_plan(graph_of(recipe.make(), args, kwargs, 4), [1] * world_size, 2, 4).to_json()
+
+
+def changed(**fields: Any) -> str:
+    return sealed({**json.loads(plan_text()), **fields})
+
+
+def test_bad_plan_files(ranks: Ranks, tmp_path: Path) -> None:
+    files = {
+        "the plan is for 3 ranks, this job has 2": plan_text(world_size=3),
+        "make a plan for this model": plan_text(model="skip"),
+        "has schema 7, this RaNNC reads schema 1": changed(schema=7),
+        "the file was damaged or edited": plan_text().replace('"microbatches": 2', '"microbatches": 3'),
+        "the file is cut short": plan_text()[:300],
+        "does not have the form of a plan": changed(stages="none"),
+        "it has no microbatches": changed(microbatches=0),
+    }
+    for text, content in files.items():
+        (tmp_path / "plan.json").write_text(content)
+        first, second = ranks(2).run(deployed_with, str(tmp_path / "plan.json"), {})
+        assert first[0] == "PlanFileError", first
+        assert text in first[1]
+        assert second == ("MismatchError", f"rank 0 cannot go on: {first[1]}")
+    first, second = ranks(2).run(deployed_with, str(tmp_path / "missing.json"), {})
+    assert first[0] == "PlanFileError"
+    assert "cannot read the plan file" in first[1]
+    assert "missing.json" in second[1]
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"RANNC_MEM_LIMIT_GB": "0.000001"}, "the model does not fit into memory"),
+        ({"RANNC_PARTITION_NUM": "3"}, "3"),
+    ],
+)
+def test_impossible_plans(variables: dict[str, str], text: str, ranks: Ranks) -> None:
+    first, second = ranks(2).run(deployed_with, None, variables)
+    assert first[0] == "PlanError"
+    assert text in first[1]
+    assert second == ("MismatchError", f"rank 0 cannot go on: {first[1]}")
+
+
+def too_many_stages() -> Told:
+    with environment({"RANNC_PARTITION_NUM": "2"}):
+        module = pyrannc.RaNNCModule(nn.Linear(WIDTH, WIDTH))
+        return told(lambda: module(torch.randn(2, WIDTH)))
+
+
+def test_too_many_stages(ranks: Ranks) -> None:
+    first, second = ranks(2).run(too_many_stages)
+    assert first == ("PlanError", "2 stages were asked for, but the model can be cut into 1 pieces at most")
+    assert second[0] == "MismatchError"
+
+
+def test_typo_in_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANNC_PARTITON_NUM", "2")
+    with pytest.raises(pyrannc.ConfigError, match=r"RANNC_PARTITON_NUM is not a configuration item.*RANNC_PARTITION_NUM"):
+        pyrannc.RaNNCModule(Chain())
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ("enable_apex_amp", "torch.autocast"),
+        ("allreduce_amp_master_params", "torch.amp.GradScaler"),
+        ("enable_zero", "not available yet"),
+        ("offload_params", "not available yet"),
+    ],
+)
+def test_arguments_that_are_gone(argument: str, text: str) -> None:
+    with pytest.raises(pyrannc.RaNNCError, match=text):
+        pyrannc.RaNNCModule(Chain(), **{argument: True})
+
+
+@pytest.mark.parametrize("call", ["undeploy", "allreduce_grads", "clip_grad_norm"])
+def test_calls_that_need_a_deployed_model(call: str) -> None:
+    arguments = [1.0] if call == "clip_grad_norm" else []
+    with pytest.raises(pyrannc.RaNNCError, match=rf"{call}\(\) needs a deployed model"):
+        getattr(pyrannc.RaNNCModule(Chain()), call)(*arguments)
