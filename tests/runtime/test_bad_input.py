@@ -263,7 +263,9 @@ def test_too_many_stages(ranks: Ranks) -> None:
 
 def test_typo_in_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANNC_PARTITON_NUM", "2")
-    with pytest.raises(pyrannc.ConfigError, match=r"RANNC_PARTITON_NUM is not a configuration item.*RANNC_PARTITION_NUM"):
+    with pytest.raises(
+        pyrannc.ConfigError, match=r"RANNC_PARTITON_NUM is not a configuration item.*RANNC_PARTITION_NUM"
+    ):
         pyrannc.RaNNCModule(Chain())
 
 
