@@ -7,6 +7,8 @@ SHELL := /bin/bash
 UV := $(shell command -v uv 2>/dev/null || echo $(CURDIR)/target/tools/bin/uv)
 RUN := $(UV) run --frozen --no-sync
 PYTEST_ARGS ?= -n auto --maxprocesses 4
+BENCH_RANKS ?= 2
+BENCH_ARGS ?= bert 4 --sizes 4 128 64
 export UV_PROJECT_ENVIRONMENT := $(CURDIR)/.venv
 # An activated environment of another project must not be picked up by any tool below.
 unexport VIRTUAL_ENV
@@ -24,7 +26,7 @@ $(CURDIR)/target/tools/bin/uv:
 	target/tools/bin/pip install --quiet uv
 
 demo: setup ## Train a BERT over four local processes and compare with one process
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) torchrun --nproc-per-node 4 examples/bert_pretraining.py
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) torchrun --standalone --nproc-per-node 4 examples/bert_pretraining.py
 
 test: test-rust test-python ## Run all tests
 
@@ -46,8 +48,9 @@ lint: setup ## Check formatting, lints and types of Rust and Python
 	$(RUN) mypy
 	$(RUN) stubtest pyrannc._native
 
-bench: setup ## Run the benchmarks
-	$(RUN) python benches/run.py
+bench: setup ## Time a step of RaNNC beside DDP and FSDP2 (BENCH_RANKS=8 BENCH_ARGS="bert 32 --sizes 24 1024 512")
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) torchrun --standalone --nproc-per-node $(BENCH_RANKS) \
+		benches/step_time.py $(BENCH_ARGS)
 
 ci: lint test ## What a CI job runs
 

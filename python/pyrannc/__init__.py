@@ -4,22 +4,10 @@
 ``mpirun`` or ``srun``.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from pyrannc._native import version as __version__
-from pyrannc.distributed import (
-    DistributeModelParams,
-    all_gather,
-    barrier,
-    clear,
-    get_dist_param_range,
-    get_rank,
-    get_world_size,
-    load_dist_param,
-    recreate_all_communicators,
-    set_dist_param,
-    set_dist_param_dtype,
-    show_deployment,
-    store_dist_param,
-)
 from pyrannc.errors import (
     CaptureError,
     ConfigError,
@@ -30,8 +18,25 @@ from pyrannc.errors import (
     PlanFileError,
     RaNNCError,
 )
-from pyrannc.module import RaNNCModule
 from pyrannc.settings import delay_grad_allreduce, keep_graph, sync_params_on_init
+
+if TYPE_CHECKING:
+    from pyrannc.distributed import (
+        DistributeModelParams,
+        all_gather,
+        barrier,
+        clear,
+        get_dist_param_range,
+        get_rank,
+        get_world_size,
+        load_dist_param,
+        recreate_all_communicators,
+        set_dist_param,
+        set_dist_param_dtype,
+        show_deployment,
+        store_dist_param,
+    )
+    from pyrannc.module import RaNNCModule
 
 __all__ = [
     "CaptureError",
@@ -61,3 +66,12 @@ __all__ = [
     "store_dist_param",
     "sync_params_on_init",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # What needs torch is imported at first use: the rannc command does without torch.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = import_module("pyrannc.module" if name == "RaNNCModule" else "pyrannc.distributed")
+    value = globals()[name] = getattr(home, name)
+    return value

@@ -6,6 +6,7 @@ from typing import Final, final
 version: Final[str]
 
 def run_cli(args: list[str]) -> int: ...
+
 @final
 class Graph:
     @staticmethod
@@ -17,9 +18,7 @@ class Graph:
 @final
 class Plan:
     @staticmethod
-    def search(
-        graph: Graph, device_name: str, nodes: int, devices_per_node: int, settings_json: str
-    ) -> Plan: ...
+    def search(graph: Graph, device_name: str, nodes: int, devices_per_node: int, settings_json: str) -> Plan: ...
     @staticmethod
     def from_json(text: str) -> Plan: ...
     @staticmethod

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor, dtype
 
-from pyrannc import process
+from pyrannc import faults, process
 from pyrannc._native import Plan
 from pyrannc.errors import RaNNCError
-from pyrannc.process import barrier, clear, get_rank, get_world_size
+from pyrannc.process import barrier, get_rank, get_world_size
 
 __all__ = [
     "DistributeModelParams",
@@ -48,9 +48,15 @@ def all_gather(ten: Tensor, buf: Tensor) -> None:
     dist.all_gather_into_tensor(buf.view(-1), ten.contiguous().view(-1), group=group)
 
 
+def clear() -> None:
+    """Leaves the other processes: destroys the process groups that RaNNC has made, and no others."""
+    faults.leave()
+    process.clear()
+
+
 def recreate_all_communicators() -> None:
     """Leaves the other processes and joins them again; undeploy all modules before. All ranks call it."""
-    process.clear()
+    clear()
     process.ensure_process_group()
 
 

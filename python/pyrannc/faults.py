@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import sys
+from multiprocessing.util import Finalize
 from types import TracebackType
 
 from pyrannc import process
@@ -27,8 +27,17 @@ def watchdog() -> Watchdog | None:
         else:
             _watchdog = Watchdog.connect(agree.broadcast_object(None), joined.rank, joined.world_size)
         _report_uncaught(_watchdog)
-        atexit.register(_watchdog.close)
+        # Unlike atexit, this also runs at the end of a process started by multiprocessing.
+        Finalize(None, leave, exitpriority=100)
     return _watchdog
+
+
+def leave() -> None:
+    """Tells the other ranks that this one has come to its end as it should."""
+    global _watchdog
+    if _watchdog is not None:
+        _watchdog.close()
+        _watchdog = None
 
 
 def _report_uncaught(reporter: Watchdog) -> None:

@@ -19,7 +19,7 @@ from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
 from pyrannc.errors import InputError, MismatchError, RaNNCError
 from pyrannc.faults import watchdog
 from pyrannc.log import get_logger
-from pyrannc.planning import decide, dry_run
+from pyrannc.planning import Request, decide, dry_run
 from pyrannc.runtime import agree
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.optimizer import NarrowedOptimizer
@@ -208,18 +208,18 @@ class RaNNCModule(nn.Module):
     # Deployment
 
     def _deploy(self, variant: Variant, rows: tuple[int, ...]) -> None:
-        total = sum(rows)
-        if self._config.partitioning_dry_run_np:
-            dry_run(variant.graph, self._config, self.optimizer, self.device, total, variant.loss is not None)
-        plan = decide(
-            variant.graph,
-            self._config,
-            self.optimizer,
-            self.device,
-            self._plan_file,
-            batch_rows=total,
+        request = Request(
+            graph=variant.graph,
+            config=self._config,
+            optimizer=self.optimizer,
+            device=self.device,
+            batch_rows=sum(rows),
+            gather_inputs=self._gather_inputs,
             loss_inside=variant.loss is not None,
         )
+        if self._config.partitioning_dry_run_np:
+            dry_run(request)
+        plan = decide(request, self._plan_file)
         variant.divide(agree.together(lambda: plan.partition(variant.graph)))
         self._deployment = Deployment(
             self.model,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,57 +22,53 @@ from pyrannc.runtime.optimizer import state_bytes_per_param_byte
 _log = get_logger("DPStaging")
 
 
-def search(
-    graph: Graph,
-    config: Config,
-    optimizer: Optimizer | None,
-    device: torch.device,
-    *,
-    world_size: int,
-    ranks_per_node: int,
-    batch_rows: int,
-    loss_inside: bool,
-) -> Plan:
-    """Searches the best Plan.
+@dataclass(frozen=True)
+class Request:
+    """What to plan.
 
-    Args:
-        world_size: number of ranks to plan for.
-        ranks_per_node: number of them that share a host.
+    Attributes:
         batch_rows: rows of the global batch.
+        gather_inputs: the batch is all ranks' rows together, instead of rank 0's alone.
         loss_inside: the model returns its loss.
+    """
+
+    graph: Graph
+    config: Config
+    optimizer: Optimizer | None
+    device: torch.device
+    batch_rows: int
+    gather_inputs: bool
+    loss_inside: bool
+
+
+def search(request: Request, world_size: int, ranks_per_node: int) -> Plan:
+    """Searches the best Plan for ``world_size`` ranks, of which ``ranks_per_node`` share a host.
 
     Raises:
         PlanError: nothing fits, or the configuration asks for what cannot be.
     """
+    config = request.config
     settings = {
         "world_size": world_size,
-        "batch_rows": batch_rows,
-        "memory_limit_bytes": config.mem_limit_bytes or device_memory_bytes(device, ranks_per_node),
+        "batch_rows": request.batch_rows,
+        "gather_inputs": request.gather_inputs,
+        "memory_limit_bytes": config.mem_limit_bytes or device_memory_bytes(request.device, ranks_per_node),
         "memory_margin": config.mem_margin,
-        "optimizer_bytes_per_param_byte": state_bytes_per_param_byte(optimizer, config.opt_param_factor),
+        "optimizer_bytes_per_param_byte": state_bytes_per_param_byte(request.optimizer, config.opt_param_factor),
         "stages": config.partition_num or None,
         "max_stages": config.max_partition_num or None,
-        "microbatches": min(config.pipeline_num, batch_rows) or None,
+        "microbatches": min(config.pipeline_num, request.batch_rows) or None,
         "min_microbatches": config.min_pipeline,
         "max_microbatches": config.max_pipeline,
         "min_microbatch_rows": config.min_pipeline_bs,
-        "loss_inside": loss_inside,
+        "loss_inside": request.loss_inside,
     }
     per_node = min(ranks_per_node, world_size)
     nodes = -(-world_size // per_node)
-    return Plan.search(graph, device_name(device), nodes, per_node, json.dumps(settings))
+    return Plan.search(request.graph, device_name(request.device), nodes, per_node, json.dumps(settings))
 
 
-def decide(
-    graph: Graph,
-    config: Config,
-    optimizer: Optimizer | None,
-    device: torch.device,
-    plan_file: Path | None,
-    *,
-    batch_rows: int,
-    loss_inside: bool,
-) -> Plan:
+def decide(request: Request, plan_file: Path | None) -> Plan:
     """The Plan to run; all ranks call it.
 
     Args:
@@ -82,57 +79,38 @@ def decide(
         PlanFileError: the file is damaged, or of another model or world size.
     """
     ranks_per_node = count_ranks_per_node()
+    world_size = process.get_world_size()
 
     def find() -> str | None:
         if process.get_rank() != 0:
             return None
         if plan_file is not None:
             plan = Plan.read(plan_file)
-            plan.check(graph, process.get_world_size())
+            plan.check(request.graph, world_size)
             _log.info("plan read from %s", plan_file)
             return plan.to_json()
-        _log.info("searching a plan for %d ranks and a global batch of %d rows", process.get_world_size(), batch_rows)
-        found = search(
-            graph,
-            config,
-            optimizer,
-            device,
-            world_size=process.get_world_size(),
-            ranks_per_node=ranks_per_node,
-            batch_rows=batch_rows,
-            loss_inside=loss_inside,
-        )
-        return found.to_json()
+        _log.info("searching a plan for %d ranks and a global batch of %d rows", world_size, request.batch_rows)
+        return search(request, world_size, ranks_per_node).to_json()
 
     return Plan.from_json(agree.broadcast_object(agree.together(find)))
 
 
-def dry_run(
-    graph: Graph,
-    config: Config,
-    optimizer: Optimizer | None,
-    device: torch.device,
-    batch_rows: int,
-    loss_inside: bool,
-) -> NoReturn:
+def dry_run(request: Request) -> NoReturn:
     """Plans for ``partitioning_dry_run_np`` ranks, shows and saves the Plan as configured, and ends the program.
+
+    Each of those ranks brings as many rows as the ranks of this start do on average.
 
     Raises:
         SystemExit: always.
         PlanError: there is no Plan.
     """
+    config = request.config
     world_size = config.partitioning_dry_run_np
-    per_node = min(world_size, max(1, torch.cuda.device_count()))
-    plan = search(
-        graph,
-        config,
-        optimizer,
-        device,
-        world_size=world_size,
-        ranks_per_node=per_node,
-        batch_rows=batch_rows,
-        loss_inside=loss_inside,
-    )
+    if request.gather_inputs:
+        rows = -(-request.batch_rows * world_size // process.get_world_size())
+        request = replace(request, batch_rows=rows)
+    ranks_per_node = torch.cuda.device_count() if request.device.type == "cuda" else world_size
+    plan = search(request, world_size, ranks_per_node)
     if process.get_rank() == 0:
         tables = plan.tables(config.mem_limit_bytes)
         _log.info("plan for %d ranks (dry run, nothing is trained):\n%s", world_size, tables)

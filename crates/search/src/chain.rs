@@ -25,6 +25,8 @@ pub(crate) struct BlockSpec {
     pub(crate) workspace_bytes: Vec<Affine>,
     /// Kept for the backward and known to this Block alone.
     pub(crate) private_bytes: Affine,
+    /// Outputs of the model, which wait for the end of the step.
+    pub(crate) output_bytes: Affine,
 }
 
 /// A parameter, buffer or constant, with the Blocks that read it.
@@ -116,6 +118,8 @@ pub(crate) struct Chain {
     pub(crate) out_grad_bytes: AffineSums,
     /// Kept for the backward, received Values included.
     pub(crate) kept_bytes: AffineSums,
+    /// Outputs of the model.
+    pub(crate) output_bytes: AffineSums,
 }
 
 impl Chain {
@@ -138,6 +142,11 @@ impl Chain {
             out_bytes: outgoing(len, &crossings, |_| true),
             out_grad_bytes: outgoing(len, &crossings, |crossing| crossing.requires_grad),
             kept_bytes: kept_sums(&blocks, &kept),
+            output_bytes: AffineSums::new(len, |builder, part| {
+                for (place, block) in blocks.iter().enumerate() {
+                    builder.add_once(0..len, &[place], part(block.output_bytes));
+                }
+            }),
             blocks,
         }
     }

@@ -25,6 +25,7 @@ fn block() -> impl Strategy<Value = BlockSpec> {
             Affine { fixed: 0.0, per_row: f64::from(workspace) * 1e3 },
         ],
         private_bytes: Affine { fixed: 0.0, per_row: f64::from(private) * 1e3 },
+        output_bytes: Affine { fixed: f64::from(private) * 1e2, per_row: f64::from(workspace) * 1e2 },
     })
 }
 
@@ -196,6 +197,8 @@ proptest! {
                 let private: f64 = spec.blocks[first..end].iter().map(|b| b.private_bytes.at(rows)).sum();
                 let kept: f64 = spec.kept.iter().filter(is_kept).map(|k| k.bytes.at(rows)).sum::<f64>() + private;
                 prop_assert!((chain.kept_bytes.at(first, end, rows) - kept).abs() < 1.0);
+                let outputs: f64 = spec.blocks[first..end].iter().map(|b| b.output_bytes.at(rows)).sum();
+                prop_assert!((chain.output_bytes.at(first, end, rows) - outputs).abs() < 1.0);
             }
         }
     }

@@ -150,7 +150,20 @@ impl Extractor<'_> {
             spec.crossings.push(crossing);
         }
         spec.kept = kept.into_values().collect();
+        self.note_outputs(&mut spec);
         spec
+    }
+
+    fn note_outputs(&self, spec: &mut ChainSpec) {
+        for value in BTreeSet::from_iter(&self.graph.outputs) {
+            let tensor = &self.graph.values[*value];
+            let ValueDef::Op { op, .. } = tensor.def else { continue };
+            let Some(made) = self.analysis.main_index[op] else { continue };
+            let bytes = self.affine(tensor_bytes(tensor));
+            let held = &mut spec.blocks[self.block_of[made as usize]].output_bytes;
+            held.fixed += bytes.fixed;
+            held.per_row += bytes.per_row;
+        }
     }
 
     fn state(&self, value: ValueId, blocks: &[usize]) -> StateSpec {

@@ -152,8 +152,9 @@ impl<'a> Pricing<'a> {
         let rows = self.replica_rows(replicas);
         let grads_bytes =
             self.chain.in_grad_bytes.at(first, end, rows) + self.chain.out_grad_bytes.at(first, end, rows);
+        let outputs_bytes = self.chain.output_bytes.at(first, end, rows) * self.microbatches as f64;
         // One microbatch is received ahead.
-        self.chain.in_bytes.at(first, end, rows) + GRADS_ON_THE_WAY * grads_bytes
+        self.chain.in_bytes.at(first, end, rows) + GRADS_ON_THE_WAY * grads_bytes + outputs_bytes
     }
 
     /// Memory of parameters, gradients and optimizer state; grows with the run.

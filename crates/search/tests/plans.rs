@@ -182,29 +182,3 @@ proptest! {
         }
     }
 }
-
-/// Prints the time of the searches that DESIGN names: `cargo test --release -p rannc-search -- --ignored --nocapture`.
-#[test]
-#[ignore = "a measurement"]
-fn search_times() {
-    for (layers, devices, limit_gib, name) in
-        [(24, 8, 140, "NVIDIA H200"), (96, 32, 140, "NVIDIA H200"), (256, 32, 80, "NVIDIA A100-SXM4-80GB")]
-    {
-        let graph = encoder(layers, if layers == 96 { 2048 } else { 1024 }, 512, 30_000);
-        let limited =
-            Settings { memory_limit_bytes: Some(limit_gib << 30), ..settings(devices, 16 * u64::from(devices)) };
-        let begin = std::time::Instant::now();
-        let plan = plan(&graph, &cluster(name, devices), &limited);
-        eprintln!("{layers} layers, {devices} devices: {:?}", begin.elapsed());
-        match plan {
-            Ok(plan) => eprintln!(
-                "M {} replicas {:?} step {:.0} us, at least {:.0} us",
-                plan.microbatches,
-                replicas(&plan),
-                plan.predicted.step_us,
-                plan.predicted.lower_bound_us
-            ),
-            Err(error) => eprintln!("{error}"),
-        }
-    }
-}
