@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 benches/step_time.py bert 16 --sizes 24 1024 128 --stages 1
 
-With ``--trace FOLDER``, rank 0's profiler trace of two steps of RaNNC is read for the share of time in which no
-kernel runs on its GPU, and for host calls that wait.
+With ``--trace FOLDER``, rank 0's profiler trace of two steps of each system is read for the share of time in which no
+kernel runs on its GPU, for the part of it in long gaps (in which the GPU waits for the host), and for host calls that
+wait.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pyrannc
 from pyrannc import process
 
+_LONG_GAP_US = 20
 _WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
@@ -45,8 +47,8 @@ def main() -> None:
         step, describe, close = build(options, device)
         milliseconds, peak = measure(step, device, options)
         rows.append((name, describe(), statistics.median(milliseconds), min(milliseconds), peak))
-        if name == "RaNNC" and options.trace is not None:
-            trace(step, device, options.trace)
+        if options.trace is not None:
+            trace(name, step, device, options.trace)
         close()
     if process.get_rank() == 0:
         show(rows, options)
@@ -148,7 +150,7 @@ def gathered(number: float, device: torch.device) -> list[float]:
     return list(numbers.tolist())
 
 
-def trace(step: Step, device: torch.device, folder: Path) -> None:
+def trace(name: str, step: Step, device: torch.device, folder: Path) -> None:
     """Profiles two steps on every rank and prints what rank 0's GPU waited for."""
     with torch.profiler.profile() as profiler:
         for _ in range(2):
@@ -158,26 +160,29 @@ def trace(step: Step, device: torch.device, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "trace.json"
         profiler.export_chrome_trace(str(path))
-        summarise(json.loads(path.read_text())["traceEvents"])
+        print(f"{name}: {summary(json.loads(path.read_text())['traceEvents'])}")
         path.unlink()
 
 
-def summarise(events: list[dict[str, Any]]) -> None:
+def summary(events: list[dict[str, Any]]) -> str:
     kernels = sorted(
         (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     )
-    busy = 0.0
+    gaps = []
     end = kernels[0][0]
     for start, stop in kernels:
-        busy += max(0.0, stop - max(start, end))
+        gaps.append(max(0.0, start - end))
         end = max(end, stop)
     span = end - kernels[0][0]
+    idle, waiting = sum(gaps) / span, sum(gap for gap in gaps if gap > _LONG_GAP_US) / span
     calls: dict[str, int] = {}
     for event in events:
         if event.get("cat") in ("cuda_runtime", "gpu_memcpy") and event["name"].startswith((*_WAITING_CALLS, "Memcpy")):
             calls[event["name"]] = calls.get(event["name"], 0) + 1
-    print(f"rank 0, two steps: {span / 1e3:.2f} ms, no kernel running {100 * (1 - busy / span):.2f}% of it")
-    print(f"copies and waiting calls: {calls}")
+    return (
+        f"two steps take {span / 1e3:.2f} ms, no kernel runs {idle:.2%} of it, {waiting:.2%} in gaps of over "
+        f"{_LONG_GAP_US} us; copies and waiting calls: {calls}"
+    )
 
 
 def show(rows: list[tuple[str, str, float, float, float]], options: argparse.Namespace) -> None:
