@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Final, final
 
+__all__ = ["Graph", "Partition", "Plan", "Program", "Watchdog", "run_cli", "version"]
+
 version: Final[str]
 
 def run_cli(args: list[str]) -> int: ...
