@@ -6,9 +6,8 @@ import sys
 from multiprocessing.util import Finalize
 from types import TracebackType
 
-from pyrannc import process
+from pyrannc import agree, process
 from pyrannc._native import Watchdog
-from pyrannc.runtime import agree
 
 _watchdog: Watchdog | None = None
 

@@ -12,15 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pyrannc import agree, process
 from pyrannc import config as configuration
-from pyrannc import process
 from pyrannc.capture import batch_rows, flatten, signature
 from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
 from pyrannc.errors import InputError, MismatchError, RaNNCError
 from pyrannc.faults import watchdog
 from pyrannc.log import get_logger
 from pyrannc.planning import Request, decide, dry_run
-from pyrannc.runtime import agree
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.optimizer import NarrowedOptimizer
 from pyrannc.runtime.program import Mode

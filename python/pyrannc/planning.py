@@ -12,11 +12,10 @@ from typing import NoReturn
 import torch
 from torch.optim import Optimizer
 
-from pyrannc import process
+from pyrannc import agree, process
 from pyrannc._native import Graph, Plan
 from pyrannc.config import Config
 from pyrannc.log import get_logger
-from pyrannc.runtime import agree
 from pyrannc.runtime.optimizer import state_bytes_per_param_byte
 
 _log = get_logger("DPStaging")

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyrannc import process
-from pyrannc.runtime import agree
+from pyrannc import agree, process
 from pyrannc.runtime.deployment import Deployment
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pyrannc import process
-from pyrannc.runtime import agree
+from pyrannc import agree, process
 
 
 class NarrowedOptimizer:

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pyrannc import process
+from pyrannc import agree, process
 from pyrannc.errors import RaNNCError
-from pyrannc.runtime import agree
 from pyrannc.runtime.executor import StageContext, StepExecution
 from pyrannc.runtime.gradients import GradientSet
 from pyrannc.runtime.program import OutputPart, RankProgram, RowDim, Rows, Transfer

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from pyrannc import process
+from pyrannc import agree, process
 from pyrannc._native import Graph, Partition, Plan, Program
 from pyrannc.capture import Captured, capture
 from pyrannc.errors import CaptureError, MismatchError
-from pyrannc.runtime import agree
 from pyrannc.runtime.graph import GraphFacts
 from pyrannc.runtime.program import Mode, Parts, RankProgram
 

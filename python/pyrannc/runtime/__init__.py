@@ -1,0 +1,1 @@
+"""The runtime: carries out a Plan, step by step, with torch and torch.distributed."""
