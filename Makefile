@@ -19,7 +19,8 @@ help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: | $(UV) ## Make .venv with all dependencies and a release build of pyrannc
-	$(UV) sync --frozen
+	# The library stands among the sources, so uv does not see when it has been deleted.
+	$(UV) sync --frozen $(if $(wildcard python/pyrannc/_native*.so),,--reinstall-package pyrannc)
 
 $(CURDIR)/target/tools/bin/uv:
 	python3 -m venv target/tools
