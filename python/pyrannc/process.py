@@ -11,10 +11,13 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from pyrannc import log
 from pyrannc.errors import ConfigError, RaNNCError
@@ -73,6 +76,7 @@ class _State:
 
 
 _state: _State | None = None
+_joins = 0
 
 
 def detect_launch(environ: Mapping[str, str] = os.environ) -> Launch:
@@ -216,39 +220,48 @@ def own_device() -> torch.device:
 
 def _join(launch: Launch, device: torch.device) -> dist.ProcessGroup:
     """Make the default process group."""
-    store = None
-    if launch.launcher == "none":
-        store = dist.HashStore()  # type: ignore[attr-defined] # public, though torch's types do not say so
-    elif "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
-        if not launch.single_host or not launch.job:
-            raise ConfigError(
-                f"the {launch.world_size} processes that {launch.launcher} has started cannot find each other; give "
-                "all of them MASTER_ADDR (the host of rank 0) and MASTER_PORT (a free port there) in the environment"
-            )
-        path = _rendezvous_file(launch)
-        if launch.rank == 0:
-            atexit.register(path.unlink, missing_ok=True)
-        store = dist.FileStore(str(path), launch.world_size)  # type: ignore[attr-defined,assignment] # likewise
+    global _joins
+    _joins += 1
     dist.init_process_group(
-        _backend(device),
-        init_method=None if store else "env://",
-        store=store,
-        rank=launch.rank,
-        world_size=launch.world_size,
+        _backend(device), store=_store(launch, _joins), rank=launch.rank, world_size=launch.world_size
     )
     group = dist.group.WORLD
     assert group is not None, "init_process_group has made it"
     return group
 
 
-def _rendezvous_file(launch: Launch) -> Path:
+def _store(launch: Launch, turn: int) -> Any:
+    """Where the processes find each other the ``turn``-th time: nobody meets what is left of the time before."""
+    if launch.launcher == "none":
+        return dist.HashStore()  # type: ignore[attr-defined] # public, though torch's types do not say so
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        return dist.PrefixStore(f"rannc{turn}", _served_store(launch))  # type: ignore[attr-defined] # likewise
+    if not launch.single_host or not launch.job:
+        raise ConfigError(
+            f"the {launch.world_size} processes that {launch.launcher} has started cannot find each other; give "
+            "all of them MASTER_ADDR (the host of rank 0) and MASTER_PORT (a free port there) in the environment"
+        )
+    path = _rendezvous_file(launch, turn)
+    if launch.rank == 0:
+        atexit.register(path.unlink, missing_ok=True)
+    return dist.FileStore(str(path), launch.world_size)  # type: ignore[attr-defined] # likewise
+
+
+@cache
+def _served_store(launch: Launch) -> Any:
+    """The store that the process at MASTER_ADDR serves, as long as it lives."""
+    store, _, _ = next(rendezvous(f"env://?rank={launch.rank}&world_size={launch.world_size}"))
+    return store
+
+
+def _rendezvous_file(launch: Launch, turn: int) -> Path:
     """A file name that the processes of this job agree on without talking, in a folder of this user alone."""
     folder = Path(tempfile.gettempdir()) / f"rannc-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise RaNNCError(f"{folder} must belong to this user and be closed to all others")
-    return folder / hashlib.sha256(launch.job.encode()).hexdigest()[:32]
+    return folder / hashlib.sha256(f"{launch.job} {turn}".encode()).hexdigest()[:32]
 
 
 def _describe(
