@@ -32,7 +32,7 @@ names = [None] * joined.world_size
 dist.all_gather_object(names, joined.rank, group=process.control())
 process.barrier()
 place = joined.device.type, joined.host
-print(f"rank {joined.rank} of {joined.world_size}:", total.item(), names, *place, flush=True)
+print(f"rank {joined.rank} of {joined.world_size}: {total.item()} {names} {' '.join(place)}\\n", end="", flush=True)
 process.barrier()
 process.clear()
 assert not dist.is_initialized()
