@@ -59,7 +59,9 @@ def main() -> None:
         fail_in_backward(how)
     with tempfile.TemporaryDirectory() as folder:
         found = check(case_for(pyrannc.get_world_size()), folder)
-    print(f"rank {pyrannc.get_rank()} of {pyrannc.get_world_size()}: {found or 'no differences'}", flush=True)
+    # One string: launchers mix what ranks write.
+    sys.stdout.write(f"rank {pyrannc.get_rank()} of {pyrannc.get_world_size()}: {found or 'no differences'}\n")
+    sys.stdout.flush()
     pyrannc.clear()
 
 
