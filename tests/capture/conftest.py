@@ -106,8 +106,11 @@ def backward(result: Any) -> None:
     """Backward from every output: a `loss` alone if there is one."""
     loss = result.get("loss") if isinstance(result, dict) else None
     leaves = [loss] if loss is not None else flatten(result)[0]
-    total = sum((leaf * torch.linspace(0.5, 1.5, leaf.numel(), dtype=leaf.dtype).view(leaf.shape)).sum()
-                for leaf in leaves if leaf.requires_grad)
+    total = sum(
+        (leaf * torch.linspace(0.5, 1.5, leaf.numel(), dtype=leaf.dtype).view(leaf.shape)).sum()
+        for leaf in leaves
+        if leaf.requires_grad
+    )
     if isinstance(total, Tensor):
         total.backward()
 
@@ -137,9 +140,7 @@ def assert_equals_model() -> Callable[..., Captured]:
         Graph.from_json(captured.graph_json)  # verifies it
         torch.manual_seed(2)
         call = make_call(rows[1])
-        call_copy = pytree.tree_map_only(
-            Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), call
-        )
+        call_copy = pytree.tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), call)
         run = ReferenceRun(captured, model, rows[1])
         plain = copy.deepcopy(model)
         torch.manual_seed(3)
