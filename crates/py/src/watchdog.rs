@@ -321,7 +321,11 @@ impl Watchdog {
                 let seconds = self.limits.silence.as_secs_f64();
                 format!("rank {rank} has not been heard of for {seconds} s, last {place}")
             } else {
-                format!("rank {rank} died {place}")
+                match &peer.beat.action {
+                    Some(_) => format!("rank {rank} died {place}"),
+                    // A short step can have begun since the last beat.
+                    None => format!("rank {rank} died; when last heard of, it was {place}"),
+                }
             }
         };
         self.order(&Stop { cause, said_by: None, grace_ms: 0 });
