@@ -66,7 +66,6 @@ class Deployment:
             self._broadcast_from_first()
         self._move()
         self.gradients = self._make_gradients(variant)
-        self._plan = plan
         self._channels = Channels(device)
         self._randomness = Randomness(device, seed)
         self._record = ActionRecord(watchdog, [_title(number, stage["modules"]) for number, stage in enumerate(stages)])
@@ -149,7 +148,7 @@ class Deployment:
         return self._contexts[id(variant)]
 
     def _make_context(self, variant: Variant) -> StageContext:
-        self._channels.open(self._plan.channels(variant.partition))
+        self._channels.open(self.plan.channels(variant.partition))
         facts, part = variant.facts, variant.parts.stages[self.stage]
         params = {facts.params[i].value: self.gradients.leaves[facts.params[i].names[0]] for i in part.params}
         buffers = {facts.buffers[i].value: self.buffers[facts.buffers[i].name] for i in part.buffers}

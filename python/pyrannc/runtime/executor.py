@@ -21,7 +21,7 @@ from pyrannc.runtime.program import Action, Backward, Forward, InputPart, Parts,
 from pyrannc.runtime.randomness import Randomness
 from pyrannc.runtime.record import ActionRecord
 from pyrannc.runtime.rows import join_rows, take_rows
-from pyrannc.runtime.stage import StageFunction
+from pyrannc.runtime.stage import StageCode
 
 
 @dataclass
@@ -37,7 +37,7 @@ class StageContext:
     facts: GraphFacts
     parts: Parts
     stage: int
-    code: StageFunction
+    code: StageCode
     params: Mapping[int, Tensor]
     buffers: Mapping[int, Tensor]
     stage_of: Sequence[int]
@@ -180,7 +180,7 @@ class StepExecution:
                     grads.append(grad)
         self._arrivals.pop((microbatch, "grad"), None)
         if reduce and microbatch == self._last_backward:
-            self._context.gradients.expect_last(self._context.gradients.leaves)
+            self._context.gradients.expect_last()
         if roots:
             torch.autograd.backward(roots, grads, retain_graph=keep_graph)
         self._collect_gradients(microbatch, live)

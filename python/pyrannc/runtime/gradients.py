@@ -9,7 +9,7 @@ summed over the ranks that hold its parameters as soon as the last microbatch ha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -90,13 +90,12 @@ class Gradients:
         self._reducing = False
         return current
 
-    def expect_last(self, names: Iterable[str]) -> None:
-        """Says that the backward that comes now is the step's last, and reaches the parameters ``names``.
+    def expect_last(self) -> None:
+        """Says that the backward that comes now is the step's last.
 
         Each bucket is summed over ranks as soon as it is full, always in the same order.
         """
-        waiting = set(names)
-        self._missing = [sum(name in waiting for name in bucket.names) for bucket in self._buckets]
+        self._missing = [len(bucket.names) for bucket in self._buckets]
         self._next = 0
         self._reducing = True
 

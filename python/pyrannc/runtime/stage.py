@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -14,22 +14,6 @@ from pyrannc.capture import Captured
 from pyrannc.runtime.graph import GraphFacts
 from pyrannc.runtime.program import StagePart
 from pyrannc.runtime.randomness import Randomness
-
-
-class StageFunction(Protocol):
-    """Runs a Stage's Ops on tensors by Value id.
-
-    Attributes:
-        updates: the new contents of buffers: the Value to store, by the buffer's Value.
-        random: True when some Op draws random numbers.
-    """
-
-    updates: dict[int, int]
-    random: bool
-
-    def __call__(self, rows: int, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Results by Value id, for ``rows`` rows."""
-        ...
 
 
 class StageCode:
@@ -43,6 +27,10 @@ class StageCode:
         randomness: places the random number generator before each Op that draws.
 
     A call returns the Values sent on, the outputs, and the new contents of buffers.
+
+    Attributes:
+        updates: the new contents of buffers: the Value to store, by the buffer's Value.
+        random: True when some Op draws random numbers.
     """
 
     def __init__(

@@ -99,7 +99,7 @@ class Step:
     def _bring_inputs(self) -> dict[tuple[int, int], Tensor]:
         """The Stage's inputs by microbatch and Value."""
         program, context = self._program, self._context
-        arrived = move_rows(program.inputs, program.rank, self._input_rows, self._input_shape, context.device)
+        arrived = move_rows(program.inputs, program.rank, self._input_rows, self._shape, context.device)
         pieces: dict[tuple[int, int], list[tuple[Rows, Tensor]]] = defaultdict(list)
         whole: dict[int, Tensor] = {}
         for transfer, tensor in arrived:
@@ -122,9 +122,14 @@ class Step:
             return tensor
         return take_rows(tensor, _BATCH_FIRST, local_rows(self._program.slices, transfer))
 
-    def _input_shape(self, transfer: Transfer) -> Shape:
+    def _shape(self, transfer: Transfer) -> Shape:
         facts = self._context.facts.values[transfer.value]
         return facts.shape_at(transfer.rows[1] - transfer.rows[0]), facts.dtype
+
+    def _rows_here(self, transfer: Transfer) -> Rows:
+        """The rows of a transfer, counted from the first that this Replica computes of the microbatch."""
+        first = self._program.rows[transfer.microbatch][0]
+        return transfer.rows[0] - first, transfer.rows[1] - first
 
     # Outputs
 
@@ -137,7 +142,7 @@ class Step:
         made = {part.value for part in self._parts}
         transfers = [transfer for transfer in program.outputs if transfer.value in made]
         for transfer, tensor in move_rows(
-            transfers, program.rank, self._output_rows, self._output_shape, self._context.device
+            transfers, program.rank, self._output_rows, self._shape, self._context.device
         ):
             pieces[transfer.value].append(((transfer.microbatch, transfer.rows[0]), tensor))
         return [self._output(part, averages, pieces) for part in self._parts]
@@ -153,14 +158,8 @@ class Step:
         return join_rows(pieces[part.value], part.row_dim)
 
     def _output_rows(self, transfer: Transfer) -> Tensor:
-        first = self._program.rows[transfer.microbatch][0]
-        rows = (transfer.rows[0] - first, transfer.rows[1] - first)
-        tensor = self._execution.outputs[transfer.microbatch, transfer.value].detach()
-        return take_rows(tensor, self._row_dim(transfer.value), rows)
-
-    def _output_shape(self, transfer: Transfer) -> Shape:
-        facts = self._context.facts.values[transfer.value]
-        return facts.shape_at(transfer.rows[1] - transfer.rows[0]), facts.dtype
+        tensor = self._execution.outputs[transfer.microbatch, transfer.value]
+        return take_rows(tensor, self._row_dim(transfer.value), self._rows_here(transfer))
 
     def _row_dim(self, value: int) -> RowDim:
         row_dim = next(part.row_dim for part in self._parts if part.value == value)
@@ -177,7 +176,7 @@ class Step:
             totals[part.value] = torch.zeros(facts.shape_at(0), dtype=facts.dtype, device=context.device)
         for (microbatch, value), tensor in self._execution.outputs.items():
             if value in totals:
-                totals[value].add_(tensor.detach(), alpha=self._share(microbatch))
+                totals[value].add_(tensor, alpha=self._share(microbatch))
         if process.get_world_size() > 1:
             for total in totals.values():
                 dist.all_reduce(total, group=process.world())
@@ -267,7 +266,7 @@ class Step:
             lambda transfer: take_rows(
                 own[transfer.value], self._row_dim(transfer.value), local_rows(self._program.slices, transfer)
             ),
-            self._output_shape,
+            self._shape,
             self._context.device,
             reverse=True,
         ):
@@ -324,7 +323,7 @@ class Step:
         transfers = [item for item in self._program.inputs if facts.values[item.value].requires_grad]
         own = {value: torch.zeros_like(tensor) for value, tensor in self._inputs.items() if tensor.requires_grad}
         for transfer, grad in move_rows(
-            transfers, self._program.rank, self._input_grad, self._input_shape, self._context.device, reverse=True
+            transfers, self._program.rank, self._input_grad, self._shape, self._context.device, reverse=True
         ):
             target = own[transfer.value]
             if self._has_rows(transfer.value):
@@ -335,9 +334,8 @@ class Step:
     def _input_grad(self, transfer: Transfer) -> Tensor:
         if not self._has_rows(transfer.value):
             return self._execution.input_grads[0, transfer.value]
-        first = self._program.rows[transfer.microbatch][0]
-        rows = (transfer.rows[0] - first, transfer.rows[1] - first)
-        return take_rows(self._execution.input_grads[transfer.microbatch, transfer.value], _BATCH_FIRST, rows)
+        grad = self._execution.input_grads[transfer.microbatch, transfer.value]
+        return take_rows(grad, _BATCH_FIRST, self._rows_here(transfer))
 
 
 class _Handover(torch.autograd.Function):
