@@ -18,7 +18,8 @@ pub use grid::grid;
 pub use partition::PartitionError;
 pub use parts::{Crossing, InputPart, OutputPart, OutputSource, Partition, StageOps, StagePart, TiedParam};
 pub use plan::{
-    MemoryPrediction, PLAN_SCHEMA, Plan, PlanFault, PlanFileError, StagePlan, StagePrediction, StepPrediction,
+    MemoryPrediction, PLAN_SCHEMA, Plan, PlanFault, PlanFileError, Recompute, Sharding, StagePlan, StagePrediction,
+    StepPrediction,
 };
 pub use program::{Action, Message, Mode, Payload, Piece, Program, RankProgram, Transfer};
 pub use routes::{Interval, Overlap, Slice, overlaps, split_even};

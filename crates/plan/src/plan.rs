@@ -15,7 +15,7 @@ use crate::parts::StageOps;
 use crate::schedule::ScheduleKind;
 
 /// Version of the plan file that this crate writes and reads.
-pub const PLAN_SCHEMA: u32 = 1;
+pub const PLAN_SCHEMA: u32 = 2;
 
 /// The decision: Stages, their ranks, microbatches, Schedule, and what is expected of them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -57,8 +57,44 @@ pub struct StagePlan {
     pub ranks: Vec<u32>,
     /// Number of Blocks.
     pub blocks: u32,
+    /// What is computed again for the backward.
+    pub recompute: Recompute,
+    /// What its Replicas divide among them.
+    pub sharding: Sharding,
+    /// True when the optimizer's state stays in host memory.
+    pub offload: bool,
     /// Expected cost.
     pub predicted: StagePrediction,
+}
+
+/// What of a forward is computed again for the backward instead of being kept (Chen et al., Training Deep
+/// Nets with Sublinear Memory Cost, 2016).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Recompute {
+    /// Nothing.
+    #[default]
+    None,
+    /// The whole Stage: only what it receives is kept.
+    Stage,
+    /// These runs of its main Ops, increasing: of each only what it takes in is kept.
+    Blocks(Vec<StageOps>),
+}
+
+/// What the Replicas of a Stage divide among them instead of holding it whole (Rajbhandari et al., ZeRO,
+/// 2020); each level includes those before it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Sharding {
+    /// Nothing.
+    #[default]
+    None,
+    /// The optimizer's state (ZeRO 1).
+    Optimizer,
+    /// Gradients (ZeRO 2).
+    Gradients,
+    /// Parameters (ZeRO 3).
+    Params,
 }
 
 /// Expected cost of a Stage, per microbatch on its largest Replica.
@@ -67,10 +103,14 @@ pub struct StagePlan {
 pub struct StagePrediction {
     /// Forward of one microbatch.
     pub forward_us: f64,
-    /// Backward of one microbatch.
+    /// Backward of one microbatch, recomputation included.
     pub backward_us: f64,
-    /// Gradient reduction, once a step.
+    /// Transfers from and to the neighbouring Stages for one microbatch, gradients included.
+    pub transfer_us: f64,
+    /// Gradient reduction that the backward does not hide, once a step.
     pub reduce_us: f64,
+    /// The optimizer, once a step.
+    pub update_us: f64,
     /// Received from earlier Stages for one microbatch.
     pub in_bytes: u64,
     /// Sent to later Stages for one microbatch.
@@ -170,6 +210,14 @@ pub enum PlanFileError {
     /// The fields contradict each other.
     #[error("the plan contradicts itself: {0}; make the plan again")]
     Inconsistent(PlanFault),
+    /// Asks for what the runtime cannot do yet.
+    #[error("stage {stage} of the plan asks for {what}, which this RaNNC can price but not run yet; plan without it")]
+    NotRunnable {
+        /// The Stage.
+        stage: usize,
+        /// What it asks for.
+        what: &'static str,
+    },
     /// Made for another Graph.
     #[error(
         "the plan was made for graph {plan_name} ({plan_hash}), this model's graph is {graph_name} ({graph_hash}); \
@@ -238,6 +286,9 @@ pub enum PlanFault {
     /// A rank has no work.
     #[error("rank {0} is in no stage")]
     RankUnused(u32),
+    /// Runs of Ops to compute again that are not runs of the Stage.
+    #[error("stage {0} computes main ops again that are not its own, or in no order")]
+    Recompute(usize),
     /// A prediction is not a number.
     #[error("a predicted time is infinite or not a number")]
     NotFinite,
@@ -308,6 +359,21 @@ impl Plan {
         Err(PlanFileError::OtherWorld { plan: self.world_size, actual: world_size })
     }
 
+    /// Checks that the Plan asks for nothing that the runtime cannot do yet.
+    pub fn check_runnable(&self) -> Result<(), PlanFileError> {
+        for (stage, StagePlan { recompute, sharding, offload, .. }) in self.stages.iter().enumerate() {
+            let asked = [
+                (*recompute != Recompute::None, "recomputation"),
+                (*sharding != Sharding::None, "sharding"),
+                (*offload, "offload"),
+            ];
+            if let Some(&(_, what)) = asked.iter().find(|(asked, _)| *asked) {
+                return Err(PlanFileError::NotRunnable { stage, what });
+            }
+        }
+        Ok(())
+    }
+
     /// The ranks of the Stages and the number of microbatches: all that a Program needs of the Plan.
     pub fn placement(&self) -> Placement {
         Placement {
@@ -345,18 +411,33 @@ impl Plan {
             }
             expected = ops.end;
         }
+        check_recompute(&self.stages)?;
         check_ranks(self.stages.iter().map(|stage| stage.ranks.as_slice()), self.world_size)?;
         let StepPrediction { step_us, bubble, lower_bound_us } = self.predicted;
-        let stage_times = self
-            .stages
-            .iter()
-            .flat_map(|StagePlan { predicted, .. }| [predicted.forward_us, predicted.backward_us, predicted.reduce_us]);
+        let stage_times = self.stages.iter().flat_map(|StagePlan { predicted: p, .. }| {
+            [p.forward_us, p.backward_us, p.transfer_us, p.reduce_us, p.update_us]
+        });
         if stage_times.chain([step_us, bubble, lower_bound_us]).all(f64::is_finite) {
             Ok(())
         } else {
             Err(PlanFault::NotFinite)
         }
     }
+}
+
+/// Checks that runs to compute again increase and lie in their Stage.
+fn check_recompute(stages: &[StagePlan]) -> Result<(), PlanFault> {
+    for (stage, StagePlan { ops, recompute, .. }) in stages.iter().enumerate() {
+        let Recompute::Blocks(runs) = recompute else { continue };
+        let mut free = ops.first;
+        for run in runs {
+            if run.first < free || run.end <= run.first || run.end > ops.end {
+                return Err(PlanFault::Recompute(stage));
+            }
+            free = run.end;
+        }
+    }
+    Ok(())
 }
 
 /// Checks that every rank of `0..world_size` stands in exactly one Stage, and no Stage is without.

@@ -2,8 +2,8 @@
 
 use rannc_ir::testing::mlp;
 use rannc_plan::{
-    MemoryPrediction, Plan, PlanFault, PlanFileError, ScheduleKind, StageOps, StagePlan, StagePrediction,
-    StepPrediction,
+    MemoryPrediction, Plan, PlanFault, PlanFileError, Recompute, ScheduleKind, Sharding, StageOps, StagePlan,
+    StagePrediction, StepPrediction,
 };
 
 fn stage(first: u32, end: u32, ranks: &[u32]) -> StagePlan {
@@ -14,6 +14,9 @@ fn stage(first: u32, end: u32, ranks: &[u32]) -> StagePlan {
         modules: vec!["net.0-3".into()],
         ranks: ranks.to_vec(),
         blocks: 2,
+        recompute: Recompute::None,
+        sharding: Sharding::None,
+        offload: false,
         predicted,
     }
 }
@@ -64,7 +67,7 @@ fn the_head_of_the_file_is_plain() {
     assert_eq!(
         head.join("\n"),
         r#"{
-  "schema": 1,
+  "schema": 2,
   "pyrannc": "0.1.0",
   "graph_hash": "abc",
   "graph_name": "Net",
@@ -96,8 +99,8 @@ fn edited_and_damaged_files_are_refused() {
     assert!(matches!(error(&text[..text.len() / 2]), PlanFileError::NotJson(_)));
     assert!(matches!(error("[]"), PlanFileError::Schema { .. }));
     assert_eq!(
-        error(&text.replace("\"schema\": 1", "\"schema\": 2")).to_string(),
-        "the plan file has schema 2, this RaNNC reads schema 1; make the plan again with this version"
+        error(&text.replace("\"schema\": 2", "\"schema\": 3")).to_string(),
+        "the plan file has schema 3, this RaNNC reads schema 2; make the plan again with this version"
     );
 }
 
@@ -153,4 +156,19 @@ fn other_graphs_are_refused() {
 fn a_model_without_main_ops_is_one_stage() {
     let plan = Plan { stages: vec![stage(0, 0, &[0, 1, 2])], ..unsealed() };
     assert!(plan.seal().is_ok());
+}
+
+#[test]
+fn runs_to_compute_again_lie_in_their_stage() {
+    let run = |first, end| StageOps { first, end };
+    for runs in [vec![run(4, 6)], vec![run(5, 5)], vec![run(7, 8), run(6, 7)], vec![run(8, 10)]] {
+        let found = fault(|plan| plan.stages[1].recompute = Recompute::Blocks(runs.clone()));
+        assert_eq!(found, PlanFault::Recompute(1));
+    }
+    let mut plan = unsealed();
+    plan.stages[1].recompute = Recompute::Blocks(vec![run(5, 6), run(7, 9)]);
+    let plan = plan.seal().expect("runs of its own");
+    assert_eq!(Plan::from_json(&plan.to_json()).expect("just written"), plan);
+    let error = plan.check_runnable().expect_err("cannot be run yet");
+    assert!(error.to_string().starts_with("stage 1 of the plan asks for recomputation"), "{error}");
 }

@@ -81,8 +81,9 @@ impl Plan {
         self.0.to_json()
     }
 
-    /// Raises when the Plan is of another Graph or for another number of ranks.
+    /// Raises when the Plan is of another Graph, for another number of ranks, or cannot be run yet.
     fn check(&self, graph: &Graph, world_size: u32) -> PyResult<()> {
+        self.0.check_runnable().or_raise(ErrorClass::PLAN_FILE)?;
         self.0.check_world(world_size).or_raise(ErrorClass::PLAN_FILE)?;
         self.0.check_graph(&graph.0).or_raise(ErrorClass::PLAN_FILE)
     }

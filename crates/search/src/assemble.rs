@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use rannc_cost::Cluster;
 use rannc_ir::{Analysis, Graph};
-use rannc_plan::{PLAN_SCHEMA, Plan, StageOps, StagePlan, StagePrediction, StepPrediction};
+use rannc_plan::{PLAN_SCHEMA, Plan, Recompute, Sharding, StageOps, StagePlan, StagePrediction, StepPrediction};
 
 use crate::blocks::Blocks;
 use crate::chain::Chain;
@@ -150,10 +150,15 @@ impl Assembly<'_> {
             modules: self.names.summary(ops.first, ops.end),
             ranks: ranks.collect(),
             blocks: u32::try_from(end - first).unwrap_or(u32::MAX),
+            recompute: Recompute::None,
+            sharding: Sharding::None,
+            offload: false,
             predicted: StagePrediction {
                 forward_us: time.forward_us,
                 backward_us: time.backward_us,
+                transfer_us: time.transfer_us,
                 reduce_us: time.reduce_us,
+                update_us: time.update_us,
                 in_bytes: self.pricing.chain.in_bytes.at(first, end, rows) as u64,
                 out_bytes: self.pricing.chain.out_bytes.at(first, end, rows) as u64,
                 memory: self.pricing.memory(span, self.pricing.in_flight(from_end)),
