@@ -1,4 +1,4 @@
-"""Entry point of the ``rannc`` command. Works without torch."""
+"""Entry point of the ``rannc`` command. Only ``capture`` needs torch."""
 
 import sys
 
@@ -7,4 +7,9 @@ from pyrannc import _native
 
 def main() -> int:
     """Run ``rannc`` with this process's arguments and return its exit status."""
+    match sys.argv[1:]:
+        case ["capture", *argv]:
+            from pyrannc.capture import command
+
+            return command.main(argv)
     return _native.run_cli(sys.argv)

@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -33,13 +34,19 @@ class Place:
         return f"{module} ({self.file}:{self.line})" if self.file else module
 
 
+@cache
+def belongs_to_user(file: str) -> bool:
+    """True for a source file of neither torch, the standard library nor the tracer."""
+    in_stdlib = file.startswith(_STDLIB_ROOT) and _PACKAGES not in file
+    return not (file.startswith((_TORCH_ROOT, _OWN_ROOT, "<")) or in_stdlib)
+
+
 class SourceTracker:
     """Knows the sub-module that is running and the user's line in it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._stack = [""]
-        self._is_user_file: dict[str, bool] = {}
         self.failure: Place | None = None
 
     @property
@@ -51,7 +58,7 @@ class SourceTracker:
         """The innermost running frame that belongs to neither torch, the standard library nor the tracer."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            if self._belongs_to_user(frame.f_code.co_filename):
+            if belongs_to_user(frame.f_code.co_filename):
                 return Place(self.module, frame.f_code.co_filename, frame.f_lineno)
             frame = frame.f_back
         return Place(self.module)
@@ -84,15 +91,7 @@ class SourceTracker:
         traceback = error.__traceback__
         while traceback is not None:
             file = traceback.tb_frame.f_code.co_filename
-            if self._belongs_to_user(file):
+            if belongs_to_user(file):
                 place = Place(self.module, file, traceback.tb_lineno)
             traceback = traceback.tb_next
         return place
-
-    def _belongs_to_user(self, file: str) -> bool:
-        known = self._is_user_file.get(file)
-        if known is None:
-            in_stdlib = file.startswith(_STDLIB_ROOT) and _PACKAGES not in file
-            known = not (file.startswith((_TORCH_ROOT, _OWN_ROOT, "<")) or in_stdlib)
-            self._is_user_file[file] = known
-        return known

@@ -1,0 +1,195 @@
+"""``python -m pyrannc capture``: a model, built without memory for its parameters, to a graph file."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyrannc._native import Graph
+from pyrannc.errors import CaptureError, InputError, RaNNCError
+
+from .captured import Captured, capture
+from .flatten import batch_rows, flatten
+from .source import belongs_to_user
+
+_EXAMPLE = """\
+Example: python -m pyrannc capture train:example -o bert.json
+
+where train.py has a function without arguments that returns the model and the arguments of one call:
+
+  def example():
+      model = BertForPreTraining(BertConfig())
+      tokens = torch.zeros(4, 512, dtype=torch.long)
+      return model, (), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+
+It runs with torch's default device set to "meta", so neither parameters nor arguments take memory or time. Where
+values are needed to build the model, put those lines under `with torch.device("cpu"):`. Then plan, without a device:
+
+  rannc plan bert.json --cluster H200x8 --batch 256
+"""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A model and the arguments of one call of it."""
+
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs ``capture`` with the arguments after that word and returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    started = time.perf_counter()
+    try:
+        call = build(load(arguments.function), arguments.function)
+        captured = capture_call(call, torch.device(arguments.device), arguments.rows)
+        _write(arguments.output, captured.graph_json)
+    except RaNNCError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for assumption in captured.assumptions:
+        if assumption.assumed:
+            answer = f"{assumption.expr} is taken as {assumption.value}"
+            print(f"warning: {assumption.where} asks for values of tensors without data; {answer}", file=sys.stderr)
+    print(_summary(call, captured, arguments.output, time.perf_counter() - started))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pyrannc capture",
+        description="Captures one call of a model as a graph file. Takes no GPU, and no memory for parameters.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "function",
+        metavar="MODULE:FUNCTION",
+        help="function without arguments that returns (model, args) or (model, args, kwargs), or an object with these "
+        "attributes",
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="the graph file to write")
+    parser.add_argument(
+        "--rows", metavar="N", type=_positive, help="batch size of the arguments [default: the first tensor's extent 0]"
+    )
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda", help="where the model will run [default: %(default)s]"
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
+def load(name: str) -> Callable[[], Any]:
+    """The function ``package.module:function``, looked for from the current folder on.
+
+    Raises:
+        InputError: there is no such function.
+    """
+    module_name, colon, function_name = name.partition(":")
+    if not (module_name and colon and function_name):
+        raise InputError(f"'{name}' must have the form package.module:function")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise InputError(f"module {module_name} cannot be imported: {_cause(error)}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise InputError(f"module {module_name} ({module.__file__}) has no function {function_name}")
+    return function  # type: ignore[no-any-return]
+
+
+def build(function: Callable[[], Any], name: str) -> Call:
+    """Calls ``function`` on the meta device.
+
+    Raises:
+        InputError: it fails, or returns something else than a model and its arguments.
+    """
+    try:
+        with torch.device("meta"):
+            made = function()
+    except Exception as error:
+        raise InputError(
+            f"{name} fails: {_cause(error)}. The tensors that it makes have no data (device meta); where it needs "
+            'values, use `with torch.device("cpu"):`'
+        ) from error
+    if not isinstance(made, tuple):
+        made = tuple(getattr(made, part) for part in ("model", "args", "kwargs") if hasattr(made, part))
+    if len(made) == 2:
+        made = (*made, {})
+    if len(made) == 3 and _is_call(*made):
+        return Call(made[0], made[1], dict(made[2]))
+    raise InputError(
+        f"{name} must return (model, args) or (model, args, kwargs), or an object with these attributes: a torch "
+        "module, a tuple of arguments, and a dictionary of named ones"
+    )
+
+
+def _is_call(model: Any, args: Any, kwargs: Any) -> bool:
+    return isinstance(model, nn.Module) and isinstance(args, (tuple, list)) and isinstance(kwargs, Mapping)
+
+
+def capture_call(call: Call, device: torch.device, rows: int | None) -> Captured:
+    """Captures ``call`` for ``device``; ``rows`` is its batch size where the first tensor does not tell it.
+
+    Raises:
+        InputError: no argument has ``rows`` rows.
+        CaptureError: the call cannot be captured.
+    """
+    tensors, _ = flatten((tuple(call.args), call.kwargs))
+    if rows is None:
+        try:
+            rows = batch_rows(tensors)
+        except ValueError as error:
+            raise CaptureError(str(error)) from error
+    elif not any(tensor.dim() and tensor.shape[0] == rows for tensor in tensors):
+        raise InputError(f"no argument has {rows} rows: extent 0 of the tensors is {_extents(tensors)}")
+    captured = capture(call.model, call.args, call.kwargs, device=device, rows=rows)
+    Graph.from_json(captured.graph_json)  # verifies it
+    return captured
+
+
+def _extents(tensors: Sequence[Tensor]) -> str:
+    return ", ".join(str(tensor.shape[0]) for tensor in tensors if tensor.dim()) or "missing"
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _cause(error: Exception) -> str:
+    """The error in words, with the user's line that raised it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if belongs_to_user(frame.filename)]
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def _summary(call: Call, captured: Captured, path: Path, seconds: float) -> str:
+    elements = sum(parameter.numel() for parameter in call.model.parameters())
+    return (
+        f"Captured {type(call.model).__name__}: {len(captured.op_nodes)} ops, {elements:,} parameters, "
+        f"{seconds:.1f} s; written to {path}"
+    )
