@@ -18,6 +18,7 @@ from pyrannc.capture import batch_rows, flatten, signature
 from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
 from pyrannc.errors import InputError, MismatchError, RaNNCError
 from pyrannc.faults import watchdog
+from pyrannc.ledger import Report, report
 from pyrannc.log import get_logger
 from pyrannc.planning import Request, decide, dry_run
 from pyrannc.runtime.deployment import Deployment
@@ -257,6 +258,16 @@ class RaNNCModule(nn.Module):
         """The deployed Plan as the content of its file: Stages, ranks, microbatches, predicted time and memory."""
         content: dict[str, Any] = json.loads(self._deployed("plan").plan.to_json())
         return content
+
+    def report(self) -> Report:
+        """What the Plan predicted beside what the last training steps took. All ranks call it.
+
+        Printed, it is a table; ``to_json()`` gives all figures. It waits for the device; the measuring itself never does.
+
+        Raises:
+            RaNNCError: there have not been two training steps in a row yet.
+        """
+        return report(self._deployed("report"))
 
     def undeploy(self) -> None:
         """Gives every rank the whole model and optimizer back, on the host. All ranks call it."""

@@ -18,6 +18,7 @@ from pyrannc.runtime.gradients import Gradients, SharedParam
 from pyrannc.runtime.randomness import Randomness
 from pyrannc.runtime.record import ActionRecord
 from pyrannc.runtime.stage import StageCode
+from pyrannc.runtime.timing import Timing
 from pyrannc.runtime.variant import Variant
 
 _log = get_logger("ParamStorage")
@@ -37,6 +38,7 @@ class Deployment:
 
     Attributes:
         holders: by name, the ranks that hold a parameter or buffer of some Stage.
+        timing: when this rank computed in the last steps.
     """
 
     def __init__(
@@ -69,6 +71,10 @@ class Deployment:
         self._channels = Channels(device)
         self._randomness = Randomness(device, seed)
         self._record = ActionRecord(watchdog, [_title(number, stage["modules"]) for number, stage in enumerate(stages)])
+        self.timing = Timing(device)
+        if device.type == "cuda":
+            # Peaks are those of the steps: spreading the parameters, and what came before, does not count.
+            torch.cuda.reset_peak_memory_stats(device)
         self._contexts: dict[int, StageContext] = {}
 
     def _stage_of_rank(self, rank: int) -> int:
@@ -165,6 +171,7 @@ class Deployment:
             gradients=self.gradients,
             randomness=self._randomness,
             record=self._record,
+            timing=self.timing,
             device=self.device,
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +23,7 @@ from pyrannc.runtime.randomness import Randomness
 from pyrannc.runtime.record import ActionRecord
 from pyrannc.runtime.rows import join_rows, take_rows
 from pyrannc.runtime.stage import StageCode
+from pyrannc.runtime.timing import Kind, StepMarks, Timing
 
 
 @dataclass
@@ -45,6 +47,7 @@ class StageContext:
     gradients: Gradients
     randomness: Randomness
     record: ActionRecord
+    timing: Timing
     device: torch.device
 
 
@@ -67,15 +70,22 @@ class StepExecution:
         program: the rank's Actions.
         step: number of the step, for random numbers.
         inputs: the Stage's inputs by microbatch and Value; none for microbatches without rows here.
+        marks: where to note when computations run.
     """
 
     def __init__(
-        self, context: StageContext, program: RankProgram, step: int, inputs: Mapping[tuple[int, int], Tensor]
+        self,
+        context: StageContext,
+        program: RankProgram,
+        step: int,
+        inputs: Mapping[tuple[int, int], Tensor],
+        marks: StepMarks | None,
     ) -> None:
         self._context = context
         self._program = program
         self._step = step
         self._inputs = inputs
+        self._marks = marks
         self._part = context.parts.stages[context.stage]
         self._live: dict[int, _Microbatch] = {}
         self._arrivals: _Arrivals = defaultdict(list)
@@ -121,6 +131,11 @@ class StepExecution:
                 else:
                     self._context.gradients.settle(current)
         self._context.channels.finish()
+        if current is not None and self._marks is not None:
+            self._marks.finish()
+
+    def _timed(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._marks is None else self._marks.span(kind, microbatch)
 
     def _rows_in(self, microbatch: int) -> int:
         lo, hi = self._program.rows[microbatch]
@@ -136,11 +151,12 @@ class StepExecution:
         self._arrivals.pop((microbatch, "value"), None)
         context.randomness.at(self._step, microbatch, self._program.rows[microbatch][0])
         tensors = {**context.params, **context.buffers, **live.feeds}
-        with torch.set_grad_enabled(self._trains):
-            live.results = context.code(self._rows_in(microbatch), tensors)
+        with self._timed("forward", microbatch):
+            with torch.set_grad_enabled(self._trains):
+                live.results = context.code(self._rows_in(microbatch), tensors)
+            self._store_updates(live.results)
         for value in self._part.outputs:
             self.outputs[microbatch, value] = live.results[value].detach()
-        self._store_updates(live.results)
         self._live[microbatch] = live
 
     def _store_updates(self, results: Mapping[int, Tensor]) -> None:
@@ -181,9 +197,10 @@ class StepExecution:
         self._arrivals.pop((microbatch, "grad"), None)
         if reduce and microbatch == self._last_backward:
             self._context.gradients.expect_last()
-        if roots:
-            torch.autograd.backward(roots, grads, retain_graph=keep_graph)
-        self._collect_gradients(microbatch, live)
+        with self._timed("backward", microbatch):
+            if roots:
+                torch.autograd.backward(roots, grads, retain_graph=keep_graph)
+            self._collect_gradients(microbatch, live)
 
     def _collect_gradients(self, microbatch: int, live: _Microbatch) -> None:
         """Takes the gradients of what came in off the leaves."""

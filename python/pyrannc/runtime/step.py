@@ -66,8 +66,9 @@ class Step:
         self._current: GradientSet | None = None
         self._input_grads: dict[int, Tensor] = {}
         self._done = False
+        marks = context.timing.begin(program)
         with context.record.step(program), self._generator():
-            self._execution = StepExecution(context, program, number, self._bring_inputs())
+            self._execution = StepExecution(context, program, number, self._bring_inputs(), marks)
             if program.mode == "train_1f1b":
                 self._current = context.gradients.begin()
             self._execution.run(program.forward, self._current, self._weight_of_loss, reduce=options.reduce)

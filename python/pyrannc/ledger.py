@@ -1,0 +1,346 @@
+"""The ledger: what the Plan predicted beside what the last training steps took."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from pyrannc import agree
+from pyrannc.errors import RaNNCError
+from pyrannc.runtime.deployment import Deployment
+from pyrannc.runtime.timing import Kind, StepTimes
+
+_TABLE_WIDTH = 160
+_MS = 1e-3
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A figure, predicted and measured; ``None`` where it is not known."""
+
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def error(self) -> float | None:
+        """By what share of the measured the prediction is too high (if negative: too low)."""
+        if self.predicted is None or not self.measured:
+            return None
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """A Stage: one microbatch on its largest and, if there are several, slowest Replica.
+
+    Attributes:
+        ranks: of its Replicas.
+    """
+
+    stage: int
+    ranks: tuple[int, ...]
+    forward_us: Compared
+    backward_us: Compared
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """Where a rank's time went in a step, and its memory.
+
+    Computing, waiting, reduction and the rest add up to the step.
+
+    Attributes:
+        computing_us: forwards and backwards.
+        waiting_us: between the step's start and the end of the last computation, without a computation: for messages
+            of other Stages, for the step's inputs, or for the host.
+        reduce_us: from the end of the last computation until gradients were summed; what overlaps does not count.
+        rest_us: until the next step: outputs, the optimizer, and what else the training loop does.
+        bubble: share of the step in which neither a forward nor a backward ran.
+        peak_bytes: peak of the tensors on the device since deployment, or since the last
+            ``torch.cuda.reset_peak_memory_stats()``. The framework's own memory is in neither figure.
+        reserved_bytes: peak of what torch's allocator held; measured only.
+    """
+
+    rank: int
+    stage: int
+    computing_us: Compared
+    waiting_us: Compared
+    reduce_us: Compared
+    rest_us: Compared
+    bubble: Compared
+    peak_bytes: Compared
+    reserved_bytes: Compared
+
+
+@dataclass(frozen=True)
+class Report:
+    """Predicted against measured, the same on all ranks.
+
+    Measured times are medians over the steps. The step is that of the slowest rank, from one training step's start to
+    the next one's: with the optimizer and all else that the training loop does.
+
+    Attributes:
+        steps: how many were measured: the last ones that brought as many rows as the last.
+        batch_rows: rows of their global batches.
+        plan_rows: rows of the global batch that the Plan was made for; other batches take other times.
+        step_us: the whole step.
+        bubble: share of all devices' time in which neither a forward nor a backward ran.
+    """
+
+    steps: int
+    batch_rows: int
+    plan_rows: int
+    microbatches: int
+    step_us: Compared
+    bubble: Compared
+    stages: tuple[StageReport, ...]
+    ranks: tuple[RankReport, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as dicts, lists and numbers."""
+        content: dict[str, Any] = json.loads(self.to_json())
+        return content
+
+    def to_json(self) -> str:
+        """The report as JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Report:
+        """Reads what :meth:`to_json` wrote."""
+        content = json.loads(text)
+        content["stages"] = tuple(
+            StageReport(**{**_figures(stage), "ranks": tuple(stage["ranks"])}) for stage in content["stages"]
+        )
+        content["ranks"] = tuple(RankReport(**_figures(rank)) for rank in content["ranks"])
+        return Report(**_figures(content))
+
+    def __str__(self) -> str:
+        return _tables(self)
+
+
+def _figures(content: dict[str, Any]) -> dict[str, Any]:
+    return {name: Compared(**item) if isinstance(item, dict) else item for name, item in content.items()}
+
+
+# Measured
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What one rank saw: medians over its last steps, and peaks of memory.
+
+    Attributes:
+        most_rows: of a microbatch on this rank; times of one microbatch are means over those that have as many.
+    """
+
+    stage: int
+    steps: int
+    batch_rows: int
+    most_rows: int
+    step_us: float
+    forward_us: float
+    backward_us: float
+    computing_us: float
+    waiting_us: float
+    reduce_us: float
+    rest_us: float
+    bubble: float
+    peak_bytes: int | None
+    reserved_bytes: int | None
+
+
+def report(deployment: Deployment) -> Report:
+    """Collects every rank's measurements and sets them beside the Plan's predictions. All ranks call it.
+
+    Raises:
+        RaNNCError: there have not been two training steps in a row yet.
+    """
+    measured = agree.together(lambda: _measure(deployment))
+    everyone: list[_Measured] = agree.gather_objects(measured)
+    return _compare(json.loads(deployment.plan.to_json()), everyone)
+
+
+def _measure(deployment: Deployment) -> _Measured:
+    steps = deployment.timing.times()
+    if not steps:
+        raise RaNNCError(
+            "report() has nothing to show yet: it needs two training steps, one after the other, with their backwards, "
+            "because a step is measured from its start to the start of the next one"
+        )
+    program = steps[-1].program
+    steps = [step for step in steps if step.program is program]
+    sizes = [hi - lo for lo, hi in program.rows]
+    largest = {microbatch for microbatch, rows in enumerate(sizes) if rows == max(sizes)}
+    parts = [_parts_us(step) for step in steps]
+    on_gpu = deployment.device.type == "cuda"
+    return _Measured(
+        stage=deployment.stage,
+        steps=len(steps),
+        batch_rows=program.total_rows,
+        most_rows=max(sizes),
+        step_us=median(step.step_us for step in steps),
+        forward_us=median(_microbatch_us(step, "forward", largest) for step in steps),
+        backward_us=median(_microbatch_us(step, "backward", largest) for step in steps),
+        **{name: median(part[name] for part in parts) for name in parts[0]},
+        bubble=median(1 - part["computing_us"] / step.step_us for part, step in zip(parts, steps, strict=True)),
+        peak_bytes=torch.cuda.max_memory_allocated(deployment.device) if on_gpu else None,
+        reserved_bytes=torch.cuda.max_memory_reserved(deployment.device) if on_gpu else None,
+    )
+
+
+def _parts_us(step: StepTimes) -> dict[str, float]:
+    """The step's time by use."""
+    computing_us = sum(span.end_us - span.start_us for span in step.spans)
+    computed_us = max((span.end_us for span in step.spans), default=0.0)
+    return {
+        "computing_us": computing_us,
+        "waiting_us": computed_us - computing_us,
+        "reduce_us": step.reduced_us - computed_us,
+        "rest_us": step.step_us - step.reduced_us,
+    }
+
+
+def _microbatch_us(step: StepTimes, kind: Kind, microbatches: set[int]) -> float:
+    times = [
+        span.end_us - span.start_us for span in step.spans if span.kind == kind and span.microbatch in microbatches
+    ]
+    return fmean(times) if times else 0.0
+
+
+# Beside the predictions
+
+
+def _compare(plan: dict[str, Any], everyone: Sequence[_Measured]) -> Report:
+    step_us = Compared(plan["predicted"]["step_us"], max(rank.step_us for rank in everyone))
+    stages = tuple(_compare_stage(plan, number, everyone) for number in range(len(plan["stages"])))
+    ranks = tuple(_compare_rank(plan, rank, measured) for rank, measured in enumerate(everyone))
+    return Report(
+        steps=min(rank.steps for rank in everyone),
+        batch_rows=everyone[0].batch_rows,
+        plan_rows=plan["batch_rows"],
+        microbatches=plan["microbatches"],
+        step_us=step_us,
+        bubble=Compared(plan["predicted"]["bubble"], fmean(rank.bubble for rank in everyone)),
+        stages=stages,
+        ranks=ranks,
+    )
+
+
+def _compare_stage(plan: dict[str, Any], number: int, everyone: Sequence[_Measured]) -> StageReport:
+    stage = plan["stages"][number]
+    replicas = [everyone[rank] for rank in stage["ranks"]]
+    largest = [replica for replica in replicas if replica.most_rows == max(other.most_rows for other in replicas)]
+    return StageReport(
+        stage=number,
+        ranks=tuple(stage["ranks"]),
+        forward_us=Compared(stage["predicted"]["forward_us"], max(replica.forward_us for replica in largest)),
+        backward_us=Compared(stage["predicted"]["backward_us"], max(replica.backward_us for replica in largest)),
+    )
+
+
+def _compare_rank(plan: dict[str, Any], rank: int, measured: _Measured) -> RankReport:
+    predicted = plan["stages"][measured.stage]["predicted"]
+    computing_us = plan["microbatches"] * (predicted["forward_us"] + predicted["backward_us"])
+    memory = predicted["memory"]
+    return RankReport(
+        rank=rank,
+        stage=measured.stage,
+        computing_us=Compared(computing_us, measured.computing_us),
+        waiting_us=Compared(None, measured.waiting_us),
+        reduce_us=Compared(predicted["reduce_us"], measured.reduce_us),
+        rest_us=Compared(None, measured.rest_us),
+        bubble=Compared(1 - computing_us / plan["predicted"]["step_us"], measured.bubble),
+        peak_bytes=Compared(sum(memory.values()) - memory["framework_bytes"], measured.peak_bytes),
+        reserved_bytes=Compared(None, measured.reserved_bytes),
+    )
+
+
+# As tables
+
+
+def _tables(report: Report) -> str:
+    console = Console(width=_TABLE_WIDTH, highlight=False, color_system=None)
+    with console.capture() as captured:
+        console.print(
+            f"{report.batch_rows} rows in {report.microbatches} microbatches, median of {report.steps} steps: "
+            "predicted / measured (error of the prediction)"
+        )
+        for table in (_step_table(report), _stage_table(report), _rank_table(report)):
+            console.print(table)
+        if report.batch_rows != report.plan_rows:
+            console.print(f"The plan was made for {report.plan_rows} rows, so its predictions are for another batch.")
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def _step_table(report: Report) -> Table:
+    table = _table("Step, ms", "Bubble")
+    table.add_row(_ms(report.step_us), _percent(report.bubble))
+    return table
+
+
+def _stage_table(report: Report) -> Table:
+    table = _table("Stage", "Ranks", "Forward of a microbatch, ms", "Backward of a microbatch, ms")
+    for stage in report.stages:
+        ranks = ", ".join(map(str, stage.ranks))
+        table.add_row(str(stage.stage), ranks, _ms(stage.forward_us), _ms(stage.backward_us))
+    return table
+
+
+def _rank_table(report: Report) -> Table:
+    table = _table(
+        "Rank",
+        "Stage",
+        "Computing, ms",
+        "Waiting, ms",
+        "Reduction, ms",
+        "Rest, ms",
+        "Bubble",
+        "Peak, GiB",
+        "Reserved, GiB",
+    )
+    for rank in report.ranks:
+        table.add_row(
+            str(rank.rank),
+            str(rank.stage),
+            _ms(rank.computing_us),
+            *(_beside(figure, _MS, ".2f") for figure in (rank.waiting_us, rank.reduce_us, rank.rest_us)),
+            _percent(rank.bubble),
+            _beside(rank.peak_bytes, 1 / _GIB, ".2f") + _error(rank.peak_bytes),
+            _beside(rank.reserved_bytes, 1 / _GIB, ".2f"),
+        )
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table()
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _ms(figure: Compared) -> str:
+    return _beside(figure, _MS, ".2f") + _error(figure)
+
+
+def _percent(figure: Compared) -> str:
+    return _beside(figure, 1.0, ".1%")
+
+
+def _beside(figure: Compared, scale: float, form: str) -> str:
+    predicted, measured = (
+        "-" if value is None else format(value * scale, form) for value in (figure.predicted, figure.measured)
+    )
+    return f"{predicted} / {measured}"
+
+
+def _error(figure: Compared) -> str:
+    return "" if figure.error is None else f" ({figure.error:+.1%})"

@@ -1,0 +1,155 @@
+"""The ledger: measured beside predicted, the same on all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pyrannc.errors import RaNNCError
+from pyrannc.ledger import Compared, Report
+from pyrannc.runtime.timing import KEPT_STEPS
+from tests.ranks import RankPool
+
+from .equivalence import Case, Twins, double_precision, make_batch
+
+Ranks = Callable[[int], RankPool]
+
+INSIDE = Case("loss_inside", (2, 3, 1), replicas=(1, 2), microbatches=3)
+OUTSIDE = Case("chain", (4, 4), stages=2, microbatches=4)
+
+
+def trained(case: Case, folder: str, steps: int) -> str:
+    """The report after so many steps, as JSON."""
+    with double_precision():
+        twins = Twins(case, folder)
+        for step in range(steps):
+            twins.step(step)
+        report = twins.module.report()
+        twins.module.undeploy()
+        return report.to_json()
+
+
+def report_of(case: Case, pool: RankPool, folder: Path, steps: int) -> Report:
+    """The report, which must be the same on all ranks."""
+    texts: list[str] = pool.run(trained, case, str(folder), steps)
+    assert len(set(texts)) == 1
+    return Report.from_json(texts[0])
+
+
+@pytest.mark.parametrize("case", [INSIDE, OUTSIDE], ids=["loss_inside", "criterion_outside"])
+def test_times_are_there_and_add_up(case: Case, ranks: Ranks, tmp_path: Path) -> None:
+    report = report_of(case, ranks(len(case.rows)), tmp_path, 4)
+    assert (report.steps, report.batch_rows, report.microbatches) == (3, case.total_rows, case.microbatches)
+    assert [rank.rank for rank in report.ranks] == list(range(len(case.rows)))
+    step_us = measured(report.step_us)
+    for stage in report.stages:
+        forward_us, backward_us = measured(stage.forward_us), measured(stage.backward_us)
+        assert 0 < forward_us < step_us
+        assert 0 < backward_us < step_us
+        for rank in stage.ranks:
+            assert report.ranks[rank].stage == stage.stage
+            assert forward_us + backward_us < measured(report.ranks[rank].computing_us)
+    for rank in report.ranks:
+        assert 0 < measured(rank.computing_us) < step_us
+        assert all(measured(part) >= 0 for part in (rank.waiting_us, rank.reduce_us, rank.rest_us))
+        assert 0 < measured(rank.bubble) < 1
+        assert rank.peak_bytes.measured is None, "the host's memory is not measured"
+        assert rank.peak_bytes.predicted
+    assert report.step_us.predicted
+    assert 0 <= (report.bubble.predicted or 0.0) <= 1
+
+
+def measured(figure: Compared) -> float:
+    assert figure.measured is not None
+    return figure.measured
+
+
+def test_only_the_last_steps_count(ranks: Ranks, tmp_path: Path) -> None:
+    report = report_of(OUTSIDE, ranks(2), tmp_path, KEPT_STEPS + 4)
+    assert report.steps == KEPT_STEPS
+
+
+def test_parts_of_a_single_measured_step_sum_to_it(ranks: Ranks, tmp_path: Path) -> None:
+    report = report_of(OUTSIDE, ranks(2), tmp_path, 2)
+    sums = [
+        sum(map(measured, (rank.computing_us, rank.waiting_us, rank.reduce_us, rank.rest_us))) for rank in report.ranks
+    ]
+    assert max(sums) == pytest.approx(measured(report.step_us))
+    for rank, step_us in zip(report.ranks, sums, strict=True):
+        assert measured(rank.bubble) == pytest.approx(1 - measured(rank.computing_us) / step_us)
+
+
+def test_a_report_prints_and_reads_back(ranks: Ranks, tmp_path: Path) -> None:
+    report = report_of(INSIDE, ranks(3), tmp_path, 3)
+    assert Report.from_json(json.dumps(report.to_dict())) == report
+    text = str(report)
+    assert "6 rows in 3 microbatches, median of 2 steps" in text
+    assert f"{measured(report.step_us) / 1e3:.2f}" in text
+    assert "- / -" in text, "memory that is not measured"
+    assert text.count("\n") < 40
+
+
+def refused(case: Case, folder: str) -> list[str]:
+    """What report() says before there is anything to report."""
+    with double_precision():
+        twins = Twins(case, folder)
+        told = [refusal(twins.module)]
+        args, kwargs, _ = twins.local(make_batch(twins.recipe, case.total_rows, 0))
+        with torch.no_grad():
+            for _ in range(3):
+                twins.module(*args, **kwargs)
+        told.append(refusal(twins.module))
+        twins.step(0)
+        told.append(refusal(twins.module))
+        with torch.no_grad():
+            twins.module(*args, **kwargs)
+        twins.step(1)
+        told.append(refusal(twins.module))
+        twins.step(2)
+        twins.module.report()
+        twins.module.undeploy()
+        return told
+
+
+def refusal(module: Any) -> str:
+    with pytest.raises(RaNNCError) as caught:
+        module.report()
+    return str(caught.value)
+
+
+def test_too_few_steps_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """A step whose end was an evaluation does not count."""
+    for undeployed, *others in ranks(2).run(refused, OUTSIDE, str(tmp_path)):
+        assert undeployed == "report() needs a deployed model: call the module once first"
+        assert len(others) == 3
+        assert all("it needs two training steps, one after the other" in text for text in others)
+
+
+def overlapping(case: Case, folder: str) -> int:
+    """Two calls before their backwards: the first of them has no step of its own."""
+    with double_precision():
+        twins = Twins(case, folder)
+        twins.step(0)
+        first, _ = twins.losses(1)
+        second, _ = twins.losses(2)
+        (first + second).backward()
+        twins.step(3)
+        steps = twins.module.report().steps
+        twins.module.undeploy()
+        return steps
+
+
+def test_calls_that_overlap_are_not_mixed_up(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(overlapping, OUTSIDE, str(tmp_path)) == [2, 2]
+
+
+def test_errors_are_shares_of_the_measured() -> None:
+    assert Compared(3.0, 2.0).error == pytest.approx(0.5)
+    assert Compared(1.0, None).error is None
+    assert Compared(None, 1.0).error is None
+    assert Compared(1.0, 0.0).error is None
