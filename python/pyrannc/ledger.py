@@ -60,9 +60,10 @@ class RankReport:
     Attributes:
         computing_us: forwards and backwards.
         waiting_us: between the step's start and the end of the last computation, without a computation: for messages
-            of other Stages, for the step's inputs, or for the host.
+            of other Stages, for the step's inputs, or for the host. Predicted: what the other parts leave of the step.
         reduce_us: from the end of the last computation until gradients were summed; what overlaps does not count.
-        rest_us: until the next step: outputs, the optimizer, and what else the training loop does.
+        rest_us: until the next step: outputs, the optimizer (which alone is predicted), and what else the training loop
+            does.
         bubble: share of the step in which neither a forward nor a backward ran.
         peak_bytes: peak of the tensors on the device since deployment, or since the last
             ``torch.cuda.reset_peak_memory_stats()``. The framework's own memory is in neither figure.
@@ -145,6 +146,7 @@ class _Measured:
     stage: int
     steps: int
     batch_rows: int
+    microbatches: int
     most_rows: int
     step_us: float
     forward_us: float
@@ -186,6 +188,7 @@ def _measure(deployment: Deployment) -> _Measured:
         stage=deployment.stage,
         steps=len(steps),
         batch_rows=program.total_rows,
+        microbatches=sum(rows > 0 for rows in program.microbatches),
         most_rows=max(sizes),
         step_us=median(step.step_us for step in steps),
         forward_us=median(_microbatch_us(step, "forward", largest) for step in steps),
@@ -227,7 +230,7 @@ def _compare(plan: dict[str, Any], everyone: Sequence[_Measured]) -> Report:
         steps=min(rank.steps for rank in everyone),
         batch_rows=everyone[0].batch_rows,
         plan_rows=plan["batch_rows"],
-        microbatches=plan["microbatches"],
+        microbatches=everyone[0].microbatches,
         step_us=step_us,
         bubble=Compared(plan["predicted"]["bubble"], fmean(rank.bubble for rank in everyone)),
         stages=stages,
@@ -248,17 +251,19 @@ def _compare_stage(plan: dict[str, Any], number: int, everyone: Sequence[_Measur
 
 
 def _compare_rank(plan: dict[str, Any], rank: int, measured: _Measured) -> RankReport:
+    step_us = plan["predicted"]["step_us"]
     predicted = plan["stages"][measured.stage]["predicted"]
-    computing_us = plan["microbatches"] * (predicted["forward_us"] + predicted["backward_us"])
+    computing_us = measured.microbatches * (predicted["forward_us"] + predicted["backward_us"])
+    reduce_us, update_us = predicted["reduce_us"], predicted["update_us"]
     memory = predicted["memory"]
     return RankReport(
         rank=rank,
         stage=measured.stage,
         computing_us=Compared(computing_us, measured.computing_us),
-        waiting_us=Compared(None, measured.waiting_us),
-        reduce_us=Compared(predicted["reduce_us"], measured.reduce_us),
-        rest_us=Compared(None, measured.rest_us),
-        bubble=Compared(1 - computing_us / plan["predicted"]["step_us"], measured.bubble),
+        waiting_us=Compared(max(0.0, step_us - computing_us - reduce_us - update_us), measured.waiting_us),
+        reduce_us=Compared(reduce_us, measured.reduce_us),
+        rest_us=Compared(update_us, measured.rest_us),
+        bubble=Compared(max(0.0, 1 - computing_us / step_us), measured.bubble),
         peak_bytes=Compared(sum(memory.values()) - memory["framework_bytes"], measured.peak_bytes),
         reserved_bytes=Compared(None, measured.reserved_bytes),
     )

@@ -262,7 +262,7 @@ class RaNNCModule(nn.Module):
     def report(self) -> Report:
         """What the Plan predicted beside what the last training steps took. All ranks call it.
 
-        Printed, it is a table; ``to_json()`` gives all figures. It waits for the device; the measuring itself never does.
+        Printed, it is a table; ``to_json()`` gives all figures. It waits for the device, which measuring never does.
 
         Raises:
             RaNNCError: there have not been two training steps in a row yet.

@@ -58,6 +58,7 @@ def test_times_are_there_and_add_up(case: Case, ranks: Ranks, tmp_path: Path) ->
         assert 0 < measured(rank.computing_us) < step_us
         assert all(measured(part) >= 0 for part in (rank.waiting_us, rank.reduce_us, rank.rest_us))
         assert 0 < measured(rank.bubble) < 1
+        assert all((part.predicted or 0) >= 0 for part in (rank.waiting_us, rank.reduce_us, rank.rest_us))
         assert rank.peak_bytes.measured is None, "the host's memory is not measured"
         assert rank.peak_bytes.predicted
     assert report.step_us.predicted
