@@ -69,7 +69,7 @@ fn plan(args: PlanArgs) -> Result<String> {
         ..Settings::default()
     };
     let plan = rannc_search::plan(&graph, &cluster, &settings)?;
-    let limit_bytes = memory_limit_bytes.unwrap_or(cluster.device.memory_bytes);
+    let limit_bytes = memory_limit_bytes.unwrap_or(cluster.kinds[0].memory_bytes);
     let tables = rannc_report::plan_tables(&plan, Some(limit_bytes));
     let Some(output) = output else { return Ok(tables) };
     plan.write(&output)?;

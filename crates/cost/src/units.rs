@@ -1,5 +1,9 @@
 //! Amounts as a person reads them.
 
+pub(crate) const GIB: f64 = (1_u64 << 30) as f64;
+pub(crate) const GIGA: f64 = 1e9;
+pub(crate) const TERA: f64 = 1e12;
+
 /// Bytes in the largest binary unit that leaves at least one.
 pub fn format_bytes(bytes: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];

@@ -6,7 +6,7 @@
 
 use rannc_ir::{Arg, DType, Dim, ValueId};
 
-use crate::cluster::Device;
+use crate::device::Device;
 use crate::op::{Operation, tensor_bytes};
 use crate::poly::Poly;
 

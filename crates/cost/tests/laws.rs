@@ -6,7 +6,7 @@ use rannc_ir::testing::{GraphBuilder, graphs};
 use rannc_ir::{Arg, DType, Dim, Graph, OpId, ValueId};
 
 fn device(name: &str) -> Device {
-    Cluster::preset(name, 1, 1).expect("one device").device
+    Cluster::preset(name, 1, 1).expect("one device").kinds.remove(0)
 }
 
 fn last(graph: &Graph) -> OpId {

@@ -15,8 +15,8 @@ const LISTED_OPS: usize = 15;
 pub fn graph_summary(graph: &Graph) -> String {
     let analysis = Analysis::new(graph);
     let cuts = analysis.cuts.iter().filter(|refusal| refusal.is_none()).count().saturating_sub(2);
-    let host = Cluster::preset("cpu", 1, 1).expect("one node with one device").device;
-    let blocks = Blocks::new(graph, &analysis, &host, 1, graph.sample_rows);
+    let host = &Cluster::preset("cpu", 1, 1).expect("one node with one device").kinds[0];
+    let blocks = Blocks::new(graph, &analysis, host, 1, graph.sample_rows);
     let bytes = |value: ValueId| tensor_bytes(&graph.values[value]).at(0) as u64;
     let params_bytes = graph.params.values().map(|param| bytes(param.value)).sum();
     let buffers_bytes = graph.buffers.values().map(|buffer| bytes(buffer.value)).sum();

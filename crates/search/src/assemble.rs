@@ -36,8 +36,8 @@ pub fn plan(graph: &Graph, cluster: &Cluster, settings: &Settings) -> Result<Pla
         return Err(SearchError::Empty { graph: graph.name.clone() });
     }
     let rows = settings.batch_rows.div_ceil(u64::from(settings.world_size));
-    let blocks = Blocks::new(graph, &analysis, &cluster.device, settings.world_size, rows);
-    let chain = Chain::new(extract(graph, &analysis, &blocks, &cluster.device, settings.batch_rows));
+    let blocks = Blocks::new(graph, &analysis, &cluster.kinds[0], settings.world_size, rows);
+    let chain = Chain::new(extract(graph, &analysis, &blocks, &cluster.kinds[0], settings.batch_rows));
     if let Some(wanted) = settings.forced_stages().filter(|&wanted| wanted > chain.len()) {
         return Err(SearchError::TooFewBlocks { wanted, possible: chain.len() });
     }

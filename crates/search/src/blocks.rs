@@ -235,7 +235,7 @@ mod tests {
     use super::*;
 
     fn divided(graph: &Graph, devices: u32) -> Blocks {
-        let device = Cluster::preset("cpu", 1, 1).expect("one device").device;
+        let device = Cluster::preset("cpu", 1, 1).expect("one device").kinds.remove(0);
         Blocks::new(graph, &Analysis::new(graph), &device, devices, 4)
     }
 

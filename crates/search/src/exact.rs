@@ -147,8 +147,10 @@ fn brute_force(chain: &Chain, cluster: &Cluster, settings: &Settings, candidates
 
 fn small_cluster(nodes: u32) -> Cluster {
     let mut cluster = Cluster::preset("cpu", nodes, 4_u32.div_ceil(nodes)).expect("4 devices");
-    cluster.inside.bytes_per_s = 1e8;
-    cluster.between.bytes_per_s = 3e7;
+    for (level, bytes_per_s) in cluster.levels.iter_mut().zip([1e8, 3e7]) {
+        level.send.bytes_per_s = bytes_per_s;
+        level.collective.bytes_per_s = bytes_per_s;
+    }
     cluster
 }
 

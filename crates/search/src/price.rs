@@ -19,7 +19,7 @@
 
 use std::ops::Range;
 
-use rannc_cost::{Cluster, Link, update_us};
+use rannc_cost::{Cluster, Group, Link, update_us};
 use rannc_plan::{MemoryPrediction, ScheduleKind};
 
 use crate::chain::{AffineSums, Chain, Times};
@@ -42,7 +42,7 @@ pub(crate) struct Links {
     /// To its neighbours.
     pub(crate) transfer: Link,
     /// Among its Replicas.
-    pub(crate) reduce: Link,
+    pub(crate) reduce: Group,
 }
 
 /// Times of a Stage.
@@ -95,7 +95,7 @@ impl<'a> Pricing<'a> {
         for replicas in 1..=u64::from(settings.world_size) {
             let replica_rows = rows.div_ceil(replicas);
             let known = times.last().filter(|last| last.rows == replica_rows).cloned();
-            times.push(known.unwrap_or_else(|| chain.times(&cluster.device, replica_rows)));
+            times.push(known.unwrap_or_else(|| chain.times(&cluster.kinds[0], replica_rows)));
         }
         Self { chain, cluster, settings, microbatches, rows, times }
     }
@@ -113,8 +113,8 @@ impl<'a> Pricing<'a> {
     pub(crate) fn links(&self, ranks: Range<u32>) -> Links {
         let neighbours = ranks.start.saturating_sub(1)..(ranks.end + 1).min(self.settings.world_size);
         Links {
-            transfer: *self.cluster.link(neighbours.start, neighbours.end),
-            reduce: *self.cluster.link(ranks.start, ranks.end),
+            transfer: self.cluster.levels[self.cluster.level_between(neighbours.start, neighbours.end - 1)].send,
+            reduce: self.cluster.group(&ranks.collect::<Vec<u32>>()),
         }
     }
 
@@ -127,7 +127,7 @@ impl<'a> Pricing<'a> {
     /// Times of a Stage.
     pub(crate) fn time(&self, span: Span, links: &Links) -> StageTime {
         let Span { first, end, replicas } = span;
-        let (chain, device, times) = (self.chain, &self.cluster.device, self.times(replicas));
+        let (chain, device, times) = (self.chain, &self.cluster.kinds[0], self.times(replicas));
         let rows = self.replica_rows(replicas);
         let transfers = [&chain.in_bytes, &chain.in_grad_bytes, &chain.out_bytes, &chain.out_grad_bytes];
         let send_us = |bytes: f64| links.transfer.send_us(bytes);
@@ -137,7 +137,7 @@ impl<'a> Pricing<'a> {
             forward_us: times.forward_us(first, end) + chain.clone_forward_us.at(first, end) + device.action_us,
             backward_us: times.backward_us(first, end) + chain.clone_backward_us.at(first, end) + device.action_us,
             transfer_us: transfers.iter().map(|bytes| send_us(bytes.at(first, end, rows))).sum::<f64>() / 2.0,
-            reduce_us: links.reduce.all_reduce_us(replicas, trainable_bytes),
+            reduce_us: self.cluster.all_reduce_us(links.reduce, trainable_bytes),
             update_us: update_us(device, trainable_bytes, optimizer_bytes),
         }
     }
@@ -167,7 +167,7 @@ impl<'a> Pricing<'a> {
     /// Memory of a Stage whose Blocks need `workspace_bytes`.
     pub(crate) fn footprint(&self, span: Span, workspace_bytes: f64) -> Footprint {
         let rows = self.replica_rows(span.replicas);
-        let framework_bytes = self.cluster.device.framework_bytes as f64;
+        let framework_bytes = self.cluster.kinds[0].framework_bytes as f64;
         let held = |bytes: &AffineSums| bytes.at(span.first, span.end, rows);
         Footprint {
             fixed_bytes: self.model_bytes(span) + workspace_bytes + self.comm_bytes(span) + framework_bytes,
@@ -197,7 +197,7 @@ impl<'a> Pricing<'a> {
             activations_bytes: (microbatch_bytes * in_flight as f64) as u64,
             workspace_bytes: workspace_bytes as u64,
             comm_bytes: self.comm_bytes(span) as u64,
-            framework_bytes: self.cluster.device.framework_bytes,
+            framework_bytes: self.cluster.kinds[0].framework_bytes,
         }
     }
 }

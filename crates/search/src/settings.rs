@@ -165,7 +165,7 @@ impl Settings {
 
     /// Memory that a Plan may use on a device.
     pub(crate) fn usable_bytes(&self, cluster: &Cluster) -> f64 {
-        let limit_bytes = self.memory_limit_bytes.unwrap_or(cluster.device.memory_bytes);
+        let limit_bytes = self.memory_limit_bytes.unwrap_or(cluster.kinds[0].memory_bytes);
         limit_bytes as f64 * (1.0 - self.memory_margin)
     }
 
