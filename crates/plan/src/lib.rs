@@ -24,4 +24,5 @@ pub use plan::{
 pub use program::{Action, Message, Mode, Payload, Piece, Program, RankProgram, Transfer};
 pub use routes::{Interval, Overlap, Slice, overlaps, split_even};
 pub use schedule::{Compute, ScheduleKind};
+pub use simulate::GRAD_WINDOW;
 pub use view::RankView;

@@ -11,7 +11,7 @@ use crate::program::{Action, Message, Payload, Program};
 use crate::schedule::Compute;
 
 /// Gradient messages that may be under way between two ranks.
-pub(crate) const GRAD_WINDOW: usize = 2;
+pub const GRAD_WINDOW: usize = 2;
 
 /// When a rank computes what.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,0 +1,74 @@
+//! What things cost, as the simulator asks for it.
+
+use std::collections::HashMap;
+
+use rannc_ir::ValueId;
+
+use crate::error::SimError;
+
+/// Times and memory of the Stages of one Plan.
+///
+/// Times are finite and not negative. They and the bytes do not shrink when rows or bytes grow.
+/// The answer to a question is always the same.
+pub trait Costs {
+    /// Forward of one Replica's `rows` rows of a microbatch.
+    fn forward_us(&self, stage: u32, rows: u64) -> f64;
+    /// Backward of one Replica's `rows` rows of a microbatch, recomputing included.
+    fn backward_us(&self, stage: u32, rows: u64) -> f64;
+    /// One message from rank to rank, when nothing else moves.
+    fn send_us(&self, src: u32, dst: u32, bytes: u64) -> f64;
+    /// Size of `rows` rows of a Value, or of its gradient.
+    fn value_bytes(&self, value: ValueId, rows: u64) -> u64;
+    /// What gradient reduction adds after the last backward; what overlaps with that is not counted.
+    fn reduce_us(&self, stage: u32) -> f64;
+    /// The optimizer's update.
+    fn update_us(&self, stage: u32) -> f64;
+    /// Memory that a rank of the Stage holds throughout the step.
+    fn fixed_bytes(&self, stage: u32) -> u64;
+    /// Memory that `rows` rows of a microbatch hold from the start of forward to the end of backward.
+    fn microbatch_bytes(&self, stage: u32, rows: u64) -> u64;
+    /// Further memory while forward or backward of `rows` rows runs.
+    fn workspace_bytes(&self, stage: u32, rows: u64) -> u64;
+}
+
+/// What one microbatch costs on one Replica.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RowCosts {
+    pub(crate) forward_us: f64,
+    pub(crate) backward_us: f64,
+    pub(crate) microbatch_bytes: u64,
+    pub(crate) workspace_bytes: u64,
+}
+
+/// [`RowCosts`] by Stage and rows, each asked for once: there are many microbatches and ranks, but few
+/// different numbers of rows.
+pub(crate) struct RowCostTable<'a> {
+    costs: &'a dyn Costs,
+    known: HashMap<(u32, u64), RowCosts>,
+}
+
+impl<'a> RowCostTable<'a> {
+    pub(crate) fn new(costs: &'a dyn Costs) -> Self {
+        Self { costs, known: HashMap::new() }
+    }
+
+    pub(crate) fn at(&mut self, stage: u32, rows: u64) -> Result<RowCosts, SimError> {
+        if let Some(&known) = self.known.get(&(stage, rows)) {
+            return Ok(known);
+        }
+        let name = |what| move || format!("the {what} of {rows} rows in stage {stage}");
+        let found = RowCosts {
+            forward_us: time(self.costs.forward_us(stage, rows), name("forward"))?,
+            backward_us: time(self.costs.backward_us(stage, rows), name("backward"))?,
+            microbatch_bytes: self.costs.microbatch_bytes(stage, rows),
+            workspace_bytes: self.costs.workspace_bytes(stage, rows),
+        };
+        self.known.insert((stage, rows), found);
+        Ok(found)
+    }
+}
+
+/// The time, if it is one.
+pub(crate) fn time(us: f64, what: impl FnOnce() -> String) -> Result<f64, SimError> {
+    if us.is_finite() && us >= 0.0 { Ok(us) } else { Err(SimError::Cost { what: what(), us }) }
+}

@@ -1,0 +1,146 @@
+//! Programs and costs for the tests.
+
+use std::collections::BTreeSet;
+
+use proptest::collection::vec;
+use proptest::prelude::*;
+use proptest::sample::Index;
+use rannc_ir::testing::{graphs, mlp};
+use rannc_ir::{Analysis, Graph, ValueId};
+use rannc_plan::{Batch, Mode, Partition, Placement, Program, StageOps, build};
+use rannc_sim::{Costs, Timeline, simulate};
+
+/// Costs of a Stage; times and bytes of rows are for each row.
+#[derive(Clone, Debug, Default)]
+pub struct StageCosts {
+    pub forward_us: f64,
+    pub backward_us: f64,
+    pub reduce_us: f64,
+    pub update_us: f64,
+    pub fixed_bytes: u64,
+    pub row_bytes: u64,
+    pub row_workspace_bytes: u64,
+}
+
+/// Costs from a table. A Value has one byte a row.
+#[derive(Clone, Debug, Default)]
+pub struct TableCosts {
+    pub stages: Vec<StageCosts>,
+    /// By receiving rank, of every message.
+    pub latency_us: Vec<f64>,
+    /// By sending rank, of every byte.
+    pub byte_us: Vec<f64>,
+}
+
+impl TableCosts {
+    /// Equal Stages; messages take no time.
+    pub fn uniform(stages: usize, ranks: usize, forward_us: f64, backward_us: f64) -> Self {
+        let stage = StageCosts { forward_us, backward_us, ..StageCosts::default() };
+        Self { stages: vec![stage; stages], latency_us: vec![0.0; ranks], byte_us: vec![0.0; ranks] }
+    }
+
+    pub fn run(&self, program: &Program) -> Timeline {
+        simulate(program, self).expect("the program is sound")
+    }
+
+    fn stage(&self, stage: u32) -> &StageCosts {
+        &self.stages[stage as usize]
+    }
+}
+
+impl Costs for TableCosts {
+    fn forward_us(&self, stage: u32, rows: u64) -> f64 {
+        self.stage(stage).forward_us * rows as f64
+    }
+    fn backward_us(&self, stage: u32, rows: u64) -> f64 {
+        self.stage(stage).backward_us * rows as f64
+    }
+    fn send_us(&self, src: u32, dst: u32, bytes: u64) -> f64 {
+        self.latency_us[dst as usize] + self.byte_us[src as usize] * bytes as f64
+    }
+    fn value_bytes(&self, _: ValueId, rows: u64) -> u64 {
+        rows
+    }
+    fn reduce_us(&self, stage: u32) -> f64 {
+        self.stage(stage).reduce_us
+    }
+    fn update_us(&self, stage: u32) -> f64 {
+        self.stage(stage).update_us
+    }
+    fn fixed_bytes(&self, stage: u32) -> u64 {
+        self.stage(stage).fixed_bytes
+    }
+    fn microbatch_bytes(&self, stage: u32, rows: u64) -> u64 {
+        self.stage(stage).row_bytes * rows
+    }
+    fn workspace_bytes(&self, stage: u32, rows: u64) -> u64 {
+        self.stage(stage).row_workspace_bytes * rows
+    }
+}
+
+/// The Program of a Graph cut before these main Ops, with the ranks in order and `rows` rows in all.
+pub fn program(graph: &Graph, cuts: &[u32], replicas: &[usize], microbatches: u32, rows: u64, mode: Mode) -> Program {
+    let end = u32::try_from(Analysis::new(graph).main_ops.len()).expect("small");
+    let ends: Vec<u32> = [0].into_iter().chain(cuts.iter().copied()).chain([end]).collect();
+    let runs: Vec<StageOps> = ends.windows(2).map(|ends| StageOps { first: ends[0], end: ends[1] }).collect();
+    let partition = Partition::new(graph, &runs).expect("the cuts are allowed");
+    let mut ranks = 0..;
+    let ranks: Vec<Vec<u32>> = replicas.iter().map(|&count| ranks.by_ref().take(count).collect()).collect();
+    let mut rows_per_rank = vec![0; replicas.iter().sum()];
+    rows_per_rank[0] = rows;
+    let batch = Batch { rows_per_rank, gather_inputs: true };
+    build(&Placement { ranks, microbatches }, &partition, &batch, mode).expect("the case is sound")
+}
+
+/// A chain of Stages, each of which sends one Value to the next.
+pub fn chain(replicas: &[usize], microbatches: u32, rows: u64, mode: Mode) -> Program {
+    let layers = u32::try_from(replicas.len()).expect("few stages");
+    let cuts: Vec<u32> = (1..layers).map(|layer| 2 * layer).collect();
+    program(&mlp(layers, 4), &cuts, replicas, microbatches, rows, mode)
+}
+
+pub fn modes() -> impl Strategy<Value = Mode> {
+    prop_oneof![Just(Mode::Train1F1B), Just(Mode::TrainFillDrain), Just(Mode::Forward)]
+}
+
+/// Random graphs cut where it is allowed, with up to three Replicas a Stage and rows that do not divide.
+pub fn programs() -> impl Strategy<Value = Program> {
+    let replicas = vec(1..=3_usize, 5);
+    (graphs(), vec(any::<Index>(), 0..5), replicas, 1..=6_u32, 1..=40_u64, modes()).prop_map(
+        |(graph, picks, replicas, microbatches, rows, mode)| {
+            let cuts = Analysis::new(&graph).cuts;
+            let end = u32::try_from(cuts.len() - 1).expect("small");
+            let allowed: Vec<u32> = (1..end).filter(|&cut| cuts[cut as usize].is_none()).collect();
+            let chosen = picks.iter().filter(|_| !allowed.is_empty()).map(|pick| *pick.get(&allowed));
+            let chosen: Vec<u32> = chosen.collect::<BTreeSet<u32>>().into_iter().take(4).collect();
+            program(&graph, &chosen, &replicas[..=chosen.len()], microbatches, rows, mode)
+        },
+    )
+}
+
+/// Programs with random costs; messages may take longer than computations.
+pub fn priced_programs() -> impl Strategy<Value = (Program, TableCosts)> {
+    (programs(), vec(stage_costs(), 5), vec(0.0..5.0, 15), vec(0.0..1.0, 15))
+        .prop_map(|(program, stages, latency_us, byte_us)| (program, TableCosts { stages, latency_us, byte_us }))
+}
+
+fn stage_costs() -> impl Strategy<Value = StageCosts> {
+    ((0.0..4.0, 0.0..8.0, 0.0..20.0, 0.0..20.0), (0..100_u64, 0..100_u64, 0..100_u64)).prop_map(
+        |((forward_us, backward_us, reduce_us, update_us), (fixed_bytes, row_bytes, row_workspace_bytes))| StageCosts {
+            forward_us,
+            backward_us,
+            reduce_us,
+            update_us,
+            fixed_bytes,
+            row_bytes,
+            row_workspace_bytes,
+        },
+    )
+}
+
+/// Fails unless two times are equal but for rounding.
+#[track_caller]
+pub fn assert_close(found_us: f64, expected_us: f64) {
+    let tolerance = 1e-9 * expected_us.abs().max(1.0);
+    assert!((found_us - expected_us).abs() <= tolerance, "{found_us} us instead of {expected_us} us");
+}

@@ -1,0 +1,100 @@
+//! Small steps, worked out by hand.
+
+use rannc_ir::testing::GraphBuilder;
+use rannc_ir::{DType, Dim};
+use rannc_plan::{Mode, Payload};
+use rannc_sim::{Timeline, What};
+
+use crate::cases::{TableCosts, chain, program};
+
+/// One line a rank: what it does, from when to when.
+fn draw(timeline: &Timeline) -> String {
+    let mut drawing = String::new();
+    for rank in &timeline.ranks {
+        let events = rank.events.iter().map(|event| {
+            let letter = |payload| if payload == Payload::Value { "v" } else { "g" };
+            let name = match event.what {
+                What::Forward { mb } => format!("F{mb}"),
+                What::Backward { mb } => format!("B{mb}"),
+                What::Send { mb, peer, payload } => format!("{}{mb}>{peer}", letter(payload)),
+                What::Recv { mb, peer, payload } => format!("{}{mb}<{peer}", letter(payload)),
+                What::Reduce => "R".to_owned(),
+                What::Update => "U".to_owned(),
+            };
+            format!("{name} {}-{}", event.start_us, event.end_us)
+        });
+        drawing += &format!("{}: {}\n", rank.rank, events.collect::<Vec<_>>().join(", "));
+    }
+    drawing
+}
+
+fn costs(stages: usize, ranks: usize, byte_us: f64) -> TableCosts {
+    let mut costs = TableCosts::uniform(stages, ranks, 2.0, 3.0);
+    costs.byte_us.fill(byte_us);
+    for stage in &mut costs.stages {
+        (stage.reduce_us, stage.update_us) = (4.0, 1.0);
+    }
+    costs
+}
+
+#[test]
+fn receives_one_computation_ahead() {
+    let timeline = costs(2, 2, 1.0).run(&chain(&[1, 1], 2, 2, Mode::Train1F1B));
+    assert_eq!(
+        draw(&timeline),
+        "\
+0: F0 0-2, F1 2-4, v0>1 2-3, v1>1 5-6, g0<1 8-9, B0 9-12, g1<1 13-14, B1 14-17, R 17-21, U 21-22
+1: v0<0 2-3, F0 3-5, v1<0 5-6, B0 5-8, g0>0 8-9, F1 8-10, B1 10-13, g1>0 13-14, R 13-17, U 17-18
+"
+    );
+    let [first, second] = &timeline.ranks[..] else { panic!("two ranks") };
+    assert_eq!((first.busy_us, first.waiting_us, first.bubble_us), (10.0, 2.0, 5.0));
+    assert_eq!((second.busy_us, second.waiting_us, second.bubble_us), (10.0, 1.0, 6.0));
+}
+
+#[test]
+fn messages_of_two_replicas_share_the_link_of_the_receiver() {
+    let timeline = costs(2, 3, 1.0).run(&chain(&[2, 1], 1, 2, Mode::Train1F1B));
+    assert_eq!(
+        draw(&timeline),
+        "\
+0: F0 0-2, v0>2 2-4, g0<2 14-16, B0 16-19, R 19-23, U 23-24
+1: F0 0-2, v0>2 2-4, g0<2 14-16, B0 16-19, R 19-23, U 23-24
+2: v0<0 2-4, v0<1 2-4, F0 4-8, B0 8-14, g0>0 14-16, g0>1 14-16, R 14-18, U 18-19
+"
+    );
+}
+
+/// The second Replica of the first Stage has rows of the first microbatch only.
+#[test]
+fn fewer_rows_than_replicas() {
+    let timeline = costs(2, 3, 1.0).run(&chain(&[2, 1], 2, 3, Mode::Train1F1B));
+    assert_eq!(
+        draw(&timeline),
+        "\
+0: F0 0-2, F1 2-4, v0>2 2-4, v1>2 8-9, g0<2 14-16, B0 16-19, g1<2 19-20, B1 20-23, R 23-27, U 27-28
+1: F0 0-2, v0>2 2-4, g0<2 14-16, B0 16-19, R 23-27, U 27-28
+2: v0<0 2-4, v0<1 2-4, F0 4-8, v1<0 8-9, B0 8-14, g0>0 14-16, g0>1 14-16, F1 14-16, B1 16-19, g1>0 19-20, R 19-23, U 23-24
+"
+    );
+}
+
+#[test]
+fn a_value_skips_a_stage() {
+    let mut builder = GraphBuilder::new("Skip");
+    let input = builder.input(DType::Float32, &[Dim::rows(1), Dim::fixed(4)]);
+    let early = builder.linear(input, 4, "early");
+    let middle = builder.linear(early, 4, "middle");
+    let late = builder.linear(middle, 4, "late");
+    let sum = builder.pointwise("aten.add.Tensor", &[late, early]);
+    let program = program(&builder.finish(&[sum]), &[1, 2], &[1, 1, 1], 1, 1, Mode::TrainFillDrain);
+    let timeline = costs(3, 3, 1.0).run(&program);
+    assert_eq!(
+        draw(&timeline),
+        "\
+0: F0 0-2, v0>1 2-3, v0>2 2-3, g0<2 11-12, g0<1 15-16, B0 16-19, R 19-23, U 23-24
+1: v0<0 2-3, F0 3-5, v0>2 5-6, g0<2 11-12, B0 12-15, g0>0 15-16, R 15-19, U 19-20
+2: v0<0 2-3, v0<1 5-6, F0 6-8, B0 8-11, R 11-15, g0>0 11-12, g0>1 11-12, U 15-16
+"
+    );
+}
