@@ -4,6 +4,8 @@
 mod graph;
 mod plan;
 mod table;
+mod trace;
 
 pub use graph::graph_summary;
 pub use plan::{deployment, plan_tables};
+pub use trace::chrome_trace;
