@@ -236,9 +236,7 @@ impl Reader<'_> {
             name: table.name.or(base.as_ref().map(|base| base.name.clone())).unwrap_or(key),
             efficiency: Efficiency::default(),
         };
-        if let Some(base) = base {
-            device.efficiency = base.efficiency;
-        }
+        device.efficiency = Efficiency::built_in(&device);
         for ((field, curve), points) in device.efficiency.curves_mut().into_iter().zip(table.efficiency.points()) {
             if let Some(points) = points {
                 self.places.insert((part, field), points.span().start);

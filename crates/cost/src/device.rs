@@ -44,15 +44,9 @@ pub struct Device {
     pub efficiency: Efficiency,
 }
 
-impl Device {
-    /// Time to move `bytes` between device and memory, by an op whose share of the bandwidth is known.
-    pub(crate) fn memory_us(&self, share: &crate::efficiency::Curve, bytes: f64) -> f64 {
-        share.at_peak(bytes) / self.memory_bytes_per_s * 1e6
-    }
-}
-
 /// Time of an optimizer step: parameters and gradients are read, its state read and written, the
 /// parameters written.
 pub fn update_us(device: &Device, params_bytes: f64, optimizer_bytes: f64) -> f64 {
-    device.memory_us(&device.efficiency.optimizer, 3.0 * params_bytes + 2.0 * optimizer_bytes)
+    let bytes = 3.0 * params_bytes + 2.0 * optimizer_bytes;
+    device.efficiency.optimizer.at_peak(bytes) / device.memory_bytes_per_s * 1e6
 }

@@ -13,8 +13,11 @@ mod error;
 mod op;
 mod poly;
 mod preset;
+mod products;
 mod profile;
 mod saved;
+mod shares;
+mod traffic;
 mod units;
 mod work;
 
@@ -29,4 +32,4 @@ pub use preset::{Preset, presets};
 pub use profile::{MeasuredLevel, PROFILE_SCHEMA, Profile, ProfileError, ProfileFault};
 pub use saved::SavedTensors;
 pub use units::{format_bytes, format_us};
-pub use work::{FlopClass, OpCost, OpWork, Work};
+pub use work::{FlopClass, OpCost, OpKind, OpWork, Work};

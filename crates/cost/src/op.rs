@@ -17,6 +17,15 @@ pub fn base_name(target: &str) -> &str {
     parts.next().unwrap_or(first).trim_end_matches('_')
 }
 
+pub(crate) fn is_convolution(name: &str) -> bool {
+    matches!(name, "conv1d" | "conv2d" | "conv3d" | "convolution" | "_convolution")
+        || name.starts_with("conv_transpose")
+}
+
+pub(crate) fn is_lookup(name: &str) -> bool {
+    matches!(name, "embedding" | "index_select" | "gather" | "index" | "take")
+}
+
 /// An op of a graph.
 #[derive(Clone, Copy, Debug)]
 pub struct Operation<'g> {
@@ -89,6 +98,11 @@ impl<'g> Operation<'g> {
     /// True when the storage belongs to the model and not to the computation.
     pub(crate) fn is_state(&self, root: ValueId) -> bool {
         matches!(self.value(root).def, ValueDef::Param(_) | ValueDef::Buffer(_) | ValueDef::Constant(_))
+    }
+
+    /// Bytes of the tensor at a position of the arguments.
+    pub(crate) fn bytes_at(&self, position: usize) -> Poly {
+        self.tensor(position).map_or_else(Poly::default, |value| tensor_bytes(self.value(value)))
     }
 
     /// Bytes of all results.

@@ -176,7 +176,7 @@ impl Preset {
     /// The device.
     pub fn device(&self) -> Device {
         let host = self.name == HOST.name;
-        Device {
+        let device = Device {
             name: self.name.to_owned(),
             host,
             memory_bytes: self.memory_gib * GIB,
@@ -188,13 +188,14 @@ impl Preset {
             },
             tf32: false,
             memory_bytes_per_s: self.memory_gb_per_s * GIGA,
-            launch_us: 5.0,
+            launch_us: if host { 5.0 } else { 6.5 },
             action_us: if host { 100.0 } else { 50.0 },
             // A memory limit for the host is meant for tensors alone.
             framework_bytes: if host { 0 } else { 3 * GIB / 2 },
             host_bytes_per_s: self.host_gb_per_s * GIGA,
             efficiency: Efficiency::default(),
-        }
+        };
+        Device { efficiency: Efficiency::built_in(&device), ..device }
     }
 
     /// The levels that join `nodes` nodes of this device.

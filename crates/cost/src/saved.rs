@@ -2,9 +2,8 @@
 
 use rannc_ir::{DType, ValueId};
 
-use crate::op::{Operation, tensor_bytes};
+use crate::op::{Operation, is_convolution, is_lookup};
 use crate::poly::Poly;
-use crate::work::{is_convolution, is_lookup};
 
 /// Tensors kept for the backward of one op. Parameters, buffers and constants are not listed, as they
 /// are there anyway.
@@ -133,7 +132,7 @@ impl Keeper<'_, '_> {
             }
             Rule::CrossEntropy => {
                 self.keep_at(1);
-                self.saved.private_bytes += self.bytes_at(0);
+                self.saved.private_bytes += self.operation.bytes_at(0);
             }
         }
     }
@@ -160,11 +159,6 @@ impl Keeper<'_, '_> {
         }
     }
 
-    fn bytes_at(&self, position: usize) -> Poly {
-        let tensor = self.operation.tensor(position);
-        tensor.map_or_else(Poly::default, |value| tensor_bytes(self.operation.value(value)))
-    }
-
     fn needs_grad(&self, position: usize) -> bool {
         self.operation.tensor(position).is_some_and(|value| self.operation.requires_grad(value))
     }
@@ -188,7 +182,7 @@ impl Keeper<'_, '_> {
     /// The host multiplies with a mask of the input's type, accelerators keep one byte an element.
     fn dropout(&mut self, host: bool) {
         let by_kernel = self.operation.result_elements() * DType::Bool.bytes() as f64;
-        self.saved.private_bytes += if host { self.bytes_at(0) } else { by_kernel };
+        self.saved.private_bytes += if host { self.operation.bytes_at(0) } else { by_kernel };
     }
 
     /// A fused kernel keeps the logarithm of the sums (float32); the host has none for dropout and then

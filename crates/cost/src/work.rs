@@ -1,16 +1,54 @@
 //! The roofline: time of an op from its floating-point operations, the bytes it moves, and the
-//! kernels it launches.
+//! kernels it launches, at the shares of a device's peaks that its kind reaches.
 //!
 //! Laws: times are never negative, and where no extent shrinks with the rows they do not fall with
 //! the rows.
 
-use rannc_ir::{Arg, DType, Dim, ValueId};
+use rannc_ir::DType;
 
 use crate::device::Device;
-use crate::op::{Operation, tensor_bytes};
+use crate::efficiency::{Curve, Products};
+use crate::op::{Operation, is_convolution, is_lookup};
 use crate::poly::Poly;
+use crate::products::backward_flops;
 
-/// Which speed of a device an op runs at.
+/// A kernel of the backward is launched from C++, one of the forward from Python.
+const BACKWARD_LAUNCH: f64 = 0.6;
+
+/// Which shares of a device's peaks an op reaches.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OpKind {
+    /// Matrix products.
+    #[default]
+    Matrix,
+    /// Convolutions.
+    Convolution,
+    /// Scaled dot-product attention.
+    Attention,
+    /// Normalisations, softmax and what is made of it.
+    Normalisation,
+    /// Everything else: it goes through its tensors once.
+    Pointwise,
+    /// Looking up rows of tables.
+    Embedding,
+}
+
+impl OpKind {
+    fn of(name: &str) -> Self {
+        match name {
+            "linear" | "matmul" | "mm" | "bmm" | "mv" | "dot" | "vdot" | "addmm" | "baddbmm" | "addbmm" | "addmv"
+            | "einsum" | "lstm" | "gru" | "rnn_tanh" | "rnn_relu" => Self::Matrix,
+            "scaled_dot_product_attention" => Self::Attention,
+            "softmax" | "_softmax" | "log_softmax" | "_log_softmax" | "cross_entropy_loss" => Self::Normalisation,
+            _ if is_convolution(name) => Self::Convolution,
+            _ if is_lookup(name) => Self::Embedding,
+            _ if name.ends_with("_norm") => Self::Normalisation,
+            _ => Self::Pointwise,
+        }
+    }
+}
+
+/// Which numbers an op multiplies.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FlopClass {
     /// float64 and complex128.
@@ -30,14 +68,6 @@ impl FlopClass {
             _ => Self::Fp32,
         }
     }
-
-    fn flops_per_s(self, device: &Device) -> f64 {
-        match self {
-            Self::Fp64 => device.flops_per_s.fp64,
-            Self::Fp32 => device.flops_per_s.fp32,
-            Self::Half => device.flops_per_s.half,
-        }
-    }
 }
 
 /// What one direction of an op does to a device.
@@ -47,15 +77,49 @@ pub struct Work {
     pub flops: Poly,
     /// Bytes read and written.
     pub bytes: Poly,
-    /// Kernels.
+    /// Kernels, which share the work.
     pub launches: f64,
 }
 
-impl Work {
-    fn us(&self, class: FlopClass, device: &Device, rows: u64) -> f64 {
-        let compute_us = self.flops.at(rows) / class.flops_per_s(device) * 1e6;
-        let memory_us = self.bytes.at(rows) / device.memory_bytes_per_s * 1e6;
-        compute_us.max(memory_us).max(self.launches * device.launch_us)
+/// The peaks of a device, and the shares of them that one kind of op reaches.
+struct Speed<'d> {
+    flops_per_s: f64,
+    flops_share: Option<&'d Curve>,
+    bytes_per_s: f64,
+    bytes_share: &'d Curve,
+}
+
+impl<'d> Speed<'d> {
+    fn new(kind: OpKind, class: FlopClass, device: &'d Device) -> Self {
+        let (rates, efficiency) = (&device.flops_per_s, &device.efficiency);
+        let products = |products: &'d Products| {
+            // PyTorch's switch for TF32 is on for convolutions, and to be set for all other products.
+            let tf32 = device.tf32 || (kind == OpKind::Convolution && !device.host);
+            let (flops_per_s, share) = match class {
+                FlopClass::Fp64 => (rates.fp64, &products.fp64),
+                FlopClass::Fp32 if tf32 => (rates.tf32, &products.tf32),
+                FlopClass::Fp32 => (rates.fp32, &products.fp32),
+                FlopClass::Half => (rates.half, &products.half),
+            };
+            (flops_per_s, Some(share), &products.bytes)
+        };
+        let (flops_per_s, flops_share, bytes_share) = match kind {
+            OpKind::Matrix => products(&efficiency.matrix),
+            OpKind::Convolution => products(&efficiency.convolution),
+            OpKind::Attention => products(&efficiency.attention),
+            OpKind::Normalisation => (rates.fp32, None, &efficiency.normalisation),
+            OpKind::Pointwise => (rates.fp32, None, &efficiency.pointwise),
+            OpKind::Embedding => (rates.fp32, None, &efficiency.embedding),
+        };
+        Self { flops_per_s, flops_share, bytes_per_s: device.memory_bytes_per_s, bytes_share }
+    }
+
+    /// Time of the work, without that of launching it.
+    fn us(&self, work: &Work, products: f64, rows: u64) -> f64 {
+        let flops = work.flops.at(rows) / products;
+        let compute = self.flops_share.map_or(0.0, |share| share.at_peak(flops) * products / self.flops_per_s);
+        let memory = self.bytes_share.at_peak(work.bytes.at(rows)) / self.bytes_per_s;
+        compute.max(memory) * 1e6
     }
 }
 
@@ -71,168 +135,47 @@ pub struct OpCost {
 /// What an op does to a device, as a function of the rows.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct OpWork {
+    /// Its kind.
+    pub kind: OpKind,
+    /// Its numbers.
+    pub class: FlopClass,
     /// Its forward.
     pub forward: Work,
     /// Its backward.
     pub backward: Work,
-    /// Speed of its matrix products.
-    pub class: FlopClass,
+    /// Matrix products that share the floating-point operations of the backward; at least 1.
+    pub backward_products: u32,
 }
 
 impl OpWork {
     /// Estimates an op.
     pub fn new(operation: &Operation<'_>) -> Self {
+        let kind = OpKind::of(operation.name);
         if operation.is_view() {
-            return Self { backward: operation.view_backward(), ..Self::default() };
+            return Self { kind: OpKind::Pointwise, backward: operation.view_backward(), ..Self::default() };
         }
-        let product = operation.product();
         let results = operation.op.results.first();
         let class = results.map_or(FlopClass::Fp32, |&result| FlopClass::of(operation.value(result).dtype));
-        let forward = Work { flops: product.forward_flops, bytes: operation.forward_bytes(), launches: 1.0 };
-        let mut backward = Work::default();
-        if operation.has_backward() {
-            backward.flops = product.backward_flops;
-            backward.bytes = operation.backward_bytes();
-            backward.launches = product.backward_launches;
+        let flops = operation.flops(kind);
+        let forward = Work { flops, bytes: operation.forward_bytes(), launches: 1.0 };
+        if !operation.has_backward() {
+            return Self { kind, class, forward, ..Self::default() };
         }
-        Self { forward, backward, class }
+        let backward_products = operation.backward_products(kind);
+        let traffic = operation.backward_traffic(kind, f64::from(backward_products));
+        let factor = backward_flops(kind, backward_products);
+        let backward = Work { flops: flops * factor, ..traffic };
+        Self { kind, class, forward, backward, backward_products }
     }
 
     /// Its time on `device` for `rows` rows.
     pub fn at(&self, device: &Device, rows: u64) -> OpCost {
+        let speed = Speed::new(self.kind, self.class, device);
+        let products = f64::from(self.backward_products.max(1));
+        let launch_us = |work: &Work| work.launches * device.launch_us;
         OpCost {
-            forward_us: self.forward.us(self.class, device, rows),
-            backward_us: self.backward.us(self.class, device, rows),
+            forward_us: speed.us(&self.forward, 1.0, rows).max(launch_us(&self.forward)),
+            backward_us: speed.us(&self.backward, products, rows).max(launch_us(&self.backward) * BACKWARD_LAUNCH),
         }
     }
-}
-
-/// The matrix products of an op.
-struct Product {
-    forward_flops: Poly,
-    backward_flops: Poly,
-    backward_launches: f64,
-}
-
-impl Operation<'_> {
-    fn product(&self) -> Product {
-        let flops = match self.name {
-            "linear" => self.contraction_flops(0),
-            "matmul" | "mm" | "bmm" | "mv" | "dot" | "vdot" => self.contraction_flops(0),
-            "addmm" | "baddbmm" | "addbmm" | "addmv" => self.contraction_flops(1),
-            "einsum" => self.einsum_flops(),
-            name if is_convolution(name) => self.convolution_flops(),
-            "lstm" | "gru" | "rnn_tanh" | "rnn_relu" => self.recurrent_flops(),
-            "scaled_dot_product_attention" => return self.attention(),
-            _ => {
-                return Product {
-                    forward_flops: Poly::default(),
-                    backward_flops: Poly::default(),
-                    backward_launches: 1.0,
-                };
-            }
-        };
-        // Each factor that needs a gradient costs one more product of the same size.
-        let factors = self.operands().into_iter().filter(|&value| self.value(value).shape.len() > 1);
-        let gradients = (factors.filter(|&value| self.requires_grad(value)).count() as f64).min(2.0);
-        Product { forward_flops: flops, backward_flops: flops * gradients, backward_launches: gradients + 1.0 }
-    }
-
-    /// `[.., m, k] x [k, n]`: every element of the result sums `k` products.
-    fn contraction_flops(&self, position: usize) -> Poly {
-        let depth = self.tensor(position).and_then(|left| self.value(left).shape.last().copied());
-        self.result_elements() * Poly::extent(depth.unwrap_or(Dim::fixed(1))) * 2.0
-    }
-
-    fn convolution_flops(&self) -> Poly {
-        let (Some(input), Some(weight)) = (self.tensor(0), self.tensor(1)) else { return Poly::default() };
-        let transposed = self.name.contains("transpose") || self.is_set(6, "transposed");
-        let positions = if transposed { Poly::elements(&self.value(input).shape) } else { self.result_elements() };
-        let kernel = self.value(weight).shape.get(1..).map_or_else(Poly::default, Poly::elements);
-        positions * kernel * 2.0
-    }
-
-    /// Every position of the sequence passes through every weight.
-    fn recurrent_flops(&self) -> Poly {
-        let Some(input) = self.tensor(0) else { return Poly::default() };
-        let positions =
-            self.value(input).shape.split_last().map_or_else(Poly::default, |(_, rest)| Poly::elements(rest));
-        let weights = self.operands().into_iter().filter(|&value| self.is_state(self.root(value)));
-        positions * weights.map(|weight| Poly::elements(&self.value(weight).shape)).sum::<Poly>() * 2.0
-    }
-
-    /// Every combination of the subscripts is one multiplication and one addition.
-    fn einsum_flops(&self) -> Poly {
-        let Some(Arg::Str(equation)) = self.op.args.first() else { return Poly::default() };
-        let subscripts = equation.split("->").next().unwrap_or_default().split(',');
-        let mut seen = Vec::new();
-        let mut combinations = Poly::fixed(2.0);
-        for (letters, operand) in subscripts.zip(self.op.operands()) {
-            for (letter, &dim) in letters.chars().filter(|c| c.is_alphabetic()).zip(&self.value(operand).shape) {
-                if !seen.contains(&letter) {
-                    seen.push(letter);
-                    combinations = combinations * Poly::extent(dim);
-                }
-            }
-        }
-        combinations
-    }
-
-    /// Scores and weighted values; the backward computes the scores again and four gradients.
-    fn attention(&self) -> Product {
-        let flops = self.attention_scores() * self.head_extent() * 4.0;
-        Product { forward_flops: flops, backward_flops: flops * 2.5, backward_launches: 2.0 }
-    }
-
-    /// Elements of the matrix of attention scores.
-    pub(crate) fn attention_scores(&self) -> Poly {
-        let shape = |position| self.tensor(position).map(|value| self.value(value).shape.as_slice());
-        match (shape(0).and_then(<[Dim]>::split_last), shape(1)) {
-            (Some((_, queries)), Some([.., keys, _])) => Poly::elements(queries) * Poly::extent(*keys),
-            _ => Poly::default(),
-        }
-    }
-
-    fn head_extent(&self) -> Poly {
-        let last = self.tensor(0).and_then(|query| self.value(query).shape.last().copied());
-        Poly::extent(last.unwrap_or(Dim::fixed(1)))
-    }
-
-    /// Bytes that it reads and writes. Of a table only the looked-up rows are read.
-    fn forward_bytes(&self) -> Poly {
-        let table = if is_lookup(self.name) { self.tensor(0) } else { None };
-        let read = |value: ValueId| {
-            if Some(value) == table { self.result_bytes() } else { tensor_bytes(self.value(value)) }
-        };
-        self.result_bytes() + self.operands().into_iter().map(read).sum::<Poly>()
-    }
-
-    /// The gradient of the results and the operands are read, the operands' gradients are written.
-    fn backward_bytes(&self) -> Poly {
-        let written = self.operands().into_iter().filter(|&value| self.requires_grad(value));
-        self.forward_bytes() + written.map(|value| tensor_bytes(self.value(value))).sum::<Poly>()
-    }
-
-    /// The gradient of a part is copied into zeros of the whole; other views cost nothing.
-    fn view_backward(&self) -> Work {
-        let whole = self.tensor(0).filter(|_| takes_part(self.name) && self.has_backward());
-        whole.map_or_else(Work::default, |whole| Work {
-            bytes: tensor_bytes(self.value(whole)) + self.result_bytes(),
-            launches: 1.0,
-            ..Work::default()
-        })
-    }
-}
-
-pub(crate) fn is_convolution(name: &str) -> bool {
-    matches!(name, "conv1d" | "conv2d" | "conv3d" | "convolution" | "_convolution")
-        || name.starts_with("conv_transpose")
-}
-
-pub(crate) fn is_lookup(name: &str) -> bool {
-    matches!(name, "embedding" | "index_select" | "gather" | "index" | "take")
-}
-
-fn takes_part(name: &str) -> bool {
-    matches!(name, "slice" | "select" | "narrow" | "split" | "split_with_sizes" | "chunk" | "unbind" | "diagonal")
 }
