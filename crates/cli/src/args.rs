@@ -2,11 +2,20 @@
 
 use std::path::PathBuf;
 
-use clap::{Parser, Subcommand};
+use clap::{Parser, Subcommand, value_parser};
 
-/// Plans and shows pipeline- and data-parallel training.
+const START: &str = "\
+Start: capture a model, plan it, look at the plan. Only the first needs torch, none needs a device.
+  python -m pyrannc capture train:example -o bert.json
+  rannc plan bert.json --cluster H200x8 --batch 256 -o plan.json
+  rannc show plan.json
+
+`python -m pyrannc calibrate` measures the devices and links of this machine (needs torch).
+Each command shows an example: rannc plan --help";
+
+/// Plans, explains and simulates pipeline- and data-parallel training.
 #[derive(Debug, Parser)]
-#[command(name = "rannc", version, arg_required_else_help = true, after_help = "Example: rannc show plan.json")]
+#[command(name = "rannc", bin_name = "rannc", version, arg_required_else_help = true, after_help = START)]
 pub(crate) struct Args {
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -14,51 +23,61 @@ pub(crate) struct Args {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
+    /// Finds the fastest plan of a captured graph on a cluster.
+    #[command(after_help = "\
+Example: rannc plan bert.json --cluster H200x8 --batch 256 -o plan.json
+
+A training script uses the plan with RaNNCModule(..., load_deployment=\"plan.json\").")]
+    Plan(PlanArgs),
     /// Shows a plan file: stages, ranks, predicted time and memory.
     #[command(after_help = "Example: rannc show plan.json --batch 256")]
-    Show {
-        /// A plan, as RaNNCModule.save_deployment or `rannc plan` writes it.
-        plan: PathBuf,
-        /// Show how a global batch of so many rows is divided.
-        #[arg(long, value_name = "ROWS", value_parser = clap::value_parser!(u64).range(1..))]
-        batch: Option<u64>,
-        /// Print the checked plan as JSON.
-        #[arg(long, conflicts_with = "batch")]
-        json: bool,
-    },
+    Show(ShowArgs),
+    /// Shows what differs between two plan files.
+    #[command(after_help = "\
+Example: rannc diff plan-40gb.json plan-80gb.json
+
+The stages are compared by the ops that they run; * marks those that run elsewhere or otherwise.")]
+    Diff(DiffArgs),
     /// Shows a graph file: sizes and ops.
     #[command(after_help = "Example: rannc graph bert.json --text | less")]
-    Graph {
-        /// A captured graph.
-        graph: PathBuf,
-        /// Print the graph op by op.
-        #[arg(long)]
-        text: bool,
-    },
-    /// Plans the training of a captured graph; needs no device.
-    #[command(after_help = "Example: rannc plan bert.json --devices 8 --device 'NVIDIA H200' --batch 256 -o plan.json")]
-    Plan(PlanArgs),
+    Graph(GraphArgs),
 }
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct PlanArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    #[command(flatten)]
+    pub(crate) search: SearchArgs,
+    /// Rows of the global batch.
+    #[arg(long, value_name = "ROWS", value_parser = value_parser!(u64).range(1..))]
+    pub(crate) batch: u64,
+    /// Memory that a plan may use of a device [default: all that it has].
+    #[arg(long, value_name = "GIB", value_parser = gib)]
+    pub(crate) memory_gb: Option<Gib>,
+    /// Write the plan to this file.
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) format: FormatArgs,
+}
+
+/// What is planned, and for which devices.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ModelArgs {
     /// A captured graph.
     pub(crate) graph: PathBuf,
-    /// Number of devices.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
-    pub(crate) devices: u32,
-    /// Devices of one node.
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..))]
-    pub(crate) devices_per_node: u32,
-    /// What torch calls the device, e.g. "NVIDIA H200"; "cpu" for processor cores.
-    #[arg(long, value_name = "NAME")]
-    pub(crate) device: String,
-    /// Rows of the global batch.
-    #[arg(long, value_name = "ROWS", value_parser = clap::value_parser!(u64).range(1..))]
-    pub(crate) batch: u64,
-    /// Memory that one device may use [default: all that it has].
-    #[arg(long, value_name = "GIB")]
-    pub(crate) memory_gb: Option<f64>,
+    /// A cluster file, or a preset with its number of devices: H200x8 is one node of 8, H200x8x2 two.
+    #[arg(long)]
+    pub(crate) cluster: String,
+}
+
+/// How to search.
+#[derive(Debug, clap::Args)]
+pub(crate) struct SearchArgs {
+    /// Share of the memory to leave free, 0 to 1.
+    #[arg(long, value_name = "SHARE", default_value_t = 0.1)]
+    pub(crate) memory_margin: f64,
     /// Bytes of optimizer state for each byte of a parameter (Adam 2, SGD 0).
     #[arg(long, value_name = "FACTOR", default_value_t = 2.0)]
     pub(crate) optimizer_factor: f64,
@@ -68,10 +87,64 @@ pub(crate) struct PlanArgs {
     /// Number of microbatches [default: free].
     #[arg(long, value_name = "N")]
     pub(crate) microbatches: Option<u32>,
-    /// The loss is computed outside the model.
+    /// The loss is computed outside the model: all forwards run before the first backward.
     #[arg(long)]
     pub(crate) loss_outside: bool,
-    /// Write the plan to this file.
-    #[arg(short, long, value_name = "FILE")]
-    pub(crate) output: Option<PathBuf>,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct ShowArgs {
+    /// A plan, as RaNNCModule.save_deployment or `rannc plan` writes it.
+    pub(crate) plan: PathBuf,
+    /// Show how a global batch of so many rows is divided.
+    #[arg(long, value_name = "ROWS", value_parser = value_parser!(u64).range(1..))]
+    pub(crate) batch: Option<u64>,
+    #[command(flatten)]
+    pub(crate) format: FormatArgs,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct DiffArgs {
+    /// A plan.
+    pub(crate) left: PathBuf,
+    /// Another plan.
+    pub(crate) right: PathBuf,
+    #[command(flatten)]
+    pub(crate) format: FormatArgs,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct GraphArgs {
+    /// A captured graph.
+    pub(crate) graph: PathBuf,
+    /// Print the graph op by op.
+    #[arg(long, conflicts_with = "json")]
+    pub(crate) text: bool,
+    #[command(flatten)]
+    pub(crate) format: FormatArgs,
+}
+
+/// How to print.
+#[derive(Clone, Copy, Debug, clap::Args)]
+pub(crate) struct FormatArgs {
+    /// Print JSON; docs/json.md lists the keys.
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// An amount of memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Gib(pub(crate) f64);
+
+impl Gib {
+    pub(crate) fn bytes(self) -> u64 {
+        (self.0 * (1_u64 << 30) as f64) as u64
+    }
+}
+
+fn gib(text: &str) -> Result<Gib, String> {
+    match text.parse() {
+        Ok(gib) if gib > 0.0 && f64::is_finite(gib) => Ok(Gib(gib)),
+        _ => Err("it must be a positive number of GiB".to_owned()),
+    }
 }

@@ -3,14 +3,18 @@
 //! Exit codes: 0 done, 1 failed, 2 wrong arguments.
 
 mod args;
+mod cluster;
 mod commands;
+mod files;
+mod printer;
 
 use std::ffi::OsString;
-use std::io::Write;
+use std::io::{self, Write};
 
 use clap::Parser;
 
 use crate::args::Args;
+use crate::printer::Printer;
 
 const FAILED: i32 = 1;
 const WRONG_ARGUMENTS: i32 = 2;
@@ -28,7 +32,11 @@ pub fn run(args: impl Iterator<Item = OsString>, out: &mut dyn Write, err: &mut 
         }
     };
     match commands::execute(parsed) {
-        Ok(text) => written(out.write_all(text.as_bytes()).and_then(|()| out.flush())),
+        Ok(Printer { out: text, notes, .. }) => {
+            let code = written(out.write_all(text.as_bytes()).and_then(|()| out.flush()));
+            let _ = err.write_all(notes.as_bytes());
+            code
+        }
         Err(error) => {
             let _ = writeln!(err, "error: {error}");
             FAILED
@@ -37,9 +45,9 @@ pub fn run(args: impl Iterator<Item = OsString>, out: &mut dyn Write, err: &mut 
 }
 
 /// The exit code after writing: a reader that closed its end, such as `head`, has seen enough.
-fn written(result: std::io::Result<()>) -> i32 {
+fn written(result: io::Result<()>) -> i32 {
     match result {
-        Err(error) if error.kind() != std::io::ErrorKind::BrokenPipe => FAILED,
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => FAILED,
         _ => 0,
     }
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use pyo3::prelude::*;
 use rannc_cost::Cluster;
 use rannc_plan::{Batch, Mode};
+use rannc_report::Report as _;
 use rannc_search::Settings;
 
 use crate::errors::{ErrorClass, OrRaise};
@@ -96,7 +97,7 @@ impl Plan {
 
     /// The Stages, their ranks, and the rows that each of them gets of a batch of `batch_rows` rows.
     fn deployment(&self, batch_rows: u64) -> String {
-        rannc_report::deployment(&self.0, batch_rows)
+        rannc_report::Deployment::new(&self.0, batch_rows).text()
     }
 
     /// Divides the Graph that the Plan was made for.

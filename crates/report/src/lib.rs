@@ -1,11 +1,29 @@
-//! What a person looks at: text tables of Plans and Graphs. Every function returns text and does
-//! nothing else.
+//! What a person looks at: plans, graphs, clusters and simulated steps as text tables, and the same
+//! content as JSON. Every function returns text and does nothing else.
 
+mod diff;
+mod format;
 mod graph;
 mod plan;
 mod table;
 mod trace;
 
-pub use graph::graph_summary;
-pub use plan::{deployment, plan_tables};
+use serde::Serialize;
+
+pub use diff::{Amount, Change, PlanDiff, Segment};
+pub use graph::{GraphSummary, OpKind, TensorTotals};
+pub use plan::{Deployment, DeploymentStage, PlanTables, plan_tables};
 pub use trace::chrome_trace;
+
+/// Something to show: as text for people, as JSON with the same content for programs.
+pub trait Report: Serialize {
+    /// The text, its last line ended.
+    fn text(&self) -> String;
+
+    /// The JSON, its last line ended.
+    fn json(&self) -> String {
+        let mut json = serde_json::to_string_pretty(self).expect("reports hold strings, finite numbers and lists");
+        json.push('\n');
+        json
+    }
+}

@@ -1,20 +1,13 @@
 //! Plans as tables.
 
 use rannc_cost::{format_bytes, format_us};
-use rannc_plan::{Interval, MemoryPrediction, Plan, ScheduleKind, StagePlan, split_even};
+use rannc_plan::{Interval, MemoryPrediction, Plan, StagePlan, StagePrediction, split_even};
 
-use crate::table::{repeats, runs, table};
+use serde::Serialize;
 
-fn schedule(kind: ScheduleKind) -> &'static str {
-    match kind {
-        ScheduleKind::FillDrain => "fill-drain",
-        ScheduleKind::OneForwardOneBackward => "1F1B",
-    }
-}
-
-fn counted(count: u64, one: &str, many: &str) -> String {
-    format!("{count} {}", if count == 1 { one } else { many })
-}
+use crate::Report;
+use crate::format::{counted, percent, repeats, runs, savers, schedule};
+use crate::table::table;
 
 fn title(plan: &Plan, batch_rows: u64) -> String {
     format!(
@@ -41,29 +34,23 @@ fn microbatch_rows(plan: &Plan, batch_rows: u64) -> Vec<u64> {
 }
 
 /// Rows of each Replica in the largest microbatch.
-fn replica_rows(plan: &Plan, batch_rows: u64, stage: &StagePlan) -> String {
+fn replica_rows(plan: &Plan, batch_rows: u64, stage: &StagePlan) -> Vec<u64> {
     let largest = microbatch_rows(plan, batch_rows).into_iter().max().unwrap_or(0);
-    repeats(&split_even(largest, stage.ranks.len()).into_iter().map(Interval::rows).collect::<Vec<_>>())
+    split_even(largest, stage.ranks.len()).into_iter().map(Interval::rows).collect()
 }
 
-fn stage_row(plan: &Plan, batch_rows: u64, number: usize) -> Vec<String> {
-    let stage = &plan.stages[number];
-    vec![
-        number.to_string(),
-        stage.modules.join("\n"),
-        stage.ranks.len().to_string(),
-        runs(&stage.ranks),
-        replica_rows(plan, batch_rows, stage),
-    ]
-}
-
+/// Times and, if a Stage saves memory, how.
 fn stage_table(plan: &Plan) -> String {
-    let header = ["Stage", "Modules", "Replicas", "Ranks", "Rows", "Forward", "Backward", "Reduce", "Received", "Sent"];
-    let rows = plan.stages.iter().enumerate().map(|(number, stage)| {
-        let predicted = &stage.predicted;
-        let mut row = stage_row(plan, plan.batch_rows, number);
-        row.extend([predicted.forward_us, predicted.backward_us, predicted.reduce_us].map(format_us));
-        row.extend([predicted.in_bytes, predicted.out_bytes].map(format_bytes));
+    let mut header =
+        vec!["Stage", "Modules", "Replicas", "Ranks", "Rows", "Forward", "Backward", "Transfer", "Reduce", "Update"];
+    let saving = plan.stages.iter().any(|stage| !savers(stage).is_empty());
+    header.extend(saving.then_some("Saving"));
+    let deployment = Deployment::new(plan, plan.batch_rows);
+    let rows = plan.stages.iter().zip(&deployment.stages).enumerate().map(|(number, (stage, deployed))| {
+        let StagePrediction { forward_us, backward_us, transfer_us, reduce_us, update_us, .. } = stage.predicted;
+        let mut row = deployed.row(number);
+        row.extend([forward_us, backward_us, transfer_us, reduce_us, update_us].map(format_us));
+        row.extend(saving.then(|| savers(stage)));
         row
     });
     table(&header, rows.collect(), 2)
@@ -107,28 +94,89 @@ fn memory_table(plan: &Plan, limit_bytes: Option<u64>) -> String {
 pub fn plan_tables(plan: &Plan, limit_bytes: Option<u64>) -> String {
     let predicted = &plan.predicted;
     format!(
-        "{}Predicted: {} a step, devices idle {:.1}% of it; no plan takes less than {}\n\n\
+        "{}Predicted: {} a step, devices idle {} of it; no plan takes less than {}\n\n\
          Time of a microbatch\n{}\nMemory of a device\n{}",
         title(plan, plan.batch_rows),
         format_us(predicted.step_us),
-        100.0 * predicted.bubble,
+        percent(predicted.bubble),
         format_us(predicted.lower_bound_us),
         stage_table(plan),
         memory_table(plan, limit_bytes),
     )
 }
 
-/// The Stages of a Plan, their ranks, and the rows that each of them gets of a batch of `batch_rows`
-/// rows, equally many from all ranks.
-pub fn deployment(plan: &Plan, batch_rows: u64) -> String {
-    let header = ["Stage", "Modules", "Replicas", "Ranks", "Rows"];
-    let rows = (0..plan.stages.len()).map(|number| stage_row(plan, batch_rows, number));
-    format!(
-        "{}Rows of the microbatches: {}\n{}",
-        title(plan, batch_rows),
-        repeats(&microbatch_rows(plan, batch_rows)),
-        table(&header, rows.collect(), 2),
-    )
+/// A Plan to show with its predictions. Its JSON is that of the plan file.
+#[derive(Clone, Copy, Debug, Serialize)]
+#[serde(transparent)]
+pub struct PlanTables<'a> {
+    /// The Plan.
+    pub plan: &'a Plan,
+    /// What a device may use, if it is known.
+    #[serde(skip)]
+    pub limit_bytes: Option<u64>,
+}
+
+impl Report for PlanTables<'_> {
+    fn text(&self) -> String {
+        plan_tables(self.plan, self.limit_bytes)
+    }
+}
+
+/// How a Plan divides a batch that comes in equal parts from all ranks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Deployment {
+    #[serde(skip)]
+    title: String,
+    /// Rows of the batch.
+    pub batch_rows: u64,
+    /// Rows of each microbatch that has any.
+    pub microbatch_rows: Vec<u64>,
+    /// The Stages.
+    pub stages: Vec<DeploymentStage>,
+}
+
+/// One Stage of a [`Deployment`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct DeploymentStage {
+    /// Short summary of the modules that it runs.
+    pub modules: Vec<String>,
+    /// The rank of each Replica.
+    pub ranks: Vec<u32>,
+    /// Rows of each Replica in the largest microbatch.
+    pub replica_rows: Vec<u64>,
+}
+
+impl DeploymentStage {
+    fn row(&self, number: usize) -> Vec<String> {
+        let Self { modules, ranks, replica_rows } = self;
+        vec![number.to_string(), modules.join("\n"), ranks.len().to_string(), runs(ranks), repeats(replica_rows)]
+    }
+}
+
+impl Deployment {
+    /// The rows that each Stage of `plan` gets of a batch of `batch_rows` rows.
+    pub fn new(plan: &Plan, batch_rows: u64) -> Self {
+        let stages = plan.stages.iter().map(|stage| DeploymentStage {
+            modules: stage.modules.clone(),
+            ranks: stage.ranks.clone(),
+            replica_rows: replica_rows(plan, batch_rows, stage),
+        });
+        Self {
+            title: title(plan, batch_rows),
+            batch_rows,
+            microbatch_rows: microbatch_rows(plan, batch_rows),
+            stages: stages.collect(),
+        }
+    }
+}
+
+impl Report for Deployment {
+    fn text(&self) -> String {
+        let header = ["Stage", "Modules", "Replicas", "Ranks", "Rows"];
+        let rows = self.stages.iter().enumerate().map(|(number, stage)| stage.row(number));
+        let microbatches = repeats(&self.microbatch_rows);
+        format!("{}Rows of the microbatches: {microbatches}\n{}", self.title, table(&header, rows.collect(), 2))
+    }
 }
 
 #[cfg(test)]
@@ -153,7 +201,7 @@ mod tests {
 
     #[test]
     fn a_deployment_shows_rows() {
-        let text = deployment(&sample(), 25);
+        let text = Deployment::new(&sample(), 25).text();
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines[0], "Plan of Mlp: 2 stages on 3 ranks, 25 rows in 4 microbatches, 1F1B");
         assert_eq!(lines[1], "Rows of the microbatches: 7, 3 x 6");

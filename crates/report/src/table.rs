@@ -14,36 +14,3 @@ pub(crate) fn table(header: &[&str], rows: Vec<Vec<String>>, numbers_from: usize
     text.push('\n');
     text
 }
-
-/// Increasing numbers with their runs shortened: `0-3, 6`.
-pub(crate) fn runs(numbers: &[u32]) -> String {
-    let runs = numbers.chunk_by(|left, right| left.checked_add(1) == Some(*right));
-    let texts = runs.filter_map(|run| match run {
-        [] => None,
-        [only] => Some(only.to_string()),
-        [first, .., last] => Some(format!("{first}-{last}")),
-    });
-    texts.collect::<Vec<_>>().join(", ")
-}
-
-/// Equal neighbours counted: `3 x 8, 7`.
-pub(crate) fn repeats(amounts: &[u64]) -> String {
-    let texts = amounts.chunk_by(u64::eq).filter_map(|run| match run {
-        [] => None,
-        [only] => Some(only.to_string()),
-        [first, ..] => Some(format!("{} x {first}", run.len())),
-    });
-    texts.collect::<Vec<_>>().join(", ")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn lists_are_short() {
-        assert_eq!(runs(&[0, 1, 2, 5, 7, 8]), "0-2, 5, 7-8");
-        assert_eq!(runs(&[]), "");
-        assert_eq!(repeats(&[8, 8, 8, 7]), "3 x 8, 7");
-    }
-}

@@ -1,0 +1,22 @@
+//! What each command does: plain values in, text out.
+
+mod diff;
+mod graph;
+mod plan;
+mod show;
+
+use anyhow::Result;
+
+use crate::args::{Args, Command};
+use crate::printer::Printer;
+
+/// Runs a command and returns what it prints.
+pub(crate) fn execute(args: Args) -> Result<Printer> {
+    let Args { command } = args;
+    match command {
+        Command::Plan(args) => plan::run(args),
+        Command::Show(args) => show::run(args),
+        Command::Diff(args) => diff::run(args),
+        Command::Graph(args) => graph::run(args),
+    }
+}

@@ -1,0 +1,7 @@
+//! What the user types and sees.
+
+mod errors;
+mod folder;
+mod graphs;
+mod help;
+mod plans;

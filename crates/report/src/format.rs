@@ -1,0 +1,91 @@
+//! Amounts and counts in words.
+
+use rannc_plan::{Recompute, ScheduleKind, Sharding, StagePlan};
+
+/// The name of a Schedule.
+pub(crate) const fn schedule(kind: ScheduleKind) -> &'static str {
+    match kind {
+        ScheduleKind::FillDrain => "fill-drain",
+        ScheduleKind::OneForwardOneBackward => "1F1B",
+    }
+}
+
+/// `1 stage`, `2 stages`.
+pub(crate) fn counted(count: u64, one: &str, many: &str) -> String {
+    format!("{count} {}", if count == 1 { one } else { many })
+}
+
+/// A share, 0 to 1, in percent.
+pub(crate) fn percent(share: f64) -> String {
+    format!("{:.1}%", 100.0 * share)
+}
+
+/// A large number with a decimal prefix: `12.3 G`.
+pub(crate) fn decimal(amount: f64) -> String {
+    const PREFIXES: [&str; 7] = ["", " k", " M", " G", " T", " P", " E"];
+    let mut amount = amount;
+    let mut prefix = 0;
+    while amount >= 1000.0 && prefix + 1 < PREFIXES.len() {
+        amount /= 1000.0;
+        prefix += 1;
+    }
+    if prefix == 0 { format!("{amount}") } else { format!("{amount:.1}{}", PREFIXES[prefix]) }
+}
+
+/// What a Stage does to save memory: `recompute, ZeRO 1, offload`; empty if nothing.
+pub(crate) fn savers(stage: &StagePlan) -> String {
+    let recompute = match &stage.recompute {
+        Recompute::None => None,
+        Recompute::Stage => Some("recompute".to_owned()),
+        Recompute::Blocks(runs) => Some(format!("recompute {}", counted(runs.len() as u64, "run", "runs"))),
+    };
+    let sharding = match stage.sharding {
+        Sharding::None => None,
+        Sharding::Optimizer => Some("ZeRO 1"),
+        Sharding::Gradients => Some("ZeRO 2"),
+        Sharding::Params => Some("ZeRO 3"),
+    };
+    let offload = stage.offload.then_some("offload");
+    let all = recompute.into_iter().chain(sharding.map(str::to_owned)).chain(offload.map(str::to_owned));
+    all.collect::<Vec<_>>().join(", ")
+}
+
+/// Increasing numbers with their runs shortened: `0-3, 6`.
+pub(crate) fn runs(numbers: &[u32]) -> String {
+    let runs = numbers.chunk_by(|left, right| left.checked_add(1) == Some(*right));
+    let texts = runs.filter_map(|run| match run {
+        [] => None,
+        [only] => Some(only.to_string()),
+        [first, .., last] => Some(format!("{first}-{last}")),
+    });
+    texts.collect::<Vec<_>>().join(", ")
+}
+
+/// Equal neighbours counted: `3 x 8, 7`.
+pub(crate) fn repeats(amounts: &[u64]) -> String {
+    let texts = amounts.chunk_by(u64::eq).filter_map(|run| match run {
+        [] => None,
+        [only] => Some(only.to_string()),
+        [first, ..] => Some(format!("{} x {first}", run.len())),
+    });
+    texts.collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_are_short() {
+        assert_eq!(runs(&[0, 1, 2, 5, 7, 8]), "0-2, 5, 7-8");
+        assert_eq!(runs(&[]), "");
+        assert_eq!(repeats(&[8, 8, 8, 7]), "3 x 8, 7");
+    }
+
+    #[test]
+    fn large_numbers_have_prefixes() {
+        assert_eq!(decimal(999.0), "999");
+        assert_eq!(decimal(12_345.0), "12.3 k");
+        assert_eq!(decimal(2.5e21), "2500.0 E");
+    }
+}
