@@ -38,6 +38,12 @@ Example: rannc diff plan-40gb.json plan-80gb.json
 
 The stages are compared by the ops that they run; * marks those that run elsewhere or otherwise.")]
     Diff(DiffArgs),
+    /// Prints and checks a cluster, or lists the presets.
+    #[command(after_help = "\
+Example: rannc cluster --preset H200 --nodes 2 --devices 8 > cluster.toml
+
+Edit the file and check it with `rannc cluster cluster.toml`. Without arguments the presets are listed.")]
+    Cluster(ClusterArgs),
     /// Shows a graph file: sizes and ops.
     #[command(after_help = "Example: rannc graph bert.json --text | less")]
     Graph(GraphArgs),
@@ -109,6 +115,23 @@ pub(crate) struct DiffArgs {
     pub(crate) left: PathBuf,
     /// Another plan.
     pub(crate) right: PathBuf,
+    #[command(flatten)]
+    pub(crate) format: FormatArgs,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct ClusterArgs {
+    /// A cluster file, or a preset with its number of devices, such as H200x8x2.
+    pub(crate) cluster: Option<String>,
+    /// Print a cluster of this kind of device, to start from.
+    #[arg(long, value_name = "NAME", conflicts_with = "cluster")]
+    pub(crate) preset: Option<String>,
+    /// Nodes of the preset.
+    #[arg(long, value_name = "N", default_value_t = 1, requires = "preset")]
+    pub(crate) nodes: u32,
+    /// Devices of each node of the preset.
+    #[arg(long, value_name = "N", default_value_t = 8, requires = "preset")]
+    pub(crate) devices: u32,
     #[command(flatten)]
     pub(crate) format: FormatArgs,
 }

@@ -23,6 +23,11 @@ impl Printer {
         self.out += &if self.json { report.json() } else { report.text() };
     }
 
+    /// The result of the command, whose text form is another one.
+    pub(crate) fn report_or(&mut self, report: &impl Report, text: &str) {
+        self.out += &if self.json { report.json() } else { text.to_owned() };
+    }
+
     /// A result that has no JSON form.
     pub(crate) fn text(&mut self, text: &str) {
         self.out += text;

@@ -17,7 +17,7 @@ pub enum CostError {
         source: io::Error,
     },
     /// The text is not TOML, or has unknown, misspelt or missing fields.
-    #[error("the cluster is not described as it should be: {0}")]
+    #[error("the cluster is not described as it should be: {}", one_line(.0))]
     Form(#[source] toml::de::Error),
     /// A figure that no cluster can have, or figures that contradict each other.
     #[error("the cluster file, line {line}: {fault}")]
@@ -30,6 +30,13 @@ pub enum CostError {
     /// The same of a cluster that was not read from a file.
     #[error("the cluster is impossible: {0}")]
     Fault(#[from] ClusterFault),
+}
+
+/// The place and the message, without the drawing of the text around it.
+fn one_line(error: &toml::de::Error) -> String {
+    let drawn = error.to_string();
+    let place = drawn.lines().next().unwrap_or_default();
+    format!("{place}: {}", error.message().replace('\n', "; "))
 }
 
 /// Which part of a cluster, by its place among its kind.

@@ -1,6 +1,7 @@
 //! What a person looks at: plans, graphs, clusters and simulated steps as text tables, and the same
 //! content as JSON. Every function returns text and does nothing else.
 
+mod cluster;
 mod diff;
 mod format;
 mod graph;
@@ -10,6 +11,7 @@ mod trace;
 
 use serde::Serialize;
 
+pub use cluster::{ClusterTables, PresetList};
 pub use diff::{Amount, Change, PlanDiff, Segment};
 pub use graph::{GraphSummary, OpKind, TensorTotals};
 pub use plan::{Deployment, DeploymentStage, PlanTables, plan_tables};

@@ -1,5 +1,6 @@
 //! What each command does: plain values in, text out.
 
+mod cluster;
 mod diff;
 mod graph;
 mod plan;
@@ -17,6 +18,7 @@ pub(crate) fn execute(args: Args) -> Result<Printer> {
         Command::Plan(args) => plan::run(args),
         Command::Show(args) => show::run(args),
         Command::Diff(args) => diff::run(args),
+        Command::Cluster(args) => cluster::run(args),
         Command::Graph(args) => graph::run(args),
     }
 }

@@ -4,11 +4,6 @@ use insta::assert_snapshot;
 
 use crate::folder::Folder;
 
-/// The messages of several command lines.
-fn errors(folder: &Folder, lines: &[&str]) -> String {
-    lines.iter().map(|line| format!("$ rannc {line}\n{}", folder.rannc(line).error())).collect()
-}
-
 #[test]
 fn files_that_cannot_be_used() {
     let folder = Folder::new("files");
@@ -16,35 +11,29 @@ fn files_that_cannot_be_used() {
     folder.write("cut.json", &folder.read("graph.json")[..100]);
     folder.write("old.json", r#"{"schema": 0}"#);
     folder.write("other.json", r#"{"schema": 2}"#);
-    assert_snapshot!(errors(
-        &folder,
-        &[
-            "graph missing.json",
-            "graph empty.json",
-            "graph cut.json",
-            "graph old.json",
-            "show missing.json",
-            "show empty.json",
-            "show old.json",
-            "show other.json",
-            "show graph.json",
-            "diff missing.json missing.json",
-            "plan graph.json --cluster cpux3 --batch 24 -o nowhere/plan.json",
-        ],
-    ));
+    assert_snapshot!(folder.errors(&[
+        "graph missing.json",
+        "graph empty.json",
+        "graph cut.json",
+        "graph old.json",
+        "show missing.json",
+        "show empty.json",
+        "show old.json",
+        "show other.json",
+        "show graph.json",
+        "diff missing.json missing.json",
+        "plan graph.json --cluster cluster.toml --batch 24 -o nowhere/plan.json",
+    ]));
 }
 
 #[test]
 fn plans_that_cannot_be() {
     let folder = Folder::new("plans");
-    assert_snapshot!(errors(
-        &folder,
-        &[
-            "plan graph.json --cluster cpux3 --batch 24 --memory-gb 0.0001",
-            "plan graph.json --cluster cpux3 --batch 24 --stages 4",
-            "plan graph.json --cluster cpux3 --batch 24 --microbatches 25",
-            "plan graph.json --cluster cpux3 --batch 24 --memory-margin 1",
-            "plan graph.json --cluster cpux3 --batch 24 --optimizer-factor nan",
-        ],
-    ));
+    assert_snapshot!(folder.errors(&[
+        "plan graph.json --cluster cluster.toml --batch 24 --memory-gb 0.0001",
+        "plan graph.json --cluster cluster.toml --batch 24 --stages 5",
+        "plan graph.json --cluster cluster.toml --batch 24 --microbatches 25",
+        "plan graph.json --cluster cluster.toml --batch 24 --memory-margin 1",
+        "plan graph.json --cluster cluster.toml --batch 24 --optimizer-factor nan",
+    ]));
 }

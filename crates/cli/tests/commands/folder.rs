@@ -6,6 +6,39 @@ use std::path::PathBuf;
 
 use rannc_ir::testing::mlp;
 
+/// A cluster of two nodes with figures of its own: what the presets say may change.
+pub const TWO_NODES: &str = r#"name = "test"
+
+[device.gpu]
+name = "Test GPU"
+memory_gib = 16
+framework_gib = 1
+fp64_tflops = 5
+fp32_tflops = 10
+tf32_tflops = 50
+half_tflops = 100
+memory_gb_per_s = 1000
+host_gb_per_s = 20
+launch_us = 5
+action_us = 20
+
+[[node]]
+device = "gpu"
+devices = 2
+count = 2
+
+[[level]]
+name = "inside"
+nodes = 1
+latency_us = 10
+gb_per_s = 200
+
+[[level]]
+name = "between"
+latency_us = 20
+gb_per_s = 40
+"#;
+
 /// Removed at the end of the test.
 pub struct Folder(PathBuf);
 
@@ -32,12 +65,13 @@ impl Seen {
 }
 
 impl Folder {
-    /// A folder with `graph.json`: a network of six layers.
+    /// A folder with `graph.json`, a network of six layers, and `cluster.toml`, four devices.
     pub fn new(name: &str) -> Self {
         let path = std::env::temp_dir().join(format!("rannc-cli-{}-{name}", std::process::id()));
         fs::create_dir_all(&path).expect("the temporary folder can be written");
         let folder = Self(path);
         folder.write("graph.json", &mlp(6, 64).to_json());
+        folder.write("cluster.toml", TWO_NODES);
         folder
     }
 
@@ -49,15 +83,19 @@ impl Folder {
         fs::read_to_string(self.0.join(file)).expect("the command has written it")
     }
 
-    /// Runs a command line whose words with a dot are files of this folder; their folder is not shown.
+    /// Runs a command line whose JSON and TOML files are in this folder; the folder is not shown.
     pub fn rannc(&self, line: &str) -> Seen {
         let folder = format!("{}/", self.0.display());
-        let args = line
-            .split(' ')
-            .map(|word| if word.contains(".json") { format!("{folder}{word}") } else { word.to_owned() });
+        let is_file = |word: &str| word.ends_with(".json") || word.ends_with(".toml");
+        let args = line.split(' ').map(|word| if is_file(word) { format!("{folder}{word}") } else { word.to_owned() });
         let seen = rannc(args);
         let shown = |text: String| text.replace(&folder, "");
         Seen { out: shown(seen.out), err: shown(seen.err), ..seen }
+    }
+
+    /// The messages of several command lines.
+    pub fn errors(&self, lines: &[&str]) -> String {
+        lines.iter().map(|line| format!("$ rannc {line}\n{}", self.rannc(line).error())).collect()
     }
 }
 

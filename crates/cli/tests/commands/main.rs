@@ -1,5 +1,6 @@
 //! What the user types and sees.
 
+mod clusters;
 mod errors;
 mod folder;
 mod graphs;

@@ -5,11 +5,11 @@ use rannc_plan::Plan;
 
 use crate::folder::Folder;
 
-/// A folder with two plans of its graph for three devices.
+/// A folder with two plans of its graph for four devices.
 fn planned(name: &str) -> Folder {
     let folder = Folder::new(name);
     for (file, more) in [("three.json", "--stages 3 --microbatches 4"), ("one.json", "--stages 1")] {
-        let seen = folder.rannc(&format!("plan graph.json --cluster cpux3 --batch 24 {more} -o {file}"));
+        let seen = folder.rannc(&format!("plan graph.json --cluster cluster.toml --batch 24 {more} -o {file}"));
         assert_eq!((seen.code, seen.err), (0, format!("Written to {file}\n")));
     }
     folder
@@ -28,7 +28,7 @@ fn a_plan_is_written_and_shown() {
 #[test]
 fn the_plan_is_the_output_of_the_search() {
     let folder = Folder::new("plan");
-    let line = "plan graph.json --cluster cpux3 --batch 24 --stages 3 --memory-gb 1.5";
+    let line = "plan graph.json --cluster cluster.toml --batch 24 --stages 3 --memory-gb 1.5";
     assert_snapshot!(folder.rannc(line).output());
     let json = folder.rannc(&format!("{line} --json")).output();
     assert_eq!(Plan::from_json(&json).expect("a plan").batch_rows, 24);
