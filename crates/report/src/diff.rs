@@ -118,7 +118,6 @@ fn facts(plan: &Plan) -> Vec<(&'static str, &'static str, Amount)> {
     let peak_bytes = plan.stages.iter().map(|stage| stage.predicted.memory.total_bytes()).max().unwrap_or(0);
     vec![
         ("graph_name", "Graph", Amount::Text(plan.graph_name.clone())),
-        ("graph_hash", "Hash of the graph", Amount::Text(plan.graph_hash.clone())),
         ("world_size", "Ranks", count(plan.world_size)),
         ("batch_rows", "Rows of the batch", Amount::Count(plan.batch_rows)),
         ("stages", "Stages", Amount::Count(plan.stages.len() as u64)),

@@ -12,7 +12,7 @@ pub const TWO_NODES: &str = r#"name = "test"
 [device.gpu]
 name = "Test GPU"
 memory_gib = 16
-framework_gib = 1
+framework_gib = 0.5
 fp64_tflops = 5
 fp32_tflops = 10
 tf32_tflops = 50
@@ -21,6 +21,10 @@ memory_gb_per_s = 1000
 host_gb_per_s = 20
 launch_us = 5
 action_us = 20
+efficiency.matrix.fp32 = []
+efficiency.matrix.bytes = []
+efficiency.pointwise = []
+efficiency.optimizer = []
 
 [[node]]
 device = "gpu"
@@ -65,12 +69,12 @@ impl Seen {
 }
 
 impl Folder {
-    /// A folder with `graph.json`, a network of six layers, and `cluster.toml`, four devices.
+    /// A folder with the network `graph.json`, six layers of 2,048 features, and `cluster.toml`, four devices.
     pub fn new(name: &str) -> Self {
         let path = std::env::temp_dir().join(format!("rannc-cli-{}-{name}", std::process::id()));
         fs::create_dir_all(&path).expect("the temporary folder can be written");
         let folder = Self(path);
-        folder.write("graph.json", &mlp(6, 64).to_json());
+        folder.write("graph.json", &mlp(6, 2048).to_json());
         folder.write("cluster.toml", TWO_NODES);
         folder
     }

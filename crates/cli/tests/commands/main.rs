@@ -5,4 +5,5 @@ mod errors;
 mod folder;
 mod graphs;
 mod help;
+mod plan_files;
 mod plans;

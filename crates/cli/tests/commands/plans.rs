@@ -1,50 +1,76 @@
 //! `rannc plan`, `show` and `diff`.
 
 use insta::assert_snapshot;
-use rannc_plan::Plan;
+use rannc_plan::{Plan, Recompute, Sharding, StageOps};
 
 use crate::folder::Folder;
+use crate::plan_files::write_plan;
 
-/// A folder with two plans of its graph for four devices.
+/// A folder with a plan of two Stages.
 fn planned(name: &str) -> Folder {
     let folder = Folder::new(name);
-    for (file, more) in [("three.json", "--stages 3 --microbatches 4"), ("one.json", "--stages 1")] {
-        let seen = folder.rannc(&format!("plan graph.json --cluster cluster.toml --batch 24 {more} -o {file}"));
-        assert_eq!((seen.code, seen.err), (0, format!("Written to {file}\n")));
-    }
+    write_plan(&folder, "plan.json", &[(6, 1), (13, 2)], |_| ());
     folder
 }
 
 #[test]
-fn a_plan_is_written_and_shown() {
+fn a_plan_file_is_shown() {
     let folder = planned("show");
-    let shown = folder.rannc("show three.json").output();
-    assert_snapshot!(shown);
-    let json = folder.rannc("show three.json --json").output();
-    assert_eq!(Plan::from_json(&json).expect("a plan").stages.len(), 3);
-    assert_eq!(json, folder.read("three.json"));
+    assert_snapshot!(folder.rannc("show plan.json").output());
+    assert_eq!(folder.rannc("show plan.json --json").output(), folder.read("plan.json"));
 }
 
 #[test]
-fn the_plan_is_the_output_of_the_search() {
-    let folder = Folder::new("plan");
-    let line = "plan graph.json --cluster cluster.toml --batch 24 --stages 3 --memory-gb 1.5";
-    assert_snapshot!(folder.rannc(line).output());
-    let json = folder.rannc(&format!("{line} --json")).output();
-    assert_eq!(Plan::from_json(&json).expect("a plan").batch_rows, 24);
+fn ways_to_save_memory_are_shown() {
+    let folder = Folder::new("saving");
+    write_plan(&folder, "plan.json", &[(4, 1), (8, 2), (13, 4)], |plan| {
+        plan.stages[0].recompute = Recompute::Stage;
+        plan.stages[1].sharding = Sharding::Optimizer;
+        plan.stages[1].offload = true;
+        plan.stages[2].recompute =
+            Recompute::Blocks(vec![StageOps { first: 9, end: 10 }, StageOps { first: 11, end: 13 }]);
+    });
+    assert_snapshot!(folder.rannc("show plan.json").output());
 }
 
 #[test]
 fn a_batch_is_divided() {
     let folder = planned("batch");
-    assert_snapshot!(folder.rannc("show three.json --batch 25").output());
-    assert_snapshot!(folder.rannc("show three.json --batch 25 --json").output());
+    assert_snapshot!(folder.rannc("show plan.json --batch 25").output());
+    assert_snapshot!(folder.rannc("show plan.json --batch 25 --json").output());
 }
 
 #[test]
 fn plans_differ() {
     let folder = planned("diff");
-    assert_snapshot!(folder.rannc("diff three.json one.json").output());
-    assert_snapshot!(folder.rannc("diff three.json one.json --json").output());
-    assert_eq!(folder.rannc("diff one.json one.json").output(), "The plans are the same.\n");
+    write_plan(&folder, "other.json", &[(4, 1), (8, 1), (13, 1)], |plan| {
+        plan.microbatches = 8;
+        plan.predicted.step_us = 2750.0;
+        plan.stages[0].recompute = Recompute::Stage;
+    });
+    assert_snapshot!(folder.rannc("diff plan.json other.json").output());
+    assert_snapshot!(folder.rannc("diff plan.json other.json --json").output());
+    assert_eq!(folder.rannc("diff plan.json plan.json").output(), "The plans are the same.\n");
+}
+
+#[test]
+fn plans_of_other_graphs_differ() {
+    let folder = planned("diff-graphs");
+    write_plan(&folder, "other.json", &[(6, 1), (13, 2)], |plan| {
+        plan.graph_hash = "0".repeat(64);
+        plan.graph_name = "Other".to_owned();
+    });
+    assert_snapshot!(folder.rannc("diff plan.json other.json").output());
+}
+
+#[test]
+fn a_plan_is_searched_written_and_shown() {
+    let folder = Folder::new("plan");
+    let line = "plan graph.json --cluster cluster.toml --batch 24 --stages 2 --memory-gb 1.5";
+    let seen = folder.rannc(&format!("{line} -o plan.json"));
+    assert_eq!((seen.code, seen.err.as_str()), (0, "Written to plan.json\n"));
+    assert_snapshot!(seen.out);
+    let plan = Plan::from_json(&folder.read("plan.json")).expect("a plan");
+    assert_eq!((plan.stages.len(), plan.world_size, plan.batch_rows), (2, 4, 24));
+    assert_eq!(folder.rannc(&format!("{line} --json")).output(), folder.read("plan.json"));
 }

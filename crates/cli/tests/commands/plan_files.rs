@@ -1,0 +1,69 @@
+//! Plans made by hand: what a search finds may change.
+
+use rannc_ir::Graph;
+use rannc_plan::{
+    MemoryPrediction, PLAN_SCHEMA, Plan, Recompute, ScheduleKind, Sharding, StageOps, StagePlan, StagePrediction,
+    StepPrediction,
+};
+
+use crate::folder::Folder;
+
+const MIB: u64 = 1 << 20;
+
+/// Writes a plan of the folder's graph whose Stages end before these ops and have so many Replicas.
+pub fn write_plan(folder: &Folder, file: &str, stages: &[(u32, u32)], change: impl FnOnce(&mut Plan)) {
+    let graph = Graph::from_json(&folder.read("graph.json")).expect("a graph");
+    let mut plan = Plan {
+        schema: PLAN_SCHEMA,
+        pyrannc: "0.1.0".to_owned(),
+        graph_hash: graph.hash(),
+        graph_name: graph.name.clone(),
+        world_size: stages.iter().map(|(_, replicas)| replicas).sum(),
+        batch_rows: 24,
+        microbatches: 4,
+        schedule: ScheduleKind::OneForwardOneBackward,
+        stages: Vec::new(),
+        predicted: StepPrediction { step_us: 2500.0, bubble: 0.3, lower_bound_us: 2400.0 },
+        checksum: String::new(),
+    };
+    let (mut first, mut rank) = (0, 0);
+    for &(end, replicas) in stages {
+        plan.stages.push(stage(StageOps { first, end }, (rank..rank + replicas).collect()));
+        (first, rank) = (end, rank + replicas);
+    }
+    change(&mut plan);
+    folder.write(file, &plan.seal().expect("consistent").to_json());
+}
+
+fn stage(ops: StageOps, ranks: Vec<u32>) -> StagePlan {
+    let blocks = ops.end - ops.first;
+    let layers = u64::from(blocks);
+    let us = f64::from(blocks) / ranks.len() as f64;
+    StagePlan {
+        ops,
+        modules: vec![format!("layers.{}-{}", ops.first / 2, (ops.end - 1) / 2)],
+        ranks,
+        blocks,
+        recompute: Recompute::None,
+        sharding: Sharding::None,
+        offload: false,
+        predicted: StagePrediction {
+            forward_us: 100.0 * us,
+            backward_us: 200.0 * us,
+            transfer_us: 20.0,
+            reduce_us: 50.0,
+            update_us: 12.5,
+            in_bytes: 48 << 10,
+            out_bytes: 48 << 10,
+            memory: MemoryPrediction {
+                params_bytes: 16 * MIB * layers,
+                grads_bytes: 16 * MIB * layers,
+                optimizer_bytes: 32 * MIB * layers,
+                activations_bytes: 3 * MIB * layers,
+                workspace_bytes: 17 * MIB,
+                comm_bytes: MIB / 2,
+                framework_bytes: 512 * MIB,
+            },
+        },
+    }
+}
