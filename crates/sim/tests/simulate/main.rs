@@ -3,6 +3,7 @@
 mod cases;
 mod closed_forms;
 mod drawn;
+mod formula;
 mod laws;
 mod oracle;
 mod refused;
