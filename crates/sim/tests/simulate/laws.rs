@@ -159,4 +159,11 @@ proptest! {
             }
         }
     }
+
+    #[test]
+    fn timelines_survive_json((program, costs) in priced_programs()) {
+        let timeline = costs.run(&program);
+        let json = serde_json::to_string(&timeline).expect("timelines hold finite numbers");
+        prop_assert_eq!(serde_json::from_str::<Timeline>(&json).expect("it was just written"), timeline);
+    }
 }
