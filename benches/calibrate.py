@@ -9,19 +9,20 @@ Work is counted as ``crates/cost`` counts it: floating-point operations of one p
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 
 Point = tuple[float, float]
 Case = tuple[float, float, Callable[[], object]]
 """Work at which the share stands, work that a call does in all, and the call."""
 
-_TIMED_SECONDS = 0.03
+_WARM_UP, _TIMED = 3, 5
 _CLASSES = ("fp64", "fp32", "tf32", "half")
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "half": torch.bfloat16}
 _HEADS, _SEQUENCE, _HEAD_SIZE = 16, 512, 64
@@ -66,20 +67,16 @@ def show(key: str, cases: Iterable[Case], peak_per_s: float) -> None:
 
 
 def seconds(call: Callable[[], object]) -> float:
-    for _ in range(3):
+    """Time of the kernels of a call, without the gaps in which a GPU waits for the host."""
+    for _ in range(_WARM_UP):
         call()
-    once = elapsed(call, 1)
-    return elapsed(call, max(3, min(200, math.ceil(_TIMED_SECONDS / once))))
-
-
-def elapsed(call: Callable[[], object], repeats: int) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3 / repeats
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        for _ in range(_TIMED):
+            call()
+        torch.cuda.synchronize()
+    kernels = [event for event in record.key_averages() if event.device_type == DeviceType.CUDA]
+    return sum(event.self_device_time_total for event in kernels) / 1e6 / _TIMED
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> Tensor:
@@ -92,11 +89,12 @@ def with_backward(forward: Callable[[], Tensor], inputs: list[Tensor]) -> Callab
 
 
 def matrix(dtype: torch.dtype, tflops: float) -> Iterator[Case]:
-    for size in (256, 512, 1024, 2048, 4096, 8192):
-        flops = 2.0 * size**3
-        if flops < tflops * 1e12 / 20:
-            left, right = (tensor(size, size, dtype=dtype, requires_grad=False) for _ in range(2))
-            yield flops, flops, partial(torch.matmul, left, right)
+    for size in (128, 256, 512, 1024, 2048, 4096):
+        rows = 8 * size
+        flops = 2.0 * rows * size**2
+        if flops < tflops * 1e12 / 50:
+            factors = [tensor(rows, size, dtype=dtype), tensor(size, size, dtype=dtype)]
+            yield flops, 3 * flops, with_backward(partial(torch.matmul, *factors), factors)
 
 
 def convolution(dtype: torch.dtype) -> Iterator[Case]:
