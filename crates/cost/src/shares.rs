@@ -1,7 +1,8 @@
 //! Shares of the peaks that ops reach on any device of a family, until they are measured on one.
 //!
 //! How much work a device needs to get up to speed grows with its peak. So these tables go by the time
-//! in microseconds that the work would take at the peak. Those of accelerators come from an H200.
+//! in microseconds that the work would take at the peak. Those of accelerators were measured by
+//! `benches/calibrate.py` on an H200, which reaches them with kernels of forward and backward.
 
 use crate::device::Device;
 use crate::efficiency::{Curve, Efficiency, Products};
@@ -17,33 +18,34 @@ struct ProductTables {
 }
 
 const MATRIX: ProductTables = ProductTables {
-    fp64: &[(4.0, 0.2), (30.0, 0.5), (250.0, 0.7), (15_000.0, 0.8)],
-    fp32: &[(4.0, 0.2), (30.0, 0.5), (250.0, 0.68), (15_000.0, 0.76)],
-    tf32: &[(0.5, 0.08), (4.0, 0.25), (30.0, 0.5), (250.0, 0.65), (2000.0, 0.72)],
-    half: &[(0.3, 0.06), (2.0, 0.25), (17.0, 0.55), (140.0, 0.7), (1100.0, 0.79)],
+    fp64: &[(0.5, 0.12), (4.0, 0.42), (32.0, 0.74), (257.0, 0.87)],
+    fp32: &[(0.5, 0.09), (4.0, 0.32), (32.0, 0.61), (257.0, 0.74), (2050.0, 0.76)],
+    tf32: &[(0.07, 0.016), (0.54, 0.09), (4.3, 0.29), (35.0, 0.51), (277.0, 0.62)],
+    half: &[(0.03, 0.013), (0.27, 0.073), (2.2, 0.3), (17.0, 0.67), (140.0, 0.79)],
     bytes: COPY,
 };
 
 const CONVOLUTION: ProductTables = ProductTables {
-    fp64: &[(30.0, 0.3), (250.0, 0.5)],
-    fp32: &[(30.0, 0.4), (250.0, 0.6)],
-    tf32: &[(2.0, 0.1), (20.0, 0.3), (200.0, 0.45)],
-    half: &[(2.0, 0.1), (20.0, 0.3), (200.0, 0.45), (2000.0, 0.55)],
-    bytes: &[(2.0, 0.3), (20.0, 0.55), (200.0, 0.65)],
-};
-
-const ATTENTION: ProductTables = ProductTables {
-    fp64: &[(30.0, 0.2), (250.0, 0.3)],
-    fp32: &[(30.0, 0.25), (250.0, 0.4)],
-    tf32: &[(2.0, 0.04), (20.0, 0.1), (200.0, 0.14)],
-    half: &[(2.0, 0.08), (20.0, 0.22), (200.0, 0.33), (2000.0, 0.38)],
+    fp64: &[(14.0, 0.05), (55.0, 0.1), (221.0, 0.12)],
+    fp32: &[(14.0, 0.33), (55.0, 0.48), (221.0, 0.69)],
+    tf32: &[(1.9, 0.08), (7.5, 0.2), (30.0, 0.33), (120.0, 0.42)],
+    half: &[(0.9, 0.057), (3.7, 0.17), (15.0, 0.31), (60.0, 0.44)],
     bytes: COPY,
 };
 
-const COPY: Table = &[(0.2, 0.08), (2.0, 0.4), (20.0, 0.75), (200.0, 0.86), (2000.0, 0.89)];
-const NORMALISATION: Table = &[(0.2, 0.05), (2.0, 0.3), (20.0, 0.6), (200.0, 0.72)];
-const EMBEDDING: Table = &[(0.2, 0.03), (2.0, 0.15), (20.0, 0.35), (200.0, 0.5)];
-const OPTIMIZER: Table = &[(2.0, 0.3), (20.0, 0.65), (200.0, 0.8)];
+const ATTENTION: ProductTables = ProductTables {
+    fp64: &[(28.0, 0.27), (450.0, 0.31)],
+    fp32: &[(28.0, 0.29), (112.0, 0.46), (450.0, 0.49), (1800.0, 0.51)],
+    tf32: &[(3.8, 0.04), (15.0, 0.061), (61.0, 0.066), (243.0, 0.069)],
+    half: &[(1.9, 0.13), (7.6, 0.27), (30.0, 0.29), (121.0, 0.32)],
+    bytes: COPY,
+};
+
+const COPY: Table = &[(0.14, 0.1), (1.1, 0.52), (8.7, 0.82), (70.0, 0.89), (560.0, 0.9)];
+const NORMALISATION: Table = &[(0.19, 0.055), (1.5, 0.3), (12.0, 0.5), (98.0, 0.57), (780.0, 0.76)];
+const EMBEDDING: Table = &[(0.2, 0.05), (2.0, 0.15), (42.0, 0.22), (237.0, 0.46)];
+/// Steps that go through all tensors once for each of their operations, as torch's do.
+const OPTIMIZER: Table = &[(6.1, 0.077), (98.0, 0.27)];
 
 /// On the host's processor caches serve what is small.
 const HOST_PRODUCTS: ProductTables =

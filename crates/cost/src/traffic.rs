@@ -4,6 +4,7 @@ use rannc_ir::{DType, ValueDef, ValueId};
 
 use crate::op::{Operation, is_lookup, tensor_bytes};
 use crate::poly::Poly;
+use crate::saved::SavedTensors;
 use crate::work::{OpKind, Work};
 
 impl Operation<'_> {
@@ -27,35 +28,54 @@ impl Operation<'_> {
         once + again
     }
 
-    /// What the backward of an op of this kind moves and launches; `products` are its matrix products.
-    pub(crate) fn backward_traffic(&self, kind: OpKind, products: f64) -> Work {
-        let wanted: Vec<ValueId> = self.operands().into_iter().filter(|&value| self.requires_grad(value)).collect();
+    /// Bytes that a backward of this kind reads and writes, and the kernels that it launches for
+    /// `products` matrix products; without what [`Operation::summed`] tells.
+    pub(crate) fn backward_traffic(&self, kind: OpKind, products: u32) -> (Poly, f64) {
+        let wanted = self.wanted();
         let gradients: Poly = wanted.iter().map(|&value| tensor_bytes(self.value(value))).sum();
-        let result = self.result_bytes();
-        let whole = self.forward_bytes() + gradients;
-        let (bytes, launches) = match self.name {
-            // Gradients pass through; that of one operand is added to others of the same tensor.
-            "add" | "sub" => (result * 3.0, 1.0),
-            "clone" | "contiguous" | "to" | "_to_copy" | "cat" | "concat" | "stack" | "reshape" | "flatten" => {
-                (result + gradients, 1.0)
+        let passes = f64::from(products);
+        match kind {
+            // Each product reads the gradient of the result.
+            OpKind::Matrix | OpKind::Convolution => {
+                (self.forward_bytes() + gradients + self.result_bytes() * (passes - 1.0).max(0.0), passes)
             }
-            "dropout" | "native_dropout" => (result + gradients + self.mask_bytes(), 1.0),
-            "cross_entropy_loss" => (gradients * 4.0, 3.0),
-            _ => match kind {
-                OpKind::Matrix | OpKind::Convolution => {
-                    let biases = wanted.iter().filter(|&&value| self.value(value).shape.len() == 1).count() as f64;
-                    (whole + result * (products + biases - 1.0).max(0.0), products + biases)
-                }
-                OpKind::Attention => (whole, 2.0),
-                // Gradients of weights take another pass.
-                OpKind::Normalisation if wanted.len() > 1 => (whole + result + self.bytes_at(0), 2.0),
-                OpKind::Pointwise => (whole, (wanted.len() as f64).max(1.0)),
-                OpKind::Normalisation | OpKind::Embedding => (whole, 1.0),
-            },
-        };
-        let params = wanted.iter().filter(|&&value| matches!(self.value(value).def, ValueDef::Param(_)));
-        let added = params.clone().map(|&param| tensor_bytes(self.value(param)) * 3.0).sum::<Poly>();
-        Work { bytes: bytes + added, launches: launches + params.count() as f64, ..Work::default() }
+            OpKind::Attention => (self.forward_bytes() + gradients, 2.0),
+            OpKind::Normalisation if self.name == "cross_entropy_loss" => (gradients * 4.0, 3.0),
+            // Gradients of weights take another pass.
+            OpKind::Normalisation if wanted.len() > 1 => (self.read_back() * 2.0 + gradients, 2.0),
+            OpKind::Pointwise => (self.read_back() + gradients, wanted.len() as f64),
+            OpKind::Normalisation | OpKind::Embedding => (self.read_back() + gradients, 1.0),
+        }
+    }
+
+    /// Bytes of sums around the backward, and their number: over the rows for a bias, and of gradients
+    /// with those that parameters already have.
+    pub(crate) fn summed(&self, kind: OpKind) -> (Poly, f64) {
+        let (mut bytes, mut sums) = (Poly::default(), 0.0);
+        for value in self.wanted() {
+            let value = self.value(value);
+            if matches!(kind, OpKind::Matrix | OpKind::Convolution) && value.shape.len() == 1 {
+                // Sums over rows run at half the speed of a copy.
+                bytes += self.result_bytes() * 2.0;
+                sums += 1.0;
+            }
+            if matches!(value.def, ValueDef::Param(_)) {
+                bytes += tensor_bytes(value) * 3.0;
+                sums += 1.0;
+            }
+        }
+        (bytes, sums)
+    }
+
+    /// The gradient of the results, and what was saved.
+    fn read_back(&self) -> Poly {
+        let SavedTensors { values, private_bytes } = SavedTensors::new(self, false);
+        self.result_bytes() + private_bytes + values.iter().map(|&value| tensor_bytes(self.value(value))).sum::<Poly>()
+    }
+
+    /// Operands that get a gradient.
+    fn wanted(&self) -> Vec<ValueId> {
+        self.operands().into_iter().filter(|&value| self.requires_grad(value)).collect()
     }
 
     /// The gradient of a part is copied into zeros of the whole; other views cost nothing.

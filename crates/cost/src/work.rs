@@ -143,8 +143,11 @@ pub struct OpWork {
     pub forward: Work,
     /// Its backward.
     pub backward: Work,
-    /// Matrix products that share the floating-point operations of the backward; at least 1.
+    /// Matrix products that share the floating-point operations of the backward.
     pub backward_products: u32,
+    /// Bytes of the sums that come after the backward: of gradients of biases, and with the gradients
+    /// that parameters already have.
+    pub summed_bytes: Poly,
 }
 
 impl OpWork {
@@ -162,10 +165,11 @@ impl OpWork {
             return Self { kind, class, forward, ..Self::default() };
         }
         let backward_products = operation.backward_products(kind);
-        let traffic = operation.backward_traffic(kind, f64::from(backward_products));
-        let factor = backward_flops(kind, backward_products);
-        let backward = Work { flops: flops * factor, ..traffic };
-        Self { kind, class, forward, backward, backward_products }
+        let (bytes, kernels) = operation.backward_traffic(kind, backward_products);
+        let (summed_bytes, sums) = operation.summed(kind);
+        let flops = flops * backward_flops(kind, backward_products);
+        let backward = Work { flops, bytes, launches: kernels + sums };
+        Self { kind, class, forward, backward, backward_products, summed_bytes }
     }
 
     /// Its time on `device` for `rows` rows.
@@ -173,9 +177,11 @@ impl OpWork {
         let speed = Speed::new(self.kind, self.class, device);
         let products = f64::from(self.backward_products.max(1));
         let launch_us = |work: &Work| work.launches * device.launch_us;
+        let summed_bytes = device.efficiency.pointwise.at_peak(self.summed_bytes.at(rows));
+        let backward_us = speed.us(&self.backward, products, rows) + summed_bytes / device.memory_bytes_per_s * 1e6;
         OpCost {
             forward_us: speed.us(&self.forward, 1.0, rows).max(launch_us(&self.forward)),
-            backward_us: speed.us(&self.backward, products, rows).max(launch_us(&self.backward) * BACKWARD_LAUNCH),
+            backward_us: backward_us.max(launch_us(&self.backward) * BACKWARD_LAUNCH),
         }
     }
 }

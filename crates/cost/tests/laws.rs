@@ -1,7 +1,7 @@
 //! Laws and known values of the cost model.
 
 use proptest::prelude::*;
-use rannc_cost::{Cluster, Device, OpWork, Operation, SavedTensors};
+use rannc_cost::{Cluster, Device, OpCost, OpKind, OpWork, Operation, SavedTensors, presets};
 use rannc_ir::testing::{GraphBuilder, graphs};
 use rannc_ir::{Arg, DType, Dim, Graph, OpId, ValueId};
 
@@ -31,7 +31,7 @@ fn hidden() -> (GraphBuilder, ValueId) {
 proptest! {
     #[test]
     fn times_and_memory_are_monotone_and_not_negative(graph in graphs(), rows in 1..1000_u64) {
-        for device in [device("NVIDIA H200"), device("cpu")] {
+        for device in presets().iter().map(|preset| preset.device()) {
             for id in graph.ops.ids() {
                 let operation = Operation::new(&graph, id);
                 let work = OpWork::new(&operation);
@@ -170,4 +170,79 @@ fn a_lookup_reads_only_the_rows_it_needs() {
     let work = OpWork::new(&Operation::new(&graph, last(&graph)));
     assert_eq!(work.forward.bytes.at(1), (32 + 32 + 8) as f64);
     assert_eq!(saved(&graph, false).values, [tokens]);
+}
+
+/// One op on tensors of this type, of `[b, extent]` times `[extent, extent]`.
+fn product(dtype: DType, extent: i64) -> Graph {
+    let mut builder = GraphBuilder::new("Model");
+    let left = builder.input(dtype, &[Dim::rows(1), Dim::fixed(extent)]);
+    let right = builder.input(dtype, &[Dim::fixed(extent), Dim::fixed(extent)]);
+    let shape = vec![Dim::rows(1), Dim::fixed(extent)];
+    builder.op_with("aten.mm.default", tensors(&[left, right]), &[(dtype, shape)]);
+    builder.finish(&[left])
+}
+
+fn forward_us(graph: &Graph, device: &Device, rows: u64) -> f64 {
+    OpWork::new(&Operation::new(graph, last(graph))).at(device, rows).forward_us
+}
+
+/// Measured on an H200: products of 8192 x 8192 matrices.
+#[test]
+fn products_are_as_quick_as_measured() {
+    let device = device("H200");
+    for (dtype, tflops) in [(DType::Bfloat16, 786.0), (DType::Float32, 51.0)] {
+        let us = forward_us(&product(dtype, 8192), &device, 8192);
+        let modelled = 2.0 * 8192.0_f64.powi(3) / us / 1e6;
+        assert!((modelled / tflops - 1.0).abs() < 0.05, "{dtype:?}: {modelled} TFLOP/s");
+    }
+}
+
+#[test]
+fn float32_products_use_tf32_when_the_device_says_so() {
+    let graph = product(DType::Float32, 4096);
+    let device = device("A100-80G");
+    let with_tf32 = Device { tf32: true, ..device.clone() };
+    assert!(forward_us(&graph, &with_tf32, 4096) * 4.0 < forward_us(&graph, &device, 4096));
+    let double = product(DType::Float64, 4096);
+    assert_eq!(forward_us(&double, &with_tf32, 4096), forward_us(&double, &device, 4096));
+}
+
+#[test]
+fn small_ops_wait_for_their_launch() {
+    let mut builder = GraphBuilder::new("Model");
+    let input = builder.input_with_grad(&[Dim::rows(1)]);
+    let output = builder.pointwise("aten.gelu.default", &[input]);
+    let graph = builder.finish(&[output]);
+    let device = device("H200");
+    let OpCost { forward_us, backward_us } = OpWork::new(&Operation::new(&graph, last(&graph))).at(&device, 1);
+    assert_eq!(forward_us, device.launch_us);
+    assert!(0.0 < backward_us && backward_us < forward_us);
+}
+
+#[test]
+fn ops_have_their_kind() {
+    let kind = |target: &str| {
+        let (mut builder, input) = hidden();
+        let output = builder.pointwise(target, &[input]);
+        let graph = builder.finish(&[output]);
+        OpWork::new(&Operation::new(&graph, last(&graph))).kind
+    };
+    assert_eq!(kind("aten.bmm.default"), OpKind::Matrix);
+    assert_eq!(kind("aten.conv3d.default"), OpKind::Convolution);
+    assert_eq!(kind("aten.scaled_dot_product_attention.default"), OpKind::Attention);
+    assert_eq!(kind("aten.batch_norm.default"), OpKind::Normalisation);
+    assert_eq!(kind("aten.softmax.int"), OpKind::Normalisation);
+    assert_eq!(kind("aten.embedding.default"), OpKind::Embedding);
+    assert_eq!(kind("aten.gelu.default"), OpKind::Pointwise);
+}
+
+#[test]
+fn a_backward_adds_to_the_gradients_of_parameters() {
+    let (mut builder, input) = hidden();
+    let output = builder.linear(input, 16, "fc");
+    let graph = builder.finish(&[output]);
+    let work = OpWork::new(&Operation::new(&graph, last(&graph)));
+    let (weight, bias, result) = ((8 * 16 * 4) as f64, (16 * 4) as f64, (4 * 16 * 4) as f64);
+    assert_eq!(work.summed_bytes.at(1), 3.0 * (weight + bias) + 2.0 * result);
+    assert_eq!((work.backward_products, work.backward.launches), (2, 5.0));
 }
