@@ -71,7 +71,7 @@ def test_truth_in_the_file(folder: Path, text: str, value: bool) -> None:
 
 def test_every_item_can_be_given_its_default_in_the_environment(folder: Path) -> None:
     environ = {f"RANNC_{item.name.upper()}": str(item.default) for item in fields(Config)}
-    assert len(environ) == 25
+    assert len(environ) == 29
     assert load(environ, folder).config == Config()
 
 
@@ -89,6 +89,10 @@ def test_every_item_can_be_given_its_default_in_the_environment(folder: Path) ->
         ("partition_num = 2.0", "'partition_num' in {path} must be a whole number, not 2.0"),
         ("show_config_items = 2", "'show_config_items' in {path} must be true or false, not 2"),
         ("deployment_file = 3", "'deployment_file' in {path} must be a text, not 3"),
+        (
+            'profile = "alwys"',
+            "'profile' in {path} must be one of auto, always, never, not 'alwys'; did you mean 'always'?",
+        ),
         ("min_pipeline =", "cannot read the configuration file {path}"),
     ],
 )
@@ -112,6 +116,11 @@ def test_errors_in_the_file(folder: Path, text: str, message: str) -> None:
         ("RANNC_SAVE_DEPLOYMENT", "yes", "environment variable RANNC_SAVE_DEPLOYMENT must be true or false, not 'yes'"),
         ("RANNC_MIN_PIPELINE", "0", "environment variable RANNC_MIN_PIPELINE must be at least 1, not '0'"),
         ("RANNC_LOAD_DEPLOYMENT", "1", "environment variable RANNC_LOAD_DEPLOYMENT needs 'deployment_file'"),
+        (
+            "RANNC_SAVE_GRAPH_PROFILE",
+            "1",
+            "environment variable RANNC_SAVE_GRAPH_PROFILE needs 'graph_profile_file'",
+        ),
     ],
 )
 def test_errors_in_the_environment(folder: Path, name: str, text: str, message: str) -> None:
@@ -132,6 +141,8 @@ def test_errors_in_the_environment(folder: Path, name: str, text: str, message: 
         ("pipeline_num = 2\nmin_pipeline = 4", "'pipeline_num' in .* is less than 'min_pipeline'"),
         ("partition_num = 3\nmax_partition_num = 2", "'partition_num' in .* is greater than 'max_partition_num'"),
         ('save_deployment = 1\nload_deployment = 1\ndeployment_file = "p"', "cannot be set together with"),
+        ('save_graph_profile = 1\nload_graph_profile = 1\ngraph_profile_file = "p"', "cannot be set together with"),
+        ('save_graph_profile = 1\nprofile = "never"\ngraph_profile_file = "p"', "cannot be set together with"),
     ],
 )
 def test_contradictions(folder: Path, text: str, message: str) -> None:

@@ -28,10 +28,16 @@ _TRUE, _FALSE = ("1", "true"), ("0", "false")
 
 
 def _item(
-    default: Value, *, least: float | None = None, below: float | None = None, later: str = "", replaced_by: str = ""
+    default: Value,
+    *,
+    least: float | None = None,
+    below: float | None = None,
+    choices: tuple[str, ...] = (),
+    later: str = "",
+    replaced_by: str = "",
 ) -> Any:
     """An item; ``later`` says what it cannot do yet, ``replaced_by`` what does its work now."""
-    limits = {"least": least, "below": below, "later": later, "replaced_by": replaced_by}
+    limits = {"least": least, "below": below, "choices": choices, "later": later, "replaced_by": replaced_by}
     return field(default=default, metadata=limits)
 
 
@@ -59,6 +65,11 @@ class Config:
         sync_allreduce: Has no effect any more.
         partitioning_dry_run_np: Plan for this number of ranks and do not train; 0 is off.
         dump_graph: Write the captured Graph to a file.
+        cluster_file: Path of a cluster file; without one the devices are those of this start.
+        profile: Whether Blocks and links are measured before the search: "auto" does it on accelerators, "always"
+            also on the host's processor, with "never" estimates serve.
+        profile_cache: Keep Profiles for the next start.
+        profile_cache_dir: Where; by default ``$XDG_CACHE_HOME/pyrannc`` or ``~/.cache/pyrannc``.
         save_graph_profile: Write the Profile to ``graph_profile_file``.
         load_graph_profile: Take the Profile from ``graph_profile_file`` instead of measuring.
         graph_profile_file: Path of a profile file.
@@ -88,9 +99,13 @@ class Config:
     sync_allreduce: bool = _item(False, replaced_by="gradients are reduced in one fixed order on all ranks")
     partitioning_dry_run_np: int = _item(0, least=0)
     dump_graph: bool = _item(False, later="no graph is written")
-    save_graph_profile: bool = _item(False, later="no profile is written")
-    load_graph_profile: bool = _item(False, later="no profile is read")
-    graph_profile_file: str = _item("", later="no profile is read or written")
+    cluster_file: str = _item("")
+    profile: str = _item("auto", choices=("auto", "always", "never"))
+    profile_cache: bool = _item(True)
+    profile_cache_dir: str = _item("")
+    save_graph_profile: bool = _item(False)
+    load_graph_profile: bool = _item(False)
+    graph_profile_file: str = _item("")
     verify_partitioning: bool = _item(False, later="nothing is compared")
     display_comm_value: bool = _item(False, later="no values are logged")
     consolidate_grads: bool = _item(True, replaced_by="gradients are always reduced in buckets")
@@ -165,12 +180,14 @@ def _convert(item: Field[Any], raw: object, source: str) -> Value:
     if value is None:
         wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind]
         raise ConfigError(f"{source} must be {wanted}, not {raw!r}")
-    least, below = item.metadata["least"], item.metadata["below"]
+    least, below, choices = (item.metadata[limit] for limit in ("least", "below", "choices"))
     if isinstance(value, int | float) and (
         (least is not None and not value >= least) or (below is not None and not value < below)
     ):
         upper = "" if below is None else f" and less than {below}"
         raise ConfigError(f"{source} must be at least {least}{upper}, not {raw!r}")
+    if choices and value not in choices:
+        raise ConfigError(f"{source} must be one of {', '.join(choices)}, not {raw!r}{nearest(str(raw), choices)}")
     return value
 
 
@@ -212,11 +229,15 @@ def _reject_contradictions(config: Config, sources: Mapping[str, str]) -> None:
             reject("pipeline_num", "min_pipeline", "is less than")
     if config.max_partition_num and config.partition_num > config.max_partition_num:
         reject("partition_num", "max_partition_num", "is greater than")
-    for name in ("save_deployment", "load_deployment"):
-        if getattr(config, name) and not config.deployment_file:
-            raise ConfigError(f"{sources[name]} needs 'deployment_file', which is not set")
-    if config.save_deployment and config.load_deployment:
-        reject("save_deployment", "load_deployment", "cannot be set together with")
+    for what, file in (("deployment", "deployment_file"), ("graph_profile", "graph_profile_file")):
+        save, load = f"save_{what}", f"load_{what}"
+        for name in (save, load):
+            if getattr(config, name) and not getattr(config, file):
+                raise ConfigError(f"{sources[name]} needs {file!r}, which is not set")
+        if getattr(config, save) and getattr(config, load):
+            reject(save, load, "cannot be set together with")
+    if config.save_graph_profile and config.profile == "never":
+        reject("save_graph_profile", "profile", "cannot be set together with")
 
 
 def _warnings(config: Config, known: Mapping[str, Field[Any]], sources: Mapping[str, str]) -> list[str]:

@@ -29,5 +29,13 @@ class PlanFileError(RaNNCError):
     """A plan file is damaged, or belongs to another model, world size or version."""
 
 
+class ProfileError(RaNNCError):
+    """A profile file is damaged, or was measured for another model or device."""
+
+
+class ClusterError(RaNNCError):
+    """A cluster file cannot be read, or describes a cluster that there cannot be."""
+
+
 class PeerError(RaNNCError):
     """Another rank has died, failed or left while this one needed it."""

@@ -115,7 +115,7 @@ class RaNNCModule(nn.Module):
         watchdog()
         variant, tensors, rows = self._agree_on_call(args, kwargs)
         if self._deployment is None:
-            self._deploy(variant, rows)
+            self._deploy(variant, tensors, rows)
         assert self._deployment is not None, "deployed above"
         mode = self._mode(variant)
         program = self._deployment_program(variant, rows, mode)
@@ -207,15 +207,15 @@ class RaNNCModule(nn.Module):
 
     # Deployment
 
-    def _deploy(self, variant: Variant, rows: tuple[int, ...]) -> None:
+    def _deploy(self, variant: Variant, tensors: list[Tensor], rows: tuple[int, ...]) -> None:
         request = Request(
-            graph=variant.graph,
+            variant=variant,
+            samples=tensors,
             config=self._config,
             optimizer=self.optimizer,
             device=self.device,
             batch_rows=sum(rows),
             gather_inputs=self._gather_inputs,
-            loss_inside=variant.loss is not None,
         )
         if self._config.partitioning_dry_run_np:
             dry_run(request)

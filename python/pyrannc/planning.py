@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from pyrannc import agree, process
-from pyrannc._native import Graph, Plan
+from pyrannc._native import Cluster, Plan, Profile
 from pyrannc.config import Config
+from pyrannc.errors import ProfileError
 from pyrannc.log import get_logger
+from pyrannc.profile.block import Source
+from pyrannc.profile.cache import ProfileCache, default_folder, write_atomically
+from pyrannc.profile.conditions import device_name, uses_tf32
+from pyrannc.profile.profiler import Subject, profile, row_counts
 from pyrannc.runtime.optimizer import state_bytes_per_param_byte
+from pyrannc.runtime.program import Parts
+from pyrannc.runtime.variant import Variant
 
 _log = get_logger("DPStaging")
 
@@ -26,22 +34,40 @@ class Request:
     """What to plan.
 
     Attributes:
+        variant: the captured model.
+        samples: the tensors of the call that was captured.
         batch_rows: rows of the global batch.
         gather_inputs: the batch is all ranks' rows together, instead of rank 0's alone.
-        loss_inside: the model returns its loss.
     """
 
-    graph: Graph
+    variant: Variant
+    samples: Sequence[Tensor]
     config: Config
     optimizer: Optimizer | None
     device: torch.device
     batch_rows: int
     gather_inputs: bool
-    loss_inside: bool
 
 
-def search(request: Request, world_size: int, ranks_per_node: int) -> Plan:
-    """Searches the best Plan for ``world_size`` ranks, of which ``ranks_per_node`` share a host.
+@dataclass(frozen=True)
+class RankDevice:
+    """What a rank says of itself: the core's ``RankDevice``.
+
+    Attributes:
+        name: of its device, as torch has it.
+        memory_bytes: of the device; for the host's processor, of the host.
+        tf32: float32 matrix products use TF32.
+        host: name of its host.
+    """
+
+    name: str
+    memory_bytes: int
+    tf32: bool
+    host: str
+
+
+def search(request: Request, cluster: Cluster, profiles: Sequence[Profile], world_size: int) -> Plan:
+    """Searches the best Plan for the first ``world_size`` devices of a cluster.
 
     Raises:
         PlanError: nothing fits, or the configuration asks for what cannot be.
@@ -51,7 +77,7 @@ def search(request: Request, world_size: int, ranks_per_node: int) -> Plan:
         "world_size": world_size,
         "batch_rows": request.batch_rows,
         "gather_inputs": request.gather_inputs,
-        "memory_limit_bytes": config.mem_limit_bytes or device_memory_bytes(request.device, ranks_per_node),
+        "memory_limit_bytes": config.mem_limit_bytes,
         "memory_margin": config.mem_margin,
         "optimizer_bytes_per_param_byte": state_bytes_per_param_byte(request.optimizer, config.opt_param_factor),
         "stages": config.partition_num or None,
@@ -60,11 +86,11 @@ def search(request: Request, world_size: int, ranks_per_node: int) -> Plan:
         "min_microbatches": config.min_pipeline,
         "max_microbatches": config.max_pipeline,
         "min_microbatch_rows": config.min_pipeline_bs,
-        "loss_inside": request.loss_inside,
+        "loss_inside": request.variant.loss is not None,
     }
-    per_node = min(ranks_per_node, world_size)
-    nodes = -(-world_size // per_node)
-    return Plan.search(request.graph, device_name(request.device), nodes, per_node, json.dumps(settings))
+    for measured in profiles[:1]:
+        cluster = cluster.with_links(measured)
+    return Plan.search(request.variant.graph, cluster, list(profiles), json.dumps(settings))
 
 
 def decide(request: Request, plan_file: Path | None) -> Plan:
@@ -76,28 +102,35 @@ def decide(request: Request, plan_file: Path | None) -> Plan:
     Raises:
         PlanError: there is no Plan.
         PlanFileError: the file is damaged, or of another model or world size.
+        ClusterError: the configured cluster file is damaged.
+        ProfileError: the configured profile file is damaged, or of another model.
     """
-    ranks_per_node = count_ranks_per_node()
     world_size = process.get_world_size()
+    if plan_file is not None:
 
-    def find() -> str | None:
-        if process.get_rank() != 0:
-            return None
-        if plan_file is not None:
+        def find() -> str:
             plan = Plan.read(plan_file)
-            plan.check(request.graph, world_size)
+            plan.check(request.variant.graph, world_size)
             _log.info("plan read from %s", plan_file)
             return plan.to_json()
-        _log.info("searching a plan for %d ranks and a global batch of %d rows", world_size, request.batch_rows)
-        return search(request, world_size, ranks_per_node).to_json()
 
-    return Plan.from_json(agree.broadcast_object(agree.together(find)))
+    else:
+        ranks: list[RankDevice] = agree.gather_objects(own_device(request.device))
+        cluster = agree.together(lambda: find_cluster(request.config, ranks))
+        profiles = find_profiles(request, cluster, [rank.host for rank in ranks])
+
+        def find() -> str:
+            _log.info("searching a plan for %d ranks and a global batch of %d rows", world_size, request.batch_rows)
+            return search(request, cluster, profiles, world_size).to_json()
+
+    return Plan.from_json(agree.broadcast_object(agree.together(lambda: find() if process.get_rank() == 0 else None)))
 
 
 def dry_run(request: Request) -> NoReturn:
     """Plans for ``partitioning_dry_run_np`` ranks, shows and saves the Plan as configured, and ends the program.
 
-    Each of those ranks brings as many rows as the ranks of this start do on average.
+    The ranks have devices like this one unless there is a cluster file. Each brings as many rows as the ranks of this
+    start do on average. Nothing is measured. All ranks call it.
 
     Raises:
         SystemExit: always.
@@ -109,29 +142,105 @@ def dry_run(request: Request) -> NoReturn:
         rows = -(-request.batch_rows * world_size // process.get_world_size())
         request = replace(request, batch_rows=rows)
     ranks_per_node = torch.cuda.device_count() if request.device.type == "cuda" else world_size
-    plan = search(request, world_size, ranks_per_node)
-    if process.get_rank() == 0:
+    own = own_device(request.device)
+    ranks = [replace(own, host=f"node {rank // ranks_per_node}") for rank in range(world_size)]
+
+    def show() -> None:
+        profiles = [_configured_profile(request)] if config.load_graph_profile else []
+        plan = search(request, find_cluster(config, ranks), profiles, world_size)
         tables = plan.tables(config.mem_limit_bytes)
         _log.info("plan for %d ranks (dry run, nothing is trained):\n%s", world_size, tables)
         if config.save_deployment and config.deployment_file:
             plan.write(config.deployment_file)
+
+    agree.together(lambda: show() if process.get_rank() == 0 else None)
     raise SystemExit(0)
 
 
-def device_name(device: torch.device) -> str:
-    """The name under which the core knows the device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def count_ranks_per_node() -> int:
-    """The least number of ranks on one host; all ranks call it."""
-    hosts: list[str] = agree.gather_objects(os.uname().nodename)
-    return min(Counter(hosts).values())
-
-
-def device_memory_bytes(device: torch.device, ranks_per_node: int) -> int:
-    """Memory that one rank can have: the GPU's, or its share of the host's."""
+def own_device(device: torch.device) -> RankDevice:
+    """What this rank says of itself."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return host_bytes // ranks_per_node
+        memory_bytes = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return RankDevice(device_name(device), memory_bytes, uses_tf32(device), os.uname().nodename)
+
+
+def find_cluster(config: Config, ranks: Sequence[RankDevice]) -> Cluster:
+    """The configured cluster, or the one that ``ranks`` make.
+
+    Raises:
+        ClusterError: the configured file is damaged.
+    """
+    if config.cluster_file:
+        return Cluster.read(config.cluster_file)
+    hosts = [rank.host for rank in ranks]
+
+    def memory_bytes(rank: RankDevice) -> int:
+        """Ranks that compute on the host share its memory."""
+        return rank.memory_bytes // hosts.count(rank.host) if rank.name == "cpu" else rank.memory_bytes
+
+    return Cluster.of_ranks([(rank.name, memory_bytes(rank), rank.tf32, rank.host) for rank in ranks])
+
+
+def find_profiles(request: Request, cluster: Cluster, hosts: Sequence[str]) -> list[Profile]:
+    """The configured Profile, or one for each kind of device, or none where estimates are to serve.
+
+    All ranks call it; only rank 0 gets the Profiles.
+
+    Args:
+        hosts: the host of each rank.
+
+    Raises:
+        ProfileError: the configured file is damaged, or of another model.
+    """
+    config = request.config
+    own_rank = process.get_rank()
+    if config.load_graph_profile:
+        return agree.together(lambda: [_configured_profile(request)] if own_rank == 0 else [])
+    measures = config.profile == "always" or request.device.type != "cpu" or config.save_graph_profile
+    if config.profile == "never" or not measures:
+        return []
+    subject = agree.together(lambda: _subject(request, cluster, hosts))
+    folder = Path(config.profile_cache_dir) if config.profile_cache_dir else default_folder()
+    profiles = profile(subject, request.device, ProfileCache(folder if config.profile_cache else None))
+    if config.save_graph_profile:
+        agree.together(lambda: _save_profile(profiles[0], Path(config.graph_profile_file)) if own_rank == 0 else None)
+    return profiles
+
+
+def _subject(request: Request, cluster: Cluster, hosts: Sequence[str]) -> Subject:
+    variant, world_size = request.variant, process.get_world_size()
+    blocks = variant.graph.blocks(cluster, world_size, request.batch_rows)
+    parts = Parts.from_json(blocks.partition.to_json())
+    return Subject(
+        graph_hash=variant.graph.hash(),
+        blocks=blocks,
+        parts=parts,
+        source=Source(variant.captured, variant.facts, parts.crossings, request.samples),
+        row_counts=row_counts(request.batch_rows, world_size),
+        hosts=tuple(hosts),
+        level_names=tuple(cluster.level_names),
+    )
+
+
+def _configured_profile(request: Request) -> Profile:
+    path = request.config.graph_profile_file
+    found = Profile.read(path)
+    if found.graph_hash != request.variant.graph.hash():
+        raise ProfileError(
+            f"the profile in {path} was measured for another model, or for other shapes of its inputs; measure again "
+            "(without load_graph_profile)"
+        )
+    if found.device != device_name(request.device):
+        _log.warning("the profile in %s was measured on %s, not on the devices here", path, found.device)
+    _log.info("profile read from %s", path)
+    return found
+
+
+def _save_profile(measured: Profile, path: Path) -> None:
+    try:
+        write_atomically(path, measured.to_json())
+    except OSError as error:
+        raise ProfileError(f"cannot write the profile to {path}: {error}") from error
+    _log.info("profile of %s written to %s", measured.device, path)

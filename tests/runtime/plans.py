@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pyrannc._native import Graph, Plan
+from pyrannc._native import Cluster, Graph, Plan
 from pyrannc.capture import capture
 from pyrannc.errors import PlanError
 
@@ -29,7 +29,7 @@ def searched_plan(graph: Graph, replicas: Sequence[int], microbatches: int, batc
         "replicas": list(replicas),
         "microbatches": microbatches,
     }
-    return Plan.search(graph, "cpu", 1, sum(replicas), json.dumps(settings))
+    return Plan.search(graph, Cluster.preset("cpu", 1, sum(replicas)), [], json.dumps(settings))
 
 
 def main_op_count(graph: Graph) -> int:

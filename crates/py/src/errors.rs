@@ -15,6 +15,10 @@ impl ErrorClass {
     pub const PLAN: Self = Self("PlanError");
     /// A plan file is damaged or of something else.
     pub const PLAN_FILE: Self = Self("PlanFileError");
+    /// A profile is damaged or of something else.
+    pub const PROFILE: Self = Self("ProfileError");
+    /// A cluster file describes no cluster.
+    pub const CLUSTER: Self = Self("ClusterError");
     /// Another rank is gone.
     pub const PEER: Self = Self("PeerError");
 

@@ -1,5 +1,6 @@
 //! `pyrannc._native`: conversion, errors, GIL release and the watchdog. No logic of its own.
 
+mod costs;
 mod errors;
 mod planning;
 mod watchdog;
@@ -14,7 +15,9 @@ mod _native {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::planning::{Graph, Partition, Plan, Program};
+    use crate::costs::{Cluster, Profile};
+    #[pymodule_export]
+    use crate::planning::{Blocks, Graph, Partition, Plan, Program};
     #[pymodule_export]
     use crate::watchdog::python::Watchdog;
 

@@ -3,11 +3,13 @@
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
-use rannc_cost::Cluster;
-use rannc_plan::{Batch, Mode};
+use rannc_cost::{OpWork, Operation};
+use rannc_ir::{Analysis, Entity, OpId, block_hash};
+use rannc_plan::{Batch, Mode, StageOps};
 use rannc_report::Report as _;
 use rannc_search::Settings;
 
+use crate::costs::{Cluster, Profile};
 use crate::errors::{ErrorClass, OrRaise};
 
 /// A verified Graph.
@@ -32,9 +34,74 @@ impl Graph {
         py.detach(|| self.0.to_text())
     }
 
+    /// The Blocks that a search for `world_size` of the cluster's devices and a batch of so many rows cuts between.
+    fn blocks(&self, py: Python<'_>, cluster: &Cluster, world_size: u32, batch_rows: u64) -> PyResult<Blocks> {
+        py.detach(|| Blocks::new(&self.0, &cluster.0, world_size, batch_rows))
+    }
+
     /// The text of each Op, to compare two Graphs Op by Op.
     fn op_texts(&self, py: Python<'_>) -> Vec<String> {
         py.detach(|| self.0.ops.ids().map(|op| self.0.op_text(op)).collect())
+    }
+}
+
+/// The pieces of a Graph between which a search cuts.
+#[pyclass(frozen, module = "pyrannc._native")]
+pub struct Blocks {
+    main_ops: Vec<Vec<OpId>>,
+    hashes: Vec<String>,
+    times_us: Vec<f64>,
+    partition: rannc_plan::Partition,
+}
+
+impl Blocks {
+    fn new(graph: &rannc_ir::Graph, cluster: &rannc_cost::Cluster, world_size: u32, batch_rows: u64) -> PyResult<Self> {
+        let analysis = Analysis::new(graph);
+        let device = &cluster.kinds[0];
+        let rows = batch_rows.div_ceil(u64::from(world_size.max(1)));
+        let blocks = rannc_search::Blocks::new(graph, &analysis, device, world_size, rows).blocks;
+        let ops: Vec<StageOps> = blocks.iter().map(|block| block.ops).collect();
+        let main_ops = |ops: &StageOps| analysis.main_ops[ops.first as usize..ops.end as usize].to_vec();
+        let main_ops: Vec<Vec<OpId>> = ops.iter().map(main_ops).collect();
+        let op_us = |&op: &OpId| {
+            let cost = OpWork::new(&Operation::new(graph, op)).at(device, rows);
+            cost.forward_us + cost.backward_us
+        };
+        Ok(Self {
+            hashes: main_ops.iter().map(|ops| block_hash(graph, ops)).collect(),
+            times_us: main_ops.iter().map(|ops| ops.iter().map(op_us).sum()).collect(),
+            partition: rannc_plan::Partition::new(graph, &ops).or_raise(ErrorClass::PLAN)?,
+            main_ops,
+        })
+    }
+}
+
+#[pymethods]
+impl Blocks {
+    /// The hash of each Block; Blocks that compute the same have the same.
+    #[getter]
+    fn hashes(&self) -> Vec<String> {
+        self.hashes.clone()
+    }
+
+    /// Estimated time of each Block, forward and backward, when all ranks share the batch.
+    #[getter]
+    fn times_us(&self) -> Vec<f64> {
+        self.times_us.clone()
+    }
+
+    /// The Graph divided as if each Block were a Stage.
+    #[getter]
+    fn partition(&self) -> Partition {
+        Partition(self.partition.clone())
+    }
+
+    /// The Ops of a Block, without the batch-free ones that are cloned for it.
+    fn main_ops(&self, place: usize) -> PyResult<Vec<usize>> {
+        let Some(ops) = self.main_ops.get(place) else {
+            return Err(pyo3::exceptions::PyIndexError::new_err(format!("there is no block {place}")));
+        };
+        Ok(ops.iter().map(|op| op.index()).collect())
     }
 }
 
@@ -44,20 +111,18 @@ pub struct Plan(rannc_plan::Plan);
 
 #[pymethods]
 impl Plan {
-    /// Searches the best Plan for a Graph on a cluster (`nodes` x `devices_per_node` devices as torch names them).
-    /// `settings_json` is rannc-search's Settings.
+    /// Searches the best Plan for a Graph on a cluster. `settings_json` is rannc-search's Settings; Blocks that no
+    /// Profile of their device knows are estimated.
     #[staticmethod]
     fn search(
         py: Python<'_>,
         graph: &Graph,
-        device_name: &str,
-        nodes: u32,
-        devices_per_node: u32,
+        cluster: &Cluster,
+        _profiles: Vec<PyRef<'_, Profile>>,
         settings_json: &str,
     ) -> PyResult<Self> {
         let settings: Settings = serde_json::from_str(settings_json).or_raise(ErrorClass::PLAN)?;
-        let cluster = Cluster::preset(device_name, nodes, devices_per_node).or_raise(ErrorClass::PLAN)?;
-        py.detach(|| rannc_search::plan(&graph.0, &cluster, &settings)).or_raise(ErrorClass::PLAN).map(Self)
+        py.detach(|| rannc_search::plan(&graph.0, &cluster.0, &settings)).or_raise(ErrorClass::PLAN).map(Self)
     }
 
     /// Reads a plan file's content.

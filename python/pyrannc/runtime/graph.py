@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -30,6 +30,7 @@ class ValueFacts:
 class OpFacts:
     """An Op."""
 
+    operands: tuple[int, ...]
     results: tuple[int, ...]
     mutates: tuple[int, ...]
     grad_enabled: bool
@@ -70,15 +71,16 @@ class GraphFacts:
     def from_json(text: str) -> GraphFacts:
         """Reads the core's Graph."""
         graph = json.loads(text)
+        ops = tuple(_op(item) for item in graph["ops"])
         return GraphFacts(
             values=tuple(_value(item) for item in graph["values"]),
-            ops=tuple(_op(item) for item in graph["ops"]),
+            ops=ops,
             params=tuple(ParamFacts((p["name"], *p.get("aliases", ())), p["value"]) for p in graph["params"]),
             buffers=tuple(BufferFacts(b["name"], b["value"], b.get("update")) for b in graph["buffers"]),
             constants=tuple(item["value"] for item in graph["constants"]),
             inputs=tuple(graph["inputs"]),
             outputs=tuple(graph["outputs"]),
-            first_use=_first_use(graph["ops"]),
+            first_use=_first_use(ops),
         )
 
     @cached_property
@@ -104,14 +106,18 @@ def _value(item: dict[str, Any]) -> ValueFacts:
 
 def _op(item: dict[str, Any]) -> OpFacts:
     return OpFacts(
-        tuple(item["results"]), tuple(item.get("mutates", ())), item["grad_enabled"], item.get("random", False)
+        operands=tuple(_operands([*item["args"], *item.get("kwargs", {}).values()])),
+        results=tuple(item["results"]),
+        mutates=tuple(item.get("mutates", ())),
+        grad_enabled=item["grad_enabled"],
+        random=item.get("random", False),
     )
 
 
-def _first_use(ops: list[dict[str, Any]]) -> dict[int, int]:
+def _first_use(ops: Sequence[OpFacts]) -> dict[int, int]:
     first: dict[int, int] = {}
     for index, op in enumerate(ops):
-        for value in _operands([*op["args"], *op.get("kwargs", {}).values()]):
+        for value in op.operands:
             first.setdefault(value, index)
     return first
 

@@ -1,0 +1,1 @@
+"""What Blocks and links cost, measured on the devices that will run them."""

@@ -1,0 +1,163 @@
+"""One Block, alone on a device: its Ops, parameters of the right shapes, and something to feed it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pyrannc.capture import Captured
+from pyrannc.runtime.graph import GraphFacts
+from pyrannc.runtime.program import Crossing, InputPart, StagePart
+from pyrannc.runtime.randomness import Randomness
+from pyrannc.runtime.stage import StageCode
+
+_PARAM_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where Blocks come from.
+
+    Attributes:
+        captured: the captured model.
+        facts: its Graph.
+        crossings: the Values that go from one Block to later ones.
+        samples: the Graph's inputs of some call, in their order; they give inputs their values.
+    """
+
+    captured: Captured
+    facts: GraphFacts
+    crossings: Mapping[int, Crossing]
+    samples: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A forward that is ready for its backward.
+
+    Attributes:
+        roots: results that a gradient comes back to.
+        seeds: those gradients.
+        inputs: leaves that the Block takes in and whose gradients it sends back.
+        weights: leaves whose gradients stay with the Block.
+    """
+
+    roots: list[Tensor]
+    seeds: list[Tensor]
+    inputs: list[Tensor]
+    weights: list[Tensor]
+
+
+class BlockCode:
+    """A Block that can be run on any number of rows.
+
+    Batch-free Ops are not part of it: a Stage runs them once for all of its Blocks. Their results are computed here
+    once and given to every run.
+
+    Args:
+        source: where the Block comes from.
+        part: the Block as if it were a Stage.
+        main_ops: its Ops without the batch-free ones.
+        device: where it runs.
+    """
+
+    def __init__(self, source: Source, part: StagePart, main_ops: Sequence[int], device: torch.device) -> None:
+        self._source = source
+        self._device = device
+        self._randomness = Randomness(device, seed=0)
+        self._generator = torch.Generator(device).manual_seed(0)
+        main = set(main_ops)
+        clones = tuple(op for op in part.ops if op not in main)
+        ready = self._results_used_by(main_ops, clones)
+        self._part = replace(part, ops=tuple(main_ops), receives=(*part.receives, *ready))
+        self._code = StageCode(source.captured, source.facts, self._part, device, self._randomness)
+        self._state = self._make_state(part)
+        if ready:
+            self._state.update(self._run_clones(replace(part, ops=clones), ready))
+        self._weights = [tensor for tensor in self._state.values() if tensor.requires_grad]
+        for weight in self._weights:
+            # Backwards add to gradients that are there, as in a step.
+            weight.grad = torch.zeros_like(weight)
+
+    def _results_used_by(self, ops: Sequence[int], makers: Sequence[int]) -> tuple[int, ...]:
+        made = {value for op in makers for value in self._source.facts.ops[op].results}
+        used = (value for op in ops for value in self._source.facts.ops[op].operands)
+        return tuple(dict.fromkeys(value for value in used if value in made))
+
+    def _make_state(self, part: StagePart) -> dict[int, Tensor]:
+        """Parameters, buffers and constants by Value."""
+        facts = self._source.facts
+        state = {}
+        for param in part.params:
+            value = facts.params[param].value
+            state[value] = self._random(value, rows=1).mul_(_PARAM_STD)
+            state[value].requires_grad_(facts.values[value].requires_grad)
+        for buffer in part.buffers:
+            value = facts.buffers[buffer].value
+            # Ones are a variance, and a mask under which everything is seen.
+            dtype = facts.values[value].dtype
+            fill = torch.ones if dtype.is_floating_point or dtype == torch.bool else torch.zeros
+            state[value] = fill(facts.values[value].shape_at(1), dtype=dtype, device=self._device)
+        for constant in part.constants:
+            state[facts.constants[constant]] = self._source.captured.constants[constant].to(self._device)
+        return state
+
+    def _run_clones(self, part: StagePart, wanted: tuple[int, ...]) -> dict[int, Tensor]:
+        part = replace(part, inputs=(), receives=(), sends=wanted, outputs=())
+        with torch.no_grad():
+            results = StageCode(self._source.captured, self._source.facts, part, self._device, self._randomness)(
+                1, self._state
+            )
+        values = self._source.facts.values
+        return {value: results[value].detach().clone().requires_grad_(values[value].requires_grad) for value in wanted}
+
+    def feeds(self, rows: int) -> dict[int, Tensor]:
+        """What comes in from outside, by Value: the Graph's inputs and the Values of earlier Blocks."""
+        feeds = {part.value: self._input(part, rows) for part in self._part.inputs}
+        for value in self._part.receives:
+            if value not in self._state:
+                crossing = self._source.crossings[value]
+                feeds[value] = self._random(value, rows).requires_grad_(crossing.requires_grad)
+        return feeds
+
+    def _input(self, part: InputPart, rows: int) -> Tensor:
+        """The sample's rows, repeated as often as needed."""
+        sample = self._source.samples[part.index].detach().to(self._device)
+        if part.has_rows:
+            if sample.shape[0] == 0:
+                sample = torch.zeros(self._source.facts.values[part.value].shape_at(1)).to(sample)
+            places = torch.arange(rows, device=self._device) % sample.shape[0]
+            sample = sample.index_select(0, places)
+        return sample.requires_grad_(part.requires_grad)
+
+    def _random(self, value: int, rows: int) -> Tensor:
+        """Normal numbers, fair coins, or zeros, which are valid indices."""
+        facts = self._source.facts.values[value]
+        shape = facts.shape_at(rows)
+        if facts.dtype.is_floating_point or facts.dtype.is_complex:
+            return torch.empty(shape, dtype=facts.dtype, device=self._device).normal_(generator=self._generator)
+        if facts.dtype == torch.bool:
+            return torch.rand(shape, device=self._device, generator=self._generator) < 0.5
+        return torch.zeros(shape, dtype=facts.dtype, device=self._device)
+
+    def forward(self, rows: int, feeds: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Runs the Block as a step does, new contents of buffers included."""
+        results = self._code(rows, {**self._state, **feeds})
+        with torch.no_grad():
+            for buffer, update in self._code.updates.items():
+                self._state[buffer].copy_(results[update])
+        return results
+
+    def prepare_backward(self, feeds: Mapping[int, Tensor], results: Mapping[int, Tensor]) -> Run:
+        """A forward's results with gradients to start from."""
+        sent = [value for value in self._part.sends if self._source.crossings[value].requires_grad]
+        roots = [results[value] for value in {*self._part.outputs, *sent} if results[value].requires_grad]
+        return Run(
+            roots=roots,
+            seeds=[torch.ones_like(root) for root in roots],
+            inputs=[feed for feed in feeds.values() if feed.requires_grad],
+            weights=self._weights,
+        )

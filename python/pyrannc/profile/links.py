@@ -1,0 +1,135 @@
+"""What messages and sums between ranks cost, measured."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyrannc import agree, process
+from pyrannc.runtime.channels import exchange
+
+_SMALL_BYTES = 1 << 12
+_LARGE_BYTES = 1 << 25
+"""Of the order of a bucket of gradients, and of what one Stage sends to the next."""
+_HOST_LARGE_BYTES = 1 << 22
+_REPETITIONS = 10
+_WARM_UPS = 3
+_SHORTEST_US = 1.0
+"""Differences of measured times may come out below zero."""
+
+
+@dataclass(frozen=True)
+class LinkPoint:
+    """A link: the core's ``Link``.
+
+    Attributes:
+        latency_us: time of an empty message, or of one step of a collective.
+        bytes_per_s: bandwidth of one device in one direction.
+    """
+
+    latency_us: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class LevelPoint:
+    """The links of one level: the core's ``MeasuredLevel``.
+
+    Attributes:
+        name: of the level.
+        send: of messages.
+        collective: of sums.
+    """
+
+    name: str
+    send: LinkPoint
+    collective: LinkPoint
+
+
+def measure_links(hosts: Sequence[str], level_names: Sequence[str], device: torch.device) -> list[LevelPoint]:
+    """Measures the links inside hosts and between them, where there are such. All ranks call it.
+
+    Args:
+        hosts: the host of each rank.
+        level_names: the levels, from those inside a host outwards; the first and the last are measured.
+    """
+    # Later exchanges concern two ranks only, and the group must have been used by all before.
+    dist.all_reduce(torch.zeros(1, device=device), group=process.world())
+    inside = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
+    between = [hosts.index(host) for host in dict.fromkeys(hosts)]
+    measured = [
+        LevelPoint(name, *_measure_level(ranks, device))
+        for name, ranks in ((level_names[0], inside), (level_names[-1], between))
+        if len(ranks) > 1
+    ]
+    return measured
+
+
+def _measure_level(ranks: list[int], device: torch.device) -> tuple[LinkPoint, LinkPoint]:
+    """Messages and sums between ``ranks``, which no inner level joins. All ranks call it."""
+    own, first, second = process.get_rank(), ranks[0], ranks[1]
+    send = _measure_send(first, second, device) if own in (first, second) else None
+    process.barrier()
+    group = process.world() if len(ranks) == process.get_world_size() else dist.new_group(ranks)
+    collective = _measure_collective(group, device) if own in ranks else None
+    if own in ranks and group is not process.world():
+        dist.destroy_process_group(group)
+    found: tuple[LinkPoint, LinkPoint] = agree.gather_objects((send, collective))[first]
+    return found
+
+
+def _measure_send(first: int, second: int, device: torch.device) -> LinkPoint:
+    """A message there and back."""
+
+    def there_and_back(tensor: Tensor) -> None:
+        for source, destination in ((first, second), (second, first)):
+            if process.get_rank() == source:
+                exchange([(destination, tensor)], [])
+            else:
+                exchange([], [(source, tensor)])
+
+    small_us, large_us, large_bytes = _two_sizes(there_and_back, device)
+    latency_us = small_us / 2
+    return LinkPoint(latency_us, _bytes_per_s(large_bytes, large_us / 2 - latency_us))
+
+
+def _measure_collective(group: dist.ProcessGroup, device: torch.device) -> LinkPoint:
+    """Sums: a small one goes up and down a tree, of a large one every member passes on parts around a ring."""
+    members = group.size()
+    small_us, large_us, large_bytes = _two_sizes(lambda tensor: dist.all_reduce(tensor, group=group), device)
+    latency_us = small_us / (2 * math.ceil(math.log2(members)))
+    steps = 2 * (members - 1)
+    return LinkPoint(latency_us, _bytes_per_s(steps * large_bytes // members, large_us - steps * latency_us))
+
+
+def _bytes_per_s(size: int, us: float) -> float:
+    return size / max(us, _SHORTEST_US) * 1e6
+
+
+def _two_sizes(call: Callable[[Tensor], object], device: torch.device) -> tuple[float, float, int]:
+    """Times for a small and for a large tensor, and the large one's bytes."""
+    large_bytes = _LARGE_BYTES if device.type == "cuda" else _HOST_LARGE_BYTES
+    small, large = (torch.zeros(size // 4, device=device) for size in (_SMALL_BYTES, large_bytes))
+    return _time_us(lambda: call(small), device), _time_us(lambda: call(large), device), large_bytes
+
+
+def _time_us(call: Callable[[], object], device: torch.device) -> float:
+    for _ in range(_WARM_UPS):
+        call()
+    _synchronize(device)
+    start = time.perf_counter()
+    for _ in range(_REPETITIONS):
+        call()
+    _synchronize(device)
+    return (time.perf_counter() - start) * 1e6 / _REPETITIONS
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

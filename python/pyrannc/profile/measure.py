@@ -1,0 +1,178 @@
+"""What one Block costs, measured on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from pyrannc.log import get_logger
+from pyrannc.profile.block import BlockCode, Run
+from pyrannc.profile.meter import Meter
+
+_log = get_logger("DPStaging")
+
+_OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")
+_OVERHEAD_TRIALS = 5
+
+
+@dataclass(frozen=True)
+class Point:
+    """Cost of a Block for some rows: the core's ``BlockPoint``.
+
+    Attributes:
+        rows: number of rows.
+        fits: False when the device's memory is too small; everything else is 0 then.
+        forward_us: time of the forward.
+        backward_us: time of the whole backward, gradients added up included.
+        backward_input_us: time of the backward that only makes gradients of what came in.
+        backward_weight_us: time of the backward that only makes gradients of parameters.
+        saved_bytes: what is held from the forward to the backward beyond what came in; results count.
+        workspace_bytes: the most that either direction needs on top of that.
+    """
+
+    rows: int
+    fits: bool = True
+    forward_us: float = 0.0
+    backward_us: float = 0.0
+    backward_input_us: float = 0.0
+    backward_weight_us: float = 0.0
+    saved_bytes: int = 0
+    workspace_bytes: int = 0
+
+
+class BlockMeter:
+    """Measures Blocks on ``device``.
+
+    What a call costs the host whatever is in it does not count: that is the Cluster's ``action_us``, once for a Stage.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._meter = Meter(device)
+        self._forward_overhead_us = self._least_us(_empty_forward(device))
+        self._backward_overhead_us = self._least_us(_empty_backward(device))
+
+    def _least_us(self, call: Callable[[], object]) -> float:
+        """Time of a call when nothing disturbs it."""
+        return min(self._meter.time_us(call) for _ in range(_OVERHEAD_TRIALS))
+
+    def points(self, name: str, make: Callable[[], BlockCode], row_counts: Sequence[int]) -> list[Point] | None:
+        """The costs at each of ``row_counts``, which increase, up to the first that does not fit.
+
+        Args:
+            name: what the log calls the Block.
+            make: makes the Block.
+
+        Returns:
+            None when the Block cannot be run on made-up data.
+        """
+        points: list[Point] = []
+        try:
+            code = make()
+            for rows in row_counts:
+                points.append(self._point(code, rows))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                _log.info("%s is estimated, because it cannot be measured: %s", name, _first_line(error))
+                return None
+            points.append(Point(row_counts[len(points)], fits=False))
+        return points
+
+    def release(self) -> None:
+        """Gives the memory of Blocks that are done back to the device."""
+        self._meter.release()
+
+    def _point(self, code: BlockCode, rows: int) -> Point:
+        feeds = code.feeds(rows)
+
+        def forward() -> dict[int, Tensor]:
+            return code.forward(rows, feeds)
+
+        forward_us = self._meter.time_us(forward, self._forward_overhead_us)
+        saved_bytes, workspace_bytes = self._memory(code, forward, feeds)
+        run = code.prepare_backward(feeds, forward())
+        backward_us, input_us, weight_us = self._backward_us(run)
+        return Point(
+            rows=rows,
+            forward_us=forward_us,
+            backward_us=backward_us,
+            backward_input_us=input_us,
+            backward_weight_us=weight_us,
+            saved_bytes=saved_bytes,
+            workspace_bytes=workspace_bytes,
+        )
+
+    def _memory(
+        self, code: BlockCode, forward: Callable[[], dict[int, Tensor]], feeds: dict[int, Tensor]
+    ) -> tuple[int, int]:
+        with self._meter.watch_memory() as memory:
+            results = forward()
+            saved_bytes = memory.held_bytes()
+            forward_bytes = memory.take_peak_bytes() - saved_bytes
+            run = code.prepare_backward(feeds, results)
+            before_bytes = memory.held_bytes()
+            if run.roots:
+                torch.autograd.backward(run.roots, run.seeds)
+            backward_bytes = memory.take_peak_bytes() - before_bytes
+        _drop_gradients(run.inputs)
+        return saved_bytes, max(forward_bytes, backward_bytes)
+
+    def _backward_us(self, run: Run) -> tuple[float, float, float]:
+        """Times of the whole backward, and by input alone and by weight alone."""
+
+        def whole() -> None:
+            torch.autograd.backward(run.roots, run.seeds, retain_graph=True)
+            _drop_gradients(run.inputs)
+
+        def towards(leaves: list[Tensor]) -> float:
+            if not leaves:
+                return 0.0
+            return self._meter.time_us(
+                lambda: torch.autograd.grad(run.roots, leaves, run.seeds, retain_graph=True, allow_unused=True),
+                self._backward_overhead_us,
+            )
+
+        if not run.roots:
+            return 0.0, 0.0, 0.0
+        backward_us = self._meter.time_us(whole, self._backward_overhead_us)
+        return backward_us, towards(run.inputs), towards(run.weights)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True when a device, or the host, has no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _OUT_OF_MEMORY)
+
+
+def _drop_gradients(leaves: Sequence[Tensor]) -> None:
+    for leaf in leaves:
+        leaf.grad = None
+
+
+def _empty_forward(device: torch.device) -> Callable[[], object]:
+    """A call of generated code without Ops."""
+    graph = fx.Graph()
+    graph.placeholder("rows")
+    graph.output((graph.placeholder("v"),))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    tensor = torch.zeros(1, device=device)
+    return lambda: module(1, tensor)
+
+
+def _empty_backward(device: torch.device) -> Callable[[], object]:
+    """A backward through a view, which costs nothing but the call."""
+    leaf = torch.zeros(1, device=device, requires_grad=True)
+    root, seed = leaf.view(1), torch.ones(1, device=device)
+
+    def backward() -> None:
+        torch.autograd.backward([root], [seed], retain_graph=True)
+        leaf.grad = None
+
+    return backward
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

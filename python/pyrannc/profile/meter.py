@@ -1,0 +1,179 @@
+"""Time and memory of calls on a device.
+
+A GPU runs what the host has queued, so a call takes as long as the slower of the two needs. Both are measured in one
+series of calls: the GPU sleeps while the host queues them all, and then runs them without a gap.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_SERIES_S = 0.005
+"""How long one series of calls should take."""
+_MOST_CALLS = 10
+"""Of a series: a GPU's queue has an end."""
+_SERIES = 3
+_ENOUGH_S = 0.1
+"""One series is enough when it takes so long."""
+_WARM_UP_CALLS = 2
+_LEAST_US = 0.1
+"""Nothing is free, even if the overhead was found to be longer than the call."""
+_SLEEP_CYCLES_PER_S = 3e9
+"""More than any GPU runs, so that none wakes up before all calls are queued."""
+
+
+class MemoryWatch(Protocol):
+    """Sees the memory that is allocated while it is entered."""
+
+    def __enter__(self) -> MemoryWatch: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def held_bytes(self) -> int:
+        """What is held now, beyond what was held when it was entered."""
+
+    def take_peak_bytes(self) -> int:
+        """The most that was held since it was entered, or since the last question."""
+
+
+class Meter:
+    """Measures calls on ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+
+    def time_us(self, call: Callable[[], object], overhead_us: float = 0.0) -> float:
+        """Time of a call among many of its kind.
+
+        Args:
+            overhead_us: time on the host that does not count.
+        """
+        for _ in range(_WARM_UP_CALLS):
+            call()
+        self.synchronize()
+        start = time.perf_counter()
+        call()
+        queued_s = time.perf_counter() - start
+        self.synchronize()
+        once_s = time.perf_counter() - start
+        calls = min(max(int(_SERIES_S / once_s), 1), _MOST_CALLS)
+        times_us: list[float] = []
+        while len(times_us) < _SERIES and sum(times_us) * calls < _ENOUGH_S * 1e6:
+            if self._on_gpu:
+                times_us.append(self._gpu_series(call, calls, queued_s, overhead_us))
+            else:
+                times_us.append(_host_series(call, calls) - overhead_us)
+        return max(_LEAST_US, statistics.median(times_us))
+
+    def _gpu_series(self, call: Callable[[], object], calls: int, queued_s: float, overhead_us: float) -> float:
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types for it
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # likewise
+        start = time.perf_counter()
+        torch.cuda._sleep(int(calls * queued_s * _SLEEP_CYCLES_PER_S))  # type: ignore[no-untyped-call]  # likewise
+        begin.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        host_us = (time.perf_counter() - start) * 1e6 / calls
+        end.synchronize()
+        device_us: float = begin.elapsed_time(end) * 1e3 / calls
+        return max(device_us, host_us - overhead_us)
+
+    def watch_memory(self) -> MemoryWatch:
+        """Sees what the following calls allocate."""
+        return _GpuMemory(self._device) if self._on_gpu else _HostMemory()
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+
+    def release(self) -> None:
+        """Gives memory that nothing uses back to the device."""
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+
+
+def _host_series(call: Callable[[], object], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) * 1e6 / calls
+
+
+class _GpuMemory:
+    """What the caching allocator has given out."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0
+
+    def __enter__(self) -> _GpuMemory:
+        self._before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def held_bytes(self) -> int:
+        return torch.cuda.memory_allocated(self._device) - self._before
+
+    def take_peak_bytes(self) -> int:
+        peak = torch.cuda.max_memory_allocated(self._device) - self._before
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak
+
+
+class _HostMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    """Counts the storages that operators make, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        # A storage's address is not given to another one while there is a weak reference to it.
+        self._given: dict[int, StorageWeakRef] = {}
+        self._peak_bytes = 0
+
+    def held_bytes(self) -> int:
+        self._made = {key: item for key, item in self._made.items() if not _is_gone(item[0])}
+        return sum(size for _, size in self._made.values())
+
+    def take_peak_bytes(self) -> int:
+        peak, self._peak_bytes = self._peak_bytes, self.held_bytes()
+        return peak
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for storage in _storages((args, kwargs)):
+            if storage._cdata not in self._made:
+                self._given[storage._cdata] = _weak(storage)
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            if storage._cdata not in self._given:
+                self._made[storage._cdata] = (_weak(storage), storage.nbytes())
+        self._peak_bytes = max(self._peak_bytes, self.held_bytes())
+        return result
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+def _is_gone(weak: StorageWeakRef) -> bool:
+    return bool(weak.expired())  # type: ignore[no-untyped-call]  # torch has no types for it

@@ -1,0 +1,172 @@
+"""Measures a Graph's distinct Blocks, shared out over the ranks, and the links between ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from pyrannc import agree, process
+from pyrannc._native import Blocks, Profile
+from pyrannc.log import get_logger
+from pyrannc.profile.block import BlockCode, Source
+from pyrannc.profile.cache import Key, ProfileCache
+from pyrannc.profile.conditions import Conditions, conditions
+from pyrannc.profile.links import LevelPoint, measure_links
+from pyrannc.profile.measure import BlockMeter, Point
+from pyrannc.profile.progress import Bar
+from pyrannc.runtime.program import Parts
+from pyrannc.runtime.randomness import Randomness
+
+_log = get_logger("DPStaging")
+
+_MOST_POINTS = 4
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is profiled.
+
+    Attributes:
+        graph_hash: of the Graph.
+        blocks: its Blocks.
+        parts: what belongs to each Block.
+        source: the captured model.
+        row_counts: for how many rows, increasing.
+        hosts: the host of each rank.
+        level_names: the levels of the links between ranks, from those inside a host outwards.
+    """
+
+    graph_hash: str
+    blocks: Blocks
+    parts: Parts
+    source: Source
+    row_counts: tuple[int, ...]
+    hosts: tuple[str, ...]
+    level_names: tuple[str, ...]
+
+
+def row_counts(batch_rows: int, world_size: int) -> tuple[int, ...]:
+    """For how many rows to measure: up to what one rank has when all are Replicas and there is one microbatch.
+
+    Every other division of a batch that is worth it gives a Replica fewer rows at a time, mostly a power of two fewer.
+
+    >>> row_counts(512, 8)
+    (1, 4, 16, 64)
+    >>> row_counts(8, 8)
+    (1,)
+    """
+    most = max(1, -(-batch_rows // world_size))
+    ratio = 2
+    while ratio ** (_MOST_POINTS - 1) < most:
+        ratio *= 2
+    return tuple(sorted({max(1, most // ratio**step) for step in range(_MOST_POINTS)}))
+
+
+def profile(subject: Subject, device: torch.device, cache: ProfileCache) -> list[Profile]:
+    """A Profile for each kind of device, from the cache or measured. All ranks call it.
+
+    Returns:
+        On rank 0, in the order of the ranks that have those devices first; nothing on other ranks.
+    """
+    everyone: list[Conditions] = agree.gather_objects(conditions(device))
+    keys = [_key(subject, kind) for kind in dict.fromkeys(everyone)]
+    known: list[Profile] = []
+    if process.get_rank() == 0:
+        known = [found for key in keys if (found := cache.find(key)) is not None]
+    if agree.broadcast_object(len(known) == len(keys)):
+        return known
+    start = time.monotonic()
+    points = _measure_blocks(subject, device, everyone)
+    levels = measure_links(subject.hosts, subject.level_names, device) if process.get_world_size() > 1 else []
+    if process.get_rank() != 0:
+        return []
+    _log.info("profiled in %.1f s", time.monotonic() - start)
+    profiles = [_seal(key, points[key.conditions], levels) for key in keys]
+    for key, measured in zip(keys, profiles, strict=True):
+        cache.keep(key, measured)
+    return profiles
+
+
+def _key(subject: Subject, kind: Conditions) -> Key:
+    return Key(
+        graph_hash=subject.graph_hash,
+        blocks=tuple(subject.blocks.hashes),
+        row_counts=subject.row_counts,
+        ranks_per_node=tuple(subject.hosts.count(host) for host in dict.fromkeys(subject.hosts)),
+        conditions=kind,
+    )
+
+
+def _measure_blocks(
+    subject: Subject, device: torch.device, everyone: Sequence[Conditions]
+) -> dict[Conditions, dict[str, list[Point]]]:
+    """Points by hash of the Block, for each kind of device. All ranks call it."""
+    rank = process.get_rank()
+    alike = [other for other, kind in enumerate(everyone) if kind == everyone[rank]]
+    times_us = dict(zip(subject.blocks.hashes, subject.blocks.times_us, strict=True))
+    own = share_out(times_us, len(alike))[alike.index(rank)]
+    if rank == 0:
+        _log.info("profiling %d distinct blocks of %d", len(times_us), len(subject.blocks.hashes))
+    measured = agree.together(lambda: _measure_share(subject, device, {block: times_us[block] for block in own}))
+    points: dict[Conditions, dict[str, list[Point]]] = {kind: {} for kind in everyone}
+    for kind, found in zip(everyone, agree.gather_objects(measured), strict=True):
+        points[kind].update(found)
+    return points
+
+
+def share_out(times_us: Mapping[str, float], shares: int) -> list[list[str]]:
+    """Divides Blocks into shares of about equal time: the longest first, each to the share with least so far.
+
+    >>> share_out({"a": 1.0, "b": 5.0, "c": 4.0}, 2)
+    [['b'], ['c', 'a']]
+    """
+    divided: list[list[str]] = [[] for _ in range(shares)]
+    filled_us = [0.0] * shares
+    for block in sorted(times_us, key=lambda block: (-times_us[block], block)):
+        least = filled_us.index(min(filled_us))
+        divided[least].append(block)
+        filled_us[least] += times_us[block]
+    return divided
+
+
+def _measure_share(subject: Subject, device: torch.device, times_us: Mapping[str, float]) -> dict[str, list[Point]]:
+    """The points of some Blocks; those that cannot be measured are left out."""
+    points: dict[str, list[Point]] = {}
+    shown = process.get_rank() == 0
+    # Launches cost the same for every Block.
+    weights = {block: us + sum(times_us.values()) / len(times_us) for block, us in times_us.items()}
+    with (
+        Randomness(device, seed=0).borrowed(),
+        Bar("profiling blocks", sum(weights.values()), len(weights), shown=shown) as bar,
+    ):
+        meter = BlockMeter(device)
+        for block in times_us:
+            place = subject.blocks.hashes.index(block)
+            found = meter.points(f"block {place}", _maker(subject, place, device), subject.row_counts)
+            meter.release()
+            _log.debug("block %d measured: %s", place, found)
+            if found is not None:
+                points[block] = found
+            bar.advance(weights[block])
+    return points
+
+
+def _maker(subject: Subject, place: int, device: torch.device) -> Callable[[], BlockCode]:
+    part, main_ops = subject.parts.stages[place], subject.blocks.main_ops(place)
+    return lambda: BlockCode(subject.source, part, main_ops, device)
+
+
+def _seal(key: Key, blocks: Mapping[str, Sequence[Point]], levels: Sequence[LevelPoint]) -> Profile:
+    content = {
+        "graph_hash": key.graph_hash,
+        "device": key.conditions.device,
+        "precision": key.conditions.precision,
+        "versions": dict(key.conditions.versions),
+        "blocks": {block: [asdict(point) for point in points] for block, points in blocks.items()},
+        "levels": [asdict(level) for level in levels],
+    }
+    return Profile.seal(json.dumps(content))

@@ -1,0 +1,82 @@
+"""Models to profile, and how to get at their Blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pyrannc._native import Cluster, Graph
+from pyrannc.capture import capture
+from pyrannc.profile.block import BlockCode, Source
+from pyrannc.profile.profiler import Subject
+from pyrannc.runtime.graph import GraphFacts
+from pyrannc.runtime.program import Parts
+
+WIDTH = 64
+CPU = torch.device("cpu")
+
+
+class Layers(nn.Module):
+    """Equal layers between two of their own kind."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))
+        self.last = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+class Positions(nn.Module):
+    """Tokens and positions are looked up; positions and mask depend on no input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(50, WIDTH), nn.Embedding(8, WIDTH)
+        self.head = nn.Linear(WIDTH, 50)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(8))
+        scores = (x @ x.transpose(1, 2)).masked_fill(torch.ones(8, 8, dtype=torch.bool).triu(1), -1e9)
+        return nn.functional.cross_entropy(self.head(scores.softmax(-1) @ x).flatten(0, 1), tokens.flatten())
+
+
+class Cholesky(nn.Module):
+    """Its middle fails on anything but positive definite matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = x @ x.transpose(1, 2) * self.scale + torch.eye(x.shape[-1])
+        return torch.linalg.cholesky(product).tanh()
+
+
+def subject(model: nn.Module, samples: Sequence[Tensor], row_counts: tuple[int, ...]) -> Subject:
+    """A model's Blocks, as planning gives them to the profiler."""
+    captured = capture(model, samples, {}, device=CPU, rows=samples[0].shape[0])
+    graph = Graph.from_json(captured.graph_json)
+    blocks = graph.blocks(Cluster.preset("cpu", 1, 1), 1, samples[0].shape[0])
+    parts = Parts.from_json(blocks.partition.to_json())
+    return Subject(
+        graph_hash=graph.hash(),
+        blocks=blocks,
+        parts=parts,
+        source=Source(captured, GraphFacts.from_json(captured.graph_json), parts.crossings, samples),
+        row_counts=row_counts,
+        hosts=("here",),
+        level_names=("loopback",),
+    )
+
+
+def block(subject: Subject, place: int) -> BlockCode:
+    """One of them, ready to run."""
+    return BlockCode(subject.source, subject.parts.stages[place], subject.blocks.main_ops(place), CPU)

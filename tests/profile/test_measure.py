@@ -1,0 +1,120 @@
+"""What is measured of one Block."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from pyrannc.profile.measure import BlockMeter, Point
+from pyrannc.profile.profiler import Subject, row_counts, share_out
+
+from .models import CPU, WIDTH, Cholesky, Layers, Positions, block, subject
+
+MORE_THAN_ANY_MEMORY = 1 << 46
+
+
+@pytest.fixture(scope="module")
+def meter() -> BlockMeter:
+    return BlockMeter(CPU)
+
+
+def points(meter: BlockMeter, subject: Subject, place: int) -> list[Point] | None:
+    return meter.points(f"block {place}", lambda: block(subject, place), subject.row_counts)
+
+
+@pytest.fixture(scope="module")
+def layers() -> Subject:
+    return subject(Layers(), [torch.randn(4, WIDTH)], (1, 64, 8192))
+
+
+def test_costs_rise_with_the_rows(meter: BlockMeter, layers: Subject) -> None:
+    for place in range(len(layers.blocks.hashes)):
+        found = points(meter, layers, place)
+        assert found is not None
+        assert [point.rows for point in found] == [1, 64, 8192]
+        first, middle, last = found
+        assert all(point.fits and point.forward_us > 0 and point.backward_us > 0 for point in found)
+        assert last.forward_us > first.forward_us
+        assert last.backward_us > first.backward_us
+        assert first.saved_bytes < middle.saved_bytes < last.saved_bytes
+        assert first.workspace_bytes <= middle.workspace_bytes <= last.workspace_bytes
+
+
+def test_memory_is_exact(meter: BlockMeter, layers: Subject) -> None:
+    linear, tanh = (points(meter, layers, place) for place in (2, 3))
+    assert linear is not None
+    assert tanh is not None
+    for point in [*linear, *tanh]:
+        assert point.saved_bytes == point.rows * WIDTH * 4
+    # The gradient of what came in; of a linear layer also that of the weight, before it is added up.
+    assert tanh[-1].workspace_bytes == tanh[-1].rows * WIDTH * 4
+    assert linear[-1].workspace_bytes == linear[-1].rows * WIDTH * 4 + WIDTH * WIDTH * 4
+
+
+def test_backwards_by_input_and_by_weight(meter: BlockMeter, layers: Subject) -> None:
+    (*_, linear), (*_, tanh) = points(meter, layers, 2) or [], points(meter, layers, 3) or []
+    assert 0 < linear.backward_input_us < linear.backward_us
+    assert 0 < linear.backward_weight_us < linear.backward_us
+    assert tanh.backward_weight_us == 0
+    # Nobody asks for the gradient of the model's input.
+    (*_, first) = points(meter, layers, 0) or []
+    assert first.backward_input_us == 0
+    assert first.backward_weight_us > 0
+
+
+def test_no_backward_without_gradients(meter: BlockMeter) -> None:
+    frozen = subject(Layers(1).requires_grad_(False), [torch.randn(4, WIDTH)], (4,))
+    for place in range(len(frozen.blocks.hashes)):
+        (point,) = points(meter, frozen, place) or []
+        assert point.forward_us > 0
+        assert (point.backward_us, point.backward_input_us, point.backward_weight_us) == (0, 0, 0)
+
+
+def test_lookups_masks_and_losses_can_be_measured(meter: BlockMeter) -> None:
+    positions = subject(Positions(), [torch.randint(0, 50, (4, 8))], (1, 8))
+    assert len(positions.blocks.hashes) > 4
+    for place in range(len(positions.blocks.hashes)):
+        assert [point.fits for point in points(meter, positions, place) or []] == [True, True]
+
+
+def test_out_of_memory_is_an_answer(meter: BlockMeter) -> None:
+    huge = subject(Layers(1), [torch.randn(4, WIDTH)], (2, MORE_THAN_ANY_MEMORY))
+    for place in range(len(huge.blocks.hashes)):
+        fits, too_large = points(meter, huge, place) or []
+        assert fits.fits
+        assert too_large == Point(MORE_THAN_ANY_MEMORY, fits=False)
+
+
+def test_larger_counts_than_one_that_does_not_fit_are_not_tried(meter: BlockMeter) -> None:
+    huge = subject(Layers(1), [torch.randn(4, WIDTH)], (MORE_THAN_ANY_MEMORY, 2 * MORE_THAN_ANY_MEMORY))
+    assert points(meter, huge, 0) == [Point(MORE_THAN_ANY_MEMORY, fits=False)]
+
+
+def test_a_block_that_fails_on_made_up_data_is_left_out(meter: BlockMeter, caplog: pytest.LogCaptureFixture) -> None:
+    cholesky = subject(Cholesky(), [torch.randn(4, 5, 5)], (2,))
+    with caplog.at_level(logging.INFO, logger="pyrannc"):
+        found = [points(meter, cholesky, place) for place in range(len(cholesky.blocks.hashes))]
+    assert found.count(None) == 1
+    (line,) = [record.message for record in caplog.records if record.name.startswith("pyrannc")]
+    assert "cannot be measured" in line
+    assert "positive-definite" in line
+
+
+def test_shares_are_even_and_complete() -> None:
+    times_us = {f"block {number}": float(number) for number in range(1, 12)}
+    shares = share_out(times_us, 3)
+    assert sorted(block for share in shares for block in share) == sorted(times_us)
+    sums = [sum(times_us[block] for block in share) for share in shares]
+    assert max(sums) - min(sums) <= 2
+    assert share_out(times_us, 20)[11:] == [[]] * 9
+
+
+@pytest.mark.parametrize(("batch", "ranks"), [(1, 8), (7, 2), (64, 8), (100, 3), (4096, 4)])
+def test_row_counts_span_what_a_rank_can_have(batch: int, ranks: int) -> None:
+    counts = row_counts(batch, ranks)
+    assert counts[0] == 1
+    assert counts[-1] == -(-batch // ranks)
+    assert len(counts) <= 4
+    assert list(counts) == sorted(set(counts))

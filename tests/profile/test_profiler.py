@@ -1,0 +1,303 @@
+"""Profiles of whole models: measured once, kept, shared out, and used."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pyrannc
+from pyrannc import process
+from pyrannc._native import Profile
+from pyrannc.errors import ProfileError
+from pyrannc.profile.cache import ProfileCache, default_folder
+from pyrannc.profile.profiler import Subject, profile
+from tests.ranks import RankPool
+from tests.runtime.equivalence import Case, check
+
+from .models import CPU, WIDTH, Layers, subject
+
+
+@pytest.fixture(scope="module")
+def layers() -> Subject:
+    return subject(Layers(), [torch.randn(4, WIDTH)], (1, 4))
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """What RaNNC has logged since the last question."""
+
+    def take() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if record.name.startswith("pyrannc")]
+        caplog.clear()
+        return found
+
+    with caplog.at_level(logging.DEBUG, logger="pyrannc"):
+        yield take
+
+
+def count(lines: list[str], text: str) -> int:
+    return sum(text in line for line in lines)
+
+
+Lines = Callable[[], list[str]]
+
+
+def test_equal_blocks_are_measured_once(layers: Subject, lines: Lines) -> None:
+    (measured,) = profile(layers, CPU, ProfileCache(None))
+    hashes = layers.blocks.hashes
+    # First and last layer, and tanh and linear between them, of which there are many.
+    assert len(hashes) == 15
+    assert count(lines(), "measured") == len(set(hashes)) == 4
+    assert set(measured.block_hashes) == set(hashes)
+
+
+def test_a_profile_survives_its_file(layers: Subject, tmp_path: Path) -> None:
+    (measured,) = profile(layers, CPU, ProfileCache(tmp_path))
+    (file,) = tmp_path.iterdir()
+    again = Profile.read(file)
+    assert again.to_json() == measured.to_json()
+    assert (again.graph_hash, again.device) == (layers.graph_hash, "cpu")
+    assert again.versions == {"pyrannc": pyrannc.__version__, "torch": torch.__version__}
+    points = json.loads(again.to_json())["blocks"]
+    assert all([point["rows"] for point in block] == [1, 4] for block in points.values())
+
+
+def test_the_second_start_measures_nothing(layers: Subject, tmp_path: Path, lines: Lines) -> None:
+    (measured,) = profile(layers, CPU, ProfileCache(tmp_path))
+    assert count(lines(), "measured") == 4
+    (again,) = profile(layers, CPU, ProfileCache(tmp_path))
+    told = lines()
+    assert count(told, "measured") == 0
+    assert count(told, "profile read from") == 1
+    assert again.to_json() == measured.to_json()
+
+
+def cut_short(text: str) -> str:
+    return text[: len(text) // 2]
+
+
+def altered(text: str) -> str:
+    return text.replace('"rows": 4', '"rows": 5', 1)
+
+
+def negative(text: str) -> str:
+    return text.replace('"forward_us": ', '"forward_us": -', 1)
+
+
+def of_another_schema(text: str) -> str:
+    return text.replace('"schema": 1', '"schema": 99', 1)
+
+
+def emptied(text: str) -> str:
+    return ""
+
+
+@pytest.mark.parametrize("damage", [cut_short, altered, negative, of_another_schema, emptied])
+def test_a_damaged_file_is_ignored_with_a_warning(
+    layers: Subject, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[str], str]
+) -> None:
+    cache = ProfileCache(tmp_path)
+    (measured,) = profile(layers, CPU, cache)
+    (file,) = tmp_path.iterdir()
+    text = file.read_text()
+    assert damage(text) != text
+    file.write_text(damage(text))
+    caplog.clear()
+    (again,) = profile(layers, CPU, cache)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert str(file) in warning
+    assert again.block_hashes == measured.block_hashes
+    # It has been written anew.
+    assert Profile.read(file).to_json() == again.to_json()
+
+
+def test_a_file_under_another_ones_name_is_ignored(
+    layers: Subject, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = ProfileCache(tmp_path)
+    profile(layers, CPU, cache)
+    (file,) = tmp_path.iterdir()
+    other = subject(Layers(3), [torch.randn(4, WIDTH)], (1, 4))
+    profile(other, CPU, cache)
+    (second,) = set(tmp_path.iterdir()) - {file}
+    file.write_text(second.read_text())
+    caplog.clear()
+    (again,) = profile(layers, CPU, cache)
+    assert "measured for something else" in caplog.text
+    assert again.graph_hash == layers.graph_hash
+
+
+def other_graph(layers: Subject, request: pytest.FixtureRequest) -> Subject:
+    return subject(Layers(7), [torch.randn(4, WIDTH)], (1, 4))
+
+
+def other_rows(layers: Subject, request: pytest.FixtureRequest) -> Subject:
+    return replace(layers, row_counts=(1, 2))
+
+
+def other_version(layers: Subject, request: pytest.FixtureRequest) -> Subject:
+    request.getfixturevalue("monkeypatch").setattr(torch, "__version__", "99.0")
+    return layers
+
+
+def other_precision(layers: Subject, request: pytest.FixtureRequest) -> Subject:
+    products: Any = torch.backends.mkldnn.matmul
+    assert products.fp32_precision == "none"
+    # The switch is a property, which monkeypatch cannot take back.
+    request.addfinalizer(lambda: setattr(products, "fp32_precision", "none"))
+    products.fp32_precision = "bf16"
+    return layers
+
+
+@pytest.mark.parametrize("change", [other_graph, other_rows, other_version, other_precision])
+def test_what_changes_the_cost_is_measured_anew(
+    layers: Subject,
+    tmp_path: Path,
+    lines: Lines,
+    request: pytest.FixtureRequest,
+    change: Callable[[Subject, pytest.FixtureRequest], Subject],
+) -> None:
+    cache = ProfileCache(tmp_path)
+    profile(layers, CPU, cache)
+    changed = change(layers, request)
+    lines()
+    profile(changed, CPU, cache)
+    assert count(lines(), "measured") >= 4
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_no_failure(
+    layers: Subject, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    (measured,) = profile(layers, CPU, ProfileCache(tmp_path / "file" / "folder"))
+    assert measured.block_hashes
+    assert "not kept for the next start" in caplog.text
+
+
+def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "pyrannc"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_folder() == tmp_path / ".cache" / "pyrannc"
+
+
+def test_random_numbers_of_the_user_stay(layers: Subject) -> None:
+    dropout = subject(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)), [torch.randn(4, WIDTH)], (4,))
+    before = torch.get_rng_state()
+    profile(dropout, CPU, ProfileCache(None))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# Several ranks
+
+ALWAYS = {"RANNC_PROFILE": "always"}
+Ranks = Callable[[int], RankPool]
+
+
+def measure_together(folder: str) -> tuple[int, str]:
+    """How many Blocks this rank has measured, and rank 0's Profile."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.DEBUG)
+    handler.emit = records.append  # type: ignore[method-assign]  # a handler that keeps what it gets
+    logger = logging.getLogger("pyrannc.DPStaging")
+    process.ensure_process_group()
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        torch.manual_seed(0)
+        whole = subject(Layers(), [torch.randn(4, WIDTH)], (1, 4))
+        hosts = ("here",) * process.get_world_size()
+        found = profile(replace(whole, hosts=hosts), CPU, ProfileCache(Path(folder)))
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.ERROR)
+    return count([record.getMessage() for record in records], " measured"), "".join(one.to_json() for one in found)
+
+
+def test_ranks_share_the_work(ranks: Ranks, tmp_path: Path) -> None:
+    (first, text), (second, nothing) = ranks(2).run(measure_together, str(tmp_path))
+    assert (first, second) == (2, 2)
+    assert nothing == ""
+    measured = json.loads(text)
+    assert len(measured["blocks"]) == 4
+    (level,) = measured["levels"]
+    assert level["name"] == "loopback"
+    figures = [level[kind][figure] for kind in ("send", "collective") for figure in ("latency_us", "bytes_per_s")]
+    assert all(figure > 0 for figure in figures)
+    again = ranks(2).run(measure_together, str(tmp_path))
+    assert again == [(0, text), (0, "")]
+
+
+def test_a_model_trains_as_ever_under_a_measured_plan(ranks: Ranks, tmp_path: Path) -> None:
+    for case in (Case("chain", (4, 4), stages=2, microbatches=2), Case("bert", (3, 2), stages=2, microbatches=3)):
+        env = {**ALWAYS, "XDG_CACHE_HOME": str(tmp_path)}
+        assert ranks(2).run(check, case, str(tmp_path), env=env) == [[], []]
+    assert len(list((tmp_path / "pyrannc").iterdir())) == 2
+
+
+def test_randomness_does_not_depend_on_profiling(ranks: Ranks, tmp_path: Path) -> None:
+    def outputs(profile: str) -> Any:
+        return ranks(2).run(run_dropout, env={"RANNC_PROFILE": profile, "XDG_CACHE_HOME": str(tmp_path)})
+
+    assert outputs("always") == outputs("never")
+
+
+def run_dropout() -> list[float]:
+    torch.manual_seed(3)
+    module = pyrannc.RaNNCModule(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
+    output = module(torch.ones(4, 8))
+    module.undeploy()
+    values: list[float] = output.flatten().tolist()
+    return [*values, *torch.rand(3).tolist()]
+
+
+def run_once(layers: int) -> str:
+    """The message of the error that a first call raises, if any."""
+    torch.manual_seed(0)
+    module = pyrannc.RaNNCModule(Layers(layers))
+    try:
+        module(torch.randn(2, WIDTH))
+    except ProfileError as error:
+        return str(error)
+    module.undeploy()
+    return ""
+
+
+def test_a_profile_is_saved_and_loaded_on_demand(ranks: Ranks, tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    env = {"RANNC_GRAPH_PROFILE_FILE": str(file), "RANNC_PROFILE_CACHE": "0"}
+    assert ranks(2).run(run_once, 2, env={**env, "RANNC_SAVE_GRAPH_PROFILE": "1"}) == ["", ""]
+    assert Profile.read(file).device == "cpu"
+    load = {**env, "RANNC_LOAD_GRAPH_PROFILE": "1"}
+    assert ranks(2).run(run_once, 2, env=load) == ["", ""]
+    mismatch, told = ranks(2).run(run_once_or_mismatch, 3, env=load)
+    assert "another model" in mismatch
+    assert "rank 0 cannot go on" in told
+    os.truncate(file, 100)
+    damaged, _ = ranks(2).run(run_once_or_mismatch, 2, env=load)
+    assert "not JSON" in damaged
+
+
+def run_once_or_mismatch(layers: int) -> str:
+    try:
+        return run_once(layers)
+    except pyrannc.RaNNCError as error:
+        return str(error)
+
+
+def test_a_bad_folder_for_the_profile_is_told_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    env = {"RANNC_GRAPH_PROFILE_FILE": str(tmp_path / "missing" / "file"), "RANNC_SAVE_GRAPH_PROFILE": "1"}
+    first, second = ranks(2).run(run_once_or_mismatch, 1, env={**env, "RANNC_PROFILE_CACHE": "0"})
+    assert "cannot write the profile" in first
+    assert "cannot write the profile" in second

@@ -1,0 +1,93 @@
+"""From the configuration to a Plan: dry runs and cluster files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import pyrannc
+from pyrannc._native import Cluster
+from pyrannc.config import Config
+from pyrannc.errors import ClusterError
+from pyrannc.planning import RankDevice, find_cluster
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+GIB = 1 << 30
+
+
+def call_once() -> str:
+    """How the first call ends."""
+    torch.manual_seed(0)
+    module = pyrannc.RaNNCModule(nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]))
+    try:
+        module(torch.randn(8, 64))
+    except SystemExit as end:
+        return f"exit {end.code}"
+    except pyrannc.RaNNCError as error:
+        return str(error)
+    module.undeploy()
+    return "trained"
+
+
+def test_a_dry_run_plans_for_the_cluster_of_a_file(ranks: Ranks, tmp_path: Path) -> None:
+    cluster, plan = tmp_path / "cluster.toml", tmp_path / "plan.json"
+    cluster.write_text(Cluster.preset("H100", 2, 8).to_toml())
+    env = {
+        "RANNC_CLUSTER_FILE": str(cluster),
+        "RANNC_PARTITIONING_DRY_RUN_NP": "16",
+        "RANNC_SAVE_DEPLOYMENT": "1",
+        "RANNC_DEPLOYMENT_FILE": str(plan),
+    }
+    assert ranks(2).run(call_once, env=env) == ["exit 0", "exit 0"]
+    found = json.loads(plan.read_text())
+    assert (found["world_size"], found["batch_rows"]) == (16, 128)
+    # An H100 takes microseconds, and its framework memory.
+    assert found["predicted"]["step_us"] < 2000
+    assert found["stages"][0]["predicted"]["memory"]["framework_bytes"] > GIB
+
+
+def test_a_job_may_be_planned_with_the_figures_of_a_file(ranks: Ranks, tmp_path: Path) -> None:
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text(Cluster.preset("cpu", 1, 2).to_toml())
+    assert ranks(2).run(call_once, env={"RANNC_CLUSTER_FILE": str(cluster)}) == ["trained", "trained"]
+    cluster.write_text(Cluster.preset("cpu", 1, 1).to_toml())
+    first, second = ranks(2).run(call_once, env={"RANNC_CLUSTER_FILE": str(cluster)})
+    assert "world_size must be from 1 to the cluster's 1 device" in first
+    assert "rank 0 cannot go on" in second
+
+
+def test_bad_cluster_files_are_told_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    cluster = tmp_path / "cluster.toml"
+    for text in ("", "[device", Cluster.preset("cpu", 1, 2).to_toml().replace("gb_per_s = ", "gb_per_s = -", 1)):
+        cluster.write_text(text)
+        messages = ranks(2).run(call_once, env={"RANNC_CLUSTER_FILE": str(cluster)})
+        assert all("cluster" in message for message in messages), messages
+
+
+def test_the_cluster_is_that_of_the_ranks() -> None:
+    def rank(host: str) -> RankDevice:
+        return RankDevice("NVIDIA H200", 140 * GIB, True, host)
+
+    text = find_cluster(Config(), [rank("a"), rank("a"), rank("b"), rank("b")]).to_toml()
+    assert text.count("[[node]]") == 1
+    for part in ("devices = 2", "count = 2", "tf32 = true", "memory_gib = 140"):
+        assert part in text
+
+
+def test_ranks_of_one_host_share_its_memory() -> None:
+    ranks = [RankDevice("cpu", 8 * GIB, False, host) for host in ("a", "a", "b")]
+    cluster = find_cluster(Config(), ranks)
+    assert cluster.devices == 3
+    assert cluster.to_toml().count("memory_gib = 4") == 1
+    assert cluster.to_toml().count("memory_gib = 8") == 1
+
+
+def test_a_missing_cluster_file() -> None:
+    with pytest.raises(ClusterError, match=r"cannot read the cluster file /nowhere/at\.toml"):
+        find_cluster(Config(cluster_file="/nowhere/at.toml"), [])
