@@ -1,6 +1,9 @@
-//! Cluster files: what people write, what they get wrong, and that nothing is lost.
+//! Cluster files: what people write, what they get wrong, and that nothing is lost. `PROPTEST_CASES`
+//! runs more cases with damaged files.
 
+use proptest::prelude::*;
 use rannc_cost::Cluster;
+use rannc_ir::testing::{cases, damaged};
 
 const DGX: &str = r#"name = "two DGX H100"
 
@@ -133,4 +136,37 @@ fn what_is_no_cluster_file_is_refused_with_its_place() {
 fn one_node_needs_no_second_level() {
     let text = DGX.replacen("count = 2", "count = 1", 1);
     assert_eq!(Cluster::from_toml(&text).expect("valid").level_between(0, 7), 0);
+}
+
+/// A file with everything that a file may have.
+fn full() -> String {
+    let efficiency = "\n[device.h100.efficiency]\nmatrix.half = [[1e6, 0.1], [1e12, 0.8]]\npointwise = [[1e6, 0.5]]\n";
+    let second = "\n[device.v100]\npreset = \"V100-32G\"\ntf32 = false\nname = \"Tesla\"\nhost_gb_per_s = 11\n";
+    let text = DGX.replacen("memory_gib = 79\n", &format!("memory_gib = 79\n{efficiency}{second}"), 1);
+    format!("{text}nodes = 3\n").replacen("[[level]]", "[[node]]\ndevice = \"v100\"\ndevices = 4\n\n[[level]]", 1)
+}
+
+proptest! {
+    #![proptest_config(cases(4000))]
+
+    #[test]
+    fn damaged_files_are_refused_or_read(text in damaged(prop_oneof![Just(full()), Just(written())])) {
+        match Cluster::from_toml(&text) {
+            Ok(cluster) => {
+                prop_assert!(cluster.check().is_ok());
+                let again = cluster.to_toml();
+                prop_assert_eq!(Cluster::from_toml(&again).expect("just written").to_toml(), again);
+                let last = cluster.devices() - 1;
+                let us = cluster.all_reduce_us(cluster.group(&[0, last / 2, last]), 1e6);
+                prop_assert!(us >= 0.0 && !us.is_nan());
+                prop_assert!(cluster.kind_of(last) < cluster.kinds.len());
+            }
+            Err(error) => prop_assert!(!error.to_string().is_empty()),
+        }
+    }
+}
+
+/// A file as RaNNC writes it.
+fn written() -> String {
+    Cluster::from_toml(&full()).expect("valid").to_toml()
 }

@@ -1,6 +1,9 @@
-//! Graphs for tests: a builder, a plain network, and a proptest strategy over all kinds of graphs.
+//! Graphs for tests: a builder, a plain network, and a proptest strategy over all kinds of graphs; and
+//! damaged files.
 //!
 //! Only with the cargo feature `testing`.
+
+mod damage;
 
 use indexmap::IndexMap;
 use proptest::prelude::*;
@@ -10,6 +13,8 @@ use crate::entity::{Arena, Entity};
 use crate::graph::{
     Arg, Buffer, BufferId, Constant, Dim, Graph, Op, OpId, Param, ParamId, SCHEMA, Source, Value, ValueDef, ValueId,
 };
+
+pub use damage::{cases, damaged};
 
 /// Builds a graph op by op. Values are named after their ids; gradients flow from parameters and
 /// floating inputs made with [`GraphBuilder::input_with_grad`].

@@ -1,6 +1,7 @@
-//! The plan file.
+//! The plan file. `PROPTEST_CASES` runs more cases with damaged files.
 
-use rannc_ir::testing::mlp;
+use proptest::prelude::*;
+use rannc_ir::testing::{cases, damaged, mlp};
 use rannc_plan::{
     MemoryPrediction, Plan, PlanFault, PlanFileError, Recompute, ScheduleKind, Sharding, StageOps, StagePlan,
     StagePrediction, StepPrediction,
@@ -171,4 +172,30 @@ fn runs_to_compute_again_lie_in_their_stage() {
     assert_eq!(Plan::from_json(&plan.to_json()).expect("just written"), plan);
     let error = plan.check_runnable().expect_err("cannot be run yet");
     assert!(error.to_string().starts_with("stage 1 of the plan asks for recomputation"), "{error}");
+}
+
+proptest! {
+    #![proptest_config(cases(4000))]
+
+    #[test]
+    fn damaged_files_are_refused(text in damaged(Just(sealed().to_json()))) {
+        // Damage that JSON does not see, of spaces or the order of fields, does no harm.
+        match Plan::from_json(&text) {
+            Ok(plan) => prop_assert_eq!(plan, sealed()),
+            Err(error) => prop_assert!(!error.to_string().is_empty()),
+        }
+    }
+
+    #[test]
+    fn what_is_sealed_can_be_read(text in damaged(Just(sealed().to_json()))) {
+        let Ok(plan) = serde_json::from_str::<Plan>(&text) else { return Ok(()) };
+        match plan.seal() {
+            Ok(plan) => {
+                let again = Plan::from_json(&plan.to_json());
+                prop_assert!(plan.schema != rannc_plan::PLAN_SCHEMA || again.is_ok_and(|again| again == plan));
+                prop_assert_eq!(plan.placement().ranks.len(), plan.stages.len());
+            }
+            Err(error) => prop_assert!(!error.to_string().is_empty()),
+        }
+    }
 }

@@ -1,0 +1,43 @@
+//! Damaged graph files are refused or read, and what is read can be worked with. `PROPTEST_CASES` runs
+//! more cases.
+
+use proptest::prelude::*;
+use rannc_ir::testing::{cases, damaged, graphs, mlp};
+use rannc_ir::{Analysis, Graph};
+
+/// Everything that readers of a graph do with it first.
+fn work_with(graph: &Graph) -> Result<(), TestCaseError> {
+    prop_assert_eq!(&Graph::from_json(&graph.to_json()).expect("a written graph is readable"), graph);
+    let analysis = Analysis::new(graph);
+    prop_assert!(analysis.main_ops.len() <= graph.ops.len());
+    prop_assert_eq!(graph.hash().len(), 64);
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(cases(3000))]
+
+    #[test]
+    fn of_json(text in damaged(graphs().prop_map(|graph| graph.to_json()))) {
+        match Graph::from_json(&text) {
+            Ok(graph) => work_with(&graph)?,
+            Err(error) => prop_assert!(!error.to_string().is_empty()),
+        }
+    }
+
+    #[test]
+    fn of_text(text in damaged(graphs().prop_map(|graph| graph.to_text()))) {
+        match Graph::from_text(&text) {
+            Ok(graph) => work_with(&graph)?,
+            Err(error) => prop_assert!(!error.to_string().is_empty()),
+        }
+    }
+}
+
+/// The cases above see both outcomes.
+#[test]
+fn of_both_kinds() {
+    let text = mlp(1, 4).to_json();
+    assert!(Graph::from_json(&text.replace("linear", "bilinear")).is_ok());
+    assert!(Graph::from_json(&text[1..]).is_err());
+}
