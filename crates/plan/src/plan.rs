@@ -140,15 +140,15 @@ pub struct MemoryPrediction {
 }
 
 impl MemoryPrediction {
-    /// The sum.
+    /// The sum; of impossible amounts the largest number.
     pub const fn total_bytes(&self) -> u64 {
         self.params_bytes
-            + self.grads_bytes
-            + self.optimizer_bytes
-            + self.activations_bytes
-            + self.workspace_bytes
-            + self.comm_bytes
-            + self.framework_bytes
+            .saturating_add(self.grads_bytes)
+            .saturating_add(self.optimizer_bytes)
+            .saturating_add(self.activations_bytes)
+            .saturating_add(self.workspace_bytes)
+            .saturating_add(self.comm_bytes)
+            .saturating_add(self.framework_bytes)
     }
 }
 

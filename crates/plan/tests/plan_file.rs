@@ -194,6 +194,9 @@ proptest! {
                 let again = Plan::from_json(&plan.to_json());
                 prop_assert!(plan.schema != rannc_plan::PLAN_SCHEMA || again.is_ok_and(|again| again == plan));
                 prop_assert_eq!(plan.placement().ranks.len(), plan.stages.len());
+                for memory in plan.stages.iter().map(|stage| stage.predicted.memory) {
+                    prop_assert!(memory.params_bytes <= memory.total_bytes());
+                }
             }
             Err(error) => prop_assert!(!error.to_string().is_empty()),
         }
