@@ -103,17 +103,21 @@ def run_jobs(
 
 def _start(job: Job, devices: list[int]) -> _Running:
     script, *arguments = job.script
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={job.ranks}"]
     stdout = tempfile.TemporaryFile("w+")  # noqa: SIM115  # read and closed when the job has ended
     stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  # likewise
     process = subprocess.Popen(
-        [*launcher, str(_HERE / script), *arguments],
+        [*launcher(job.ranks), str(_HERE / script), *arguments],
         env={"OMP_NUM_THREADS": "4", **os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))},
         stdout=stdout,
         stderr=stderr,
         text=True,
     )
     return _Running(job, devices, process, stdout, stderr, time.monotonic())
+
+
+def launcher(ranks: int) -> list[str]:
+    """The command that starts a script on so many ranks."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
 
 
 def _has_ended(item: _Running, timeout_s: float) -> bool:

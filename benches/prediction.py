@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from models import add_model_arguments, loss_of, make_batch, make_model
+from plans import describe
 from torch import nn
 
 import pyrannc
@@ -142,17 +143,6 @@ def facts(plan: dict[str, Any], report: Report) -> dict[str, Any]:
         "memory_error": worst.error,
         "report": report.to_dict(),
     }
-
-
-def describe(plan: dict[str, Any]) -> str:
-    """A Plan in a few characters: ``4+4, 8 mb`` for two Stages of four Replicas and eight microbatches."""
-    return f"{'+'.join(map(_stage, plan['stages']))}, {plan['microbatches']} mb"
-
-
-def _stage(stage: dict[str, Any]) -> str:
-    recompute = {"none": "", "stage": " recomputed"}.get(str(stage["recompute"]), " partly recomputed")
-    sharding = "" if stage["sharding"] == "none" else f" sharded {stage['sharding']}"
-    return f"{len(stage['ranks'])}{recompute}{sharding}{' offloaded' if stage['offload'] else ''}"
 
 
 def highest(peaks: list[Compared], side: str) -> float | None:

@@ -1,0 +1,123 @@
+"""The benchmarks' own code, on small sizes and without a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import jobs
+import pytest
+import torch
+from jobs import Done, Job, run_jobs
+from models import MODELS, loss_is_inside, loss_of, make_batch, make_model
+from planning import plans
+from plans import describe
+
+from pyrannc._native import Graph
+from pyrannc.capture import capture
+from tests.ranks import run_programs
+
+BENCHES = Path(__file__).parents[1] / "benches"
+SIZES = {
+    "chain": [8, 3],
+    "bert": [1, 64, 16],
+    "gpt2": [1, 64, 16],
+    "t5": [1, 16, 32, 2, 8, 12],
+    "resnet152": [1, 32],
+    "unet3d": [4, 3, 8, 8, 8],
+}
+
+
+def test_sizes_are_given_for_every_family() -> None:
+    assert SIZES.keys() == MODELS.keys()
+    assert all(len(SIZES[name]) == len(recipe.sizes) for name, recipe in MODELS.items())
+
+
+@pytest.mark.parametrize("name", list(SIZES))
+def test_a_family_trains_and_is_captured_without_memory(name: str) -> None:
+    with torch.device("meta"):
+        hollow = make_model(name, SIZES[name], 0)
+    batch = make_batch(name, 3, SIZES[name], 0, 0)
+    graph = Graph.from_json(capture(hollow, (), batch, device=torch.device("cuda", 0), rows=3).graph_json)
+    assert graph.op_texts()
+    model = make_model(name, SIZES[name], 0)
+    output = model(**batch)
+    assert loss_is_inside(name) == (not isinstance(output, torch.Tensor) or output.dim() == 0)
+    loss = loss_of(output)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(param.grad is not None for param in model.parameters())
+
+
+def test_ranks_have_batches_of_their_own() -> None:
+    first, again, other = (make_batch("bert", 3, SIZES["bert"], 0, rank)["input_ids"] for rank in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_wide_resnet_has_the_parameters_of_the_literature() -> None:
+    with torch.device("meta"):
+        count = sum(param.numel() for param in make_model("resnet152", [8, 224], 0).parameters())
+    assert count == pytest.approx(3.7e9, rel=0.01)
+
+
+@pytest.mark.parametrize(("pieces", "devices"), [(1, 4), (4, 1), (5, 3), (6, 4)])
+def test_plans_are_counted(pieces: int, devices: int) -> None:
+    def ways(length: int, parts: int) -> int:
+        return len(list(combinations(range(1, length), parts - 1)))
+
+    count = sum(ways(pieces, stages) * ways(devices, stages) for stages in range(1, pieces + 1))
+    assert 10 ** plans(pieces, devices) == pytest.approx(count)
+
+
+def test_prediction_prints_a_line_for_every_limit() -> None:
+    command = [sys.executable, str(BENCHES / "prediction.py"), "bert", "4", "--sizes", *map(str, SIZES["bert"])]
+    limits = ["--memory-limits-gb", "0.001", "4"]
+    ranks = run_programs(2, *command, *limits, "--steps", "2", "--warmup", "1")
+    assert [rank.status for rank in ranks] == [0, 0], ranks[0].stderr
+    refused, ran = (json.loads(line) for line in ranks[0].stdout.splitlines())
+    assert "does not fit into memory" in refused["failure"]
+    assert (ran["memory_limit_gb"], ran["ranks"], ran["plan"]) == (4, 2, "2, 1 mb")
+    assert ran["measured_ms"] > 0
+    assert ran["time_error"] == pytest.approx(ran["predicted_ms"] / ran["measured_ms"] - 1, abs=1e-3)
+    assert ran["measured_gib"] is None
+    assert len(ran["report"]["ranks"]) == 2
+    assert ranks[1].stdout == ""
+
+
+def test_jobs_keep_what_they_have_when_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "launcher", lambda ranks: [sys.executable])
+    scripts = {
+        "good": 'print("{\\"here\\": 1}")',
+        "slow": 'print("{\\"here\\": 2}", flush=True); import time; time.sleep(100)',
+        "bad": 'raise ValueError("boom")',
+    }
+    waiting = []
+    for name, text in scripts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        waiting.append(Job(name, 1, (str(tmp_path / f"{name}.py"),)))
+    told: list[Done] = []
+    found = run_jobs([*waiting, Job("large", 3, ())], 2, timeout_s=3, deadline_s=60, tell=told.append)
+    assert told == found
+    by_name = {done.job.name: done for done in found}
+    assert (by_name["good"].results, by_name["good"].failure) == ([{"here": 1}], "")
+    assert by_name["slow"].results == [{"here": 2}]
+    assert by_name["slow"].failure.startswith("stopped after 3")
+    assert (by_name["bad"].results, by_name["bad"].failure) == ([], "boom")
+    assert by_name["large"].failure == "needs 3 devices"
+
+
+def test_plans_are_described_in_a_few_characters() -> None:
+    def stage(ranks: int, recompute: object, sharding: str, offload: bool) -> dict[str, object]:
+        return {"ranks": list(range(ranks)), "recompute": recompute, "sharding": sharding, "offload": offload}
+
+    stages = [
+        stage(2, "none", "none", False),
+        stage(1, "stage", "optimizer", False),
+        stage(1, {"blocks": []}, "none", True),
+    ]
+    assert describe({"stages": stages, "microbatches": 4}) == (
+        "2+1 recomputed sharded optimizer+1 partly recomputed offloaded, 4 mb"
+    )
