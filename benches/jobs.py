@@ -8,8 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,11 +29,13 @@ class Job:
         name: says what the job is.
         ranks: how many, each on a device of its own.
         script: a script of this folder, and its arguments.
+        environment: variables for it, besides those of this process.
     """
 
     name: str
     ranks: int
     script: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -105,9 +107,10 @@ def _start(job: Job, devices: list[int]) -> _Running:
     script, *arguments = job.script
     stdout = tempfile.TemporaryFile("w+")  # noqa: SIM115  # read and closed when the job has ended
     stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  # likewise
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
     process = subprocess.Popen(
         [*launcher(job.ranks), str(_HERE / script), *arguments],
-        env={"OMP_NUM_THREADS": "4", **os.environ, "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))},
+        env={"OMP_NUM_THREADS": "4", **os.environ, **visible, **job.environment},
         stdout=stdout,
         stderr=stderr,
         text=True,

@@ -210,13 +210,14 @@ HEADER = [
 
 def search(case: Case, folder: Path) -> None:
     """Plans from a graph file, with roofline costs, and prints the plan and times as JSON."""
-    from pyrannc._native import Graph, Plan
+    from pyrannc._native import Cluster, Graph, Plan
 
     started = time.perf_counter()
     graph = Graph.from_json((folder / f"{case.model}.json").read_text())
     read = time.perf_counter()
     settings = {"world_size": case.nodes * case.devices_per_node, "batch_rows": case.batch_rows}
-    plan = Plan.search(graph, case.device, case.nodes, case.devices_per_node, json.dumps(settings))
+    cluster = Cluster.preset(case.device, case.nodes, case.devices_per_node)
+    plan = Plan.search(graph, cluster, [], json.dumps(settings))
     ended = time.perf_counter()
     print(json.dumps({"plan": json.loads(plan.to_json()), "read_s": read - started, "search_s": ended - read}))
 
