@@ -1,4 +1,4 @@
-"""Entry point of the ``rannc`` command. Only ``capture`` needs torch."""
+"""Entry point of the ``rannc`` command. Only ``capture`` and ``calibrate`` need torch."""
 
 import sys
 
@@ -12,4 +12,8 @@ def main() -> int:
             from pyrannc.capture import command
 
             return command.main(argv)
+        case ["calibrate", *argv]:
+            from pyrannc.profile import calibrate
+
+            return calibrate.main(argv)
     return _native.run_cli(sys.argv)

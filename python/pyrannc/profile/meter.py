@@ -60,6 +60,17 @@ class Meter:
         Args:
             overhead_us: time on the host that does not count.
         """
+        series = self._series(call)
+        return max(_LEAST_US, statistics.median(max(device_us, host_us - overhead_us) for host_us, device_us in series))
+
+    def device_us(self, call: Callable[[], object]) -> float:
+        """Time that the device computes for a call, without gaps in which it waits for the host."""
+        series = self._series(call)
+        own = 1 if self._on_gpu else 0
+        return max(_LEAST_US, statistics.median(times_us[own] for times_us in series))
+
+    def _series(self, call: Callable[[], object]) -> list[tuple[float, float]]:
+        """Time of a call on the host and on a GPU, in several series of calls."""
         for _ in range(_WARM_UP_CALLS):
             call()
         self.synchronize()
@@ -69,15 +80,11 @@ class Meter:
         self.synchronize()
         once_s = time.perf_counter() - start
         calls = min(max(int(_SERIES_S / once_s), 1), _MOST_CALLS)
-        times_us: list[float] = []
-        while len(times_us) < _SERIES and sum(times_us) * calls < _ENOUGH_S * 1e6:
-            if self._on_gpu:
-                times_us.append(self._gpu_series(call, calls, queued_s, overhead_us))
-            else:
-                times_us.append(_host_series(call, calls) - overhead_us)
-        return max(_LEAST_US, statistics.median(times_us))
+        series = 1 if calls * once_s > _ENOUGH_S else _SERIES
+        one = self._gpu_series if self._on_gpu else _host_series
+        return [one(call, calls, queued_s) for _ in range(series)]
 
-    def _gpu_series(self, call: Callable[[], object], calls: int, queued_s: float, overhead_us: float) -> float:
+    def _gpu_series(self, call: Callable[[], object], calls: int, queued_s: float) -> tuple[float, float]:
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types for it
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # likewise
         start = time.perf_counter()
@@ -88,8 +95,7 @@ class Meter:
         end.record()
         host_us = (time.perf_counter() - start) * 1e6 / calls
         end.synchronize()
-        device_us: float = begin.elapsed_time(end) * 1e3 / calls
-        return max(device_us, host_us - overhead_us)
+        return host_us, begin.elapsed_time(end) * 1e3 / calls
 
     def watch_memory(self) -> MemoryWatch:
         """Sees what the following calls allocate."""
@@ -106,11 +112,11 @@ class Meter:
             torch.cuda.empty_cache()
 
 
-def _host_series(call: Callable[[], object], calls: int) -> float:
+def _host_series(call: Callable[[], object], calls: int, queued_s: float) -> tuple[float, float]:
     start = time.perf_counter()
     for _ in range(calls):
         call()
-    return (time.perf_counter() - start) * 1e6 / calls
+    return (time.perf_counter() - start) * 1e6 / calls, 0.0
 
 
 class _GpuMemory:

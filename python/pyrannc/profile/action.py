@@ -1,0 +1,95 @@
+"""What an Action of a schedule costs the host, beside the Ops of its Stage."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from pyrannc import process
+from pyrannc.config import Config
+from pyrannc.planning import Request, decide, find_cluster, find_profiles, own_device
+from pyrannc.profile.meter import Meter
+from pyrannc.runtime.deployment import Deployment
+from pyrannc.runtime.step import Step, StepOptions
+from pyrannc.runtime.variant import Variant
+
+_FEW, _MANY = 2, 18
+"""Numbers of microbatches; the second is also the rows of each rank."""
+_WARM_UP_STEPS, _STEPS = 3, 20
+_LEAST_US = 1.0
+_WAYS = ("forward_us", "backward_us")
+
+
+class _Tiny(nn.Module):
+    """As little as can be trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).mean()  # type: ignore[no-any-return]
+
+
+def measure_action_us(device: torch.device) -> float:
+    """Time of an Action: one microbatch more is a forward and a backward more. All ranks call it.
+
+    Returns:
+        On rank 0, the time; of no meaning elsewhere.
+    """
+    more_us = (_step_us(device, _MANY) - _step_us(device, _FEW)) / (_MANY - _FEW)
+    return max((more_us - _ops_us(device)) / 2, _LEAST_US)
+
+
+def _request(device: torch.device, microbatches: int) -> tuple[_Tiny, Request]:
+    model, x = _Tiny(), torch.zeros(_MANY, 8, device=device)
+    variant = Variant(model, (x,), {}, device, _MANY)
+    config = Config(partition_num=1, pipeline_num=microbatches, profile="never")
+    rows = _MANY * process.get_world_size()
+    return model, Request(variant, [x], config, None, device, rows, gather_inputs=True)
+
+
+def _step_us(device: torch.device, microbatches: int) -> float:
+    """Time of a step with so many microbatches."""
+    model, request = _request(device, microbatches)
+    variant = request.variant
+    plan = decide(request, None)
+    variant.divide(plan.partition(variant.graph))
+    deployment = Deployment(model, variant, plan, device, None, sync_params=False, seed=0)
+    program = variant.program(plan, (_MANY,) * process.get_world_size(), True, "train_1f1b")
+    options = StepOptions(reduce=True, keep_graph=False)
+
+    def step() -> None:
+        Step(deployment.context(variant), program, request.samples, 0, variant, options).results()
+
+    us = _time_us(step, Meter(device))
+    deployment.bring_back()
+    return us
+
+
+def _time_us(step: Callable[[], None], meter: Meter) -> float:
+    """Time of a step, of which all ranks make the same number."""
+    for _ in range(_WARM_UP_STEPS):
+        step()
+    meter.synchronize()
+    start = time.perf_counter()
+    for _ in range(_STEPS):
+        step()
+    meter.synchronize()
+    return (time.perf_counter() - start) * 1e6 / _STEPS
+
+
+def _ops_us(device: torch.device) -> float:
+    """Time of the Ops of one microbatch, forward and backward; 0 on ranks other than 0."""
+    _, request = _request(device, _MANY)
+    request = replace(request, config=Config(profile="always", profile_cache=False))
+    world_size = process.get_world_size()
+    cluster = find_cluster(request.config, [own_device(device)] * world_size)
+    blocks = request.variant.graph.blocks(cluster, world_size, request.batch_rows).hashes
+    points = [json.loads(found.to_json())["blocks"] for found in find_profiles(request, cluster, [""] * world_size)]
+    return float(sum(known[block][0][way] for known in points for block in blocks for way in _WAYS))
