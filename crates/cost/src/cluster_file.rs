@@ -118,12 +118,7 @@ impl EfficiencyTable {
 struct NodeTable {
     device: Spanned<String>,
     devices: Spanned<u32>,
-    #[serde(default = "one")]
-    count: u32,
-}
-
-const fn one() -> u32 {
-    1
+    count: Option<Spanned<u32>>,
 }
 
 #[derive(Deserialize)]
@@ -254,7 +249,14 @@ impl Reader<'_> {
                 let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
                 return Err(self.unknown("device", &device, &keys));
             };
-            self.places.insert((Part::Node(nodes.len()), ""), devices.span().start);
+            let part = Part::Node(nodes.len());
+            let place = count.as_ref().map_or(devices.span(), Spanned::span);
+            self.places.extend([((part, ""), place.start), ((part, "devices"), devices.span().start)]);
+            let count = count.map_or(1, Spanned::into_inner);
+            if count == 0 {
+                let what = "count of a node must be at least 1; leave out nodes that there are not".to_owned();
+                return Err(self.placed(ClusterFault { part, field: "count", what }));
+            }
             let room = (MOST_DEVICES as usize + 1).saturating_sub(nodes.len());
             let node = Node { kind, devices: devices.into_inner() };
             nodes.extend(std::iter::repeat_n(node, room.min(count as usize)));

@@ -2,7 +2,7 @@
 //!
 //! How much work a device needs to get up to speed grows with its peak. So these tables go by the time
 //! in microseconds that the work would take at the peak. Those of accelerators were measured by
-//! `benches/calibrate.py` on an H200, which reaches them with kernels of forward and backward.
+//! `python -m pyrannc calibrate` on an H200, over kernels of forward and backward.
 
 use crate::device::Device;
 use crate::efficiency::{Curve, Efficiency, Products};

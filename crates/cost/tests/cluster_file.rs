@@ -94,6 +94,7 @@ fn errors_name_field_line_and_remedy() {
         (refused_with("\"H100\"", "\"H10\""), 4, &["no preset \"H10\"", "did you mean H100?", "RTX 4090"]),
         (refused_with("= \"h100\"", "= \"h10\""), 8, &["no device \"h10\"", "did you mean h100?"]),
         (refused_with("devices = 8", "devices = 0"), 9, &["node 0 needs at least one device"]),
+        (refused_with("count = 2", "count = 0"), 10, &["count of a node must be at least 1"]),
         (refused_with("count = 2", "count = 2000000"), 9, &["more than 1000000 devices"]),
         (
             refused_with("gb_per_s = 330", "gb_per_s = 0"),
