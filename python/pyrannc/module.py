@@ -140,7 +140,8 @@ class RaNNCModule(nn.Module):
     def _mode(self, variant: Variant) -> Mode:
         if not (torch.is_grad_enabled() and variant.trains):
             return "forward"
-        return "train_fill_drain" if variant.loss is None else "train_1f1b"
+        interleaved = variant.loss is not None and self._deployed("forward").plan.schedule() == "1f1b"
+        return "train_1f1b" if interleaved else "train_fill_drain"
 
     def _agree_on_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

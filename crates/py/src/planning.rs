@@ -118,11 +118,14 @@ impl Plan {
         py: Python<'_>,
         graph: &Graph,
         cluster: &Cluster,
-        _profiles: Vec<PyRef<'_, Profile>>,
+        profiles: Vec<PyRef<'_, Profile>>,
         settings_json: &str,
     ) -> PyResult<Self> {
         let settings: Settings = serde_json::from_str(settings_json).or_raise(ErrorClass::PLAN)?;
-        py.detach(|| rannc_search::plan(&graph.0, &cluster.0, &settings)).or_raise(ErrorClass::PLAN).map(Self)
+        let profiles: Vec<_> = profiles.iter().map(|profile| profile.0.clone()).collect();
+        py.detach(|| rannc_search::plan(&graph.0, &cluster.0, &profiles, &settings))
+            .or_raise(ErrorClass::PLAN)
+            .map(|outcome| Self(outcome.plan))
     }
 
     /// Reads a plan file's content.
@@ -152,6 +155,11 @@ impl Plan {
         self.0.check_runnable().or_raise(ErrorClass::PLAN_FILE)?;
         self.0.check_world(world_size).or_raise(ErrorClass::PLAN_FILE)?;
         self.0.check_graph(&graph.0).or_raise(ErrorClass::PLAN_FILE)
+    }
+
+    /// Its Schedule: "1f1b" or "fill_drain".
+    fn schedule(&self) -> String {
+        self.0.schedule.to_string()
     }
 
     /// Tables of the Stages with predicted times and memory; `limit_bytes` is what a device may use.

@@ -106,7 +106,7 @@ impl GraphSummary {
             batch_free_ops: graph.ops.len() - analysis.main_ops.len(),
             places_to_cut: cuts,
             blocks: blocks.blocks.len(),
-            block_kinds: blocks.kinds,
+            block_kinds: blocks.hashes.len(),
             params: graph.params.values().map(|param| totals(graph, param.value)).sum(),
             buffers: graph.buffers.values().map(|buffer| totals(graph, buffer.value)).sum(),
             inputs: graph.inputs.iter().map(|&value| shape(graph, value)).collect(),

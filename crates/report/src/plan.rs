@@ -196,7 +196,7 @@ mod tests {
             microbatches: Some(4),
             ..Settings::default()
         };
-        plan(&mlp(6, 64), &cluster, &settings).expect("fits")
+        plan(&mlp(6, 64), &cluster, &[], &settings).expect("fits").plan
     }
 
     #[test]

@@ -10,6 +10,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
+use indexmap::IndexSet;
 use rannc_cost::{Device, OpWork, Operation, tensor_bytes};
 use rannc_ir::{Analysis, Graph, OpId, ValueDef, block_hash};
 use rannc_plan::StageOps;
@@ -39,8 +40,8 @@ pub struct Block {
 pub struct Blocks {
     /// The Blocks in order; together they hold every main op once.
     pub blocks: Vec<Block>,
-    /// Number of different kinds.
-    pub kinds: usize,
+    /// Structural hash of each kind.
+    pub hashes: Vec<String>,
 }
 
 impl Blocks {
@@ -49,14 +50,22 @@ impl Blocks {
         let target = (BLOCKS_PER_DEVICE * devices as usize).clamp(MIN_BLOCKS, MAX_BLOCKS);
         let measured = measure(graph, analysis, device, rows);
         let ranges = merge(&measured, target);
-        let mut kinds: HashMap<String, u32> = HashMap::new();
-        let blocks = ranges.into_iter().map(|range| {
-            let fresh = kinds.len();
-            let hash = block_hash(graph, &analysis.main_ops[range.clone()]);
-            let kind = *kinds.entry(hash).or_insert_with(|| index(fresh));
-            Block { ops: StageOps { first: index(range.start), end: index(range.end) }, kind }
+        Self::of(
+            graph,
+            analysis,
+            ranges.into_iter().map(|range| StageOps { first: index(range.start), end: index(range.end) }),
+        )
+    }
+
+    /// The Blocks that are these runs of main ops.
+    pub(crate) fn of(graph: &Graph, analysis: &Analysis, runs: impl Iterator<Item = StageOps>) -> Self {
+        let mut hashes: IndexSet<String> = IndexSet::new();
+        let blocks = runs.map(|ops| {
+            let hash = block_hash(graph, &analysis.main_ops[ops.first as usize..ops.end as usize]);
+            let (kind, _) = hashes.insert_full(hash);
+            Block { ops, kind: index(kind) }
         });
-        Self { blocks: blocks.collect(), kinds: kinds.len() }
+        Self { blocks: blocks.collect(), hashes: hashes.into_iter().collect() }
     }
 }
 
@@ -260,7 +269,7 @@ mod tests {
     fn repeated_layers_give_equal_blocks() {
         let blocks = divided(&mlp(80, 8), 1);
         assert!(blocks.blocks.len() <= MIN_BLOCKS && blocks.blocks.len() >= 80, "{}", blocks.blocks.len());
-        assert!(blocks.kinds <= 4, "{}", blocks.kinds);
+        assert!(blocks.hashes.len() <= 4, "{}", blocks.hashes.len());
         let cuts_layers = blocks.blocks.iter().filter(|block| block.ops.first % 2 == 0).count();
         assert!(cuts_layers >= 80);
     }

@@ -1,8 +1,12 @@
 //! The chain of Blocks: what any run of it costs, composed from sums.
 
-use rannc_cost::{Device, OpCost, OpWork};
+use rannc_cost::{Device, OpWork};
 
 use crate::interval::{IntervalSums, IntervalSumsBuilder};
+use crate::measured::Measured;
+
+/// Rows at which batch-free ops are priced: their results hardly ever depend on the batch.
+const CLONE_ROWS: u64 = 1;
 
 /// `fixed + per_row * rows`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -20,6 +24,8 @@ impl Affine {
 /// What one Block does.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct BlockSpec {
+    /// Blocks of one kind do the same.
+    pub(crate) kind: u32,
     pub(crate) work: Vec<OpWork>,
     /// Memory of each op's temporary tensors.
     pub(crate) workspace_bytes: Vec<Affine>,
@@ -40,7 +46,7 @@ pub(crate) struct StateSpec {
 /// A batch-free op, with the Blocks that it is cloned for.
 #[derive(Clone, Debug)]
 pub(crate) struct CloneSpec {
-    pub(crate) cost: OpCost,
+    pub(crate) work: OpWork,
     pub(crate) blocks: Vec<usize>,
 }
 
@@ -104,10 +110,8 @@ pub(crate) struct Chain {
     pub(crate) state_bytes: IntervalSums,
     /// Trainable parameters, each once.
     pub(crate) trainable_bytes: IntervalSums,
-    /// Forward of the batch-free ops, each once.
-    pub(crate) clone_forward_us: IntervalSums,
-    /// Backward of the batch-free ops, each once.
-    pub(crate) clone_backward_us: IntervalSums,
+    /// Batch-free ops on each kind of device, each op once.
+    clones: Vec<CloneTimes>,
     /// Values from earlier Blocks, each once.
     pub(crate) in_bytes: AffineSums,
     /// Gradients for earlier Blocks.
@@ -118,12 +122,22 @@ pub(crate) struct Chain {
     pub(crate) out_grad_bytes: AffineSums,
     /// Kept for the backward, received Values included.
     pub(crate) kept_bytes: AffineSums,
+    /// Kept by one Block alone and made in it, by Block.
+    inside_bytes: Vec<Affine>,
     /// Outputs of the model.
     pub(crate) output_bytes: AffineSums,
 }
 
+/// Forward and backward of batch-free ops.
+#[derive(Clone, Debug)]
+struct CloneTimes {
+    forward_us: IntervalSums,
+    backward_us: IntervalSums,
+}
+
 impl Chain {
-    pub(crate) fn new(spec: ChainSpec) -> Self {
+    /// A chain that may run on these kinds of devices.
+    pub(crate) fn new(spec: ChainSpec, devices: &[Device]) -> Self {
         let ChainSpec { blocks, states, clones, crossings, kept } = spec;
         let len = blocks.len();
         let once = |terms: &mut dyn Iterator<Item = (&[usize], f64)>| {
@@ -131,17 +145,25 @@ impl Chain {
             terms.for_each(|(places, amount)| builder.add_once(0..len, places, amount));
             builder.finish()
         };
+        let clone_times = |device: &Device| {
+            let costs: Vec<_> =
+                clones.iter().map(|clone| (&clone.blocks[..], clone.work.at(device, CLONE_ROWS))).collect();
+            CloneTimes {
+                forward_us: once(&mut costs.iter().map(|(blocks, cost)| (*blocks, cost.forward_us))),
+                backward_us: once(&mut costs.iter().map(|(blocks, cost)| (*blocks, cost.backward_us))),
+            }
+        };
         let trainable = states.iter().filter(|state| state.trainable);
         Self {
             state_bytes: once(&mut states.iter().map(|state| (state.blocks.as_slice(), state.bytes))),
             trainable_bytes: once(&mut trainable.map(|state| (state.blocks.as_slice(), state.bytes))),
-            clone_forward_us: once(&mut clones.iter().map(|clone| (clone.blocks.as_slice(), clone.cost.forward_us))),
-            clone_backward_us: once(&mut clones.iter().map(|clone| (clone.blocks.as_slice(), clone.cost.backward_us))),
+            clones: devices.iter().map(clone_times).collect(),
             in_bytes: incoming(len, &crossings, |_| true),
             in_grad_bytes: incoming(len, &crossings, |crossing| crossing.requires_grad),
             out_bytes: outgoing(len, &crossings, |_| true),
             out_grad_bytes: outgoing(len, &crossings, |crossing| crossing.requires_grad),
             kept_bytes: kept_sums(&blocks, &kept),
+            inside_bytes: inside_bytes(&blocks, &kept),
             output_bytes: AffineSums::new(len, |builder, part| {
                 for (place, block) in blocks.iter().enumerate() {
                     builder.add_once(0..len, &[place], part(block.output_bytes));
@@ -161,35 +183,92 @@ impl Chain {
         self.blocks[block].workspace_bytes.iter().map(|bytes| bytes.at(rows)).fold(0.0, f64::max)
     }
 
-    /// Times of all Blocks for `rows` rows.
-    pub(crate) fn times(&self, device: &Device, rows: u64) -> Times {
-        let mut times = Times { rows, forward_us: vec![0.0], backward_us: vec![0.0] };
-        let (mut forward_us, mut backward_us) = (0.0, 0.0);
+    /// What a Block alone keeps for the backward, less what it takes in.
+    pub(crate) fn kept_inside_bytes(&self, block: usize, rows: u64) -> f64 {
+        (self.inside_bytes[block].at(rows) - self.in_bytes.at(block, block + 1, rows)).max(0.0)
+    }
+
+    /// The kind of a Block.
+    pub(crate) fn kind(&self, block: usize) -> u32 {
+        self.blocks[block].kind
+    }
+
+    /// Times of all Blocks on the device of a kind for `rows` rows: measured ones, else the roofline.
+    pub(crate) fn times(&self, kind: usize, device: &Device, measured: Option<&Measured>, rows: u64) -> Times {
+        let mut known: Vec<(u32, Option<BlockTime>)> = Vec::new();
+        let with_clones = measured.is_none();
+        let mut times = Times { kind, with_clones, forward_us: vec![0.0], backward_us: vec![0.0], too_large: vec![0] };
+        let (mut forward_us, mut backward_us, mut too_large) = (0.0, 0.0, 0);
         for block in &self.blocks {
-            for cost in block.work.iter().map(|work| work.at(device, rows)) {
-                forward_us += cost.forward_us;
-                backward_us += cost.backward_us;
-            }
+            let time = known.iter().find(|(kind, _)| *kind == block.kind).map(|(_, time)| *time).unwrap_or_else(|| {
+                let modelled = block.modelled(device, rows);
+                let time = measured.map_or(Some(modelled), |measured| measured.time(block.kind, rows, modelled));
+                known.push((block.kind, time));
+                time
+            });
+            too_large += u32::from(time.is_none());
+            let time = time.unwrap_or_default();
+            forward_us += time.forward_us;
+            backward_us += time.backward_us;
             times.forward_us.push(forward_us);
             times.backward_us.push(backward_us);
+            times.too_large.push(too_large);
         }
         times
     }
+
+    /// Forward and backward of a run, batch-free ops included; infinite when a Block of it ran out of memory
+    /// while it was measured.
+    pub(crate) fn run_us(&self, times: &Times, first: usize, end: usize) -> BlockTime {
+        if times.too_large[first] < times.too_large[end] {
+            return BlockTime { forward_us: f64::INFINITY, backward_us: f64::INFINITY };
+        }
+        let mut run =
+            BlockTime { forward_us: times.forward_us(first, end), backward_us: times.backward_us(first, end) };
+        if times.with_clones {
+            run.forward_us += self.clones[times.kind].forward_us.at(first, end);
+            run.backward_us += self.clones[times.kind].backward_us.at(first, end);
+        }
+        run
+    }
+}
+
+impl BlockSpec {
+    /// Times by the roofline.
+    pub(crate) fn modelled(&self, device: &Device, rows: u64) -> BlockTime {
+        self.work.iter().map(|work| work.at(device, rows)).fold(BlockTime::default(), |sum, cost| BlockTime {
+            forward_us: sum.forward_us + cost.forward_us,
+            backward_us: sum.backward_us + cost.backward_us,
+        })
+    }
+}
+
+/// Forward and backward of a run of Blocks.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct BlockTime {
+    pub(crate) forward_us: f64,
+    pub(crate) backward_us: f64,
 }
 
 /// Times of the Blocks before each place of a chain.
 #[derive(Clone, Debug)]
 pub(crate) struct Times {
-    pub(crate) rows: u64,
+    /// Kind of the device.
+    kind: usize,
+    /// True when batch-free ops come on top; a measured Block has its own.
+    with_clones: bool,
     forward_us: Vec<f64>,
     backward_us: Vec<f64>,
+    /// Blocks that ran out of memory.
+    too_large: Vec<u32>,
 }
 
 impl Times {
     pub(crate) fn forward_us(&self, first: usize, end: usize) -> f64 {
         self.forward_us[end] - self.forward_us[first]
     }
-    pub(crate) fn backward_us(&self, first: usize, end: usize) -> f64 {
+
+    fn backward_us(&self, first: usize, end: usize) -> f64 {
         self.backward_us[end] - self.backward_us[first]
     }
 }
@@ -229,4 +308,16 @@ fn kept_sums(blocks: &[BlockSpec], kept: &[KeptSpec]) -> AffineSums {
             builder.add_once(made_by + 1..len, &holders, part(*bytes));
         }
     })
+}
+
+fn inside_bytes(blocks: &[BlockSpec], kept: &[KeptSpec]) -> Vec<Affine> {
+    let mut inside: Vec<Affine> = blocks.iter().map(|block| block.private_bytes).collect();
+    for KeptSpec { bytes, savers, crossing } in kept {
+        let [saver] = savers[..] else { continue };
+        if crossing.as_ref().is_none_or(|(made_by, _)| *made_by == saver) {
+            inside[saver].fixed += bytes.fixed;
+            inside[saver].per_row += bytes.per_row;
+        }
+    }
+    inside
 }

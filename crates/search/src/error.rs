@@ -37,8 +37,9 @@ pub enum SearchError {
     /// Every Plan needs more memory than there is.
     #[error(
         "the model does not fit into memory: the best of all plans ({stages} stages, {microbatches} microbatches) is \
-         short of {} on the device that holds {block}: it needs {} of {} usable memory, most of it for {largest}; {advice}",
-        format_bytes(*.short_bytes), format_bytes(*.needed_bytes), format_bytes(*.usable_bytes)
+         short of {} on the device that holds {block}: it needs {} of {} usable memory, most of it for {largest}; {advice}{}",
+        format_bytes(*.short_bytes), format_bytes(*.needed_bytes), format_bytes(*.usable_bytes),
+        would_fit_text(.would_fit)
     )]
     DoesNotFit {
         /// The heaviest Block of the Stage that is short: its modules and first op.
@@ -57,10 +58,22 @@ pub enum SearchError {
         largest: &'static str,
         /// What would help.
         advice: Advice,
+        /// What the runtime cannot do yet, and with which the model would fit.
+        would_fit: Vec<&'static str>,
     },
+    /// The threads for the search cannot be started.
+    #[error("the threads of the search cannot be started: {0}")]
+    Threads(#[from] rayon::ThreadPoolBuildError),
     /// The Plan contradicts itself.
     #[error(transparent)]
     Plan(#[from] PlanFileError),
+}
+
+fn would_fit_text(would_fit: &[&'static str]) -> String {
+    match would_fit {
+        [] => String::new(),
+        some => format!(" (it would fit with {}, which this RaNNC cannot run yet)", some.join(", or with ")),
+    }
 }
 
 /// What would make a model fit.

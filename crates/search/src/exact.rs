@@ -1,16 +1,24 @@
 //! Tests that hold the sums and the dynamic program against what they stand for.
 
-use proptest::prelude::*;
-use rannc_cost::{Cluster, OpCost, OpWork, Poly, Work};
+use std::time::Instant;
 
-use crate::assemble::{SEVERAL_STAGES, best};
+use proptest::prelude::*;
+use rannc_cost::{Cluster, OpWork, Poly, Work};
+use rannc_plan::Sharding;
+
 use crate::chain::{Affine, BlockSpec, Chain, ChainSpec, CloneSpec, CrossingSpec, KeptSpec, StateSpec};
-use crate::price::{Pricing, Span, StepTime};
-use crate::settings::Settings;
+use crate::place::RankOrder;
+use crate::price::{Pricing, Problem};
+use crate::settings::{Capabilities, Settings};
+use crate::solve::{Case, Solved, Solver};
+use crate::step::StepTime;
+use crate::stop::Stop;
 use crate::table::Entry;
+use crate::variant::Variant;
 
 fn block() -> impl Strategy<Value = BlockSpec> {
     (1..200_u32, 1..200_u32, 0..50_u32, 0..20_u32).prop_map(|(fixed, flops, workspace, private)| BlockSpec {
+        kind: 0,
         work: vec![OpWork {
             forward: Work {
                 flops: Poly::affine(f64::from(fixed) * 1e6, f64::from(flops) * 1e6),
@@ -61,7 +69,10 @@ fn spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
             blocks,
         });
         let clones = (places(len), 1..100_u32).prop_map(|(blocks, us)| CloneSpec {
-            cost: OpCost { forward_us: f64::from(us), backward_us: f64::from(us) / 2.0 },
+            work: OpWork {
+                forward: Work { bytes: Poly::affine(f64::from(us) * 1e4, 0.0), launches: 1.0, ..Work::default() },
+                ..OpWork::default()
+            },
             blocks,
         });
         (
@@ -72,7 +83,7 @@ fn spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
             prop::collection::vec(kept(len), 0..6),
         )
             .prop_map(|(blocks, states, clones, crossings, kept)| ChainSpec {
-                blocks,
+                blocks: (0..).zip(blocks).map(|(kind, block)| BlockSpec { kind, ..block }).collect(),
                 states,
                 clones,
                 crossings: crossings.into_iter().flatten().collect(),
@@ -81,20 +92,65 @@ fn spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
     })
 }
 
+fn capabilities() -> impl Strategy<Value = Capabilities> {
+    let levels = vec![Sharding::None, Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::Params];
+    (any::<(bool, bool)>(), prop::sample::select(levels)).prop_map(|((recompute, offload), sharding)| Capabilities {
+        recompute,
+        sharding,
+        offload,
+    })
+}
+
 fn settings(devices: u32) -> impl Strategy<Value = Settings> {
-    (1..20_u64, 2..60_u64, any::<(bool, bool)>(), prop::option::of(1..=devices), prop::option::of(1..4_u32)).prop_map(
-        move |(batch_rows, limit, (loss_inside, gather_inputs), stages, max_stages)| Settings {
-            world_size: devices,
-            batch_rows,
-            memory_limit_bytes: Some(limit * 2_000_000),
-            loss_inside,
-            gather_inputs,
-            stages: stages.filter(|stages| stages % 2 == 0),
-            max_stages,
-            max_microbatches: 6,
-            ..Settings::default()
-        },
+    (
+        (1..20_u64, 2..60_u64, any::<(bool, bool, bool)>()),
+        (prop::option::of(1..=devices), prop::option::of(1..4_u32)),
+        capabilities(),
     )
+        .prop_map(
+            move |((batch_rows, limit, (loss_inside, gather_inputs, may_idle)), (stages, max_stages), capabilities)| {
+                Settings {
+                    world_size: devices,
+                    may_idle,
+                    batch_rows,
+                    memory_limit_bytes: Some(limit * 2_000_000),
+                    loss_inside,
+                    gather_inputs,
+                    stages: stages.filter(|stages| stages % 2 == 0),
+                    max_stages,
+                    max_microbatches: 6,
+                    capabilities,
+                    ..Settings::default()
+                }
+            },
+        )
+}
+
+/// One or two nodes, the second of them perhaps of slower devices.
+fn cluster() -> impl Strategy<Value = Cluster> {
+    (1..3_u32, any::<bool>(), 1..20_u32).prop_map(|(nodes, mixed, megabytes_per_s)| {
+        let mut cluster = Cluster::preset("cpu", nodes, 4_u32.div_ceil(nodes)).expect("4 devices");
+        for (level, bytes_per_s) in cluster.levels.iter_mut().zip([1e8, 1e6 * f64::from(megabytes_per_s)]) {
+            (level.send.bytes_per_s, level.collective.bytes_per_s) = (bytes_per_s, bytes_per_s);
+        }
+        if mixed && nodes == 2 {
+            let mut slower = cluster.kinds[0].clone();
+            slower.name = "slower".into();
+            slower.flops_per_s.fp32 /= 3.0;
+            slower.memory_bytes = 60_000_000;
+            cluster.kinds.push(slower);
+            cluster.nodes[1].kind = 1;
+        }
+        cluster
+    })
+}
+
+fn solve(problem: Problem<'_>, orders: &[RankOrder]) -> (Vec<Case>, Option<Solved>) {
+    let rough = RankOrder::packed(problem.cluster, problem.settings.world_size, None, 2);
+    let solver = Solver { problem, orders, rough: &rough, begun: Instant::now() };
+    let cases = solver.cases(&problem.settings.microbatch_candidates().expect("free microbatches"));
+    let solved = solver.solve(&cases);
+    (cases, solved)
 }
 
 /// All ways to write `total` as a sum of `parts` positive numbers.
@@ -107,80 +163,89 @@ fn compositions(total: usize, parts: usize) -> Vec<Vec<usize>> {
     (1..=total).flat_map(with_first).collect()
 }
 
-/// The time of one Plan, or `None` if it does not fit.
-fn step_us(pricing: &Pricing<'_>, lengths: &[usize], replicas: &[usize]) -> Option<f64> {
-    let mut step = StepTime::default();
-    let (mut end, mut last_rank) = (pricing.chain.len(), pricing.settings.world_size);
-    for (place, (&length, &replicas)) in lengths.iter().zip(replicas).rev().enumerate() {
-        let replicas = u32::try_from(replicas).expect("few devices");
-        let span = Span { first: end - length, end, replicas };
-        let entry = Entry::priced(pricing, span, last_rank - replicas);
-        if entry.max_in_flight < pricing.in_flight(place + 1) {
-            return None;
-        }
-        step = step.prepend(entry.microbatch_us, entry.backward_us, entry.end_us);
-        (end, last_rank) = (end - length, last_rank - replicas);
-    }
-    Some(step.step_us(pricing.microbatches))
+/// A division, from the last Stage to the first: lengths of the runs, Replicas, ways to run them.
+struct Division<'a> {
+    pricing: &'a Pricing<'a>,
+    order: &'a RankOrder,
+    lengths: &'a [usize],
+    replicas: &'a [usize],
 }
 
-/// The time of the Plan to choose among all.
-fn brute_force(chain: &Chain, cluster: &Cluster, settings: &Settings, candidates: &[u64]) -> Option<f64> {
+impl Division<'_> {
+    /// The least time over all ways to run the Stages, if there is one that fits.
+    fn step_us(&self, variants: &[Variant], place: usize, end: usize, last: u32, later: StepTime) -> Option<f64> {
+        let step = &self.pricing.step;
+        let Some(&length) = self.lengths.get(place) else { return Some(step.step_us(later)) };
+        let replicas = u32::try_from(self.replicas[place]).expect("few devices");
+        let (first, unit) = (end - length, last - replicas);
+        let at = self.pricing.at(self.order.place(unit, replicas));
+        let workspace_bytes = self.pricing.run_workspace_bytes(first..end, replicas);
+        let in_flight = step.in_flight(place + 1);
+        let with = |&variant: &Variant| {
+            let entry = Entry::new(self.pricing, first..end, &at, variant, workspace_bytes);
+            if !variant.serves(in_flight) || entry.max_in_flight < in_flight {
+                return None;
+            }
+            let time = step.prepend(later, &entry.cost, place);
+            self.step_us(variants, place + 1, first, unit, time)
+        };
+        variants.iter().filter_map(with).min_by(f64::total_cmp)
+    }
+}
+
+/// The time of the best Plan.
+fn brute_force(problem: Problem<'_>, orders: &[RankOrder], cases: &[Case]) -> Option<f64> {
+    let Problem { chain, settings, .. } = problem;
     let devices = settings.world_size as usize;
     let most = settings.max_stages.map_or(devices, |stages| stages as usize);
     let counts = settings.stages.map_or(1..=most, |stages| stages as usize..=stages as usize);
-    let (mut single_us, mut several_us) = (f64::INFINITY, f64::INFINITY);
-    for &microbatches in candidates {
-        let pricing = Pricing::new(chain, cluster, settings, microbatches);
+    let mut best: Option<f64> = None;
+    for case in cases {
+        let pricing = Pricing::new(problem, case.schedule, case.microbatches);
+        let variants = Variant::all(&settings.capabilities, pricing.step.in_flight(devices));
         for stages in counts.clone() {
-            let best_us = if stages == 1 { &mut single_us } else { &mut several_us };
-            for lengths in compositions(chain.len(), stages) {
-                for replicas in compositions(devices, stages) {
-                    *best_us = best_us.min(step_us(&pricing, &lengths, &replicas).unwrap_or(f64::INFINITY));
+            for used in if settings.may_idle { stages..=devices } else { devices..=devices } {
+                for lengths in compositions(chain.len(), stages) {
+                    for replicas in compositions(used, stages) {
+                        let order = &orders[case.order.expect("a real order")];
+                        let division = Division { pricing: &pricing, order, lengths: &lengths, replicas: &replicas };
+                        let us = division.step_us(&variants, 0, chain.len(), settings.world_size, StepTime::default());
+                        best = best.into_iter().chain(us).min_by(f64::total_cmp);
+                    }
                 }
             }
         }
     }
-    let chosen_us = if several_us < single_us * SEVERAL_STAGES { several_us } else { single_us };
-    chosen_us.is_finite().then_some(chosen_us)
-}
-
-fn small_cluster(nodes: u32) -> Cluster {
-    let mut cluster = Cluster::preset("cpu", nodes, 4_u32.div_ceil(nodes)).expect("4 devices");
-    for (level, bytes_per_s) in cluster.levels.iter_mut().zip([1e8, 3e7]) {
-        level.send.bytes_per_s = bytes_per_s;
-        level.collective.bytes_per_s = bytes_per_s;
-    }
-    cluster
+    best
 }
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn the_search_equals_brute_force(spec in spec(5), settings in settings(4), nodes in 1..3_u32) {
-        let (chain, cluster) = (Chain::new(spec), small_cluster(nodes));
-        let candidates = settings.microbatch_candidates().expect("free microbatches");
-        let expected = brute_force(&chain, &cluster, &settings, &candidates);
-        let found = best(&chain, &cluster, &settings, &candidates);
-        match (&expected, &found) {
-            (Some(expected), Some((found, lower_bound_us))) => {
-                prop_assert!((found.step_us - expected).abs() <= 1e-8 * expected, "{} {expected}", found.step_us);
-                prop_assert!(*lower_bound_us <= found.step_us * (1.0 + 1e-9));
-                let pricing = Pricing::new(&chain, &cluster, &settings, found.microbatches);
-                let lengths: Vec<usize> = found.spans.iter().map(|span| span.end - span.first).collect();
-                let replicas: Vec<usize> = found.spans.iter().map(|span| span.replicas as usize).collect();
-                let us = step_us(&pricing, &lengths, &replicas).expect("fits");
-                prop_assert!((us - found.step_us).abs() <= 1e-9 * us);
+    fn the_search_equals_brute_force(spec in spec(5), settings in settings(4), cluster in cluster()) {
+        let chain = Chain::new(spec, &cluster.kinds);
+        let measured = vec![None; cluster.kinds.len()];
+        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings };
+        let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
+        let (cases, solved) = solve(problem, &orders);
+        let expected = brute_force(problem, &orders, &cases);
+        match (&expected, &solved) {
+            (Some(expected), Some(Solved { best, lower_bound_us, stop })) => {
+                let us = best.found.step_us;
+                prop_assert!((us - expected).abs() <= 1e-8 * expected, "{us} {expected}");
+                prop_assert!(*lower_bound_us <= us);
+                prop_assert_eq!(*stop, Stop::Complete);
             }
             (None, None) => {}
-            _ => prop_assert!(false, "{expected:?} {found:?}"),
+            _ => prop_assert!(false, "{expected:?} {solved:?}"),
         }
     }
 
     #[test]
     fn sums_count_every_tensor_once(spec in spec(7), rows in 1..9_u64) {
-        let chain = Chain::new(spec.clone());
+        let devices = Cluster::preset("cpu", 1, 1).expect("one device").kinds;
+        let chain = Chain::new(spec.clone(), &devices);
         for first in 0..chain.len() {
             for end in first + 1..=chain.len() {
                 let holds = |places: &[usize]| places.iter().any(|place| (first..end).contains(place));

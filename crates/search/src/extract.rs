@@ -2,27 +2,19 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use rannc_cost::{Device, OpWork, Operation, Poly, SavedTensors, tensor_bytes};
+use rannc_cost::{OpWork, Operation, Poly, SavedTensors, tensor_bytes};
 use rannc_ir::{Analysis, Graph, OpId, ValueDef, ValueId};
 
 use crate::blocks::Blocks;
 use crate::chain::{Affine, BlockSpec, ChainSpec, CloneSpec, CrossingSpec, KeptSpec, StateSpec};
 
-/// Rows at which batch-free ops are priced: their results hardly ever depend on the batch.
-const CLONE_ROWS: u64 = 1;
-
-/// Describes the Blocks of a graph for batches of up to `batch_rows` rows.
-pub(crate) fn extract(
-    graph: &Graph,
-    analysis: &Analysis,
-    blocks: &Blocks,
-    device: &Device,
-    batch_rows: u64,
-) -> ChainSpec {
+/// Describes the Blocks of a graph for batches of up to `batch_rows` rows, on the host's processor or on
+/// accelerators.
+pub(crate) fn extract(graph: &Graph, analysis: &Analysis, blocks: &Blocks, host: bool, batch_rows: u64) -> ChainSpec {
     let mut extractor = Extractor {
         graph,
         analysis,
-        device,
+        host,
         batch_rows,
         block_of: analysis.main_ops.iter().map(|_| 0).collect(),
         states: BTreeMap::new(),
@@ -36,7 +28,7 @@ pub(crate) fn extract(
     let mut spec = ChainSpec::default();
     for (place, block) in blocks.blocks.iter().enumerate() {
         let ops = &analysis.main_ops[block.ops.first as usize..block.ops.end as usize];
-        spec.blocks.push(extractor.block(place, ops));
+        spec.blocks.push(BlockSpec { kind: block.kind, ..extractor.block(place, ops) });
     }
     extractor.outputs(blocks.blocks.len());
     extractor.finish(spec)
@@ -45,7 +37,8 @@ pub(crate) fn extract(
 struct Extractor<'a> {
     graph: &'a Graph,
     analysis: &'a Analysis,
-    device: &'a Device,
+    /// True when ops run on the host's processor.
+    host: bool,
     batch_rows: u64,
     /// Block of each main op.
     block_of: Vec<usize>,
@@ -81,7 +74,7 @@ impl Extractor<'_> {
     fn op(&mut self, place: usize, op: OpId, block: &mut BlockSpec) -> Poly {
         let operation = Operation::new(self.graph, op);
         block.workspace_bytes.push(self.affine(operation.workspace_bytes()));
-        let saved = SavedTensors::new(&operation, self.device.host);
+        let saved = SavedTensors::new(&operation, self.host);
         for value in saved.values {
             note(self.savers.entry(value).or_default(), place);
         }
@@ -133,7 +126,7 @@ impl Extractor<'_> {
     fn finish(self, mut spec: ChainSpec) -> ChainSpec {
         spec.states = self.states.iter().map(|(&value, blocks)| self.state(value, blocks)).collect();
         let clone = |(&op, blocks): (&OpId, &Vec<usize>)| CloneSpec {
-            cost: OpWork::new(&Operation::new(self.graph, op)).at(self.device, CLONE_ROWS),
+            work: OpWork::new(&Operation::new(self.graph, op)),
             blocks: blocks.clone(),
         };
         spec.clones = self.clones.iter().map(clone).collect();

@@ -1,44 +1,64 @@
 //! What is short when nothing fits.
 
+use std::ops::Range;
+
 use rannc_plan::MemoryPrediction;
 
 use crate::error::{Advice, SearchError};
-use crate::price::{Pricing, Span};
+use crate::place::{Place, RankOrder};
+use crate::price::Pricing;
+use crate::variant::Variant;
 
-/// A Stage of the Plan that comes closest, the one that needs most.
+/// A Stage of the Plan that comes closest, the one that misses most.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Tightest {
-    needed_bytes: f64,
-    span: Span,
+struct Tightest<'a> {
+    short_bytes: f64,
+    first: usize,
+    end: usize,
+    place: &'a Place,
     in_flight: u64,
     stages: usize,
 }
 
 /// Says which Stage is too large even in the Plan whose largest Stage is smallest; `describe` names a
 /// Block.
-pub(crate) fn shortage(pricing: &Pricing<'_>, describe: impl Fn(usize) -> String) -> SearchError {
-    let usable_bytes = pricing.settings.usable_bytes(pricing.cluster);
-    let Some(tightest) = Fit::new(pricing).tightest() else {
-        let wanted = pricing.settings.forced_stages().unwrap_or(1);
+pub(crate) fn shortage(
+    pricing: &Pricing<'_>,
+    order: &RankOrder,
+    would_fit: Vec<&'static str>,
+    describe: impl Fn(usize) -> String,
+) -> SearchError {
+    let Some(tightest) = Fit::new(pricing, order, Variant::PLAIN).tightest() else {
+        let wanted = pricing.problem.settings.forced_stages().unwrap_or(1);
         return SearchError::TooFewBlocks { wanted, possible: pricing.chain.len() };
     };
-    let Span { first, end, replicas } = tightest.span;
-    let alone_bytes = |block: usize| {
-        let span = Span { first: block, end: block + 1, replicas };
-        pricing.memory(span, tightest.in_flight).total_bytes()
+    let Tightest { first, end, place, .. } = tightest;
+    let at = pricing.at(place);
+    let usable_bytes = at.usable_bytes;
+    let memory_of = |run: Range<usize>| {
+        let workspace_bytes = pricing.run_workspace_bytes(run.clone(), place.replicas);
+        let memory = pricing.memory(&run, &at, Variant::PLAIN, workspace_bytes);
+        memory.prediction(tightest.in_flight)
     };
+    let alone_bytes = |block: usize| memory_of(block..block + 1).total_bytes();
     let heaviest = (first..end).rev().max_by_key(|&block| alone_bytes(block)).unwrap_or(first);
-    let memory = pricing.memory(tightest.span, tightest.in_flight);
+    let memory = memory_of(first..end);
     SearchError::DoesNotFit {
         block: describe(heaviest),
-        short_bytes: (tightest.needed_bytes - usable_bytes).max(0.0).ceil() as u64,
-        needed_bytes: tightest.needed_bytes.ceil() as u64,
+        short_bytes: tightest.short_bytes.max(0.0).ceil() as u64,
+        needed_bytes: (usable_bytes + tightest.short_bytes).ceil() as u64,
         usable_bytes: usable_bytes as u64,
+        would_fit,
         stages: tightest.stages,
-        microbatches: pricing.microbatches,
+        microbatches: pricing.step.microbatches,
         largest: largest_use(&memory),
         advice: advice(pricing, &memory, alone_bytes(heaviest) as f64 > usable_bytes),
     }
+}
+
+/// True when some division fits if every Stage is run so.
+pub(crate) fn fits(pricing: &Pricing<'_>, order: &RankOrder, variant: Variant) -> bool {
+    Fit::new(pricing, order, variant).tightest().is_some_and(|tightest| tightest.short_bytes <= 0.0)
 }
 
 fn model_bytes(memory: &MemoryPrediction) -> u64 {
@@ -58,95 +78,124 @@ fn largest_use(memory: &MemoryPrediction) -> &'static str {
 
 /// What helps a Stage with this memory, of which one Block may be too large even alone.
 fn advice(pricing: &Pricing<'_>, memory: &MemoryPrediction, alone: bool) -> Advice {
-    let settings = pricing.settings;
+    let settings = pricing.problem.settings;
     if memory.framework_bytes >= memory.total_bytes() / 2 {
         return Advice::HigherLimit;
     }
     if model_bytes(memory) >= memory.activations_bytes + memory.workspace_bytes + memory.comm_bytes {
         return if alone { Advice::LargerDevice } else { Advice::MoreDevices };
     }
-    let twice = pricing.microbatches.saturating_mul(2);
+    let twice = pricing.step.microbatches.saturating_mul(2);
     let may_be_smaller = settings.microbatches.is_none()
         && twice <= settings.most_rank_rows()
         && twice.saturating_mul(settings.min_microbatch_rows) <= settings.batch_rows;
     if may_be_smaller { Advice::MoreMicrobatches } else { Advice::SmallerBatch }
 }
 
-/// The least possible largest Stage, by the dynamic program of [`crate::stages`] with memory as its
-/// only objective.
+/// The Plan whose Stages miss least, by the dynamic program of [`crate::stages`] with memory as its only
+/// objective.
 struct Fit<'a> {
     pricing: &'a Pricing<'a>,
+    order: &'a RankOrder,
     blocks: usize,
-    devices: u32,
+    units: u32,
     most_stages: usize,
+    /// By place in the order, end, first.
+    memory: Vec<Vec<Need>>,
+}
+
+/// What a Stage needs beyond what it may use, and for each microbatch in flight.
+#[derive(Clone, Copy)]
+struct Need {
+    short_bytes: f64,
+    microbatch_bytes: f64,
 }
 
 impl<'a> Fit<'a> {
-    fn new(pricing: &'a Pricing<'a>) -> Self {
-        let (blocks, devices) = (pricing.chain.len(), pricing.settings.world_size);
-        let limit = pricing.settings.forced_stages().or(pricing.settings.max_stages.map(|stages| stages as usize));
-        let most_stages = limit.unwrap_or(usize::MAX).min(blocks).min(devices as usize);
-        Self { pricing, blocks, devices, most_stages }
+    fn new(pricing: &'a Pricing<'a>, order: &'a RankOrder, variant: Variant) -> Self {
+        let (blocks, units) = (pricing.chain.len(), order.units());
+        let settings = pricing.problem.settings;
+        let limit = settings.forced_stages().or(settings.max_stages.map(|stages| stages as usize));
+        let most_stages = limit.unwrap_or(usize::MAX).min(blocks).min(units as usize);
+        let memory = order.places().iter().map(|place| needs(pricing, place, variant)).collect();
+        Self { pricing, order, blocks, units, most_stages, memory }
     }
 
-    fn tightest(&self) -> Option<Tightest> {
-        let exactly = self.pricing.settings.forced_stages();
-        let stride = self.devices as usize + 1;
-        let mut later: Vec<Option<Tightest>> = vec![None; (self.blocks + 1) * stride];
-        let mut best: Option<Tightest> = None;
+    fn tightest(&self) -> Option<Tightest<'a>> {
+        let settings = self.pricing.problem.settings;
+        let exactly = settings.forced_stages();
+        let stride = self.units as usize + 1;
+        let mut later: Vec<Option<Tightest<'a>>> = vec![None; (self.blocks + 1) * stride];
+        let mut best: Option<Tightest<'a>> = None;
+        let most_units = if settings.replicas.is_some() { 1 } else { self.units };
         for stages in 1..=self.most_stages {
             let mut now = vec![None; later.len()];
-            for replicas in 1..=self.devices {
-                self.add_stage(stages, replicas, &later, &mut now);
+            for units in 1..=most_units {
+                for taken in 0..=self.units - units {
+                    self.add_stage(stages, units, taken, &later, &mut now);
+                }
             }
             if exactly.is_none_or(|wanted| wanted == stages) {
-                best = smaller(best, now[self.devices as usize]);
+                best = smaller(best, now[self.units as usize]);
             }
             later = now;
         }
         best
     }
 
-    /// Puts a Stage with so many Replicas before the divisions into one Stage less.
-    fn add_stage(&self, stages: usize, replicas: u32, later: &[Option<Tightest>], now: &mut [Option<Tightest>]) {
-        let forced = self.pricing.settings.replicas.as_ref();
-        if forced.is_some_and(|forced| forced.len() < stages || forced[forced.len() - stages] != replicas) {
-            return;
-        }
-        let in_flight = self.pricing.in_flight(stages);
-        let stride = self.devices as usize + 1;
+    /// Puts a Stage of so many units before the divisions of `taken` units into one Stage less.
+    fn add_stage(
+        &self,
+        stages: usize,
+        units: u32,
+        taken: u32,
+        later: &[Option<Tightest<'a>>],
+        now: &mut [Option<Tightest<'a>>],
+    ) {
+        let index = self.order.place_index(self.units - taken - units, units);
+        let place = &self.order.places()[index];
+        let in_flight = self.pricing.step.in_flight(stages);
+        let stride = self.units as usize + 1;
         for end in 1..=self.blocks {
-            let mut workspace_bytes: f64 = 0.0;
-            for first in (0..end).rev() {
-                workspace_bytes = workspace_bytes.max(self.pricing.workspace_bytes(first, replicas));
-                let span = Span { first, end, replicas };
-                let footprint = self.pricing.footprint(span, workspace_bytes);
-                let needed_bytes = footprint.fixed_bytes + footprint.microbatch_bytes * in_flight as f64;
-                let stage = Tightest { needed_bytes, span, in_flight, stages };
-                for taken in 0..=(self.devices - replicas) as usize {
-                    let rest = later[end * stride + taken];
-                    let whole = if stages == 1 {
-                        (end == self.blocks && taken == 0).then_some(stage)
-                    } else {
-                        larger(rest, stage)
-                    };
-                    let state = &mut now[first * stride + taken + replicas as usize];
-                    *state = smaller(*state, whole);
-                }
+            let rest = later[end * stride + taken as usize];
+            let is_last = stages == 1;
+            if (is_last && (end < self.blocks || taken > 0)) || (!is_last && rest.is_none()) {
+                continue;
+            }
+            let needs = &self.memory[index][end * (end - 1) / 2..];
+            for (first, need) in needs[..end].iter().enumerate() {
+                let short_bytes = need.short_bytes + need.microbatch_bytes * in_flight as f64;
+                let stage = Tightest { short_bytes, first, end, place, in_flight, stages };
+                let whole = rest.map_or(stage, |rest| larger(rest, stage));
+                let state = &mut now[first * stride + (taken + units) as usize];
+                *state = smaller(*state, Some(whole));
             }
         }
     }
 }
 
-fn larger(rest: Option<Tightest>, stage: Tightest) -> Option<Tightest> {
-    rest.map(
-        |rest| if rest.needed_bytes >= stage.needed_bytes { Tightest { stages: stage.stages, ..rest } } else { stage },
-    )
+/// By end and first.
+fn needs(pricing: &Pricing<'_>, place: &Place, variant: Variant) -> Vec<Need> {
+    let at = pricing.at(place);
+    let mut needs = Vec::new();
+    for end in 1..=pricing.chain.len() {
+        for first in 0..end {
+            let workspace_bytes = pricing.run_workspace_bytes(first..end, place.replicas);
+            let memory = pricing.stage(first..end, &at, variant, workspace_bytes).memory;
+            let short_bytes = memory.fixed_bytes() - at.usable_bytes;
+            needs.push(Need { short_bytes, microbatch_bytes: memory.microbatch_bytes });
+        }
+    }
+    needs
 }
 
-fn smaller(left: Option<Tightest>, right: Option<Tightest>) -> Option<Tightest> {
+fn larger<'a>(rest: Tightest<'a>, stage: Tightest<'a>) -> Tightest<'a> {
+    if rest.short_bytes >= stage.short_bytes { Tightest { stages: stage.stages, ..rest } } else { stage }
+}
+
+fn smaller<'a>(left: Option<Tightest<'a>>, right: Option<Tightest<'a>>) -> Option<Tightest<'a>> {
     match (left, right) {
-        (Some(left), Some(right)) => Some(if right.needed_bytes < left.needed_bytes { right } else { left }),
+        (Some(left), Some(right)) => Some(if right.short_bytes < left.short_bytes { right } else { left }),
         (left, right) => left.or(right),
     }
 }

@@ -1,34 +1,49 @@
 //! The search: main ops are glued to Atoms, Atoms merge to Blocks, and a dynamic program cuts the
-//! chain of Blocks into Stages, gives them Replicas and chooses the microbatches.
+//! chain of Blocks into Stages, gives them Replicas and chooses microbatches, Schedule and places.
 //!
 //! | module | holds |
 //! |---|---|
-//! | `settings`, `error` | what is asked, and why it cannot be had |
+//! | `settings`, `error`, `stop` | what is asked, why it cannot be had, when to stop |
 //! | `atoms`, `blocks` | the pieces of the chain |
-//! | `extract`, `chain`, `interval` | what any run of Blocks costs, by prefix sums |
-//! | `price` | the objective: time and memory of a Stage and of a step |
-//! | `table`, `relax`, `stages` | the dynamic program |
+//! | `extract`, `chain`, `interval`, `measured` | what any run of Blocks costs, by prefix sums |
+//! | `variant`, `recompute` | ways to save memory |
+//! | `place` | orders of ranks, and the links of a Stage |
+//! | `price`, `step` | the objective: time and memory of a Stage, time of a step |
+//! | `table`, `relax`, `stages` | the dynamic program for one number of microbatches |
+//! | `solve`, `bound` | the best over all, and how far from the optimum it may be |
 //! | `fit` | what is short when nothing fits |
-//! | `assemble`, `modules` | the Plan |
+//! | `outcome`, `assemble`, `modules`, `count` | Plans, and what to say about them |
+//! | `costs` | the costs of a given Plan, for the simulator |
 
 mod assemble;
 mod atoms;
 mod blocks;
+mod bound;
 mod chain;
+mod count;
 mod error;
 #[cfg(test)]
 mod exact;
 mod extract;
 mod fit;
 mod interval;
+mod measured;
 mod modules;
+mod outcome;
+mod place;
 mod price;
+mod recompute;
 mod relax;
 mod settings;
+mod solve;
 mod stages;
+mod step;
+mod stop;
 mod table;
+mod variant;
 
-pub use assemble::plan;
 pub use blocks::{Block, Blocks};
 pub use error::{Advice, SearchError};
-pub use settings::Settings;
+pub use outcome::{Gain, Outcome, SearchReport, plan};
+pub use settings::{Capabilities, Limits, Settings};
+pub use stop::Stop;

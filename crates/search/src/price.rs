@@ -1,107 +1,148 @@
-//! The objective: time and memory of a Stage, and time of a step.
-//!
-//! For a Stage s with forward `f_s` and backward `b_s` of the largest microbatch on its largest
-//! Replica, the host's time for the two Actions included:
-//!
-//! * `c_s`, its communication: half the time of the Values that it receives and sends and of their
-//!   gradients, as the other half is counted where they come from or go to;
-//! * `t_s = f_s + b_s + c_s`;
-//! * `u_s`, the end of its step: gradients are summed over the Replicas, the optimizer updates.
-//!
-//! With M microbatches over Stages 0..S, filling and draining included, a step takes
-//!
-//! ```text
-//! step = sum of t_s + (M - 1) * max of t_s + e_0,    e_s = max(u_s, e_(s+1) - b_s),    e_S = 0
-//! ```
-//!
-//! `e_0` is what the ends of the Stages add after the last backward: a later Stage ends its step
-//! while the earlier ones still run backward. Both schedules take this time; they differ in memory.
+//! Time and memory of a Stage.
 
 use std::ops::Range;
 
-use rannc_cost::{Cluster, Group, Link, update_us};
-use rannc_plan::{MemoryPrediction, ScheduleKind};
+use rannc_cost::{Cluster, Device, update_us};
+use rannc_plan::{MemoryPrediction, ScheduleKind, Sharding};
 
-use crate::chain::{AffineSums, Chain, Times};
+use crate::chain::{BlockTime, Chain, Times};
+use crate::measured::Measured;
+use crate::place::Place;
+use crate::recompute::{Choice, Saving, largest_bytes};
 use crate::settings::Settings;
+use crate::step::{StageCost, StepModel};
+use crate::variant::{Again, Variant};
 
 /// Gradients in transfer at a time: one in use, one on its way.
 const GRADS_ON_THE_WAY: f64 = 2.0;
+/// Gradients are reduced in pieces of this size while the backward runs; only the last piece must wait
+/// for its end.
+const BUCKET_BYTES: f64 = (25 << 20) as f64;
+/// Blocks whose sharded parameters are whole at a time: one in use, one ahead.
+const GATHERED_BLOCKS: f64 = 2.0;
 
-/// A run of Blocks on a run of ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Span {
-    pub(crate) first: usize,
-    pub(crate) end: usize,
-    pub(crate) replicas: u32,
+/// What there is to price: a model on a cluster.
+#[derive(Clone, Copy)]
+pub(crate) struct Problem<'a> {
+    pub(crate) chain: &'a Chain,
+    pub(crate) cluster: &'a Cluster,
+    /// By kind of device.
+    pub(crate) measured: &'a [Option<Measured>],
+    pub(crate) settings: &'a Settings,
 }
 
-/// The links that a Stage uses.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Links {
-    /// To its neighbours.
-    pub(crate) transfer: Link,
-    /// Among its Replicas.
-    pub(crate) reduce: Group,
+/// Prices Stages for one Schedule and number of microbatches.
+pub(crate) struct Pricing<'a> {
+    pub(crate) problem: Problem<'a>,
+    pub(crate) chain: &'a Chain,
+    pub(crate) step: StepModel,
+    /// Rows of the largest microbatch.
+    rows: u64,
+    /// By kind of device, by place in the list of different row counts.
+    times: Vec<Vec<Times>>,
+    /// By the number of Replicas less one, place in the list of different row counts.
+    time_of: Vec<usize>,
 }
 
-/// Times of a Stage.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct StageTime {
-    pub(crate) forward_us: f64,
-    pub(crate) backward_us: f64,
-    pub(crate) transfer_us: f64,
+/// A place, with what does not depend on the Stage that is there.
+pub(crate) struct At<'p> {
+    pub(crate) place: &'p Place,
+    /// Memory that a Plan may use on each device.
+    pub(crate) usable_bytes: f64,
+    /// Rows of a microbatch on the largest Replica.
+    rows: u64,
+    /// For each kind of its devices.
+    devices: Vec<(&'p Device, &'p Times)>,
+    framework_bytes: f64,
+}
+
+/// A priced Stage.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Priced {
+    pub(crate) cost: StageCost,
+    /// Part of the end: gradient reduction that the backward does not hide.
     pub(crate) reduce_us: f64,
+    /// Part of the end: the optimizer.
     pub(crate) update_us: f64,
+    pub(crate) memory: StageMemory,
 }
 
-impl StageTime {
-    /// `t_s`.
-    pub(crate) fn microbatch_us(&self) -> f64 {
-        self.forward_us + self.backward_us + self.transfer_us
-    }
-    /// `u_s`.
-    pub(crate) fn end_us(&self) -> f64 {
-        self.reduce_us + self.update_us
-    }
-}
-
-/// Memory of a Stage.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Footprint {
-    pub(crate) fixed_bytes: f64,
-    /// For each microbatch in flight.
+/// Memory of a device that runs a Stage.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct StageMemory {
+    pub(crate) params_bytes: f64,
+    pub(crate) grads_bytes: f64,
+    pub(crate) optimizer_bytes: f64,
+    pub(crate) workspace_bytes: f64,
+    pub(crate) comm_bytes: f64,
+    pub(crate) framework_bytes: f64,
+    /// Kept for each microbatch in flight.
     pub(crate) microbatch_bytes: f64,
 }
 
-/// Prices runs of Blocks for one number of microbatches.
-pub(crate) struct Pricing<'a> {
-    pub(crate) chain: &'a Chain,
-    pub(crate) cluster: &'a Cluster,
-    pub(crate) settings: &'a Settings,
-    pub(crate) microbatches: u64,
-    /// Rows of the largest microbatch.
-    rows: u64,
-    /// By the number of Replicas less one.
-    times: Vec<Times>,
+impl StageMemory {
+    /// What does not depend on the microbatches in flight.
+    pub(crate) fn fixed_bytes(&self) -> f64 {
+        self.model_bytes() + self.workspace_bytes + self.comm_bytes + self.framework_bytes
+    }
+
+    /// Parameters, gradients and optimizer state.
+    pub(crate) fn model_bytes(&self) -> f64 {
+        self.params_bytes + self.grads_bytes + self.optimizer_bytes
+    }
+
+    /// The peak with so many microbatches in flight.
+    pub(crate) fn peak_bytes(&self, in_flight: u64) -> f64 {
+        self.fixed_bytes() + self.microbatch_bytes * in_flight as f64
+    }
+
+    /// The most microbatches in flight for which `usable_bytes` suffice.
+    pub(crate) fn room(&self, usable_bytes: f64) -> u64 {
+        let free_bytes = usable_bytes - self.fixed_bytes();
+        if free_bytes < 0.0 {
+            0
+        } else if self.microbatch_bytes <= 0.0 {
+            u64::MAX
+        } else {
+            (free_bytes / self.microbatch_bytes) as u64
+        }
+    }
+
+    /// By use, for the plan file.
+    pub(crate) fn prediction(&self, in_flight: u64) -> MemoryPrediction {
+        MemoryPrediction {
+            params_bytes: self.params_bytes as u64,
+            grads_bytes: self.grads_bytes as u64,
+            optimizer_bytes: self.optimizer_bytes as u64,
+            activations_bytes: (self.microbatch_bytes * in_flight as f64) as u64,
+            workspace_bytes: self.workspace_bytes as u64,
+            comm_bytes: self.comm_bytes as u64,
+            framework_bytes: self.framework_bytes as u64,
+        }
+    }
 }
 
 impl<'a> Pricing<'a> {
-    pub(crate) fn new(chain: &'a Chain, cluster: &'a Cluster, settings: &'a Settings, microbatches: u64) -> Self {
+    pub(crate) fn new(problem: Problem<'a>, schedule: ScheduleKind, microbatches: u64) -> Self {
+        let Problem { chain, cluster, measured, settings } = problem;
         let rows = settings.largest_microbatch_rows(microbatches);
-        // Further microbatches have no rows.
-        let microbatches = microbatches.min(settings.most_rank_rows());
-        let mut times: Vec<Times> = Vec::new();
+        let mut row_counts: Vec<u64> = Vec::new();
+        let mut time_of = Vec::new();
         for replicas in 1..=u64::from(settings.world_size) {
             let replica_rows = rows.div_ceil(replicas);
-            let known = times.last().filter(|last| last.rows == replica_rows).cloned();
-            times.push(known.unwrap_or_else(|| chain.times(&cluster.kinds[0], replica_rows)));
+            if row_counts.last() != Some(&replica_rows) {
+                row_counts.push(replica_rows);
+            }
+            time_of.push(row_counts.len() - 1);
         }
-        Self { chain, cluster, settings, microbatches, rows, times }
-    }
-
-    fn times(&self, replicas: u32) -> &Times {
-        &self.times[replicas as usize - 1]
+        let times = |(kind, device): (usize, &Device)| {
+            let measured = measured[kind].as_ref();
+            row_counts.iter().map(|&rows| chain.times(kind, device, measured, rows)).collect()
+        };
+        // Further microbatches have no rows.
+        let microbatches = microbatches.min(settings.most_rank_rows());
+        let times = cluster.kinds.iter().enumerate().map(times).collect();
+        Self { problem, chain, step: StepModel { schedule, microbatches }, rows, times, time_of }
     }
 
     /// Rows of a microbatch on the largest Replica.
@@ -109,37 +150,210 @@ impl<'a> Pricing<'a> {
         self.rows.div_ceil(u64::from(replicas))
     }
 
-    /// The links of a Stage on these ranks.
-    pub(crate) fn links(&self, ranks: Range<u32>) -> Links {
-        let neighbours = ranks.start.saturating_sub(1)..(ranks.end + 1).min(self.settings.world_size);
-        Links {
-            transfer: self.cluster.levels[self.cluster.level_between(neighbours.start, neighbours.end - 1)].send,
-            reduce: self.cluster.group(&ranks.collect::<Vec<u32>>()),
+    /// The least numbers of Replicas that have so few rows each, increasing.
+    pub(crate) fn telling_replicas(&self) -> Vec<u32> {
+        let mut telling = Vec::new();
+        for (replicas, &time) in (1..).zip(&self.time_of) {
+            if telling.len() == time {
+                telling.push(replicas);
+            }
+        }
+        telling
+    }
+
+    /// Prepares a place.
+    pub(crate) fn at<'p>(&'p self, place: &'p Place) -> At<'p> {
+        let Problem { cluster, settings, .. } = self.problem;
+        let time = self.time_of[place.replicas as usize - 1];
+        let devices: Vec<_> = place.kinds().map(|kind| (&cluster.kinds[kind], &self.times[kind][time])).collect();
+        let usable = devices.iter().map(|(device, _)| settings.usable_bytes(device.memory_bytes));
+        let framework = devices.iter().map(|(device, _)| device.framework_bytes).max();
+        At {
+            place,
+            usable_bytes: usable.fold(f64::INFINITY, f64::min),
+            rows: self.replica_rows(place.replicas),
+            framework_bytes: framework.unwrap_or(0) as f64,
+            devices,
         }
     }
 
-    /// Forward and backward of a run without anything around it; grows with the run.
-    pub(crate) fn compute_us(&self, span: Span) -> f64 {
-        let times = self.times(span.replicas);
-        times.forward_us(span.first, span.end) + times.backward_us(span.first, span.end)
+    /// Forward and backward of a run, on the slowest device of a place.
+    fn compute(&self, run: &Range<usize>, at: &At<'_>) -> BlockTime {
+        let on = |&(device, times): &(&Device, &Times)| {
+            let time = self.chain.run_us(times, run.start, run.end);
+            BlockTime {
+                forward_us: time.forward_us + device.action_us,
+                backward_us: time.backward_us + device.action_us,
+            }
+        };
+        at.devices.iter().map(on).fold(BlockTime::default(), |slowest, time| BlockTime {
+            forward_us: slowest.forward_us.max(time.forward_us),
+            backward_us: slowest.backward_us.max(time.backward_us),
+        })
     }
 
-    /// Times of a Stage.
-    pub(crate) fn time(&self, span: Span, links: &Links) -> StageTime {
-        let Span { first, end, replicas } = span;
-        let (chain, device, times) = (self.chain, &self.cluster.kinds[0], self.times(replicas));
-        let rows = self.replica_rows(replicas);
-        let transfers = [&chain.in_bytes, &chain.in_grad_bytes, &chain.out_bytes, &chain.out_grad_bytes];
-        let send_us = |bytes: f64| links.transfer.send_us(bytes);
+    /// Time and memory of a Stage whose Blocks need `workspace_bytes`.
+    pub(crate) fn stage(&self, run: Range<usize>, at: &At<'_>, variant: Variant, workspace_bytes: f64) -> Priced {
+        let &At { place, rows, .. } = at;
+        let mut time = self.compute(&run, at);
+        let mut memory = self.memory(&run, at, variant, workspace_bytes);
+        self.compute_again(&run, at, variant.again, &mut time, &mut memory);
+        let (reduce_us, update_us) = self.end_us(&run, at, variant, &mut time);
+        let half_us = |level: usize, bytes: f64| self.problem.cluster.send_us(level, bytes) / 2.0;
+        let cost = StageCost {
+            forward_us: time.forward_us,
+            backward_us: time.backward_us,
+            in_us: half_us(place.in_level, self.chain.in_bytes.at(run.start, run.end, rows)),
+            in_grad_us: half_us(place.in_level, self.chain.in_grad_bytes.at(run.start, run.end, rows)),
+            out_us: half_us(place.out_level, self.chain.out_bytes.at(run.start, run.end, rows)),
+            out_grad_us: half_us(place.out_level, self.chain.out_grad_bytes.at(run.start, run.end, rows)),
+            end_us: reduce_us + update_us,
+        };
+        Priced { cost, reduce_us, update_us, memory }
+    }
+
+    /// Gradient reduction and optimizer. Sharded parameters and gradients also travel with every
+    /// microbatch, beside its computation.
+    fn end_us(&self, run: &Range<usize>, at: &At<'_>, variant: Variant, time: &mut BlockTime) -> (f64, f64) {
+        let (cluster, place) = (self.problem.cluster, at.place);
+        let bytes = self.chain.trainable_bytes.at(run.start, run.end);
+        let mut reduction_us = cluster.all_reduce_us(place.group, bytes);
+        let mut gather_us = 0.0;
+        if variant.sharding > Sharding::None {
+            reduction_us = cluster.reduce_scatter_us(place.group, bytes);
+            gather_us = cluster.all_gather_us(place.group, bytes);
+        }
+        if variant.sharding >= Sharding::Gradients && self.step.microbatches > 1 {
+            time.backward_us = time.backward_us.max(reduction_us);
+        }
+        if variant.sharding == Sharding::Params {
+            time.forward_us = time.forward_us.max(gather_us);
+            time.backward_us = time.backward_us.max(gather_us + reduction_us);
+            gather_us = 0.0;
+        }
+        let last_us = if bytes > 0.0 { reduction_us * (BUCKET_BYTES / bytes).min(1.0) } else { 0.0 };
+        let reduce_us = (reduction_us - time.backward_us).max(last_us);
+        (reduce_us, gather_us + self.update_us(bytes, at, variant))
+    }
+
+    fn update_us(&self, trainable_bytes: f64, at: &At<'_>, variant: Variant) -> f64 {
+        let share = if variant.sharding > Sharding::None { f64::from(at.place.replicas) } else { 1.0 };
+        let bytes = trainable_bytes / share;
+        let state_bytes = bytes * self.problem.settings.optimizer_bytes_per_param_byte;
+        let on = |device: &Device| {
+            let update_us = update_us(device, bytes, state_bytes);
+            // The state comes from the host and goes back.
+            let travel_us = 2.0 * state_bytes / device.host_bytes_per_s * 1e6;
+            if variant.offload { update_us.max(travel_us) } else { update_us }
+        };
+        at.devices.iter().map(|(device, _)| on(device)).fold(0.0, f64::max)
+    }
+
+    /// Memory with everything kept.
+    pub(crate) fn memory(
+        &self,
+        run: &Range<usize>,
+        at: &At<'_>,
+        variant: Variant,
+        workspace_bytes: f64,
+    ) -> StageMemory {
+        let Range { start: first, end } = *run;
+        let (chain, rows) = (self.chain, at.rows);
         let trainable_bytes = chain.trainable_bytes.at(first, end);
-        let optimizer_bytes = trainable_bytes * self.settings.optimizer_bytes_per_param_byte;
-        StageTime {
-            forward_us: times.forward_us(first, end) + chain.clone_forward_us.at(first, end) + device.action_us,
-            backward_us: times.backward_us(first, end) + chain.clone_backward_us.at(first, end) + device.action_us,
-            transfer_us: transfers.iter().map(|bytes| send_us(bytes.at(first, end, rows))).sum::<f64>() / 2.0,
-            reduce_us: self.cluster.all_reduce_us(links.reduce, trainable_bytes),
-            update_us: update_us(device, trainable_bytes, optimizer_bytes),
+        let shared = |level| if variant.sharding >= level { f64::from(at.place.replicas) } else { 1.0 };
+        let optimizer_bytes = trainable_bytes * self.problem.settings.optimizer_bytes_per_param_byte;
+        let frozen_bytes = chain.state_bytes.at(first, end) - trainable_bytes;
+        let gathered_bytes = if variant.sharding == Sharding::Params {
+            let block_bytes = run.clone().map(|block| chain.trainable_bytes.at(block, block + 1)).fold(0.0, f64::max);
+            (GATHERED_BLOCKS * block_bytes).min(trainable_bytes)
+        } else {
+            0.0
+        };
+        StageMemory {
+            params_bytes: frozen_bytes + trainable_bytes / shared(Sharding::Params) + gathered_bytes,
+            grads_bytes: trainable_bytes / shared(Sharding::Gradients),
+            optimizer_bytes: if variant.offload { 0.0 } else { optimizer_bytes / shared(Sharding::Optimizer) },
+            workspace_bytes,
+            comm_bytes: self.comm_bytes(run, rows),
+            framework_bytes: at.framework_bytes,
+            microbatch_bytes: chain.kept_bytes.at(first, end, rows) + chain.out_bytes.at(first, end, rows),
         }
+    }
+
+    fn comm_bytes(&self, run: &Range<usize>, rows: u64) -> f64 {
+        let Range { start: first, end } = *run;
+        let chain = self.chain;
+        let grads_bytes = chain.in_grad_bytes.at(first, end, rows) + chain.out_grad_bytes.at(first, end, rows);
+        let outputs_bytes = chain.output_bytes.at(first, end, rows) * self.step.microbatches as f64;
+        // One microbatch is received ahead.
+        chain.in_bytes.at(first, end, rows) + GRADS_ON_THE_WAY * grads_bytes + outputs_bytes
+    }
+
+    /// Trades memory for time.
+    fn compute_again(
+        &self,
+        run: &Range<usize>,
+        at: &At<'_>,
+        again: Again,
+        time: &mut BlockTime,
+        memory: &mut StageMemory,
+    ) {
+        let rows = at.rows;
+        match again {
+            Again::Nothing => {}
+            Again::Everything => {
+                let kept_bytes = self.chain.kept_bytes.at(run.start, run.end, rows);
+                let in_bytes = self.chain.in_bytes.at(run.start, run.end, rows).min(kept_bytes);
+                memory.microbatch_bytes -= kept_bytes - in_bytes;
+                memory.workspace_bytes += kept_bytes - in_bytes;
+                time.backward_us += time.forward_us;
+            }
+            Again::ToHold(in_flight) => {
+                let Some(choice) = self.savings(run, at, in_flight, memory) else { return };
+                match choice.greedy_us() {
+                    Some(us) => {
+                        memory.microbatch_bytes -= choice.needed_bytes;
+                        memory.workspace_bytes += largest_bytes(&choice.savings);
+                        time.backward_us += us;
+                    }
+                    None => memory.microbatch_bytes = f64::INFINITY,
+                }
+            }
+        }
+    }
+
+    /// What each kind of Block of a run can free, and how much is needed to hold `in_flight` microbatches; `None`
+    /// when everything fits as it is. One Block at a time holds again what it has freed.
+    pub(crate) fn savings(
+        &self,
+        run: &Range<usize>,
+        at: &At<'_>,
+        in_flight: u64,
+        memory: &StageMemory,
+    ) -> Option<Choice> {
+        let usable_bytes = at.usable_bytes;
+        if memory.peak_bytes(in_flight) <= usable_bytes {
+            return None;
+        }
+        let mut savings: Vec<Saving> = Vec::new();
+        for block in run.clone() {
+            let kind = self.chain.kind(block);
+            match savings.iter_mut().find(|saving| saving.kind == kind) {
+                Some(saving) => saving.count += 1,
+                None => savings.push(self.saving(block, at)),
+            }
+        }
+        Some(Choice::new(savings, |savings| {
+            let room_bytes = (usable_bytes - memory.fixed_bytes() - largest_bytes(savings)) / in_flight as f64;
+            memory.microbatch_bytes - room_bytes
+        }))
+    }
+
+    /// What one Block frees, and what it costs.
+    fn saving(&self, block: usize, at: &At<'_>) -> Saving {
+        let us = at.devices.iter().map(|(_, times)| times.forward_us(block, block + 1)).fold(0.0, f64::max);
+        let bytes = self.chain.kept_inside_bytes(block, at.rows);
+        Saving { kind: self.chain.kind(block), bytes, us, count: 1 }
     }
 
     /// Largest temporary memory of a Block.
@@ -147,89 +361,8 @@ impl<'a> Pricing<'a> {
         self.chain.workspace_bytes(block, self.replica_rows(replicas))
     }
 
-    fn comm_bytes(&self, span: Span) -> f64 {
-        let Span { first, end, replicas } = span;
-        let rows = self.replica_rows(replicas);
-        let grads_bytes =
-            self.chain.in_grad_bytes.at(first, end, rows) + self.chain.out_grad_bytes.at(first, end, rows);
-        let outputs_bytes = self.chain.output_bytes.at(first, end, rows) * self.microbatches as f64;
-        // One microbatch is received ahead.
-        self.chain.in_bytes.at(first, end, rows) + GRADS_ON_THE_WAY * grads_bytes + outputs_bytes
-    }
-
-    /// Memory of parameters, gradients and optimizer state; grows with the run.
-    pub(crate) fn model_bytes(&self, span: Span) -> f64 {
-        let trainable_bytes = self.chain.trainable_bytes.at(span.first, span.end);
-        let factor = 1.0 + self.settings.optimizer_bytes_per_param_byte;
-        self.chain.state_bytes.at(span.first, span.end) + trainable_bytes * factor
-    }
-
-    /// Memory of a Stage whose Blocks need `workspace_bytes`.
-    pub(crate) fn footprint(&self, span: Span, workspace_bytes: f64) -> Footprint {
-        let rows = self.replica_rows(span.replicas);
-        let framework_bytes = self.cluster.kinds[0].framework_bytes as f64;
-        let held = |bytes: &AffineSums| bytes.at(span.first, span.end, rows);
-        Footprint {
-            fixed_bytes: self.model_bytes(span) + workspace_bytes + self.comm_bytes(span) + framework_bytes,
-            microbatch_bytes: held(&self.chain.kept_bytes) + held(&self.chain.out_bytes),
-        }
-    }
-
-    /// Microbatches that a Stage holds, `from_end` Stages from the end, itself included.
-    pub(crate) fn in_flight(&self, from_end: usize) -> u64 {
-        match self.settings.schedule() {
-            ScheduleKind::FillDrain => self.microbatches,
-            ScheduleKind::OneForwardOneBackward => self.microbatches.min(from_end as u64),
-        }
-    }
-
-    /// Memory of a Stage, by use.
-    pub(crate) fn memory(&self, span: Span, in_flight: u64) -> MemoryPrediction {
-        let blocks = span.first..span.end;
-        let workspace_bytes = blocks.map(|block| self.workspace_bytes(block, span.replicas)).fold(0.0, f64::max);
-        let trainable_bytes = self.chain.trainable_bytes.at(span.first, span.end);
-        let optimizer_bytes = trainable_bytes * self.settings.optimizer_bytes_per_param_byte;
-        let microbatch_bytes = self.footprint(span, workspace_bytes).microbatch_bytes;
-        MemoryPrediction {
-            params_bytes: self.chain.state_bytes.at(span.first, span.end) as u64,
-            grads_bytes: trainable_bytes as u64,
-            optimizer_bytes: optimizer_bytes as u64,
-            activations_bytes: (microbatch_bytes * in_flight as f64) as u64,
-            workspace_bytes: workspace_bytes as u64,
-            comm_bytes: self.comm_bytes(span) as u64,
-            framework_bytes: self.cluster.kinds[0].framework_bytes,
-        }
-    }
-}
-
-/// A step in the making, from the last Stage to the first.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct StepTime {
-    /// Sum of `t_s`.
-    pub(crate) sum_us: f64,
-    /// Largest `t_s`.
-    pub(crate) max_us: f64,
-    /// `e_s` of the first Stage so far.
-    pub(crate) tail_us: f64,
-}
-
-impl StepTime {
-    /// The step with one more Stage before it.
-    pub(crate) fn prepend(self, microbatch_us: f64, backward_us: f64, end_us: f64) -> Self {
-        Self {
-            sum_us: self.sum_us + microbatch_us,
-            max_us: self.max_us.max(microbatch_us),
-            tail_us: end_us.max(self.tail_us - backward_us),
-        }
-    }
-
-    /// The whole step.
-    pub(crate) fn step_us(&self, microbatches: u64) -> f64 {
-        self.sum_us + (microbatches - 1) as f64 * self.max_us + self.tail_us
-    }
-
-    /// True when no Plan that goes on from `other` is better than from this one.
-    pub(crate) fn dominates(&self, other: &Self) -> bool {
-        self.sum_us <= other.sum_us && self.max_us <= other.max_us && self.tail_us <= other.tail_us
+    /// Largest temporary memory of the Blocks of a run.
+    pub(crate) fn run_workspace_bytes(&self, run: Range<usize>, replicas: u32) -> f64 {
+        run.map(|block| self.workspace_bytes(block, replicas)).fold(0.0, f64::max)
     }
 }

@@ -4,63 +4,59 @@
 use crate::price::Pricing;
 use crate::table::StageTable;
 
-/// For the first `blocks` Blocks on the first `devices` ranks.
+/// For the first `blocks` Blocks on the first `units` units.
 pub(crate) struct Relaxation {
     stride: usize,
-    /// Least sum of the Stages' times, with the end of the first Stage.
-    sum_us: Vec<f64>,
-    /// Least bottleneck.
-    max_us: Vec<f64>,
+    /// Least time in which a microbatch passes.
+    pass_us: Vec<f64>,
+    /// Least computation of the longest Stage.
+    longest_us: Vec<f64>,
 }
 
 impl Relaxation {
     /// Solves the relaxed problems.
-    pub(crate) fn new(pricing: &Pricing<'_>, table: &StageTable) -> Self {
-        let stride = table.devices as usize + 1;
+    pub(crate) fn new(pricing: &Pricing<'_>, table: &StageTable<'_>) -> Self {
+        let stride = table.units as usize + 1;
         let states = (table.blocks + 1) * stride;
-        let mut bounds = Self { stride, sum_us: vec![f64::INFINITY; states], max_us: vec![f64::INFINITY; states] };
-        (bounds.sum_us[0], bounds.max_us[0]) = (0.0, 0.0);
+        let mut bounds = Self { stride, pass_us: vec![f64::INFINITY; states], longest_us: vec![f64::INFINITY; states] };
+        let free = if pricing.problem.settings.may_idle { stride } else { 1 };
+        bounds.pass_us[..free].fill(0.0);
+        bounds.longest_us[..free].fill(0.0);
         for end in 1..=table.blocks {
-            let in_flight = pricing.in_flight(if end == table.blocks { 1 } else { 2 });
-            for devices in 1..=table.devices {
-                bounds.solve(table, end, devices, in_flight);
+            let in_flight = pricing.step.in_flight(if end == table.blocks { 1 } else { 2 });
+            for units in 1..=table.units {
+                for variant in 0..table.variants.len() {
+                    bounds.solve(table, end, units, variant, in_flight);
+                }
             }
         }
         bounds
     }
 
-    fn solve(&mut self, table: &StageTable, end: usize, devices: u32, in_flight: u64) {
-        let (mut sum_us, mut max_us) = (f64::INFINITY, f64::INFINITY);
-        for replicas in 1..=devices {
-            let rank = devices - replicas;
-            for (first, entry) in table.ending(end, rank, replicas).iter().enumerate() {
+    fn solve(&mut self, table: &StageTable<'_>, end: usize, units: u32, variant: usize, in_flight: u64) {
+        let state = end * self.stride + units as usize;
+        let (mut pass_us, mut longest_us) = (self.pass_us[state], self.longest_us[state]);
+        for count in 1..=units {
+            let unit = units - count;
+            for (first, entry) in table.ending(end, unit, count, variant) {
                 if entry.max_in_flight < in_flight {
                     continue;
                 }
-                let before = first * self.stride + rank as usize;
-                let end_us = if first == 0 { entry.end_us } else { 0.0 };
-                sum_us = sum_us.min(self.sum_us[before] + entry.microbatch_us + end_us);
-                max_us = max_us.min(self.max_us[before].max(entry.microbatch_us));
+                let before = first * self.stride + unit as usize;
+                pass_us = pass_us.min(self.pass_us[before] + entry.cost.pass_us());
+                longest_us = longest_us.min(self.longest_us[before].max(entry.cost.compute_us()));
             }
         }
-        let state = end * self.stride + devices as usize;
-        (self.sum_us[state], self.max_us[state]) = (sum_us, max_us);
+        (self.pass_us[state], self.longest_us[state]) = (pass_us, longest_us);
     }
 
-    /// Least sum of times of the first `blocks` Blocks on `devices` ranks.
-    pub(crate) fn sum_us(&self, blocks: usize, devices: u32) -> f64 {
-        self.sum_us[blocks * self.stride + devices as usize]
+    /// Least time in which a microbatch passes the first `blocks` Blocks on `units` units.
+    pub(crate) fn pass_us(&self, blocks: usize, units: u32) -> f64 {
+        self.pass_us[blocks * self.stride + units as usize]
     }
 
-    /// Least bottleneck of the first `blocks` Blocks on `devices` ranks.
-    pub(crate) fn max_us(&self, blocks: usize, devices: u32) -> f64 {
-        self.max_us[blocks * self.stride + devices as usize]
-    }
-
-    /// No Plan with so many microbatches takes less.
-    pub(crate) fn step_us(&self, table: &StageTable, microbatches: u64) -> f64 {
-        let waits = (microbatches - 1) as f64;
-        let sum_us = self.sum_us(table.blocks, table.devices);
-        if sum_us.is_finite() { sum_us + waits * self.max_us(table.blocks, table.devices) } else { sum_us }
+    /// Least computation of the longest Stage of the first `blocks` Blocks on `units` units.
+    pub(crate) fn longest_us(&self, blocks: usize, units: u32) -> f64 {
+        self.longest_us[blocks * self.stride + units as usize]
     }
 }

@@ -1,17 +1,54 @@
 //! What a search is asked for.
 
 use rannc_cost::Cluster;
-use rannc_plan::ScheduleKind;
+use rannc_plan::{ScheduleKind, Sharding};
 use serde::{Deserialize, Serialize};
 
 use crate::error::SearchError;
+
+/// What the runtime that will carry out a Plan can do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Capabilities {
+    /// Computing parts of a forward again for the backward.
+    pub recompute: bool,
+    /// The most that Replicas may divide among them.
+    pub sharding: Sharding,
+    /// Keeping the optimizer's state in host memory.
+    pub offload: bool,
+}
+
+impl Default for Capabilities {
+    /// What this RaNNC's runtime can do.
+    fn default() -> Self {
+        Self { recompute: false, sharding: Sharding::None, offload: false }
+    }
+}
+
+/// Where a search stops with the best that it has found so far.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Limits {
+    /// Time for the whole search.
+    pub time_ms: Option<u64>,
+    /// Partial Plans to follow for each number of microbatches; the same answer on every machine.
+    pub candidates: u64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self { time_ms: None, candidates: 20_000_000 }
+    }
+}
 
 /// What a Plan must fulfil.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Settings {
-    /// Number of ranks; all are used.
+    /// Number of ranks.
     pub world_size: u32,
+    /// True when a Plan may leave ranks out; otherwise all are used.
+    pub may_idle: bool,
     /// Rows of the global batch.
     pub batch_rows: u64,
     /// True when the batch comes in equal parts from all ranks, each of which is divided over the
@@ -37,15 +74,26 @@ pub struct Settings {
     pub max_microbatches: u32,
     /// Least rows of a microbatch.
     pub min_microbatch_rows: u64,
-    /// True when the model returns its loss: forward and backward are interleaved. Otherwise all
+    /// True when the model returns its loss: forward and backward may be interleaved. Otherwise all
     /// forwards run before the first backward.
     pub loss_inside: bool,
+    /// What the runtime can do.
+    pub capabilities: Capabilities,
+    /// When to stop early.
+    pub limits: Limits,
+    /// Threads to use; all processors when not given. The answer does not depend on it.
+    pub threads: Option<usize>,
+    /// Number of other good Plans to give beside the best.
+    pub runners_up: usize,
+    /// Also find out what each capability that the runtime lacks would gain.
+    pub gains: bool,
 }
 
 impl Default for Settings {
     fn default() -> Self {
         Self {
             world_size: 1,
+            may_idle: false,
             batch_rows: 1,
             gather_inputs: true,
             memory_limit_bytes: None,
@@ -59,6 +107,11 @@ impl Default for Settings {
             max_microbatches: 32,
             min_microbatch_rows: 1,
             loss_inside: true,
+            capabilities: Capabilities::default(),
+            limits: Limits::default(),
+            threads: None,
+            runners_up: 0,
+            gains: false,
         }
     }
 }
@@ -148,9 +201,14 @@ impl Settings {
         Ok((least..=most).filter(worth_trying).collect())
     }
 
+    /// Rows of the batch for each rank.
+    pub(crate) fn rank_rows(&self) -> u64 {
+        self.batch_rows.div_ceil(u64::from(self.world_size))
+    }
+
     /// Rows that come from the rank with most of them: no more microbatches can have rows.
     pub(crate) fn most_rank_rows(&self) -> u64 {
-        if self.gather_inputs { self.batch_rows.div_ceil(u64::from(self.world_size)) } else { self.batch_rows }
+        if self.gather_inputs { self.rank_rows() } else { self.batch_rows }
     }
 
     /// Rows of the largest of so many microbatches: every rank gives its larger parts to the first ones.
@@ -163,14 +221,19 @@ impl Settings {
         longer * (rows + 1).div_ceil(microbatches) + (ranks - longer) * rows.div_ceil(microbatches)
     }
 
-    /// Memory that a Plan may use on a device.
-    pub(crate) fn usable_bytes(&self, cluster: &Cluster) -> f64 {
-        let limit_bytes = self.memory_limit_bytes.unwrap_or(cluster.kinds[0].memory_bytes);
+    /// Memory that a Plan may use on a device that has `memory_bytes`.
+    pub(crate) fn usable_bytes(&self, memory_bytes: u64) -> f64 {
+        let limit_bytes = self.memory_limit_bytes.map_or(memory_bytes, |limit| limit.min(memory_bytes));
         limit_bytes as f64 * (1.0 - self.memory_margin)
     }
 
-    pub(crate) fn schedule(&self) -> ScheduleKind {
-        if self.loss_inside { ScheduleKind::OneForwardOneBackward } else { ScheduleKind::FillDrain }
+    /// Schedules to try.
+    pub(crate) fn schedules(&self) -> Vec<ScheduleKind> {
+        if self.loss_inside {
+            vec![ScheduleKind::OneForwardOneBackward, ScheduleKind::FillDrain]
+        } else {
+            vec![ScheduleKind::FillDrain]
+        }
     }
 }
 

@@ -1,21 +1,36 @@
 //! The dynamic program over Stages, from the last one to the first.
 //!
-//! A state says where the first Stage so far begins, how many ranks the Stages take, and how many
-//! Stages there are (only as far as their number matters to memory or is limited). Each state keeps
-//! the partial steps that no other of its partial steps dominates in all three parts of the
-//! objective, so the result is exact. A partial step is dropped when even the [`Relaxation`] of what
-//! is missing cannot make it better than a Plan that is known already.
+//! A state says where the first Stage so far begins, how many units of ranks the Stages take, and how
+//! many Stages there are (as far as their number matters to time and memory, or is limited). Each state
+//! keeps the partial steps that no other of its partial steps dominates in all parts of the objective,
+//! so the result is exact. A partial step is dropped when even the [`Relaxation`] of what is missing
+//! cannot make it better than a Plan that is known already.
 
-use crate::price::{Pricing, Span, StepTime};
+use std::ops::Range;
+
+use crate::place::RankOrder;
+use crate::price::Pricing;
 use crate::relax::Relaxation;
+use crate::step::StepTime;
+use crate::stop::Budget;
 use crate::table::{Entry, StageTable};
+use crate::variant::Variant;
 
 /// A division into Stages.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Found {
-    pub(crate) microbatches: u64,
-    pub(crate) spans: Vec<Span>,
+    pub(crate) stages: Vec<FoundStage>,
     pub(crate) step_us: f64,
+}
+
+/// A Stage of a division.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct FoundStage {
+    /// Its Blocks.
+    pub(crate) run: Range<usize>,
+    /// Its positions in the order of ranks.
+    pub(crate) positions: Range<u32>,
+    pub(crate) variant: Variant,
 }
 
 /// A partial step.
@@ -26,6 +41,8 @@ struct Label {
     bound_us: f64,
     /// State and place of the label that this one put a Stage before.
     later: (u32, u32),
+    /// Of that Stage.
+    variant: u32,
 }
 
 /// What limits the number of Stages.
@@ -39,13 +56,13 @@ struct StageCount {
 }
 
 impl StageCount {
-    fn new(pricing: &Pricing<'_>) -> Self {
-        let most = pricing.chain.len().min(pricing.settings.world_size as usize);
-        let exactly = pricing.settings.forced_stages();
-        let limit = exactly.or(pricing.settings.max_stages.map(|stages| stages as usize)).unwrap_or(most);
+    fn new(pricing: &Pricing<'_>, table: &StageTable<'_>, exactly: Option<usize>) -> Self {
+        let settings = pricing.problem.settings;
+        let most = table.blocks.min(table.units as usize);
+        let limit = exactly.or(settings.max_stages.map(|stages| stages as usize)).unwrap_or(most);
         let saturates = limit >= most && exactly.is_none();
-        // Beyond this number the memory in flight stays the same.
-        let matters = (1..most).find(|&stages| pricing.in_flight(stages) == pricing.microbatches).unwrap_or(most);
+        // Beyond as many Stages as microbatches, neither time nor memory in flight depends on the number.
+        let matters = usize::try_from(pricing.step.microbatches).unwrap_or(usize::MAX).min(most);
         Self { counted: if saturates { matters } else { limit.min(most) }, saturates, exactly }
     }
 
@@ -55,136 +72,179 @@ impl StageCount {
     }
 }
 
-/// A search for one number of microbatches.
+/// A search for one Schedule, number of microbatches and order of ranks.
 pub(crate) struct StageSearch<'a> {
-    pricing: &'a Pricing<'a>,
-    table: &'a StageTable,
-    bounds: &'a Relaxation,
+    pub(crate) pricing: &'a Pricing<'a>,
+    pub(crate) order: &'a RankOrder,
+    pub(crate) table: &'a StageTable<'a>,
+    pub(crate) bounds: &'a Relaxation,
+}
+
+impl StageSearch<'_> {
+    /// The best division (with `exactly` so many Stages) that takes less than `best_us`, if there is one.
+    /// With a `width`, only so many partial steps of each state are followed: quick, but not exact.
+    pub(crate) fn run(
+        &self,
+        exactly: Option<usize>,
+        width: Option<usize>,
+        best_us: f64,
+        budget: &mut Budget,
+    ) -> Option<Found> {
+        let count = StageCount::new(self.pricing, self.table, exactly);
+        let states = (self.table.blocks + 1) * (self.table.units as usize + 1) * (count.counted + 1);
+        let mut run = Run { search: self, count, width, best_us, best: None, states: vec![Vec::new(); states], budget };
+        let root = Label { time: StepTime::default(), bound_us: 0.0, later: (0, 0), variant: 0 };
+        let start = run.state(self.table.blocks, 0, 0);
+        run.states[start].push(root);
+        for end in (1..=self.table.blocks).rev() {
+            for units in 0..self.table.units {
+                for stages in 0..=count.counted {
+                    run.expand(end, units, stages);
+                }
+            }
+        }
+        run.best.map(|(label, units)| run.trace(label, units))
+    }
+}
+
+struct Run<'a> {
+    search: &'a StageSearch<'a>,
     count: StageCount,
     /// Labels kept for each state; all of them when not given.
     width: Option<usize>,
     /// Time of the best Plan known.
     best_us: f64,
-    best: Option<Label>,
+    /// That Plan, and the units it takes.
+    best: Option<(Label, u32)>,
     states: Vec<Vec<Label>>,
+    budget: &'a mut Budget,
 }
 
-impl<'a> StageSearch<'a> {
-    /// The best division that takes less than `best_us`, if there is one. With a `width`, only so many
-    /// partial steps of each state are followed: quick, but not exact.
-    pub(crate) fn run(
-        pricing: &'a Pricing<'a>,
-        table: &'a StageTable,
-        bounds: &'a Relaxation,
-        width: Option<usize>,
-        best_us: f64,
-    ) -> Option<Found> {
-        let count = StageCount::new(pricing);
-        let states = (table.blocks + 1) * (table.devices as usize + 1) * (count.counted + 1);
-        let mut search =
-            Self { pricing, table, bounds, count, width, best_us, best: None, states: vec![Vec::new(); states] };
-        let root = Label { time: StepTime::default(), bound_us: 0.0, later: (0, 0) };
-        let start = search.state(table.blocks, 0, 0);
-        search.states[start].push(root);
-        for end in (1..=table.blocks).rev() {
-            for devices in 0..table.devices {
-                for stages in 0..=count.counted {
-                    search.expand(end, devices, stages);
-                }
-            }
-        }
-        search.best.map(|label| search.trace(label))
-    }
-
-    fn state(&self, block: usize, devices: u32, stages: usize) -> usize {
-        (block * (self.table.devices as usize + 1) + devices as usize) * (self.count.counted + 1) + stages
+impl Run<'_> {
+    fn state(&self, block: usize, units: u32, stages: usize) -> usize {
+        (block * (self.search.table.units as usize + 1) + units as usize) * (self.count.counted + 1) + stages
     }
 
     /// Puts every possible Stage that ends at `end` before the labels of a state.
-    fn expand(&mut self, end: usize, devices: u32, stages: usize) {
-        let state = self.state(end, devices, stages);
+    fn expand(&mut self, end: usize, units: u32, stages: usize) {
+        let state = self.state(end, units, stages);
         let Some(next) = self.count.next(stages).filter(|_| !self.states[state].is_empty()) else { return };
         let mut labels = std::mem::take(&mut self.states[state]);
         labels.retain(|label| label.bound_us < self.best_us);
         labels.sort_by(|left, right| left.bound_us.total_cmp(&right.bound_us));
         labels.truncate(self.width.unwrap_or(usize::MAX));
-        let in_flight = self.pricing.in_flight(next);
-        for replicas in self.replicas(devices, next) {
-            let rank = self.table.devices - devices - replicas;
-            let entries = self.table.ending(end, rank, replicas);
-            for first in (0..end).rev() {
-                if self.too_long(Span { first, end, replicas }) {
-                    break;
-                }
-                if entries[first].max_in_flight >= in_flight {
-                    self.prepend(&labels, state, &entries[first], first, rank, next);
+        let table = self.search.table;
+        let in_flight = self.search.pricing.step.in_flight(next);
+        for count in self.unit_counts(units) {
+            let unit = table.units - units - count;
+            for (number, variant) in table.variants.iter().enumerate() {
+                if variant.serves(in_flight) {
+                    self.extend(
+                        &labels,
+                        Extension { state, end, unit, count, stages, next, in_flight, variant: number },
+                    );
                 }
             }
         }
         self.states[state] = labels;
     }
 
-    /// Numbers of Replicas for the Stage that is `stages` from the end.
-    fn replicas(&self, devices: u32, stages: usize) -> std::ops::RangeInclusive<u32> {
-        let free = self.table.devices - devices;
-        match &self.pricing.settings.replicas {
-            // A state with too few free ranks has no labels: the forced numbers add up to all ranks.
-            Some(forced) => forced[forced.len() - stages]..=forced[forced.len() - stages],
-            None => 1..=free,
-        }
+    /// Numbers of units for the Stage before a state. Each forced number of Replicas is a unit.
+    fn unit_counts(&self, units: u32) -> Range<u32> {
+        let forced = self.search.pricing.problem.settings.replicas.is_some();
+        let most = if forced { 1 } else { self.search.table.units - units };
+        1..most + 1
     }
 
-    /// True when a run takes so long that no Plan with it, or with a longer one, is better.
-    fn too_long(&self, span: Span) -> bool {
-        let least_us = self.bounds.sum_us(self.table.blocks, self.table.devices);
-        let waits = (self.pricing.microbatches - 1) as f64;
-        least_us + waits * self.pricing.compute_us(span) >= self.best_us
-    }
-
-    fn prepend(&mut self, labels: &[Label], state: usize, entry: &Entry, first: usize, rank: u32, stages: usize) {
-        let missing_us = (self.bounds.sum_us(first, rank), self.bounds.max_us(first, rank));
-        if !missing_us.0.is_finite() {
+    fn extend(&mut self, labels: &[Label], step: Extension) {
+        if self.budget.is_spent() {
             return;
         }
-        let waits = (self.pricing.microbatches - 1) as f64;
-        let target = self.state(first, self.table.devices - rank, stages);
+        let table = self.search.table;
+        // A longer run may find Blocks that are cheaper to compute again.
+        let monotone = table.variants[step.variant].is_monotone();
+        for (first, entry) in table.ending(step.end, step.unit, step.count, step.variant).rev() {
+            if monotone && self.too_long(entry) {
+                break;
+            }
+            if entry.max_in_flight >= step.in_flight {
+                self.prepend(labels, entry, first, &step);
+            }
+        }
+    }
+
+    /// True when a Stage takes so long that no Plan with it, or with a longer run at its place, is better.
+    fn too_long(&self, entry: &Entry) -> bool {
+        self.search.pricing.step.busy_us(&entry.cost) >= self.best_us
+    }
+
+    fn prepend(&mut self, labels: &[Label], entry: &Entry, first: usize, step: &Extension) {
+        let StageSearch { pricing, table, bounds, .. } = *self.search;
+        let (pass_us, longest_us) = (bounds.pass_us(first, step.unit), bounds.longest_us(first, step.unit));
+        if !pass_us.is_finite() {
+            return;
+        }
+        self.budget.spend(labels.len());
+        let taken = table.units - step.unit;
+        let target = self.state(first, taken, step.next);
         for (place, label) in labels.iter().enumerate() {
-            let time = label.time.prepend(entry.microbatch_us, entry.backward_us, entry.end_us);
-            let later = (index(state), index(place));
+            let time = pricing.step.prepend(label.time, &entry.cost, step.stages);
+            let (later, variant) = ((index(step.state), index(place)), index(step.variant));
             if first == 0 {
-                self.complete(Label { time, bound_us: time.step_us(self.pricing.microbatches), later }, stages);
+                self.complete(Label { time, bound_us: pricing.step.step_us(time), later, variant }, taken, step.next);
                 continue;
             }
-            let bound_us = time.sum_us + missing_us.0 + waits * time.max_us.max(missing_us.1);
+            let bound_us = pricing.step.bound_us(time, pass_us, longest_us);
             if bound_us < self.best_us {
-                insert(&mut self.states[target], Label { time, bound_us, later });
+                insert(&mut self.states[target], Label { time, bound_us, later, variant });
             }
         }
     }
 
-    fn complete(&mut self, label: Label, stages: usize) {
+    fn complete(&mut self, label: Label, units: u32, stages: usize) {
         if label.bound_us < self.best_us && self.count.exactly.is_none_or(|wanted| wanted == stages) {
             self.best_us = label.bound_us;
-            self.best = Some(label);
+            self.best = Some((label, units));
         }
     }
 
-    /// The Stages behind a complete label, which begins at Block 0 and takes all ranks.
-    fn trace(&self, label: Label) -> Found {
-        let mut found = Found { microbatches: self.pricing.microbatches, spans: Vec::new(), step_us: label.bound_us };
-        let (mut first, mut devices, mut later) = (0, self.table.devices, label.later);
-        while first < self.table.blocks {
-            let state = later.0 as usize / (self.count.counted + 1);
-            let (end, rest) = (state / (self.table.devices as usize + 1), state % (self.table.devices as usize + 1));
+    /// The Stages behind a complete label, which begins at Block 0.
+    fn trace(&self, label: Label, units: u32) -> Found {
+        let StageSearch { order, table, .. } = *self.search;
+        let mut found = Found { stages: Vec::new(), step_us: label.bound_us };
+        let (mut first, mut units, mut label) = (0, units, label);
+        while first < table.blocks {
+            let state = label.later.0 as usize / (self.count.counted + 1);
+            let (end, rest) = (state / (table.units as usize + 1), state % (table.units as usize + 1));
             let rest = index(rest);
-            found.spans.push(Span { first, end, replicas: devices - rest });
-            (first, devices) = (end, rest);
-            if first < self.table.blocks {
-                later = self.states[later.0 as usize][later.1 as usize].later;
+            let positions = order.range(table.units - units, table.units - rest);
+            let variant = table.variants[label.variant as usize];
+            found.stages.push(FoundStage { run: first..end, positions, variant });
+            (first, units) = (end, rest);
+            if first < table.blocks {
+                label = self.states[label.later.0 as usize][label.later.1 as usize];
             }
         }
         found
     }
+}
+
+/// How a Stage is put before a state.
+#[derive(Clone, Copy)]
+struct Extension {
+    state: usize,
+    end: usize,
+    /// First unit of the Stage.
+    unit: u32,
+    /// Its units.
+    count: u32,
+    /// Stages behind it.
+    stages: usize,
+    /// Stages with it.
+    next: usize,
+    /// Microbatches that it must hold.
+    in_flight: u64,
+    variant: usize,
 }
 
 fn index(place: usize) -> u32 {

@@ -26,7 +26,7 @@ pub(crate) fn run(args: PlanArgs) -> Result<Printer> {
         loss_inside: !loss_outside,
         ..Settings::default()
     };
-    let plan = rannc_search::plan(&graph, &cluster, &settings)?;
+    let plan = rannc_search::plan(&graph, &cluster, &[], &settings)?.plan;
     let mut printer = Printer::new(format);
     let limit_bytes = settings.memory_limit_bytes.unwrap_or(cluster.kinds[0].memory_bytes);
     printer.report(&PlanTables { plan: &plan, limit_bytes: Some(limit_bytes) });

@@ -1,0 +1,56 @@
+//! Measured times of Blocks, where there are any.
+
+use rannc_cost::{BlockProfile, Device, Profile};
+
+use crate::blocks::Blocks;
+use crate::chain::{BlockSpec, BlockTime};
+
+/// What was measured of a chain's Blocks on one kind of device.
+#[derive(Clone, Debug)]
+pub(crate) struct Measured {
+    /// By kind of Block.
+    blocks: Vec<Option<BlockProfile>>,
+    /// Measured time by modelled time, over all Blocks that were measured: for those that were not.
+    scale: f64,
+}
+
+impl Measured {
+    /// Takes the Blocks' times from a Profile of `device`, if it has any of them.
+    pub(crate) fn new(
+        profile: &Profile,
+        device: &Device,
+        blocks: &Blocks,
+        specs: &[BlockSpec],
+        rows: u64,
+    ) -> Option<Self> {
+        let found: Vec<Option<BlockProfile>> =
+            blocks.hashes.iter().map(|hash| profile.block(hash).filter(|block| block.has_times()).cloned()).collect();
+        let (mut measured_us, mut modelled_us) = (0.0, 0.0);
+        for spec in specs {
+            let Some(block) = found[spec.kind as usize].as_ref().filter(|block| block.fits(rows)) else { continue };
+            let modelled = spec.modelled(device, rows);
+            measured_us += block.forward_us(rows) + block.backward_us(rows);
+            modelled_us += modelled.forward_us + modelled.backward_us;
+        }
+        let known = measured_us > 0.0 && modelled_us > 0.0;
+        let scale = if known { measured_us / modelled_us } else { 1.0 };
+        found.iter().any(Option::is_some).then_some(Self { blocks: found, scale })
+    }
+
+    /// Kinds of Blocks that were measured.
+    pub(crate) fn kinds(&self) -> usize {
+        self.blocks.iter().flatten().count()
+    }
+
+    /// The time of a Block that takes `modelled` by the roofline; none if it ran out of memory.
+    pub(crate) fn time(&self, kind: u32, rows: u64, modelled: BlockTime) -> Option<BlockTime> {
+        let Some(block) = &self.blocks[kind as usize] else {
+            return Some(BlockTime {
+                forward_us: modelled.forward_us * self.scale,
+                backward_us: modelled.backward_us * self.scale,
+            });
+        };
+        let time = || BlockTime { forward_us: block.forward_us(rows), backward_us: block.backward_us(rows) };
+        block.fits(rows).then(time)
+    }
+}

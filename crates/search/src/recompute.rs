@@ -1,0 +1,152 @@
+//! Which Blocks of a Stage to compute again so that its memory suffices.
+//!
+//! Each Block computed again frees what it keeps inside, for each microbatch, and costs its forward. The
+//! cheapest choice that frees enough is a knapsack problem. While Stages are compared, Blocks are taken
+//! by the ratio of cost to memory; for the Stages of the Plan the best choice is found.
+
+/// Blocks of one kind.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Saving {
+    /// The kind.
+    pub(crate) kind: u32,
+    /// Memory that each of them frees.
+    pub(crate) bytes: f64,
+    /// Time that it costs.
+    pub(crate) us: f64,
+    /// How many there are.
+    pub(crate) count: usize,
+}
+
+impl Saving {
+    fn ratio(&self) -> f64 {
+        self.us / self.bytes
+    }
+}
+
+/// Memory to free, and what may free it.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Choice {
+    /// The cheapest memory first.
+    pub(crate) savings: Vec<Saving>,
+    /// For each microbatch.
+    pub(crate) needed_bytes: f64,
+}
+
+impl Choice {
+    /// A choice among kinds; those that free nothing are left out.
+    pub(crate) fn new(mut savings: Vec<Saving>, needed_bytes: impl FnOnce(&[Saving]) -> f64) -> Self {
+        savings.retain(|saving| saving.bytes > 0.0 && saving.count > 0);
+        savings.sort_by(|left, right| left.ratio().total_cmp(&right.ratio()).then(right.bytes.total_cmp(&left.bytes)));
+        let needed_bytes = needed_bytes(&savings);
+        Self { savings, needed_bytes }
+    }
+
+    /// The cost of taking kinds in order until enough is free; `None` when all together free less.
+    pub(crate) fn greedy_us(&self) -> Option<f64> {
+        let (mut us, mut needed_bytes) = (0.0, self.needed_bytes);
+        for saving in &self.savings {
+            if needed_bytes <= 0.0 {
+                break;
+            }
+            let count = (needed_bytes / saving.bytes).ceil().min(saving.count as f64);
+            us += count * saving.us;
+            needed_bytes -= count * saving.bytes;
+        }
+        (needed_bytes <= 0.0).then_some(us)
+    }
+
+    /// The cheapest numbers of each kind that free enough, if any do.
+    pub(crate) fn cheapest(&self) -> Option<Vec<usize>> {
+        let savings = &self.savings[..];
+        let mut search = Knapsack { savings, best_us: f64::INFINITY, best: None, counts: vec![0; savings.len()] };
+        search.take(0, self.needed_bytes, 0.0);
+        search.best
+    }
+}
+
+/// The most memory that one Block of these kinds frees, and holds again while it is computed again.
+pub(crate) fn largest_bytes(savings: &[Saving]) -> f64 {
+    savings.iter().map(|saving| saving.bytes).fold(0.0, f64::max)
+}
+
+/// Branch and bound over the kinds (Horowitz and Sahni, 1974).
+struct Knapsack<'a> {
+    savings: &'a [Saving],
+    best_us: f64,
+    best: Option<Vec<usize>>,
+    counts: Vec<usize>,
+}
+
+impl Knapsack<'_> {
+    fn take(&mut self, kind: usize, needed_bytes: f64, us: f64) {
+        if needed_bytes <= 0.0 {
+            if us < self.best_us {
+                (self.best_us, self.best) = (us, Some(self.counts.clone()));
+            }
+            return;
+        }
+        if kind == self.savings.len() || us + self.least_us(kind, needed_bytes) >= self.best_us {
+            return;
+        }
+        let Saving { bytes, us: each_us, count, .. } = self.savings[kind];
+        let most = (needed_bytes / bytes).ceil().min(count as f64) as usize;
+        for taken in (0..=most).rev() {
+            self.counts[kind] = taken;
+            self.take(kind + 1, needed_bytes - taken as f64 * bytes, us + taken as f64 * each_us);
+        }
+        self.counts[kind] = 0;
+    }
+
+    /// The cost if parts of Blocks could be taken.
+    fn least_us(&self, kind: usize, mut needed_bytes: f64) -> f64 {
+        let mut us = 0.0;
+        for saving in &self.savings[kind..] {
+            let taken = (needed_bytes / saving.bytes).min(saving.count as f64);
+            us += taken * saving.us;
+            needed_bytes -= taken * saving.bytes;
+            if needed_bytes <= 0.0 {
+                return us;
+            }
+        }
+        f64::INFINITY
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn brute_force_us(savings: &[Saving], needed_bytes: f64) -> f64 {
+        match savings {
+            _ if needed_bytes <= 0.0 => 0.0,
+            [] => f64::INFINITY,
+            [first, rest @ ..] => (0..=first.count)
+                .map(|taken| taken as f64 * first.us + brute_force_us(rest, needed_bytes - taken as f64 * first.bytes))
+                .fold(f64::INFINITY, f64::min),
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_cheapest_choice_equals_brute_force(
+            drawn in prop::collection::vec((0..20_u32, 1..20_u32, 0..4_usize), 0..5), needed in 0..200_u32,
+        ) {
+            let saving = |(bytes, us, count)| Saving { kind: 0, bytes: f64::from(bytes), us: f64::from(us), count };
+            let needed_bytes = f64::from(needed);
+            let choice = Choice::new(drawn.into_iter().map(saving).collect(), |_| needed_bytes);
+            let savings = &choice.savings;
+            let expected_us = brute_force_us(savings, needed_bytes);
+            match choice.cheapest() {
+                Some(counts) => {
+                    let us: f64 = savings.iter().zip(&counts).map(|(saving, &count)| saving.us * count as f64).sum();
+                    let bytes: f64 = savings.iter().zip(&counts).map(|(saving, &count)| saving.bytes * count as f64).sum();
+                    prop_assert!(bytes >= needed_bytes && us == expected_us, "{} {}", us, expected_us);
+                    prop_assert!(choice.greedy_us().expect("enough") >= us);
+                }
+                None => prop_assert!(expected_us.is_infinite() && choice.greedy_us().is_none()),
+            }
+        }
+    }
+}

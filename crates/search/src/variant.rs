@@ -1,0 +1,69 @@
+//! Ways to save memory that a Stage may use.
+
+use rannc_plan::Sharding;
+
+use crate::settings::Capabilities;
+
+/// Most microbatches in flight for which Blocks to compute again are chosen one by one; Stages that hold
+/// more compute all of them again.
+const MAX_FITTED: u64 = 16;
+
+/// What a Stage computes again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Again {
+    Nothing,
+    Everything,
+    /// As many Blocks as it takes to hold so many microbatches.
+    ToHold(u64),
+}
+
+/// A way to run a Stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Variant {
+    pub(crate) again: Again,
+    pub(crate) sharding: Sharding,
+    pub(crate) offload: bool,
+}
+
+impl Variant {
+    /// Nothing is saved.
+    pub(crate) const PLAIN: Self = Self { again: Again::Nothing, sharding: Sharding::None, offload: false };
+
+    /// The way that saves most memory.
+    pub(crate) fn most(capabilities: &Capabilities) -> Self {
+        let again = if capabilities.recompute { Again::Everything } else { Again::Nothing };
+        Self { again, sharding: capabilities.sharding, offload: capabilities.offload }
+    }
+
+    /// All ways that a runtime has when a Stage may hold up to `in_flight` microbatches, the plain one first.
+    pub(crate) fn all(capabilities: &Capabilities, in_flight: u64) -> Vec<Self> {
+        let mut again = vec![Again::Nothing];
+        if capabilities.recompute {
+            again.push(Again::Everything);
+            again.extend((1..=in_flight.min(MAX_FITTED)).map(Again::ToHold));
+        }
+        let levels = [Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::Params];
+        let levels = levels.into_iter().filter(|level| *level <= capabilities.sharding);
+        let offload: &[bool] = if capabilities.offload { &[false, true] } else { &[false] };
+        let mut variants = Vec::new();
+        for sharding in levels {
+            for &offload in offload {
+                variants.extend(again.iter().map(|&again| Self { again, sharding, offload }));
+            }
+        }
+        variants
+    }
+
+    /// True when a longer run never takes less time.
+    pub(crate) fn is_monotone(&self) -> bool {
+        !matches!(self.again, Again::ToHold(_))
+    }
+
+    /// True when a Stage that holds `in_flight` microbatches may be run so.
+    pub(crate) fn serves(&self, in_flight: u64) -> bool {
+        match self.again {
+            Again::ToHold(held) => held == in_flight,
+            Again::Nothing | Again::Everything => true,
+        }
+    }
+}
