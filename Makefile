@@ -13,10 +13,10 @@ export UV_PROJECT_ENVIRONMENT := $(CURDIR)/.venv
 # An activated environment of another project must not be picked up by any tool below.
 unexport VIRTUAL_ENV
 
-.PHONY: help setup demo test test-rust test-python lint bench ci clean
+.PHONY: help setup demo test test-rust test-python lint bench bench-planning ci clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: | $(UV) ## Make .venv with all dependencies and a release build of pyrannc
 	# The library stands among the sources, so uv does not see when it has been deleted.
@@ -52,6 +52,9 @@ lint: setup ## Check formatting, lints and types of Rust and Python
 bench: setup ## Time a step of RaNNC beside DDP and FSDP2 (BENCH_RANKS=8 BENCH_ARGS="bert 32 --sizes 24 1024 512")
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) torchrun --standalone --nproc-per-node $(BENCH_RANKS) \
 		benches/step_time.py $(BENCH_ARGS)
+
+bench-planning: setup ## Time the planning of large models, without a GPU (PLANNING_ARGS='--cases "bert-24 on 8 H200"')
+	$(RUN) python benches/planning.py --graphs target/graphs $(PLANNING_ARGS)
 
 ci: lint test ## What a CI job runs
 

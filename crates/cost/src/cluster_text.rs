@@ -67,6 +67,6 @@ fn quoted(text: &str) -> toml::Value {
 
 /// As many digits as survive the change of units and back.
 fn figure(value: f64) -> String {
-    let rounded = format!("{value:.14e}").parse().unwrap_or(value);
-    toml::Value::Float(rounded).to_string()
+    let rounded: f64 = format!("{value:.14e}").parse().unwrap_or(value);
+    if (1e-3..1e6).contains(&rounded) { rounded.to_string() } else { format!("{rounded:e}") }
 }

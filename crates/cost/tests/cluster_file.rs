@@ -171,3 +171,9 @@ proptest! {
 fn written() -> String {
     Cluster::from_toml(&full()).expect("valid").to_toml()
 }
+
+#[test]
+fn the_seed_of_the_fuzz_target_is_a_cluster() {
+    let seed = include_str!("../../../fuzz/seeds/cluster/h200.toml");
+    assert_eq!(Cluster::from_toml(seed).expect("valid").devices(), 8);
+}

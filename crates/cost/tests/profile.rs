@@ -173,3 +173,10 @@ fn other_files_are_refused() {
     let missing = Profile::read(std::path::Path::new("/nowhere/profile.json")).expect_err("no such file");
     assert!(missing.to_string().starts_with("cannot read the profile file /nowhere/profile.json"), "{missing}");
 }
+
+#[test]
+fn the_seed_of_the_fuzz_target_can_be_sealed() {
+    let seed = include_str!("../../../fuzz/seeds/profile/profile.json");
+    let profile: Profile = serde_json::from_str(seed).expect("of the form of a profile");
+    assert_eq!(profile.seal().expect("figures agree").blocks.len(), 2);
+}

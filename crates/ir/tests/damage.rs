@@ -41,3 +41,10 @@ fn of_both_kinds() {
     assert!(Graph::from_json(&text.replace("linear", "bilinear")).is_ok());
     assert!(Graph::from_json(&text[1..]).is_err());
 }
+
+#[test]
+fn the_seeds_of_the_fuzz_target_are_graphs() {
+    let json = Graph::from_json(include_str!("../../../fuzz/seeds/graph/mlp.json")).expect("valid");
+    let text = Graph::from_text(include_str!("../../../fuzz/seeds/graph/mlp.txt")).expect("valid");
+    assert_eq!(json, text);
+}

@@ -202,3 +202,10 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn the_seed_of_the_fuzz_target_can_be_sealed() {
+    let seed = include_str!("../../../fuzz/seeds/plan/plan.json");
+    let plan: Plan = serde_json::from_str(seed).expect("of the form of a plan");
+    assert_eq!(plan.seal().expect("consistent").stages.len(), 2);
+}
