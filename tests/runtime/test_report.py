@@ -12,7 +12,8 @@ import torch
 
 from pyrannc.errors import RaNNCError
 from pyrannc.ledger import Compared, Report
-from pyrannc.runtime.timing import KEPT_STEPS
+from pyrannc.runtime.program import RankProgram
+from pyrannc.runtime.timing import KEPT_STEPS, Timing
 from tests.ranks import RankPool
 
 from .equivalence import Case, Twins, double_precision, make_batch
@@ -154,3 +155,43 @@ def test_errors_are_shares_of_the_measured() -> None:
     assert Compared(1.0, None).error is None
     assert Compared(None, 1.0).error is None
     assert Compared(1.0, 0.0).error is None
+
+
+class Tick:
+    """An event of a device on which every event takes a millisecond."""
+
+    made = 0
+    now_ms = 0
+
+    def __init__(self) -> None:
+        Tick.made += 1
+
+    def record(self) -> None:
+        Tick.now_ms += 1
+        self.ms = Tick.now_ms
+
+    def elapsed_time(self, end: Tick) -> float:
+        return end.ms - self.ms
+
+
+def test_events_serve_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Timing, "_new_event", lambda timing: Tick())
+    timing = Timing(torch.device("cpu"))
+    view = {"rank": 0, "stage": 0, "mode": "train_1f1b", "gather_inputs": True, "total_rows": 2, "microbatches": [1, 1]}
+    lists = ("rows", "slices", "inputs", "outputs", "forward", "backward")
+    program = RankProgram.from_json(json.dumps(view | {key: [] for key in lists}))
+    for _ in range(3 * KEPT_STEPS):
+        marks = timing.begin(program)
+        assert marks is not None
+        for microbatch in range(2):
+            with marks.span("forward", microbatch):
+                pass
+        marks.finish()
+    events_of_a_step = 1 + 2 * 2 + 1
+    assert Tick.made <= (KEPT_STEPS + 2) * events_of_a_step
+    found = timing.times()
+    assert len(found) == KEPT_STEPS
+    for step in found:
+        assert step.step_us == events_of_a_step * 1e3
+        assert [(span.microbatch, span.start_us, span.end_us) for span in step.spans] == [(0, 1e3, 2e3), (1, 3e3, 4e3)]
+        assert step.reduced_us == 5e3
