@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{Parser, Subcommand, value_parser};
+use clap::{Parser, Subcommand, ValueEnum, value_parser};
 
 const START: &str = "\
 Start: capture a model, plan it, look at the plan. Only the first needs torch, none needs a device.
@@ -13,7 +13,7 @@ Start: capture a model, plan it, look at the plan. Only the first needs torch, n
 `python -m pyrannc calibrate` measures the devices and links of this machine (needs torch).
 Each command shows an example: rannc plan --help";
 
-/// Plans, explains and simulates pipeline- and data-parallel training.
+/// Plans and explains pipeline- and data-parallel training.
 #[derive(Debug, Parser)]
 #[command(name = "rannc", bin_name = "rannc", version, arg_required_else_help = true, after_help = START)]
 pub(crate) struct Args {
@@ -29,6 +29,22 @@ Example: rannc plan bert.json --cluster H200x8 --batch 256 -o plan.json
 
 A training script uses the plan with RaNNCModule(..., load_deployment=\"plan.json\").")]
     Plan(PlanArgs),
+    /// Explains the fastest plan: what binds, what the cuts cost, which plans come next.
+    #[command(after_help = "\
+Example: rannc explain bert.json --cluster H200x8 --batch 256 --memory-gb 40
+
+It searches like `rannc plan`, and also finds the runners-up with what each of them loses, and what it would gain to
+recompute activations, to divide parameters over replicas (ZeRO), or to keep optimizer state in host memory.")]
+    Explain(ExplainArgs),
+    /// Plans for several numbers of devices, memory limits and batches, and shows a table.
+    #[command(
+        name = "whatif",
+        after_help = "\
+Example: rannc whatif bert.json --cluster H200x8 --devices 1,2,4,8,16 --memory-gb 40,80 --batch 128,256
+
+More devices than the cluster has stand on further nodes like its last one."
+    )]
+    WhatIf(WhatIfArgs),
     /// Shows a plan file: stages, ranks, predicted time and memory.
     #[command(after_help = "Example: rannc show plan.json --batch 256")]
     Show(ShowArgs),
@@ -53,17 +69,55 @@ Edit the file and check it with `rannc cluster cluster.toml`. Without arguments 
 pub(crate) struct PlanArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
-    #[command(flatten)]
-    pub(crate) search: SearchArgs,
     /// Rows of the global batch.
     #[arg(long, value_name = "ROWS", value_parser = value_parser!(u64).range(1..))]
     pub(crate) batch: u64,
     /// Memory that a plan may use of a device [default: all that it has].
     #[arg(long, value_name = "GIB", value_parser = gib)]
     pub(crate) memory_gb: Option<Gib>,
+    #[command(flatten)]
+    pub(crate) search: SearchArgs,
     /// Write the plan to this file.
     #[arg(short, long, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) format: FormatArgs,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct ExplainArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    /// Rows of the global batch.
+    #[arg(long, value_name = "ROWS", value_parser = value_parser!(u64).range(1..))]
+    pub(crate) batch: u64,
+    /// Memory that a plan may use of a device [default: all that it has].
+    #[arg(long, value_name = "GIB", value_parser = gib)]
+    pub(crate) memory_gb: Option<Gib>,
+    #[command(flatten)]
+    pub(crate) search: SearchArgs,
+    /// Most other plans to show.
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    pub(crate) runners_up: usize,
+    #[command(flatten)]
+    pub(crate) format: FormatArgs,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct WhatIfArgs {
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    /// Rows of the global batch; several with commas between.
+    #[arg(long, value_name = "ROWS", value_delimiter = ',', required = true, value_parser = value_parser!(u64).range(1..))]
+    pub(crate) batch: Vec<u64>,
+    /// Numbers of devices [default: all of the cluster].
+    #[arg(long, value_name = "N", value_delimiter = ',', value_parser = value_parser!(u32).range(1..))]
+    pub(crate) devices: Vec<u32>,
+    /// Amounts of memory that a plan may use of a device [default: all that it has].
+    #[arg(long, value_name = "GIB", value_delimiter = ',', value_parser = gib)]
+    pub(crate) memory_gb: Vec<Gib>,
+    #[command(flatten)]
+    pub(crate) search: SearchArgs,
     #[command(flatten)]
     pub(crate) format: FormatArgs,
 }
@@ -76,6 +130,9 @@ pub(crate) struct ModelArgs {
     /// A cluster file, or a preset with its number of devices: H200x8 is one node of 8, H200x8x2 two.
     #[arg(long)]
     pub(crate) cluster: String,
+    /// What was measured of the graph on a kind of device; may be given for several kinds.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) profile: Vec<PathBuf>,
 }
 
 /// How to search.
@@ -90,12 +147,39 @@ pub(crate) struct SearchArgs {
     /// Number of stages [default: free].
     #[arg(long, value_name = "N")]
     pub(crate) stages: Option<u32>,
+    /// Most stages [default: any number].
+    #[arg(long, value_name = "N", conflicts_with = "stages")]
+    pub(crate) max_stages: Option<u32>,
     /// Number of microbatches [default: free].
     #[arg(long, value_name = "N")]
     pub(crate) microbatches: Option<u32>,
+    /// Most microbatches.
+    #[arg(long, value_name = "N", default_value_t = 32, conflicts_with = "microbatches")]
+    pub(crate) max_microbatches: u32,
     /// The loss is computed outside the model: all forwards run before the first backward.
     #[arg(long)]
     pub(crate) loss_outside: bool,
+    /// Plan as if the runtime could save memory in these ways; it refuses such a plan until it can.
+    #[arg(long, value_name = "WHAT", value_delimiter = ',', value_enum)]
+    pub(crate) assume: Vec<SaverArg>,
+    /// Take the best plan that is found in this time [default: no limit].
+    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    pub(crate) time_limit: Option<f64>,
+    /// Threads; the plan does not depend on them [default: all processors].
+    #[arg(long, value_name = "N")]
+    pub(crate) threads: Option<usize>,
+}
+
+/// Computing activations again for the backward; dividing optimizer state, gradients and parameters over
+/// replicas; keeping optimizer state in host memory.
+// Variants without help of their own: a list of them fits on one line.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum SaverArg {
+    Recompute,
+    Zero1,
+    Zero2,
+    Zero3,
+    Offload,
 }
 
 #[derive(Debug, clap::Args)]
@@ -169,5 +253,12 @@ fn gib(text: &str) -> Result<Gib, String> {
     match text.parse() {
         Ok(gib) if gib > 0.0 && f64::is_finite(gib) => Ok(Gib(gib)),
         _ => Err("it must be a positive number of GiB".to_owned()),
+    }
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(seconds) if seconds > 0.0 && f64::is_finite(seconds) => Ok(seconds),
+        _ => Err("it must be a positive number of seconds".to_owned()),
     }
 }

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use anyhow::{Result, anyhow};
-use rannc_cost::{Cluster, CostError, Preset, presets};
+use anyhow::{Context as _, Result, anyhow, ensure};
+use rannc_cost::{Cluster, CostError, Level, Node, Preset, presets};
 
 /// The cluster in a file, or of a short form such as `H200x8` (one node) or `H200x8x2` (two).
 pub(crate) fn cluster(text: &str) -> Result<Cluster> {
@@ -16,6 +16,40 @@ pub(crate) fn cluster(text: &str) -> Result<Cluster> {
         CostError::Read { .. } => anyhow!(error),
         error => anyhow!("{text}: {error}"),
     })
+}
+
+/// The first `devices` devices of the cluster, or as many more as it takes on further nodes like its last one.
+pub(crate) fn resized(cluster: &Cluster, devices: u32) -> Result<Cluster> {
+    ensure!(devices > 0, "a cluster needs at least one device");
+    let mut nodes: Vec<Node> = Vec::new();
+    let last = *cluster.nodes.last().context("a checked cluster has nodes")?;
+    let mut missing = devices;
+    for node in cluster.nodes.iter().copied().chain(std::iter::repeat(last)) {
+        let taken = node.devices.min(missing);
+        nodes.push(Node { devices: taken, ..node });
+        missing -= taken;
+        if missing == 0 {
+            break;
+        }
+    }
+    let count = u32::try_from(nodes.len())?;
+    let levels = levels(cluster, count, &cluster.kinds[last.kind].name)?;
+    let resized = Cluster { nodes, levels, ..cluster.clone() };
+    resized.check()?;
+    Ok(resized)
+}
+
+/// The levels that join `nodes` nodes. Where there was one node, those of its preset join more.
+fn levels(cluster: &Cluster, nodes: u32, device: &str) -> Result<Vec<Level>> {
+    let mut levels = cluster.levels.clone();
+    if levels.len() == 1 && nodes > 1 {
+        known(device).map_err(|error| anyhow!("nothing tells how several nodes of the cluster are joined: {error}"))?;
+        levels.extend(Cluster::preset(device, nodes, 1)?.levels.into_iter().skip(1));
+    }
+    let enough = levels.iter().position(|level| level.nodes >= nodes).unwrap_or(levels.len() - 1);
+    levels.truncate(enough + 1);
+    levels[enough].nodes = nodes;
+    Ok(levels)
 }
 
 /// The preset with this name, or what there is instead.
@@ -67,5 +101,37 @@ mod tests {
         for text in ["H200", "H200x", "x8", "H2000y8", "H201x8", "H200x-1", "H200x99999999999"] {
             assert!(short_form(text).is_err(), "{text}");
         }
+    }
+
+    /// Devices of each node, and nodes that each level joins.
+    fn shape(cluster: &Cluster) -> (Vec<u32>, Vec<u32>) {
+        let devices = cluster.nodes.iter().map(|node| node.devices);
+        (devices.collect(), cluster.levels.iter().map(|level| level.nodes).collect())
+    }
+
+    #[test]
+    fn clusters_shrink_and_grow_by_nodes() {
+        let two_nodes = Cluster::preset("H200", 2, 4).expect("8 devices");
+        let resized_shape = |devices| shape(&resized(&two_nodes, devices).expect("possible"));
+        assert_eq!(resized_shape(8), (vec![4, 4], vec![1, 2]));
+        assert_eq!(resized_shape(3), (vec![3], vec![1]));
+        assert_eq!(resized_shape(4), (vec![4], vec![1]));
+        assert_eq!(resized_shape(6), (vec![4, 2], vec![1, 2]));
+        assert_eq!(resized_shape(14), (vec![4, 4, 4, 2], vec![1, 4]));
+        let one_node = Cluster::preset("H200", 1, 4).expect("4 devices");
+        assert_eq!(resized(&one_node, 12).expect("possible").levels, Cluster::preset("H200", 3, 4).expect("12").levels);
+        assert!(resized(&two_nodes, 0).is_err());
+    }
+
+    #[test]
+    fn levels_between_shrink_with_the_nodes() {
+        let mut cluster = Cluster::preset("H200", 6, 2).expect("12 devices");
+        let rack = Level { nodes: 3, ..cluster.levels[1].clone() };
+        cluster.levels.insert(1, rack);
+        cluster.check().expect("nested");
+        assert_eq!(shape(&resized(&cluster, 4).expect("possible")).1, [1, 2]);
+        assert_eq!(shape(&resized(&cluster, 6).expect("possible")).1, [1, 3]);
+        assert_eq!(shape(&resized(&cluster, 10).expect("possible")).1, [1, 3, 5]);
+        assert_eq!(shape(&resized(&cluster, 20).expect("possible")).1, [1, 3, 10]);
     }
 }

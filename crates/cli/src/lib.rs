@@ -7,6 +7,8 @@ mod cluster;
 mod commands;
 mod files;
 mod printer;
+mod progress;
+mod search;
 
 use std::ffi::OsString;
 use std::io::{self, Write};

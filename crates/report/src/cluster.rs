@@ -26,8 +26,8 @@ impl Report for ClusterTables<'_> {
         let device_rows = kinds.iter().map(|device| device_row(&device.name, device)).collect();
         format!(
             "Cluster {name}: {devices} on {node_count}\nNodes: {groups}\n\nDevices\n{}\nLinks\n{}",
-            table(&DEVICE_HEADER, device_rows, 1),
-            table(&LEVEL_HEADER, levels.iter().map(level_row).collect(), 1),
+            table(&DEVICE_HEADER, device_rows, 1..8),
+            table(&LEVEL_HEADER, levels.iter().map(level_row).collect(), 1..6),
         )
     }
 }
@@ -83,6 +83,6 @@ impl PresetList {
 impl Report for PresetList {
     fn text(&self) -> String {
         let rows = self.presets.iter().map(|preset| device_row(preset.name, &preset.device)).collect();
-        table(&DEVICE_HEADER, rows, 1)
+        table(&DEVICE_HEADER, rows, 1..8)
     }
 }

@@ -5,7 +5,7 @@ use rannc_plan::{Plan, StageOps, StagePlan};
 use serde::Serialize;
 
 use crate::Report;
-use crate::format::{percent, runs, savers, schedule};
+use crate::format::{percent, runs, savers, schedule, signed_percent};
 use crate::table::table;
 
 /// What differs between two Plans.
@@ -66,7 +66,7 @@ impl Amount {
             (Self::Bytes(left), Self::Bytes(right)) => (*left as f64, *right as f64),
             _ => return String::new(),
         };
-        if left > 0.0 { format!("{:+.1}%", 100.0 * (right / left - 1.0)) } else { String::new() }
+        if left > 0.0 { signed_percent(right / left - 1.0) } else { String::new() }
     }
 }
 
@@ -189,7 +189,7 @@ impl Report for PlanDiff {
         });
         let mut text = String::new();
         if !self.changes.is_empty() {
-            text += &table(&["", "Left", "Right", "Change"], changes.collect(), 1);
+            text += &table(&["", "Left", "Right", "Change"], changes.collect(), 1..4);
         }
         if !self.same_graph {
             return text + "The plans divide different graphs, so their stages cannot be compared.\n";
@@ -202,6 +202,6 @@ impl Report for PlanDiff {
             let mark = if *same { "" } else { "*" };
             vec![modules.join("\n"), left.clone(), right.clone(), mark.to_owned()]
         });
-        text + "\nStages\n" + &table(&["Modules", "Left", "Right", ""], segments.collect(), 4)
+        text + "\nStages\n" + &table(&["Modules", "Left", "Right", ""], segments.collect(), 0..0)
     }
 }

@@ -20,6 +20,11 @@ pub(crate) fn percent(share: f64) -> String {
     format!("{:.1}%", 100.0 * share)
 }
 
+/// A change as a share, in percent with its sign.
+pub(crate) fn signed_percent(share: f64) -> String {
+    format!("{:+.1}%", 100.0 * share)
+}
+
 /// A large number with a decimal prefix: `12.3 G`.
 pub(crate) fn decimal(amount: f64) -> String {
     const PREFIXES: [&str; 7] = ["", " k", " M", " G", " T", " P", " E"];
@@ -29,7 +34,8 @@ pub(crate) fn decimal(amount: f64) -> String {
         amount /= 1000.0;
         prefix += 1;
     }
-    if prefix == 0 { format!("{amount}") } else { format!("{amount:.1}{}", PREFIXES[prefix]) }
+    let digits = format!("{amount:.1}");
+    format!("{}{}", digits.strip_suffix(".0").filter(|_| prefix == 0).unwrap_or(&digits), PREFIXES[prefix])
 }
 
 /// What a Stage does to save memory: `recompute, ZeRO 1, offload`; empty if nothing.
@@ -39,15 +45,19 @@ pub(crate) fn savers(stage: &StagePlan) -> String {
         Recompute::Stage => Some("recompute".to_owned()),
         Recompute::Blocks(runs) => Some(format!("recompute {}", counted(runs.len() as u64, "run", "runs"))),
     };
-    let sharding = match stage.sharding {
+    let offload = stage.offload.then_some("offload");
+    let all = [recompute, sharding(stage.sharding).map(str::to_owned), offload.map(str::to_owned)];
+    all.into_iter().flatten().collect::<Vec<_>>().join(", ")
+}
+
+/// The usual name of what Replicas divide.
+pub(crate) const fn sharding(sharding: Sharding) -> Option<&'static str> {
+    match sharding {
         Sharding::None => None,
         Sharding::Optimizer => Some("ZeRO 1"),
         Sharding::Gradients => Some("ZeRO 2"),
         Sharding::Params => Some("ZeRO 3"),
-    };
-    let offload = stage.offload.then_some("offload");
-    let all = recompute.into_iter().chain(sharding.map(str::to_owned)).chain(offload.map(str::to_owned));
-    all.collect::<Vec<_>>().join(", ")
+    }
 }
 
 /// Increasing numbers with their runs shortened: `0-3, 6`.
@@ -85,6 +95,7 @@ mod tests {
     #[test]
     fn large_numbers_have_prefixes() {
         assert_eq!(decimal(999.0), "999");
+        assert_eq!(decimal(40.123), "40.1");
         assert_eq!(decimal(12_345.0), "12.3 k");
         assert_eq!(decimal(2.5e21), "2500.0 E");
     }

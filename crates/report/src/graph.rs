@@ -167,7 +167,10 @@ impl Report for GraphSummary {
             ("Hash", self.hash.clone()),
             ("Inputs", self.inputs.join(", ")),
             ("Outputs", self.outputs.join(", ")),
-            ("Parameters", format!("{} elements, {}", self.params.elements, format_bytes(self.params.bytes))),
+            (
+                "Parameters",
+                format!("{} elements, {}", decimal(self.params.elements as f64), format_bytes(self.params.bytes)),
+            ),
             ("Buffers", format!("{}, {}", self.buffers.count, format_bytes(self.buffers.bytes))),
             ("Ops", format!("{}, of which {} are batch-free", self.ops, self.batch_free_ops)),
             ("Places to cut", self.places_to_cut.to_string()),
@@ -199,7 +202,7 @@ impl GraphSummary {
             let count: usize = others.iter().map(|kind| kind.count).sum();
             rows.push(vec!["others".to_owned(), count.to_string(), share(others.iter().map(|kind| kind.flops).sum())]);
         }
-        table(&["Op", "Count", "FLOP"], rows, 1)
+        table(&["Op", "Count", "FLOP"], rows, 1..3)
     }
 }
 

@@ -9,7 +9,7 @@ use crate::Report;
 use crate::format::{counted, percent, repeats, runs, savers, schedule};
 use crate::table::table;
 
-fn title(plan: &Plan, batch_rows: u64) -> String {
+pub(crate) fn title(plan: &Plan, batch_rows: u64) -> String {
     format!(
         "Plan of {}: {} on {}, {} in {}, {}\n",
         plan.graph_name,
@@ -22,7 +22,7 @@ fn title(plan: &Plan, batch_rows: u64) -> String {
 }
 
 /// Rows of each microbatch, if all ranks bring equally many.
-fn microbatch_rows(plan: &Plan, batch_rows: u64) -> Vec<u64> {
+pub(crate) fn microbatch_rows(plan: &Plan, batch_rows: u64) -> Vec<u64> {
     let mut rows = vec![0; plan.microbatches as usize];
     for rank_rows in split_even(batch_rows, plan.world_size as usize) {
         for (sum, part) in rows.iter_mut().zip(split_even(rank_rows.rows(), plan.microbatches as usize)) {
@@ -41,19 +41,19 @@ fn replica_rows(plan: &Plan, batch_rows: u64, stage: &StagePlan) -> Vec<u64> {
 
 /// Times and, if a Stage saves memory, how.
 fn stage_table(plan: &Plan) -> String {
-    let mut header =
-        vec!["Stage", "Modules", "Replicas", "Ranks", "Rows", "Forward", "Backward", "Transfer", "Reduce", "Update"];
-    let saving = plan.stages.iter().any(|stage| !savers(stage).is_empty());
-    header.extend(saving.then_some("Saving"));
+    let header = [
+        "Stage", "Modules", "Replicas", "Ranks", "Rows", "Forward", "Backward", "Transfer", "Reduce", "Update",
+        "Saving",
+    ];
     let deployment = Deployment::new(plan, plan.batch_rows);
     let rows = plan.stages.iter().zip(&deployment.stages).enumerate().map(|(number, (stage, deployed))| {
         let StagePrediction { forward_us, backward_us, transfer_us, reduce_us, update_us, .. } = stage.predicted;
         let mut row = deployed.row(number);
         row.extend([forward_us, backward_us, transfer_us, reduce_us, update_us].map(format_us));
-        row.extend(saving.then(|| savers(stage)));
+        row.push(savers(stage));
         row
     });
-    table(&header, rows.collect(), 2)
+    table(&header, rows.collect(), 2..10)
 }
 
 fn memory_table(plan: &Plan, limit_bytes: Option<u64>) -> String {
@@ -86,20 +86,27 @@ fn memory_table(plan: &Plan, limit_bytes: Option<u64>) -> String {
         row.extend(limit_bytes.map(format_bytes));
         row
     });
-    table(&header, rows.collect(), 1)
+    table(&header, rows.collect(), 1..10)
 }
 
-/// A Plan with its predictions: times of one microbatch on the largest Replica of each Stage (the
-/// reduction: of a step), memory of one device, and the limit if it is given.
-pub fn plan_tables(plan: &Plan, limit_bytes: Option<u64>) -> String {
+/// What a Plan is, and what is predicted for a step.
+pub(crate) fn summary(plan: &Plan) -> String {
     let predicted = &plan.predicted;
     format!(
-        "{}Predicted: {} a step, devices idle {} of it; no plan takes less than {}\n\n\
-         Time of a microbatch\n{}\nMemory of a device\n{}",
+        "{}Predicted: {} a step, devices idle {} of it; no plan takes less than {}\n",
         title(plan, plan.batch_rows),
         format_us(predicted.step_us),
         percent(predicted.bubble),
         format_us(predicted.lower_bound_us),
+    )
+}
+
+/// A Plan with its predictions: times of one microbatch on the largest Replica of each Stage (the
+/// reduction and the update: of a step), memory of one device, and the limit if it is given.
+pub fn plan_tables(plan: &Plan, limit_bytes: Option<u64>) -> String {
+    format!(
+        "{}\nTime of a microbatch\n{}\nMemory of a device\n{}",
+        summary(plan),
         stage_table(plan),
         memory_table(plan, limit_bytes),
     )
@@ -175,7 +182,7 @@ impl Report for Deployment {
         let header = ["Stage", "Modules", "Replicas", "Ranks", "Rows"];
         let rows = self.stages.iter().enumerate().map(|(number, stage)| stage.row(number));
         let microbatches = repeats(&self.microbatch_rows);
-        format!("{}Rows of the microbatches: {microbatches}\n{}", self.title, table(&header, rows.collect(), 2))
+        format!("{}Rows of the microbatches: {microbatches}\n{}", self.title, table(&header, rows.collect(), 2..5))
     }
 }
 

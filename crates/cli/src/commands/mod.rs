@@ -2,9 +2,11 @@
 
 mod cluster;
 mod diff;
+mod explain;
 mod graph;
 mod plan;
 mod show;
+mod whatif;
 
 use anyhow::Result;
 
@@ -16,6 +18,8 @@ pub(crate) fn execute(args: Args) -> Result<Printer> {
     let Args { command } = args;
     match command {
         Command::Plan(args) => plan::run(args),
+        Command::Explain(args) => explain::run(args),
+        Command::WhatIf(args) => whatif::run(args),
         Command::Show(args) => show::run(args),
         Command::Diff(args) => diff::run(args),
         Command::Cluster(args) => cluster::run(args),

@@ -1,6 +1,8 @@
 //! Failures: one line, and exit code 1.
 
 use insta::assert_snapshot;
+use rannc_cost::Profile;
+use rannc_ir::Graph;
 
 use crate::folder::Folder;
 
@@ -35,5 +37,30 @@ fn plans_that_cannot_be() {
         "plan graph.json --cluster cluster.toml --batch 24 --microbatches 25",
         "plan graph.json --cluster cluster.toml --batch 24 --memory-margin 1",
         "plan graph.json --cluster cluster.toml --batch 24 --optimizer-factor nan",
+    ]));
+}
+
+#[test]
+fn profiles_that_cannot_be_used() {
+    let folder = Folder::new("profiles");
+    let hash = Graph::from_json(&folder.read("graph.json")).expect("a graph").hash();
+    for (file, graph_hash, device) in [
+        ("good.json", hash.as_str(), "Test GPU"),
+        ("other-graph.json", "0000", "Test GPU"),
+        ("other-device.json", hash.as_str(), "Another GPU"),
+    ] {
+        let profile = Profile::new(graph_hash, device, "float32").seal().expect("consistent");
+        folder.write(file, &profile.to_json());
+    }
+    folder.write("cut.json", &folder.read("good.json")[..50]);
+    folder.write("edited.json", &folder.read("good.json").replace("float32", "float64"));
+    let line = "plan graph.json --cluster cluster.toml --batch 24 --profile";
+    assert_eq!(folder.rannc(&format!("{line} good.json")).code, 0);
+    assert_snapshot!(folder.errors(&[
+        &format!("{line} missing.json"),
+        &format!("{line} other-graph.json"),
+        &format!("{line} other-device.json"),
+        &format!("{line} cut.json"),
+        &format!("{line} edited.json"),
     ]));
 }

@@ -5,5 +5,7 @@ mod errors;
 mod folder;
 mod graphs;
 mod help;
+mod json;
 mod plan_files;
 mod plans;
+mod searches;

@@ -1,0 +1,40 @@
+//! `rannc explain`.
+
+use anyhow::Result;
+use rannc_cost::Cluster;
+use rannc_report::{Explanation, Question};
+use rannc_search::Settings;
+
+use crate::args::{ExplainArgs, ModelArgs};
+use crate::files::Model;
+use crate::printer::Printer;
+use crate::progress::Progress;
+use crate::search::{in_words, settings};
+
+pub(crate) fn run(args: ExplainArgs) -> Result<Printer> {
+    let ExplainArgs { model: ModelArgs { graph, cluster, profile }, search, batch, memory_gb, runners_up, format } =
+        args;
+    let model = Model::read(&graph, &cluster, &profile)?;
+    let settings = Settings { runners_up, gains: true, ..settings(&search, &model.cluster, batch, memory_gb) };
+    let progress = Progress::spinner("searching");
+    let Model { graph, cluster, profiles } = &model;
+    let outcome = rannc_search::plan(graph, cluster, profiles, &settings).map_err(in_words)?;
+    let unlimited_step_us = unlimited_step_us(&model, &settings);
+    drop(progress);
+    let question = Question { graph, cluster, settings: &settings };
+    let mut printer = Printer::new(format);
+    printer.report(&Explanation::new(question, outcome, unlimited_step_us)?);
+    Ok(printer)
+}
+
+/// Step of the best plan on devices with far more memory.
+fn unlimited_step_us(model: &Model, settings: &Settings) -> Option<f64> {
+    const MORE: u64 = 1 << 10;
+    let mut cluster: Cluster = model.cluster.clone();
+    for device in &mut cluster.kinds {
+        device.memory_bytes = device.memory_bytes.saturating_mul(MORE);
+    }
+    let settings = Settings { memory_limit_bytes: None, runners_up: 0, gains: false, ..settings.clone() };
+    let outcome = rannc_search::plan(&model.graph, &cluster, &model.profiles, &settings).ok()?;
+    Some(outcome.plan.predicted.step_us)
+}

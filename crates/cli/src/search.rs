@@ -1,0 +1,73 @@
+//! From arguments to settings of a search, and from its errors to words that name arguments.
+
+use anyhow::{Error, anyhow};
+use rannc_cost::Cluster;
+use rannc_plan::Sharding;
+use rannc_search::{Capabilities, Limits, SearchError, Settings};
+
+use crate::args::{Gib, SaverArg, SearchArgs};
+
+/// Settings for all devices of the cluster.
+pub(crate) fn settings(args: &SearchArgs, cluster: &Cluster, batch_rows: u64, memory: Option<Gib>) -> Settings {
+    let &SearchArgs {
+        memory_margin,
+        optimizer_factor,
+        stages,
+        max_stages,
+        microbatches,
+        max_microbatches,
+        loss_outside,
+        ref assume,
+        time_limit,
+        threads,
+    } = args;
+    Settings {
+        world_size: cluster.devices(),
+        batch_rows,
+        memory_limit_bytes: memory.map(Gib::bytes),
+        memory_margin,
+        optimizer_bytes_per_param_byte: optimizer_factor,
+        stages,
+        max_stages,
+        microbatches,
+        max_microbatches,
+        loss_inside: !loss_outside,
+        capabilities: capabilities(assume),
+        limits: Limits { time_ms: time_limit.map(|seconds| (seconds * 1e3) as u64), ..Limits::default() },
+        threads,
+        ..Settings::default()
+    }
+}
+
+/// What the runtime can do, and what it is assumed to do.
+fn capabilities(assumed: &[SaverArg]) -> Capabilities {
+    let mut capabilities = Capabilities::default();
+    for saver in assumed {
+        match saver {
+            SaverArg::Recompute => capabilities.recompute = true,
+            SaverArg::Zero1 => capabilities.sharding = capabilities.sharding.max(Sharding::Optimizer),
+            SaverArg::Zero2 => capabilities.sharding = capabilities.sharding.max(Sharding::Gradients),
+            SaverArg::Zero3 => capabilities.sharding = capabilities.sharding.max(Sharding::Params),
+            SaverArg::Offload => capabilities.offload = true,
+        }
+    }
+    capabilities
+}
+
+/// The error with the names of arguments in place of those of settings and configuration items.
+pub(crate) fn in_words(error: SearchError) -> Error {
+    let text = match &error {
+        SearchError::Settings { field, problem } => format!("{} {problem}", argument(field)),
+        error => error.to_string(),
+    };
+    anyhow!(text.replace("mem_limit_gb", "--memory-gb").replace("max_pipeline", "--max-microbatches"))
+}
+
+fn argument(field: &str) -> String {
+    match field {
+        "batch_rows" => "--batch".to_owned(),
+        "memory_limit_bytes" => "--memory-gb".to_owned(),
+        "optimizer_bytes_per_param_byte" => "--optimizer-factor".to_owned(),
+        field => format!("--{}", field.replace('_', "-")),
+    }
+}

@@ -1,0 +1,112 @@
+//! A simulated step as a table.
+
+use rannc_cost::{format_bytes, format_us};
+use rannc_plan::Plan;
+use rannc_sim::{RankTimeline, Timeline};
+use serde::Serialize;
+
+use crate::Report;
+use crate::format::{percent, runs};
+use crate::plan::title;
+use crate::table::table;
+
+/// One simulated step of a Plan.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Simulation {
+    #[serde(skip)]
+    title: String,
+    /// The step.
+    pub step_us: f64,
+    /// What the Plan predicts for it.
+    pub predicted_us: f64,
+    /// Share of device time that is neither forward nor backward, 0 to 1.
+    pub bubble: f64,
+    /// Most memory on any rank.
+    pub peak_bytes: u64,
+    /// The ranks; the five times of each sum to the step.
+    pub ranks: Vec<SimulatedRank>,
+}
+
+/// One rank of a [`Simulation`].
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct SimulatedRank {
+    /// The rank.
+    pub rank: u32,
+    /// Its Stage.
+    pub stage: u32,
+    /// Forward and backward.
+    pub busy_us: f64,
+    /// Exposed communication: idle while a message that it waits for is under way.
+    pub waiting_us: f64,
+    /// Gradient reduction.
+    pub reduce_us: f64,
+    /// The optimizer.
+    pub update_us: f64,
+    /// All other idle time.
+    pub bubble_us: f64,
+    /// Most memory.
+    pub peak_bytes: u64,
+}
+
+impl SimulatedRank {
+    fn new(rank: &RankTimeline) -> Self {
+        let &RankTimeline { rank, stage, busy_us, waiting_us, reduce_us, update_us, bubble_us, peak_bytes, .. } = rank;
+        Self { rank, stage, busy_us, waiting_us, reduce_us, update_us, bubble_us, peak_bytes }
+    }
+
+    /// All that is shown but the rank itself.
+    fn row(&self, step_us: f64) -> Vec<String> {
+        let times = [self.busy_us, self.waiting_us, self.reduce_us, self.update_us, self.bubble_us];
+        let mut row: Vec<String> = times.map(format_us).into();
+        row.insert(1, percent(if step_us > 0.0 { self.busy_us / step_us } else { 0.0 }));
+        row.push(format_bytes(self.peak_bytes));
+        row
+    }
+}
+
+impl Simulation {
+    /// Sums up `timeline`, a step of `plan` with a batch of `batch_rows` rows.
+    pub fn new(plan: &Plan, batch_rows: u64, timeline: &Timeline) -> Self {
+        Self {
+            title: title(plan, batch_rows),
+            step_us: timeline.step_us,
+            predicted_us: plan.predicted.step_us,
+            bubble: timeline.bubble(),
+            peak_bytes: timeline.ranks.iter().map(|rank| rank.peak_bytes).max().unwrap_or(0),
+            ranks: timeline.ranks.iter().map(SimulatedRank::new).collect(),
+        }
+    }
+
+    /// Stage, ranks, and the figures that they share; ranks that do not differ stand in one row.
+    fn rows(&self) -> Vec<Vec<String>> {
+        let mut groups: Vec<(u32, Vec<String>, Vec<u32>)> = Vec::new();
+        for rank in &self.ranks {
+            let row = rank.row(self.step_us);
+            match groups.iter_mut().find(|(stage, known, _)| *stage == rank.stage && *known == row) {
+                Some((_, _, ranks)) => ranks.push(rank.rank),
+                None => groups.push((rank.stage, row, vec![rank.rank])),
+            }
+        }
+        groups.sort_by_key(|(stage, _, ranks)| (*stage, ranks.first().copied()));
+        let rows = groups.into_iter().map(|(stage, figures, mut ranks)| {
+            ranks.sort_unstable();
+            [stage.to_string(), runs(&ranks)].into_iter().chain(figures).collect()
+        });
+        rows.collect()
+    }
+}
+
+impl Report for Simulation {
+    fn text(&self) -> String {
+        let header = ["Stage", "Ranks", "Busy", "of step", "Waiting", "Reduce", "Update", "Bubble", "Peak memory"];
+        format!(
+            "{}Simulated: {} a step, devices idle {} of it, at most {} on a device; the plan predicts {}\n{}",
+            self.title,
+            format_us(self.step_us),
+            percent(self.bubble),
+            format_bytes(self.peak_bytes),
+            format_us(self.predicted_us),
+            table(&header, self.rows(), 2..9),
+        )
+    }
+}
