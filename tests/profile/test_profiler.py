@@ -199,6 +199,16 @@ def test_random_numbers_of_the_user_stay(layers: Subject) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_first_call_without_gradients_is_profiled_like_training(layers: Subject, mode: Callable[[], Any]) -> None:
+    with mode():
+        given = replace(layers, source=replace(layers.source, samples=[torch.randn(4, WIDTH)]))
+        (measured,) = profile(given, CPU, ProfileCache(None))
+    points = json.loads(measured.to_json())["blocks"]
+    assert set(points) == set(layers.blocks.hashes)
+    assert all(block[-1]["backward_us"] > 0 for block in points.values())
+
+
 # Several ranks
 
 ALWAYS = {"RANNC_PROFILE": "always"}

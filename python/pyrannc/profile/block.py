@@ -125,7 +125,7 @@ class BlockCode:
 
     def _input(self, part: InputPart, rows: int) -> Tensor:
         """The sample's rows, repeated as often as needed."""
-        sample = self._source.samples[part.index].detach().to(self._device)
+        sample = self._source.samples[part.index].detach().to(self._device, copy=True)
         if part.has_rows:
             if sample.shape[0] == 0:
                 sample = torch.zeros(self._source.facts.values[part.value].shape_at(1)).to(sample)

@@ -75,7 +75,7 @@ class BlockMeter:
                 points.append(self._point(code, rows))
         except Exception as error:
             if not is_out_of_memory(error):
-                _log.info("%s is estimated, because it cannot be measured: %s", name, _first_line(error))
+                _log.warning("%s is estimated, because it cannot be measured: %s", name, _first_line(error))
                 return None
             points.append(Point(row_counts[len(points)], fits=False))
         return points

@@ -140,6 +140,9 @@ def _measure_share(subject: Subject, device: torch.device, times_us: Mapping[str
     # Launches cost the same for every Block.
     weights = {block: us + sum(times_us.values()) / len(times_us) for block, us in times_us.items()}
     with (
+        # The plan is to train under, even if the first call does not.
+        torch.inference_mode(False),
+        torch.enable_grad(),
         Randomness(device, seed=0).borrowed(),
         Bar("profiling blocks", sum(weights.values()), len(weights), shown=shown) as bar,
     ):
