@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +12,19 @@ import torch
 from torch import nn
 
 import pyrannc
-from pyrannc._native import Cluster
+from pyrannc._native import Cluster, Graph, Plan, Profile
 from pyrannc.config import Config
 from pyrannc.errors import ClusterError
 from pyrannc.planning import RankDevice, find_cluster
+from pyrannc.profile.cache import ProfileCache
+from pyrannc.profile.profiler import profile
+from tests.profile.models import CPU, WIDTH, Layers, subject
 from tests.ranks import RankPool
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 Ranks = Callable[[int], RankPool]
 GIB = 1 << 30
@@ -86,6 +95,30 @@ def test_ranks_of_one_host_share_its_memory() -> None:
     assert cluster.devices == 3
     assert cluster.to_toml().count("memory_gib = 4") == 1
     assert cluster.to_toml().count("memory_gib = 8") == 1
+
+
+def test_the_search_uses_what_was_measured() -> None:
+    whole = subject(Layers(), [torch.randn(8, WIDTH)], (1, 8))
+    (measured,) = profile(whole, CPU, ProfileCache(None))
+    slower = json.loads(measured.to_json())
+    for points in slower["blocks"].values():
+        for point in points:
+            point["forward_us"] *= 1000
+            point["backward_us"] *= 1000
+    cluster = Cluster.preset("cpu", 1, 1)
+    settings = json.dumps({"batch_rows": 8, "microbatches": 1})
+    graph = Graph.from_json(whole.source.captured.graph_json)
+    plans = [
+        json.loads(Plan.search(graph, cluster, [known], settings).to_json())["stages"][0]["predicted"]
+        for known in (measured, Profile.seal(json.dumps(slower)))
+    ]
+    action_us = tomllib.loads(cluster.to_toml())["device"]["kind0"]["action_us"]
+    for way in ("forward_us", "backward_us"):
+        once, thousandfold = (plan[way] - action_us for plan in plans)
+        assert thousandfold == pytest.approx(1000 * once)
+        # Where the Blocks add up, no Block is missing and none counts twice.
+        by_hash = json.loads(measured.to_json())["blocks"]
+        assert once == pytest.approx(sum(by_hash[block][-1][way] for block in whole.blocks.hashes))
 
 
 def test_a_missing_cluster_file() -> None:
