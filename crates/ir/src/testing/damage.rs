@@ -31,6 +31,22 @@ const ODD: [&str; 22] = [
     "\u{fffd}\n",
 ];
 
+/// Numbers at the edges of their types.
+const ODD_NUMBERS: [&str; 12] = [
+    "0",
+    "-1",
+    "1",
+    "7",
+    "0.5",
+    "-0.0",
+    "1e-320",
+    "1e308",
+    "65536",
+    "4294967296",
+    "9223372036854775807",
+    "18446744073709551615",
+];
+
 #[derive(Clone, Debug)]
 enum Damage {
     /// Another byte.
@@ -45,6 +61,10 @@ enum Damage {
     Odd(usize, usize),
     /// A word or number becomes another one of the text.
     Swapped(usize, usize),
+    /// A number becomes an odd one.
+    OddNumber(usize, usize),
+    /// A number becomes another one of the text.
+    OtherNumber(usize, usize),
     /// The rest is lost.
     Cut(usize),
 }
@@ -70,8 +90,10 @@ fn damage() -> impl Strategy<Value = Damage> {
         1 => (place(), 1..40_usize).prop_map(|(at, len)| Damage::Lost(at, len)),
         1 => (place(), place()).prop_map(|(at, odd)| Damage::Inserted(at, odd)),
         1 => (place(), 1..80_usize, place()).prop_map(|(from, len, to)| Damage::Copied(from, len, to)),
-        4 => (place(), place()).prop_map(|(word, odd)| Damage::Odd(word, odd)),
-        4 => (place(), place()).prop_map(|(word, other)| Damage::Swapped(word, other)),
+        1 => (place(), place()).prop_map(|(word, odd)| Damage::Odd(word, odd)),
+        1 => (place(), place()).prop_map(|(word, other)| Damage::Swapped(word, other)),
+        4 => (place(), place()).prop_map(|(number, odd)| Damage::OddNumber(number, odd)),
+        4 => (place(), place()).prop_map(|(number, other)| Damage::OtherNumber(number, other)),
         1 => place().prop_map(Damage::Cut),
     ]
 }
@@ -91,14 +113,15 @@ impl Damage {
                 let copy = bytes[run(from, copied)].to_vec();
                 drop(bytes.splice(run(to, 0), copy));
             }
-            Self::Odd(word, odd) => {
-                let word = nth_word(&bytes, word);
-                drop(bytes.splice(word, ODD[odd % ODD.len()].bytes()));
-            }
+            Self::Odd(word, odd) => replace(&mut bytes, is_word, word, |_| ODD[odd % ODD.len()].as_bytes().to_vec()),
             Self::Swapped(word, other) => {
-                let other = bytes[nth_word(&bytes, other)].to_vec();
-                let word = nth_word(&bytes, word);
-                drop(bytes.splice(word, other));
+                replace(&mut bytes, is_word, word, |bytes| bytes[nth_run(bytes, is_word, other)].to_vec());
+            }
+            Self::OddNumber(number, odd) => {
+                replace(&mut bytes, is_number, number, |_| ODD_NUMBERS[odd % ODD_NUMBERS.len()].as_bytes().to_vec())
+            }
+            Self::OtherNumber(number, other) => {
+                replace(&mut bytes, is_number, number, |bytes| bytes[nth_run(bytes, is_number, other)].to_vec());
             }
             Self::Cut(at) => bytes.truncate(at % len),
         }
@@ -106,14 +129,31 @@ impl Damage {
     }
 }
 
-/// A run of letters, digits, points, signs and underscores.
-fn nth_word(bytes: &[u8], nth: usize) -> Range<usize> {
-    let part_of_word = |byte: &u8| byte.is_ascii_alphanumeric() || b"._+-".contains(byte);
-    let starts: Vec<usize> =
-        (0..bytes.len()).filter(|&at| part_of_word(&bytes[at]) && (at == 0 || !part_of_word(&bytes[at - 1]))).collect();
-    if starts.is_empty() {
-        return 0..0;
+/// Puts something else in place of the nth run that `is_run` accepts.
+fn replace(bytes: &mut Vec<u8>, is_run: fn(&[u8]) -> bool, nth: usize, other: impl Fn(&[u8]) -> Vec<u8>) {
+    let other = other(bytes);
+    drop(bytes.splice(nth_run(bytes, is_run, nth), other));
+}
+
+fn is_word(_: &[u8]) -> bool {
+    true
+}
+
+fn is_number(run: &[u8]) -> bool {
+    std::str::from_utf8(run).is_ok_and(|run| run.parse::<f64>().is_ok())
+}
+
+/// A run of letters, digits, points, signs and underscores; an empty one where none is accepted.
+fn nth_run(bytes: &[u8], is_run: fn(&[u8]) -> bool, nth: usize) -> Range<usize> {
+    let part_of_run = |byte: &u8| byte.is_ascii_alphanumeric() || b"._+-".contains(byte);
+    let mut runs = Vec::new();
+    let mut at = 0;
+    for piece in bytes.chunk_by(|a, b| part_of_run(a) == part_of_run(b)) {
+        if part_of_run(&piece[0]) && is_run(piece) {
+            runs.push(at..at + piece.len());
+        }
+        at += piece.len();
     }
-    let start = starts[nth % starts.len()];
-    start..start + bytes[start..].iter().take_while(|byte| part_of_word(byte)).count()
+    let runs_in_all = runs.len().max(1);
+    runs.into_iter().nth(nth % runs_in_all).unwrap_or(0..0)
 }
