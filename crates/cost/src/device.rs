@@ -28,7 +28,8 @@ pub struct Device {
     pub memory_bytes: u64,
     /// Peak speed of matrix products.
     pub flops_per_s: FlopRates,
-    /// True when float32 matrix products use TF32.
+    /// True when float32 matrix products use TF32. Convolutions of accelerators always do, as is
+    /// PyTorch's default.
     pub tf32: bool,
     /// Peak memory bandwidth.
     pub memory_bytes_per_s: f64,
