@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -29,17 +31,26 @@ def layers() -> Subject:
     return subject(Layers(), [torch.randn(4, WIDTH)], (1, 64, 8192))
 
 
+def holds(claim: Callable[[], bool]) -> bool:
+    """True when a claim about times holds in one of several measurements: other programs may disturb some."""
+    return any(claim() for _ in range(5))
+
+
 def test_costs_rise_with_the_rows(meter: BlockMeter, layers: Subject) -> None:
-    for place in range(len(layers.blocks.hashes)):
+    def times_rise(place: int) -> bool:
+        first, _, last = points(meter, layers, place) or []
+        return first.forward_us < last.forward_us and first.backward_us < last.backward_us
+
+    hashes = layers.blocks.hashes
+    for place in sorted({hashes.index(each) for each in hashes}):
         found = points(meter, layers, place)
         assert found is not None
         assert [point.rows for point in found] == [1, 64, 8192]
-        first, middle, last = found
         assert all(point.fits and point.forward_us > 0 and point.backward_us > 0 for point in found)
-        assert last.forward_us > first.forward_us
-        assert last.backward_us > first.backward_us
+        first, middle, last = found
         assert first.saved_bytes < middle.saved_bytes < last.saved_bytes
         assert first.workspace_bytes <= middle.workspace_bytes <= last.workspace_bytes
+        assert holds(partial(times_rise, place))
 
 
 def test_memory_is_exact(meter: BlockMeter, layers: Subject) -> None:
@@ -54,10 +65,15 @@ def test_memory_is_exact(meter: BlockMeter, layers: Subject) -> None:
 
 
 def test_backwards_by_input_and_by_weight(meter: BlockMeter, layers: Subject) -> None:
-    (*_, linear), (*_, tanh) = points(meter, layers, 2) or [], points(meter, layers, 3) or []
-    assert 0 < linear.backward_input_us < linear.backward_us
-    assert 0 < linear.backward_weight_us < linear.backward_us
+    def parts_are_less() -> bool:
+        (*_, linear) = points(meter, layers, 2) or []
+        parts = (linear.backward_input_us, linear.backward_weight_us)
+        return min(parts) > 0 and max(parts) < linear.backward_us < 2 * sum(parts)
+
+    assert holds(parts_are_less)
+    (*_, tanh) = points(meter, layers, 3) or []
     assert tanh.backward_weight_us == 0
+    assert tanh.backward_input_us > 0
     # Nobody asks for the gradient of the model's input.
     (*_, first) = points(meter, layers, 0) or []
     assert first.backward_input_us == 0
