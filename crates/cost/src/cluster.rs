@@ -73,12 +73,15 @@ impl Cluster {
 
     /// The node of a rank.
     pub fn node_of(&self, rank: u32) -> u32 {
-        let mut end = 0_u32;
-        let ends = self.nodes.iter().map(|node| {
-            end = end.saturating_add(node.devices);
-            end
-        });
-        ends.take_while(|&end| end <= rank).count() as u32
+        self.ends().take_while(|&end| end <= rank).count() as u32
+    }
+
+    /// For each node one past its last rank.
+    fn ends(&self) -> impl Iterator<Item = u32> {
+        self.nodes.iter().scan(0_u32, |end, node| {
+            *end = end.saturating_add(node.devices);
+            Some(*end)
+        })
     }
 
     /// The kind of a rank's device.
@@ -103,7 +106,9 @@ impl Cluster {
 
     /// Where these ranks are; each stands once, in any order.
     pub fn group(&self, ranks: &[u32]) -> Group {
-        let mut nodes: Vec<u32> = ranks.iter().map(|&rank| self.node_of(rank)).collect();
+        let ends: Vec<u32> = self.ends().collect();
+        let node_of = |rank: u32| ends.partition_point(|&end| end <= rank) as u32;
+        let mut nodes: Vec<u32> = ranks.iter().map(|&rank| node_of(rank)).collect();
         nodes.sort_unstable();
         let per_node = nodes.chunk_by(|a, b| a == b);
         let level = match (nodes.first(), nodes.last()) {
