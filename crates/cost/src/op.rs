@@ -116,7 +116,8 @@ impl<'g> Operation<'g> {
     }
 
     /// Memory that a backward through it needs beside what was saved: the gradients of its results and
-    /// of its operands. Of an op without backward: its results.
+    /// of its operands; of a cross entropy also that of the log-probabilities in between. Of an op without
+    /// backward: its results.
     pub fn workspace_bytes(&self) -> Poly {
         if self.is_view() {
             return Poly::default();
@@ -125,7 +126,11 @@ impl<'g> Operation<'g> {
             return self.result_bytes();
         }
         let operands = self.operands().into_iter().filter(|&value| self.requires_grad(value));
-        self.result_bytes() + operands.map(|value| tensor_bytes(self.value(value))).sum::<Poly>()
+        let between = match self.tensor(0).filter(|_| self.name == "cross_entropy_loss") {
+            Some(scores) => tensor_bytes(self.value(scores)),
+            None => Poly::default(),
+        };
+        self.result_bytes() + between + operands.map(|value| tensor_bytes(self.value(value))).sum::<Poly>()
     }
 }
 

@@ -76,9 +76,11 @@ def signature(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     rows = batch_rows(tensors)
     modules = _MODULES.get(model)
     if modules is None:
-        modules = _MODULES[model] = tuple(model.modules())
+        # Without the model itself, which must not be kept alive by what is known of it.
+        modules = _MODULES[model] = tuple(model.modules())[1:]
     described = tuple(_describe(tensor, rows) for tensor in tensors)
-    return structure, described, bytes(map(_training, modules)), _autocast_state()
+    flags = model.training, bytes(map(_training, modules))
+    return structure, described, flags, _autocast_state()
 
 
 def _describe(tensor: Tensor, rows: int) -> Hashable:
