@@ -201,16 +201,24 @@ class Gradients:
         return views
 
     def _hook(self, name: str) -> Callable[[Tensor], None]:
+        # Python's collector does not see the way from a tensor to its hooks, and could never free a cycle.
+        owner = weakref.ref(self)
+
         def filled(_: Tensor) -> None:
-            current = self._filling() if self._filling is not None else None
-            if current is None:
-                return
-            current.touched.add(name)
-            if self._reducing:
-                self._missing[self._bucket_of[name]] -= 1
-                self._launch_full(current)
+            gradients = owner()
+            if gradients is not None:
+                gradients._note_filled(name)
 
         return filled
+
+    def _note_filled(self, name: str) -> None:
+        current = self._filling() if self._filling is not None else None
+        if current is None:
+            return
+        current.touched.add(name)
+        if self._reducing:
+            self._missing[self._bucket_of[name]] -= 1
+            self._launch_full(current)
 
     def _launch_full(self, current: GradientSet) -> None:
         end = self._next
