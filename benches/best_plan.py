@@ -2,9 +2,9 @@
 
     python benches/best_plan.py bert 8 --sizes 48 1600 512 --ranks 4 --memory-limit-gb 16 --tf32 --output best.jsonl
 
-A first run profiles the model and chooses a plan. More searches with its profile are held to other numbers of stages
-and microbatches (the next best), and to random replicas and microbatches. ``prediction.py`` then runs all of them.
-Results are added to the output file as they come.
+A first run profiles the model and chooses a plan. A search with the same profile gives the next best ones, and more
+searches are held to random replicas and microbatches. ``prediction.py`` then runs all of them. Results are added to the
+output file as they come.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pyrannc.planning import own_device
 _DRAWS = 300
 """Random demands that are tried at most: many fit no plan."""
 
-_MOST_MICROBATCHES = 32
+_MICROBATCHES = (1, 2, 4, 8, 16, 32)
 _CHOSEN = "chosen.json"
 _PROFILE = "profile.json"
 
@@ -137,39 +137,33 @@ class Drawing:
         self._known = {identity(chosen)}
 
     def next_best(self) -> list[Plan]:
-        """The best plans for every other number of stages and of microbatches."""
-        demands = [
-            {"stages": stages, "microbatches": microbatches}
-            for stages in range(1, self._options.ranks + 1)
-            for microbatches in self._microbatches()
-        ]
-        found = {identity(plan): plan for demand in demands if (plan := self._search(demand))}
-        others = [plan for key, plan in found.items() if key not in self._known]
-        nearest = sorted(others, key=lambda plan: content(plan)["predicted"]["step_us"])[: self._options.next_best]
-        self._known.update(map(identity, nearest))
-        return nearest
+        """The search's runners-up: they differ in replicas, microbatches or schedule."""
+        found = self._search({"runners_up": self._options.next_best})
+        others = [plan for plan in found if identity(plan) not in self._known]
+        self._known.update(map(identity, others))
+        return others
 
     def random_plans(self) -> list[Plan]:
         """Plans with random replicas and microbatches; the search only cuts."""
         found: list[Plan] = []
         for _ in range(_DRAWS):
-            plan = self._search(self._random_demand()) if len(found) < self._options.random else None
-            if plan and identity(plan) not in self._known:
-                self._known.add(identity(plan))
-                found.append(plan)
+            if len(found) == self._options.random:
+                break
+            for plan in self._search(self._random_demand()):
+                if identity(plan) not in self._known:
+                    self._known.add(identity(plan))
+                    found.append(plan)
         return found
-
-    def _microbatches(self) -> list[int]:
-        return [2**power for power in range(_MOST_MICROBATCHES.bit_length()) if 2**power <= self._options.rows]
 
     def _random_demand(self) -> dict[str, Any]:
         ranks = self._options.ranks
         cuts = sorted(self._random.sample(range(1, ranks), self._random.randrange(ranks)))
         replicas = [end - start for start, end in pairwise([0, *cuts, ranks])]
-        return {"replicas": replicas, "microbatches": self._random.choice(self._microbatches())}
+        counts = [count for count in _MICROBATCHES if count <= self._options.rows]
+        return {"replicas": replicas, "microbatches": self._random.choice(counts)}
 
-    def _search(self, demand: dict[str, Any]) -> Plan | None:
-        """The best plan that meets a demand and fits, if there is one."""
+    def _search(self, demand: dict[str, Any]) -> list[Plan]:
+        """The best plan that meets a demand and fits, if there is one, and its runners-up if they are asked for."""
         options = self._options
         settings = {
             "world_size": options.ranks,
@@ -178,9 +172,9 @@ class Drawing:
             "loss_inside": loss_is_inside(options.model),
         }
         try:
-            return Plan.search(self._graph, self._cluster, [self._profile], json.dumps(settings | demand))
+            return Plan.search_several(self._graph, self._cluster, [self._profile], json.dumps(settings | demand))[0]
         except PlanError:
-            return None
+            return []
 
 
 def content(plan: Plan) -> dict[str, Any]:

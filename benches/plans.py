@@ -6,8 +6,9 @@ from typing import Any
 
 
 def describe(plan: dict[str, Any]) -> str:
-    """The content of a plan file as ``4+4, 8 mb`` for two Stages of four Replicas and eight microbatches."""
-    return f"{'+'.join(map(_stage, plan['stages']))}, {plan['microbatches']} mb"
+    """The content of a plan file as ``4+4, 8 mb`` for two Stages of four Replicas and eight microbatches by 1F1B."""
+    schedule = "" if plan["schedule"] == "1f1b" else f", {plan['schedule'].replace('_', '-')}"
+    return f"{'+'.join(map(_stage, plan['stages']))}, {plan['microbatches']} mb{schedule}"
 
 
 def _stage(stage: dict[str, Any]) -> str:

@@ -118,6 +118,7 @@ def test_plans_are_described_in_a_few_characters() -> None:
         stage(1, "stage", "optimizer", False),
         stage(1, {"blocks": []}, "none", True),
     ]
-    assert describe({"stages": stages, "microbatches": 4}) == (
+    assert describe({"stages": stages, "microbatches": 4, "schedule": "1f1b"}) == (
         "2+1 recomputed sharded optimizer+1 partly recomputed offloaded, 4 mb"
     )
+    assert describe({"stages": stages[:1], "microbatches": 1, "schedule": "fill_drain"}) == "2, 1 mb, fill-drain"

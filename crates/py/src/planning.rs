@@ -121,11 +121,22 @@ impl Plan {
         profiles: Vec<PyRef<'_, Profile>>,
         settings_json: &str,
     ) -> PyResult<Self> {
-        let settings: Settings = serde_json::from_str(settings_json).or_raise(ErrorClass::PLAN)?;
-        let profiles: Vec<_> = profiles.iter().map(|profile| profile.0.clone()).collect();
-        py.detach(|| rannc_search::plan(&graph.0, &cluster.0, &profiles, &settings))
-            .or_raise(ErrorClass::PLAN)
-            .map(|outcome| Self(outcome.plan))
+        outcome(py, graph, cluster, &profiles, settings_json).map(|outcome| Self(outcome.plan))
+    }
+
+    /// Like `search`, with the runners-up that the settings ask for behind the best Plan, and the search's report as
+    /// JSON.
+    #[staticmethod]
+    fn search_several(
+        py: Python<'_>,
+        graph: &Graph,
+        cluster: &Cluster,
+        profiles: Vec<PyRef<'_, Profile>>,
+        settings_json: &str,
+    ) -> PyResult<(Vec<Self>, String)> {
+        let outcome = outcome(py, graph, cluster, &profiles, settings_json)?;
+        let report = serde_json::to_string(&outcome.report).or_raise(ErrorClass::PLAN)?;
+        Ok(([vec![outcome.plan], outcome.runners_up].concat().into_iter().map(Self).collect(), report))
     }
 
     /// Reads a plan file's content.
@@ -183,6 +194,18 @@ impl Plan {
     fn channels(&self, partition: &Partition) -> Vec<(u32, u32)> {
         rannc_plan::plan_channels(&self.0.placement(), &partition.0)
     }
+}
+
+fn outcome(
+    py: Python<'_>,
+    graph: &Graph,
+    cluster: &Cluster,
+    profiles: &[PyRef<'_, Profile>],
+    settings_json: &str,
+) -> PyResult<rannc_search::Outcome> {
+    let settings: Settings = serde_json::from_str(settings_json).or_raise(ErrorClass::PLAN)?;
+    let profiles: Vec<_> = profiles.iter().map(|profile| profile.0.clone()).collect();
+    py.detach(|| rannc_search::plan(&graph.0, &cluster.0, &profiles, &settings)).or_raise(ErrorClass::PLAN)
 }
 
 /// A Graph divided over Stages.
