@@ -60,7 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--limits", type=float, nargs="+", default=[16, 32, 80], help="GiB of a device; 0 is no limit")
     parser.add_argument("--devices", type=int, default=torch.cuda.device_count(), help="of this machine")
-    parser.add_argument("--timeout", type=float, default=180, help="seconds for a model on a number of ranks")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for a model on a number of ranks")
     parser.add_argument("--deadline", type=float, default=540, help="seconds for all cases")
     parser.add_argument("--output", type=Path, required=True, help="JSON lines are added to this file")
     parser.add_argument("arguments", nargs="*", default=["--tf32"], help="for prediction.py, after --")

@@ -122,3 +122,4 @@ def test_plans_are_described_in_a_few_characters() -> None:
         "2+1 recomputed sharded optimizer+1 partly recomputed offloaded, 4 mb"
     )
     assert describe({"stages": stages[:1], "microbatches": 1, "schedule": "fill_drain"}) == "2, 1 mb, fill-drain"
+    assert describe({"stages": stages[:1] * 5, "microbatches": 8, "schedule": "1f1b"}) == "5 x 2, 8 mb"
