@@ -54,11 +54,11 @@ class ProfileCache:
         if self._folder is None:
             return None
         path = self._folder / key.file_name()
-        if not path.exists():
-            return None
         try:
+            if not path.exists():
+                return None
             profile = Profile.read(path)
-        except ProfileError as error:
+        except (ProfileError, OSError) as error:
             _log.warning("ignoring the profile in %s: %s", path, error)
             return None
         if not _is_of(profile, key):

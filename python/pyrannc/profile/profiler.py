@@ -74,21 +74,23 @@ def profile(subject: Subject, device: torch.device, cache: ProfileCache) -> list
     """
     everyone: list[Conditions] = agree.gather_objects(conditions(device))
     keys = [_key(subject, kind) for kind in dict.fromkeys(everyone)]
-    known: list[Profile] = []
-    if process.get_rank() == 0:
-        known = [found for key in keys if (found := cache.find(key)) is not None]
-    if agree.broadcast_object(len(known) == len(keys)):
-        return known
+    first = process.get_rank() == 0
+    known = agree.together(lambda: [cache.find(key) for key in keys] if first else [])
+    if agree.broadcast_object(None not in known):
+        return [found for found in known if found is not None]
     start = time.monotonic()
     points = _measure_blocks(subject, device, everyone)
     levels = measure_links(subject.hosts, subject.level_names, device) if process.get_world_size() > 1 else []
-    if process.get_rank() != 0:
-        return []
-    _log.info("profiled in %.1f s", time.monotonic() - start)
-    profiles = [_seal(key, points[key.conditions], levels) for key in keys]
-    for key, measured in zip(keys, profiles, strict=True):
-        cache.keep(key, measured)
-    return profiles
+    if first:
+        _log.info("profiled in %.1f s", time.monotonic() - start)
+
+    def keep() -> list[Profile]:
+        profiles = [_seal(key, points[key.conditions], levels) for key in keys]
+        for key, measured in zip(keys, profiles, strict=True):
+            cache.keep(key, measured)
+        return profiles
+
+    return agree.together(lambda: keep() if first else [])
 
 
 def _key(subject: Subject, kind: Conditions) -> Key:
