@@ -18,10 +18,9 @@ _SMALL_BYTES = 1 << 12
 _LARGE_BYTES = 1 << 25
 """Of the order of a bucket of gradients, and of what one Stage sends to the next."""
 _HOST_LARGE_BYTES = 1 << 22
-_REPETITIONS = 10
+_SERIES = 5
+_CALLS = 5
 _WARM_UPS = 3
-_SHORTEST_US = 1.0
-"""Differences of measured times may come out below zero."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def _measure_send(first: int, second: int, device: torch.device) -> LinkPoint:
 
     small_us, large_us, large_bytes = _two_sizes(there_and_back, device)
     latency_us = small_us / 2
-    return LinkPoint(latency_us, _bytes_per_s(large_bytes, large_us / 2 - latency_us))
+    return LinkPoint(latency_us, _bytes_per_s(large_bytes, large_us / 2, latency_us))
 
 
 def _measure_collective(group: dist.ProcessGroup, device: torch.device) -> LinkPoint:
@@ -105,11 +104,12 @@ def _measure_collective(group: dist.ProcessGroup, device: torch.device) -> LinkP
     small_us, large_us, large_bytes = _two_sizes(lambda tensor: dist.all_reduce(tensor, group=group), device)
     latency_us = small_us / (2 * math.ceil(math.log2(members)))
     steps = 2 * (members - 1)
-    return LinkPoint(latency_us, _bytes_per_s(steps * large_bytes // members, large_us - steps * latency_us))
+    return LinkPoint(latency_us, _bytes_per_s(steps * large_bytes // members, large_us, steps * latency_us))
 
 
-def _bytes_per_s(size: int, us: float) -> float:
-    return size / max(us, _SHORTEST_US) * 1e6
+def _bytes_per_s(size: int, whole_us: float, latency_us: float) -> float:
+    """Bandwidth without the latency, of which a disturbed measurement does not make too much."""
+    return size / max(whole_us - latency_us, whole_us / 2) * 1e6
 
 
 def _two_sizes(call: Callable[[Tensor], object], device: torch.device) -> tuple[float, float, int]:
@@ -120,14 +120,18 @@ def _two_sizes(call: Callable[[Tensor], object], device: torch.device) -> tuple[
 
 
 def _time_us(call: Callable[[], object], device: torch.device) -> float:
+    """Time of a call, in the least disturbed of several series of them. All who take part make as many."""
     for _ in range(_WARM_UPS):
         call()
-    _synchronize(device)
-    start = time.perf_counter()
-    for _ in range(_REPETITIONS):
-        call()
-    _synchronize(device)
-    return (time.perf_counter() - start) * 1e6 / _REPETITIONS
+    series_us = []
+    for _ in range(_SERIES):
+        _synchronize(device)
+        start = time.perf_counter()
+        for _ in range(_CALLS):
+            call()
+        _synchronize(device)
+        series_us.append((time.perf_counter() - start) * 1e6 / _CALLS)
+    return min(series_us)
 
 
 def _synchronize(device: torch.device) -> None:
