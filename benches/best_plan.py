@@ -214,7 +214,7 @@ def time_plans(options: argparse.Namespace, files: list[Path], ends: float) -> d
         waiting = waiting[len(done.results) :]
         if waiting:
             results[waiting.pop(0).name] = {"failure": done.failure or "no result"}
-    return results
+    return results | {file.name: {"failure": "no time was left"} for file in waiting}
 
 
 def markdown(results: dict[str, dict[str, Any]]) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from itertools import combinations
 from pathlib import Path
 
+import best_plan
 import jobs
 import pytest
 import torch
@@ -107,6 +109,34 @@ def test_jobs_keep_what_they_have_when_one_fails(tmp_path: Path, monkeypatch: py
     assert by_name["slow"].failure.startswith("stopped after 3")
     assert (by_name["bad"].results, by_name["bad"].failure) == ([], "boom")
     assert by_name["large"].failure == "needs 3 devices"
+
+
+def test_a_plan_that_ends_its_run_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["chosen.json", "next 1.json", "random 1.json"]
+    times_ms = {"chosen.json": 10.3, "random 1.json": 10.0}
+
+    def run(options: Namespace, item: Job, ends: float) -> Done:
+        asked = [Path(text).name for text in item.script if text.endswith(".json")]
+        results = []
+        for name in asked:
+            if name not in times_ms:
+                return Done(item, 1.0, results, "out of memory")
+            results.append({"plan_file": name, "plan": "2, 1 mb", "predicted_ms": 9.0, "measured_ms": times_ms[name]})
+        return Done(item, 1.0, results)
+
+    monkeypatch.setattr(best_plan, "run", run)
+    options = Namespace(
+        model="bert", rows=4, sizes=[1, 64, 16], memory_limit_gb=1.0, dtype="float32", tf32=True, ranks=2
+    )
+    files = [Path("/plans") / name for name in names]
+    found = best_plan.time_plans(options, files, float("inf"))
+    assert found["next 1.json"] == {"failure": "out of memory"}
+    assert found["random 1.json"]["measured_ms"] == 10.0
+    text = best_plan.markdown(found)
+    assert "The chosen plan is within 3.0% of the fastest of 2." in text
+    assert text.index("random 1") < text.index("chosen")
+    late = best_plan.time_plans(options, files, 0.0)
+    assert late == {name: {"failure": "no time was left"} for name in names}
 
 
 def test_plans_are_described_in_a_few_characters() -> None:
