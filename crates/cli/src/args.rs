@@ -10,7 +10,7 @@ Start: capture a model, plan it, look at the plan. Only the first needs torch, n
   rannc plan bert.json --cluster H200x8 --batch 256 -o plan.json
   rannc show plan.json
 
-`python -m pyrannc calibrate` measures the devices and links of this machine (needs torch).
+`python -m pyrannc calibrate -o cluster.toml` measures the devices and links of this machine (needs torch).
 Each command shows an example: rannc plan --help";
 
 /// Plans and explains pipeline- and data-parallel training.

@@ -22,7 +22,7 @@ const FAILED: i32 = 1;
 const WRONG_ARGUMENTS: i32 = 2;
 
 /// Runs the command with `args` (the program's name first), writes to `out` and `err`, and returns the
-/// exit code.
+/// exit code. Progress is drawn on stderr, if that is a terminal, so `err` must not keep stderr locked.
 pub fn run(args: impl Iterator<Item = OsString>, out: &mut dyn Write, err: &mut dyn Write) -> i32 {
     let parsed = match Args::try_parse_from(args) {
         Ok(parsed) => parsed,
