@@ -190,6 +190,7 @@ impl Report for Deployment {
 mod tests {
     use rannc_cost::Cluster;
     use rannc_ir::testing::mlp;
+    use rannc_plan::ScheduleKind;
     use rannc_search::{Settings, plan};
 
     use super::*;
@@ -203,7 +204,8 @@ mod tests {
             microbatches: Some(4),
             ..Settings::default()
         };
-        plan(&mlp(6, 64), &cluster, &[], &settings).expect("fits").plan
+        let plan = plan(&mlp(6, 64), &cluster, &[], &settings).expect("fits").plan;
+        Plan { schedule: ScheduleKind::OneForwardOneBackward, ..plan }
     }
 
     #[test]
