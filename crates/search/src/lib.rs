@@ -5,7 +5,7 @@
 //! |---|---|
 //! | `settings`, `error`, `stop` | what is asked, why it cannot be had, when to stop |
 //! | `atoms`, `blocks` | the pieces of the chain |
-//! | `extract`, `chain`, `interval`, `measured` | what any run of Blocks costs, by prefix sums |
+//! | `model`, `extract`, `chain`, `interval`, `measured` | what any run of Blocks costs, by prefix sums |
 //! | `variant`, `recompute` | ways to save memory |
 //! | `place` | orders of ranks, and the links of a Stage |
 //! | `price`, `step` | the objective: time and memory of a Stage, time of a step |
@@ -20,6 +20,7 @@ mod atoms;
 mod blocks;
 mod bound;
 mod chain;
+mod costs;
 mod count;
 mod error;
 #[cfg(test)]
@@ -28,6 +29,7 @@ mod extract;
 mod fit;
 mod interval;
 mod measured;
+mod model;
 mod modules;
 mod outcome;
 mod place;
@@ -43,6 +45,7 @@ mod table;
 mod variant;
 
 pub use blocks::{Block, Blocks};
+pub use costs::PlanCosts;
 pub use error::{Advice, SearchError};
 pub use outcome::{Gain, Outcome, SearchReport, plan};
 pub use settings::{Capabilities, Limits, Settings};

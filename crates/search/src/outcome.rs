@@ -9,15 +9,13 @@ use serde::Serialize;
 
 use crate::assemble::Assembly;
 use crate::blocks::Blocks;
-use crate::chain::Chain;
 use crate::count::plans;
 use crate::error::SearchError;
-use crate::extract::extract;
 use crate::fit::{fits, shortage};
-use crate::measured::Measured;
+use crate::model::Model;
 use crate::modules::ModuleNames;
 use crate::place::RankOrder;
-use crate::price::{Pricing, Problem};
+use crate::price::Pricing;
 use crate::settings::{Capabilities, Settings};
 use crate::solve::{Solution, Solver};
 use crate::stop::Stop;
@@ -97,43 +95,6 @@ struct Planner<'a> {
     orders: Vec<RankOrder>,
     rough: RankOrder,
     begun: Instant,
-}
-
-/// A chain of Blocks with its costs.
-pub(crate) struct Model {
-    pub(crate) blocks: Blocks,
-    pub(crate) chain: Chain,
-    /// By kind of device.
-    pub(crate) measured: Vec<Option<Measured>>,
-}
-
-impl Model {
-    /// Prepares these Blocks of a graph for a cluster.
-    pub(crate) fn new(
-        graph: &Graph,
-        analysis: &Analysis,
-        blocks: Blocks,
-        cluster: &Cluster,
-        profiles: &[Profile],
-        settings: &Settings,
-    ) -> Self {
-        let spec = extract(graph, analysis, &blocks, cluster.kinds[0].host, settings.batch_rows);
-        let measured = cluster.kinds.iter().map(|device| {
-            let profile = profiles.iter().find(|profile| profile.device == device.name)?;
-            Measured::new(profile, device, &blocks, &spec.blocks, settings.rank_rows())
-        });
-        let measured = measured.collect();
-        Self { blocks, chain: Chain::new(spec, &cluster.kinds), measured }
-    }
-
-    pub(crate) fn problem<'a>(&'a self, cluster: &'a Cluster, settings: &'a Settings) -> Problem<'a> {
-        Problem { chain: &self.chain, cluster, measured: &self.measured, settings }
-    }
-
-    /// Kinds of Blocks that were measured on every kind of device.
-    fn measured_kinds(&self) -> usize {
-        self.measured.iter().map(|measured| measured.as_ref().map_or(0, Measured::kinds)).min().unwrap_or(0)
-    }
 }
 
 impl<'a> Planner<'a> {

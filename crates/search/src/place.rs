@@ -128,6 +128,12 @@ impl RankOrder {
         &self.ranks[positions.start as usize..positions.end as usize]
     }
 
+    /// The ranks of Stages, one behind the other.
+    pub(crate) fn of_stages(cluster: &Cluster, stages: &[Vec<u32>]) -> Self {
+        let replicas: Vec<u32> = stages.iter().map(|ranks| index(ranks.len())).collect();
+        Self::new(cluster, stages.concat(), forced_units(&replicas))
+    }
+
     /// The neighbours of a Stage are taken to be as large as it is.
     fn find_place(&self, cluster: &Cluster, positions: Range<u32>) -> Place {
         let ranks = self.ranks(positions.clone());

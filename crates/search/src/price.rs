@@ -1,6 +1,7 @@
 //! Time and memory of a Stage.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use rannc_cost::{Cluster, Device, update_us};
 use rannc_plan::{MemoryPrediction, ScheduleKind, Sharding};
@@ -39,7 +40,7 @@ pub(crate) struct Pricing<'a> {
     /// Rows of the largest microbatch.
     rows: u64,
     /// By kind of device, by place in the list of different row counts.
-    times: Vec<Vec<Times>>,
+    times: Vec<Vec<Arc<Times>>>,
     /// By the number of Replicas less one, place in the list of different row counts.
     time_of: Vec<usize>,
 }
@@ -52,7 +53,7 @@ pub(crate) struct At<'p> {
     /// Rows of a microbatch on the largest Replica.
     rows: u64,
     /// For each kind of its devices.
-    devices: Vec<(&'p Device, &'p Times)>,
+    devices: Vec<(&'p Device, Arc<Times>)>,
     framework_bytes: f64,
 }
 
@@ -137,7 +138,7 @@ impl<'a> Pricing<'a> {
         }
         let times = |(kind, device): (usize, &Device)| {
             let measured = measured[kind].as_ref();
-            row_counts.iter().map(|&rows| chain.times(kind, device, measured, rows)).collect()
+            row_counts.iter().map(|&rows| Arc::new(chain.times(kind, device, measured, rows))).collect()
         };
         // Further microbatches have no rows.
         let microbatches = microbatches.min(settings.most_rank_rows());
@@ -163,15 +164,26 @@ impl<'a> Pricing<'a> {
 
     /// Prepares a place.
     pub(crate) fn at<'p>(&'p self, place: &'p Place) -> At<'p> {
-        let Problem { cluster, settings, .. } = self.problem;
         let time = self.time_of[place.replicas as usize - 1];
-        let devices: Vec<_> = place.kinds().map(|kind| (&cluster.kinds[kind], &self.times[kind][time])).collect();
+        self.at_rows(place, self.replica_rows(place.replicas), |kind| Arc::clone(&self.times[kind][time]))
+    }
+
+    /// Prepares a place for Replicas with fewer rows.
+    pub(crate) fn at_fewer_rows<'p>(&'p self, place: &'p Place, rows: u64) -> At<'p> {
+        let Problem { chain, cluster, measured, .. } = self.problem;
+        let times = |kind: usize| chain.times(kind, &cluster.kinds[kind], measured[kind].as_ref(), rows);
+        self.at_rows(place, rows, |kind| Arc::new(times(kind)))
+    }
+
+    fn at_rows<'p>(&'p self, place: &'p Place, rows: u64, times: impl Fn(usize) -> Arc<Times>) -> At<'p> {
+        let Problem { cluster, settings, .. } = self.problem;
+        let devices: Vec<_> = place.kinds().map(|kind| (&cluster.kinds[kind], times(kind))).collect();
         let usable = devices.iter().map(|(device, _)| settings.usable_bytes(device.memory_bytes));
         let framework = devices.iter().map(|(device, _)| device.framework_bytes).max();
         At {
             place,
             usable_bytes: usable.fold(f64::INFINITY, f64::min),
-            rows: self.replica_rows(place.replicas),
+            rows,
             framework_bytes: framework.unwrap_or(0) as f64,
             devices,
         }
@@ -179,7 +191,7 @@ impl<'a> Pricing<'a> {
 
     /// Forward and backward of a run, on the slowest device of a place.
     fn compute(&self, run: &Range<usize>, at: &At<'_>) -> BlockTime {
-        let on = |&(device, times): &(&Device, &Times)| {
+        let on = |(device, times): &(&Device, Arc<Times>)| {
             let time = self.chain.run_us(times, run.start, run.end);
             BlockTime {
                 forward_us: time.forward_us + device.action_us,
@@ -350,7 +362,7 @@ impl<'a> Pricing<'a> {
     }
 
     /// What one Block frees, and what it costs.
-    fn saving(&self, block: usize, at: &At<'_>) -> Saving {
+    pub(crate) fn saving(&self, block: usize, at: &At<'_>) -> Saving {
         let us = at.devices.iter().map(|(_, times)| times.forward_us(block, block + 1)).fold(0.0, f64::max);
         let bytes = self.chain.kept_inside_bytes(block, at.rows);
         Saving { kind: self.chain.kind(block), bytes, us, count: 1 }

@@ -1,0 +1,48 @@
+//! A graph's chain of Blocks with its costs on a cluster.
+
+use rannc_cost::{Cluster, Profile};
+use rannc_ir::{Analysis, Graph};
+
+use crate::blocks::Blocks;
+use crate::chain::Chain;
+use crate::extract::extract;
+use crate::measured::Measured;
+use crate::price::Problem;
+use crate::settings::Settings;
+
+/// A chain of Blocks with its costs.
+pub(crate) struct Model {
+    pub(crate) blocks: Blocks,
+    pub(crate) chain: Chain,
+    /// By kind of device.
+    pub(crate) measured: Vec<Option<Measured>>,
+}
+
+impl Model {
+    /// Prepares these Blocks of a graph for a cluster.
+    pub(crate) fn new(
+        graph: &Graph,
+        analysis: &Analysis,
+        blocks: Blocks,
+        cluster: &Cluster,
+        profiles: &[Profile],
+        settings: &Settings,
+    ) -> Self {
+        let spec = extract(graph, analysis, &blocks, cluster.kinds[0].host, settings.batch_rows);
+        let measured = cluster.kinds.iter().map(|device| {
+            let profile = profiles.iter().find(|profile| profile.device == device.name)?;
+            Measured::new(profile, device, &blocks, &spec.blocks, settings.rank_rows())
+        });
+        let measured = measured.collect();
+        Self { blocks, chain: Chain::new(spec, &cluster.kinds), measured }
+    }
+
+    pub(crate) fn problem<'a>(&'a self, cluster: &'a Cluster, settings: &'a Settings) -> Problem<'a> {
+        Problem { chain: &self.chain, cluster, measured: &self.measured, settings }
+    }
+
+    /// Kinds of Blocks that were measured on every kind of device.
+    pub(crate) fn measured_kinds(&self) -> usize {
+        self.measured.iter().map(|measured| measured.as_ref().map_or(0, Measured::kinds)).min().unwrap_or(0)
+    }
+}
