@@ -9,7 +9,6 @@ use crate::place::RankOrder;
 use crate::price::{At, Priced, Pricing};
 use crate::solve::Solution;
 use crate::stages::FoundStage;
-use crate::step::StepTime;
 use crate::variant::Again;
 
 /// What a Plan is made from beside the division.
@@ -27,15 +26,15 @@ impl Assembly<'_> {
     pub(crate) fn plan(&self, solution: &Solution, lower_bound_us: f64) -> Result<Plan, PlanFileError> {
         let settings = self.pricing.problem.settings;
         let ranks = self.used_ranks(solution);
-        let mut step = StepTime::default();
-        let mut stages = Vec::new();
+        let (mut stages, mut costs) = (Vec::new(), Vec::new());
         for (behind, stage) in solution.found.stages.iter().rev().enumerate() {
             let (stage, priced) = self.stage(stage, behind, &ranks);
-            step = self.pricing.step.prepend(step, &priced.cost, behind);
             stages.push(stage);
+            costs.push(priced.cost);
         }
         stages.reverse();
-        let step_us = self.pricing.step.step_us(step);
+        costs.reverse();
+        let step_us = self.pricing.step.longest_path_us(&costs);
         let bubble = bubble(&stages, self.pricing.step.microbatches, step_us);
         let microbatches = u32::try_from(solution.case.microbatches).unwrap_or(u32::MAX);
         let plan = Plan {

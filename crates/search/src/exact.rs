@@ -231,7 +231,7 @@ proptest! {
         let (cases, solved) = solve(problem, &orders);
         let expected = brute_force(problem, &orders, &cases);
         match (&expected, &solved) {
-            (Some(expected), Some(Solved { best, lower_bound_us, stop })) => {
+            (Some(expected), Some(Solved { best, lower_bound_us, stop, .. })) => {
                 let us = best.found.step_us;
                 prop_assert!((us - expected).abs() <= 1e-8 * expected, "{us} {expected}");
                 prop_assert!(*lower_bound_us <= us);

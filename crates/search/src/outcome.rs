@@ -17,7 +17,7 @@ use crate::modules::ModuleNames;
 use crate::place::RankOrder;
 use crate::price::Pricing;
 use crate::settings::{Capabilities, Settings};
-use crate::solve::{Solution, Solver};
+use crate::solve::{Solution, Solved, Solver};
 use crate::stop::Stop;
 use crate::variant::Variant;
 
@@ -124,13 +124,16 @@ impl<'a> Planner<'a> {
         let solver = self.solver(self.settings);
         let cases = solver.cases(&self.settings.microbatch_candidates()?);
         let Some(solved) = solver.solve(&cases) else { return Err(self.shortage()) };
-        let plan = self.assemble(&solved.best, solved.lower_bound_us)?;
+        let plan = self.fastest(&solved)?;
         let elapsed = self.begun.elapsed();
         let runners_up = match self.settings.runners_up {
             0 => Vec::new(),
             count => solver.runners_up(&cases, &solved.best, count),
         };
         let runners_up = runners_up.iter().map(|other| self.assemble(other, solved.lower_bound_us));
+        let mut runners_up = runners_up.collect::<Result<Vec<_>, _>>()?;
+        runners_up.retain(|other| other.predicted.step_us >= plan.predicted.step_us);
+        runners_up.sort_by(|left, right| left.predicted.step_us.total_cmp(&right.predicted.step_us));
         let report = SearchReport {
             lower_bound_us: solved.lower_bound_us,
             gap: plan.predicted.step_us / solved.lower_bound_us - 1.0,
@@ -141,7 +144,21 @@ impl<'a> Planner<'a> {
             elapsed,
             stop: solved.stop,
         };
-        Ok(Outcome { runners_up: runners_up.collect::<Result<_, _>>()?, gains: self.gains(), report, plan })
+        Ok(Outcome { runners_up, gains: self.gains(), report, plan })
+    }
+
+    /// The Plan of the best division, or of a finalist whose step is shorter when it is told exactly.
+    fn fastest(&self, solved: &Solved) -> Result<Plan, PlanFileError> {
+        let mut fastest = self.assemble(&solved.best, solved.lower_bound_us)?;
+        for finalist in &solved.finalists {
+            if finalist.found.step_us < fastest.predicted.step_us {
+                let plan = self.assemble(finalist, solved.lower_bound_us)?;
+                if plan.predicted.step_us < fastest.predicted.step_us {
+                    fastest = plan;
+                }
+            }
+        }
+        Ok(fastest)
     }
 
     fn solver<'s>(&'s self, settings: &'s Settings) -> Solver<'s> {

@@ -49,6 +49,8 @@ pub(crate) struct Solution {
 #[derive(Clone, Debug)]
 pub(crate) struct Solved {
     pub(crate) best: Solution,
+    /// Good divisions of other cases: where the formula tells a step too short, one of them may be better.
+    pub(crate) finalists: Vec<Solution>,
     /// No Plan takes less.
     pub(crate) lower_bound_us: f64,
     pub(crate) stop: Stop,
@@ -94,6 +96,7 @@ impl<'a> Solver<'a> {
         let mut open = self.bounded(cases, time_to_beat_us(best.as_ref()));
         let mut lower_bound_us = f64::INFINITY;
         let mut stop = Stop::Complete;
+        let mut finalists: Vec<Solution> = best.iter().cloned().collect();
         while !open.is_empty() {
             let best_us = time_to_beat_us(best.as_ref());
             let batch: Vec<(f64, Case)> = open.drain(..BATCH.min(open.len())).collect();
@@ -101,13 +104,14 @@ impl<'a> Solver<'a> {
                 batch.par_iter().map(|&(bound_us, case)| self.look(case, bound_us, best_us)).collect();
             for Looked { bound_us, found, stop: ended } in looked {
                 lower_bound_us = lower_bound_us.min(bound_us);
+                finalists.extend(found.clone());
                 best = better(best, found);
                 stop = stop.max(ended);
             }
         }
         let best = best?;
         let lower_bound_us = lower_bound_us.min(best.found.step_us);
-        Some(Solved { best, lower_bound_us, stop })
+        Some(Solved { best, finalists, lower_bound_us, stop })
     }
 
     /// A Plan to beat, from few units of ranks and the most promising partial step of each state.

@@ -7,8 +7,8 @@
 //! * A message moves once the sender has computed it, the receiver has begun to receive, and the message
 //!   before it on its channel has arrived. Channels do not wait for each other.
 //! * What two Stages exchange for one microbatch moves at the same time and shares the links: a message
-//!   takes as long as all that its sender sends to that Stage, or all that its receiver gets from
-//!   there, whichever is longer.
+//!   takes as long as one with all that its sender sends to that Stage, or all that its receiver gets
+//!   from there, whichever is more.
 //! * A gradient waits, and its sender with it, until of the earlier ones on its channel fewer than
 //!   [`GRAD_WINDOW`](rannc_plan::GRAD_WINDOW) are under way. Without training this holds for Values.
 //! * The ranks of a Stage reduce together, as soon as the last of them has come to that point. A rank

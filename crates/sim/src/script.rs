@@ -44,6 +44,9 @@ pub(crate) struct Slot {
 pub(crate) struct Parcel {
     pub(crate) payload: Payload,
     pub(crate) mb: u32,
+    /// Its size.
+    bytes: u64,
+    /// Its time, beside all that shares its links.
     pub(crate) us: f64,
 }
 
@@ -76,7 +79,7 @@ impl Script {
         };
         let ranks = program.ranks.iter().map(|own| writer.rank(own)).collect::<Result<_, _>>()?;
         let mut channels = writer.channels;
-        share_links(program, &mut channels);
+        share_links(program, costs, &mut channels)?;
         Ok(Self { ranks, channels })
     }
 
@@ -148,11 +151,9 @@ impl Writer<'_> {
         let channel = self.channel(src, dst)?;
         let sizes = message.pieces.iter().map(|piece| self.costs.value_bytes(piece.value, piece.rows.rows()));
         let bytes = sizes.fold(0, u64::saturating_add);
-        let name = || format!("a message of {bytes} bytes from rank {src} to rank {dst}");
-        let us = time(self.costs.send_us(src, dst, bytes), name)?;
         let parcels = &mut self.channels[channel].parcels;
         let place = parcels.len();
-        parcels.push(Parcel { payload: message.kind, mb: message.mb, us });
+        parcels.push(Parcel { payload: message.kind, mb: message.mb, bytes, us: 0.0 });
         Ok(Task::Send { slot: Slot { channel, place } })
     }
 
@@ -169,24 +170,28 @@ impl Writer<'_> {
     }
 }
 
-/// Gives every message the time of all that shares its links: what its sender sends to the receiver's
-/// Stage, or its receiver gets from the sender's, for the same microbatch.
-fn share_links(program: &Program, channels: &mut [Channel]) {
+/// Gives every message the time of one with all that shares its links: what its sender sends to the
+/// receiver's Stage, or its receiver gets from the sender's, for the same microbatch.
+fn share_links(program: &Program, costs: &dyn Costs, channels: &mut [Channel]) -> Result<(), SimError> {
     let stage_of = |rank: u32| program.ranks[rank as usize].stage;
     let ends = |src, dst, parcel: &Parcel| {
         [(src, stage_of(dst)), (dst, stage_of(src))].map(|end| (end, parcel.payload, parcel.mb))
     };
-    let mut shared_us = HashMap::new();
+    let mut shared_bytes: HashMap<_, u64> = HashMap::new();
     for Channel { src, dst, parcels } in &*channels {
         for parcel in parcels {
             for end in ends(*src, *dst, parcel) {
-                *shared_us.entry(end).or_insert(0.0) += parcel.us;
+                let sum = shared_bytes.entry(end).or_default();
+                *sum = sum.saturating_add(parcel.bytes);
             }
         }
     }
     for Channel { src, dst, parcels } in channels {
         for parcel in parcels {
-            parcel.us = ends(*src, *dst, parcel).map(|end| shared_us[&end]).into_iter().fold(0.0, f64::max);
+            let bytes = ends(*src, *dst, parcel).map(|end| shared_bytes[&end]).into_iter().fold(0, u64::max);
+            let name = || format!("messages of {bytes} bytes from rank {src} to rank {dst}");
+            parcel.us = time(costs.send_us(*src, *dst, bytes), name)?;
         }
     }
+    Ok(())
 }

@@ -61,7 +61,7 @@ fn costs_that_are_no_times() {
     assert_eq!(refusal(&program, &costs), expected);
     costs.stages[1] = costs.stages[0].clone();
     costs.byte_us[0] = f64::NAN;
-    assert!(refusal(&program, &costs).contains("a message of 1 bytes from rank 0 to rank 1 NaN us"));
+    assert!(refusal(&program, &costs).contains("NaN us"));
     costs.byte_us[0] = 0.0;
     costs.stages[0].update_us = f64::INFINITY;
     assert!(refusal(&program, &costs).contains("the update of stage 0 inf us"));
