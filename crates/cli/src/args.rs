@@ -13,7 +13,7 @@ Start: capture a model, plan it, look at the plan. Only the first needs torch, n
 `python -m pyrannc calibrate -o cluster.toml` measures the devices and links of this machine (needs torch).
 Each command shows an example: rannc plan --help";
 
-/// Plans and explains pipeline- and data-parallel training.
+/// Plans, explains and simulates pipeline- and data-parallel training.
 #[derive(Debug, Parser)]
 #[command(name = "rannc", bin_name = "rannc", version, arg_required_else_help = true, after_help = START)]
 pub(crate) struct Args {
@@ -45,6 +45,13 @@ Example: rannc whatif bert.json --cluster H200x8 --devices 1,2,4,8,16 --memory-g
 More devices than the cluster has stand on further nodes like its last one."
     )]
     WhatIf(WhatIfArgs),
+    /// Simulates one step of a plan, message by message.
+    #[command(after_help = "\
+Example: rannc simulate plan.json bert.json --cluster H200x8 --trace step.json
+
+Open the trace in ui.perfetto.dev or chrome://tracing. Waiting is time in which a rank waits for a message under way,
+bubble is all other idle time. Ranks that differ by less than 1% share a row.")]
+    Simulate(SimulateArgs),
     /// Shows a plan file: stages, ranks, predicted time and memory.
     #[command(after_help = "Example: rannc show plan.json --batch 256")]
     Show(ShowArgs),
@@ -118,6 +125,25 @@ pub(crate) struct WhatIfArgs {
     pub(crate) memory_gb: Vec<Gib>,
     #[command(flatten)]
     pub(crate) search: SearchArgs,
+    #[command(flatten)]
+    pub(crate) format: FormatArgs,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct SimulateArgs {
+    /// A plan.
+    pub(crate) plan: PathBuf,
+    #[command(flatten)]
+    pub(crate) model: ModelArgs,
+    /// Rows of the global batch [default: those of the plan].
+    #[arg(long, value_name = "ROWS", value_parser = value_parser!(u64).range(1..))]
+    pub(crate) batch: Option<u64>,
+    /// Bytes of optimizer state for each byte of a parameter (Adam 2, SGD 0).
+    #[arg(long, value_name = "FACTOR", default_value_t = 2.0)]
+    pub(crate) optimizer_factor: f64,
+    /// Write a trace of the step to this file.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) trace: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) format: FormatArgs,
 }

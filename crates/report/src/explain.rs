@@ -7,7 +7,7 @@ use rannc_search::{Blocks, Gain, Outcome, SearchReport, Settings, Stop};
 use serde::Serialize;
 
 use crate::Report;
-use crate::format::{counted, percent, signed_percent};
+use crate::format::{counted, percent, runs, savers, signed_percent};
 use crate::plan::{microbatch_rows, summary};
 use crate::table::table;
 use crate::whatif::PlanShape;
@@ -287,14 +287,26 @@ impl Explanation {
     }
 
     fn stage_table(&self) -> String {
-        let header =
-            ["Stage", "Modules", "Microbatch", "Of longest", "In flight", "Memory", "Usable", "Used", "Most of it for"];
+        let header = [
+            "Stage",
+            "Modules",
+            "Ranks",
+            "Microbatch",
+            "Of longest",
+            "In flight",
+            "Memory",
+            "Usable",
+            "Used",
+            "Most of it for",
+            "Saving",
+        ];
         let rows = self.plan.stages.iter().zip(&self.stages).enumerate().map(|(number, (stage, shares))| {
             let &StageShares { microbatch_us, of_bottleneck, in_flight, memory_bytes, usable_bytes, largest_use } =
                 shares;
             vec![
                 number.to_string(),
                 stage.modules.join("\n"),
+                runs(&stage.ranks),
                 format_us(microbatch_us),
                 percent(of_bottleneck),
                 in_flight.to_string(),
@@ -302,9 +314,10 @@ impl Explanation {
                 format_bytes(usable_bytes),
                 percent(shares.used()),
                 largest_use.to_owned(),
+                savers(stage),
             ]
         });
-        table(&header, rows.collect(), 2..8)
+        table(&header, rows.collect(), 2..9)
     }
 
     fn time_text(&self) -> String {

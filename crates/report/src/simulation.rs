@@ -10,6 +10,9 @@ use crate::format::{percent, runs};
 use crate::plan::title;
 use crate::table::table;
 
+/// Times that differ by no more than this share of the step, and memory by this share of itself, are alike.
+const NEAR: f64 = 0.01;
+
 /// One simulated step of a Plan.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Simulation {
@@ -54,10 +57,23 @@ impl SimulatedRank {
         Self { rank, stage, busy_us, waiting_us, reduce_us, update_us, bubble_us, peak_bytes }
     }
 
+    fn times_us(&self) -> [f64; 5] {
+        [self.busy_us, self.waiting_us, self.reduce_us, self.update_us, self.bubble_us]
+    }
+
+    /// True when a person need not tell the two apart.
+    fn resembles(&self, other: &Self, step_us: f64) -> bool {
+        let times = self.times_us().into_iter().zip(other.times_us());
+        let near = |left: f64, right: f64, whole: f64| (left - right).abs() <= NEAR * whole;
+        let peak_bytes = self.peak_bytes as f64;
+        self.stage == other.stage
+            && times.into_iter().all(|(own_us, other_us)| near(own_us, other_us, step_us))
+            && near(peak_bytes, other.peak_bytes as f64, peak_bytes)
+    }
+
     /// All that is shown but the rank itself.
     fn row(&self, step_us: f64) -> Vec<String> {
-        let times = [self.busy_us, self.waiting_us, self.reduce_us, self.update_us, self.bubble_us];
-        let mut row: Vec<String> = times.map(format_us).into();
+        let mut row: Vec<String> = self.times_us().map(format_us).into();
         row.insert(1, percent(if step_us > 0.0 { self.busy_us / step_us } else { 0.0 }));
         row.push(format_bytes(self.peak_bytes));
         row
@@ -77,20 +93,18 @@ impl Simulation {
         }
     }
 
-    /// Stage, ranks, and the figures that they share; ranks that do not differ stand in one row.
+    /// Stage, ranks, and the figures of the first of them; ranks that resemble each other stand in one row.
     fn rows(&self) -> Vec<Vec<String>> {
-        let mut groups: Vec<(u32, Vec<String>, Vec<u32>)> = Vec::new();
+        let mut groups: Vec<(&SimulatedRank, Vec<u32>)> = Vec::new();
         for rank in &self.ranks {
-            let row = rank.row(self.step_us);
-            match groups.iter_mut().find(|(stage, known, _)| *stage == rank.stage && *known == row) {
-                Some((_, _, ranks)) => ranks.push(rank.rank),
-                None => groups.push((rank.stage, row, vec![rank.rank])),
+            match groups.iter_mut().find(|(first, _)| first.resembles(rank, self.step_us)) {
+                Some((_, ranks)) => ranks.push(rank.rank),
+                None => groups.push((rank, vec![rank.rank])),
             }
         }
-        groups.sort_by_key(|(stage, _, ranks)| (*stage, ranks.first().copied()));
-        let rows = groups.into_iter().map(|(stage, figures, mut ranks)| {
-            ranks.sort_unstable();
-            [stage.to_string(), runs(&ranks)].into_iter().chain(figures).collect()
+        groups.sort_by_key(|(first, _)| (first.stage, first.rank));
+        let rows = groups.into_iter().map(|(first, ranks)| {
+            [first.stage.to_string(), runs(&ranks)].into_iter().chain(first.row(self.step_us)).collect()
         });
         rows.collect()
     }

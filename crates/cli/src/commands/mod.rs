@@ -6,6 +6,7 @@ mod explain;
 mod graph;
 mod plan;
 mod show;
+mod simulate;
 mod whatif;
 
 use anyhow::Result;
@@ -20,6 +21,7 @@ pub(crate) fn execute(args: Args) -> Result<Printer> {
         Command::Plan(args) => plan::run(args),
         Command::Explain(args) => explain::run(args),
         Command::WhatIf(args) => whatif::run(args),
+        Command::Simulate(args) => simulate::run(args),
         Command::Show(args) => show::run(args),
         Command::Diff(args) => diff::run(args),
         Command::Cluster(args) => cluster::run(args),

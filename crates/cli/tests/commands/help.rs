@@ -15,7 +15,7 @@ fn the_help_of_all() {
 
 #[test]
 fn the_help_of_each_command() {
-    for command in ["plan", "explain", "whatif", "show", "diff", "cluster", "graph"] {
+    for command in ["plan", "explain", "whatif", "simulate", "show", "diff", "cluster", "graph"] {
         let help = help(command);
         assert!(help.contains(&format!("Example: rannc {command} ")), "{help}");
         assert_snapshot!(format!("help_of_{command}"), help);

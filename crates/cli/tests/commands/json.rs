@@ -34,6 +34,7 @@ fn every_key_is_documented() {
         &format!("plan {search} --stages 2"),
         &format!("explain {search} --stages 2"),
         &format!("whatif {search} --memory-gb 0.5,16"),
+        "simulate plan.json graph.json --cluster cluster.toml",
         "graph graph.json",
         "cluster cluster.toml",
         "cluster",

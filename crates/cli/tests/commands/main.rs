@@ -9,3 +9,4 @@ mod json;
 mod plan_files;
 mod plans;
 mod searches;
+mod simulations;

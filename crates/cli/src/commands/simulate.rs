@@ -1,0 +1,53 @@
+//! `rannc simulate`.
+
+use std::fs;
+
+use anyhow::{Result, anyhow, ensure};
+use rannc_plan::{Batch, Interval, Mode, Partition, Plan, Program, ScheduleKind, StageOps, split_even};
+use rannc_report::{Simulation, chrome_trace};
+use rannc_search::{PlanCosts, Settings};
+
+use crate::args::{ModelArgs, SimulateArgs};
+use crate::files::{Model, read_plan};
+use crate::printer::Printer;
+use crate::search::in_words;
+
+pub(crate) fn run(args: SimulateArgs) -> Result<Printer> {
+    let SimulateArgs { plan, model: ModelArgs { graph, cluster, profile }, batch, optimizer_factor, trace, format } =
+        args;
+    let plan_path = plan;
+    let plan = read_plan(&plan_path)?;
+    let Model { graph, cluster, profiles } = Model::read(&graph, &cluster, &profile)?;
+    plan.check_graph(&graph).map_err(|error| anyhow!("{}: {error}", plan_path.display()))?;
+    let devices = cluster.devices();
+    ensure!(plan.world_size <= devices, "the plan is for {} ranks, the cluster has {devices} devices", plan.world_size);
+    let batch_rows = batch.unwrap_or(plan.batch_rows);
+    let settings = Settings {
+        world_size: plan.world_size,
+        batch_rows,
+        optimizer_bytes_per_param_byte: optimizer_factor,
+        ..Settings::default()
+    };
+    let costs = PlanCosts::new(&graph, &cluster, &profiles, &settings, &plan).map_err(in_words)?;
+    let ops: Vec<StageOps> = plan.stages.iter().map(|stage| stage.ops).collect();
+    let program = program(&plan, &Partition::new(&graph, &ops)?, batch_rows)?;
+    let timeline = rannc_sim::simulate(&program, &costs)?;
+    let mut printer = Printer::new(format);
+    printer.report(&Simulation::new(&plan, batch_rows, &timeline));
+    if let Some(trace) = trace {
+        fs::write(&trace, chrome_trace(&timeline))
+            .map_err(|error| anyhow!("cannot write the trace {}: {error}", trace.display()))?;
+        printer.note(&format!("Trace written to {}; open it in ui.perfetto.dev or chrome://tracing", trace.display()));
+    }
+    Ok(printer)
+}
+
+/// What all ranks do with a batch that comes in equal parts from all of them.
+fn program(plan: &Plan, partition: &Partition, batch_rows: u64) -> Result<Program> {
+    let rows_per_rank = split_even(batch_rows, plan.world_size as usize).into_iter().map(Interval::rows).collect();
+    let mode = match plan.schedule {
+        ScheduleKind::OneForwardOneBackward => Mode::Train1F1B,
+        ScheduleKind::FillDrain => Mode::TrainFillDrain,
+    };
+    Ok(rannc_plan::build(&plan.placement(), partition, &Batch { rows_per_rank, gather_inputs: true }, mode)?)
+}
