@@ -6,10 +6,12 @@
 //! counted that some Plan does not have, so no Plan takes less, whatever its cuts between Blocks, Replicas,
 //! ranks and savings of memory.
 
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
+
+use rannc_cost::{Cluster, Link};
 
 use crate::place::Place;
-use crate::price::{At, Pricing};
+use crate::price::{At, Pricing, Problem};
 use crate::table::Entry;
 use crate::variant::Variant;
 
@@ -29,19 +31,22 @@ struct Least {
     all_us: Vec<f64>,
 }
 
-/// No Plan with this pricing's number of microbatches takes less; or none that takes less than `best_us`
-/// exists.
-pub(crate) fn lower_bound_us(pricing: &Pricing<'_>, best_us: f64) -> f64 {
+/// No Plan with this number of microbatches takes less; or none that takes less than `best_us` exists.
+pub(crate) fn lower_bound_us(problem: Problem<'_>, microbatches: u64, best_us: f64) -> f64 {
+    let cluster = with_best_sends(problem.cluster);
+    // 1F1B needs less memory, and fill-drain has all the terms of this bound as well.
+    let schedule = problem.settings.schedules()[0];
+    let pricing = &Pricing::new(Problem { cluster: &cluster, ..problem }, schedule, microbatches);
     let (blocks, ranks) = (pricing.chain.len(), pricing.problem.settings.world_size);
     let few = usize::from(ranks < MANY_RANKS);
     let counted = (1..COUNTED[few]).find(|&count| pricing.step.in_flight(count) == pricing.step.microbatches);
     let counted = counted.unwrap_or(COUNTED[few]);
     let variants = Variant::all(&pricing.problem.settings.capabilities, pricing.step.in_flight(counted));
     let places = places(pricing);
-    let places: Vec<At<'_>> = places.iter().map(|place| pricing.at(place)).collect();
+    let places: Vec<(u32, At<'_>)> = places.iter().map(|(replicas, place)| (*replicas, pricing.at(place))).collect();
     let mut bound = Bound::new(pricing, counted, ranks as usize);
     for first in (0..blocks).rev() {
-        for at in &places {
+        for (replicas, at) in &places {
             for &variant in &variants {
                 let mut workspace_bytes: f64 = 0.0;
                 for end in first + 1..=blocks {
@@ -51,7 +56,7 @@ pub(crate) fn lower_bound_us(pricing: &Pricing<'_>, best_us: f64) -> f64 {
                     if variant.is_monotone() && pricing.step.busy_us(&entry.cost) >= best_us {
                         break;
                     }
-                    bound.put(first..end, &entry, variant, at.place.replicas as usize);
+                    bound.put(first..end, &entry, variant, *replicas as usize);
                 }
             }
         }
@@ -59,12 +64,30 @@ pub(crate) fn lower_bound_us(pricing: &Pricing<'_>, best_us: f64) -> f64 {
     bound.least_us().min(best_us)
 }
 
-/// The best places for every number of Replicas that makes a difference.
-fn places(pricing: &Pricing<'_>) -> Vec<Place> {
+/// A cluster where devices of one node send to each other as fast as any two devices.
+fn with_best_sends(cluster: &Cluster) -> Cluster {
+    let mut cluster = cluster.clone();
+    let best = cluster.levels.iter().map(|level| level.send).reduce(|best, send| Link {
+        latency_us: best.latency_us.min(send.latency_us),
+        bytes_per_s: best.bytes_per_s.max(send.bytes_per_s),
+    });
+    if let (Some(first), Some(best)) = (cluster.levels.first_mut(), best) {
+        first.send = best;
+    }
+    cluster
+}
+
+/// Places better than any for the numbers of Replicas that have equally many rows, with the least of these
+/// numbers: the links of so few Replicas, and Stages divided over the most.
+fn places(pricing: &Pricing<'_>) -> Vec<(u32, Place)> {
     let cluster = pricing.problem.cluster;
-    let telling = pricing.telling_replicas();
+    let equal = pricing.equal_replicas();
+    let place = |kind: usize, replicas: &RangeInclusive<u32>| {
+        let ideal = Place::ideal(cluster, *replicas.start(), kind);
+        (*replicas.start(), Place { replicas: *replicas.end(), ..ideal })
+    };
     let kinds = 0..cluster.kinds.len();
-    kinds.flat_map(|kind| telling.iter().map(move |&replicas| Place::ideal(cluster, replicas, kind))).collect()
+    kinds.flat_map(|kind| equal.iter().map(move |replicas| place(kind, replicas))).collect()
 }
 
 struct Bound<'a> {

@@ -3,17 +3,19 @@
 use std::time::Instant;
 
 use proptest::prelude::*;
-use rannc_cost::{Cluster, OpWork, Poly, Work};
+use rannc_cost::{Cluster, FlopRates, OpWork, Poly, Work};
 use rannc_plan::Sharding;
 
+use crate::bound::lower_bound_us;
 use crate::chain::{Affine, BlockSpec, Chain, ChainSpec, CloneSpec, CrossingSpec, KeptSpec, StateSpec};
 use crate::place::RankOrder;
 use crate::price::{Pricing, Problem};
-use crate::settings::{Capabilities, Settings};
+use crate::relax::Relaxation;
+use crate::settings::{Capabilities, Limits, Settings};
 use crate::solve::{Case, Solved, Solver};
 use crate::step::StepTime;
 use crate::stop::Stop;
-use crate::table::Entry;
+use crate::table::{Entry, StageTable};
 use crate::variant::Variant;
 
 fn block() -> impl Strategy<Value = BlockSpec> {
@@ -153,6 +155,35 @@ fn solve(problem: Problem<'_>, orders: &[RankOrder]) -> (Vec<Case>, Option<Solve
     (cases, solved)
 }
 
+/// The time of the best Plan that the search finds; infinite when nothing fits.
+fn best_us(spec: &ChainSpec, cluster: &Cluster, settings: &Settings) -> f64 {
+    let chain = Chain::new(spec.clone(), &cluster.kinds);
+    let measured = vec![None; cluster.kinds.len()];
+    let problem = Problem { chain: &chain, cluster, measured: &measured, settings };
+    let orders = RankOrder::all(cluster, settings.world_size, None, 64);
+    solve(problem, &orders).1.map_or(f64::INFINITY, |solved| solved.best.found.step_us)
+}
+
+/// What the best Plan may be worse by, since Plans that are better by less are not looked for.
+const SLACK: f64 = 1.0 + 1e-8;
+
+/// A cluster whose times are `factor` times as long.
+fn slower(cluster: &Cluster, factor: f64) -> Cluster {
+    let mut slower = cluster.clone();
+    for device in &mut slower.kinds {
+        let FlopRates { fp64, fp32, tf32, half } = &mut device.flops_per_s;
+        let rates = [fp64, fp32, tf32, half, &mut device.memory_bytes_per_s, &mut device.host_bytes_per_s];
+        rates.into_iter().for_each(|per_s| *per_s /= factor);
+        device.launch_us *= factor;
+        device.action_us *= factor;
+    }
+    for link in slower.levels.iter_mut().flat_map(|level| [&mut level.send, &mut level.collective]) {
+        link.bytes_per_s /= factor;
+        link.latency_us *= factor;
+    }
+    slower
+}
+
 /// All ways to write `total` as a sum of `parts` positive numbers.
 fn compositions(total: usize, parts: usize) -> Vec<Vec<usize>> {
     if parts == 0 {
@@ -220,7 +251,7 @@ fn brute_force(problem: Problem<'_>, orders: &[RankOrder], cases: &[Case]) -> Op
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(300))]
+    #![proptest_config(ProptestConfig::with_cases(200))]
 
     #[test]
     fn the_search_equals_brute_force(spec in spec(5), settings in settings(4), cluster in cluster()) {
@@ -267,6 +298,125 @@ proptest! {
                 let outputs: f64 = spec.blocks[first..end].iter().map(|b| b.output_bytes.at(rows)).sum();
                 prop_assert!((chain.output_bytes.at(first, end, rows) - outputs).abs() < 1.0);
             }
+        }
+    }
+
+    #[test]
+    fn more_memory_is_never_worse(
+        spec in spec(5), settings in settings(4), cluster in cluster(), more in 1.0..3.0_f64,
+    ) {
+        let larger = |bytes: u64| (bytes as f64 * more) as u64;
+        let with_more = Settings { memory_limit_bytes: settings.memory_limit_bytes.map(larger), ..settings.clone() };
+        let before_us = best_us(&spec, &cluster, &settings);
+        prop_assert!(best_us(&spec, &cluster, &with_more) <= before_us * SLACK);
+        let mut larger_devices = cluster;
+        larger_devices.kinds.iter_mut().for_each(|device| device.memory_bytes = larger(device.memory_bytes));
+        prop_assert!(best_us(&spec, &larger_devices, &settings) <= before_us * SLACK);
+    }
+
+    #[test]
+    fn faster_links_are_never_worse(
+        spec in spec(5), settings in settings(4), cluster in cluster(),
+        which in 0..4_usize, faster in any::<(bool, bool)>(), factor in 1.0..1000.0_f64,
+    ) {
+        let before_us = best_us(&spec, &cluster, &settings);
+        let mut with_faster = cluster;
+        let links = with_faster.levels.iter_mut().flat_map(|level| [&mut level.send, &mut level.collective]);
+        let links: Vec<_> = links.collect();
+        let count = links.len();
+        let link = links.into_iter().nth(which % count).expect("one of them");
+        link.latency_us /= if faster.0 { factor } else { 1.0 };
+        link.bytes_per_s *= if faster.1 { factor } else { 1.0 };
+        prop_assert!(best_us(&spec, &with_faster, &settings) <= before_us * SLACK);
+    }
+
+    /// Without recomputation: which Blocks to compute again is chosen by the ratio of time to memory, and with
+    /// other ratios the choice may be worse.
+    #[test]
+    fn faster_devices_are_never_worse_without_recomputation(
+        spec in spec(5), settings in settings(4), cluster in cluster(), factor in 1.0..10.0_f64, which in 0..5_usize,
+    ) {
+        let capabilities = Capabilities { recompute: false, ..settings.capabilities };
+        let settings = Settings { capabilities, ..settings };
+        let before_us = best_us(&spec, &cluster, &settings);
+        let mut with_faster = cluster;
+        for device in &mut with_faster.kinds {
+            match which {
+                0 => device.flops_per_s.fp32 *= factor,
+                1 => device.memory_bytes_per_s *= factor,
+                2 => device.host_bytes_per_s *= factor,
+                3 => device.launch_us /= factor,
+                _ => device.action_us /= factor,
+            }
+        }
+        prop_assert!(best_us(&spec, &with_faster, &settings) <= before_us * SLACK);
+    }
+
+    /// On one node, where every place of so many devices is as good as another; with ranks that may be left out,
+    /// and rows that do not depend on the number of ranks.
+    #[test]
+    fn more_devices_of_a_node_are_never_worse(spec in spec(5), settings in settings(2), devices in 1..5_u32) {
+        let settings = Settings { may_idle: true, gather_inputs: false, ..settings };
+        let with = |devices: u32| {
+            let cluster = Cluster::preset("cpu", 1, devices).expect("devices");
+            best_us(&spec, &cluster, &Settings { world_size: devices, ..settings.clone() })
+        };
+        prop_assert!(with(devices + 1) <= with(devices) * SLACK);
+    }
+
+    /// By powers of two, which leave no trace in the digits.
+    #[test]
+    fn the_best_step_scales_with_all_times(
+        spec in spec(5), settings in settings(4), cluster in cluster(), power in -3..4_i32,
+    ) {
+        let factor = 2.0_f64.powi(power);
+        let slower_us = best_us(&spec, &slower(&cluster, factor), &settings);
+        prop_assert_eq!(slower_us, best_us(&spec, &cluster, &settings) * factor);
+    }
+
+    #[test]
+    fn no_plan_beats_the_bounds(
+        spec in spec(5), settings in settings(4), cluster in cluster(), faster_between in 1.0..10_000.0_f64,
+    ) {
+        let mut cluster = cluster;
+        if let Some(between) = cluster.levels.get_mut(1) {
+            for link in [&mut between.send, &mut between.collective] {
+                link.latency_us /= faster_between;
+                link.bytes_per_s *= faster_between;
+            }
+        }
+        let chain = Chain::new(spec, &cluster.kinds);
+        let measured = vec![None; cluster.kinds.len()];
+        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings };
+        let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
+        let (cases, _) = solve(problem, &orders);
+        for case in cases {
+            let Some(least_us) = brute_force(problem, &orders, &[case]) else { continue };
+            let bound_us = lower_bound_us(problem, case.microbatches, f64::INFINITY);
+            prop_assert!(bound_us <= least_us * SLACK, "{case:?} {bound_us} {least_us}");
+            let pricing = Pricing::new(problem, case.schedule, case.microbatches);
+            let table = StageTable::new(&pricing, &orders[case.order.expect("a real order")], f64::INFINITY);
+            let relaxed = Relaxation::new(&pricing, &table);
+            let (pass_us, longest_us) = (relaxed.pass_us(chain.len(), 4), relaxed.longest_us(chain.len(), 4));
+            let bound_us = pricing.step.bound_us(StepTime::default(), pass_us, longest_us);
+            prop_assert!(bound_us <= least_us * SLACK, "{case:?} {bound_us} {least_us}");
+        }
+    }
+
+    #[test]
+    fn a_limited_search_tells_the_truth(
+        spec in spec(5), settings in settings(4), cluster in cluster(), candidates in 1..300_u64,
+    ) {
+        let settings = Settings { limits: Limits { candidates, ..settings.limits }, ..settings };
+        let chain = Chain::new(spec, &cluster.kinds);
+        let measured = vec![None; cluster.kinds.len()];
+        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings };
+        let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
+        let (cases, solved) = solve(problem, &orders);
+        let least_us = brute_force(problem, &orders, &cases).unwrap_or(f64::INFINITY);
+        if let Some(Solved { best, lower_bound_us, stop }) = solved {
+            prop_assert!(lower_bound_us <= least_us * SLACK && least_us <= best.found.step_us * SLACK);
+            prop_assert!(stop == Stop::Candidates || best.found.step_us <= least_us * SLACK);
         }
     }
 }

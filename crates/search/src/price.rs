@@ -1,6 +1,6 @@
 //! Time and memory of a Stage.
 
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
 use rannc_cost::{Cluster, Device, update_us};
@@ -151,15 +151,16 @@ impl<'a> Pricing<'a> {
         self.rows.div_ceil(u64::from(replicas))
     }
 
-    /// The least numbers of Replicas that have so few rows each, increasing.
-    pub(crate) fn telling_replicas(&self) -> Vec<u32> {
-        let mut telling = Vec::new();
+    /// Numbers of Replicas that have equally many rows each, increasing.
+    pub(crate) fn equal_replicas(&self) -> Vec<RangeInclusive<u32>> {
+        let mut equal: Vec<RangeInclusive<u32>> = Vec::new();
         for (replicas, &time) in (1..).zip(&self.time_of) {
-            if telling.len() == time {
-                telling.push(replicas);
+            match equal.get_mut(time) {
+                Some(range) => *range = *range.start()..=replicas,
+                None => equal.push(replicas..=replicas),
             }
         }
-        telling
+        equal
     }
 
     /// Prepares a place.

@@ -129,12 +129,10 @@ impl<'a> Solver<'a> {
 
     /// The cases with their lower bounds, the most promising first.
     fn bounded(&self, cases: &[Case], best_us: f64) -> Vec<(f64, Case)> {
-        // 1F1B needs less memory, and fill-drain has all the terms of this bound as well.
-        let schedule = self.problem.settings.schedules()[0];
         let mut counts: Vec<u64> = cases.iter().map(|case| case.microbatches).collect();
         counts.sort_unstable();
         counts.dedup();
-        let bound = |&count: &u64| lower_bound_us(&Pricing::new(self.problem, schedule, count), best_us);
+        let bound = |&count: &u64| lower_bound_us(self.problem, count, best_us);
         let bounds: Vec<f64> = counts.par_iter().map(bound).collect();
         let of_case = |case: &Case| counts.binary_search(&case.microbatches).map_or(0.0, |place| bounds[place]);
         let mut open: Vec<(f64, Case)> = cases.iter().map(|&case| (of_case(&case), case)).collect();
