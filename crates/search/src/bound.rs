@@ -77,15 +77,13 @@ fn with_best_sends(cluster: &Cluster) -> Cluster {
     cluster
 }
 
-/// Places better than any for the numbers of Replicas that have equally many rows, with the least of these
-/// numbers: the links of so few Replicas, and Stages divided over the most.
+/// Places as good as any for the numbers of Replicas that have equally many rows, with the least of these
+/// numbers.
 fn places(pricing: &Pricing<'_>) -> Vec<(u32, Place)> {
     let cluster = pricing.problem.cluster;
     let equal = pricing.equal_replicas();
-    let place = |kind: usize, replicas: &RangeInclusive<u32>| {
-        let ideal = Place::ideal(cluster, *replicas.start(), kind);
-        (*replicas.start(), Place { replicas: *replicas.end(), ..ideal })
-    };
+    let place =
+        |kind: usize, replicas: &RangeInclusive<u32>| (*replicas.start(), Place::ideal(cluster, replicas, kind));
     let kinds = 0..cluster.kinds.len();
     kinds.flat_map(|kind| equal.iter().map(move |replicas| place(kind, replicas))).collect()
 }

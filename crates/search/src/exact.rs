@@ -414,7 +414,7 @@ proptest! {
         let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
         let (cases, solved) = solve(problem, &orders);
         let least_us = brute_force(problem, &orders, &cases).unwrap_or(f64::INFINITY);
-        if let Some(Solved { best, lower_bound_us, stop }) = solved {
+        if let Some(Solved { best, lower_bound_us, stop, .. }) = solved {
             prop_assert!(lower_bound_us <= least_us * SLACK && least_us <= best.found.step_us * SLACK);
             prop_assert!(stop == Stop::Candidates || best.found.step_us <= least_us * SLACK);
         }

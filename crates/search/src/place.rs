@@ -1,7 +1,7 @@
 //! Where Stages stand: the order in which they take ranks, and what the links make of it.
 
 use std::cmp::Reverse;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 
 use indexmap::IndexSet;
 use rannc_cost::{Cluster, Group};
@@ -157,13 +157,16 @@ impl RankOrder {
 }
 
 impl Place {
-    /// The best place that `replicas` devices of a kind could have anywhere in the cluster.
-    pub(crate) fn ideal(cluster: &Cluster, replicas: u32, kind: usize) -> Self {
+    /// A place as good as any that so many devices of a kind could have anywhere in the cluster: divided over the
+    /// most of them, with the collectives of the fewest.
+    pub(crate) fn ideal(cluster: &Cluster, replicas: &RangeInclusive<u32>, kind: usize) -> Self {
+        let (&fewest, &most) = (replicas.start(), replicas.end());
         let largest = cluster.nodes.iter().map(|node| node.devices).max().unwrap_or(1);
-        let nodes = replicas.div_ceil(largest);
+        let nodes = fewest.div_ceil(largest);
         let level = cluster.levels.iter().position(|level| level.nodes >= nodes).unwrap_or(cluster.levels.len() - 1);
-        let group = Group { members: replicas, nodes, least_per_node: replicas / nodes, level };
-        Self { replicas, group, in_level: 0, out_level: 0, kinds: 1 << kind.min(MAX_KINDS - 1) }
+        // Of all trees that leave a node, those over two nodes have the fewest steps.
+        let group = Group { members: fewest, nodes: nodes.min(2), least_per_node: largest.min(most / nodes), level };
+        Self { replicas: most, group, in_level: 0, out_level: 0, kinds: 1 << kind.min(MAX_KINDS - 1) }
     }
 
     /// The kinds of its devices.
