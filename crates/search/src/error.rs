@@ -61,6 +61,9 @@ pub enum SearchError {
         /// What the runtime cannot do yet, and with which the model would fit.
         would_fit: Vec<&'static str>,
     },
+    /// A limit ended the search before it found a Plan; there may be one.
+    #[error("the search met its limit before it found a plan that fits; allow it more time or candidates")]
+    Stopped,
     /// The threads for the search cannot be started.
     #[error("the threads of the search cannot be started: {0}")]
     Threads(#[from] rayon::ThreadPoolBuildError),

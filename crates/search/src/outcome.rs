@@ -44,7 +44,7 @@ pub struct Outcome {
 pub struct Gain {
     /// What it could do.
     pub what: &'static str,
-    /// Time of a step; `None` when nothing fits even then.
+    /// Time of a step; `None` when nothing that fits was found even then.
     pub step_us: Option<f64>,
 }
 
@@ -123,12 +123,15 @@ impl<'a> Planner<'a> {
     fn outcome(&self) -> Result<Outcome, SearchError> {
         let solver = self.solver(self.settings);
         let cases = solver.cases(&self.settings.microbatch_candidates()?);
-        let Some(solved) = solver.solve(&cases) else { return Err(self.shortage()) };
-        let plan = self.fastest(&solved)?;
+        let solved = solver.solve(&cases).map_err(|stop| match stop {
+            Stop::Complete => self.shortage(),
+            Stop::Candidates | Stop::Time => SearchError::Stopped,
+        })?;
+        let (fastest, plan) = self.fastest(&solved)?;
         let elapsed = self.begun.elapsed();
         let runners_up = match self.settings.runners_up {
             0 => Vec::new(),
-            count => solver.runners_up(&cases, &solved.best, count),
+            count => solver.runners_up(&cases, fastest, count),
         };
         let runners_up = runners_up.iter().map(|other| self.assemble(other, solved.lower_bound_us));
         let mut runners_up = runners_up.collect::<Result<Vec<_>, _>>()?;
@@ -148,13 +151,13 @@ impl<'a> Planner<'a> {
     }
 
     /// The Plan of the best division, or of a finalist whose step is shorter when it is told exactly.
-    fn fastest(&self, solved: &Solved) -> Result<Plan, PlanFileError> {
-        let mut fastest = self.assemble(&solved.best, solved.lower_bound_us)?;
+    fn fastest<'s>(&self, solved: &'s Solved) -> Result<(&'s Solution, Plan), PlanFileError> {
+        let mut fastest = (&solved.best, self.assemble(&solved.best, solved.lower_bound_us)?);
         for finalist in &solved.finalists {
-            if finalist.found.step_us < fastest.predicted.step_us {
+            if finalist.found.step_us < fastest.1.predicted.step_us {
                 let plan = self.assemble(finalist, solved.lower_bound_us)?;
-                if plan.predicted.step_us < fastest.predicted.step_us {
-                    fastest = plan;
+                if plan.predicted.step_us < fastest.1.predicted.step_us {
+                    fastest = (finalist, plan);
                 }
             }
         }
@@ -191,7 +194,8 @@ impl<'a> Planner<'a> {
         let gain = |(what, capabilities)| {
             let settings = Settings { capabilities, ..self.settings.clone() };
             let solver = self.solver(&settings);
-            let solved = settings.microbatch_candidates().ok().and_then(|counts| solver.solve(&solver.cases(&counts)));
+            let counts = settings.microbatch_candidates().ok();
+            let solved = counts.and_then(|counts| solver.solve(&solver.cases(&counts)).ok());
             Gain { what, step_us: solved.map(|solved| solved.best.found.step_us) }
         };
         more(self.settings.capabilities).into_iter().map(gain).collect()

@@ -13,6 +13,7 @@ use crate::bound::lower_bound_us;
 use crate::place::RankOrder;
 use crate::price::{Pricing, Problem};
 use crate::relax::Relaxation;
+use crate::settings::Limits;
 use crate::stages::{Found, StageSearch};
 use crate::step::StepTime;
 use crate::stop::{Budget, Stop};
@@ -90,8 +91,8 @@ impl<'a> Solver<'a> {
         case.order.map_or(self.rough, |order| &self.orders[order])
     }
 
-    /// The best division of all cases.
-    pub(crate) fn solve(&self, cases: &[Case]) -> Option<Solved> {
+    /// The best division of all cases, or why the search for one ended without.
+    pub(crate) fn solve(&self, cases: &[Case]) -> Result<Solved, Stop> {
         let mut best = self.first(cases);
         let mut open = self.bounded(cases, time_to_beat_us(best.as_ref()));
         let mut lower_bound_us = f64::INFINITY;
@@ -109,19 +110,24 @@ impl<'a> Solver<'a> {
                 stop = stop.max(ended);
             }
         }
-        let best = best?;
+        let best = best.ok_or(stop)?;
         let lower_bound_us = lower_bound_us.min(best.found.step_us);
-        Some(Solved { best, finalists, lower_bound_us, stop })
+        Ok(Solved { best, finalists, lower_bound_us, stop })
     }
 
-    /// A Plan to beat, from few units of ranks and the most promising partial step of each state.
+    /// A Plan to beat, from few units of ranks and the most promising partial step of each state: quick, so that
+    /// no limit is too low for it.
     fn first(&self, cases: &[Case]) -> Option<Solution> {
         let rough = cases.iter().filter(|case| case.order == Some(0)).map(|case| Case { order: None, ..*case });
         let rough: Vec<Case> = rough.collect();
         let found: Vec<Option<Solution>> = rough
             .par_iter()
             .map(|&case| {
-                self.with_search(case, f64::INFINITY, |search| self.run(search, case, Some(1), f64::INFINITY).0)
+                let mut budget = Budget::new(&Limits::default(), self.begun);
+                let found = self.with_search(case, f64::INFINITY, |search| {
+                    search.run(self.problem.settings.forced_stages(), Some(1), f64::INFINITY, &mut budget)
+                });
+                found.map(|found| Solution { case, found })
             })
             .collect();
         found.into_iter().fold(None, better)
@@ -145,6 +151,10 @@ impl<'a> Solver<'a> {
     fn look(&self, case: Case, bound_us: f64, best_us: f64) -> Looked {
         if bound_us >= best_us {
             return Looked { bound_us, found: None, stop: Stop::Complete };
+        }
+        let budget = Budget::new(&self.problem.settings.limits, self.begun);
+        if budget.is_spent() {
+            return Looked { bound_us, found: None, stop: budget.stop() };
         }
         self.with_search(case, best_us, |search| {
             let bound_us = bound_us.max(self.relaxed_us(search)).min(best_us);
@@ -221,10 +231,13 @@ impl<'a> Solver<'a> {
     }
 }
 
-/// What makes a Plan another one for a person.
-fn shape(solution: &Solution) -> (ScheduleKind, u64, Vec<usize>) {
-    let replicas = solution.found.stages.iter().map(|stage| stage.positions.len()).collect();
-    (solution.case.schedule, solution.case.microbatches, replicas)
+/// What makes a Plan another one for a person: Replicas, microbatches, and the Schedule where it tells several
+/// Stages what to do with several microbatches.
+fn shape(solution: &Solution) -> (Vec<usize>, u64, Option<ScheduleKind>) {
+    let Case { schedule, microbatches, .. } = solution.case;
+    let replicas: Vec<usize> = solution.found.stages.iter().map(|stage| stage.positions.len()).collect();
+    let schedule = (replicas.len() > 1 && microbatches > 1).then_some(schedule);
+    (replicas, microbatches, schedule)
 }
 
 fn time_to_beat_us(known: Option<&Solution>) -> f64 {

@@ -33,7 +33,8 @@ pub(crate) struct Budget {
 impl Budget {
     pub(crate) fn new(limits: &Limits, begun: Instant) -> Self {
         let until = limits.time_ms.map(|ms| begun + Duration::from_millis(ms));
-        Self { candidates: limits.candidates, next_look: limits.candidates, until, stop: Stop::Complete }
+        let stop = if until.is_some_and(|until| Instant::now() >= until) { Stop::Time } else { Stop::Complete };
+        Self { candidates: limits.candidates, next_look: limits.candidates, until, stop }
     }
 
     /// Counts partial Plans.

@@ -1,0 +1,155 @@
+//! What every answer of the search keeps to. Laws of its best time (more memory, faster links, more
+//! devices, its bounds) are beside the brute force in `src/exact.rs`.
+
+mod encoder;
+
+use encoder::encoder;
+use proptest::prelude::*;
+use rannc_cost::Cluster;
+use rannc_ir::testing::mlp;
+use rannc_ir::{Analysis, Graph};
+use rannc_plan::{Batch, Mode, Partition, Plan, ScheduleKind, Sharding, StageOps, build};
+use rannc_search::{Capabilities, Limits, Outcome, SearchError, Settings, Stop, plan};
+
+/// Two nodes of devices without framework memory, so that small models are tight.
+fn two_nodes(devices: u32) -> Cluster {
+    let mut cluster = Cluster::preset("V100-32G", 2, devices / 2).expect("devices");
+    cluster.kinds[0].framework_bytes = 0;
+    cluster
+}
+
+fn settings(world_size: u32, batch_rows: u64, memory_mib: u64) -> Settings {
+    let memory_limit_bytes = Some(memory_mib << 20);
+    Settings { world_size, batch_rows, memory_limit_bytes, runners_up: 5, ..Settings::default() }
+}
+
+/// Settings where a small encoder is cut, or computed again, or left on one Stage.
+fn cases() -> impl Strategy<Value = (u32, Settings)> {
+    let flags = any::<(bool, bool)>();
+    (2..8_u32, 1..4_u32, 30..400_u64, 1..5_u64, flags).prop_map(|(layers, pairs, memory_mib, rows, flags)| {
+        let (loss_inside, recompute) = flags;
+        let capabilities = Capabilities { recompute, ..Capabilities::default() };
+        let settings = settings(2 * pairs, 8 * rows, memory_mib);
+        (layers, Settings { loss_inside, capabilities, ..settings })
+    })
+}
+
+fn json(outcome: &Outcome) -> Vec<String> {
+    std::iter::once(&outcome.plan).chain(&outcome.runners_up).map(Plan::to_json).collect()
+}
+
+/// What tells Plans apart for a person.
+fn shape(plan: &Plan) -> (Vec<usize>, u32, Option<ScheduleKind>) {
+    let replicas: Vec<usize> = plan.stages.iter().map(|stage| stage.ranks.len()).collect();
+    let schedule = (replicas.len() > 1 && plan.microbatches > 1).then_some(plan.schedule);
+    (replicas, plan.microbatches, schedule)
+}
+
+/// Carries a Plan through to what the ranks do, and holds its memory against the limit.
+fn assert_valid(graph: &Graph, plan: &Plan, settings: &Settings) {
+    let cuts: Vec<StageOps> = plan.stages.iter().map(|stage| stage.ops).collect();
+    let partition = Partition::new(graph, &cuts).expect("the search cuts where it may");
+    assert_eq!(cuts.last().map(|ops| ops.end as usize), Some(Analysis::new(graph).main_ops.len()));
+    let ranks = u64::from(plan.world_size);
+    let rows_per_rank = (0..ranks).map(|rank| (plan.batch_rows + ranks - 1 - rank) / ranks).collect();
+    let batch = Batch { rows_per_rank, gather_inputs: true };
+    let mode = match plan.schedule {
+        ScheduleKind::OneForwardOneBackward => Mode::Train1F1B,
+        ScheduleKind::FillDrain => Mode::TrainFillDrain,
+    };
+    build(&plan.placement(), &partition, &batch, mode).expect("a program");
+    let limit_bytes = settings.memory_limit_bytes.expect("limited");
+    for stage in &plan.stages {
+        assert!(stage.predicted.memory.total_bytes() <= limit_bytes * 9 / 10);
+    }
+}
+
+#[test]
+fn threads_do_not_show() {
+    let graph = encoder(8, 256, 64, 5000);
+    let capabilities = Capabilities { recompute: true, sharding: Sharding::Optimizer, offload: false };
+    let limited = Limits { candidates: 2000, ..Limits::default() };
+    for (memory_mib, limits) in [(150, Limits::default()), (150, limited), (800, Limits::default())] {
+        let with_threads = |threads: usize| {
+            let settings =
+                Settings { threads: Some(threads), capabilities, limits, gains: true, ..settings(8, 32, memory_mib) };
+            plan(&graph, &two_nodes(8), &[], &settings).expect("fits")
+        };
+        let one = with_threads(1);
+        for threads in [2, 4] {
+            let more = with_threads(threads);
+            assert_eq!((json(&more), &more.gains), (json(&one), &one.gains));
+            assert_eq!((more.report.lower_bound_us, more.report.stop), (one.report.lower_bound_us, one.report.stop));
+        }
+    }
+}
+
+#[test]
+fn a_limited_search_says_so_and_gives_what_it_has() {
+    let graph = encoder(12, 256, 64, 5000);
+    let settings = settings(8, 32, 150);
+    let complete = plan(&graph, &two_nodes(8), &[], &settings).expect("fits");
+    assert_eq!(complete.report.stop, Stop::Complete);
+    let few = |candidates: u64| (Limits { candidates, time_ms: None }, Stop::Candidates);
+    let no_time = (Limits { time_ms: Some(0), ..Limits::default() }, Stop::Time);
+    for (limits, stop) in [few(1), few(10), few(100), no_time] {
+        let limited = Settings { limits, ..settings.clone() };
+        let outcome = plan(&graph, &two_nodes(8), &[], &limited).expect("a first plan");
+        assert_eq!(outcome.report.stop, stop);
+        assert!(outcome.report.lower_bound_us <= complete.plan.predicted.step_us);
+        assert!(outcome.plan.predicted.step_us >= complete.report.lower_bound_us);
+        assert!(outcome.report.gap >= 0.0);
+        assert_valid(&graph, &outcome.plan, &limited);
+    }
+}
+
+#[test]
+fn no_devices_are_refused_and_one_is_enough() {
+    let refused = plan(&mlp(4, 64), &two_nodes(2), &[], &settings(0, 8, 1000)).map(|_| ());
+    assert!(matches!(refused, Err(SearchError::Settings { field: "world_size", .. })), "{refused:?}");
+    let one = plan(&mlp(4, 64), &two_nodes(2), &[], &settings(1, 8, 1000)).expect("fits");
+    assert_eq!(shape(&one.plan), (vec![1], 1, None));
+    assert_eq!(one.plan.stages[0].predicted.transfer_us, 0.0);
+}
+
+#[test]
+fn fewer_rows_than_devices_are_divided_all_the_same() {
+    let graph = encoder(4, 256, 64, 5000);
+    for batch_rows in [1, 3, 7] {
+        for may_idle in [false, true] {
+            let settings = Settings { may_idle, ..settings(8, batch_rows, 1000) };
+            let outcome = plan(&graph, &two_nodes(8), &[], &settings).expect("fits");
+            assert_valid(&graph, &outcome.plan, &settings);
+            assert!(outcome.plan.world_size == 8 || may_idle);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(20))]
+
+    #[test]
+    fn runners_up_are_others_and_no_better((layers, settings) in cases()) {
+        let graph = encoder(layers, 128, 32, 3000);
+        let Ok(outcome) = plan(&graph, &two_nodes(settings.world_size), &[], &settings) else { return Ok(()) };
+        let all: Vec<&Plan> = std::iter::once(&outcome.plan).chain(&outcome.runners_up).collect();
+        prop_assert!(all.len() <= 1 + settings.runners_up);
+        prop_assert!(all.windows(2).all(|pair| pair[0].predicted.step_us <= pair[1].predicted.step_us));
+        for (place, plan) in all.iter().enumerate() {
+            prop_assert!(all[..place].iter().all(|other| shape(other) != shape(plan)));
+            assert_valid(&graph, plan, &settings);
+        }
+    }
+
+    #[test]
+    fn a_runtime_that_can_do_more_is_never_worse((layers, settings) in cases()) {
+        let graph = encoder(layers, 128, 32, 3000);
+        let settings = Settings { gains: true, runners_up: 0, ..settings };
+        let Ok(outcome) = plan(&graph, &two_nodes(settings.world_size), &[], &settings) else { return Ok(()) };
+        prop_assert!(!outcome.gains.is_empty());
+        for gain in &outcome.gains {
+            let step_us = gain.step_us.expect("what fits goes on to fit");
+            prop_assert!(step_us <= outcome.plan.predicted.step_us * (1.0 + 1e-8), "{}", gain.what);
+        }
+    }
+}
