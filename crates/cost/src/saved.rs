@@ -186,14 +186,14 @@ impl Keeper<'_, '_> {
     }
 
     /// A fused kernel keeps the logarithm of the sums (float32); the host has none for dropout and then
-    /// keeps the scores, the mask and the masked scores.
-    /// With a mask that is learned no kernel is fused: the scores are kept.
+    /// keeps the scores, the mask and the masked scores, and none for a mask that is learned.
     fn attention(&mut self, host: bool) {
         let operation = self.operation;
-        (0..3).for_each(|position| self.keep_at(position));
+        // Query, key, value and mask.
+        (0..4).for_each(|position| self.keep_at(position));
         let dropout = operation.arg(4, "dropout_p").is_some_and(|p| !is_zero(p));
         let learned_mask = self.needs_grad(3);
-        if learned_mask || (host && dropout) {
+        if host && (dropout || learned_mask) {
             let copies = if dropout { 3 } else { 1 };
             let element_bytes = operation.tensor(0).map_or(0, |query| operation.value(query).dtype.bytes());
             self.saved.private_bytes += operation.attention_scores() * (copies * element_bytes) as f64;

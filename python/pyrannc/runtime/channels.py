@@ -19,6 +19,8 @@ from pyrannc import process
 
 _UNMATCHED_SENDS = 2
 """Sends that a channel may have under way before the next one waits; the checker assumes this number."""
+_CTAS = 4
+"""Blocks of threads that a message takes on a GPU. One that waits for its peer keeps them from computing."""
 
 
 class Channels:
@@ -46,7 +48,7 @@ class Channels:
         on_gpu = self._device.type == "cuda"
         for pair in new:
             # torch tells groups apart by how many a rank has made, so all ranks make all of them.
-            group = dist.new_group(list(pair), backend="nccl") if on_gpu else process.world()
+            group = _nccl_group(pair) if on_gpu else process.world()
             if self._rank in pair:
                 assert isinstance(group, dist.ProcessGroup), "both ends of the channel are in its group"
                 self._groups[pair] = group
@@ -96,6 +98,13 @@ class Channels:
             if group is not process.world():
                 dist.destroy_process_group(group)
         self._groups.clear()
+
+
+def _nccl_group(pair: tuple[int, int]) -> dist.ProcessGroup | None:
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _CTAS
+    group: dist.ProcessGroup | None = dist.new_group(list(pair), backend="nccl", pg_options=options)
+    return group
 
 
 def exchange(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
