@@ -101,12 +101,12 @@ impl Knapsack<'_> {
     fn least_us(&self, kind: usize, mut needed_bytes: f64) -> f64 {
         let mut us = 0.0;
         for saving in &self.savings[kind..] {
-            let taken = (needed_bytes / saving.bytes).min(saving.count as f64);
-            us += taken * saving.us;
-            needed_bytes -= taken * saving.bytes;
-            if needed_bytes <= 0.0 {
-                return us;
+            let wanted = needed_bytes / saving.bytes;
+            if wanted <= saving.count as f64 {
+                return us + wanted * saving.us;
             }
+            us += saving.count as f64 * saving.us;
+            needed_bytes -= saving.count as f64 * saving.bytes;
         }
         f64::INFINITY
     }
@@ -129,6 +129,8 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(ProptestConfig::with_cases(5000))]
+
         #[test]
         fn the_cheapest_choice_equals_brute_force(
             drawn in prop::collection::vec((0..20_u32, 1..20_u32, 0..4_usize), 0..5), needed in 0..200_u32,
