@@ -47,16 +47,20 @@ pub(crate) fn lower_bound_us(problem: Problem<'_>, microbatches: u64, best_us: f
     let mut bound = Bound::new(pricing, counted, ranks as usize);
     for first in (0..blocks).rev() {
         for (replicas, at) in &places {
-            for &variant in &variants {
+            for variants in variants.chunk_by(Variant::is_again_of) {
                 let mut workspace_bytes: f64 = 0.0;
                 for end in first + 1..=blocks {
+                    let run = first..end;
                     workspace_bytes = workspace_bytes.max(pricing.workspace_bytes(end - 1, at.place.replicas));
-                    let entry = Entry::new(pricing, first..end, at, variant, workspace_bytes);
-                    // A longer run may find Blocks that are cheaper to compute again.
-                    if variant.is_monotone() && pricing.step.busy_us(&entry.cost) >= best_us {
+                    let plain = pricing.plain(&run, at, variants[0], workspace_bytes);
+                    // Both only grow with the run, and computing again adds time.
+                    if pricing.step.busy_us(&plain.0) >= best_us || plain.1.model_bytes() > at.usable_bytes {
                         break;
                     }
-                    bound.put(first..end, &entry, variant, *replicas as usize);
+                    for &variant in variants {
+                        let entry = Entry::beside(pricing, &run, at, variant, &plain);
+                        bound.put(run.clone(), &entry, variant, *replicas as usize);
+                    }
                 }
             }
         }

@@ -1,5 +1,7 @@
 //! The chain of Blocks: what any run of it costs, composed from sums.
 
+use std::ops::Range;
+
 use rannc_cost::{Device, OpWork};
 
 use crate::interval::{IntervalSums, IntervalSumsBuilder};
@@ -106,6 +108,8 @@ impl AffineSums {
 #[derive(Clone, Debug)]
 pub(crate) struct Chain {
     blocks: Vec<BlockSpec>,
+    /// By kind, by Block: how many of the kind are before it.
+    kinds_before: Vec<Vec<usize>>,
     /// Parameters, buffers and constants, each once.
     pub(crate) state_bytes: IntervalSums,
     /// Trainable parameters, each once.
@@ -169,6 +173,7 @@ impl Chain {
                     builder.add_once(0..len, &[place], part(block.output_bytes));
                 }
             }),
+            kinds_before: kinds_before(&blocks),
             blocks,
         }
     }
@@ -191,6 +196,12 @@ impl Chain {
     /// The kind of a Block.
     pub(crate) fn kind(&self, block: usize) -> u32 {
         self.blocks[block].kind
+    }
+
+    /// Blocks of a kind in a run.
+    pub(crate) fn count(&self, kind: u32, run: &Range<usize>) -> usize {
+        let before = &self.kinds_before[kind as usize];
+        before[run.end] - before[run.start]
     }
 
     /// Times of all Blocks on the device of a kind for `rows` rows: measured ones, else the roofline.
@@ -308,6 +319,18 @@ fn kept_sums(blocks: &[BlockSpec], kept: &[KeptSpec]) -> AffineSums {
             builder.add_once(made_by + 1..len, &holders, part(*bytes));
         }
     })
+}
+
+fn kinds_before(blocks: &[BlockSpec]) -> Vec<Vec<usize>> {
+    let kinds = blocks.iter().map(|block| block.kind + 1).max().unwrap_or(0);
+    let of_kind = |kind: u32| {
+        let counts = blocks.iter().scan(0, move |before, block| {
+            *before += usize::from(block.kind == kind);
+            Some(*before)
+        });
+        std::iter::once(0).chain(counts).collect()
+    };
+    (0..kinds).map(of_kind).collect()
 }
 
 fn inside_bytes(blocks: &[BlockSpec], kept: &[KeptSpec]) -> Vec<Affine> {

@@ -9,7 +9,7 @@ use rannc_plan::{MemoryPrediction, ScheduleKind, Sharding};
 use crate::chain::{BlockTime, Chain, Times};
 use crate::measured::Measured;
 use crate::place::Place;
-use crate::recompute::{Choice, Saving, largest_bytes};
+use crate::recompute::{Choice, Saving, cheapest_first, largest_bytes};
 use crate::settings::Settings;
 use crate::step::{StageCost, StepModel};
 use crate::variant::{Again, Variant};
@@ -55,6 +55,9 @@ pub(crate) struct At<'p> {
     /// For each kind of its devices.
     devices: Vec<(&'p Device, Arc<Times>)>,
     framework_bytes: f64,
+    /// What one Block of each kind surely frees when it is computed again, and what that takes at most; the
+    /// cheapest memory first.
+    savings: Vec<Saving>,
 }
 
 /// A priced Stage.
@@ -181,13 +184,30 @@ impl<'a> Pricing<'a> {
         let devices: Vec<_> = place.kinds().map(|kind| (&cluster.kinds[kind], times(kind))).collect();
         let usable = devices.iter().map(|(device, _)| settings.usable_bytes(device.memory_bytes));
         let framework = devices.iter().map(|(device, _)| device.framework_bytes).max();
-        At {
+        let mut at = At {
             place,
             usable_bytes: usable.fold(f64::INFINITY, f64::min),
             rows,
             framework_bytes: framework.unwrap_or(0) as f64,
             devices,
+            savings: Vec::new(),
+        };
+        if self.problem.settings.capabilities.recompute {
+            at.savings = self.savings_of_kinds(&at);
         }
+        at
+    }
+
+    fn savings_of_kinds(&self, at: &At<'_>) -> Vec<Saving> {
+        let mut savings: Vec<Saving> = Vec::new();
+        for block in 0..self.chain.len() {
+            let own = self.saving(block, at);
+            match savings.iter_mut().find(|saving| saving.kind == own.kind) {
+                Some(saving) => (saving.bytes, saving.us) = (saving.bytes.min(own.bytes), saving.us.max(own.us)),
+                None => savings.push(own),
+            }
+        }
+        cheapest_first(savings)
     }
 
     /// Forward and backward of a run, on the slowest device of a place.
@@ -207,11 +227,20 @@ impl<'a> Pricing<'a> {
 
     /// Time and memory of a Stage whose Blocks need `workspace_bytes`.
     pub(crate) fn stage(&self, run: Range<usize>, at: &At<'_>, variant: Variant, workspace_bytes: f64) -> Priced {
+        let plain = self.plain(&run, at, variant, workspace_bytes);
+        self.with_variant(&run, at, variant, &plain)
+    }
+
+    /// A Stage that computes nothing again, without the end of its step.
+    pub(crate) fn plain(
+        &self,
+        run: &Range<usize>,
+        at: &At<'_>,
+        variant: Variant,
+        workspace_bytes: f64,
+    ) -> (StageCost, StageMemory) {
         let &At { place, rows, .. } = at;
-        let mut time = self.compute(&run, at);
-        let mut memory = self.memory(&run, at, variant, workspace_bytes);
-        self.compute_again(&run, at, variant.again, &mut time, &mut memory);
-        let (reduce_us, update_us) = self.end_us(&run, at, variant, &mut time);
+        let time = self.compute(run, at);
         let half_us = |level: usize, bytes: f64| self.problem.cluster.send_us(level, bytes) / 2.0;
         let cost = StageCost {
             forward_us: time.forward_us,
@@ -220,8 +249,24 @@ impl<'a> Pricing<'a> {
             in_grad_us: half_us(place.in_level, self.chain.in_grad_bytes.at(run.start, run.end, rows)),
             out_us: half_us(place.out_level, self.chain.out_bytes.at(run.start, run.end, rows)),
             out_grad_us: half_us(place.out_level, self.chain.out_grad_bytes.at(run.start, run.end, rows)),
-            end_us: reduce_us + update_us,
+            end_us: 0.0,
         };
+        (cost, self.memory(run, at, variant, workspace_bytes))
+    }
+
+    /// The Stage that computes again what the variant asks for, otherwise as this plain one.
+    pub(crate) fn with_variant(
+        &self,
+        run: &Range<usize>,
+        at: &At<'_>,
+        variant: Variant,
+        &(plain, mut memory): &(StageCost, StageMemory),
+    ) -> Priced {
+        let mut time = BlockTime { forward_us: plain.forward_us, backward_us: plain.backward_us };
+        self.compute_again(run, at, variant.again, &mut time, &mut memory);
+        let (reduce_us, update_us) = self.end_us(run, at, variant, &mut time);
+        let BlockTime { forward_us, backward_us } = time;
+        let cost = StageCost { forward_us, backward_us, end_us: reduce_us + update_us, ..plain };
         Priced { cost, reduce_us, update_us, memory }
     }
 
@@ -348,18 +393,10 @@ impl<'a> Pricing<'a> {
         if memory.peak_bytes(in_flight) <= usable_bytes {
             return None;
         }
-        let mut savings: Vec<Saving> = Vec::new();
-        for block in run.clone() {
-            let kind = self.chain.kind(block);
-            match savings.iter_mut().find(|saving| saving.kind == kind) {
-                Some(saving) => saving.count += 1,
-                None => savings.push(self.saving(block, at)),
-            }
-        }
-        Some(Choice::new(savings, |savings| {
-            let room_bytes = (usable_bytes - memory.fixed_bytes() - largest_bytes(savings)) / in_flight as f64;
-            memory.microbatch_bytes - room_bytes
-        }))
+        let in_run = |saving: &Saving| Saving { count: self.chain.count(saving.kind, run), ..*saving };
+        let savings: Vec<Saving> = at.savings.iter().map(in_run).filter(|saving| saving.count > 0).collect();
+        let room_bytes = (usable_bytes - memory.fixed_bytes() - largest_bytes(&savings)) / in_flight as f64;
+        Some(Choice { savings, needed_bytes: memory.microbatch_bytes - room_bytes })
     }
 
     /// What one Block frees, and what it costs.

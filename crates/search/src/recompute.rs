@@ -33,14 +33,6 @@ pub(crate) struct Choice {
 }
 
 impl Choice {
-    /// A choice among kinds; those that free nothing are left out.
-    pub(crate) fn new(mut savings: Vec<Saving>, needed_bytes: impl FnOnce(&[Saving]) -> f64) -> Self {
-        savings.retain(|saving| saving.bytes > 0.0 && saving.count > 0);
-        savings.sort_by(|left, right| left.ratio().total_cmp(&right.ratio()).then(right.bytes.total_cmp(&left.bytes)));
-        let needed_bytes = needed_bytes(&savings);
-        Self { savings, needed_bytes }
-    }
-
     /// The cost of taking kinds in order until enough is free; `None` when all together free less.
     pub(crate) fn greedy_us(&self) -> Option<f64> {
         let (mut us, mut needed_bytes) = (0.0, self.needed_bytes);
@@ -62,6 +54,13 @@ impl Choice {
         search.take(0, self.needed_bytes, 0.0);
         search.best
     }
+}
+
+/// Kinds by the ratio of time to memory; those that free nothing are left out.
+pub(crate) fn cheapest_first(mut savings: Vec<Saving>) -> Vec<Saving> {
+    savings.retain(|saving| saving.bytes > 0.0);
+    savings.sort_by(|left, right| left.ratio().total_cmp(&right.ratio()).then(right.bytes.total_cmp(&left.bytes)));
+    savings
 }
 
 /// The most memory that one Block of these kinds frees, and holds again while it is computed again.
@@ -137,7 +136,7 @@ mod tests {
         ) {
             let saving = |(bytes, us, count)| Saving { kind: 0, bytes: f64::from(bytes), us: f64::from(us), count };
             let needed_bytes = f64::from(needed);
-            let choice = Choice::new(drawn.into_iter().map(saving).collect(), |_| needed_bytes);
+            let choice = Choice { savings: cheapest_first(drawn.into_iter().map(saving).collect()), needed_bytes };
             let savings = &choice.savings;
             let expected_us = brute_force_us(savings, needed_bytes);
             match choice.cheapest() {

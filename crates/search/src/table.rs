@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::place::{Place, RankOrder};
-use crate::price::{At, Priced, Pricing};
+use crate::price::{At, Priced, Pricing, StageMemory};
 use crate::step::StageCost;
 use crate::variant::{Again, Variant};
 
@@ -17,6 +17,7 @@ pub(crate) struct Entry {
 
 impl Entry {
     /// Prices a Stage whose Blocks need `workspace_bytes`.
+    #[cfg(test)]
     pub(crate) fn new(
         pricing: &Pricing<'_>,
         run: Range<usize>,
@@ -26,6 +27,21 @@ impl Entry {
     ) -> Self {
         let priced = pricing.stage(run, at, variant, workspace_bytes);
         Self::of(&priced, variant, at.usable_bytes)
+    }
+
+    /// Prices a Stage beside the plain one. Nothing is computed again to hold what the plain one holds: that does
+    /// not fit, so that nobody looks at it.
+    pub(crate) fn beside(
+        pricing: &Pricing<'_>,
+        run: &Range<usize>,
+        at: &At<'_>,
+        variant: Variant,
+        plain: &(StageCost, StageMemory),
+    ) -> Self {
+        match variant.again {
+            Again::ToHold(in_flight) if plain.1.room(at.usable_bytes) >= in_flight => Self::default(),
+            _ => Self::of(&pricing.with_variant(run, at, variant, plain), variant, at.usable_bytes),
+        }
     }
 
     fn of(priced: &Priced, variant: Variant, usable_bytes: f64) -> Self {
@@ -52,12 +68,14 @@ pub(crate) struct StageTable<'a> {
 }
 
 /// The runs with some end that are worth looking at.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 struct Runs {
     /// Place of the longest one in the entries.
     start: usize,
     /// First Block of the longest one.
     first: usize,
+    /// How many there are, each a Block shorter.
+    count: usize,
 }
 
 impl<'a> StageTable<'a> {
@@ -77,24 +95,40 @@ impl<'a> StageTable<'a> {
         let at = pricing.at(place);
         let workspaces: Vec<f64> =
             (0..self.blocks).map(|block| pricing.workspace_bytes(block, place.replicas)).collect();
-        let mut runs: Vec<Entry> = Vec::new();
-        for variant in self.variants.clone() {
+        for variants in self.variants.clone().chunk_by(Variant::is_again_of) {
+            let mut layers: Vec<Vec<Runs>> = vec![Vec::new(); variants.len()];
             for end in 1..=self.blocks {
+                let mut runs: Vec<Vec<Entry>> = vec![Vec::new(); variants.len()];
                 let mut workspace_bytes: f64 = 0.0;
                 for first in (0..end).rev() {
                     workspace_bytes = workspace_bytes.max(workspaces[first]);
-                    let priced = pricing.stage(first..end, &at, variant, workspace_bytes);
-                    // Both only grow with the run, unless it finds Blocks that are cheaper to compute again.
-                    let too_long = variant.is_monotone() && pricing.step.busy_us(&priced.cost) >= best_us;
-                    if too_long || priced.memory.model_bytes() > at.usable_bytes {
+                    let run = first..end;
+                    let plain = pricing.plain(&run, &at, variants[0], workspace_bytes);
+                    // Both only grow with the run, and computing again adds time.
+                    if pricing.step.busy_us(&plain.0) >= best_us || plain.1.model_bytes() > at.usable_bytes {
                         break;
                     }
-                    runs.push(Entry::of(&priced, variant, at.usable_bytes));
+                    for (runs, &variant) in runs.iter_mut().zip(variants) {
+                        runs.push(Entry::beside(pricing, &run, &at, variant, &plain));
+                    }
                 }
-                self.ends.push(Runs { start: self.entries.len(), first: end - runs.len() });
-                self.entries.extend(runs.drain(..).rev());
+                for (layer, runs) in layers.iter_mut().zip(runs) {
+                    layer.push(self.keep(end, &runs));
+                }
             }
+            self.ends.extend(layers.into_iter().flatten());
         }
+    }
+
+    /// Keeps the runs with this end, the shortest first, from the first to the last that fits.
+    fn keep(&mut self, end: usize, runs: &[Entry]) -> Runs {
+        let fits = |entry: &Entry| entry.max_in_flight > 0;
+        let (Some(shortest), Some(longest)) = (runs.iter().position(fits), runs.iter().rposition(fits)) else {
+            return Runs::default();
+        };
+        let start = self.entries.len();
+        self.entries.extend(runs[shortest..=longest].iter().rev());
+        Runs { start, first: end - 1 - longest, count: longest - shortest + 1 }
     }
 
     /// The Stages with this last Block, first unit, number of units and variant that are worth looking at, with
@@ -107,7 +141,7 @@ impl<'a> StageTable<'a> {
         variant: usize,
     ) -> impl DoubleEndedIterator<Item = (usize, &Entry)> {
         let layer = self.order.place_index(unit, units) * self.variants.len() + variant;
-        let Runs { start, first } = self.ends[layer * self.blocks + end - 1];
-        (first..end).zip(&self.entries[start..start + end - first])
+        let Runs { start, first, count } = self.ends[layer * self.blocks + end - 1];
+        (first..first + count).zip(&self.entries[start..start + count])
     }
 }

@@ -54,6 +54,11 @@ impl Variant {
         variants
     }
 
+    /// True when only what is computed again differs.
+    pub(crate) fn is_again_of(&self, other: &Self) -> bool {
+        (self.sharding, self.offload) == (other.sharding, other.offload)
+    }
+
     /// True when a longer run never takes less time.
     pub(crate) fn is_monotone(&self) -> bool {
         !matches!(self.again, Again::ToHold(_))
