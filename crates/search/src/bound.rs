@@ -69,7 +69,7 @@ pub(crate) fn lower_bound_us(problem: Problem<'_>, microbatches: u64, best_us: f
 }
 
 /// A cluster where devices of one node send to each other as fast as any two devices.
-fn with_best_sends(cluster: &Cluster) -> Cluster {
+pub(crate) fn with_best_sends(cluster: &Cluster) -> Cluster {
     let mut cluster = cluster.clone();
     let best = cluster.levels.iter().map(|level| level.send).reduce(|best, send| Link {
         latency_us: best.latency_us.min(send.latency_us),

@@ -86,6 +86,12 @@ impl RankOrder {
         order
     }
 
+    /// The order with places as good as any that so many devices of the first kind could have.
+    pub(crate) fn with_ideal_places(&self, cluster: &Cluster) -> Self {
+        let ideal = |place: &Place| Place::ideal(cluster, &(place.replicas..=place.replicas), 0);
+        Self { places: self.places.iter().map(ideal).collect(), ..self.clone() }
+    }
+
     /// The different places that runs of units have.
     pub(crate) fn places(&self) -> &[Place] {
         &self.places

@@ -9,7 +9,7 @@ use std::time::Instant;
 use rannc_plan::ScheduleKind;
 use rayon::prelude::*;
 
-use crate::bound::lower_bound_us;
+use crate::bound::{lower_bound_us, with_best_sends};
 use crate::place::RankOrder;
 use crate::price::{Pricing, Problem};
 use crate::relax::Relaxation;
@@ -95,7 +95,7 @@ impl<'a> Solver<'a> {
     pub(crate) fn solve(&self, cases: &[Case]) -> Result<Solved, Stop> {
         let mut best = self.first(cases);
         let mut open = self.bounded(cases, time_to_beat_us(best.as_ref()));
-        let mut lower_bound_us = f64::INFINITY;
+        let mut bounds: Vec<(f64, Case)> = Vec::new();
         let mut stop = Stop::Complete;
         let mut finalists: Vec<Solution> = best.iter().cloned().collect();
         while !open.is_empty() {
@@ -103,16 +103,49 @@ impl<'a> Solver<'a> {
             let batch: Vec<(f64, Case)> = open.drain(..BATCH.min(open.len())).collect();
             let looked: Vec<Looked> =
                 batch.par_iter().map(|&(bound_us, case)| self.look(case, bound_us, best_us)).collect();
-            for Looked { bound_us, found, stop: ended } in looked {
-                lower_bound_us = lower_bound_us.min(bound_us);
+            for (Looked { bound_us, found, stop: ended }, (_, case)) in looked.into_iter().zip(batch) {
+                bounds.push((bound_us, case));
                 finalists.extend(found.clone());
                 best = better(best, found);
                 stop = stop.max(ended);
             }
         }
         let best = best.ok_or(stop)?;
-        let lower_bound_us = lower_bound_us.min(best.found.step_us);
+        let lower_bound_us = self.tightened_us(&bounds, best.found.step_us);
         Ok(Solved { best, finalists, lower_bound_us, stop })
+    }
+
+    /// The least of the bounds. Those below `best_us` are raised by an exact search with ideal places, where there are
+    /// no other kinds of devices and no units that leave divisions out.
+    fn tightened_us(&self, bounds: &[(f64, Case)], best_us: f64) -> f64 {
+        let cluster = &with_best_sends(self.problem.cluster);
+        let exact = cluster.kinds.len() == 1 && self.orders[0].units() == self.orders[0].positions();
+        let order = &self.orders[0].with_ideal_places(cluster);
+        let solver = Solver { problem: Problem { cluster, ..self.problem }, orders: self.orders, ..*self };
+        let mut open: Vec<(f64, Case)> =
+            bounds.iter().map(|&(us, case)| (us, Case { order: Some(0), ..case })).collect();
+        open.sort_by(|left, right| left.0.total_cmp(&right.0));
+        // With ideal places, all orders of ranks are one.
+        let mut seen: Vec<Case> = Vec::new();
+        open.retain(|(_, case)| {
+            let fresh = !seen.contains(case);
+            seen.push(*case);
+            fresh
+        });
+        let tightened = |&(bound_us, case): &(f64, Case)| {
+            if bound_us >= best_us || !exact {
+                return bound_us.min(best_us);
+            }
+            let pricing = Pricing::new(solver.problem, case.schedule, case.microbatches);
+            let table = StageTable::new(&pricing, order, best_us);
+            let search =
+                StageSearch { pricing: &pricing, order, table: &table, bounds: &Relaxation::new(&pricing, &table) };
+            match solver.run(&search, case, None, best_us) {
+                (found, Stop::Complete) => bound_us.max(found.map_or(best_us, |found| found.found.step_us)),
+                _ => bound_us,
+            }
+        };
+        open.par_iter().map(tightened).reduce(|| best_us, f64::min)
     }
 
     /// A Plan to beat, from few units of ranks and the most promising partial step of each state: quick, so that
