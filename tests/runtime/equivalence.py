@@ -17,7 +17,7 @@ import pyrannc
 from pyrannc import process
 
 from .models import RECIPES, Batch, Recipe
-from .plans import graph_of, searched_plan
+from .plans import graph_of, scheduled, searched_plan
 from .reference import OPTIMIZERS, Division, Reference, take
 
 STEPS = 5
@@ -36,6 +36,7 @@ class Case:
         inputs: ``"gathered"``, or ``"first"`` for those of rank 0 only.
         input_grads: floating-point inputs require gradients.
         optimizer: name of the optimizer.
+        schedule: of the plan with ``replicas``; the search's choice when empty.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Case:
     inputs: str = "gathered"
     input_grads: bool = False
     optimizer: str = "adam"
+    schedule: str = ""
 
     @property
     def gather_inputs(self) -> bool:
@@ -175,7 +177,8 @@ class Twins:
         if process.get_rank() == 0:
             args, kwargs, _ = self.local(make_batch(self.recipe, self.case.total_rows, 0))
             graph = graph_of(model, args, kwargs, self.case.rows[0])
-            searched_plan(graph, self.case.replicas, self.case.microbatches, self.case.total_rows).write(file)
+            plan = searched_plan(graph, self.case.replicas, self.case.microbatches, self.case.total_rows)
+            (scheduled(plan, self.case.schedule) if self.case.schedule else plan).write(file)
         return file
 
     def rewrap(self, case: Case, folder: str) -> None:

@@ -32,6 +32,11 @@ def searched_plan(graph: Graph, replicas: Sequence[int], microbatches: int, batc
     return Plan.search(graph, Cluster.preset("cpu", 1, sum(replicas)), [], json.dumps(settings))
 
 
+def scheduled(plan: Plan, schedule: str) -> Plan:
+    """The same Plan under another Schedule."""
+    return Plan.from_json(sealed({**json.loads(plan.to_json()), "schedule": schedule}))
+
+
 def main_op_count(graph: Graph) -> int:
     """Number of Ops that a Plan divides."""
     whole = json.loads(searched_plan(graph, [1], 1, 1).to_json())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from .equivalence import Case, Differences, Twins, check, double_precision
 Ranks = Callable[[int], RankPool]
 
 OUTSIDE = Case("tied", (3, 2, 2), replicas=(2, 1), microbatches=2)
-INSIDE = Case("loss_inside", (2, 3, 1), replicas=(1, 2), microbatches=3)
-BOTH = pytest.mark.parametrize("case", [OUTSIDE, INSIDE], ids=["criterion_outside", "loss_inside"])
+INSIDE = Case("loss_inside", (2, 3, 1), replicas=(1, 2), microbatches=3, schedule="1f1b")
+FILLED = replace(INSIDE, schedule="fill_drain")
+BOTH = pytest.mark.parametrize(
+    "case", [OUTSIDE, INSIDE, FILLED], ids=["criterion_outside", "loss_inside", "fill_drain"]
+)
 
 
 def accumulate(case: Case, folder: str) -> list[str]:
