@@ -35,6 +35,8 @@ impl Assembly<'_> {
         stages.reverse();
         costs.reverse();
         let step_us = self.pricing.step.longest_path_us(&costs);
+        // The bound prices Blocks to compute again by the search's quick choice; the best one may take less.
+        let lower_bound_us = lower_bound_us.min(step_us);
         let bubble = bubble(&stages, self.pricing.step.microbatches, step_us);
         let microbatches = u32::try_from(solution.case.microbatches).unwrap_or(u32::MAX);
         let plan = Plan {

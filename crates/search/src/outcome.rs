@@ -138,8 +138,8 @@ impl<'a> Planner<'a> {
         runners_up.retain(|other| other.predicted.step_us >= plan.predicted.step_us);
         runners_up.sort_by(|left, right| left.predicted.step_us.total_cmp(&right.predicted.step_us));
         let report = SearchReport {
-            lower_bound_us: solved.lower_bound_us,
-            gap: plan.predicted.step_us / solved.lower_bound_us - 1.0,
+            lower_bound_us: plan.predicted.lower_bound_us,
+            gap: plan.predicted.step_us / plan.predicted.lower_bound_us - 1.0,
             plans_covered: plans(self.model.chain.len(), &self.orders, &cases, self.settings),
             blocks: self.model.chain.len(),
             block_kinds: self.model.blocks.hashes.len(),
