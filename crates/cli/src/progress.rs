@@ -14,14 +14,19 @@ impl Progress {
     pub(crate) fn spinner(message: &'static str) -> Self {
         let bar = ProgressBar::new_spinner().with_message(message);
         bar.set_style(style("{spinner} {msg} {elapsed}"));
-        bar.enable_steady_tick(TICK);
-        Self(bar)
+        Self::begin(bar)
     }
 
     /// Work in so many parts.
     pub(crate) fn bar(message: &'static str, parts: usize) -> Self {
         let bar = ProgressBar::new(parts as u64).with_message(message);
         bar.set_style(style("{msg} {wide_bar} {pos}/{len}, {eta} left"));
+        Self::begin(bar)
+    }
+
+    /// Shows the line at once, however short the work will be.
+    fn begin(bar: ProgressBar) -> Self {
+        bar.tick();
         bar.enable_steady_tick(TICK);
         Self(bar)
     }
