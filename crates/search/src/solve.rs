@@ -21,6 +21,8 @@ use crate::table::StageTable;
 
 /// A Plan must take less than this share of the time of another one to replace it.
 const BETTER: f64 = 1.0 - 1e-9;
+/// A bound that is at least this share of the best time is not worth raising.
+const TIGHT: f64 = 0.99;
 /// Cases that are searched at a time, with the same Plan to beat.
 const BATCH: usize = 4;
 /// Partial steps that a search for runners-up follows.
@@ -115,7 +117,7 @@ impl<'a> Solver<'a> {
         Ok(Solved { best, finalists, lower_bound_us, stop })
     }
 
-    /// The least of the bounds. Those below `best_us` are raised by an exact search with ideal places, where there are
+    /// The least of the bounds. Those far below `best_us` are raised by an exact search with ideal places, where there are
     /// no other kinds of devices and no units that leave divisions out.
     fn tightened_us(&self, bounds: &[(f64, Case)], best_us: f64) -> f64 {
         let cluster = &with_best_sends(self.problem.cluster);
@@ -133,7 +135,7 @@ impl<'a> Solver<'a> {
             fresh
         });
         let tightened = |&(bound_us, case): &(f64, Case)| {
-            if bound_us >= best_us || !exact {
+            if bound_us >= best_us * TIGHT || !exact {
                 return bound_us.min(best_us);
             }
             let pricing = Pricing::new(solver.problem, case.schedule, case.microbatches);
