@@ -1,9 +1,9 @@
 //! Which clusters there can be.
 
 use crate::cluster::{Cluster, Level, Link};
-use crate::device::Device;
+use crate::device::{Device, FRAMEWORK};
 use crate::error::{ClusterFault, CostError, Part};
-use crate::units::{GIB, GIGA, TERA};
+use crate::units::GIGA;
 
 /// More than any cluster has.
 pub(crate) const MOST_DEVICES: u32 = 1_000_000;
@@ -92,18 +92,7 @@ impl Cluster {
 
 fn device_faults(part: Part, device: &Device) -> Result<(), ClusterFault> {
     let of = format!("device {}", device.name);
-    let rates = device.flops_per_s;
-    for (field, value) in [
-        ("memory_gib", device.memory_bytes as f64 / GIB),
-        ("fp64_tflops", rates.fp64 / TERA),
-        ("fp32_tflops", rates.fp32 / TERA),
-        ("tf32_tflops", rates.tf32 / TERA),
-        ("half_tflops", rates.half / TERA),
-        ("memory_gb_per_s", device.memory_bytes_per_s / GIGA),
-        ("launch_us", device.launch_us),
-        ("action_us", device.action_us),
-        ("host_gb_per_s", device.host_bytes_per_s / GIGA),
-    ] {
+    for (field, value) in device.figures().into_iter().filter(|(field, _)| *field != FRAMEWORK) {
         positive(part, field, value, &of)?;
     }
     if device.framework_bytes >= device.memory_bytes {

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use crate::cluster::{Cluster, Level, Node};
 use crate::device::Device;
-use crate::units::{GIB, GIGA, TERA};
+use crate::units::GIGA;
 
 impl Cluster {
     /// The text of a cluster file with every figure. Reading it gives the same cluster, if its figures
@@ -35,19 +35,7 @@ impl Cluster {
 fn write_device(text: &mut String, place: usize, device: &Device) {
     line(text, format_args!("\n[device.kind{place}]\nname = {}", quoted(&device.name)));
     line(text, format_args!("host = {}\ntf32 = {}", device.host, device.tf32));
-    let rates = device.flops_per_s;
-    for (field, value) in [
-        ("memory_gib", device.memory_bytes as f64 / GIB),
-        ("fp64_tflops", rates.fp64 / TERA),
-        ("fp32_tflops", rates.fp32 / TERA),
-        ("tf32_tflops", rates.tf32 / TERA),
-        ("half_tflops", rates.half / TERA),
-        ("memory_gb_per_s", device.memory_bytes_per_s / GIGA),
-        ("launch_us", device.launch_us),
-        ("action_us", device.action_us),
-        ("framework_gib", device.framework_bytes as f64 / GIB),
-        ("host_gb_per_s", device.host_bytes_per_s / GIGA),
-    ] {
+    for (field, value) in device.figures() {
         line(text, format_args!("{field} = {}", figure(value)));
     }
     for (field, curve) in device.efficiency.curves() {

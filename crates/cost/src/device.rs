@@ -3,6 +3,10 @@
 use serde::Serialize;
 
 use crate::efficiency::Efficiency;
+use crate::units::{GIB, GIGA, TERA};
+
+/// The figure that may be 0.
+pub(crate) const FRAMEWORK: &str = "framework_gib";
 
 /// Peak speed of matrix products, in floating-point operations per second.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -43,6 +47,25 @@ pub struct Device {
     pub host_bytes_per_s: f64,
     /// Shares of the peaks that ops reach.
     pub efficiency: Efficiency,
+}
+
+impl Device {
+    /// Its figures in the units and under the names of a cluster file.
+    pub(crate) fn figures(&self) -> [(&'static str, f64); 10] {
+        let rates = self.flops_per_s;
+        [
+            ("memory_gib", self.memory_bytes as f64 / GIB),
+            ("fp64_tflops", rates.fp64 / TERA),
+            ("fp32_tflops", rates.fp32 / TERA),
+            ("tf32_tflops", rates.tf32 / TERA),
+            ("half_tflops", rates.half / TERA),
+            ("memory_gb_per_s", self.memory_bytes_per_s / GIGA),
+            ("launch_us", self.launch_us),
+            ("action_us", self.action_us),
+            (FRAMEWORK, self.framework_bytes as f64 / GIB),
+            ("host_gb_per_s", self.host_bytes_per_s / GIGA),
+        ]
+    }
 }
 
 /// Time of an optimizer step: parameters and gradients are read, its state read and written, the

@@ -1,13 +1,12 @@
 //! Measured costs of Blocks and links, and their file.
 
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use rannc_ir::text_hash;
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 use thiserror::Error;
 
 use crate::block_profile::BlockProfile;
@@ -218,11 +217,7 @@ impl Profile {
     fn compute_checksum(&self) -> String {
         let unsigned = Self { checksum: String::new(), ..self.clone() };
         let text = serde_json::to_string(&unsigned).expect("a Profile holds only strings, numbers and lists");
-        let mut hex = String::with_capacity(64);
-        for byte in Sha256::digest(text.as_bytes()) {
-            write!(hex, "{byte:02x}").expect("a String takes any text");
-        }
-        hex
+        text_hash(&text)
     }
 
     fn check(&self) -> Result<(), ProfileFault> {

@@ -6,6 +6,15 @@ use sha2::{Digest, Sha256};
 
 use crate::graph::{Arg, Dim, Graph, Op, OpId, Value, ValueDef, ValueId};
 
+/// SHA-256 of a text, in hexadecimal.
+pub fn text_hash(text: &str) -> String {
+    hex(&Sha256::digest(text.as_bytes()))
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 impl Graph {
     /// SHA-256, in hexadecimal, of what the Graph computes: Ops, shapes, types, and the names of
     /// Params and Buffers. Names of Values, Constants and the model, module paths, source lines and
@@ -79,7 +88,7 @@ impl Encoder {
     }
 
     fn finish(self) -> String {
-        self.sha.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+        hex(&self.sha.finalize())
     }
 
     fn number(&mut self, number: u64) {

@@ -22,6 +22,6 @@ pub use graph::{
     Arg, Buffer, BufferId, ConstId, Constant, Dim, Graph, Op, OpId, OpPlace, Param, ParamId, SCHEMA, Source, Value,
     ValueDef, ValueId,
 };
-pub use hash::block_hash;
+pub use hash::{block_hash, text_hash};
 pub use rows::{RowDim, row_dims};
 pub use verify::{Place, Problem, VerifyError};

@@ -1,13 +1,11 @@
 //! The Plan and its file.
 
-use std::fmt::Write as _;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use rannc_ir::Graph;
+use rannc_ir::{Graph, text_hash};
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 use thiserror::Error;
 
 use crate::build::Placement;
@@ -140,15 +138,22 @@ pub struct MemoryPrediction {
 }
 
 impl MemoryPrediction {
+    /// Each use with its name, in the order of the fields.
+    pub const fn uses(&self) -> [(&'static str, u64); 7] {
+        [
+            ("parameters", self.params_bytes),
+            ("gradients", self.grads_bytes),
+            ("optimizer state", self.optimizer_bytes),
+            ("activations", self.activations_bytes),
+            ("temporary tensors", self.workspace_bytes),
+            ("transfers", self.comm_bytes),
+            ("the framework", self.framework_bytes),
+        ]
+    }
+
     /// The sum; of impossible amounts the largest number.
-    pub const fn total_bytes(&self) -> u64 {
-        self.params_bytes
-            .saturating_add(self.grads_bytes)
-            .saturating_add(self.optimizer_bytes)
-            .saturating_add(self.activations_bytes)
-            .saturating_add(self.workspace_bytes)
-            .saturating_add(self.comm_bytes)
-            .saturating_add(self.framework_bytes)
+    pub fn total_bytes(&self) -> u64 {
+        self.uses().into_iter().fold(0, |sum, (_, bytes)| sum.saturating_add(bytes))
     }
 }
 
@@ -385,11 +390,7 @@ impl Plan {
     fn compute_checksum(&self) -> String {
         let unsigned = Self { checksum: String::new(), ..self.clone() };
         let text = serde_json::to_string(&unsigned).expect("a Plan holds only strings, numbers and lists");
-        let mut hex = String::with_capacity(64);
-        for byte in Sha256::digest(text.as_bytes()) {
-            write!(hex, "{byte:02x}").expect("a String takes any text");
-        }
-        hex
+        text_hash(&text)
     }
 
     fn check_consistent(&self) -> Result<(), PlanFault> {

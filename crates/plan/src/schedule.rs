@@ -4,6 +4,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::program::Mode;
+
 /// How forward and backward of the microbatches are ordered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum ScheduleKind {
@@ -51,6 +53,22 @@ impl Compute {
 }
 
 impl ScheduleKind {
+    /// Microbatches that a Stage holds at most, `from_end` Stages from the end, itself included.
+    pub fn in_flight(self, from_end: u64, microbatches: u64) -> u64 {
+        match self {
+            Self::FillDrain => microbatches,
+            Self::OneForwardOneBackward => microbatches.min(from_end),
+        }
+    }
+
+    /// What a Program that trains under it is for.
+    pub const fn training_mode(self) -> Mode {
+        match self {
+            Self::FillDrain => Mode::TrainFillDrain,
+            Self::OneForwardOneBackward => Mode::Train1F1B,
+        }
+    }
+
     /// The computations of Stage `stage` of `stages` for microbatches `0..microbatches`. Backwards run by
     /// increasing microbatch under both schedules, so that gradients are summed in the same order.
     pub fn order(self, stage: u32, stages: u32, microbatches: u32) -> impl Iterator<Item = Compute> {

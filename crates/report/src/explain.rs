@@ -2,7 +2,7 @@
 
 use rannc_cost::{Cluster, format_bytes, format_us, tensor_bytes};
 use rannc_ir::{Analysis, Graph};
-use rannc_plan::{MemoryPrediction, Partition, PartitionError, Plan, ScheduleKind, StageOps, StagePlan};
+use rannc_plan::{MemoryPrediction, Partition, PartitionError, Plan, StageOps, StagePlan};
 use rannc_search::{Blocks, Gain, Outcome, SearchReport, Settings, Stop};
 use serde::Serialize;
 
@@ -96,7 +96,7 @@ pub struct StageShares {
     /// The same as a share of the bottleneck's.
     pub of_bottleneck: f64,
     /// Microbatches that it holds at a time.
-    pub in_flight: u32,
+    pub in_flight: u64,
     /// Peak memory of a device.
     pub memory_bytes: u64,
     /// What it may use of a device.
@@ -180,17 +180,13 @@ fn stage_shares(plan: &Plan, bottleneck: usize, cluster: &Cluster, settings: &Se
     let most_us = microbatch_us(&plan.stages[bottleneck]);
     let stages = plan.stages.iter().enumerate().map(|(number, stage)| {
         let memory_bytes = stage.ranks.iter().map(|&rank| cluster.device_of(rank).memory_bytes).min().unwrap_or(0);
-        let limit_bytes = settings.memory_limit_bytes.map_or(memory_bytes, |limit| limit.min(memory_bytes));
-        let from_end = u32::try_from(plan.stages.len() - number).unwrap_or(u32::MAX);
+        let from_end = (plan.stages.len() - number) as u64;
         StageShares {
             microbatch_us: microbatch_us(stage),
             of_bottleneck: if most_us > 0.0 { microbatch_us(stage) / most_us } else { 0.0 },
-            in_flight: match plan.schedule {
-                ScheduleKind::FillDrain => plan.microbatches,
-                ScheduleKind::OneForwardOneBackward => plan.microbatches.min(from_end),
-            },
+            in_flight: plan.schedule.in_flight(from_end, u64::from(plan.microbatches)),
             memory_bytes: stage.predicted.memory.total_bytes(),
-            usable_bytes: (limit_bytes as f64 * (1.0 - settings.memory_margin)) as u64,
+            usable_bytes: settings.usable_bytes(memory_bytes) as u64,
             largest_use: largest_use(&stage.predicted.memory),
         }
     });
@@ -198,25 +194,7 @@ fn stage_shares(plan: &Plan, bottleneck: usize, cluster: &Cluster, settings: &Se
 }
 
 fn largest_use(memory: &MemoryPrediction) -> &'static str {
-    let &MemoryPrediction {
-        params_bytes,
-        grads_bytes,
-        optimizer_bytes,
-        activations_bytes,
-        workspace_bytes,
-        comm_bytes,
-        framework_bytes,
-    } = memory;
-    let uses = [
-        (params_bytes, "parameters"),
-        (grads_bytes, "gradients"),
-        (optimizer_bytes, "optimizer state"),
-        (activations_bytes, "activations"),
-        (workspace_bytes, "temporary tensors"),
-        (comm_bytes, "transfers"),
-        (framework_bytes, "the framework"),
-    ];
-    uses.into_iter().max_by_key(|&(bytes, _)| bytes).map_or("", |(_, name)| name)
+    memory.uses().into_iter().max_by_key(|&(_, bytes)| bytes).map_or("", |(name, _)| name)
 }
 
 fn possible(graph: &Graph, cluster: &Cluster, settings: &Settings) -> Vec<StageOps> {

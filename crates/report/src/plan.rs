@@ -1,7 +1,7 @@
 //! Plans as tables.
 
 use rannc_cost::{format_bytes, format_us};
-use rannc_plan::{Interval, MemoryPrediction, Plan, StagePlan, StagePrediction, split_even};
+use rannc_plan::{Interval, Plan, StagePlan, StagePrediction, split_even};
 
 use serde::Serialize;
 
@@ -71,18 +71,9 @@ fn memory_table(plan: &Plan, limit_bytes: Option<u64>) -> String {
     header.extend(limit_bytes.map(|_| "Limit"));
     let rows = plan.stages.iter().enumerate().map(|(number, stage)| {
         let memory = &stage.predicted.memory;
-        let &MemoryPrediction {
-            params_bytes,
-            grads_bytes,
-            optimizer_bytes,
-            activations_bytes,
-            workspace_bytes,
-            comm_bytes,
-            framework_bytes,
-        } = memory;
         let mut row = vec![number.to_string()];
-        row.extend([params_bytes, grads_bytes, optimizer_bytes, activations_bytes].map(format_bytes));
-        row.extend([workspace_bytes, comm_bytes, framework_bytes, memory.total_bytes()].map(format_bytes));
+        row.extend(memory.uses().map(|(_, bytes)| format_bytes(bytes)));
+        row.push(format_bytes(memory.total_bytes()));
         row.extend(limit_bytes.map(format_bytes));
         row
     });

@@ -1,5 +1,7 @@
 //! What a given Plan costs, for the simulator.
 
+use std::cell::RefCell;
+use std::collections::HashMap;
 use std::ops::Range;
 
 use rannc_cost::{Cluster, Profile, tensor_bytes};
@@ -24,6 +26,8 @@ pub struct PlanCosts<'a> {
     order: RankOrder,
     stages: Vec<Stage>,
     plan: &'a Plan,
+    /// What has been priced already, by Stage and rows.
+    known: RefCell<HashMap<(u32, Option<u64>), Priced>>,
 }
 
 /// A Stage of the Plan.
@@ -76,7 +80,7 @@ impl<'a> PlanCosts<'a> {
         let ranks: Vec<Vec<u32>> = plan.stages.iter().map(|stage| stage.ranks.clone()).collect();
         let order = RankOrder::of_stages(cluster, &ranks);
         let model = Model::new(graph, &analysis, blocks, cluster, profiles, &settings);
-        Ok(Self { graph, cluster, settings, model, order, stages, plan })
+        Ok(Self { graph, cluster, settings, model, order, stages, plan, known: RefCell::default() })
     }
 
     fn pricing(&self) -> Pricing<'_> {
@@ -86,6 +90,10 @@ impl<'a> PlanCosts<'a> {
 
     /// A Stage as it is with `rows` rows of a microbatch, or with the most that it gets.
     fn priced(&self, stage: u32, rows: Option<u64>) -> Priced {
+        *self.known.borrow_mut().entry((stage, rows)).or_insert_with(|| self.price(stage, rows))
+    }
+
+    fn price(&self, stage: u32, rows: Option<u64>) -> Priced {
         let pricing = self.pricing();
         let Stage { run, variant, again } = &self.stages[stage as usize];
         let place = self.order.place(stage, 1);

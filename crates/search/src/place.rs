@@ -43,7 +43,7 @@ impl RankOrder {
     /// those before and behind it; nodes of different kinds also sorted by kind, either way. Forced numbers
     /// of Replicas are the units; otherwise there are at most `max_units`.
     pub(crate) fn all(cluster: &Cluster, world_size: u32, forced: Option<&[u32]>, max_units: u32) -> Vec<Self> {
-        let units = forced.map_or_else(|| even_units(world_size, max_units), forced_units);
+        let units = units(world_size, forced, max_units);
         let nodes = nodes(cluster, world_size);
         let kind = |node: &Vec<u32>| cluster.kind_of(node[0]);
         let mut node_orders = vec![nodes.clone()];
@@ -67,8 +67,7 @@ impl RankOrder {
 
     /// The first of all orders.
     pub(crate) fn packed(cluster: &Cluster, world_size: u32, forced: Option<&[u32]>, max_units: u32) -> Self {
-        let units = forced.map_or_else(|| even_units(world_size, max_units), forced_units);
-        Self::new(cluster, (0..world_size).collect(), units)
+        Self::new(cluster, (0..world_size).collect(), units(world_size, forced, max_units))
     }
 
     fn new(cluster: &Cluster, ranks: Vec<u32>, units: Vec<u32>) -> Self {
@@ -201,6 +200,10 @@ fn nodes(cluster: &Cluster, world_size: u32) -> Vec<Vec<u32>> {
 fn dealt(nodes: &[Vec<u32>]) -> Vec<u32> {
     let longest = nodes.iter().map(Vec::len).max().unwrap_or(0);
     (0..longest).flat_map(|place| nodes.iter().filter_map(move |node| node.get(place).copied())).collect()
+}
+
+fn units(positions: u32, forced: Option<&[u32]>, max_units: u32) -> Vec<u32> {
+    forced.map_or_else(|| even_units(positions, max_units), forced_units)
 }
 
 fn forced_units(replicas: &[u32]) -> Vec<u32> {

@@ -222,7 +222,7 @@ impl Settings {
     }
 
     /// Memory that a Plan may use on a device that has `memory_bytes`.
-    pub(crate) fn usable_bytes(&self, memory_bytes: u64) -> f64 {
+    pub fn usable_bytes(&self, memory_bytes: u64) -> f64 {
         let limit_bytes = self.memory_limit_bytes.map_or(memory_bytes, |limit| limit.min(memory_bytes));
         limit_bytes as f64 * (1.0 - self.memory_margin)
     }

@@ -81,10 +81,7 @@ impl StepTime {
 impl StepModel {
     /// Microbatches that a Stage holds, `from_end` Stages from the end, itself included.
     pub(crate) fn in_flight(&self, from_end: usize) -> u64 {
-        match self.schedule {
-            ScheduleKind::FillDrain => self.microbatches,
-            ScheduleKind::OneForwardOneBackward => self.microbatches.min(from_end as u64),
-        }
+        self.schedule.in_flight(from_end as u64, self.microbatches)
     }
 
     /// Computation of a Stage in a step.

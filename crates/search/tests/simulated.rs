@@ -6,7 +6,7 @@ use encoder::encoder;
 use proptest::prelude::*;
 use rannc_cost::Cluster;
 use rannc_ir::Graph;
-use rannc_plan::{Batch, Mode, Partition, Plan, ScheduleKind, StageOps, StagePlan, build};
+use rannc_plan::{Batch, Partition, Plan, StageOps, StagePlan, build};
 use rannc_search::{PlanCosts, SearchError, Settings};
 use rannc_sim::{Timeline, simulate};
 
@@ -21,11 +21,7 @@ fn simulated(graph: &Graph, cluster: &Cluster, settings: &Settings, plan: &Plan)
     let partition = Partition::new(graph, &cuts).expect("the search cuts where it may");
     let rows = plan.batch_rows / u64::from(plan.world_size);
     let batch = Batch { rows_per_rank: vec![rows; plan.world_size as usize], gather_inputs: true };
-    let mode = match plan.schedule {
-        ScheduleKind::OneForwardOneBackward => Mode::Train1F1B,
-        ScheduleKind::FillDrain => Mode::TrainFillDrain,
-    };
-    let program = build(&plan.placement(), &partition, &batch, mode).expect("a program");
+    let program = build(&plan.placement(), &partition, &batch, plan.schedule.training_mode()).expect("a program");
     let costs = PlanCosts::new(graph, cluster, &[], settings, plan).expect("its own plan");
     simulate(&program, &costs).expect("runs")
 }

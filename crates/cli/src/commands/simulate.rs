@@ -3,7 +3,7 @@
 use std::fs;
 
 use anyhow::{Result, anyhow, ensure};
-use rannc_plan::{Batch, Interval, Mode, Partition, Plan, Program, ScheduleKind, StageOps, split_even};
+use rannc_plan::{Batch, Interval, Partition, Plan, Program, StageOps, split_even};
 use rannc_report::{Simulation, chrome_trace};
 use rannc_search::{PlanCosts, Settings};
 
@@ -45,9 +45,6 @@ pub(crate) fn run(args: SimulateArgs) -> Result<Printer> {
 /// What all ranks do with a batch that comes in equal parts from all of them.
 fn program(plan: &Plan, partition: &Partition, batch_rows: u64) -> Result<Program> {
     let rows_per_rank = split_even(batch_rows, plan.world_size as usize).into_iter().map(Interval::rows).collect();
-    let mode = match plan.schedule {
-        ScheduleKind::OneForwardOneBackward => Mode::Train1F1B,
-        ScheduleKind::FillDrain => Mode::TrainFillDrain,
-    };
+    let mode = plan.schedule.training_mode();
     Ok(rannc_plan::build(&plan.placement(), partition, &Batch { rows_per_rank, gather_inputs: true }, mode)?)
 }
