@@ -15,7 +15,7 @@ fuzz_target!(|text: &str| {
     }
     for block in profile.blocks.values() {
         for rows in [0, 1, 7, 1 << 20, u64::MAX] {
-            assert!(block.forward_us(rows) >= 0.0 && block.saved_bytes(rows) >= 0.0);
+            assert!(block.cost(rows).us() >= 0.0 && block.saved_bytes(rows) >= 0.0);
         }
     }
 });

@@ -221,6 +221,7 @@ def _subject(request: Request, cluster: Cluster, hosts: Sequence[str]) -> Subjec
         row_counts=row_counts(request.batch_rows, world_size),
         hosts=tuple(hosts),
         level_names=tuple(cluster.level_names),
+        optimizer=request.optimizer,
     )
 
 

@@ -60,6 +60,45 @@ class Cholesky(nn.Module):
         return torch.linalg.cholesky(product).tanh()
 
 
+class Transposed(nn.Module):
+    """What comes out of its middle is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).transpose(1, 2))  # type: ignore[no-any-return]
+
+
+class Residual(nn.Module):
+    """A branch around two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.tanh(self.layers[0](x))
+        second = self.layers[2](torch.tanh(self.layers[1](first)))
+        return self.layers[3](torch.tanh(first + second))  # type: ignore[no-any-return]
+
+
+class Masked(nn.Module):
+    """A mask as large as the batch that depends on no input; one layer fills it with a learned bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.bias = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(8, 8, dtype=torch.bool).triu(1).expand(x.shape[0], 8, 8)
+        x = torch.where(mask, 1.0, 2.0) @ torch.tanh(self.first(x))
+        bias = self.bias.expand(x.shape[0], 8, 8).masked_fill(mask, -1.0)
+        return self.last(bias @ torch.tanh(x))  # type: ignore[no-any-return]
+
+
 def subject(model: nn.Module, samples: Sequence[Tensor], row_counts: tuple[int, ...]) -> Subject:
     """A model's Blocks, as planning gives them to the profiler."""
     captured = capture(model, samples, {}, device=CPU, rows=samples[0].shape[0])
@@ -74,9 +113,10 @@ def subject(model: nn.Module, samples: Sequence[Tensor], row_counts: tuple[int, 
         row_counts=row_counts,
         hosts=("here",),
         level_names=("loopback",),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
     )
 
 
 def block(subject: Subject, place: int) -> BlockCode:
     """One of them, ready to run."""
-    return BlockCode(subject.source, subject.parts.stages[place], subject.blocks.main_ops(place), CPU)
+    return BlockCode(subject.source, place, subject.parts.stages[place], subject.blocks.ops(place), CPU)

@@ -12,7 +12,7 @@ import torch
 from pyrannc.profile.measure import BlockMeter, Point
 from pyrannc.profile.profiler import Subject, row_counts, share_out
 
-from .models import CPU, WIDTH, Cholesky, Layers, Positions, block, subject
+from .models import CPU, WIDTH, Cholesky, Layers, Masked, Positions, Residual, block, subject
 
 MORE_THAN_ANY_MEMORY = 1 << 46
 
@@ -134,3 +134,30 @@ def test_row_counts_span_what_a_rank_can_have(batch: int, ranks: int) -> None:
     assert counts[-1] == -(-batch // ranks)
     assert len(counts) <= 4
     assert list(counts) == sorted(set(counts))
+
+
+def test_gradients_that_later_blocks_have_begun_are_added_to() -> None:
+    """The first layer's result goes into both branches, the second one's only on."""
+    both = subject(Residual(), [torch.randn(4, WIDTH)], (4,))
+    added, fresh = 0, 0
+    for place in range(len(both.blocks.hashes)):
+        code = block(both, place)
+        feeds = code.feeds(4)
+        run = code.prepare_backward(feeds, code.forward(4, feeds))
+        added += len(run.inputs) - len(run.fresh)
+        fresh += len(run.fresh)
+    assert added == 1
+    assert fresh > 1
+
+
+def test_batch_free_ops_with_rows_are_made_for_the_rows() -> None:
+    """A mask that every layer uses comes in, one that only one layer uses is part of it."""
+    masked = subject(Masked(), [torch.randn(4, 8, WIDTH)], (3,))
+    for place, ops in enumerate(masked.parts.stages):
+        code = block(masked, place)
+        feeds = code.feeds(3)
+        results = code.forward(3, feeds)
+        crossing = [value for value in ops.sends if value in results]
+        assert all(results[value].shape[0] == 3 for value in crossing)
+    (fill,) = {op for op, node in enumerate(masked.source.captured.op_nodes) if "masked_fill" in node.name}
+    assert [fill in masked.blocks.ops(place) for place in range(len(masked.parts.stages))].count(True) == 1

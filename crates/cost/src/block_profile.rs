@@ -6,6 +6,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::profile::ProfileFault;
+use crate::work::ComputeCost;
 
 /// What one Block costs with one number of rows. Times and bytes are 0 where it does not fit.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -15,10 +16,14 @@ pub struct BlockPoint {
     pub rows: u64,
     /// False where the device ran out of memory.
     pub fits: bool,
-    /// Forward.
+    /// Forward, on the device.
     pub forward_us: f64,
-    /// The whole backward.
+    /// The whole backward, on the device.
     pub backward_us: f64,
+    /// What the host needs to start the forward; 0 if it computes itself.
+    pub forward_host_us: f64,
+    /// What the host needs to start the whole backward; 0 if it computes itself.
+    pub backward_host_us: f64,
     /// Backward to the inputs alone.
     pub backward_input_us: f64,
     /// Backward to the parameters alone.
@@ -27,6 +32,19 @@ pub struct BlockPoint {
     pub saved_bytes: u64,
     /// Peak of temporary memory.
     pub workspace_bytes: u64,
+}
+
+impl BlockPoint {
+    fn times_us(&self) -> [f64; 6] {
+        [
+            self.forward_us,
+            self.backward_us,
+            self.forward_host_us,
+            self.backward_host_us,
+            self.backward_input_us,
+            self.backward_weight_us,
+        ]
+    }
 }
 
 /// What was measured of one Block, by increasing rows.
@@ -61,14 +79,14 @@ impl BlockProfile {
         self.points.iter().all(|point| point.fits || rows < point.rows)
     }
 
-    /// Time of the forward; infinite when it never fitted.
-    pub fn forward_us(&self, rows: u64) -> f64 {
-        self.at(rows, |point| point.forward_us)
-    }
-
-    /// Time of the whole backward; infinite when it never fitted.
-    pub fn backward_us(&self, rows: u64) -> f64 {
-        self.at(rows, |point| point.backward_us)
+    /// Times of the forward and the whole backward; infinite when it never fitted.
+    pub fn cost(&self, rows: u64) -> ComputeCost {
+        ComputeCost {
+            forward_us: self.at(rows, |point| point.forward_us),
+            backward_us: self.at(rows, |point| point.backward_us),
+            forward_host_us: self.at(rows, |point| point.forward_host_us),
+            backward_host_us: self.at(rows, |point| point.backward_host_us),
+        }
     }
 
     /// Time of the backward to the inputs; infinite when it never fitted.
@@ -117,7 +135,7 @@ impl BlockProfile {
         let (mut before, mut fitted) = (0, true);
         for point in &self.points {
             let rows = point.rows;
-            let times = [point.forward_us, point.backward_us, point.backward_input_us, point.backward_weight_us];
+            let times = point.times_us();
             if rows <= before {
                 return Err(ProfileFault::Rows { block: block(), before, rows });
             }

@@ -13,7 +13,7 @@ use crate::block_profile::BlockProfile;
 use crate::cluster::Link;
 
 /// Version of the profile file that this crate writes and reads.
-pub const PROFILE_SCHEMA: u32 = 1;
+pub const PROFILE_SCHEMA: u32 = 2;
 
 /// What was measured of one Graph on one kind of device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -31,10 +31,33 @@ pub struct Profile {
     pub versions: BTreeMap<String, String>,
     /// The Blocks by their hash.
     pub blocks: BTreeMap<String, BlockProfile>,
+    /// The end of a step, if it was measured.
+    pub update: Option<MeasuredUpdate>,
     /// The links, from those inside a node outwards.
     pub levels: Vec<MeasuredLevel>,
     /// SHA-256, in hex, of the compact JSON of this Profile with an empty checksum.
     pub checksum: String,
+}
+
+/// What a step does with every gradient besides computing and summing it, measured; most of it is the optimizer.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MeasuredUpdate {
+    /// Trainable parameters.
+    pub params_bytes: u64,
+    /// Time for them.
+    pub update_us: f64,
+}
+
+impl MeasuredUpdate {
+    /// Time for each byte of trainable parameters.
+    pub fn us_per_byte(&self) -> f64 {
+        self.update_us / self.params_bytes as f64
+    }
+
+    fn is_positive(&self) -> bool {
+        self.params_bytes > 0 && self.update_us.is_finite() && self.update_us > 0.0
+    }
 }
 
 /// Measured links of one level of a cluster.
@@ -142,6 +165,9 @@ pub enum ProfileFault {
         /// The row count.
         rows: u64,
     },
+    /// A time or an amount of parameters that no optimizer has.
+    #[error("the end of a step takes {} us for {} bytes of parameters; both must be positive numbers", .0.update_us, .0.params_bytes)]
+    Update(MeasuredUpdate),
     /// A latency or bandwidth that no link has.
     #[error("level {level} has a link of {} us and {} bytes/s; both must be positive numbers", link.latency_us, link.bytes_per_s)]
     Link {
@@ -162,6 +188,7 @@ impl Profile {
             precision: precision.to_owned(),
             versions: BTreeMap::new(),
             blocks: BTreeMap::new(),
+            update: None,
             levels: Vec::new(),
             checksum: String::new(),
         }
@@ -222,6 +249,9 @@ impl Profile {
 
     fn check(&self) -> Result<(), ProfileFault> {
         self.blocks.iter().try_for_each(|(hash, block)| block.check(hash))?;
+        if let Some(update) = self.update.filter(|update| !update.is_positive()) {
+            return Err(ProfileFault::Update(update));
+        }
         for MeasuredLevel { name, send, collective } in &self.levels {
             let positive = |value: f64| value.is_finite() && value > 0.0;
             for link in [send, collective] {

@@ -1,8 +1,11 @@
-//! The roofline: time of an op from its floating-point operations, the bytes it moves, and the
-//! kernels it launches, at the shares of a device's peaks that its kind reaches.
+//! The roofline: time of an op from its floating-point operations and the bytes it moves, at the shares
+//! of a device's peaks that its kind reaches, and the time that the host needs to launch its kernels.
 //!
 //! Laws: times are never negative, and where no extent shrinks with the rows they do not fall with
 //! the rows.
+
+use std::iter::Sum;
+use std::ops::{Add, Sub};
 
 use rannc_ir::DType;
 
@@ -123,13 +126,57 @@ impl<'d> Speed<'d> {
     }
 }
 
-/// Time of an op.
+/// Time of an op, or of several: what the device computes, and what its host needs to start that. A host that
+/// computes itself does one after the other, and has no times of its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct OpCost {
+pub struct ComputeCost {
     /// Time of the forward.
     pub forward_us: f64,
     /// Time of the backward.
     pub backward_us: f64,
+    /// Time of the host for the forward.
+    pub forward_host_us: f64,
+    /// Time of the host for the backward.
+    pub backward_host_us: f64,
+}
+
+impl ComputeCost {
+    /// Forward and backward together, by the slower of device and host.
+    pub fn us(&self) -> f64 {
+        (self.forward_us + self.backward_us).max(self.forward_host_us + self.backward_host_us)
+    }
+}
+
+impl Add for ComputeCost {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self {
+            forward_us: self.forward_us + other.forward_us,
+            backward_us: self.backward_us + other.backward_us,
+            forward_host_us: self.forward_host_us + other.forward_host_us,
+            backward_host_us: self.backward_host_us + other.backward_host_us,
+        }
+    }
+}
+
+impl Sub for ComputeCost {
+    type Output = Self;
+
+    fn sub(self, other: Self) -> Self {
+        Self {
+            forward_us: self.forward_us - other.forward_us,
+            backward_us: self.backward_us - other.backward_us,
+            forward_host_us: self.forward_host_us - other.forward_host_us,
+            backward_host_us: self.backward_host_us - other.backward_host_us,
+        }
+    }
+}
+
+impl Sum for ComputeCost {
+    fn sum<I: Iterator<Item = Self>>(costs: I) -> Self {
+        costs.fold(Self::default(), Add::add)
+    }
 }
 
 /// What an op does to a device, as a function of the rows.
@@ -173,15 +220,22 @@ impl OpWork {
     }
 
     /// Its time on `device` for `rows` rows.
-    pub fn at(&self, device: &Device, rows: u64) -> OpCost {
+    pub fn at(&self, device: &Device, rows: u64) -> ComputeCost {
         let speed = Speed::new(self.kind, self.class, device);
         let products = f64::from(self.backward_products.max(1));
         let launch_us = |work: &Work| work.launches * device.launch_us;
         let summed_bytes = device.efficiency.pointwise.at_peak(self.summed_bytes.at(rows));
         let backward_us = speed.us(&self.backward, products, rows) + summed_bytes / device.memory_bytes_per_s * 1e6;
-        OpCost {
-            forward_us: speed.us(&self.forward, 1.0, rows).max(launch_us(&self.forward)),
-            backward_us: backward_us.max(launch_us(&self.backward) * BACKWARD_LAUNCH),
+        let forward_us = speed.us(&self.forward, 1.0, rows);
+        let (forward_host_us, backward_host_us) =
+            (launch_us(&self.forward), launch_us(&self.backward) * BACKWARD_LAUNCH);
+        if device.host {
+            return ComputeCost {
+                forward_us: forward_us.max(forward_host_us),
+                backward_us: backward_us.max(backward_host_us),
+                ..ComputeCost::default()
+            };
         }
+        ComputeCost { forward_us, backward_us, forward_host_us, backward_host_us }
     }
 }

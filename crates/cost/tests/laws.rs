@@ -1,7 +1,7 @@
 //! Laws and known values of the cost model.
 
 use proptest::prelude::*;
-use rannc_cost::{Cluster, Device, OpCost, OpKind, OpWork, Operation, SavedTensors, presets};
+use rannc_cost::{Cluster, Device, OpKind, OpWork, Operation, SavedTensors, presets};
 use rannc_ir::testing::{GraphBuilder, graphs};
 use rannc_ir::{Arg, DType, Dim, Graph, OpId, ValueId};
 
@@ -214,9 +214,14 @@ fn small_ops_wait_for_their_launch() {
     let output = builder.pointwise("aten.gelu.default", &[input]);
     let graph = builder.finish(&[output]);
     let device = device("H200");
-    let OpCost { forward_us, backward_us } = OpWork::new(&Operation::new(&graph, last(&graph))).at(&device, 1);
-    assert_eq!(forward_us, device.launch_us);
-    assert!(0.0 < backward_us && backward_us < forward_us);
+    let work = OpWork::new(&Operation::new(&graph, last(&graph)));
+    let cost = work.at(&device, 1);
+    assert_eq!(cost.forward_host_us, device.launch_us);
+    assert!(0.0 < cost.backward_host_us && cost.backward_host_us < cost.forward_host_us);
+    assert_eq!(cost.us(), cost.forward_host_us + cost.backward_host_us);
+    let host = Device { host: true, ..device };
+    let cost = work.at(&host, 1);
+    assert_eq!((cost.forward_us, cost.forward_host_us, cost.backward_host_us), (host.launch_us, 0.0, 0.0));
 }
 
 #[test]

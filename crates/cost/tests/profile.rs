@@ -3,7 +3,9 @@
 
 use proptest::collection::{btree_map, vec};
 use proptest::prelude::*;
-use rannc_cost::{BlockPoint, BlockProfile, Link, MeasuredLevel, PROFILE_SCHEMA, Profile, ProfileError, ProfileFault};
+use rannc_cost::{
+    BlockPoint, BlockProfile, Link, MeasuredLevel, MeasuredUpdate, PROFILE_SCHEMA, Profile, ProfileError, ProfileFault,
+};
 use rannc_ir::testing::{cases, damaged};
 
 fn point(rows: u64, forward_us: f64) -> BlockPoint {
@@ -12,6 +14,8 @@ fn point(rows: u64, forward_us: f64) -> BlockPoint {
         fits: true,
         forward_us,
         backward_us: 2.0 * forward_us,
+        forward_host_us: 0.5 * forward_us,
+        backward_host_us: 0.8 * forward_us,
         backward_input_us: forward_us,
         backward_weight_us: 1.5 * forward_us,
         saved_bytes: 100 * rows,
@@ -28,6 +32,7 @@ fn sealed() -> Profile {
     profile.versions.insert("torch".to_owned(), "2.11.0".to_owned());
     profile.blocks.insert("b1".to_owned(), BlockProfile::new(vec![point(4, 10.0), point(8, 18.5), out_of_memory(64)]));
     profile.blocks.insert("b2".to_owned(), BlockProfile::new(vec![out_of_memory(1)]));
+    profile.update = Some(MeasuredUpdate { params_bytes: 4_000_000, update_us: 25.0 });
     let link = Link { latency_us: 12.5, bytes_per_s: 3.3e11 };
     profile.levels.push(MeasuredLevel { name: "NVLink".to_owned(), send: link, collective: link });
     profile.seal().expect("figures agree")
@@ -54,10 +59,13 @@ fn points() -> impl Strategy<Value = Vec<BlockPoint>> {
 }
 
 /// Everything that a Block is asked for.
-fn amounts(block: &BlockProfile, rows: u64) -> [f64; 6] {
+fn amounts(block: &BlockProfile, rows: u64) -> [f64; 8] {
+    let cost = block.cost(rows);
     [
-        block.forward_us(rows),
-        block.backward_us(rows),
+        cost.forward_us,
+        cost.backward_us,
+        cost.forward_host_us,
+        cost.backward_host_us,
         block.backward_input_us(rows),
         block.backward_weight_us(rows),
         block.saved_bytes(rows),
@@ -70,10 +78,10 @@ proptest! {
     fn points_are_met_and_nothing_is_negative(points in points(), rows in 0..5000_u64) {
         let block = BlockProfile::new(points.clone());
         prop_assert!(amounts(&block, rows).into_iter().all(|amount| amount >= 0.0));
-        prop_assert_eq!(block.has_times(), block.forward_us(rows).is_finite());
+        prop_assert_eq!(block.has_times(), block.cost(rows).forward_us.is_finite());
         for point in &points {
             prop_assert_eq!(block.fits(point.rows), point.fits);
-            let us = block.forward_us(point.rows);
+            let us = block.cost(point.rows).forward_us;
             prop_assert!(!point.fits || (us - point.forward_us).abs() <= 1e-9 * point.forward_us.max(1.0));
         }
         prop_assert!(block.fits(rows) || !block.fits(rows + 1));
@@ -87,7 +95,7 @@ proptest! {
             point.forward_us = us;
         }
         let block = BlockProfile::new(points);
-        prop_assert!(block.forward_us(rows) <= block.forward_us(rows + 1) * (1.0 + 1e-12));
+        prop_assert!(block.cost(rows).forward_us <= block.cost(rows + 1).forward_us * (1.0 + 1e-12));
     }
 
     #[test]
@@ -134,11 +142,11 @@ proptest! {
 fn lines_go_through_the_points_and_beyond() {
     let block = BlockProfile::new(vec![point(4, 10.0), point(8, 18.0), point(10, 17.0)]);
     for (rows, us) in [(0, 2.0), (2, 6.0), (6, 14.0), (9, 17.5), (10, 17.0), (100, 17.0)] {
-        assert_eq!(block.forward_us(rows), us, "{rows} rows");
+        assert_eq!(block.cost(rows).forward_us, us, "{rows} rows");
     }
     assert_eq!(block.backward_weight_us(6), 21.0);
-    assert_eq!(BlockProfile::new(vec![point(4, 10.0), out_of_memory(8)]).forward_us(6), 15.0);
-    assert_eq!(BlockProfile::new(vec![out_of_memory(8)]).forward_us(1), f64::INFINITY);
+    assert_eq!(BlockProfile::new(vec![point(4, 10.0), out_of_memory(8)]).cost(6).forward_us, 15.0);
+    assert_eq!(BlockProfile::new(vec![out_of_memory(8)]).cost(1).forward_us, f64::INFINITY);
 }
 
 #[test]
@@ -154,6 +162,10 @@ fn contradictions_are_named() {
     let measured = vec![BlockPoint { fits: false, ..point(3, 1.0) }];
     assert_eq!(fault(measured), ProfileFault::FiguresWithoutRun { block: block(), rows: 3 });
     let mut profile = sealed();
+    profile.update = Some(MeasuredUpdate { params_bytes: 0, update_us: 25.0 });
+    let error = profile.seal().expect_err("no parameters").to_string();
+    assert!(error.contains("takes 25 us for 0 bytes of parameters"), "{error}");
+    let mut profile = sealed();
     profile.levels[0].send.bytes_per_s = 0.0;
     let error = profile.seal().expect_err("no bandwidth").to_string();
     assert!(error.contains("level NVLink has a link of 12.5 us and 0 bytes/s"), "{error}");
@@ -167,8 +179,8 @@ fn other_files_are_refused() {
     assert!(matches!(error(&text.replace("forward_us", "forward_ms")), ProfileError::Form(_)));
     assert!(matches!(error(&text[..text.len() / 2]), ProfileError::NotJson(_)));
     assert_eq!(
-        error(&text.replace("\"schema\": 1", "\"schema\": 2")).to_string(),
-        "the profile file has schema 2, this RaNNC reads schema 1; measure again with this version"
+        error(&text.replace("\"schema\": 2", "\"schema\": 3")).to_string(),
+        "the profile file has schema 3, this RaNNC reads schema 2; measure again with this version"
     );
     let missing = Profile::read(std::path::Path::new("/nowhere/profile.json")).expect_err("no such file");
     assert!(missing.to_string().starts_with("cannot read the profile file /nowhere/profile.json"), "{missing}");

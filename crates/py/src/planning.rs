@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
-use rannc_cost::{OpWork, Operation};
-use rannc_ir::{Analysis, Entity, OpId, block_hash};
+use rannc_cost::{ComputeCost, OpWork, Operation};
+use rannc_ir::{Analysis, Entity, OpId};
 use rannc_plan::{Batch, Mode, StageOps};
 use rannc_report::Report as _;
 use rannc_search::Settings;
@@ -48,7 +48,7 @@ impl Graph {
 /// The pieces of a Graph between which a search cuts.
 #[pyclass(frozen, module = "pyrannc._native")]
 pub struct Blocks {
-    main_ops: Vec<Vec<OpId>>,
+    ops: Vec<Vec<OpId>>,
     hashes: Vec<String>,
     times_us: Vec<f64>,
     partition: rannc_plan::Partition,
@@ -59,19 +59,16 @@ impl Blocks {
         let analysis = Analysis::new(graph);
         let device = &cluster.kinds[0];
         let rows = batch_rows.div_ceil(u64::from(world_size.max(1)));
-        let blocks = rannc_search::Blocks::new(graph, &analysis, device, world_size, rows).blocks;
-        let ops: Vec<StageOps> = blocks.iter().map(|block| block.ops).collect();
-        let main_ops = |ops: &StageOps| analysis.main_ops[ops.first as usize..ops.end as usize].to_vec();
-        let main_ops: Vec<Vec<OpId>> = ops.iter().map(main_ops).collect();
-        let op_us = |&op: &OpId| {
-            let cost = OpWork::new(&Operation::new(graph, op)).at(device, rows);
-            cost.forward_us + cost.backward_us
-        };
+        let found = rannc_search::Blocks::new(graph, &analysis, device, world_size, rows);
+        let stages: Vec<StageOps> = found.blocks.iter().map(|block| block.ops).collect();
+        let cost = |&op: &OpId| OpWork::new(&Operation::new(graph, op)).at(device, rows);
+        let us = |block: &rannc_search::Block| block.own_ops.iter().map(cost).sum::<ComputeCost>().us();
+        let hash = |block: &rannc_search::Block| found.hashes[block.kind as usize].clone();
         Ok(Self {
-            hashes: main_ops.iter().map(|ops| block_hash(graph, ops)).collect(),
-            times_us: main_ops.iter().map(|ops| ops.iter().map(op_us).sum()).collect(),
-            partition: rannc_plan::Partition::new(graph, &ops).or_raise(ErrorClass::PLAN)?,
-            main_ops,
+            hashes: found.blocks.iter().map(hash).collect(),
+            times_us: found.blocks.iter().map(us).collect(),
+            partition: rannc_plan::Partition::new(graph, &stages).or_raise(ErrorClass::PLAN)?,
+            ops: found.blocks.into_iter().map(|block| block.own_ops).collect(),
         })
     }
 }
@@ -96,9 +93,9 @@ impl Blocks {
         Partition(self.partition.clone())
     }
 
-    /// The Ops of a Block, without the batch-free ones that are cloned for it.
-    fn main_ops(&self, place: usize) -> PyResult<Vec<usize>> {
-        let Some(ops) = self.main_ops.get(place) else {
+    /// The Ops that a Block computes for itself, without the batch-free ones that are cloned for other Blocks too.
+    fn ops(&self, place: usize) -> PyResult<Vec<usize>> {
+        let Some(ops) = self.ops.get(place) else {
             return Err(pyo3::exceptions::PyIndexError::new_err(format!("there is no block {place}")));
         };
         Ok(ops.iter().map(|op| op.index()).collect())

@@ -7,12 +7,12 @@
 //!
 //! Equal units have equal times, so they are divided in the same way.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 
 use indexmap::IndexSet;
-use rannc_cost::{Device, OpWork, Operation, tensor_bytes};
-use rannc_ir::{Analysis, Graph, OpId, ValueDef, block_hash};
+use rannc_cost::{ComputeCost, Device, OpWork, Operation, tensor_bytes};
+use rannc_ir::{Analysis, Graph, OpId, ValueDef, ValueId, block_hash};
 use rannc_plan::StageOps;
 
 use crate::atoms::atoms;
@@ -31,6 +31,8 @@ const MAX_LEVEL: usize = 3;
 pub struct Block {
     /// Its main ops.
     pub ops: StageOps,
+    /// What it computes for itself: its main ops and the batch-free ops that no other Block uses, increasing.
+    pub own_ops: Vec<OpId>,
     /// Blocks with the same kind compute the same up to names.
     pub kind: u32,
 }
@@ -60,13 +62,46 @@ impl Blocks {
     /// The Blocks that are these runs of main ops.
     pub(crate) fn of(graph: &Graph, analysis: &Analysis, runs: impl Iterator<Item = StageOps>) -> Self {
         let mut hashes: IndexSet<String> = IndexSet::new();
-        let blocks = runs.map(|ops| {
-            let hash = block_hash(graph, &analysis.main_ops[ops.first as usize..ops.end as usize]);
-            let (kind, _) = hashes.insert_full(hash);
-            Block { ops, kind: index(kind) }
+        let runs: Vec<StageOps> = runs.collect();
+        let blocks = runs.iter().zip(own_ops(graph, analysis, &runs)).map(|(&ops, own_ops)| {
+            let (kind, _) = hashes.insert_full(block_hash(graph, &own_ops));
+            Block { ops, own_ops, kind: index(kind) }
         });
         Self { blocks: blocks.collect(), hashes: hashes.into_iter().collect() }
     }
+}
+
+/// Main ops of each run, and the batch-free ops that only this run uses.
+fn own_ops(graph: &Graph, analysis: &Analysis, runs: &[StageOps]) -> Vec<Vec<OpId>> {
+    let main_ops = |ops: &StageOps| analysis.main_ops[ops.first as usize..ops.end as usize].to_vec();
+    let mut own_ops: Vec<Vec<OpId>> = runs.iter().map(main_ops).collect();
+    let last = runs.len().saturating_sub(1);
+    // Outputs that depend on no input are made in the last Stage.
+    let outputs = graph.outputs.iter().map(|&value| (last, value));
+    let operands = |(place, ops): (usize, &Vec<OpId>)| {
+        ops.iter().flat_map(|&op| graph.ops[op].operands()).map(|value| (place, value)).collect::<Vec<_>>()
+    };
+    let mut open: Vec<(usize, ValueId)> = own_ops.iter().enumerate().flat_map(operands).chain(outputs).collect();
+    let mut only_user: BTreeMap<OpId, Option<usize>> = BTreeMap::new();
+    while let Some((place, value)) = open.pop() {
+        let ValueDef::Op { op, .. } = graph.values[value].def else { continue };
+        if !analysis.batch_free[op] {
+            continue;
+        }
+        let known = only_user.get(&op).copied();
+        if matches!(known, Some(None)) || known == Some(Some(place)) {
+            continue;
+        }
+        only_user.insert(op, if known.is_none() { Some(place) } else { None });
+        open.extend(graph.ops[op].operands().into_iter().map(|value| (place, value)));
+    }
+    for (op, user) in only_user {
+        if let Some(place) = user {
+            own_ops[place].push(op);
+        }
+    }
+    own_ops.iter_mut().for_each(|ops| ops.sort_unstable());
+    own_ops
 }
 
 fn index(place: usize) -> u32 {
@@ -84,12 +119,9 @@ struct Measured {
 
 fn measure(graph: &Graph, analysis: &Analysis, device: &Device, rows: u64) -> Vec<Measured> {
     let crossing_bytes = crossing_bytes(graph, analysis);
-    let us = |&op: &OpId| {
-        let cost = OpWork::new(&Operation::new(graph, op)).at(device, rows);
-        cost.forward_us + cost.backward_us
-    };
+    let cost = |&op: &OpId| OpWork::new(&Operation::new(graph, op)).at(device, rows);
     let measured = atoms(analysis).into_iter().map(|ops| Measured {
-        us: analysis.main_ops[ops.clone()].iter().map(us).sum(),
+        us: analysis.main_ops[ops.clone()].iter().map(cost).sum::<ComputeCost>().us(),
         end_bytes: crossing_bytes[ops.end],
         module: graph.ops[analysis.main_ops[ops.start]].module.clone(),
         ops,
@@ -237,6 +269,8 @@ fn divide_unit(atoms: &[Measured], unit: Range<usize>, pieces: usize, total_us: 
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+
     use proptest::prelude::*;
     use rannc_cost::Cluster;
     use rannc_ir::testing::{graphs, mlp};
@@ -294,6 +328,32 @@ mod tests {
             }
             prop_assert_eq!(expected as usize, analysis.main_ops.len());
             prop_assert_eq!(&blocks, &divided(&graph, devices));
+        }
+
+        #[test]
+        fn batch_free_ops_belong_to_their_only_block(graph in graphs(), devices in 1..40_u32) {
+            let analysis = Analysis::new(&graph);
+            let blocks = divided(&graph, devices).blocks;
+            let makers = |values: Vec<ValueId>| values.into_iter().filter_map(|value| match graph.values[value].def {
+                ValueDef::Op { op, .. } if analysis.batch_free[op] => Some(op),
+                _ => None,
+            });
+            let mut users: BTreeMap<OpId, Vec<usize>> = BTreeMap::new();
+            for (place, block) in blocks.iter().enumerate() {
+                let main = &analysis.main_ops[block.ops.first as usize..block.ops.end as usize];
+                let mut used: Vec<ValueId> = main.iter().flat_map(|&op| graph.ops[op].operands()).collect();
+                if place + 1 == blocks.len() {
+                    used.extend(&graph.outputs);
+                }
+                let cloned: BTreeSet<OpId> = makers(used).flat_map(|op| analysis.clones(&graph, op)).collect();
+                cloned.into_iter().for_each(|op| users.entry(op).or_default().push(place));
+            }
+            for (place, block) in blocks.iter().enumerate() {
+                let own = users.iter().filter(|(_, places)| **places == [place]).map(|(&op, _)| op);
+                let main = &analysis.main_ops[block.ops.first as usize..block.ops.end as usize];
+                let expected: BTreeSet<OpId> = own.chain(main.iter().copied()).collect();
+                prop_assert_eq!(&block.own_ops, &expected.into_iter().collect::<Vec<_>>());
+            }
         }
 
         #[test]

@@ -2,12 +2,12 @@
 
 use std::ops::Range;
 
-use rannc_cost::{Device, OpWork};
+use rannc_cost::{ComputeCost, Device, OpWork};
 
 use crate::interval::{IntervalSums, IntervalSumsBuilder};
 use crate::measured::Measured;
 
-/// Rows at which batch-free ops are priced: their results hardly ever depend on the batch.
+/// Rows at which batch-free ops that several Blocks use are priced: their results hardly ever depend on the batch.
 const CLONE_ROWS: u64 = 1;
 
 /// `fixed + per_row * rows`.
@@ -45,7 +45,7 @@ pub(crate) struct StateSpec {
     pub(crate) blocks: Vec<usize>,
 }
 
-/// A batch-free op, with the Blocks that it is cloned for.
+/// A batch-free op that several Blocks use: it is cloned for each Stage that holds one of them.
 #[derive(Clone, Debug)]
 pub(crate) struct CloneSpec {
     pub(crate) work: OpWork,
@@ -132,11 +132,24 @@ pub(crate) struct Chain {
     pub(crate) output_bytes: AffineSums,
 }
 
-/// Forward and backward of batch-free ops.
+/// What batch-free ops cost.
 #[derive(Clone, Debug)]
 struct CloneTimes {
     forward_us: IntervalSums,
     backward_us: IntervalSums,
+    forward_host_us: IntervalSums,
+    backward_host_us: IntervalSums,
+}
+
+impl CloneTimes {
+    fn at(&self, first: usize, end: usize) -> ComputeCost {
+        ComputeCost {
+            forward_us: self.forward_us.at(first, end),
+            backward_us: self.backward_us.at(first, end),
+            forward_host_us: self.forward_host_us.at(first, end),
+            backward_host_us: self.backward_host_us.at(first, end),
+        }
+    }
 }
 
 impl Chain {
@@ -152,9 +165,13 @@ impl Chain {
         let clone_times = |device: &Device| {
             let costs: Vec<_> =
                 clones.iter().map(|clone| (&clone.blocks[..], clone.work.at(device, CLONE_ROWS))).collect();
+            let sums =
+                |part: fn(&ComputeCost) -> f64| once(&mut costs.iter().map(|(blocks, cost)| (*blocks, part(cost))));
             CloneTimes {
-                forward_us: once(&mut costs.iter().map(|(blocks, cost)| (*blocks, cost.forward_us))),
-                backward_us: once(&mut costs.iter().map(|(blocks, cost)| (*blocks, cost.backward_us))),
+                forward_us: sums(|cost| cost.forward_us),
+                backward_us: sums(|cost| cost.backward_us),
+                forward_host_us: sums(|cost| cost.forward_host_us),
+                backward_host_us: sums(|cost| cost.backward_host_us),
             }
         };
         let trainable = states.iter().filter(|state| state.trainable);
@@ -206,81 +223,59 @@ impl Chain {
 
     /// Times of all Blocks on the device of a kind for `rows` rows: measured ones, else the roofline.
     pub(crate) fn times(&self, kind: usize, device: &Device, measured: Option<&Measured>, rows: u64) -> Times {
-        let mut known: Vec<(u32, Option<BlockTime>)> = Vec::new();
+        let mut known: Vec<(u32, Option<ComputeCost>)> = Vec::new();
         let with_clones = measured.is_none();
-        let mut times = Times { kind, with_clones, forward_us: vec![0.0], backward_us: vec![0.0], too_large: vec![0] };
-        let (mut forward_us, mut backward_us, mut too_large) = (0.0, 0.0, 0);
+        let (mut before, mut too_large) = (ComputeCost::default(), 0);
+        let mut times = Times { kind, with_clones, before: vec![before], too_large: vec![too_large] };
         for block in &self.blocks {
-            let time = known.iter().find(|(kind, _)| *kind == block.kind).map(|(_, time)| *time).unwrap_or_else(|| {
+            let cost = known.iter().find(|(kind, _)| *kind == block.kind).map(|(_, cost)| *cost).unwrap_or_else(|| {
                 let modelled = block.modelled(device, rows);
-                let time = measured.map_or(Some(modelled), |measured| measured.time(block.kind, rows, modelled));
-                known.push((block.kind, time));
-                time
+                let cost = measured.map_or(Some(modelled), |measured| measured.cost(block.kind, rows, modelled));
+                known.push((block.kind, cost));
+                cost
             });
-            too_large += u32::from(time.is_none());
-            let time = time.unwrap_or_default();
-            forward_us += time.forward_us;
-            backward_us += time.backward_us;
-            times.forward_us.push(forward_us);
-            times.backward_us.push(backward_us);
+            too_large += u32::from(cost.is_none());
+            before = before + cost.unwrap_or_default();
+            times.before.push(before);
             times.too_large.push(too_large);
         }
         times
     }
 
-    /// Forward and backward of a run, batch-free ops included; infinite when a Block of it ran out of memory
-    /// while it was measured.
-    pub(crate) fn run_us(&self, times: &Times, first: usize, end: usize) -> BlockTime {
+    /// What a run costs, batch-free ops included; infinite when a Block of it ran out of memory while it was
+    /// measured.
+    pub(crate) fn run_cost(&self, times: &Times, first: usize, end: usize) -> ComputeCost {
         if times.too_large[first] < times.too_large[end] {
-            return BlockTime { forward_us: f64::INFINITY, backward_us: f64::INFINITY };
+            return ComputeCost { forward_us: f64::INFINITY, backward_us: f64::INFINITY, ..ComputeCost::default() };
         }
-        let mut run =
-            BlockTime { forward_us: times.forward_us(first, end), backward_us: times.backward_us(first, end) };
-        if times.with_clones {
-            run.forward_us += self.clones[times.kind].forward_us.at(first, end);
-            run.backward_us += self.clones[times.kind].backward_us.at(first, end);
-        }
-        run
+        let run = times.blocks(first, end);
+        if times.with_clones { run + self.clones[times.kind].at(first, end) } else { run }
     }
 }
 
 impl BlockSpec {
-    /// Times by the roofline.
-    pub(crate) fn modelled(&self, device: &Device, rows: u64) -> BlockTime {
-        self.work.iter().map(|work| work.at(device, rows)).fold(BlockTime::default(), |sum, cost| BlockTime {
-            forward_us: sum.forward_us + cost.forward_us,
-            backward_us: sum.backward_us + cost.backward_us,
-        })
+    /// Its cost by the roofline.
+    pub(crate) fn modelled(&self, device: &Device, rows: u64) -> ComputeCost {
+        self.work.iter().map(|work| work.at(device, rows)).sum()
     }
 }
 
-/// Forward and backward of a run of Blocks.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct BlockTime {
-    pub(crate) forward_us: f64,
-    pub(crate) backward_us: f64,
-}
-
-/// Times of the Blocks before each place of a chain.
+/// Costs of the Blocks before each place of a chain.
 #[derive(Clone, Debug)]
 pub(crate) struct Times {
     /// Kind of the device.
     kind: usize,
     /// True when batch-free ops come on top; a measured Block has its own.
     with_clones: bool,
-    forward_us: Vec<f64>,
-    backward_us: Vec<f64>,
+    before: Vec<ComputeCost>,
     /// Blocks that ran out of memory.
     too_large: Vec<u32>,
 }
 
 impl Times {
-    pub(crate) fn forward_us(&self, first: usize, end: usize) -> f64 {
-        self.forward_us[end] - self.forward_us[first]
-    }
-
-    fn backward_us(&self, first: usize, end: usize) -> f64 {
-        self.backward_us[end] - self.backward_us[first]
+    /// The Blocks of a run.
+    pub(crate) fn blocks(&self, first: usize, end: usize) -> ComputeCost {
+        self.before[end] - self.before[first]
     }
 }
 

@@ -125,11 +125,13 @@ impl Extractor<'_> {
 
     fn finish(self, mut spec: ChainSpec) -> ChainSpec {
         spec.states = self.states.iter().map(|(&value, blocks)| self.state(value, blocks)).collect();
-        let clone = |(&op, blocks): (&OpId, &Vec<usize>)| CloneSpec {
-            work: OpWork::new(&Operation::new(self.graph, op)),
-            blocks: blocks.clone(),
-        };
-        spec.clones = self.clones.iter().map(clone).collect();
+        for (&op, blocks) in &self.clones {
+            let work = OpWork::new(&Operation::new(self.graph, op));
+            match blocks[..] {
+                [block] => spec.blocks[block].work.push(work),
+                _ => spec.clones.push(CloneSpec { work, blocks: blocks.clone() }),
+            }
+        }
         let mut kept: BTreeMap<ValueId, KeptSpec> = BTreeMap::new();
         for (&value, savers) in &self.savers {
             let bytes = self.affine(tensor_bytes(&self.graph.values[value]));

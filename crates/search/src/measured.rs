@@ -1,17 +1,19 @@
-//! Measured times of Blocks, where there are any.
+//! Measured costs of Blocks, where there are any.
 
-use rannc_cost::{BlockProfile, Device, Profile};
+use rannc_cost::{BlockProfile, ComputeCost, Device, Profile};
 
 use crate::blocks::Blocks;
-use crate::chain::{BlockSpec, BlockTime};
+use crate::chain::BlockSpec;
 
 /// What was measured of a chain's Blocks on one kind of device.
 #[derive(Clone, Debug)]
 pub(crate) struct Measured {
     /// By kind of Block.
     blocks: Vec<Option<BlockProfile>>,
-    /// Measured time by modelled time, over all Blocks that were measured: for those that were not.
+    /// Measured time of the device by modelled time, over all Blocks that were measured: for those that were not.
     scale: f64,
+    /// Time of the end of a step for each byte of trainable parameters.
+    pub(crate) update_us_per_byte: Option<f64>,
 }
 
 impl Measured {
@@ -28,13 +30,14 @@ impl Measured {
         let (mut measured_us, mut modelled_us) = (0.0, 0.0);
         for spec in specs {
             let Some(block) = found[spec.kind as usize].as_ref().filter(|block| block.fits(rows)) else { continue };
-            let modelled = spec.modelled(device, rows);
-            measured_us += block.forward_us(rows) + block.backward_us(rows);
+            let (measured, modelled) = (block.cost(rows), spec.modelled(device, rows));
+            measured_us += measured.forward_us + measured.backward_us;
             modelled_us += modelled.forward_us + modelled.backward_us;
         }
         let known = measured_us > 0.0 && modelled_us > 0.0;
         let scale = if known { measured_us / modelled_us } else { 1.0 };
-        found.iter().any(Option::is_some).then_some(Self { blocks: found, scale })
+        let update_us_per_byte = profile.update.map(|update| update.us_per_byte());
+        found.iter().any(Option::is_some).then_some(Self { blocks: found, scale, update_us_per_byte })
     }
 
     /// Kinds of Blocks that were measured.
@@ -42,15 +45,15 @@ impl Measured {
         self.blocks.iter().flatten().count()
     }
 
-    /// The time of a Block that takes `modelled` by the roofline; none if it ran out of memory.
-    pub(crate) fn time(&self, kind: u32, rows: u64, modelled: BlockTime) -> Option<BlockTime> {
+    /// The cost of a Block that costs `modelled` by the roofline; none if it ran out of memory.
+    pub(crate) fn cost(&self, kind: u32, rows: u64, modelled: ComputeCost) -> Option<ComputeCost> {
         let Some(block) = &self.blocks[kind as usize] else {
-            return Some(BlockTime {
+            return Some(ComputeCost {
                 forward_us: modelled.forward_us * self.scale,
                 backward_us: modelled.backward_us * self.scale,
+                ..modelled
             });
         };
-        let time = || BlockTime { forward_us: block.forward_us(rows), backward_us: block.backward_us(rows) };
-        block.fits(rows).then(time)
+        block.fits(rows).then(|| block.cost(rows))
     }
 }

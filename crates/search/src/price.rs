@@ -3,10 +3,10 @@
 use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
-use rannc_cost::{Cluster, Device, update_us};
+use rannc_cost::{Cluster, ComputeCost, Device, update_us};
 use rannc_plan::{MemoryPrediction, ScheduleKind, Sharding};
 
-use crate::chain::{BlockTime, Chain, Times};
+use crate::chain::{Chain, Times};
 use crate::measured::Measured;
 use crate::place::Place;
 use crate::recompute::{Choice, Saving, cheapest_first, largest_bytes};
@@ -126,6 +126,33 @@ impl StageMemory {
     }
 }
 
+/// Forward and backward of a run, for one microbatch.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct RunTime {
+    forward_us: f64,
+    backward_us: f64,
+}
+
+impl RunTime {
+    /// What takes `cost` on a device. A host that starts what its device computes runs ahead of it, so that over many
+    /// microbatches the slower of them counts; the device then waits in proportion to the work of the host.
+    fn new(cost: ComputeCost, device: &Device) -> Self {
+        let ComputeCost { forward_us, backward_us, forward_host_us, backward_host_us } = cost;
+        if device.host {
+            let action_us = device.action_us;
+            return Self { forward_us: forward_us + action_us, backward_us: backward_us + action_us };
+        }
+        let forward_host_us = forward_host_us + device.action_us;
+        let host_us = forward_host_us + backward_host_us + device.action_us;
+        let waiting_us = host_us - (forward_us + backward_us);
+        if waiting_us <= 0.0 {
+            return Self { forward_us, backward_us };
+        }
+        let forward_waiting_us = waiting_us * (forward_host_us / host_us);
+        Self { forward_us: forward_us + forward_waiting_us, backward_us: backward_us + waiting_us - forward_waiting_us }
+    }
+}
+
 impl<'a> Pricing<'a> {
     pub(crate) fn new(problem: Problem<'a>, schedule: ScheduleKind, microbatches: u64) -> Self {
         let Problem { chain, cluster, measured, settings } = problem;
@@ -211,15 +238,11 @@ impl<'a> Pricing<'a> {
     }
 
     /// Forward and backward of a run, on the slowest device of a place.
-    fn compute(&self, run: &Range<usize>, at: &At<'_>) -> BlockTime {
+    fn compute(&self, run: &Range<usize>, at: &At<'_>) -> RunTime {
         let on = |(device, times): &(&Device, Arc<Times>)| {
-            let time = self.chain.run_us(times, run.start, run.end);
-            BlockTime {
-                forward_us: time.forward_us + device.action_us,
-                backward_us: time.backward_us + device.action_us,
-            }
+            RunTime::new(self.chain.run_cost(times, run.start, run.end), device)
         };
-        at.devices.iter().map(on).fold(BlockTime::default(), |slowest, time| BlockTime {
+        at.devices.iter().map(on).fold(RunTime::default(), |slowest, time| RunTime {
             forward_us: slowest.forward_us.max(time.forward_us),
             backward_us: slowest.backward_us.max(time.backward_us),
         })
@@ -262,17 +285,17 @@ impl<'a> Pricing<'a> {
         variant: Variant,
         &(plain, mut memory): &(StageCost, StageMemory),
     ) -> Priced {
-        let mut time = BlockTime { forward_us: plain.forward_us, backward_us: plain.backward_us };
+        let mut time = RunTime { forward_us: plain.forward_us, backward_us: plain.backward_us };
         self.compute_again(run, at, variant.again, &mut time, &mut memory);
         let (reduce_us, update_us) = self.end_us(run, at, variant, &mut time);
-        let BlockTime { forward_us, backward_us } = time;
+        let RunTime { forward_us, backward_us } = time;
         let cost = StageCost { forward_us, backward_us, end_us: reduce_us + update_us, ..plain };
         Priced { cost, reduce_us, update_us, memory }
     }
 
     /// Gradient reduction and optimizer. Sharded parameters and gradients also travel with every
     /// microbatch, beside its computation.
-    fn end_us(&self, run: &Range<usize>, at: &At<'_>, variant: Variant, time: &mut BlockTime) -> (f64, f64) {
+    fn end_us(&self, run: &Range<usize>, at: &At<'_>, variant: Variant, time: &mut RunTime) -> (f64, f64) {
         let (cluster, place) = (self.problem.cluster, at.place);
         let bytes = self.chain.trainable_bytes.at(run.start, run.end);
         let mut reduction_us = cluster.all_reduce_us(place.group, bytes);
@@ -298,13 +321,16 @@ impl<'a> Pricing<'a> {
         let share = if variant.sharding > Sharding::None { f64::from(at.place.replicas) } else { 1.0 };
         let bytes = trainable_bytes / share;
         let state_bytes = bytes * self.problem.settings.optimizer_bytes_per_param_byte;
-        let on = |device: &Device| {
-            let update_us = update_us(device, bytes, state_bytes);
+        let Problem { cluster, measured, .. } = self.problem;
+        let on = |kind: usize| {
+            let device = &cluster.kinds[kind];
+            let measured = measured[kind].as_ref().and_then(|measured| measured.update_us_per_byte);
+            let update_us = measured.map_or_else(|| update_us(device, bytes, state_bytes), |each_us| each_us * bytes);
             // The state comes from the host and goes back.
             let travel_us = 2.0 * state_bytes / device.host_bytes_per_s * 1e6;
             if variant.offload { update_us.max(travel_us) } else { update_us }
         };
-        at.devices.iter().map(|(device, _)| on(device)).fold(0.0, f64::max)
+        at.place.kinds().map(on).fold(0.0, f64::max)
     }
 
     /// Memory with everything kept.
@@ -353,7 +379,7 @@ impl<'a> Pricing<'a> {
         run: &Range<usize>,
         at: &At<'_>,
         again: Again,
-        time: &mut BlockTime,
+        time: &mut RunTime,
         memory: &mut StageMemory,
     ) {
         let rows = at.rows;
@@ -401,7 +427,11 @@ impl<'a> Pricing<'a> {
 
     /// What one Block frees, and what it costs.
     pub(crate) fn saving(&self, block: usize, at: &At<'_>) -> Saving {
-        let us = at.devices.iter().map(|(_, times)| times.forward_us(block, block + 1)).fold(0.0, f64::max);
+        let us = at.devices.iter().map(|(_, times)| {
+            let cost = times.blocks(block, block + 1);
+            cost.forward_us.max(cost.forward_host_us)
+        });
+        let us = us.fold(0.0, f64::max);
         let bytes = self.chain.kept_inside_bytes(block, at.rows);
         Saving { kind: self.chain.kind(block), bytes, us, count: 1 }
     }
@@ -414,5 +444,35 @@ impl<'a> Pricing<'a> {
     /// Largest temporary memory of the Blocks of a run.
     pub(crate) fn run_workspace_bytes(&self, run: Range<usize>, replicas: u32) -> f64 {
         run.map(|block| self.workspace_bytes(block, replicas)).fold(0.0, f64::max)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn device(host: bool, action_us: f64) -> Device {
+        let mut cluster = Cluster::preset("H200", 1, 1).expect("a preset");
+        Device { host, action_us, ..cluster.kinds.remove(0) }
+    }
+
+    proptest! {
+        #[test]
+        fn the_slower_of_device_and_host_counts(us in prop::array::uniform4(0.0..1e4_f64), action_us in 1.0..1e3_f64) {
+            let [forward_us, backward_us, forward_host_us, backward_host_us] = us;
+            let cost = ComputeCost { forward_us, backward_us, forward_host_us, backward_host_us };
+            let time = RunTime::new(cost, &device(false, action_us));
+            let slower_us = (forward_us + backward_us).max(forward_host_us + backward_host_us + 2.0 * action_us);
+            prop_assert!((time.forward_us + time.backward_us - slower_us).abs() <= 1e-9 * slower_us);
+            prop_assert!(time.forward_us >= forward_us && time.backward_us >= backward_us);
+        }
+    }
+
+    #[test]
+    fn a_host_that_computes_itself_adds_its_actions() {
+        let cost = ComputeCost { forward_us: 10.0, backward_us: 20.0, ..ComputeCost::default() };
+        assert_eq!(RunTime::new(cost, &device(true, 3.0)), RunTime { forward_us: 13.0, backward_us: 23.0 });
     }
 }

@@ -54,6 +54,13 @@ class Captured:
             raise InputError("the arguments have another structure than those of the captured call")
         return tensors
 
+    def value(self, value: int) -> Tensor:
+        """A Value as the captured call made it: a tensor without data."""
+        node, place = self.values[value]
+        made = node.meta["val"]
+        tensor: Tensor = made if place is None else made[place]
+        return tensor
+
     def rebuild_outputs(self, leaves: Sequence[Tensor]) -> Any:
         """The model's result with ``leaves``, in the order of the Graph's outputs, as its tensors."""
         return self.output_structure.rebuild(leaves)

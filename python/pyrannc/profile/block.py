@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyrannc.capture import Captured
+from pyrannc.profile.layout import Layout
 from pyrannc.runtime.graph import GraphFacts
 from pyrannc.runtime.program import Crossing, InputPart, StagePart
 from pyrannc.runtime.randomness import Randomness
@@ -42,41 +43,44 @@ class Run:
         roots: results that a gradient comes back to.
         seeds: those gradients.
         inputs: leaves that the Block takes in and whose gradients it sends back.
+        fresh: those among them whose gradients no later Block has begun.
         weights: leaves whose gradients stay with the Block.
     """
 
     roots: list[Tensor]
     seeds: list[Tensor]
     inputs: list[Tensor]
+    fresh: list[Tensor]
     weights: list[Tensor]
 
 
 class BlockCode:
     """A Block that can be run on any number of rows.
 
-    Batch-free Ops are not part of it: a Stage runs them once for all of its Blocks. Their results are computed here
-    once and given to every run.
+    Batch-free Ops that other Blocks use too are not part of it: a Stage runs them once for all of its Blocks. Their
+    results come in from outside here.
 
     Args:
         source: where the Block comes from.
+        place: of the Block among all.
         part: the Block as if it were a Stage.
-        main_ops: its Ops without the batch-free ones.
+        ops: what it computes for itself.
         device: where it runs.
     """
 
-    def __init__(self, source: Source, part: StagePart, main_ops: Sequence[int], device: torch.device) -> None:
+    def __init__(self, source: Source, place: int, part: StagePart, ops: Sequence[int], device: torch.device) -> None:
         self._source = source
+        self._place = place
         self._device = device
         self._randomness = Randomness(device, seed=0)
         self._generator = torch.Generator(device).manual_seed(0)
-        main = set(main_ops)
-        clones = tuple(op for op in part.ops if op not in main)
-        ready = self._results_used_by(main_ops, clones)
-        self._part = replace(part, ops=tuple(main_ops), receives=(*part.receives, *ready))
+        clones = tuple(op for op in part.ops if op not in set(ops))
+        self._shared = self._results_used_by(ops, clones)
+        self._part = replace(part, ops=tuple(ops), receives=(*part.receives, *self._shared))
         self._code = StageCode(source.captured, source.facts, self._part, device, self._randomness)
+        shared = replace(part, ops=clones, inputs=(), receives=(), sends=self._shared, outputs=())
+        self._shared_code = StageCode(source.captured, source.facts, shared, device, self._randomness)
         self._state = self._make_state(part)
-        if ready:
-            self._state.update(self._run_clones(replace(part, ops=clones), ready))
         self._weights = [tensor for tensor in self._state.values() if tensor.requires_grad]
         for weight in self._weights:
             # Backwards add to gradients that are there, as in a step.
@@ -105,23 +109,21 @@ class BlockCode:
             state[facts.constants[constant]] = self._source.captured.constants[constant].to(self._device)
         return state
 
-    def _run_clones(self, part: StagePart, wanted: tuple[int, ...]) -> dict[int, Tensor]:
-        part = replace(part, inputs=(), receives=(), sends=wanted, outputs=())
-        with torch.no_grad():
-            results = StageCode(self._source.captured, self._source.facts, part, self._device, self._randomness)(
-                1, self._state
-            )
-        values = self._source.facts.values
-        return {value: results[value].detach().clone().requires_grad_(values[value].requires_grad) for value in wanted}
-
     def feeds(self, rows: int) -> dict[int, Tensor]:
-        """What comes in from outside, by Value: the Graph's inputs and the Values of earlier Blocks."""
+        """What comes in from outside, by Value: the Graph's inputs, the Values of earlier Blocks, and shared ones."""
         feeds = {part.value: self._input(part, rows) for part in self._part.inputs}
+        with torch.no_grad():
+            shared = self._shared_code(rows, self._state)
         for value in self._part.receives:
-            if value not in self._state:
-                crossing = self._source.crossings[value]
-                feeds[value] = self._random(value, rows).requires_grad_(crossing.requires_grad)
+            made = shared[value].detach() if value in shared else self._random(value, rows)
+            feeds[value] = made.requires_grad_(self._source.facts.values[value].requires_grad)
+            if feeds[value].requires_grad and self._is_used_later(value):
+                feeds[value].grad = torch.zeros_like(feeds[value])
         return feeds
+
+    def _is_used_later(self, value: int) -> bool:
+        """True when a later Block uses a Value too: in a backward that one has begun its gradient."""
+        return value in self._shared or max(self._source.crossings[value].targets) > self._place
 
     def _input(self, part: InputPart, rows: int) -> Tensor:
         """The sample's rows, repeated as often as needed."""
@@ -134,14 +136,17 @@ class BlockCode:
         return sample.requires_grad_(part.requires_grad)
 
     def _random(self, value: int, rows: int) -> Tensor:
-        """Normal numbers, fair coins, or zeros, which are valid indices."""
+        """Normal numbers, fair coins, or zeros, which are valid indices, laid out as in the captured call."""
         facts = self._source.facts.values[value]
-        shape = facts.shape_at(rows)
-        if facts.dtype.is_floating_point or facts.dtype.is_complex:
-            return torch.empty(shape, dtype=facts.dtype, device=self._device).normal_(generator=self._generator)
-        if facts.dtype == torch.bool:
-            return torch.rand(shape, device=self._device, generator=self._generator) < 0.5
-        return torch.zeros(shape, dtype=facts.dtype, device=self._device)
+
+        def fill(shape: Sequence[int]) -> Tensor:
+            if facts.dtype.is_floating_point or facts.dtype.is_complex:
+                return torch.empty(shape, dtype=facts.dtype, device=self._device).normal_(generator=self._generator)
+            if facts.dtype == torch.bool:
+                return torch.rand(shape, device=self._device, generator=self._generator) < 0.5
+            return torch.zeros(shape, dtype=facts.dtype, device=self._device)
+
+        return Layout.of(self._source.captured.value(value)).make(facts.shape_at(rows), fill)
 
     def forward(self, rows: int, feeds: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Runs the Block as a step does, new contents of buffers included."""
@@ -155,9 +160,11 @@ class BlockCode:
         """A forward's results with gradients to start from."""
         sent = [value for value in self._part.sends if self._source.crossings[value].requires_grad]
         roots = [results[value] for value in {*self._part.outputs, *sent} if results[value].requires_grad]
+        inputs = {value: feed for value, feed in feeds.items() if feed.requires_grad}
         return Run(
             roots=roots,
             seeds=[torch.ones_like(root) for root in roots],
-            inputs=[feed for feed in feeds.values() if feed.requires_grad],
+            inputs=list(inputs.values()),
+            fresh=[feed for feed in inputs.values() if feed.grad is None],
             weights=self._weights,
         )

@@ -26,12 +26,14 @@ class Key:
         blocks: hashes of its Blocks, in order.
         row_counts: at which the Blocks were measured.
         ranks_per_node: how the ranks are spread, for the links.
+        optimizer: what the time of the optimizer depends on.
     """
 
     graph_hash: str
     blocks: tuple[str, ...]
     row_counts: tuple[int, ...]
     ranks_per_node: tuple[int, ...]
+    optimizer: str
     conditions: Conditions
 
     def file_name(self) -> str:

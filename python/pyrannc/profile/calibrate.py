@@ -43,6 +43,7 @@ _LONGEST_US = {"cuda": 1e5, "cpu": 1e4}
 """An op that takes longer than this is large enough: no larger one of its kind is tried."""
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "half": torch.bfloat16}
 _KINDS = ("matrix", "convolution", "attention")
+_TINY_SERIES = 5
 _MOVERS = ("pointwise", "normalisation", "embedding", "optimizer")
 _COPY_BYTES = 1 << 28
 
@@ -139,7 +140,7 @@ def measure_device(device: torch.device) -> Figures:
         for kind in _KINDS:
             efficiency[kind]["bytes"] = efficiency["pointwise"]
         tiny, ops = workloads.tiny()
-        figures["launch_us"] = meter.time_us(tiny) / ops
+        figures["launch_us"] = meter.host_us([tiny] * _TINY_SERIES) / ops
         bar.advance(1)
     return {**figures, **_gpu_figures(device), "efficiency": efficiency}
 
@@ -166,7 +167,7 @@ def _speeds(meter: Meter, workloads: Iterable[Workload], longest_us: float) -> l
     points: list[Point] = []
     try:
         for workload in workloads:
-            us = meter.device_us(workload.call)
+            us = meter.time_us(workload.call)
             points.append((workload.work, workload.total / us * 1e6))
             meter.release()
             if us > longest_us:
@@ -194,7 +195,7 @@ def _gpu_figures(device: torch.device) -> Figures:
     framework_bytes = total - free - torch.cuda.memory_reserved(device)
     host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(host, device=device)
-    us = Meter(device).device_us(lambda: there.copy_(host, non_blocking=True))
+    us = Meter(device).time_us(lambda: there.copy_(host, non_blocking=True))
     return {"framework_gib": framework_bytes / 2**30, "host_gb_per_s": _COPY_BYTES / us / 1e3}
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, fx
 
 from pyrannc.log import get_logger
 from pyrannc.profile.block import BlockCode, Run
-from pyrannc.profile.meter import Meter
+from pyrannc.profile.meter import LEAST_US, Meter
 
 _log = get_logger("DPStaging")
 
 _OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "ALLOC_FAILED")
 _OVERHEAD_TRIALS = 5
+_HOST_SERIES = 3
+_HOST_CALLS = 3
+"""Of a series; their backwards are one, as are those of a Stage's Blocks."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +29,10 @@ class Point:
     Attributes:
         rows: number of rows.
         fits: False when the device's memory is too small; everything else is 0 then.
-        forward_us: time of the forward.
-        backward_us: time of the whole backward, gradients added up included.
+        forward_us: time of the forward on the device.
+        backward_us: time of the whole backward on the device, gradients added up included.
+        forward_host_us: time in which the host starts the forward; 0 where it computes itself.
+        backward_host_us: time in which the host starts the whole backward; 0 where it computes itself.
         backward_input_us: time of the backward that only makes gradients of what came in.
         backward_weight_us: time of the backward that only makes gradients of parameters.
         saved_bytes: what is held from the forward to the backward beyond what came in; results count.
@@ -37,6 +43,8 @@ class Point:
     fits: bool = True
     forward_us: float = 0.0
     backward_us: float = 0.0
+    forward_host_us: float = 0.0
+    backward_host_us: float = 0.0
     backward_input_us: float = 0.0
     backward_weight_us: float = 0.0
     saved_bytes: int = 0
@@ -56,7 +64,7 @@ class BlockMeter:
 
     def _least_us(self, call: Callable[[], object]) -> float:
         """Time of a call when nothing disturbs it."""
-        return min(self._meter.time_us(call) for _ in range(_OVERHEAD_TRIALS))
+        return min(self._meter.host_us([call]) for _ in range(_OVERHEAD_TRIALS))
 
     def points(self, name: str, make: Callable[[], BlockCode], row_counts: Sequence[int]) -> list[Point] | None:
         """The costs at each of ``row_counts``, which increase, up to the first that does not fit.
@@ -71,8 +79,9 @@ class BlockMeter:
         points: list[Point] = []
         try:
             code = make()
+            host_us = self._host_us(code, row_counts[0])
             for rows in row_counts:
-                points.append(self._point(code, rows))
+                points.append(self._point(code, rows, host_us))
         except Exception as error:
             if not is_out_of_memory(error):
                 _log.warning("%s is estimated, because it cannot be measured: %s", name, _first_line(error))
@@ -84,13 +93,36 @@ class BlockMeter:
         """Gives the memory of Blocks that are done back to the device."""
         self._meter.release()
 
-    def _point(self, code: BlockCode, rows: int) -> Point:
+    def _host_us(self, code: BlockCode, rows: int) -> tuple[float, float]:
+        """Times of the host for the forward and the backward; they hardly depend on the rows."""
+        if not self._meter.on_gpu:
+            return 0.0, 0.0
+        feeds = code.feeds(rows)
+
+        def forwards() -> None:
+            for _ in range(_HOST_CALLS):
+                code.forward(rows, feeds)
+
+        def backwards() -> Iterator[Callable[[], None]]:
+            for _ in range(_HOST_SERIES):
+                runs = [_prepared(code, rows) for _ in range(_HOST_CALLS)]
+                roots = [root for run in runs for root in run.roots]
+                seeds = [seed for run in runs for seed in run.seeds]
+                yield partial(torch.autograd.backward, roots, seeds)
+
+        forward_us = self._meter.host_us([forwards] * _HOST_SERIES) / _HOST_CALLS - self._forward_overhead_us
+        backward_us = 0.0
+        if _prepared(code, rows).roots:
+            backward_us = (self._meter.host_us(backwards()) - self._backward_overhead_us) / _HOST_CALLS
+        return max(0.0, forward_us), max(0.0, backward_us)
+
+    def _point(self, code: BlockCode, rows: int, host_us: tuple[float, float]) -> Point:
         feeds = code.feeds(rows)
 
         def forward() -> dict[int, Tensor]:
             return code.forward(rows, feeds)
 
-        forward_us = self._meter.time_us(forward, self._forward_overhead_us)
+        forward_us = self._compute_us(forward, self._forward_overhead_us)
         saved_bytes, workspace_bytes = self._memory(code, forward, feeds)
         run = code.prepare_backward(feeds, forward())
         backward_us, input_us, weight_us = self._backward_us(run)
@@ -98,11 +130,18 @@ class BlockMeter:
             rows=rows,
             forward_us=forward_us,
             backward_us=backward_us,
+            forward_host_us=host_us[0],
+            backward_host_us=host_us[1],
             backward_input_us=input_us,
             backward_weight_us=weight_us,
             saved_bytes=saved_bytes,
             workspace_bytes=workspace_bytes,
         )
+
+    def _compute_us(self, call: Callable[[], object], overhead_us: float) -> float:
+        """Time that the device computes for a call; a host that computes itself has an overhead besides."""
+        us = self._meter.time_us(call)
+        return us if self._meter.on_gpu else max(LEAST_US, us - overhead_us)
 
     def _memory(
         self, code: BlockCode, forward: Callable[[], dict[int, Tensor]], feeds: dict[int, Tensor]
@@ -116,7 +155,7 @@ class BlockMeter:
             if run.roots:
                 torch.autograd.backward(run.roots, run.seeds)
             backward_bytes = memory.take_peak_bytes() - before_bytes
-        _drop_gradients(run.inputs)
+        _drop_gradients(run.fresh)
         return saved_bytes, max(forward_bytes, backward_bytes)
 
     def _backward_us(self, run: Run) -> tuple[float, float, float]:
@@ -124,20 +163,25 @@ class BlockMeter:
 
         def whole() -> None:
             torch.autograd.backward(run.roots, run.seeds, retain_graph=True)
-            _drop_gradients(run.inputs)
+            _drop_gradients(run.fresh)
 
         def towards(leaves: list[Tensor]) -> float:
             if not leaves:
                 return 0.0
-            return self._meter.time_us(
+            return self._compute_us(
                 lambda: torch.autograd.grad(run.roots, leaves, run.seeds, retain_graph=True, allow_unused=True),
                 self._backward_overhead_us,
             )
 
         if not run.roots:
             return 0.0, 0.0, 0.0
-        backward_us = self._meter.time_us(whole, self._backward_overhead_us)
+        backward_us = self._compute_us(whole, self._backward_overhead_us)
         return backward_us, towards(run.inputs), towards(run.weights)
+
+
+def _prepared(code: BlockCode, rows: int) -> Run:
+    feeds = code.feeds(rows)
+    return code.prepare_backward(feeds, code.forward(rows, feeds))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,14 +1,14 @@
 """Time and memory of calls on a device.
 
-A GPU runs what the host has queued, so a call takes as long as the slower of the two needs. Both are measured in one
-series of calls: the GPU sleeps while the host queues them all, and then runs them without a gap.
+A GPU runs what the host has queued, so many calls take as long as the slower of the two needs. Its own time is
+measured while it finds all of them queued: it sleeps until then, and runs them without a gap.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -25,8 +25,8 @@ _SERIES = 3
 _ENOUGH_S = 0.1
 """One series is enough when it takes so long."""
 _WARM_UP_CALLS = 2
-_LEAST_US = 0.1
-"""Nothing is free, even if the overhead was found to be longer than the call."""
+LEAST_US = 0.1
+"""Nothing is free."""
 _SLEEP_CYCLES_PER_S = 3e9
 """More than any GPU runs, so that none wakes up before all calls are queued."""
 
@@ -52,25 +52,27 @@ class Meter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._on_gpu = device.type == "cuda"
+        self.on_gpu = device.type == "cuda"
 
-    def time_us(self, call: Callable[[], object], overhead_us: float = 0.0) -> float:
-        """Time of a call among many of its kind.
+    def time_us(self, call: Callable[[], object]) -> float:
+        """Time of a call among many of its kind: on a GPU without gaps in which it waits for the host."""
+        queued_s, once_s = self._warm_up(call)
+        calls = min(max(int(_SERIES_S / once_s), 1), _MOST_CALLS)
+        series = 1 if calls * once_s > _ENOUGH_S else _SERIES
+        if self.on_gpu:
+            return _median(self._gpu_us(call, calls, queued_s) for _ in range(series))
+        return _median(_host_us(call, calls) for _ in range(series))
 
-        Args:
-            overhead_us: time on the host that does not count.
-        """
-        series = self._series(call)
-        return max(_LEAST_US, statistics.median(max(device_us, host_us - overhead_us) for host_us, device_us in series))
+    def host_us(self, calls: Iterable[Callable[[], object]]) -> float:
+        """Time of the host for one of some equal calls; what it starts on a GPU may take longer."""
+        times_us = []
+        for call in calls:
+            self.synchronize()
+            times_us.append(_host_us(call, 1))
+        return _median(times_us)
 
-    def device_us(self, call: Callable[[], object]) -> float:
-        """Time that the device computes for a call, without gaps in which it waits for the host."""
-        series = self._series(call)
-        own = 1 if self._on_gpu else 0
-        return max(_LEAST_US, statistics.median(times_us[own] for times_us in series))
-
-    def _series(self, call: Callable[[], object]) -> list[tuple[float, float]]:
-        """Time of a call on the host and on a GPU, in several series of calls."""
+    def _warm_up(self, call: Callable[[], object]) -> tuple[float, float]:
+        """Seconds until a call returns, and until the device has done it."""
         for _ in range(_WARM_UP_CALLS):
             call()
         self.synchronize()
@@ -78,55 +80,52 @@ class Meter:
         call()
         queued_s = time.perf_counter() - start
         self.synchronize()
-        once_s = time.perf_counter() - start
-        calls = min(max(int(_SERIES_S / once_s), 1), _MOST_CALLS)
-        series = 1 if calls * once_s > _ENOUGH_S else _SERIES
-        one = self._gpu_series if self._on_gpu else _host_series
-        return [one(call, calls, queued_s) for _ in range(series)]
+        return queued_s, time.perf_counter() - start
 
-    def _gpu_series(self, call: Callable[[], object], calls: int, queued_s: float) -> tuple[float, float]:
-        host_us, device_us, asleep = self._queue(call, calls, queued_s)
+    def _gpu_us(self, call: Callable[[], object], calls: int, queued_s: float) -> float:
+        device_us, asleep = self._queue(call, calls, queued_s)
         if not asleep:
-            # Some call waits for the GPU, or they fill its queue: the two cannot be told apart.
-            _, device_us, _ = self._queue(call, calls, 0.0)
-            return device_us, device_us
-        return host_us, device_us
+            # Some call waits for the GPU, or they fill its queue: it cannot be told apart from its host.
+            device_us, _ = self._queue(call, calls, 0.0)
+        return device_us
 
-    def _queue(self, call: Callable[[], object], calls: int, queued_s: float) -> tuple[float, float, bool]:
-        """Times of a call on the host and on the GPU, and whether it slept until all were queued."""
+    def _queue(self, call: Callable[[], object], calls: int, queued_s: float) -> tuple[float, bool]:
+        """Time of a call on the GPU, and whether it slept until all were queued."""
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types for it
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # likewise
-        start = time.perf_counter()
         torch.cuda._sleep(int(calls * queued_s * _SLEEP_CYCLES_PER_S))  # type: ignore[no-untyped-call]  # likewise
         begin.record()
         for _ in range(calls):
             call()
         end.record()
-        host_us = (time.perf_counter() - start) * 1e6 / calls
         asleep = not begin.query()  # type: ignore[no-untyped-call]  # likewise
         end.synchronize()
-        return host_us, begin.elapsed_time(end) * 1e3 / calls, asleep
+        return begin.elapsed_time(end) * 1e3 / calls, asleep
 
     def watch_memory(self) -> MemoryWatch:
         """Sees what the following calls allocate."""
-        return _GpuMemory(self._device) if self._on_gpu else _HostMemory()
+        return _GpuMemory(self._device) if self.on_gpu else _HostMemory()
 
     def synchronize(self) -> None:
         """Waits for the device."""
-        if self._on_gpu:
+        if self.on_gpu:
             torch.cuda.synchronize(self._device)
 
     def release(self) -> None:
         """Gives memory that nothing uses back to the device."""
-        if self._on_gpu:
+        if self.on_gpu:
             torch.cuda.empty_cache()
 
 
-def _host_series(call: Callable[[], object], calls: int, queued_s: float) -> tuple[float, float]:
+def _host_us(call: Callable[[], object], calls: int) -> float:
     start = time.perf_counter()
     for _ in range(calls):
         call()
-    return (time.perf_counter() - start) * 1e6 / calls, 0.0
+    return (time.perf_counter() - start) * 1e6 / calls
+
+
+def _median(times_us: Iterable[float]) -> float:
+    return max(LEAST_US, statistics.median(times_us))
 
 
 class _GpuMemory:

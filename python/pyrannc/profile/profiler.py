@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
+from torch.optim import Optimizer
 
 from pyrannc import agree, process
 from pyrannc._native import Blocks, Profile
@@ -18,6 +19,7 @@ from pyrannc.profile.conditions import Conditions, conditions
 from pyrannc.profile.links import LevelPoint, measure_links
 from pyrannc.profile.measure import BlockMeter, Point
 from pyrannc.profile.progress import Bar
+from pyrannc.profile.update import UpdatePoint, describe, measure_update
 from pyrannc.runtime.program import Parts
 from pyrannc.runtime.randomness import Randomness
 
@@ -38,6 +40,7 @@ class Subject:
         row_counts: for how many rows, increasing.
         hosts: the host of each rank.
         level_names: the levels of the links between ranks, from those inside a host outwards.
+        optimizer: the user's, if there is one.
     """
 
     graph_hash: str
@@ -47,6 +50,7 @@ class Subject:
     row_counts: tuple[int, ...]
     hosts: tuple[str, ...]
     level_names: tuple[str, ...]
+    optimizer: Optimizer | None
 
 
 def row_counts(batch_rows: int, world_size: int) -> tuple[int, ...]:
@@ -80,12 +84,13 @@ def profile(subject: Subject, device: torch.device, cache: ProfileCache) -> list
         return [found for found in known if found is not None]
     start = time.monotonic()
     points = _measure_blocks(subject, device, everyone)
+    updates: list[UpdatePoint | None] = agree.gather_objects(_measure_update(subject, device))
     levels = measure_links(subject.hosts, subject.level_names, device) if process.get_world_size() > 1 else []
     if first:
         _log.info("profiled in %.1f s", time.monotonic() - start)
 
     def keep() -> list[Profile]:
-        profiles = [_seal(key, points[key.conditions], levels) for key in keys]
+        profiles = [_seal(key, points[key.conditions], updates[everyone.index(key.conditions)], levels) for key in keys]
         for key, measured in zip(keys, profiles, strict=True):
             cache.keep(key, measured)
         return profiles
@@ -99,8 +104,13 @@ def _key(subject: Subject, kind: Conditions) -> Key:
         blocks=tuple(subject.blocks.hashes),
         row_counts=subject.row_counts,
         ranks_per_node=tuple(subject.hosts.count(host) for host in dict.fromkeys(subject.hosts)),
+        optimizer=describe(subject.optimizer),
         conditions=kind,
     )
+
+
+def _measure_update(subject: Subject, device: torch.device) -> UpdatePoint | None:
+    return measure_update(subject.optimizer, device) if subject.optimizer is not None else None
 
 
 def _measure_blocks(
@@ -161,17 +171,20 @@ def _measure_share(subject: Subject, device: torch.device, times_us: Mapping[str
 
 
 def _maker(subject: Subject, place: int, device: torch.device) -> Callable[[], BlockCode]:
-    part, main_ops = subject.parts.stages[place], subject.blocks.main_ops(place)
-    return lambda: BlockCode(subject.source, part, main_ops, device)
+    part, ops = subject.parts.stages[place], subject.blocks.ops(place)
+    return lambda: BlockCode(subject.source, place, part, ops, device)
 
 
-def _seal(key: Key, blocks: Mapping[str, Sequence[Point]], levels: Sequence[LevelPoint]) -> Profile:
+def _seal(
+    key: Key, blocks: Mapping[str, Sequence[Point]], update: UpdatePoint | None, levels: Sequence[LevelPoint]
+) -> Profile:
     content = {
         "graph_hash": key.graph_hash,
         "device": key.conditions.device,
         "precision": key.conditions.precision,
         "versions": dict(key.conditions.versions),
         "blocks": {block: [asdict(point) for point in points] for block, points in blocks.items()},
+        "update": None if update is None else asdict(update),
         "levels": [asdict(level) for level in levels],
     }
     return Profile.seal(json.dumps(content))

@@ -1,0 +1,84 @@
+"""What a step does with every gradient besides computing and summing it: zero it, scale it, update its parameter."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from pyrannc.log import get_logger
+from pyrannc.profile.meter import Meter
+
+_log = get_logger("DPStaging")
+
+_PARAMS = 16
+_GPU_NUMEL = 1 << 22
+"""Of a parameter: that of a layer of some thousand features."""
+_HOST_NUMEL = 1 << 16
+
+
+@dataclass(frozen=True)
+class UpdatePoint:
+    """The end of a step: the core's ``MeasuredUpdate``.
+
+    Attributes:
+        params_bytes: of trainable parameters.
+        update_us: time for them.
+    """
+
+    params_bytes: int
+    update_us: float
+
+
+def measure_update(optimizer: Optimizer, device: torch.device) -> UpdatePoint | None:
+    """Measures an optimizer of the same class and settings on made-up parameters; the given one is left alone.
+
+    Returns:
+        None when such an optimizer cannot be made or run.
+    """
+    try:
+        return _measure(optimizer, device)
+    except Exception as error:
+        _log.warning("the optimizer's time is estimated, because it cannot be measured: %s", error)
+        return None
+    finally:
+        Meter(device).release()
+
+
+def describe(optimizer: Optimizer | None) -> str:
+    """What the time of an optimizer depends on."""
+    if optimizer is None:
+        return ""
+    group = optimizer.param_groups[0]
+    switches = {name: setting for name, setting in group.items() if setting is None or isinstance(setting, bool)}
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__} {_dtype(optimizer)} {sorted(switches.items())}"
+
+
+def _dtype(optimizer: Optimizer) -> torch.dtype:
+    found: torch.dtype = optimizer.param_groups[0]["params"][0].dtype
+    return found
+
+
+def _measure(optimizer: Optimizer, device: torch.device) -> UpdatePoint:
+    dtype, meter = _dtype(optimizer), Meter(device)
+    numel = _GPU_NUMEL if meter.on_gpu else _HOST_NUMEL
+    params = [nn.Parameter(torch.zeros(numel, dtype=dtype, device=device)) for _ in range(_PARAMS)]
+    grads = [torch.zeros_like(param) for param in params]
+    own = copy.copy(optimizer)
+    own.state = defaultdict(dict)
+    own.param_groups = [{**optimizer.param_groups[0], "params": params}]
+
+    def end_of_step() -> None:
+        torch._foreach_zero_(grads)
+        torch._foreach_mul_(grads, 1.0)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        own.step()
+
+    device_us = meter.time_us(end_of_step)
+    host_us = meter.host_us([end_of_step] * 3) if meter.on_gpu else 0.0
+    return UpdatePoint(_PARAMS * numel * dtype.itemsize, max(device_us, host_us))
