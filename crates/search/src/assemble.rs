@@ -4,6 +4,8 @@ use rannc_ir::Graph;
 use rannc_plan::{PLAN_SCHEMA, Plan, PlanFileError, Recompute, StageOps, StagePlan, StagePrediction, StepPrediction};
 
 use crate::blocks::Blocks;
+use crate::chain::CrossingSpec;
+use crate::links::Linker;
 use crate::modules::ModuleNames;
 use crate::place::RankOrder;
 use crate::price::{At, Priced, Pricing};
@@ -16,6 +18,7 @@ pub(crate) struct Assembly<'a> {
     pub(crate) graph: &'a Graph,
     pub(crate) graph_hash: &'a str,
     pub(crate) blocks: &'a Blocks,
+    pub(crate) crossings: &'a [CrossingSpec],
     pub(crate) names: &'a ModuleNames<'a>,
     pub(crate) order: &'a RankOrder,
     pub(crate) pricing: &'a Pricing<'a>,
@@ -26,15 +29,18 @@ impl Assembly<'_> {
     pub(crate) fn plan(&self, solution: &Solution, lower_bound_us: f64) -> Result<Plan, PlanFileError> {
         let settings = self.pricing.problem.settings;
         let ranks = self.used_ranks(solution);
-        let (mut stages, mut costs) = (Vec::new(), Vec::new());
+        let (mut stages, mut prices) = (Vec::new(), Vec::new());
         for (behind, stage) in solution.found.stages.iter().rev().enumerate() {
             let (stage, priced) = self.stage(stage, behind, &ranks);
             stages.push(stage);
-            costs.push(priced.cost);
+            prices.push(priced);
         }
         stages.reverse();
-        costs.reverse();
-        let step_us = self.pricing.step.longest_path_us(&costs);
+        prices.reverse();
+        let &Self { crossings, order, pricing, .. } = self;
+        let links = Linker { crossings, order, pricing, stages: &solution.found.stages }.links();
+        let replicas: Vec<usize> = stages.iter().map(|stage: &StagePlan| stage.ranks.len()).collect();
+        let step_us = pricing.step.longest_path_us(&prices, &replicas, &links);
         // The bound prices Blocks to compute again by the search's quick choice; the best one may take less.
         let lower_bound_us = lower_bound_us.min(step_us);
         let bubble = bubble(&stages, self.pricing.step.microbatches, step_us);

@@ -8,7 +8,8 @@
 //! | `model`, `extract`, `chain`, `interval`, `measured` | what any run of Blocks costs, by prefix sums |
 //! | `variant`, `recompute` | ways to save memory |
 //! | `place` | orders of ranks, and the links of a Stage |
-//! | `price`, `step` | the objective: time and memory of a Stage, time of a step |
+//! | `price`, `step` | the objective: time and memory of a Stage, time of a step in closed form |
+//! | `links`, `path` | the time of a step told exactly: what moves between Stages, the longest path |
 //! | `table`, `relax`, `stages` | the dynamic program for one number of microbatches |
 //! | `solve`, `bound` | the best over all, and how far from the optimum it may be |
 //! | `fit` | what is short when nothing fits |
@@ -28,10 +29,12 @@ mod exact;
 mod extract;
 mod fit;
 mod interval;
+mod links;
 mod measured;
 mod model;
 mod modules;
 mod outcome;
+mod path;
 mod place;
 mod price;
 mod recompute;

@@ -4,7 +4,7 @@ use rannc_cost::{Cluster, Profile};
 use rannc_ir::{Analysis, Graph};
 
 use crate::blocks::Blocks;
-use crate::chain::Chain;
+use crate::chain::{Chain, CrossingSpec};
 use crate::extract::extract;
 use crate::measured::Measured;
 use crate::price::Problem;
@@ -14,6 +14,7 @@ use crate::settings::Settings;
 pub(crate) struct Model {
     pub(crate) blocks: Blocks,
     pub(crate) chain: Chain,
+    pub(crate) crossings: Vec<CrossingSpec>,
     /// By kind of device.
     pub(crate) measured: Vec<Option<Measured>>,
 }
@@ -34,7 +35,8 @@ impl Model {
             Measured::new(profile, device, &blocks, &spec.blocks, settings.rank_rows())
         });
         let measured = measured.collect();
-        Self { blocks, chain: Chain::new(spec, &cluster.kinds), measured }
+        let crossings = spec.crossings.clone();
+        Self { blocks, chain: Chain::new(spec, &cluster.kinds), crossings, measured }
     }
 
     pub(crate) fn problem<'a>(&'a self, cluster: &'a Cluster, settings: &'a Settings) -> Problem<'a> {

@@ -180,6 +180,7 @@ impl<'a> Planner<'a> {
             graph: self.graph,
             graph_hash: &self.graph_hash,
             blocks: &self.model.blocks,
+            crossings: &self.model.crossings,
             names: &ModuleNames::new(self.graph, &self.analysis.main_ops),
             order: self.solver(self.settings).order(solution.case),
             pricing: &pricing,

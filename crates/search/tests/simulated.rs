@@ -6,15 +6,12 @@ use encoder::encoder;
 use proptest::prelude::*;
 use rannc_cost::Cluster;
 use rannc_ir::Graph;
-use rannc_plan::{Batch, Partition, Plan, StageOps, StagePlan, build};
+use rannc_plan::{Batch, Partition, Plan, StageOps, build};
 use rannc_search::{PlanCosts, SearchError, Settings};
 use rannc_sim::{Timeline, simulate};
 
 /// How far a prediction may be from the simulated step.
-const TOLERANCE: f64 = 0.02;
-/// A Stage's transfers by its computation, up to which that holds. Beyond, it matters that the runtime begins to
-/// receive only one computation ahead, which the search does not model.
-const TRANSFER_SHARE: f64 = 0.1;
+const TOLERANCE: f64 = 0.001;
 
 fn simulated(graph: &Graph, cluster: &Cluster, settings: &Settings, plan: &Plan) -> Timeline {
     let cuts: Vec<StageOps> = plan.stages.iter().map(|stage| stage.ops).collect();
@@ -26,13 +23,62 @@ fn simulated(graph: &Graph, cluster: &Cluster, settings: &Settings, plan: &Plan)
     simulate(&program, &costs).expect("runs")
 }
 
-/// Random Stages (as many as asked for), Replicas, microbatches, Schedules, devices and links; equal rows everywhere.
-fn cases() -> impl Strategy<Value = (u32, Vec<u32>, u32, bool, &'static str, u64)> {
-    let replicas = prop::sample::select(vec![1_u32, 2, 4]);
-    (4..16_u32, prop::collection::vec(replicas, 1..5), 0..4_u32, any::<bool>(), 1..3_u64).prop_flat_map(
-        |(layers, replicas, microbatches, loss_inside, rows)| {
-            let device = prop::sample::select(vec!["H200", "A100-40G", "V100-32G"]);
-            (Just(layers), Just(replicas), Just(4 << microbatches), Just(loss_inside), device, Just(rows))
+/// A step to plan, of an encoder with so many layers.
+#[derive(Clone, Debug)]
+struct Case {
+    layers: u32,
+    replicas: Vec<u32>,
+    microbatches: u32,
+    loss_inside: bool,
+    /// Rows of a microbatch by those that all Replicas can share equally.
+    rows: u64,
+    device: &'static str,
+    nodes: u32,
+    /// Of links inside a node; those between nodes have a quarter. `None` for the device's own.
+    bytes_per_s: Option<f64>,
+}
+
+impl Case {
+    fn world_size(&self) -> u32 {
+        self.replicas.iter().sum()
+    }
+
+    fn cluster(&self) -> Cluster {
+        let devices = self.world_size().div_ceil(self.nodes);
+        let mut cluster = Cluster::preset(self.device, self.nodes, devices).expect("devices");
+        for (level, share) in cluster.levels.iter_mut().zip([1.0, 0.25]) {
+            level.send.bytes_per_s = self.bytes_per_s.map_or(level.send.bytes_per_s, |bytes_per_s| share * bytes_per_s);
+        }
+        cluster
+    }
+
+    fn settings(&self) -> Settings {
+        Settings {
+            world_size: self.world_size(),
+            batch_rows: u64::from(self.world_size() * self.microbatches) * 12 * self.rows,
+            replicas: Some(self.replicas.clone()),
+            microbatches: Some(self.microbatches),
+            loss_inside: self.loss_inside,
+            ..Settings::default()
+        }
+    }
+}
+
+/// Random Stages (as many as asked for), Replicas, microbatches, Schedules, devices and links, from such that nobody
+/// sees to such that take longer than all computation. Equal rows everywhere.
+fn cases() -> impl Strategy<Value = Case> {
+    let batch = (prop::collection::vec(1..5_u32, 1..9), 0..4_u32, any::<bool>(), 1..3_u64);
+    let links = (1..3_u32, prop::option::of((9.0..10.5_f64).prop_map(|exponent| 10.0_f64.powf(exponent))));
+    (8..16_u32, batch, prop::sample::select(vec!["H200", "A100-40G", "V100-32G"]), links).prop_map(
+        |(layers, (replicas, doublings, loss_inside, rows), device, (nodes, bytes_per_s))| Case {
+            layers,
+            replicas,
+            microbatches: 4 << doublings,
+            loss_inside,
+            rows,
+            device,
+            nodes,
+            bytes_per_s,
         },
     )
 }
@@ -41,26 +87,11 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn predictions_agree_with_the_simulator((layers, replicas, microbatches, loss_inside, device, rows) in cases()) {
-        let graph = encoder(layers, 1024, 256, 8000);
-        let world_size: u32 = replicas.iter().sum();
-        let cluster = Cluster::preset(device, 1, world_size).expect("devices");
-        let settings = Settings {
-            world_size,
-            batch_rows: u64::from(world_size * microbatches) * 8 * rows,
-            replicas: Some(replicas),
-            microbatches: Some(microbatches),
-            loss_inside,
-            ..Settings::default()
-        };
+    fn predictions_agree_with_the_simulator(case in cases()) {
+        let (graph, cluster, settings) = (encoder(case.layers, 1024, 256, 8000), case.cluster(), case.settings());
         let found = rannc_search::plan(&graph, &cluster, &[], &settings);
         prop_assume!(!matches!(found, Err(SearchError::DoesNotFit { .. })));
         let plan = found.expect("fits").plan;
-        let is_small = |stage: &StagePlan| {
-            let predicted = &stage.predicted;
-            predicted.transfer_us <= TRANSFER_SHARE * (predicted.forward_us + predicted.backward_us)
-        };
-        prop_assume!(plan.stages.iter().all(is_small));
         let timeline = simulated(&graph, &cluster, &settings, &plan);
         let (predicted_us, simulated_us) = (plan.predicted.step_us, timeline.step_us);
         let error = predicted_us / simulated_us - 1.0;
