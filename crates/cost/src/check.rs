@@ -1,7 +1,7 @@
 //! Which clusters there can be.
 
 use crate::cluster::{Cluster, Level, Link};
-use crate::device::{Device, FRAMEWORK};
+use crate::device::{Device, MAY_BE_ZERO};
 use crate::error::{ClusterFault, CostError, Part};
 use crate::units::GIGA;
 
@@ -92,8 +92,10 @@ impl Cluster {
 
 fn device_faults(part: Part, device: &Device) -> Result<(), ClusterFault> {
     let of = format!("device {}", device.name);
-    for (field, value) in device.figures().into_iter().filter(|(field, _)| *field != FRAMEWORK) {
-        positive(part, field, value, &of)?;
+    for (field, value) in device.figures() {
+        if value != 0.0 || !MAY_BE_ZERO.contains(&field) {
+            positive(part, field, value, &of)?;
+        }
     }
     if device.framework_bytes >= device.memory_bytes {
         let what = format!("framework_gib of {of} leaves nothing of its memory_gib; correct one of them");

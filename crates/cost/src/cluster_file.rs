@@ -34,7 +34,7 @@ use toml::Spanned;
 
 use crate::check::MOST_DEVICES;
 use crate::cluster::{Cluster, Level, Link, Node};
-use crate::device::{Device, FlopRates};
+use crate::device::{COLLECTIVE_SLOWDOWN, Device, FlopRates};
 use crate::efficiency::{Curve, Efficiency};
 use crate::error::{ClusterFault, CostError, Part};
 use crate::preset::{Preset, presets};
@@ -73,6 +73,7 @@ struct DeviceTable {
     action_us: Figure,
     framework_gib: Figure,
     host_gb_per_s: Figure,
+    collective_slowdown: Figure,
     #[serde(default)]
     efficiency: EfficiencyTable,
 }
@@ -226,6 +227,10 @@ impl Reader<'_> {
                 figure("framework_gib", table.framework_gib, 1.0, |base| gib(base.framework_bytes))?,
             )?,
             host_bytes_per_s: figure("host_gb_per_s", table.host_gb_per_s, GIGA, |base| base.host_bytes_per_s)?,
+            collective_slowdown: match table.collective_slowdown {
+                None if base.is_none() => COLLECTIVE_SLOWDOWN,
+                given => figure("collective_slowdown", given, 1.0, |base| base.collective_slowdown)?,
+            },
             host: table.host.unwrap_or(base.as_ref().is_some_and(|base| base.host)),
             tf32: table.tf32.unwrap_or(base.as_ref().is_some_and(|base| base.tf32)),
             name: table.name.or(base.as_ref().map(|base| base.name.clone())).unwrap_or(key),

@@ -5,8 +5,11 @@ use serde::Serialize;
 use crate::efficiency::Efficiency;
 use crate::units::{GIB, GIGA, TERA};
 
-/// The figure that may be 0.
-pub(crate) const FRAMEWORK: &str = "framework_gib";
+/// The figures that may be 0.
+pub(crate) const MAY_BE_ZERO: [&str; 2] = ["framework_gib", "collective_slowdown"];
+
+/// [`Device::collective_slowdown`] where nothing is known: about what it is on H200s.
+pub(crate) const COLLECTIVE_SLOWDOWN: f64 = 0.5;
 
 /// Peak speed of matrix products, in floating-point operations per second.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -45,13 +48,15 @@ pub struct Device {
     pub framework_bytes: u64,
     /// Bandwidth between the device and its host's memory, in one direction.
     pub host_bytes_per_s: f64,
+    /// By what share of its own time a collective prolongs computations that run beside it.
+    pub collective_slowdown: f64,
     /// Shares of the peaks that ops reach.
     pub efficiency: Efficiency,
 }
 
 impl Device {
     /// Its figures in the units and under the names of a cluster file.
-    pub(crate) fn figures(&self) -> [(&'static str, f64); 10] {
+    pub(crate) fn figures(&self) -> [(&'static str, f64); 11] {
         let rates = self.flops_per_s;
         [
             ("memory_gib", self.memory_bytes as f64 / GIB),
@@ -62,8 +67,9 @@ impl Device {
             ("memory_gb_per_s", self.memory_bytes_per_s / GIGA),
             ("launch_us", self.launch_us),
             ("action_us", self.action_us),
-            (FRAMEWORK, self.framework_bytes as f64 / GIB),
+            ("framework_gib", self.framework_bytes as f64 / GIB),
             ("host_gb_per_s", self.host_bytes_per_s / GIGA),
+            ("collective_slowdown", self.collective_slowdown),
         ]
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::check::MOST_DEVICES;
 use crate::cluster::{Cluster, Level, Link, Node};
-use crate::device::{Device, FlopRates};
+use crate::device::{COLLECTIVE_SLOWDOWN, Device, FlopRates};
 use crate::efficiency::Efficiency;
 use crate::error::CostError;
 use crate::units::{GIGA, TERA};
@@ -193,6 +193,7 @@ impl Preset {
             // A memory limit for the host is meant for tensors alone.
             framework_bytes: if host { 0 } else { 3 * GIB / 2 },
             host_bytes_per_s: self.host_gb_per_s * GIGA,
+            collective_slowdown: COLLECTIVE_SLOWDOWN,
             efficiency: Efficiency::default(),
         };
         Device { efficiency: Efficiency::built_in(&device), ..device }

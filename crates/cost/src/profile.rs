@@ -33,6 +33,8 @@ pub struct Profile {
     pub blocks: BTreeMap<String, BlockProfile>,
     /// The end of a step, if it was measured.
     pub update: Option<MeasuredUpdate>,
+    /// [`crate::Device::collective_slowdown`], if it was measured.
+    pub collective_slowdown: Option<f64>,
     /// The links, from those inside a node outwards.
     pub levels: Vec<MeasuredLevel>,
     /// SHA-256, in hex, of the compact JSON of this Profile with an empty checksum.
@@ -168,6 +170,9 @@ pub enum ProfileFault {
     /// A time or an amount of parameters that no optimizer has.
     #[error("the end of a step takes {} us for {} bytes of parameters; both must be positive numbers", .0.update_us, .0.params_bytes)]
     Update(MeasuredUpdate),
+    /// A slowdown that speeds up, or stops everything.
+    #[error("collectives prolong computations by {0} times their own time; this must be 0 or a positive number")]
+    CollectiveSlowdown(f64),
     /// A latency or bandwidth that no link has.
     #[error("level {level} has a link of {} us and {} bytes/s; both must be positive numbers", link.latency_us, link.bytes_per_s)]
     Link {
@@ -189,6 +194,7 @@ impl Profile {
             versions: BTreeMap::new(),
             blocks: BTreeMap::new(),
             update: None,
+            collective_slowdown: None,
             levels: Vec::new(),
             checksum: String::new(),
         }
@@ -251,6 +257,9 @@ impl Profile {
         self.blocks.iter().try_for_each(|(hash, block)| block.check(hash))?;
         if let Some(update) = self.update.filter(|update| !update.is_positive()) {
             return Err(ProfileFault::Update(update));
+        }
+        if let Some(slowdown) = self.collective_slowdown.filter(|slowdown| !(0.0..f64::INFINITY).contains(slowdown)) {
+            return Err(ProfileFault::CollectiveSlowdown(slowdown));
         }
         for MeasuredLevel { name, send, collective } in &self.levels {
             let positive = |value: f64| value.is_finite() && value > 0.0;

@@ -14,6 +14,8 @@ pub(crate) struct Measured {
     scale: f64,
     /// Time of the end of a step for each byte of trainable parameters.
     pub(crate) update_us_per_byte: Option<f64>,
+    /// See [`Device::collective_slowdown`].
+    pub(crate) collective_slowdown: Option<f64>,
 }
 
 impl Measured {
@@ -37,7 +39,9 @@ impl Measured {
         let known = measured_us > 0.0 && modelled_us > 0.0;
         let scale = if known { measured_us / modelled_us } else { 1.0 };
         let update_us_per_byte = profile.update.map(|update| update.us_per_byte());
-        found.iter().any(Option::is_some).then_some(Self { blocks: found, scale, update_us_per_byte })
+        let collective_slowdown = profile.collective_slowdown;
+        let any = found.iter().any(Option::is_some);
+        any.then_some(Self { blocks: found, scale, update_us_per_byte, collective_slowdown })
     }
 
     /// Kinds of Blocks that were measured.

@@ -64,7 +64,7 @@ pub(crate) struct At<'p> {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Priced {
     pub(crate) cost: StageCost,
-    /// Part of the end: gradient reduction that the backward does not hide.
+    /// Part of the end: gradient reduction that the backward does not hide, and what it costs the backward.
     pub(crate) reduce_us: f64,
     /// Part of the end: the optimizer.
     pub(crate) update_us: f64,
@@ -313,8 +313,19 @@ impl<'a> Pricing<'a> {
             gather_us = 0.0;
         }
         let last_us = if bytes > 0.0 { reduction_us * (BUCKET_BYTES / bytes).min(1.0) } else { 0.0 };
-        let reduce_us = (reduction_us - time.backward_us).max(last_us);
+        let exposed_us = (reduction_us - time.backward_us).max(last_us);
+        let reduce_us = exposed_us + self.collective_slowdown(at.place) * (reduction_us - exposed_us);
         (reduce_us, gather_us + self.update_us(bytes, at, variant))
+    }
+
+    /// The largest of the place's devices.
+    fn collective_slowdown(&self, place: &Place) -> f64 {
+        let Problem { cluster, measured, .. } = self.problem;
+        let of_kind = |kind: usize| {
+            let measured = measured[kind].as_ref().and_then(|measured| measured.collective_slowdown);
+            measured.unwrap_or(cluster.kinds[kind].collective_slowdown)
+        };
+        place.kinds().map(of_kind).fold(0.0, f64::max)
     }
 
     fn update_us(&self, trainable_bytes: f64, at: &At<'_>, variant: Variant) -> f64 {

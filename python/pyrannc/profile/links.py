@@ -18,6 +18,8 @@ _SMALL_BYTES = 1 << 12
 _LARGE_BYTES = 1 << 25
 """Of the order of a bucket of gradients, and of what one Stage sends to the next."""
 _HOST_LARGE_BYTES = 1 << 22
+_PRODUCTS = (4096, 1024), (1024, 4096), (4096, 1024)
+_BUCKETS = 8
 _SERIES = 5
 _CALLS = 5
 _WARM_UPS = 3
@@ -68,6 +70,42 @@ def measure_links(hosts: Sequence[str], level_names: Sequence[str], device: torc
         if len(ranks) > 1
     ]
     return measured
+
+
+def measure_collective_slowdown(device: torch.device) -> float | None:
+    """By what share of its own time a sum over all ranks prolongs a transformer's matrix products. All ranks call it.
+
+    Returns:
+        None on a host that computes itself.
+    """
+    if device.type != "cuda":
+        return None
+    rows, first, second = (torch.zeros(shape, device=device) for shape in _PRODUCTS)
+    buckets = [torch.zeros(_LARGE_BYTES // 4, device=device) for _ in range(_BUCKETS)]
+
+    def compute(times: int) -> None:
+        for _ in range(times):
+            torch.nn.functional.gelu(rows @ first) @ second
+
+    def reduce() -> list[dist.Work | None]:
+        return [dist.all_reduce(bucket, group=process.world(), async_op=True) for bucket in buckets]
+
+    def beside(times: int) -> None:
+        works = reduce()
+        compute(times)
+        _wait(works)
+
+    reduce_us = _time_us(lambda: _wait(reduce()), device)
+    # All ranks compute for as long, about twice as long as they reduce.
+    times = agree.broadcast_object(1 + int(2 * reduce_us / _time_us(lambda: compute(1), device)))
+    compute_us, beside_us = _time_us(lambda: compute(times), device), _time_us(lambda: beside(times), device)
+    return max(0.0, (beside_us - compute_us) / reduce_us)
+
+
+def _wait(works: list[dist.Work | None]) -> None:
+    for work in works:
+        assert work is not None, "an asynchronous all-reduce returns its work"
+        work.wait()
 
 
 def _measure_level(ranks: list[int], device: torch.device) -> tuple[LinkPoint, LinkPoint]:

@@ -67,8 +67,8 @@ class Meter:
         """Time of the host for one of some equal calls; what it starts on a GPU may take longer."""
         times_us = []
         for call in calls:
-            self.synchronize()
             times_us.append(_host_us(call, 1))
+            self.synchronize()
         return _median(times_us)
 
     def _warm_up(self, call: Callable[[], object]) -> tuple[float, float]:

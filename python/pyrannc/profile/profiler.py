@@ -16,7 +16,7 @@ from pyrannc.log import get_logger
 from pyrannc.profile.block import BlockCode, Source
 from pyrannc.profile.cache import Key, ProfileCache
 from pyrannc.profile.conditions import Conditions, conditions
-from pyrannc.profile.links import LevelPoint, measure_links
+from pyrannc.profile.links import LevelPoint, measure_collective_slowdown, measure_links
 from pyrannc.profile.measure import BlockMeter, Point
 from pyrannc.profile.progress import Bar
 from pyrannc.profile.update import UpdatePoint, describe, measure_update
@@ -85,12 +85,17 @@ def profile(subject: Subject, device: torch.device, cache: ProfileCache) -> list
     start = time.monotonic()
     points = _measure_blocks(subject, device, everyone)
     updates: list[UpdatePoint | None] = agree.gather_objects(_measure_update(subject, device))
-    levels = measure_links(subject.hosts, subject.level_names, device) if process.get_world_size() > 1 else []
+    several = process.get_world_size() > 1
+    levels = measure_links(subject.hosts, subject.level_names, device) if several else []
+    slowdown = measure_collective_slowdown(device) if several else None
     if first:
         _log.info("profiled in %.1f s", time.monotonic() - start)
 
     def keep() -> list[Profile]:
-        profiles = [_seal(key, points[key.conditions], updates[everyone.index(key.conditions)], levels) for key in keys]
+        profiles = [
+            _seal(key, points[key.conditions], updates[everyone.index(key.conditions)], slowdown, levels)
+            for key in keys
+        ]
         for key, measured in zip(keys, profiles, strict=True):
             cache.keep(key, measured)
         return profiles
@@ -176,7 +181,11 @@ def _maker(subject: Subject, place: int, device: torch.device) -> Callable[[], B
 
 
 def _seal(
-    key: Key, blocks: Mapping[str, Sequence[Point]], update: UpdatePoint | None, levels: Sequence[LevelPoint]
+    key: Key,
+    blocks: Mapping[str, Sequence[Point]],
+    update: UpdatePoint | None,
+    collective_slowdown: float | None,
+    levels: Sequence[LevelPoint],
 ) -> Profile:
     content = {
         "graph_hash": key.graph_hash,
@@ -185,6 +194,7 @@ def _seal(
         "versions": dict(key.conditions.versions),
         "blocks": {block: [asdict(point) for point in points] for block, points in blocks.items()},
         "update": None if update is None else asdict(update),
+        "collective_slowdown": collective_slowdown,
         "levels": [asdict(level) for level in levels],
     }
     return Profile.seal(json.dumps(content))
