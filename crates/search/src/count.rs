@@ -8,7 +8,7 @@ use crate::variant::Variant;
 /// Plans of a chain of so many Blocks that a search over these cases covers: cuts, Replicas of every Stage,
 /// orders of ranks, microbatches, Schedules, and ways to save memory.
 pub(crate) fn plans(blocks: usize, orders: &[RankOrder], cases: &[Case], settings: &Settings) -> f64 {
-    let variants = Variant::all(&settings.capabilities, 1).len() as f64;
+    let variants = Variant::all(&settings.capabilities, &[1]).len() as f64;
     // All orders have as many units.
     let units = orders[0].units() as usize;
     let of_cases = |cases: usize| {

@@ -6,16 +6,15 @@ use proptest::prelude::*;
 use rannc_cost::{Cluster, FlopRates, OpWork, Poly, Work};
 use rannc_plan::Sharding;
 
-use crate::bound::lower_bound_us;
 use crate::chain::{Affine, BlockSpec, Chain, ChainSpec, CloneSpec, CrossingSpec, KeptSpec, StateSpec};
 use crate::place::RankOrder;
 use crate::price::{Pricing, Problem};
-use crate::relax::Relaxation;
+use crate::relax::{Relaxation, with_best_sends};
 use crate::settings::{Capabilities, Limits, Settings};
 use crate::solve::{Case, Solved, Solver};
 use crate::step::StepTime;
 use crate::stop::Stop;
-use crate::table::{Entry, StageTable};
+use crate::table::Entry;
 use crate::variant::Variant;
 
 fn block() -> impl Strategy<Value = BlockSpec> {
@@ -159,7 +158,7 @@ fn solve(problem: Problem<'_>, orders: &[RankOrder]) -> (Vec<Case>, Result<Solve
 fn best_us(spec: &ChainSpec, cluster: &Cluster, settings: &Settings) -> f64 {
     let chain = Chain::new(spec.clone(), &cluster.kinds);
     let measured = vec![None; cluster.kinds.len()];
-    let problem = Problem { chain: &chain, cluster, measured: &measured, settings };
+    let problem = Problem { chain: &chain, cluster, measured: &measured, settings, in_parts: false };
     let orders = RankOrder::all(cluster, settings.world_size, None, 64);
     solve(problem, &orders).1.map_or(f64::INFINITY, |solved| solved.best.found.step_us)
 }
@@ -233,7 +232,7 @@ fn brute_force(problem: Problem<'_>, orders: &[RankOrder], cases: &[Case]) -> Op
     let mut best: Option<f64> = None;
     for case in cases {
         let pricing = Pricing::new(problem, case.schedule, case.microbatches);
-        let variants = Variant::all(&settings.capabilities, pricing.step.in_flight(devices));
+        let variants = Variant::all(&settings.capabilities, &pricing.step.held(devices));
         for stages in counts.clone() {
             for used in if settings.may_idle { stages..=devices } else { devices..=devices } {
                 for lengths in compositions(chain.len(), stages) {
@@ -257,7 +256,7 @@ proptest! {
     fn the_search_equals_brute_force(spec in spec(5), settings in settings(4), cluster in cluster()) {
         let chain = Chain::new(spec, &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
-        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings };
+        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false };
         let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
         let (cases, solved) = solve(problem, &orders);
         let expected = brute_force(problem, &orders, &cases);
@@ -387,19 +386,19 @@ proptest! {
         }
         let chain = Chain::new(spec, &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
-        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings };
+        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false };
         let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
         let (cases, _) = solve(problem, &orders);
+        let ideal_cluster = with_best_sends(&cluster);
         for case in cases {
-            let Some(least_us) = brute_force(problem, &orders, &[case]) else { continue };
-            let bound_us = lower_bound_us(problem, case.microbatches, f64::INFINITY);
-            prop_assert!(bound_us <= least_us * SLACK, "{case:?} {bound_us} {least_us}");
-            let pricing = Pricing::new(problem, case.schedule, case.microbatches);
-            let table = StageTable::new(&pricing, &orders[case.order.expect("a real order")], f64::INFINITY);
-            let relaxed = Relaxation::new(&pricing, &table);
-            let (pass_us, longest_us) = (relaxed.pass_us(chain.len(), 4), relaxed.longest_us(chain.len(), 4));
-            let bound_us = pricing.step.bound_us(StepTime::default(), pass_us, longest_us);
-            prop_assert!(bound_us <= least_us * SLACK, "{case:?} {bound_us} {least_us}");
+            // Parts of Blocks cost no more than any choice of them.
+            let in_parts = Problem { in_parts: true, ..problem };
+            let Some(least_us) = brute_force(in_parts, &orders, &[case]) else { continue };
+            let pricing = Pricing::new(Problem { cluster: &ideal_cluster, ..in_parts }, case.schedule, case.microbatches);
+            for best_us in [f64::INFINITY, 2.0 * least_us, SLACK * least_us] {
+                let bound_us = Relaxation::new(&pricing, best_us).bound_us();
+                prop_assert!(bound_us <= least_us * SLACK, "{case:?} {bound_us} {least_us}");
+            }
         }
     }
 
@@ -410,7 +409,7 @@ proptest! {
         let settings = Settings { limits: Limits { candidates, ..settings.limits }, ..settings };
         let chain = Chain::new(spec, &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
-        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings };
+        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false };
         let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
         let (cases, solved) = solve(problem, &orders);
         let least_us = brute_force(problem, &orders, &cases).unwrap_or(f64::INFINITY);

@@ -19,7 +19,6 @@
 mod assemble;
 mod atoms;
 mod blocks;
-mod bound;
 mod chain;
 mod costs;
 mod count;

@@ -30,6 +30,8 @@ pub(crate) struct Problem<'a> {
     /// By kind of device.
     pub(crate) measured: &'a [Option<Measured>],
     pub(crate) settings: &'a Settings,
+    /// True when parts of Blocks may be computed again: no choice of Blocks costs less.
+    pub(crate) in_parts: bool,
 }
 
 /// Prices Stages for one Schedule and number of microbatches.
@@ -155,7 +157,7 @@ impl RunTime {
 
 impl<'a> Pricing<'a> {
     pub(crate) fn new(problem: Problem<'a>, schedule: ScheduleKind, microbatches: u64) -> Self {
-        let Problem { chain, cluster, measured, settings } = problem;
+        let Problem { chain, cluster, measured, settings, .. } = problem;
         let rows = settings.largest_microbatch_rows(microbatches);
         let mut row_counts: Vec<u64> = Vec::new();
         let mut time_of = Vec::new();
@@ -405,7 +407,8 @@ impl<'a> Pricing<'a> {
             }
             Again::ToHold(in_flight) => {
                 let Some(choice) = self.savings(run, at, in_flight, memory) else { return };
-                match choice.greedy_us() {
+                let us = if self.problem.in_parts { choice.least_us() } else { choice.greedy_us() };
+                match us {
                     Some(us) => {
                         memory.microbatch_bytes -= choice.needed_bytes;
                         memory.workspace_bytes += largest_bytes(&choice.savings);

@@ -47,6 +47,11 @@ impl Choice {
         (needed_bytes <= 0.0).then_some(us)
     }
 
+    /// The cost if parts of Blocks could be taken, which no choice is below; `None` when all together free less.
+    pub(crate) fn least_us(&self) -> Option<f64> {
+        Some(least_us(&self.savings, self.needed_bytes)).filter(|us| us.is_finite())
+    }
+
     /// The cheapest numbers of each kind that free enough, if any do.
     pub(crate) fn cheapest(&self) -> Option<Vec<usize>> {
         let savings = &self.savings[..];
@@ -84,7 +89,7 @@ impl Knapsack<'_> {
             }
             return;
         }
-        if kind == self.savings.len() || us + self.least_us(kind, needed_bytes) >= self.best_us {
+        if kind == self.savings.len() || us + least_us(&self.savings[kind..], needed_bytes) >= self.best_us {
             return;
         }
         let Saving { bytes, us: each_us, count, .. } = self.savings[kind];
@@ -95,20 +100,20 @@ impl Knapsack<'_> {
         }
         self.counts[kind] = 0;
     }
+}
 
-    /// The cost if parts of Blocks could be taken.
-    fn least_us(&self, kind: usize, mut needed_bytes: f64) -> f64 {
-        let mut us = 0.0;
-        for saving in &self.savings[kind..] {
-            let wanted = needed_bytes / saving.bytes;
-            if wanted <= saving.count as f64 {
-                return us + wanted * saving.us;
-            }
-            us += saving.count as f64 * saving.us;
-            needed_bytes -= saving.count as f64 * saving.bytes;
+/// The cost of freeing so much if parts of Blocks could be taken; infinite when all together free less.
+fn least_us(savings: &[Saving], mut needed_bytes: f64) -> f64 {
+    let mut us = 0.0;
+    for saving in savings {
+        let wanted = (needed_bytes / saving.bytes).max(0.0);
+        if wanted <= saving.count as f64 {
+            return us + wanted * saving.us;
         }
-        f64::INFINITY
+        us += saving.count as f64 * saving.us;
+        needed_bytes -= saving.count as f64 * saving.bytes;
     }
+    if needed_bytes <= 0.0 { us } else { f64::INFINITY }
 }
 
 #[cfg(test)]
@@ -145,8 +150,11 @@ mod tests {
                     let bytes: f64 = savings.iter().zip(&counts).map(|(saving, &count)| saving.bytes * count as f64).sum();
                     prop_assert!(bytes >= needed_bytes && us == expected_us, "{} {}", us, expected_us);
                     prop_assert!(choice.greedy_us().expect("enough") >= us);
+                    prop_assert!(choice.least_us().expect("enough") <= us * (1.0 + 1e-12));
                 }
-                None => prop_assert!(expected_us.is_infinite() && choice.greedy_us().is_none()),
+                None => {
+                    prop_assert!(expected_us.is_infinite() && choice.greedy_us().is_none() && choice.least_us().is_none());
+                }
             }
         }
     }

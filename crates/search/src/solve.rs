@@ -1,30 +1,34 @@
 //! The best division over all Schedules, numbers of microbatches and orders of ranks.
 //!
-//! Quick searches give a Plan to beat; then the cases that may hold a better one are searched exactly,
-//! the most promising first, some at a time. Every case is a function of what was known before its
-//! batch, so the number of threads does not show in the answer.
+//! The time of the best Plan is guessed, low at first: the less time Plans may take, the fewer there are to look
+//! at. Below the guess every Schedule and number of microbatches gets its lower bound; a quick search of the most
+//! promising gives a Plan to beat; then the cases that may hold a better one are searched exactly. The orders of ranks
+//! of one Schedule and number of microbatches are searched side by side with the same Plan to beat, so the
+//! number of threads does not show in the answer.
 
 use std::time::Instant;
 
+use rannc_cost::Cluster;
 use rannc_plan::ScheduleKind;
 use rayon::prelude::*;
 
-use crate::bound::{lower_bound_us, with_best_sends};
-use crate::place::RankOrder;
+use crate::place::{Place, RankOrder};
 use crate::price::{Pricing, Problem};
-use crate::relax::Relaxation;
+use crate::relax::{Relaxation, with_best_sends};
 use crate::settings::Limits;
 use crate::stages::{Found, StageSearch};
-use crate::step::StepTime;
 use crate::stop::{Budget, Stop};
 use crate::table::StageTable;
+use crate::variant::Variant;
 
 /// A Plan must take less than this share of the time of another one to replace it.
 const BETTER: f64 = 1.0 - 1e-9;
 /// A bound that is at least this share of the best time is not worth raising.
 const TIGHT: f64 = 0.99;
-/// Cases that are searched at a time, with the same Plan to beat.
-const BATCH: usize = 4;
+/// Guesses of the time of the best Plan, by the time of all Blocks on all ranks.
+const GUESSES: [f64; 6] = [1.05, 1.3, 1.6, 2.0, 3.0, 5.0];
+/// How far a first Plan may be from its bound.
+const FIRST: f64 = 1.1;
 /// Partial steps that a search for runners-up follows.
 const RUNNER_UP_WIDTH: usize = 2;
 /// The most that a runner-up may take, by the time of the best Plan.
@@ -59,12 +63,80 @@ pub(crate) struct Solved {
     pub(crate) stop: Stop,
 }
 
-/// What became of one case.
+/// What became of a group of cases.
 struct Looked {
-    /// No Plan of the case takes less, or is better than what was known before.
-    bound_us: f64,
-    found: Option<Solution>,
+    found: Vec<Solution>,
     stop: Stop,
+}
+
+/// Cases that only differ in the order of ranks.
+struct Group<'a> {
+    cases: &'a [Case],
+    /// No Plan of these cases takes less, or is better than the best one.
+    bound_us: f64,
+}
+
+impl Group<'_> {
+    fn pricing<'p>(&self, problem: Problem<'p>) -> Pricing<'p> {
+        let Case { schedule, microbatches, .. } = self.cases[0];
+        Pricing::new(problem, schedule, microbatches)
+    }
+
+    /// Relaxed Plans of an ideal problem that take less than `best_us`.
+    fn relaxed(&self, ideal: Problem<'_>, best_us: f64) -> Relaxation {
+        let mut relaxed = Relaxation::new(&self.pricing(ideal), best_us);
+        relaxed.limit(best_us);
+        relaxed
+    }
+}
+
+fn groups(cases: &[Case]) -> Vec<Group<'_>> {
+    let alike = |left: &Case, right: &Case| (left.schedule, left.microbatches) == (right.schedule, right.microbatches);
+    cases.chunk_by(alike).map(|cases| Group { cases, bound_us: 0.0 }).collect()
+}
+
+/// The cases with their lower bounds, the most promising first.
+fn bounded<'c>(ideal: Problem<'_>, cases: &'c [Case], best_us: f64) -> Vec<Group<'c>> {
+    let mut groups = groups(cases);
+    let bound = |group: &mut Group<'_>| {
+        group.bound_us = Relaxation::new(&group.pricing(ideal), best_us).bound_us().min(best_us);
+    };
+    groups.par_iter_mut().for_each(bound);
+    // A stable sort: of equal bounds the first stays first.
+    groups.sort_by(|left, right| left.bound_us.total_cmp(&right.bound_us));
+    groups
+}
+
+/// The computation of a step with all Blocks on all ranks, whether they fit or not.
+fn all_ranks_us(pricing: &Pricing<'_>) -> f64 {
+    let Problem { chain, cluster, settings, .. } = pricing.problem;
+    let place = Place::ideal(cluster, &(settings.world_size..=settings.world_size), 0);
+    let (cost, _) = pricing.plain(&(0..chain.len()), &pricing.at(&place), Variant::PLAIN, 0.0);
+    pricing.step.busy_us(&cost)
+}
+
+/// A search over the divisions of one case.
+struct CaseSearch<'a> {
+    case: Case,
+    pricing: Pricing<'a>,
+    order: &'a RankOrder,
+    table: StageTable,
+    relaxed: &'a Relaxation,
+}
+
+impl<'a> CaseSearch<'a> {
+    fn new(problem: Problem<'a>, case: Case, order: &'a RankOrder, relaxed: &'a Relaxation, best_us: f64) -> Self {
+        let pricing = Pricing::new(problem, case.schedule, case.microbatches);
+        let table = StageTable::new(&pricing, order.places(), Some(relaxed), best_us);
+        Self { case, pricing, order, table, relaxed }
+    }
+
+    /// See [`StageSearch::run`].
+    fn run(&self, exactly: Option<usize>, width: Option<usize>, best_us: f64, budget: &mut Budget) -> Option<Solution> {
+        let Self { pricing, order, table, relaxed, .. } = self;
+        let search = StageSearch { pricing, order, table, relaxed };
+        search.run(exactly, width, best_us, budget).map(|found| Solution { case: self.case, found })
+    }
 }
 
 /// A search over cases.
@@ -80,8 +152,11 @@ impl<'a> Solver<'a> {
     /// All cases for these numbers of microbatches.
     pub(crate) fn cases(&self, microbatches: &[u64]) -> Vec<Case> {
         let mut cases = Vec::new();
-        for schedule in self.problem.settings.schedules() {
-            for &microbatches in microbatches {
+        let schedules = self.problem.settings.schedules();
+        for &schedule in &schedules {
+            // With one microbatch, all Schedules are one.
+            let worth_trying = |&&count: &&u64| count > 1 || schedule == schedules[0];
+            for &microbatches in microbatches.iter().filter(worth_trying) {
                 cases.extend((0..self.orders.len()).map(|order| Case { schedule, microbatches, order: Some(order) }));
             }
         }
@@ -95,143 +170,113 @@ impl<'a> Solver<'a> {
 
     /// The best division of all cases, or why the search for one ended without.
     pub(crate) fn solve(&self, cases: &[Case]) -> Result<Solved, Stop> {
-        let mut best = self.first(cases);
-        let mut open = self.bounded(cases, time_to_beat_us(best.as_ref()));
-        let mut bounds: Vec<(f64, Case)> = Vec::new();
-        let mut stop = Stop::Complete;
-        let mut finalists: Vec<Solution> = best.iter().cloned().collect();
-        while !open.is_empty() {
-            let best_us = time_to_beat_us(best.as_ref());
-            let batch: Vec<(f64, Case)> = open.drain(..BATCH.min(open.len())).collect();
-            let looked: Vec<Looked> =
-                batch.par_iter().map(|&(bound_us, case)| self.look(case, bound_us, best_us)).collect();
-            for (Looked { bound_us, found, stop: ended }, (_, case)) in looked.into_iter().zip(batch) {
-                bounds.push((bound_us, case));
-                finalists.extend(found.clone());
-                best = better(best, found);
-                stop = stop.max(ended);
+        let cluster = with_best_sends(self.problem.cluster);
+        let ideal = self.ideal(&cluster);
+        let all_ranks = groups(cases).into_iter().map(|group| all_ranks_us(&group.pricing(ideal)));
+        let guess_us = all_ranks.fold(f64::INFINITY, f64::min);
+        for limit_us in GUESSES.map(|factor| guess_us * factor).into_iter().filter(|us| us.is_finite()) {
+            match self.solve_below(ideal, cases, limit_us) {
+                Err(Stop::Complete) => {}
+                ended => return ended,
             }
         }
+        self.solve_below(ideal, cases, f64::INFINITY)
+    }
+
+    /// What no Plan of the problem is better than: one with this cluster, where parts of Blocks may be computed again.
+    fn ideal<'c>(&self, cluster: &'c Cluster) -> Problem<'c>
+    where
+        'a: 'c,
+    {
+        Problem { cluster, in_parts: true, ..self.problem }
+    }
+
+    /// The best division if it takes less than `limit_us`; beyond it when a limit of the search was met.
+    fn solve_below(&self, ideal: Problem<'_>, cases: &[Case], limit_us: f64) -> Result<Solved, Stop> {
+        let mut groups = bounded(ideal, cases, limit_us);
+        let mut best: Option<Solution> = None;
+        let mut finalists: Vec<Solution> = Vec::new();
+        let mut stop = Stop::Complete;
+        for group in &mut groups {
+            if best.is_none() {
+                best = self.first(ideal, group, limit_us.min(group.bound_us * FIRST));
+                finalists.extend(best.clone());
+            }
+            let best_us = limit_us.min(time_to_beat_us(best.as_ref()));
+            let Looked { found, stop: ended } = self.look(ideal, group, best_us);
+            stop = stop.max(ended);
+            best = found.iter().cloned().fold(best, better);
+            finalists.extend(found);
+        }
+        if stop != Stop::Complete {
+            let any = |group: &Group<'_>| self.first(ideal, group, f64::INFINITY);
+            best = best.or_else(|| groups.iter().find_map(any));
+        }
         let best = best.ok_or(stop)?;
-        let lower_bound_us = self.tightened_us(&bounds, best.found.step_us);
+        let lower_bound_us = self.raised_us(ideal, &groups, best.found.step_us);
         Ok(Solved { best, finalists, lower_bound_us, stop })
     }
 
-    /// The least of the bounds. Those far below `best_us` are raised by an exact search with ideal places, where there are
-    /// no other kinds of devices and no units that leave divisions out.
-    fn tightened_us(&self, bounds: &[(f64, Case)], best_us: f64) -> f64 {
-        let cluster = &with_best_sends(self.problem.cluster);
-        let exact = cluster.kinds.len() == 1 && self.orders[0].units() == self.orders[0].positions();
-        let order = &self.orders[0].with_ideal_places(cluster);
-        let solver = Solver { problem: Problem { cluster, ..self.problem }, orders: self.orders, ..*self };
-        let mut open: Vec<(f64, Case)> =
-            bounds.iter().map(|&(us, case)| (us, Case { order: Some(0), ..case })).collect();
-        open.sort_by(|left, right| left.0.total_cmp(&right.0));
-        // With ideal places, all orders of ranks are one.
-        let mut seen: Vec<Case> = Vec::new();
-        open.retain(|(_, case)| {
-            let fresh = !seen.contains(case);
-            seen.push(*case);
-            fresh
-        });
-        let tightened = |&(bound_us, case): &(f64, Case)| {
-            if bound_us >= best_us * TIGHT || !exact {
-                return bound_us.min(best_us);
+    /// The least of the bounds. Those far below `best_us` are raised by an exact search with ideal places, where
+    /// there are no other kinds of devices and no units that leave divisions out.
+    fn raised_us(&self, ideal: Problem<'_>, groups: &[Group<'_>], best_us: f64) -> f64 {
+        let order = &self.orders[0];
+        let exact = ideal.cluster.kinds.len() == 1 && order.units() == order.positions();
+        let order = &order.with_ideal_places(ideal.cluster);
+        let raised = |group: &Group<'_>| {
+            if group.bound_us >= best_us * TIGHT || !exact {
+                return group.bound_us;
             }
-            let pricing = Pricing::new(solver.problem, case.schedule, case.microbatches);
-            let table = StageTable::new(&pricing, order, best_us);
-            let search =
-                StageSearch { pricing: &pricing, order, table: &table, bounds: &Relaxation::new(&pricing, &table) };
-            match solver.run(&search, case, None, best_us) {
-                (found, Stop::Complete) => bound_us.max(found.map_or(best_us, |found| found.found.step_us)),
-                _ => bound_us,
+            let relaxed = group.relaxed(ideal, best_us);
+            let search = CaseSearch::new(ideal, group.cases[0], order, &relaxed, best_us);
+            match self.run(&search, None, best_us) {
+                (found, Stop::Complete) => group.bound_us.max(found.map_or(best_us, |found| found.found.step_us)),
+                _ => group.bound_us,
             }
         };
-        open.par_iter().map(tightened).reduce(|| best_us, f64::min)
+        groups.par_iter().map(raised).reduce(|| best_us, f64::min)
     }
 
     /// A Plan to beat, from few units of ranks and the most promising partial step of each state: quick, so that
     /// no limit is too low for it.
-    fn first(&self, cases: &[Case]) -> Option<Solution> {
-        let rough = cases.iter().filter(|case| case.order == Some(0)).map(|case| Case { order: None, ..*case });
-        let rough: Vec<Case> = rough.collect();
-        let found: Vec<Option<Solution>> = rough
-            .par_iter()
-            .map(|&case| {
-                let mut budget = Budget::new(&Limits::default(), self.begun);
-                let found = self.with_search(case, f64::INFINITY, |search| {
-                    search.run(self.problem.settings.forced_stages(), Some(1), f64::INFINITY, &mut budget)
-                });
-                found.map(|found| Solution { case, found })
-            })
-            .collect();
-        found.into_iter().fold(None, better)
+    fn first(&self, ideal: Problem<'_>, group: &Group<'_>, best_us: f64) -> Option<Solution> {
+        if group.bound_us >= best_us {
+            return None;
+        }
+        let case = Case { order: None, ..group.cases[0] };
+        let relaxed = group.relaxed(ideal, best_us);
+        let search = CaseSearch::new(self.problem, case, self.rough, &relaxed, best_us);
+        let mut budget = Budget::new(&Limits::default(), self.begun);
+        search.run(self.problem.settings.forced_stages(), Some(1), best_us, &mut budget)
     }
 
-    /// The cases with their lower bounds, the most promising first.
-    fn bounded(&self, cases: &[Case], best_us: f64) -> Vec<(f64, Case)> {
-        let mut counts: Vec<u64> = cases.iter().map(|case| case.microbatches).collect();
-        counts.sort_unstable();
-        counts.dedup();
-        let bound = |&count: &u64| lower_bound_us(self.problem, count, best_us);
-        let bounds: Vec<f64> = counts.par_iter().map(bound).collect();
-        let of_case = |case: &Case| counts.binary_search(&case.microbatches).map_or(0.0, |place| bounds[place]);
-        let mut open: Vec<(f64, Case)> = cases.iter().map(|&case| (of_case(&case), case)).collect();
-        // A stable sort: of equal bounds the first case stays first.
-        open.sort_by(|left, right| left.0.total_cmp(&right.0));
-        open
+    /// Divisions of a group's cases that take less than `best_us`; raises the group's bound.
+    fn look(&self, ideal: Problem<'_>, group: &mut Group<'_>, best_us: f64) -> Looked {
+        let budget = Budget::new(&self.problem.settings.limits, self.begun);
+        if group.bound_us >= best_us || budget.is_spent() {
+            let stop = if group.bound_us >= best_us { Stop::Complete } else { budget.stop() };
+            return Looked { found: Vec::new(), stop };
+        }
+        let relaxed = group.relaxed(ideal, best_us);
+        group.bound_us = group.bound_us.max(relaxed.bound_us()).min(best_us);
+        let look = |&case: &Case| self.look_at(case, &relaxed, best_us);
+        let looked: Vec<(Option<Solution>, Stop)> = group.cases.par_iter().map(look).collect();
+        let stop = looked.iter().map(|(_, stop)| *stop).max().unwrap_or(Stop::Complete);
+        Looked { found: looked.into_iter().filter_map(|(found, _)| found).collect(), stop }
     }
 
     /// The best division of a case that takes less than `best_us`.
-    fn look(&self, case: Case, bound_us: f64, best_us: f64) -> Looked {
-        if bound_us >= best_us {
-            return Looked { bound_us, found: None, stop: Stop::Complete };
-        }
-        let budget = Budget::new(&self.problem.settings.limits, self.begun);
-        if budget.is_spent() {
-            return Looked { bound_us, found: None, stop: budget.stop() };
-        }
-        self.with_search(case, best_us, |search| {
-            let bound_us = bound_us.max(self.relaxed_us(search)).min(best_us);
-            if bound_us >= best_us {
-                return Looked { bound_us, found: None, stop: Stop::Complete };
-            }
-            let (quick, _) = self.run(search, case, Some(1), best_us);
-            let (exact, stop) =
-                self.run(search, case, None, quick.as_ref().map_or(best_us, |found| found.found.step_us));
-            Looked { bound_us, found: exact.or(quick), stop }
-        })
+    fn look_at(&self, case: Case, relaxed: &Relaxation, best_us: f64) -> (Option<Solution>, Stop) {
+        let search = CaseSearch::new(self.problem, case, self.order(case), relaxed, best_us);
+        let (quick, _) = self.run(&search, Some(1), best_us);
+        let (exact, stop) = self.run(&search, None, quick.as_ref().map_or(best_us, |found| found.found.step_us));
+        (exact.or(quick), stop)
     }
 
-    /// A bound from the Stages of this case alone, if its units leave none out.
-    fn relaxed_us(&self, search: &StageSearch<'_>) -> f64 {
-        let (blocks, units) = (search.table.blocks, search.table.units);
-        let complete = units == search.order.positions() || self.problem.settings.replicas.is_some();
-        if !complete {
-            return 0.0;
-        }
-        let (pass_us, longest_us) = (search.bounds.pass_us(blocks, units), search.bounds.longest_us(blocks, units));
-        search.pricing.step.bound_us(StepTime::default(), pass_us, longest_us)
-    }
-
-    fn run(
-        &self,
-        search: &StageSearch<'_>,
-        case: Case,
-        width: Option<usize>,
-        best_us: f64,
-    ) -> (Option<Solution>, Stop) {
+    fn run(&self, search: &CaseSearch<'_>, width: Option<usize>, best_us: f64) -> (Option<Solution>, Stop) {
         let mut budget = Budget::new(&self.problem.settings.limits, self.begun);
         let found = search.run(self.problem.settings.forced_stages(), width, best_us, &mut budget);
-        (found.map(|found| Solution { case, found }), budget.stop())
-    }
-
-    fn with_search<T>(&self, case: Case, best_us: f64, run: impl FnOnce(&StageSearch<'_>) -> T) -> T {
-        let order = self.order(case);
-        let pricing = Pricing::new(self.problem, case.schedule, case.microbatches);
-        let table = StageTable::new(&pricing, order, best_us);
-        let bounds = Relaxation::new(&pricing, &table);
-        run(&StageSearch { pricing: &pricing, order, table: &table, bounds: &bounds })
+        (found, budget.stop())
     }
 
     /// Other good divisions, at most `count`, best first: with other numbers of Stages or microbatches.
@@ -243,17 +288,22 @@ impl<'a> Solver<'a> {
             None => [1].into_iter().filter(|one| !reach.contains(one)).chain(reach.clone()).collect(),
         };
         let worst_us = best.found.step_us * RUNNER_UP_LOSS;
-        let of_case = |&case: &Case| {
-            self.with_search(case, worst_us, |search| {
+        let cluster = with_best_sends(self.problem.cluster);
+        let ideal = self.ideal(&cluster);
+        let of_group = |group: &Group<'_>| {
+            let relaxed = group.relaxed(ideal, worst_us);
+            let of_case = |&case: &Case| {
+                let search = CaseSearch::new(self.problem, case, self.order(case), &relaxed, worst_us);
                 let of_count = |&stages: &usize| {
                     let mut budget = Budget::new(&self.problem.settings.limits, self.begun);
                     search.run(Some(stages), Some(RUNNER_UP_WIDTH), worst_us, &mut budget)
                 };
-                counts.iter().filter_map(of_count).map(|found| Solution { case, found }).collect()
-            })
+                counts.iter().filter_map(of_count).collect()
+            };
+            group.cases.par_iter().map(of_case).collect()
         };
-        let found: Vec<Vec<Solution>> = cases.par_iter().map(of_case).collect();
-        let mut others: Vec<Solution> = found.into_iter().flatten().collect();
+        let found: Vec<Vec<Vec<Solution>>> = groups(cases).par_iter().map(of_group).collect();
+        let mut others: Vec<Solution> = found.into_iter().flatten().flatten().collect();
         others.sort_by(|left, right| left.found.step_us.total_cmp(&right.found.step_us));
         let mut seen = vec![shape(best)];
         others.retain(|other| {
@@ -279,9 +329,6 @@ fn time_to_beat_us(known: Option<&Solution>) -> f64 {
     known.map_or(f64::INFINITY, |known| known.found.step_us * BETTER)
 }
 
-fn better(known: Option<Solution>, found: Option<Solution>) -> Option<Solution> {
-    match found {
-        Some(found) if found.found.step_us < time_to_beat_us(known.as_ref()) => Some(found),
-        _ => known,
-    }
+fn better(known: Option<Solution>, found: Solution) -> Option<Solution> {
+    if found.found.step_us < time_to_beat_us(known.as_ref()) { Some(found) } else { known }
 }

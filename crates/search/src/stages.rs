@@ -56,9 +56,9 @@ struct StageCount {
 }
 
 impl StageCount {
-    fn new(pricing: &Pricing<'_>, table: &StageTable<'_>, exactly: Option<usize>) -> Self {
+    fn new(pricing: &Pricing<'_>, order: &RankOrder, exactly: Option<usize>) -> Self {
         let settings = pricing.problem.settings;
-        let most = table.blocks.min(table.units as usize);
+        let most = pricing.chain.len().min(order.units() as usize);
         let limit = exactly.or(settings.max_stages.map(|stages| stages as usize)).unwrap_or(most);
         let saturates = limit >= most && exactly.is_none();
         // Beyond as many Stages as microbatches, neither time nor memory in flight depends on the number.
@@ -76,8 +76,8 @@ impl StageCount {
 pub(crate) struct StageSearch<'a> {
     pub(crate) pricing: &'a Pricing<'a>,
     pub(crate) order: &'a RankOrder,
-    pub(crate) table: &'a StageTable<'a>,
-    pub(crate) bounds: &'a Relaxation,
+    pub(crate) table: &'a StageTable,
+    pub(crate) relaxed: &'a Relaxation,
 }
 
 impl StageSearch<'_> {
@@ -90,14 +90,14 @@ impl StageSearch<'_> {
         best_us: f64,
         budget: &mut Budget,
     ) -> Option<Found> {
-        let count = StageCount::new(self.pricing, self.table, exactly);
-        let states = (self.table.blocks + 1) * (self.table.units as usize + 1) * (count.counted + 1);
+        let count = StageCount::new(self.pricing, self.order, exactly);
+        let states = (self.table.blocks + 1) * (self.order.units() as usize + 1) * (count.counted + 1);
         let mut run = Run { search: self, count, width, best_us, best: None, states: vec![Vec::new(); states], budget };
         let root = Label { time: StepTime::default(), bound_us: 0.0, later: (0, 0), variant: 0 };
         let start = run.state(self.table.blocks, 0, 0);
         run.states[start].push(root);
         for end in (1..=self.table.blocks).rev() {
-            for units in 0..self.table.units {
+            for units in 0..self.order.units() {
                 for stages in 0..=count.counted {
                     run.expand(end, units, stages);
                 }
@@ -122,7 +122,7 @@ struct Run<'a> {
 
 impl Run<'_> {
     fn state(&self, block: usize, units: u32, stages: usize) -> usize {
-        (block * (self.search.table.units as usize + 1) + units as usize) * (self.count.counted + 1) + stages
+        (block * (self.search.order.units() as usize + 1) + units as usize) * (self.count.counted + 1) + stages
     }
 
     /// Puts every possible Stage that ends at `end` before the labels of a state.
@@ -136,12 +136,13 @@ impl Run<'_> {
         let table = self.search.table;
         let in_flight = self.search.pricing.step.in_flight(next);
         for count in self.unit_counts(units) {
-            let unit = table.units - units - count;
+            let unit = self.search.order.units() - units - count;
+            let place = self.search.order.place_index(unit, count);
             for (number, variant) in table.variants.iter().enumerate() {
                 if variant.serves(in_flight) {
                     self.extend(
                         &labels,
-                        Extension { state, end, unit, count, stages, next, in_flight, variant: number },
+                        Extension { state, end, unit, place, stages, next, in_flight, variant: number },
                     );
                 }
             }
@@ -152,7 +153,7 @@ impl Run<'_> {
     /// Numbers of units for the Stage before a state. Each forced number of Replicas is a unit.
     fn unit_counts(&self, units: u32) -> Range<u32> {
         let forced = self.search.pricing.problem.settings.replicas.is_some();
-        let most = if forced { 1 } else { self.search.table.units - units };
+        let most = if forced { 1 } else { self.search.order.units() - units };
         1..most + 1
     }
 
@@ -163,7 +164,7 @@ impl Run<'_> {
         let table = self.search.table;
         // A longer run may find Blocks that are cheaper to compute again.
         let monotone = table.variants[step.variant].is_monotone();
-        for (first, entry) in table.ending(step.end, step.unit, step.count, step.variant).rev() {
+        for (first, entry) in table.ending(step.place, step.variant, step.end).rev() {
             if monotone && self.too_long(entry) {
                 break;
             }
@@ -179,13 +180,14 @@ impl Run<'_> {
     }
 
     fn prepend(&mut self, labels: &[Label], entry: &Entry, first: usize, step: &Extension) {
-        let StageSearch { pricing, table, bounds, .. } = *self.search;
-        let (pass_us, longest_us) = (bounds.pass_us(first, step.unit), bounds.longest_us(first, step.unit));
-        if !pass_us.is_finite() {
+        let StageSearch { pricing, order, relaxed, .. } = *self.search;
+        let before_us = relaxed.before_us(step.next, first, order.range(0, step.unit).end);
+        let idle = first == 0 && step.unit > 0;
+        if !before_us.is_finite() || (idle && !pricing.problem.settings.may_idle) {
             return;
         }
         self.budget.spend(labels.len());
-        let taken = table.units - step.unit;
+        let taken = order.units() - step.unit;
         let target = self.state(first, taken, step.next);
         for (place, label) in labels.iter().enumerate() {
             let time = pricing.step.prepend(label.time, &entry.cost, step.stages);
@@ -194,7 +196,7 @@ impl Run<'_> {
                 self.complete(Label { time, bound_us: pricing.step.step_us(time), later, variant }, taken, step.next);
                 continue;
             }
-            let bound_us = pricing.step.bound_us(time, pass_us, longest_us);
+            let bound_us = pricing.step.bound_us(time, before_us);
             if bound_us < self.best_us {
                 insert(&mut self.states[target], Label { time, bound_us, later, variant });
             }
@@ -215,9 +217,9 @@ impl Run<'_> {
         let (mut first, mut units, mut label) = (0, units, label);
         while first < table.blocks {
             let state = label.later.0 as usize / (self.count.counted + 1);
-            let (end, rest) = (state / (table.units as usize + 1), state % (table.units as usize + 1));
+            let (end, rest) = (state / (order.units() as usize + 1), state % (order.units() as usize + 1));
             let rest = index(rest);
-            let positions = order.range(table.units - units, table.units - rest);
+            let positions = order.range(order.units() - units, order.units() - rest);
             let variant = table.variants[label.variant as usize];
             found.stages.push(FoundStage { run: first..end, positions, variant });
             (first, units) = (end, rest);
@@ -236,8 +238,8 @@ struct Extension {
     end: usize,
     /// First unit of the Stage.
     unit: u32,
-    /// Its units.
-    count: u32,
+    /// Which place its units are.
+    place: usize,
     /// Stages behind it.
     stages: usize,
     /// Stages with it.

@@ -74,6 +74,14 @@ pub(crate) struct StepModel {
 pub(crate) struct StepTime([f64; 7]);
 
 impl StepTime {
+    /// Of Stages that cannot be.
+    pub(crate) const NEVER: Self = Self([f64::INFINITY; 7]);
+
+    /// As good as either in every part.
+    pub(crate) fn least(self, other: Self) -> Self {
+        Self(std::array::from_fn(|part| self.0[part].min(other.0[part])))
+    }
+
     /// True when no Plan that goes on from `other` is better than from this one.
     pub(crate) fn dominates(&self, other: &Self) -> bool {
         self.0.iter().zip(&other.0).all(|(own, other)| own <= other)
@@ -81,6 +89,13 @@ impl StepTime {
 }
 
 impl StepModel {
+    /// Numbers of microbatches that one of so many Stages may hold, increasing.
+    pub(crate) fn held(&self, stages: usize) -> Vec<u64> {
+        let mut held: Vec<u64> = (1..=stages).map(|from_end| self.in_flight(from_end)).collect();
+        held.dedup();
+        held
+    }
+
     /// Microbatches that a Stage holds, `from_end` Stages from the end, itself included.
     pub(crate) fn in_flight(&self, from_end: usize) -> u64 {
         self.schedule.in_flight(from_end as u64, self.microbatches)
@@ -173,22 +188,18 @@ impl StepModel {
     }
 
     /// No step takes less that has these last Stages, and before them others through which a microbatch
-    /// passes in at least `pass_us` and of which one computes for at least `longest_us`.
-    pub(crate) fn bound_us(&self, StepTime(later): StepTime, pass_us: f64, longest_us: f64) -> f64 {
+    /// passes in at least `pass_us`.
+    pub(crate) fn bound_us(&self, StepTime(later): StepTime, pass_us: f64) -> f64 {
         let [in_us, in_grad_us, ..] = later;
         match self.schedule {
             ScheduleKind::OneForwardOneBackward => {
                 let [_, _, span_us, _, all_us, ..] = later;
-                (in_us + in_grad_us + span_us + pass_us).max(in_us + all_us).max(self.microbatches as f64 * longest_us)
+                (in_us + in_grad_us + span_us + pass_us).max(in_us + all_us)
             }
             ScheduleKind::FillDrain => {
-                let [_, _, forward_us, longest_forward_us, backward_us, longest_backward_us, _] = later;
-                in_us
-                    + in_grad_us
-                    + forward_us
-                    + backward_us
-                    + pass_us
-                    + self.waits() * (longest_forward_us + longest_backward_us).max(longest_us)
+                let [_, _, forward_us, longest_forward_us, backward_us, longest_backward_us, end_us] = later;
+                let drained_us = in_grad_us + backward_us + pass_us + self.waits() * longest_backward_us;
+                in_us + forward_us + self.waits() * longest_forward_us + drained_us.max(end_us)
             }
         }
     }
@@ -291,8 +302,7 @@ mod tests {
                 let fold = |(time, later), stage: &StageCost| (model.prepend(time, stage, later), later + 1);
                 let (time, _) = after.iter().rev().fold((StepTime::default(), 0), fold);
                 let pass_us = before.iter().map(StageCost::pass_us).sum();
-                let longest_us = before.iter().map(StageCost::compute_us).fold(0.0, f64::max);
-                prop_assert!(model.bound_us(time, pass_us, longest_us) <= step_us(&model, &stages) * (1.0 + 1e-12));
+                prop_assert!(model.bound_us(time, pass_us) <= step_us(&model, &stages) * (1.0 + 1e-12));
             }
         }
     }

@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 
-use crate::place::{Place, RankOrder};
+use crate::place::Place;
 use crate::price::{At, Priced, Pricing, StageMemory};
+use crate::relax::Relaxation;
 use crate::step::StageCost;
 use crate::variant::{Again, Variant};
 
@@ -44,6 +45,11 @@ impl Entry {
         }
     }
 
+    /// True when it fits at all.
+    fn fits(&self) -> bool {
+        self.max_in_flight > 0
+    }
+
     fn of(priced: &Priced, variant: Variant, usable_bytes: f64) -> Self {
         let memory = &priced.memory;
         let max_in_flight = match variant.again {
@@ -56,15 +62,21 @@ impl Entry {
     }
 }
 
-/// Prices of every run of Blocks at every place.
-pub(crate) struct StageTable<'a> {
-    order: &'a RankOrder,
+/// Prices of every run of Blocks at every place of a list.
+pub(crate) struct StageTable {
     pub(crate) blocks: usize,
-    pub(crate) units: u32,
     pub(crate) variants: Vec<Variant>,
     /// By place, variant, end.
     ends: Vec<Runs>,
     entries: Vec<Entry>,
+}
+
+/// Which of the Stages with some end an entry is.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stage {
+    pub(crate) place: usize,
+    pub(crate) variant: usize,
+    pub(crate) first: usize,
 }
 
 /// The runs with some end that are worth looking at.
@@ -78,70 +90,162 @@ struct Runs {
     count: usize,
 }
 
-impl<'a> StageTable<'a> {
-    /// Prices all Stages that a Plan with less than `best_us` may have.
-    pub(crate) fn new(pricing: &Pricing<'_>, order: &'a RankOrder, best_us: f64) -> Self {
-        let (blocks, units) = (pricing.chain.len(), order.units());
-        let most = pricing.step.in_flight(blocks.min(units as usize));
-        let variants = Variant::all(&pricing.problem.settings.capabilities, most);
-        let mut table = Self { order, blocks, units, variants, ends: Vec::new(), entries: Vec::new() };
-        for place in order.places() {
-            table.fill(pricing, place, best_us);
+impl Runs {
+    fn firsts(&self) -> Range<usize> {
+        self.first..self.first + self.count
+    }
+
+    fn entries(&self) -> Range<usize> {
+        self.start..self.start + self.count
+    }
+}
+
+/// The variants that only differ in what is computed again, at one place.
+struct Layers<'a> {
+    variants: Range<usize>,
+    at: &'a At<'a>,
+    /// Of each Block.
+    workspaces: &'a [f64],
+    /// A place of another table, where the Stages are that are wanted.
+    wanted: Option<(&'a StageTable, usize)>,
+}
+
+impl Layers<'_> {
+    fn wants(&self, variant: usize, run: &Range<usize>) -> bool {
+        self.wanted.is_none_or(|(table, place)| table.has(place, variant, run))
+    }
+
+    /// The first Block of the longest run with this end that may be wanted.
+    fn longest(&self, end: usize) -> usize {
+        let Some((table, place)) = self.wanted else { return 0 };
+        let runs = self.variants.clone().map(|variant| table.runs(place, variant, end));
+        runs.filter(|runs| runs.count > 0).map(|runs| runs.first).min().unwrap_or(end)
+    }
+}
+
+impl StageTable {
+    /// Prices all Stages that a Plan with less than `best_us` may have at these places; with a relaxation, only those
+    /// that it has kept.
+    pub(crate) fn new(pricing: &Pricing<'_>, places: &[Place], relaxed: Option<&Relaxation>, best_us: f64) -> Self {
+        let (blocks, world_size) = (pricing.chain.len(), pricing.problem.settings.world_size);
+        let held = pricing.step.held(blocks.min(world_size as usize));
+        let variants = Variant::all(&pricing.problem.settings.capabilities, &held);
+        let mut table = Self { blocks, variants, ends: Vec::new(), entries: Vec::new() };
+        for place in places {
+            let at = &pricing.at(place);
+            let workspaces: Vec<f64> =
+                (0..blocks).map(|block| pricing.workspace_bytes(block, place.replicas)).collect();
+            let mut first = 0;
+            for alike in table.variants.clone().chunk_by(Variant::is_again_of) {
+                let variants = first..first + alike.len();
+                let wanted = relaxed.map(|relaxed| relaxed.stages_at(place));
+                table.fill(pricing, &Layers { variants, at, workspaces: &workspaces, wanted }, best_us);
+                first += alike.len();
+            }
         }
         table
     }
 
-    fn fill(&mut self, pricing: &Pricing<'_>, place: &Place, best_us: f64) {
-        let at = pricing.at(place);
-        let workspaces: Vec<f64> =
-            (0..self.blocks).map(|block| pricing.workspace_bytes(block, place.replicas)).collect();
-        for variants in self.variants.clone().chunk_by(Variant::is_again_of) {
-            let mut layers: Vec<Vec<Runs>> = vec![Vec::new(); variants.len()];
-            for end in 1..=self.blocks {
-                let mut runs: Vec<Vec<Entry>> = vec![Vec::new(); variants.len()];
-                let mut workspace_bytes: f64 = 0.0;
-                for first in (0..end).rev() {
-                    workspace_bytes = workspace_bytes.max(workspaces[first]);
-                    let run = first..end;
-                    let plain = pricing.plain(&run, &at, variants[0], workspace_bytes);
-                    // Both only grow with the run, and computing again adds time.
-                    if pricing.step.busy_us(&plain.0) >= best_us || plain.1.model_bytes() > at.usable_bytes {
-                        break;
-                    }
-                    for (runs, &variant) in runs.iter_mut().zip(variants) {
-                        runs.push(Entry::beside(pricing, &run, &at, variant, &plain));
-                    }
-                }
-                for (layer, runs) in layers.iter_mut().zip(runs) {
-                    layer.push(self.keep(end, &runs));
-                }
+    fn fill(&mut self, pricing: &Pricing<'_>, layers: &Layers<'_>, best_us: f64) {
+        let first_layer = self.ends.len();
+        self.ends.resize(first_layer + layers.variants.len() * self.blocks, Runs::default());
+        let mut runs: Vec<Vec<Entry>> = vec![Vec::new(); layers.variants.len()];
+        for end in 1..=self.blocks {
+            self.price(pricing, layers, end, best_us, &mut runs);
+            for (layer, runs) in runs.iter_mut().enumerate() {
+                self.ends[first_layer + layer * self.blocks + end - 1] = self.keep(end, runs);
+                runs.clear();
             }
-            self.ends.extend(layers.into_iter().flatten());
+        }
+    }
+
+    /// Prices the runs with this end for each of the variants, the shortest first.
+    fn price(&self, pricing: &Pricing<'_>, layers: &Layers<'_>, end: usize, best_us: f64, runs: &mut [Vec<Entry>]) {
+        let mut workspace_bytes: f64 = 0.0;
+        let variants = layers.variants.clone();
+        for first in (layers.longest(end)..end).rev() {
+            let run = first..end;
+            workspace_bytes = workspace_bytes.max(layers.workspaces[first]);
+            if !variants.clone().any(|variant| layers.wants(variant, &run)) {
+                runs.iter_mut().for_each(|runs| runs.push(Entry::default()));
+                continue;
+            }
+            let plain = pricing.plain(&run, layers.at, self.variants[variants.start], workspace_bytes);
+            // Both only grow with the run, and computing again adds time.
+            if pricing.step.busy_us(&plain.0) >= best_us || plain.1.model_bytes() > layers.at.usable_bytes {
+                break;
+            }
+            for (variant, runs) in variants.clone().zip(&mut *runs) {
+                let wanted = layers.wants(variant, &run);
+                let price = || Entry::beside(pricing, &run, layers.at, self.variants[variant], &plain);
+                runs.push(if wanted { price() } else { Entry::default() });
+            }
         }
     }
 
     /// Keeps the runs with this end, the shortest first, from the first to the last that fits.
     fn keep(&mut self, end: usize, runs: &[Entry]) -> Runs {
-        let fits = |entry: &Entry| entry.max_in_flight > 0;
-        let (Some(shortest), Some(longest)) = (runs.iter().position(fits), runs.iter().rposition(fits)) else {
-            return Runs::default();
-        };
+        let fit = runs.iter().position(Entry::fits).zip(runs.iter().rposition(Entry::fits));
+        let Some((shortest, longest)) = fit else { return Runs::default() };
         let start = self.entries.len();
         self.entries.extend(runs[shortest..=longest].iter().rev());
         Runs { start, first: end - 1 - longest, count: longest - shortest + 1 }
     }
 
-    /// The Stages with this last Block, first unit, number of units and variant that are worth looking at, with
-    /// their first Blocks, increasing.
+    fn index(&self, place: usize, variant: usize, end: usize) -> usize {
+        (place * self.variants.len() + variant) * self.blocks + end - 1
+    }
+
+    fn runs(&self, place: usize, variant: usize, end: usize) -> Runs {
+        self.ends[self.index(place, variant, end)]
+    }
+
+    fn has(&self, place: usize, variant: usize, run: &Range<usize>) -> bool {
+        let runs = self.runs(place, variant, run.end);
+        runs.firsts().contains(&run.start) && self.entries[runs.start + run.start - runs.first].fits()
+    }
+
+    /// The Stages with this place, variant and last Block that are worth looking at, with their first Blocks,
+    /// increasing.
     pub(crate) fn ending(
         &self,
-        end: usize,
-        unit: u32,
-        units: u32,
+        place: usize,
         variant: usize,
+        end: usize,
     ) -> impl DoubleEndedIterator<Item = (usize, &Entry)> {
-        let layer = self.order.place_index(unit, units) * self.variants.len() + variant;
-        let Runs { start, first, count } = self.ends[layer * self.blocks + end - 1];
-        (first..first + count).zip(&self.entries[start..start + count])
+        let runs = self.runs(place, variant, end);
+        runs.firsts().zip(&self.entries[runs.entries()]).filter(|(_, entry)| entry.fits())
+    }
+
+    /// All Stages with this last Block that are worth looking at.
+    pub(crate) fn all_ending(&self, end: usize) -> impl Iterator<Item = (Stage, &Entry)> {
+        self.layers().flat_map(move |(place, variant)| {
+            let stage = move |first| Stage { place, variant, first };
+            self.ending(place, variant, end).map(move |(first, entry)| (stage(first), entry))
+        })
+    }
+
+    fn layers(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
+        let variants = self.variants.len();
+        (0..self.ends.len() / self.blocks).map(move |layer| (layer / variants, layer % variants))
+    }
+
+    /// Drops those of the Stages with this last Block that are not useful.
+    pub(crate) fn retain(&mut self, end: usize, mut useful: impl FnMut(Stage, &Entry) -> bool) {
+        for (place, variant) in self.layers() {
+            let runs = self.runs(place, variant, end);
+            let entries = &mut self.entries[runs.entries()];
+            for (first, entry) in runs.firsts().zip(entries.iter_mut()) {
+                if entry.fits() && !useful(Stage { place, variant, first }, entry) {
+                    *entry = Entry::default();
+                }
+            }
+            let kept = entries.iter().position(Entry::fits).zip(entries.iter().rposition(Entry::fits));
+            let index = self.index(place, variant, end);
+            self.ends[index] = kept.map_or(Runs::default(), |(longest, shortest)| {
+                let count = shortest - longest + 1;
+                Runs { start: runs.start + longest, first: runs.first + longest, count }
+            });
+        }
     }
 }

@@ -35,12 +35,12 @@ impl Variant {
         Self { again, sharding: capabilities.sharding, offload: capabilities.offload }
     }
 
-    /// All ways that a runtime has when a Stage may hold up to `in_flight` microbatches, the plain one first.
-    pub(crate) fn all(capabilities: &Capabilities, in_flight: u64) -> Vec<Self> {
+    /// All ways that a runtime has when Stages hold these numbers of microbatches, the plain one first.
+    pub(crate) fn all(capabilities: &Capabilities, held: &[u64]) -> Vec<Self> {
         let mut again = vec![Again::Nothing];
         if capabilities.recompute {
             again.push(Again::Everything);
-            again.extend((1..=in_flight.min(MAX_FITTED)).map(Again::ToHold));
+            again.extend(held.iter().filter(|&&held| held <= MAX_FITTED).map(|&held| Again::ToHold(held)));
         }
         let levels = [Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::Params];
         let levels = levels.into_iter().filter(|level| *level <= capabilities.sharding);
