@@ -3,8 +3,8 @@
     python benches/best_plan.py bert 8 --sizes 48 1600 512 --ranks 4 --memory-limit-gb 16 --tf32 --output best.jsonl
 
 A first run profiles the model and chooses a plan. A search with the same profile gives the next best ones, and more
-searches are held to random replicas and microbatches. ``prediction.py`` then runs all of them. Results are added to the
-output file as they come.
+searches are held to random replicas and microbatches; half of what they find is then cut elsewhere. ``prediction.py``
+runs all of them. Results are added to the output file as they come.
 """
 
 from __future__ import annotations
@@ -28,11 +28,17 @@ from prediction import set_precision
 
 from pyrannc._native import Cluster, Graph, Plan, Profile
 from pyrannc.capture import capture
-from pyrannc.errors import PlanError
+from pyrannc.errors import PlanError, PlanFileError
 from pyrannc.planning import own_device
 
 _DRAWS = 300
 """Random demands that are tried at most: many fit no plan."""
+_MOVES = 20
+"""Ways to move the cuts of a plan that are tried at most: many are no cuts, or the plan does not fit."""
+_REACH = 0.25
+"""How far a cut is moved at most, by the average length of a Stage."""
+_MARGIN = 0.1
+"""The search's own: share of the memory that no plan uses."""
 
 _MICROBATCHES = (1, 2, 4, 8, 16, 32)
 _CHOSEN = "chosen.json"
@@ -144,16 +150,38 @@ class Drawing:
         return others
 
     def random_plans(self) -> list[Plan]:
-        """Plans with random replicas and microbatches; the search only cuts."""
+        """Plans with random replicas and microbatches, half of them with the search's cuts."""
         found: list[Plan] = []
         for _ in range(_DRAWS):
             if len(found) == self._options.random:
                 break
-            for plan in self._search(self._random_demand()):
-                if identity(plan) not in self._known:
+            for best in self._search(self._random_demand()):
+                plan = self._moved(best) if self._random.random() < 0.5 else best
+                if plan is not None and identity(plan) not in self._known:
                     self._known.add(identity(plan))
                     found.append(plan)
         return found
+
+    def _moved(self, plan: Plan) -> Plan | None:
+        """The plan with other cuts, if that is possible and fits."""
+        for _ in range(_MOVES):
+            try:
+                moved = self._cut_elsewhere(content(plan))
+            except (PlanError, PlanFileError):
+                continue
+            usable_bytes = (1 - _MARGIN) * self._settings()["memory_limit_bytes"]
+            if all(sum(stage["predicted"]["memory"].values()) <= usable_bytes for stage in content(moved)["stages"]):
+                return moved
+        return None
+
+    def _cut_elsewhere(self, found: dict[str, Any]) -> Plan:
+        stages = found["stages"]
+        reach = int(_REACH * stages[-1]["ops"]["end"] / len(stages))
+        for before, after in pairwise(stages):
+            before["ops"]["end"] = after["ops"]["first"] = after["ops"]["first"] + self._random.randint(-reach, reach)
+        plan = Plan.seal(json.dumps(found))
+        plan.partition(self._graph)
+        return plan.predicted(self._graph, self._cluster, [self._profile], json.dumps(self._settings()))
 
     def _random_demand(self) -> dict[str, Any]:
         ranks = self._options.ranks
@@ -164,17 +192,21 @@ class Drawing:
 
     def _search(self, demand: dict[str, Any]) -> list[Plan]:
         """The best plan that meets a demand and fits, if there is one, and its runners-up if they are asked for."""
+        settings = json.dumps(self._settings() | demand)
+        try:
+            return Plan.search_several(self._graph, self._cluster, [self._profile], settings)[0]
+        except PlanError:
+            return []
+
+    def _settings(self) -> dict[str, Any]:
         options = self._options
-        settings = {
+        return {
             "world_size": options.ranks,
             "batch_rows": options.rows * options.ranks,
             "memory_limit_bytes": int(options.memory_limit_gb * 2**30),
+            "memory_margin": _MARGIN,
             "loss_inside": loss_is_inside(options.model),
         }
-        try:
-            return Plan.search_several(self._graph, self._cluster, [self._profile], json.dumps(settings | demand))[0]
-        except PlanError:
-            return []
 
 
 def content(plan: Plan) -> dict[str, Any]:
@@ -208,7 +240,8 @@ def time_plans(options: argparse.Namespace, files: list[Path], ends: float) -> d
     results: dict[str, dict[str, Any]] = {}
     waiting = list(files)
     while waiting and time.monotonic() < ends:
-        done = run(options, job(options, "timing", ["--plans", *map(str, waiting)], {}), ends)
+        steps = ["--warmup", "3", "--steps", "6"]
+        done = run(options, job(options, "timing", [*steps, "--plans", *map(str, waiting)], {}), ends)
         for result in done.results:
             results[result["plan_file"]] = result
         waiting = waiting[len(done.results) :]

@@ -7,7 +7,7 @@ use rannc_cost::{ComputeCost, OpWork, Operation};
 use rannc_ir::{Analysis, Entity, OpId};
 use rannc_plan::{Batch, Mode, StageOps};
 use rannc_report::Report as _;
-use rannc_search::Settings;
+use rannc_search::{PlanCosts, Settings};
 
 use crate::costs::{Cluster, Profile};
 use crate::errors::{ErrorClass, OrRaise};
@@ -134,6 +134,31 @@ impl Plan {
         let outcome = outcome(py, graph, cluster, &profiles, settings_json)?;
         let report = serde_json::to_string(&outcome.report).or_raise(ErrorClass::PLAN)?;
         Ok(([vec![outcome.plan], outcome.runners_up].concat().into_iter().map(Self).collect(), report))
+    }
+
+    /// Checks the content of a plan file that was written by hand, and computes its checksum.
+    #[staticmethod]
+    fn seal(text: &str) -> PyResult<Self> {
+        let plan: rannc_plan::Plan = serde_json::from_str(text).or_raise(ErrorClass::PLAN_FILE)?;
+        plan.seal().or_raise(ErrorClass::PLAN_FILE).map(Self)
+    }
+
+    /// The same Plan with what it takes on a cluster; `settings_json` is rannc-search's Settings.
+    fn predicted(
+        &self,
+        py: Python<'_>,
+        graph: &Graph,
+        cluster: &Cluster,
+        profiles: Vec<PyRef<'_, Profile>>,
+        settings_json: &str,
+    ) -> PyResult<Self> {
+        let settings: Settings = serde_json::from_str(settings_json).or_raise(ErrorClass::PLAN)?;
+        let profiles: Vec<_> = profiles.iter().map(|profile| profile.0.clone()).collect();
+        py.detach(|| {
+            let costs =
+                PlanCosts::new(&graph.0, &cluster.0, &profiles, &settings, &self.0).or_raise(ErrorClass::PLAN)?;
+            costs.predicted().or_raise(ErrorClass::PLAN_FILE).map(Self)
+        })
     }
 
     /// Reads a plan file's content.

@@ -1,7 +1,7 @@
 //! From a division to a Plan.
 
 use rannc_ir::Graph;
-use rannc_plan::{PLAN_SCHEMA, Plan, PlanFileError, Recompute, StageOps, StagePlan, StagePrediction, StepPrediction};
+use rannc_plan::{PLAN_SCHEMA, Plan, PlanFileError, Recompute, StageOps, StagePlan, StepPrediction};
 
 use crate::blocks::Blocks;
 use crate::chain::CrossingSpec;
@@ -80,8 +80,6 @@ impl Assembly<'_> {
         let recompute = self.recompute(stage, &at, &mut priced, in_flight);
         let ops = self.ops(run.start, run.end);
         let number = |rank: &u32| used_ranks.binary_search(rank).ok().and_then(|number| u32::try_from(number).ok());
-        let rows = pricing.replica_rows(place.replicas);
-        let cost = &priced.cost;
         let planned = StagePlan {
             ops,
             modules: self.names.summary(ops.first, ops.end),
@@ -90,16 +88,7 @@ impl Assembly<'_> {
             recompute,
             sharding: variant.sharding,
             offload: variant.offload,
-            predicted: StagePrediction {
-                forward_us: cost.forward_us,
-                backward_us: cost.backward_us,
-                transfer_us: cost.transfer_us(),
-                reduce_us: priced.reduce_us,
-                update_us: priced.update_us,
-                in_bytes: pricing.chain.in_bytes.at(run.start, run.end, rows) as u64,
-                out_bytes: pricing.chain.out_bytes.at(run.start, run.end, rows) as u64,
-                memory: priced.memory.prediction(in_flight),
-            },
+            predicted: pricing.prediction(run, place.replicas, &priced, in_flight),
         };
         (planned, priced)
     }
@@ -138,7 +127,7 @@ impl Assembly<'_> {
 }
 
 /// The share of the devices' time in which they neither run forward nor backward.
-fn bubble(stages: &[StagePlan], microbatches: u64, step_us: f64) -> f64 {
+pub(crate) fn bubble(stages: &[StagePlan], microbatches: u64, step_us: f64) -> f64 {
     let devices: usize = stages.iter().map(|stage| stage.ranks.len()).sum();
     let busy = stages.iter().map(|stage| {
         stage.ranks.len() as f64 * microbatches as f64 * (stage.predicted.forward_us + stage.predicted.backward_us)

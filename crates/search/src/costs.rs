@@ -1,4 +1,4 @@
-//! What a given Plan costs, for the simulator.
+//! What a given Plan costs: for the simulator, and told as a prediction.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -6,15 +6,18 @@ use std::ops::Range;
 
 use rannc_cost::{Cluster, Profile, tensor_bytes};
 use rannc_ir::{Analysis, Graph, ValueId};
-use rannc_plan::{Plan, Recompute, StageOps};
+use rannc_plan::{Plan, PlanFileError, Recompute, StageOps, StepPrediction};
 use rannc_sim::Costs;
 
+use crate::assemble::bubble;
 use crate::blocks::Blocks;
 use crate::error::SearchError;
+use crate::links::Linker;
 use crate::model::Model;
 use crate::place::RankOrder;
 use crate::price::{Priced, Pricing};
 use crate::settings::Settings;
+use crate::stages::FoundStage;
 use crate::variant::{Again, Variant};
 
 /// The costs of a Plan on a cluster, by the search's own model.
@@ -81,6 +84,45 @@ impl<'a> PlanCosts<'a> {
         let order = RankOrder::of_stages(cluster, &ranks);
         let model = Model::new(graph, &analysis, blocks, cluster, profiles, &settings);
         Ok(Self { graph, cluster, settings, model, order, stages, plan, known: RefCell::default() })
+    }
+
+    /// The same Plan with what it takes here. That no Plan takes less than another is not known of it.
+    ///
+    /// # Errors
+    /// When its figures are none.
+    pub fn predicted(&self) -> Result<Plan, PlanFileError> {
+        let pricing = self.pricing();
+        let found = self.found_stages();
+        let mut plan = self.plan.clone();
+        let (mut prices, mut replicas) = (Vec::new(), Vec::new());
+        let behind = (0..plan.stages.len()).rev();
+        for (((number, stage), behind), found) in (0..).zip(&mut plan.stages).zip(behind).zip(&found) {
+            let priced = self.priced(number, None);
+            let ranks = found.positions.len();
+            stage.predicted = pricing.prediction(
+                &found.run,
+                found.positions.end - found.positions.start,
+                &priced,
+                pricing.step.in_flight(behind + 1),
+            );
+            prices.push(priced);
+            replicas.push(ranks);
+        }
+        let links = Linker { crossings: &self.model.crossings, order: &self.order, pricing: &pricing, stages: &found };
+        let step_us = pricing.step.longest_path_us(&prices, &replicas, &links.links());
+        let bubble = bubble(&plan.stages, pricing.step.microbatches, step_us);
+        plan.predicted = StepPrediction { step_us, bubble, lower_bound_us: 0.0 };
+        plan.seal()
+    }
+
+    fn found_stages(&self) -> Vec<FoundStage> {
+        let mut start = 0;
+        let found = self.stages.iter().zip(&self.plan.stages).map(|(stage, planned)| {
+            let end = start + u32::try_from(planned.ranks.len()).expect("as many as a cluster may have");
+            let positions = std::mem::replace(&mut start, end)..end;
+            FoundStage { run: stage.run.clone(), positions, variant: stage.variant }
+        });
+        found.collect()
     }
 
     fn pricing(&self) -> Pricing<'_> {

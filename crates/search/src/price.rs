@@ -4,7 +4,7 @@ use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
 use rannc_cost::{Cluster, ComputeCost, Device, update_us};
-use rannc_plan::{MemoryPrediction, ScheduleKind, Sharding};
+use rannc_plan::{MemoryPrediction, ScheduleKind, Sharding, StagePrediction};
 
 use crate::chain::{Chain, Times};
 use crate::measured::Measured;
@@ -254,6 +254,27 @@ impl<'a> Pricing<'a> {
     pub(crate) fn stage(&self, run: Range<usize>, at: &At<'_>, variant: Variant, workspace_bytes: f64) -> Priced {
         let plain = self.plain(&run, at, variant, workspace_bytes);
         self.with_variant(&run, at, variant, &plain)
+    }
+
+    /// What a Plan says of a priced Stage that holds so many microbatches.
+    pub(crate) fn prediction(
+        &self,
+        run: &Range<usize>,
+        replicas: u32,
+        priced: &Priced,
+        in_flight: u64,
+    ) -> StagePrediction {
+        let rows = self.replica_rows(replicas);
+        StagePrediction {
+            forward_us: priced.cost.forward_us,
+            backward_us: priced.cost.backward_us,
+            transfer_us: priced.cost.transfer_us(),
+            reduce_us: priced.reduce_us,
+            update_us: priced.update_us,
+            in_bytes: self.chain.in_bytes.at(run.start, run.end, rows) as u64,
+            out_bytes: self.chain.out_bytes.at(run.start, run.end, rows) as u64,
+            memory: priced.memory.prediction(in_flight),
+        }
     }
 
     /// A Stage that computes nothing again, without the end of its step.

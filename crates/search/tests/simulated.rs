@@ -92,6 +92,9 @@ proptest! {
         let found = rannc_search::plan(&graph, &cluster, &[], &settings);
         prop_assume!(!matches!(found, Err(SearchError::DoesNotFit { .. })));
         let plan = found.expect("fits").plan;
+        let told = PlanCosts::new(&graph, &cluster, &[], &settings, &plan).expect("its own plan").predicted().expect("figures");
+        prop_assert!((told.predicted.step_us / plan.predicted.step_us - 1.0).abs() < 1e-9);
+        prop_assert_eq!(told.stages, plan.stages.clone());
         let timeline = simulated(&graph, &cluster, &settings, &plan);
         let (predicted_us, simulated_us) = (plan.predicted.step_us, timeline.step_us);
         let error = predicted_us / simulated_us - 1.0;
