@@ -76,8 +76,8 @@ impl Assembly<'_> {
         let at = pricing.at(place);
         let workspace_bytes = pricing.run_workspace_bytes(run.clone(), place.replicas);
         let in_flight = pricing.step.in_flight(behind + 1);
-        let mut priced = pricing.stage(run.clone(), &at, *variant, workspace_bytes);
-        let recompute = self.recompute(stage, &at, &mut priced, in_flight);
+        let priced = pricing.stage(run.clone(), &at, *variant, workspace_bytes);
+        let recompute = self.recompute(stage, &at, workspace_bytes);
         let ops = self.ops(run.start, run.end);
         let number = |rank: &u32| used_ranks.binary_search(rank).ok().and_then(|number| u32::try_from(number).ok());
         let planned = StagePlan {
@@ -97,27 +97,19 @@ impl Assembly<'_> {
         StageOps { first: self.blocks.blocks[first].ops.first, end: self.blocks.blocks[end - 1].ops.end }
     }
 
-    /// What the Stage computes again. The best choice of Blocks replaces the one that the Stage was priced
-    /// with.
-    fn recompute(&self, stage: &FoundStage, at: &At<'_>, priced: &mut Priced, in_flight: u64) -> Recompute {
+    /// What the Stage, whose Blocks need `workspace_bytes`, computes again.
+    fn recompute(&self, stage: &FoundStage, at: &At<'_>, workspace_bytes: f64) -> Recompute {
         let pricing = self.pricing;
         match stage.variant.again {
             Again::Nothing => Recompute::None,
             Again::Everything => Recompute::Stage,
-            Again::ToHold(_) => {
-                let kept = pricing.memory(&stage.run, at, stage.variant, priced.memory.workspace_bytes);
+            Again::ToHold(in_flight) => {
+                let kept = pricing.memory(&stage.run, at, stage.variant, workspace_bytes);
                 let Some(choice) = pricing.savings(&stage.run, at, in_flight, &kept) else { return Recompute::None };
-                let counts = choice.cheapest().unwrap_or_default();
-                priced.cost.backward_us -= choice.greedy_us().unwrap_or(0.0);
                 let mut runs = Vec::new();
-                for (saving, mut count) in choice.savings.iter().zip(counts) {
-                    priced.cost.backward_us += saving.us * count as f64;
-                    for block in stage.run.clone().filter(|&block| pricing.chain.kind(block) == saving.kind) {
-                        if count > 0 {
-                            runs.push(self.ops(block, block + 1));
-                            count -= 1;
-                        }
-                    }
+                for (saving, count) in choice.savings.iter().zip(choice.cheapest().unwrap_or_default()) {
+                    let of_kind = stage.run.clone().filter(|&block| pricing.chain.kind(block) == saving.kind);
+                    runs.extend(of_kind.take(count).map(|block| self.ops(block, block + 1)));
                 }
                 runs.sort_unstable_by_key(|run: &StageOps| run.first);
                 Recompute::Blocks(runs)

@@ -428,7 +428,7 @@ impl<'a> Pricing<'a> {
             }
             Again::ToHold(in_flight) => {
                 let Some(choice) = self.savings(run, at, in_flight, memory) else { return };
-                let us = if self.problem.in_parts { choice.least_us() } else { choice.greedy_us() };
+                let us = if self.problem.in_parts { choice.least_us() } else { choice.cheapest_us() };
                 match us {
                     Some(us) => {
                         memory.microbatch_bytes -= choice.needed_bytes;

@@ -1,8 +1,11 @@
 //! Which Blocks of a Stage to compute again so that its memory suffices.
 //!
 //! Each Block computed again frees what it keeps inside, for each microbatch, and costs its forward. The
-//! cheapest choice that frees enough is a knapsack problem. While Stages are compared, Blocks are taken
-//! by the ratio of cost to memory; for the Stages of the Plan the best choice is found.
+//! cheapest choice that frees enough is a knapsack problem.
+
+/// A choice must cost less than this share of another one to replace it: where the times of kinds are nearly
+/// proportional to their memory, too many choices are nearly as good.
+pub(crate) const CHEAPER: f64 = 1.0 - 1e-4;
 
 /// Blocks of one kind.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -33,18 +36,11 @@ pub(crate) struct Choice {
 }
 
 impl Choice {
-    /// The cost of taking kinds in order until enough is free; `None` when all together free less.
-    pub(crate) fn greedy_us(&self) -> Option<f64> {
-        let (mut us, mut needed_bytes) = (0.0, self.needed_bytes);
-        for saving in &self.savings {
-            if needed_bytes <= 0.0 {
-                break;
-            }
-            let count = (needed_bytes / saving.bytes).ceil().min(saving.count as f64);
-            us += count * saving.us;
-            needed_bytes -= count * saving.bytes;
-        }
-        (needed_bytes <= 0.0).then_some(us)
+    /// The cost of the cheapest choice; `None` when all together free less.
+    pub(crate) fn cheapest_us(&self) -> Option<f64> {
+        let cost_us =
+            |counts: Vec<usize>| self.savings.iter().zip(counts).map(|(saving, count)| saving.us * count as f64).sum();
+        self.cheapest().map(cost_us)
     }
 
     /// The cost if parts of Blocks could be taken, which no choice is below; `None` when all together free less.
@@ -84,12 +80,12 @@ struct Knapsack<'a> {
 impl Knapsack<'_> {
     fn take(&mut self, kind: usize, needed_bytes: f64, us: f64) {
         if needed_bytes <= 0.0 {
-            if us < self.best_us {
+            if us < self.best_us * CHEAPER {
                 (self.best_us, self.best) = (us, Some(self.counts.clone()));
             }
             return;
         }
-        if kind == self.savings.len() || us + least_us(&self.savings[kind..], needed_bytes) >= self.best_us {
+        if kind == self.savings.len() || us + least_us(&self.savings[kind..], needed_bytes) >= self.best_us * CHEAPER {
             return;
         }
         let Saving { bytes, us: each_us, count, .. } = self.savings[kind];
@@ -132,11 +128,20 @@ mod tests {
         }
     }
 
+    #[test]
+    fn proportional_kinds_do_not_take_for_ever() {
+        let saving = |bytes: u32| Saving { kind: bytes, bytes: f64::from(bytes), us: f64::from(bytes), count: 6 };
+        let savings: Vec<Saving> = (0..30).map(|kind| saving(1000 + 997 * kind * kind % 9001)).collect();
+        let needed_bytes = savings.iter().map(|saving| saving.bytes).sum::<f64>() * 2.7;
+        let choice = Choice { savings: cheapest_first(savings), needed_bytes };
+        assert!(choice.cheapest_us().expect("enough") * CHEAPER <= needed_bytes * (1.0 + 1e-4));
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(5000))]
 
         #[test]
-        fn the_cheapest_choice_equals_brute_force(
+        fn no_choice_is_much_cheaper(
             drawn in prop::collection::vec((0..20_u32, 1..20_u32, 0..4_usize), 0..5), needed in 0..200_u32,
         ) {
             let saving = |(bytes, us, count)| Saving { kind: 0, bytes: f64::from(bytes), us: f64::from(us), count };
@@ -148,12 +153,13 @@ mod tests {
                 Some(counts) => {
                     let us: f64 = savings.iter().zip(&counts).map(|(saving, &count)| saving.us * count as f64).sum();
                     let bytes: f64 = savings.iter().zip(&counts).map(|(saving, &count)| saving.bytes * count as f64).sum();
-                    prop_assert!(bytes >= needed_bytes && us == expected_us, "{} {}", us, expected_us);
-                    prop_assert!(choice.greedy_us().expect("enough") >= us);
+                    prop_assert!(bytes >= needed_bytes && us >= expected_us, "{} {}", us, expected_us);
+                    prop_assert!(us * CHEAPER <= expected_us, "{} {}", us, expected_us);
+                    prop_assert!(choice.cheapest_us() == Some(us));
                     prop_assert!(choice.least_us().expect("enough") <= us * (1.0 + 1e-12));
                 }
                 None => {
-                    prop_assert!(expected_us.is_infinite() && choice.greedy_us().is_none() && choice.least_us().is_none());
+                    prop_assert!(expected_us.is_infinite() && choice.cheapest_us().is_none() && choice.least_us().is_none());
                 }
             }
         }

@@ -14,6 +14,7 @@ use rayon::prelude::*;
 
 use crate::place::{Place, RankOrder};
 use crate::price::{Pricing, Problem};
+use crate::recompute::CHEAPER;
 use crate::relax::{Relaxation, with_best_sends};
 use crate::settings::Limits;
 use crate::stages::{Found, StageSearch};
@@ -217,8 +218,8 @@ impl<'a> Solver<'a> {
         Ok(Solved { best, finalists, lower_bound_us, stop })
     }
 
-    /// The least of the bounds. Those far below `best_us` are raised by an exact search with ideal places, where
-    /// there are no other kinds of devices and no units that leave divisions out.
+    /// The least of the bounds. Those far below `best_us` are raised by an exact search with ideal places and whole Blocks,
+    /// where there are no other kinds of devices and no units that leave divisions out.
     fn raised_us(&self, ideal: Problem<'_>, groups: &[Group<'_>], best_us: f64) -> f64 {
         let order = &self.orders[0];
         let exact = ideal.cluster.kinds.len() == 1 && order.units() == order.positions();
@@ -228,9 +229,12 @@ impl<'a> Solver<'a> {
                 return group.bound_us;
             }
             let relaxed = group.relaxed(ideal, best_us);
-            let search = CaseSearch::new(ideal, group.cases[0], order, &relaxed, best_us);
+            let whole = Problem { in_parts: false, ..ideal };
+            let search = CaseSearch::new(whole, group.cases[0], order, &relaxed, best_us);
             match self.run(&search, None, best_us) {
-                (found, Stop::Complete) => group.bound_us.max(found.map_or(best_us, |found| found.found.step_us)),
+                (found, Stop::Complete) => {
+                    group.bound_us.max(found.map_or(best_us, |found| found.found.step_us) * CHEAPER)
+                }
                 _ => group.bound_us,
             }
         };
