@@ -24,7 +24,9 @@ use crate::variant::Variant;
 const COUNTED: usize = 4;
 /// From so many ranks on there are many.
 const MANY_RANKS: u32 = 128;
-/// Of a rank: what is below comes from rounding.
+/// Most units of ranks that are told apart.
+const UNITS: usize = 512;
+/// Of a unit: what is below comes from rounding.
 const ROUNDING: f64 = 1e-6;
 
 /// Relaxed Plans for one Schedule and number of microbatches.
@@ -35,7 +37,7 @@ pub(crate) struct Relaxation {
     equal: Vec<RangeInclusive<u32>>,
     /// Stages at ideal places: for each kind of device, for each of these numbers.
     table: StageTable,
-    /// The fewest ranks that can compute the Blocks before a place in time, and those from it on.
+    /// The fewest units of ranks that can compute the Blocks before a place in time, and those from it on.
     fewest: [Vec<usize>; 2],
     /// The last Stages: none are better in any part of the objective.
     later: Vec<StepTime>,
@@ -48,7 +50,10 @@ pub(crate) struct Relaxation {
 #[derive(Clone, Copy)]
 struct States {
     blocks: usize,
+    /// In units.
     ranks: usize,
+    /// Ranks of a unit. Of each Stage, the ranks beyond whole units are left out.
+    unit: usize,
     /// More Stages are counted as so many.
     counted: usize,
 }
@@ -56,10 +61,11 @@ struct States {
 impl States {
     fn new(pricing: &Pricing<'_>) -> Self {
         let (blocks, world_size) = (pricing.chain.len(), pricing.problem.settings.world_size);
-        let ranks = world_size as usize;
+        let unit = (world_size as usize).div_ceil(UNITS);
+        let ranks = world_size as usize / unit;
         let most = if world_size < MANY_RANKS { blocks.min(ranks) } else { COUNTED };
         let all_held = |&count: &usize| pricing.step.in_flight(count) == pricing.step.microbatches;
-        Self { blocks, ranks, counted: (1..most).find(all_held).unwrap_or(most) }
+        Self { blocks, ranks, unit, counted: (1..most).find(all_held).unwrap_or(most) }
     }
 
     fn len(&self) -> usize {
@@ -84,6 +90,11 @@ impl States {
     /// Stages behind that a Stage waits for. The more there are, the shorter is every path.
     fn waited_for(&self, behind: usize) -> usize {
         if behind == self.counted { self.blocks } else { behind }
+    }
+
+    /// Ranks of a Stage at a place of the table.
+    fn ranks_at(&self, equal: &[RangeInclusive<u32>], place: usize) -> usize {
+        *equal[place % equal.len()].start() as usize / self.unit
     }
 
     /// True when a Stage may be run so with so many Stages behind it.
@@ -120,7 +131,7 @@ impl Relaxation {
 
     /// Least time in which a microbatch passes the first Stages when so many are `behind` them.
     pub(crate) fn before_us(&self, behind: usize, blocks: usize, ranks: u32) -> f64 {
-        self.before_us[self.states.index(behind.min(self.states.counted), blocks, ranks as usize)]
+        self.before_us[self.states.index(behind.min(self.states.counted), blocks, ranks as usize / self.states.unit)]
     }
 
     /// The Stages at an ideal place that is as good as this one.
@@ -138,8 +149,9 @@ impl Relaxation {
         let in_flight = |end: usize| self.step.in_flight(if end == blocks { 1 } else { 2 });
         let stages =
             |end: usize| self.table.all_ending(end).filter(move |(_, entry)| entry.max_in_flight >= in_flight(end));
-        let work_us =
-            |stage: &Stage, entry: &Entry| self.step.busy_us(&entry.cost) * replicas(&self.equal, stage.place) as f64;
+        let work_us = |stage: &Stage, entry: &Entry| {
+            self.step.busy_us(&entry.cost) * self.states.ranks_at(&self.equal, stage.place) as f64
+        };
         for end in 1..=blocks {
             for (stage, entry) in stages(end) {
                 before_us[end] = before_us[end].min(before_us[stage.first] + work_us(&stage, entry));
@@ -178,7 +190,7 @@ impl Relaxation {
             if !states.allow(step, entry, table.variants[stage.variant], behind) {
                 continue;
             }
-            let replicas = replicas(equal, stage.place);
+            let replicas = states.ranks_at(equal, stage.place);
             let enough = |&&ranks: &&usize| ranks + replicas + fewest_before[stage.first] <= states.ranks;
             for &ranks in ranks.iter().take_while(enough) {
                 let behind_it = later[states.index(behind, end, ranks)];
@@ -213,7 +225,7 @@ impl Relaxation {
         let variants = table.variants.clone();
         let most = (states.ranks + 1).saturating_sub(fewest_behind[end]);
         table.retain(end, |stage, entry| {
-            let (replicas, busy_us) = (replicas(equal, stage.place), step.busy_us(&entry.cost));
+            let (replicas, busy_us) = (states.ranks_at(equal, stage.place), step.busy_us(&entry.cost));
             let mut useful = false;
             for behind in
                 (0..=states.counted).filter(|&behind| states.allow(step, entry, variants[stage.variant], behind))
@@ -236,11 +248,6 @@ impl Relaxation {
             useful
         });
     }
-}
-
-/// The Replicas of a Stage at a place of the table.
-fn replicas(equal: &[RangeInclusive<u32>], place: usize) -> usize {
-    *equal[place % equal.len()].start() as usize
 }
 
 /// Makes a state with more ranks as good as those with fewer; the numbers of ranks from which on it is better.

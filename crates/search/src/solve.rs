@@ -27,7 +27,7 @@ const BETTER: f64 = 1.0 - 1e-9;
 /// A bound that is at least this share of the best time is not worth raising.
 const TIGHT: f64 = 0.99;
 /// Guesses of the time of the best Plan, by the time of all Blocks on all ranks.
-const GUESSES: [f64; 6] = [1.05, 1.3, 1.6, 2.0, 3.0, 5.0];
+const GUESSES: [f64; 4] = [1.05, 1.65, 2.8, 5.0];
 /// How far a first Plan may be from its bound.
 const FIRST: f64 = 1.1;
 /// Partial steps that a search for runners-up follows.
