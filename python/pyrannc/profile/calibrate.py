@@ -19,7 +19,7 @@ from pyrannc.errors import RaNNCError
 from pyrannc.planning import find_cluster, own_device
 from pyrannc.profile.action import measure_action_us
 from pyrannc.profile.cache import write_atomically
-from pyrannc.profile.links import LevelPoint, measure_links
+from pyrannc.profile.links import LevelPoint, measure_collective_slowdown, measure_links
 from pyrannc.profile.measure import is_out_of_memory
 from pyrannc.profile.meter import Meter
 from pyrannc.profile.progress import Bar
@@ -63,13 +63,13 @@ def main(argv: Sequence[str]) -> int:
         names = [rank.name for rank in ranks]
         measured = agree.together(lambda: _measure_if_first(names, device))
         found = {name: figures for name, figures in agree.gather_objects(measured) if figures}
-        action_us = agree.gather_objects(measure_action_us(device))[0]
+        common: Figures = {"action_us": agree.gather_objects(measure_action_us(device))[0]}
         links: list[LevelPoint] = []
         if len(ranks) > 1:
             links = measure_links([rank.host for rank in ranks], cluster.level_names, device)
-        text = calibrated(
-            cluster, {name: {**figures, "action_us": action_us} for name, figures in found.items()}, links
-        )
+            slowdown = measure_collective_slowdown(device)
+            common |= {} if slowdown is None else {"collective_slowdown": slowdown}
+        text = calibrated(cluster, {name: {**figures, **common} for name, figures in found.items()}, links)
         agree.together(lambda: _write(arguments.output, text) if process.get_rank() == 0 else None)
     except RaNNCError as error:
         print(f"error: {error}", file=sys.stderr)
