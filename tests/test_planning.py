@@ -14,7 +14,7 @@ from torch import nn
 import pyrannc
 from pyrannc._native import Cluster, Graph, Plan, Profile
 from pyrannc.config import Config
-from pyrannc.errors import ClusterError
+from pyrannc.errors import ClusterError, PlanFileError
 from pyrannc.planning import RankDevice, find_cluster
 from pyrannc.profile.cache import ProfileCache
 from pyrannc.profile.profiler import profile
@@ -119,6 +119,36 @@ def test_the_search_uses_what_was_measured() -> None:
         # Where the Blocks add up, no Block is missing and none counts twice.
         by_hash = json.loads(measured.to_json())["blocks"]
         assert once == pytest.approx(sum(by_hash[block][-1][way] for block in whole.blocks.hashes))
+
+
+def test_a_plan_written_by_hand_is_checked_and_predicted() -> None:
+    whole = subject(Layers(), [torch.randn(8, WIDTH)], (1, 8))
+    graph = Graph.from_json(whole.source.captured.graph_json)
+    cluster, settings = Cluster.preset("cpu", 1, 2), json.dumps({"world_size": 2, "batch_rows": 16, "stages": 2})
+    found = Plan.search(graph, cluster, [], settings)
+    content = json.loads(found.to_json())
+    best_us = content["predicted"]["step_us"]
+    assert json.loads(found.predicted(graph, cluster, [], settings).to_json())["stages"] == content["stages"]
+    first, last = content["stages"]
+    first["ops"]["end"] = last["ops"]["first"] = last["ops"]["end"] - 1
+    moved = json.loads(Plan.seal(json.dumps(content)).predicted(graph, cluster, [], settings).to_json())
+    assert moved["predicted"]["step_us"] > best_us
+    first["ops"]["end"] += 1
+    with pytest.raises(PlanFileError, match="the plan contradicts itself: stage 1 has main ops"):
+        Plan.seal(json.dumps(content))
+
+
+def test_the_measured_optimizer_replaces_that_of_the_device() -> None:
+    whole = subject(Layers(), [torch.randn(8, WIDTH)], (1, 8))
+    (measured,) = profile(whole, CPU, ProfileCache(None))
+    content = json.loads(measured.to_json())
+    assert content["update"]["update_us"] > 0
+    params_bytes = 4 * sum(parameter.numel() for parameter in Layers().parameters())
+    content["update"] = {"params_bytes": params_bytes, "update_us": 1234.5}
+    graph = Graph.from_json(whole.source.captured.graph_json)
+    settings = json.dumps({"batch_rows": 8, "microbatches": 1})
+    plan = Plan.search(graph, Cluster.preset("cpu", 1, 1), [Profile.seal(json.dumps(content))], settings)
+    assert json.loads(plan.to_json())["stages"][0]["predicted"]["update_us"] == pytest.approx(1234.5)
 
 
 def test_a_missing_cluster_file() -> None:

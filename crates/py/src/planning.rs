@@ -152,8 +152,7 @@ impl Plan {
         profiles: Vec<PyRef<'_, Profile>>,
         settings_json: &str,
     ) -> PyResult<Self> {
-        let settings: Settings = serde_json::from_str(settings_json).or_raise(ErrorClass::PLAN)?;
-        let profiles: Vec<_> = profiles.iter().map(|profile| profile.0.clone()).collect();
+        let (profiles, settings) = given(&profiles, settings_json)?;
         py.detach(|| {
             let costs =
                 PlanCosts::new(&graph.0, &cluster.0, &profiles, &settings, &self.0).or_raise(ErrorClass::PLAN)?;
@@ -225,9 +224,14 @@ fn outcome(
     profiles: &[PyRef<'_, Profile>],
     settings_json: &str,
 ) -> PyResult<rannc_search::Outcome> {
-    let settings: Settings = serde_json::from_str(settings_json).or_raise(ErrorClass::PLAN)?;
-    let profiles: Vec<_> = profiles.iter().map(|profile| profile.0.clone()).collect();
+    let (profiles, settings) = given(profiles, settings_json)?;
     py.detach(|| rannc_search::plan(&graph.0, &cluster.0, &profiles, &settings)).or_raise(ErrorClass::PLAN)
+}
+
+/// What the core needs beside a Graph and a Cluster.
+fn given(profiles: &[PyRef<'_, Profile>], settings_json: &str) -> PyResult<(Vec<rannc_cost::Profile>, Settings)> {
+    let settings = serde_json::from_str(settings_json).or_raise(ErrorClass::PLAN)?;
+    Ok((profiles.iter().map(|profile| profile.0.clone()).collect(), settings))
 }
 
 /// A Graph divided over Stages.

@@ -55,6 +55,19 @@ fn a_model_that_does_not_fit_is_cut() {
 }
 
 #[test]
+fn hidden_reductions_slow_the_backward_down() {
+    let reduce_us = |slowdown: f64| {
+        let mut cluster = cluster("NVIDIA H200", 8);
+        cluster.kinds[0].collective_slowdown = slowdown;
+        let forced = Settings { stages: Some(1), microbatches: Some(1), ..settings(8, 512) };
+        plan(&encoder(24, 1024, 512, 30_000), &cluster, &forced).expect("fits").stages[0].predicted.reduce_us
+    };
+    let (none, half, all) = (reduce_us(0.0), reduce_us(0.5), reduce_us(1.0));
+    assert!(none < half, "{none} {half}");
+    assert!((all - half - (half - none)).abs() < 1e-6 * all, "{none} {half} {all}");
+}
+
+#[test]
 fn an_encoder_is_cut_between_its_layers() {
     let graph = encoder(24, 1024, 512, 30_000);
     let forced = Settings { stages: Some(2), ..settings(4, 64) };
