@@ -41,7 +41,7 @@ impl Assembly<'_> {
         let links = Linker { crossings, order, pricing, stages: &solution.found.stages }.links();
         let replicas: Vec<usize> = stages.iter().map(|stage: &StagePlan| stage.ranks.len()).collect();
         let step_us = pricing.step.longest_path_us(&prices, &replicas, &links);
-        // The formula may be above the path where Values pass over Stages.
+        // Both are sums of the same times, in another order.
         let lower_bound_us = lower_bound_us.min(step_us);
         let bubble = bubble(&stages, self.pricing.step.microbatches, step_us);
         let microbatches = u32::try_from(solution.case.microbatches).unwrap_or(u32::MAX);

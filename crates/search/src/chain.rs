@@ -104,6 +104,61 @@ impl AffineSums {
     }
 }
 
+/// What runs exchange with other Blocks.
+#[derive(Clone, Debug)]
+pub(crate) struct Traffic {
+    /// Values from earlier Blocks, each once.
+    pub(crate) in_bytes: AffineSums,
+    /// Gradients for earlier Blocks.
+    pub(crate) in_grad_bytes: AffineSums,
+    /// Values for later Blocks, each once.
+    pub(crate) out_bytes: AffineSums,
+    /// Gradients from later Blocks, one for each Value.
+    pub(crate) out_grad_bytes: AffineSums,
+}
+
+/// Counts so much for a Value in the runs that it concerns.
+type Count = fn(&mut IntervalSumsBuilder, &CrossingSpec, f64);
+
+impl Traffic {
+    /// With all other Blocks.
+    fn whole(len: usize, crossings: &[CrossingSpec]) -> Self {
+        let incoming: Count =
+            |sums, value, amount| sums.add_once(value.made_by + 1..usize::MAX, &value.used_by, amount);
+        let outgoing: Count = |sums, value, amount| {
+            if let Some(&last) = value.used_by.last() {
+                sums.add_open(value.made_by, last, amount);
+            }
+        };
+        Self::new(len, crossings, incoming, outgoing)
+    }
+
+    /// With the Block right before a run, and with the one right after it: what surely moves between a Stage and the
+    /// very next one. Only of Values whose gradients come back, so that both wait for each other.
+    fn direct(len: usize, crossings: &[CrossingSpec]) -> Self {
+        let incoming: Count =
+            |sums, value, amount| sums.add_once(value.made_by + 1..value.made_by + 2, &value.used_by, amount);
+        let outgoing: Count =
+            |sums, value, amount| value.used_by.iter().for_each(|&user| sums.add_ending(value.made_by, user, amount));
+        let with_grads: Vec<_> = crossings.iter().filter(|crossing| crossing.requires_grad).cloned().collect();
+        Self::new(len, &with_grads, incoming, outgoing)
+    }
+
+    fn new(len: usize, crossings: &[CrossingSpec], incoming: Count, outgoing: Count) -> Self {
+        let sums = |count: Count, which: fn(&&CrossingSpec) -> bool| {
+            AffineSums::new(len, |builder, part| {
+                crossings.iter().filter(which).for_each(|crossing| count(builder, crossing, part(crossing.bytes)));
+            })
+        };
+        Self {
+            in_bytes: sums(incoming, |_| true),
+            in_grad_bytes: sums(incoming, |crossing| crossing.requires_grad),
+            out_bytes: sums(outgoing, |_| true),
+            out_grad_bytes: sums(outgoing, |crossing| crossing.requires_grad),
+        }
+    }
+}
+
 /// A chain of Blocks. All sums are over runs `first..end` of Blocks.
 #[derive(Clone, Debug)]
 pub(crate) struct Chain {
@@ -116,14 +171,10 @@ pub(crate) struct Chain {
     pub(crate) trainable_bytes: IntervalSums,
     /// Batch-free ops on each kind of device, each op once.
     clones: Vec<CloneTimes>,
-    /// Values from earlier Blocks, each once.
-    pub(crate) in_bytes: AffineSums,
-    /// Gradients for earlier Blocks.
-    pub(crate) in_grad_bytes: AffineSums,
-    /// Values for later Blocks, each once.
-    pub(crate) out_bytes: AffineSums,
-    /// Gradients from later Blocks, one for each Value.
-    pub(crate) out_grad_bytes: AffineSums,
+    /// What moves between Blocks.
+    pub(crate) traffic: Traffic,
+    /// The part of it that is between a Stage and the very next one, whichever other Blocks these have.
+    pub(crate) direct: Traffic,
     /// Kept for the backward, received Values included.
     pub(crate) kept_bytes: AffineSums,
     /// Kept by one Block alone and made in it, by Block.
@@ -179,10 +230,8 @@ impl Chain {
             state_bytes: once(&mut states.iter().map(|state| (state.blocks.as_slice(), state.bytes))),
             trainable_bytes: once(&mut trainable.map(|state| (state.blocks.as_slice(), state.bytes))),
             clones: devices.iter().map(clone_times).collect(),
-            in_bytes: incoming(len, &crossings, |_| true),
-            in_grad_bytes: incoming(len, &crossings, |crossing| crossing.requires_grad),
-            out_bytes: outgoing(len, &crossings, |_| true),
-            out_grad_bytes: outgoing(len, &crossings, |crossing| crossing.requires_grad),
+            traffic: Traffic::whole(len, &crossings),
+            direct: Traffic::direct(len, &crossings),
             kept_bytes: kept_sums(&blocks, &kept),
             inside_bytes: inside_bytes(&blocks, &kept),
             output_bytes: AffineSums::new(len, |builder, part| {
@@ -207,7 +256,7 @@ impl Chain {
 
     /// What a Block alone keeps for the backward, less what it takes in.
     pub(crate) fn kept_inside_bytes(&self, block: usize, rows: u64) -> f64 {
-        (self.inside_bytes[block].at(rows) - self.in_bytes.at(block, block + 1, rows)).max(0.0)
+        (self.inside_bytes[block].at(rows) - self.traffic.in_bytes.at(block, block + 1, rows)).max(0.0)
     }
 
     /// The kind of a Block.
@@ -277,24 +326,6 @@ impl Times {
     pub(crate) fn blocks(&self, first: usize, end: usize) -> ComputeCost {
         self.before[end] - self.before[first]
     }
-}
-
-fn incoming(len: usize, crossings: &[CrossingSpec], which: fn(&CrossingSpec) -> bool) -> AffineSums {
-    AffineSums::new(len, |builder, part| {
-        for crossing in crossings.iter().filter(|crossing| which(crossing)) {
-            builder.add_once(crossing.made_by + 1..len, &crossing.used_by, part(crossing.bytes));
-        }
-    })
-}
-
-fn outgoing(len: usize, crossings: &[CrossingSpec], which: fn(&CrossingSpec) -> bool) -> AffineSums {
-    AffineSums::new(len, |builder, part| {
-        for crossing in crossings.iter().filter(|crossing| which(crossing)) {
-            if let Some(&last) = crossing.used_by.last() {
-                builder.add_open(crossing.made_by, last, part(crossing.bytes));
-            }
-        }
-    })
 }
 
 fn kept_sums(blocks: &[BlockSpec], kept: &[KeptSpec]) -> AffineSums {

@@ -7,12 +7,14 @@ use rannc_cost::{Cluster, FlopRates, OpWork, Poly, Work};
 use rannc_plan::Sharding;
 
 use crate::chain::{Affine, BlockSpec, Chain, ChainSpec, CloneSpec, CrossingSpec, KeptSpec, StateSpec};
+use crate::links::Linker;
 use crate::place::RankOrder;
 use crate::price::{Pricing, Problem};
 use crate::recompute::CHEAPER;
 use crate::relax::{Relaxation, with_best_sends};
 use crate::settings::{Capabilities, Limits, Settings};
 use crate::solve::{Case, Solved, Solver};
+use crate::stages::FoundStage;
 use crate::step::StepTime;
 use crate::stop::Stop;
 use crate::table::Entry;
@@ -94,6 +96,23 @@ fn spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
     })
 }
 
+/// A chain where most Blocks send Values to the next one, beside those that pass over Blocks.
+fn linked_spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
+    let value = (1..200_u32, prop::bool::weighted(0.8));
+    let links = prop::collection::vec(prop::option::weighted(0.8, value), max_len - 1);
+    (spec(max_len), links).prop_map(|(mut spec, links)| {
+        for (made_by, link) in links.into_iter().take(spec.blocks.len() - 1).enumerate() {
+            spec.crossings.extend(link.map(|(bytes, requires_grad)| CrossingSpec {
+                bytes: Affine { fixed: 0.0, per_row: f64::from(bytes) * 1e3 },
+                requires_grad,
+                made_by,
+                used_by: vec![made_by + 1],
+            }));
+        }
+        spec
+    })
+}
+
 fn capabilities() -> impl Strategy<Value = Capabilities> {
     let levels = vec![Sharding::None, Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::Params];
     (any::<(bool, bool)>(), prop::sample::select(levels)).prop_map(|((recompute, offload), sharding)| Capabilities {
@@ -159,7 +178,7 @@ fn solve(problem: Problem<'_>, orders: &[RankOrder]) -> (Vec<Case>, Result<Solve
 fn best_us(spec: &ChainSpec, cluster: &Cluster, settings: &Settings) -> f64 {
     let chain = Chain::new(spec.clone(), &cluster.kinds);
     let measured = vec![None; cluster.kinds.len()];
-    let problem = Problem { chain: &chain, cluster, measured: &measured, settings, in_parts: false };
+    let problem = Problem { chain: &chain, cluster, measured: &measured, settings, in_parts: false, direct: false };
     let orders = RankOrder::all(cluster, settings.world_size, None, 64);
     solve(problem, &orders).1.map_or(f64::INFINITY, |solved| solved.best.found.step_us)
 }
@@ -200,13 +219,37 @@ struct Division<'a> {
     order: &'a RankOrder,
     lengths: &'a [usize],
     replicas: &'a [usize],
+    /// To tell times exactly; otherwise the formula tells them.
+    crossings: Option<&'a [CrossingSpec]>,
+}
+
+/// The last Stages of a division.
+#[derive(Clone, Default)]
+struct Later {
+    time: StepTime,
+    /// The first of them first.
+    stages: Vec<FoundStage>,
 }
 
 impl Division<'_> {
+    fn told_us(&self, Later { time, stages }: &Later) -> f64 {
+        let &Self { pricing, order, crossings, .. } = self;
+        let Some(crossings) = crossings else { return pricing.step.step_us(*time) };
+        let priced = |FoundStage { run, positions, variant }: &FoundStage| {
+            let place = order.place_at(positions);
+            let workspace_bytes = pricing.run_workspace_bytes(run.clone(), place.replicas);
+            pricing.stage(run.clone(), &pricing.at(place), *variant, workspace_bytes)
+        };
+        let prices: Vec<_> = stages.iter().map(priced).collect();
+        let replicas: Vec<usize> = stages.iter().map(|stage| stage.positions.len()).collect();
+        let links = Linker { crossings, order, pricing, stages }.links();
+        pricing.step.longest_path_us(&prices, &replicas, &links)
+    }
+
     /// The least time over all ways to run the Stages, if there is one that fits.
-    fn step_us(&self, variants: &[Variant], place: usize, end: usize, last: u32, later: StepTime) -> Option<f64> {
+    fn step_us(&self, variants: &[Variant], place: usize, end: usize, last: u32, later: &Later) -> Option<f64> {
         let step = &self.pricing.step;
-        let Some(&length) = self.lengths.get(place) else { return Some(step.step_us(later)) };
+        let Some(&length) = self.lengths.get(place) else { return Some(self.told_us(later)) };
         let replicas = u32::try_from(self.replicas[place]).expect("few devices");
         let (first, unit) = (end - length, last - replicas);
         let at = self.pricing.at(self.order.place(unit, replicas));
@@ -217,15 +260,22 @@ impl Division<'_> {
             if !variant.serves(in_flight) || entry.max_in_flight < in_flight {
                 return None;
             }
-            let time = step.prepend(later, &entry.cost, place);
-            self.step_us(variants, place + 1, first, unit, time)
+            let stage = FoundStage { run: first..end, positions: self.order.range(unit, last), variant };
+            let time = step.prepend(later.time, &entry.cost, place);
+            let later = Later { time, stages: [vec![stage], later.stages.clone()].concat() };
+            self.step_us(variants, place + 1, first, unit, &later)
         };
         variants.iter().filter_map(with).min_by(f64::total_cmp)
     }
 }
 
-/// The time of the best Plan.
-fn brute_force(problem: Problem<'_>, orders: &[RankOrder], cases: &[Case]) -> Option<f64> {
+/// The time of the best Plan: by the formula, or exactly with these Values.
+fn brute_force(
+    problem: Problem<'_>,
+    orders: &[RankOrder],
+    cases: &[Case],
+    crossings: Option<&[CrossingSpec]>,
+) -> Option<f64> {
     let Problem { chain, settings, .. } = problem;
     let devices = settings.world_size as usize;
     let most = settings.max_stages.map_or(devices, |stages| stages as usize);
@@ -239,8 +289,10 @@ fn brute_force(problem: Problem<'_>, orders: &[RankOrder], cases: &[Case]) -> Op
                 for lengths in compositions(chain.len(), stages) {
                     for replicas in compositions(used, stages) {
                         let order = &orders[case.order.expect("a real order")];
-                        let division = Division { pricing: &pricing, order, lengths: &lengths, replicas: &replicas };
-                        let us = division.step_us(&variants, 0, chain.len(), settings.world_size, StepTime::default());
+                        let (pricing, lengths, replicas) = (&pricing, &lengths, &replicas);
+                        let division = Division { pricing, order, lengths, replicas, crossings };
+                        let none = Later::default();
+                        let us = division.step_us(&variants, 0, chain.len(), settings.world_size, &none);
                         best = best.into_iter().chain(us).min_by(f64::total_cmp);
                     }
                 }
@@ -257,10 +309,10 @@ proptest! {
     fn the_search_equals_brute_force(spec in spec(5), settings in settings(4), cluster in cluster()) {
         let chain = Chain::new(spec, &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
-        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false };
+        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
         let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
         let (cases, solved) = solve(problem, &orders);
-        let expected = brute_force(problem, &orders, &cases);
+        let expected = brute_force(problem, &orders, &cases, None);
         match (&expected, &solved) {
             (Some(expected), Ok(Solved { best, lower_bound_us, stop, .. })) => {
                 let us = best.found.step_us;
@@ -285,10 +337,10 @@ proptest! {
                 let received = |made_by: usize, used_by: &[usize]| made_by < first && holds(used_by);
                 let into = spec.crossings.iter().filter(|c| received(c.made_by, &c.used_by));
                 let into: f64 = into.map(|c| c.bytes.at(rows)).sum();
-                prop_assert!((chain.in_bytes.at(first, end, rows) - into).abs() < 1.0);
+                prop_assert!((chain.traffic.in_bytes.at(first, end, rows) - into).abs() < 1.0);
                 let sent = |c: &&CrossingSpec| holds(&[c.made_by]) && c.used_by.iter().any(|&user| user >= end);
                 let out: f64 = spec.crossings.iter().filter(sent).map(|c| c.bytes.at(rows)).sum();
-                prop_assert!((chain.out_bytes.at(first, end, rows) - out).abs() < 1.0);
+                prop_assert!((chain.traffic.out_bytes.at(first, end, rows) - out).abs() < 1.0);
                 let is_kept = |k: &&KeptSpec| {
                     holds(&k.savers) || k.crossing.as_ref().is_some_and(|(made_by, used_by)| received(*made_by, used_by))
                 };
@@ -383,13 +435,13 @@ proptest! {
         }
         let chain = Chain::new(spec, &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
-        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false };
+        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
         let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
         let (cases, _) = solve(problem, &orders);
         let ideal_cluster = with_best_sends(&cluster);
         for case in cases {
-            let Some(least_us) = brute_force(problem, &orders, &[case]) else { continue };
-            let ideal = Problem { cluster: &ideal_cluster, in_parts: true, ..problem };
+            let Some(least_us) = brute_force(problem, &orders, &[case], None) else { continue };
+            let ideal = Problem { cluster: &ideal_cluster, in_parts: true, direct: true, ..problem };
             let pricing = Pricing::new(ideal, case.schedule, case.microbatches);
             for best_us in [f64::INFINITY, 2.0 * least_us, SLACK * least_us] {
                 let bound_us = Relaxation::new(&pricing, best_us).bound_us();
@@ -405,16 +457,34 @@ proptest! {
         let settings = Settings { limits: Limits { candidates, ..settings.limits }, ..settings };
         let chain = Chain::new(spec, &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
-        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false };
+        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
         let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
         let (cases, solved) = solve(problem, &orders);
-        let least_us = brute_force(problem, &orders, &cases).unwrap_or(f64::INFINITY);
+        let least_us = brute_force(problem, &orders, &cases, None).unwrap_or(f64::INFINITY);
         match solved {
             Ok(Solved { best, lower_bound_us, stop, .. }) => {
                 prop_assert!(lower_bound_us <= least_us * SLACK && least_us <= best.found.step_us * SLACK);
                 prop_assert!(stop == Stop::Candidates || best.found.step_us <= least_us * SLACK);
             }
             Err(stop) => prop_assert!(stop == Stop::Candidates || least_us.is_infinite()),
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn no_plan_is_told_shorter_than_the_bound(spec in linked_spec(4), settings in settings(4), cluster in cluster()) {
+        let settings = Settings { max_microbatches: 3, ..settings };
+        let chain = Chain::new(spec.clone(), &cluster.kinds);
+        let measured = vec![None; cluster.kinds.len()];
+        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
+        let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
+        let (cases, solved) = solve(problem, &orders);
+        if let Ok(Solved { lower_bound_us, .. }) = solved {
+            let least_us = brute_force(problem, &orders, &cases, Some(&spec.crossings)).expect("one was found");
+            prop_assert!(lower_bound_us <= least_us * SLACK, "{lower_bound_us} {least_us}");
         }
     }
 }

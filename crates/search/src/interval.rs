@@ -47,6 +47,12 @@ impl IntervalSumsBuilder {
         self.add(0..from + 1, until, -amount);
     }
 
+    /// Counts `amount` in every run that holds `from` and ends before `next`, which comes later.
+    pub(crate) fn add_ending(&mut self, from: usize, next: usize, amount: f64) {
+        self.add(0..from + 1, next - 1, amount);
+        self.add(0..from + 1, next, -amount);
+    }
+
     fn add(&mut self, starts: Range<usize>, place: usize, amount: f64) {
         if starts.start < starts.end {
             self.differences[starts.start * self.stride + place + 1] += amount;
@@ -101,6 +107,17 @@ mod tests {
         let sums = builder.finish();
         for (first, end) in runs() {
             let counts = first <= 1 && (2..=4).contains(&end);
+            assert_eq!(sums.at(first, end), if counts { 3.0 } else { 0.0 }, "{first}..{end}");
+        }
+    }
+
+    #[test]
+    fn an_ending_term_counts_at_one_end() {
+        let mut builder = IntervalSumsBuilder::new(LEN);
+        builder.add_ending(1, 4, 3.0);
+        let sums = builder.finish();
+        for (first, end) in runs() {
+            let counts = first <= 1 && end == 4;
             assert_eq!(sums.at(first, end), if counts { 3.0 } else { 0.0 }, "{first}..{end}");
         }
     }

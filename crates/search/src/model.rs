@@ -40,7 +40,7 @@ impl Model {
     }
 
     pub(crate) fn problem<'a>(&'a self, cluster: &'a Cluster, settings: &'a Settings) -> Problem<'a> {
-        Problem { chain: &self.chain, cluster, measured: &self.measured, settings, in_parts: false }
+        Problem { chain: &self.chain, cluster, measured: &self.measured, settings, in_parts: false, direct: false }
     }
 
     /// Kinds of Blocks that were measured on every kind of device.

@@ -32,6 +32,8 @@ pub(crate) struct Problem<'a> {
     pub(crate) settings: &'a Settings,
     /// True when parts of Blocks may be computed again: no choice of Blocks costs less.
     pub(crate) in_parts: bool,
+    /// True when only those transfers take time that surely are between a Stage and the very next one.
+    pub(crate) direct: bool,
 }
 
 /// Prices Stages for one Schedule and number of microbatches.
@@ -271,8 +273,8 @@ impl<'a> Pricing<'a> {
             transfer_us: priced.cost.transfer_us(),
             reduce_us: priced.reduce_us,
             update_us: priced.update_us,
-            in_bytes: self.chain.in_bytes.at(run.start, run.end, rows) as u64,
-            out_bytes: self.chain.out_bytes.at(run.start, run.end, rows) as u64,
+            in_bytes: self.chain.traffic.in_bytes.at(run.start, run.end, rows) as u64,
+            out_bytes: self.chain.traffic.out_bytes.at(run.start, run.end, rows) as u64,
             memory: priced.memory.prediction(in_flight),
         }
     }
@@ -287,14 +289,19 @@ impl<'a> Pricing<'a> {
     ) -> (StageCost, StageMemory) {
         let &At { place, rows, .. } = at;
         let time = self.compute(run, at);
-        let half_us = |level: usize, bytes: f64| self.problem.cluster.send_us(level, bytes) / 2.0;
+        let traffic = if self.problem.direct { &self.chain.direct } else { &self.chain.traffic };
+        // Less than a byte is what rounding leaves of nothing.
+        let half_us = |level: usize, bytes: f64| match bytes {
+            ..1.0 => 0.0,
+            bytes => self.problem.cluster.send_us(level, bytes) / 2.0,
+        };
         let cost = StageCost {
             forward_us: time.forward_us,
             backward_us: time.backward_us,
-            in_us: half_us(place.in_level, self.chain.in_bytes.at(run.start, run.end, rows)),
-            in_grad_us: half_us(place.in_level, self.chain.in_grad_bytes.at(run.start, run.end, rows)),
-            out_us: half_us(place.out_level, self.chain.out_bytes.at(run.start, run.end, rows)),
-            out_grad_us: half_us(place.out_level, self.chain.out_grad_bytes.at(run.start, run.end, rows)),
+            in_us: half_us(place.in_level, traffic.in_bytes.at(run.start, run.end, rows)),
+            in_grad_us: half_us(place.in_level, traffic.in_grad_bytes.at(run.start, run.end, rows)),
+            out_us: half_us(place.out_level, traffic.out_bytes.at(run.start, run.end, rows)),
+            out_grad_us: half_us(place.out_level, traffic.out_grad_bytes.at(run.start, run.end, rows)),
             end_us: 0.0,
         };
         (cost, self.memory(run, at, variant, workspace_bytes))
@@ -394,17 +401,18 @@ impl<'a> Pricing<'a> {
             workspace_bytes,
             comm_bytes: self.comm_bytes(run, rows),
             framework_bytes: at.framework_bytes,
-            microbatch_bytes: chain.kept_bytes.at(first, end, rows) + chain.out_bytes.at(first, end, rows),
+            microbatch_bytes: chain.kept_bytes.at(first, end, rows) + chain.traffic.out_bytes.at(first, end, rows),
         }
     }
 
     fn comm_bytes(&self, run: &Range<usize>, rows: u64) -> f64 {
         let Range { start: first, end } = *run;
         let chain = self.chain;
-        let grads_bytes = chain.in_grad_bytes.at(first, end, rows) + chain.out_grad_bytes.at(first, end, rows);
+        let grads_bytes =
+            chain.traffic.in_grad_bytes.at(first, end, rows) + chain.traffic.out_grad_bytes.at(first, end, rows);
         let outputs_bytes = chain.output_bytes.at(first, end, rows) * self.step.microbatches as f64;
         // One microbatch is received ahead.
-        chain.in_bytes.at(first, end, rows) + GRADS_ON_THE_WAY * grads_bytes + outputs_bytes
+        chain.traffic.in_bytes.at(first, end, rows) + GRADS_ON_THE_WAY * grads_bytes + outputs_bytes
     }
 
     /// Trades memory for time.
@@ -421,7 +429,7 @@ impl<'a> Pricing<'a> {
             Again::Nothing => {}
             Again::Everything => {
                 let kept_bytes = self.chain.kept_bytes.at(run.start, run.end, rows);
-                let in_bytes = self.chain.in_bytes.at(run.start, run.end, rows).min(kept_bytes);
+                let in_bytes = self.chain.traffic.in_bytes.at(run.start, run.end, rows).min(kept_bytes);
                 memory.microbatch_bytes -= kept_bytes - in_bytes;
                 memory.workspace_bytes += kept_bytes - in_bytes;
                 time.backward_us += time.forward_us;

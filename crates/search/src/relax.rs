@@ -1,7 +1,9 @@
 //! Lower bounds for whole and partial Plans, from relaxed ones.
 //!
-//! In a relaxed Plan every Stage has a place as good as any in the cluster, ranks may be left over, and parts
-//! of Blocks may be computed again. Two dynamic programs look at all relaxed Plans:
+//! In a relaxed Plan every Stage has a place as good as any in the cluster, ranks may be left over, parts of Blocks
+//! may be computed again, and only what surely moves between a Stage and the very next one takes time, so that a
+//! relaxed Plan never takes longer than the longest path through the Plan itself (see [`crate::path`]). Two dynamic
+//! programs look at all relaxed Plans:
 //! * from the last Stage to the first by the objective itself (see [`crate::step`]), but with the later Stages
 //!   as good as any in each of its parts alone: no Plan takes less than what comes out, whatever its cuts
 //!   between Blocks, Replicas, ranks and savings of memory;
@@ -232,7 +234,7 @@ impl Relaxation {
             {
                 let next = states.next(behind);
                 for &ranks in better[stage.first][next].iter().take_while(|&ranks| ranks + replicas < most) {
-                    let earlier_us = before_us[states.index(next, stage.first, ranks)];
+                    let earlier_us = entry.cost.behind_us(before_us[states.index(next, stage.first, ranks)]);
                     let behind_it = later[states.index(behind, end, states.ranks - ranks - replicas)];
                     if earlier_us + busy_us >= best_us || behind_it == StepTime::NEVER {
                         continue;

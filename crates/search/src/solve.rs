@@ -184,12 +184,13 @@ impl<'a> Solver<'a> {
         self.solve_below(ideal, cases, f64::INFINITY)
     }
 
-    /// What no Plan of the problem is better than: one with this cluster, where parts of Blocks may be computed again.
+    /// What no Plan of the problem is better than: one with this cluster, where parts of Blocks may be computed again and
+    /// only direct transfers take time.
     fn ideal<'c>(&self, cluster: &'c Cluster) -> Problem<'c>
     where
         'a: 'c,
     {
-        Problem { cluster, in_parts: true, ..self.problem }
+        Problem { cluster, in_parts: true, direct: true, ..self.problem }
     }
 
     /// The best division if it takes less than `limit_us`; beyond it when a limit of the search was met.
