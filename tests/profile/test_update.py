@@ -54,3 +54,14 @@ def test_descriptions_tell_apart_what_takes_other_times() -> None:
     ]
     assert len({describe(optimizer) for optimizer in optimizers}) == len(optimizers)
     assert describe(optimizers[2]) == describe(torch.optim.AdamW(params(), lr=7.0))
+
+
+def test_groups_without_parameters_are_passed_over() -> None:
+    nothing: list[nn.Parameter] = []
+    groups = [{"params": nothing, "weight_decay": 0.1}, {"params": params()}]
+    some = torch.optim.AdamW(groups)
+    assert measure_update(some, CPU) is not None
+    assert describe(some) == describe(torch.optim.AdamW(params()))
+    none = torch.optim.AdamW([{"params": nothing}])
+    assert measure_update(none, CPU) is None
+    assert describe(none) == ""

@@ -84,7 +84,7 @@ def profile(subject: Subject, device: torch.device, cache: ProfileCache) -> list
         return [found for found in known if found is not None]
     start = time.monotonic()
     points = _measure_blocks(subject, device, everyone)
-    updates: list[UpdatePoint | None] = agree.gather_objects(_measure_update(subject, device))
+    updates: list[UpdatePoint | None] = agree.gather_objects(measure_update(subject.optimizer, device))
     several = process.get_world_size() > 1
     levels = measure_links(subject.hosts, subject.level_names, device) if several else []
     slowdown = measure_collective_slowdown(device) if several else None
@@ -112,10 +112,6 @@ def _key(subject: Subject, kind: Conditions) -> Key:
         optimizer=describe(subject.optimizer),
         conditions=kind,
     )
-
-
-def _measure_update(subject: Subject, device: torch.device) -> UpdatePoint | None:
-    return measure_update(subject.optimizer, device) if subject.optimizer is not None else None
 
 
 def _measure_blocks(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,14 +35,17 @@ class UpdatePoint:
     update_us: float
 
 
-def measure_update(optimizer: Optimizer, device: torch.device) -> UpdatePoint | None:
+def measure_update(optimizer: Optimizer | None, device: torch.device) -> UpdatePoint | None:
     """Measures an optimizer of the same class and settings on made-up parameters; the given one is left alone.
 
     Returns:
-        None when such an optimizer cannot be made or run.
+        None without an optimizer, and when such an optimizer cannot be made or run.
     """
+    group = _group(optimizer)
+    if optimizer is None or group is None:
+        return None
     try:
-        return _measure(optimizer, device)
+        return _measure(optimizer, group, device)
     except Exception as error:
         _log.warning("the optimizer's time is estimated, because it cannot be measured: %s", error)
         return None
@@ -51,26 +55,32 @@ def measure_update(optimizer: Optimizer, device: torch.device) -> UpdatePoint | 
 
 def describe(optimizer: Optimizer | None) -> str:
     """What the time of an optimizer depends on."""
-    if optimizer is None:
+    group = _group(optimizer)
+    if group is None:
         return ""
-    group = optimizer.param_groups[0]
     switches = {name: setting for name, setting in group.items() if setting is None or isinstance(setting, bool)}
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__} {_dtype(optimizer)} {sorted(switches.items())}"
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__} {_dtype(group)} {sorted(switches.items())}"
 
 
-def _dtype(optimizer: Optimizer) -> torch.dtype:
-    found: torch.dtype = optimizer.param_groups[0]["params"][0].dtype
+def _group(optimizer: Optimizer | None) -> dict[str, Any] | None:
+    """The first of its groups that has parameters."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return next((group for group in groups if group["params"]), None)
+
+
+def _dtype(group: dict[str, Any]) -> torch.dtype:
+    found: torch.dtype = group["params"][0].dtype
     return found
 
 
-def _measure(optimizer: Optimizer, device: torch.device) -> UpdatePoint:
-    dtype, meter = _dtype(optimizer), Meter(device)
+def _measure(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> UpdatePoint:
+    dtype, meter = _dtype(group), Meter(device)
     numel = _GPU_NUMEL if meter.on_gpu else _HOST_NUMEL
     params = [nn.Parameter(torch.zeros(numel, dtype=dtype, device=device)) for _ in range(_PARAMS)]
     grads = [torch.zeros_like(param) for param in params]
     own = copy.copy(optimizer)
     own.state = defaultdict(dict)
-    own.param_groups = [{**optimizer.param_groups[0], "params": params}]
+    own.param_groups = [{**group, "params": params}]
 
     def end_of_step() -> None:
         torch._foreach_zero_(grads)
