@@ -38,12 +38,10 @@ impl Assembly<'_> {
         stages.reverse();
         prices.reverse();
         let &Self { crossings, order, pricing, .. } = self;
-        let links = Linker { crossings, order, pricing, stages: &solution.found.stages }.links();
-        let replicas: Vec<usize> = stages.iter().map(|stage: &StagePlan| stage.ranks.len()).collect();
-        let step_us = pricing.step.longest_path_us(&prices, &replicas, &links);
+        let linker = Linker { crossings, order, pricing, stages: &solution.found.stages };
+        let StepPrediction { step_us, bubble, .. } = step_prediction(&linker, &stages, &prices);
         // Both are sums of the same times, in another order.
         let lower_bound_us = lower_bound_us.min(step_us);
-        let bubble = bubble(&stages, self.pricing.step.microbatches, step_us);
         let microbatches = u32::try_from(solution.case.microbatches).unwrap_or(u32::MAX);
         let plan = Plan {
             schema: PLAN_SCHEMA,
@@ -118,8 +116,16 @@ impl Assembly<'_> {
     }
 }
 
+/// What a step of these priced Stages takes; that no Plan takes less is not known of it.
+pub(crate) fn step_prediction(linker: &Linker<'_>, stages: &[StagePlan], prices: &[Priced]) -> StepPrediction {
+    let step = &linker.pricing.step;
+    let replicas: Vec<usize> = stages.iter().map(|stage| stage.ranks.len()).collect();
+    let step_us = step.longest_path_us(prices, &replicas, &linker.links());
+    StepPrediction { step_us, bubble: bubble(stages, step.microbatches, step_us), lower_bound_us: 0.0 }
+}
+
 /// The share of the devices' time in which they neither run forward nor backward.
-pub(crate) fn bubble(stages: &[StagePlan], microbatches: u64, step_us: f64) -> f64 {
+fn bubble(stages: &[StagePlan], microbatches: u64, step_us: f64) -> f64 {
     let devices: usize = stages.iter().map(|stage| stage.ranks.len()).sum();
     let busy = stages.iter().map(|stage| {
         stage.ranks.len() as f64 * microbatches as f64 * (stage.predicted.forward_us + stage.predicted.backward_us)

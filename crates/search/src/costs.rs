@@ -6,10 +6,10 @@ use std::ops::Range;
 
 use rannc_cost::{Cluster, Profile, tensor_bytes};
 use rannc_ir::{Analysis, Graph, ValueId};
-use rannc_plan::{Plan, PlanFileError, Recompute, StageOps, StepPrediction};
+use rannc_plan::{Plan, PlanFileError, Recompute, StageOps};
 use rannc_sim::Costs;
 
-use crate::assemble::bubble;
+use crate::assemble::step_prediction;
 use crate::blocks::Blocks;
 use crate::error::SearchError;
 use crate::links::Linker;
@@ -94,24 +94,16 @@ impl<'a> PlanCosts<'a> {
         let pricing = self.pricing();
         let found = self.found_stages();
         let mut plan = self.plan.clone();
-        let (mut prices, mut replicas) = (Vec::new(), Vec::new());
+        let mut prices = Vec::new();
         let behind = (0..plan.stages.len()).rev();
         for (((number, stage), behind), found) in (0..).zip(&mut plan.stages).zip(behind).zip(&found) {
-            let priced = self.priced(number, None);
-            let ranks = found.positions.len();
-            stage.predicted = pricing.prediction(
-                &found.run,
-                found.positions.end - found.positions.start,
-                &priced,
-                pricing.step.in_flight(behind + 1),
-            );
+            let (priced, place) = (self.priced(number, None), self.order.place(number, 1));
+            let in_flight = pricing.step.in_flight(behind + 1);
+            stage.predicted = pricing.prediction(&found.run, place.replicas, &priced, in_flight);
             prices.push(priced);
-            replicas.push(ranks);
         }
-        let links = Linker { crossings: &self.model.crossings, order: &self.order, pricing: &pricing, stages: &found };
-        let step_us = pricing.step.longest_path_us(&prices, &replicas, &links.links());
-        let bubble = bubble(&plan.stages, pricing.step.microbatches, step_us);
-        plan.predicted = StepPrediction { step_us, bubble, lower_bound_us: 0.0 };
+        let linker = Linker { crossings: &self.model.crossings, order: &self.order, pricing: &pricing, stages: &found };
+        plan.predicted = step_prediction(&linker, &plan.stages, &prices);
         plan.seal()
     }
 

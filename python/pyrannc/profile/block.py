@@ -74,7 +74,8 @@ class BlockCode:
         self._device = device
         self._randomness = Randomness(device, seed=0)
         self._generator = torch.Generator(device).manual_seed(0)
-        clones = tuple(op for op in part.ops if op not in set(ops))
+        own = set(ops)
+        clones = tuple(op for op in part.ops if op not in own)
         self._shared = self._results_used_by(ops, clones)
         self._part = replace(part, ops=tuple(ops), receives=(*part.receives, *self._shared))
         self._code = StageCode(source.captured, source.facts, self._part, device, self._randomness)
