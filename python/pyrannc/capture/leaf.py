@@ -73,7 +73,7 @@ def opaque_autograd_functions() -> Iterator[None]:
     try:
         yield
     finally:
-        Function.apply = original  # type: ignore[method-assign]
+        Function.apply = original  # type: ignore[method-assign]  # undoes the assignment above
 
 
 def _needs_backward(args: Sequence[Any]) -> bool:
@@ -119,7 +119,7 @@ def captured_tensor_hooks() -> Iterator[None]:
     try:
         yield
     finally:
-        Tensor.register_hook = original  # type: ignore[method-assign]
+        Tensor.register_hook = original  # type: ignore[method-assign]  # undoes the assignment above
 
 
 class LeafModule:

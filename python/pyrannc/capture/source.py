@@ -84,7 +84,7 @@ class SourceTracker:
         try:
             yield
         finally:
-            nn.Module.__call__ = original  # type: ignore[method-assign]
+            nn.Module.__call__ = original  # type: ignore[method-assign]  # undoes the assignment above
 
     def _place_of(self, error: BaseException) -> Place:
         place = Place(self.module)

@@ -310,4 +310,4 @@ def idle_module_moves() -> Iterator[None]:
     try:
         yield
     finally:
-        nn.Module.to = original  # type: ignore[method-assign]
+        nn.Module.to = original  # type: ignore[method-assign]  # undoes the assignment above
