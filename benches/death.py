@@ -54,7 +54,7 @@ def train(stages: int) -> None:
     from models import loss_of, make_batch, make_model
 
     import pyrannc
-    from pyrannc import process
+    from pyrannc.job import process
 
     joined = process.ensure_process_group()
     module = make_model("chain", [1024, 20], 0)

@@ -17,7 +17,7 @@ from models import loss_of, make_batch, make_model
 from torch import Tensor, nn
 
 import pyrannc
-from pyrannc import process
+from pyrannc.job import process
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ from plans import describe
 from torch import nn
 
 import pyrannc
-from pyrannc import process
+from pyrannc.job import process
 from pyrannc.ledger import Compared, Report
 
 _GIB = 2**30

@@ -24,13 +24,13 @@ from rich.console import Console
 from rich.table import Table
 
 import pyrannc
-from pyrannc import agree, process
 from pyrannc._native import Profile
+from pyrannc.call.variant import Variant
 from pyrannc.config import Config
+from pyrannc.job import agree, process
 from pyrannc.planning import Request, find_cluster, find_profiles, own_device
 from pyrannc.profile.measure import is_out_of_memory
 from pyrannc.profile.meter import Meter
-from pyrannc.runtime.variant import Variant
 
 _SUSTAINED_US = 2e6
 _FIGURES = ("forward_us", "backward_us", "backward_input_us", "backward_weight_us", "saved_bytes")

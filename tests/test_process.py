@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pyrannc.errors import ConfigError, RaNNCError
-from pyrannc.process import Launch, detect_launch
+from pyrannc.job.process import Launch, detect_launch
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 BIN = Path(sys.executable).parent
@@ -20,7 +20,7 @@ BIN = Path(sys.executable).parent
 # Prints one line for each rank: the sum of all ranks by both groups, and whether a second use changes anything.
 JOIN = """
 import torch, torch.distributed as dist
-from pyrannc import process
+from pyrannc.job import process
 assert not dist.is_initialized()
 before = process.get_rank(), process.get_world_size()
 joined = process.ensure_process_group()
@@ -70,7 +70,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_import_does_nothing() -> None:
-    code = "import pyrannc.process, torch; assert not torch.distributed.is_initialized()"
+    code = "import pyrannc.job.process, torch; assert not torch.distributed.is_initialized()"
     assert lines(run(sys.executable, "-c", code, RANK="x", WORLD_SIZE="y")) == []
 
 
@@ -110,7 +110,7 @@ def test_group_of_the_program(tmp_path: Path) -> None:
     script = tmp_path / "existing.py"
     script.write_text("""
 import torch.distributed as dist
-from pyrannc import process
+from pyrannc.job import process
 assert process.get_world_size() == 2
 dist.init_process_group("gloo")
 joined = process.ensure_process_group()
@@ -130,7 +130,7 @@ def test_group_that_the_program_makes_anew(tmp_path: Path) -> None:
     script = tmp_path / "anew.py"
     script.write_text("""
 import torch.distributed as dist
-from pyrannc import process
+from pyrannc.job import process
 first = process.ensure_process_group()
 dist.destroy_process_group()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -180,7 +180,7 @@ def test_bad_environment(environ: dict[str, str], message: str) -> None:
 
 
 def test_too_many_processes_for_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pyrannc import process
+    from pyrannc.job import process
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

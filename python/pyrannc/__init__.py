@@ -18,7 +18,7 @@ from pyrannc.errors import (
     PlanFileError,
     RaNNCError,
 )
-from pyrannc.settings import delay_grad_allreduce, keep_graph, sync_params_on_init
+from pyrannc.switches import delay_grad_allreduce, keep_graph, sync_params_on_init
 
 if TYPE_CHECKING:
     from pyrannc.distributed import (

@@ -13,7 +13,7 @@ def main() -> int:
 
             return command.main(argv)
         case ["calibrate", *argv]:
-            from pyrannc.profile import calibrate
+            from pyrannc.calibrate import shares
 
-            return calibrate.main(argv)
+            return shares.main(argv)
     return _native.run_cli(sys.argv)

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor, dtype
 
-from pyrannc import faults, process
 from pyrannc._native import Plan
 from pyrannc.errors import RaNNCError
-from pyrannc.process import barrier, get_rank, get_world_size
+from pyrannc.job import faults, process
+from pyrannc.job.process import barrier, get_rank, get_world_size
 
 __all__ = [
     "DistributeModelParams",

@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from pyrannc import agree
 from pyrannc.errors import RaNNCError
+from pyrannc.job import agree
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.timing import Kind, StepTimes
 

@@ -12,21 +12,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pyrannc import agree, process
 from pyrannc import config as configuration
+from pyrannc.call.variant import Variant
 from pyrannc.capture import batch_rows, flatten, signature
 from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
+from pyrannc.core.program import Mode
 from pyrannc.errors import InputError, MismatchError, RaNNCError
-from pyrannc.faults import watchdog
+from pyrannc.job import agree, process
+from pyrannc.job.faults import watchdog
 from pyrannc.ledger import Report, report
 from pyrannc.log import get_logger
 from pyrannc.planning import Request, decide, dry_run
 from pyrannc.runtime.deployment import Deployment
-from pyrannc.runtime.optimizer import NarrowedOptimizer
-from pyrannc.runtime.program import Mode
 from pyrannc.runtime.step import Step, StepOptions
-from pyrannc.runtime.variant import Variant
-from pyrannc.settings import process_settings
+from pyrannc.store.optimizer import NarrowedOptimizer
+from pyrannc.switches import process_settings
 
 _log = get_logger("RaNNCModule")
 

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pyrannc import agree, process
 from pyrannc._native import Cluster, Plan, Profile
+from pyrannc.call.variant import Variant
 from pyrannc.config import Config
+from pyrannc.core.program import Parts
 from pyrannc.errors import ProfileError
+from pyrannc.job import agree, process
 from pyrannc.log import get_logger
 from pyrannc.profile.block import Source
 from pyrannc.profile.cache import ProfileCache, default_folder, write_atomically
 from pyrannc.profile.conditions import device_name, uses_tf32
 from pyrannc.profile.profiler import Subject, profile, row_counts
-from pyrannc.runtime.optimizer import state_bytes_per_param_byte
-from pyrannc.runtime.program import Parts
-from pyrannc.runtime.variant import Variant
+from pyrannc.store.optimizer import state_bytes_per_param_byte
 
 _log = get_logger("DPStaging")
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from pyrannc._native import Cluster, Graph
 from pyrannc.capture import capture
+from pyrannc.core.graph import GraphFacts
+from pyrannc.core.program import Parts
 from pyrannc.profile.block import BlockCode, Source
 from pyrannc.profile.profiler import Subject
-from pyrannc.runtime.graph import GraphFacts
-from pyrannc.runtime.program import Parts
 
 WIDTH = 64
 CPU = torch.device("cpu")

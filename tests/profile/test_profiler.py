@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import pyrannc
-from pyrannc import process
 from pyrannc._native import Profile
 from pyrannc.errors import ProfileError
+from pyrannc.job import process
 from pyrannc.profile.cache import ProfileCache, default_folder
 from pyrannc.profile.profiler import Subject, profile
 from tests.ranks import RankPool

@@ -14,7 +14,7 @@ from torch import Generator, Tensor, nn
 from torch.utils import _pytree as pytree
 
 import pyrannc
-from pyrannc import process
+from pyrannc.job import process
 
 from .models import RECIPES, Batch, Recipe
 from .plans import graph_of, scheduled, searched_plan

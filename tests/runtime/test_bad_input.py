@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import pyrannc
-from pyrannc import process
+from pyrannc.job import process
 from tests.ranks import RankPool
 
 from .equivalence import double_precision, environment, make_batch

@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor
 
 import pyrannc
-from pyrannc import process
+from pyrannc.job import process
 from tests.ranks import RankPool
 
 from .equivalence import Case, Twins, double_precision, local_slice, make_batch, make_model

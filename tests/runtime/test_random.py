@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import pyrannc
-from pyrannc import process
+from pyrannc.job import process
 from tests.ranks import RankPool
 
 from .equivalence import Differences, double_precision, local_slice

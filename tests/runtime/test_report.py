@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from pyrannc.core.program import RankProgram
 from pyrannc.errors import RaNNCError
 from pyrannc.ledger import Compared, Report
-from pyrannc.runtime.program import RankProgram
 from pyrannc.runtime.timing import KEPT_STEPS, Timing
 from tests.ranks import RankPool
 

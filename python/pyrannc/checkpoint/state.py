@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyrannc import agree, process
+from pyrannc.job import agree, process
 from pyrannc.runtime.deployment import Deployment
 
 

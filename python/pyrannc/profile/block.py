@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pyrannc.blocks.function import StageCode
+from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture import Captured
+from pyrannc.core.graph import GraphFacts
+from pyrannc.core.program import Crossing, InputPart, StagePart
 from pyrannc.profile.layout import Layout
-from pyrannc.runtime.graph import GraphFacts
-from pyrannc.runtime.program import Crossing, InputPart, StagePart
-from pyrannc.runtime.randomness import Randomness
-from pyrannc.runtime.stage import StageCode
 
 _PARAM_STD = 0.02
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyrannc import agree, process
+from pyrannc.job import agree, process
 from pyrannc.runtime.channels import exchange
 
 _SMALL_BYTES = 1 << 12

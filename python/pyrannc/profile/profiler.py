@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass
 import torch
 from torch.optim import Optimizer
 
-from pyrannc import agree, process
 from pyrannc._native import Blocks, Profile
+from pyrannc.blocks.randomness import Randomness
+from pyrannc.core.program import Parts
+from pyrannc.job import agree, process
 from pyrannc.log import get_logger
 from pyrannc.profile.block import BlockCode, Source
 from pyrannc.profile.cache import Key, ProfileCache
@@ -20,8 +22,6 @@ from pyrannc.profile.links import LevelPoint, measure_collective_slowdown, measu
 from pyrannc.profile.measure import BlockMeter, Point
 from pyrannc.profile.progress import Bar
 from pyrannc.profile.update import UpdatePoint, describe, measure_update
-from pyrannc.runtime.program import Parts
-from pyrannc.runtime.randomness import Randomness
 
 _log = get_logger("DPStaging")
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyrannc import process
+from pyrannc.job import process
 
 _UNMATCHED_SENDS = 2
 """Sends that a channel may have under way before the next one waits; the checker assumes this number."""

@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pyrannc import process
 from pyrannc._native import Plan, Watchdog
+from pyrannc.blocks.function import StageCode
+from pyrannc.blocks.randomness import Randomness
+from pyrannc.call.variant import Variant
+from pyrannc.job import process
 from pyrannc.log import get_logger
 from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.executor import StageContext
-from pyrannc.runtime.gradients import Gradients, SharedParam
-from pyrannc.runtime.randomness import Randomness
-from pyrannc.runtime.record import ActionRecord
-from pyrannc.runtime.stage import StageCode
+from pyrannc.runtime.position import ActionRecord
 from pyrannc.runtime.timing import Timing
-from pyrannc.runtime.variant import Variant
+from pyrannc.store.gradients import Gradients, SharedParam
 
 _log = get_logger("ParamStorage")
 

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyrannc.blocks.function import StageCode
+from pyrannc.blocks.randomness import Randomness
+from pyrannc.core.graph import GraphFacts
+from pyrannc.core.program import Action, Backward, Forward, InputPart, Parts, Piece, RankProgram, Recv, Rows, Send
 from pyrannc.runtime.channels import Channels
-from pyrannc.runtime.gradients import Gradients, GradientSet
-from pyrannc.runtime.graph import GraphFacts
-from pyrannc.runtime.program import Action, Backward, Forward, InputPart, Parts, Piece, RankProgram, Recv, Rows, Send
-from pyrannc.runtime.randomness import Randomness
-from pyrannc.runtime.record import ActionRecord
+from pyrannc.runtime.position import ActionRecord
 from pyrannc.runtime.rows import join_rows, take_rows
-from pyrannc.runtime.stage import StageCode
 from pyrannc.runtime.timing import Kind, StepMarks, Timing
+from pyrannc.store.gradients import Gradients, GradientSet
 
 
 @dataclass

@@ -11,8 +11,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from pyrannc.core.program import RowDim, Rows, Slice, Transfer
 from pyrannc.runtime.channels import exchange
-from pyrannc.runtime.program import RowDim, Rows, Slice, Transfer
 
 Shape: TypeAlias = tuple[list[int], torch.dtype]
 

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pyrannc import agree, process
+from pyrannc.call.variant import Variant
+from pyrannc.core.program import OutputPart, RankProgram, RowDim, Rows, Transfer
 from pyrannc.errors import RaNNCError
+from pyrannc.job import agree, process
 from pyrannc.runtime.executor import StageContext, StepExecution
-from pyrannc.runtime.gradients import GradientSet
-from pyrannc.runtime.program import OutputPart, RankProgram, RowDim, Rows, Transfer
 from pyrannc.runtime.rows import Shape, join_rows, local_rows, move_rows, take_rows
-from pyrannc.runtime.variant import Variant
+from pyrannc.store.gradients import GradientSet
 
 _BATCH_FIRST = RowDim(0, 1)
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from pyrannc.runtime.program import RankProgram
+from pyrannc.core.program import RankProgram
 
 KEPT_STEPS = 10
 """Steps whose marks are kept."""

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from pyrannc import agree, process
 from pyrannc._native import Graph, Partition, Plan, Program
 from pyrannc.capture import Captured, capture
+from pyrannc.core.graph import GraphFacts
+from pyrannc.core.program import Mode, Parts, RankProgram
 from pyrannc.errors import CaptureError, MismatchError
-from pyrannc.runtime.graph import GraphFacts
-from pyrannc.runtime.program import Mode, Parts, RankProgram
+from pyrannc.job import agree, process
 
 
 class Variant:

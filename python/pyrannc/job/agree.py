@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from pyrannc import process
 from pyrannc.errors import MismatchError, RaNNCError
+from pyrannc.job import process
 
 _Result = TypeVar("_Result")
 

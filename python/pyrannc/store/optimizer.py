@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pyrannc import agree, process
+from pyrannc.job import agree, process
 
 
 class NarrowedOptimizer:

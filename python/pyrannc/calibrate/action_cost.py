@@ -10,13 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from pyrannc import process
+from pyrannc.call.variant import Variant
 from pyrannc.config import Config
+from pyrannc.job import process
 from pyrannc.planning import Request, decide, find_cluster, find_profiles, own_device
 from pyrannc.profile.meter import Meter
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.step import Step, StepOptions
-from pyrannc.runtime.variant import Variant
 
 _FEW, _MANY = 2, 18
 """Numbers of microbatches; the second is also the rows of each rank."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
+from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture import Captured
-from pyrannc.runtime.graph import GraphFacts
-from pyrannc.runtime.program import StagePart
-from pyrannc.runtime.randomness import Randomness
+from pyrannc.core.graph import GraphFacts
+from pyrannc.core.program import StagePart
 
 
 class StageCode:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from pyrannc._native import Watchdog
-from pyrannc.runtime.program import Action, Backward, Forward, Message, RankProgram, Send
+from pyrannc.core.program import Action, Backward, Forward, Message, RankProgram, Send
 
 
 class ActionRecord:

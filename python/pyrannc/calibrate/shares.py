@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from pyrannc import agree, process
 from pyrannc._native import Cluster
+from pyrannc.calibrate.action_cost import measure_action_us
+from pyrannc.calibrate.workloads import Workload, Workloads
 from pyrannc.config import Config
 from pyrannc.errors import RaNNCError
+from pyrannc.job import agree, process
 from pyrannc.planning import find_cluster, own_device
-from pyrannc.profile.action import measure_action_us
 from pyrannc.profile.cache import write_atomically
 from pyrannc.profile.links import LevelPoint, measure_collective_slowdown, measure_links
 from pyrannc.profile.measure import is_out_of_memory
 from pyrannc.profile.meter import Meter
 from pyrannc.profile.progress import Bar
-from pyrannc.profile.workloads import Workload, Workloads
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -6,8 +6,8 @@ import sys
 from multiprocessing.util import Finalize
 from types import TracebackType
 
-from pyrannc import agree, process
 from pyrannc._native import Watchdog
+from pyrannc.job import agree, process
 
 _watchdog: Watchdog | None = None
 

@@ -1,0 +1,1 @@
+"""Runs of Ops as functions that can be called."""

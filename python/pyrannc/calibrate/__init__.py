@@ -1,0 +1,1 @@
+"""What this machine can do, measured for the cost model."""

@@ -1,0 +1,1 @@
+"""What the native core decides and says, as typed data."""

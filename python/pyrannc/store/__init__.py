@@ -1,0 +1,1 @@
+"""Where parameters and gradients lie, and who owns them."""
