@@ -19,7 +19,7 @@ from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
 from pyrannc.core.program import Mode
 from pyrannc.errors import InputError, MismatchError, RaNNCError
 from pyrannc.job import agree, process
-from pyrannc.job.faults import watchdog
+from pyrannc.job.faults import announced, collective, phase, watchdog
 from pyrannc.ledger import Report, report
 from pyrannc.log import get_logger
 from pyrannc.planning import Request, decide, dry_run
@@ -109,10 +109,13 @@ class RaNNCModule(nn.Module):
             CaptureError: the model cannot be captured.
             PlanError: there is no Plan.
             MismatchError: the ranks disagree.
+            PeerError: another rank has died, failed or left meanwhile.
         """
-        joined = process.ensure_process_group()
-        self.device = joined.device
-        watchdog()
+        with collective("model(...)", new_round=True):
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.device = process.ensure_process_group().device
         variant, tensors, rows = self._agree_on_call(args, kwargs)
         if self._deployment is None:
             self._deploy(variant, tensors, rows)
@@ -190,6 +193,7 @@ class RaNNCModule(nn.Module):
 
     def _add_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Variant:
         get_logger("Decomposer").info("capturing %s", type(self.model).__name__)
+        phase("the capture of the model")
         variant = Variant(self.model, args, kwargs, self.device, rows)
         _log.info(
             "captured %d ops, %d parameters (%s elements)",
@@ -221,6 +225,7 @@ class RaNNCModule(nn.Module):
         if self._config.partitioning_dry_run_np:
             dry_run(request)
         plan = decide(request, self._plan_file)
+        phase("the deployment of the Plan")
         variant.divide(agree.together(lambda: plan.partition(variant.graph)))
         self._deployment = Deployment(
             self.model,
@@ -260,6 +265,7 @@ class RaNNCModule(nn.Module):
         content: dict[str, Any] = json.loads(self._deployed("plan").plan.to_json())
         return content
 
+    @announced("report()")
     def report(self) -> Report:
         """What the Plan predicted beside what the last training steps took. All ranks call it.
 
@@ -270,6 +276,7 @@ class RaNNCModule(nn.Module):
         """
         return report(self._deployed("report"))
 
+    @announced("undeploy()")
     def undeploy(self) -> None:
         """Gives every rank the whole model and optimizer back, on the host. All ranks call it."""
         deployment = self._deployed("undeploy")
@@ -322,6 +329,7 @@ class RaNNCModule(nn.Module):
         deployment = self._deployed("named_parameters")
         return {id(t) for t in (*deployment.local_params().values(), *deployment.local_buffers().values())}
 
+    @announced('get_param("{}")')
     def get_param(self, name: str) -> Tensor:
         """A parameter's full tensor on the host, on every rank. After deployment all ranks call it."""
         param = self._find_param(name)
@@ -329,6 +337,7 @@ class RaNNCModule(nn.Module):
             return param.detach()
         return self._deployment.full(self._first_name(name), param.detach())
 
+    @announced('get_param_grad("{}")')
     def get_param_grad(self, name: str) -> Tensor | None:
         """A parameter's gradient on the host, on every rank. After deployment all ranks call it."""
         param = self._find_param(name)
@@ -351,6 +360,7 @@ class RaNNCModule(nn.Module):
         param = self._find_param(name)
         return next(first for first, found in self.name_to_param.items() if found is param)
 
+    @announced("state_dict()")
     def state_dict(  # type: ignore[override]  # the contract adds rank0_only
         self, *args: Any, rank0_only: bool = True, **kwargs: Any
     ) -> dict[str, Any]:
@@ -366,6 +376,7 @@ class RaNNCModule(nn.Module):
             return plain
         return full_state_dict(self.model, self._deployment, rank0_only=rank0_only, **kwargs)
 
+    @announced("load_state_dict(...)")
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Takes back what :meth:`state_dict` gave. After deployment all ranks call it, and rank 0's counts."""
         if self._deployment is None:
@@ -374,10 +385,12 @@ class RaNNCModule(nn.Module):
 
     # Training
 
+    @announced("allreduce_grads()")
     def allreduce_grads(self) -> None:
         """Sums gradients that were left unreduced by ``delay_grad_allreduce(True)``. All ranks call it."""
         self._deployed("allreduce_grads").gradients.reduce_delivered()
 
+    @announced("clip_grad_norm(...)")
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their global L2 norm is at most ``max_norm``. All ranks call it.
 

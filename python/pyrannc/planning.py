@@ -19,6 +19,7 @@ from pyrannc.config import Config
 from pyrannc.core.program import Parts
 from pyrannc.errors import ProfileError
 from pyrannc.job import agree, process
+from pyrannc.job.faults import phase
 from pyrannc.log import get_logger
 from pyrannc.profile.block import Source
 from pyrannc.profile.cache import ProfileCache, default_folder, write_atomically
@@ -117,7 +118,9 @@ def decide(request: Request, plan_file: Path | None) -> Plan:
     else:
         ranks: list[RankDevice] = agree.gather_objects(own_device(request.device))
         cluster = agree.together(lambda: find_cluster(request.config, ranks))
+        phase("the measurement of Blocks and links")
         profiles = find_profiles(request, cluster, [rank.host for rank in ranks])
+        phase("the search for a Plan", busy=process.get_rank() == 0)
 
         def find() -> str:
             _log.info("searching a plan for %d ranks and a global batch of %d rows", world_size, request.batch_rows)

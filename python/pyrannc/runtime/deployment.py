@@ -13,7 +13,7 @@ from pyrannc._native import Plan, Watchdog
 from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.call.variant import Variant
-from pyrannc.job import process
+from pyrannc.job import faults, process
 from pyrannc.log import get_logger
 from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.executor import StageContext
@@ -116,6 +116,7 @@ class Deployment:
     @torch.no_grad()
     def _broadcast_from_first(self) -> None:
         for _, tensor in self._tensors():
+            faults.advance()
             on_device = tensor.to(self.device).contiguous()
             dist.broadcast(on_device, 0, group=process.world())
             if process.get_rank() != 0:
@@ -209,6 +210,7 @@ class Deployment:
             name: first name of the parameter or buffer.
             tensor: on the owner, what to give; elsewhere, its shape and type.
         """
+        faults.advance()
         owner = self.holders.get(name, (0,))[0]
         if process.get_world_size() == 1:
             return tensor.to("cpu", copy=True)

@@ -17,6 +17,7 @@ from pyrannc.call.variant import Variant
 from pyrannc.core.program import OutputPart, RankProgram, RowDim, Rows, Transfer
 from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
+from pyrannc.job.faults import collective
 from pyrannc.runtime.executor import StageContext, StepExecution
 from pyrannc.runtime.rows import Shape, join_rows, local_rows, move_rows, take_rows
 from pyrannc.store.gradients import GradientSet
@@ -234,7 +235,7 @@ class Step:
 
     def _run_backward(self, grads: Sequence[Tensor | None]) -> None:
         context, program, options = self._context, self._program, self._options
-        with context.record.step(program), self._generator():
+        with collective("loss.backward()"), context.record.step(program), self._generator():
             seeds = self._bring_output_grads(grads)
             self._current = context.gradients.begin()
             self._execution.run(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pyrannc.job import agree, process
+from pyrannc.job.faults import collective
 
 
 class NarrowedOptimizer:
@@ -63,7 +64,10 @@ class NarrowedOptimizer:
             from_global: the state of all ranks' parameters, with the original numbering, on rank 0 and an
                 empty dict elsewhere. All ranks call it.
         """
-        return self._global_state_dict() if from_global else self._local_state_dict()
+        if not from_global:
+            return self._local_state_dict()
+        with collective("optimizer.state_dict(from_global=True)"):
+            return self._global_state_dict()
 
     def _global_state_dict(self) -> dict[str, Any]:
         everyone = agree.gather_objects(self._owned_state())
@@ -100,6 +104,10 @@ class NarrowedOptimizer:
         if not from_global:
             self._local_load_state_dict(state_dict)
             return
+        with collective("optimizer.load_state_dict(..., from_global=True)"):
+            self._load_global_state_dict(state_dict)
+
+    def _load_global_state_dict(self, state_dict: dict[str, Any]) -> None:
         whole = agree.broadcast_object(state_dict)
         numbers = [index for index, (_, name) in enumerate(self._numbered()) if self._local(name)]
         renumbered = {old: new for new, old in enumerate(numbers)}
