@@ -33,14 +33,19 @@ fn left_behind(peers: &Peers, limits: &Limits) -> Option<String> {
 
 /// Two ranks wait in calls that no two ranks can make at the same time.
 fn different_calls(peers: &Peers, limits: &Limits) -> Option<String> {
-    let resting = peers.all().filter(|(_, peer)| peer.rests(limits.different));
-    let calls: Vec<(u32, &Peer, &Call)> = resting.filter_map(|(rank, peer)| Some((rank, peer, peer.call()?))).collect();
-    let (_, ahead, ahead_call) = calls.iter().max_by_key(|(_, _, call)| call.place)?;
-    calls.iter().find(|(_, _, call)| ahead.beat.calls.contradict(call))?;
-    let one_name = calls.iter().all(|(_, _, call)| call.name == ahead_call.name);
-    let one_round = calls.iter().all(|(_, _, call)| call.place.round == ahead_call.place.round);
+    let resting = || peers.all().filter(|(_, peer)| peer.rests(limits.different));
+    let ahead =
+        resting().filter(|(_, peer)| peer.call().is_some()).max_by_key(|(_, peer)| peer.beat.calls.last_place());
+    let (_, ahead) = ahead?;
+    resting().find(|(_, peer)| peer.call().is_some_and(|call| ahead.beat.calls.contradict(call)))?;
+    Some(describe_calls(peers.all().filter_map(|(rank, peer)| Some((rank, peer.call()?))).collect()))
+}
+
+fn describe_calls(calls: Vec<(u32, &Call)>) -> String {
+    let one_name = calls.iter().all(|(_, call)| call.name == calls[0].1.name);
+    let one_round = calls.iter().all(|(_, call)| call.place.round == calls[0].1.place.round);
     let mut groups: Vec<(String, Vec<u32>)> = Vec::new();
-    for (rank, _, call) in &calls {
+    for (rank, call) in &calls {
         let number = if one_name && !one_round { format!(" (round {})", call.place.round) } else { String::new() };
         let text = format!("in {}{number}", call.name);
         match groups.iter_mut().find(|(known, _)| *known == text) {
@@ -56,7 +61,7 @@ fn different_calls(peers: &Peers, limits: &Limits) -> Option<String> {
     };
     let places = groups.iter().map(|(text, ranks)| (text.as_str(), ranks.as_slice()));
     let separator = if groups.len() == 1 { ", " } else { ": " };
-    Some(format!("{}{separator}{demand}", enumerate_places(places)))
+    format!("{}{separator}{demand}", enumerate_places(places))
 }
 
 /// "rank 0 waits in state_dict(), ranks 1-3 in model(...)".
