@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pyrannc._native import Cluster, Graph
 from pyrannc.capture import capture
 from pyrannc.core.graph import GraphFacts
-from pyrannc.core.program import Parts
+from pyrannc.core.partition import Parts
 from pyrannc.profile.block import BlockCode, Source
 from pyrannc.profile.profiler import Subject
 

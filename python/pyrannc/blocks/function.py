@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture import Captured
 from pyrannc.core.graph import GraphFacts
-from pyrannc.core.program import StagePart
+from pyrannc.core.partition import StagePart
 
 
 class StageCode:

@@ -12,7 +12,7 @@ from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture import Captured
 from pyrannc.core.graph import GraphFacts
-from pyrannc.core.program import Crossing, InputPart, StagePart
+from pyrannc.core.partition import Crossing, InputPart, StagePart
 from pyrannc.profile.layout import Layout
 
 _PARAM_STD = 0.02

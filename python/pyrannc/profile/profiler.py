@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from pyrannc._native import Blocks, Profile
 from pyrannc.blocks.randomness import Randomness
-from pyrannc.core.program import Parts
+from pyrannc.core.partition import Parts
 from pyrannc.job import agree, process
 from pyrannc.log import get_logger
 from pyrannc.profile.block import BlockCode, Source
