@@ -14,9 +14,12 @@ from pyrannc.errors import CaptureError
 from .dims import Dim
 from .facts import FACTS, GRAD_ENABLED, PLACE
 from .functional import replace_in_place_ops
-from .ops import SET_GRAD_ENABLED, has_effect, is_assertion, is_tuple_access
+from .ops import has_effect, is_assertion, is_tuple_access
 from .source import Place
+from .torch_internals import SET_GRAD_ENABLED, expression
 from .tracer import Trace
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass
@@ -133,7 +136,7 @@ def _classify(trace: Trace, graph: fx.Graph, cleaned: CleanGraph) -> None:
         if node.op != "call_function":
             continue
         value = node.meta.get("val")
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)) and not isinstance(value, bool):
+        if isinstance(value, (*_SYMBOLIC, int, float)) and not isinstance(value, bool):
             cleaned.dims[node] = _batch_integer(trace, node, value)
         elif not is_tuple_access(node):
             cleaned.ops.append(node)
@@ -142,7 +145,7 @@ def _classify(trace: Trace, graph: fx.Graph, cleaned: CleanGraph) -> None:
 def _batch_integer(trace: Trace, node: fx.Node, value: Any) -> Dim:
     dim = trace.reader.read(value)
     if dim is None:
-        expr = value.node.expr if hasattr(value, "node") else value
+        expr = expression(value) if isinstance(value, _SYMBOLIC) else value
         if _reads_data(trace, value):
             raise CaptureError(
                 f"{place_of(node)} reads a number from a tensor (.item() or the like) and uses it as an argument; "
@@ -156,7 +159,7 @@ def _batch_integer(trace: Trace, node: fx.Node, value: Any) -> Dim:
 
 
 def _reads_data(trace: Trace, value: Any) -> bool:
-    return hasattr(value, "node") and bool(value.node.expr.free_symbols - {trace.reader.symbol})
+    return isinstance(value, _SYMBOLIC) and bool(expression(value).free_symbols - {trace.reader.symbol})
 
 
 def _identifier(name: str) -> str:
