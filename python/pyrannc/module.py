@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from pyrannc import config as configuration
 from pyrannc.call.agreed import AgreedCall, agree_on_call
 from pyrannc.call.variant import Variant, Variants
+from pyrannc.capture.torch_internals import Dropout
 from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
 from pyrannc.core.plan import content
 from pyrannc.core.program import Mode
@@ -334,7 +335,7 @@ class RaNNCModule(nn.Module):
     def enable_dropout(self, enable: bool) -> None:
         """Switches all dropout on or off, whatever the mode."""
         for module in self.model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
+            if isinstance(module, Dropout):
                 module.training = enable
 
     def to(self, *args: Any, **kwargs: Any) -> RaNNCModule:

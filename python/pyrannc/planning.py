@@ -20,7 +20,7 @@ from pyrannc.core.settings import SearchSettings
 from pyrannc.errors import ProfileError
 from pyrannc.job import agree, process
 from pyrannc.log import get_logger
-from pyrannc.profile.block import Source
+from pyrannc.profile.block import BlockSource
 from pyrannc.profile.cache import ProfileCache, default_folder, write_atomically
 from pyrannc.profile.conditions import device_name, uses_tf32
 from pyrannc.profile.profiler import Subject, profile, row_counts
@@ -233,7 +233,7 @@ def _subject(request: Request, cluster: Cluster, hosts: Sequence[str]) -> Subjec
         graph_hash=variant.graph.hash(),
         blocks=blocks,
         parts=parts,
-        source=Source(variant.captured, variant.facts, parts.crossings, request.samples),
+        source=BlockSource(variant.captured, variant.facts, parts.crossings, request.samples),
         row_counts=row_counts(request.batch_rows, world_size),
         hosts=tuple(hosts),
         level_names=tuple(cluster.level_names),

@@ -19,7 +19,7 @@ _PARAM_STD = 0.02
 
 
 @dataclass(frozen=True)
-class Source:
+class BlockSource:
     """Where Blocks come from.
 
     Attributes:
@@ -68,7 +68,9 @@ class BlockCode:
         device: where it runs.
     """
 
-    def __init__(self, source: Source, place: int, part: StagePart, ops: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, source: BlockSource, place: int, part: StagePart, ops: Sequence[int], device: torch.device
+    ) -> None:
         self._source = source
         self._place = place
         self._device = device

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pyrannc._native import Cluster
-from pyrannc.calibrate.shares import calibrated
+from pyrannc.calibrate.command import calibrated
 from pyrannc.profile.links import LevelPoint, LinkPoint
 from tests.ranks import run_programs
 
