@@ -23,7 +23,7 @@ from pyrannc.log import get_logger
 from pyrannc.planning import Request, decide, dry_run
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.optimizer import NarrowedOptimizer
-from pyrannc.runtime.program import Mode
+from pyrannc.runtime.program import Call
 from pyrannc.runtime.step import Step, StepOptions
 from pyrannc.runtime.variant import Variant
 from pyrannc.settings import process_settings
@@ -117,8 +117,7 @@ class RaNNCModule(nn.Module):
         if self._deployment is None:
             self._deploy(variant, tensors, rows)
         assert self._deployment is not None, "deployed above"
-        mode = self._mode(variant)
-        program = self._deployment_program(variant, rows, mode)
+        program = self._deployment_program(variant, rows)
         self._deployment.sync_buffers(variant)
         settings = process_settings()
         step = Step(
@@ -132,16 +131,10 @@ class RaNNCModule(nn.Module):
         self._steps += 1
         return variant.captured.rebuild_outputs(step.results())
 
-    def _deployment_program(self, variant: Variant, rows: tuple[int, ...], mode: Mode) -> Any:
+    def _deployment_program(self, variant: Variant, rows: tuple[int, ...]) -> Any:
         deployment = self._deployment
         assert deployment is not None, "called after deployment"
-        return variant.program(deployment.plan, rows, self._gather_inputs, mode)
-
-    def _mode(self, variant: Variant) -> Mode:
-        if not (torch.is_grad_enabled() and variant.trains):
-            return "forward"
-        interleaved = variant.loss is not None and self._deployed("forward").plan.schedule() == "1f1b"
-        return "train_1f1b" if interleaved else "train_fill_drain"
+        return variant.program(deployment.plan, rows, self._gather_inputs, _call(variant))
 
     def _agree_on_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -455,6 +448,12 @@ def _switches() -> int:
     """What else must be the same on all ranks for a call, as one number."""
     settings = process_settings()
     return torch.is_grad_enabled() + 2 * settings.delay_grad_allreduce + 4 * settings.keep_graph
+
+
+def _call(variant: Variant) -> Call:
+    if not (torch.is_grad_enabled() and variant.trains):
+        return "forward"
+    return "halves" if variant.loss is None else "whole"
 
 
 def _different_calls(model: nn.Module, tensors: list[Tensor]) -> str:

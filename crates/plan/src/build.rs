@@ -10,17 +10,19 @@ use thiserror::Error;
 
 use crate::parts::{OutputSource, Partition};
 use crate::plan::{PlanFault, check_ranks};
-use crate::program::{Action, Message, Mode, Payload, Piece, Program, RankProgram, Transfer};
+use crate::program::{Action, Message, Payload, Piece, Program, RankProgram, Transfer};
 use crate::routes::{BatchSplit, Interval, overlaps, split_even};
-use crate::schedule::{Compute, ScheduleKind};
+use crate::schedule::{Call, Compute, ScheduleKind};
 
-/// Where the Replicas of each Stage run, and how often.
+/// Where the Replicas of each Stage run, how often, and in which order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
     /// By Stage, the rank of each Replica.
     pub ranks: Vec<Vec<u32>>,
     /// Microbatches of a step.
     pub microbatches: u32,
+    /// Order of forwards and backwards.
+    pub schedule: ScheduleKind,
 }
 
 /// The rows that one call gives.
@@ -89,7 +91,7 @@ pub enum ProgramError {
 }
 
 /// Builds the Program of a batch. The result passes [`check`](crate::check()).
-pub fn build(placement: &Placement, partition: &Partition, batch: &Batch, mode: Mode) -> Result<Program, ProgramError> {
+pub fn build(placement: &Placement, partition: &Partition, batch: &Batch, call: Call) -> Result<Program, ProgramError> {
     let total_rows = check_arguments(placement, partition, batch)?;
     let mut source_rows = batch.rows_per_rank.clone();
     if !batch.gather_inputs {
@@ -103,10 +105,10 @@ pub fn build(placement: &Placement, partition: &Partition, batch: &Batch, mode: 
         .collect();
     let router = Router { placement, partition, split: &split, stage_rows: &stage_rows };
     let (inputs, outputs) = (router.inputs(), router.outputs(batch.gather_inputs));
-    let ranks = router.ranks(mode);
+    let ranks = router.ranks(call);
     let BatchSplit { microbatches, slices, .. } = split;
     let gather_inputs = batch.gather_inputs;
-    Ok(Program { mode, gather_inputs, total_rows, microbatches, slices, stage_rows, inputs, outputs, ranks })
+    Ok(Program { call, gather_inputs, total_rows, microbatches, slices, stage_rows, inputs, outputs, ranks })
 }
 
 /// All directed rank pairs between which a message between Stages may go, whatever the batch; sorted.
@@ -319,23 +321,20 @@ impl Router<'_> {
         transfers
     }
 
-    fn ranks(&self, mode: Mode) -> Vec<RankProgram> {
-        let mut mailboxes = self.mailboxes(mode);
+    fn ranks(&self, call: Call) -> Vec<RankProgram> {
+        let mut mailboxes = self.mailboxes(call);
         let active: Vec<u32> =
             self.microbatches().filter(|&(_, index)| self.split.microbatches[index] > 0).map(|(mb, _)| mb).collect();
-        let schedule = match mode {
-            Mode::Train1F1B => ScheduleKind::OneForwardOneBackward,
-            Mode::TrainFillDrain | Mode::Forward => ScheduleKind::FillDrain,
-        };
         let mut programs = Vec::with_capacity(mailboxes.len());
         for (stage, ranks) in (0..).zip(&self.placement.ranks) {
-            let order = schedule.order(stage, rank_number(self.placement.ranks.len()), rank_number(active.len()));
+            let stages = rank_number(self.placement.ranks.len());
+            let order = self.placement.schedule.order(stage, stages, rank_number(active.len()));
             let order: Vec<Compute> = order.map(|compute| compute.map_microbatch(|nth| active[nth as usize])).collect();
             for (replica, &rank) in (0..).zip(ranks) {
                 let rows = |mb: u32| self.stage_rows[stage as usize][mb as usize][replica as usize];
                 let computes: Vec<Compute> =
                     order.iter().copied().filter(|compute| !rows(compute.microbatch()).is_empty()).collect();
-                let (forward, backward) = rank_actions(mode, &mut mailboxes[rank as usize], computes);
+                let (forward, backward) = rank_actions(call, &mut mailboxes[rank as usize], &computes);
                 programs.push(RankProgram { rank, stage, replica, forward, backward });
             }
         }
@@ -343,7 +342,7 @@ impl Router<'_> {
         programs
     }
 
-    fn mailboxes(&self, mode: Mode) -> Vec<Mailbox> {
+    fn mailboxes(&self, call: Call) -> Vec<Mailbox> {
         let mut mailboxes = vec![Mailbox::new(self.split.microbatches.len()); self.split.slices.len()];
         for ((from, to), link) in stage_links(self.partition) {
             let (from, to) = (from as usize, to as usize);
@@ -359,7 +358,7 @@ impl Router<'_> {
                     mailboxes[maker as usize].value_sends[index].push(sent);
                     let received = Action::Recv(message(Payload::Value, &link.values, maker));
                     mailboxes[user as usize].value_recvs[index].push(received);
-                    if mode.trains() && !link.grads.is_empty() {
+                    if call.trains() && !link.grads.is_empty() {
                         let sent = Action::Send(message(Payload::Grad, &link.grads, maker));
                         mailboxes[user as usize].grad_sends[index].push(sent);
                         let received = Action::Recv(message(Payload::Grad, &link.grads, user));
@@ -373,25 +372,19 @@ impl Router<'_> {
 }
 
 /// The forward and the backward list of one rank.
-fn rank_actions(mode: Mode, mailbox: &mut Mailbox, mut computes: Vec<Compute>) -> (Vec<Action>, Vec<Action>) {
-    let is_forward = |compute: &Compute| matches!(compute, Compute::Forward(_));
-    match mode {
-        Mode::Train1F1B => {
-            let mut step = mailbox.actions(&computes);
-            step.push(Action::Reduce);
-            (step, Vec::new())
-        }
-        Mode::TrainFillDrain => {
-            let backwards = computes.split_off(computes.partition_point(is_forward));
-            let mut backward = mailbox.actions(&backwards);
-            backward.push(Action::Reduce);
-            (mailbox.actions(&computes), backward)
-        }
-        Mode::Forward => {
-            computes.retain(is_forward);
-            (mailbox.actions(&computes), Vec::new())
-        }
+fn rank_actions(call: Call, mailbox: &mut Mailbox, computes: &[Compute]) -> (Vec<Action>, Vec<Action>) {
+    let (forwards, backwards): (Vec<Compute>, Vec<Compute>) =
+        computes.iter().partition(|compute| matches!(compute, Compute::Forward(_)));
+    match call {
+        Call::Forward => (mailbox.actions(&forwards), Vec::new()),
+        Call::Whole => (ended_by_reduce(mailbox.actions(computes)), Vec::new()),
+        Call::Halves => (mailbox.actions(&forwards), ended_by_reduce(mailbox.actions(&backwards))),
     }
+}
+
+fn ended_by_reduce(mut actions: Vec<Action>) -> Vec<Action> {
+    actions.push(Action::Reduce);
+    actions
 }
 
 fn rank_number(index: usize) -> u32 {

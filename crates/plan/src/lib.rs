@@ -21,8 +21,8 @@ pub use plan::{
     MemoryPrediction, PLAN_SCHEMA, Plan, PlanFault, PlanFileError, Recompute, Sharding, StagePlan, StagePrediction,
     StepPrediction,
 };
-pub use program::{Action, Message, Mode, Payload, Piece, Program, RankProgram, Transfer};
+pub use program::{Action, Message, Payload, Piece, Program, RankProgram, Transfer};
 pub use routes::{Interval, Overlap, Slice, overlaps, split_even};
-pub use schedule::{Compute, ScheduleKind};
+pub use schedule::{Call, Compute, ScheduleKind};
 pub use simulate::GRAD_WINDOW;
 pub use view::RankView;

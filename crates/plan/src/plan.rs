@@ -379,11 +379,12 @@ impl Plan {
         Ok(())
     }
 
-    /// The ranks of the Stages and the number of microbatches: all that a Program needs of the Plan.
+    /// The ranks of the Stages, the number of microbatches and the Schedule: all that a Program needs of the Plan.
     pub fn placement(&self) -> Placement {
         Placement {
             ranks: self.stages.iter().map(|stage| stage.ranks.clone()).collect(),
             microbatches: self.microbatches,
+            schedule: self.schedule,
         }
     }
 

@@ -6,27 +6,7 @@ use rannc_ir::ValueId;
 use serde::{Deserialize, Serialize};
 
 use crate::routes::{Interval, Slice};
-
-/// What a Program is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Mode {
-    /// Forward and backward interleaved; the loss is inside the model.
-    #[serde(rename = "train_1f1b")]
-    Train1F1B,
-    /// All forwards, then, when asked for, all backwards.
-    #[serde(rename = "train_fill_drain")]
-    TrainFillDrain,
-    /// Forward only.
-    #[serde(rename = "forward")]
-    Forward,
-}
-
-impl Mode {
-    /// True when there are backwards.
-    pub const fn trains(self) -> bool {
-        !matches!(self, Self::Forward)
-    }
-}
+use crate::schedule::Call;
 
 /// Rows of a Value that go from one rank to another, or stay where they are (`src == dst`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -127,17 +107,17 @@ pub struct RankProgram {
     pub stage: u32,
     /// Which Replica of the Stage it is.
     pub replica: u32,
-    /// The whole step under [`Mode::Train1F1B`], else all forwards.
+    /// The whole step of [`Call::Whole`], else all forwards.
     pub forward: Vec<Action>,
-    /// All backwards under [`Mode::TrainFillDrain`], else nothing.
+    /// All backwards of [`Call::Halves`], else nothing.
     pub backward: Vec<Action>,
 }
 
 /// What all ranks do for one batch.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Program {
-    /// What it is for.
-    pub mode: Mode,
+    /// How the call comes.
+    pub call: Call,
     /// As in [`Batch`](crate::Batch).
     pub gather_inputs: bool,
     /// Rows of the global batch.

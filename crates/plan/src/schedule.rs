@@ -1,10 +1,41 @@
-//! Schedules: the order in which a Stage computes.
+//! How a call comes, and Schedules: the order in which a Stage computes.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::program::Mode;
+/// How a call of the model comes. It says which computations a Program has and in how many lists they stand; their
+/// order is the Schedule's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Call {
+    /// Forwards only.
+    Forward,
+    /// The loss is inside the model: forwards and backwards in one list.
+    Whole,
+    /// The criterion is outside: forwards in one list, then, when asked for, backwards in a second one.
+    Halves,
+}
+
+impl Call {
+    /// True when there are backwards.
+    pub const fn trains(self) -> bool {
+        match self {
+            Self::Forward => false,
+            Self::Whole | Self::Halves => true,
+        }
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Forward => "forward",
+            Self::Whole => "whole",
+            Self::Halves => "halves",
+        })
+    }
+}
 
 /// How forward and backward of the microbatches are ordered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -58,14 +89,6 @@ impl ScheduleKind {
         match self {
             Self::FillDrain => microbatches,
             Self::OneForwardOneBackward => microbatches.min(from_end),
-        }
-    }
-
-    /// What a Program that trains under it is for.
-    pub const fn training_mode(self) -> Mode {
-        match self {
-            Self::FillDrain => Mode::TrainFillDrain,
-            Self::OneForwardOneBackward => Mode::Train1F1B,
         }
     }
 

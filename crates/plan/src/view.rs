@@ -2,8 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::program::{Action, Mode, Program, Transfer};
+use crate::program::{Action, Program, Transfer};
 use crate::routes::{Interval, Slice};
+use crate::schedule::Call;
 
 /// One rank's part of a [`Program`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -14,8 +15,8 @@ pub struct RankView {
     pub stage: u32,
     /// Which Replica of the Stage it is.
     pub replica: u32,
-    /// What the Program is for.
-    pub mode: Mode,
+    /// How the call comes.
+    pub call: Call,
     /// As in [`Batch`](crate::Batch).
     pub gather_inputs: bool,
     /// Rows of the global batch.
@@ -30,9 +31,9 @@ pub struct RankView {
     pub inputs: Vec<Transfer>,
     /// Output transfers from or to this rank, in the order common to all ranks.
     pub outputs: Vec<Transfer>,
-    /// The whole step under [`Mode::Train1F1B`], else all forwards.
+    /// The whole step of [`Call::Whole`], else all forwards.
     pub forward: Vec<Action>,
-    /// All backwards under [`Mode::TrainFillDrain`], else nothing.
+    /// All backwards of [`Call::Halves`], else nothing.
     pub backward: Vec<Action>,
 }
 
@@ -48,7 +49,7 @@ impl Program {
             rank,
             stage: program.stage,
             replica: program.replica,
-            mode: self.mode,
+            call: self.call,
             gather_inputs: self.gather_inputs,
             total_rows: self.total_rows,
             microbatches: self.microbatches.clone(),

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use pyo3::prelude::*;
 use rannc_cost::{ComputeCost, OpWork, Operation};
 use rannc_ir::{Analysis, Entity, OpId};
-use rannc_plan::{Batch, Mode, StageOps};
+use rannc_plan::{Batch, Call, StageOps};
 use rannc_report::Report as _;
 use rannc_search::{PlanCosts, Settings};
 
@@ -189,11 +189,6 @@ impl Plan {
         self.0.check_graph(&graph.0).or_raise(ErrorClass::PLAN_FILE)
     }
 
-    /// Its Schedule: "1f1b" or "fill_drain".
-    fn schedule(&self) -> String {
-        self.0.schedule.to_string()
-    }
-
     /// Tables of the Stages with predicted times and memory; `limit_bytes` is what a device may use.
     #[pyo3(signature = (limit_bytes=None))]
     fn tables(&self, limit_bytes: Option<u64>) -> String {
@@ -259,7 +254,7 @@ pub struct Program {
 
 #[pymethods]
 impl Program {
-    /// Makes the Program of a batch and checks it. `mode` is "train_1f1b", "train_fill_drain" or "forward".
+    /// Makes the Program of a batch and checks it. `call` is "forward", "whole" or "halves".
     #[staticmethod]
     fn build(
         py: Python<'_>,
@@ -267,13 +262,13 @@ impl Program {
         partition: &Partition,
         rows_per_rank: Vec<u64>,
         gather_inputs: bool,
-        mode: &str,
+        call: &str,
     ) -> PyResult<Self> {
-        let mode: Mode = serde_json::from_value(mode.into()).or_raise(ErrorClass::PLAN)?;
+        let call: Call = serde_json::from_value(call.into()).or_raise(ErrorClass::PLAN)?;
         py.detach(|| {
             let batch = Batch { rows_per_rank, gather_inputs };
             let program =
-                rannc_plan::build(&plan.0.placement(), &partition.0, &batch, mode).or_raise(ErrorClass::PLAN)?;
+                rannc_plan::build(&plan.0.placement(), &partition.0, &batch, call).or_raise(ErrorClass::PLAN)?;
             rannc_plan::check(&program, &partition.0).or_raise(ErrorClass::PLAN)?;
             Ok(Self { program })
         })

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use rannc_cost::{Cluster, Profile, tensor_bytes};
 use rannc_ir::{Analysis, Graph, ValueId};
-use rannc_plan::{Plan, PlanFileError, Recompute, StageOps};
+use rannc_plan::{Call, Plan, PlanFileError, Recompute, ScheduleKind, StageOps};
 use rannc_sim::Costs;
 
 use crate::assemble::step_prediction;
@@ -105,6 +105,15 @@ impl<'a> PlanCosts<'a> {
         let linker = Linker { crossings: &self.model.crossings, order: &self.order, pricing: &pricing, stages: &found };
         plan.predicted = step_prediction(&linker, &plan.stages, &prices);
         plan.seal()
+    }
+
+    /// How the call comes whose steps are simulated: as often as it can. With fill-drain it may come in halves, between
+    /// which ranks wait for all that they have sent.
+    pub const fn call(&self) -> Call {
+        match self.plan.schedule {
+            ScheduleKind::FillDrain => Call::Halves,
+            ScheduleKind::OneForwardOneBackward => Call::Whole,
+        }
     }
 
     fn found_stages(&self) -> Vec<FoundStage> {

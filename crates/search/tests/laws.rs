@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use rannc_cost::Cluster;
 use rannc_ir::testing::mlp;
 use rannc_ir::{Analysis, Graph};
-use rannc_plan::{Batch, Mode, Partition, Plan, ScheduleKind, Sharding, StageOps, build};
+use rannc_plan::{Batch, Call, Partition, Plan, ScheduleKind, Sharding, StageOps, build};
 use rannc_search::{Capabilities, Limits, Outcome, SearchError, Settings, Stop, plan};
 
 /// Two nodes of devices without framework memory, so that small models are tight.
@@ -53,11 +53,9 @@ fn assert_valid(graph: &Graph, plan: &Plan, settings: &Settings) {
     let ranks = u64::from(plan.world_size);
     let rows_per_rank = (0..ranks).map(|rank| (plan.batch_rows + ranks - 1 - rank) / ranks).collect();
     let batch = Batch { rows_per_rank, gather_inputs: true };
-    let mode = match plan.schedule {
-        ScheduleKind::OneForwardOneBackward => Mode::Train1F1B,
-        ScheduleKind::FillDrain => Mode::TrainFillDrain,
-    };
-    build(&plan.placement(), &partition, &batch, mode).expect("a program");
+    for call in [Call::Forward, Call::Whole, Call::Halves] {
+        build(&plan.placement(), &partition, &batch, call).expect("a program");
+    }
     let limit_bytes = settings.memory_limit_bytes.expect("limited");
     for stage in &plan.stages {
         assert!(stage.predicted.memory.total_bytes() <= limit_bytes * 9 / 10);

@@ -18,8 +18,8 @@ fn simulated(graph: &Graph, cluster: &Cluster, settings: &Settings, plan: &Plan)
     let partition = Partition::new(graph, &cuts).expect("the search cuts where it may");
     let rows = plan.batch_rows / u64::from(plan.world_size);
     let batch = Batch { rows_per_rank: vec![rows; plan.world_size as usize], gather_inputs: true };
-    let program = build(&plan.placement(), &partition, &batch, plan.schedule.training_mode()).expect("a program");
     let costs = PlanCosts::new(graph, cluster, &[], settings, plan).expect("its own plan");
+    let program = build(&plan.placement(), &partition, &batch, costs.call()).expect("a program");
     simulate(&program, &costs).expect("runs")
 }
 

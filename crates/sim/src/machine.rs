@@ -99,7 +99,7 @@ impl<'a> Machine<'a> {
                 if !state.wait(&self.traffic) {
                     return false;
                 }
-                state.compute(compute, costs, self.program.mode.trains());
+                state.compute(compute, costs, self.program.call.trains());
             }
             Task::Send { slot } => return self.send(rank, slot),
             Task::Recv { channel, payload, mb } => {
@@ -124,7 +124,7 @@ impl<'a> Machine<'a> {
 
     fn send(&mut self, rank: u32, slot: Slot) -> bool {
         let state = &mut self.ranks[rank as usize];
-        let bounded = !self.program.mode.trains() || self.script.parcel(slot).payload == Payload::Grad;
+        let bounded = !self.program.call.trains() || self.script.parcel(slot).payload == Payload::Grad;
         if bounded && let Some(place) = slot.place.checked_sub(GRAD_WINDOW) {
             state.waits = vec![Slot { place, ..slot }];
             if !state.wait(&self.traffic) {

@@ -90,7 +90,7 @@ class StepExecution:
         self._live: dict[int, _Microbatch] = {}
         self._arrivals: _Arrivals = defaultdict(list)
         self._input_parts = {part.value: part for part in self._part.inputs}
-        self._trains = program.mode != "forward"
+        self._trains = program.call != "forward"
         self._last_backward = _last_backward(program)
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.input_grads: dict[tuple[int, int], Tensor] = {}

@@ -61,7 +61,7 @@ class Step:
         self._program = program
         self._inputs = dict(zip(context.facts.inputs, inputs, strict=True))
         self._variant = variant
-        self._loss = variant.loss if program.mode == "train_1f1b" else None
+        self._loss = variant.loss if program.call == "whole" else None
         self._options = options
         self._current: GradientSet | None = None
         self._input_grads: dict[int, Tensor] = {}
@@ -69,14 +69,14 @@ class Step:
         marks = context.timing.begin(program)
         with context.record.step(program), self._generator():
             self._execution = StepExecution(context, program, number, self._bring_inputs(), marks)
-            if program.mode == "train_1f1b":
+            if program.call == "whole":
                 self._current = context.gradients.begin()
             self._execution.run(program.forward, self._current, self._weight_of_loss, reduce=options.reduce)
             context.record.enter_outputs(program)
             self._parts = _made(context.parts.outputs)
             self._values = self._bring_outputs()
             self._shapes = [(tensor.shape, tensor.dtype) for tensor in self._values]
-            if program.mode == "train_1f1b":
+            if program.call == "whole":
                 self._finish_gradients()
 
     def _generator(self) -> Any:
@@ -86,7 +86,7 @@ class Step:
         """The outputs, in the order of the Graph's outputs, with gradients if the call trains."""
         # The step must not keep what it returns: the autograd graph of that keeps the step.
         made, self._values = self._values, []
-        if self._program.mode != "forward":
+        if self._program.call != "forward":
             sources = [tensor for tensor in self._inputs.values() if tensor.requires_grad]
             anchor = torch.empty(0, requires_grad=True)
             constant = [tensor for part, tensor in zip(self._parts, made, strict=True) if not self._flows(part)]

@@ -13,7 +13,7 @@ from pyrannc._native import Graph, Partition, Plan, Program
 from pyrannc.capture import Captured, capture
 from pyrannc.errors import CaptureError, MismatchError
 from pyrannc.runtime.graph import GraphFacts
-from pyrannc.runtime.program import Mode, Parts, RankProgram
+from pyrannc.runtime.program import Call, Parts, RankProgram
 
 
 class Variant:
@@ -88,11 +88,11 @@ class Variant:
                     "batch of b; return it with the batch as a dimension of its own"
                 )
 
-    def program(self, plan: Plan, rows: tuple[int, ...], gather_inputs: bool, mode: Mode) -> RankProgram:
+    def program(self, plan: Plan, rows: tuple[int, ...], gather_inputs: bool, call: Call) -> RankProgram:
         """What this rank does for a batch; made and checked once for each set of row counts."""
-        key = (rows, mode)
+        key = (rows, call)
         if key not in self._programs:
-            program = Program.build(plan, self.partition, list(rows), gather_inputs, mode)
+            program = Program.build(plan, self.partition, list(rows), gather_inputs, call)
             self._programs[key] = RankProgram.from_json(program.rank_view(process.get_rank()))
         return self._programs[key]
 

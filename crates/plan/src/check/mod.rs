@@ -24,6 +24,7 @@ use thiserror::Error;
 use crate::parts::Partition;
 use crate::program::{Action, Program, Transfer};
 use crate::routes::Interval;
+use crate::schedule::Call;
 use crate::simulate::simulate;
 
 /// A rank that cannot go on.
@@ -50,8 +51,8 @@ pub enum ActionFault {
     #[error("the forward of this microbatch comes later")]
     BeforeForward,
     /// In the wrong list, or in a Program without backward.
-    #[error("it does not belong into this list of a {0} program")]
-    WrongList(&'static str),
+    #[error("it does not belong into this list of a program whose call is {0}")]
+    WrongList(Call),
     /// Reduce must be last.
     #[error("it comes after Reduce")]
     AfterReduce,

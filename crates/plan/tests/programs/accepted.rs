@@ -9,7 +9,7 @@ use rannc_ir::Analysis;
 use rannc_ir::testing::graphs;
 use rannc_plan::{Action, Partition, StageOps, check, plan_channels};
 
-use crate::cases::{Case, cases, modes};
+use crate::cases::{Case, calls, cases, schedules};
 use crate::oracle;
 
 proptest! {
@@ -35,12 +35,12 @@ fn divided_graphs() -> impl Strategy<Value = Case> {
         let runs: Vec<StageOps> = ends.windows(2).map(|ends| StageOps { first: ends[0], end: ends[1] }).collect();
         Partition::new(&graph, &runs).expect("the cuts are allowed")
     });
-    (graph, vec(1..=3usize, 5), 1..=5u32, vec(0..=7u64, 15), modes()).prop_map(
-        |(partition, replicas, microbatches, mut rows, mode)| {
+    (graph, vec(1..=3usize, 5), 1..=5u32, vec(0..=7u64, 15), calls(), schedules()).prop_map(
+        |(partition, replicas, microbatches, mut rows, call, schedule)| {
             let replicas = &replicas[..partition.stages.len()];
             rows.truncate(replicas.iter().sum());
             rows[0] += 1;
-            Case { partition, ..Case::chain(replicas, microbatches, &rows, mode) }
+            Case { partition, ..Case::chain(replicas, microbatches, &rows, call, schedule) }
         },
     )
 }

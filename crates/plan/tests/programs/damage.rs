@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use proptest::sample::Index;
 use rannc_ir::ValueId;
-use rannc_plan::{Action, CheckError, Crossing, Interval, Message, Mode, Program, Transfer, check};
+use rannc_plan::{Action, Call, CheckError, Crossing, Interval, Message, Program, ScheduleKind, Transfer, check};
 
 use crate::cases::{Case, ROWS, cases};
 use crate::oracle::{self, Failure};
@@ -212,12 +212,13 @@ proptest! {
 
     /// Stages under different schedules, which may wait for each other for ever.
     #[test]
-    fn mixed_schedules_deadlock_when_the_checker_says_so(case in cases(), drains in any::<[bool; 5]>()) {
-        let case = Case { mode: Mode::Train1F1B, ..case };
+    fn mixed_schedules_deadlock_when_the_checker_says_so(case in cases(), drains in any::<[Option<bool>; 5]>()) {
+        let case = case.with(Call::Whole, ScheduleKind::OneForwardOneBackward);
         let mut program = case.build();
-        let drained = Case { mode: Mode::TrainFillDrain, ..case.clone() }.build();
-        for (own, other) in program.ranks.iter_mut().zip(drained.ranks) {
-            if drains[own.stage as usize] {
+        let drained = [Call::Whole, Call::Halves].map(|call| case.with(call, ScheduleKind::FillDrain).build());
+        for (rank, own) in program.ranks.iter_mut().enumerate() {
+            if let Some(halves) = drains[own.stage as usize] {
+                let other = drained[usize::from(halves)].ranks[rank].clone();
                 own.forward = [other.forward, other.backward].concat();
             }
         }
@@ -248,7 +249,7 @@ fn agree(case: &Case, program: &Program) -> Result<(), TestCaseError> {
 /// The case's 1F1B Program, but that one Stage does all its forwards first.
 fn with_one_stage_drained(case: &Case, stage: u32) -> Program {
     let mut program = case.build();
-    let drained = Case { mode: Mode::TrainFillDrain, ..case.clone() }.build();
+    let drained = case.with(Call::Halves, ScheduleKind::FillDrain).build();
     for (own, other) in program.ranks.iter_mut().zip(drained.ranks).filter(|(own, _)| own.stage == stage) {
         own.forward = [other.forward, other.backward].concat();
     }
@@ -257,7 +258,7 @@ fn with_one_stage_drained(case: &Case, stage: u32) -> Program {
 
 #[test]
 fn a_deadlock_names_ranks_and_actions() {
-    let case = Case::chain(&[1, 1], 4, &[4, 4], Mode::Train1F1B);
+    let case = Case::chain(&[1, 1], 4, &[4, 4], Call::Whole, ScheduleKind::OneForwardOneBackward);
     let error = check(&with_one_stage_drained(&case, 1), &case.partition).expect_err("each waits for the other");
     assert_eq!(
         error.to_string(),
@@ -268,7 +269,7 @@ fn a_deadlock_names_ranks_and_actions() {
 /// Stage 0 needs gradients from Stage 2 alone, so only the limit on unread gradients makes Stage 2 wait.
 #[test]
 fn the_third_unread_gradient_waits() {
-    let mut case = Case::chain(&[1, 1, 1], 8, &[8, 8, 8], Mode::Train1F1B);
+    let mut case = Case::chain(&[1, 1, 1], 8, &[8, 8, 8], Call::Whole, ScheduleKind::OneForwardOneBackward);
     case.partition.crossings[0].requires_grad = false;
     let skip = Crossing { value: ValueId(9), from: 0, to: vec![2], row_dim: ROWS, requires_grad: true };
     case.partition.crossings.push(skip);
@@ -284,7 +285,7 @@ fn the_third_unread_gradient_waits() {
 /// What a person reads about one broken Action.
 #[test]
 fn errors_name_rank_and_action() {
-    let case = Case::chain(&[1, 2], 2, &[2, 2, 2], Mode::Train1F1B);
+    let case = Case::chain(&[1, 2], 2, &[2, 2, 2], Call::Whole, ScheduleKind::OneForwardOneBackward);
     let error_after = |damage: &dyn Fn(&mut Program)| {
         let mut program = case.build();
         damage(&mut program);

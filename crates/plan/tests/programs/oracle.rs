@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use rannc_ir::ValueId;
-use rannc_plan::{Action, Interval, Message, Mode, OutputSource, Payload, Piece, Program};
+use rannc_plan::{Action, Interval, Message, OutputSource, Payload, Piece, Program};
 
 use crate::cases::Case;
 
@@ -313,7 +313,7 @@ impl<'a> Execution<'a> {
     }
 
     fn check_end(&self) -> Result<(), Failure> {
-        let trains = self.oracle.case.mode != Mode::Forward;
+        let trains = self.oracle.case.call.trains();
         for (rank, state) in self.ranks.iter().enumerate() {
             let mbs = (0..self.oracle.microbatches.len()).filter(|&mb| !self.oracle.rows(rank, mb).is_empty());
             let mbs: BTreeSet<u32> = mbs.map(|mb| mb as u32).collect();

@@ -1,13 +1,13 @@
 //! What no Program can be built from.
 
-use rannc_plan::{Crossing, Mode, PlanFault, ProgramError, build};
+use rannc_plan::{Call, Crossing, PlanFault, ProgramError, ScheduleKind, build};
 
 use crate::cases::Case;
 
 fn error(change: impl Fn(&mut Case)) -> ProgramError {
-    let mut case = Case::chain(&[1, 2], 2, &[1, 1, 1], Mode::Train1F1B);
+    let mut case = Case::chain(&[1, 2], 2, &[1, 1, 1], Call::Whole, ScheduleKind::OneForwardOneBackward);
     change(&mut case);
-    build(&case.placement, &case.partition, &case.batch, case.mode).expect_err("the arguments contradict each other")
+    build(&case.placement, &case.partition, &case.batch, case.call).expect_err("the arguments contradict each other")
 }
 
 #[test]
