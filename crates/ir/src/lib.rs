@@ -9,6 +9,7 @@ mod hash;
 mod json;
 mod parse;
 mod rows;
+mod run;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod text;
@@ -24,4 +25,5 @@ pub use graph::{
 };
 pub use hash::{block_hash, text_hash};
 pub use rows::{RowDim, row_dims};
+pub use run::OpRun;
 pub use verify::{Place, Problem, VerifyError};
