@@ -10,6 +10,7 @@ mod json;
 mod parse;
 mod rows;
 mod run;
+pub mod sealed;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod text;
