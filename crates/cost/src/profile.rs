@@ -5,7 +5,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use rannc_ir::text_hash;
+use rannc_ir::sealed::{self, SealError, Sealed};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
@@ -183,6 +183,25 @@ pub enum ProfileFault {
     },
 }
 
+impl Sealed for Profile {
+    const SCHEMA: u32 = PROFILE_SCHEMA;
+
+    fn checksum(&mut self) -> &mut String {
+        &mut self.checksum
+    }
+}
+
+impl From<SealError> for ProfileError {
+    fn from(error: SealError) -> Self {
+        match error {
+            SealError::NotJson(error) => Self::NotJson(error),
+            SealError::Schema { found } => Self::Schema { found },
+            SealError::Form(error) => Self::Form(error),
+            SealError::Checksum { found, computed } => Self::Checksum { found, computed },
+        }
+    }
+}
+
 impl Profile {
     /// A Profile without measurements; [`Profile::seal`] it when they are in.
     pub fn new(graph_hash: &str, device: &str, precision: &str) -> Self {
@@ -201,10 +220,9 @@ impl Profile {
     }
 
     /// Checks that the figures agree with each other and computes the checksum.
-    pub fn seal(mut self) -> Result<Self, ProfileError> {
+    pub fn seal(self) -> Result<Self, ProfileError> {
         self.check()?;
-        self.checksum = self.compute_checksum();
-        Ok(self)
+        Ok(sealed::seal(self))
     }
 
     /// What was measured of the Block with this hash.
@@ -214,24 +232,12 @@ impl Profile {
 
     /// The file's text. The same Profile gives the same bytes.
     pub fn to_json(&self) -> String {
-        let mut text = serde_json::to_string_pretty(self).expect("a Profile holds only strings, numbers and lists");
-        text.push('\n');
-        text
+        sealed::to_json(self)
     }
 
     /// Reads a file's text and checks form, schema, checksum and figures.
     pub fn from_json(text: &str) -> Result<Self, ProfileError> {
-        let json: serde_json::Value = serde_json::from_str(text).map_err(ProfileError::NotJson)?;
-        let schema = json.get("schema").unwrap_or(&serde_json::Value::Null);
-        if *schema != PROFILE_SCHEMA {
-            let found = if schema.is_null() { "none".to_owned() } else { schema.to_string() };
-            return Err(ProfileError::Schema { found });
-        }
-        let profile: Self = serde_json::from_str(text).map_err(ProfileError::Form)?;
-        let computed = profile.compute_checksum();
-        if computed != profile.checksum {
-            return Err(ProfileError::Checksum { found: profile.checksum, computed });
-        }
+        let profile: Self = sealed::from_json(text)?;
         profile.check()?;
         Ok(profile)
     }
@@ -244,13 +250,7 @@ impl Profile {
 
     /// Writes a profile file.
     pub fn write(&self, path: &Path) -> Result<(), ProfileError> {
-        fs::write(path, self.to_json()).map_err(|source| ProfileError::Write { path: path.to_owned(), source })
-    }
-
-    fn compute_checksum(&self) -> String {
-        let unsigned = Self { checksum: String::new(), ..self.clone() };
-        let text = serde_json::to_string(&unsigned).expect("a Profile holds only strings, numbers and lists");
-        text_hash(&text)
+        sealed::write(path, &self.to_json()).map_err(|source| ProfileError::Write { path: path.to_owned(), source })
     }
 
     fn check(&self) -> Result<(), ProfileFault> {

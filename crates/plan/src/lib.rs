@@ -16,7 +16,7 @@ pub use build::{Batch, Placement, ProgramError, build, plan_channels};
 pub use check::{ActionFault, Blocked, CheckError, check};
 pub use grid::grid;
 pub use partition::PartitionError;
-pub use parts::{Crossing, InputPart, OutputPart, OutputSource, Partition, StageOps, StagePart, TiedParam};
+pub use parts::{Crossing, InputPart, OutputPart, OutputSource, Partition, StagePart, TiedParam};
 pub use plan::{
     MemoryPrediction, PLAN_SCHEMA, Plan, PlanFault, PlanFileError, Recompute, Sharding, StagePlan, StagePrediction,
     StepPrediction,

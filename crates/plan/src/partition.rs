@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use rannc_ir::{Analysis, Arena, Graph, OpId, OpPlace, ParamId, ValueDef, ValueId};
+use rannc_ir::{Analysis, Arena, Graph, OpId, OpPlace, OpRun, ParamId, ValueDef, ValueId};
 use thiserror::Error;
 
-use crate::parts::{Crossing, InputPart, OutputPart, OutputSource, Partition, StageOps, StagePart, TiedParam};
+use crate::parts::{Crossing, InputPart, OutputPart, OutputSource, Partition, StagePart, TiedParam};
 
 /// Why a Graph cannot be divided so.
 #[derive(Debug, Error)]
@@ -95,7 +95,7 @@ impl Partition {
     /// # Errors
     /// When the runs do not make up the list of main Ops, when a cut is not allowed, or when an input
     /// that is used has no rows and yet depends on the batch.
-    pub fn new(graph: &Graph, stages: &[StageOps]) -> Result<Self, PartitionError> {
+    pub fn new(graph: &Graph, stages: &[OpRun]) -> Result<Self, PartitionError> {
         let analysis = Analysis::new(graph);
         check_ranges(graph, &analysis, stages)?;
         let mut stage_of: Arena<OpId, u32> = graph.ops.ids().map(|_| 0).collect();
@@ -129,11 +129,11 @@ impl Partition {
     }
 }
 
-fn check_ranges(graph: &Graph, analysis: &Analysis, stages: &[StageOps]) -> Result<(), PartitionError> {
+fn check_ranges(graph: &Graph, analysis: &Analysis, stages: &[OpRun]) -> Result<(), PartitionError> {
     let main_ops = analysis.main_ops.len();
     let end = stages.last().ok_or(PartitionError::NoStages)?.end;
     let mut expected = 0;
-    for (stage, &StageOps { first, end }) in stages.iter().enumerate() {
+    for (stage, &OpRun { first, end }) in stages.iter().enumerate() {
         let may_be_empty = main_ops == 0 && stages.len() == 1;
         if first != expected || end < first || (end == first && !may_be_empty) {
             return Err(PartitionError::Range { stage, first, end, expected });

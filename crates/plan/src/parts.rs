@@ -3,16 +3,6 @@
 use rannc_ir::{BufferId, ConstId, OpId, ParamId, RowDim, ValueId};
 use serde::{Deserialize, Serialize};
 
-/// A run `first..end` of a Graph's main Ops (all Ops but the batch-free ones), by place in their list.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct StageOps {
-    /// First main Op.
-    pub first: u32,
-    /// One past the last main Op.
-    pub end: u32,
-}
-
 /// A Graph divided over Stages.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Partition {

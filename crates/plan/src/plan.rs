@@ -4,12 +4,11 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use rannc_ir::{Graph, text_hash};
+use rannc_ir::{Graph, OpRun, text_hash};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use crate::build::Placement;
-use crate::parts::StageOps;
 use crate::schedule::ScheduleKind;
 
 /// Version of the plan file that this crate writes and reads.
@@ -48,7 +47,7 @@ pub struct Plan {
 #[serde(deny_unknown_fields)]
 pub struct StagePlan {
     /// Its main Ops.
-    pub ops: StageOps,
+    pub ops: OpRun,
     /// Short summary of the modules that it runs, e.g. `bert.encoder.layer.0-11`.
     pub modules: Vec<String>,
     /// The rank of each Replica.
@@ -76,7 +75,7 @@ pub enum Recompute {
     /// The whole Stage: only what it receives is kept.
     Stage,
     /// These runs of its main Ops, increasing: of each only what it takes in is kept.
-    Blocks(Vec<StageOps>),
+    Blocks(Vec<OpRun>),
 }
 
 /// What the Replicas of a Stage divide among them instead of holding it whole (Rajbhandari et al., ZeRO,

@@ -5,13 +5,13 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use proptest::prelude::*;
 use rannc_ir::testing::{GraphBuilder, graphs, mlp};
-use rannc_ir::{Analysis, Arg, DType, Dim, Graph, OpId, ParamId, ValueDef, ValueId};
-use rannc_plan::{InputPart, OutputSource, Partition, PartitionError, StageOps};
+use rannc_ir::{Analysis, Arg, DType, Dim, Graph, OpId, OpRun, ParamId, ValueDef, ValueId};
+use rannc_plan::{InputPart, OutputSource, Partition, PartitionError};
 
 const B: Dim = Dim::rows(1);
 
-fn runs(cuts: &[u32]) -> Vec<StageOps> {
-    cuts.windows(2).map(|ends| StageOps { first: ends[0], end: ends[1] }).collect()
+fn runs(cuts: &[u32]) -> Vec<OpRun> {
+    cuts.windows(2).map(|ends| OpRun { first: ends[0], end: ends[1] }).collect()
 }
 
 fn divide(graph: &Graph, cuts: &[u32]) -> Partition {

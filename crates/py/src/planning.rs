@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use pyo3::prelude::*;
 use rannc_cost::{ComputeCost, OpWork, Operation};
-use rannc_ir::{Analysis, Entity, OpId};
-use rannc_plan::{Batch, Call, StageOps};
+use rannc_ir::{Analysis, Entity, OpId, OpRun};
+use rannc_plan::{Batch, Call};
 use rannc_report::Report as _;
 use rannc_search::{PlanCosts, Settings};
 
@@ -60,7 +60,7 @@ impl Blocks {
         let device = &cluster.kinds[0];
         let rows = batch_rows.div_ceil(u64::from(world_size.max(1)));
         let found = rannc_search::Blocks::new(graph, &analysis, device, world_size, rows);
-        let stages: Vec<StageOps> = found.blocks.iter().map(|block| block.ops).collect();
+        let stages: Vec<OpRun> = found.blocks.iter().map(|block| block.ops).collect();
         let cost = |&op: &OpId| OpWork::new(&Operation::new(graph, op)).at(device, rows);
         let us = |block: &rannc_search::Block| block.own_ops.iter().map(cost).sum::<ComputeCost>().us();
         let hash = |block: &rannc_search::Block| found.hashes[block.kind as usize].clone();

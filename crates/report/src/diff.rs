@@ -1,7 +1,8 @@
 //! What differs between two Plans.
 
 use rannc_cost::{format_bytes, format_us};
-use rannc_plan::{Plan, StageOps, StagePlan};
+use rannc_ir::OpRun;
+use rannc_plan::{Plan, StagePlan};
 use serde::Serialize;
 
 use crate::Report;
@@ -141,7 +142,7 @@ fn segments(left: &[StagePlan], right: &[StagePlan]) -> Vec<Segment> {
             end_op,
             left_stage,
             right_stage,
-            modules: modules(StageOps { first: first_op, end: end_op }, left, right),
+            modules: modules(OpRun { first: first_op, end: end_op }, left, right),
             same: placement(left) == placement(right),
             left: describe(left_stage, left),
             right: describe(right_stage, right),
@@ -154,7 +155,7 @@ fn segments(left: &[StagePlan], right: &[StagePlan]) -> Vec<Segment> {
 }
 
 /// Those of the smaller Stage, which has all of these Ops and perhaps more.
-fn modules(ops: StageOps, left: &StagePlan, right: &StagePlan) -> Vec<String> {
+fn modules(ops: OpRun, left: &StagePlan, right: &StagePlan) -> Vec<String> {
     let len = |stage: &StagePlan| stage.ops.end - stage.ops.first;
     let smaller = if len(left) <= len(right) { left } else { right };
     if smaller.ops == ops {

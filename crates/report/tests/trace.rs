@@ -2,9 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use rannc_ir::ValueId;
 use rannc_ir::testing::mlp;
-use rannc_plan::{Batch, Call, Partition, Placement, ScheduleKind, StageOps, build};
+use rannc_ir::{OpRun, ValueId};
+use rannc_plan::{Batch, Call, Partition, Placement, ScheduleKind, build};
 use rannc_report::chrome_trace;
 use rannc_sim::{Costs, Timeline, simulate};
 use serde_json::Value;
@@ -13,7 +13,7 @@ const MICROBATCHES: u32 = 4;
 
 /// Two Replicas that send to one, and back.
 fn timeline() -> Timeline {
-    let runs = [StageOps { first: 0, end: 2 }, StageOps { first: 2, end: 5 }];
+    let runs = [OpRun { first: 0, end: 2 }, OpRun { first: 2, end: 5 }];
     let partition = Partition::new(&mlp(2, 4), &runs).expect("the cut is allowed");
     let schedule = ScheduleKind::OneForwardOneBackward;
     let placement = Placement { ranks: vec![vec![0, 1], vec![2]], microbatches: MICROBATCHES, schedule };

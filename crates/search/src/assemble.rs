@@ -1,7 +1,7 @@
 //! From a division to a Plan.
 
-use rannc_ir::Graph;
-use rannc_plan::{PLAN_SCHEMA, Plan, PlanFileError, Recompute, StageOps, StagePlan, StepPrediction};
+use rannc_ir::{Graph, OpRun};
+use rannc_plan::{PLAN_SCHEMA, Plan, PlanFileError, Recompute, StagePlan, StepPrediction};
 
 use crate::blocks::Blocks;
 use crate::chain::CrossingSpec;
@@ -91,8 +91,8 @@ impl Assembly<'_> {
         (planned, priced)
     }
 
-    fn ops(&self, first: usize, end: usize) -> StageOps {
-        StageOps { first: self.blocks.blocks[first].ops.first, end: self.blocks.blocks[end - 1].ops.end }
+    fn ops(&self, first: usize, end: usize) -> OpRun {
+        OpRun { first: self.blocks.blocks[first].ops.first, end: self.blocks.blocks[end - 1].ops.end }
     }
 
     /// What the Stage, whose Blocks need `workspace_bytes`, computes again.
@@ -109,7 +109,7 @@ impl Assembly<'_> {
                     let of_kind = stage.run.clone().filter(|&block| pricing.chain.kind(block) == saving.kind);
                     runs.extend(of_kind.take(count).map(|block| self.ops(block, block + 1)));
                 }
-                runs.sort_unstable_by_key(|run: &StageOps| run.first);
+                runs.sort_unstable_by_key(|run: &OpRun| run.first);
                 Recompute::Blocks(runs)
             }
         }

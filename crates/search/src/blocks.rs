@@ -12,8 +12,7 @@ use std::ops::Range;
 
 use indexmap::IndexSet;
 use rannc_cost::{ComputeCost, Device, OpWork, Operation, tensor_bytes};
-use rannc_ir::{Analysis, Graph, OpId, ValueDef, ValueId, block_hash};
-use rannc_plan::StageOps;
+use rannc_ir::{Analysis, Graph, OpId, OpRun, ValueDef, ValueId, block_hash};
 
 use crate::atoms::atoms;
 
@@ -30,7 +29,7 @@ const MAX_LEVEL: usize = 3;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Block {
     /// Its main ops.
-    pub ops: StageOps,
+    pub ops: OpRun,
     /// What it computes for itself: its main ops and the batch-free ops that no other Block uses, increasing.
     pub own_ops: Vec<OpId>,
     /// Blocks with the same kind compute the same up to names.
@@ -55,14 +54,14 @@ impl Blocks {
         Self::of(
             graph,
             analysis,
-            ranges.into_iter().map(|range| StageOps { first: index(range.start), end: index(range.end) }),
+            ranges.into_iter().map(|range| OpRun { first: index(range.start), end: index(range.end) }),
         )
     }
 
     /// The Blocks that are these runs of main ops.
-    pub(crate) fn of(graph: &Graph, analysis: &Analysis, runs: impl Iterator<Item = StageOps>) -> Self {
+    pub(crate) fn of(graph: &Graph, analysis: &Analysis, runs: impl Iterator<Item = OpRun>) -> Self {
         let mut hashes: IndexSet<String> = IndexSet::new();
-        let runs: Vec<StageOps> = runs.collect();
+        let runs: Vec<OpRun> = runs.collect();
         let blocks = runs.iter().zip(own_ops(graph, analysis, &runs)).map(|(&ops, own_ops)| {
             let (kind, _) = hashes.insert_full(block_hash(graph, &own_ops));
             Block { ops, own_ops, kind: index(kind) }
@@ -72,8 +71,8 @@ impl Blocks {
 }
 
 /// Main ops of each run, and the batch-free ops that only this run uses.
-fn own_ops(graph: &Graph, analysis: &Analysis, runs: &[StageOps]) -> Vec<Vec<OpId>> {
-    let main_ops = |ops: &StageOps| analysis.main_ops[ops.first as usize..ops.end as usize].to_vec();
+fn own_ops(graph: &Graph, analysis: &Analysis, runs: &[OpRun]) -> Vec<Vec<OpId>> {
+    let main_ops = |ops: &OpRun| analysis.main_ops[ops.first as usize..ops.end as usize].to_vec();
     let mut own_ops: Vec<Vec<OpId>> = runs.iter().map(main_ops).collect();
     let last = runs.len().saturating_sub(1);
     // Outputs that depend on no input are made in the last Stage.

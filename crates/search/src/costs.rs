@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use rannc_cost::{Cluster, Profile, tensor_bytes};
-use rannc_ir::{Analysis, Graph, ValueId};
-use rannc_plan::{Call, Plan, PlanFileError, Recompute, ScheduleKind, StageOps};
+use rannc_ir::{Analysis, Graph, OpRun, ValueId};
+use rannc_plan::{Call, Plan, PlanFileError, Recompute, ScheduleKind};
 use rannc_sim::Costs;
 
 use crate::assemble::step_prediction;
@@ -155,7 +155,7 @@ impl<'a> PlanCosts<'a> {
 }
 
 /// The search's Blocks, cut where the Plan cuts as well.
-fn runs(blocks: &Blocks, plan: &Plan) -> Vec<StageOps> {
+fn runs(blocks: &Blocks, plan: &Plan) -> Vec<OpRun> {
     let again = plan.stages.iter().flat_map(|stage| match &stage.recompute {
         Recompute::Blocks(runs) => runs.clone(),
         Recompute::None | Recompute::Stage => Vec::new(),
@@ -165,11 +165,11 @@ fn runs(blocks: &Blocks, plan: &Plan) -> Vec<StageOps> {
     let mut places: Vec<u32> = all.flat_map(|ops| [ops.first, ops.end]).collect();
     places.sort_unstable();
     places.dedup();
-    places.windows(2).map(|pair| StageOps { first: pair[0], end: pair[1] }).collect()
+    places.windows(2).map(|pair| OpRun { first: pair[0], end: pair[1] }).collect()
 }
 
 /// The Blocks that are a run of main ops.
-fn places(blocks: &Blocks, ops: StageOps) -> Range<usize> {
+fn places(blocks: &Blocks, ops: OpRun) -> Range<usize> {
     let place = |op: u32| blocks.blocks.partition_point(|block| block.ops.first < op);
     place(ops.first)..place(ops.end)
 }

@@ -3,8 +3,8 @@
 use std::time::{Duration, Instant};
 
 use rannc_cost::{Cluster, Profile};
-use rannc_ir::{Analysis, Graph};
-use rannc_plan::{Plan, PlanFileError, Sharding, StageOps};
+use rannc_ir::{Analysis, Graph, OpRun};
+use rannc_plan::{Plan, PlanFileError, Sharding};
 use serde::Serialize;
 
 use crate::assemble::Assembly;
@@ -214,7 +214,7 @@ impl<'a> Planner<'a> {
         });
         let would_fit = would_fit.map(|(what, _)| what).collect();
         shortage(&pricing, &self.rough, would_fit, |block| {
-            let StageOps { first, end } = self.model.blocks.blocks[block].ops;
+            let OpRun { first, end } = self.model.blocks.blocks[block].ops;
             let place = self.graph.place(self.analysis.main_ops[first as usize]);
             let names = ModuleNames::new(self.graph, &self.analysis.main_ops);
             format!("{} (from {place})", names.summary(first, end).join(", "))

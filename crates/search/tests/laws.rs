@@ -7,8 +7,8 @@ use encoder::encoder;
 use proptest::prelude::*;
 use rannc_cost::Cluster;
 use rannc_ir::testing::mlp;
-use rannc_ir::{Analysis, Graph};
-use rannc_plan::{Batch, Call, Partition, Plan, ScheduleKind, Sharding, StageOps, build};
+use rannc_ir::{Analysis, Graph, OpRun};
+use rannc_plan::{Batch, Call, Partition, Plan, ScheduleKind, Sharding, build};
 use rannc_search::{Capabilities, Limits, Outcome, SearchError, Settings, Stop, plan};
 
 /// Two nodes of devices without framework memory, so that small models are tight.
@@ -47,7 +47,7 @@ fn shape(plan: &Plan) -> (Vec<usize>, u32, Option<ScheduleKind>) {
 
 /// Carries a Plan through to what the ranks do, and holds its memory against the limit.
 fn assert_valid(graph: &Graph, plan: &Plan, settings: &Settings) {
-    let cuts: Vec<StageOps> = plan.stages.iter().map(|stage| stage.ops).collect();
+    let cuts: Vec<OpRun> = plan.stages.iter().map(|stage| stage.ops).collect();
     let partition = Partition::new(graph, &cuts).expect("the search cuts where it may");
     assert_eq!(cuts.last().map(|ops| ops.end as usize), Some(Analysis::new(graph).main_ops.len()));
     let ranks = u64::from(plan.world_size);

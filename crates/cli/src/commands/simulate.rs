@@ -3,7 +3,8 @@
 use std::fs;
 
 use anyhow::{Result, anyhow, ensure};
-use rannc_plan::{Batch, Call, Interval, Partition, Plan, Program, StageOps, split_even};
+use rannc_ir::OpRun;
+use rannc_plan::{Batch, Call, Interval, Partition, Plan, Program, split_even};
 use rannc_report::{Simulation, chrome_trace};
 use rannc_search::{PlanCosts, Settings};
 
@@ -29,7 +30,7 @@ pub(crate) fn run(args: SimulateArgs) -> Result<Printer> {
         ..Settings::default()
     };
     let costs = PlanCosts::new(&graph, &cluster, &profiles, &settings, &plan).map_err(in_words)?;
-    let ops: Vec<StageOps> = plan.stages.iter().map(|stage| stage.ops).collect();
+    let ops: Vec<OpRun> = plan.stages.iter().map(|stage| stage.ops).collect();
     let program = program(&plan, &Partition::new(&graph, &ops)?, batch_rows, costs.call())?;
     let timeline = rannc_sim::simulate(&program, &costs)?;
     let mut printer = Printer::new(format);

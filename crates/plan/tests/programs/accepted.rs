@@ -5,9 +5,9 @@ use std::collections::BTreeSet;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::Index;
-use rannc_ir::Analysis;
 use rannc_ir::testing::graphs;
-use rannc_plan::{Action, Partition, StageOps, check, plan_channels};
+use rannc_ir::{Analysis, OpRun};
+use rannc_plan::{Action, Partition, check, plan_channels};
 
 use crate::cases::{Case, calls, cases, schedules};
 use crate::oracle;
@@ -32,7 +32,7 @@ fn divided_graphs() -> impl Strategy<Value = Case> {
         let inner = picks.iter().filter(|_| !allowed.is_empty()).map(|pick| *pick.get(&allowed));
         let inner: BTreeSet<u32> = inner.collect();
         let ends: Vec<u32> = [0].into_iter().chain(inner).chain([end]).collect();
-        let runs: Vec<StageOps> = ends.windows(2).map(|ends| StageOps { first: ends[0], end: ends[1] }).collect();
+        let runs: Vec<OpRun> = ends.windows(2).map(|ends| OpRun { first: ends[0], end: ends[1] }).collect();
         Partition::new(&graph, &runs).expect("the cuts are allowed")
     });
     (graph, vec(1..=3usize, 5), 1..=5u32, vec(0..=7u64, 15), calls(), schedules()).prop_map(

@@ -6,8 +6,8 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::Index;
 use rannc_ir::testing::{graphs, mlp};
-use rannc_ir::{Analysis, Graph, ValueId};
-use rannc_plan::{Batch, Call, Partition, Placement, Program, ScheduleKind, StageOps, build};
+use rannc_ir::{Analysis, Graph, OpRun, ValueId};
+use rannc_plan::{Batch, Call, Partition, Placement, Program, ScheduleKind, build};
 use rannc_sim::{Costs, Timeline, simulate};
 
 /// Costs of a Stage; times and bytes of rows are for each row.
@@ -86,7 +86,7 @@ pub fn program(graph: &Graph, cuts: &[u32], replicas: &[usize], microbatches: u3
     let (call, schedule) = way;
     let end = u32::try_from(Analysis::new(graph).main_ops.len()).expect("small");
     let ends: Vec<u32> = [0].into_iter().chain(cuts.iter().copied()).chain([end]).collect();
-    let runs: Vec<StageOps> = ends.windows(2).map(|ends| StageOps { first: ends[0], end: ends[1] }).collect();
+    let runs: Vec<OpRun> = ends.windows(2).map(|ends| OpRun { first: ends[0], end: ends[1] }).collect();
     let partition = Partition::new(graph, &runs).expect("the cuts are allowed");
     let mut ranks = 0..;
     let ranks: Vec<Vec<u32>> = replicas.iter().map(|&count| ranks.by_ref().take(count).collect()).collect();
