@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-use rannc_plan::{Blocked, CheckError, Compute, GRAD_WINDOW, Payload, Program, RankProgram};
+use rannc_plan::{Blocked, CheckError, Compute, Deadlock, GRAD_WINDOW, Payload, Program, RankProgram};
 
 use crate::costs::{Costs, RowCosts};
 use crate::error::SimError;
@@ -22,7 +22,7 @@ pub fn simulate(program: &Program, costs: &dyn Costs) -> Result<Timeline, SimErr
         machine.advance(rank);
     }
     let blocked = machine.blocked();
-    if blocked.is_empty() { Ok(machine.timeline()) } else { Err(CheckError::Deadlock { blocked }.into()) }
+    if blocked.is_empty() { Ok(machine.timeline()) } else { Err(CheckError::from(Deadlock(blocked)).into()) }
 }
 
 /// When a message moves.

@@ -6,9 +6,8 @@ use rannc_ir::ValueId;
 
 use super::layout::computed_rows;
 use super::{ActionFault, CheckError, covers_once, within};
-use crate::parts::Partition;
-use crate::program::{Action, Message, Payload, Program, RankProgram};
-use crate::routes::Interval;
+use crate::partition::Partition;
+use crate::program::{Action, Interval, Message, Payload, Program, RankProgram};
 use crate::schedule::Call;
 
 /// What goes between which Stages.

@@ -3,7 +3,9 @@
 use proptest::prelude::*;
 use proptest::sample::Index;
 use rannc_ir::ValueId;
-use rannc_plan::{Action, Call, CheckError, Crossing, Interval, Message, Program, ScheduleKind, Transfer, check};
+use rannc_plan::{
+    Action, Call, CheckError, Crossing, Deadlock, Interval, Message, Program, ScheduleKind, Transfer, check,
+};
 
 use crate::cases::{Case, ROWS, cases};
 use crate::oracle::{self, Failure};
@@ -190,7 +192,7 @@ proptest! {
             if apply(&mut program, damage, which, place).is_some() {
                 let verdict = check(&program, &case.partition);
                 prop_assert!(verdict.is_err(), "{:?} passes", damage);
-                prop_assert!(!matches!(verdict, Err(CheckError::Deadlock { .. })), "{:?} seen as a deadlock", damage);
+                prop_assert!(!matches!(verdict, Err(CheckError::Deadlock(_))), "{:?} seen as a deadlock", damage);
                 found += 1;
             }
         }
@@ -223,7 +225,7 @@ proptest! {
             }
         }
         let verdict = check(&program, &case.partition);
-        prop_assert!(matches!(verdict, Ok(()) | Err(CheckError::Deadlock { .. })), "{:?}", verdict);
+        prop_assert!(matches!(verdict, Ok(()) | Err(CheckError::Deadlock(_))), "{:?}", verdict);
         agree(&case, &program)?;
     }
 }
@@ -232,7 +234,7 @@ fn agree(case: &Case, program: &Program) -> Result<(), TestCaseError> {
     let run = oracle::run(case, program);
     match check(program, &case.partition) {
         Ok(()) => prop_assert_eq!(run, Ok(())),
-        Err(CheckError::Deadlock { blocked }) => {
+        Err(CheckError::Deadlock(Deadlock(blocked))) => {
             prop_assert_eq!(run, Err(Failure::Stuck));
             prop_assert!(!blocked.is_empty());
             for blocked in blocked {
@@ -273,7 +275,7 @@ fn the_third_unread_gradient_waits() {
     case.partition.crossings[0].requires_grad = false;
     let skip = Crossing { value: ValueId(9), from: 0, to: vec![2], row_dim: ROWS, requires_grad: true };
     case.partition.crossings.push(skip);
-    let Err(CheckError::Deadlock { blocked }) = check(&with_one_stage_drained(&case, 1), &case.partition) else {
+    let Err(CheckError::Deadlock(Deadlock(blocked))) = check(&with_one_stage_drained(&case, 1), &case.partition) else {
         panic!("stage 2 waits until stage 1 reads a gradient")
     };
     let waits: Vec<String> = blocked.iter().map(|blocked| blocked.action.to_string()).collect();

@@ -1,27 +1,11 @@
-//! The Program of one batch as data: what every rank does, in order, and which rows go where.
+//! What a rank does, one thing at a time.
 
 use std::fmt;
 
 use rannc_ir::ValueId;
 use serde::{Deserialize, Serialize};
 
-use crate::routes::{Interval, Slice};
-use crate::schedule::Call;
-
-/// Rows of a Value that go from one rank to another, or stay where they are (`src == dst`).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Transfer {
-    /// Rank that has them.
-    pub src: u32,
-    /// Rank that gets them.
-    pub dst: u32,
-    /// The microbatch.
-    pub mb: u32,
-    /// The Value.
-    pub value: ValueId,
-    /// Rows within the microbatch.
-    pub rows: Interval,
-}
+use super::routes::Interval;
 
 /// Rows of one Value within a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -96,44 +80,4 @@ impl fmt::Display for Action {
         }
         f.write_str(")")
     }
-}
-
-/// What one rank does.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RankProgram {
-    /// The rank.
-    pub rank: u32,
-    /// Its Stage.
-    pub stage: u32,
-    /// Which Replica of the Stage it is.
-    pub replica: u32,
-    /// The whole step of [`Call::Whole`], else all forwards.
-    pub forward: Vec<Action>,
-    /// All backwards of [`Call::Halves`], else nothing.
-    pub backward: Vec<Action>,
-}
-
-/// What all ranks do for one batch.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Program {
-    /// How the call comes.
-    pub call: Call,
-    /// As in [`Batch`](crate::Batch).
-    pub gather_inputs: bool,
-    /// Rows of the global batch.
-    pub total_rows: u64,
-    /// Rows of each microbatch.
-    pub microbatches: Vec<u64>,
-    /// By rank, the local rows that it gives to each microbatch, by increasing microbatch.
-    pub slices: Vec<Vec<Slice>>,
-    /// By Stage, microbatch and Replica, the rows that it computes.
-    pub stage_rows: Vec<Vec<Vec<Interval>>>,
-    /// How inputs reach the Stages; backwards, how their gradients return. An input without rows
-    /// goes whole from rank 0, once to each rank that computes, with the rows of its first microbatch.
-    pub inputs: Vec<Transfer>,
-    /// How outputs with rows reach the ranks; backwards, how their gradients return. Without
-    /// `gather_inputs` every rank has the gradient of every row, and none needs to travel.
-    pub outputs: Vec<Transfer>,
-    /// By rank.
-    pub ranks: Vec<RankProgram>,
 }

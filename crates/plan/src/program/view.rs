@@ -2,8 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::program::{Action, Program, Transfer};
-use crate::routes::{Interval, Slice};
+use super::{Action, Interval, Program, Slice, Transfer};
 use crate::schedule::Call;
 
 /// One rank's part of a [`Program`].

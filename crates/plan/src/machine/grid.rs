@@ -1,14 +1,13 @@
 //! Draws a Program as a grid, ranks by time.
 
-use crate::check::CheckError;
+use super::{Deadlock, ticks};
 use crate::program::Program;
 use crate::schedule::Compute;
-use crate::simulate::simulate;
 
 /// One line a rank: `F3` is the forward and `B3` the backward of microbatch 3, a dot is an idle
 /// tick. Every computation takes one tick and messages take none.
-pub fn grid(program: &Program) -> Result<String, CheckError> {
-    let ranks = simulate(program).map_err(|blocked| CheckError::Deadlock { blocked })?;
+pub fn grid(program: &Program) -> Result<String, Deadlock> {
+    let ranks = ticks(program)?;
     let ticks = ranks.iter().flatten().map(|tick| tick.start + 1).max().unwrap_or(0);
     let width = program.microbatches.len().saturating_sub(1).to_string().len() + 1;
     let mut drawing = String::new();

@@ -3,27 +3,16 @@
 //! It depends on the batch only through the number of rows of each rank, so it is built anew when
 //! those change and kept otherwise.
 
-use std::collections::BTreeMap;
-
 use rannc_ir::ValueId;
 use thiserror::Error;
 
-use crate::parts::{OutputSource, Partition};
-use crate::plan::{PlanFault, check_ranks};
-use crate::program::{Action, Message, Payload, Piece, Program, RankProgram, Transfer};
-use crate::routes::{BatchSplit, Interval, overlaps, split_even};
-use crate::schedule::{Call, Compute, ScheduleKind};
-
-/// Where the Replicas of each Stage run, how often, and in which order.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Placement {
-    /// By Stage, the rank of each Replica.
-    pub ranks: Vec<Vec<u32>>,
-    /// Microbatches of a step.
-    pub microbatches: u32,
-    /// Order of forwards and backwards.
-    pub schedule: ScheduleKind,
-}
+use super::messages::mailboxes;
+use super::routes::{BatchSplit, Interval, overlaps, split_even};
+use super::{Program, RankProgram, Transfer};
+use crate::consistent::{PlanFault, check_ranks};
+use crate::partition::{OutputSource, Partition};
+use crate::plan::Placement;
+use crate::schedule::{Call, Compute};
 
 /// The rows that one call gives.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -111,40 +100,6 @@ pub fn build(placement: &Placement, partition: &Partition, batch: &Batch, call: 
     Ok(Program { call, gather_inputs, total_rows, microbatches, slices, stage_rows, inputs, outputs, ranks })
 }
 
-/// All directed rank pairs between which a message between Stages may go, whatever the batch; sorted.
-pub fn plan_channels(placement: &Placement, partition: &Partition) -> Vec<(u32, u32)> {
-    let ranks_of = |stage: u32| placement.ranks.get(stage as usize).into_iter().flatten().copied();
-    let mut pairs = Vec::new();
-    for (from, to) in stage_links(partition).into_keys() {
-        for sender in ranks_of(from) {
-            pairs.extend(ranks_of(to).flat_map(|receiver| [(sender, receiver), (receiver, sender)]));
-        }
-    }
-    pairs.sort_unstable();
-    pairs
-}
-
-/// The Values that go directly from one Stage to another, and those of them whose gradients return.
-#[derive(Default)]
-struct Link {
-    values: Vec<ValueId>,
-    grads: Vec<ValueId>,
-}
-
-fn stage_links(partition: &Partition) -> BTreeMap<(u32, u32), Link> {
-    let mut links: BTreeMap<(u32, u32), Link> = BTreeMap::new();
-    for crossing in &partition.crossings {
-        for &to in &crossing.to {
-            let link = links.entry((crossing.from, to)).or_default();
-            link.values.push(crossing.value);
-            if crossing.requires_grad {
-                link.grads.push(crossing.value);
-            }
-        }
-    }
-    links
-}
-
 /// Checks all that indexing relies on, and sums the batch's rows.
 fn check_arguments(placement: &Placement, partition: &Partition, batch: &Batch) -> Result<u64, ProgramError> {
     let (plan, given) = (placement.ranks.iter().map(Vec::len).sum::<usize>(), batch.rows_per_rank.len());
@@ -178,52 +133,6 @@ fn check_arguments(placement: &Placement, partition: &Partition, batch: &Batch) 
         None => Err(ProgramError::TooManyRows),
         Some(0) => Err(ProgramError::NoRows { gather_inputs: batch.gather_inputs }),
         Some(total) => Ok(total),
-    }
-}
-
-/// Messages of one rank, by microbatch.
-#[derive(Clone)]
-struct Mailbox {
-    value_recvs: Vec<Vec<Action>>,
-    value_sends: Vec<Vec<Action>>,
-    grad_recvs: Vec<Vec<Action>>,
-    grad_sends: Vec<Vec<Action>>,
-}
-
-impl Mailbox {
-    fn new(microbatches: usize) -> Self {
-        let empty = vec![Vec::new(); microbatches];
-        Self { value_recvs: empty.clone(), value_sends: empty.clone(), grad_recvs: empty.clone(), grad_sends: empty }
-    }
-
-    fn take_recvs(&mut self, compute: Compute) -> Vec<Action> {
-        match compute {
-            Compute::Forward(mb) => std::mem::take(&mut self.value_recvs[mb as usize]),
-            Compute::Backward(mb) => std::mem::take(&mut self.grad_recvs[mb as usize]),
-        }
-    }
-
-    fn take_sends(&mut self, compute: Compute) -> Vec<Action> {
-        match compute {
-            Compute::Forward(mb) => std::mem::take(&mut self.value_sends[mb as usize]),
-            Compute::Backward(mb) => std::mem::take(&mut self.grad_sends[mb as usize]),
-        }
-    }
-
-    /// The computations with their messages: receives one computation ahead, sends right after.
-    fn actions(&mut self, computes: &[Compute]) -> Vec<Action> {
-        let mut actions = Vec::new();
-        let mut coming = computes.iter();
-        actions.extend(coming.next().map(|&first| self.take_recvs(first)).unwrap_or_default());
-        for &compute in computes {
-            actions.extend(coming.next().map(|&next| self.take_recvs(next)).unwrap_or_default());
-            actions.push(match compute {
-                Compute::Forward(mb) => Action::Forward { mb },
-                Compute::Backward(mb) => Action::Backward { mb },
-            });
-            actions.extend(self.take_sends(compute));
-        }
-        actions
     }
 }
 
@@ -322,7 +231,7 @@ impl Router<'_> {
     }
 
     fn ranks(&self, call: Call) -> Vec<RankProgram> {
-        let mut mailboxes = self.mailboxes(call);
+        let mut mailboxes = mailboxes(self.placement, self.partition, self.stage_rows, call);
         let active: Vec<u32> =
             self.microbatches().filter(|&(_, index)| self.split.microbatches[index] > 0).map(|(mb, _)| mb).collect();
         let mut programs = Vec::with_capacity(mailboxes.len());
@@ -334,57 +243,13 @@ impl Router<'_> {
                 let rows = |mb: u32| self.stage_rows[stage as usize][mb as usize][replica as usize];
                 let computes: Vec<Compute> =
                     order.iter().copied().filter(|compute| !rows(compute.microbatch()).is_empty()).collect();
-                let (forward, backward) = rank_actions(call, &mut mailboxes[rank as usize], &computes);
+                let (forward, backward) = mailboxes[rank as usize].lists(call, &computes);
                 programs.push(RankProgram { rank, stage, replica, forward, backward });
             }
         }
         programs.sort_unstable_by_key(|program| program.rank);
         programs
     }
-
-    fn mailboxes(&self, call: Call) -> Vec<Mailbox> {
-        let mut mailboxes = vec![Mailbox::new(self.split.microbatches.len()); self.split.slices.len()];
-        for ((from, to), link) in stage_links(self.partition) {
-            let (from, to) = (from as usize, to as usize);
-            for (mb, index) in self.microbatches() {
-                for overlap in overlaps(&self.stage_rows[from][index], &self.stage_rows[to][index]) {
-                    let maker = self.placement.ranks[from][overlap.from];
-                    let user = self.placement.ranks[to][overlap.to];
-                    let message = |kind, values: &[ValueId], peer| {
-                        let piece = |&value| Piece { value, rows: overlap.rows };
-                        Message { mb, peer, kind, pieces: values.iter().map(piece).collect() }
-                    };
-                    let sent = Action::Send(message(Payload::Value, &link.values, user));
-                    mailboxes[maker as usize].value_sends[index].push(sent);
-                    let received = Action::Recv(message(Payload::Value, &link.values, maker));
-                    mailboxes[user as usize].value_recvs[index].push(received);
-                    if call.trains() && !link.grads.is_empty() {
-                        let sent = Action::Send(message(Payload::Grad, &link.grads, maker));
-                        mailboxes[user as usize].grad_sends[index].push(sent);
-                        let received = Action::Recv(message(Payload::Grad, &link.grads, user));
-                        mailboxes[maker as usize].grad_recvs[index].push(received);
-                    }
-                }
-            }
-        }
-        mailboxes
-    }
-}
-
-/// The forward and the backward list of one rank.
-fn rank_actions(call: Call, mailbox: &mut Mailbox, computes: &[Compute]) -> (Vec<Action>, Vec<Action>) {
-    let (forwards, backwards): (Vec<Compute>, Vec<Compute>) =
-        computes.iter().partition(|compute| matches!(compute, Compute::Forward(_)));
-    match call {
-        Call::Forward => (mailbox.actions(&forwards), Vec::new()),
-        Call::Whole => (ended_by_reduce(mailbox.actions(computes)), Vec::new()),
-        Call::Halves => (mailbox.actions(&forwards), ended_by_reduce(mailbox.actions(&backwards))),
-    }
-}
-
-fn ended_by_reduce(mut actions: Vec<Action>) -> Vec<Action> {
-    actions.push(Action::Reduce);
-    actions
 }
 
 fn rank_number(index: usize) -> u32 {

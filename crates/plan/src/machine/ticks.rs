@@ -1,17 +1,10 @@
-//! Runs a Program in thought: every computation takes one tick, messages take none.
-//!
-//! A Recv never blocks. A computation waits for the messages of its microbatch that its rank has begun to
-//! receive. A Send never blocks, except that gradients wait while [`GRAD_WINDOW`] earlier ones
-//! of the same channel have not been received. The n-th Send of a channel meets its n-th Recv.
+//! Runs a Program where every computation takes one tick and messages take none.
 
 use std::collections::{HashMap, VecDeque};
 
-use crate::check::Blocked;
+use super::{Blocked, Deadlock, GRAD_WINDOW};
 use crate::program::{Action, Message, Payload, Program};
 use crate::schedule::Compute;
-
-/// Gradient messages that may be under way between two ranks.
-pub const GRAD_WINDOW: usize = 2;
 
 /// When a rank computes what.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,7 +16,7 @@ pub(crate) struct Tick {
 }
 
 /// By rank, its computations in order; or, when not all can finish, what holds up each rank.
-pub(crate) fn simulate(program: &Program) -> Result<Vec<Vec<Tick>>, Vec<Blocked>> {
+pub(crate) fn ticks(program: &Program) -> Result<Vec<Vec<Tick>>, Deadlock> {
     let mut machine = Machine {
         ranks: program.ranks.iter().map(|_| RankState { queued: true, ..RankState::default() }).collect(),
         channels: HashMap::new(),
@@ -43,7 +36,11 @@ pub(crate) fn simulate(program: &Program) -> Result<Vec<Vec<Tick>>, Vec<Blocked>
             Some(Blocked { rank: own.rank, position: state.position, action })
         })
         .collect();
-    if blocked.is_empty() { Ok(machine.ranks.into_iter().map(|state| state.ticks).collect()) } else { Err(blocked) }
+    if blocked.is_empty() {
+        Ok(machine.ranks.into_iter().map(|state| state.ticks).collect())
+    } else {
+        Err(Deadlock(blocked))
+    }
 }
 
 #[derive(Default)]
@@ -58,14 +55,14 @@ struct RankState {
 
 /// Times of the Sends and Recvs from one rank to another.
 #[derive(Default)]
-struct Channel {
+struct ChannelTicks {
     sent: Vec<usize>,
     received: Vec<usize>,
 }
 
 struct Machine {
     ranks: Vec<RankState>,
-    channels: HashMap<(usize, usize), Channel>,
+    channels: HashMap<(usize, usize), ChannelTicks>,
     ready: VecDeque<usize>,
 }
 
