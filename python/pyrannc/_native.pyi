@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Final, final
 
 __all__ = [
+    "BUCKET_BYTES",
+    "FIRST_BUCKET_BYTES",
+    "GRAD_WINDOW",
     "Blocks",
     "Cluster",
     "Graph",
@@ -18,6 +21,9 @@ __all__ = [
 ]
 
 version: Final[str]
+BUCKET_BYTES: Final[int]
+FIRST_BUCKET_BYTES: Final[int]
+GRAD_WINDOW: Final[int]
 
 def run_cli(args: list[str]) -> int: ...
 

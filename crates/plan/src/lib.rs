@@ -21,8 +21,8 @@ pub use plan::{PLAN_SCHEMA, Placement, Plan, StagePlan};
 pub use plan_file::PlanFileError;
 pub use predicted::{MemoryPrediction, StagePrediction, StepPrediction};
 pub use program::{
-    Action, Batch, Interval, Message, Overlap, Payload, Piece, Program, ProgramError, RankProgram, RankView, Slice,
-    Transfer, build, overlaps, plan_channels, split_even,
+    Action, BUCKET_BYTES, Batch, FIRST_BUCKET_BYTES, Interval, Message, Overlap, Payload, Piece, Program, ProgramError,
+    RankProgram, RankView, Slice, Transfer, build, overlaps, plan_channels, split_even,
 };
 pub use saver::{Recompute, Sharding};
 pub use schedule::{Call, Compute, ScheduleKind};

@@ -4,7 +4,7 @@ use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
 use rannc_cost::{Cluster, ComputeCost, Device, update_us};
-use rannc_plan::{MemoryPrediction, ScheduleKind, Sharding, StagePrediction};
+use rannc_plan::{BUCKET_BYTES, MemoryPrediction, ScheduleKind, Sharding, StagePrediction};
 
 use crate::chain::{Chain, Times};
 use crate::measured::Measured;
@@ -16,9 +16,6 @@ use crate::variant::{Again, Variant};
 
 /// Gradients in transfer at a time: one in use, one on its way.
 const GRADS_ON_THE_WAY: f64 = 2.0;
-/// Gradients are reduced in pieces of this size while the backward runs; only the last piece must wait
-/// for its end.
-const BUCKET_BYTES: f64 = (25 << 20) as f64;
 /// Blocks whose sharded parameters are whole at a time: one in use, one ahead.
 const GATHERED_BLOCKS: f64 = 2.0;
 
@@ -342,7 +339,7 @@ impl<'a> Pricing<'a> {
             time.backward_us = time.backward_us.max(gather_us + reduction_us);
             gather_us = 0.0;
         }
-        let last_us = if bytes > 0.0 { reduction_us * (BUCKET_BYTES / bytes).min(1.0) } else { 0.0 };
+        let last_us = if bytes > 0.0 { reduction_us * (BUCKET_BYTES as f64 / bytes).min(1.0) } else { 0.0 };
         let exposed_us = (reduction_us - time.backward_us).max(last_us);
         let reduce_us = exposed_us + self.collective_slowdown(at.place) * (reduction_us - exposed_us);
         (reduce_us, gather_us + self.update_us(bytes, at, variant))

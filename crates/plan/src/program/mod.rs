@@ -1,6 +1,7 @@
 //! The Program of one batch: what every rank does, in order, and which rows go where.
 
 mod action;
+mod buckets;
 mod build;
 mod messages;
 mod routes;
@@ -10,6 +11,7 @@ use rannc_ir::ValueId;
 use serde::{Deserialize, Serialize};
 
 pub use self::action::{Action, Message, Payload, Piece};
+pub use self::buckets::{BUCKET_BYTES, FIRST_BUCKET_BYTES};
 pub use self::build::{Batch, ProgramError, build};
 pub use self::messages::plan_channels;
 pub use self::routes::{Interval, Overlap, Slice, overlaps, split_even};

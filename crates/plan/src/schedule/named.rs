@@ -28,6 +28,14 @@ impl fmt::Display for ScheduleKind {
 }
 
 impl ScheduleKind {
+    /// Its name as people write it.
+    pub const fn title(self) -> &'static str {
+        match self {
+            Self::FillDrain => "fill-drain",
+            Self::OneForwardOneBackward => "1F1B",
+        }
+    }
+
     /// Microbatches that a Stage holds at most, `from_end` Stages from the end, itself included.
     pub fn in_flight(self, from_end: u64, microbatches: u64) -> u64 {
         match self {
