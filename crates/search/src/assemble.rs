@@ -1,12 +1,11 @@
 //! From a division to a Plan.
 
+use rannc_cost::{Blocks, ModuleNames};
 use rannc_ir::{Graph, OpRun};
 use rannc_plan::{PLAN_SCHEMA, Plan, PlanFileError, Recompute, StagePlan, StepPrediction};
 
-use crate::blocks::Blocks;
 use crate::chain::CrossingSpec;
 use crate::links::Linker;
-use crate::modules::ModuleNames;
 use crate::place::RankOrder;
 use crate::price::{At, Priced, Pricing};
 use crate::solve::Solution;

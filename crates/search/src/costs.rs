@@ -4,13 +4,12 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ops::Range;
 
-use rannc_cost::{Cluster, Profile, tensor_bytes};
+use rannc_cost::{Blocks, Cluster, Profile, tensor_bytes};
 use rannc_ir::{Analysis, Graph, OpRun, ValueId};
 use rannc_plan::{Call, Plan, PlanFileError, Recompute, ScheduleKind};
 use rannc_sim::Costs;
 
 use crate::assemble::step_prediction;
-use crate::blocks::Blocks;
 use crate::error::SearchError;
 use crate::links::Linker;
 use crate::model::Model;

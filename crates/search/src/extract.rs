@@ -2,10 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use rannc_cost::{OpWork, Operation, Poly, SavedTensors, tensor_bytes};
+use rannc_cost::{Blocks, OpWork, Operation, Poly, SavedTensors, tensor_bytes};
 use rannc_ir::{Analysis, Graph, OpId, ValueDef, ValueId};
 
-use crate::blocks::Blocks;
 use crate::chain::{Affine, BlockSpec, ChainSpec, CloneSpec, CrossingSpec, KeptSpec, StateSpec};
 
 /// Describes the Blocks of a graph for batches of up to `batch_rows` rows, on the host's processor or on

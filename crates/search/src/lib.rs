@@ -4,7 +4,6 @@
 //! | module | holds |
 //! |---|---|
 //! | `settings`, `error`, `stop` | what is asked, why it cannot be had, when to stop |
-//! | `atoms`, `blocks` | the pieces of the chain |
 //! | `model`, `extract`, `chain`, `interval`, `measured` | what any run of Blocks costs, by prefix sums |
 //! | `variant`, `recompute` | ways to save memory |
 //! | `place` | orders of ranks, and the links of a Stage |
@@ -13,12 +12,10 @@
 //! | `table`, `relax`, `stages` | the dynamic program for one number of microbatches |
 //! | `solve`, `bound` | the best over all, and how far from the optimum it may be |
 //! | `fit` | what is short when nothing fits |
-//! | `outcome`, `assemble`, `modules`, `count` | Plans, and what to say about them |
+//! | `outcome`, `assemble`, `count` | Plans, and what to say about them |
 //! | `costs` | the costs of a given Plan, for the simulator |
 
 mod assemble;
-mod atoms;
-mod blocks;
 mod chain;
 mod costs;
 mod count;
@@ -31,7 +28,6 @@ mod interval;
 mod links;
 mod measured;
 mod model;
-mod modules;
 mod outcome;
 mod path;
 mod place;
@@ -46,9 +42,9 @@ mod stop;
 mod table;
 mod variant;
 
-pub use blocks::{Block, Blocks};
 pub use costs::PlanCosts;
 pub use error::{Advice, SearchError};
 pub use outcome::{Gain, Outcome, SearchReport, plan};
+pub use rannc_cost::{Block, Blocks};
 pub use settings::{Capabilities, Limits, Settings};
 pub use stop::Stop;

@@ -1,8 +1,7 @@
 //! Measured costs of Blocks, where there are any.
 
-use rannc_cost::{BlockProfile, ComputeCost, Device, Profile};
+use rannc_cost::{BlockProfile, Blocks, ComputeCost, Device, Profile};
 
-use crate::blocks::Blocks;
 use crate::chain::BlockSpec;
 
 /// What was measured of a chain's Blocks on one kind of device.

@@ -1,9 +1,8 @@
 //! A graph's chain of Blocks with its costs on a cluster.
 
-use rannc_cost::{Cluster, Profile};
+use rannc_cost::{Blocks, Cluster, Profile};
 use rannc_ir::{Analysis, Graph};
 
-use crate::blocks::Blocks;
 use crate::chain::{Chain, CrossingSpec};
 use crate::extract::extract;
 use crate::measured::Measured;

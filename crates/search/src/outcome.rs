@@ -2,18 +2,16 @@
 
 use std::time::{Duration, Instant};
 
-use rannc_cost::{Cluster, Profile};
+use rannc_cost::{Blocks, Cluster, ModuleNames, Profile};
 use rannc_ir::{Analysis, Graph, OpRun};
 use rannc_plan::{Plan, PlanFileError, Sharding};
 use serde::Serialize;
 
 use crate::assemble::Assembly;
-use crate::blocks::Blocks;
 use crate::count::plans;
 use crate::error::SearchError;
 use crate::fit::{fits, shortage};
 use crate::model::Model;
-use crate::modules::ModuleNames;
 use crate::place::RankOrder;
 use crate::price::Pricing;
 use crate::settings::{Capabilities, Settings};

@@ -3,7 +3,7 @@
 //! Laws: times do not fall with the bytes, nor with the members of a group whose nodes and least
 //! members per node are the same; faster links never take longer; nothing takes no time.
 
-use crate::cluster::{Cluster, Group, Link};
+use super::cluster::{Cluster, Group, Link};
 
 impl Link {
     /// Time to send `bytes` to one other device; nothing takes no time.

@@ -2,9 +2,9 @@
 
 use rannc_ir::{Arg, Dim};
 
-use crate::op::Operation;
-use crate::poly::Poly;
-use crate::work::OpKind;
+use super::kind::OpKind;
+use super::operation::Operation;
+use super::poly::Poly;
 
 /// Floating-point operations of a backward with so many products, for each of the forward.
 pub(crate) fn backward_flops(kind: OpKind, products: u32) -> f64 {

@@ -29,109 +29,16 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use serde::Deserialize;
 use toml::Spanned;
 
-use crate::check::MOST_DEVICES;
-use crate::cluster::{Cluster, Level, Link, Node};
-use crate::device::{COLLECTIVE_SLOWDOWN, Device, FlopRates};
-use crate::efficiency::{Curve, Efficiency};
+use super::check::MOST_DEVICES;
+use super::cluster::{Cluster, Level, Link, Node};
+use super::device::{COLLECTIVE_SLOWDOWN, Device, FlopRates};
+use super::efficiency::{Curve, Efficiency};
+use super::preset::{Preset, presets};
+use super::tables::{DeviceTable, Figure, File, LevelTable, NodeTable};
 use crate::error::{ClusterFault, CostError, Part};
-use crate::preset::{Preset, presets};
 use crate::units::{GIB, GIGA, TERA};
-
-type Figure = Option<Spanned<f64>>;
-type Points = Option<Spanned<Vec<(f64, f64)>>>;
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct File {
-    #[serde(default)]
-    name: String,
-    #[serde(default)]
-    device: BTreeMap<String, Spanned<DeviceTable>>,
-    #[serde(default)]
-    node: Vec<Spanned<NodeTable>>,
-    #[serde(default)]
-    level: Vec<Spanned<LevelTable>>,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct DeviceTable {
-    preset: Option<Spanned<String>>,
-    name: Option<String>,
-    host: Option<bool>,
-    tf32: Option<bool>,
-    memory_gib: Figure,
-    fp64_tflops: Figure,
-    fp32_tflops: Figure,
-    tf32_tflops: Figure,
-    half_tflops: Figure,
-    memory_gb_per_s: Figure,
-    launch_us: Figure,
-    action_us: Figure,
-    framework_gib: Figure,
-    host_gb_per_s: Figure,
-    collective_slowdown: Figure,
-    #[serde(default)]
-    efficiency: EfficiencyTable,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct ProductsTable {
-    fp64: Points,
-    fp32: Points,
-    tf32: Points,
-    half: Points,
-    bytes: Points,
-}
-
-#[derive(Default, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct EfficiencyTable {
-    #[serde(default)]
-    matrix: ProductsTable,
-    #[serde(default)]
-    convolution: ProductsTable,
-    #[serde(default)]
-    attention: ProductsTable,
-    normalisation: Points,
-    pointwise: Points,
-    embedding: Points,
-    optimizer: Points,
-}
-
-impl EfficiencyTable {
-    /// In the order of [`Efficiency::curves`].
-    fn points(self) -> impl Iterator<Item = Points> {
-        let Self { matrix, convolution, attention, normalisation, pointwise, embedding, optimizer } = self;
-        let products = [matrix, convolution, attention].into_iter();
-        let products =
-            products.flat_map(|ProductsTable { fp64, fp32, tf32, half, bytes }| [fp64, fp32, tf32, half, bytes]);
-        products.chain([normalisation, pointwise, embedding, optimizer])
-    }
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct NodeTable {
-    device: Spanned<String>,
-    devices: Spanned<u32>,
-    count: Option<Spanned<u32>>,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct LevelTable {
-    name: String,
-    nodes: Option<Spanned<u32>>,
-    latency_us: Spanned<f64>,
-    gb_per_s: Spanned<f64>,
-    collective_latency_us: Figure,
-    collective_gb_per_s: Figure,
-}
 
 impl Cluster {
     /// Reads the text of a cluster file and checks it.

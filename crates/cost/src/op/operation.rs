@@ -2,7 +2,7 @@
 
 use rannc_ir::{Arg, Entity, Graph, Op, OpId, Value, ValueDef, ValueId};
 
-use crate::poly::Poly;
+use super::poly::Poly;
 
 /// Bytes of a tensor.
 pub fn tensor_bytes(value: &Value) -> Poly {

@@ -4,8 +4,8 @@
 //! in microseconds that the work would take at the peak. Those of accelerators were measured by
 //! `python -m pyrannc calibrate` on an H200, over kernels of forward and backward.
 
-use crate::device::Device;
-use crate::efficiency::{Curve, Efficiency, Products};
+use super::device::Device;
+use super::efficiency::{Curve, Efficiency, Products};
 
 type Table = &'static [(f64, f64)];
 

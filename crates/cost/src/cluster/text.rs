@@ -2,8 +2,8 @@
 
 use std::fmt::Write as _;
 
-use crate::cluster::{Cluster, Level, Node};
-use crate::device::Device;
+use super::cluster::{Cluster, Level, Node};
+use super::device::Device;
 use crate::units::GIGA;
 
 impl Cluster {

@@ -1,9 +1,9 @@
 //! Clusters of known devices: the figures of their data sheets.
 
-use crate::check::MOST_DEVICES;
-use crate::cluster::{Cluster, Level, Link, Node};
-use crate::device::{COLLECTIVE_SLOWDOWN, Device, FlopRates};
-use crate::efficiency::Efficiency;
+use super::check::MOST_DEVICES;
+use super::cluster::{Cluster, Level, Link, Node};
+use super::device::{COLLECTIVE_SLOWDOWN, Device, FlopRates};
+use super::efficiency::Efficiency;
 use crate::error::CostError;
 use crate::units::{GIGA, TERA};
 

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::efficiency::Efficiency;
+use super::efficiency::Efficiency;
 use crate::units::{GIB, GIGA, TERA};
 
 /// The figures that may be 0.

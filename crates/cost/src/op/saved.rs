@@ -2,8 +2,8 @@
 
 use rannc_ir::{DType, ValueId};
 
-use crate::op::{Operation, is_convolution, is_lookup};
-use crate::poly::Poly;
+use super::operation::{Operation, is_convolution, is_lookup};
+use super::poly::Poly;
 
 /// Tensors kept for the backward of one op. Parameters, buffers and constants are not listed, as they
 /// are there anyway.

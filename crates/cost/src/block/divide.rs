@@ -7,14 +7,16 @@
 //!
 //! Equal units have equal times, so they are divided in the same way.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::ops::Range;
 
-use indexmap::IndexSet;
-use rannc_cost::{ComputeCost, Device, OpWork, Operation, tensor_bytes};
-use rannc_ir::{Analysis, Graph, OpId, OpRun, ValueDef, ValueId, block_hash};
+use rannc_ir::{Analysis, Graph, OpId, OpRun, ValueDef, ValueId};
 
-use crate::atoms::atoms;
+use super::atoms::atoms;
+use super::blocks::{Blocks, index};
+use super::paths::unit_path;
+use crate::cluster::Device;
+use crate::op::{ComputeCost, OpWork, Operation, tensor_bytes};
 
 /// Fewest Blocks to aim for.
 const MIN_BLOCKS: usize = 128;
@@ -24,26 +26,6 @@ const MAX_BLOCKS: usize = 192;
 const BLOCKS_PER_DEVICE: usize = 4;
 /// Levels of nested repeated modules that are told apart.
 const MAX_LEVEL: usize = 3;
-
-/// A run of Atoms.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Block {
-    /// Its main ops.
-    pub ops: OpRun,
-    /// What it computes for itself: its main ops and the batch-free ops that no other Block uses, increasing.
-    pub own_ops: Vec<OpId>,
-    /// Blocks with the same kind compute the same up to names.
-    pub kind: u32,
-}
-
-/// A chain of Blocks.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Blocks {
-    /// The Blocks in order; together they hold every main op once.
-    pub blocks: Vec<Block>,
-    /// Structural hash of each kind.
-    pub hashes: Vec<String>,
-}
 
 impl Blocks {
     /// Divides a verified graph for so many devices of one kind; times are taken at `rows` rows.
@@ -57,54 +39,6 @@ impl Blocks {
             ranges.into_iter().map(|range| OpRun { first: index(range.start), end: index(range.end) }),
         )
     }
-
-    /// The Blocks that are these runs of main ops.
-    pub(crate) fn of(graph: &Graph, analysis: &Analysis, runs: impl Iterator<Item = OpRun>) -> Self {
-        let mut hashes: IndexSet<String> = IndexSet::new();
-        let runs: Vec<OpRun> = runs.collect();
-        let blocks = runs.iter().zip(own_ops(graph, analysis, &runs)).map(|(&ops, own_ops)| {
-            let (kind, _) = hashes.insert_full(block_hash(graph, &own_ops));
-            Block { ops, own_ops, kind: index(kind) }
-        });
-        Self { blocks: blocks.collect(), hashes: hashes.into_iter().collect() }
-    }
-}
-
-/// Main ops of each run, and the batch-free ops that only this run uses.
-fn own_ops(graph: &Graph, analysis: &Analysis, runs: &[OpRun]) -> Vec<Vec<OpId>> {
-    let main_ops = |ops: &OpRun| analysis.main_ops[ops.first as usize..ops.end as usize].to_vec();
-    let mut own_ops: Vec<Vec<OpId>> = runs.iter().map(main_ops).collect();
-    let last = runs.len().saturating_sub(1);
-    // Outputs that depend on no input are made in the last Stage.
-    let outputs = graph.outputs.iter().map(|&value| (last, value));
-    let operands = |(place, ops): (usize, &Vec<OpId>)| {
-        ops.iter().flat_map(|&op| graph.ops[op].operands()).map(|value| (place, value)).collect::<Vec<_>>()
-    };
-    let mut open: Vec<(usize, ValueId)> = own_ops.iter().enumerate().flat_map(operands).chain(outputs).collect();
-    let mut only_user: BTreeMap<OpId, Option<usize>> = BTreeMap::new();
-    while let Some((place, value)) = open.pop() {
-        let ValueDef::Op { op, .. } = graph.values[value].def else { continue };
-        if !analysis.batch_free[op] {
-            continue;
-        }
-        let known = only_user.get(&op).copied();
-        if matches!(known, Some(None)) || known == Some(Some(place)) {
-            continue;
-        }
-        only_user.insert(op, if known.is_none() { Some(place) } else { None });
-        open.extend(graph.ops[op].operands().into_iter().map(|value| (place, value)));
-    }
-    for (op, user) in only_user {
-        if let Some(place) = user {
-            own_ops[place].push(op);
-        }
-    }
-    own_ops.iter_mut().for_each(|ops| ops.sort_unstable());
-    own_ops
-}
-
-fn index(place: usize) -> u32 {
-    u32::try_from(place).expect("an arena holds fewer than 2^32 ops")
 }
 
 /// An Atom as merging sees it.
@@ -131,7 +65,7 @@ fn measure(graph: &Graph, analysis: &Analysis, device: &Device, rows: u64) -> Ve
 /// For each place in the list of main ops, its end included: bytes of Values made before and used
 /// after it, for one row.
 fn crossing_bytes(graph: &Graph, analysis: &Analysis) -> Vec<f64> {
-    let mut last_use: HashMap<rannc_ir::ValueId, usize> = HashMap::new();
+    let mut last_use: HashMap<ValueId, usize> = HashMap::new();
     for (place, &op) in analysis.main_ops.iter().enumerate() {
         last_use.extend(graph.ops[op].operands().into_iter().map(|value| (value, place)));
     }
@@ -179,28 +113,6 @@ fn units(atoms: &[Measured], level: usize) -> Vec<Range<usize>> {
         run
     });
     chunks.collect()
-}
-
-/// A module path up to its `level`-th index; the whole path if it has none.
-pub(crate) fn unit_path(module: &str, level: usize) -> &str {
-    let mut end = module.len();
-    let (mut position, mut indices) = (0, 0);
-    for part in module.split('.') {
-        position += part.len();
-        if is_index(part) {
-            end = position;
-            indices += 1;
-        }
-        if indices == level {
-            break;
-        }
-        position += 1;
-    }
-    &module[..end]
-}
-
-pub(crate) fn is_index(part: &str) -> bool {
-    !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit())
 }
 
 /// Merges consecutive units into at most `target` runs of about equal time.
@@ -268,27 +180,17 @@ fn divide_unit(atoms: &[Measured], unit: Range<usize>, pieces: usize, total_us: 
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
+    use std::collections::{BTreeMap, BTreeSet};
 
     use proptest::prelude::*;
-    use rannc_cost::Cluster;
     use rannc_ir::testing::{graphs, mlp};
 
     use super::*;
+    use crate::cluster::Cluster;
 
     fn divided(graph: &Graph, devices: u32) -> Blocks {
         let device = Cluster::preset("cpu", 1, 1).expect("one device").kinds.remove(0);
         Blocks::new(graph, &Analysis::new(graph), &device, devices, 4)
-    }
-
-    #[test]
-    fn unit_paths_end_at_an_index() {
-        assert_eq!(unit_path("bert.encoder.layer.3.attention.self", 1), "bert.encoder.layer.3");
-        assert_eq!(unit_path("layers.0.blocks.12.mlp.fc1", 2), "layers.0.blocks.12");
-        assert_eq!(unit_path("layers.0.downsample", 2), "layers.0");
-        assert_eq!(unit_path("bert.embeddings", 1), "bert.embeddings");
-        assert_eq!(unit_path("", 1), "");
-        assert_eq!(unit_path("7", 1), "7");
     }
 
     #[test]

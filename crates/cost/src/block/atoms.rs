@@ -5,7 +5,7 @@ use std::ops::Range;
 use rannc_ir::Analysis;
 
 /// The runs of main ops between the places where cutting is allowed, in order.
-pub(crate) fn atoms(analysis: &Analysis) -> Vec<Range<usize>> {
+pub(super) fn atoms(analysis: &Analysis) -> Vec<Range<usize>> {
     let mut atoms = Vec::new();
     let mut first = 0;
     for (place, refusal) in analysis.cuts.iter().enumerate().skip(1) {

@@ -2,10 +2,10 @@
 
 use rannc_ir::{DType, ValueDef, ValueId};
 
-use crate::op::{Operation, is_lookup, tensor_bytes};
-use crate::poly::Poly;
-use crate::saved::SavedTensors;
-use crate::work::{OpKind, Work};
+use super::kind::OpKind;
+use super::operation::{Operation, is_lookup, tensor_bytes};
+use super::poly::Poly;
+use super::saved::SavedTensors;
 
 impl Operation<'_> {
     /// Bytes that it reads and writes. Of a table only the looked-up rows are read.
@@ -78,14 +78,10 @@ impl Operation<'_> {
         self.operands().into_iter().filter(|&value| self.requires_grad(value)).collect()
     }
 
-    /// The gradient of a part is copied into zeros of the whole; other views cost nothing.
-    pub(crate) fn view_backward(&self) -> Work {
+    /// The gradient of a part is copied into zeros of the whole; other views cost nothing. Bytes and kernels.
+    pub(crate) fn view_backward(&self) -> (Poly, f64) {
         let whole = self.tensor(0).filter(|_| takes_part(self.name) && self.has_backward());
-        whole.map_or_else(Work::default, |whole| Work {
-            bytes: tensor_bytes(self.value(whole)) + self.result_bytes(),
-            launches: 1.0,
-            ..Work::default()
-        })
+        whole.map_or_else(Default::default, |whole| (tensor_bytes(self.value(whole)) + self.result_bytes(), 1.0))
     }
 
     /// One byte an element.

@@ -1,9 +1,10 @@
 //! The cluster that a running job has.
 
-use crate::cluster::{Cluster, Level, Node};
-use crate::device::Device;
+use serde::{Deserialize, Serialize};
+
+use super::cluster::{Cluster, Level, Link, Node};
+use super::device::Device;
 use crate::error::CostError;
-use crate::profile::MeasuredLevel;
 
 /// What one rank of a job says of itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -16,6 +17,18 @@ pub struct RankDevice {
     pub tf32: bool,
     /// Name of its host.
     pub host: String,
+}
+
+/// Measured links of one level of a cluster.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MeasuredLevel {
+    /// Name of the level.
+    pub name: String,
+    /// Of messages from one device to one other.
+    pub send: Link,
+    /// Of collectives.
+    pub collective: Link,
 }
 
 impl Cluster {
@@ -68,8 +81,6 @@ fn slowest(known: &mut Vec<Level>, levels: Vec<Level>) {
 
 #[cfg(test)]
 mod tests {
-    use crate::cluster::Link;
-
     use super::*;
 
     fn rank(name: &str, host: &str) -> RankDevice {

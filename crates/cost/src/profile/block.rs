@@ -5,8 +5,8 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::profile::ProfileFault;
-use crate::work::ComputeCost;
+use super::fault::ProfileFault;
+use crate::op::ComputeCost;
 
 /// What one Block costs with one number of rows. Times and bytes are 0 where it does not fit.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -127,7 +127,7 @@ impl BlockProfile {
         (from + rise * share).max(0.0)
     }
 
-    pub(crate) fn check(&self, hash: &str) -> Result<(), ProfileFault> {
+    pub(super) fn check(&self, hash: &str) -> Result<(), ProfileFault> {
         let block = || hash.to_owned();
         if self.points.is_empty() {
             return Err(ProfileFault::NoPoints { block: block() });

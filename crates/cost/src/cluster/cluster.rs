@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::device::Device;
+use super::device::Device;
 
 /// Nodes of equal devices, in the order of their ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use rannc_ir::{Graph, OpId};
 
-use crate::blocks::{is_index, unit_path};
+use super::paths::{is_index, unit_path};
 
 /// Longest summary of a Stage.
 const MAX_NAMES: usize = 8;
@@ -13,7 +13,7 @@ const PLAIN_COMPONENTS: usize = 2;
 
 /// Names the modules that runs of a graph's main ops hold: `bert.embeddings`,
 /// `bert.encoder.layer.0-5`. A module that is cut has ` (part)` behind its name.
-pub(crate) struct ModuleNames<'a> {
+pub struct ModuleNames<'a> {
     graph: &'a Graph,
     main_ops: &'a [OpId],
     /// Number of main ops of each unit.
@@ -21,7 +21,8 @@ pub(crate) struct ModuleNames<'a> {
 }
 
 impl<'a> ModuleNames<'a> {
-    pub(crate) fn new(graph: &'a Graph, main_ops: &'a [OpId]) -> Self {
+    /// Names for the modules of this graph.
+    pub fn new(graph: &'a Graph, main_ops: &'a [OpId]) -> Self {
         let mut sizes = HashMap::new();
         for &op in main_ops {
             *sizes.entry(unit(&graph.ops[op].module)).or_insert(0) += 1;
@@ -30,7 +31,7 @@ impl<'a> ModuleNames<'a> {
     }
 
     /// The summary of a run of main ops.
-    pub(crate) fn summary(&self, first: u32, end: u32) -> Vec<String> {
+    pub fn summary(&self, first: u32, end: u32) -> Vec<String> {
         let mut counts: Vec<(&str, usize)> = Vec::new();
         for &op in &self.main_ops[first as usize..end as usize] {
             let unit = unit(&self.graph.ops[op].module);

@@ -1,7 +1,7 @@
 //! Which clusters there can be.
 
-use crate::cluster::{Cluster, Level, Link};
-use crate::device::{Device, MAY_BE_ZERO};
+use super::cluster::{Cluster, Level, Link};
+use super::device::{Device, MAY_BE_ZERO};
 use crate::error::{ClusterFault, CostError, Part};
 use crate::units::GIGA;
 
