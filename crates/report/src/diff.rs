@@ -123,7 +123,7 @@ fn facts(plan: &Plan) -> Vec<(&'static str, &'static str, Amount)> {
         ("batch_rows", "Rows of the batch", Amount::Count(plan.batch_rows)),
         ("stages", "Stages", Amount::Count(plan.stages.len() as u64)),
         ("microbatches", "Microbatches", count(plan.microbatches)),
-        ("schedule", "Schedule", Amount::Text(plan.schedule.title().to_owned())),
+        ("schedule", "Schedule", Amount::Text(plan.schedule.to_string())),
         ("step_us", "Step", Amount::Us(plan.predicted.step_us)),
         ("bubble", "Devices idle", Amount::Share(plan.predicted.bubble)),
         ("peak_bytes", "Peak memory", Amount::Bytes(peak_bytes)),

@@ -17,7 +17,7 @@ pub(crate) fn title(plan: &Plan, batch_rows: u64) -> String {
         counted(u64::from(plan.world_size), "rank", "ranks"),
         counted(batch_rows, "row", "rows"),
         counted(u64::from(plan.microbatches), "microbatch", "microbatches"),
-        plan.schedule.title(),
+        plan.schedule,
     )
 }
 

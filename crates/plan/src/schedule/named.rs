@@ -18,24 +18,17 @@ pub enum ScheduleKind {
     OneForwardOneBackward,
 }
 
+/// As people write it.
 impl fmt::Display for ScheduleKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::FillDrain => "fill_drain",
-            Self::OneForwardOneBackward => "1f1b",
+            Self::FillDrain => "fill-drain",
+            Self::OneForwardOneBackward => "1F1B",
         })
     }
 }
 
 impl ScheduleKind {
-    /// Its name as people write it.
-    pub const fn title(self) -> &'static str {
-        match self {
-            Self::FillDrain => "fill-drain",
-            Self::OneForwardOneBackward => "1F1B",
-        }
-    }
-
     /// Microbatches that a Stage holds at most, `from_end` Stages from the end, itself included.
     pub fn in_flight(self, from_end: u64, microbatches: u64) -> u64 {
         match self {
