@@ -9,7 +9,7 @@ use rannc_ir::testing::graphs;
 use rannc_ir::{Analysis, OpRun};
 use rannc_plan::{Action, Partition, check, plan_channels};
 
-use crate::cases::{Case, calls, cases, schedules};
+use crate::cases::{Given, calls, cases, schedules};
 use crate::oracle;
 
 proptest! {
@@ -24,7 +24,7 @@ proptest! {
 }
 
 /// Random graphs divided at any of their allowed cuts, with up to three Replicas a Stage.
-fn divided_graphs() -> impl Strategy<Value = Case> {
+fn divided_graphs() -> impl Strategy<Value = Given> {
     let graph = (graphs(), vec(any::<Index>(), 0..4)).prop_map(|(graph, picks)| {
         let cuts = Analysis::new(&graph).cuts;
         let end = u32::try_from(cuts.len() - 1).expect("small");
@@ -40,7 +40,7 @@ fn divided_graphs() -> impl Strategy<Value = Case> {
             let replicas = &replicas[..partition.stages.len()];
             rows.truncate(replicas.iter().sum());
             rows[0] += 1;
-            Case { partition, ..Case::chain(replicas, microbatches, &rows, call, schedule) }
+            Given { partition, ..Given::chain(replicas, microbatches, &rows, call, schedule) }
         },
     )
 }

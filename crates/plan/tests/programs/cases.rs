@@ -12,14 +12,14 @@ pub const ROWS: RowDim = RowDim { dim: 0, per_row: 1 };
 
 /// All that a Program is built from.
 #[derive(Clone, Debug)]
-pub struct Case {
+pub struct Given {
     pub placement: Placement,
     pub partition: Partition,
     pub batch: Batch,
     pub call: Call,
 }
 
-impl Case {
+impl Given {
     /// A chain of Stages with ranks in order, one input, and one Value from each Stage to the next.
     pub fn chain(
         replicas: &[usize],
@@ -65,7 +65,7 @@ pub fn schedules() -> impl Strategy<Value = ScheduleKind> {
 }
 
 /// Partitions of one to five Stages with skips and shared Values, shuffled ranks, uneven batches.
-pub fn cases() -> impl Strategy<Value = Case> {
+pub fn cases() -> impl Strategy<Value = Given> {
     vec(1..=4usize, 1..=5).prop_flat_map(|replicas| {
         let world: usize = replicas.iter().sum();
         let stages = replicas.len();
@@ -76,7 +76,7 @@ pub fn cases() -> impl Strategy<Value = Case> {
             let ranks = replicas.iter().map(|&count| rest.by_ref().take(count).collect()).collect();
             Placement { ranks, microbatches, schedule }
         });
-        (placement, partitions(stages), batches(world), calls()).prop_map(|(placement, partition, batch, call)| Case {
+        (placement, partitions(stages), batches(world), calls()).prop_map(|(placement, partition, batch, call)| Given {
             placement,
             partition,
             batch,

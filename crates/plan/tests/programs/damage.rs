@@ -7,7 +7,7 @@ use rannc_plan::{
     Action, Call, CheckError, Crossing, Deadlock, Interval, Message, Program, ScheduleKind, Transfer, check,
 };
 
-use crate::cases::{Case, ROWS, cases};
+use crate::cases::{Given, ROWS, cases};
 use crate::oracle::{self, Failure};
 
 /// A way to break a Program.
@@ -230,7 +230,7 @@ proptest! {
     }
 }
 
-fn agree(case: &Case, program: &Program) -> Result<(), TestCaseError> {
+fn agree(case: &Given, program: &Program) -> Result<(), TestCaseError> {
     let run = oracle::run(case, program);
     match check(program, &case.partition) {
         Ok(()) => prop_assert_eq!(run, Ok(())),
@@ -249,7 +249,7 @@ fn agree(case: &Case, program: &Program) -> Result<(), TestCaseError> {
 }
 
 /// The case's 1F1B Program, but that one Stage does all its forwards first.
-fn with_one_stage_drained(case: &Case, stage: u32) -> Program {
+fn with_one_stage_drained(case: &Given, stage: u32) -> Program {
     let mut program = case.build();
     let drained = case.with(Call::Halves, ScheduleKind::FillDrain).build();
     for (own, other) in program.ranks.iter_mut().zip(drained.ranks).filter(|(own, _)| own.stage == stage) {
@@ -260,7 +260,7 @@ fn with_one_stage_drained(case: &Case, stage: u32) -> Program {
 
 #[test]
 fn a_deadlock_names_ranks_and_actions() {
-    let case = Case::chain(&[1, 1], 4, &[4, 4], Call::Whole, ScheduleKind::OneForwardOneBackward);
+    let case = Given::chain(&[1, 1], 4, &[4, 4], Call::Whole, ScheduleKind::OneForwardOneBackward);
     let error = check(&with_one_stage_drained(&case, 1), &case.partition).expect_err("each waits for the other");
     assert_eq!(
         error.to_string(),
@@ -271,7 +271,7 @@ fn a_deadlock_names_ranks_and_actions() {
 /// Stage 0 needs gradients from Stage 2 alone, so only the limit on unread gradients makes Stage 2 wait.
 #[test]
 fn the_third_unread_gradient_waits() {
-    let mut case = Case::chain(&[1, 1, 1], 8, &[8, 8, 8], Call::Whole, ScheduleKind::OneForwardOneBackward);
+    let mut case = Given::chain(&[1, 1, 1], 8, &[8, 8, 8], Call::Whole, ScheduleKind::OneForwardOneBackward);
     case.partition.crossings[0].requires_grad = false;
     let skip = Crossing { value: ValueId(9), from: 0, to: vec![2], row_dim: ROWS, requires_grad: true };
     case.partition.crossings.push(skip);
@@ -287,7 +287,7 @@ fn the_third_unread_gradient_waits() {
 /// What a person reads about one broken Action.
 #[test]
 fn errors_name_rank_and_action() {
-    let case = Case::chain(&[1, 2], 2, &[2, 2, 2], Call::Whole, ScheduleKind::OneForwardOneBackward);
+    let case = Given::chain(&[1, 2], 2, &[2, 2, 2], Call::Whole, ScheduleKind::OneForwardOneBackward);
     let error_after = |damage: &dyn Fn(&mut Program)| {
         let mut program = case.build();
         damage(&mut program);
