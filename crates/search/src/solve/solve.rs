@@ -12,15 +12,12 @@ use rannc_cost::Cluster;
 use rannc_plan::ScheduleKind;
 use rayon::prelude::*;
 
-use crate::place::{Place, RankOrder};
-use crate::price::{Pricing, Problem};
-use crate::recompute::CHEAPER;
-use crate::relax::{Relaxation, with_best_sends};
+use super::relax::{Relaxation, with_best_sends};
+use super::stages::{Found, StageSearch};
+use super::table::StageTable;
+use crate::price::{CHEAPER, Place, Pricing, Problem, RankOrder, Variant};
 use crate::settings::Limits;
-use crate::stages::{Found, StageSearch};
 use crate::stop::{Budget, Stop};
-use crate::table::StageTable;
-use crate::variant::Variant;
 
 /// A Plan must take less than this share of the time of another one to replace it.
 const BETTER: f64 = 1.0 - 1e-9;

@@ -5,9 +5,8 @@ use std::collections::BTreeMap;
 use rannc_plan::{Overlap, overlaps, split_even};
 
 use crate::chain::CrossingSpec;
-use crate::place::RankOrder;
-use crate::price::Pricing;
-use crate::stages::FoundStage;
+use crate::price::{Pricing, RankOrder};
+use crate::solve::FoundStage;
 
 /// What one Replica sends to one of a later Stage for a microbatch, and gets back. Replicas are counted through
 /// the Stages.

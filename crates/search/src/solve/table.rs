@@ -2,11 +2,8 @@
 
 use std::ops::Range;
 
-use crate::place::Place;
-use crate::price::{At, Priced, Pricing, StageMemory};
-use crate::relax::Relaxation;
-use crate::step::StageCost;
-use crate::variant::{Again, Variant};
+use super::relax::Relaxation;
+use crate::price::{Again, At, Place, Priced, Pricing, StageCost, StageMemory, Variant};
 
 /// A priced Stage.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -6,19 +6,12 @@ use proptest::prelude::*;
 use rannc_cost::{Cluster, FlopRates, OpWork, Poly, Work};
 use rannc_plan::Sharding;
 
+use crate::answer::Linker;
 use crate::chain::{Affine, BlockSpec, Chain, ChainSpec, CloneSpec, CrossingSpec, KeptSpec, StateSpec};
-use crate::links::Linker;
-use crate::place::RankOrder;
-use crate::price::{Pricing, Problem};
-use crate::recompute::CHEAPER;
-use crate::relax::{Relaxation, with_best_sends};
+use crate::price::{CHEAPER, Pricing, Problem, RankOrder, StepTime, Variant};
 use crate::settings::{Capabilities, Limits, Settings};
-use crate::solve::{Case, Solved, Solver};
-use crate::stages::FoundStage;
-use crate::step::StepTime;
+use crate::solve::{Case, Entry, FoundStage, Relaxation, Solved, Solver, with_best_sends};
 use crate::stop::Stop;
-use crate::table::Entry;
-use crate::variant::Variant;
 
 fn block() -> impl Strategy<Value = BlockSpec> {
     (1..200_u32, 1..200_u32, 0..50_u32, 0..20_u32).prop_map(|(fixed, flops, workspace, private)| BlockSpec {

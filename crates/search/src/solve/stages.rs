@@ -8,13 +8,10 @@
 
 use std::ops::Range;
 
-use crate::place::RankOrder;
-use crate::price::Pricing;
-use crate::relax::Relaxation;
-use crate::step::StepTime;
+use super::relax::Relaxation;
+use super::table::{Entry, StageTable};
+use crate::price::{Pricing, RankOrder, StepTime, Variant};
 use crate::stop::Budget;
-use crate::table::{Entry, StageTable};
-use crate::variant::Variant;
 
 /// A division into Stages.
 #[derive(Clone, Debug, PartialEq)]

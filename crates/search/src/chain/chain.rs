@@ -2,162 +2,16 @@
 
 use std::ops::Range;
 
-use rannc_cost::{ComputeCost, Device, OpWork};
+use rannc_cost::{ComputeCost, Device};
 
-use crate::interval::{IntervalSums, IntervalSumsBuilder};
-use crate::measured::Measured;
+use super::interval::{IntervalSums, IntervalSumsBuilder};
+use super::measured::Measured;
+use super::spec::{Affine, BlockSpec, ChainSpec, KeptSpec};
+use super::sums::AffineSums;
+use super::traffic::Traffic;
 
 /// Rows at which batch-free ops that several Blocks use are priced: their results hardly ever depend on the batch.
 const CLONE_ROWS: u64 = 1;
-
-/// `fixed + per_row * rows`.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Affine {
-    pub(crate) fixed: f64,
-    pub(crate) per_row: f64,
-}
-
-impl Affine {
-    pub(crate) fn at(self, rows: u64) -> f64 {
-        self.fixed + self.per_row * rows as f64
-    }
-}
-
-/// What one Block does.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct BlockSpec {
-    /// Blocks of one kind do the same.
-    pub(crate) kind: u32,
-    pub(crate) work: Vec<OpWork>,
-    /// Memory of each op's temporary tensors.
-    pub(crate) workspace_bytes: Vec<Affine>,
-    /// Kept for the backward and known to this Block alone.
-    pub(crate) private_bytes: Affine,
-    /// Outputs of the model, which wait for the end of the step.
-    pub(crate) output_bytes: Affine,
-}
-
-/// A parameter, buffer or constant, with the Blocks that read it.
-#[derive(Clone, Debug)]
-pub(crate) struct StateSpec {
-    pub(crate) bytes: f64,
-    pub(crate) trainable: bool,
-    pub(crate) blocks: Vec<usize>,
-}
-
-/// A batch-free op that several Blocks use: it is cloned for each Stage that holds one of them.
-#[derive(Clone, Debug)]
-pub(crate) struct CloneSpec {
-    pub(crate) work: OpWork,
-    pub(crate) blocks: Vec<usize>,
-}
-
-/// A Value that one Block makes and later ones use.
-#[derive(Clone, Debug)]
-pub(crate) struct CrossingSpec {
-    pub(crate) bytes: Affine,
-    pub(crate) requires_grad: bool,
-    pub(crate) made_by: usize,
-    /// Increasing, all after `made_by`.
-    pub(crate) used_by: Vec<usize>,
-}
-
-/// A tensor that is kept until the backward.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct KeptSpec {
-    pub(crate) bytes: Affine,
-    /// Blocks that save it.
-    pub(crate) savers: Vec<usize>,
-    /// If it crosses Blocks: who makes and who uses it. A Stage that receives it keeps it.
-    pub(crate) crossing: Option<(usize, Vec<usize>)>,
-}
-
-/// Everything a chain is made from.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct ChainSpec {
-    pub(crate) blocks: Vec<BlockSpec>,
-    pub(crate) states: Vec<StateSpec>,
-    pub(crate) clones: Vec<CloneSpec>,
-    pub(crate) crossings: Vec<CrossingSpec>,
-    pub(crate) kept: Vec<KeptSpec>,
-}
-
-/// Sums of [`Affine`] amounts over all runs.
-#[derive(Clone, Debug)]
-pub(crate) struct AffineSums {
-    fixed: IntervalSums,
-    per_row: IntervalSums,
-}
-
-impl AffineSums {
-    fn new(len: usize, mut add: impl FnMut(&mut IntervalSumsBuilder, fn(Affine) -> f64)) -> Self {
-        let mut sums = |part: fn(Affine) -> f64| {
-            let mut builder = IntervalSumsBuilder::new(len);
-            add(&mut builder, part);
-            builder.finish()
-        };
-        Self { fixed: sums(|amount| amount.fixed), per_row: sums(|amount| amount.per_row) }
-    }
-
-    pub(crate) fn at(&self, first: usize, end: usize, rows: u64) -> f64 {
-        self.fixed.at(first, end) + self.per_row.at(first, end) * rows as f64
-    }
-}
-
-/// What runs exchange with other Blocks.
-#[derive(Clone, Debug)]
-pub(crate) struct Traffic {
-    /// Values from earlier Blocks, each once.
-    pub(crate) in_bytes: AffineSums,
-    /// Gradients for earlier Blocks.
-    pub(crate) in_grad_bytes: AffineSums,
-    /// Values for later Blocks, each once.
-    pub(crate) out_bytes: AffineSums,
-    /// Gradients from later Blocks, one for each Value.
-    pub(crate) out_grad_bytes: AffineSums,
-}
-
-/// Counts so much for a Value in the runs that it concerns.
-type Count = fn(&mut IntervalSumsBuilder, &CrossingSpec, f64);
-
-impl Traffic {
-    /// With all other Blocks.
-    fn whole(len: usize, crossings: &[CrossingSpec]) -> Self {
-        let incoming: Count =
-            |sums, value, amount| sums.add_once(value.made_by + 1..usize::MAX, &value.used_by, amount);
-        let outgoing: Count = |sums, value, amount| {
-            if let Some(&last) = value.used_by.last() {
-                sums.add_open(value.made_by, last, amount);
-            }
-        };
-        Self::new(len, crossings, incoming, outgoing)
-    }
-
-    /// With the Block right before a run, and with the one right after it: what surely moves between a Stage and the
-    /// very next one. Only of Values whose gradients come back, so that both wait for each other.
-    fn direct(len: usize, crossings: &[CrossingSpec]) -> Self {
-        let incoming: Count =
-            |sums, value, amount| sums.add_once(value.made_by + 1..value.made_by + 2, &value.used_by, amount);
-        let outgoing: Count =
-            |sums, value, amount| value.used_by.iter().for_each(|&user| sums.add_ending(value.made_by, user, amount));
-        let with_grads: Vec<_> = crossings.iter().filter(|crossing| crossing.requires_grad).cloned().collect();
-        Self::new(len, &with_grads, incoming, outgoing)
-    }
-
-    fn new(len: usize, crossings: &[CrossingSpec], incoming: Count, outgoing: Count) -> Self {
-        let sums = |count: Count, which: fn(&&CrossingSpec) -> bool| {
-            AffineSums::new(len, |builder, part| {
-                crossings.iter().filter(which).for_each(|crossing| count(builder, crossing, part(crossing.bytes)));
-            })
-        };
-        Self {
-            in_bytes: sums(incoming, |_| true),
-            in_grad_bytes: sums(incoming, |crossing| crossing.requires_grad),
-            out_bytes: sums(outgoing, |_| true),
-            out_grad_bytes: sums(outgoing, |crossing| crossing.requires_grad),
-        }
-    }
-}
 
 /// A chain of Blocks. All sums are over runs `first..end` of Blocks.
 #[derive(Clone, Debug)]
@@ -299,13 +153,6 @@ impl Chain {
         }
         let run = times.blocks(first, end);
         if times.with_clones { run + self.clones[times.kind].at(first, end) } else { run }
-    }
-}
-
-impl BlockSpec {
-    /// Its cost by the roofline.
-    pub(crate) fn modelled(&self, device: &Device, rows: u64) -> ComputeCost {
-        self.work.iter().map(|work| work.at(device, rows)).sum()
     }
 }
 

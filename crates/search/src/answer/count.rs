@@ -1,9 +1,8 @@
 //! How many Plans there are.
 
-use crate::place::RankOrder;
+use crate::price::{RankOrder, Variant};
 use crate::settings::Settings;
 use crate::solve::Case;
-use crate::variant::Variant;
 
 /// Plans of a chain of so many Blocks that a search over these cases covers: cuts, Replicas of every Stage,
 /// orders of ranks, microbatches, Schedules, and ways to save memory.

@@ -3,10 +3,8 @@
 use rannc_cost::{Blocks, Cluster, Profile};
 use rannc_ir::{Analysis, Graph};
 
-use crate::chain::{Chain, CrossingSpec};
-use crate::extract::extract;
-use crate::measured::Measured;
-use crate::price::Problem;
+use super::at::Problem;
+use crate::chain::{Chain, CrossingSpec, Measured, extract};
 use crate::settings::Settings;
 
 /// A chain of Blocks with its costs.

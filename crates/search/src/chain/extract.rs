@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use rannc_cost::{Blocks, OpWork, Operation, Poly, SavedTensors, tensor_bytes};
 use rannc_ir::{Analysis, Graph, OpId, ValueDef, ValueId};
 
-use crate::chain::{Affine, BlockSpec, ChainSpec, CloneSpec, CrossingSpec, KeptSpec, StateSpec};
+use super::spec::{Affine, BlockSpec, ChainSpec, CloneSpec, CrossingSpec, KeptSpec, StateSpec};
 
 /// Describes the Blocks of a graph for batches of up to `batch_rows` rows, on the host's processor or on
 /// accelerators.

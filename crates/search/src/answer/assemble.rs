@@ -4,13 +4,10 @@ use rannc_cost::{Blocks, ModuleNames};
 use rannc_ir::{Graph, OpRun};
 use rannc_plan::{PLAN_SCHEMA, Plan, PlanFileError, Recompute, StagePlan, StepPrediction};
 
+use super::links::Linker;
 use crate::chain::CrossingSpec;
-use crate::links::Linker;
-use crate::place::RankOrder;
-use crate::price::{At, Priced, Pricing};
-use crate::solve::Solution;
-use crate::stages::FoundStage;
-use crate::variant::Again;
+use crate::price::{Again, At, Priced, Pricing, RankOrder};
+use crate::solve::{FoundStage, Solution};
 
 /// What a Plan is made from beside the division.
 pub(crate) struct Assembly<'a> {

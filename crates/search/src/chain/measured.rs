@@ -2,7 +2,7 @@
 
 use rannc_cost::{BlockProfile, Blocks, ComputeCost, Device, Profile};
 
-use crate::chain::BlockSpec;
+use super::spec::BlockSpec;
 
 /// What was measured of a chain's Blocks on one kind of device.
 #[derive(Clone, Debug)]

@@ -7,17 +7,13 @@ use rannc_ir::{Analysis, Graph, OpRun};
 use rannc_plan::{Plan, PlanFileError, Sharding};
 use serde::Serialize;
 
-use crate::assemble::Assembly;
-use crate::count::plans;
+use super::assemble::Assembly;
+use super::count::plans;
 use crate::error::SearchError;
-use crate::fit::{fits, shortage};
-use crate::model::Model;
-use crate::place::RankOrder;
-use crate::price::Pricing;
+use crate::price::{Model, Pricing, RankOrder, Variant};
 use crate::settings::{Capabilities, Settings};
-use crate::solve::{Solution, Solved, Solver};
+use crate::solve::{Solution, Solved, Solver, fits, shortage};
 use crate::stop::Stop;
-use crate::variant::Variant;
 
 /// Most units of ranks that the search tells apart: its time grows with their square.
 const MAX_UNITS: u32 = 64;

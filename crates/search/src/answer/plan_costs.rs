@@ -9,15 +9,12 @@ use rannc_ir::{Analysis, Graph, OpRun, ValueId};
 use rannc_plan::{Call, Plan, PlanFileError, Recompute, ScheduleKind};
 use rannc_sim::Costs;
 
-use crate::assemble::step_prediction;
+use super::assemble::step_prediction;
+use super::links::Linker;
 use crate::error::SearchError;
-use crate::links::Linker;
-use crate::model::Model;
-use crate::place::RankOrder;
-use crate::price::{Priced, Pricing};
+use crate::price::{Again, Model, Priced, Pricing, RankOrder, Variant};
 use crate::settings::Settings;
-use crate::stages::FoundStage;
-use crate::variant::{Again, Variant};
+use crate::solve::FoundStage;
 
 /// The costs of a Plan on a cluster, by the search's own model.
 pub struct PlanCosts<'a> {

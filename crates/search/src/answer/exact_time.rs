@@ -14,9 +14,8 @@ use std::iter::Peekable;
 
 use rannc_plan::{Compute, GRAD_WINDOW};
 
-use crate::links::Link;
-use crate::price::Priced;
-use crate::step::StepModel;
+use super::links::Link;
+use crate::price::{Priced, StepModel};
 
 impl StepModel {
     /// The time of a step of Stages with so many Replicas.

@@ -5,9 +5,7 @@ use std::ops::Range;
 use rannc_plan::MemoryPrediction;
 
 use crate::error::{Advice, SearchError};
-use crate::place::{Place, RankOrder};
-use crate::price::Pricing;
-use crate::variant::Variant;
+use crate::price::{Place, Pricing, RankOrder, Variant};
 
 /// A Stage of the Plan that comes closest, the one that misses most.
 #[derive(Clone, Copy, Debug, PartialEq)]

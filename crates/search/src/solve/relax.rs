@@ -16,11 +16,8 @@ use std::ops::{Range, RangeInclusive};
 
 use rannc_cost::{Cluster, Link};
 
-use crate::place::Place;
-use crate::price::Pricing;
-use crate::step::{StepModel, StepTime};
-use crate::table::{Entry, Stage, StageTable};
-use crate::variant::Variant;
+use super::table::{Entry, Stage, StageTable};
+use crate::price::{Place, Pricing, StepModel, StepTime, Variant};
 
 /// Stages from the end that are told apart with many ranks; further ones hold at least as many microbatches.
 const COUNTED: usize = 4;
