@@ -21,7 +21,7 @@ from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts
 from pyrannc.core.plan import PlanFacts
 from pyrannc.core.profile import ProfileFacts
-from pyrannc.core.program import Mode, RankProgram
+from pyrannc.core.program import Call, RankProgram
 from pyrannc.core.settings import Capabilities, SearchSettings
 from pyrannc.errors import PlanError
 from pyrannc.profile.cache import ProfileCache
@@ -212,7 +212,7 @@ def test_every_field_of_the_partition_is_read_or_known(graph: Graph, plan: Plan,
 
 def test_every_field_of_a_rank_s_program_is_read_or_known(graph: Graph, plan: Plan, read: Any) -> None:
     partition = plan.partition(graph)
-    programs = [Program.build(plan, partition, [ROWS // 2] * 2, True, mode) for mode in get_args(Mode)]
+    programs = [Program.build(plan, partition, [ROWS // 2] * 2, True, call) for call in get_args(Call)]
     views = [program.rank_view(rank) for program in programs for rank in range(2)]
     read("rank view", [lambda view=view: RankProgram.from_json(view) for view in views])
 

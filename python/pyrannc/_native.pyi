@@ -5,6 +5,9 @@ from pathlib import Path
 from typing import Final, final
 
 __all__ = [
+    "BUCKET_BYTES",
+    "FIRST_BUCKET_BYTES",
+    "GRAD_WINDOW",
     "Blocks",
     "Cluster",
     "Graph",
@@ -18,6 +21,9 @@ __all__ = [
 ]
 
 version: Final[str]
+BUCKET_BYTES: Final[int]
+FIRST_BUCKET_BYTES: Final[int]
+GRAD_WINDOW: Final[int]
 
 def run_cli(args: list[str]) -> int: ...
 
@@ -95,7 +101,6 @@ class Plan:
     def write(self, path: str | Path) -> None: ...
     def to_json(self) -> str: ...
     def check(self, graph: Graph, world_size: int) -> None: ...
-    def schedule(self) -> str: ...
     def tables(self, limit_bytes: int | None = None) -> str: ...
     def deployment(self, batch_rows: int) -> str: ...
     def partition(self, graph: Graph) -> Partition: ...
@@ -114,7 +119,7 @@ class Program:
         partition: Partition,
         rows_per_rank: list[int],
         gather_inputs: bool,
-        mode: str,
+        call: str,
     ) -> Program: ...
     def rank_view(self, rank: int) -> str: ...
     def grid(self) -> str: ...

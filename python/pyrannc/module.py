@@ -16,7 +16,7 @@ from pyrannc.call.variant import Variant, Variants
 from pyrannc.capture.torch_internals import Dropout
 from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
 from pyrannc.core.plan import content
-from pyrannc.core.program import Mode
+from pyrannc.core.program import Call
 from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
 from pyrannc.job.faults import watchdog
@@ -120,19 +120,13 @@ class RaNNCModule(nn.Module):
         if self._deployment is None:
             self._deploy(variant, call)
         deployment = self._deployed("forward")
-        mode = self._mode(variant)
-        program = variant.program(deployment.plan, call.rows, self._gather_inputs, mode)
+        program = variant.program(deployment.plan, call.rows, self._gather_inputs, _call(variant))
         deployment.sync_buffers(variant)
         options = StepOptions(reduce=not switches().delay_grad_allreduce, keep_graph=switches().keep_graph)
         step = Step(deployment.context(variant), program, call.tensors, self._steps, variant, options)
         self._steps += 1
         return variant.captured.rebuild_outputs(step.results())
 
-    def _mode(self, variant: Variant) -> Mode:
-        if not (torch.is_grad_enabled() and variant.trains):
-            return "forward"
-        interleaved = variant.loss is not None and self._deployed("forward").plan.schedule() == "1f1b"
-        return "train_1f1b" if interleaved else "train_fill_drain"
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Variant:
         get_logger("Decomposer").info("capturing %s", type(self.model).__name__)
@@ -377,3 +371,9 @@ def _load_config() -> configuration.Config:
 
 def _configured_plan_file(config: configuration.Config) -> Path | None:
     return Path(config.deployment_file) if config.load_deployment else None
+
+
+def _call(variant: Variant) -> Call:
+    if not (torch.is_grad_enabled() and variant.trains):
+        return "forward"
+    return "halves" if variant.loss is None else "whole"

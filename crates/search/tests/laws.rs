@@ -7,8 +7,8 @@ use encoder::encoder;
 use proptest::prelude::*;
 use rannc_cost::Cluster;
 use rannc_ir::testing::mlp;
-use rannc_ir::{Analysis, Graph};
-use rannc_plan::{Batch, Mode, Partition, Plan, ScheduleKind, Sharding, StageOps, build};
+use rannc_ir::{Analysis, Graph, OpRun};
+use rannc_plan::{Batch, Call, Partition, Plan, ScheduleKind, Sharding, build};
 use rannc_search::{Capabilities, Limits, Outcome, SearchError, Settings, Stop, plan};
 
 /// Two nodes of devices without framework memory, so that small models are tight.
@@ -47,17 +47,15 @@ fn shape(plan: &Plan) -> (Vec<usize>, u32, Option<ScheduleKind>) {
 
 /// Carries a Plan through to what the ranks do, and holds its memory against the limit.
 fn assert_valid(graph: &Graph, plan: &Plan, settings: &Settings) {
-    let cuts: Vec<StageOps> = plan.stages.iter().map(|stage| stage.ops).collect();
+    let cuts: Vec<OpRun> = plan.stages.iter().map(|stage| stage.ops).collect();
     let partition = Partition::new(graph, &cuts).expect("the search cuts where it may");
     assert_eq!(cuts.last().map(|ops| ops.end as usize), Some(Analysis::new(graph).main_ops.len()));
     let ranks = u64::from(plan.world_size);
     let rows_per_rank = (0..ranks).map(|rank| (plan.batch_rows + ranks - 1 - rank) / ranks).collect();
     let batch = Batch { rows_per_rank, gather_inputs: true };
-    let mode = match plan.schedule {
-        ScheduleKind::OneForwardOneBackward => Mode::Train1F1B,
-        ScheduleKind::FillDrain => Mode::TrainFillDrain,
-    };
-    build(&plan.placement(), &partition, &batch, mode).expect("a program");
+    for call in [Call::Forward, Call::Whole, Call::Halves] {
+        build(&plan.placement(), &partition, &batch, call).expect("a program");
+    }
     let limit_bytes = settings.memory_limit_bytes.expect("limited");
     for stage in &plan.stages {
         assert!(stage.predicted.memory.total_bytes() <= limit_bytes * 9 / 10);

@@ -60,7 +60,7 @@ def _step_us(device: torch.device, microbatches: int) -> float:
     plan = decide(request, None)
     variant.divide(plan.partition(variant.graph))
     deployment = Deployment(model, variant, plan, device, None, sync_params=False, seed=0)
-    program = variant.program(plan, (_MANY,) * process.get_world_size(), True, "train_1f1b")
+    program = variant.program(plan, (_MANY,) * process.get_world_size(), True, "whole")
     options = StepOptions(reduce=True, keep_graph=False)
 
     def step() -> None:

@@ -13,7 +13,7 @@ from pyrannc.call.alike import capture_alike
 from pyrannc.capture import Captured
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts
-from pyrannc.core.program import Mode, RankProgram
+from pyrannc.core.program import Call, RankProgram
 from pyrannc.errors import CaptureError
 from pyrannc.job import agree, process
 
@@ -81,11 +81,11 @@ class Variant:
         """Divides the Graph like that of another captured call, so that every parameter stays. All ranks call it."""
         self.divide(agree.together(lambda: first.partition.follow(first.graph, self.graph)))
 
-    def program(self, plan: Plan, rows: tuple[int, ...], gather_inputs: bool, mode: Mode) -> RankProgram:
+    def program(self, plan: Plan, rows: tuple[int, ...], gather_inputs: bool, call: Call) -> RankProgram:
         """What this rank does for a batch; made and checked once for each set of row counts."""
-        key = (rows, mode)
+        key = (rows, call)
         if key not in self._programs:
-            program = Program.build(plan, self.partition, list(rows), gather_inputs, mode)
+            program = Program.build(plan, self.partition, list(rows), gather_inputs, call)
             self._programs[key] = RankProgram.from_json(program.rank_view(process.get_rank()))
         return self._programs[key]
 

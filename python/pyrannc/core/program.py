@@ -12,7 +12,9 @@ from typing import Any, Literal, TypeAlias
 Rows: TypeAlias = tuple[int, int]
 """Rows ``lo..hi`` of a microbatch or of a local batch."""
 
-Mode: TypeAlias = Literal["train_1f1b", "train_fill_drain", "forward"]
+Call: TypeAlias = Literal["forward", "whole", "halves"]
+"""How a call of the model comes: ``whole`` has the loss inside, and forwards and backwards in one list; ``halves`` has
+the criterion outside, and a second list for the backwards."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class RankProgram:
 
     rank: int
     stage: int
-    mode: Mode
+    call: Call
     gather_inputs: bool
     total_rows: int
     microbatches: tuple[int, ...]
@@ -109,7 +111,7 @@ class RankProgram:
         return RankProgram(
             rank=view["rank"],
             stage=view["stage"],
-            mode=view["mode"],
+            call=view["call"],
             gather_inputs=view["gather_inputs"],
             total_rows=view["total_rows"],
             microbatches=tuple(view["microbatches"]),

@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyrannc._native import GRAD_WINDOW
 from pyrannc.job import process
 from pyrannc.job.exchange import Work, as_sent
 
-_UNMATCHED_SENDS = 2
-"""Sends that a channel may have under way before the next one waits; the checker assumes this number."""
 _CTAS = 4
 """Blocks of threads that a message takes on a GPU. One that waits for its peer keeps them from computing."""
 
@@ -74,7 +73,7 @@ class Channels:
             bounded: wait for the oldest when more than a few sends are under way, to bound memory.
         """
         under_way = self._sends.setdefault(peer, deque())
-        while bounded and len(under_way) >= _UNMATCHED_SENDS:
+        while bounded and len(under_way) >= GRAD_WINDOW:
             under_way.popleft()[0].wait()
         work = dist.isend(as_sent(tensor), peer, group=self._groups[self._rank, peer])
         assert work is not None, "this rank is a member of its own channels"

@@ -69,7 +69,7 @@ class Seat:
         self._live: dict[int, _Microbatch] = {}
         self._arrivals: _Arrivals = defaultdict(list)
         self._input_parts = {part.value: part for part in self._part.inputs}
-        self._trains = program.mode != "forward"
+        self._trains = program.call != "forward"
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.input_grads: dict[tuple[int, int], Tensor] = {}
         self._gradients: dict[int, Tensor] = {}

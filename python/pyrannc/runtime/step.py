@@ -60,7 +60,7 @@ class Step:
         self._program = program
         self._inputs = dict(zip(context.facts.inputs, inputs, strict=True))
         self._variant = variant
-        self._loss = variant.loss if program.mode == "train_1f1b" else None
+        self._loss = variant.loss if program.call == "whole" else None
         self._options = options
         self._current: GradientSet | None = None
         self._input_grads: dict[int, Tensor] = {}
@@ -72,14 +72,14 @@ class Step:
         with context.record.step(program), self._generator():
             self._seat = Seat(context, program, number, self._batch.bring_inputs(self._inputs), marks)
             self._executor = Executor(context, program, self._seat, marks)
-            if program.mode == "train_1f1b":
+            if program.call == "whole":
                 self._current = context.gradients.begin()
             self._executor.run(program.forward, self._current, self._weights.of_loss, reduce=options.reduce)
             context.record.enter_outputs(program)
             averages = self._weights.averages(self._seat.outputs)
             self._values = self._batch.bring_outputs(self._seat.outputs, averages)
             self._shapes = [(tensor.shape, tensor.dtype) for tensor in self._values]
-            if program.mode == "train_1f1b":
+            if program.call == "whole":
                 self._finish_gradients()
 
     def _generator(self) -> Any:
@@ -89,7 +89,7 @@ class Step:
         """The outputs, in the order of the Graph's outputs, with gradients if the call trains."""
         # The step must not keep what it returns: the autograd graph of that keeps the step.
         made, self._values = self._values, []
-        if self._program.mode != "forward":
+        if self._program.call != "forward":
             made = hand_over(made, self._constant(made), self._sources(), self.backward)
         values = dict(self._inputs)
         values.update((part.value, tensor) for part, tensor in zip(self._made, made, strict=True))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-_FIRST_BUCKET_BYTES = 1 << 20
-_BUCKET_BYTES = 25 << 20
+from pyrannc._native import BUCKET_BYTES, FIRST_BUCKET_BYTES
+
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def divide(params: Sequence[SharedParam], stage_ranks: tuple[int, ...]) -> list[
         key = (shared.ranks, shared.param.dtype)
         bucket = open_buckets.get(key)
         first = shared.ranks == stage_ranks and bucket is not None and bucket is buckets[0]
-        limit = _FIRST_BUCKET_BYTES if first else _BUCKET_BYTES
+        limit = FIRST_BUCKET_BYTES if first else BUCKET_BYTES
         if bucket is None or bucket.numel * bucket.dtype.itemsize >= limit:
             bucket = Bucket([], 0, shared.ranks, shared.param.dtype, shared.param.device)
             open_buckets[key] = bucket
