@@ -17,6 +17,6 @@ pub(crate) use knapsack::CHEAPER;
 pub(crate) use memory::StageMemory;
 pub(crate) use model::Model;
 pub(crate) use place::{Place, RankOrder};
-pub(crate) use saver::{Again, Variant};
+pub(crate) use saver::{Again, Saver};
 pub(crate) use stage::Priced;
 pub(crate) use step::{StageCost, StepModel, StepTime};
