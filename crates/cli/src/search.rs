@@ -3,7 +3,7 @@
 use anyhow::{Error, anyhow};
 use rannc_cost::Cluster;
 use rannc_plan::Sharding;
-use rannc_search::{Limits, Savers, SearchError, Settings};
+use rannc_search::{Limits, Savers, SearchError, SettingNames, Settings};
 
 use crate::args::{Gib, SaverArg, SearchArgs};
 
@@ -54,13 +54,16 @@ fn savers(assumed: &[SaverArg]) -> Savers {
     savers
 }
 
-/// The error with the names of arguments in place of those of settings and configuration items.
+/// What the advice of a search is about, as arguments.
+const ARGUMENTS: SettingNames = SettingNames { memory_limit: "--memory-gb", max_microbatches: "--max-microbatches" };
+
+/// The error with the names of arguments in place of those of settings.
 pub(crate) fn in_words(error: SearchError) -> Error {
-    let text = match &error {
-        SearchError::Settings { field, problem } => format!("{} {problem}", argument(field)),
-        error => error.to_string(),
-    };
-    anyhow!(text.replace("mem_limit_gb", "--memory-gb").replace("max_pipeline", "--max-microbatches"))
+    match &error {
+        SearchError::Settings { field, problem } => anyhow!("{} {problem}", argument(field)),
+        SearchError::DoesNotFit(shortage) => anyhow!(shortage.in_words(&ARGUMENTS)),
+        error => anyhow!(error.to_string()),
+    }
 }
 
 fn argument(field: &str) -> String {

@@ -1,5 +1,6 @@
 //! Graph, Plan, Partition and Program for Python. Large data crosses as JSON.
 
+use std::error::Error;
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
@@ -7,7 +8,7 @@ use rannc_cost::{ComputeCost, OpWork, Operation};
 use rannc_ir::{Analysis, Entity, OpId, OpRun};
 use rannc_plan::{Batch, Mode};
 use rannc_report::Report as _;
-use rannc_search::{PlanCosts, Settings};
+use rannc_search::{PlanCosts, SearchError, SettingNames, Settings};
 
 use crate::costs::{Cluster, Profile};
 use crate::errors::{ErrorClass, OrRaise};
@@ -225,7 +226,20 @@ fn outcome(
     settings_json: &str,
 ) -> PyResult<rannc_search::Outcome> {
     let (profiles, settings) = given(profiles, settings_json)?;
-    py.detach(|| rannc_search::plan(&graph.0, &cluster.0, &profiles, &settings)).or_raise(ErrorClass::PLAN)
+    py.detach(|| rannc_search::plan(&graph.0, &cluster.0, &profiles, &settings)).map_err(no_plan)
+}
+
+/// What the advice of a search is about, as items of the configuration.
+const ITEMS: SettingNames = SettingNames { memory_limit: "mem_limit_gb", max_microbatches: "max_pipeline" };
+
+fn no_plan(error: SearchError) -> PyErr {
+    match error {
+        SearchError::DoesNotFit(shortage) => {
+            let worded: Box<dyn Error> = shortage.in_words(&ITEMS).into();
+            ErrorClass::PLAN.exception(&*worded)
+        }
+        error => ErrorClass::PLAN.exception(&error),
+    }
 }
 
 /// What the core needs beside a Graph and a Cluster.

@@ -1,5 +1,5 @@
 //! What every answer of the search keeps to. Laws of its best time (more memory, faster links, more
-//! devices, its bounds) are beside the brute force in `src/exact.rs`.
+//! devices, its bounds) are beside the brute force in `src/tests/brute_force.rs`.
 
 mod encoder;
 

@@ -21,6 +21,13 @@ pub(crate) struct Priced {
     pub(crate) memory: StageMemory,
 }
 
+/// A Stage that computes nothing again, without the end of its step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PlainStage {
+    pub(crate) cost: StageCost,
+    pub(crate) memory: StageMemory,
+}
+
 impl Pricing<'_> {
     /// Time and memory of a Stage whose Blocks need `workspace_bytes`.
     pub(crate) fn stage(&self, run: Range<usize>, at: &At<'_>, saver: Saver, workspace_bytes: f64) -> Priced {
@@ -50,13 +57,7 @@ impl Pricing<'_> {
     }
 
     /// A Stage that computes nothing again, without the end of its step.
-    pub(crate) fn plain(
-        &self,
-        run: &Range<usize>,
-        at: &At<'_>,
-        saver: Saver,
-        workspace_bytes: f64,
-    ) -> (StageCost, StageMemory) {
+    pub(crate) fn plain(&self, run: &Range<usize>, at: &At<'_>, saver: Saver, workspace_bytes: f64) -> PlainStage {
         let &At { place, rows, .. } = at;
         let time = self.compute(run, at);
         let traffic = if self.problem.direct { &self.chain.direct } else { &self.chain.traffic };
@@ -74,7 +75,7 @@ impl Pricing<'_> {
             out_grad_us: half_us(place.out_level, traffic.out_grad_bytes.at(run.start, run.end, rows)),
             end_us: 0.0,
         };
-        (cost, self.memory(run, at, saver, workspace_bytes))
+        PlainStage { cost, memory: self.memory(run, at, saver, workspace_bytes) }
     }
 
     /// The Stage that computes again what the saver asks for, otherwise as this plain one.
@@ -83,7 +84,7 @@ impl Pricing<'_> {
         run: &Range<usize>,
         at: &At<'_>,
         saver: Saver,
-        &(plain, mut memory): &(StageCost, StageMemory),
+        &PlainStage { cost: plain, mut memory }: &PlainStage,
     ) -> Priced {
         let mut time = RunTime { forward_us: plain.forward_us, backward_us: plain.backward_us };
         self.compute_again(run, at, saver.again, &mut time, &mut memory);

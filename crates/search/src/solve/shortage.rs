@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use rannc_plan::MemoryPrediction;
 
-use crate::error::{Advice, SearchError};
+use crate::error::{Advice, SearchError, Shortage};
 use crate::price::{Place, Pricing, RankOrder, Saver};
 
 /// A Stage of the Plan that comes closest, the one that misses most.
@@ -41,7 +41,7 @@ pub(crate) fn shortage(
     let alone_bytes = |block: usize| memory_of(block..block + 1).total_bytes();
     let heaviest = (first..end).rev().max_by_key(|&block| alone_bytes(block)).unwrap_or(first);
     let memory = memory_of(first..end);
-    SearchError::DoesNotFit {
+    SearchError::DoesNotFit(Shortage {
         block: describe(heaviest),
         short_bytes: tightest.short_bytes.max(0.0).ceil() as u64,
         needed_bytes: (usable_bytes + tightest.short_bytes).ceil() as u64,
@@ -51,7 +51,7 @@ pub(crate) fn shortage(
         microbatches: pricing.step.microbatches,
         largest: largest_use(&memory),
         advice: advice(pricing, &memory, alone_bytes(heaviest) as f64 > usable_bytes),
-    }
+    })
 }
 
 /// True when some division fits if every Stage is run so.

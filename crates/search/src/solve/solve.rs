@@ -111,8 +111,8 @@ fn bounded<'c>(ideal: Problem<'_>, cases: &'c [SearchCase], best_us: f64) -> Vec
 fn all_ranks_us(pricing: &Pricing<'_>) -> f64 {
     let Problem { chain, cluster, settings, .. } = pricing.problem;
     let place = Place::ideal(cluster, &(settings.world_size..=settings.world_size), 0);
-    let (cost, _) = pricing.plain(&(0..chain.len()), &pricing.at(&place), Saver::PLAIN, 0.0);
-    pricing.step.busy_us(&cost)
+    let plain = pricing.plain(&(0..chain.len()), &pricing.at(&place), Saver::PLAIN, 0.0);
+    pricing.step.busy_us(&plain.cost)
 }
 
 /// A search over the divisions of one case.

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::price::{Again, At, Place, Priced, Pricing, Saver, StageCost, StageMemory};
+use crate::price::{Again, At, Place, PlainStage, Priced, Pricing, Saver, StageCost};
 
 /// A priced Stage.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -33,10 +33,10 @@ impl Entry {
         run: &Range<usize>,
         at: &At<'_>,
         saver: Saver,
-        plain: &(StageCost, StageMemory),
+        plain: &PlainStage,
     ) -> Self {
         match saver.again {
-            Again::ToHold(in_flight) if plain.1.room(at.usable_bytes) >= in_flight => Self::default(),
+            Again::ToHold(in_flight) if plain.memory.room(at.usable_bytes) >= in_flight => Self::default(),
             _ => Self::of(&pricing.with_saver(run, at, saver, plain), saver, at.usable_bytes),
         }
     }
@@ -172,7 +172,7 @@ impl StageTable {
             }
             let plain = pricing.plain(&run, layers.at, self.savers[savers.start], workspace_bytes);
             // Both only grow with the run, and computing again adds time.
-            if pricing.step.busy_us(&plain.0) >= best_us || plain.1.model_bytes() > layers.at.usable_bytes {
+            if pricing.step.busy_us(&plain.cost) >= best_us || plain.memory.model_bytes() > layers.at.usable_bytes {
                 break;
             }
             for (saver, runs) in savers.clone().zip(&mut *runs) {

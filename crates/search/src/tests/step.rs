@@ -4,7 +4,8 @@ use proptest::prelude::*;
 use rannc_plan::ScheduleKind;
 
 use crate::answer::links::ReplicaLink;
-use crate::price::{Priced, StageCost, StageMemory, StepModel, StepTime};
+use crate::price::memory::StageMemory;
+use crate::price::{Priced, StageCost, StepModel, StepTime};
 
 fn step_us(model: &StepModel, stages: &[StageCost]) -> f64 {
     let fold = |(time, later), stage: &StageCost| (model.prepend(time, stage, later), later + 1);
