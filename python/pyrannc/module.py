@@ -127,7 +127,6 @@ class RaNNCModule(nn.Module):
         self._steps += 1
         return variant.captured.rebuild_outputs(step.results())
 
-
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Variant:
         get_logger("Decomposer").info("capturing %s", type(self.model).__name__)
         variant = Variant(self.model, args, kwargs, self.device, rows)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from pyrannc._native import BUCKET_BYTES, FIRST_BUCKET_BYTES
 
 
-
 @dataclass(frozen=True)
 class SharedParam:
     """A parameter that this rank holds, and the ranks that hold it too (this one included)."""
