@@ -62,7 +62,7 @@ pub enum GroupReason {
 
 /// Main ops that must be in one Stage.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Group {
+pub struct OpGroup {
     /// What holds them together.
     pub reason: GroupReason,
     /// The ops in execution order, at least two.
@@ -87,7 +87,7 @@ pub struct Analysis {
     /// Storages and which of them the forward changes.
     pub storages: Storages,
     /// Main ops that stay together.
-    pub groups: Vec<Group>,
+    pub groups: Vec<OpGroup>,
     /// See [`cuts`].
     pub cuts: Vec<Option<CutRefusal>>,
 }
@@ -184,7 +184,7 @@ pub fn allowed_cuts(graph: &Graph) -> Vec<bool> {
     cuts(graph).iter().map(Option::is_none).collect()
 }
 
-fn groups(graph: &Graph, storages: &Storages, main_index: &Arena<OpId, Option<u32>>) -> Vec<Group> {
+fn groups(graph: &Graph, storages: &Storages, main_index: &Arena<OpId, Option<u32>>) -> Vec<OpGroup> {
     let mut by_storage: BTreeMap<ValueId, Vec<OpId>> = BTreeMap::new();
     let mut by_region: BTreeMap<u32, Vec<OpId>> = BTreeMap::new();
     for (id, op) in graph.ops.iter() {
@@ -211,9 +211,9 @@ fn groups(graph: &Graph, storages: &Storages, main_index: &Arena<OpId, Option<u3
     by_storage.chain(by_region).filter_map(|(reason, ops)| group(reason, ops, main_index)).collect()
 }
 
-fn group(reason: GroupReason, mut ops: Vec<OpId>, main_index: &Arena<OpId, Option<u32>>) -> Option<Group> {
+fn group(reason: GroupReason, mut ops: Vec<OpId>, main_index: &Arena<OpId, Option<u32>>) -> Option<OpGroup> {
     ops.sort_unstable();
     ops.dedup();
     let (first, last) = (main_index[*ops.first()?]?, main_index[*ops.last()?]?);
-    (first < last).then_some(Group { reason, ops, first, last })
+    (first < last).then_some(OpGroup { reason, ops, first, last })
 }

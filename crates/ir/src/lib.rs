@@ -19,7 +19,7 @@ pub mod testing;
 mod text;
 mod verify;
 
-pub use analysis::{Analysis, CutRefusal, Group, GroupReason, allowed_cuts, cuts};
+pub use analysis::{Analysis, CutRefusal, GroupReason, OpGroup, allowed_cuts, cuts};
 pub use batch_free::{batch_free_ops, main_ops};
 pub use dtype::DType;
 pub use entity::{Arena, Entity};
@@ -29,7 +29,7 @@ pub use graph::{
     ValueDef, ValueId,
 };
 pub use hash::{block_hash, text_hash};
-pub use problem::{Place, Problem, VerifyError, VerifyErrors};
+pub use problem::{GraphPlace, GraphProblem, VerifyError, VerifyErrors};
 pub use rows::{RowDim, row_dims};
 pub use run::OpRun;
 pub use storages::Storages;

@@ -16,14 +16,14 @@ pub(crate) const MAX_LIST_DEPTH: usize = 32;
 #[error("{place}: {problem}")]
 pub struct VerifyError {
     /// Where.
-    pub place: Place,
+    pub place: GraphPlace,
     /// What.
-    pub problem: Problem,
+    pub problem: GraphProblem,
 }
 
 /// A place in a Graph.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum GraphPlace {
     /// The Graph itself.
     Graph,
     /// A Value.
@@ -42,7 +42,7 @@ pub enum Place {
     Output(usize),
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for GraphPlace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Graph => write!(f, "graph"),
@@ -59,7 +59,7 @@ impl fmt::Display for Place {
 
 /// A broken promise.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub enum Problem {
+pub enum GraphProblem {
     /// Another schema.
     #[error("schema version {0} is not {SCHEMA}")]
     Schema(u32),

@@ -1,13 +1,14 @@
 //! Plan and Partition for Python.
 
+use std::error::Error;
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
 use rannc_report::Report as _;
-use rannc_search::{PlanCosts, Settings};
+use rannc_search::{PlanCosts, SearchError, SettingNames, Settings};
 
 use crate::cluster::Cluster;
-use crate::errors::{ErrorClass, OrRaise, OrRaiseAs};
+use crate::errors::{ErrorClass, OrRaise, OrRaiseAs, Raised};
 use crate::graph::Graph;
 use crate::profile::Profile;
 
@@ -128,7 +129,21 @@ fn outcome(
     settings_json: &str,
 ) -> PyResult<rannc_search::Outcome> {
     let (profiles, settings) = given(profiles, settings_json)?;
-    py.detach(|| rannc_search::plan(&graph.0, &cluster.0, &profiles, &settings)).or_raise()
+    py.detach(|| rannc_search::plan(&graph.0, &cluster.0, &profiles, &settings)).map_err(no_plan)
+}
+
+/// What the advice of a search is about, as items of the configuration.
+const ITEMS: SettingNames = SettingNames { memory_limit: "mem_limit_gb", max_microbatches: "max_pipeline" };
+
+fn no_plan(error: SearchError) -> PyErr {
+    let class = error.class();
+    match error {
+        SearchError::DoesNotFit(shortage) => {
+            let worded: Box<dyn Error> = shortage.in_words(&ITEMS).into();
+            class.exception(&*worded)
+        }
+        error => class.exception(&error),
+    }
 }
 
 /// What the core needs beside a Graph and a Cluster.

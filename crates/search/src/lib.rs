@@ -20,7 +20,7 @@ mod stop;
 mod tests;
 
 pub use answer::{Gain, Outcome, PlanCosts, SearchReport, plan};
-pub use error::{Advice, SearchError};
+pub use error::{Advice, SearchError, SettingNames, Shortage};
 pub use rannc_cost::{Block, Blocks};
-pub use settings::{Capabilities, Limits, Settings};
+pub use settings::{Limits, Savers, Settings};
 pub use stop::Stop;

@@ -8,7 +8,7 @@ use rannc_cost::Cluster;
 use rannc_ir::testing::{GraphBuilder, graphs, mlp};
 use rannc_ir::{Analysis, DType, Dim, Graph, OpRun};
 use rannc_plan::{Partition, Plan, ScheduleKind};
-use rannc_search::{Advice, Outcome, SearchError, Settings};
+use rannc_search::{Advice, Outcome, SearchError, Settings, Shortage};
 
 fn cluster(name: &str, devices: u32) -> Cluster {
     Cluster::preset(name, devices.div_ceil(8), devices.min(8)).expect("devices")
@@ -104,7 +104,7 @@ fn an_empty_graph_is_refused() {
 
 fn shortage(graph: &Graph, limits: &Settings) -> (String, u64, Advice) {
     match plan(graph, &cluster("cpu", 4), limits) {
-        Err(SearchError::DoesNotFit { block, short_bytes, advice, .. }) => (block, short_bytes, advice),
+        Err(SearchError::DoesNotFit(Shortage { block, short_bytes, advice, .. })) => (block, short_bytes, advice),
         other => panic!("{other:?}"),
     }
 }

@@ -42,7 +42,7 @@ impl Blocks {
 }
 
 /// An Atom as merging sees it.
-struct Measured {
+struct TimedAtom {
     ops: Range<usize>,
     us: f64,
     /// Bytes that cross its end for each row.
@@ -50,10 +50,10 @@ struct Measured {
     module: String,
 }
 
-fn measure(graph: &Graph, analysis: &Analysis, device: &Device, rows: u64) -> Vec<Measured> {
+fn measure(graph: &Graph, analysis: &Analysis, device: &Device, rows: u64) -> Vec<TimedAtom> {
     let crossing_bytes = crossing_bytes(graph, analysis);
     let cost = |&op: &OpId| OpWork::new(&Operation::new(graph, op)).at(device, rows);
-    let measured = atoms(analysis).into_iter().map(|ops| Measured {
+    let measured = atoms(analysis).into_iter().map(|ops| TimedAtom {
         us: analysis.main_ops[ops.clone()].iter().map(cost).sum::<ComputeCost>().us(),
         end_bytes: crossing_bytes[ops.end],
         module: graph.ops[analysis.main_ops[ops.start]].module.clone(),
@@ -90,7 +90,7 @@ fn crossing_bytes(graph: &Graph, analysis: &Analysis) -> Vec<f64> {
         .collect()
 }
 
-fn merge(atoms: &[Measured], target: usize) -> Vec<Range<usize>> {
+fn merge(atoms: &[TimedAtom], target: usize) -> Vec<Range<usize>> {
     let as_ops = |run: Range<usize>| atoms[run.start].ops.start..atoms[run.end - 1].ops.end;
     if atoms.len() <= target {
         return atoms.iter().map(|atom| atom.ops.clone()).collect();
@@ -104,8 +104,8 @@ fn merge(atoms: &[Measured], target: usize) -> Vec<Range<usize>> {
 }
 
 /// Runs of Atoms of the same module, told apart up to the given number of indices in the path.
-fn units(atoms: &[Measured], level: usize) -> Vec<Range<usize>> {
-    let same = |left: &Measured, right: &Measured| unit_path(&left.module, level) == unit_path(&right.module, level);
+fn units(atoms: &[TimedAtom], level: usize) -> Vec<Range<usize>> {
+    let same = |left: &TimedAtom, right: &TimedAtom| unit_path(&left.module, level) == unit_path(&right.module, level);
     let mut first = 0;
     let chunks = atoms.chunk_by(same).map(|chunk| {
         let run = first..first + chunk.len();
@@ -116,7 +116,7 @@ fn units(atoms: &[Measured], level: usize) -> Vec<Range<usize>> {
 }
 
 /// Merges consecutive units into at most `target` runs of about equal time.
-fn gather(atoms: &[Measured], units: &[Range<usize>], target: usize) -> Vec<Range<usize>> {
+fn gather(atoms: &[TimedAtom], units: &[Range<usize>], target: usize) -> Vec<Range<usize>> {
     let total_us: f64 = atoms.iter().map(|atom| atom.us).sum();
     let mut runs: Vec<Range<usize>> = Vec::new();
     let (mut done_us, mut last_slot) = (0.0, usize::MAX);
@@ -134,7 +134,7 @@ fn gather(atoms: &[Measured], units: &[Range<usize>], target: usize) -> Vec<Rang
 }
 
 /// Divides each unit into runs, at most `target` altogether.
-fn divide(atoms: &[Measured], units: &[Range<usize>], target: usize) -> Vec<Range<usize>> {
+fn divide(atoms: &[TimedAtom], units: &[Range<usize>], target: usize) -> Vec<Range<usize>> {
     let unit_us = |unit: &Range<usize>| atoms[unit.clone()].iter().map(|atom| atom.us).sum::<f64>();
     let total_us: f64 = units.iter().map(unit_us).sum();
     let spare = target - units.len();
@@ -151,7 +151,7 @@ fn share(part_us: f64, total_us: f64, amount: usize) -> usize {
 
 /// Cuts a unit of `total_us` near the ends of `pieces` equal shares of its time, at the Atom of each
 /// neighbourhood where the fewest bytes cross.
-fn divide_unit(atoms: &[Measured], unit: Range<usize>, pieces: usize, total_us: f64) -> Vec<Range<usize>> {
+fn divide_unit(atoms: &[TimedAtom], unit: Range<usize>, pieces: usize, total_us: f64) -> Vec<Range<usize>> {
     // For each share: the best place to cut, its bytes, its distance from the share's end.
     let mut best: Vec<Option<(usize, f64, f64)>> = vec![None; pieces];
     let mut done_us = 0.0;
@@ -259,7 +259,7 @@ mod tests {
 
         #[test]
         fn merging_keeps_to_the_target(us in prop::collection::vec(0.0..9.0_f64, 1..80), target in 1..20_usize, period in 1..9_usize) {
-            let atoms: Vec<Measured> = us.iter().enumerate().map(|(place, &us)| Measured {
+            let atoms: Vec<TimedAtom> = us.iter().enumerate().map(|(place, &us)| TimedAtom {
                 ops: place..place + 1, us, end_bytes: (place % 3) as f64, module: format!("layers.{}", place / period),
             }).collect();
             let runs = merge(&atoms, target);

@@ -54,7 +54,7 @@ pub struct Cluster {
 
 /// Where the members of a collective are, as far as its time depends on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Group {
+pub struct RankGroup {
     /// Number of ranks.
     pub members: u32,
     /// Nodes that have a member.
@@ -105,7 +105,7 @@ impl Cluster {
     }
 
     /// Where these ranks are; each stands once, in any order.
-    pub fn group(&self, ranks: &[u32]) -> Group {
+    pub fn group(&self, ranks: &[u32]) -> RankGroup {
         let ends: Vec<u32> = self.ends().collect();
         let node_of = |rank: u32| ends.partition_point(|&end| end <= rank) as u32;
         let mut nodes: Vec<u32> = ranks.iter().map(|&rank| node_of(rank)).collect();
@@ -115,7 +115,7 @@ impl Cluster {
             (Some(&first), Some(&last)) => self.level_of_nodes(first, last),
             _ => 0,
         };
-        Group {
+        RankGroup {
             members: nodes.len() as u32,
             nodes: per_node.clone().count() as u32,
             least_per_node: per_node.map(<[u32]>::len).min().unwrap_or(0) as u32,
@@ -159,7 +159,7 @@ mod tests {
     fn groups_know_their_spread() {
         let cluster = four_nodes();
         let group = |ranks: &[u32]| {
-            let Group { members, nodes, least_per_node, level } = cluster.group(ranks);
+            let RankGroup { members, nodes, least_per_node, level } = cluster.group(ranks);
             (members, nodes, least_per_node, level)
         };
         assert_eq!(group(&[2, 3, 4]), (3, 1, 3, 0));

@@ -3,7 +3,7 @@
 //! Laws: times do not fall with the bytes, nor with the members of a group whose nodes and least
 //! members per node are the same; faster links never take longer; nothing takes no time.
 
-use super::cluster::{Cluster, Group, Link};
+use super::cluster::{Cluster, Link, RankGroup};
 
 impl Link {
     /// Time to send `bytes` to one other device; nothing takes no time.
@@ -21,7 +21,7 @@ struct Algorithm {
 }
 
 /// Half of an all-reduce: around a ring, every member passes on a part in each step.
-fn ring_pass(group: Group) -> Algorithm {
+fn ring_pass(group: RankGroup) -> Algorithm {
     let steps = group.members - 1;
     let between_steps = if group.nodes > 1 { steps } else { 0 };
     let volumes = f64::from(steps) / f64::from(group.members);
@@ -29,7 +29,7 @@ fn ring_pass(group: Group) -> Algorithm {
 }
 
 /// Half of an all-reduce: up or down a tree of the nodes and, in each, of its members.
-fn tree_pass(group: Group) -> Algorithm {
+fn tree_pass(group: RankGroup) -> Algorithm {
     let depth = |members: u32| members.max(1).next_power_of_two().ilog2();
     Algorithm {
         inside_steps: depth(group.members.div_ceil(group.nodes.max(1))),
@@ -45,22 +45,22 @@ impl Cluster {
     }
 
     /// Time to sum `bytes` over a group for all members, by a ring or a tree, whichever is quicker.
-    pub fn all_reduce_us(&self, group: Group, bytes: f64) -> f64 {
-        let pass_us = |pass: fn(Group) -> Algorithm| 2.0 * self.pass_us(group, bytes, pass);
+    pub fn all_reduce_us(&self, group: RankGroup, bytes: f64) -> f64 {
+        let pass_us = |pass: fn(RankGroup) -> Algorithm| 2.0 * self.pass_us(group, bytes, pass);
         pass_us(ring_pass).min(pass_us(tree_pass))
     }
 
     /// Time to sum `bytes` over a group, of which each member keeps its own part.
-    pub fn reduce_scatter_us(&self, group: Group, bytes: f64) -> f64 {
+    pub fn reduce_scatter_us(&self, group: RankGroup, bytes: f64) -> f64 {
         self.pass_us(group, bytes, ring_pass)
     }
 
     /// Time until every member of a group has `bytes`, of which each member has its own part.
-    pub fn all_gather_us(&self, group: Group, bytes: f64) -> f64 {
+    pub fn all_gather_us(&self, group: RankGroup, bytes: f64) -> f64 {
         self.pass_us(group, bytes, ring_pass)
     }
 
-    fn pass_us(&self, group: Group, bytes: f64, pass: fn(Group) -> Algorithm) -> f64 {
+    fn pass_us(&self, group: RankGroup, bytes: f64, pass: fn(RankGroup) -> Algorithm) -> f64 {
         if group.members < 2 || bytes <= 0.0 {
             return 0.0;
         }

@@ -12,7 +12,7 @@ mod shares;
 mod tables;
 mod text;
 
-pub use cluster::{Cluster, Group, Level, Link, Node};
+pub use cluster::{Cluster, Level, Link, Node, RankGroup};
 pub use device::{Device, FlopRates, update_us};
 pub use efficiency::{Curve, Efficiency, Products};
 pub use of_ranks::{MeasuredLevel, RankDevice};

@@ -64,13 +64,13 @@ impl Assembly<'_> {
     }
 
     fn stage(&self, stage: &FoundStage, behind: usize, used_ranks: &[u32]) -> (StagePlan, Priced) {
-        let FoundStage { run, positions, variant } = stage;
+        let FoundStage { run, positions, saver } = stage;
         let pricing = self.pricing;
         let place = self.order.place_at(positions);
         let at = pricing.at(place);
         let workspace_bytes = pricing.run_workspace_bytes(run.clone(), place.replicas);
         let in_flight = pricing.step.in_flight(behind + 1);
-        let priced = pricing.stage(run.clone(), &at, *variant, workspace_bytes);
+        let priced = pricing.stage(run.clone(), &at, *saver, workspace_bytes);
         let recompute = self.recompute(stage, &at, workspace_bytes);
         let ops = self.ops(run.start, run.end);
         let number = |rank: &u32| used_ranks.binary_search(rank).ok().and_then(|number| u32::try_from(number).ok());
@@ -80,8 +80,8 @@ impl Assembly<'_> {
             ranks: self.order.ranks(positions.clone()).iter().filter_map(number).collect(),
             blocks: u32::try_from(run.len()).unwrap_or(u32::MAX),
             recompute,
-            sharding: variant.sharding,
-            offload: variant.offload,
+            sharding: saver.sharding,
+            offload: saver.offload,
             predicted: pricing.prediction(run, place.replicas, &priced, in_flight),
         };
         (planned, priced)
@@ -94,11 +94,11 @@ impl Assembly<'_> {
     /// What the Stage, whose Blocks need `workspace_bytes`, computes again.
     fn recompute(&self, stage: &FoundStage, at: &At<'_>, workspace_bytes: f64) -> Recompute {
         let pricing = self.pricing;
-        match stage.variant.again {
+        match stage.saver.again {
             Again::Nothing => Recompute::None,
             Again::Everything => Recompute::Stage,
             Again::ToHold(in_flight) => {
-                let kept = pricing.memory(&stage.run, at, stage.variant, workspace_bytes);
+                let kept = pricing.memory(&stage.run, at, stage.saver, workspace_bytes);
                 let Some(choice) = pricing.savings(&stage.run, at, in_flight, &kept) else { return Recompute::None };
                 let mut runs = Vec::new();
                 for (saving, count) in choice.savings.iter().zip(choice.cheapest().unwrap_or_default()) {

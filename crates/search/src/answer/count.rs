@@ -1,20 +1,20 @@
 //! How many Plans there are.
 
-use crate::price::{RankOrder, Variant};
+use crate::price::{RankOrder, Saver};
 use crate::settings::Settings;
-use crate::solve::Case;
+use crate::solve::SearchCase;
 
 /// Plans of a chain of so many Blocks that a search over these cases covers: cuts, Replicas of every Stage,
 /// orders of ranks, microbatches, Schedules, and ways to save memory.
-pub(crate) fn plans(blocks: usize, orders: &[RankOrder], cases: &[Case], settings: &Settings) -> f64 {
-    let variants = Variant::all(&settings.capabilities, &[1]).len() as f64;
+pub(crate) fn plans(blocks: usize, orders: &[RankOrder], cases: &[SearchCase], settings: &Settings) -> f64 {
+    let savers = Saver::all(&settings.savers, &[1]).len() as f64;
     // All orders have as many units.
     let units = orders[0].units() as usize;
     let of_cases = |cases: usize| {
         let most = settings.max_stages.map_or(units, |most| most as usize).min(blocks).min(units);
         let counts = settings.forced_stages().map_or(1..=most, |forced| forced..=forced);
         let shared = |stages| if settings.replicas.is_some() { 1.0 } else { choose(units - 1, stages - 1) };
-        counts.map(|stages| choose(blocks - 1, stages - 1) * shared(stages) * variants.powf(stages as f64)).sum::<f64>()
+        counts.map(|stages| choose(blocks - 1, stages - 1) * shared(stages) * savers.powf(stages as f64)).sum::<f64>()
             * cases as f64
     };
     of_cases(cases.len())

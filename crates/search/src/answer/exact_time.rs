@@ -14,12 +14,12 @@ use std::iter::Peekable;
 
 use rannc_plan::{Compute, GRAD_WINDOW};
 
-use super::links::Link;
+use super::links::ReplicaLink;
 use crate::price::{Priced, StepModel};
 
 impl StepModel {
     /// The time of a step of Stages with so many Replicas.
-    pub(crate) fn longest_path_us(&self, stages: &[Priced], replicas: &[usize], links: &[Link]) -> f64 {
+    pub(crate) fn longest_path_us(&self, stages: &[Priced], replicas: &[usize], links: &[ReplicaLink]) -> f64 {
         let number = |place: usize| u32::try_from(place).expect("fewer than 2^32");
         let microbatches = u32::try_from(self.microbatches).expect("as many as fit into a plan");
         let order = |stage| self.schedule.order(number(stage), number(stages.len()), microbatches);
@@ -44,23 +44,23 @@ impl StepModel {
 }
 
 /// Makes the channels.
-fn connect<I: Iterator>(lines: &mut [Line<I>], links: &[Link]) -> Vec<Channel> {
+fn connect<I: Iterator>(lines: &mut [Line<I>], links: &[ReplicaLink]) -> Vec<TimedChannel> {
     let mut channels = Vec::new();
-    for &Link { from, to, values_us, grads_us } in links {
+    for &ReplicaLink { from, to, values_us, grads_us } in links {
         lines[from].forward.to.push(channels.len());
         lines[to].forward.from.push(channels.len());
-        channels.push(Channel::new(values_us, usize::MAX));
+        channels.push(TimedChannel::new(values_us, usize::MAX));
         if let Some(grads_us) = grads_us {
             lines[to].backward.to.push(channels.len());
             lines[from].backward.from.push(channels.len());
-            channels.push(Channel::new(grads_us, GRAD_WINDOW));
+            channels.push(TimedChannel::new(grads_us, GRAD_WINDOW));
         }
     }
     channels
 }
 
 /// The messages from one Replica to another, by microbatch.
-struct Channel {
+struct TimedChannel {
     transfer_us: f64,
     /// Most messages under way at a time.
     window: usize,
@@ -68,7 +68,7 @@ struct Channel {
     arrived_us: Vec<f64>,
 }
 
-impl Channel {
+impl TimedChannel {
     fn new(transfer_us: f64, window: usize) -> Self {
         Self { transfer_us, window, sent_us: Vec::new(), arrived_us: Vec::new() }
     }
@@ -108,13 +108,13 @@ impl Channel {
 }
 
 /// A Replica's forward or backward of a microbatch, and its channels.
-struct Work {
+struct Computation {
     us: f64,
     from: Vec<usize>,
     to: Vec<usize>,
 }
 
-impl Work {
+impl Computation {
     fn new(us: f64) -> Self {
         Self { us, from: Vec::new(), to: Vec::new() }
     }
@@ -122,8 +122,8 @@ impl Work {
 
 /// A Replica and what it still has to compute.
 struct Line<I: Iterator> {
-    forward: Work,
-    backward: Work,
+    forward: Computation,
+    backward: Computation,
     coming: Peekable<I>,
     /// When it was done with the last computation, messages sent.
     clock_us: f64,
@@ -134,8 +134,8 @@ struct Line<I: Iterator> {
 impl<I: Iterator<Item = Compute>> Line<I> {
     fn new(stage: &Priced, order: I) -> Self {
         Self {
-            forward: Work::new(stage.cost.forward_us),
-            backward: Work::new(stage.cost.backward_us),
+            forward: Computation::new(stage.cost.forward_us),
+            backward: Computation::new(stage.cost.backward_us),
             coming: order.peekable(),
             clock_us: 0.0,
             posted_us: 0.0,
@@ -143,7 +143,7 @@ impl<I: Iterator<Item = Compute>> Line<I> {
     }
 
     /// Computes once more, if something is left and all that it waits for is known.
-    fn advance(&mut self, channels: &mut [Channel]) -> bool {
+    fn advance(&mut self, channels: &mut [TimedChannel]) -> bool {
         let work = match self.coming.peek() {
             Some(Compute::Forward(_)) => &self.forward,
             Some(Compute::Backward(_)) => &self.backward,
@@ -163,7 +163,7 @@ impl<I: Iterator<Item = Compute>> Line<I> {
     }
 
     /// When the last gradient that it has sent has arrived.
-    fn sent_us(&self, channels: &[Channel]) -> f64 {
+    fn sent_us(&self, channels: &[TimedChannel]) -> f64 {
         self.backward.to.iter().map(|&channel| channels[channel].free_us()).fold(0.0, f64::max)
     }
 }

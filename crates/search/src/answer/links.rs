@@ -11,7 +11,7 @@ use crate::solve::FoundStage;
 /// What one Replica sends to one of a later Stage for a microbatch, and gets back. Replicas are counted through
 /// the Stages.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Link {
+pub(crate) struct ReplicaLink {
     pub(crate) from: usize,
     pub(crate) to: usize,
     pub(crate) values_us: f64,
@@ -29,7 +29,7 @@ pub(crate) struct Linker<'a> {
 
 impl Linker<'_> {
     /// The links, by the Stage of the sender, then that of the receiver.
-    pub(crate) fn links(&self) -> Vec<Link> {
+    pub(crate) fn links(&self) -> Vec<ReplicaLink> {
         let stage_of = |block: usize| self.stages.partition_point(|stage| stage.run.end <= block);
         let mut crossings: BTreeMap<(usize, usize), Vec<&CrossingSpec>> = BTreeMap::new();
         for crossing in self.crossings {
@@ -45,7 +45,7 @@ impl Linker<'_> {
     }
 
     /// A message takes as long as one with all that the Replica with more rows exchanges with the other Stage.
-    fn stage_links(&self, from: usize, to: usize, values: &[&CrossingSpec]) -> Vec<Link> {
+    fn stage_links(&self, from: usize, to: usize, values: &[&CrossingSpec]) -> Vec<ReplicaLink> {
         let [(first_sender, senders), (first_receiver, receivers)] = [from, to].map(|stage| self.replicas(stage));
         let rows = self.pricing.replica_rows(1);
         let [sender_rows, receiver_rows] = [senders, receivers].map(|ranks| split_even(rows, ranks.len()));
@@ -60,7 +60,7 @@ impl Linker<'_> {
                 cluster.send_us(level, sent.map(|value| value.bytes.at(rows)).sum())
             };
             let (from, to) = (first_sender + from, first_receiver + to);
-            Link { from, to, values_us: send_us(true), grads_us: has_grads.then(|| send_us(false)) }
+            ReplicaLink { from, to, values_us: send_us(true), grads_us: has_grads.then(|| send_us(false)) }
         };
         overlaps(&sender_rows, &receiver_rows).into_iter().map(link).collect()
     }

@@ -3,11 +3,9 @@
 mod assemble;
 mod count;
 mod exact_time;
-mod links;
+pub(crate) mod links;
 mod outcome;
 mod plan_costs;
-
-pub(crate) use links::{Link, Linker};
 
 pub use outcome::{Gain, Outcome, SearchReport, plan};
 pub use plan_costs::PlanCosts;

@@ -10,8 +10,8 @@ use serde::Serialize;
 use super::assemble::Assembly;
 use super::count::plans;
 use crate::error::SearchError;
-use crate::price::{Model, Pricing, RankOrder, Variant};
-use crate::settings::{Capabilities, Settings};
+use crate::price::{Model, Pricing, RankOrder, Saver};
+use crate::settings::{Savers, Settings};
 use crate::solve::{Solution, Solved, Solver, fits, shortage};
 use crate::stop::Stop;
 
@@ -186,14 +186,14 @@ impl<'a> Planner<'a> {
         if !self.settings.gains {
             return Vec::new();
         }
-        let gain = |(what, capabilities)| {
-            let settings = Settings { capabilities, ..self.settings.clone() };
+        let gain = |(what, savers)| {
+            let settings = Settings { savers, ..self.settings.clone() };
             let solver = self.solver(&settings);
             let counts = settings.microbatch_candidates().ok();
             let solved = counts.and_then(|counts| solver.solve(&solver.cases(&counts)).ok());
             Gain { what, step_us: solved.map(|solved| solved.best.found.step_us) }
         };
-        more(self.settings.capabilities).into_iter().map(gain).collect()
+        more(self.settings.savers).into_iter().map(gain).collect()
     }
 
     fn shortage(&self) -> SearchError {
@@ -201,9 +201,9 @@ impl<'a> Planner<'a> {
         let most = settings.microbatch_candidates().ok().and_then(|counts| counts.last().copied()).unwrap_or(1);
         let schedule = settings.schedules()[0];
         let pricing = Pricing::new(self.model.problem(self.cluster, settings), schedule, most);
-        let more = more(settings.capabilities).into_iter();
-        let would_fit = more.filter(|(_, capabilities)| {
-            let with = Variant::most(capabilities);
+        let more = more(settings.savers).into_iter();
+        let would_fit = more.filter(|(_, savers)| {
+            let with = Saver::most(savers);
             fits(&pricing, &self.rough, with)
         });
         let would_fit = would_fit.map(|(what, _)| what).collect();
@@ -217,10 +217,10 @@ impl<'a> Planner<'a> {
 }
 
 /// Each capability that a runtime lacks, with those that it has.
-fn more(has: Capabilities) -> Vec<(&'static str, Capabilities)> {
+fn more(has: Savers) -> Vec<(&'static str, Savers)> {
     let mut more = Vec::new();
     if !has.recompute {
-        more.push(("recomputation", Capabilities { recompute: true, ..has }));
+        more.push(("recomputation", Savers { recompute: true, ..has }));
     }
     let levels = [
         ("sharded optimizer state (ZeRO 1)", Sharding::Optimizer),
@@ -228,10 +228,10 @@ fn more(has: Capabilities) -> Vec<(&'static str, Capabilities)> {
         ("sharded parameters (ZeRO 3)", Sharding::Params),
     ];
     for (what, sharding) in levels.into_iter().filter(|(_, level)| *level > has.sharding) {
-        more.push((what, Capabilities { sharding, ..has }));
+        more.push((what, Savers { sharding, ..has }));
     }
     if !has.offload {
-        more.push(("optimizer state in host memory", Capabilities { offload: true, ..has }));
+        more.push(("optimizer state in host memory", Savers { offload: true, ..has }));
     }
     more
 }

@@ -12,7 +12,7 @@ use rannc_sim::Costs;
 use super::assemble::step_prediction;
 use super::links::Linker;
 use crate::error::SearchError;
-use crate::price::{Again, Model, Priced, Pricing, RankOrder, Variant};
+use crate::price::{Again, Model, Priced, Pricing, RankOrder, Saver};
 use crate::settings::Settings;
 use crate::solve::FoundStage;
 
@@ -23,16 +23,16 @@ pub struct PlanCosts<'a> {
     settings: Settings,
     model: Model,
     order: RankOrder,
-    stages: Vec<Stage>,
+    stages: Vec<PlannedStage>,
     plan: &'a Plan,
     /// What has been priced already, by Stage and rows.
     known: RefCell<HashMap<(u32, Option<u64>), Priced>>,
 }
 
 /// A Stage of the Plan.
-struct Stage {
+struct PlannedStage {
     run: Range<usize>,
-    variant: Variant,
+    saver: Saver,
     /// Blocks to compute again.
     again: Vec<usize>,
 }
@@ -63,9 +63,9 @@ impl<'a> PlanCosts<'a> {
         let analysis = Analysis::new(graph);
         let blocks = Blocks::new(graph, &analysis, &cluster.kinds[0], settings.world_size, settings.rank_rows());
         let blocks = Blocks::of(graph, &analysis, runs(&blocks, plan).into_iter());
-        let stages = plan.stages.iter().map(|stage| Stage {
+        let stages = plan.stages.iter().map(|stage| PlannedStage {
             run: places(&blocks, stage.ops),
-            variant: Variant {
+            saver: Saver {
                 again: if stage.recompute == Recompute::Stage { Again::Everything } else { Again::Nothing },
                 sharding: stage.sharding,
                 offload: stage.offload,
@@ -117,7 +117,7 @@ impl<'a> PlanCosts<'a> {
         let found = self.stages.iter().zip(&self.plan.stages).map(|(stage, planned)| {
             let end = start + u32::try_from(planned.ranks.len()).expect("as many as a cluster may have");
             let positions = std::mem::replace(&mut start, end)..end;
-            FoundStage { run: stage.run.clone(), positions, variant: stage.variant }
+            FoundStage { run: stage.run.clone(), positions, saver: stage.saver }
         });
         found.collect()
     }
@@ -134,11 +134,11 @@ impl<'a> PlanCosts<'a> {
 
     fn price(&self, stage: u32, rows: Option<u64>) -> Priced {
         let pricing = self.pricing();
-        let Stage { run, variant, again } = &self.stages[stage as usize];
+        let PlannedStage { run, saver, again } = &self.stages[stage as usize];
         let place = self.order.place(stage, 1);
         let at = rows.map_or_else(|| pricing.at(place), |rows| pricing.at_fewer_rows(place, rows));
         let workspace_bytes = pricing.run_workspace_bytes(run.clone(), place.replicas);
-        let mut priced = pricing.stage(run.clone(), &at, *variant, workspace_bytes);
+        let mut priced = pricing.stage(run.clone(), &at, *saver, workspace_bytes);
         let mut held_again_bytes: f64 = 0.0;
         for saving in again.iter().map(|&block| pricing.saving(block, &at)) {
             priced.cost.backward_us += saving.us;

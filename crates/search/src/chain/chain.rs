@@ -181,13 +181,13 @@ fn kept_sums(blocks: &[BlockSpec], kept: &[KeptSpec]) -> AffineSums {
         for (place, block) in blocks.iter().enumerate() {
             builder.add_once(0..len, &[place], part(block.private_bytes));
         }
-        for KeptSpec { bytes, savers, crossing } in kept {
+        for KeptSpec { bytes, saved_by, crossing } in kept {
             let Some((made_by, used_by)) = crossing else {
-                builder.add_once(0..len, savers, part(*bytes));
+                builder.add_once(0..len, saved_by, part(*bytes));
                 continue;
             };
-            builder.add_once(0..made_by + 1, savers, part(*bytes));
-            let mut holders = [savers.as_slice(), used_by.as_slice()].concat();
+            builder.add_once(0..made_by + 1, saved_by, part(*bytes));
+            let mut holders = [saved_by.as_slice(), used_by.as_slice()].concat();
             holders.sort_unstable();
             builder.add_once(made_by + 1..len, &holders, part(*bytes));
         }
@@ -208,11 +208,11 @@ fn kinds_before(blocks: &[BlockSpec]) -> Vec<Vec<usize>> {
 
 fn inside_bytes(blocks: &[BlockSpec], kept: &[KeptSpec]) -> Vec<Affine> {
     let mut inside: Vec<Affine> = blocks.iter().map(|block| block.private_bytes).collect();
-    for KeptSpec { bytes, savers, crossing } in kept {
-        let [saver] = savers[..] else { continue };
-        if crossing.as_ref().is_none_or(|(made_by, _)| *made_by == saver) {
-            inside[saver].fixed += bytes.fixed;
-            inside[saver].per_row += bytes.per_row;
+    for KeptSpec { bytes, saved_by, crossing } in kept {
+        let [only] = saved_by[..] else { continue };
+        if crossing.as_ref().is_none_or(|(made_by, _)| *made_by == only) {
+            inside[only].fixed += bytes.fixed;
+            inside[only].per_row += bytes.per_row;
         }
     }
     inside

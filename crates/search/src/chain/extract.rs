@@ -19,7 +19,7 @@ pub(crate) fn extract(graph: &Graph, analysis: &Analysis, blocks: &Blocks, host:
         states: BTreeMap::new(),
         clones: BTreeMap::new(),
         uses: BTreeMap::new(),
-        savers: BTreeMap::new(),
+        saved_by: BTreeMap::new(),
     };
     for (place, block) in blocks.blocks.iter().enumerate() {
         extractor.block_of[block.ops.first as usize..block.ops.end as usize].fill(place);
@@ -48,7 +48,7 @@ struct Extractor<'a> {
     /// Blocks that use each Value of a main op, other than the one that makes it.
     uses: BTreeMap<ValueId, Vec<usize>>,
     /// Blocks that save each storage.
-    savers: BTreeMap<ValueId, Vec<usize>>,
+    saved_by: BTreeMap<ValueId, Vec<usize>>,
 }
 
 impl Extractor<'_> {
@@ -75,7 +75,7 @@ impl Extractor<'_> {
         block.workspace_bytes.push(self.affine(operation.workspace_bytes()));
         let saved = SavedTensors::new(&operation, self.host);
         for value in saved.values {
-            note(self.savers.entry(value).or_default(), place);
+            note(self.saved_by.entry(value).or_default(), place);
         }
         saved.private_bytes
     }
@@ -132,9 +132,9 @@ impl Extractor<'_> {
             }
         }
         let mut kept: BTreeMap<ValueId, KeptSpec> = BTreeMap::new();
-        for (&value, savers) in &self.savers {
+        for (&value, saved_by) in &self.saved_by {
             let bytes = self.affine(tensor_bytes(&self.graph.values[value]));
-            kept.insert(value, KeptSpec { bytes, savers: savers.clone(), crossing: None });
+            kept.insert(value, KeptSpec { bytes, saved_by: saved_by.clone(), crossing: None });
         }
         for crossing in self.uses.iter().filter_map(|(&value, blocks)| self.crossing(value, blocks)) {
             let (value, crossing) = crossing;

@@ -4,11 +4,11 @@ mod chain;
 mod extract;
 mod interval;
 mod measured;
-mod spec;
+pub(crate) mod spec;
 mod sums;
 mod traffic;
 
 pub(crate) use chain::{Chain, Times};
 pub(crate) use extract::extract;
 pub(crate) use measured::Measured;
-pub(crate) use spec::{Affine, BlockSpec, ChainSpec, CloneSpec, CrossingSpec, KeptSpec, StateSpec};
+pub(crate) use spec::CrossingSpec;

@@ -59,7 +59,7 @@ pub(crate) struct CrossingSpec {
 pub(crate) struct KeptSpec {
     pub(crate) bytes: Affine,
     /// Blocks that save it.
-    pub(crate) savers: Vec<usize>,
+    pub(crate) saved_by: Vec<usize>,
     /// If it crosses Blocks: who makes and who uses it. A Stage that receives it keeps it.
     pub(crate) crossing: Option<(usize, Vec<usize>)>,
 }

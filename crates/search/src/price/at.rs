@@ -120,7 +120,7 @@ impl<'a> Pricing<'a> {
             devices,
             savings: Vec::new(),
         };
-        if self.problem.settings.capabilities.recompute {
+        if self.problem.settings.savers.recompute {
             at.savings = self.savings_of_kinds(&at);
         }
         at

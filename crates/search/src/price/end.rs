@@ -7,25 +7,25 @@ use rannc_plan::{BUCKET_BYTES, Sharding};
 
 use super::at::{At, Pricing, Problem};
 use super::place::Place;
-use super::saver::Variant;
+use super::saver::Saver;
 use super::time::RunTime;
 
 impl Pricing<'_> {
     /// Gradient reduction and optimizer. Sharded parameters and gradients also travel with every
     /// microbatch, beside its computation.
-    pub(super) fn end_us(&self, run: &Range<usize>, at: &At<'_>, variant: Variant, time: &mut RunTime) -> (f64, f64) {
+    pub(super) fn end_us(&self, run: &Range<usize>, at: &At<'_>, saver: Saver, time: &mut RunTime) -> (f64, f64) {
         let (cluster, place) = (self.problem.cluster, at.place);
         let bytes = self.chain.trainable_bytes.at(run.start, run.end);
         let mut reduction_us = cluster.all_reduce_us(place.group, bytes);
         let mut gather_us = 0.0;
-        if variant.sharding > Sharding::None {
+        if saver.sharding > Sharding::None {
             reduction_us = cluster.reduce_scatter_us(place.group, bytes);
             gather_us = cluster.all_gather_us(place.group, bytes);
         }
-        if variant.sharding >= Sharding::Gradients && self.step.microbatches > 1 {
+        if saver.sharding >= Sharding::Gradients && self.step.microbatches > 1 {
             time.backward_us = time.backward_us.max(reduction_us);
         }
-        if variant.sharding == Sharding::Params {
+        if saver.sharding == Sharding::Params {
             time.forward_us = time.forward_us.max(gather_us);
             time.backward_us = time.backward_us.max(gather_us + reduction_us);
             gather_us = 0.0;
@@ -34,7 +34,7 @@ impl Pricing<'_> {
         let last_us = if bytes > 0.0 { reduction_us * (BUCKET_BYTES as f64 / bytes).min(1.0) } else { 0.0 };
         let exposed_us = (reduction_us - time.backward_us).max(last_us);
         let reduce_us = exposed_us + self.collective_slowdown(at.place) * (reduction_us - exposed_us);
-        (reduce_us, gather_us + self.update_us(bytes, at, variant))
+        (reduce_us, gather_us + self.update_us(bytes, at, saver))
     }
 
     /// The largest of the place's devices.
@@ -47,8 +47,8 @@ impl Pricing<'_> {
         place.kinds().map(of_kind).fold(0.0, f64::max)
     }
 
-    fn update_us(&self, trainable_bytes: f64, at: &At<'_>, variant: Variant) -> f64 {
-        let share = if variant.sharding > Sharding::None { f64::from(at.place.replicas) } else { 1.0 };
+    fn update_us(&self, trainable_bytes: f64, at: &At<'_>, saver: Saver) -> f64 {
+        let share = if saver.sharding > Sharding::None { f64::from(at.place.replicas) } else { 1.0 };
         let bytes = trainable_bytes / share;
         let state_bytes = bytes * self.problem.settings.optimizer_bytes_per_param_byte;
         let Problem { cluster, measured, .. } = self.problem;
@@ -58,7 +58,7 @@ impl Pricing<'_> {
             let update_us = measured.map_or_else(|| update_us(device, bytes, state_bytes), |each_us| each_us * bytes);
             // The state comes from the host and goes back.
             let travel_us = 2.0 * state_bytes / device.host_bytes_per_s * 1e6;
-            if variant.offload { update_us.max(travel_us) } else { update_us }
+            if saver.offload { update_us.max(travel_us) } else { update_us }
         };
         at.place.kinds().map(on).fold(0.0, f64::max)
     }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use rannc_plan::{MemoryPrediction, Sharding};
 
 use super::at::{At, Pricing};
-use super::saver::Variant;
+use super::saver::Saver;
 
 /// Gradients in transfer at a time: one in use, one on its way.
 const GRADS_ON_THE_WAY: f64 = 2.0;
@@ -69,20 +69,14 @@ impl StageMemory {
 
 impl Pricing<'_> {
     /// Memory with everything kept.
-    pub(crate) fn memory(
-        &self,
-        run: &Range<usize>,
-        at: &At<'_>,
-        variant: Variant,
-        workspace_bytes: f64,
-    ) -> StageMemory {
+    pub(crate) fn memory(&self, run: &Range<usize>, at: &At<'_>, saver: Saver, workspace_bytes: f64) -> StageMemory {
         let Range { start: first, end } = *run;
         let (chain, rows) = (self.chain, at.rows);
         let trainable_bytes = chain.trainable_bytes.at(first, end);
-        let shared = |level| if variant.sharding >= level { f64::from(at.place.replicas) } else { 1.0 };
+        let shared = |level| if saver.sharding >= level { f64::from(at.place.replicas) } else { 1.0 };
         let optimizer_bytes = trainable_bytes * self.problem.settings.optimizer_bytes_per_param_byte;
         let frozen_bytes = chain.state_bytes.at(first, end) - trainable_bytes;
-        let gathered_bytes = if variant.sharding == Sharding::Params {
+        let gathered_bytes = if saver.sharding == Sharding::Params {
             let block_bytes = run.clone().map(|block| chain.trainable_bytes.at(block, block + 1)).fold(0.0, f64::max);
             (GATHERED_BLOCKS * block_bytes).min(trainable_bytes)
         } else {
@@ -91,7 +85,7 @@ impl Pricing<'_> {
         StageMemory {
             params_bytes: frozen_bytes + trainable_bytes / shared(Sharding::Params) + gathered_bytes,
             grads_bytes: trainable_bytes / shared(Sharding::Gradients),
-            optimizer_bytes: if variant.offload { 0.0 } else { optimizer_bytes / shared(Sharding::Optimizer) },
+            optimizer_bytes: if saver.offload { 0.0 } else { optimizer_bytes / shared(Sharding::Optimizer) },
             workspace_bytes,
             comm_bytes: self.comm_bytes(run, rows),
             framework_bytes: at.framework_bytes,

@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::ops::{Range, RangeInclusive};
 
 use indexmap::IndexSet;
-use rannc_cost::{Cluster, Group};
+use rannc_cost::{Cluster, RankGroup};
 
 /// With more nodes, they are dealt out all together or not at all.
 const FEW_NODES: usize = 8;
@@ -28,7 +28,7 @@ pub(crate) struct RankOrder {
 pub(crate) struct Place {
     pub(crate) replicas: u32,
     /// For the reduction of gradients.
-    pub(crate) group: Group,
+    pub(crate) group: RankGroup,
     /// Level of the links to the Stage before.
     pub(crate) in_level: usize,
     /// Level of the links to the Stage behind.
@@ -170,7 +170,8 @@ impl Place {
         let nodes = fewest.div_ceil(largest);
         let level = cluster.levels.iter().position(|level| level.nodes >= nodes).unwrap_or(cluster.levels.len() - 1);
         // Of all trees that leave a node, those over two nodes have the fewest steps.
-        let group = Group { members: fewest, nodes: nodes.min(2), least_per_node: largest.min(most / nodes), level };
+        let group =
+            RankGroup { members: fewest, nodes: nodes.min(2), least_per_node: largest.min(most / nodes), level };
         Self { replicas: most, group, in_level: 0, out_level: 0, kinds: 1 << kind.min(MAX_KINDS - 1) }
     }
 

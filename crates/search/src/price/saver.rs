@@ -2,7 +2,7 @@
 
 use rannc_plan::Sharding;
 
-use crate::settings::Capabilities;
+use crate::settings::Savers;
 
 /// Most microbatches in flight for which Blocks to compute again are chosen one by one; Stages that hold
 /// more compute all of them again.
@@ -19,39 +19,39 @@ pub(crate) enum Again {
 
 /// A way to run a Stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Variant {
+pub(crate) struct Saver {
     pub(crate) again: Again,
     pub(crate) sharding: Sharding,
     pub(crate) offload: bool,
 }
 
-impl Variant {
+impl Saver {
     /// Nothing is saved.
     pub(crate) const PLAIN: Self = Self { again: Again::Nothing, sharding: Sharding::None, offload: false };
 
     /// The way that saves most memory.
-    pub(crate) fn most(capabilities: &Capabilities) -> Self {
-        let again = if capabilities.recompute { Again::Everything } else { Again::Nothing };
-        Self { again, sharding: capabilities.sharding, offload: capabilities.offload }
+    pub(crate) fn most(savers: &Savers) -> Self {
+        let again = if savers.recompute { Again::Everything } else { Again::Nothing };
+        Self { again, sharding: savers.sharding, offload: savers.offload }
     }
 
     /// All ways that a runtime has when Stages hold these numbers of microbatches, the plain one first.
-    pub(crate) fn all(capabilities: &Capabilities, held: &[u64]) -> Vec<Self> {
+    pub(crate) fn all(savers: &Savers, held: &[u64]) -> Vec<Self> {
         let mut again = vec![Again::Nothing];
-        if capabilities.recompute {
+        if savers.recompute {
             again.push(Again::Everything);
             again.extend(held.iter().filter(|&&held| held <= MAX_FITTED).map(|&held| Again::ToHold(held)));
         }
         let levels = [Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::Params];
-        let levels = levels.into_iter().filter(|level| *level <= capabilities.sharding);
-        let offload: &[bool] = if capabilities.offload { &[false, true] } else { &[false] };
-        let mut variants = Vec::new();
+        let levels = levels.into_iter().filter(|level| *level <= savers.sharding);
+        let offload: &[bool] = if savers.offload { &[false, true] } else { &[false] };
+        let mut savers = Vec::new();
         for sharding in levels {
             for &offload in offload {
-                variants.extend(again.iter().map(|&again| Self { again, sharding, offload }));
+                savers.extend(again.iter().map(|&again| Self { again, sharding, offload }));
             }
         }
-        variants
+        savers
     }
 
     /// True when only what is computed again differs.

@@ -6,7 +6,7 @@ use rannc_plan::StagePrediction;
 
 use super::at::{At, Pricing};
 use super::memory::StageMemory;
-use super::saver::Variant;
+use super::saver::Saver;
 use super::step::StageCost;
 use super::time::RunTime;
 
@@ -21,11 +21,18 @@ pub(crate) struct Priced {
     pub(crate) memory: StageMemory,
 }
 
+/// A Stage that computes nothing again, without the end of its step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PlainStage {
+    pub(crate) cost: StageCost,
+    pub(crate) memory: StageMemory,
+}
+
 impl Pricing<'_> {
     /// Time and memory of a Stage whose Blocks need `workspace_bytes`.
-    pub(crate) fn stage(&self, run: Range<usize>, at: &At<'_>, variant: Variant, workspace_bytes: f64) -> Priced {
-        let plain = self.plain(&run, at, variant, workspace_bytes);
-        self.with_variant(&run, at, variant, &plain)
+    pub(crate) fn stage(&self, run: Range<usize>, at: &At<'_>, saver: Saver, workspace_bytes: f64) -> Priced {
+        let plain = self.plain(&run, at, saver, workspace_bytes);
+        self.with_saver(&run, at, saver, &plain)
     }
 
     /// What a Plan says of a priced Stage that holds so many microbatches.
@@ -50,13 +57,7 @@ impl Pricing<'_> {
     }
 
     /// A Stage that computes nothing again, without the end of its step.
-    pub(crate) fn plain(
-        &self,
-        run: &Range<usize>,
-        at: &At<'_>,
-        variant: Variant,
-        workspace_bytes: f64,
-    ) -> (StageCost, StageMemory) {
+    pub(crate) fn plain(&self, run: &Range<usize>, at: &At<'_>, saver: Saver, workspace_bytes: f64) -> PlainStage {
         let &At { place, rows, .. } = at;
         let time = self.compute(run, at);
         let traffic = if self.problem.direct { &self.chain.direct } else { &self.chain.traffic };
@@ -74,20 +75,20 @@ impl Pricing<'_> {
             out_grad_us: half_us(place.out_level, traffic.out_grad_bytes.at(run.start, run.end, rows)),
             end_us: 0.0,
         };
-        (cost, self.memory(run, at, variant, workspace_bytes))
+        PlainStage { cost, memory: self.memory(run, at, saver, workspace_bytes) }
     }
 
-    /// The Stage that computes again what the variant asks for, otherwise as this plain one.
-    pub(crate) fn with_variant(
+    /// The Stage that computes again what the saver asks for, otherwise as this plain one.
+    pub(crate) fn with_saver(
         &self,
         run: &Range<usize>,
         at: &At<'_>,
-        variant: Variant,
-        &(plain, mut memory): &(StageCost, StageMemory),
+        saver: Saver,
+        &PlainStage { cost: plain, mut memory }: &PlainStage,
     ) -> Priced {
         let mut time = RunTime { forward_us: plain.forward_us, backward_us: plain.backward_us };
-        self.compute_again(run, at, variant.again, &mut time, &mut memory);
-        let (reduce_us, update_us) = self.end_us(run, at, variant, &mut time);
+        self.compute_again(run, at, saver.again, &mut time, &mut memory);
+        let (reduce_us, update_us) = self.end_us(run, at, saver, &mut time);
         let RunTime { forward_us, backward_us } = time;
         let cost = StageCost { forward_us, backward_us, end_us: reduce_us + update_us, ..plain };
         Priced { cost, reduce_us, update_us, memory }

@@ -1,7 +1,7 @@
 //! The time of a step in closed form, Stage by Stage from the last to the first.
 //!
 //! A step is a graph of computations and messages: microbatches pass the Stages forward, then backward, and every
-//! Stage computes in the order of its Schedule. Its time is the longest path ([`crate::path`]). For a Stage with
+//! Stage computes in the order of its Schedule. Its time is the longest path ([`crate::answer`]). For a Stage with
 //! forward f and backward b, t = f + b, w Stages after it and M microbatches, `round` is the way of a microbatch
 //! from its forward to its backward through all later Stages, transfers included.
 //!
@@ -23,7 +23,7 @@
 //! Where nothing is sent to the next Stage, the Stages before and after have their steps side by side, and the longer
 //! one counts. Every term is a path, so nothing is overestimated as long as all that a Stage sends goes to the next one
 //! and gradients come back for it. Values that pass over Stages travel beside the others: there the formula may be above
-//! the truth. With only those transfers that surely are between neighbours ([`crate::chain::Traffic`]) it never is.
+//! the truth. With only those transfers that surely are between neighbours ([`crate::chain::traffic::Traffic`]) it never is.
 
 use rannc_plan::ScheduleKind;
 
@@ -75,25 +75,86 @@ pub(crate) struct StepModel {
 }
 
 /// The last Stages of a step, as the Stage before them sees them. A smaller number is never worse.
-///
-/// Half of the Values and of the gradients that the first of them exchanges with that Stage, and the time of a step
-/// with no other Stages; then 1F1B: V, the round, X. Fill-drain: sum and longest of the forwards and the transfers of
-/// Values, the same of the backwards and the gradients, and the end of the step counted from the first backward.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct StepTime([f64; 8]);
+pub(crate) struct StepTime {
+    /// Half of the Values that the first of them receives from that Stage.
+    in_us: f64,
+    /// Half of the gradients that it sends back.
+    in_grad_us: f64,
+    /// The time of a step with no other Stages.
+    step_us: f64,
+    /// An [`Alternating`] or a [`Drained`], as the Schedule has it.
+    paths_us: [f64; 5],
+}
+
+/// Paths of 1F1B.
+#[derive(Clone, Copy, Default)]
+struct Alternating {
+    /// The longest one from the first forward of the first Stage to its last backward.
+    span_us: f64,
+    /// A microbatch's way to the last Stage and back.
+    round_us: f64,
+    /// The longest one from the first forward of the first Stage to the end of the step.
+    all_us: f64,
+}
+
+/// Paths of fill-drain: sums and longest of the forwards and the transfers of Values, the same of the backwards and
+/// the gradients, and the end of the step counted from the first backward.
+#[derive(Clone, Copy, Default)]
+struct Drained {
+    forward_us: f64,
+    longest_forward_us: f64,
+    backward_us: f64,
+    longest_backward_us: f64,
+    end_us: f64,
+}
+
+impl From<[f64; 5]> for Alternating {
+    fn from([span_us, round_us, all_us, ..]: [f64; 5]) -> Self {
+        Self { span_us, round_us, all_us }
+    }
+}
+
+impl From<Alternating> for [f64; 5] {
+    fn from(Alternating { span_us, round_us, all_us }: Alternating) -> Self {
+        [span_us, round_us, all_us, 0.0, 0.0]
+    }
+}
+
+impl From<[f64; 5]> for Drained {
+    fn from([forward_us, longest_forward_us, backward_us, longest_backward_us, end_us]: [f64; 5]) -> Self {
+        Self { forward_us, longest_forward_us, backward_us, longest_backward_us, end_us }
+    }
+}
+
+impl From<Drained> for [f64; 5] {
+    fn from(paths: Drained) -> Self {
+        let Drained { forward_us, longest_forward_us, backward_us, longest_backward_us, end_us } = paths;
+        [forward_us, longest_forward_us, backward_us, longest_backward_us, end_us]
+    }
+}
 
 impl StepTime {
     /// Of Stages that cannot be.
-    pub(crate) const NEVER: Self = Self([f64::INFINITY; 8]);
+    pub(crate) const NEVER: Self =
+        Self { in_us: f64::INFINITY, in_grad_us: f64::INFINITY, step_us: f64::INFINITY, paths_us: [f64::INFINITY; 5] };
 
     /// As good as either in every part.
     pub(crate) fn least(self, other: Self) -> Self {
-        Self(std::array::from_fn(|part| self.0[part].min(other.0[part])))
+        Self {
+            in_us: self.in_us.min(other.in_us),
+            in_grad_us: self.in_grad_us.min(other.in_grad_us),
+            step_us: self.step_us.min(other.step_us),
+            paths_us: std::array::from_fn(|path| self.paths_us[path].min(other.paths_us[path])),
+        }
     }
 
     /// True when no Plan that goes on from `other` is better than from this one.
     pub(crate) fn dominates(&self, other: &Self) -> bool {
-        self.0.iter().zip(&other.0).all(|(own, other)| own <= other)
+        self.in_us <= other.in_us
+            && self.in_grad_us <= other.in_grad_us
+            && self.step_us <= other.step_us
+            && self.paths_us.iter().zip(&other.paths_us).all(|(own, other)| own <= other)
     }
 }
 
@@ -127,15 +188,12 @@ impl StepModel {
         }
     }
 
-    fn prepend_1f1b(
-        &self,
-        StepTime([in_us, in_grad_us, step_us, later @ ..]): StepTime,
-        stage: &StageCost,
-        later_stages: usize,
-    ) -> StepTime {
+    fn prepend_1f1b(&self, later: StepTime, stage: &StageCost, later_stages: usize) -> StepTime {
+        let StepTime { in_us, in_grad_us, step_us, paths_us } = later;
         let values_us = 2.0 * stage.out_us.max(in_us);
         let grads_us = 2.0 * stage.out_grad_us.max(in_grad_us);
-        let [span_us, round_us, all_us, ..] = if values_us > 0.0 { later } else { [0.0; 5] };
+        let later = if values_us > 0.0 { paths_us.into() } else { Alternating::default() };
+        let Alternating { span_us, round_us, all_us } = later;
         let transfer_us = values_us + grads_us;
         let round_us = round_us + transfer_us;
         let own_us = self.own_us(stage, grads_us, round_us, later_stages as u64);
@@ -143,7 +201,8 @@ impl StepModel {
         let all_us = (span_us + stage.end_us).max(stage.forward_us + values_us + all_us);
         let step_us = step_us.max(all_us);
         let round_us = round_us + stage.compute_us();
-        StepTime([stage.in_us, stage.in_grad_us, step_us, span_us, round_us, all_us, 0.0, 0.0])
+        let paths = Alternating { span_us, round_us, all_us };
+        StepTime { in_us: stage.in_us, in_grad_us: stage.in_grad_us, step_us, paths_us: paths.into() }
     }
 
     /// The longest path that begins with the Stage's first forward and ends with its last backward.
@@ -174,49 +233,43 @@ impl StepModel {
         own_us
     }
 
-    fn prepend_fill_drain(
-        &self,
-        StepTime([in_us, in_grad_us, step_us, later @ ..]): StepTime,
-        stage: &StageCost,
-    ) -> StepTime {
+    fn prepend_fill_drain(&self, later: StepTime, stage: &StageCost) -> StepTime {
+        let StepTime { in_us, in_grad_us, step_us, paths_us } = later;
         let values_us = 2.0 * stage.out_us.max(in_us);
         let grads_us = 2.0 * stage.out_grad_us.max(in_grad_us);
-        let later = if values_us > 0.0 { later } else { [0.0; 5] };
-        let [forward_us, longest_forward_us, backward_us, longest_backward_us, end_us] = later;
+        let later = if values_us > 0.0 { paths_us.into() } else { Drained::default() };
+        let Drained { forward_us, longest_forward_us, backward_us, longest_backward_us, end_us } = later;
         let forward_us = forward_us + values_us + stage.forward_us;
         let longest_forward_us = longest_forward_us.max(values_us).max(stage.forward_us);
         let backward_us = backward_us + grads_us + stage.backward_us;
         let longest_backward_us = longest_backward_us.max(grads_us).max(stage.backward_us);
         let end_us = end_us.max(backward_us + self.waits() * longest_backward_us + stage.end_us);
-        StepTime([
-            stage.in_us,
-            stage.in_grad_us,
-            step_us.max(forward_us + self.waits() * longest_forward_us + end_us),
-            forward_us,
-            longest_forward_us,
-            backward_us,
-            longest_backward_us,
-            end_us,
-        ])
+        StepTime {
+            in_us: stage.in_us,
+            in_grad_us: stage.in_grad_us,
+            step_us: step_us.max(forward_us + self.waits() * longest_forward_us + end_us),
+            paths_us: Drained { forward_us, longest_forward_us, backward_us, longest_backward_us, end_us }.into(),
+        }
     }
 
     /// The time of a whole step.
-    pub(crate) fn step_us(&self, StepTime([_, _, step_us, ..]): StepTime) -> f64 {
-        step_us
+    pub(crate) fn step_us(&self, time: StepTime) -> f64 {
+        time.step_us
     }
 
     /// No step takes less that has these last Stages, and before them others through which a microbatch
     /// passes in at least `pass_us`.
-    pub(crate) fn bound_us(&self, StepTime(later): StepTime, pass_us: f64) -> f64 {
-        let [in_us, in_grad_us, step_us, ..] = later;
+    pub(crate) fn bound_us(&self, later: StepTime, pass_us: f64) -> f64 {
+        let StepTime { in_us, in_grad_us, step_us, paths_us } = later;
         let pass_us = if in_us > 0.0 { pass_us } else { 0.0 };
         match self.schedule {
             ScheduleKind::OneForwardOneBackward => {
-                let [_, _, _, span_us, _, all_us, ..] = later;
+                let Alternating { span_us, all_us, .. } = paths_us.into();
                 (in_us + in_grad_us + span_us + pass_us).max(in_us + all_us).max(step_us)
             }
             ScheduleKind::FillDrain => {
-                let [_, _, _, forward_us, longest_forward_us, backward_us, longest_backward_us, end_us] = later;
+                let Drained { forward_us, longest_forward_us, backward_us, longest_backward_us, end_us } =
+                    paths_us.into();
                 let drained_us = in_grad_us + backward_us + pass_us + self.waits() * longest_backward_us;
                 (in_us + forward_us + self.waits() * longest_forward_us + drained_us.max(end_us)).max(step_us)
             }

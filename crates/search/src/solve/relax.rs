@@ -2,9 +2,9 @@
 //!
 //! In a relaxed Plan every Stage has a place as good as any in the cluster, ranks may be left over, parts of Blocks
 //! may be computed again, and only what surely moves between a Stage and the very next one takes time, so that a
-//! relaxed Plan never takes longer than the longest path through the Plan itself (see [`crate::path`]). Two dynamic
+//! relaxed Plan never takes longer than the longest path through the Plan itself (see [`crate::answer`]). Two dynamic
 //! programs look at all relaxed Plans:
-//! * from the last Stage to the first by the objective itself (see [`crate::step`]), but with the later Stages
+//! * from the last Stage to the first by the objective itself (see [`StepModel`]), but with the later Stages
 //!   as good as any in each of its parts alone: no Plan takes less than what comes out, whatever its cuts
 //!   between Blocks, Replicas, ranks and savings of memory;
 //! * from the first Stage to the last, with only those Stages that do not make every Plan too long: the least
@@ -16,8 +16,8 @@ use std::ops::{Range, RangeInclusive};
 
 use rannc_cost::{Cluster, Link};
 
-use super::table::{Entry, Stage, StageTable};
-use crate::price::{Place, Pricing, StepModel, StepTime, Variant};
+use super::table::{Entry, StageKey, StageTable};
+use crate::price::{Place, Pricing, Saver, StepModel, StepTime};
 
 /// Stages from the end that are told apart with many ranks; further ones hold at least as many microbatches.
 const COUNTED: usize = 4;
@@ -51,7 +51,7 @@ struct States {
     blocks: usize,
     /// In units.
     ranks: usize,
-    /// Ranks of a unit. Of each Stage, the ranks beyond whole units are left out.
+    /// Ranks of a unit. Of each StageKey, the ranks beyond whole units are left out.
     unit: usize,
     /// More Stages are counted as so many.
     counted: usize,
@@ -97,10 +97,10 @@ impl States {
     }
 
     /// True when a Stage may be run so with so many Stages behind it.
-    fn allow(&self, step: &StepModel, entry: &Entry, variant: Variant, behind: usize) -> bool {
+    fn allow(&self, step: &StepModel, entry: &Entry, saver: Saver, behind: usize) -> bool {
         let count = self.next(behind);
         let in_flight = step.in_flight(count);
-        entry.max_in_flight >= in_flight && (count == self.counted || variant.serves(in_flight))
+        entry.max_in_flight >= in_flight && (count == self.counted || saver.serves(in_flight))
     }
 }
 
@@ -110,7 +110,7 @@ impl Relaxation {
         let (states, equal, cluster) = (States::new(pricing), pricing.equal_replicas(), pricing.problem.cluster);
         let of_kind = |kind: usize| equal.iter().map(move |replicas| Place::ideal(cluster, replicas, kind));
         let places: Vec<Place> = (0..cluster.kinds.len()).flat_map(of_kind).collect();
-        let table = StageTable::new(pricing, &places, None, best_us);
+        let table = StageTable::new(pricing, &places, |_| None, best_us);
         let (later, before_us) = (vec![StepTime::NEVER; states.len()], vec![f64::INFINITY; states.len()]);
         let fewest = [Vec::new(), Vec::new()];
         let mut relaxed = Self { step: pricing.step, states, equal, table, fewest, later, before_us };
@@ -148,7 +148,7 @@ impl Relaxation {
         let in_flight = |end: usize| self.step.in_flight(if end == blocks { 1 } else { 2 });
         let stages =
             |end: usize| self.table.all_ending(end).filter(move |(_, entry)| entry.max_in_flight >= in_flight(end));
-        let work_us = |stage: &Stage, entry: &Entry| {
+        let work_us = |stage: &StageKey, entry: &Entry| {
             self.step.busy_us(&entry.cost) * self.states.ranks_at(&self.equal, stage.place) as f64
         };
         for end in 1..=blocks {
@@ -186,7 +186,7 @@ impl Relaxation {
         let Self { step, states, equal, table, fewest: [fewest_before, _], later, .. } = self;
         let next = states.next(behind);
         for (stage, entry) in table.all_ending(end) {
-            if !states.allow(step, entry, table.variants[stage.variant], behind) {
+            if !states.allow(step, entry, table.savers[stage.saver], behind) {
                 continue;
             }
             let replicas = states.ranks_at(equal, stage.place);
@@ -202,7 +202,7 @@ impl Relaxation {
         }
     }
 
-    /// From the first Stage to the last: finds the least time before each Stage, and drops the Stages that make
+    /// From the first Stage to the last: finds the least time before each StageKey, and drops the Stages that make
     /// every relaxed Plan take `best_us` or more.
     pub(crate) fn limit(&mut self, best_us: f64) {
         let States { blocks, counted, .. } = self.states;
@@ -221,13 +221,12 @@ impl Relaxation {
     /// Puts every Stage that ends at `end` behind the Stages before it.
     fn put_behind(&mut self, end: usize, better: &[Vec<Vec<usize>>], best_us: f64) {
         let Self { step, states, equal, table, fewest: [_, fewest_behind], later, before_us } = self;
-        let variants = table.variants.clone();
+        let savers = table.savers.clone();
         let most = (states.ranks + 1).saturating_sub(fewest_behind[end]);
         table.retain(end, |stage, entry| {
             let (replicas, busy_us) = (states.ranks_at(equal, stage.place), step.busy_us(&entry.cost));
             let mut useful = false;
-            for behind in
-                (0..=states.counted).filter(|&behind| states.allow(step, entry, variants[stage.variant], behind))
+            for behind in (0..=states.counted).filter(|&behind| states.allow(step, entry, savers[stage.saver], behind))
             {
                 let next = states.next(behind);
                 for &ranks in better[stage.first][next].iter().take_while(|&ranks| ranks + replicas < most) {

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use rannc_plan::MemoryPrediction;
 
-use crate::error::{Advice, SearchError};
-use crate::price::{Place, Pricing, RankOrder, Variant};
+use crate::error::{Advice, SearchError, Shortage};
+use crate::price::{Place, Pricing, RankOrder, Saver};
 
 /// A Stage of the Plan that comes closest, the one that misses most.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -26,7 +26,7 @@ pub(crate) fn shortage(
     would_fit: Vec<&'static str>,
     describe: impl Fn(usize) -> String,
 ) -> SearchError {
-    let Some(tightest) = Fit::new(pricing, order, Variant::PLAIN).tightest() else {
+    let Some(tightest) = Fit::new(pricing, order, Saver::PLAIN).tightest() else {
         let wanted = pricing.problem.settings.forced_stages().unwrap_or(1);
         return SearchError::TooFewBlocks { wanted, possible: pricing.chain.len() };
     };
@@ -35,13 +35,13 @@ pub(crate) fn shortage(
     let usable_bytes = at.usable_bytes;
     let memory_of = |run: Range<usize>| {
         let workspace_bytes = pricing.run_workspace_bytes(run.clone(), place.replicas);
-        let memory = pricing.memory(&run, &at, Variant::PLAIN, workspace_bytes);
+        let memory = pricing.memory(&run, &at, Saver::PLAIN, workspace_bytes);
         memory.prediction(tightest.in_flight)
     };
     let alone_bytes = |block: usize| memory_of(block..block + 1).total_bytes();
     let heaviest = (first..end).rev().max_by_key(|&block| alone_bytes(block)).unwrap_or(first);
     let memory = memory_of(first..end);
-    SearchError::DoesNotFit {
+    SearchError::DoesNotFit(Shortage {
         block: describe(heaviest),
         short_bytes: tightest.short_bytes.max(0.0).ceil() as u64,
         needed_bytes: (usable_bytes + tightest.short_bytes).ceil() as u64,
@@ -51,12 +51,12 @@ pub(crate) fn shortage(
         microbatches: pricing.step.microbatches,
         largest: largest_use(&memory),
         advice: advice(pricing, &memory, alone_bytes(heaviest) as f64 > usable_bytes),
-    }
+    })
 }
 
 /// True when some division fits if every Stage is run so.
-pub(crate) fn fits(pricing: &Pricing<'_>, order: &RankOrder, variant: Variant) -> bool {
-    Fit::new(pricing, order, variant).tightest().is_some_and(|tightest| tightest.short_bytes <= 0.0)
+pub(crate) fn fits(pricing: &Pricing<'_>, order: &RankOrder, saver: Saver) -> bool {
+    Fit::new(pricing, order, saver).tightest().is_some_and(|tightest| tightest.short_bytes <= 0.0)
 }
 
 fn model_bytes(memory: &MemoryPrediction) -> u64 {
@@ -90,7 +90,7 @@ fn advice(pricing: &Pricing<'_>, memory: &MemoryPrediction, alone: bool) -> Advi
     if may_be_smaller { Advice::MoreMicrobatches } else { Advice::SmallerBatch }
 }
 
-/// The Plan whose Stages miss least, by the dynamic program of [`crate::stages`] with memory as its only
+/// The Plan whose Stages miss least, by the dynamic program of [`super::stages`] with memory as its only
 /// objective.
 struct Fit<'a> {
     pricing: &'a Pricing<'a>,
@@ -110,12 +110,12 @@ struct Need {
 }
 
 impl<'a> Fit<'a> {
-    fn new(pricing: &'a Pricing<'a>, order: &'a RankOrder, variant: Variant) -> Self {
+    fn new(pricing: &'a Pricing<'a>, order: &'a RankOrder, saver: Saver) -> Self {
         let (blocks, units) = (pricing.chain.len(), order.units());
         let settings = pricing.problem.settings;
         let limit = settings.forced_stages().or(settings.max_stages.map(|stages| stages as usize));
         let most_stages = limit.unwrap_or(usize::MAX).min(blocks).min(units as usize);
-        let memory = order.places().iter().map(|place| needs(pricing, place, variant)).collect();
+        let memory = order.places().iter().map(|place| needs(pricing, place, saver)).collect();
         Self { pricing, order, blocks, units, most_stages, memory }
     }
 
@@ -173,13 +173,13 @@ impl<'a> Fit<'a> {
 }
 
 /// By end and first.
-fn needs(pricing: &Pricing<'_>, place: &Place, variant: Variant) -> Vec<Need> {
+fn needs(pricing: &Pricing<'_>, place: &Place, saver: Saver) -> Vec<Need> {
     let at = pricing.at(place);
     let mut needs = Vec::new();
     for end in 1..=pricing.chain.len() {
         for first in 0..end {
             let workspace_bytes = pricing.run_workspace_bytes(first..end, place.replicas);
-            let memory = pricing.stage(first..end, &at, variant, workspace_bytes).memory;
+            let memory = pricing.stage(first..end, &at, saver, workspace_bytes).memory;
             let short_bytes = memory.fixed_bytes() - at.usable_bytes;
             needs.push(Need { short_bytes, microbatch_bytes: memory.microbatch_bytes });
         }

@@ -15,7 +15,7 @@ use rayon::prelude::*;
 use super::relax::{Relaxation, with_best_sends};
 use super::stages::{Found, StageSearch};
 use super::table::StageTable;
-use crate::price::{CHEAPER, Place, Pricing, Problem, RankOrder, Variant};
+use crate::price::{CHEAPER, Place, Pricing, Problem, RankOrder, Saver};
 use crate::settings::Limits;
 use crate::stop::{Budget, Stop};
 
@@ -36,7 +36,7 @@ const RUNNER_UP_REACH: usize = 2;
 
 /// What is decided before the Stages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Case {
+pub(crate) struct SearchCase {
     pub(crate) schedule: ScheduleKind,
     pub(crate) microbatches: u64,
     /// Place in the list of orders; `None` for the rough one.
@@ -46,7 +46,7 @@ pub(crate) struct Case {
 /// A division, and the case that it belongs to.
 #[derive(Clone, Debug)]
 pub(crate) struct Solution {
-    pub(crate) case: Case,
+    pub(crate) case: SearchCase,
     pub(crate) found: Found,
 }
 
@@ -68,15 +68,15 @@ struct Looked {
 }
 
 /// Cases that only differ in the order of ranks.
-struct Group<'a> {
-    cases: &'a [Case],
+struct CaseGroup<'a> {
+    cases: &'a [SearchCase],
     /// No Plan of these cases takes less, or is better than the best one.
     bound_us: f64,
 }
 
-impl Group<'_> {
+impl CaseGroup<'_> {
     fn pricing<'p>(&self, problem: Problem<'p>) -> Pricing<'p> {
-        let Case { schedule, microbatches, .. } = self.cases[0];
+        let SearchCase { schedule, microbatches, .. } = self.cases[0];
         Pricing::new(problem, schedule, microbatches)
     }
 
@@ -88,15 +88,17 @@ impl Group<'_> {
     }
 }
 
-fn groups(cases: &[Case]) -> Vec<Group<'_>> {
-    let alike = |left: &Case, right: &Case| (left.schedule, left.microbatches) == (right.schedule, right.microbatches);
-    cases.chunk_by(alike).map(|cases| Group { cases, bound_us: 0.0 }).collect()
+fn groups(cases: &[SearchCase]) -> Vec<CaseGroup<'_>> {
+    let alike = |left: &SearchCase, right: &SearchCase| {
+        (left.schedule, left.microbatches) == (right.schedule, right.microbatches)
+    };
+    cases.chunk_by(alike).map(|cases| CaseGroup { cases, bound_us: 0.0 }).collect()
 }
 
 /// The cases with their lower bounds, the most promising first.
-fn bounded<'c>(ideal: Problem<'_>, cases: &'c [Case], best_us: f64) -> Vec<Group<'c>> {
+fn bounded<'c>(ideal: Problem<'_>, cases: &'c [SearchCase], best_us: f64) -> Vec<CaseGroup<'c>> {
     let mut groups = groups(cases);
-    let bound = |group: &mut Group<'_>| {
+    let bound = |group: &mut CaseGroup<'_>| {
         group.bound_us = Relaxation::new(&group.pricing(ideal), best_us).bound_us().min(best_us);
     };
     groups.par_iter_mut().for_each(bound);
@@ -109,13 +111,13 @@ fn bounded<'c>(ideal: Problem<'_>, cases: &'c [Case], best_us: f64) -> Vec<Group
 fn all_ranks_us(pricing: &Pricing<'_>) -> f64 {
     let Problem { chain, cluster, settings, .. } = pricing.problem;
     let place = Place::ideal(cluster, &(settings.world_size..=settings.world_size), 0);
-    let (cost, _) = pricing.plain(&(0..chain.len()), &pricing.at(&place), Variant::PLAIN, 0.0);
-    pricing.step.busy_us(&cost)
+    let plain = pricing.plain(&(0..chain.len()), &pricing.at(&place), Saver::PLAIN, 0.0);
+    pricing.step.busy_us(&plain.cost)
 }
 
 /// A search over the divisions of one case.
 struct CaseSearch<'a> {
-    case: Case,
+    case: SearchCase,
     pricing: Pricing<'a>,
     order: &'a RankOrder,
     table: StageTable,
@@ -123,9 +125,15 @@ struct CaseSearch<'a> {
 }
 
 impl<'a> CaseSearch<'a> {
-    fn new(problem: Problem<'a>, case: Case, order: &'a RankOrder, relaxed: &'a Relaxation, best_us: f64) -> Self {
+    fn new(
+        problem: Problem<'a>,
+        case: SearchCase,
+        order: &'a RankOrder,
+        relaxed: &'a Relaxation,
+        best_us: f64,
+    ) -> Self {
         let pricing = Pricing::new(problem, case.schedule, case.microbatches);
-        let table = StageTable::new(&pricing, order.places(), Some(relaxed), best_us);
+        let table = StageTable::new(&pricing, order.places(), |place| Some(relaxed.stages_at(place)), best_us);
         Self { case, pricing, order, table, relaxed }
     }
 
@@ -148,26 +156,30 @@ pub(crate) struct Solver<'a> {
 
 impl<'a> Solver<'a> {
     /// All cases for these numbers of microbatches.
-    pub(crate) fn cases(&self, microbatches: &[u64]) -> Vec<Case> {
+    pub(crate) fn cases(&self, microbatches: &[u64]) -> Vec<SearchCase> {
         let mut cases = Vec::new();
         let schedules = self.problem.settings.schedules();
         for &schedule in &schedules {
             // With one microbatch, all Schedules are one.
             let worth_trying = |&&count: &&u64| count > 1 || schedule == schedules[0];
             for &microbatches in microbatches.iter().filter(worth_trying) {
-                cases.extend((0..self.orders.len()).map(|order| Case { schedule, microbatches, order: Some(order) }));
+                cases.extend((0..self.orders.len()).map(|order| SearchCase {
+                    schedule,
+                    microbatches,
+                    order: Some(order),
+                }));
             }
         }
         cases
     }
 
     /// The order of ranks of a case.
-    pub(crate) fn order(&self, case: Case) -> &'a RankOrder {
+    pub(crate) fn order(&self, case: SearchCase) -> &'a RankOrder {
         case.order.map_or(self.rough, |order| &self.orders[order])
     }
 
     /// The best division of all cases, or why the search for one ended without.
-    pub(crate) fn solve(&self, cases: &[Case]) -> Result<Solved, Stop> {
+    pub(crate) fn solve(&self, cases: &[SearchCase]) -> Result<Solved, Stop> {
         let cluster = with_best_sends(self.problem.cluster);
         let ideal = self.ideal(&cluster);
         let all_ranks = groups(cases).into_iter().map(|group| all_ranks_us(&group.pricing(ideal)));
@@ -191,7 +203,7 @@ impl<'a> Solver<'a> {
     }
 
     /// The best division if it takes less than `limit_us`; beyond it when a limit of the search was met.
-    fn solve_below(&self, ideal: Problem<'_>, cases: &[Case], limit_us: f64) -> Result<Solved, Stop> {
+    fn solve_below(&self, ideal: Problem<'_>, cases: &[SearchCase], limit_us: f64) -> Result<Solved, Stop> {
         let mut groups = bounded(ideal, cases, limit_us);
         let mut best: Option<Solution> = None;
         let mut finalists: Vec<Solution> = Vec::new();
@@ -208,7 +220,7 @@ impl<'a> Solver<'a> {
             finalists.extend(found);
         }
         if stop != Stop::Complete {
-            let any = |group: &Group<'_>| self.first(ideal, group, f64::INFINITY);
+            let any = |group: &CaseGroup<'_>| self.first(ideal, group, f64::INFINITY);
             best = best.or_else(|| groups.iter().find_map(any));
         }
         let best = best.ok_or(stop)?;
@@ -218,11 +230,11 @@ impl<'a> Solver<'a> {
 
     /// The least of the bounds. Those far below `best_us` are raised by an exact search with ideal places and whole Blocks,
     /// where there are no other kinds of devices and no units that leave divisions out.
-    fn raised_us(&self, ideal: Problem<'_>, groups: &[Group<'_>], best_us: f64) -> f64 {
+    fn raised_us(&self, ideal: Problem<'_>, groups: &[CaseGroup<'_>], best_us: f64) -> f64 {
         let order = &self.orders[0];
         let exact = ideal.cluster.kinds.len() == 1 && order.units() == order.positions();
         let order = &order.with_ideal_places(ideal.cluster);
-        let raised = |group: &Group<'_>| {
+        let raised = |group: &CaseGroup<'_>| {
             if group.bound_us >= best_us * TIGHT || !exact {
                 return group.bound_us;
             }
@@ -241,11 +253,11 @@ impl<'a> Solver<'a> {
 
     /// A Plan to beat, from few units of ranks and the most promising partial step of each state: quick, so that
     /// no limit is too low for it.
-    fn first(&self, ideal: Problem<'_>, group: &Group<'_>, best_us: f64) -> Option<Solution> {
+    fn first(&self, ideal: Problem<'_>, group: &CaseGroup<'_>, best_us: f64) -> Option<Solution> {
         if group.bound_us >= best_us {
             return None;
         }
-        let case = Case { order: None, ..group.cases[0] };
+        let case = SearchCase { order: None, ..group.cases[0] };
         let relaxed = group.relaxed(ideal, best_us);
         let search = CaseSearch::new(self.problem, case, self.rough, &relaxed, best_us);
         let mut budget = Budget::new(&Limits::default(), self.begun);
@@ -253,7 +265,7 @@ impl<'a> Solver<'a> {
     }
 
     /// Divisions of a group's cases that take less than `best_us`; raises the group's bound.
-    fn look(&self, ideal: Problem<'_>, group: &mut Group<'_>, best_us: f64) -> Looked {
+    fn look(&self, ideal: Problem<'_>, group: &mut CaseGroup<'_>, best_us: f64) -> Looked {
         let budget = Budget::new(&self.problem.settings.limits, self.begun);
         if group.bound_us >= best_us || budget.is_spent() {
             let stop = if group.bound_us >= best_us { Stop::Complete } else { budget.stop() };
@@ -261,14 +273,14 @@ impl<'a> Solver<'a> {
         }
         let relaxed = group.relaxed(ideal, best_us);
         group.bound_us = group.bound_us.max(relaxed.bound_us()).min(best_us);
-        let look = |&case: &Case| self.look_at(case, &relaxed, best_us);
+        let look = |&case: &SearchCase| self.look_at(case, &relaxed, best_us);
         let looked: Vec<(Option<Solution>, Stop)> = group.cases.par_iter().map(look).collect();
         let stop = looked.iter().map(|(_, stop)| *stop).max().unwrap_or(Stop::Complete);
         Looked { found: looked.into_iter().filter_map(|(found, _)| found).collect(), stop }
     }
 
     /// The best division of a case that takes less than `best_us`.
-    fn look_at(&self, case: Case, relaxed: &Relaxation, best_us: f64) -> (Option<Solution>, Stop) {
+    fn look_at(&self, case: SearchCase, relaxed: &Relaxation, best_us: f64) -> (Option<Solution>, Stop) {
         let search = CaseSearch::new(self.problem, case, self.order(case), relaxed, best_us);
         let (quick, _) = self.run(&search, Some(1), best_us);
         let (exact, stop) = self.run(&search, None, quick.as_ref().map_or(best_us, |found| found.found.step_us));
@@ -282,7 +294,7 @@ impl<'a> Solver<'a> {
     }
 
     /// Other good divisions, at most `count`, best first: with other numbers of Stages or microbatches.
-    pub(crate) fn runners_up(&self, cases: &[Case], best: &Solution, count: usize) -> Vec<Solution> {
+    pub(crate) fn runners_up(&self, cases: &[SearchCase], best: &Solution, count: usize) -> Vec<Solution> {
         let stages = best.found.stages.len();
         let reach = stages.saturating_sub(RUNNER_UP_REACH).max(1)..=stages + RUNNER_UP_REACH;
         let counts: Vec<usize> = match self.problem.settings.forced_stages() {
@@ -292,9 +304,9 @@ impl<'a> Solver<'a> {
         let worst_us = best.found.step_us * RUNNER_UP_LOSS;
         let cluster = with_best_sends(self.problem.cluster);
         let ideal = self.ideal(&cluster);
-        let of_group = |group: &Group<'_>| {
+        let of_group = |group: &CaseGroup<'_>| {
             let relaxed = group.relaxed(ideal, worst_us);
-            let of_case = |&case: &Case| {
+            let of_case = |&case: &SearchCase| {
                 let search = CaseSearch::new(self.problem, case, self.order(case), &relaxed, worst_us);
                 let of_count = |&stages: &usize| {
                     let mut budget = Budget::new(&self.problem.settings.limits, self.begun);
@@ -321,7 +333,7 @@ impl<'a> Solver<'a> {
 /// What makes a Plan another one for a person: Replicas, microbatches, and the Schedule where it tells several
 /// Stages what to do with several microbatches.
 fn shape(solution: &Solution) -> (Vec<usize>, u64, Option<ScheduleKind>) {
-    let Case { schedule, microbatches, .. } = solution.case;
+    let SearchCase { schedule, microbatches, .. } = solution.case;
     let replicas: Vec<usize> = solution.found.stages.iter().map(|stage| stage.positions.len()).collect();
     let schedule = (replicas.len() > 1 && microbatches > 1).then_some(schedule);
     (replicas, microbatches, schedule)

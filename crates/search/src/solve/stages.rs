@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use super::relax::Relaxation;
 use super::table::{Entry, StageTable};
-use crate::price::{Pricing, RankOrder, StepTime, Variant};
+use crate::price::{Pricing, RankOrder, Saver, StepTime};
 use crate::stop::Budget;
 
 /// A division into Stages.
@@ -27,7 +27,7 @@ pub(crate) struct FoundStage {
     pub(crate) run: Range<usize>,
     /// Its positions in the order of ranks.
     pub(crate) positions: Range<u32>,
-    pub(crate) variant: Variant,
+    pub(crate) saver: Saver,
 }
 
 /// A partial step.
@@ -39,7 +39,7 @@ struct Label {
     /// State and place of the label that this one put a Stage before.
     later: (u32, u32),
     /// Of that Stage.
-    variant: u32,
+    saver: u32,
 }
 
 /// What limits the number of Stages.
@@ -89,8 +89,9 @@ impl StageSearch<'_> {
     ) -> Option<Found> {
         let count = StageCount::new(self.pricing, self.order, exactly);
         let states = (self.table.blocks + 1) * (self.order.units() as usize + 1) * (count.counted + 1);
-        let mut run = Run { search: self, count, width, best_us, best: None, states: vec![Vec::new(); states], budget };
-        let root = Label { time: StepTime::default(), bound_us: 0.0, later: (0, 0), variant: 0 };
+        let mut run =
+            SearchRun { search: self, count, width, best_us, best: None, states: vec![Vec::new(); states], budget };
+        let root = Label { time: StepTime::default(), bound_us: 0.0, later: (0, 0), saver: 0 };
         let start = run.state(self.table.blocks, 0, 0);
         run.states[start].push(root);
         for end in (1..=self.table.blocks).rev() {
@@ -104,7 +105,7 @@ impl StageSearch<'_> {
     }
 }
 
-struct Run<'a> {
+struct SearchRun<'a> {
     search: &'a StageSearch<'a>,
     count: StageCount,
     /// Labels kept for each state; all of them when not given.
@@ -117,7 +118,7 @@ struct Run<'a> {
     budget: &'a mut Budget,
 }
 
-impl Run<'_> {
+impl SearchRun<'_> {
     fn state(&self, block: usize, units: u32, stages: usize) -> usize {
         (block * (self.search.order.units() as usize + 1) + units as usize) * (self.count.counted + 1) + stages
     }
@@ -135,12 +136,9 @@ impl Run<'_> {
         for count in self.unit_counts(units) {
             let unit = self.search.order.units() - units - count;
             let place = self.search.order.place_index(unit, count);
-            for (number, variant) in table.variants.iter().enumerate() {
-                if variant.serves(in_flight) {
-                    self.extend(
-                        &labels,
-                        Extension { state, end, unit, place, stages, next, in_flight, variant: number },
-                    );
+            for (number, saver) in table.savers.iter().enumerate() {
+                if saver.serves(in_flight) {
+                    self.extend(&labels, Extension { state, end, unit, place, stages, next, in_flight, saver: number });
                 }
             }
         }
@@ -160,8 +158,8 @@ impl Run<'_> {
         }
         let table = self.search.table;
         // A longer run may find Blocks that are cheaper to compute again.
-        let monotone = table.variants[step.variant].is_monotone();
-        for (first, entry) in table.ending(step.place, step.variant, step.end).rev() {
+        let monotone = table.savers[step.saver].is_monotone();
+        for (first, entry) in table.ending(step.place, step.saver, step.end).rev() {
             if monotone && self.too_long(entry) {
                 break;
             }
@@ -188,14 +186,14 @@ impl Run<'_> {
         let target = self.state(first, taken, step.next);
         for (place, label) in labels.iter().enumerate() {
             let time = pricing.step.prepend(label.time, &entry.cost, step.stages);
-            let (later, variant) = ((index(step.state), index(place)), index(step.variant));
+            let (later, saver) = ((index(step.state), index(place)), index(step.saver));
             if first == 0 {
-                self.complete(Label { time, bound_us: pricing.step.step_us(time), later, variant }, taken, step.next);
+                self.complete(Label { time, bound_us: pricing.step.step_us(time), later, saver }, taken, step.next);
                 continue;
             }
             let bound_us = pricing.step.bound_us(time, before_us);
             if bound_us < self.best_us {
-                insert(&mut self.states[target], Label { time, bound_us, later, variant });
+                insert(&mut self.states[target], Label { time, bound_us, later, saver });
             }
         }
     }
@@ -217,8 +215,8 @@ impl Run<'_> {
             let (end, rest) = (state / (order.units() as usize + 1), state % (order.units() as usize + 1));
             let rest = index(rest);
             let positions = order.range(order.units() - units, order.units() - rest);
-            let variant = table.variants[label.variant as usize];
-            found.stages.push(FoundStage { run: first..end, positions, variant });
+            let saver = table.savers[label.saver as usize];
+            found.stages.push(FoundStage { run: first..end, positions, saver });
             (first, units) = (end, rest);
             if first < table.blocks {
                 label = self.states[label.later.0 as usize][label.later.1 as usize];
@@ -243,7 +241,7 @@ struct Extension {
     next: usize,
     /// Microbatches that it must hold.
     in_flight: u64,
-    variant: usize,
+    saver: usize,
 }
 
 fn index(place: usize) -> u32 {

@@ -2,8 +2,7 @@
 
 use std::ops::Range;
 
-use super::relax::Relaxation;
-use crate::price::{Again, At, Place, Priced, Pricing, StageCost, StageMemory, Variant};
+use crate::price::{Again, At, Place, PlainStage, Priced, Pricing, Saver, StageCost};
 
 /// A priced Stage.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -20,11 +19,11 @@ impl Entry {
         pricing: &Pricing<'_>,
         run: Range<usize>,
         at: &At<'_>,
-        variant: Variant,
+        saver: Saver,
         workspace_bytes: f64,
     ) -> Self {
-        let priced = pricing.stage(run, at, variant, workspace_bytes);
-        Self::of(&priced, variant, at.usable_bytes)
+        let priced = pricing.stage(run, at, saver, workspace_bytes);
+        Self::of(&priced, saver, at.usable_bytes)
     }
 
     /// Prices a Stage beside the plain one. Nothing is computed again to hold what the plain one holds: that does
@@ -33,12 +32,12 @@ impl Entry {
         pricing: &Pricing<'_>,
         run: &Range<usize>,
         at: &At<'_>,
-        variant: Variant,
-        plain: &(StageCost, StageMemory),
+        saver: Saver,
+        plain: &PlainStage,
     ) -> Self {
-        match variant.again {
-            Again::ToHold(in_flight) if plain.1.room(at.usable_bytes) >= in_flight => Self::default(),
-            _ => Self::of(&pricing.with_variant(run, at, variant, plain), variant, at.usable_bytes),
+        match saver.again {
+            Again::ToHold(in_flight) if plain.memory.room(at.usable_bytes) >= in_flight => Self::default(),
+            _ => Self::of(&pricing.with_saver(run, at, saver, plain), saver, at.usable_bytes),
         }
     }
 
@@ -47,9 +46,9 @@ impl Entry {
         self.max_in_flight > 0
     }
 
-    fn of(priced: &Priced, variant: Variant, usable_bytes: f64) -> Self {
+    fn of(priced: &Priced, saver: Saver, usable_bytes: f64) -> Self {
         let memory = &priced.memory;
-        let max_in_flight = match variant.again {
+        let max_in_flight = match saver.again {
             _ if !priced.cost.compute_us().is_finite() => 0,
             Again::ToHold(in_flight) if memory.microbatch_bytes.is_finite() => in_flight,
             Again::ToHold(_) => 0,
@@ -62,17 +61,17 @@ impl Entry {
 /// Prices of every run of Blocks at every place of a list.
 pub(crate) struct StageTable {
     pub(crate) blocks: usize,
-    pub(crate) variants: Vec<Variant>,
-    /// By place, variant, end.
+    pub(crate) savers: Vec<Saver>,
+    /// By place, saver, end.
     ends: Vec<Runs>,
     entries: Vec<Entry>,
 }
 
 /// Which of the Stages with some end an entry is.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Stage {
+pub(crate) struct StageKey {
     pub(crate) place: usize,
-    pub(crate) variant: usize,
+    pub(crate) saver: usize,
     pub(crate) first: usize,
 }
 
@@ -97,9 +96,9 @@ impl Runs {
     }
 }
 
-/// The variants that only differ in what is computed again, at one place.
+/// The savers that only differ in what is computed again, at one place.
 struct Layers<'a> {
-    variants: Range<usize>,
+    savers: Range<usize>,
     at: &'a At<'a>,
     /// Of each Block.
     workspaces: &'a [f64],
@@ -108,35 +107,39 @@ struct Layers<'a> {
 }
 
 impl Layers<'_> {
-    fn wants(&self, variant: usize, run: &Range<usize>) -> bool {
-        self.wanted.is_none_or(|(table, place)| table.has(place, variant, run))
+    fn wants(&self, saver: usize, run: &Range<usize>) -> bool {
+        self.wanted.is_none_or(|(table, place)| table.has(place, saver, run))
     }
 
     /// The first Block of the longest run with this end that may be wanted.
     fn longest(&self, end: usize) -> usize {
         let Some((table, place)) = self.wanted else { return 0 };
-        let runs = self.variants.clone().map(|variant| table.runs(place, variant, end));
+        let runs = self.savers.clone().map(|saver| table.runs(place, saver, end));
         runs.filter(|runs| runs.count > 0).map(|runs| runs.first).min().unwrap_or(end)
     }
 }
 
 impl StageTable {
-    /// Prices all Stages that a Plan with less than `best_us` may have at these places; with a relaxation, only those
-    /// that it has kept.
-    pub(crate) fn new(pricing: &Pricing<'_>, places: &[Place], relaxed: Option<&Relaxation>, best_us: f64) -> Self {
+    /// Prices all Stages that a Plan with less than `best_us` may have at these places; where a place of another table
+    /// tells which are `wanted`, only those.
+    pub(crate) fn new<'t>(
+        pricing: &Pricing<'_>,
+        places: &[Place],
+        wanted: impl Fn(&Place) -> Option<(&'t Self, usize)>,
+        best_us: f64,
+    ) -> Self {
         let (blocks, world_size) = (pricing.chain.len(), pricing.problem.settings.world_size);
         let held = pricing.step.held(blocks.min(world_size as usize));
-        let variants = Variant::all(&pricing.problem.settings.capabilities, &held);
-        let mut table = Self { blocks, variants, ends: Vec::new(), entries: Vec::new() };
+        let savers = Saver::all(&pricing.problem.settings.savers, &held);
+        let mut table = Self { blocks, savers, ends: Vec::new(), entries: Vec::new() };
         for place in places {
             let at = &pricing.at(place);
             let workspaces: Vec<f64> =
                 (0..blocks).map(|block| pricing.workspace_bytes(block, place.replicas)).collect();
             let mut first = 0;
-            for alike in table.variants.clone().chunk_by(Variant::is_again_of) {
-                let variants = first..first + alike.len();
-                let wanted = relaxed.map(|relaxed| relaxed.stages_at(place));
-                table.fill(pricing, &Layers { variants, at, workspaces: &workspaces, wanted }, best_us);
+            for alike in table.savers.clone().chunk_by(Saver::is_again_of) {
+                let savers = first..first + alike.len();
+                table.fill(pricing, &Layers { savers, at, workspaces: &workspaces, wanted: wanted(place) }, best_us);
                 first += alike.len();
             }
         }
@@ -145,8 +148,8 @@ impl StageTable {
 
     fn fill(&mut self, pricing: &Pricing<'_>, layers: &Layers<'_>, best_us: f64) {
         let first_layer = self.ends.len();
-        self.ends.resize(first_layer + layers.variants.len() * self.blocks, Runs::default());
-        let mut runs: Vec<Vec<Entry>> = vec![Vec::new(); layers.variants.len()];
+        self.ends.resize(first_layer + layers.savers.len() * self.blocks, Runs::default());
+        let mut runs: Vec<Vec<Entry>> = vec![Vec::new(); layers.savers.len()];
         for end in 1..=self.blocks {
             self.price(pricing, layers, end, best_us, &mut runs);
             for (layer, runs) in runs.iter_mut().enumerate() {
@@ -156,25 +159,25 @@ impl StageTable {
         }
     }
 
-    /// Prices the runs with this end for each of the variants, the shortest first.
+    /// Prices the runs with this end for each of the savers, the shortest first.
     fn price(&self, pricing: &Pricing<'_>, layers: &Layers<'_>, end: usize, best_us: f64, runs: &mut [Vec<Entry>]) {
         let mut workspace_bytes: f64 = 0.0;
-        let variants = layers.variants.clone();
+        let savers = layers.savers.clone();
         for first in (layers.longest(end)..end).rev() {
             let run = first..end;
             workspace_bytes = workspace_bytes.max(layers.workspaces[first]);
-            if !variants.clone().any(|variant| layers.wants(variant, &run)) {
+            if !savers.clone().any(|saver| layers.wants(saver, &run)) {
                 runs.iter_mut().for_each(|runs| runs.push(Entry::default()));
                 continue;
             }
-            let plain = pricing.plain(&run, layers.at, self.variants[variants.start], workspace_bytes);
+            let plain = pricing.plain(&run, layers.at, self.savers[savers.start], workspace_bytes);
             // Both only grow with the run, and computing again adds time.
-            if pricing.step.busy_us(&plain.0) >= best_us || plain.1.model_bytes() > layers.at.usable_bytes {
+            if pricing.step.busy_us(&plain.cost) >= best_us || plain.memory.model_bytes() > layers.at.usable_bytes {
                 break;
             }
-            for (variant, runs) in variants.clone().zip(&mut *runs) {
-                let wanted = layers.wants(variant, &run);
-                let price = || Entry::beside(pricing, &run, layers.at, self.variants[variant], &plain);
+            for (saver, runs) in savers.clone().zip(&mut *runs) {
+                let wanted = layers.wants(saver, &run);
+                let price = || Entry::beside(pricing, &run, layers.at, self.savers[saver], &plain);
                 runs.push(if wanted { price() } else { Entry::default() });
             }
         }
@@ -189,56 +192,56 @@ impl StageTable {
         Runs { start, first: end - 1 - longest, count: longest - shortest + 1 }
     }
 
-    fn index(&self, place: usize, variant: usize, end: usize) -> usize {
-        (place * self.variants.len() + variant) * self.blocks + end - 1
+    fn index(&self, place: usize, saver: usize, end: usize) -> usize {
+        (place * self.savers.len() + saver) * self.blocks + end - 1
     }
 
-    fn runs(&self, place: usize, variant: usize, end: usize) -> Runs {
-        self.ends[self.index(place, variant, end)]
+    fn runs(&self, place: usize, saver: usize, end: usize) -> Runs {
+        self.ends[self.index(place, saver, end)]
     }
 
-    fn has(&self, place: usize, variant: usize, run: &Range<usize>) -> bool {
-        let runs = self.runs(place, variant, run.end);
+    fn has(&self, place: usize, saver: usize, run: &Range<usize>) -> bool {
+        let runs = self.runs(place, saver, run.end);
         runs.firsts().contains(&run.start) && self.entries[runs.start + run.start - runs.first].fits()
     }
 
-    /// The Stages with this place, variant and last Block that are worth looking at, with their first Blocks,
+    /// The Stages with this place, saver and last Block that are worth looking at, with their first Blocks,
     /// increasing.
     pub(crate) fn ending(
         &self,
         place: usize,
-        variant: usize,
+        saver: usize,
         end: usize,
     ) -> impl DoubleEndedIterator<Item = (usize, &Entry)> {
-        let runs = self.runs(place, variant, end);
+        let runs = self.runs(place, saver, end);
         runs.firsts().zip(&self.entries[runs.entries()]).filter(|(_, entry)| entry.fits())
     }
 
     /// All Stages with this last Block that are worth looking at.
-    pub(crate) fn all_ending(&self, end: usize) -> impl Iterator<Item = (Stage, &Entry)> {
-        self.layers().flat_map(move |(place, variant)| {
-            let stage = move |first| Stage { place, variant, first };
-            self.ending(place, variant, end).map(move |(first, entry)| (stage(first), entry))
+    pub(crate) fn all_ending(&self, end: usize) -> impl Iterator<Item = (StageKey, &Entry)> {
+        self.layers().flat_map(move |(place, saver)| {
+            let stage = move |first| StageKey { place, saver, first };
+            self.ending(place, saver, end).map(move |(first, entry)| (stage(first), entry))
         })
     }
 
     fn layers(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
-        let variants = self.variants.len();
-        (0..self.ends.len() / self.blocks).map(move |layer| (layer / variants, layer % variants))
+        let savers = self.savers.len();
+        (0..self.ends.len() / self.blocks).map(move |layer| (layer / savers, layer % savers))
     }
 
     /// Drops those of the Stages with this last Block that are not useful.
-    pub(crate) fn retain(&mut self, end: usize, mut useful: impl FnMut(Stage, &Entry) -> bool) {
-        for (place, variant) in self.layers() {
-            let runs = self.runs(place, variant, end);
+    pub(crate) fn retain(&mut self, end: usize, mut useful: impl FnMut(StageKey, &Entry) -> bool) {
+        for (place, saver) in self.layers() {
+            let runs = self.runs(place, saver, end);
             let entries = &mut self.entries[runs.entries()];
             for (first, entry) in runs.firsts().zip(entries.iter_mut()) {
-                if entry.fits() && !useful(Stage { place, variant, first }, entry) {
+                if entry.fits() && !useful(StageKey { place, saver, first }, entry) {
                     *entry = Entry::default();
                 }
             }
             let kept = entries.iter().position(Entry::fits).zip(entries.iter().rposition(Entry::fits));
-            let index = self.index(place, variant, end);
+            let index = self.index(place, saver, end);
             self.ends[index] = kept.map_or(Runs::default(), |(longest, shortest)| {
                 let count = shortest - longest + 1;
                 Runs { start: runs.start + longest, first: runs.first + longest, count }

@@ -6,11 +6,14 @@ use proptest::prelude::*;
 use rannc_cost::{Cluster, FlopRates, OpWork, Poly, Work};
 use rannc_plan::Sharding;
 
-use crate::answer::Linker;
-use crate::chain::{Affine, BlockSpec, Chain, ChainSpec, CloneSpec, CrossingSpec, KeptSpec, StateSpec};
-use crate::price::{CHEAPER, Pricing, Problem, RankOrder, StepTime, Variant};
-use crate::settings::{Capabilities, Limits, Settings};
-use crate::solve::{Case, Entry, FoundStage, Relaxation, Solved, Solver, with_best_sends};
+use crate::answer::links::Linker;
+use crate::chain::Chain;
+use crate::chain::spec::{Affine, BlockSpec, ChainSpec, CloneSpec, CrossingSpec, KeptSpec, StateSpec};
+use crate::price::{CHEAPER, Pricing, Problem, RankOrder, Saver, StepTime};
+use crate::settings::{Limits, Savers, Settings};
+use crate::solve::relax::{Relaxation, with_best_sends};
+use crate::solve::table::Entry;
+use crate::solve::{FoundStage, SearchCase, Solved, Solver};
 use crate::stop::Stop;
 
 fn block() -> impl Strategy<Value = BlockSpec> {
@@ -49,12 +52,12 @@ fn crossing(len: usize) -> impl Strategy<Value = Option<CrossingSpec>> {
 
 /// A tensor that several Blocks save, and that may cross them.
 fn kept(len: usize) -> impl Strategy<Value = KeptSpec> {
-    (places(len), places(len), any::<bool>(), 1..100_u32).prop_map(|(savers, users, crosses, bytes)| {
+    (places(len), places(len), any::<bool>(), 1..100_u32).prop_map(|(saved_by, users, crosses, bytes)| {
         let bytes = Affine { fixed: 0.0, per_row: f64::from(bytes) * 1e3 };
-        let made_by = savers[0].min(users[0]);
+        let made_by = saved_by[0].min(users[0]);
         let used_by: Vec<usize> = users.into_iter().filter(|&user| user > made_by).collect();
         let crossing = (crosses && !used_by.is_empty()).then_some((made_by, used_by));
-        KeptSpec { bytes, savers, crossing }
+        KeptSpec { bytes, saved_by, crossing }
     })
 }
 
@@ -106,9 +109,9 @@ fn linked_spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
     })
 }
 
-fn capabilities() -> impl Strategy<Value = Capabilities> {
+fn savers() -> impl Strategy<Value = Savers> {
     let levels = vec![Sharding::None, Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::Params];
-    (any::<(bool, bool)>(), prop::sample::select(levels)).prop_map(|((recompute, offload), sharding)| Capabilities {
+    (any::<(bool, bool)>(), prop::sample::select(levels)).prop_map(|((recompute, offload), sharding)| Savers {
         recompute,
         sharding,
         offload,
@@ -119,10 +122,10 @@ fn settings(devices: u32) -> impl Strategy<Value = Settings> {
     (
         (1..20_u64, 2..60_u64, any::<(bool, bool, bool)>()),
         (prop::option::of(1..=devices), prop::option::of(1..4_u32)),
-        capabilities(),
+        savers(),
     )
         .prop_map(
-            move |((batch_rows, limit, (loss_inside, gather_inputs, may_idle)), (stages, max_stages), capabilities)| {
+            move |((batch_rows, limit, (loss_inside, gather_inputs, may_idle)), (stages, max_stages), savers)| {
                 Settings {
                     world_size: devices,
                     may_idle,
@@ -133,7 +136,7 @@ fn settings(devices: u32) -> impl Strategy<Value = Settings> {
                     stages: stages.filter(|stages| stages % 2 == 0),
                     max_stages,
                     max_microbatches: 6,
-                    capabilities,
+                    savers,
                     ..Settings::default()
                 }
             },
@@ -159,7 +162,7 @@ fn cluster() -> impl Strategy<Value = Cluster> {
     })
 }
 
-fn solve(problem: Problem<'_>, orders: &[RankOrder]) -> (Vec<Case>, Result<Solved, Stop>) {
+fn solve(problem: Problem<'_>, orders: &[RankOrder]) -> (Vec<SearchCase>, Result<Solved, Stop>) {
     let rough = RankOrder::packed(problem.cluster, problem.settings.world_size, None, 2);
     let solver = Solver { problem, orders, rough: &rough, begun: Instant::now() };
     let cases = solver.cases(&problem.settings.microbatch_candidates().expect("free microbatches"));
@@ -228,10 +231,10 @@ impl Division<'_> {
     fn told_us(&self, Later { time, stages }: &Later) -> f64 {
         let &Self { pricing, order, crossings, .. } = self;
         let Some(crossings) = crossings else { return pricing.step.step_us(*time) };
-        let priced = |FoundStage { run, positions, variant }: &FoundStage| {
+        let priced = |FoundStage { run, positions, saver }: &FoundStage| {
             let place = order.place_at(positions);
             let workspace_bytes = pricing.run_workspace_bytes(run.clone(), place.replicas);
-            pricing.stage(run.clone(), &pricing.at(place), *variant, workspace_bytes)
+            pricing.stage(run.clone(), &pricing.at(place), *saver, workspace_bytes)
         };
         let prices: Vec<_> = stages.iter().map(priced).collect();
         let replicas: Vec<usize> = stages.iter().map(|stage| stage.positions.len()).collect();
@@ -240,7 +243,7 @@ impl Division<'_> {
     }
 
     /// The least time over all ways to run the Stages, if there is one that fits.
-    fn step_us(&self, variants: &[Variant], place: usize, end: usize, last: u32, later: &Later) -> Option<f64> {
+    fn step_us(&self, savers: &[Saver], place: usize, end: usize, last: u32, later: &Later) -> Option<f64> {
         let step = &self.pricing.step;
         let Some(&length) = self.lengths.get(place) else { return Some(self.told_us(later)) };
         let replicas = u32::try_from(self.replicas[place]).expect("few devices");
@@ -248,17 +251,17 @@ impl Division<'_> {
         let at = self.pricing.at(self.order.place(unit, replicas));
         let workspace_bytes = self.pricing.run_workspace_bytes(first..end, replicas);
         let in_flight = step.in_flight(place + 1);
-        let with = |&variant: &Variant| {
-            let entry = Entry::new(self.pricing, first..end, &at, variant, workspace_bytes);
-            if !variant.serves(in_flight) || entry.max_in_flight < in_flight {
+        let with = |&saver: &Saver| {
+            let entry = Entry::new(self.pricing, first..end, &at, saver, workspace_bytes);
+            if !saver.serves(in_flight) || entry.max_in_flight < in_flight {
                 return None;
             }
-            let stage = FoundStage { run: first..end, positions: self.order.range(unit, last), variant };
+            let stage = FoundStage { run: first..end, positions: self.order.range(unit, last), saver };
             let time = step.prepend(later.time, &entry.cost, place);
             let later = Later { time, stages: [vec![stage], later.stages.clone()].concat() };
-            self.step_us(variants, place + 1, first, unit, &later)
+            self.step_us(savers, place + 1, first, unit, &later)
         };
-        variants.iter().filter_map(with).min_by(f64::total_cmp)
+        savers.iter().filter_map(with).min_by(f64::total_cmp)
     }
 }
 
@@ -266,7 +269,7 @@ impl Division<'_> {
 fn brute_force(
     problem: Problem<'_>,
     orders: &[RankOrder],
-    cases: &[Case],
+    cases: &[SearchCase],
     crossings: Option<&[CrossingSpec]>,
 ) -> Option<f64> {
     let Problem { chain, settings, .. } = problem;
@@ -276,7 +279,7 @@ fn brute_force(
     let mut best: Option<f64> = None;
     for case in cases {
         let pricing = Pricing::new(problem, case.schedule, case.microbatches);
-        let variants = Variant::all(&settings.capabilities, &pricing.step.held(devices));
+        let savers = Saver::all(&settings.savers, &pricing.step.held(devices));
         for stages in counts.clone() {
             for used in if settings.may_idle { stages..=devices } else { devices..=devices } {
                 for lengths in compositions(chain.len(), stages) {
@@ -285,7 +288,7 @@ fn brute_force(
                         let (pricing, lengths, replicas) = (&pricing, &lengths, &replicas);
                         let division = Division { pricing, order, lengths, replicas, crossings };
                         let none = Later::default();
-                        let us = division.step_us(&variants, 0, chain.len(), settings.world_size, &none);
+                        let us = division.step_us(&savers, 0, chain.len(), settings.world_size, &none);
                         best = best.into_iter().chain(us).min_by(f64::total_cmp);
                     }
                 }
@@ -335,7 +338,7 @@ proptest! {
                 let out: f64 = spec.crossings.iter().filter(sent).map(|c| c.bytes.at(rows)).sum();
                 prop_assert!((chain.traffic.out_bytes.at(first, end, rows) - out).abs() < 1.0);
                 let is_kept = |k: &&KeptSpec| {
-                    holds(&k.savers) || k.crossing.as_ref().is_some_and(|(made_by, used_by)| received(*made_by, used_by))
+                    holds(&k.saved_by) || k.crossing.as_ref().is_some_and(|(made_by, used_by)| received(*made_by, used_by))
                 };
                 let private: f64 = spec.blocks[first..end].iter().map(|b| b.private_bytes.at(rows)).sum();
                 let kept: f64 = spec.kept.iter().filter(is_kept).map(|k| k.bytes.at(rows)).sum::<f64>() + private;

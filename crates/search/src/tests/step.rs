@@ -3,8 +3,9 @@
 use proptest::prelude::*;
 use rannc_plan::ScheduleKind;
 
-use crate::answer::Link;
-use crate::price::{Priced, StageCost, StageMemory, StepModel, StepTime};
+use crate::answer::links::ReplicaLink;
+use crate::price::memory::StageMemory;
+use crate::price::{Priced, StageCost, StepModel, StepTime};
 
 fn step_us(model: &StepModel, stages: &[StageCost]) -> f64 {
     let fold = |(time, later), stage: &StageCost| (model.prepend(time, stage, later), later + 1);
@@ -16,14 +17,14 @@ fn step_us(model: &StepModel, stages: &[StageCost]) -> f64 {
 fn path_us(model: &StepModel, stages: &[StageCost]) -> f64 {
     let priced =
         |&cost: &StageCost| Priced { cost, reduce_us: cost.end_us, update_us: 0.0, memory: StageMemory::default() };
-    let link = |(from, pair): (usize, &[StageCost])| Link {
+    let link = |(from, pair): (usize, &[StageCost])| ReplicaLink {
         from,
         to: from + 1,
         values_us: 2.0 * pair[0].out_us.max(pair[1].in_us),
         grads_us: Some(2.0 * pair[0].out_grad_us.max(pair[1].in_grad_us)),
     };
-    let sends = |link: &Link| link.values_us > 0.0;
-    let links: Vec<Link> = stages.windows(2).enumerate().map(link).filter(sends).collect();
+    let sends = |link: &ReplicaLink| link.values_us > 0.0;
+    let links: Vec<ReplicaLink> = stages.windows(2).enumerate().map(link).filter(sends).collect();
     model.longest_path_us(&stages.iter().map(priced).collect::<Vec<_>>(), &vec![1; stages.len()], &links)
 }
 
