@@ -77,7 +77,7 @@ class Config:
         verify_partitioning: Compare the first step with one process.
         display_comm_value: Log a digest of every value that is sent.
         consolidate_grads: Has no effect any more.
-        stall_timeout_s: The job ends when a rank is inside a collective call and no rank has made progress for so long.
+        stall_timeout_s: The job ends when a rank is inside a collective call and no rank has come forward for so long.
         silence_timeout_s: A rank whose process has sent no sign of life for so long is taken for dead.
         different_calls_timeout_s: The job ends when ranks have waited for so long in calls that do not go together,
             such as ``state_dict()`` on one and ``model(...)`` on the others.

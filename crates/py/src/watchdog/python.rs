@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyType;
 
 use super::Limits;
-use crate::errors::{ErrorClass, OrRaise};
+use crate::errors::{ErrorClass, OrRaiseAs};
 
 /// How long to wait for the interpreter before its buffered output is given up.
 const FLUSH_PATIENCE: Duration = Duration::from_millis(500);
@@ -60,7 +60,7 @@ impl Watchdog {
             grace: seconds("fail_grace_s", fail_grace_s)?,
         };
         let made = py.detach(|| super::Watchdog::listen(world_size, host, limits, flush_python));
-        let (inner, address) = made.or_raise(ErrorClass::PEER)?;
+        let (inner, address) = made.or_raise_as(ErrorClass::PEER)?;
         Ok(Self { inner, address })
     }
 
@@ -96,7 +96,7 @@ impl Watchdog {
             late: Duration::MAX,
         };
         let connect = || super::Watchdog::connect(&address, (rank, world_size), patience, limits, flush_python);
-        let inner = py.detach(connect).or_raise(ErrorClass::PEER)?;
+        let inner = py.detach(connect).or_raise_as(ErrorClass::PEER)?;
         Ok(Self { inner, address })
     }
 
