@@ -5,8 +5,9 @@ use rannc_plan::{Plan, StageOps, StagePlan};
 use serde::Serialize;
 
 use crate::Report;
+use crate::figures::StepFigures;
 use crate::format::{percent, runs, savers, schedule, signed_percent};
-use crate::table::table;
+use crate::table::{amount, table, text};
 
 /// What differs between two Plans.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -64,6 +65,7 @@ impl Amount {
         let (left, right) = match (self, right) {
             (Self::Us(left), Self::Us(right)) => (*left, *right),
             (Self::Bytes(left), Self::Bytes(right)) => (*left as f64, *right as f64),
+            // Points of percentage would be read as percent.
             _ => return String::new(),
         };
         if left > 0.0 { signed_percent(right / left - 1.0) } else { String::new() }
@@ -115,6 +117,7 @@ impl PlanDiff {
 /// Name in JSON, in words, and what it is.
 fn facts(plan: &Plan) -> Vec<(&'static str, &'static str, Amount)> {
     let count = |count: u32| Amount::Count(u64::from(count));
+    let figures = StepFigures::predicted(plan, None);
     let peak_bytes = plan.stages.iter().map(|stage| stage.predicted.memory.total_bytes()).max().unwrap_or(0);
     vec![
         ("graph_name", "Graph", Amount::Text(plan.graph_name.clone())),
@@ -124,7 +127,10 @@ fn facts(plan: &Plan) -> Vec<(&'static str, &'static str, Amount)> {
         ("microbatches", "Microbatches", count(plan.microbatches)),
         ("schedule", "Schedule", Amount::Text(schedule(plan.schedule).to_owned())),
         ("step_us", "Step", Amount::Us(plan.predicted.step_us)),
-        ("bubble", "Devices idle", Amount::Share(plan.predicted.bubble)),
+        ("computing", "Computing", Amount::Share(figures.computing)),
+        ("idle", "Idle", Amount::Share(figures.idle)),
+        ("reducing", "Reducing gradients", Amount::Share(figures.reducing)),
+        ("updating", "Optimizer", Amount::Share(figures.updating)),
         ("peak_bytes", "Peak memory", Amount::Bytes(peak_bytes)),
     ]
 }
@@ -180,28 +186,30 @@ fn placement(stage: &StagePlan) -> String {
 }
 
 impl Report for PlanDiff {
-    fn text(&self) -> String {
+    fn text(&self, width: usize) -> String {
         if self.changes.is_empty() && self.same_stages() {
             return "The plans are the same.\n".to_owned();
         }
         let changes = self.changes.iter().map(|Change { label, left, right, .. }| {
             vec![(*label).to_owned(), left.text(), right.text(), left.change(right)]
         });
-        let mut text = String::new();
+        let mut shown = String::new();
         if !self.changes.is_empty() {
-            text += &table(&["", "Left", "Right", "Change"], changes.collect(), 1..4);
+            let columns = [text("Figure"), amount("Left"), amount("Right"), amount("Change")];
+            shown += &table(&columns, &changes.collect::<Vec<_>>(), width);
         }
         if !self.same_graph {
-            return text + "The plans divide different graphs, so their stages cannot be compared.\n";
+            return shown + "\nThe plans divide different graphs, so their stages cannot be compared.\n";
         }
         if self.same_stages() {
-            return text + "The stages are the same.\n";
+            return shown + "\nThe stages are the same.\n";
         }
         let segments = self.segments.iter().map(|segment| {
             let Segment { modules, same, left, right, .. } = segment;
             let mark = if *same { "" } else { "*" };
-            vec![modules.join("\n"), left.clone(), right.clone(), mark.to_owned()]
+            vec![modules.join(", "), left.clone(), right.clone(), mark.to_owned()]
         });
-        text + "\nStages\n" + &table(&["Modules", "Left", "Right", ""], segments.collect(), 0..0)
+        let columns = [text("Modules"), text("Left"), text("Right"), text("Differs")];
+        shown + "\nStages\n" + &table(&columns, &segments.collect::<Vec<_>>(), width)
     }
 }
