@@ -13,13 +13,17 @@ __all__ = [
     "Profile",
     "Program",
     "Watchdog",
+    "paragraph",
     "run_cli",
+    "table",
     "version",
 ]
 
 version: Final[str]
 
 def run_cli(args: list[str]) -> int: ...
+def table(columns: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]]) -> str: ...
+def paragraph(text: str) -> str: ...
 
 @final
 class Cluster:

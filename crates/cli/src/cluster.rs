@@ -62,7 +62,10 @@ pub(crate) fn known(name: &str) -> Result<&'static Preset> {
     Preset::find(name).ok_or_else(|| {
         let names: Vec<&str> = presets().iter().map(|preset| preset.name).collect();
         let meant = alike(name).map(|meant| format!(" (did you mean {meant}?)")).unwrap_or_default();
-        anyhow!("there is no preset {name}{meant}; there are {}; describe other devices in a cluster file", names.join(", "))
+        anyhow!(
+            "there is no preset {name}{meant}; there are {}; describe other devices in a cluster file",
+            names.join(", ")
+        )
     })
 }
 

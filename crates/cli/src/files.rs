@@ -59,8 +59,7 @@ impl Model {
 pub(crate) fn read_graph(path: &Path) -> Result<Graph> {
     let text =
         fs::read_to_string(path).map_err(|error| anyhow!("cannot read the graph file {}: {error}", path.display()))?;
-    Graph::from_json(&text)
-        .map_err(|error| unreadable(path, Kind::Graph, || anyhow!("{}: {error}", path.display())))
+    Graph::from_json(&text).map_err(|error| unreadable(path, Kind::Graph, || anyhow!("{}: {error}", path.display())))
 }
 
 pub(crate) fn read_plan(path: &Path) -> Result<Plan> {

@@ -11,7 +11,7 @@ const LOOK: Duration = Duration::from_millis(50);
 const STACK_BYTES: usize = 8 << 20;
 
 /// How work ended.
-pub(crate) enum Ended<T> {
+pub enum Ended<T> {
     /// With this.
     Done(T),
     /// It goes on by itself.
@@ -19,10 +19,7 @@ pub(crate) enum Ended<T> {
 }
 
 /// Works on another thread until that is done, or until `interrupted` says true on this one.
-pub(crate) fn until<T: Send + 'static>(
-    interrupted: &dyn Fn() -> bool,
-    work: impl FnOnce() -> T + Send + 'static,
-) -> Ended<T> {
+pub fn until<T: Send + 'static>(interrupted: &dyn Fn() -> bool, work: impl FnOnce() -> T + Send + 'static) -> Ended<T> {
     let (sender, receiver) = sync_channel(1);
     let worker = move || {
         // Nobody listens any more when the work has been left.

@@ -20,10 +20,10 @@ use clap::{CommandFactory as _, FromArgMatches as _};
 
 use crate::args::Args;
 use crate::commands::Context;
-use crate::interrupt::{Ended, until};
 use crate::printer::Printer;
 use crate::progress::ProgressLines;
 
+pub use crate::interrupt::{Ended, until};
 pub use crate::terminal::Terminal;
 
 const FAILED: i32 = 1;

@@ -3,14 +3,16 @@
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
+use rannc_cli::Terminal;
 use rannc_cost::{ComputeCost, OpWork, Operation};
 use rannc_ir::{Analysis, Entity, OpId};
 use rannc_plan::{Batch, Mode, StageOps};
-use rannc_report::Report as _;
+use rannc_report::{PlanTables, Report as _};
 use rannc_search::{PlanCosts, Settings};
 
 use crate::costs::{Cluster, Profile};
 use crate::errors::{ErrorClass, OrRaise};
+use crate::interrupt::interruptible;
 
 /// A verified Graph.
 #[pyclass(frozen, module = "pyrannc._native")]
@@ -194,15 +196,17 @@ impl Plan {
         self.0.schedule.to_string()
     }
 
-    /// Tables of the Stages with predicted times and memory; `limit_bytes` is what a device may use.
+    /// Tables of the Stages with predicted times and memory, as wide as the terminal; `limit_bytes` is what a device
+    /// may use.
     #[pyo3(signature = (limit_bytes=None))]
     fn tables(&self, limit_bytes: Option<u64>) -> String {
-        rannc_report::plan_tables(&self.0, limit_bytes)
+        let tables = PlanTables { plan: &self.0, limit_bytes, workload: None };
+        tables.text(Terminal::of_stdout().width())
     }
 
     /// The Stages, their ranks, and the rows that each of them gets of a batch of `batch_rows` rows.
     fn deployment(&self, batch_rows: u64) -> String {
-        rannc_report::Deployment::new(&self.0, batch_rows).text()
+        rannc_report::Deployment::new(&self.0, batch_rows).text(Terminal::of_stdout().width())
     }
 
     /// Divides the Graph that the Plan was made for.
@@ -225,7 +229,8 @@ fn outcome(
     settings_json: &str,
 ) -> PyResult<rannc_search::Outcome> {
     let (profiles, settings) = given(profiles, settings_json)?;
-    py.detach(|| rannc_search::plan(&graph.0, &cluster.0, &profiles, &settings)).or_raise(ErrorClass::PLAN)
+    let (graph, cluster) = (graph.0.clone(), cluster.0.clone());
+    interruptible(py, move || rannc_search::plan(&graph, &cluster, &profiles, &settings))?.or_raise(ErrorClass::PLAN)
 }
 
 /// What the core needs beside a Graph and a Cluster.

@@ -193,11 +193,10 @@ impl Report for PlanDiff {
         let changes = self.changes.iter().map(|Change { label, left, right, .. }| {
             vec![(*label).to_owned(), left.text(), right.text(), left.change(right)]
         });
-        let mut shown = String::new();
-        if !self.changes.is_empty() {
-            let columns = [text("Figure"), amount("Left"), amount("Right"), amount("Change")];
-            shown += &table(&columns, &changes.collect::<Vec<_>>(), width);
-        }
+        // What differs less than can be shown is not shown.
+        let changes: Vec<Vec<String>> = changes.filter(|row| row[1] != row[2]).collect();
+        let columns = [text("Figure"), amount("Left"), amount("Right"), amount("Change")];
+        let shown = if changes.is_empty() { String::new() } else { table(&columns, &changes, width) };
         if !self.same_graph {
             return shown + "\nThe plans divide different graphs, so their stages cannot be compared.\n";
         }

@@ -240,7 +240,7 @@ impl Report for Explanation {
     fn text(&self, width: usize) -> String {
         let mut text = summary(&self.plan, Some(&self.workload), width);
         text += &paragraph(&self.search_text(), width);
-        text += &format!("\nWhat binds\n{}", self.stage_table(width));
+        text += &format!("\nWhat binds\n{}\n", self.stage_table(width));
         text += &paragraph(&self.time_text(), width);
         text += &paragraph(&self.memory_text(), width);
         if !self.cuts.is_empty() {

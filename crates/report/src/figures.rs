@@ -138,7 +138,9 @@ impl StepFigures {
 
     /// `optimal`, or how far it may be above the optimum.
     pub(crate) fn rank(&self) -> Option<String> {
-        self.gap.map(|gap| if gap < OPTIMAL { "optimal".to_owned() } else { format!("at most {} above the optimum", percent(gap)) })
+        self.gap.map(|gap| {
+            if gap < OPTIMAL { "optimal".to_owned() } else { format!("at most {} above the optimum", percent(gap)) }
+        })
     }
 }
 

@@ -186,12 +186,7 @@ impl<'a> Deployment<'a> {
             ranks: stage.ranks.clone(),
             replica_rows: replica_rows(plan, batch_rows, stage),
         });
-        Self {
-            plan,
-            batch_rows,
-            microbatch_rows: microbatch_rows(plan, batch_rows),
-            stages: stages.collect(),
-        }
+        Self { plan, batch_rows, microbatch_rows: microbatch_rows(plan, batch_rows), stages: stages.collect() }
     }
 
     /// Tells which devices the batch leaves without work.
@@ -220,7 +215,7 @@ impl Report for Deployment<'_> {
         let columns = [text("Stage"), text("Modules"), amount("Ranks"), amount("Rows")];
         let rows = self.stages.iter().enumerate().map(|(number, stage)| stage.row(number));
         format!(
-            "{}{}{}{}",
+            "{}{}{}\n{}",
             title(self.plan, self.batch_rows, width),
             paragraph(&format!("Rows of the microbatches: {}", repeats(&self.microbatch_rows)), width),
             self.remarks(width),
@@ -253,23 +248,24 @@ mod tests {
 
     #[test]
     fn a_deployment_shows_rows() {
-        let text = Deployment::new(&sample(), 25).text(80);
+        let text = Deployment::new(&sample(), 25).text(100);
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines[0], "Plan of Mlp: 2 stages on 3 ranks (2 + 1 replicas), 25 rows in 4 microbatches, 1F1B");
         assert_eq!(lines[1], "Rows of the microbatches: 7, 3 x 6");
-        assert!(lines[2].contains("Stage") && lines[2].contains("Rows"), "{text}");
-        assert!(lines[4].contains("0-1") && lines[4].contains("4, 3"), "{text}");
-        assert!(lines[5].ends_with(" 7"), "{text}");
+        assert!(lines[3].contains("Stage") && lines[3].contains("Rows"), "{text}");
+        assert!(lines[5].contains("0-1") && lines[5].contains("4, 3"), "{text}");
+        assert!(lines[6].ends_with(" 7"), "{text}");
     }
 
     #[test]
     fn replicas_without_rows_are_told() {
         let plan = sample();
         assert!(!Deployment::new(&plan, 8).text(80).contains("Without work"));
-        let text = Deployment::new(&plan, 4).text(200);
-        let remark = "Without work: 1 of the 2 replicas of stage 0 (rank 1), because no microbatch has more than 1 row\n";
+        let text = Deployment::new(&plan, 1).text(200);
+        let remark =
+            "Without work: 1 of the 2 replicas of stage 0 (rank 1), because no microbatch has more than 1 row\n";
         assert!(text.contains(remark), "{text}");
-        assert_eq!(idle_devices(&Plan { batch_rows: 4, ..plan }), 1);
+        assert_eq!(idle_devices(&Plan { batch_rows: 1, ..plan }), 1);
     }
 
     #[test]

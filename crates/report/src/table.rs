@@ -69,7 +69,8 @@ struct Measured<'a> {
 impl<'a> Measured<'a> {
     fn new(place: usize, column: Column<'a>, rows: &[Vec<String>]) -> Self {
         let cells = rows.iter().filter_map(|row| row.get(place)).flat_map(|cell| cell.lines());
-        let (content, word) = cells.fold((0, 0), |(content, word), line| (content.max(wide(line)), word.max(longest(line))));
+        let (content, word) =
+            cells.fold((0, 0), |(content, word), line| (content.max(wide(line)), word.max(longest(line))));
         Self { place, column, content, word }
     }
 
@@ -197,15 +198,13 @@ mod tests {
 
     #[test]
     fn a_table_takes_the_room_that_it_has() {
-        let drawn = [80, 60, 40, 24].map(|width| {
+        let drawn = [80, 50, 40].map(|width| {
             let drawn = table(&COLUMNS, &rows(), width);
-            // A word that is longer than the line stands out of it.
-            let most = drawn.lines().map(wide).max().expect("lines");
-            assert!(most <= width.max(LEAST_TEXT + GAP + 5), "{width}:\n{drawn}");
+            assert!(drawn.lines().all(|line| wide(line) <= width), "{width}:\n{drawn}");
             drawn
         });
         assert_eq!(drawn[0].lines().count(), 4, "{}", drawn[0]);
-        assert_eq!(drawn[3].matches("Stage").count(), 2, "{}", drawn[3]);
+        assert_eq!(drawn[2].matches("Stage").count(), 2, "{}", drawn[2]);
         insta::assert_snapshot!(drawn.join("\n"));
     }
 

@@ -147,7 +147,7 @@ impl PlanShape {
         amount("Reduce"),
         amount("Optimizer"),
         amount("Peak memory"),
-        amount("Stages").begins(),
+        amount("Stages"),
         text("Replicas"),
         amount("Microbatches"),
         text("Schedule"),
@@ -193,7 +193,7 @@ pub(crate) fn cut(before: &StagePlan, after: &StagePlan) -> String {
 const KEYS: [Column<'_>; 4] =
     [text("Cluster").key(), amount("Devices").key(), amount("Memory").key(), amount("Batch").key()];
 /// Behind those of the Plan.
-const PRICES: [Column<'_>; 3] = [amount("Price/h").begins(), amount("Price/M samples"), amount("Price/M tokens")];
+const PRICES: [Column<'_>; 3] = [amount("Price/h"), amount("Price/M samples"), amount("Price/M tokens")];
 /// When there is no Plan.
 const PROBLEMS: [Column<'_>; 2] = [amount("Short of"), text("Problem")];
 
@@ -285,11 +285,11 @@ impl WhatIf {
 impl Report for WhatIf {
     fn text(&self, width: usize) -> String {
         let tells_cluster = self.cases.iter().any(|case| case.cluster != self.cases[0].cluster);
-        let columns: Vec<Column<'_>> =
-            [KEYS.as_slice(), &PlanShape::COLUMNS, &PRICES, &PROBLEMS].concat();
+        let columns: Vec<Column<'_>> = [KEYS.as_slice(), &PlanShape::COLUMNS, &PRICES, &PROBLEMS].concat();
         let rows: Vec<Vec<String>> = self.cases.iter().map(|case| case.row(tells_cluster)).collect();
         let mut shown = table(&columns, &rows, width);
-        let without_work: usize = self.cases.iter().filter_map(|case| case.plan.as_ref()).map(|plan| plan.idle_devices).sum();
+        let without_work: usize =
+            self.cases.iter().filter_map(|case| case.plan.as_ref()).map(|plan| plan.idle_devices).sum();
         if without_work > 0 {
             shown += "\nSome devices get no rows: the batch is too small for so many.\n";
         }

@@ -59,8 +59,13 @@ impl Costs for Rows {
 fn entries() -> Vec<Value> {
     let (program, timeline) = step();
     let modules = ["layers.0".to_owned(), "layers.1".to_owned()];
-    let step =
-        TracedStep { program: &program, costs: &Rows, timeline: &timeline, modules: &modules, limit_bytes: LIMIT_BYTES };
+    let step = TracedStep {
+        program: &program,
+        costs: &Rows,
+        timeline: &timeline,
+        modules: &modules,
+        limit_bytes: LIMIT_BYTES,
+    };
     serde_json::from_str(&chrome_trace(step)).expect("the trace is a JSON array")
 }
 
@@ -106,7 +111,10 @@ fn every_process_and_thread_has_a_name() {
     let entries = entries();
     let processes = of_phase(&entries, "M").into_iter().filter(|entry| entry["name"] == "process_name");
     let processes = processes.map(|entry| (entry["pid"].as_u64(), entry["args"]["name"].as_str()));
-    assert_eq!(processes.collect::<Vec<_>>(), [(Some(1), Some("stage 0: layers.0")), (Some(2), Some("stage 1: layers.1"))]);
+    assert_eq!(
+        processes.collect::<Vec<_>>(),
+        [(Some(1), Some("stage 0: layers.0")), (Some(2), Some("stage 1: layers.1"))]
+    );
     let named = of_phase(&entries, "M").into_iter().filter(|entry| entry["name"] == "thread_name");
     let names: BTreeMap<(u64, u64), &str> =
         named.map(|entry| (thread(entry), entry["args"]["name"].as_str().expect("a name"))).collect();
@@ -191,10 +199,12 @@ fn slices_say_what_they_are_about() {
     assert_eq!(forward["args"], about);
     let message = slice("values 1 from rank 0", 2);
     assert_eq!(message["cat"], "message");
-    let about =
-        serde_json::json!({ "stage": 1, "rank": 2, "microbatch": 1, "from_rank": 0, "to_rank": 2, "bytes": 3 });
+    let about = serde_json::json!({ "stage": 1, "rank": 2, "microbatch": 1, "from_rank": 0, "to_rank": 2, "bytes": 3 });
     assert_eq!(message["args"], about);
-    assert_eq!((slice("reduce", 0)["cat"].as_str(), slice("optimizer", 0)["cat"].as_str()), (Some("reduce"), Some("optimizer")));
+    assert_eq!(
+        (slice("reduce", 0)["cat"].as_str(), slice("optimizer", 0)["cat"].as_str()),
+        (Some("reduce"), Some("optimizer"))
+    );
 }
 
 #[test]
@@ -210,7 +220,8 @@ fn idle_time_has_a_cause_and_fills_the_step() {
         let idle: f64 = own.iter().filter(|slice| slice["cat"] == "idle").map(|slice| us(slice, "dur")).sum();
         assert!((idle - rank.waiting_us - rank.bubble_us).abs() < 1e-6);
     }
-    let causes: Vec<&str> = of_phase(&entries, "X").into_iter().filter_map(|slice| slice["args"]["cause"].as_str()).collect();
+    let causes: Vec<&str> =
+        of_phase(&entries, "X").into_iter().filter_map(|slice| slice["args"]["cause"].as_str()).collect();
     for cause in ["wait for values 0 from rank", "is not ready for gradients", "other ranks end the step"] {
         assert!(causes.iter().any(|known| known.contains(cause)), "{cause}: {causes:?}");
     }

@@ -62,7 +62,8 @@ impl<'a> ModuleNames<'a> {
     /// Where a run cuts a unit: ` from mlp up to dropout`; empty when the unit is whole.
     fn cut(&self, unit: &str, first: u32, end: u32) -> String {
         let places = &self.places[unit];
-        let (start, stop) = (places.partition_point(|&place| place < first), places.partition_point(|&place| place < end));
+        let (start, stop) =
+            (places.partition_point(|&place| place < first), places.partition_point(|&place| place < end));
         let from = (start > 0).then(|| self.label(unit, places, start, start - 1));
         let up_to = (stop < places.len()).then(|| self.label(unit, places, stop - 1, stop));
         match (from, up_to) {
@@ -125,7 +126,10 @@ impl<'a> Name<'a> {
     fn extend(&mut self, next: &Name<'_>) -> bool {
         match (&mut self.range, next.range) {
             (Some((_, last)), Some((index, _)))
-                if self.list == next.list && self.cut.is_empty() && next.cut.is_empty() && last.checked_add(1) == Some(index) =>
+                if self.list == next.list
+                    && self.cut.is_empty()
+                    && next.cut.is_empty()
+                    && last.checked_add(1) == Some(index) =>
             {
                 *last = index;
                 true

@@ -54,7 +54,8 @@ fn cases_are_written_as_csv() {
     let csv = folder.rannc(&format!("{line} --csv")).output();
     let rows: Vec<Vec<&str>> = csv.lines().map(|line| line.split(',').collect()).collect();
     let place = |name: &str| rows[0].iter().position(|known| *known == name).expect(name);
-    let json: serde_json::Value = serde_json::from_str(&folder.rannc(&format!("{line} --json")).output()).expect("JSON");
+    let json: serde_json::Value =
+        serde_json::from_str(&folder.rannc(&format!("{line} --json")).output()).expect("JSON");
     let case = &json["cases"][1];
     for (cell, value) in [
         ("devices", &case["devices"]),
