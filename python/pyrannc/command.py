@@ -21,13 +21,13 @@ def _run(argv: list[str]) -> int:
     try:
         match argv:
             case ["capture", *rest]:
-                from pyrannc.capture import command
+                from pyrannc.capture.command import main as capture
 
-                return command.main(rest)
+                return capture(rest)
             case ["calibrate", *rest]:
-                from pyrannc.calibrate import shares
+                from pyrannc.calibrate.command import main as calibrate
 
-                return shares.main(rest)
+                return calibrate(rest)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

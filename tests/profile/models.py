@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from pyrannc._native import Cluster, Graph
 from pyrannc.capture import capture
 from pyrannc.core.graph import GraphFacts
-from pyrannc.core.program import Parts
-from pyrannc.profile.block import BlockCode, Source
+from pyrannc.core.partition import Parts
+from pyrannc.profile.block import BlockCode, BlockSource
 from pyrannc.profile.profiler import Subject
 
 WIDTH = 64
@@ -109,7 +109,7 @@ def subject(model: nn.Module, samples: Sequence[Tensor], row_counts: tuple[int, 
         graph_hash=graph.hash(),
         blocks=blocks,
         parts=parts,
-        source=Source(captured, GraphFacts.from_json(captured.graph_json), parts.crossings, samples),
+        source=BlockSource(captured, GraphFacts.from_json(captured.graph_json), parts.crossings, samples),
         row_counts=row_counts,
         hosts=("here",),
         level_names=("loopback",),

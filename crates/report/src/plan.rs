@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::Report;
 use crate::figures::{StepFigures, Workload};
-use crate::format::{counted, each, paragraph, repeats, runs, savers, schedule};
+use crate::format::{counted, each, paragraph, repeats, runs, savers};
 use crate::table::{amount, table, text};
 
 /// `Plan of Bert: 2 stages on 8 ranks (1 + 7 replicas), 256 rows in 4 microbatches, 1F1B`.
@@ -16,7 +16,7 @@ pub(crate) fn title(plan: &Plan, batch_rows: u64, width: usize) -> String {
     let (divided, order) = if let [_] = replicas[..] {
         (String::new(), String::new())
     } else {
-        (format!(" ({} replicas)", each(&replicas)), format!(", {}", schedule(plan.schedule)))
+        (format!(" ({} replicas)", each(&replicas)), format!(", {}", plan.schedule))
     };
     let text = format!(
         "Plan of {}: {} on {}{divided}, {} in {}{order}",

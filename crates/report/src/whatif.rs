@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::Report;
 use crate::figures::{StepFigures, Workload};
-use crate::format::{decimal, each, percent, schedule, sharding};
+use crate::format::{decimal, each, percent, sharding};
 use crate::plan::idle_devices;
 use crate::table::{Column, amount, table, text};
 
@@ -128,8 +128,8 @@ impl PlanShape {
     }
 
     /// The Schedule, if it tells anything: of one Stage or one microbatch all are alike.
-    fn schedule_text(&self) -> &'static str {
-        if self.replicas.len() > 1 && self.microbatches > 1 { schedule(self.schedule) } else { "" }
+    fn schedule_text(&self) -> String {
+        if self.replicas.len() > 1 && self.microbatches > 1 { self.schedule.to_string() } else { String::new() }
     }
 
     /// All cuts, or how many there are.
@@ -172,7 +172,7 @@ impl PlanShape {
             self.replicas.len().to_string(),
             each(&self.replicas),
             self.microbatches.to_string(),
-            self.schedule_text().to_owned(),
+            self.schedule_text(),
             self.saving(),
             self.cuts_text(),
         ]

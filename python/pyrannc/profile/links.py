@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyrannc.job import agree, process
-from pyrannc.runtime.channels import exchange
+from pyrannc.job.exchange import exchange
 
 _SMALL_BYTES = 1 << 12
 _LARGE_BYTES = 1 << 25

@@ -23,7 +23,7 @@ _HOST_CALLS = 3
 
 
 @dataclass(frozen=True)
-class Point:
+class BlockPoint:
     """Cost of a Block for some rows: the core's ``BlockPoint``.
 
     Attributes:
@@ -66,7 +66,7 @@ class BlockMeter:
         """Time of a call when nothing disturbs it."""
         return min(self._meter.host_us([call]) for _ in range(_OVERHEAD_TRIALS))
 
-    def points(self, name: str, make: Callable[[], BlockCode], row_counts: Sequence[int]) -> list[Point] | None:
+    def points(self, name: str, make: Callable[[], BlockCode], row_counts: Sequence[int]) -> list[BlockPoint] | None:
         """The costs at each of ``row_counts``, which increase, up to the first that does not fit.
 
         Args:
@@ -76,7 +76,7 @@ class BlockMeter:
         Returns:
             None when the Block cannot be run on made-up data.
         """
-        points: list[Point] = []
+        points: list[BlockPoint] = []
         try:
             code = make()
             host_us = self._host_us(code, row_counts[0])
@@ -86,7 +86,7 @@ class BlockMeter:
             if not is_out_of_memory(error):
                 _log.warning("%s is estimated, because it cannot be measured: %s", name, _first_line(error))
                 return None
-            points.append(Point(row_counts[len(points)], fits=False))
+            points.append(BlockPoint(row_counts[len(points)], fits=False))
         return points
 
     def release(self) -> None:
@@ -118,7 +118,7 @@ class BlockMeter:
             backward_us = (self._meter.host_us(backwards()) - self._backward_overhead_us) / _HOST_CALLS
         return max(0.0, forward_us), max(0.0, backward_us)
 
-    def _point(self, code: BlockCode, rows: int, host_us: tuple[float, float]) -> Point:
+    def _point(self, code: BlockCode, rows: int, host_us: tuple[float, float]) -> BlockPoint:
         feeds = code.feeds(rows)
 
         def forward() -> dict[int, Tensor]:
@@ -128,7 +128,7 @@ class BlockMeter:
         saved_bytes, workspace_bytes = self._memory(code, forward, feeds)
         run = code.prepare_backward(feeds, forward())
         backward_us, input_us, weight_us = self._backward_us(run)
-        return Point(
+        return BlockPoint(
             rows=rows,
             forward_us=forward_us,
             backward_us=backward_us,

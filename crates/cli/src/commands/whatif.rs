@@ -84,8 +84,8 @@ pub(crate) fn case(
             case.plan = Some(PlanShape::new(&outcome.plan, Some(&workload)));
         }
         Err(error) => {
-            if let SearchError::DoesNotFit { short_bytes, .. } = error {
-                case.short_bytes = Some(short_bytes);
+            if let SearchError::DoesNotFit(shortage) = &error {
+                case.short_bytes = Some(shortage.short_bytes);
             }
             case.problem = Some(in_words(error).to_string());
         }
