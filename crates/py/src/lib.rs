@@ -68,8 +68,8 @@ mod _native {
     /// they are of amounts.
     #[pyfunction]
     fn table(columns: Vec<(String, bool)>, rows: Vec<Vec<String>>) -> String {
-        let column = |(header, is_amount): &'_ (String, bool)| if *is_amount { amount(header) } else { text(header) };
-        let columns: Vec<Column<'_>> = columns.iter().map(column).collect();
+        let columns = columns.iter().map(|(header, is_amount)| if *is_amount { amount(header) } else { text(header) });
+        let columns: Vec<Column<'_>> = columns.collect();
         rannc_report::table(&columns, &rows, Terminal::of_stdout().width())
     }
 

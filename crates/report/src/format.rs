@@ -1,11 +1,7 @@
 //! Amounts and counts in words.
 
+pub(crate) use rannc_cost::counted;
 use rannc_plan::{Recompute, Sharding, StagePlan};
-
-/// `1 stage`, `2 stages`.
-pub(crate) fn counted(count: u64, one: &str, many: &str) -> String {
-    format!("{count} {}", if count == 1 { one } else { many })
-}
 
 /// A share, 0 to 1, in percent.
 pub(crate) fn percent(share: f64) -> String {

@@ -110,7 +110,7 @@ fn a_limited_search_says_so_and_gives_what_it_has() {
 fn a_search_ends_when_it_is_told_to() {
     let graph = encoder(48, 256, 64, 5000);
     let cluster = Cluster::preset("H200", 32, 8).expect("256 devices");
-    let settings = Settings { gains: true, ..settings(256, 4096, 1700) };
+    let settings = Settings { gains: true, ..settings(256, 4096, 4000) };
     let told = AtomicBool::new(false);
     let (answer, since_told) = thread::scope(|scope| {
         let search = scope.spawn(|| plan_until(&graph, &cluster, &[], &settings, &told).map(|_| ()));

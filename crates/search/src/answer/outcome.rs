@@ -156,7 +156,9 @@ impl<'a> Planner<'a> {
             elapsed,
             stop: solved.stop,
         };
-        Ok(Outcome { runners_up, gains: self.gains(), report, plan })
+        let gains = self.gains();
+        self.go_on()?;
+        Ok(Outcome { runners_up, gains, report, plan })
     }
 
     /// Ends here when nobody waits for the answer any more.

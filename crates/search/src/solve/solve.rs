@@ -93,10 +93,13 @@ fn groups(cases: &[SearchCase]) -> Vec<CaseGroup<'_>> {
     cases.chunk_by(alike).map(|cases| CaseGroup { cases, bound_us: 0.0 }).collect()
 }
 
-/// The cases with their lower bounds, the most promising first.
-fn bounded<'c>(ideal: Problem<'_>, cases: &'c [SearchCase], best_us: f64) -> Vec<CaseGroup<'c>> {
+/// The cases with their lower bounds, the most promising first; as far as it came before it was told to end.
+fn bounded<'c>(ideal: Problem<'_>, cases: &'c [SearchCase], best_us: f64, clock: Clock<'_>) -> Vec<CaseGroup<'c>> {
     let mut groups = groups(cases);
     let bound = |group: &mut CaseGroup<'_>| {
+        if clock.is_told() {
+            return;
+        }
         group.bound_us = Relaxation::new(&group.pricing(ideal), best_us).bound_us().min(best_us);
     };
     groups.par_iter_mut().for_each(bound);
@@ -208,11 +211,14 @@ impl<'a> Solver<'a> {
 
     /// The best division if it takes less than `limit_us`; beyond it when a limit of the search was met.
     fn solve_below(&self, ideal: Problem<'_>, cases: &[SearchCase], limit_us: f64) -> Result<Solved, Stop> {
-        let mut groups = bounded(ideal, cases, limit_us);
+        let mut groups = bounded(ideal, cases, limit_us, self.clock);
         let mut best: Option<Solution> = None;
         let mut finalists: Vec<Solution> = Vec::new();
         let mut stop = Stop::Complete;
         for group in &mut groups {
+            if self.clock.is_told() {
+                return Err(Stop::Told);
+            }
             if best.is_none() {
                 best = self.first(ideal, group, limit_us.min(group.bound_us * FIRST));
                 finalists.extend(best.clone());
@@ -239,7 +245,7 @@ impl<'a> Solver<'a> {
         let exact = ideal.cluster.kinds.len() == 1 && order.units() == order.positions();
         let order = &order.with_ideal_places(ideal.cluster);
         let raised = |group: &CaseGroup<'_>| {
-            if group.bound_us >= best_us * TIGHT || !exact {
+            if group.bound_us >= best_us * TIGHT || !exact || self.clock.is_told() {
                 return group.bound_us;
             }
             let relaxed = group.relaxed(ideal, best_us);
@@ -309,6 +315,9 @@ impl<'a> Solver<'a> {
         let cluster = with_best_sends(self.problem.cluster);
         let ideal = self.ideal(&cluster);
         let of_group = |group: &CaseGroup<'_>| {
+            if self.clock.is_told() {
+                return Vec::new();
+            }
             let relaxed = group.relaxed(ideal, worst_us);
             let of_case = |&case: &SearchCase| {
                 let search = CaseSearch::new(self.problem, case, self.order(case), &relaxed, worst_us);
