@@ -9,7 +9,7 @@ import pytest
 
 from pyrannc._native import Cluster
 from pyrannc.calibrate.command import calibrated
-from pyrannc.profile.links import LevelPoint, LinkPoint
+from pyrannc.core.profile import LevelPoint, LinkPoint
 from tests.ranks import run_programs
 
 if sys.version_info >= (3, 11):

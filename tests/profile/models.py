@@ -104,7 +104,7 @@ def subject(model: nn.Module, samples: Sequence[Tensor], row_counts: tuple[int, 
     captured = capture(model, samples, {}, device=CPU, rows=samples[0].shape[0])
     graph = Graph.from_json(captured.graph_json)
     blocks = graph.blocks(Cluster.preset("cpu", 1, 1), 1, samples[0].shape[0])
-    parts = Parts.from_json(blocks.partition.to_json())
+    parts = Parts.from_json(blocks.partition_json())
     return Subject(
         graph_hash=graph.hash(),
         blocks=blocks,

@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 import torch
 
-from pyrannc.profile.measure import BlockMeter, BlockPoint
+from pyrannc.core.profile import BlockPoint
+from pyrannc.profile.measure import BlockMeter
 from pyrannc.profile.profiler import Subject, row_counts, share_out
 
 from .models import CPU, WIDTH, Cholesky, Layers, Masked, Positions, Residual, block, subject

@@ -100,7 +100,7 @@ impl Raised for SearchError {
             Self::Settings { .. }
             | Self::Empty { .. }
             | Self::TooFewBlocks { .. }
-            | Self::DoesNotFit { .. }
+            | Self::DoesNotFit(_)
             | Self::Stopped
             | Self::Told
             | Self::Threads(_) => ErrorClass::PLAN,

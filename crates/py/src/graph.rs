@@ -5,8 +5,7 @@ use rannc_cost::{ComputeCost, OpWork, Operation};
 use rannc_ir::{Analysis, Entity, OpId, OpRun};
 
 use crate::cluster::Cluster;
-use crate::errors::OrRaise;
-use crate::plan::Partition;
+use crate::errors::{ErrorClass, OrRaise, OrRaiseAs};
 
 /// A verified Graph.
 #[pyclass(frozen, module = "pyrannc._native")]
@@ -83,10 +82,9 @@ impl Blocks {
         self.times_us.clone()
     }
 
-    /// The Graph divided as if each Block were a Stage.
-    #[getter]
-    fn partition(&self) -> Partition {
-        Partition(self.partition.clone())
+    /// The Graph divided as if each Block were a Stage, as JSON.
+    fn partition_json(&self) -> PyResult<String> {
+        serde_json::to_string(&self.partition).or_raise_as(ErrorClass::PLAN)
     }
 
     /// The Ops that a Block computes for itself, without the batch-free ones that are cloned for other Blocks too.

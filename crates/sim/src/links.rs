@@ -1,13 +1,31 @@
-//! How messages share links: by a rule that looks at the Program alone, not at the clock, so that what is slower never
+//! What travels from rank to rank, and how messages share links: by a rule that looks at the Program alone, not at the clock, so that what is slower never
 //! ends earlier.
 
 use std::collections::HashMap;
 
-use rannc_plan::Program;
+use rannc_plan::{Payload, Program};
 
 use crate::costs::{Costs, time};
 use crate::error::SimError;
-use crate::script::{Channel, Parcel};
+
+/// What a channel carries.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Parcel {
+    pub(crate) payload: Payload,
+    pub(crate) mb: u32,
+    /// Its size.
+    pub(crate) bytes: u64,
+    /// Its time, beside all that shares its links.
+    pub(crate) us: f64,
+}
+
+/// Messages from one rank to another, in order.
+#[derive(Debug)]
+pub(crate) struct Channel {
+    pub(crate) src: u32,
+    pub(crate) dst: u32,
+    pub(crate) parcels: Vec<Parcel>,
+}
 
 /// Gives every message the time of one with all that shares its links: what its sender sends to the
 /// receiver's Stage, or its receiver gets from the sender's, for the same microbatch.

@@ -7,7 +7,8 @@ use rannc_plan::{Blocked, CheckError, Compute, Deadlock, GRAD_WINDOW, Payload, P
 
 use crate::costs::{Costs, RowCosts};
 use crate::error::SimError;
-use crate::script::{Channel, Script, Slot, Task};
+use crate::links::Channel;
+use crate::script::{Script, Slot, Task};
 use crate::timeline::{Event, RankTimeline, Timeline, What};
 
 /// Simulates one step of a Program that passes [`check`](rannc_plan::check()).

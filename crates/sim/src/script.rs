@@ -6,7 +6,7 @@ use rannc_plan::{Action, CheckError, Compute, Interval, Message, Payload, Progra
 
 use crate::costs::{Costs, RowCostTable, RowCosts, time};
 use crate::error::SimError;
-use crate::links::share_links;
+use crate::links::{Channel, Parcel, share_links};
 
 /// What a rank does next.
 #[derive(Clone, Copy, Debug)]
@@ -38,25 +38,6 @@ pub(crate) enum Task {
 pub(crate) struct Slot {
     pub(crate) channel: usize,
     pub(crate) place: usize,
-}
-
-/// What a channel carries.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Parcel {
-    pub(crate) payload: Payload,
-    pub(crate) mb: u32,
-    /// Its size.
-    pub(crate) bytes: u64,
-    /// Its time, beside all that shares its links.
-    pub(crate) us: f64,
-}
-
-/// Messages from one rank to another, in order.
-#[derive(Debug)]
-pub(crate) struct Channel {
-    pub(crate) src: u32,
-    pub(crate) dst: u32,
-    pub(crate) parcels: Vec<Parcel>,
 }
 
 /// A rank's Tasks, each with the place of its Action among the rank's Actions.

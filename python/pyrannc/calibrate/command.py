@@ -15,11 +15,12 @@ from pyrannc._native import Cluster
 from pyrannc.calibrate.action_cost import measure_action_us
 from pyrannc.calibrate.shares import Figures, measure_device
 from pyrannc.config import Config
+from pyrannc.core.profile import LevelPoint
 from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
 from pyrannc.planning import find_cluster, own_device
 from pyrannc.profile.cache import write_atomically
-from pyrannc.profile.links import LevelPoint, measure_collective_slowdown, measure_links
+from pyrannc.profile.links import measure_collective_slowdown, measure_links
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, fx
 
+from pyrannc.core.profile import BlockPoint
 from pyrannc.log import get_logger
 from pyrannc.profile.block import BlockCode, Run
 from pyrannc.profile.meter import LEAST_US, Meter
@@ -20,35 +20,6 @@ _OVERHEAD_TRIALS = 5
 _HOST_SERIES = 3
 _HOST_CALLS = 3
 """Of a series; their backwards are one, as are those of a Stage's Blocks."""
-
-
-@dataclass(frozen=True)
-class BlockPoint:
-    """Cost of a Block for some rows: the core's ``BlockPoint``.
-
-    Attributes:
-        rows: number of rows.
-        fits: False when the device's memory is too small; everything else is 0 then.
-        forward_us: time of the forward on the device.
-        backward_us: time of the whole backward on the device, gradients added up included.
-        forward_host_us: time in which the host starts the forward; 0 where it computes itself.
-        backward_host_us: time in which the host starts the whole backward; 0 where it computes itself.
-        backward_input_us: time of the backward that only makes gradients of what came in.
-        backward_weight_us: time of the backward that only makes gradients of parameters.
-        saved_bytes: what is held from the forward to the backward beyond what came in; results count.
-        workspace_bytes: the most that either direction needs on top of that.
-    """
-
-    rows: int
-    fits: bool = True
-    forward_us: float = 0.0
-    backward_us: float = 0.0
-    forward_host_us: float = 0.0
-    backward_host_us: float = 0.0
-    backward_input_us: float = 0.0
-    backward_weight_us: float = 0.0
-    saved_bytes: int = 0
-    workspace_bytes: int = 0
 
 
 class BlockMeter:

@@ -13,13 +13,14 @@ from torch.optim import Optimizer
 from pyrannc._native import Blocks, Profile
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.core.partition import Parts
+from pyrannc.core.profile import BlockPoint, LevelPoint
 from pyrannc.job import agree, process
 from pyrannc.log import get_logger
 from pyrannc.profile.block import BlockCode, BlockSource
 from pyrannc.profile.cache import Key, ProfileCache
 from pyrannc.profile.conditions import Conditions, conditions
-from pyrannc.profile.links import LevelPoint, measure_collective_slowdown, measure_links
-from pyrannc.profile.measure import BlockMeter, BlockPoint
+from pyrannc.profile.links import measure_collective_slowdown, measure_links
+from pyrannc.profile.measure import BlockMeter
 from pyrannc.profile.progress import Bar
 from pyrannc.profile.update import UpdatePoint, describe, measure_update
 
