@@ -16,7 +16,9 @@ __all__ = [
     "Profile",
     "Program",
     "Watchdog",
+    "paragraph",
     "run_cli",
+    "table",
     "version",
 ]
 
@@ -26,6 +28,8 @@ FIRST_BUCKET_BYTES: Final[int]
 GRAD_WINDOW: Final[int]
 
 def run_cli(args: list[str]) -> int: ...
+def table(columns: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]]) -> str: ...
+def paragraph(text: str) -> str: ...
 
 @final
 class Cluster:

@@ -16,4 +16,4 @@ pub use cluster::{
 pub use error::{ClusterFault, CostError, Part};
 pub use op::{ComputeCost, FlopClass, OpKind, OpWork, Operation, Poly, SavedTensors, Work, base_name, tensor_bytes};
 pub use profile::{BlockPoint, BlockProfile, MeasuredUpdate, PROFILE_SCHEMA, Profile, ProfileError, ProfileFault};
-pub use units::{format_bytes, format_us};
+pub use units::{counted, format_bytes, format_us};

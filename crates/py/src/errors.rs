@@ -102,6 +102,7 @@ impl Raised for SearchError {
             | Self::TooFewBlocks { .. }
             | Self::DoesNotFit(_)
             | Self::Stopped
+            | Self::Told
             | Self::Threads(_) => ErrorClass::PLAN,
         }
     }

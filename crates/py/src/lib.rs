@@ -3,6 +3,7 @@
 mod cluster;
 mod errors;
 mod graph;
+mod interrupt;
 mod plan;
 mod profile;
 mod program;
@@ -16,6 +17,8 @@ mod _native {
     use std::ffi::OsString;
 
     use pyo3::prelude::*;
+    use rannc_cli::{Around, Terminal};
+    use rannc_report::{Column, amount, text};
 
     #[pymodule_export]
     use crate::cluster::Cluster;
@@ -50,6 +53,29 @@ mod _native {
     /// Runs the `rannc` command; `args` starts with the name of the program. Returns the exit status.
     #[pyfunction]
     fn run_cli(py: Python<'_>, args: Vec<OsString>) -> i32 {
-        py.detach(|| rannc_cli::run(args.into_iter(), &mut std::io::stdout(), &mut std::io::stderr()))
+        py.detach(|| {
+            let around = Around {
+                out: &mut std::io::stdout(),
+                err: &mut std::io::stderr(),
+                terminal: Terminal::of_stdout(),
+                interrupted: &|| Python::attach(|py| py.check_signals().is_err()),
+            };
+            rannc_cli::run(args.into_iter(), around)
+        })
+    }
+
+    /// The text of a table in the one style of all tables, as wide as the terminal. `columns` are headers, and whether
+    /// they are of amounts.
+    #[pyfunction]
+    fn table(columns: Vec<(String, bool)>, rows: Vec<Vec<String>>) -> String {
+        let columns = columns.iter().map(|(header, is_amount)| if *is_amount { amount(header) } else { text(header) });
+        let columns: Vec<Column<'_>> = columns.collect();
+        rannc_report::table(&columns, &rows, Terminal::of_stdout().width())
+    }
+
+    /// The text in lines that fit the terminal.
+    #[pyfunction]
+    fn paragraph(text: &str) -> String {
+        rannc_report::paragraph(text, Terminal::of_stdout().width())
     }
 }

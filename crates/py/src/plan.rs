@@ -2,14 +2,17 @@
 
 use std::error::Error;
 use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
 
 use pyo3::prelude::*;
-use rannc_report::Report as _;
+use rannc_cli::Terminal;
+use rannc_report::{PlanTables, Report as _};
 use rannc_search::{PlanCosts, SearchError, SettingNames, Settings};
 
 use crate::cluster::Cluster;
 use crate::errors::{ErrorClass, OrRaise, OrRaiseAs, Raised};
 use crate::graph::Graph;
+use crate::interrupt::interruptible;
 use crate::profile::Profile;
 
 /// A Plan.
@@ -98,15 +101,17 @@ impl Plan {
         self.0.check_graph(&graph.0).or_raise()
     }
 
-    /// Tables of the Stages with predicted times and memory; `limit_bytes` is what a device may use.
+    /// Tables of the Stages with predicted times and memory, as wide as the terminal; `limit_bytes` is what a device
+    /// may use.
     #[pyo3(signature = (limit_bytes=None))]
     fn tables(&self, limit_bytes: Option<u64>) -> String {
-        rannc_report::plan_tables(&self.0, limit_bytes)
+        let tables = PlanTables { plan: &self.0, limit_bytes, workload: None };
+        tables.text(Terminal::of_stdout().width())
     }
 
     /// The Stages, their ranks, and the rows that each of them gets of a batch of `batch_rows` rows.
     fn deployment(&self, batch_rows: u64) -> String {
-        rannc_report::Deployment::new(&self.0, batch_rows).text()
+        rannc_report::Deployment::new(&self.0, batch_rows).text(Terminal::of_stdout().width())
     }
 
     /// Divides the Graph that the Plan was made for.
@@ -129,7 +134,9 @@ fn outcome(
     settings_json: &str,
 ) -> PyResult<rannc_search::Outcome> {
     let (profiles, settings) = given(profiles, settings_json)?;
-    py.detach(|| rannc_search::plan(&graph.0, &cluster.0, &profiles, &settings)).map_err(no_plan)
+    let (graph, cluster) = (graph.0.clone(), cluster.0.clone());
+    let search = move |left: &AtomicBool| rannc_search::plan_until(&graph, &cluster, &profiles, &settings, left);
+    interruptible(py, search)?.map_err(no_plan)
 }
 
 /// What the advice of a search is about, as items of the configuration.

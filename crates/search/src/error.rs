@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use rannc_cost::format_bytes;
+use rannc_cost::{counted, format_bytes};
 use rannc_plan::PlanFileError;
 use thiserror::Error;
 
@@ -40,6 +40,9 @@ pub enum SearchError {
     /// A limit ended the search before it found a Plan; there may be one.
     #[error("the search met its limit before it found a plan that fits; allow it more time or candidates")]
     Stopped,
+    /// It was told to end.
+    #[error("the search was told to end")]
+    Told,
     /// The threads for the search cannot be started.
     #[error("the threads of the search cannot be started: {0}")]
     Threads(#[from] rayon::ThreadPoolBuildError),
@@ -88,15 +91,17 @@ impl Shortage {
     pub fn in_words(&self, names: &SettingNames) -> String {
         let &Self { ref block, stages, microbatches, largest, advice, .. } = self;
         let [short, needed, usable] = [self.short_bytes, self.needed_bytes, self.usable_bytes].map(format_bytes);
+        let stages = counted(stages as u64, "stage", "stages");
+        let microbatches = counted(microbatches, "microbatch", "microbatches");
         let advice = advice.in_words(names);
         let would_fit = match &self.would_fit[..] {
             [] => String::new(),
             some => format!(" (it would fit with {}, which this RaNNC cannot run yet)", some.join(", or with ")),
         };
         format!(
-            "the model does not fit into memory: the best of all plans ({stages} stages, {microbatches} microbatches) \
-             is short of {short} on the device that holds {block}: it needs {needed} of {usable} usable memory, most \
-             of it for {largest}; {advice}{would_fit}"
+            "the model does not fit into memory: the best of all plans ({stages}, {microbatches}) is short of {short} \
+             on the device that holds {block}: it needs {needed} of {usable} usable memory, most of it for {largest}; \
+             {advice}{would_fit}"
         )
     }
 }
@@ -169,7 +174,7 @@ mod tests {
     #[test]
     fn a_shortage_is_told_whole() {
         let mut shortage = Shortage {
-            block: "layers.1 (part)".to_owned(),
+            block: "layers.1".to_owned(),
             short_bytes: 3 << 20,
             needed_bytes: 8 << 20,
             usable_bytes: 5 << 20,
@@ -180,7 +185,7 @@ mod tests {
             would_fit: vec!["recomputation", "optimizer state in host memory"],
         };
         let words = "the model does not fit into memory: the best of all plans (3 stages, 6 microbatches) is short of \
-                     3.00 MiB on the device that holds layers.1 (part): it needs 8.00 MiB of 5.00 MiB usable memory, \
+                     3.00 MiB on the device that holds layers.1: it needs 8.00 MiB of 5.00 MiB usable memory, \
                      most of it for the framework; raise --memory-gb: the framework alone takes most of it";
         let would_fit = " (it would fit with recomputation, or with optimizer state in host memory, which this RaNNC \
                          cannot run yet)";

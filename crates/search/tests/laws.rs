@@ -3,13 +3,17 @@
 
 mod encoder;
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
 use encoder::encoder;
 use proptest::prelude::*;
 use rannc_cost::Cluster;
 use rannc_ir::testing::mlp;
 use rannc_ir::{Analysis, Graph, OpRun};
 use rannc_plan::{Batch, Call, Partition, Plan, ScheduleKind, Sharding, build};
-use rannc_search::{Limits, Outcome, Savers, SearchError, Settings, Stop, plan};
+use rannc_search::{Limits, Outcome, Savers, SearchError, Settings, Stop, plan, plan_until};
 
 /// Two nodes of devices without framework memory, so that small models are tight.
 fn two_nodes(devices: u32) -> Cluster {
@@ -99,6 +103,26 @@ fn a_limited_search_says_so_and_gives_what_it_has() {
         assert!(outcome.report.gap >= 0.0);
         assert_valid(&graph, &outcome.plan, &limited);
     }
+}
+
+/// Far from its end, it ends soon after nobody waits for it any more.
+#[test]
+fn a_search_ends_when_it_is_told_to() {
+    let graph = encoder(48, 256, 64, 5000);
+    let cluster = Cluster::preset("H200", 32, 8).expect("256 devices");
+    let settings = Settings { gains: true, ..settings(256, 4096, 4000) };
+    let told = AtomicBool::new(false);
+    let (answer, since_told) = thread::scope(|scope| {
+        let search = scope.spawn(|| plan_until(&graph, &cluster, &[], &settings, &told).map(|_| ()));
+        thread::sleep(Duration::from_millis(300));
+        told.store(true, Ordering::Relaxed);
+        let since = Instant::now();
+        (search.join().expect("no panic"), since.elapsed())
+    });
+    assert!(matches!(answer, Err(SearchError::Told)), "{answer:?}");
+    assert!(since_told < Duration::from_secs(10), "{since_told:?}");
+    let before = plan_until(&graph, &cluster, &[], &settings, &AtomicBool::new(true)).map(|_| ());
+    assert!(matches!(before, Err(SearchError::Told)), "{before:?}");
 }
 
 #[test]

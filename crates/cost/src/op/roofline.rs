@@ -55,6 +55,11 @@ impl<'d> Speed<'d> {
 }
 
 impl OpWork {
+    /// The speed of its products if they reached the peak of `device`.
+    pub fn peak_flops_per_s(&self, device: &Device) -> f64 {
+        Speed::new(self.kind, self.class, device).flops_per_s
+    }
+
     /// Its time on `device` for `rows` rows.
     pub fn at(&self, device: &Device, rows: u64) -> ComputeCost {
         let speed = Speed::new(self.kind, self.class, device);

@@ -1,6 +1,7 @@
 //! The search as others call it: a graph and a cluster to Plans.
 
-use std::time::{Duration, Instant};
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 use rannc_cost::{Blocks, Cluster, ModuleNames, Profile};
 use rannc_ir::{Analysis, Graph, OpRun};
@@ -13,7 +14,7 @@ use crate::error::SearchError;
 use crate::price::{Model, Pricing, RankOrder, Saver};
 use crate::settings::{Savers, Settings};
 use crate::solve::{Solution, Solved, Solver, fits, shortage};
-use crate::stop::Stop;
+use crate::stop::{Clock, Stop};
 
 /// Most units of ranks that the search tells apart: its time grows with their square.
 const MAX_UNITS: u32 = 64;
@@ -72,10 +73,21 @@ pub fn plan(
     profiles: &[Profile],
     settings: &Settings,
 ) -> Result<Outcome, SearchError> {
+    plan_until(graph, cluster, profiles, settings, &AtomicBool::new(false))
+}
+
+/// Like [`plan`], and ends soon without a Plan when `told` becomes true.
+pub fn plan_until(
+    graph: &Graph,
+    cluster: &Cluster,
+    profiles: &[Profile],
+    settings: &Settings,
+    told: &AtomicBool,
+) -> Result<Outcome, SearchError> {
     cluster.check()?;
     settings.check(cluster)?;
     let threads = rayon::ThreadPoolBuilder::new().num_threads(settings.threads.unwrap_or(0)).build()?;
-    threads.install(|| Planner::new(graph, cluster, profiles, settings)?.outcome())
+    threads.install(|| Planner::new(graph, cluster, profiles, settings, Clock::new(told))?.outcome())
 }
 
 /// A model, ready to be searched.
@@ -88,7 +100,7 @@ struct Planner<'a> {
     model: Model,
     orders: Vec<RankOrder>,
     rough: RankOrder,
-    begun: Instant,
+    clock: Clock<'a>,
 }
 
 impl<'a> Planner<'a> {
@@ -97,8 +109,8 @@ impl<'a> Planner<'a> {
         cluster: &'a Cluster,
         profiles: &[Profile],
         settings: &'a Settings,
+        clock: Clock<'a>,
     ) -> Result<Self, SearchError> {
-        let begun = Instant::now();
         let analysis = Analysis::new(graph);
         if analysis.main_ops.is_empty() {
             return Err(SearchError::Empty { graph: graph.name.clone() });
@@ -111,7 +123,7 @@ impl<'a> Planner<'a> {
         let forced = settings.replicas.as_deref();
         let orders = RankOrder::all(cluster, settings.world_size, forced, MAX_UNITS);
         let rough = RankOrder::packed(cluster, settings.world_size, forced, FEW_UNITS);
-        Ok(Self { graph, graph_hash: graph.hash(), cluster, settings, analysis, model, orders, rough, begun })
+        Ok(Self { graph, graph_hash: graph.hash(), cluster, settings, analysis, model, orders, rough, clock })
     }
 
     fn outcome(&self) -> Result<Outcome, SearchError> {
@@ -120,13 +132,16 @@ impl<'a> Planner<'a> {
         let solved = solver.solve(&cases).map_err(|stop| match stop {
             Stop::Complete => self.shortage(),
             Stop::Candidates | Stop::Time => SearchError::Stopped,
+            Stop::Told => SearchError::Told,
         })?;
+        self.go_on()?;
         let (fastest, plan) = self.fastest(&solved)?;
-        let elapsed = self.begun.elapsed();
+        let elapsed = self.clock.begun.elapsed();
         let runners_up = match self.settings.runners_up {
             0 => Vec::new(),
             count => solver.runners_up(&cases, fastest, count),
         };
+        self.go_on()?;
         let runners_up = runners_up.iter().map(|other| self.assemble(other, solved.lower_bound_us));
         let mut runners_up = runners_up.collect::<Result<Vec<_>, _>>()?;
         runners_up.retain(|other| other.predicted.step_us >= plan.predicted.step_us);
@@ -141,7 +156,14 @@ impl<'a> Planner<'a> {
             elapsed,
             stop: solved.stop,
         };
-        Ok(Outcome { runners_up, gains: self.gains(), report, plan })
+        let gains = self.gains();
+        self.go_on()?;
+        Ok(Outcome { runners_up, gains, report, plan })
+    }
+
+    /// Ends here when nobody waits for the answer any more.
+    fn go_on(&self) -> Result<(), SearchError> {
+        if self.clock.is_told() { Err(SearchError::Told) } else { Ok(()) }
     }
 
     /// The Plan of the best division, or of a finalist whose step is shorter when it is told exactly.
@@ -163,7 +185,7 @@ impl<'a> Planner<'a> {
             problem: self.model.problem(self.cluster, settings),
             orders: &self.orders,
             rough: &self.rough,
-            begun: self.begun,
+            clock: self.clock,
         }
     }
 

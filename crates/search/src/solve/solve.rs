@@ -6,8 +6,6 @@
 //! of one Schedule and number of microbatches are searched side by side with the same Plan to beat, so the
 //! number of threads does not show in the answer.
 
-use std::time::Instant;
-
 use rannc_cost::Cluster;
 use rannc_plan::ScheduleKind;
 use rayon::prelude::*;
@@ -17,7 +15,7 @@ use super::stages::{Found, StageSearch};
 use super::table::StageTable;
 use crate::price::{CHEAPER, Place, Pricing, Problem, RankOrder, Saver};
 use crate::settings::Limits;
-use crate::stop::{Budget, Stop};
+use crate::stop::{Budget, Clock, Stop};
 
 /// A Plan must take less than this share of the time of another one to replace it.
 const BETTER: f64 = 1.0 - 1e-9;
@@ -95,10 +93,13 @@ fn groups(cases: &[SearchCase]) -> Vec<CaseGroup<'_>> {
     cases.chunk_by(alike).map(|cases| CaseGroup { cases, bound_us: 0.0 }).collect()
 }
 
-/// The cases with their lower bounds, the most promising first.
-fn bounded<'c>(ideal: Problem<'_>, cases: &'c [SearchCase], best_us: f64) -> Vec<CaseGroup<'c>> {
+/// The cases with their lower bounds, the most promising first; as far as it came before it was told to end.
+fn bounded<'c>(ideal: Problem<'_>, cases: &'c [SearchCase], best_us: f64, clock: Clock<'_>) -> Vec<CaseGroup<'c>> {
     let mut groups = groups(cases);
     let bound = |group: &mut CaseGroup<'_>| {
+        if clock.is_told() {
+            return;
+        }
         group.bound_us = Relaxation::new(&group.pricing(ideal), best_us).bound_us().min(best_us);
     };
     groups.par_iter_mut().for_each(bound);
@@ -138,7 +139,13 @@ impl<'a> CaseSearch<'a> {
     }
 
     /// See [`StageSearch::run`].
-    fn run(&self, exactly: Option<usize>, width: Option<usize>, best_us: f64, budget: &mut Budget) -> Option<Solution> {
+    fn run(
+        &self,
+        exactly: Option<usize>,
+        width: Option<usize>,
+        best_us: f64,
+        budget: &mut Budget<'_>,
+    ) -> Option<Solution> {
         let Self { pricing, order, table, relaxed, .. } = self;
         let search = StageSearch { pricing, order, table, relaxed };
         search.run(exactly, width, best_us, budget).map(|found| Solution { case: self.case, found })
@@ -151,7 +158,7 @@ pub(crate) struct Solver<'a> {
     pub(crate) orders: &'a [RankOrder],
     /// An order with few units, for a first Plan.
     pub(crate) rough: &'a RankOrder,
-    pub(crate) begun: Instant,
+    pub(crate) clock: Clock<'a>,
 }
 
 impl<'a> Solver<'a> {
@@ -204,11 +211,14 @@ impl<'a> Solver<'a> {
 
     /// The best division if it takes less than `limit_us`; beyond it when a limit of the search was met.
     fn solve_below(&self, ideal: Problem<'_>, cases: &[SearchCase], limit_us: f64) -> Result<Solved, Stop> {
-        let mut groups = bounded(ideal, cases, limit_us);
+        let mut groups = bounded(ideal, cases, limit_us, self.clock);
         let mut best: Option<Solution> = None;
         let mut finalists: Vec<Solution> = Vec::new();
         let mut stop = Stop::Complete;
         for group in &mut groups {
+            if self.clock.is_told() {
+                return Err(Stop::Told);
+            }
             if best.is_none() {
                 best = self.first(ideal, group, limit_us.min(group.bound_us * FIRST));
                 finalists.extend(best.clone());
@@ -219,7 +229,7 @@ impl<'a> Solver<'a> {
             best = found.iter().cloned().fold(best, better);
             finalists.extend(found);
         }
-        if stop != Stop::Complete {
+        if matches!(stop, Stop::Candidates | Stop::Time) {
             let any = |group: &CaseGroup<'_>| self.first(ideal, group, f64::INFINITY);
             best = best.or_else(|| groups.iter().find_map(any));
         }
@@ -235,7 +245,7 @@ impl<'a> Solver<'a> {
         let exact = ideal.cluster.kinds.len() == 1 && order.units() == order.positions();
         let order = &order.with_ideal_places(ideal.cluster);
         let raised = |group: &CaseGroup<'_>| {
-            if group.bound_us >= best_us * TIGHT || !exact {
+            if group.bound_us >= best_us * TIGHT || !exact || self.clock.is_told() {
                 return group.bound_us;
             }
             let relaxed = group.relaxed(ideal, best_us);
@@ -260,13 +270,13 @@ impl<'a> Solver<'a> {
         let case = SearchCase { order: None, ..group.cases[0] };
         let relaxed = group.relaxed(ideal, best_us);
         let search = CaseSearch::new(self.problem, case, self.rough, &relaxed, best_us);
-        let mut budget = Budget::new(&Limits::default(), self.begun);
+        let mut budget = Budget::new(&Limits::default(), self.clock);
         search.run(self.problem.settings.forced_stages(), Some(1), best_us, &mut budget)
     }
 
     /// Divisions of a group's cases that take less than `best_us`; raises the group's bound.
     fn look(&self, ideal: Problem<'_>, group: &mut CaseGroup<'_>, best_us: f64) -> Looked {
-        let budget = Budget::new(&self.problem.settings.limits, self.begun);
+        let budget = Budget::new(&self.problem.settings.limits, self.clock);
         if group.bound_us >= best_us || budget.is_spent() {
             let stop = if group.bound_us >= best_us { Stop::Complete } else { budget.stop() };
             return Looked { found: Vec::new(), stop };
@@ -288,7 +298,7 @@ impl<'a> Solver<'a> {
     }
 
     fn run(&self, search: &CaseSearch<'_>, width: Option<usize>, best_us: f64) -> (Option<Solution>, Stop) {
-        let mut budget = Budget::new(&self.problem.settings.limits, self.begun);
+        let mut budget = Budget::new(&self.problem.settings.limits, self.clock);
         let found = search.run(self.problem.settings.forced_stages(), width, best_us, &mut budget);
         (found, budget.stop())
     }
@@ -305,11 +315,14 @@ impl<'a> Solver<'a> {
         let cluster = with_best_sends(self.problem.cluster);
         let ideal = self.ideal(&cluster);
         let of_group = |group: &CaseGroup<'_>| {
+            if self.clock.is_told() {
+                return Vec::new();
+            }
             let relaxed = group.relaxed(ideal, worst_us);
             let of_case = |&case: &SearchCase| {
                 let search = CaseSearch::new(self.problem, case, self.order(case), &relaxed, worst_us);
                 let of_count = |&stages: &usize| {
-                    let mut budget = Budget::new(&self.problem.settings.limits, self.begun);
+                    let mut budget = Budget::new(&self.problem.settings.limits, self.clock);
                     search.run(Some(stages), Some(RUNNER_UP_WIDTH), worst_us, &mut budget)
                 };
                 counts.iter().filter_map(of_count).collect()

@@ -85,7 +85,7 @@ impl StageSearch<'_> {
         exactly: Option<usize>,
         width: Option<usize>,
         best_us: f64,
-        budget: &mut Budget,
+        budget: &mut Budget<'_>,
     ) -> Option<Found> {
         let count = StageCount::new(self.pricing, self.order, exactly);
         let states = (self.table.blocks + 1) * (self.order.units() as usize + 1) * (count.counted + 1);
@@ -105,7 +105,7 @@ impl StageSearch<'_> {
     }
 }
 
-struct SearchRun<'a> {
+struct SearchRun<'a, 'c> {
     search: &'a StageSearch<'a>,
     count: StageCount,
     /// Labels kept for each state; all of them when not given.
@@ -115,10 +115,10 @@ struct SearchRun<'a> {
     /// That Plan, and the units it takes.
     best: Option<(Label, u32)>,
     states: Vec<Vec<Label>>,
-    budget: &'a mut Budget,
+    budget: &'a mut Budget<'c>,
 }
 
-impl SearchRun<'_> {
+impl SearchRun<'_, '_> {
     fn state(&self, block: usize, units: u32, stages: usize) -> usize {
         (block * (self.search.order.units() as usize + 1) + units as usize) * (self.count.counted + 1) + stages
     }

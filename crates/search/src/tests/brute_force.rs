@@ -1,6 +1,6 @@
 //! Tests that hold the sums and the dynamic program against what they stand for.
 
-use std::time::Instant;
+use std::sync::atomic::AtomicBool;
 
 use proptest::prelude::*;
 use rannc_cost::{Cluster, FlopRates, OpWork, Poly, Work};
@@ -14,7 +14,7 @@ use crate::settings::{Limits, Savers, Settings};
 use crate::solve::relax::{Relaxation, with_best_sends};
 use crate::solve::table::Entry;
 use crate::solve::{FoundStage, SearchCase, Solved, Solver};
-use crate::stop::Stop;
+use crate::stop::{Clock, Stop};
 
 fn block() -> impl Strategy<Value = BlockSpec> {
     (1..200_u32, 1..200_u32, 0..50_u32, 0..20_u32).prop_map(|(fixed, flops, workspace, private)| BlockSpec {
@@ -164,7 +164,8 @@ fn cluster() -> impl Strategy<Value = Cluster> {
 
 fn solve(problem: Problem<'_>, orders: &[RankOrder]) -> (Vec<SearchCase>, Result<Solved, Stop>) {
     let rough = RankOrder::packed(problem.cluster, problem.settings.world_size, None, 2);
-    let solver = Solver { problem, orders, rough: &rough, begun: Instant::now() };
+    let told = AtomicBool::new(false);
+    let solver = Solver { problem, orders, rough: &rough, clock: Clock::new(&told) };
     let cases = solver.cases(&problem.settings.microbatch_candidates().expect("free microbatches"));
     let solved = solver.solve(&cases);
     (cases, solved)
