@@ -169,9 +169,9 @@ _USE = r"^\s*(?:pub(?:\([^)]*\))? )?use ([^;]+);"
 
 
 def _shown(text: str) -> Iterator[tuple[str, list[str]]]:
-    """What a file gives out of its children: the name, and the path from the file on."""
+    """What a file gives out of its crate: the name, and the path from the file on."""
     for tree in re.findall(r"^\s*pub(?:\([^)]*\))? use ([^;]+);", text, re.M):
-        yield from ((path[-1], path) for path in _expanded(tree))
+        yield from ((path[-1], path) for path in _expanded(tree) if not path[0].startswith("rannc_"))
 
 
 def _paths(text: str) -> Iterator[list[str]]:

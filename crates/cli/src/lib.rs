@@ -5,6 +5,7 @@
 mod args;
 mod cluster;
 mod commands;
+mod context;
 mod files;
 mod interrupt;
 mod kinds;
@@ -19,7 +20,7 @@ use std::io::{self, Write};
 use clap::{CommandFactory as _, FromArgMatches as _};
 
 use crate::args::Args;
-use crate::commands::Context;
+use crate::context::Context;
 use crate::printer::Printer;
 use crate::progress::ProgressLines;
 

@@ -3,7 +3,7 @@
 use rannc_report::Report;
 
 use crate::args::FormatArgs;
-use crate::commands::Context;
+use crate::context::Context;
 
 /// Collects what a command prints: results for stdout, notes for stderr.
 #[derive(Debug)]

@@ -6,7 +6,7 @@ use rannc_report::{ClusterTables, PresetList};
 
 use crate::args::ClusterArgs;
 use crate::cluster::{cluster, known};
-use crate::commands::Context;
+use crate::context::Context;
 use crate::printer::Printer;
 
 pub(crate) fn run(args: ClusterArgs, context: &Context) -> Result<Printer> {

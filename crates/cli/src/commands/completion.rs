@@ -4,7 +4,7 @@ use anyhow::Result;
 use clap::CommandFactory as _;
 
 use crate::args::{Args, CompletionArgs, FormatArgs};
-use crate::commands::Context;
+use crate::context::Context;
 use crate::printer::Printer;
 
 pub(crate) fn run(args: CompletionArgs, context: &Context) -> Result<Printer> {

@@ -4,7 +4,7 @@ use anyhow::Result;
 use rannc_report::PlanDiff;
 
 use crate::args::DiffArgs;
-use crate::commands::Context;
+use crate::context::Context;
 use crate::files::read_plan;
 use crate::printer::Printer;
 

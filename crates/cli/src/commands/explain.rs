@@ -6,7 +6,7 @@ use rannc_report::{Explanation, Question};
 use rannc_search::Settings;
 
 use crate::args::{ExplainArgs, ModelArgs};
-use crate::commands::Context;
+use crate::context::Context;
 use crate::files::Model;
 use crate::printer::Printer;
 use crate::search::{in_words, settings};

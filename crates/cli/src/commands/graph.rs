@@ -4,7 +4,7 @@ use anyhow::Result;
 use rannc_report::GraphSummary;
 
 use crate::args::GraphArgs;
-use crate::commands::Context;
+use crate::context::Context;
 use crate::files::read_graph;
 use crate::printer::Printer;
 

@@ -13,15 +13,8 @@ mod whatif;
 use anyhow::Result;
 
 use crate::args::{Args, Command};
+use crate::context::Context;
 use crate::printer::Printer;
-use crate::progress::ProgressLines;
-
-/// What commands need beside their arguments.
-pub(crate) struct Context {
-    /// Columns to print in.
-    pub(crate) width: usize,
-    pub(crate) progress: ProgressLines,
-}
 
 /// Runs a command and returns what it prints.
 pub(crate) fn execute(args: Args, context: &Context) -> Result<Printer> {

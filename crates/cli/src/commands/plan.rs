@@ -4,8 +4,8 @@ use anyhow::{Result, ensure};
 use rannc_report::{PlanTables, WhatIf, Workload};
 
 use crate::args::{ModelArgs, PlanArgs};
-use crate::commands::Context;
 use crate::commands::whatif::case;
+use crate::context::Context;
 use crate::files::Model;
 use crate::printer::Printer;
 use crate::search::{in_words, settings};

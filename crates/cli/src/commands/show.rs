@@ -4,7 +4,7 @@ use anyhow::Result;
 use rannc_report::{Deployment, PlanTables};
 
 use crate::args::ShowArgs;
-use crate::commands::Context;
+use crate::context::Context;
 use crate::files::read_plan;
 use crate::printer::Printer;
 

@@ -9,7 +9,7 @@ use rannc_report::{Simulation, TracedStep, Workload, chrome_trace, draw};
 use rannc_search::{PlanCosts, Settings};
 
 use crate::args::{ModelArgs, SimulateArgs};
-use crate::commands::Context;
+use crate::context::Context;
 use crate::files::{Model, read_plan};
 use crate::printer::Printer;
 use crate::search::in_words;

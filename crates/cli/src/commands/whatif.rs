@@ -6,7 +6,7 @@ use rannc_search::SearchError;
 
 use crate::args::{Gib, ModelArgs, SearchArgs, WhatIfArgs};
 use crate::cluster::resized;
-use crate::commands::Context;
+use crate::context::Context;
 use crate::files::Model;
 use crate::printer::Printer;
 use crate::search::{in_words, settings};
