@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pyrannc import config as configuration
+from pyrannc.blocks.randomness import draw_key
 from pyrannc.call.variant import Variant
 from pyrannc.capture import batch_rows, flatten, signature
 from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
@@ -93,7 +94,6 @@ class RaNNCModule(nn.Module):
         self._narrowed: NarrowedOptimizer | None = None
         self._variants: dict[Hashable, Variant] = {}
         self._numbered: list[Variant] = []
-        self._steps = 0
 
     # The call
 
@@ -113,7 +113,7 @@ class RaNNCModule(nn.Module):
         joined = process.ensure_process_group()
         self.device = joined.device
         watchdog()
-        variant, tensors, rows = self._agree_on_call(args, kwargs)
+        variant, tensors, rows, key = self._agree_on_call(args, kwargs)
         if self._deployment is None:
             self._deploy(variant, tensors, rows)
         assert self._deployment is not None, "deployed above"
@@ -125,11 +125,10 @@ class RaNNCModule(nn.Module):
             self._deployment.context(variant),
             program,
             tensors,
-            self._steps,
+            key,
             variant,
             StepOptions(reduce=not settings.delay_grad_allreduce, keep_graph=settings.keep_graph),
         )
-        self._steps += 1
         return variant.captured.rebuild_outputs(step.results())
 
     def _deployment_program(self, variant: Variant, rows: tuple[int, ...], mode: Mode) -> Any:
@@ -145,33 +144,35 @@ class RaNNCModule(nn.Module):
 
     def _agree_on_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Variant, list[Tensor], tuple[int, ...]]:
-        """The captured form of a call, its tensors, and the rows of each rank that count."""
+    ) -> tuple[Variant, list[Tensor], tuple[int, ...], int]:
+        """The captured form of a call, its tensors, the rows of each rank that count, and the key of its draws."""
         failure: Exception | None = None
         key: Hashable = None
         tensors: list[Tensor] = []
-        number, rows = _FAILED, 0
+        number, rows, drawn = _FAILED, 0, 0
         try:
             tensors, _ = flatten((args, kwargs))
             rows = self._check_inputs(tensors)
             key = signature(self.model, args, kwargs)
             known = self._variants.get(key)
             number = _NEW if known is None else self._numbered.index(known)
+            drawn = draw_key() if known is not None and known.draws else 0
         except Exception as error:
             failure = error
-        everyone = agree.gather_numbers((number, rows, _switches()))
-        if any(found == _FAILED for found, _, _ in everyone):
+        everyone = agree.gather_numbers((number, rows, _switches(), drawn))
+        if any(found == _FAILED for found, *_ in everyone):
             agree.raise_together(failure)
         all_rows = tuple(
-            count if self._gather_inputs or rank == 0 else 0 for rank, (_, count, _) in enumerate(everyone)
+            count if self._gather_inputs or rank == 0 else 0 for rank, (_, count, *_) in enumerate(everyone)
         )
-        if len({(found, switches) for found, _, switches in everyone}) > 1:
+        if len({(found, switches) for found, _, switches, _ in everyone}) > 1:
             raise MismatchError(_different_calls(self.model, tensors))
         if sum(all_rows) == 0:
             raise InputError("the global batch has no rows: every rank's inputs are empty")
         if number == _NEW:
-            self._variants[key] = self._add_variant(args, kwargs, rows)
-        return self._variants[key], tensors, all_rows
+            variant = self._variants[key] = self._add_variant(args, kwargs, rows)
+            return variant, tensors, all_rows, agree.broadcast_object(draw_key() if variant.draws else 0)
+        return self._variants[key], tensors, all_rows, everyone[0][3]
 
     def _check_inputs(self, tensors: list[Tensor]) -> int:
         try:
@@ -229,7 +230,7 @@ class RaNNCModule(nn.Module):
             self.device,
             watchdog(),
             sync_params=process_settings().sync_params_on_init,
-            seed=agree.broadcast_object(torch.initial_seed()),
+            fused_dropout=self._config.fused_dropout,
         )
         self._note_used_params(self._deployment)
         if self.optimizer is not None:

@@ -1,6 +1,6 @@
 //! Bytes that ops move, and kernels that they launch.
 
-use rannc_ir::{DType, ValueDef, ValueId};
+use rannc_ir::{ValueDef, ValueId};
 
 use crate::op::{Operation, is_lookup, tensor_bytes};
 use crate::poly::Poly;
@@ -16,7 +16,6 @@ impl Operation<'_> {
         };
         let once = self.result_bytes() + self.operands().into_iter().map(read).sum::<Poly>();
         let again = match self.name {
-            "dropout" | "native_dropout" => self.mask_bytes(),
             // Statistics come first.
             "batch_norm" | "native_batch_norm" | "cudnn_batch_norm" | "group_norm" | "instance_norm" => {
                 self.bytes_at(0)
@@ -86,11 +85,6 @@ impl Operation<'_> {
             launches: 1.0,
             ..Work::default()
         })
-    }
-
-    /// One byte an element.
-    fn mask_bytes(&self) -> Poly {
-        self.result_elements() * DType::Bool.bytes() as f64
     }
 }
 

@@ -3,6 +3,7 @@
 mod costs;
 mod errors;
 mod planning;
+mod random;
 mod watchdog;
 
 use pyo3::prelude::*;
@@ -18,6 +19,8 @@ mod _native {
     use crate::costs::{Cluster, Profile};
     #[pymodule_export]
     use crate::planning::{Blocks, Graph, Partition, Plan, Program};
+    #[pymodule_export]
+    use crate::random::RandomStream;
     #[pymodule_export]
     use crate::watchdog::python::Watchdog;
 

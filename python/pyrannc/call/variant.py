@@ -37,7 +37,7 @@ class Variant:
         self.captured: Captured
         self.graph: Graph
         self.captured, self.graph = self._capture_alike(model, args, kwargs, device, rows)
-        self.facts = GraphFacts.from_json(self.captured.graph_json)
+        self.facts = GraphFacts.from_json(self.captured.graph_json, self.graph.row_dims())
         self.loss = self._find_loss()
         self.active: set[str] | None = None
         self._programs: dict[Hashable, RankProgram] = {}
@@ -66,6 +66,11 @@ class Variant:
     def trains(self) -> bool:
         """True when some output leads back to parameters or inputs."""
         return any(self.facts.values[value].requires_grad for value in self.facts.outputs)
+
+    @property
+    def draws(self) -> bool:
+        """True when some Op draws random numbers."""
+        return any(op.random for op in self.facts.ops)
 
     def _check_outputs(self) -> None:
         for value in set(self.facts.outputs) - set(self.facts.inputs):

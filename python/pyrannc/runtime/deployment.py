@@ -35,6 +35,7 @@ class Deployment:
         plan: the Plan.
         device: this rank's.
         sync_params: give every rank the parameters and buffers of rank 0.
+        fused_dropout: as in the configuration.
 
     Attributes:
         holders: by name, the ranks that hold a parameter or buffer of some Stage.
@@ -50,7 +51,7 @@ class Deployment:
         watchdog: Watchdog | None,
         *,
         sync_params: bool,
-        seed: int,
+        fused_dropout: bool,
     ) -> None:
         self.plan = plan
         self.device = device
@@ -69,7 +70,7 @@ class Deployment:
         self._move()
         self.gradients = self._make_gradients(variant)
         self._channels = Channels(device)
-        self._randomness = Randomness(device, seed)
+        self._randomness = Randomness(device, fused_dropout=fused_dropout)
         self._record = ActionRecord(watchdog, [_title(number, stage["modules"]) for number, stage in enumerate(stages)])
         self.timing = Timing(device)
         if device.type == "cuda":

@@ -44,7 +44,7 @@ class Step:
         context: the rank's Stage.
         program: what the rank does.
         inputs: the local tensors, in the order of the Graph's inputs.
-        number: of the step, equal on all ranks.
+        key: what random numbers come from, equal on all ranks.
         variant: the captured call.
     """
 
@@ -53,7 +53,7 @@ class Step:
         context: StageContext,
         program: RankProgram,
         inputs: Sequence[Tensor],
-        number: int,
+        key: int,
         variant: Variant,
         options: StepOptions,
     ) -> None:
@@ -66,9 +66,10 @@ class Step:
         self._current: GradientSet | None = None
         self._input_grads: dict[int, Tensor] = {}
         self._done = False
+        context.randomness.begin(key)
         marks = context.timing.begin(program)
         with context.record.step(program), self._generator():
-            self._execution = StepExecution(context, program, number, self._bring_inputs(), marks)
+            self._execution = StepExecution(context, program, self._bring_inputs(), marks)
             if program.mode == "train_1f1b":
                 self._current = context.gradients.begin()
             self._execution.run(program.forward, self._current, self._weight_of_loss, reduce=options.reduce)
@@ -80,7 +81,7 @@ class Step:
                 self._finish_gradients()
 
     def _generator(self) -> Any:
-        return self._context.randomness.borrowed() if self._context.code.random else nullcontext()
+        return self._context.randomness.borrowed() if self._context.code.seeds_generator else nullcontext()
 
     def results(self) -> list[Tensor]:
         """The outputs, in the order of the Graph's outputs, with gradients if the call trains."""
