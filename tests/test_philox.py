@@ -25,6 +25,7 @@ from pyrannc.blocks.randomness import Randomness
 from pyrannc.core.program import RowDim, Rows
 
 CPU = torch.device("cpu")
+BATCH_FIRST = RowDim(0, 1)
 MANY = 200_000
 aten = torch.ops.aten
 
@@ -55,25 +56,20 @@ def stream(op: int = 3, key: int = 11, salt_rows: int = 0, count: int = MANY) ->
 def test_a_part_of_a_batch_has_the_words_of_its_rows(
     before: list[int], per_row: int, after: list[int], starts: list[tuple[int, int]], key: int, op: int
 ) -> None:
-    source = randomness(key, [(start, start + count) for start, count in starts])
+    source_runs = [(start, start + count) for start, count in starts]
+    source = randomness(key, source_runs)
     rows = RowDim(len(before), per_row)
-    found = {}
-    for start, count in [*starts, (None, sum(count for _, count in starts))]:
-        if start is not None:
-            source.at([(start, start + count)])
-        else:
-            source.at([(start, start + count) for start, count in starts])
-        shape = [*before, count * per_row, *after]
+    parts = []
+    for runs in [[(start, start + count)] for start, count in starts] + [source_runs]:
+        source.at(runs)
+        shape = [*before, sum(end - start for start, end in runs) * per_row, *after]
         draw = source.draw(op, shape, rows, by_rows=True)
-        found[start] = philox.words(draw, CPU).view(shape)
-        assert torch.equal(found[start].flatten(), philox.words_by_torch(draw, CPU))
-        kept = philox.keep(draw, 1 << 31, CPU)
-        assert torch.equal(kept, philox.unsigned(philox.words(draw, CPU)) >= 1 << 31)
-    whole = found.pop(None)
-    parts = [found[start][..., : count * per_row, *[slice(None)] * len(after)] for start, count in starts]
-    joined = torch.cat(parts, len(before)) if parts else whole
-    if len({start for start, _ in starts}) == len(starts):
-        assert torch.equal(joined, whole)
+        words = philox.words(draw, CPU)
+        assert torch.equal(words, philox.words_by_torch(draw, CPU))
+        assert torch.equal(philox.keep(draw, 1 << 31, CPU), philox.unsigned(words) >= 1 << 31)
+        parts.append(words.view(shape))
+    whole = parts.pop()
+    assert torch.equal(torch.cat(parts, len(before)) if parts else whole, whole)
 
 
 def test_triton_has_the_words_of_rust() -> None:
@@ -220,7 +216,7 @@ def test_an_op_gives_what_torch_gives_but_for_the_numbers(op: Any) -> None:
     assert not any(torch.equal(one, other) for one, other in pairwise(mine))
 
 
-def run_op(op: Any, *args: Any, runs: list[Rows] | None = None, rows: RowDim | None = RowDim(0, 1)) -> Any:
+def run_op(op: Any, *args: Any, runs: list[Rows] | None = None, rows: RowDim = BATCH_FIRST) -> Any:
     """The Op's result as a Stage computes it."""
     source = randomness(runs=runs)
     node = fx.Graph().call_function(op, args)

@@ -66,6 +66,7 @@ class DrawnOp:
         self.__module__ = __name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The Op's results."""
         return self.law(self.drawing, *args, **kwargs)
 
     @staticmethod

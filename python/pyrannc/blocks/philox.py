@@ -2,7 +2,7 @@
 
 Element ``(o, line, i)`` of a tensor of shape ``[outer, lines, inner]`` has the number ``(line * outer + o) * inner +
 i``, where ``line`` counts in the whole batch. Word ``n`` of a stream is word ``n % 4`` of what Philox makes of the
-counter ``(n // 4, op, salt)`` under the call's key. The host computes it in Rust, GPUs in Triton, all with the same bits.
+counter ``(n // 4, op, salt)`` under the call's key. The host computes it in Rust, GPUs in Triton, with the same bits.
 """
 
 from __future__ import annotations

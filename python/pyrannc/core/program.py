@@ -95,7 +95,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One rank's Actions and row ranges for one batch; ``global_rows`` are ``rows`` as they stand in the whole batch."""
+    """One rank's Actions and row ranges for one batch; ``global_rows`` are ``rows`` as they stand in all of it."""
 
     rank: int
     stage: int
