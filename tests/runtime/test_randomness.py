@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pyrannc
+from pyrannc.blocks.randomness import draw_key
 from pyrannc.job import agree, process
 from tests.ranks import RankPool
 
@@ -25,10 +26,6 @@ Ranks = Callable[[int], RankPool]
 
 class Draws(nn.Module):
     """Shows what its Ops draw: rows first, rows within, several lines a row, one for the whole batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=P, batch_first=True)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         ones, rows = torch.ones_like(x), x.shape[0]
@@ -52,7 +49,6 @@ class Draws(nn.Module):
             "leaks": F.rrelu(-ones, training=True),
             "whole batch": x * 0 + torch.randn(WIDTH) + F.dropout(torch.ones(WIDTH), P),
             "kernel": F.scaled_dot_product_attention(x, x, x, dropout_p=P, is_causal=True),
-            "heads": self.attention(x, x, x, need_weights=False)[0] + self.attention(x, x, x)[0],
         }
 
 
@@ -102,24 +98,35 @@ def batch(step: int) -> Tensor:
     return torch.randn(ROWS, 4, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def deploy(model: nn.Module, division: Division, folder: str) -> pyrannc.RaNNCModule:
-    """The model under a Plan of this division."""
-    file = Path(folder) / "plan.json"
-    if process.get_rank() == 0:
-        graph = graph_of(model, (batch(0),), {}, ROWS)
-        cuts, stages = possible_cuts(graph), len(division.ranks)
+Planned = tuple[Division, str]
+
+
+def write_plans(make: Callable[[], nn.Module], divisions: Sequence[Division], folder: Path) -> list[Planned]:
+    """A plan file for each division of a model."""
+    graph = graph_of(make(), (batch(0),), {}, ROWS)
+    cuts = possible_cuts(graph)
+    planned = []
+    for number, division in enumerate(divisions):
+        stages = len(division.ranks)
         chosen = [cuts[len(cuts) * stage // stages] for stage in range(1, stages)]
+        file = folder / f"plan_{sum(map(len, division.ranks))}_{number}.json"
         cut_plan(graph, chosen, division.ranks, division.microbatches).write(file)
-    pyrannc.barrier()
-    return pyrannc.RaNNCModule(model, load_deployment=file)
+        planned.append((division, str(file)))
+    return planned
 
 
-def show(divisions: Sequence[Division], folder: str) -> list[dict[str, Tensor]]:
+def plans_of(make: Callable[[], nn.Module], folder: Path) -> dict[int, list[Planned]]:
+    """Those of all divisions, by number of ranks."""
+    every = [division for divisions in DIVISIONS.values() for division in divisions]
+    planned = write_plans(make, every, folder)
+    return {ranks: [plan for plan in planned if plan[0] in divisions] for ranks, divisions in DIVISIONS.items()}
+
+
+def show(planned: Sequence[Planned]) -> list[dict[str, Tensor]]:
     """This rank's rows of what is drawn, and what the whole batch is given alike, under each division."""
     shown = []
-    for division in divisions:
-        torch.manual_seed(1)
-        module = deploy(Draws(), division, folder)
+    for division, file in planned:
+        module = pyrannc.RaNNCModule(Draws(), load_deployment=file)
         torch.manual_seed(2)
         outputs = module(batch(0)[local_slice(division.rows)])
         shown.append({name: tensor.detach() for name, tensor in outputs.items()})
@@ -128,14 +135,15 @@ def show(divisions: Sequence[Division], folder: str) -> list[dict[str, Tensor]]:
 
 
 def test_draws_do_not_depend_on_the_plan(ranks: Ranks, tmp_path: Path) -> None:
-    alone = ranks(1).run(show, DIVISIONS[1][:1], str(tmp_path))[0][0]
-    for world_size, divisions in DIVISIONS.items():
-        by_rank = ranks(world_size).run(show, divisions, str(tmp_path))
-        for place, division in enumerate(divisions):
+    plans = plans_of(Draws, tmp_path)
+    alone = ranks(1).run(show, plans[1][:1])[0][0]
+    for world_size, planned in plans.items():
+        by_rank = ranks(world_size).run(show, planned)
+        for place, (division, _) in enumerate(planned):
             for name, expected in alone.items():
                 found = torch.cat([shown[place][name] for shown in by_rank])
                 # Attention sums what it draws, in an order of its own; all else is drawn and shown as it is.
-                tolerance = 1e-5 if name in ("kernel", "heads") else 0.0
+                tolerance = 1e-5 if name == "kernel" else 0.0
                 apart = (found.double() - expected.double()).abs().max().item()
                 assert apart <= tolerance, f"{name}, {division}: differs by {apart}"
     kept = 1 / (1 - P)
@@ -148,16 +156,15 @@ def test_draws_do_not_depend_on_the_plan(ranks: Ranks, tmp_path: Path) -> None:
         assert not torch.equal(alone[name][0], alone[name][1]), name
 
 
-def train(divisions: Sequence[Division], folder: str) -> list[list[Tensor]]:
+def train(planned: Sequence[Planned]) -> list[list[Tensor]]:
     """Losses of some steps and the parameters after them, under each division."""
     trained = []
     with double_precision():
-        for division in divisions:
+        for division, file in planned:
             torch.manual_seed(1)
             model = Net()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            module = deploy(model, division, folder)
-            module.optimizer = optimizer
+            module = pyrannc.RaNNCModule(model, optimizer, load_deployment=file)
             torch.manual_seed(2)
             losses = []
             for step in range(3):
@@ -171,17 +178,27 @@ def train(divisions: Sequence[Division], folder: str) -> list[list[Tensor]]:
 
 
 def test_training_with_dropout_does_not_depend_on_the_plan(ranks: Ranks, tmp_path: Path) -> None:
-    alone = ranks(1).run(train, DIVISIONS[1][:1], str(tmp_path))[0][0]
+    with double_precision():
+        plans = plans_of(Net, tmp_path)
+    alone = ranks(1).run(train, plans[1][:1])[0][0]
     assert alone[0] != alone[1]
-    for world_size, divisions in DIVISIONS.items():
-        for by_division in ranks(world_size).run(train, divisions, str(tmp_path)):
-            for division, found in zip(divisions, by_division, strict=True):
+    for world_size, planned in plans.items():
+        for by_division in ranks(world_size).run(train, planned):
+            for (division, _), found in zip(planned, by_division, strict=True):
                 pairs = zip(found, alone, strict=True)
                 apart = max((mine - right).abs().max().item() for mine, right in pairs)
                 assert apart < 1e-10, f"{division}: differs by {apart}"
 
 
-def reproduce(folder: str) -> list[str]:
+TWO_STAGES = Division(((0,), (1,)), 2, (7, 4))
+TWO_REPLICAS = Division(((0, 1),), 2, (7, 4))
+
+
+def twice_dropped() -> nn.Module:
+    return nn.Sequential(nn.Dropout(P), nn.Linear(WIDTH, 1), nn.Dropout(P))
+
+
+def reproduce(planned: Planned) -> list[str]:
     """What is not as torch's generator says."""
     wrong = []
 
@@ -189,12 +206,14 @@ def reproduce(folder: str) -> list[str]:
         if not truth:
             wrong.append(text)
 
-    division = Division(((0,), (1,)), 2, (7, 4))
+    division, file = planned
     x = batch(0)[local_slice(division.rows)]
-    modules = [deploy(nn.Sequential(nn.Dropout(P), nn.Linear(WIDTH, 1), nn.Dropout(P)), division, folder) for _ in "12"]
+    models = [twice_dropped() for _ in "12"]
+    models[1].load_state_dict(models[0].state_dict())
+    modules = [pyrannc.RaNNCModule(model, load_deployment=file) for model in models]
     one, other = modules
+    torch.manual_seed(0)
     start = torch.get_rng_state()
-    modules[1].load_state_dict(one.model.state_dict())
     first, second = one(x), one(x)
     demand(not torch.equal(start, torch.get_rng_state()), "a call that draws moves the generator")
     demand(not torch.equal(first, second), "two calls draw differently")
@@ -229,14 +248,15 @@ def reproduce(folder: str) -> list[str]:
 
 
 def test_draws_follow_the_generator_of_torch(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2).run(reproduce, str(tmp_path)) == [[], []]
+    assert ranks(2).run(reproduce, *write_plans(twice_dropped, [TWO_STAGES], tmp_path)) == [[], []]
 
 
-def train_long(folder: str) -> list[Tensor]:
-    division = Division(((0, 1),), 2, (6, 5))
+def train_long(planned: Planned) -> list[Tensor]:
+    division, file = planned
     torch.manual_seed(3)
-    module = deploy(Net(), division, folder)
-    optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    module = pyrannc.RaNNCModule(model, optimizer, load_deployment=file)
     losses = []
     for step in range(20):
         loss = module(batch(step)[local_slice(division.rows)])
@@ -249,7 +269,8 @@ def train_long(folder: str) -> list[Tensor]:
 
 
 def test_a_script_run_twice_gives_the_same_bits(ranks: Ranks, tmp_path: Path) -> None:
-    first, again = (ranks(2).run(train_long, str(tmp_path)) for _ in range(2))
+    planned = write_plans(Net, [TWO_REPLICAS], tmp_path)
+    first, again = (ranks(2).run(train_long, *planned) for _ in range(2))
     for mine, right in zip(first, again, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(mine, right, strict=True))
     assert len(first[0][0].unique()) == 20
@@ -269,27 +290,25 @@ class Kernels(nn.Module):
         return self.rnn(torch.tanh(self.layer(x)))[0], mapped, ordered
 
 
-def show_kernels(folder: str) -> list[list[Tensor]]:
+def show_kernels(planned: Sequence[Planned]) -> list[list[Tensor]]:
     shown = []
-    for division in [
-        Division(((0,), (1,)), 2, (7, 4)),
-        Division(((0,), (1,)), 2, (7, 4)),
-        Division(((0, 1),), 2, (7, 4)),
-    ]:
+    for division, file in planned:
         torch.manual_seed(1)
-        module = deploy(Kernels(), division, folder)
+        module = pyrannc.RaNNCModule(Kernels(), load_deployment=file)
+        x = batch(0)[local_slice(division.rows)]
         torch.manual_seed(2)
-        shown.append([tensor.detach() for tensor in module(batch(0)[local_slice(division.rows)])])
+        shown.append([tensor.detach() for tensor in module(x)])
         after = torch.rand(2)
         torch.manual_seed(2)
-        module(batch(0)[local_slice(division.rows)])
-        assert torch.equal(torch.rand(2), after), "what kernels draw moves the user's generator no further"
+        draw_key()
+        assert torch.equal(torch.rand(2), after), "what kernels draw does not move the user's generator"
         module.undeploy()
     return shown
 
 
 def test_kernels_of_torch_draw_the_same_under_one_plan(ranks: Ranks, tmp_path: Path) -> None:
-    by_rank = ranks(2).run(show_kernels, str(tmp_path))
+    planned = write_plans(Kernels, [TWO_STAGES, TWO_REPLICAS], tmp_path)
+    by_rank = ranks(2).run(show_kernels, [planned[0], *planned])
     one, again, other = (
         [torch.cat(parts) for parts in zip(*shown, strict=True)] for shown in zip(*by_rank, strict=True)
     )
