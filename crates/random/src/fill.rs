@@ -72,6 +72,7 @@ fn fill_run<const SIZE: usize>(stream: &Stream, first: u64, bytes: &mut [u8], pu
 }
 
 #[cfg(test)]
+#[allow(clippy::single_range_in_vec_init)] // a single run of lines is what is meant
 mod tests {
     use proptest::prelude::*;
 

@@ -80,6 +80,7 @@ impl Place {
 }
 
 #[cfg(test)]
+#[allow(clippy::single_range_in_vec_init)] // a single run of lines is what is meant
 mod tests {
     use super::*;
 

@@ -95,12 +95,12 @@ class _Dropped(Function):
     """Dropout that keeps nothing: backward draws the mask once more."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, draw: Draw, threshold: int, scale: float) -> Tensor:  # type: ignore[override]  # the law of a Function
+    def forward(ctx: Any, x: Tensor, draw: Draw, threshold: int, scale: float) -> Tensor:
         ctx.mask = draw, threshold, scale
         return philox.dropped(x, draw, threshold, scale)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]  # the law of a Function
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return _Dropped.apply(grad, *ctx.mask), None, None, None  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
@@ -191,7 +191,8 @@ def _uniform(drawing: Drawing, shape: torch.Size, low: float = 0.0, high: float 
 def _normal(drawing: Drawing, shape: torch.Size, mean: Any = 0.0, std: Any = 1.0) -> Tensor:
     made = laws.standard_normal(drawing.of(shape), shape, drawing.dtype, drawing.device)
     with torch.no_grad():
-        return (made * std + mean).to(drawing.dtype)
+        moved: Tensor = (made * std + mean).to(drawing.dtype)
+        return moved
 
 
 def _log_normal(drawing: Drawing, shape: torch.Size, mean: float = 1.0, std: float = 2.0) -> Tensor:
@@ -280,8 +281,8 @@ def _back(law: _Law) -> _Law:
 
 
 def _normal_of(drawing: Drawing, mean: Any, std: Any = 1.0, **_: Any) -> Tensor:
-    shape = torch.broadcast_shapes(*[item.shape for item in (mean, std) if isinstance(item, Tensor)])
-    return _normal(drawing, shape, mean, std)
+    parameters = torch.as_tensor(mean), torch.as_tensor(std)
+    return _normal(drawing, torch.broadcast_shapes(*[item.shape for item in parameters]), mean, std)  # type: ignore[no-untyped-call]  # torch has no types for it
 
 
 def _bernoulli_of(drawing: Drawing, p: Tensor, **_: Any) -> Tensor:

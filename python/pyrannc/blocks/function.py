@@ -108,7 +108,7 @@ class _Writer:
         target, args, kwargs = original.target, original.args, original.kwargs
         drawn = self._drawn(op) if self._facts.ops[op].random else None
         if drawn is not None:
-            target, (args, kwargs) = drawn, drawn.arguments(original)  # type: ignore[assignment]  # arguments of any kind
+            target, (args, kwargs) = drawn, drawn.arguments(original)
         args, kwargs = map_aggregate(args, self._argument), map_aggregate(kwargs, self._argument)
         node = self.graph.create_node(original.op, target, args, kwargs, name=original.name)
         for value in self._facts.ops[op].results:

@@ -17,14 +17,14 @@ _TWO_WORDS = 1 << 31
 def uniform(draw: Draw, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """In [0, 1)."""
     digits = _DIGITS.get(dtype, 24)
-    made = _bits(draw, digits, device).to(dtype if dtype in _DIGITS else torch.float32)
-    return made.mul_(2.0**-digits).view(shape).to(dtype)
+    made = _bits(draw, digits, device).to(dtype if dtype in _DIGITS else torch.float32).mul_(2.0**-digits)
+    return made.to(dtype).view(shape)
 
 
 def standard_normal(draw: Draw, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """By Box and Muller (1958): one number of two uniform ones."""
     work = _work(dtype)
-    radius, angle = _between(draw.times(2), work, device).view(-1, 2).t().contiguous()
+    radius, angle = _between(draw.times(2), work, device).view(-1, 2).t().contiguous().unbind()
     made = radius.log_().mul_(-2).sqrt_().mul_(angle.mul_(2 * math.pi).cos_())
     return made.view(shape).to(dtype)
 

@@ -15,7 +15,7 @@ _PLAIN = ["op", "salt", "outer", "lines", "per_row", "chunks", "threshold"]
 
 
 @triton.jit
-def _tile(key_ptr, rows_ptr, op, salt, outer, lines, per_row, inner, chunks, TILE: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton's own language
+def _tile(key_ptr, rows_ptr, op, salt, outer, lines, per_row, inner, chunks, TILE: tl.constexpr, ALIGNED: tl.constexpr):
     """Words of a part of one line, where they lie in memory, and which of them do."""
     line = tl.program_id(0) // chunks
     start = (tl.program_id(0) % chunks).to(tl.int64) * TILE
@@ -49,7 +49,7 @@ def _words_kernel(
     chunks,
     TILE: tl.constexpr,
     ALIGNED: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # Triton's own language
+):
     words, base, place, inside = _tile(key_ptr, rows_ptr, op, salt, outer, lines, per_row, inner, chunks, TILE, ALIGNED)
     if out_ptr.dtype.element_ty == tl.int32:
         tl.store(out_ptr + base + place, words.to(tl.int32, bitcast=True), mask=inside)
@@ -74,7 +74,7 @@ def _dropped_kernel(
     chunks,
     TILE: tl.constexpr,
     ALIGNED: tl.constexpr,
-):  # type: ignore[no-untyped-def]  # Triton's own language
+):
     words, base, place, inside = _tile(key_ptr, rows_ptr, op, salt, outer, lines, per_row, inner, chunks, TILE, ALIGNED)
     x = tl.load(x_ptr + base + place, mask=inside)
     kept = words >= threshold.to(tl.uint32)
