@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class Variant:
         """True when some output leads back to parameters or inputs."""
         return any(self.facts.values[value].requires_grad for value in self.facts.outputs)
 
-    @property
+    @cached_property
     def draws(self) -> bool:
         """True when some Op draws random numbers."""
         return any(op.random for op in self.facts.ops)
