@@ -6,7 +6,7 @@ import torch
 
 from pyrannc.blocks import philox, philox_triton
 from pyrannc.blocks.randomness import Randomness
-from pyrannc.core.program import RowDim
+from pyrannc.core.partition import RowDim
 
 CPU = torch.device("cpu")
 PARTS = [(2, 3), (5, 9), ((1 << 34) + 1, (1 << 34) + 2)]

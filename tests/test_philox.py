@@ -20,9 +20,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pyrannc.blocks import laws, philox
 from pyrannc.blocks.draw import _LAWS, Drawing, DrawnOp, law_of
-from pyrannc.blocks.philox import Draw
 from pyrannc.blocks.randomness import Randomness
-from pyrannc.core.program import RowDim, Rows
+from pyrannc.blocks.stream import Draw
+from pyrannc.core.partition import RowDim
+from pyrannc.core.program import Rows
 
 CPU = torch.device("cpu")
 BATCH_FIRST = RowDim(0, 1)

@@ -9,11 +9,11 @@ def main() -> int:
     """Run ``rannc`` with this process's arguments and return its exit status."""
     match sys.argv[1:]:
         case ["capture", *argv]:
-            from pyrannc.capture import command
+            from pyrannc.capture.command import main as capture
 
-            return command.main(argv)
+            return capture(argv)
         case ["calibrate", *argv]:
-            from pyrannc.calibrate import shares
+            from pyrannc.calibrate.command import main as calibrate
 
-            return shares.main(argv)
+            return calibrate(argv)
     return _native.run_cli(sys.argv)

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from pyrannc.core.plan import PlanFacts, StagePlan
 from pyrannc.errors import RaNNCError
 from pyrannc.job import agree
 from pyrannc.runtime.deployment import Deployment
@@ -168,7 +169,7 @@ def report(deployment: Deployment) -> Report:
     """
     measured = agree.together(lambda: _measure(deployment))
     everyone: list[_Measured] = agree.gather_objects(measured)
-    return _compare(json.loads(deployment.plan.to_json()), everyone)
+    return _compare(PlanFacts.of(deployment.plan), everyone)
 
 
 def _measure(deployment: Deployment) -> _Measured:
@@ -222,40 +223,35 @@ def _microbatch_us(step: StepTimes, kind: Kind, microbatches: set[int]) -> float
 # Beside the predictions
 
 
-def _compare(plan: dict[str, Any], everyone: Sequence[_Measured]) -> Report:
-    step_us = Compared(plan["predicted"]["step_us"], max(rank.step_us for rank in everyone))
-    stages = tuple(_compare_stage(plan, number, everyone) for number in range(len(plan["stages"])))
-    ranks = tuple(_compare_rank(plan, rank, measured) for rank, measured in enumerate(everyone))
+def _compare(plan: PlanFacts, everyone: Sequence[_Measured]) -> Report:
     return Report(
         steps=min(rank.steps for rank in everyone),
         batch_rows=everyone[0].batch_rows,
-        plan_rows=plan["batch_rows"],
+        plan_rows=plan.batch_rows,
         microbatches=everyone[0].microbatches,
-        step_us=step_us,
-        bubble=Compared(plan["predicted"]["bubble"], fmean(rank.bubble for rank in everyone)),
-        stages=stages,
-        ranks=ranks,
+        step_us=Compared(plan.predicted.step_us, max(rank.step_us for rank in everyone)),
+        bubble=Compared(plan.predicted.bubble, fmean(rank.bubble for rank in everyone)),
+        stages=tuple(_compare_stage(stage, number, everyone) for number, stage in enumerate(plan.stages)),
+        ranks=tuple(_compare_rank(plan, rank, measured) for rank, measured in enumerate(everyone)),
     )
 
 
-def _compare_stage(plan: dict[str, Any], number: int, everyone: Sequence[_Measured]) -> StageReport:
-    stage = plan["stages"][number]
-    replicas = [everyone[rank] for rank in stage["ranks"]]
+def _compare_stage(stage: StagePlan, number: int, everyone: Sequence[_Measured]) -> StageReport:
+    replicas = [everyone[rank] for rank in stage.ranks]
     largest = [replica for replica in replicas if replica.most_rows == max(other.most_rows for other in replicas)]
     return StageReport(
         stage=number,
-        ranks=tuple(stage["ranks"]),
-        forward_us=Compared(stage["predicted"]["forward_us"], max(replica.forward_us for replica in largest)),
-        backward_us=Compared(stage["predicted"]["backward_us"], max(replica.backward_us for replica in largest)),
+        ranks=stage.ranks,
+        forward_us=Compared(stage.predicted.forward_us, max(replica.forward_us for replica in largest)),
+        backward_us=Compared(stage.predicted.backward_us, max(replica.backward_us for replica in largest)),
     )
 
 
-def _compare_rank(plan: dict[str, Any], rank: int, measured: _Measured) -> RankReport:
-    step_us = plan["predicted"]["step_us"]
-    predicted = plan["stages"][measured.stage]["predicted"]
-    computing_us = measured.microbatches * (predicted["forward_us"] + predicted["backward_us"])
-    reduce_us, update_us = predicted["reduce_us"], predicted["update_us"]
-    memory = predicted["memory"]
+def _compare_rank(plan: PlanFacts, rank: int, measured: _Measured) -> RankReport:
+    step_us = plan.predicted.step_us
+    predicted = plan.stages[measured.stage].predicted
+    computing_us = measured.microbatches * (predicted.forward_us + predicted.backward_us)
+    reduce_us, update_us = predicted.reduce_us, predicted.update_us
     return RankReport(
         rank=rank,
         stage=measured.stage,
@@ -264,7 +260,7 @@ def _compare_rank(plan: dict[str, Any], rank: int, measured: _Measured) -> RankR
         reduce_us=Compared(reduce_us, measured.reduce_us),
         rest_us=Compared(update_us, measured.rest_us),
         bubble=Compared(max(0.0, 1 - computing_us / step_us), measured.bubble),
-        peak_bytes=Compared(sum(memory.values()) - memory["framework_bytes"], measured.peak_bytes),
+        peak_bytes=Compared(predicted.memory.tensors_bytes, measured.peak_bytes),
         reserved_bytes=Compared(None, measured.reserved_bytes),
     )
 

@@ -1,8 +1,11 @@
 //! `pyrannc._native`: conversion, errors, GIL release and the watchdog. No logic of its own.
 
-mod costs;
+mod cluster;
 mod errors;
-mod planning;
+mod graph;
+mod plan;
+mod profile;
+mod program;
 mod random;
 mod watchdog;
 
@@ -16,9 +19,15 @@ mod _native {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::costs::{Cluster, Profile};
+    use crate::cluster::Cluster;
     #[pymodule_export]
-    use crate::planning::{Blocks, Graph, Partition, Plan, Program};
+    use crate::graph::{Blocks, Graph};
+    #[pymodule_export]
+    use crate::plan::{Partition, Plan};
+    #[pymodule_export]
+    use crate::profile::Profile;
+    #[pymodule_export]
+    use crate::program::Program;
     #[pymodule_export]
     use crate::random::RandomStream;
     #[pymodule_export]
@@ -28,6 +37,18 @@ mod _native {
     #[pymodule_export]
     #[allow(non_upper_case_globals)] // Python's name for it
     const version: &str = env!("CARGO_PKG_VERSION");
+
+    /// Sends of gradients that a channel may have under way before the next one waits.
+    #[pymodule_export]
+    const GRAD_WINDOW: usize = rannc_plan::GRAD_WINDOW;
+
+    /// Size at which the first bucket of a Stage's gradients is full.
+    #[pymodule_export]
+    const FIRST_BUCKET_BYTES: u64 = rannc_plan::FIRST_BUCKET_BYTES;
+
+    /// Size at which any later bucket of gradients is full.
+    #[pymodule_export]
+    const BUCKET_BYTES: u64 = rannc_plan::BUCKET_BYTES;
 
     /// Runs the `rannc` command; `args` starts with the name of the program. Returns the exit status.
     #[pyfunction]

@@ -1,11 +1,12 @@
 //! What differs between two Plans.
 
 use rannc_cost::{format_bytes, format_us};
-use rannc_plan::{Plan, StageOps, StagePlan};
+use rannc_ir::OpRun;
+use rannc_plan::{Plan, StagePlan};
 use serde::Serialize;
 
 use crate::Report;
-use crate::format::{percent, runs, savers, schedule, signed_percent};
+use crate::format::{percent, runs, savers, signed_percent};
 use crate::table::table;
 
 /// What differs between two Plans.
@@ -122,7 +123,7 @@ fn facts(plan: &Plan) -> Vec<(&'static str, &'static str, Amount)> {
         ("batch_rows", "Rows of the batch", Amount::Count(plan.batch_rows)),
         ("stages", "Stages", Amount::Count(plan.stages.len() as u64)),
         ("microbatches", "Microbatches", count(plan.microbatches)),
-        ("schedule", "Schedule", Amount::Text(schedule(plan.schedule).to_owned())),
+        ("schedule", "Schedule", Amount::Text(plan.schedule.to_string())),
         ("step_us", "Step", Amount::Us(plan.predicted.step_us)),
         ("bubble", "Devices idle", Amount::Share(plan.predicted.bubble)),
         ("peak_bytes", "Peak memory", Amount::Bytes(peak_bytes)),
@@ -141,7 +142,7 @@ fn segments(left: &[StagePlan], right: &[StagePlan]) -> Vec<Segment> {
             end_op,
             left_stage,
             right_stage,
-            modules: modules(StageOps { first: first_op, end: end_op }, left, right),
+            modules: modules(OpRun { first: first_op, end: end_op }, left, right),
             same: placement(left) == placement(right),
             left: describe(left_stage, left),
             right: describe(right_stage, right),
@@ -154,7 +155,7 @@ fn segments(left: &[StagePlan], right: &[StagePlan]) -> Vec<Segment> {
 }
 
 /// Those of the smaller Stage, which has all of these Ops and perhaps more.
-fn modules(ops: StageOps, left: &StagePlan, right: &StagePlan) -> Vec<String> {
+fn modules(ops: OpRun, left: &StagePlan, right: &StagePlan) -> Vec<String> {
     let len = |stage: &StagePlan| stage.ops.end - stage.ops.first;
     let smaller = if len(left) <= len(right) { left } else { right };
     if smaller.ops == ops {

@@ -1,8 +1,8 @@
 //! Why a Plan is as it is: what binds, what its cuts cost, what else there is.
 
 use rannc_cost::{Cluster, format_bytes, format_us, tensor_bytes};
-use rannc_ir::{Analysis, Graph};
-use rannc_plan::{MemoryPrediction, Partition, PartitionError, Plan, StageOps, StagePlan};
+use rannc_ir::{Analysis, Graph, OpRun};
+use rannc_plan::{MemoryPrediction, Partition, PartitionError, Plan, StagePlan};
 use rannc_search::{Blocks, Gain, Outcome, SearchReport, Settings, Stop};
 use serde::Serialize;
 
@@ -139,7 +139,7 @@ impl Explanation {
         let Outcome { plan, runners_up, gains, report } = outcome;
         let Question { graph, cluster, settings } = question;
         let rows = microbatch_rows(&plan, plan.batch_rows).into_iter().max().unwrap_or(0);
-        let ops: Vec<StageOps> = plan.stages.iter().map(|stage| stage.ops).collect();
+        let ops: Vec<OpRun> = plan.stages.iter().map(|stage| stage.ops).collect();
         let step = StepShares::new(&plan);
         let runners_up = runners_up.iter().map(|other| RunnerUp {
             loss: other.predicted.step_us / plan.predicted.step_us - 1.0,
@@ -197,14 +197,14 @@ fn largest_use(memory: &MemoryPrediction) -> &'static str {
     memory.uses().into_iter().max_by_key(|&(_, bytes)| bytes).map_or("", |(name, _)| name)
 }
 
-fn possible(graph: &Graph, cluster: &Cluster, settings: &Settings) -> Vec<StageOps> {
+fn possible(graph: &Graph, cluster: &Cluster, settings: &Settings) -> Vec<OpRun> {
     let rows = settings.batch_rows.div_ceil(u64::from(settings.world_size));
     let blocks = Blocks::new(graph, &Analysis::new(graph), &cluster.kinds[0], settings.world_size, rows);
     blocks.blocks.into_iter().map(|block| block.ops).collect()
 }
 
 /// Bytes of the Values that cross from each Stage but the last to later ones, for `rows` rows.
-fn cut_bytes(graph: &Graph, stages: &[StageOps], rows: u64) -> Result<Vec<u64>, PartitionError> {
+fn cut_bytes(graph: &Graph, stages: &[OpRun], rows: u64) -> Result<Vec<u64>, PartitionError> {
     let mut bytes = vec![0; stages.len().saturating_sub(1)];
     for crossing in Partition::new(graph, stages)?.crossings {
         let value_bytes = tensor_bytes(&graph.values[crossing.value]).at(rows) as u64;

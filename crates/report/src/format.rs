@@ -1,14 +1,6 @@
 //! Amounts and counts in words.
 
-use rannc_plan::{Recompute, ScheduleKind, Sharding, StagePlan};
-
-/// The name of a Schedule.
-pub(crate) const fn schedule(kind: ScheduleKind) -> &'static str {
-    match kind {
-        ScheduleKind::FillDrain => "fill-drain",
-        ScheduleKind::OneForwardOneBackward => "1F1B",
-    }
-}
+use rannc_plan::{Recompute, Sharding, StagePlan};
 
 /// `1 stage`, `2 stages`.
 pub(crate) fn counted(count: u64, one: &str, many: &str) -> String {

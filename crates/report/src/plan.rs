@@ -6,7 +6,7 @@ use rannc_plan::{Interval, Plan, StagePlan, StagePrediction, split_even};
 use serde::Serialize;
 
 use crate::Report;
-use crate::format::{counted, percent, repeats, runs, savers, schedule};
+use crate::format::{counted, percent, repeats, runs, savers};
 use crate::table::table;
 
 pub(crate) fn title(plan: &Plan, batch_rows: u64) -> String {
@@ -17,7 +17,7 @@ pub(crate) fn title(plan: &Plan, batch_rows: u64) -> String {
         counted(u64::from(plan.world_size), "rank", "ranks"),
         counted(batch_rows, "row", "rows"),
         counted(u64::from(plan.microbatches), "microbatch", "microbatches"),
-        schedule(plan.schedule),
+        plan.schedule,
     )
 }
 

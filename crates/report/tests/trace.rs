@@ -2,9 +2,9 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use rannc_ir::ValueId;
 use rannc_ir::testing::mlp;
-use rannc_plan::{Batch, Mode, Partition, Placement, StageOps, build};
+use rannc_ir::{OpRun, ValueId};
+use rannc_plan::{Batch, Call, Partition, Placement, ScheduleKind, build};
 use rannc_report::chrome_trace;
 use rannc_sim::{Costs, Timeline, simulate};
 use serde_json::Value;
@@ -13,11 +13,12 @@ const MICROBATCHES: u32 = 4;
 
 /// Two Replicas that send to one, and back.
 fn timeline() -> Timeline {
-    let runs = [StageOps { first: 0, end: 2 }, StageOps { first: 2, end: 5 }];
+    let runs = [OpRun { first: 0, end: 2 }, OpRun { first: 2, end: 5 }];
     let partition = Partition::new(&mlp(2, 4), &runs).expect("the cut is allowed");
-    let placement = Placement { ranks: vec![vec![0, 1], vec![2]], microbatches: MICROBATCHES };
+    let schedule = ScheduleKind::OneForwardOneBackward;
+    let placement = Placement { ranks: vec![vec![0, 1], vec![2]], microbatches: MICROBATCHES, schedule };
     let batch = Batch { rows_per_rank: vec![8, 8, 8], gather_inputs: true };
-    let program = build(&placement, &partition, &batch, Mode::Train1F1B).expect("the case is sound");
+    let program = build(&placement, &partition, &batch, Call::Whole).expect("the case is sound");
     simulate(&program, &Rows).expect("the program runs")
 }
 

@@ -12,14 +12,14 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 from torch.autograd import Function
 
 from pyrannc.blocks import laws, philox
-from pyrannc.blocks.philox import Draw
 from pyrannc.blocks.randomness import Randomness
+from pyrannc.blocks.stream import Draw
 from pyrannc.capture.ops import arguments
-from pyrannc.core.program import RowDim
+from pyrannc.capture.torch_internals import OpOverload, safe_softmax, schema
+from pyrannc.core.partition import RowDim
 
 _aten = torch.ops.aten
 _SELU_FLOOR = 1.7580993408473766  # of the scaled exponential linear unit, with its sign changed
@@ -73,7 +73,7 @@ class DrawnOp:
     def arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """All arguments of the Op, however the model gave them: by place where they have one, else by name."""
         named = arguments(node)
-        by_name = {argument.name for argument in node.target._schema.arguments if argument.kwarg_only}  # type: ignore[union-attr]  # it is an operator
+        by_name = {argument.name for argument in schema(node.target).arguments if argument.kwarg_only}  # type: ignore[arg-type]  # it is an operator
         places = tuple(item for name, item in named.items() if name not in by_name)
         return places, {name: item for name, item in named.items() if name in by_name}
 
@@ -176,7 +176,7 @@ def _attention(
         hidden = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(attn_mask.logical_not(), -math.inf) if hidden else scores + attn_mask
         # A query that may look at nothing gets zeros.
-        weights = _aten._safe_softmax.default(scores, -1)
+        weights = safe_softmax(scores)
     return (_dropout(drawing, weights, dropout_p) @ value).to(dtype)
 
 

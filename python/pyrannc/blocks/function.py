@@ -13,8 +13,9 @@ from torch.fx.node import map_aggregate
 from pyrannc.blocks.draw import Drawing, DrawnOp, law_of
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture import Captured
+from pyrannc.capture.torch_internals import SET_GRAD_ENABLED
 from pyrannc.core.graph import GraphFacts
-from pyrannc.core.program import StagePart
+from pyrannc.core.partition import StagePart
 
 
 class StageCode:
@@ -98,10 +99,10 @@ class _Writer:
             if facts.grad_enabled != enabled:
                 ambient = ambient or self.graph.call_function(torch.is_grad_enabled)
                 enabled = facts.grad_enabled
-                self.graph.call_function(torch._C._set_grad_enabled, (ambient if enabled else False,))
+                self.graph.call_function(SET_GRAD_ENABLED, (ambient if enabled else False,))
             self._write_op(op)
         if not enabled:
-            self.graph.call_function(torch._C._set_grad_enabled, (ambient,))
+            self.graph.call_function(SET_GRAD_ENABLED, (ambient,))
 
     def _write_op(self, op: int) -> None:
         original = self._captured.op_nodes[op]

@@ -7,7 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from pyrannc.blocks.philox import Draw, unsigned, words
+from pyrannc.blocks.philox import unsigned, words
+from pyrannc.blocks.stream import Draw
+from pyrannc.capture.torch_internals import assert_on_device
 
 # Bits that numbers of a type tell apart below one.
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -40,7 +42,7 @@ def bernoulli(draw: Draw, p: Tensor) -> Tensor:
     Raises:
         RuntimeError: an element of ``p`` is none; on GPUs it is told later, as by torch itself.
     """
-    torch._assert_async(((p >= 0) & (p <= 1)).all(), "bernoulli expects probabilities between 0 and 1")
+    assert_on_device(((p >= 0) & (p <= 1)).all(), "bernoulli expects probabilities between 0 and 1")
     return unsigned(words(draw, p.device)).view(p.shape) < p.double().mul(2.0**32)
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pyrannc.blocks.philox import Draw
+from pyrannc.blocks.stream import Draw
 
 _MOST, _LEAST = 2048, 512
 # Which of the arguments do not shape the code: no variant is compiled for their values.

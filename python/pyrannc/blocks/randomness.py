@@ -1,7 +1,7 @@
 """Random numbers that depend neither on how the model was cut nor on how the batch was divided.
 
 Each call has a key, which comes from torch's generator. With the drawing Op it chooses a stream of numbers, and the
-place of an element in the global batch tells which of them it gets (``philox.py``). Ops that draw inside of a kernel
+place of an element in the global batch tells which of them it gets (``stream.py``). Ops that draw inside of a kernel
 of torch (``draw.py`` says which) take them from the device's generator, which is set before each of them.
 """
 
@@ -14,8 +14,9 @@ from math import prod
 
 import torch
 
-from pyrannc.blocks.philox import CallKey, Draw, RowsInHand
-from pyrannc.core.program import RowDim, Rows
+from pyrannc.blocks.stream import CallKey, Draw, RowsInHand
+from pyrannc.core.partition import RowDim
+from pyrannc.core.program import Rows
 
 _MASK = (1 << 64) - 1
 # Rows in hand that are remembered: those of the microbatches of the usual row counts.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pyrannc.core.program import RowDim
+from pyrannc.core.partition import RowDim
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -117,20 +116,3 @@ class NarrowedOptimizer:
             group["params"] = params
         del self.optimizer.state_dict, self.optimizer.load_state_dict
         self.optimizer.load_state_dict(whole)
-
-
-def state_bytes_per_param_byte(optimizer: Optimizer | None, default: float) -> float:
-    """Optimizer state in bytes for each byte of a parameter.
-
-    Args:
-        optimizer: known classes of ``torch.optim`` are told from their settings.
-        default: for other classes.
-    """
-    if optimizer is None:
-        return 0.0
-    groups = optimizer.param_groups
-    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        return 3.0 if any(group.get("amsgrad") for group in groups) else 2.0
-    if isinstance(optimizer, torch.optim.SGD):
-        return 1.0 if any(group.get("momentum") for group in groups) else 0.0
-    return default

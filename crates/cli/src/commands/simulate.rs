@@ -3,7 +3,8 @@
 use std::fs;
 
 use anyhow::{Result, anyhow, ensure};
-use rannc_plan::{Batch, Interval, Partition, Plan, Program, StageOps, split_even};
+use rannc_ir::OpRun;
+use rannc_plan::{Batch, Call, Interval, Partition, Plan, Program, split_even};
 use rannc_report::{Simulation, chrome_trace};
 use rannc_search::{PlanCosts, Settings};
 
@@ -29,8 +30,8 @@ pub(crate) fn run(args: SimulateArgs) -> Result<Printer> {
         ..Settings::default()
     };
     let costs = PlanCosts::new(&graph, &cluster, &profiles, &settings, &plan).map_err(in_words)?;
-    let ops: Vec<StageOps> = plan.stages.iter().map(|stage| stage.ops).collect();
-    let program = program(&plan, &Partition::new(&graph, &ops)?, batch_rows)?;
+    let ops: Vec<OpRun> = plan.stages.iter().map(|stage| stage.ops).collect();
+    let program = program(&plan, &Partition::new(&graph, &ops)?, batch_rows, costs.call())?;
     let timeline = rannc_sim::simulate(&program, &costs)?;
     let mut printer = Printer::new(format);
     printer.report(&Simulation::new(&plan, batch_rows, &timeline));
@@ -43,8 +44,7 @@ pub(crate) fn run(args: SimulateArgs) -> Result<Printer> {
 }
 
 /// What all ranks do with a batch that comes in equal parts from all of them.
-fn program(plan: &Plan, partition: &Partition, batch_rows: u64) -> Result<Program> {
+fn program(plan: &Plan, partition: &Partition, batch_rows: u64, call: Call) -> Result<Program> {
     let rows_per_rank = split_even(batch_rows, plan.world_size as usize).into_iter().map(Interval::rows).collect();
-    let mode = plan.schedule.training_mode();
-    Ok(rannc_plan::build(&plan.placement(), partition, &Batch { rows_per_rank, gather_inputs: true }, mode)?)
+    Ok(rannc_plan::build(&plan.placement(), partition, &Batch { rows_per_rank, gather_inputs: true }, call)?)
 }

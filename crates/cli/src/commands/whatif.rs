@@ -47,8 +47,8 @@ fn case(model: &Model, search: &SearchArgs, batch_rows: u64, limit: Option<Gib>)
     match rannc_search::plan(graph, cluster, profiles, &settings) {
         Ok(outcome) => case.plan = Some(PlanShape::new(&outcome.plan)),
         Err(error) => {
-            if let SearchError::DoesNotFit { short_bytes, .. } = error {
-                case.short_bytes = Some(short_bytes);
+            if let SearchError::DoesNotFit(shortage) = &error {
+                case.short_bytes = Some(shortage.short_bytes);
             }
             case.problem = Some(in_words(error).to_string());
         }

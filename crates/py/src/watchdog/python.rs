@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyType;
 
 use super::Limits;
-use crate::errors::{ErrorClass, OrRaise};
+use crate::errors::{ErrorClass, OrRaiseAs};
 
 /// How long to wait for the interpreter before its buffered output is given up.
 const FLUSH_PATIENCE: Duration = Duration::from_millis(500);
@@ -51,7 +51,7 @@ impl Watchdog {
         }
         let limits = limits(heartbeat_s, silence_s, stall_timeout_s, left_timeout_s, fail_grace_s)?;
         let made = py.detach(|| super::Watchdog::listen(world_size, (host, bind), limits, flush_python));
-        let (inner, address) = made.or_raise(ErrorClass::PEER)?;
+        let (inner, address) = made.or_raise_as(ErrorClass::PEER)?;
         Ok(Self { inner, address })
     }
 
@@ -79,7 +79,7 @@ impl Watchdog {
         let patience = seconds("connect_timeout_s", connect_timeout_s)?;
         let limits = limits(heartbeat_s, silence_s, stall_timeout_s, left_timeout_s, fail_grace_s)?;
         let connect = || super::Watchdog::connect(&address, (rank, world_size), patience, limits, flush_python);
-        let inner = py.detach(connect).or_raise(ErrorClass::PEER)?;
+        let inner = py.detach(connect).or_raise_as(ErrorClass::PEER)?;
         Ok(Self { inner, address })
     }
 
