@@ -40,6 +40,7 @@ UNREAD = {
         "values[].def",
         "ops[].target",
         "ops[].args[].bool",
+        "ops[].args[].dim",
         "ops[].args[].float",
         "ops[].args[].int",
         "ops[].args[].str",
