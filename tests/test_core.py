@@ -40,6 +40,7 @@ UNREAD = {
         "values[].def",
         "ops[].target",
         "ops[].args[].bool",
+        "ops[].args[].dim",
         "ops[].args[].float",
         "ops[].args[].int",
         "ops[].args[].str",
@@ -99,7 +100,7 @@ class Everything(nn.Module):
         self.calls = self.calls + 1
         x = self.norm(self.first(given)).mul_(2.0)
         x = nn.functional.dropout(torch.cat([x, x], dim=1)[:, :WIDTH], 0.5) + self.fixed
-        x = nn.functional.gelu(x, approximate="tanh")
+        x = torch.vmap(torch.sin)(nn.functional.gelu(x, approximate="tanh"))
         with torch.no_grad():
             mean = x.mean()
         return self.last(x), mean, given
@@ -195,7 +196,7 @@ def plan(graph: Graph) -> Plan:
 
 
 def test_every_field_of_the_graph_is_read_or_known(graph_json: str, read: Any) -> None:
-    read("graph", [lambda: GraphFacts.from_json(graph_json)])
+    read("graph", [lambda: GraphFacts.from_json(graph_json, Graph.from_json(graph_json).row_dims())])
 
 
 def test_every_field_of_the_plan_is_read_or_known(plan: Plan, read: Any) -> None:

@@ -53,9 +53,10 @@ CRATES: Arrows = {
     "plan": ("ir",),
     "sim": ("cost", "plan"),
     "search": ("sim",),
+    "random": (),
     "report": ("search",),
     "cli": ("report",),
-    "py": ("cli",),
+    "py": ("cli", "random"),
 }
 FOLDERS: Mapping[str, Arrows] = {
     "cost": {"cluster": (), "op": ("cluster",), "block": ("op",), "profile": ("block",)},

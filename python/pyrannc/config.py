@@ -76,6 +76,11 @@ class Config:
         graph_profile_file: Path of a profile file.
         verify_partitioning: Compare the first step with one process.
         display_comm_value: Log a digest of every value that is sent.
+        fused_dropout: On GPUs, attention with dropout stays one kernel, which draws its mask itself: the same mask
+            for one Plan and one set of row counts, another mask of the same law under another Plan. False computes it
+            by its formula with a mask that no Plan changes, which costs the memory of all attention scores (two
+            tensors of them, and a byte for each, in forward until backward) and the time to move them, several times
+            that of the kernel. On the host, which has no such kernel, no Plan ever changes the mask.
         consolidate_grads: Has no effect any more.
         stall_timeout_s: The job ends when a rank is inside a collective call and no rank has come forward for so long.
         silence_timeout_s: A rank whose process has sent no sign of life for so long is taken for dead.
@@ -114,6 +119,7 @@ class Config:
     graph_profile_file: str = _item("")
     verify_partitioning: bool = _item(False, later="nothing is compared")
     display_comm_value: bool = _item(False, later="no values are logged")
+    fused_dropout: bool = _item(True)
     consolidate_grads: bool = _item(True, replaced_by="gradients are always reduced in buckets")
     stall_timeout_s: float = _item(600.0, least=1, below=_FOREVER_S)
     silence_timeout_s: float = _item(20.0, least=2, below=_FOREVER_S)

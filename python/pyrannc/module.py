@@ -90,7 +90,6 @@ class RaNNCModule(nn.Module):
         self._deployment: Deployment | None = None
         self._narrowed: NarrowedOptimizer | None = None
         self._variants = Variants()
-        self._steps = 0
 
     # The call
 
@@ -113,21 +112,22 @@ class RaNNCModule(nn.Module):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.device = process.ensure_process_group().device
+        known = self._variants
         call = agree_on_call(
-            self.model, args, kwargs, self._variants.number_of, self.device, gather_inputs=self._gather_inputs
+            self.model, args, kwargs, known.number_of, known.draw, self.device, gather_inputs=self._gather_inputs
         )
-        variant = self._variants.get(call.key)
+        variant, drawn = known.get(call.key), call.drawn
         if variant is None:
             variant = self._capture(args, kwargs, call.own_rows)
-            self._variants.add(call.key, variant)
+            known.add(call.key, variant)
+            drawn = agree.broadcast_object(known.draw(call.key))
         if self._deployment is None:
             self._deploy(variant, call)
         deployment = self._deployed("forward")
         program = variant.program(deployment.plan, call.rows, self._gather_inputs, _call(variant))
         deployment.sync_buffers(variant)
         options = StepOptions(reduce=not switches().delay_grad_allreduce, keep_graph=switches().keep_graph)
-        step = Step(deployment.context(variant), program, call.tensors, self._steps, variant, options)
-        self._steps += 1
+        step = Step(deployment.context(variant), program, call.tensors, drawn, variant, options)
         return variant.captured.rebuild_outputs(step.results())
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Variant:
@@ -171,7 +171,7 @@ class RaNNCModule(nn.Module):
             self.device,
             watchdog(),
             sync_params=switches().sync_params_on_init,
-            seed=agree.broadcast_object(torch.initial_seed()),
+            fused_dropout=self._config.fused_dropout,
         )
         store = self._deployment.store
         self._note_used_params(store)

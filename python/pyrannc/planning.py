@@ -236,7 +236,9 @@ def _subject(request: Request, cluster: Cluster, hosts: Sequence[str]) -> Subjec
         graph_hash=variant.graph.hash(),
         blocks=blocks,
         parts=parts,
-        source=BlockSource(variant.captured, variant.facts, parts.crossings, request.samples),
+        source=BlockSource(
+            variant.captured, variant.facts, parts.crossings, request.samples, request.config.fused_dropout
+        ),
         row_counts=row_counts(request.batch_rows, world_size),
         hosts=tuple(hosts),
         level_names=tuple(cluster.level_names),

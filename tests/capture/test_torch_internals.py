@@ -41,6 +41,20 @@ def targets(gm: fx.GraphModule) -> list[Any]:
 X = torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]])
 
 
+def test_safe_softmax() -> None:
+    scores = torch.tensor([[0.0, -math.inf], [-math.inf, -math.inf]], dtype=torch.float64, requires_grad=True)
+    found = internals.safe_softmax(scores)
+    assert found.tolist() == [[1.0, 0.0], [0.0, 0.0]]
+    (grad,) = torch.autograd.grad(found[:, 0].sum(), scores)
+    assert grad.tolist() == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_assert_on_device() -> None:
+    internals.assert_on_device(torch.tensor(True), "fine")
+    with pytest.raises(RuntimeError, match="not fine"):
+        internals.assert_on_device(torch.tensor(False), "not fine")
+
+
 def test_FakeTensor() -> None:
     assert isinstance(fake_mode().from_tensor(X), internals.FakeTensor)
     assert not isinstance(X, internals.FakeTensor)

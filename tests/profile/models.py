@@ -109,7 +109,9 @@ def subject(model: nn.Module, samples: Sequence[Tensor], row_counts: tuple[int, 
         graph_hash=graph.hash(),
         blocks=blocks,
         parts=parts,
-        source=BlockSource(captured, GraphFacts.from_json(captured.graph_json), parts.crossings, samples),
+        source=BlockSource(
+            captured, GraphFacts.from_json(captured.graph_json, graph.row_dims()), parts.crossings, samples, True
+        ),
         row_counts=row_counts,
         hosts=("here",),
         level_names=("loopback",),

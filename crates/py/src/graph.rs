@@ -34,6 +34,13 @@ impl Graph {
         py.detach(|| Blocks::new(&self.0, &cluster.0, world_size, batch_rows))
     }
 
+    /// For each Value the dimension that runs over the batch and its extent for one row, where that is proven.
+    fn row_dims(&self, py: Python<'_>) -> Vec<Option<(u32, u64)>> {
+        py.detach(|| {
+            rannc_ir::row_dims(&self.0).values().map(|rows| rows.map(|rows| (rows.dim, rows.per_row))).collect()
+        })
+    }
+
     /// The text of each Op, to compare two Graphs Op by Op.
     fn op_texts(&self, py: Python<'_>) -> Vec<String> {
         py.detach(|| self.0.ops.ids().map(|op| self.0.op_text(op)).collect())

@@ -7,6 +7,7 @@ mod interrupt;
 mod plan;
 mod profile;
 mod program;
+mod random;
 mod watchdog;
 
 use pyo3::prelude::*;
@@ -30,6 +31,8 @@ mod _native {
     use crate::profile::Profile;
     #[pymodule_export]
     use crate::program::Program;
+    #[pymodule_export]
+    use crate::random::RandomStream;
     #[pymodule_export]
     use crate::watchdog::python::Watchdog;
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
+from pyrannc.blocks.draw import Drawing, DrawnOp, law_of
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture import Captured
 from pyrannc.capture.torch_internals import SET_GRAD_ENABLED
@@ -25,13 +26,13 @@ class StageCode:
         facts: its Graph.
         part: what belongs to the Stage.
         device: where it runs; every device that the model named is replaced by it.
-        randomness: places the random number generator before each Op that draws.
+        randomness: where random numbers come from.
 
     A call returns the Values sent on, the outputs, and the new contents of buffers.
 
     Attributes:
         updates: the new contents of buffers: the Value to store, by the buffer's Value.
-        random: True when some Op draws random numbers.
+        seeds_generator: True when some Op draws from the device's generator.
     """
 
     def __init__(
@@ -44,9 +45,9 @@ class StageCode:
             if (update := facts.buffers[buffer].update) is not None and update in made
         }
         self._wanted = tuple(dict.fromkeys([*part.sends, *part.outputs, *self.updates.values()]))
-        self.random = any(facts.ops[op].random for op in part.ops)
         writer = _Writer(captured, facts, device, randomness)
         self._feeds = writer.write(part, self._wanted)
+        self.seeds_generator = writer.seeds_generator
         self._module = fx.GraphModule(torch.nn.Module(), writer.graph)
 
     def __call__(self, rows: int, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -60,6 +61,7 @@ class _Writer:
 
     def __init__(self, captured: Captured, facts: GraphFacts, device: torch.device, randomness: Randomness) -> None:
         self.graph = fx.Graph()
+        self.seeds_generator = False
         self._captured = captured
         self._facts = facts
         self._device = device
@@ -98,20 +100,35 @@ class _Writer:
                 ambient = ambient or self.graph.call_function(torch.is_grad_enabled)
                 enabled = facts.grad_enabled
                 self.graph.call_function(SET_GRAD_ENABLED, (ambient if enabled else False,))
-            if facts.random:
-                self.graph.call_function(self._randomness.placer(op))
             self._write_op(op)
         if not enabled:
             self.graph.call_function(SET_GRAD_ENABLED, (ambient,))
 
     def _write_op(self, op: int) -> None:
         original = self._captured.op_nodes[op]
-        args = map_aggregate(original.args, self._argument)
-        kwargs = map_aggregate(original.kwargs, self._argument)
-        node = self.graph.create_node(original.op, original.target, args, kwargs, name=original.name)
+        target, args, kwargs = original.target, original.args, original.kwargs
+        drawn = self._drawn(op) if self._facts.ops[op].random else None
+        if drawn is not None:
+            target, (args, kwargs) = drawn, drawn.arguments(original)
+        args, kwargs = map_aggregate(args, self._argument), map_aggregate(kwargs, self._argument)
+        node = self.graph.create_node(original.op, target, args, kwargs, name=original.name)
         for value in self._facts.ops[op].results:
             _, place = self._captured.values[value]
             self._nodes[value] = node if place is None else self.graph.call_function(operator.getitem, (node, place))
+
+    def _drawn(self, op: int) -> DrawnOp | None:
+        """What draws an Op's numbers by their place in the batch; None once the generator is set for those of torch."""
+        facts, values = self._facts.ops[op], self._facts.values
+        by_rows = facts.in_region or any(values[value].depends_on_rows for value in facts.results)
+        first = values[facts.results[0]] if facts.results else None
+        if first is not None and not facts.in_region:
+            law = law_of(self._captured.op_nodes[op], first.dtype, self._randomness)
+            if law is not None:
+                return DrawnOp(law, Drawing(self._randomness, op, first.dtype, first.row_dim, by_rows))
+        self.seeds_generator = True
+        by_rows = by_rows or not facts.results or any(values[value].depends_on_rows for value in facts.operands)
+        self.graph.call_function(self._randomness.placer(op, by_rows=by_rows))
+        return None
 
     def _argument(self, item: Any) -> Any:
         if isinstance(item, torch.device):

@@ -1,19 +1,26 @@
-"""Random numbers that do not depend on how the model was cut.
+"""Random numbers that depend neither on how the model was cut nor on how the batch was divided.
 
-Before each Op that draws, the device's generator is set to a seed made from the run's seed, the
-step, the first row in hand and the Op. So the same rows draw the same numbers whichever Stage, rank or
-order computes them.
+Each call has a key, which comes from torch's generator. With the drawing Op it chooses a stream of numbers, and the
+place of an element in the global batch tells which of them it gets (``stream.py``). Ops that draw inside of a kernel
+of torch (``draw.py`` says which) take them from the device's generator, which is set before each of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
+from pyrannc.blocks.stream import CallKey, Draw, RowsInHand
+from pyrannc.core.partition import RowDim
+from pyrannc.core.program import Rows
+
 _MASK = (1 << 64) - 1
+# Rows in hand that are remembered: those of the microbatches of the usual row counts.
+_REMEMBERED = 1024
 
 
 def mix(*words: int) -> int:
@@ -27,32 +34,74 @@ def mix(*words: int) -> int:
     return state >> 1
 
 
+def draw_key() -> int:
+    """A number from torch's default generator, which moves on: as seeds, saved states and forks of it demand."""
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+
+
 class Randomness:
-    """The generator of one rank.
+    """What a rank draws from.
 
     Args:
-        device: whose default generator the model draws from.
-        seed: the run's seed, equal on all ranks.
+        device: where the rank computes.
+        fused_dropout: attention with dropout stays one kernel, which draws from the device's generator.
     """
 
-    def __init__(self, device: torch.device, seed: int) -> None:
+    def __init__(self, device: torch.device, *, fused_dropout: bool = True) -> None:
+        self.device = device
+        self.fused_dropout = fused_dropout
         self._generator = (
             torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
         )
-        self._seed = seed
-        self._key = 0
+        self._remembered: dict[tuple[Rows, ...], RowsInHand] = {}
+        self._one_row = RowsInHand([(0, 1)], device)
+        self.begin(0)
+        self.at([])
 
-    def at(self, step: int, microbatch: int, row: int) -> None:
-        """Says what the next Ops work on: the rows of a microbatch that begin with ``row``."""
-        self._key = mix(self._seed, step, microbatch, row)
+    def begin(self, key: int) -> None:
+        """Begins a call; ``key`` is the same on all ranks."""
+        self._key = CallKey(key, self.device)
 
-    def placer(self, op: int) -> Callable[[], None]:
-        """What a Stage calls right before the Op draws."""
-        return _Placer(self, op)
+    def at(self, runs: Sequence[Rows]) -> None:
+        """Says what the next Ops work on: these rows of the global batch."""
+        known = tuple(runs)
+        if known not in self._remembered:
+            if len(self._remembered) >= _REMEMBERED:
+                self._remembered.clear()
+            self._remembered[known] = RowsInHand(known, self.device)
+        self._rows = self._remembered[known]
 
-    def place(self, op: int) -> None:
-        """Sets the generator for the Op."""
-        self._generator.manual_seed(mix(self._key, op))
+    @property
+    def _first_row(self) -> int:
+        return self._rows.runs[0][0] if self._rows.runs else 0
+
+    def draw(self, op: int, shape: Sequence[int], row_dim: RowDim | None, *, by_rows: bool) -> Draw:
+        """What an Op draws now for a tensor.
+
+        Args:
+            op: the Op.
+            shape: the tensor's.
+            row_dim: the dimension that is proven to run over the batch.
+            by_rows: without such a dimension, parts of the batch differ; else all of them get the same numbers.
+        """
+        if (
+            row_dim is not None
+            and row_dim.dim < len(shape)
+            and shape[row_dim.dim] == self._rows.count * row_dim.per_row
+        ):
+            dim = row_dim.dim
+            outer, inner = prod(shape[:dim]), prod(shape[dim + 1 :])
+            return Draw(self._key, op, 0, self._rows, outer, row_dim.per_row, inner)
+        salt = 1 + self._first_row if by_rows else 0
+        return Draw(self._key, op, salt, self._one_row, 1, 1, prod(shape))
+
+    def placer(self, op: int, *, by_rows: bool) -> Callable[[], None]:
+        """What a Stage calls right before an Op that draws from the device's generator."""
+        return _Placer(self, op, by_rows)
+
+    def place(self, op: int, *, by_rows: bool) -> None:
+        """Sets the generator for the Op: for the rows in hand, or alike for all."""
+        self._generator.manual_seed(mix(self._key.number, op, 1 + self._first_row if by_rows else 0))
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
@@ -70,10 +119,11 @@ class _Placer:
 
     randomness: Randomness
     op: int
+    by_rows: bool
 
     def __post_init__(self) -> None:
         self.__name__ = self.__qualname__ = f"place_generator_{self.op}"
         self.__module__ = __name__
 
     def __call__(self) -> None:
-        self.randomness.place(self.op)
+        self.randomness.place(self.op, by_rows=self.by_rows)

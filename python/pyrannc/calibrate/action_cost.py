@@ -59,7 +59,7 @@ def _step_us(device: torch.device, microbatches: int) -> float:
     variant = request.variant
     plan = decide(request, None)
     variant.divide(plan.partition(variant.graph))
-    deployment = Deployment(model, variant, plan, device, None, sync_params=False, seed=0)
+    deployment = Deployment(model, variant, plan, device, None, sync_params=False, fused_dropout=True)
     program = variant.program(plan, (_MANY,) * process.get_world_size(), True, "whole")
     options = StepOptions(reduce=True, keep_graph=False)
 

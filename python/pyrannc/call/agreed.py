@@ -27,12 +27,14 @@ class AgreedCall:
         tensors: of this rank's arguments.
         own_rows: of this rank's batch.
         rows: of each rank's batch, as far as they count.
+        drawn: rank 0's number for the call's random numbers.
     """
 
     key: Hashable
     tensors: list[Tensor]
     own_rows: int
     rows: tuple[int, ...]
+    drawn: int
 
 
 def agree_on_call(
@@ -40,6 +42,7 @@ def agree_on_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     number_of: Callable[[Hashable], int | None],
+    draw: Callable[[Hashable], int],
     device: torch.device,
     *,
     gather_inputs: bool,
@@ -48,6 +51,7 @@ def agree_on_call(
 
     Args:
         number_of: the captured form with a key, by a number that is equal on all ranks; ``None`` for a new one.
+        draw: a number for the random numbers of a call with a key.
         device: where this rank computes, and where its tensors must be.
         gather_inputs: the rows of all ranks count, instead of those of rank 0 alone.
 
@@ -58,24 +62,25 @@ def agree_on_call(
     failure: Exception | None = None
     key: Hashable = None
     tensors: list[Tensor] = []
-    number, own_rows = _FAILED, 0
+    number, own_rows, drawn = _FAILED, 0, 0
     try:
         tensors, _ = flatten((args, kwargs))
         own_rows = _check_inputs(tensors, device)
         key = signature(model, args, kwargs)
         known = number_of(key)
         number = _NEW if known is None else known
+        drawn = draw(key)
     except Exception as error:
         failure = error
-    everyone = agree.gather_numbers((number, own_rows, _switched()))
-    if any(found == _FAILED for found, _, _ in everyone):
+    everyone = agree.gather_numbers((number, own_rows, _switched(), drawn))
+    if any(found == _FAILED for found, *_ in everyone):
         agree.raise_together(failure)
-    rows = tuple(count if gather_inputs or rank == 0 else 0 for rank, (_, count, _) in enumerate(everyone))
-    if len({(found, switched) for found, _, switched in everyone}) > 1:
+    rows = tuple(count if gather_inputs or rank == 0 else 0 for rank, (_, count, *_) in enumerate(everyone))
+    if len({(found, switched) for found, _, switched, _ in everyone}) > 1:
         raise MismatchError(_different_calls(model, tensors))
     if sum(rows) == 0:
         raise InputError("the global batch has no rows: every rank's inputs are empty")
-    return AgreedCall(key, tensors, own_rows, rows)
+    return AgreedCall(key, tensors, own_rows, rows, everyone[0][3])
 
 
 def _check_inputs(tensors: list[Tensor], device: torch.device) -> int:

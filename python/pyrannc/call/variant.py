@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
 from pyrannc._native import Graph, Partition, Plan, Program
+from pyrannc.blocks.randomness import draw_key
 from pyrannc.call.alike import capture_alike
 from pyrannc.capture import Captured
 from pyrannc.core.graph import GraphFacts
@@ -39,7 +41,7 @@ class Variant:
         self.captured: Captured
         self.graph: Graph
         self.captured, self.graph = capture_alike(model, args, kwargs, device, rows)
-        self.facts = GraphFacts.from_json(self.captured.graph_json)
+        self.facts = GraphFacts.from_json(self.captured.graph_json, self.graph.row_dims())
         self.loss = self._find_loss()
         self.active: set[str] | None = None
         self._programs: dict[Hashable, RankProgram] = {}
@@ -55,6 +57,11 @@ class Variant:
     def trains(self) -> bool:
         """True when some output leads back to parameters or inputs."""
         return any(self.facts.values[value].requires_grad for value in self.facts.outputs)
+
+    @cached_property
+    def draws(self) -> bool:
+        """True when some Op draws random numbers."""
+        return any(op.random for op in self.facts.ops)
 
     def _check_outputs(self) -> None:
         for value in set(self.facts.outputs) - set(self.facts.inputs):
@@ -110,6 +117,11 @@ class Variants:
         """The number of the captured form of calls with this key, if there is one."""
         known = self._by_key.get(key)
         return None if known is None else self._numbered.index(known)
+
+    def draw(self, key: Hashable) -> int:
+        """What a call with this key is to draw from: a number from torch's generator if it is known to need one."""
+        known = self._by_key.get(key)
+        return draw_key() if known is not None and known.draws else 0
 
     def add(self, key: Hashable, variant: Variant) -> None:
         """Keeps a captured form under the next number."""

@@ -196,6 +196,17 @@ def overload_name(op: _OpOverload) -> str:
     return op._overloadname
 
 
+def safe_softmax(scores: Tensor) -> Tensor:
+    """The softmax of the last dimension, zeros where all is minus infinity. Public: none; attention has it inside."""
+    made: Tensor = torch.ops.aten._safe_softmax.default(scores, -1)
+    return made
+
+
+def assert_on_device(truth: Tensor, text: str) -> None:
+    """Fails if a tensor is false, without waiting for the device to know. Public: none."""
+    torch._assert_async(truth, text)
+
+
 SET_GRAD_ENABLED: Callable[[bool], None] = torch._C._set_grad_enabled
 """The node that a trace holds for ``torch.no_grad()``; also the quickest switch in generated code. Public: the class
 ``torch.set_grad_enabled``."""

@@ -10,16 +10,24 @@ from typing import Any
 
 import torch
 
+from pyrannc.core.partition import RowDim
+
 
 @dataclass(frozen=True)
 class ValueFacts:
-    """A Value: ``shape`` holds ``(per_row, fixed)`` for each dimension."""
+    """A Value: ``shape`` holds ``(per_row, fixed)`` for each dimension, ``row_dim`` the one proven to hold rows."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[tuple[int, int], ...]
     requires_grad: bool
     alias_of: int | None
+    row_dim: RowDim | None
+
+    @property
+    def depends_on_rows(self) -> bool:
+        """True when some extent does."""
+        return any(per_row for per_row, _ in self.shape)
 
     def shape_at(self, rows: int) -> list[int]:
         """The extents for ``rows`` rows."""
@@ -35,6 +43,7 @@ class OpFacts:
     mutates: tuple[int, ...]
     grad_enabled: bool
     random: bool
+    in_region: bool
 
 
 @dataclass(frozen=True)
@@ -68,12 +77,12 @@ class GraphFacts:
     first_use: dict[int, int]
 
     @staticmethod
-    def from_json(text: str) -> GraphFacts:
-        """Reads the core's Graph."""
+    def from_json(text: str, row_dims: Sequence[tuple[int, int] | None]) -> GraphFacts:
+        """Reads the core's Graph, with what it proves of the Values' rows."""
         graph = json.loads(text)
         ops = tuple(_op(item) for item in graph["ops"])
         return GraphFacts(
-            values=tuple(_value(item) for item in graph["values"]),
+            values=tuple(_value(item, rows) for item, rows in zip(graph["values"], row_dims, strict=True)),
             ops=ops,
             params=tuple(ParamFacts((p["name"], *p.get("aliases", ())), p["value"]) for p in graph["params"]),
             buffers=tuple(BufferFacts(b["name"], b["value"], b.get("update")) for b in graph["buffers"]),
@@ -94,13 +103,14 @@ class GraphFacts:
         return value
 
 
-def _value(item: dict[str, Any]) -> ValueFacts:
+def _value(item: dict[str, Any], rows: tuple[int, int] | None) -> ValueFacts:
     return ValueFacts(
         name=item["name"],
         dtype=getattr(torch, item["dtype"]),
         shape=tuple((dim["per_row"], dim["fixed"]) for dim in item["shape"]),
         requires_grad=item["requires_grad"],
         alias_of=item.get("alias_of"),
+        row_dim=None if rows is None else RowDim(*rows),
     )
 
 
@@ -111,6 +121,7 @@ def _op(item: dict[str, Any]) -> OpFacts:
         mutates=tuple(item.get("mutates", ())),
         grad_enabled=item["grad_enabled"],
         random=item.get("random", False),
+        in_region=item.get("region") is not None,
     )
 
 

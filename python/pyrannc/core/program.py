@@ -89,7 +89,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One rank's Actions and row ranges for one batch."""
+    """One rank's Actions and row ranges for one batch; ``global_rows`` are ``rows`` as they stand in all of it."""
 
     rank: int
     stage: int
@@ -98,6 +98,7 @@ class RankProgram:
     total_rows: int
     microbatches: tuple[int, ...]
     rows: tuple[Rows, ...]
+    global_rows: tuple[tuple[Rows, ...], ...]
     slices: tuple[Slice, ...]
     inputs: tuple[Transfer, ...]
     outputs: tuple[Transfer, ...]
@@ -116,6 +117,7 @@ class RankProgram:
             total_rows=view["total_rows"],
             microbatches=tuple(view["microbatches"]),
             rows=tuple(_rows(pair) for pair in view["rows"]),
+            global_rows=tuple(tuple(_rows(pair) for pair in runs) for runs in view["global_rows"]),
             slices=tuple(Slice(item["mb"], _rows(item["local"]), item["at"]) for item in view["slices"]),
             inputs=tuple(_transfer(item) for item in view["inputs"]),
             outputs=tuple(_transfer(item) for item in view["outputs"]),

@@ -27,12 +27,14 @@ class BlockSource:
         facts: its Graph.
         crossings: the Values that go from one Block to later ones.
         samples: the Graph's inputs of some call, in their order; they give inputs their values.
+        fused_dropout: as in the configuration.
     """
 
     captured: Captured
     facts: GraphFacts
     crossings: Mapping[int, Crossing]
     samples: Sequence[Tensor]
+    fused_dropout: bool
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class BlockCode:
         self._source = source
         self._place = place
         self._device = device
-        self._randomness = Randomness(device, seed=0)
+        self._randomness = Randomness(device, fused_dropout=source.fused_dropout)
         self._generator = torch.Generator(device).manual_seed(0)
         own = set(ops)
         clones = tuple(op for op in part.ops if op not in own)
@@ -153,6 +155,7 @@ class BlockCode:
 
     def forward(self, rows: int, feeds: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Runs the Block as a step does, new contents of buffers included."""
+        self._randomness.at([(0, rows)])
         results = self._code(rows, {**self._state, **feeds})
         with torch.no_grad():
             for buffer, update in self._code.updates.items():

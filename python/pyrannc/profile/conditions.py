@@ -16,7 +16,7 @@ class Conditions:
     Attributes:
         device: name of the device, as torch has it.
         precision: the switches that choose the precision of products.
-        versions: of the software that computes, by its name.
+        versions: of the software that computes, and which way it computes, by its name.
     """
 
     device: str
@@ -24,12 +24,13 @@ class Conditions:
     versions: tuple[tuple[str, str], ...]
 
 
-def conditions(device: torch.device) -> Conditions:
+def conditions(device: torch.device, *, fused_dropout: bool) -> Conditions:
     """Those in force on ``device`` now."""
     versions = {"pyrannc": _native.version, "torch": torch.__version__}
     if device.type == "cuda":
         versions["cuda"] = str(torch.version.cuda)
         versions["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]  # torch has no types for it
+        versions["dropout"] = "fused" if fused_dropout else "not fused"
     return Conditions(device_name(device), _precision(device), tuple(versions.items()))
 
 

@@ -77,7 +77,7 @@ def profile(subject: Subject, device: torch.device, cache: ProfileCache) -> list
     Returns:
         On rank 0, in the order of the ranks that have those devices first; nothing on other ranks.
     """
-    everyone: list[Conditions] = agree.gather_objects(conditions(device))
+    everyone: list[Conditions] = agree.gather_objects(conditions(device, fused_dropout=subject.source.fused_dropout))
     keys = [_key(subject, kind) for kind in dict.fromkeys(everyone)]
     first = process.get_rank() == 0
     known = agree.together(lambda: [cache.find(key) for key in keys] if first else [])
@@ -159,7 +159,7 @@ def _measure_share(
         # The plan is to train under, even if the first call does not.
         torch.inference_mode(False),
         torch.enable_grad(),
-        Randomness(device, seed=0).borrowed(),
+        Randomness(device).borrowed(),
         Bar("profiling blocks", sum(weights.values()), len(weights), shown=shown) as bar,
     ):
         meter = BlockMeter(device)

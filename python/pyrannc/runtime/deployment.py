@@ -31,6 +31,7 @@ class Deployment:
         plan: the Plan.
         device: this rank's.
         sync_params: give every rank the parameters and buffers of rank 0.
+        fused_dropout: as in the configuration.
 
     Attributes:
         store: where parameters and buffers lie.
@@ -48,7 +49,7 @@ class Deployment:
         watchdog: Watchdog | None,
         *,
         sync_params: bool,
-        seed: int,
+        fused_dropout: bool,
     ) -> None:
         self.plan = plan
         self.device = device
@@ -60,7 +61,7 @@ class Deployment:
         self._groups = Groups()
         self.gradients = self._make_gradients(variant)
         self._channels = Channels(device)
-        self._randomness = Randomness(device, seed)
+        self._randomness = Randomness(device, fused_dropout=fused_dropout)
         self._record = ActionRecord(watchdog, [_title(number, stage) for number, stage in enumerate(stages)])
         self.timing = Timing(device)
         if device.type == "cuda":

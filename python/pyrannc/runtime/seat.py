@@ -43,7 +43,6 @@ class Seat:
     Args:
         context: the Stage.
         program: which rows it computes.
-        step: number of the step, for random numbers.
         inputs: the Stage's inputs by microbatch and Value; none for microbatches without rows here.
         marks: where to note when computations run.
 
@@ -56,13 +55,11 @@ class Seat:
         self,
         context: StageContext,
         program: RankProgram,
-        step: int,
         inputs: Mapping[tuple[int, int], Tensor],
         marks: StepMarks | None,
     ) -> None:
         self._context = context
         self._program = program
-        self._step = step
         self._inputs = inputs
         self._marks = marks
         self._part = context.parts.stages[context.stage]
@@ -90,7 +87,7 @@ class Seat:
         for value in self._part.receives:
             live.feeds[value] = self._arrived_value(value, microbatch)
         self._arrivals.pop((microbatch, "value"), None)
-        context.randomness.at(self._step, microbatch, self._program.rows[microbatch][0])
+        context.randomness.at(self._program.global_rows[microbatch])
         tensors = {**context.params, **context.buffers, **live.feeds}
         with self._timed("forward", microbatch):
             with torch.set_grad_enabled(self._trains):

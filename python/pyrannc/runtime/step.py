@@ -44,7 +44,7 @@ class Step:
         context: the rank's Stage.
         program: what the rank does.
         inputs: the local tensors, in the order of the Graph's inputs.
-        number: of the step, equal on all ranks.
+        key: what random numbers come from, equal on all ranks.
         variant: the captured call.
     """
 
@@ -53,7 +53,7 @@ class Step:
         context: StageContext,
         program: RankProgram,
         inputs: Sequence[Tensor],
-        number: int,
+        key: int,
         variant: Variant,
         options: StepOptions,
     ) -> None:
@@ -69,9 +69,10 @@ class Step:
         self._made = _made(context.parts.outputs)
         self._weights = Weights(context.facts, program, self._made, self._loss, context.device)
         self._batch = Batch(context.facts, program, self._made, context.device)
+        context.randomness.begin(key)
         marks = context.timing.begin(program)
         with context.record.step(program), self._generator():
-            self._seat = Seat(context, program, number, self._batch.bring_inputs(self._inputs), marks)
+            self._seat = Seat(context, program, self._batch.bring_inputs(self._inputs), marks)
             self._executor = Executor(context, program, self._seat, marks)
             if program.call == "whole":
                 self._current = context.gradients.begin()
@@ -84,7 +85,7 @@ class Step:
                 self._finish_gradients()
 
     def _generator(self) -> Any:
-        return self._context.randomness.borrowed() if self._context.code.random else nullcontext()
+        return self._context.randomness.borrowed() if self._context.code.seeds_generator else nullcontext()
 
     def results(self) -> list[Tensor]:
         """The outputs, in the order of the Graph's outputs, with gradients if the call trains."""

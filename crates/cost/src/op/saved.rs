@@ -27,7 +27,8 @@ enum Rule {
     /// Of a product: each factor if the other one needs a gradient.
     Factors(usize),
     Quotient,
-    Dropout,
+    /// A mask of the input's type.
+    Mask,
     Attention,
     /// The input, and mean and deviation of every normalised group.
     Norm,
@@ -68,6 +69,10 @@ fn rule(name: &str) -> Rule {
         | "tril"
         | "triu"
         | "lerp"
+        // Backward draws the mask once more.
+        | "dropout"
+        | "native_dropout"
+        | "feature_dropout"
         | "upsample_nearest2d"
         | "upsample_bilinear2d"
         | "fill"
@@ -77,7 +82,7 @@ fn rule(name: &str) -> Rule {
         "div" | "true_divide" => Rule::Quotient,
         "softmax" | "_softmax" | "log_softmax" | "_log_softmax" | "relu" | "tanh" | "sigmoid" | "exp" | "sqrt"
         | "rsqrt" | "reciprocal" | "hardtanh" | "relu6" => Rule::Results,
-        "dropout" | "native_dropout" | "alpha_dropout" | "feature_dropout" => Rule::Dropout,
+        "alpha_dropout" | "feature_alpha_dropout" => Rule::Mask,
         "scaled_dot_product_attention" => Rule::Attention,
         "layer_norm" | "native_layer_norm" | "rms_norm" | "group_norm" | "instance_norm" | "batch_norm"
         | "native_batch_norm" | "cudnn_batch_norm" => Rule::Norm,
@@ -123,7 +128,7 @@ impl Keeper<'_, '_> {
             Rule::Results => self.keep_all(operation.op.results.clone()),
             Rule::Factors(first) => self.factors(first),
             Rule::Quotient => self.quotient(),
-            Rule::Dropout => self.dropout(host),
+            Rule::Mask => self.saved.private_bytes += self.operation.bytes_at(0),
             Rule::Attention => self.attention(host),
             Rule::Norm => self.norm(),
             Rule::Pool => {
@@ -179,14 +184,8 @@ impl Keeper<'_, '_> {
         }
     }
 
-    /// The host multiplies with a mask of the input's type, accelerators keep one byte an element.
-    fn dropout(&mut self, host: bool) {
-        let by_kernel = self.operation.result_elements() * DType::Bool.bytes() as f64;
-        self.saved.private_bytes += if host { self.operation.bytes_at(0) } else { by_kernel };
-    }
-
     /// A fused kernel keeps the logarithm of the sums (float32); the host has none for dropout and then
-    /// keeps the scores, the mask and the masked scores, and none for a mask that is learned.
+    /// keeps the weights before and after it, and none for a mask that is learned.
     fn attention(&mut self, host: bool) {
         let operation = self.operation;
         // Query, key, value and mask.
@@ -194,7 +193,7 @@ impl Keeper<'_, '_> {
         let dropout = operation.arg(4, "dropout_p").is_some_and(|p| !is_zero(p));
         let learned_mask = self.needs_grad(3);
         if host && (dropout || learned_mask) {
-            let copies = if dropout { 3 } else { 1 };
+            let copies = if dropout { 2 } else { 1 };
             let element_bytes = operation.tensor(0).map_or(0, |query| operation.value(query).dtype.bytes());
             self.saved.private_bytes += operation.attention_scores() * (copies * element_bytes) as f64;
             return;

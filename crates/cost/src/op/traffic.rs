@@ -1,6 +1,6 @@
 //! Bytes that ops move, and kernels that they launch.
 
-use rannc_ir::{DType, ValueDef, ValueId};
+use rannc_ir::{ValueDef, ValueId};
 
 use super::kind::OpKind;
 use super::operation::{Operation, is_lookup, tensor_bytes};
@@ -16,7 +16,6 @@ impl Operation<'_> {
         };
         let once = self.result_bytes() + self.operands().into_iter().map(read).sum::<Poly>();
         let again = match self.name {
-            "dropout" | "native_dropout" => self.mask_bytes(),
             // Statistics come first.
             "batch_norm" | "native_batch_norm" | "cudnn_batch_norm" | "group_norm" | "instance_norm" => {
                 self.bytes_at(0)
@@ -82,11 +81,6 @@ impl Operation<'_> {
     pub(crate) fn view_backward(&self) -> (Poly, f64) {
         let whole = self.tensor(0).filter(|_| takes_part(self.name) && self.has_backward());
         whole.map_or_else(Default::default, |whole| (tensor_bytes(self.value(whole)) + self.result_bytes(), 1.0))
-    }
-
-    /// One byte an element.
-    fn mask_bytes(&self) -> Poly {
-        self.result_elements() * DType::Bool.bytes() as f64
     }
 }
 

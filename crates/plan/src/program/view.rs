@@ -24,6 +24,8 @@ pub struct RankView {
     pub microbatches: Vec<u64>,
     /// By microbatch, the rows that this rank computes, possibly none.
     pub rows: Vec<Interval>,
+    /// The same rows as they stand in the global batch, which is the ranks' batches one after another.
+    pub global_rows: Vec<Vec<Interval>>,
     /// The local rows that this rank gives to each microbatch.
     pub slices: Vec<Slice>,
     /// Input transfers from or to this rank, in the order common to all ranks.
@@ -44,6 +46,8 @@ impl Program {
             transfers.iter().copied().filter(|transfer| transfer.src == rank || transfer.dst == rank).collect()
         };
         let rows_of = |replicas: &Vec<Interval>| replicas.get(program.replica as usize).copied();
+        let stage_rows = self.stage_rows.get(program.stage as usize)?;
+        let rows: Vec<Interval> = stage_rows.iter().map(rows_of).collect::<Option<_>>()?;
         Some(RankView {
             rank,
             stage: program.stage,
@@ -52,13 +56,33 @@ impl Program {
             gather_inputs: self.gather_inputs,
             total_rows: self.total_rows,
             microbatches: self.microbatches.clone(),
-            rows: self.stage_rows.get(program.stage as usize)?.iter().map(rows_of).collect::<Option<_>>()?,
+            global_rows: (0..).zip(&rows).map(|(mb, &rows)| self.global_rows(mb, rows)).collect(),
+            rows,
             slices: self.slices.get(rank as usize)?.clone(),
             inputs: touching(&self.inputs),
             outputs: touching(&self.outputs),
             forward: program.forward.clone(),
             backward: program.backward.clone(),
         })
+    }
+
+    /// Rows of a microbatch as they stand in the global batch: runs that do not touch, in the microbatch's order.
+    fn global_rows(&self, mb: u32, rows: Interval) -> Vec<Interval> {
+        let mut found: Vec<Interval> = Vec::new();
+        let mut first_of_rank = 0;
+        for slices in &self.slices {
+            for slice in slices.iter().filter(|slice| slice.mb == mb) {
+                let here = slice.within().overlap(rows);
+                let lo = first_of_rank + slice.local.lo + (here.lo - slice.at);
+                match found.last_mut() {
+                    _ if here.is_empty() => {}
+                    Some(last) if last.hi == lo => last.hi += here.rows(),
+                    _ => found.push(Interval::new(lo, lo + here.rows())),
+                }
+            }
+            first_of_rank += slices.last().map_or(0, |slice| slice.local.hi);
+        }
+        found
     }
 
     /// The directed rank pairs between which messages between Stages go; sorted.

@@ -62,14 +62,24 @@ proptest! {
         prop_assert!(channels.is_sorted_by(|a, b| a < b));
         prop_assert!(program.channels().iter().all(|pair| channels.binary_search(pair).is_ok()));
         let mut input_ends = 0;
+        let mut places = vec![Vec::new(); case.placement.ranks.len()];
         for own in &program.ranks {
             let view = program.rank_view(own.rank).expect("the rank exists");
+            for (rows, runs) in view.rows.iter().zip(&view.global_rows) {
+                prop_assert_eq!(rows.rows(), runs.iter().map(|run| run.rows()).sum::<u64>());
+                prop_assert!(runs.windows(2).all(|pair| pair[0].hi < pair[1].lo));
+                places[own.stage as usize].extend(runs.iter().flat_map(|run| run.lo..run.hi));
+            }
             prop_assert_eq!((&view.forward, &view.backward), (&own.forward, &own.backward));
             for (mb, rows) in (0..).zip(&view.rows) {
                 let forwards = view.forward.iter().filter(|&action| *action == Action::Forward { mb }).count();
                 prop_assert_eq!(forwards, usize::from(!rows.is_empty()));
             }
             input_ends += view.inputs.iter().map(|t| if t.src == t.dst { 2 } else { 1 }).sum::<usize>();
+        }
+        for mut rows in places {
+            rows.sort_unstable();
+            prop_assert!(rows.into_iter().eq(0..program.total_rows), "each Stage has every row of the batch once");
         }
         prop_assert_eq!(input_ends, 2 * program.inputs.len());
         let world = u32::try_from(program.ranks.len()).expect("few ranks");

@@ -18,6 +18,7 @@ fn the_json_of_a_view() {
         r#""total_rows":3"#,
         r#""microbatches":[3]"#,
         r#""rows":[[0,3]]"#,
+        r#""global_rows":[[[0,3]]]"#,
         r#""slices":[{"mb":0,"local":[0,1],"at":2}]"#,
         r#""inputs":[{"src":1,"dst":0,"mb":0,"value":100,"rows":[2,3]}]"#,
         r#""outputs":[{"src":1,"dst":0,"mb":0,"value":1,"rows":[0,2]},{"src":1,"dst":1,"mb":0,"value":1,"rows":[2,3]}]"#,
@@ -26,6 +27,22 @@ fn the_json_of_a_view() {
     ];
     assert_eq!(json, format!("{{{}}}", fields.join(",")));
     assert_eq!(serde_json::to_string(&Action::Reduce).expect("plain data"), r#"{"action":"reduce"}"#);
+}
+
+#[test]
+fn rows_know_their_place_in_the_global_batch() {
+    // Microbatch 0 is rows 0..2 of rank 0's three and 0..2 of rank 2's four, microbatch 1 is the rest.
+    let program = Case::chain(&[2, 1], 2, &[3, 0, 4], Mode::TrainFillDrain).build();
+    let places = |rank| -> Vec<String> {
+        let view = program.rank_view(rank).expect("the rank exists");
+        let text = |runs: &Vec<_>| runs.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
+        view.global_rows.iter().map(text).collect()
+    };
+    assert_eq!(places(0), ["0..2", "2..3 5..6"]);
+    assert_eq!(places(1), ["3..5", "6..7"]);
+    assert_eq!(places(2), ["0..2 3..5", "2..3 5..7"]);
+    let whole = Case::chain(&[1, 1], 1, &[3, 4], Mode::TrainFillDrain).build();
+    assert_eq!(whole.rank_view(0).expect("the rank exists").global_rows, [[rannc_plan::Interval::new(0, 7)]]);
 }
 
 #[test]
