@@ -98,6 +98,15 @@ impl Arg {
             _ => {}
         }
     }
+
+    /// Puts `new(value)` in the place of every Value in the argument.
+    pub fn map_values(&mut self, new: &mut impl FnMut(ValueId) -> ValueId) {
+        match self {
+            Self::Value(value) => *value = new(*value),
+            Self::List(items) => items.iter_mut().for_each(|item| item.map_values(new)),
+            _ => {}
+        }
+    }
 }
 
 /// Where a Value comes from.
@@ -197,6 +206,9 @@ pub struct Op {
     /// True for a call whose inside was not captured (a leaf module, a custom autograd function).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub opaque: bool,
+    /// True for an opaque call that was tried: changed rows of its operands changed no other rows of its results.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub row_wise: bool,
     /// Ops of one region (an autocast block, a vmap level) must stay together.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub region: Option<u32>,

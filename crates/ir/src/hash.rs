@@ -196,6 +196,9 @@ impl Encoder {
         self.flag(op.grad_enabled);
         self.flag(op.random);
         self.flag(op.opaque);
+        if op.opaque {
+            self.flag(op.row_wise);
+        }
         self.maybe(region);
     }
 

@@ -5,15 +5,18 @@ mod batch_free;
 mod dtype;
 mod entity;
 mod error;
+mod follow;
 mod graph;
 mod hash;
 mod json;
+mod ops;
 mod parse;
 mod problem;
 mod rows;
 mod run;
 pub mod sealed;
 mod storages;
+mod tail;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod text;
@@ -30,6 +33,7 @@ pub use graph::{
 };
 pub use hash::{block_hash, text_hash};
 pub use problem::{GraphPlace, GraphProblem, VerifyError, VerifyErrors};
-pub use rows::{RowDim, row_dims};
+pub use rows::{Join, Mixing, RowDim, RowState, Rows, row_dims};
 pub use run::OpRun;
 pub use storages::Storages;
+pub use tail::{Divided, Joined, Tail};

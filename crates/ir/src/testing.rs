@@ -115,6 +115,7 @@ impl GraphBuilder {
             grad_enabled: true,
             random: false,
             opaque: false,
+            row_wise: false,
             region: None,
             module: self.module.clone(),
             source: Some(Source { file: "model.py".to_owned(), line: self.line }),
