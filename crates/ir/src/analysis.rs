@@ -97,7 +97,7 @@ pub struct Analysis {
 impl Analysis {
     /// Analyses `graph`.
     pub fn new(graph: &Graph) -> Self {
-        Self::with_mixing(graph, Mixing::default())
+        Self::with_mixing(graph, graph.mixing)
     }
 
     /// Like [`Analysis::new`], with another way for Ops that mix rows.

@@ -77,6 +77,7 @@ impl Call<'_> {
             RowRule::Along { dims, default } => self.along(dims, default),
             RowRule::Trailing(slot) => self.trailing(slot),
             RowRule::Leading => self.leading().map(RowState::Rows),
+            RowRule::Attention => self.attention(),
             RowRule::Convolution => self.convolution(),
             RowRule::BatchNorm => self.leading().map(RowState::Rows),
             RowRule::Recurrent => self.recurrent(),
@@ -119,6 +120,12 @@ impl Call<'_> {
 
     fn in_vmap(&self) -> bool {
         self.graph.ops.values().any(|other| other.region == self.op.region && other.target.contains("vmap"))
+    }
+
+    /// True when an argument of its own, not an extent in a list of them, is made of the batch size.
+    fn computes_with_batch_size(&self) -> bool {
+        let sized = |arg: &Arg| matches!(arg, Arg::Dim(dim) if dim.per_row != 0);
+        self.op.args.iter().chain(self.op.kwargs.values()).any(sized)
     }
 
     fn has_batch_size(&self) -> bool {
@@ -379,12 +386,15 @@ impl Call<'_> {
         row_state(rows.dim as usize - gone, rows.per_row)
     }
 
-    fn along(&self, dims: Slot, default: i64) -> Result<RowState, How> {
+    fn along(&self, dims: Slot, default: Option<i64>) -> Result<RowState, How> {
         let source = self.first()?;
         let rank = self.rank(source);
         let dims = match self.dims(dims, rank)? {
             Some(dims) => dims,
-            None => vec![wrapped(default, rank)?],
+            None => match default {
+                Some(default) => vec![wrapped(default, rank)?],
+                None => (0..rank).collect(),
+            },
         };
         let mut found: Option<RowDim> = None;
         for value in self.op.operands() {
@@ -430,6 +440,10 @@ impl Call<'_> {
         if others.into_iter().all(|value| self.states[value] == RowState::Free) { Ok(()) } else { Err(UNALIGNED) }
     }
 
+    fn attention(&self) -> Result<RowState, How> {
+        if self.rank(self.first()?) < 3 { Err(ROW_AXIS) } else { self.leading().map(RowState::Rows) }
+    }
+
     fn convolution(&self) -> Result<RowState, How> {
         let (input, weight) = (self.first()?, self.value(1).ok_or(NO_RULE)?);
         self.others_free(&[0])?;
@@ -467,6 +481,9 @@ impl Call<'_> {
         let (table, indices) = (self.first()?, self.value(1).ok_or(NO_RULE)?);
         if self.states[table] != RowState::Free {
             return Err("it looks rows up in a table made of rows");
+        }
+        if self.argument((3, "scale_grad_by_freq")) == Some(&Arg::Bool(true)) {
+            return Err("its gradient depends on how often the batch has an index");
         }
         self.rows_of(indices).map(RowState::Rows)
     }
@@ -560,6 +577,9 @@ impl Call<'_> {
 
     fn created(&self) -> Result<RowState, How> {
         let shape = self.op.results.first().map(|&value| &self.graph.values[value].shape).ok_or(NO_RULE)?;
+        if self.computes_with_batch_size() {
+            return Err(BATCH_SIZE);
+        }
         match sole_batch_dim(shape) {
             Some(rows) => Ok(RowState::Rows(rows)),
             None if shape.iter().all(|dim| dim.per_row == 0) && !self.has_batch_size() => Ok(RowState::Free),

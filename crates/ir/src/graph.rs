@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::dtype::DType;
 use crate::entity::{Arena, entity};
+use crate::rows::Mixing;
 
 /// Version of the JSON form that this crate writes and reads.
 pub const SCHEMA: u32 = 1;
@@ -280,6 +281,9 @@ pub struct Graph {
     pub training: bool,
     /// Batch size of the sample inputs.
     pub sample_rows: u64,
+    /// What its Ops that mix rows work on; captured Graphs leave it to who divides them.
+    #[serde(default, skip_serializing_if = "Mixing::is_default")]
+    pub mixing: Mixing,
     /// All tensors.
     pub values: Arena<ValueId, Value>,
     /// All operations in execution order.

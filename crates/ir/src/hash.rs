@@ -44,6 +44,9 @@ impl Graph {
         }
         encoder.values(&self.inputs);
         encoder.values(&self.outputs);
+        if !self.mixing.is_default() {
+            encoder.text("parts mix their own rows");
+        }
         encoder.finish()
     }
 }

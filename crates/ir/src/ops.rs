@@ -57,8 +57,8 @@ pub(crate) enum RowRule {
     Along {
         /// The dimensions.
         dims: Slot,
-        /// Where none are given.
-        default: i64,
+        /// Where none are given; `None` for all of them, as one.
+        default: Option<i64>,
     },
     /// The last dimensions, as many as the list has items, are used together.
     Trailing(Slot),
@@ -66,6 +66,8 @@ pub(crate) enum RowRule {
     Last(usize),
     /// Every operand with rows has them in dimension 0, and so has the result.
     Leading,
+    /// Attention over the last dimension but one: like [`RowRule::Leading`] where there is a dimension before it.
+    Attention,
     /// A convolution: like [`RowRule::Leading`] where the input has a batch dimension.
     Convolution,
     /// Batch normalisation: statistics are those of the rows in hand, as documented.
@@ -115,9 +117,9 @@ pub(crate) fn row_rule(packet: &str) -> Option<RowRule> {
 
 fn of_name(name: &str) -> Option<RowRule> {
     use RowRule::{
-        AddMatmul, Along, Arange, BatchNorm, Cat, ClassLoss, Convolution, Create, Drop, Einsum, Elementwise, Embedding,
-        Expand, Identity, Index, IndexPut, Last, Leading, Linear, Loss, Matmul, MoveDim, OneHot, Pad, Permute,
-        Recurrent, Reduce, Regroup, Repeat, RepeatInterleave, Section, Stack, Trailing, Transpose,
+        AddMatmul, Along, Arange, Attention, BatchNorm, Cat, ClassLoss, Convolution, Create, Drop, Einsum, Elementwise,
+        Embedding, Expand, Identity, Index, IndexPut, Last, Leading, Linear, Loss, Matmul, MoveDim, OneHot, Pad,
+        Permute, Recurrent, Reduce, Regroup, Repeat, RepeatInterleave, Section, Stack, Trailing, Transpose,
     };
     Some(match name {
         "alias" | "clone" | "contiguous" | "detach" | "double" | "expand_copy" | "float" | "half" | "lift"
@@ -354,11 +356,14 @@ fn of_name(name: &str) -> Option<RowRule> {
         | "special_softmax"
         | "unfold"
         | "_log_softmax"
-        | "_softmax" => Along { dims: DIM1, default: -1 },
-        "diff" | "roll" | "topk" | "take_along_dim" | "fft_fft" | "fft_hfft" | "fft_ifft" | "fft_ihfft"
-        | "fft_irfft" | "fft_rfft" | "renorm" => Along { dims: (2, "dim"), default: -1 },
-        "fft_fftshift" | "fft_ifftshift" => Along { dims: DIM1, default: -1 },
-        "select_scatter" | "slice_scatter" => Along { dims: (2, "dim"), default: 0 },
+        | "_softmax" => Along { dims: DIM1, default: Some(-1) },
+        "diff" | "topk" | "fft_fft" | "fft_hfft" | "fft_ifft" | "fft_ihfft" | "fft_irfft" | "fft_rfft" => {
+            Along { dims: (2, "dim"), default: Some(-1) }
+        }
+        "roll" => Along { dims: (2, "dims"), default: None },
+        "take_along_dim" => Along { dims: (2, "dim"), default: None },
+        "fft_fftshift" | "fft_ifftshift" => Along { dims: DIM1, default: None },
+        "select_scatter" | "slice_scatter" => Along { dims: (2, "dim"), default: Some(0) },
         "layer_norm" | "native_layer_norm" | "rms_norm" | "_fused_rms_norm" => Trailing((1, "normalized_shape")),
         "cholesky_inverse" | "diag_embed" | "inverse" | "linalg_cholesky" | "linalg_det" | "linalg_eigh"
         | "linalg_eigvalsh" | "linalg_inv" | "linalg_matrix_exp" | "linalg_qr" | "linalg_slogdet" | "linalg_solve"
@@ -368,10 +373,6 @@ fn of_name(name: &str) -> Option<RowRule> {
         "_adaptive_avg_pool2d"
         | "_adaptive_avg_pool3d"
         | "_native_multi_head_attention"
-        | "_scaled_dot_product_attention_math"
-        | "_scaled_dot_product_efficient_attention"
-        | "_scaled_dot_product_flash_attention"
-        | "_scaled_dot_product_flash_attention_for_cpu"
         | "adaptive_avg_pool1d"
         | "adaptive_avg_pool2d"
         | "adaptive_avg_pool3d"
@@ -407,7 +408,6 @@ fn of_name(name: &str) -> Option<RowRule> {
         | "replication_pad1d"
         | "replication_pad2d"
         | "replication_pad3d"
-        | "scaled_dot_product_attention"
         | "upsample_bicubic2d"
         | "upsample_bilinear2d"
         | "upsample_linear1d"
@@ -420,6 +420,11 @@ fn of_name(name: &str) -> Option<RowRule> {
         | "_upsample_nearest_exact2d"
         | "bilinear"
         | "lp_pool2d" => Leading,
+        "_scaled_dot_product_attention_math"
+        | "_scaled_dot_product_efficient_attention"
+        | "_scaled_dot_product_flash_attention"
+        | "_scaled_dot_product_flash_attention_for_cpu"
+        | "scaled_dot_product_attention" => Attention,
         "conv1d" | "conv2d" | "conv3d" | "conv_transpose1d" | "conv_transpose2d" | "conv_transpose3d"
         | "convolution" | "_convolution" | "cudnn_convolution" | "thnn_conv2d" | "mkldnn_convolution" => Convolution,
         "batch_norm" | "native_batch_norm" | "cudnn_batch_norm" | "_batch_norm_with_update" => BatchNorm,

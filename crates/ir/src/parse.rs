@@ -92,6 +92,7 @@ impl<'t> Parser<'t> {
             name,
             training,
             sample_rows,
+            mixing: crate::rows::Mixing::default(),
             values: Arena::default(),
             ops: Arena::default(),
             params: Arena::default(),

@@ -55,13 +55,21 @@ impl RowState {
 }
 
 /// What is done where rows are mixed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Mixing {
     /// All rows of the batch come together first.
     #[default]
     Batch,
     /// Each part mixes the rows that it has, as is asked for by whoever knows that this is meant.
     Parts,
+}
+
+impl Mixing {
+    /// True for the way that is not written down.
+    pub(crate) fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 /// What the Values of a Graph know of rows, and which Ops mix them.
@@ -77,7 +85,7 @@ pub struct Rows {
 
 /// The row dimension of each Value, where there is a proven one. The graph must be a verified one.
 pub fn row_dims(graph: &Graph) -> Arena<ValueId, Option<RowDim>> {
-    Rows::new(graph, &Storages::new(graph), Mixing::default()).row_dims()
+    Rows::new(graph, &Storages::new(graph), graph.mixing).row_dims()
 }
 
 impl Rows {
@@ -116,7 +124,10 @@ impl Rows {
         match follow(graph, &graph.ops[op], &self.states) {
             Ok(states) => Some(states),
             Err(how) => {
-                self.mixing.push((op, how));
+                let made = &graph.ops[op];
+                if !made.results.is_empty() || !made.mutates.is_empty() {
+                    self.mixing.push((op, how));
+                }
                 None
             }
         }

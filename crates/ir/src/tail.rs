@@ -4,7 +4,7 @@
 //! Values that it takes from the body: rows one after another, reductions by their sum or mean. Values that count, of
 //! the inputs alone, can be joined before the step begins.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
 
@@ -22,7 +22,7 @@ pub struct Joined {
     pub join: Join,
     /// True when a gradient goes back into it.
     pub requires_grad: bool,
-    /// True when it depends on the inputs alone, by Ops that take no parameter: it can be known before the step.
+    /// True when it depends on inputs, constants and buffers that stay alone: it can be known before the step.
     pub known: bool,
 }
 
@@ -39,9 +39,9 @@ pub struct Tail {
     pub outputs: Vec<ValueId>,
     /// Params that it reads.
     pub params: Vec<ParamId>,
-    /// Buffers that it reads or gives new contents.
+    /// Buffers that it or `known_ops` read, or that it gives new contents.
     pub buffers: Vec<BufferId>,
-    /// Constants that it reads.
+    /// Constants that it or `known_ops` read.
     pub constants: Vec<ConstId>,
     /// True when the gradients that go back into joined Values depend on none of these but the known ones, so that
     /// backwards may run before all parts have joined.
@@ -51,10 +51,11 @@ pub struct Tail {
 }
 
 /// A Graph divided into body and tail.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Divided {
     /// What parts of the batch go through; its outputs are the joined Values and the outputs that the tail does not
     /// make, each once.
+    #[serde(skip)]
     pub body: Graph,
     /// By Op of the body, the Op of the whole Graph.
     pub ops: Vec<OpId>,
@@ -75,8 +76,9 @@ impl Graph {
         let joined = joined_values(self, &analysis, &in_tail);
         let tail = tail(self, &analysis, &in_tail, joined);
         let outputs = body_outputs(self, &in_tail, &tail);
-        let joins = outputs.iter().map(|&value| partial_join(rows.states[value])).collect();
-        let (body, ops, values) = body(self, &analysis, &in_tail, outputs);
+        let (mut body, ops, values) = body(self, &analysis, &in_tail, outputs);
+        body.mixing = mixing;
+        let joins = body.outputs.iter().map(|&value| partial_join(rows.states[values[value.index()]])).collect();
         Divided { body, ops, values, joins, tail }
     }
 }
@@ -85,28 +87,83 @@ fn partial_join(state: RowState) -> Option<Join> {
     if let RowState::Partial(join) = state { Some(join) } else { None }
 }
 
-/// The Ops whose results follow a reduction or mix rows, with all of a region of which one does.
+/// The Ops whose results follow a reduction or mix rows, with all of a region of which one does, and all that share a
+/// storage with one where the order of changes would be lost between body and tail.
 fn tail_ops(graph: &Graph, analysis: &Analysis) -> Arena<OpId, bool> {
-    let rows = &analysis.rows;
     let mut regions = BTreeSet::new();
+    let mut forced: Arena<OpId, bool> = graph.ops.ids().map(|_| false).collect();
     let mut values: Arena<ValueId, bool> = graph.values.ids().map(|_| false).collect();
     loop {
         let mut found: Arena<OpId, bool> = graph.ops.ids().map(|_| false).collect();
-        let known = regions.len();
         for (id, op) in graph.ops.iter() {
-            let takes = op.operands().iter().any(|&value| values[value] || is_joined(rows, value));
-            let mixes = op.results.iter().any(|&value| rows.states[value] == RowState::Mixed);
-            let spoils = op.mutates.iter().any(|&value| rows.spoiled_by(value, id, &analysis.storages));
-            found[id] = takes || mixes || spoils || op.region.is_some_and(|region| regions.contains(&region));
+            let in_region = op.region.is_some_and(|region| regions.contains(&region));
+            found[id] = forced[id] || in_region || follows_reduction(graph, analysis, &values, id);
             if found[id] {
                 op.results.iter().for_each(|&value| values[value] = true);
-                regions.extend(op.region);
             }
         }
-        if regions.len() == known {
+        let known = regions.len();
+        regions.extend(graph.ops.iter().filter(|&(id, _)| found[id]).filter_map(|(_, op)| op.region));
+        if regions.len() == known && !force_sharers(graph, analysis, &found, &mut forced) {
             return found;
         }
     }
+}
+
+/// `values`: those that the tail makes.
+fn follows_reduction(graph: &Graph, analysis: &Analysis, values: &Arena<ValueId, bool>, id: OpId) -> bool {
+    let (op, rows) = (&graph.ops[id], &analysis.rows);
+    // An Op with results that takes a reduction has mixed ones, unless each part is to mix its own rows.
+    let takes = |&value: &ValueId| values[value] || (op.results.is_empty() && is_joined(rows, value));
+    // Numbers of rows that parts have made begin anew in each of them; a batch-free Op is cloned instead.
+    let mixes = op.results.iter().any(|&value| match rows.states[value] {
+        RowState::Mixed => true,
+        RowState::Numbers(_) => !analysis.batch_free[id],
+        _ => false,
+    });
+    op.operands().iter().any(takes)
+        || mixes
+        || op.mutates.iter().any(|&value| rows.spoiled_by(value, id, &analysis.storages))
+}
+
+/// Adds to `forced` the main Ops that touch a storage which tail Ops touch too and which is changed, unless it is the
+/// body's own and final before the tail reads it. True when there are new ones.
+fn force_sharers(
+    graph: &Graph,
+    analysis: &Analysis,
+    found: &Arena<OpId, bool>,
+    forced: &mut Arena<OpId, bool>,
+) -> bool {
+    let storages = &analysis.storages;
+    let mut touching: BTreeMap<ValueId, Vec<OpId>> = BTreeMap::new();
+    for (id, op) in graph.ops.iter().filter(|&(id, _)| !analysis.batch_free[id] || found[id]) {
+        for value in op.operands().into_iter().chain(op.results.iter().copied()) {
+            if storages.is_changed(value) {
+                touching.entry(storages.root[value]).or_default().push(id);
+            }
+        }
+    }
+    for buffer in graph.buffers.values() {
+        if let Some(ValueDef::Op { op, .. }) = buffer.update.map(|update| graph.values[update].def) {
+            touching.entry(storages.root[buffer.value]).or_default().push(op);
+        }
+    }
+    let mut any = false;
+    for (root, ops) in touching {
+        let Some(first) = ops.iter().copied().filter(|&id| found[id]).min() else { continue };
+        let is_final = match graph.values[root].def {
+            ValueDef::Op { op, .. } => {
+                !found[op]
+                    && (analysis.batch_free[op] || storages.changers(root).all(|last| last < first && !found[last]))
+            }
+            _ => false,
+        };
+        for id in ops.into_iter().filter(|&id| !is_final && !found[id]) {
+            forced[id] = true;
+            any = true;
+        }
+    }
+    any
 }
 
 fn is_joined(rows: &Rows, value: ValueId) -> bool {
@@ -143,13 +200,15 @@ fn joined_values(graph: &Graph, analysis: &Analysis, in_tail: &Arena<OpId, bool>
     found.into_iter().filter_map(joined).collect()
 }
 
-/// Values that depend on inputs, constants and the batch size alone, by Ops that neither draw nor are opaque.
+/// Values that depend on inputs, constants, buffers that stay and the batch size alone, by Ops that neither draw nor
+/// are opaque.
 fn known_before(graph: &Graph, analysis: &Analysis) -> Arena<ValueId, bool> {
     let mut known: Arena<ValueId, bool> = graph
         .values
         .iter()
         .map(|(id, value)| {
-            matches!(value.def, ValueDef::Input(_) | ValueDef::Constant(_)) && !analysis.storages.is_changed(id)
+            matches!(value.def, ValueDef::Input(_) | ValueDef::Constant(_) | ValueDef::Buffer(_))
+                && !analysis.storages.is_changed(id)
         })
         .collect();
     for (_, op) in graph.ops.iter() {
@@ -165,7 +224,8 @@ fn tail(graph: &Graph, analysis: &Analysis, in_tail: &Arena<OpId, bool>, joined:
     let ops = with_clones(graph, analysis, &main, in_tail);
     let known: Vec<ValueId> = joined.iter().filter(|joined| joined.known).map(|joined| joined.value).collect();
     let known_ops = slice(graph, &known);
-    let reads: BTreeSet<ValueId> = ops.iter().flat_map(|&id| graph.ops[id].operands()).collect();
+    let all = ops.iter().chain(&known_ops);
+    let reads: BTreeSet<ValueId> = all.flat_map(|&id| graph.ops[id].operands()).collect();
     let params = graph.params.iter().filter(|(_, param)| reads.contains(&param.value)).map(|(id, _)| id).collect();
     let stored = |update: Option<ValueId>| update.is_some_and(|value| made_by(graph, value, in_tail));
     let buffers = graph
@@ -177,7 +237,11 @@ fn tail(graph: &Graph, analysis: &Analysis, in_tail: &Arena<OpId, bool>, joined:
     let constants = graph.constants.iter().filter(|(_, item)| reads.contains(&item.value)).map(|(id, _)| id).collect();
     let distinct: BTreeSet<ValueId> = graph.outputs.iter().copied().collect();
     let outputs = distinct.into_iter().filter(|&value| made_by(graph, value, in_tail)).collect();
-    let linear = is_linear(graph, in_tail, &joined);
+    let trains = graph.params.values().any(|param| {
+        let value = param.value;
+        reads.contains(&value) && graph.values[value].requires_grad
+    });
+    let linear = !trains && is_linear(graph, in_tail, &joined);
     let mixing = analysis.rows.mixing.clone();
     Tail { ops: ops.into_iter().collect(), joined, known_ops, outputs, params, buffers, constants, linear, mixing }
 }
@@ -217,7 +281,7 @@ fn slice(graph: &Graph, values: &[ValueId]) -> Vec<OpId> {
 }
 
 /// Whether gradients into joined Values depend on known ones alone: on their way to the outputs the others are only
-/// added, scaled by what is known, or regrouped, and no parameter takes part.
+/// added, scaled by what is known, or regrouped. For a tail that trains no parameter.
 fn is_linear(graph: &Graph, in_tail: &Arena<OpId, bool>, joined: &[Joined]) -> bool {
     if joined.iter().any(|item| item.requires_grad && matches!(item.join, Join::Rows(_))) {
         return false;
@@ -227,9 +291,6 @@ fn is_linear(graph: &Graph, in_tail: &Arena<OpId, bool>, joined: &[Joined]) -> b
     for item in joined {
         flows[item.value] = item.requires_grad;
         unknown[item.value] = !item.known;
-    }
-    for param in graph.params.values() {
-        unknown[param.value] = graph.values[param.value].requires_grad;
     }
     for (_, op) in graph.ops.iter().filter(|&(id, _)| in_tail[id]) {
         let operands = op.operands();
@@ -313,9 +374,11 @@ fn needed_ops(graph: &Graph, analysis: &Analysis, in_tail: &Arena<OpId, bool>, o
     while let Some(id) = open.pop() {
         if !std::mem::replace(&mut needed[id], true) {
             let op = &graph.ops[id];
-            open.extend(op.operands().into_iter().filter_map(maker));
-            let touched = op.operands().into_iter().chain(op.results.iter().copied());
-            open.extend(touched.flat_map(|value| analysis.storages.changers(value)).filter(|&id| !in_tail[id]));
+            let touched: Vec<ValueId> = op.operands().into_iter().chain(op.results.iter().copied()).collect();
+            open.extend(touched.iter().flat_map(|&value| [value, analysis.storages.root[value]]).filter_map(maker));
+            open.extend(
+                touched.into_iter().flat_map(|value| analysis.storages.changers(value)).filter(|&id| !in_tail[id]),
+            );
         }
     }
     graph.ops.ids().filter(|&id| needed[id]).collect()
@@ -377,7 +440,7 @@ impl Renumbered {
         if let ValueDef::Op { op, result } = value.def {
             value.def = ValueDef::Op { op: self.ops[op].expect("the maker of a kept Value is kept"), result };
         }
-        value.alias_of = value.alias_of.map(|base| self.value(base));
+        value.alias_of = value.alias_of.and_then(|base| self.values[base]);
         value
     }
 }

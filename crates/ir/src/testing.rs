@@ -33,6 +33,7 @@ impl GraphBuilder {
             name: name.to_owned(),
             training: true,
             sample_rows: 4,
+            mixing: crate::rows::Mixing::default(),
             values: Arena::default(),
             ops: Arena::default(),
             params: Arena::default(),
