@@ -41,7 +41,7 @@ class Recipe:
     """How to make a model and the arguments of a call.
 
     Attributes:
-        criterion: from the output and the arguments for the same rows to a loss; the output, or its first item, if none.
+        criterion: from outputs and arguments for the same rows to a loss; without one the output or its first item.
         inside: backwards run inside the call.
         stages: a Plan with two Stages is possible.
     """

@@ -97,8 +97,7 @@ def drop_unused(trace: Trace, cleaned: CleanGraph) -> None:
 def divide_means(trace: Trace, cleaned: CleanGraph) -> None:
     """Losses averaged over targets that are not ignored become sums by counts."""
     divide_mean_losses(cleaned.gm.graph)
-    (results,) = cleaned.gm.graph.output_node().args
-    assert isinstance(results, tuple), "the outputs are one tuple"
+    results: Any = cleaned.gm.graph.output_node().args[0]
     cleaned.outputs = list(results[: len(cleaned.outputs)])
     cleaned.updates = dict(zip(cleaned.updates, results[len(cleaned.outputs) :], strict=True))
 

@@ -118,7 +118,7 @@ class Joiner:
             tensors = [tensor for tensor in sums.values() if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
             sum_over_ranks(torch.view_as_real(flat) if flat.is_complex() else flat)
-            for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+            for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
 

@@ -26,7 +26,7 @@ from pyrannc.runtime.seat import Seat
 from pyrannc.runtime.tail import TailStep
 from pyrannc.store.gradients import GradientSet
 
-_log = get_logger("Loss")
+_log = get_logger("RaNNCModule")
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,8 @@ class Step:
         if self._tail is None:
             return
         context, weight = self._context, self._weights.of_local_batch
-        assert context.tail is not None and self._current is not None, "the backward of a tail has begun"
+        assert context.tail is not None, "the call has a tail"
+        assert self._current is not None, "the backward has begun"
         found = self._tail.backward(grads, keep_graph=self._options.keep_graph)
         for item in context.tail.part.joined:
             if item.value not in found.joined:
@@ -246,10 +247,8 @@ class Step:
     def _of_own_input(self, grad: Tensor, join: object) -> Tensor:
         assert self._tail is not None, "it has gradients"
         whole = isinstance(join, RowDim)
-        if isinstance(join, RowDim):
-            grad = self._tail.own_rows_of_sum(grad, join)
-        else:
-            grad = self._tail.total_of_sum(grad)
+        tail = self._tail
+        grad = tail.own_rows_of_sum(grad, join) if isinstance(join, RowDim) else tail.total_of_sum(grad)
         # What is the same for all rows is rank 0's, and so is the batch if not all ranks bring their own.
         counts = process.get_rank() == 0 or (whole and self._program.gather_inputs)
         return grad if counts else torch.zeros_like(grad)

@@ -98,7 +98,7 @@ def _stage_part(
     params: bool = True,
 ) -> StagePart:
     return StagePart(
-        ops=ops,
+        ops=tuple(ops),
         inputs=(),
         receives=tuple(receives),
         sends=(),
@@ -172,10 +172,7 @@ class TailStep:
         reductions: list[tuple[Joined, Tensor | None]] = []
         for item in self._code.known:
             facts = self._code.values[item.value]
-            if made is None:
-                tensor = None
-            else:
-                tensor = made[item.value]
+            tensor = None if made is None else made[item.value]
             if not self._rows.gathered:
                 given = tensor if tensor is not None else torch.zeros(0, dtype=facts.dtype, device=self._device)
                 found[item.value] = self._joiner.of_first(given.contiguous(), facts.shape_at(self._rows.total))
