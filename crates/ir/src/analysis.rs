@@ -9,7 +9,8 @@ use thiserror::Error;
 use crate::batch_free::batch_free;
 use crate::entity::Arena;
 use crate::graph::{Graph, OpId, ValueDef, ValueId};
-use crate::rows::{Mixing, RowDim, Rows};
+use crate::row_state::{Mixing, RowDim};
+use crate::rows::Rows;
 use crate::storages::Storages;
 
 /// Why a cut is not allowed.

@@ -4,7 +4,7 @@ use crate::dtype::DType;
 use crate::entity::Arena;
 use crate::graph::{Arg, Dim, Graph, Op, Value, ValueId};
 use crate::ops::{Over, RowRule, Slot, row_rule};
-use crate::rows::{Join, RowDim, RowState, sole_batch_dim};
+use crate::row_state::{Join, RowDim, RowState};
 
 /// How rows come together, for messages.
 pub(crate) type How = &'static str;
@@ -777,4 +777,14 @@ fn moved_order(from: &[usize], to: &[usize], rank: usize) -> Result<Vec<usize>, 
 
 fn elements_before(shape: &[Dim], dim: u32) -> i64 {
     shape.iter().take(dim as usize).fold(1, |product, dim| product.saturating_mul(dim.fixed))
+}
+
+/// The one dimension that depends on the batch, when it is a multiple of it.
+pub(crate) fn sole_batch_dim(shape: &[Dim]) -> Option<RowDim> {
+    let mut dependent = shape.iter().enumerate().filter(|(_, dim)| dim.per_row != 0);
+    let (index, dim) = dependent.next()?;
+    if dependent.next().is_some() || dim.fixed != 0 {
+        return None;
+    }
+    Some(RowDim { dim: u32::try_from(index).ok()?, per_row: u64::try_from(dim.per_row).ok()? })
 }

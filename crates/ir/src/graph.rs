@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::dtype::DType;
 use crate::entity::{Arena, entity};
-use crate::rows::Mixing;
+use crate::row_state::Mixing;
 
 /// Version of the JSON form that this crate writes and reads.
 pub const SCHEMA: u32 = 1;

@@ -12,6 +12,7 @@ mod json;
 mod ops;
 mod parse;
 mod problem;
+mod row_state;
 mod rows;
 mod run;
 pub mod sealed;
@@ -33,7 +34,8 @@ pub use graph::{
 };
 pub use hash::{block_hash, text_hash};
 pub use problem::{GraphPlace, GraphProblem, VerifyError, VerifyErrors};
-pub use rows::{Join, Mixing, RowDim, RowState, Rows, row_dims};
+pub use row_state::{Join, Mixing, RowDim, RowState};
+pub use rows::{Rows, row_dims};
 pub use run::OpRun;
 pub use storages::Storages;
 pub use tail::{Divided, Joined, Tail};

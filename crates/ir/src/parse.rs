@@ -92,7 +92,7 @@ impl<'t> Parser<'t> {
             name,
             training,
             sample_rows,
-            mixing: crate::rows::Mixing::default(),
+            mixing: crate::row_state::Mixing::default(),
             values: Arena::default(),
             ops: Arena::default(),
             params: Arena::default(),

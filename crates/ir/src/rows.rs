@@ -3,74 +3,11 @@
 //! Each Op is followed by the rule of its operator in [`crate::ops`]; without a rule, or where the rule does not hold,
 //! its results count as mixing rows. Nothing is concluded from extents alone: they only confirm what a rule says.
 
-use serde::{Deserialize, Serialize};
-
 use crate::entity::Arena;
-use crate::follow::follow;
+use crate::follow::{follow, sole_batch_dim};
 use crate::graph::{Dim, Graph, OpId, ValueDef, ValueId};
+use crate::row_state::{Join, Mixing, RowDim, RowState};
 use crate::storages::Storages;
-
-/// The dimension of a Value that runs over the batch: rows `[lo, hi)` of the batch are
-/// `[per_row * lo, per_row * hi)` of it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct RowDim {
-    /// The dimension.
-    pub dim: u32,
-    /// Its extent for one row.
-    pub per_row: u64,
-}
-
-/// How results of parts of the batch make that of the whole.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Join {
-    /// Added.
-    Sum,
-    /// Averaged by the parts' rows.
-    Mean,
-    /// One after another along the row dimension.
-    Rows(RowDim),
-}
-
-/// What a Value knows of the rows of the batch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RowState {
-    /// Nothing: it is the same for any rows.
-    Free,
-    /// Row `i` of it depends on row `i` of the inputs alone.
-    Rows(RowDim),
-    /// Row `i` of it holds the number `i`.
-    Numbers(RowDim),
-    /// A reduction over rows: parts join by adding, or by averaging.
-    Partial(Join),
-    /// Several rows together, in a way that parts do not tell.
-    Mixed,
-}
-
-impl RowState {
-    /// Its row dimension, if each row depends on the same row of the inputs alone.
-    pub const fn row_dim(self) -> Option<RowDim> {
-        if let Self::Rows(rows) = self { Some(rows) } else { None }
-    }
-}
-
-/// What is done where rows are mixed.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Mixing {
-    /// All rows of the batch come together first.
-    #[default]
-    Batch,
-    /// Each part mixes the rows that it has, as is asked for by whoever knows that this is meant.
-    Parts,
-}
-
-impl Mixing {
-    /// True for the way that is not written down.
-    pub(crate) fn is_default(&self) -> bool {
-        *self == Self::default()
-    }
-}
 
 /// What the Values of a Graph know of rows, and which Ops mix them.
 #[derive(Clone, Debug)]
@@ -158,14 +95,4 @@ fn of_part(shape: &[Dim]) -> RowState {
         None if shape.iter().any(|dim| dim.per_row != 0) => RowState::Free,
         None => RowState::Partial(Join::Mean),
     }
-}
-
-/// The one dimension that depends on the batch, when it is a multiple of it.
-pub(crate) fn sole_batch_dim(shape: &[Dim]) -> Option<RowDim> {
-    let mut dependent = shape.iter().enumerate().filter(|(_, dim)| dim.per_row != 0);
-    let (index, dim) = dependent.next()?;
-    if dependent.next().is_some() || dim.fixed != 0 {
-        return None;
-    }
-    Some(RowDim { dim: u32::try_from(index).ok()?, per_row: u64::try_from(dim.per_row).ok()? })
 }

@@ -11,7 +11,8 @@ use serde::Serialize;
 use crate::analysis::Analysis;
 use crate::entity::{Arena, Entity};
 use crate::graph::{BufferId, ConstId, Graph, OpId, ParamId, ValueDef, ValueId};
-use crate::rows::{Join, Mixing, RowState, Rows};
+use crate::row_state::{Join, Mixing, RowState};
+use crate::rows::Rows;
 
 /// A Value that parts of the batch make and the tail takes as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

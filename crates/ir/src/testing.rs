@@ -33,7 +33,7 @@ impl GraphBuilder {
             name: name.to_owned(),
             training: true,
             sample_rows: 4,
-            mixing: crate::rows::Mixing::default(),
+            mixing: crate::row_state::Mixing::default(),
             values: Arena::default(),
             ops: Arena::default(),
             params: Arena::default(),
