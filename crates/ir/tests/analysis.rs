@@ -84,7 +84,7 @@ fn several_rows_a_row_survive_only_ops_that_keep_the_order() {
     let beside =
         builder.op("aten.cat.default", vec![Arg::List(vec![v(folded), v(folded)]), Arg::Int(1)], &[Dim::rows(2), f(4)]);
     let contradicted = builder.op("aten.add.Tensor", vec![v(folded), v(flipped)], &two);
-    let zeros = builder.op("aten.zeros.default", vec![Arg::Dim(Dim::rows(2))], &two);
+    let zeros = builder.op("aten.zeros.default", vec![Arg::List(vec![Arg::Dim(Dim::rows(2))])], &two);
     let padded = builder.op("aten.add.Tensor", vec![v(folded), v(zeros)], &two);
     let half = builder.op("aten.narrow.default", vec![v(folded), Arg::Int(0), Arg::Int(0), Arg::Dim(B)], &[B, f(2)]);
     let outer = builder.op("aten.mm.default", vec![v(folded), v(input)], &[Dim::rows(2), B]);
