@@ -43,14 +43,12 @@ class Recipe:
     Attributes:
         criterion: from outputs and arguments for the same rows to a loss; without one the output or its first item.
         inside: backwards run inside the call.
-        stages: a Plan with two Stages is possible.
     """
 
     make: Callable[[], nn.Module]
     batch: Callable[[int, Generator], Arguments]
     criterion: Callable[[Any, Arguments], Tensor] | None = None
     inside: bool = False
-    stages: bool = True
 
     def loss(self, output: Any, arguments: Arguments) -> Tensor:
         if self.criterion is not None:

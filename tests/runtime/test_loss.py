@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 from torch.optim import SGD
 
 import pyrannc
@@ -13,7 +14,7 @@ from pyrannc.job import process
 from tests.ranks import RankPool
 
 from .equivalence import Differences, double_precision, environment, local_slice
-from .loss_models import RECIPES, Arguments, Recipe
+from .loss_models import RECIPES, WIDTH, Arguments, Recipe
 
 STEPS = 2
 PLANS = [
@@ -77,8 +78,9 @@ def check(name: str, recipe: Recipe, stages: int, microbatches: int, rows: tuple
         batch = recipe.batch(total, Generator().manual_seed(99))
         output = module(**_own(batch, total, rows, gather))
         differences.compare("without gradients", output, _own_outputs(plain(**batch), total, rows, gather))
-    if stages * len(rows) > 1:
-        differences.demand(len(module.plan["stages"]) == stages, "other Stages")
+    differences.demand(len(module.plan["stages"]) == stages, "other Stages")
+    inside = module._variants.first.loss_inside
+    differences.demand(inside == recipe.inside, f"backwards inside the call: {inside}")
     module.undeploy()
     case = f"{name}, {stages} stages, {microbatches} microbatches, rows {rows}"
     return [f"{case}: {text}" for text in differences.found]
@@ -101,3 +103,48 @@ def _own_outputs(output: object, total: int, rows: tuple[int, ...], gather: bool
         return tuple(_own_outputs(item, total, rows, gather) for item in output)
     assert isinstance(output, Tensor)
     return output if not gather else _rows_of(output, total, rows)
+
+
+def mixed_by_microbatch() -> list[str]:
+    """Each microbatch of 2 rows on one Replica is centered by itself."""
+    with double_precision(), environment({"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "2"}):
+        torch.manual_seed(1)
+        recipe = RECIPES["centered"]
+        plain, model = recipe.make(), recipe.make()
+        plain.load_state_dict(model.state_dict())
+        module = pyrannc.RaNNCModule(model, row_mixing="microbatch")
+        x = torch.randn(4, WIDTH)
+        differences = Differences()
+        output = module(x)
+        expected = torch.cat([plain(part) for part in x.split(2)])
+        differences.compare("output", output, expected)
+        _squares(output).backward()
+        _squares(expected).backward()
+        for name, param in plain.named_parameters():
+            differences.compare(f"gradient of {name}", module.get_param_grad(name), param.grad)
+        module.undeploy()
+        return differences.found
+
+
+def _squares(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def test_a_microbatch_may_mix_its_own_rows(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(1).run(mixed_by_microbatch) == [[]]
+
+
+def single_row() -> str:
+    model = nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3))
+    with environment({"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "2"}):
+        module = pyrannc.RaNNCModule(model)
+    with pytest.raises(pyrannc.RaNNCError) as caught:
+        # Rank 1 has one row in its second microbatch.
+        module(torch.randn(4 if process.get_rank() == 0 else 3, WIDTH))
+    return str(caught.value)
+
+
+def test_batch_normalisation_of_one_row_is_refused(ranks: Callable[[int], RankPool]) -> None:
+    for message in ranks(2).run(single_row):
+        assert "sub-module '1'" in message
+        assert "one value for each channel" in message

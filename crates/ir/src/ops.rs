@@ -158,6 +158,7 @@ fn of_name(name: &str) -> Option<RowRule> {
         | "bitwise_or"
         | "bitwise_right_shift"
         | "bitwise_xor"
+        | "broadcast_tensors"
         | "bucketize"
         | "ceil"
         | "celu"
