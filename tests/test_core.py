@@ -23,6 +23,7 @@ from pyrannc.core.plan import PlanFacts
 from pyrannc.core.profile import ProfileFacts
 from pyrannc.core.program import Call, RankProgram
 from pyrannc.core.settings import Capabilities, SearchSettings
+from pyrannc.core.tail import DividedFacts
 from pyrannc.errors import PlanError
 from pyrannc.profile.cache import ProfileCache
 from pyrannc.profile.profiler import profile
@@ -50,6 +51,7 @@ UNREAD = {
         "constants[].name",
         "constants[].data",
     },
+    "divided": set(),
     "partition": {"outputs[].index", "tied"},
     "rank view": {"replica"},
     "plan": {
@@ -197,6 +199,20 @@ def plan(graph: Graph) -> Plan:
 
 def test_every_field_of_the_graph_is_read_or_known(graph_json: str, read: Any) -> None:
     read("graph", [lambda: GraphFacts.from_json(graph_json, Graph.from_json(graph_json).row_dims())])
+
+
+class Mixing(nn.Module):
+    """Whatever makes a field of a divided Graph appear."""
+
+    def forward(self, given: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+        x = given * 2
+        return (x - x.mean(0)) / counted.sum(), x.sum()
+
+
+def test_every_field_of_a_divided_graph_is_read_or_known(read: Any) -> None:
+    samples = [torch.randn(ROWS, WIDTH), torch.ones(ROWS)]
+    divided = Graph.from_json(capture(Mixing(), samples, {}, device=CPU, rows=ROWS).graph_json).divide_tail("batch")
+    read("divided", [lambda: DividedFacts.from_json(divided.to_json())])
 
 
 def test_every_field_of_the_plan_is_read_or_known(plan: Plan, read: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from pyrannc import config as configuration
 from pyrannc.call.agreed import AgreedCall, agree_on_call
-from pyrannc.call.variant import Variant, Variants
+from pyrannc.call.variant import RowMixing, Variant, Variants
 from pyrannc.capture.torch_internals import Dropout
 from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
 from pyrannc.core.plan import content
@@ -30,6 +30,9 @@ from pyrannc.store.store import ParamStore
 from pyrannc.switches import switches
 
 _log = get_logger("RaNNCModule")
+_ROW_MIXING: dict[str, RowMixing] = {"batch": "batch", "microbatch": "parts"}
+_LARGE_TAIL = 0.2
+"""Share of the Ops from which on a part that every rank computes deserves a word."""
 
 
 class RaNNCModule(nn.Module):
@@ -49,6 +52,9 @@ class RaNNCModule(nn.Module):
         enable_zero: not available yet; raises.
         check_unused_values: warn about parameters that the model does not use.
         offload_params: not available yet; raises.
+        row_mixing: where the model lets rows of the batch meet other than in a sum or a mean, what they are:
+            ``"batch"``: all rows of the global batch, as in one process; this part of the model, and what follows
+            it, is computed on all rows by every rank. ``"microbatch"``: the rows of a microbatch on one Replica.
 
     Attributes:
         ready: True once a Plan is deployed.
@@ -73,8 +79,11 @@ class RaNNCModule(nn.Module):
         enable_zero: bool = False,
         check_unused_values: bool = True,
         offload_params: bool = False,
+        row_mixing: Literal["batch", "microbatch"] = "batch",
     ) -> None:
         super().__init__()
+        if row_mixing not in _ROW_MIXING:
+            raise RaNNCError(f'row_mixing is "batch" or "microbatch", not {row_mixing!r}')
         _refuse_unavailable(enable_apex_amp or allreduce_amp_master_params, enable_zero, offload_params)
         # Not registered as a sub-module: names of parameters stay the model's own.
         self.__dict__["model"] = model
@@ -84,6 +93,7 @@ class RaNNCModule(nn.Module):
         self.used_param_ids: set[int] = set()
         self.training = model.training
         self._gather_inputs = gather_inputs
+        self._row_mixing = row_mixing
         self._check_unused = check_unused_values
         self._config = _load_config()
         self._plan_file = Path(load_deployment) if load_deployment is not None else _configured_plan_file(self._config)
@@ -127,22 +137,26 @@ class RaNNCModule(nn.Module):
         program = variant.program(deployment.plan, call.rows, self._gather_inputs, _call(variant))
         deployment.sync_buffers(variant)
         options = StepOptions(reduce=not switches().delay_grad_allreduce, keep_graph=switches().keep_graph)
-        step = Step(deployment.context(variant), program, call.tensors, drawn, variant, options)
-        return variant.captured.rebuild_outputs(step.results())
+        context = deployment.context(variant)
+        step = Step(context, program, call.tensors, drawn, variant, options, call.rows)
+        return variant.whole.captured.rebuild_outputs(step.results())
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Variant:
         get_logger("Decomposer").info("capturing %s", type(self.model).__name__)
         phase("the capture of the model")
-        variant = Variant(self.model, args, kwargs, self.device, rows)
+        mixing = _ROW_MIXING[self._row_mixing]
+        variant = Variant(self.model, args, kwargs, self.device, rows, mixing)
         _log.info(
             "captured %d ops, %d parameters (%s elements)",
-            len(variant.facts.ops),
-            len(variant.facts.params),
+            len(variant.whole.facts.ops),
+            len(variant.whole.facts.params),
             f"{sum(param.numel() for param in self.name_to_param.values()):,}",
         )
         if variant.captured.assumptions and process.get_rank() == 0:
             told = "\n".join(f"  {item.expr} = {item.value} at {item.where}" for item in variant.captured.assumptions)
             _log.warning("the model asks its data questions; every batch must give the answers of this one:\n%s", told)
+        if process.get_rank() == 0:
+            _tell_of_mixing(variant)
         if self._deployment is not None:
             variant.follow(self._variants.first)
         return variant
@@ -381,6 +395,23 @@ def _load_config() -> configuration.Config:
     return loaded.config
 
 
+def _tell_of_mixing(variant: Variant) -> None:
+    tail = variant.tail
+    if tail is None or not tail.mixing:
+        return
+    share = len(tail.ops) / len(variant.whole.facts.ops)
+    large = (
+        f" They are {share:.0%} of the model, computed by every rank on all rows of the batch, in one piece. "
+        'RaNNCModule(..., row_mixing="microbatch") lets each microbatch mix its own rows instead; a custom function '
+        "may also be written so that it treats each row by itself"
+    )
+    _log.warning(
+        "%s: rows of the batch meet there. It and what follows runs once a step, on the whole batch.%s",
+        variant.first_mixing(),
+        large if share > _LARGE_TAIL else "",
+    )
+
+
 def _configured_plan_file(config: configuration.Config) -> Path | None:
     return Path(config.deployment_file) if config.load_deployment else None
 
@@ -388,4 +419,4 @@ def _configured_plan_file(config: configuration.Config) -> Path | None:
 def _call(variant: Variant) -> Call:
     if not (torch.is_grad_enabled() and variant.trains):
         return "forward"
-    return "halves" if variant.loss is None else "whole"
+    return "whole" if variant.loss_inside else "halves"

@@ -86,7 +86,7 @@ def search(request: Request, cluster: Cluster, profiles: Sequence[Profile], worl
         min_microbatches=config.min_pipeline,
         max_microbatches=config.max_pipeline,
         min_microbatch_rows=config.min_pipeline_bs,
-        loss_inside=request.variant.loss is not None,
+        loss_inside=request.variant.loss_inside,
     )
     for measured in profiles[:1]:
         cluster = cluster.with_links(measured)

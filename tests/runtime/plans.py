@@ -17,8 +17,9 @@ from pyrannc.errors import PlanError
 
 
 def graph_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Graph:
-    """The Graph of one call."""
-    return Graph.from_json(capture(model, args, kwargs, device=torch.device("cpu"), rows=rows).graph_json)
+    """What parts of the batch go through in one call."""
+    captured = capture(model, args, kwargs, device=torch.device("cpu"), rows=rows)
+    return Graph.from_json(captured.graph_json).divide_tail("batch").body
 
 
 def searched_plan(graph: Graph, replicas: Sequence[int], microbatches: int, batch_rows: int) -> Plan:

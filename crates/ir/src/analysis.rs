@@ -9,7 +9,8 @@ use thiserror::Error;
 use crate::batch_free::batch_free;
 use crate::entity::Arena;
 use crate::graph::{Graph, OpId, ValueDef, ValueId};
-use crate::rows::{RowDim, prove};
+use crate::row_state::{Mixing, RowDim};
+use crate::rows::Rows;
 use crate::storages::Storages;
 
 /// Why a cut is not allowed.
@@ -76,6 +77,8 @@ pub struct OpGroup {
 /// Everything that cutting a graph asks about it.
 #[derive(Clone, Debug)]
 pub struct Analysis {
+    /// What the Values know of rows.
+    pub rows: Rows,
     /// See [`crate::row_dims`].
     pub row_dims: Arena<ValueId, Option<RowDim>>,
     /// See [`crate::batch_free_ops`].
@@ -95,16 +98,23 @@ pub struct Analysis {
 impl Analysis {
     /// Analyses `graph`.
     pub fn new(graph: &Graph) -> Self {
+        Self::with_mixing(graph, graph.mixing)
+    }
+
+    /// Like [`Analysis::new`], with another way for Ops that mix rows.
+    pub fn with_mixing(graph: &Graph, mixing: Mixing) -> Self {
         let storages = Storages::new(graph);
         let batch_free = batch_free(graph, &storages);
-        let row_dims = prove(graph, &batch_free);
+        let rows = Rows::new(graph, &storages, mixing);
+        let row_dims = rows.row_dims();
         let main_ops: Vec<OpId> = graph.ops.ids().filter(|&op| !batch_free[op]).collect();
         let mut main_index: Arena<OpId, Option<u32>> = graph.ops.ids().map(|_| None).collect();
         for (index, &op) in (0..).zip(&main_ops) {
             main_index[op] = Some(index);
         }
         let groups = groups(graph, &storages, &main_index);
-        let mut analysis = Self { row_dims, batch_free, main_ops, main_index, storages, groups, cuts: Vec::new() };
+        let mut analysis =
+            Self { rows, row_dims, batch_free, main_ops, main_index, storages, groups, cuts: Vec::new() };
         analysis.cuts = analysis.refusals(graph);
         analysis
     }

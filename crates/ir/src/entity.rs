@@ -85,6 +85,10 @@ impl<K: Entity, T> Arena<K, T> {
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = (K, &T)> + ExactSizeIterator {
         self.items.iter().enumerate().map(|(i, item)| (K::new(i), item))
     }
+    /// All elements in order, to be changed.
+    pub fn values_mut(&mut self) -> std::slice::IterMut<'_, T> {
+        self.items.iter_mut()
+    }
     /// All elements in order.
     pub fn values(&self) -> std::slice::Iter<'_, T> {
         self.items.iter()

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::dtype::DType;
 use crate::entity::{Arena, entity};
+use crate::row_state::Mixing;
 
 /// Version of the JSON form that this crate writes and reads.
 pub const SCHEMA: u32 = 1;
@@ -95,6 +96,15 @@ impl Arg {
         match self {
             Self::Value(value) => visit(*value),
             Self::List(items) => items.iter().for_each(|item| item.for_each_value(visit)),
+            _ => {}
+        }
+    }
+
+    /// Puts `new(value)` in the place of every Value in the argument.
+    pub fn map_values(&mut self, new: &mut impl FnMut(ValueId) -> ValueId) {
+        match self {
+            Self::Value(value) => *value = new(*value),
+            Self::List(items) => items.iter_mut().for_each(|item| item.map_values(new)),
             _ => {}
         }
     }
@@ -197,6 +207,9 @@ pub struct Op {
     /// True for a call whose inside was not captured (a leaf module, a custom autograd function).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub opaque: bool,
+    /// True for an opaque call that was tried: changed rows of its operands changed no other rows of its results.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub row_wise: bool,
     /// Ops of one region (an autocast block, a vmap level) must stay together.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub region: Option<u32>,
@@ -268,6 +281,9 @@ pub struct Graph {
     pub training: bool,
     /// Batch size of the sample inputs.
     pub sample_rows: u64,
+    /// What its Ops that mix rows work on; captured Graphs leave it to who divides them.
+    #[serde(default, skip_serializing_if = "Mixing::is_default")]
+    pub mixing: Mixing,
     /// All tensors.
     pub values: Arena<ValueId, Value>,
     /// All operations in execution order.

@@ -44,6 +44,9 @@ impl Graph {
         }
         encoder.values(&self.inputs);
         encoder.values(&self.outputs);
+        if !self.mixing.is_default() {
+            encoder.text("parts mix their own rows");
+        }
         encoder.finish()
     }
 }
@@ -196,6 +199,9 @@ impl Encoder {
         self.flag(op.grad_enabled);
         self.flag(op.random);
         self.flag(op.opaque);
+        if op.opaque {
+            self.flag(op.row_wise);
+        }
         self.maybe(region);
     }
 

@@ -92,6 +92,7 @@ impl<'t> Parser<'t> {
             name,
             training,
             sample_rows,
+            mixing: crate::row_state::Mixing::default(),
             values: Arena::default(),
             ops: Arena::default(),
             params: Arena::default(),
@@ -154,7 +155,7 @@ impl<'t> Parser<'t> {
         let (args, kwargs) = self.arguments()?;
         let mutates = if self.flag("mutates") { self.value_list()? } else { Vec::new() };
         let grad_enabled = !self.flag("no_grad");
-        let (random, opaque) = (self.flag("random"), self.flag("opaque"));
+        let (random, opaque, row_wise) = (self.flag("random"), self.flag("opaque"), self.flag("row_wise"));
         let region = if self.flag("region") { Some(self.number("a region number")?) } else { None };
         let module = if self.eat("@") { self.bare_or_string("a module path")? } else { String::new() };
         let source = if self.sees("\"") { Some(self.source()?) } else { None };
@@ -167,6 +168,7 @@ impl<'t> Parser<'t> {
             grad_enabled,
             random,
             opaque,
+            row_wise,
             region,
             module,
             source,

@@ -14,7 +14,7 @@
 //!
 //! After a Value: `grad` when it requires a gradient, `alias` and the Value whose storage it shares, its
 //! name. `#2` is the place in the returned tuple where it differs from the place in the line. After the
-//! arguments: what the Op changes in place, `no_grad`, `random`, `opaque`, the region, `@` and the
+//! arguments: what the Op changes in place, `no_grad`, `random`, `opaque`, `row_wise`, the region, `@` and the
 //! module, file and line. An argument between `<` and `>` is computed from the batch size `b`.
 
 use std::fmt::{self, Write};
@@ -98,7 +98,9 @@ impl fmt::Display for OpLine<'_> {
         if !op.mutates.is_empty() {
             write!(f, " mutates{}", Listed(&op.mutates))?;
         }
-        for (flag, word) in [(!op.grad_enabled, " no_grad"), (op.random, " random"), (op.opaque, " opaque")] {
+        for (flag, word) in
+            [(!op.grad_enabled, " no_grad"), (op.random, " random"), (op.opaque, " opaque"), (op.row_wise, " row_wise")]
+        {
             f.write_str(if flag { word } else { "" })?;
         }
         if let Some(region) = op.region {

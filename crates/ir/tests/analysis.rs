@@ -15,6 +15,10 @@ fn f(extent: i64) -> Dim {
     Dim::fixed(extent)
 }
 
+fn ints(items: &[i64]) -> Arg {
+    Arg::List(items.iter().copied().map(Arg::Int).collect())
+}
+
 fn rows(dim: u32, per_row: u64) -> Option<RowDim> {
     Some(RowDim { dim, per_row })
 }
@@ -53,7 +57,7 @@ fn views_keep_rows_when_as_many_elements_stand_before() {
     let merged = builder.view(input, &[Dim::rows(6), f(4)]);
     let relu = builder.pointwise("aten.relu.default", &[merged]);
     let split = builder.view(relu, &[B, f(24)]);
-    let turned = builder.op("aten.permute.default", vec![v(input)], &[f(6), B, f(4)]);
+    let turned = builder.op("aten.permute.default", vec![v(input), ints(&[1, 0, 2])], &[f(6), B, f(4)]);
     let mixed = builder.view(turned, &[Dim::rows(6), f(4)]);
     let mixed_on = builder.pointwise("aten.relu.default", &[mixed]);
     let wrong = builder.view(input, &[f(6), B, f(4)]);
@@ -75,13 +79,14 @@ fn several_rows_a_row_survive_only_ops_that_keep_the_order() {
     let input = builder.input(DType::Float32, &[B, f(4)]);
     let two = [Dim::rows(2), f(2)];
     let folded = builder.view(input, &two);
-    let flipped = builder.op("aten.flip.default", vec![v(folded)], &two);
+    let flipped = builder.op("aten.flip.default", vec![v(folded), ints(&[0])], &two);
     let doubled = builder.op("aten.cat.default", vec![Arg::List(vec![v(input), v(input)])], &[Dim::rows(2), f(4)]);
-    let beside = builder.op("aten.cat.default", vec![Arg::List(vec![v(folded), v(folded)])], &[Dim::rows(2), f(4)]);
+    let beside =
+        builder.op("aten.cat.default", vec![Arg::List(vec![v(folded), v(folded)]), Arg::Int(1)], &[Dim::rows(2), f(4)]);
     let contradicted = builder.op("aten.add.Tensor", vec![v(folded), v(flipped)], &two);
-    let zeros = builder.op("aten.zeros.default", vec![Arg::Dim(Dim::rows(2))], &two);
+    let zeros = builder.op("aten.zeros.default", vec![Arg::List(vec![Arg::Dim(Dim::rows(2))])], &two);
     let padded = builder.op("aten.add.Tensor", vec![v(folded), v(zeros)], &two);
-    let half = builder.op("aten.narrow.default", vec![v(folded)], &[B, f(2)]);
+    let half = builder.op("aten.narrow.default", vec![v(folded), Arg::Int(0), Arg::Int(0), Arg::Dim(B)], &[B, f(2)]);
     let outer = builder.op("aten.mm.default", vec![v(folded), v(input)], &[Dim::rows(2), B]);
     let dims = row_dims(&builder.finish(&[]));
     assert_eq!(dims[beside], rows(0, 2));
@@ -133,7 +138,8 @@ fn a_changed_storage_a_region_and_an_unsendable_value_forbid_cuts() {
     let storage = CutRefusal::Group { first: OpId(0), last: OpId(2), reason: GroupReason::Storage(fresh) };
     let region = CutRefusal::Group { first: OpId(6), last: OpId(7), reason: GroupReason::Region(7) };
     let unsendable = CutRefusal::NoRowDim { value: norm, producer: OpId(4), consumer: OpId(5) };
-    let expected = [None, Some(storage), Some(storage), None, None, Some(unsendable), None, Some(region), None];
+    let mixed = CutRefusal::NoRowDim { value: scaled, producer: OpId(5), consumer: OpId(6) };
+    let expected = [None, Some(storage), Some(storage), None, None, Some(unsendable), Some(mixed), Some(region), None];
     assert_eq!(cuts(&graph), expected);
     assert_eq!(
         unsendable.describe(&graph),

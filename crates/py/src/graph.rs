@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 use rannc_cost::{ComputeCost, OpWork, Operation};
-use rannc_ir::{Analysis, Entity, OpId, OpRun};
+use rannc_ir::{Analysis, Entity, Mixing, OpId, OpRun};
 
 use crate::cluster::Cluster;
 use crate::errors::{ErrorClass, OrRaise, OrRaiseAs};
@@ -22,6 +22,26 @@ impl Graph {
     /// Hash of everything but source lines; equal on all ranks.
     fn hash(&self, py: Python<'_>) -> String {
         py.detach(|| self.0.hash())
+    }
+
+    /// The JSON form.
+    fn to_json(&self, py: Python<'_>) -> String {
+        py.detach(|| self.0.to_json())
+    }
+
+    /// Divides the Graph into what parts of the batch go through and what runs once a step; where rows are mixed, all
+    /// rows of the `"batch"` come together, or each of its `"parts"` mixes its own.
+    fn divide_tail(&self, py: Python<'_>, row_mixing: &str) -> PyResult<Divided> {
+        let mixing = match row_mixing {
+            "batch" => Mixing::Batch,
+            "parts" => Mixing::Parts,
+            other => return Err(pyo3::exceptions::PyValueError::new_err(format!("no way to mix rows: {other}"))),
+        };
+        py.detach(|| {
+            let divided = self.0.divide_tail(mixing);
+            divided.body.verify().map_err(rannc_ir::GraphError::from).or_raise()?;
+            Ok(Divided(divided))
+        })
     }
 
     /// The text form.
@@ -44,6 +64,24 @@ impl Graph {
     /// The text of each Op, to compare two Graphs Op by Op.
     fn op_texts(&self, py: Python<'_>) -> Vec<String> {
         py.detach(|| self.0.ops.ids().map(|op| self.0.op_text(op)).collect())
+    }
+}
+
+/// A Graph divided into body and tail.
+#[pyclass(frozen, module = "pyrannc._native")]
+pub struct Divided(rannc_ir::Divided);
+
+#[pymethods]
+impl Divided {
+    /// What parts of the batch go through.
+    #[getter]
+    fn body(&self) -> Graph {
+        Graph(self.0.body.clone())
+    }
+
+    /// All the rest as JSON.
+    fn to_json(&self) -> PyResult<String> {
+        serde_json::to_string(&self.0).or_raise_as(ErrorClass::CAPTURE)
     }
 }
 

@@ -24,7 +24,7 @@ mod _native {
     #[pymodule_export]
     use crate::cluster::Cluster;
     #[pymodule_export]
-    use crate::graph::{Blocks, Graph};
+    use crate::graph::{Blocks, Divided, Graph};
     #[pymodule_export]
     use crate::plan::{Partition, Plan};
     #[pymodule_export]

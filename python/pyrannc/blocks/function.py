@@ -118,16 +118,16 @@ class _Writer:
 
     def _drawn(self, op: int) -> DrawnOp | None:
         """What draws an Op's numbers by their place in the batch; None once the generator is set for those of torch."""
-        facts, values = self._facts.ops[op], self._facts.values
+        facts, values, number = self._facts.ops[op], self._facts.values, self._captured.op_numbers[op]
         by_rows = facts.in_region or any(values[value].depends_on_rows for value in facts.results)
         first = values[facts.results[0]] if facts.results else None
         if first is not None and not facts.in_region:
             law = law_of(self._captured.op_nodes[op], first.dtype, self._randomness)
             if law is not None:
-                return DrawnOp(law, Drawing(self._randomness, op, first.dtype, first.row_dim, by_rows))
+                return DrawnOp(law, Drawing(self._randomness, number, first.dtype, first.row_dim, by_rows))
         self.seeds_generator = True
         by_rows = by_rows or not facts.results or any(values[value].depends_on_rows for value in facts.operands)
-        self.graph.call_function(self._randomness.placer(op, by_rows=by_rows))
+        self.graph.call_function(self._randomness.placer(number, by_rows=by_rows))
         return None
 
     def _argument(self, item: Any) -> Any:

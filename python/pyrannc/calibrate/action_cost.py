@@ -60,11 +60,12 @@ def _step_us(device: torch.device, microbatches: int) -> float:
     plan = decide(request, None)
     variant.divide(plan.partition(variant.graph))
     deployment = Deployment(model, variant, plan, device, None, sync_params=False, fused_dropout=True)
-    program = variant.program(plan, (_MANY,) * process.get_world_size(), True, "whole")
+    rows = (_MANY,) * process.get_world_size()
+    program = variant.program(plan, rows, True, "whole")
     options = StepOptions(reduce=True, keep_graph=False)
 
     def step() -> None:
-        Step(deployment.context(variant), program, request.samples, 0, variant, options).results()
+        Step(deployment.context(variant), program, request.samples, 0, variant, options, rows).results()
 
     us = _time_us(step, Meter(device))
     deployment.bring_back()

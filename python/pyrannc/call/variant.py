@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -12,16 +13,31 @@ from torch import nn
 from pyrannc._native import Graph, Partition, Plan, Program
 from pyrannc.blocks.randomness import draw_key
 from pyrannc.call.alike import capture_alike
+from pyrannc.call.single_row import refuse_single_rows
 from pyrannc.capture import Captured
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts
 from pyrannc.core.program import Call, RankProgram
+from pyrannc.core.tail import DividedFacts, Join, TailPart
 from pyrannc.errors import CaptureError
 from pyrannc.job import agree, process
 
+RowMixing: TypeAlias = Literal["batch", "parts"]
+"""What an Op that mixes rows works on: the global batch, or whatever part of it is in hand."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A captured call before it was divided into body and tail, with its Graph."""
+
+    captured: Captured
+    facts: GraphFacts
+
 
 class Variant:
-    """A captured call with its Graph, equal on all ranks.
+    """A captured call with its Graph, equal on all ranks, divided into body and tail.
+
+    ``captured``, ``graph`` and ``facts`` are those of the body, which parts of the batch go through.
 
     Args:
         model: the user's model.
@@ -29,6 +45,14 @@ class Variant:
         kwargs: sample keyword arguments.
         device: where the model will run.
         rows: batch size of the sample.
+        row_mixing: what Ops that mix rows work on.
+
+    Attributes:
+        whole: body and tail together.
+        tail: what runs once a step on all rows, if there is such a thing.
+        whole_of: by Value of the body, that of the whole.
+        joins: by output of the body, how parts join; ``None`` for rows and for what is the same for any rows.
+        loss: the one scalar that can be differentiated, as a Value of the whole.
 
     Raises:
         CaptureError: the call cannot be captured.
@@ -36,27 +60,49 @@ class Variant:
     """
 
     def __init__(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, rows: int
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+        rows: int,
+        row_mixing: RowMixing = "batch",
     ) -> None:
-        self.captured: Captured
-        self.graph: Graph
-        self.captured, self.graph = capture_alike(model, args, kwargs, device, rows)
-        self.facts = GraphFacts.from_json(self.captured.graph_json, self.graph.row_dims())
+        captured, graph = capture_alike(model, args, kwargs, device, rows)
+        self.whole = Whole(captured, GraphFacts.from_json(captured.graph_json, graph.row_dims()))
+        native = graph.divide_tail(row_mixing)
+        divided = DividedFacts.from_json(native.to_json())
+        self.tail: TailPart | None = divided.tail if divided.tail.ops else None
+        self.graph: Graph = native.body
+        body_json = captured.graph_json if self.tail is None else native.body.to_json()
+        self.captured: Captured = captured.part(body_json, divided.ops, divided.values)
+        self.facts = GraphFacts.from_json(body_json, self.graph.row_dims())
+        self.whole_of = divided.values
+        self.body_of = {whole: body for body, whole in enumerate(divided.values)}
+        self.joins: dict[int, Join | None] = dict(zip(self.facts.outputs, divided.joins, strict=True))
         self.loss = self._find_loss()
+        self.told_outside = False
         self.active: set[str] | None = None
         self._programs: dict[Hashable, RankProgram] = {}
         self._check_outputs()
 
     def _find_loss(self) -> int | None:
         """The scalar loss, if the model returns exactly one scalar that can be differentiated."""
-        values = self.facts.values
-        scalars = {value for value in self.facts.outputs if not values[value].shape and values[value].requires_grad}
+        values = self.whole.facts.values
+        scalars = {
+            value for value in self.whole.facts.outputs if not values[value].shape and values[value].requires_grad
+        }
         return scalars.pop() if len(scalars) == 1 else None
+
+    @property
+    def loss_inside(self) -> bool:
+        """True when backwards may run before all parts of the batch have joined."""
+        return self.loss is not None and (self.tail is None or self.tail.linear)
 
     @property
     def trains(self) -> bool:
         """True when some output leads back to parameters or inputs."""
-        return any(self.facts.values[value].requires_grad for value in self.facts.outputs)
+        return any(self.whole.facts.values[value].requires_grad for value in self.whole.facts.outputs)
 
     @cached_property
     def draws(self) -> bool:
@@ -64,13 +110,26 @@ class Variant:
         return any(op.random for op in self.facts.ops)
 
     def _check_outputs(self) -> None:
-        for value in set(self.facts.outputs) - set(self.facts.inputs):
+        if not self.facts.ops and self.tail is not None:
+            raise CaptureError(
+                f"nothing of the model can be divided by rows: {self.first_mixing()} mixes rows of the batch, and all "
+                'else follows it; RaNNCModule(..., row_mixing="microbatch") lets each microbatch mix its own rows'
+            )
+        for value, join in self.joins.items():
             facts = self.facts.values[value]
-            if not any(per_row for per_row, _ in facts.shape) and not facts.dtype.is_floating_point:
+            if join == "mean" and not facts.dtype.is_floating_point and not facts.dtype.is_complex:
                 raise CaptureError(
-                    f'output "{facts.name}" has type {facts.dtype} and no batch dimension, so it can neither '
-                    "be divided by rows nor averaged; return it as a floating-point tensor"
+                    f'output "{facts.name}" has type {facts.dtype} and is made of several rows of each microbatch, so '
+                    "it cannot be averaged; return it as a floating-point tensor"
                 )
+
+    def first_mixing(self) -> str:
+        """The first Op that mixes rows, with its place and how it does."""
+        assert self.tail is not None, "there is a tail"
+        if not self.tail.mixing:
+            return str(self.whole.captured.place(self.tail.ops[0]))
+        op, how = self.tail.mixing[0]
+        return f"{self.whole.captured.place(op)} ({how})"
 
     def divide(self, partition: Partition) -> None:
         """Says how the Graph is divided over Stages."""
@@ -93,7 +152,10 @@ class Variant:
         key = (rows, call)
         if key not in self._programs:
             program = Program.build(plan, self.partition, list(rows), gather_inputs, call)
-            self._programs[key] = RankProgram.from_json(program.rank_view(process.get_rank()))
+            view = RankProgram.from_json(program.rank_view(process.get_rank()))
+            part = self.parts.stages[view.stage]
+            agree.together(lambda: refuse_single_rows(self.captured, self.facts, part, view))
+            self._programs[key] = view
         return self._programs[key]
 
 

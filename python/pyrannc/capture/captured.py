@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,11 +14,12 @@ from torch import Tensor, fx, nn
 
 from pyrannc.errors import CaptureError, InputError, RaNNCError
 
-from .clean import clean
+from .clean import clean, place_of
 from .dims import Dim
 from .flatten import Structure, batch_rows, flatten
 from .lower import lower
 from .oracle import Assumption
+from .source import Place
 from .tracer import trace
 
 
@@ -28,11 +29,13 @@ class Captured:
 
     ``gm`` takes parameters, buffers and input tensors, each in id order, and returns a flat tuple: the output
     tensors, then the new tensors of reassigned buffers. Gradient modes are not in ``gm`` but in the Graph's ops.
+    ``op_numbers`` are those of the Ops before the call was divided.
     """
 
     graph_json: str
     gm: fx.GraphModule
     op_nodes: list[fx.Node]
+    op_numbers: list[int]
     values: list[tuple[fx.Node, int | None]]
     params: list[str]
     buffers: list[str]
@@ -59,6 +62,20 @@ class Captured:
         made = node.meta["val"]
         tensor: Tensor = made if place is None else made[place]
         return tensor
+
+    def place(self, op: int) -> Place:
+        """Where the model calls an Op."""
+        return place_of(self.op_nodes[op])
+
+    def part(self, graph_json: str, ops: Sequence[int], values: Sequence[int]) -> Captured:
+        """Some of the Ops and Values under new numbers, as ``graph_json`` has them."""
+        return replace(
+            self,
+            graph_json=graph_json,
+            op_nodes=[self.op_nodes[op] for op in ops],
+            op_numbers=[self.op_numbers[op] for op in ops],
+            values=[self.values[value] for value in values],
+        )
 
     def rebuild_outputs(self, leaves: Sequence[Tensor]) -> Any:
         """The model's result with ``leaves``, in the order of the Graph's outputs, as its tensors."""
@@ -138,6 +155,7 @@ def capture(
         graph_json=json.dumps(lowered.graph, separators=(",", ":")),
         gm=cleaned.gm,
         op_nodes=cleaned.ops,
+        op_numbers=list(range(len(cleaned.ops))),
         values=lowered.values,
         params=traced.params.names,
         buffers=traced.buffers.names,

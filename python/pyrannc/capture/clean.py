@@ -15,6 +15,7 @@ from pyrannc.errors import CaptureError
 from .dims import Dim
 from .facts import FACTS, GRAD_ENABLED, PLACE
 from .functional import replace_in_place_ops
+from .mean_losses import divide_mean_losses
 from .ops import has_effect, is_assertion, is_tuple_access
 from .source import Place
 from .torch_internals import SET_GRAD_ENABLED, expression
@@ -91,6 +92,14 @@ def make_functional(trace: Trace, cleaned: CleanGraph) -> None:
 def drop_unused(trace: Trace, cleaned: CleanGraph) -> None:
     """Ops whose results nobody reads any more."""
     cleaned.gm.graph.eliminate_dead_code(is_impure_node=has_effect)
+
+
+def divide_means(trace: Trace, cleaned: CleanGraph) -> None:
+    """Losses averaged over targets that are not ignored become sums by counts."""
+    divide_mean_losses(cleaned.gm.graph)
+    results: Any = cleaned.gm.graph.output_node().args[0]
+    cleaned.outputs = list(results[: len(cleaned.outputs)])
+    cleaned.updates = dict(zip(cleaned.updates, results[len(cleaned.outputs) :], strict=True))
 
 
 def _is_idle_detach(node: fx.Node) -> bool:
@@ -189,6 +198,7 @@ PASSES: tuple[Callable[[Trace, CleanGraph], None], ...] = (
     copy_what_runs,
     make_functional,
     drop_unused,
+    divide_means,
     sort_into_roles,
 )
 """From the raw trace to the graph that is lowered."""

@@ -59,7 +59,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         call = build(load(arguments.function), arguments.function)
         captured = capture_call(call, torch.device(arguments.device), arguments.rows)
-        _write(arguments.output, captured.graph_json)
+        # Plans divide what parts of the batch go through.
+        _write(arguments.output, Graph.from_json(captured.graph_json).divide_tail("batch").body.to_json())
     except RaNNCError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -15,7 +15,7 @@ from pyrannc.errors import CaptureError
 from .clean import CleanGraph, grad_enabled, place_of
 from .dims import AffineReader
 from .facts import FACTS, TensorFacts
-from .leaf import OpaqueCall
+from .leaf import GradientHook, OpaqueCall
 from .ops import (
     aliased_arguments,
     closes_region,
@@ -27,6 +27,7 @@ from .ops import (
     opens_region,
     target_name,
 )
+from .row_trial import is_row_wise
 from .torch_internals import FakeTensor, known_data
 from .tracer import NamedTensors, Trace
 
@@ -196,11 +197,26 @@ class _Lowering:
             record["random"] = True
         if isinstance(node.target, OpaqueCall):
             record["opaque"] = True
+            if not isinstance(node.target, GradientHook) and is_row_wise(node.target, self._operands(node)):
+                record["row_wise"] = True
         if region is not None:
             record["region"] = region
         if place.file is not None:
             record["source"] = {"file": place.file, "line": place.line}
         return record
+
+    def _operands(self, node: fx.Node) -> list[Any]:
+        """What an opaque call can be tried with."""
+        known = dict(zip(self.cleaned.params, self.trace.params.tensors, strict=True))
+        known |= dict(zip(self.cleaned.buffers, self.trace.buffers.tensors, strict=True))
+
+        def operand(item: Any) -> Any:
+            if not isinstance(item, fx.Node) or item in self.cleaned.dims:
+                return item
+            made = item.meta["val"]
+            return known.get(item, made), [self.trace.reader.read(size) for size in made.shape], item in known
+
+        return [operand(item) for item in node.args]
 
     def _argument(self, node: fx.Node, argument: Any) -> Any:
         if isinstance(argument, fx.Node):

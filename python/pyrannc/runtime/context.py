@@ -14,6 +14,7 @@ from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts
 from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.position import ActionRecord
+from pyrannc.runtime.tail import TailCode
 from pyrannc.runtime.timing import Timing
 from pyrannc.store.gradients import Gradients
 
@@ -23,7 +24,9 @@ class StageContext:
     """What a rank's Stage works with, from deployment to deployment.
 
     Attributes:
+        tail: of the captured call, if it has one.
         params: leaves by Value id.
+        stage_params: their first names.
         buffers: the Stage's buffers and constants by Value id.
         stage_of: the Stage of each rank.
     """
@@ -32,7 +35,9 @@ class StageContext:
     parts: Parts
     stage: int
     code: StageCode
+    tail: TailCode | None
     params: Mapping[int, Tensor]
+    stage_params: frozenset[str]
     buffers: Mapping[int, Tensor]
     stage_of: Sequence[int]
     channels: Channels

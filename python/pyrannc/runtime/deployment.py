@@ -10,11 +10,13 @@ from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.call.variant import Variant
 from pyrannc.core.plan import PlanFacts, StagePlan
+from pyrannc.errors import RaNNCError
 from pyrannc.job import process
 from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.collectives import Groups
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.position import ActionRecord
+from pyrannc.runtime.tail import TailCode
 from pyrannc.runtime.timing import Timing
 from pyrannc.store.gradients import Gradients
 from pyrannc.store.store import ParamStore
@@ -73,6 +75,7 @@ class Deployment:
         return next(stage for stage, ranks in enumerate(self._stage_ranks) if rank in ranks)
 
     def _find_holders(self, variant: Variant) -> dict[str, tuple[int, ...]]:
+        everyone = tuple(range(process.get_world_size()))
         stages: dict[str, set[int]] = {}
         facts = variant.facts
         for stage, part in enumerate(variant.parts.stages):
@@ -83,7 +86,7 @@ class Deployment:
         return {
             name: tuple(sorted(rank for stage in found for rank in self._stage_ranks[stage]))
             for name, found in stages.items()
-        }
+        } | dict.fromkeys(_names_in_tail(variant), everyone)
 
     def _make_gradients(self, variant: Variant) -> Gradients:
         facts, holders = variant.facts, self.store.holders
@@ -110,7 +113,9 @@ class Deployment:
             parts=variant.parts,
             stage=self.stage,
             code=StageCode(variant.captured, facts, part, self.device, self._randomness),
+            tail=self._make_tail(variant),
             params=params,
+            stage_params=frozenset(facts.params[i].names[0] for i in part.params),
             buffers={**buffers, **constants},
             stage_of=self._stage_of,
             channels=self._channels,
@@ -119,6 +124,26 @@ class Deployment:
             record=self._record,
             timing=self.timing,
             device=self.device,
+        )
+
+    def _make_tail(self, variant: Variant) -> TailCode | None:
+        if variant.tail is None:
+            return None
+        everyone = tuple(range(process.get_world_size()))
+        for name in _names_in_tail(variant):
+            if self.store.holders.get(name) != everyone:
+                raise RaNNCError(
+                    f'this call uses "{name}" together with all rows of the batch, which the call that the plan was '
+                    "made for did not, so not every rank holds it; call undeploy() first, or make this kind of call "
+                    "(training or evaluation mode, these arguments) the first one"
+                )
+        return TailCode(
+            variant.whole,
+            variant.tail,
+            self.gradients.leaves.__getitem__,
+            self.store.buffers.__getitem__,
+            self.device,
+            self._randomness,
         )
 
     def sync_buffers(self, variant: Variant) -> None:
@@ -132,6 +157,15 @@ class Deployment:
         self.store.bring_back()
         self._channels.close()
         self._groups.close()
+
+
+def _names_in_tail(variant: Variant) -> list[str]:
+    """First names of the parameters and buffers that every rank computes with."""
+    if variant.tail is None:
+        return []
+    facts = variant.whole.facts
+    names = [facts.params[param].names[0] for param in variant.tail.params]
+    return names + [facts.buffers[buffer].name for buffer in variant.tail.buffers]
 
 
 def _title(number: int, stage: StagePlan) -> str:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyrannc.call.variant import Variant
-from pyrannc.core.partition import OutputPart
+from pyrannc.core.partition import OutputPart, RowDim
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import RaNNCError
-from pyrannc.job import agree
+from pyrannc.job import agree, process
 from pyrannc.job.faults import collective
+from pyrannc.log import get_logger
 from pyrannc.runtime.batch import Batch
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.executor import Executor
 from pyrannc.runtime.handover import hand_over
-from pyrannc.runtime.loss import Weights
+from pyrannc.runtime.join import BatchRows, Joiner
+from pyrannc.runtime.loss import Weights, scale_of
 from pyrannc.runtime.seat import Seat
+from pyrannc.runtime.tail import TailStep
 from pyrannc.store.gradients import GradientSet
+
+_log = get_logger("RaNNCModule")
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Step:
         inputs: the local tensors, in the order of the Graph's inputs.
         key: what random numbers come from, equal on all ranks.
         variant: the captured call.
+        rows_per_rank: rows of each rank's batch, as far as they count.
     """
 
     def __init__(
@@ -56,51 +63,94 @@ class Step:
         key: int,
         variant: Variant,
         options: StepOptions,
+        rows_per_rank: tuple[int, ...],
     ) -> None:
         self._context = context
         self._program = program
         self._inputs = dict(zip(context.facts.inputs, inputs, strict=True))
+        self._whole_inputs = dict(zip(variant.whole.facts.inputs, inputs, strict=True))
+        self._rows = BatchRows(rows_per_rank, program.gather_inputs)
+        self._joiner = Joiner(self._rows, context.device)
         self._variant = variant
         self._loss = variant.loss if program.call == "whole" else None
         self._options = options
         self._current: GradientSet | None = None
         self._input_grads: dict[int, Tensor] = {}
+        self._tail_grads: dict[int, Tensor] = {}
+        self._outputs: tuple[int, ...] = ()
         self._done = False
         self._made = _made(context.parts.outputs)
-        self._weights = Weights(context.facts, program, self._made, self._loss, context.device)
+        self._weights = Weights(context.facts, program, self._made, variant.joins, context.device)
         self._batch = Batch(context.facts, program, self._made, context.device)
         context.randomness.begin(key)
         marks = context.timing.begin(program)
         with context.record.step(program), self._generator():
             self._seat = Seat(context, program, self._batch.bring_inputs(self._inputs), marks)
             self._executor = Executor(context, program, self._seat, marks)
+            self._tail = self._begin_tail()
+            self._inside = self._gradients_inside()
             if program.call == "whole":
                 self._current = context.gradients.begin()
-            self._executor.run(program.forward, self._current, self._weights.of_loss, reduce=options.reduce)
+            self._executor.run(program.forward, self._current, self._seed_inside, reduce=options.reduce)
             context.record.enter_outputs(program)
-            averages = self._weights.averages(self._seat.outputs)
-            self._values = self._batch.bring_outputs(self._seat.outputs, averages)
-            self._shapes = [(tensor.shape, tensor.dtype) for tensor in self._values]
+            totals = self._weights.totals(self._seat.outputs, self._joiner)
+            made = self._batch.bring_outputs(self._seat.outputs, totals)
+            self._shapes = [(tensor.shape, tensor.dtype) for tensor in made]
+            self._values = self._run_tail(made)
             if program.call == "whole":
                 self._finish_gradients()
 
     def _generator(self) -> Any:
-        return self._context.randomness.borrowed() if self._context.code.seeds_generator else nullcontext()
+        context = self._context
+        tail = context.tail is not None and context.tail.seeds_generator
+        return context.randomness.borrowed() if tail or context.code.seeds_generator else nullcontext()
+
+    def _begin_tail(self) -> TailStep | None:
+        context = self._context
+        if context.tail is None:
+            return None
+        return TailStep(context.tail, self._rows, self._whole_inputs, context.device)
+
+    def _gradients_inside(self) -> dict[int, Tensor]:
+        """The gradients with which backwards inside the call start, by Value of the body."""
+        if self._loss is None:
+            return {}
+        body_of, grads = self._variant.body_of, {} if self._tail is None else self._tail.gradients_of(self._loss)
+        self._tail_grads = {
+            body_of[value]: self._of_first_rank(grad) for value, grad in grads.items() if value in self._whole_inputs
+        }
+        found = {body_of[value]: grad for value, grad in grads.items()}
+        if self._loss in body_of:
+            facts = self._context.facts.values[body_of[self._loss]]
+            found[body_of[self._loss]] = torch.ones((), dtype=facts.dtype, device=self._context.device)
+        return found
+
+    def _seed_inside(self, microbatch: int, value: int) -> Tensor | None:
+        return self._weights.inside(microbatch, self._inside.get(value), value)
+
+    def _run_tail(self, made: Sequence[Tensor]) -> dict[int, Tensor]:
+        """The distinct outputs of the call that are no inputs, by Value of the whole."""
+        whole_of = self._variant.whole_of
+        found = {whole_of[part.value]: tensor for part, tensor in zip(self._made, made, strict=True)}
+        if self._tail is not None:
+            found.update(self._tail.run(found, trains=self._program.call == "halves"))
+        return {value: found[value] for value in dict.fromkeys(self._variant.whole.facts.outputs) if value in found}
 
     def results(self) -> list[Tensor]:
         """The outputs, in the order of the Graph's outputs, with gradients if the call trains."""
         # The step must not keep what it returns: the autograd graph of that keeps the step.
-        made, self._values = self._values, []
+        made, self._values = self._values, {}
+        self._outputs = tuple(made)
         if self._program.call != "forward":
-            made = hand_over(made, self._constant(made), self._sources(), self.backward)
-        values = dict(self._inputs)
-        values.update((part.value, tensor) for part, tensor in zip(self._made, made, strict=True))
-        return [values[value] for value in self._context.facts.outputs]
+            handed = hand_over(list(made.values()), self._constant(made), self._sources(), self.backward)
+            made = dict(zip(made, handed, strict=True))
+        values = {**self._whole_inputs, **made}
+        return [values[value] for value in self._variant.whole.facts.outputs]
 
-    def _constant(self, made: Sequence[Tensor]) -> list[Tensor]:
+    def _constant(self, made: Mapping[int, Tensor]) -> list[Tensor]:
         """The outputs that no gradient comes back for."""
-        facts = self._context.facts.values
-        return [tensor for part, tensor in zip(self._made, made, strict=True) if not facts[part.value].requires_grad]
+        facts = self._variant.whole.facts.values
+        return [tensor for value, tensor in made.items() if not facts[value].requires_grad]
 
     def _sources(self) -> list[Tensor]:
         """The inputs that gradients go back to."""
@@ -114,9 +164,11 @@ class Step:
                 "call pyrannc.keep_graph(True) before the model if that is meant"
             )
         self._done = not self._options.keep_graph
-        scale = self._weights.scale(grads)
+        by_value = dict(zip(self._outputs, grads, strict=True))
+        scale = None if self._loss is None else scale_of(by_value, self._loss, self._variant.whole.facts)
         if scale is None:
-            self._run_backward(grads)
+            self._tell_of_outside(by_value)
+            self._run_backward(by_value)
         assert self._current is not None, "a call that trains has gradients"
         assert self._variant.active is not None, "the first backward finds the active parameters"
         self._context.gradients.deliver(
@@ -126,11 +178,24 @@ class Step:
         found = [self._input_grads.get(value) for value in sources]
         return [grad if grad is None or scale is None else grad * scale.to(grad.dtype) for grad in found]
 
-    def _run_backward(self, grads: Sequence[Tensor | None]) -> None:
+    def _tell_of_outside(self, grads: Mapping[int, Tensor | None]) -> None:
+        """Says once what a criterion outside of the model means."""
+        variant = self._variant
+        outside = any(grad is not None and value != variant.loss for value, grad in grads.items())
+        if outside and not variant.told_outside and self._program.gather_inputs and process.get_world_size() > 1:
+            variant.told_outside = True
+            if process.get_rank() == 0:
+                _log.info(
+                    "the criterion is outside of the model: the loss is the mean of the ranks' local losses, weighted "
+                    "by their rows. A sum, or a mean over tokens, is then not that of the global batch: compute it "
+                    "inside the model if that is meant"
+                )
+
+    def _run_backward(self, grads: Mapping[int, Tensor | None]) -> None:
         context, program, options = self._context, self._program, self._options
         with collective("loss.backward()"), context.record.step(program), self._generator():
-            seeds = self._seeds(grads)
             self._current = context.gradients.begin()
+            seeds = self._seeds(grads)
             self._executor.run(
                 program.backward,
                 self._current,
@@ -141,16 +206,63 @@ class Step:
             )
             self._finish_gradients()
 
-    def _seeds(self, grads: Sequence[Tensor | None]) -> dict[tuple[int, int], Tensor]:
+    def _seeds(self, grads: Mapping[int, Tensor | None]) -> dict[tuple[int, int], Tensor]:
         """The gradient of each output of this Stage, by microbatch and Value."""
-        own = self._weights.own_gradients(grads, self._shapes)
-        seeds = self._weights.seeds_of_averages(own)
+        own_grads = [grads.get(self._variant.whole_of[part.value]) for part in self._made]
+        own = self._weights.own_gradients(own_grads, self._shapes)
+        self._differentiate_tail(grads, own)
+        seeds = self._weights.seeds_of_totals(own)
         if self._program.gather_inputs:
             return {**seeds, **self._batch.bring_output_grads(own)}
         return {**seeds, **self._weights.local_seeds(own)}
 
+    def _differentiate_tail(self, grads: Mapping[int, Tensor | None], own: dict[int, Tensor]) -> None:
+        """Adds the tail's gradients to those of the body's outputs, and gives parameters theirs.
+
+        Every rank has a loss of its own, even if they are equal: they count as much as the rows.
+        """
+        self._tail_grads = {}
+        if self._tail is None:
+            return
+        context, weight = self._context, self._weights.of_local_batch
+        assert context.tail is not None, "the call has a tail"
+        assert self._current is not None, "the backward has begun"
+        found = self._tail.backward(grads, keep_graph=self._options.keep_graph)
+        for item in context.tail.part.joined:
+            if item.value not in found.joined:
+                continue
+            grad = found.joined[item.value] * weight
+            body = self._variant.body_of[item.value]
+            if item.value in self._whole_inputs:
+                self._tail_grads[body] = self._of_own_input(grad, item.join)
+            elif isinstance(item.join, RowDim):
+                own[body] = own[body] + self._tail.own_rows_of_sum(grad, item.join)
+            else:
+                own[body] = own[body] + grad
+        # Where every rank has the same loss, it counts once.
+        counts = self._program.gather_inputs or process.get_rank() == 0
+        for value, grad in found.params.items():
+            name = context.tail.names[value]
+            last = name not in context.stage_params
+            context.gradients.add(self._current, name, grad * (weight if counts else 0.0), last=last)
+
+    def _of_own_input(self, grad: Tensor, join: object) -> Tensor:
+        assert self._tail is not None, "it has gradients"
+        whole = isinstance(join, RowDim)
+        tail = self._tail
+        grad = tail.own_rows_of_sum(grad, join) if isinstance(join, RowDim) else tail.total_of_sum(grad)
+        # What is the same for all rows is rank 0's, and so is the batch if not all ranks bring their own.
+        counts = process.get_rank() == 0 or (whole and self._program.gather_inputs)
+        return grad if counts else torch.zeros_like(grad)
+
+    @staticmethod
+    def _of_first_rank(grad: Tensor) -> Tensor:
+        return grad if process.get_rank() == 0 else torch.zeros_like(grad)
+
     def _finish_gradients(self) -> None:
         self._input_grads = self._batch.bring_input_grads(self._inputs, self._seat.input_grads)
+        for value, grad in self._tail_grads.items():
+            self._input_grads[value] = self._input_grads[value] + grad
         if not self._options.keep_graph:
             self._seat.release()
         if self._variant.active is None:

@@ -21,11 +21,17 @@ from pyrannc.store.leaf import leaf_of
 
 @dataclass
 class GradientSet:
-    """The gradients of one step: a flat tensor for each bucket, and its views by parameter name."""
+    """The gradients of one step: a flat tensor for each bucket, and its views by parameter name.
+
+    Attributes:
+        touched: parameters that a gradient has come for.
+        complete: those to which no backward of a microbatch adds.
+    """
 
     flats: list[Tensor]
     views: dict[str, Tensor]
     touched: set[str] = field(default_factory=set)
+    complete: set[str] = field(default_factory=set)
     works: list[Work] = field(default_factory=list)
 
 
@@ -76,9 +82,22 @@ class Gradients:
 
         Each bucket is summed over ranks as soon as it is full, always in the same order.
         """
-        self._missing = [len(bucket.params) for bucket in self._buckets]
+        current = self._filling() if self._filling is not None else None
+        complete = current.complete if current is not None else set()
+        self._missing = [sum(shared.name not in complete for shared in bucket.params) for bucket in self._buckets]
         self._next = 0
         self._reducing = True
+
+    def add(self, current: GradientSet, name: str, grad: Tensor, *, last: bool) -> None:
+        """Adds a gradient that does not come from the backward of a microbatch.
+
+        Args:
+            last: no such backward adds to it.
+        """
+        current.views[name].add_(grad)
+        current.touched.add(name)
+        if last:
+            current.complete.add(name)
 
     def reduce(self, current: GradientSet) -> None:
         """Sums what has not been summed yet, and waits for all sums (on a GPU: makes the stream wait)."""
@@ -158,6 +177,7 @@ class Gradients:
             for flat in spare.flats:
                 flat.zero_()
             spare.touched.clear()
+            spare.complete.clear()
             return spare
         flats = [bucket.zeros() for bucket in self._buckets]
         return GradientSet(flats, self._views(flats))

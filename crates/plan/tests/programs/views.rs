@@ -32,7 +32,7 @@ fn the_json_of_a_view() {
 #[test]
 fn rows_know_their_place_in_the_global_batch() {
     // Microbatch 0 is rows 0..2 of rank 0's three and 0..2 of rank 2's four, microbatch 1 is the rest.
-    let program = Case::chain(&[2, 1], 2, &[3, 0, 4], Mode::TrainFillDrain).build();
+    let program = Given::chain(&[2, 1], 2, &[3, 0, 4], Call::Whole, ScheduleKind::FillDrain).build();
     let places = |rank| -> Vec<String> {
         let view = program.rank_view(rank).expect("the rank exists");
         let text = |runs: &Vec<_>| runs.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
@@ -41,7 +41,7 @@ fn rows_know_their_place_in_the_global_batch() {
     assert_eq!(places(0), ["0..2", "2..3 5..6"]);
     assert_eq!(places(1), ["3..5", "6..7"]);
     assert_eq!(places(2), ["0..2 3..5", "2..3 5..7"]);
-    let whole = Case::chain(&[1, 1], 1, &[3, 4], Mode::TrainFillDrain).build();
+    let whole = Given::chain(&[1, 1], 1, &[3, 4], Call::Whole, ScheduleKind::FillDrain).build();
     assert_eq!(whole.rank_view(0).expect("the rank exists").global_rows, [[rannc_plan::Interval::new(0, 7)]]);
 }
 

@@ -1,0 +1,127 @@
+"""Whether a call that stays whole treats each row by itself: it is tried on a few rows, together and apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dims import Dim
+
+ROWS = 4
+_PARTS = (((0, 1), (1, ROWS)), ((0, 2), (2, ROWS)))
+_RELATIVE = {torch.float16: 1e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.float64: 1e-8}
+
+Operand = tuple[Tensor, list[Dim | None], bool]
+"""A tensor of the right type, its extents, and whether its contents stand for themselves: a parameter, a constant."""
+
+
+def is_row_wise(call: Callable[..., Any], operands: Sequence[Any]) -> bool:
+    """True when parts of a batch give parts of the results and of the gradients, in two divisions.
+
+    False too where the call cannot be tried.
+
+    Args:
+        call: takes the operands by position.
+        operands: an :data:`Operand` for a tensor; anything else is given as it is.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.manual_seed(0)
+            return all(_Trial(call, operands).holds(parts) for parts in _PARTS)
+    except Exception:  # whatever the user's code raises: it cannot be tried
+        return False
+
+
+class _Trial:
+    def __init__(self, call: Callable[..., Any], operands: Sequence[Any]) -> None:
+        self._call = call
+        self._rows: dict[int, Tensor] = {}
+        self._fixed: dict[int, Any] = {}
+        for place, operand in enumerate(operands):
+            if not isinstance(operand, tuple):
+                self._fixed[place] = operand
+                continue
+            tensor, extents, stays = operand
+            if any(dim is None for dim in extents):
+                raise ValueError("an extent is not known")
+            dims = [dim for dim in extents if dim is not None]
+            if any(dim.per_row for dim in dims):
+                self._rows[place] = self._batch(tensor, dims)
+            else:
+                keep = stays and not tensor.is_meta
+                fixed = tensor.detach().cpu().clone() if keep else _random(tensor, [dim.fixed for dim in dims])
+                self._fixed[place] = fixed.requires_grad_(tensor.requires_grad and fixed.is_floating_point())
+        if not self._rows:
+            raise ValueError("it has no rows")
+
+    @staticmethod
+    def _batch(tensor: Tensor, dims: Sequence[Dim]) -> Tensor:
+        if dims[0] != Dim(1, 0) or any(dim.per_row for dim in dims[1:]):
+            raise ValueError("rows are not in dimension 0 alone")
+        return _random(tensor, [dim.at(ROWS) for dim in dims])
+
+    def holds(self, parts: Sequence[tuple[int, int]]) -> bool:
+        seeds: list[Tensor] = []
+        whole = self._run((0, ROWS), seeds)
+        pieces = [self._run(part, seeds) for part in parts]
+        for index, result in enumerate(whole):
+            found = [piece[index] for piece in pieces]
+            there = [item for item in found if item is not None]
+            if result is None or len(there) < len(found):
+                if result is not None or there:
+                    return False
+                continue
+            # Rows of results and of their gradients stand one after another, gradients of the rest are added.
+            joined = torch.cat(there) if index < self._with_rows else torch.stack(there).sum(0)
+            if joined.shape != result.shape or not _close(joined, result):
+                return False
+        return True
+
+    def _run(self, part: tuple[int, int], seeds: list[Tensor]) -> list[Tensor | None]:
+        """Results and gradients of what has rows, then the gradients of what has none."""
+        lo, hi = part
+        rows = {place: _leaf(tensor[lo:hi]) for place, tensor in self._rows.items()}
+        tensors = {**self._fixed, **rows}
+        # A function may change what it is given.
+        given = [_copy(tensors[place]) for place in range(len(tensors))]
+        made = self._call(*given)
+        results = [made] if isinstance(made, Tensor) else [item for item in made if isinstance(item, Tensor)]
+        if any(result.dim() == 0 or result.shape[0] != hi - lo for result in results):
+            raise ValueError("a result has no rows in dimension 0")
+        roots = [result for result in results if result.requires_grad]
+        if not seeds:
+            seeds += [torch.randn_like(root) for root in roots]
+        fixed = [item for item in self._fixed.values() if isinstance(item, Tensor) and item.requires_grad]
+        leaves = [leaf for leaf in rows.values() if leaf.requires_grad]
+        grads: Sequence[Tensor | None] = [None] * (len(leaves) + len(fixed))
+        if roots and leaves + fixed:
+            own = [seed[lo:hi] for seed in seeds]
+            grads = torch.autograd.grad(roots, [*leaves, *fixed], own, allow_unused=True)
+        self._with_rows = len(results) + len(leaves)
+        return [*(result.detach() for result in results), *grads]
+
+
+def _random(like: Tensor, shape: Sequence[int]) -> Tensor:
+    if like.dtype.is_floating_point or like.dtype.is_complex:
+        return torch.randn(list(shape), dtype=like.dtype, device="cpu")
+    return torch.randint(0, 2, list(shape), device="cpu").to(like.dtype)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    copied = tensor.detach().clone()
+    return copied.requires_grad_() if copied.is_floating_point() else copied
+
+
+def _copy(item: Any) -> Any:
+    return item.clone() if isinstance(item, Tensor) else item
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    if not expected.is_floating_point():
+        return torch.equal(found, expected)
+    tolerance = _RELATIVE.get(expected.dtype, 1e-2)
+    scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
+    return bool(((found - expected).abs() <= tolerance * scale).all())

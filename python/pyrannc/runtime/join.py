@@ -1,0 +1,126 @@
+"""Parts of the batch joined over ranks: rows one after another, sums and means of the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyrannc.core.graph import ValueFacts
+from pyrannc.core.partition import RowDim
+from pyrannc.core.program import Rows
+from pyrannc.job import process
+from pyrannc.job.exchange import give_to_others, sum_over_ranks
+from pyrannc.runtime.rows import take_rows
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """The rows of the global batch, and which of them are this rank's.
+
+    Attributes:
+        per_rank: rows of each rank's batch, as far as they count.
+        gathered: the global batch is the ranks' rows, one rank's after another's; otherwise rank 0's alone, whose
+            outputs every rank gets.
+    """
+
+    per_rank: tuple[int, ...]
+    gathered: bool
+
+    @property
+    def total(self) -> int:
+        """All rows."""
+        return sum(self.per_rank)
+
+    @property
+    def own_count(self) -> int:
+        """Rows that this rank brings."""
+        return self.per_rank[process.get_rank()]
+
+    @property
+    def own(self) -> Rows:
+        """Rows whose outputs this rank gets."""
+        if not self.gathered:
+            return 0, self.total
+        start = sum(self.per_rank[: process.get_rank()])
+        return start, start + self.own_count
+
+
+class Joiner:
+    """Joins parts of one global batch; all ranks call its methods together."""
+
+    def __init__(self, rows: BatchRows, device: torch.device) -> None:
+        self._rows = rows
+        self._device = device
+
+    def rows(self, tensor: Tensor, row_dim: RowDim, shape: Sequence[int]) -> Tensor:
+        """All rows of what each rank has its own rows of."""
+        if process.get_world_size() == 1:
+            return tensor
+        # Gathering needs equal numbers of rows, adding to zeros does not.
+        as_bytes = tensor.dtype == torch.bool
+        whole = torch.zeros(list(shape), dtype=torch.uint8 if as_bytes else tensor.dtype, device=self._device)
+        take_rows(whole, row_dim, self._rows.own).copy_(tensor.detach())
+        sum_over_ranks(torch.view_as_real(whole) if whole.is_complex() else whole)
+        return whole.bool() if as_bytes else whole
+
+    def of_first(self, tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+        """Rank 0's tensor, of this ``shape``, or of that of this rank's tensor."""
+        if process.get_world_size() == 1:
+            return tensor
+        first = process.get_rank() == 0
+        size = list(tensor.shape if shape is None else shape)
+        given = tensor.detach().clone(memory_format=torch.contiguous_format) if first else None
+        if given is None:
+            given = torch.empty(size, dtype=tensor.dtype, device=self._device)
+        give_to_others(torch.view_as_real(given) if given.is_complex() else given, 0)
+        return given
+
+    def summed(self, tensor: Tensor) -> Tensor:
+        """A tensor of every rank, summed over the ranks where each has rows of its own."""
+        if not self._rows.gathered or process.get_world_size() == 1:
+            return tensor
+        tensor = tensor.contiguous()
+        sum_over_ranks(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+        return tensor
+
+    def reductions(
+        self, totals: Mapping[int, ValueFacts], parts: Iterable[tuple[int, Tensor, float]]
+    ) -> dict[int, Tensor]:
+        """Reductions of the global batch.
+
+        Args:
+            totals: what to reduce, by Value.
+            parts: made on this rank: Value, contents and weight.
+        """
+        # Integers are added, and averaged where all parts are the same, without loss up to 2**53.
+        kinds = {value: facts.dtype if _is_exact(facts.dtype) else torch.float64 for value, facts in totals.items()}
+        sums = {
+            value: torch.zeros(facts.shape_at(0), dtype=kinds[value], device=self._device)
+            for value, facts in totals.items()
+        }
+        for value, tensor, weight in parts:
+            sums[value].add_(tensor.detach().to(kinds[value]), alpha=weight)
+        self._sum_packed(sums)
+        return {
+            value: total if kinds[value] == totals[value].dtype else total.round().to(totals[value].dtype)
+            for value, total in sums.items()
+        }
+
+    @staticmethod
+    def _sum_packed(sums: Mapping[int, Tensor]) -> None:
+        """Sums over ranks, in one message for each type."""
+        if process.get_world_size() == 1:
+            return
+        for dtype in dict.fromkeys(tensor.dtype for tensor in sums.values()):
+            tensors = [tensor for tensor in sums.values() if tensor.dtype == dtype]
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            sum_over_ranks(torch.view_as_real(flat) if flat.is_complex() else flat)
+            for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+def _is_exact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
