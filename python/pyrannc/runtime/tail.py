@@ -17,6 +17,7 @@ from pyrannc.core.tail import Joined, TailPart
 from pyrannc.runtime.join import BatchRows, Joiner
 from pyrannc.runtime.rows import take_rows
 
+
 class TailCode:
     """A tail that can be run.
 
@@ -126,9 +127,7 @@ class TailStep:
     All ranks make it and call its methods together.
     """
 
-    def __init__(
-        self, code: TailCode, rows: BatchRows, inputs: Mapping[int, Tensor], device: torch.device
-    ) -> None:
+    def __init__(self, code: TailCode, rows: BatchRows, inputs: Mapping[int, Tensor], device: torch.device) -> None:
         self._code = code
         self._rows = rows
         self._joiner = Joiner(rows, device)
