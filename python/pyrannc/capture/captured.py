@@ -14,12 +14,13 @@ from torch import Tensor, fx, nn
 
 from pyrannc.errors import CaptureError, InputError, RaNNCError
 
+from .assumptions import Assumption, PythonState
+from .attributes import assigned, carries_number
 from .clean import clean
 from .dims import Dim
 from .flatten import Structure, batch_rows, flatten
 from .lower import lower
-from .oracle import Assumption
-from .tracer import trace
+from .tracer import Trace, trace
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Captured:
     buffers: list[str]
     constants: list[Tensor]
     assumptions: list[Assumption]
+    python_state: PythonState
     dims: dict[fx.Node, Dim]
     input_structure: Structure
     output_structure: Structure
@@ -130,6 +132,11 @@ def capture(
         traced = trace(model, tuple(args), kwargs, device, rows, leaf_modules)
         cleaned = clean(traced)
         lowered = lower(traced, cleaned, _qualified_name(model), model.training, max(1, rows))
+        if traced.carried:
+            with assigned(traced.carried):
+                second = trace(model, tuple(args), kwargs, device, rows, leaf_modules)
+                again = lower(second, clean(second), _qualified_name(model), model.training, max(1, rows))
+            _refuse_counting(traced, second, same=again.graph == lowered.graph)
     except RaNNCError:
         raise
     except Exception as error:
@@ -143,10 +150,18 @@ def capture(
         buffers=traced.buffers.names,
         constants=lowered.constants,
         assumptions=traced.assumptions,
+        python_state=traced.python_state,
         dims=cleaned.dims,
         input_structure=flatten((tuple(args), kwargs))[1],
         output_structure=traced.output,
     )
+
+
+def _refuse_counting(first: Trace, second: Trace, *, same: bool) -> None:
+    """Raises CaptureError unless a call that found what the first one left did the same and left it so."""
+    if second.carried or not same:
+        attribute, _ = (second.carried or first.carried)[0]
+        raise carries_number(attribute)
 
 
 def _qualified_name(model: nn.Module) -> str:

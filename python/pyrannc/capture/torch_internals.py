@@ -240,6 +240,63 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooks_of_calls(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
+    """What runs before and after a module's calls and their backward, as torch keeps it. Public: none."""
+    return [vars(module)[name] for name in _HOOKS]
+
+
+def hooks_of_all_calls() -> list[dict[int, Callable[..., Any]]]:
+    """Likewise for the calls of all modules. Public: none."""
+    return [getattr(nn.modules.module, f"_global{name}") for name in _HOOKS]
+
+
+def tensor_hooks(tensor: Tensor) -> tuple[Any, Any]:
+    """Hooks on a tensor's gradient, before and after it is added; None or empty without. Public: none."""
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+
+
+def own_params(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """What has been put into a module as parameters. Public: ``named_parameters(recurse=False)``, without aliases."""
+    return module._parameters
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Sub-modules by attribute. Public: ``named_children()``, without aliases."""
+    return module._modules
+
+
+@contextmanager
+def attribute_access(
+    read: Callable[[nn.Module, str], None], write: Callable[[nn.Module, str], None]
+) -> Iterator[None]:
+    """Tells of every attribute of a module that Python code asks for or sets. Public: none."""
+    original = nn.Module.__setattr__
+
+    def getattribute(module: nn.Module, name: str) -> Any:
+        read(module, name)
+        return object.__getattribute__(module, name)
+
+    def setattribute(module: nn.Module, name: str, value: Any) -> None:
+        write(module, name)
+        original(module, name, value)
+
+    nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign]  # taken off below
+    nn.Module.__setattr__ = setattribute  # type: ignore[method-assign]  # put back below
+    try:
+        yield
+    finally:
+        del nn.Module.__getattribute__
+        nn.Module.__setattr__ = original  # type: ignore[method-assign]  # as it was
+
+
+def version(tensor: Tensor) -> int:
+    """Grows with every change in place. Public: none."""
+    return tensor._version
+
+
 def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
     """Device and type that the arguments of ``module.to`` ask for. Public: none."""
     device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
