@@ -76,6 +76,8 @@ class Config:
         verify_partitioning: Compare the first step with one process.
         display_comm_value: Log a digest of every value that is sent.
         consolidate_grads: Has no effect any more.
+        recapture_interval: At the second call of a captured form and whenever this many calls have passed, one rank
+            captures once more and compares, while the others wait; 0 is never.
     """
 
     show_config_items: bool = _item(False)
@@ -108,6 +110,7 @@ class Config:
     graph_profile_file: str = _item("")
     verify_partitioning: bool = _item(False, later="nothing is compared")
     display_comm_value: bool = _item(False, later="no values are logged")
+    recapture_interval: int = _item(1000, least=0)
     consolidate_grads: bool = _item(True, replaced_by="gradients are always reduced in buckets")
 
     @property

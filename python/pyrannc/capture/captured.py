@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -67,28 +65,19 @@ class Captured:
         return self.output_structure.rebuild(leaves)
 
 
-_MODULES: WeakKeyDictionary[nn.Module, tuple[nn.Module, ...]] = WeakKeyDictionary()
-_training = attrgetter("training")
-
-
 def signature(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
     """What two calls must share to share a capture.
 
-    These are the structure of the arguments, the types of their tensors, all extents but the batch, the training
-    flags of all sub-modules, and the ambient autocast state. Sub-modules are looked up once per model.
+    These are the structure of the arguments, the types of their tensors, all extents but the batch, the model's
+    training flag, and the ambient autocast state. What else a capture rests on, its ``python_state`` tells.
 
     Raises:
         ValueError: the batch size cannot be told.
     """
     tensors, structure = flatten((tuple(args), kwargs))
     rows = batch_rows(tensors)
-    modules = _MODULES.get(model)
-    if modules is None:
-        # Without the model itself, which must not be kept alive by what is known of it.
-        modules = _MODULES[model] = tuple(model.modules())[1:]
     described = tuple(_describe(tensor, rows) for tensor in tensors)
-    flags = model.training, bytes(map(_training, modules))
-    return structure, described, flags, _autocast_state()
+    return structure, described, model.training, _autocast_state()
 
 
 def _describe(tensor: Tensor, rows: int) -> Hashable:

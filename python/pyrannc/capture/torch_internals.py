@@ -269,9 +269,7 @@ def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
 
 
 @contextmanager
-def attribute_access(
-    read: Callable[[nn.Module, str], None], write: Callable[[nn.Module, str], None]
-) -> Iterator[None]:
+def attribute_access(read: Callable[[nn.Module, str], None], write: Callable[[nn.Module, str], None]) -> Iterator[None]:
     """Tells of every attribute of a module that Python code asks for or sets. Public: none."""
     original = nn.Module.__setattr__
 

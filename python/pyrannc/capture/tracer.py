@@ -19,8 +19,8 @@ from .dims import AffineReader
 from .facts import FactRecorder
 from .fallback import BatchSizes, OperatorFallbacks
 from .flatten import Structure, flatten
-from .leaf import LeafModule, captured_tensor_hooks, leaf_modules_installed, opaque_autograd_functions
 from .hooks import refuse_hooks
+from .leaf import LeafModule, captured_tensor_hooks, leaf_modules_installed, opaque_autograd_functions
 from .oracle import BatchShapeEnv, Oracle, draws
 from .source import Place, SourceTracker
 from .torch_internals import (

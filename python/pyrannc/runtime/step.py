@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +45,7 @@ class Step:
         inputs: the local tensors, in the order of the Graph's inputs.
         number: of the step, equal on all ranks.
         variant: the captured call.
+        before_backward: raises, on all ranks, when the batch must give no gradients.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Step:
         number: int,
         variant: Variant,
         options: StepOptions,
+        before_backward: Callable[[], None] = lambda: None,
     ) -> None:
         self._context = context
         self._program = program
@@ -62,6 +64,7 @@ class Step:
         self._variant = variant
         self._loss = variant.loss if program.call == "whole" else None
         self._options = options
+        self._before_backward = before_backward
         self._current: GradientSet | None = None
         self._input_grads: dict[int, Tensor] = {}
         self._done = False
@@ -112,6 +115,7 @@ class Step:
                 "call pyrannc.keep_graph(True) before the model if that is meant"
             )
         self._done = not self._options.keep_graph
+        self._before_backward()
         scale = self._weights.scale(grads)
         if scale is None:
             self._run_backward(grads)
