@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pyrannc import config as configuration
-from pyrannc.call.agreed import AgreedCall, Agreement, CallKey
+from pyrannc.call.agreed import AgreedCall, Agreement
 from pyrannc.call.param_guards import ParamGuards, agree_on_trainable
 from pyrannc.call.stale import StaleAttributes
-from pyrannc.call.variant import MOST_VARIANTS, Variant, Variants
+from pyrannc.call.variant import MOST_VARIANTS, CallKey, Variant, Variants
 from pyrannc.capture.torch_internals import Dropout
 from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
 from pyrannc.core.plan import content

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from pyrannc.call.data_guards import Answers
 from pyrannc.call.equal import Fingerprint, HyperParameters, combined, whole_inputs
 from pyrannc.call.param_guards import ParamGuards
-from pyrannc.call.variant import Variant, Variants
+from pyrannc.call.variant import CallKey, Variant, Variants
 from pyrannc.capture import batch_rows, flatten, signature
 from pyrannc.errors import InputError, MismatchError
 from pyrannc.job import agree, process
@@ -23,10 +23,6 @@ _NEW = -1
 _FAILED = -2
 _THAWED = -3
 """Numbers in the place of a captured form's: there is none yet, something is wrong, ``requires_grad`` has changed."""
-
-
-CallKey = tuple[Hashable, Hashable]
-"""The signature of a call, and which parameters require gradients."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +108,8 @@ class Agreement:
             raise MismatchError(_different_values(own.equal))
         if sum(rows) == 0:
             raise InputError("the global batch has no rows: every rank's inputs are empty")
+        if own.variant is not None and self._is_due(own.variant):
+            self._compare(own.variant, args, kwargs, device, own.rows)
         self._answers = own.answers
         return AgreedCall(own.key, own.variant, own.tensors, own.rows, rows, own.answers)
 
@@ -134,8 +132,6 @@ class Agreement:
         if own.variant is None:
             return
         own.number = own.variant.number
-        if self._is_my_turn(own.variant) and own.rows:
-            own.variant.compare_with(self._model, args, kwargs, device, own.rows)
         if own.variant.questions and own.rows and (self._gather_inputs or process.get_rank() == 0):
             own.answers = own.variant.questions.ask(own.tensors)
             if own.variant.questions.waits:
@@ -147,14 +143,23 @@ class Agreement:
         """Which parameters require gradients, equal on all ranks."""
         return None if self.params is None else self.params.flags
 
-    def _is_my_turn(self, variant: Variant) -> bool:
-        """True on one rank at the second call of a captured form, and on the next one after each interval."""
+    def _is_due(self, variant: Variant) -> bool:
+        """True at the second call of a captured form, and whenever the interval has passed."""
         if not self._interval or not variant.can_compare:
             return False
-        turn, rest = divmod(variant.calls, self._interval)
-        return (
-            variant.calls == 1 or (rest == 0 and turn > 0)
-        ) and turn % process.get_world_size() == process.get_rank()
+        return variant.calls == 1 or (variant.calls > 0 and variant.calls % self._interval == 0)
+
+    def _compare(
+        self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, rows: int
+    ) -> None:
+        """Lets one rank in turn capture the call again. All ranks call it."""
+        mine = variant.calls // self._interval % process.get_world_size() == process.get_rank()
+
+        def attempt() -> None:
+            if mine and rows:
+                variant.compare_with(self._model, args, kwargs, device, rows)
+
+        agree.together(attempt)
 
 
 @dataclass
@@ -163,7 +168,7 @@ class _Own:
 
     number: int = _NEW
     rows: int = 0
-    key: CallKey = (None, None)
+    key: CallKey = ((), None)
     variant: Variant | None = None
     tensors: list[Tensor] = field(default_factory=list)
     equal: list[Fingerprint] = field(default_factory=list)

@@ -46,7 +46,7 @@ def _first_difference(graph: Graph, hashes: Sequence[str]) -> str:
     return f"the ranks have different models: rank {other}'s parameters, buffers or inputs are not those of rank 0"
 
 
-def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:
-    """The first Op that is not the same in two Graphs, on both sides; equal when none is."""
+def first_difference(mine: Sequence[str], theirs: Sequence[str], without: str = "nothing") -> tuple[str, str]:
+    """The first Op that is not the same in two Graphs, on both sides; twice ``without`` when none is."""
     pairs = zip_longest(mine, theirs, fillvalue="nothing")
-    return next(((here, there) for here, there in pairs if here != there), ("nothing", "nothing"))
+    return next(((here, there) for here, there in pairs if here != there), (without, without))

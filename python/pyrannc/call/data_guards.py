@@ -72,6 +72,6 @@ class DataGuards:
             return Answers(asked, numbers, lambda: None)
         there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
         there.copy_(numbers, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it
         event.record()
         return Answers(asked, there, event.synchronize)

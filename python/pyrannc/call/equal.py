@@ -77,7 +77,7 @@ def combined(found: Sequence[Fingerprint]) -> int:
 
 def _digest(tensor: Tensor) -> int:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy()) if flat.numel() else 0
+    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
 
 
 def _named(place: str, item: Any) -> Iterator[tuple[str, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
@@ -42,10 +42,15 @@ class ModuleGuards:
         watched = _Watched()
         for attribute in state.read:
             watched.add_read(attribute.module, attribute.name)
-        self._names = [(holder, sorted(names)) for holder, names in watched.names.values() if names]
-        self._getters = [(itemgetter(*names), holder) for holder, names in self._names]
-        self._values = [_snapshot(get(holder), len(names)) for (get, holder), (_, names) in self._pairs()]
-        self._tensors = [(holder, name, holder[name], version(holder[name])) for holder, name in watched.tensors]
+        self._names = [(holder, sorted(names)) for holder, names in watched.names.values()]
+        self._getters: list[tuple[Callable[[_Holder], Any], _Holder]] = [
+            (itemgetter(*names), holder) for holder, names in self._names
+        ]
+        self._values = [
+            _snapshot(get(holder), len(names))
+            for (get, holder), (_, names) in zip(self._getters, self._names, strict=True)
+        ]
+        self._tensors = [(holder, name, tensor, version(tensor)) for holder, name, tensor in watched.tensors]
         self._absent = watched.absent
         self._owners = [holder for holder, _ in watched.absent.values()]
         self._lengths = list(map(len, self._owners))
@@ -56,9 +61,6 @@ class ModuleGuards:
         self._hookless = [found for found in hooks if not found]
         self._hooked = [found for found in hooks if found]
         self._hook_counts = list(map(len, self._hooked))
-
-    def _pairs(self) -> Iterator[tuple[tuple[Callable[[_Holder], Any], _Holder], tuple[_Holder, list[str]]]]:
-        return zip(self._getters, self._names, strict=True)
 
     def hold(self) -> bool:
         """True when the captured call is still what the model would do.
@@ -89,15 +91,15 @@ class ModuleGuards:
 
     def changed(self) -> str | None:
         """What is not as it was, if that has a name."""
-        for (get, holder), (_, names) in self._pairs():
-            before = self._values[self._getters.index((get, holder))]
-            for place, name in enumerate(names):
-                old = before[place] if len(names) > 1 else before
+        for (holder, names), values in zip(self._names, self._values, strict=True):
+            for name, old in zip(names, values if len(names) > 1 else [values], strict=True):
+                now = holder.get(name)
                 try:
-                    if not holder[name] == old:
-                        return f'"{name}" was {_short(old)} and is {_short(holder[name])}'
+                    same = bool(now == old)
                 except Exception:  # as in hold()
-                    return f'"{name}"'
+                    same = False
+                if not same:
+                    return f'"{name}" was {_short(old)} and is {_short(now)}'
         return None
 
 
@@ -111,7 +113,7 @@ class _Watched:
 
     def __init__(self) -> None:
         self.names: dict[int, tuple[_Holder, set[str]]] = {}
-        self.tensors: list[tuple[_Holder, str]] = []
+        self.tensors: list[tuple[_Holder, str, Tensor]] = []
         self.absent: dict[int, tuple[_Holder, set[str]]] = {}
         self._seen: set[int] = set()
         # Kept while ids serve as keys: the attributes of a class are looked at through a new proxy each time.
@@ -137,8 +139,8 @@ class _Watched:
     def _add(self, holder: _Holder, name: str, depth: int) -> None:
         value = holder[name]
         if isinstance(value, Tensor):
-            if (id(holder), name) not in {(id(found), known) for found, known in self.tensors}:
-                self.tensors.append((holder, name))
+            if (id(holder), name) not in {(id(found), known) for found, known, _ in self.tensors}:
+                self.tensors.append((holder, name, value))
             return
         self.names.setdefault(id(holder), (holder, set()))[1].add(name)
         if _has_attributes(value) and depth < _WATCHED_DEPTH and id(value) not in self._seen:
@@ -169,11 +171,11 @@ class _SameLength:
     """Equals one container for as long as it has as many items."""
 
     def __init__(self, container: Any) -> None:
-        self._container = container
+        self._container: Any = container
         self._length = len(container)
 
     def __eq__(self, other: object) -> bool:
-        return other is self._container and len(self._container) == self._length
+        return other is self._container and len(other) == self._length  # type: ignore[arg-type]  # it is the container
 
     def __hash__(self) -> int:
         return id(self._container)

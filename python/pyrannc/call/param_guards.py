@@ -81,14 +81,12 @@ class ParamGuards:
             self._pointers[place] = param.data_ptr()
 
     def _replaced(self) -> str:
-        names = [*self._names, *self._buffer_names]
-        homes = zip([*self._homes, *self._buffer_homes], [*self._keys, *self._buffer_keys], strict=True)
-        known = [*self._params, *self._buffers]
-        gone = next(
-            name for name, (home, key), tensor in zip(names, homes, known, strict=True) if home.get(key) is not tensor
-        )
+        params = zip(self._names, self._homes, self._keys, self._params, strict=True)
+        buffers = zip(self._buffer_names, self._buffer_homes, self._buffer_keys, self._buffers, strict=True)
+        gone = [name for name, home, key, tensor in params if home.get(key) is not tensor]
+        gone += [name for name, home, key, tensor in buffers if home.get(key) is not tensor]
         return (
-            f'"{gone}" of the model is another object than at deployment; change it in place (with torch.no_grad(): '
+            f'"{gone[0]}" of the model is another object than at deployment; change it in place (with torch.no_grad(): '
             "param.copy_(...)), or call undeploy() first"
         )
 

@@ -19,6 +19,8 @@ from pyrannc.core.program import Call, RankProgram
 from pyrannc.errors import CaptureError
 from pyrannc.job import agree, process
 
+CallKey = tuple[tuple[Hashable, ...], Hashable]
+"""The signature of a call, and which parameters require gradients."""
 MOST_VARIANTS = 16
 _NO_NUMBER = -1
 
@@ -70,7 +72,7 @@ class Variant:
         """
         graph = Graph.from_json(capture(model, args, kwargs, device=device, rows=rows).graph_json)
         if graph.hash() != self.graph.hash():
-            here, now = first_difference(self.graph.op_texts(), graph.op_texts())
+            here, now = first_difference(self.graph.op_texts(), graph.op_texts(), "the same Ops on other tensors")
             raise CaptureError(
                 f"the model computes something else than when it was captured: it had\n  {here}\nand now has\n  {now}\n"
                 "What decides that must be an argument, an attribute of a sub-module or its training flag; a global "
@@ -123,11 +125,11 @@ class Variant:
 
 
 class Variants:
-    """The captured forms of one model, numbered alike on all ranks; of too many, the one used longest ago is dropped."""
+    """The captured forms of one model, numbered alike on all ranks; of too many, the oldest in use goes."""
 
     def __init__(self) -> None:
-        self._kept: dict[Hashable, list[Variant]] = {}
-        self._by_use: dict[Variant, Hashable] = {}
+        self._kept: dict[CallKey, list[Variant]] = {}
+        self._by_use: dict[Variant, CallKey] = {}
         self._first: Variant | None = None
         self.made = 0
 
@@ -137,11 +139,11 @@ class Variants:
         assert self._first is not None, "there is a captured form"
         return self._first
 
-    def find(self, key: Hashable) -> Variant | None:
+    def find(self, key: CallKey) -> Variant | None:
         """The captured form of calls with this key whose guards hold, if there is one."""
         return next((variant for variant in self._kept.get(key, ()) if variant.guards.hold()), None)
 
-    def add(self, key: Hashable, variant: Variant) -> Variant | None:
+    def add(self, key: CallKey, variant: Variant) -> Variant | None:
         """Keeps a captured form under the next number, and returns one that had to go for it."""
         self._first = self._first or variant
         variant.number = self.made
@@ -159,16 +161,15 @@ class Variants:
         variant.calls += 1
         self._by_use[variant] = self._by_use.pop(variant)
 
-    def why_new(self, key: Hashable) -> str:
+    def why_new(self, key: CallKey) -> str:
         """What makes the captured form with this key differ from the one used last."""
         last = next(reversed(self._by_use))
         before = self._by_use[last]
         if before == key:
             return last.guards.changed() or "a sub-module"
-        (old, old_flags), (new, new_flags) = before, key  # type: ignore[misc]  # as Agreement makes them
         names = ("Python values or structure of the arguments", "shapes or types of tensors", "mode", "autocast")
-        parts = [name for name, mine, theirs in zip(names, old, new, strict=True) if mine != theirs]
-        return ", ".join(parts + ["requires_grad"] * (old_flags != new_flags))
+        parts = [name for name, old, new in zip(names, before[0], key[0], strict=True) if old != new]
+        return ", ".join(parts + ["requires_grad"] * (before[1] != key[1]))
 
     def clear(self) -> None:
         """Forgets all."""

@@ -71,14 +71,13 @@ _MISSING = object()
 def _same(before: Any, now: Any) -> bool:
     if before is now:
         return True
-    if isinstance(before, _CONTAINERS) and type(before) is type(now):
-        if len(before) != len(now):
-            return False
-        pairs = zip(before, now, strict=True) if isinstance(before, list) else [(before, now)]
-        if isinstance(before, dict):
-            pairs = [(before[key], now.get(key, _MISSING)) for key in before]
-        return bool(before == now) if isinstance(before, set) else all(_same(old, new) for old, new in pairs)
-    return type(before) is type(now) and is_plain(before) and is_plain(now) and bool(before == now)
+    if type(before) is not type(now):
+        return False
+    if isinstance(before, dict):
+        return before.keys() == now.keys() and all(_same(value, now[key]) for key, value in before.items())
+    if isinstance(before, list):
+        return len(before) == len(now) and all(map(_same, before, now))
+    return is_plain(before) and is_plain(now) and bool(before == now)
 
 
 Carried = tuple[Attribute, Any]

@@ -65,7 +65,7 @@ class Captured:
         return self.output_structure.rebuild(leaves)
 
 
-def signature(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
+def signature(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Hashable, ...]:
     """What two calls must share to share a capture.
 
     These are the structure of the arguments, the types of their tensors, all extents but the batch, the model's

@@ -49,7 +49,8 @@ def _defined_in(hook: Any) -> str:
         hook = hook.func
     hook = getattr(hook, "__func__", hook)
     if not hasattr(hook, "__code__"):
-        hook = getattr(type(hook), "__call__", hook)
+        # Of an object, its class says where the method stands that runs.
+        hook = next((vars(kind)["__call__"] for kind in type(hook).__mro__ if "__call__" in vars(kind)), hook)
     return str(getattr(hook, "__module__", ""))
 
 

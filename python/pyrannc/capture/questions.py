@@ -83,7 +83,7 @@ def _function(
             if _draws_or_writes(node):
                 raise NotOfInputsError
             args, kwargs = map_aggregate(node.args, argument), map_aggregate(node.kwargs, argument)
-            copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)  # type: ignore[arg-type]  # as they were
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
     graph.output(copies[last.all_input_nodes[0]])
     return fx.GraphModule(owner, graph), taken
 

@@ -281,13 +281,14 @@ def attribute_access(read: Callable[[nn.Module, str], None], write: Callable[[nn
         write(module, name)
         original(module, name, value)
 
-    nn.Module.__getattribute__ = getattribute  # type: ignore[method-assign]  # taken off below
-    nn.Module.__setattr__ = setattribute  # type: ignore[method-assign]  # put back below
+    # Through setattr, as types say that methods are not assigned to.
+    setattr(nn.Module, "__getattribute__", getattribute)  # noqa: B010
+    setattr(nn.Module, "__setattr__", setattribute)  # noqa: B010
     try:
         yield
     finally:
         del nn.Module.__getattribute__
-        nn.Module.__setattr__ = original  # type: ignore[method-assign]  # as it was
+        setattr(nn.Module, "__setattr__", original)  # noqa: B010
 
 
 def version(tensor: Tensor) -> int:
