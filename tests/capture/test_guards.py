@@ -23,6 +23,7 @@ class Keeps(nn.Module):
         self.run = forward
         self.count = 0
         self.cache: Any = None
+        self.bank = torch.zeros(())
         self.seen: list[Any] = []
         self.rng = random.Random(0)
         self.numpy_rng = np.random.default_rng(0)
@@ -53,6 +54,11 @@ def keeps_mean(self: Any, x: Tensor) -> Tensor:
     return x - self.cache
 
 
+def changes_in_place(self: Any, x: Tensor) -> Tensor:
+    self.bank.mul_(0.9).add_(x.mean().detach())
+    return x - self.bank
+
+
 def appends(self: Any, x: Tensor) -> Tensor:
     self.seen.append(x)
     return x
@@ -80,6 +86,7 @@ def own_numpy_random(self: Any, x: Tensor) -> Tensor:
         (counts, r"'0'.*test_guards.py.*counts from call to call.*\"count\" of sub-module '0'"),
         (counts_modulo, "counts from call to call"),
         (keeps_mean, r'keeps tensors for the next call.*"cache" of.*register_buffer\("cache"'),
+        (changes_in_place, 'keeps tensors for the next call.*"bank" of'),
         (appends, '"seen" of'),
         (python_random, "sub-module '0' draws random numbers from Python's random module"),
         (numpy_random, "sub-module '0' draws random numbers from numpy.random"),

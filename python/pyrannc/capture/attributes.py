@@ -163,6 +163,15 @@ def _symbolic(value: Any) -> bool:
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
+def refuse_changed_tensors(model: nn.Module, changed: Sequence[Tensor]) -> None:
+    """Raises CaptureError when the forward changes, in place, a tensor that is a plain attribute of a sub-module."""
+    places = {tensor.untyped_storage().data_ptr() for tensor in changed}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and not value.is_meta and value.untyped_storage().data_ptr() in places:
+                raise CaptureError(_carries_tensor(Attribute(module, path, name)))
+
+
 def _carries_tensor(attribute: Attribute) -> str:
     return (
         f"{attribute.where or 'the forward'} keeps tensors for the next call: it reads and changes the {attribute}, "

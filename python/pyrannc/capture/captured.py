@@ -13,11 +13,11 @@ from torch import Tensor, fx, nn
 from pyrannc.errors import CaptureError, InputError, RaNNCError
 
 from .assumptions import Assumption, PythonState
-from .attributes import assigned, carries_number
+from .attributes import assigned, carries_number, refuse_changed_tensors
 from .clean import clean
 from .dims import Dim
 from .flatten import Structure, batch_rows, flatten
-from .lower import lower
+from .lower import Lowered, lower
 from .tracer import Trace, trace
 
 
@@ -121,6 +121,7 @@ def capture(
         traced = trace(model, tuple(args), kwargs, device, rows, leaf_modules)
         cleaned = clean(traced)
         lowered = lower(traced, cleaned, _qualified_name(model), model.training, max(1, rows))
+        refuse_changed_tensors(model, _changed_constants(lowered))
         if traced.carried:
             with assigned(traced.carried):
                 second = trace(model, tuple(args), kwargs, device, rows, leaf_modules)
@@ -144,6 +145,13 @@ def capture(
         input_structure=flatten((tuple(args), kwargs))[1],
         output_structure=traced.output,
     )
+
+
+def _changed_constants(lowered: Lowered) -> list[Tensor]:
+    values = lowered.graph["values"]
+    roots = {values[value].get("alias_of", value) for op in lowered.graph["ops"] for value in op.get("mutates", ())}
+    places = [values[root]["def"].get("constant") for root in roots]
+    return [lowered.constants[place] for place in places if place is not None]
 
 
 def _refuse_counting(first: Trace, second: Trace, *, same: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import sympy
@@ -253,9 +254,8 @@ def hooks_of_all_calls() -> list[dict[int, Callable[..., Any]]]:
     return [getattr(nn.modules.module, f"_global{name}") for name in _HOOKS]
 
 
-def tensor_hooks(tensor: Tensor) -> tuple[Any, Any]:
-    """Hooks on a tensor's gradient, before and after it is added; None or empty without. Public: none."""
-    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+tensor_hooks: Callable[[Tensor], tuple[Any, Any]] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Hooks on a tensor's gradient, before and after it is added; None or empty without. Public: none."""
 
 
 def own_params(module: nn.Module) -> dict[str, nn.Parameter | None]:
