@@ -16,7 +16,7 @@ from pyrannc.errors import CaptureError
 from .assumptions import Attribute, PythonState
 from .flatten import flatten
 from .source import Place, SourceTracker
-from .torch_internals import attribute_access
+from .torch_internals import FakeTensor, attribute_access
 
 _Key = tuple[int, str]
 INTERNAL = frozenset(vars(nn.Module())) - {"training"}
@@ -165,7 +165,8 @@ def _symbolic(value: Any) -> bool:
 
 def refuse_changed_tensors(model: nn.Module, changed: Sequence[Tensor]) -> None:
     """Raises CaptureError when the forward changes, in place, a tensor that is a plain attribute of a sub-module."""
-    places = {tensor.untyped_storage().data_ptr() for tensor in changed}
+    real = [tensor for tensor in changed if not isinstance(tensor, FakeTensor)]
+    places = {tensor.untyped_storage().data_ptr() for tensor in real}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor) and not value.is_meta and value.untyped_storage().data_ptr() in places:

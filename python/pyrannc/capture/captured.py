@@ -17,7 +17,8 @@ from .attributes import assigned, carries_number, refuse_changed_tensors
 from .clean import clean
 from .dims import Dim
 from .flatten import Structure, batch_rows, flatten
-from .lower import Lowered, lower
+from .lower import lower
+from .ops import aliased_arguments, mutated_arguments
 from .tracer import Trace, trace
 
 
@@ -119,9 +120,9 @@ def capture(
         # Without rows there is nothing to capture for: this raises.
         batch_rows(flatten((tuple(args), kwargs))[0])
         traced = trace(model, tuple(args), kwargs, device, rows, leaf_modules)
+        refuse_changed_tensors(model, _changed_constants(traced.gm))
         cleaned = clean(traced)
         lowered = lower(traced, cleaned, _qualified_name(model), model.training, max(1, rows))
-        refuse_changed_tensors(model, _changed_constants(lowered))
         if traced.carried:
             with assigned(traced.carried):
                 second = trace(model, tuple(args), kwargs, device, rows, leaf_modules)
@@ -147,11 +148,18 @@ def capture(
     )
 
 
-def _changed_constants(lowered: Lowered) -> list[Tensor]:
-    values = lowered.graph["values"]
-    roots = {values[value].get("alias_of", value) for op in lowered.graph["ops"] for value in op.get("mutates", ())}
-    places = [values[root]["def"].get("constant") for root in roots]
-    return [lowered.constants[place] for place in places if place is not None]
+def _changed_constants(gm: fx.GraphModule) -> list[Tensor]:
+    """Tensors from outside that a raw trace changes in place."""
+    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+    roots = {_root(operand) for node in calls for operand in mutated_arguments(node)}
+    return [getattr(gm, str(root.target)) for root in roots if root.op == "get_attr"]
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """What a view, or the result of a change in place, is memory of."""
+    while node.op == "call_function" and (operands := aliased_arguments(node)):
+        node = operands[0]
+    return node
 
 
 def _refuse_counting(first: Trace, second: Trace, *, same: bool) -> None:
