@@ -175,7 +175,7 @@ class _SameLength:
         self._length = len(container)
 
     def __eq__(self, other: object) -> bool:
-        return other is self._container and len(other) == self._length  # type: ignore[arg-type]  # it is the container
+        return other is self._container and len(other) == self._length
 
     def __hash__(self) -> int:
         return id(self._container)
