@@ -87,6 +87,8 @@ class Config:
         different_calls_timeout_s: The job ends when ranks have waited for so long in calls that do not go together,
             such as ``state_dict()`` on one and ``model(...)`` on the others.
         late_notice_s: When a rank has not come for so long to a call in which others wait, a line on stderr says so.
+        recapture_interval: At the second call of a captured form and whenever this many calls have passed, one rank
+            captures once more and compares, while the others wait; 0 is never.
     """
 
     show_config_items: bool = _item(False)
@@ -120,6 +122,7 @@ class Config:
     verify_partitioning: bool = _item(False, later="nothing is compared")
     display_comm_value: bool = _item(False, later="no values are logged")
     fused_dropout: bool = _item(True)
+    recapture_interval: int = _item(1000, least=0)
     consolidate_grads: bool = _item(True, replaced_by="gradients are always reduced in buckets")
     stall_timeout_s: float = _item(600.0, least=1, below=_FOREVER_S)
     silence_timeout_s: float = _item(20.0, least=2, below=_FOREVER_S)

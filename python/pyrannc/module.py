@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pyrannc import config as configuration
-from pyrannc.call.agreed import AgreedCall, agree_on_call
-from pyrannc.call.variant import RowMixing, Variant, Variants
+from pyrannc.call.agreed import AgreedCall, Agreement
+from pyrannc.call.param_guards import ParamGuards, agree_on_trainable
+from pyrannc.call.stale import StaleAttributes
+from pyrannc.call.variant import MOST_VARIANTS, CallKey, RowMixing, Variant, Variants
 from pyrannc.capture.torch_internals import Dropout
 from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
 from pyrannc.core.plan import content
@@ -33,6 +36,9 @@ _log = get_logger("RaNNCModule")
 _ROW_MIXING: dict[str, RowMixing] = {"batch": "batch", "microbatch": "parts"}
 _LARGE_TAIL = 0.2
 """Share of the Ops from which on a part that every rank computes deserves a word."""
+
+_TOLD_CAPTURES = 2
+"""One for training and one for evaluation are what scripts have."""
 
 
 class RaNNCModule(nn.Module):
@@ -100,6 +106,17 @@ class RaNNCModule(nn.Module):
         self._deployment: Deployment | None = None
         self._narrowed: NarrowedOptimizer | None = None
         self._variants = Variants()
+        self._stale = StaleAttributes()
+        self._agreement = self._new_agreement()
+
+    def _new_agreement(self) -> Agreement:
+        return Agreement(
+            self.model,
+            self._variants,
+            self.optimizer,
+            gather_inputs=self._gather_inputs,
+            recapture_interval=self._config.recapture_interval,
+        )
 
     # The call
 
@@ -122,39 +139,70 @@ class RaNNCModule(nn.Module):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.device = process.ensure_process_group().device
-        known = self._variants
-        call = agree_on_call(
-            self.model, args, kwargs, known.number_of, known.draw, self.device, gather_inputs=self._gather_inputs
-        )
-        variant, drawn = known.get(call.key), call.drawn
+        call = self._agreement.agree(args, kwargs, self.device)
+        if call is None:
+            self._follow_trainable()
+            call = self._agreement.agree(args, kwargs, self.device)
+            assert call is not None, "requires_grad has just been agreed on"
+        variant = call.variant
         if variant is None:
-            variant = self._capture(args, kwargs, call.own_rows)
-            known.add(call.key, variant)
-            drawn = agree.broadcast_object(known.draw(call.key))
-        if self._deployment is None:
-            self._deploy(variant, call)
+            variant = self._capture(args, kwargs, call)
+            if self._deployment is None:
+                self._deploy(variant, call)
+                call = replace(call, key=(call.key[0], self._agreement.flags))
+            self._keep(call.key, variant)
+            call = replace(call, drawn=agree.broadcast_object(variant.draw()))
+        self._variants.use(variant)
         deployment = self._deployed("forward")
         program = variant.program(deployment.plan, call.rows, self._gather_inputs, _call(variant))
         deployment.sync_buffers(variant)
         options = StepOptions(reduce=not switches().delay_grad_allreduce, keep_graph=switches().keep_graph)
         context = deployment.context(variant)
-        step = Step(context, program, call.tensors, drawn, variant, options, call.rows)
+        step = Step(context, program, call.tensors, call.drawn, variant, options, call.rows, _answered(call, variant))
         return variant.whole.captured.rebuild_outputs(step.results())
 
-    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Variant:
+    def _keep(self, key: CallKey, variant: Variant) -> None:
+        dropped = self._variants.add(key, variant)
+        if dropped is not None:
+            self._deployed("forward").forget(dropped)
+
+    def _follow_trainable(self) -> None:
+        """Takes over that ``requires_grad`` of some parameters has changed; all ranks do."""
+        deployment = self._deployed("forward")
+        agree_on_trainable(deployment.store.params, deployment.store.local_params())
+        deployment.renew_gradients()
+        self._guard_params(deployment)
+
+    def _guard_params(self, deployment: Deployment) -> None:
+        store, leaves = deployment.store, deployment.gradients.leaves
+        own = {name: param for name, param in store.local_params().items() if name in leaves}
+        trainable = [param.requires_grad for name, param in store.params.items() if name in store.holders]
+        self._agreement.params = ParamGuards(self.model, own, leaves, store.local_buffers(), trainable)
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: AgreedCall) -> Variant:
+        if self._variants.made >= _TOLD_CAPTURES and process.get_rank() == 0:
+            _log.warning(
+                "capture %d of the model, because this is not as at the call before: %s. Each takes time, the last "
+                "%d are kept; pass what changes with each call as a tensor",
+                self._variants.made + 1, self._variants.why_new(call.key), MOST_VARIANTS,
+            )  # fmt: skip
         get_logger("Decomposer").info("capturing %s", type(self.model).__name__)
         phase("the capture of the model")
         mixing = _ROW_MIXING[self._row_mixing]
-        variant = Variant(self.model, args, kwargs, self.device, rows, mixing)
+        variant = Variant(self.model, args, kwargs, self.device, call.own_rows, mixing)
+        self._stale.mark(variant)
         _log.info(
             "captured %d ops, %d parameters (%s elements)",
             len(variant.whole.facts.ops),
             len(variant.whole.facts.params),
             f"{sum(param.numel() for param in self.name_to_param.values()):,}",
         )
-        if variant.captured.assumptions and process.get_rank() == 0:
-            told = "\n".join(f"  {item.expr} = {item.value} at {item.where}" for item in variant.captured.assumptions)
-            _log.warning("the model asks its data questions; every batch must give the answers of this one:\n%s", told)
+        if variant.questions.unchecked and process.get_rank() == 0:
+            told = "\n".join(f"  {item.expr} = {item.value} at {item.where}" for item in variant.questions.unchecked)
+            _log.warning(
+                "the model asks questions about what it computes; every batch must give the answers of this one, and "
+                "that is not checked:\n%s", told,
+            )  # fmt: skip
         if process.get_rank() == 0:
             _tell_of_mixing(variant)
         if self._deployment is not None:
@@ -188,6 +236,7 @@ class RaNNCModule(nn.Module):
             fused_dropout=self._config.fused_dropout,
         )
         store = self._deployment.store
+        self._guard_params(self._deployment)
         self._note_used_params(store)
         if self.optimizer is not None:
             names = {id(param): name for name, param in self.name_to_param.items()}
@@ -235,6 +284,8 @@ class RaNNCModule(nn.Module):
         deployment.bring_back()
         self._deployment = self._narrowed = None
         self._variants.clear()
+        self._stale.clear()
+        self._agreement = self._new_agreement()
         self.used_param_ids = set()
 
     def save_deployment(self, file: str | Path) -> None:
@@ -420,3 +471,11 @@ def _call(variant: Variant) -> Call:
     if not (torch.is_grad_enabled() and variant.trains):
         return "forward"
     return "whole" if variant.loss_inside else "halves"
+
+
+def _answered(call: AgreedCall, variant: Variant) -> Callable[[], None]:
+    """What to do before gradients are handed over: all ranks hear whether all batches gave the captured answers."""
+    if not variant.questions or variant.questions.waits:
+        return lambda: None
+    answers = call.answers
+    return lambda: agree.together(lambda: answers.check() if answers is not None else None)

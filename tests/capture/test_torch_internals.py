@@ -391,6 +391,63 @@ def test_has_backward_hooks(register: str) -> None:
     assert not internals.has_backward_hooks(layer)
 
 
+def test_hooks_of_calls() -> None:
+    module = nn.Linear(2, 2)
+    assert not any(internals.hooks_of_calls(module))
+    module.register_forward_hook(print)
+    module.register_forward_pre_hook(repr)
+    module.register_full_backward_pre_hook(len)
+    assert {hook for hooks in internals.hooks_of_calls(module) for hook in hooks.values()} == {print, repr, len}
+
+
+def test_hooks_of_all_calls() -> None:
+    assert not any(internals.hooks_of_all_calls())
+    handle = nn.modules.module.register_module_forward_pre_hook(print)
+    assert [list(hooks.values()) for hooks in internals.hooks_of_all_calls() if hooks] == [[print]]
+    handle.remove()
+
+
+def test_tensor_hooks() -> None:
+    before, after = (torch.ones(2, requires_grad=True) for _ in range(2))
+    assert not any(internals.tensor_hooks(before))
+    handle = before.register_hook(lambda grad: grad)
+    after.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[no-untyped-call]  # torch has no types for it
+    assert list(map(bool, internals.tensor_hooks(before))) == [True, False]
+    assert list(map(bool, internals.tensor_hooks(after))) == [False, True]
+    handle.remove()
+    assert not any(internals.tensor_hooks(before))
+
+
+def test_own_params() -> None:
+    module = nn.Linear(2, 2, bias=False)
+    assert internals.own_params(module) == {"weight": module.weight, "bias": None}
+
+
+def test_own_modules() -> None:
+    inner = nn.Linear(2, 2)
+    assert internals.own_modules(nn.Sequential(inner)) == {"0": inner}
+
+
+def test_attribute_access() -> None:
+    module = nn.Linear(2, 2)
+    reads, writes = [], []
+    before = nn.Module.__setattr__
+    with internals.attribute_access(lambda _, name: reads.append(name), lambda _, name: writes.append(name)):
+        module(X[:, :2])
+        module.scale = module.in_features
+    assert {"forward", "in_features", "weight"} <= set(reads)
+    assert (writes, module.scale) == (["scale"], 2)
+    assert nn.Module.__setattr__ is before
+    assert "__getattribute__" not in vars(nn.Module)
+
+
+def test_version() -> None:
+    tensor = torch.ones(2)
+    before = internals.version(tensor)
+    tensor.detach().add_(1)
+    assert internals.version(tensor) > before
+
+
 def test_parse_to() -> None:
     assert internals.parse_to("cpu", torch.float16) == (torch.device("cpu"), torch.float16)
     assert internals.parse_to(torch.float64) == (None, torch.float64)

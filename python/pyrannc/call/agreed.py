@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from pyrannc.call.data_guards import Answers
+from pyrannc.call.equal import Fingerprint, HyperParameters, combined, whole_inputs
+from pyrannc.call.param_guards import ParamGuards
+from pyrannc.call.variant import CallKey, Variant, Variants
 from pyrannc.capture import batch_rows, flatten, signature
 from pyrannc.errors import InputError, MismatchError
-from pyrannc.job import agree
+from pyrannc.job import agree, process
 from pyrannc.switches import switches
 
 _NEW = -1
 _FAILED = -2
+_THAWED = -3
+"""Numbers in the place of a captured form's: there is none yet, something is wrong, ``requires_grad`` has changed."""
 
 
 @dataclass(frozen=True)
@@ -24,63 +31,151 @@ class AgreedCall:
 
     Attributes:
         key: what it shares with others of the same captured form.
+        variant: its captured form, if there is one already.
         tensors: of this rank's arguments.
         own_rows: of this rank's batch.
         rows: of each rank's batch, as far as they count.
+        answers: to the model's questions about the batch, to be checked before gradients are handed over.
         drawn: rank 0's number for the call's random numbers.
     """
 
-    key: Hashable
+    key: CallKey
+    variant: Variant | None
     tensors: list[Tensor]
     own_rows: int
     rows: tuple[int, ...]
+    answers: Answers | None
     drawn: int
 
 
-def agree_on_call(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    number_of: Callable[[Hashable], int | None],
-    draw: Callable[[Hashable], int],
-    device: torch.device,
-    *,
-    gather_inputs: bool,
-) -> AgreedCall:
-    """Finds out that all ranks make the same call, each with a batch of its own. All ranks call it.
+class Agreement:
+    """What the ranks tell each other at the calls of one model.
 
     Args:
-        number_of: the captured form with a key, by a number that is equal on all ranks; ``None`` for a new one.
-        draw: a number for the random numbers of a call with a key.
-        device: where this rank computes, and where its tensors must be.
+        model: the user's.
+        variants: its captured forms.
+        optimizer: whose settings must be equal on all ranks.
         gather_inputs: the rows of all ranks count, instead of those of rank 0 alone.
+        recapture_interval: after so many calls of a captured form one rank captures again and compares; 0: never.
 
-    Raises:
-        InputError: a tensor is on the wrong device, or the arguments have no batch.
-        MismatchError: the ranks disagree.
+    Attributes:
+        params: guards of this rank's parameters, once they are deployed.
     """
-    failure: Exception | None = None
-    key: Hashable = None
-    tensors: list[Tensor] = []
-    number, own_rows, drawn = _FAILED, 0, 0
-    try:
-        tensors, _ = flatten((args, kwargs))
-        own_rows = _check_inputs(tensors, device)
-        key = signature(model, args, kwargs)
-        known = number_of(key)
-        number = _NEW if known is None else known
-        drawn = draw(key)
-    except Exception as error:
-        failure = error
-    everyone = agree.gather_numbers((number, own_rows, _switched(), drawn))
-    if any(found == _FAILED for found, *_ in everyone):
-        agree.raise_together(failure)
-    rows = tuple(count if gather_inputs or rank == 0 else 0 for rank, (_, count, *_) in enumerate(everyone))
-    if len({(found, switched) for found, _, switched, _ in everyone}) > 1:
-        raise MismatchError(_different_calls(model, tensors))
-    if sum(rows) == 0:
-        raise InputError("the global batch has no rows: every rank's inputs are empty")
-    return AgreedCall(key, tensors, own_rows, rows, everyone[0][3])
+
+    def __init__(
+        self,
+        model: nn.Module,
+        variants: Variants,
+        optimizer: Optimizer | None,
+        *,
+        gather_inputs: bool,
+        recapture_interval: int,
+    ) -> None:
+        self.params: ParamGuards | None = None
+        self._model = model
+        self._variants = variants
+        self._hyper_parameters = HyperParameters(optimizer)
+        self._gather_inputs = gather_inputs
+        self._interval = recapture_interval
+        self._answers: Answers | None = None
+
+    def agree(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> AgreedCall | None:
+        """Finds out that all ranks make the same call, each with a batch of its own. All ranks call it.
+
+        Returns:
+            None when ``requires_grad`` of some parameter has changed on a rank, and nothing else was found out.
+
+        Raises:
+            InputError: a tensor is on the wrong device, the arguments have no batch, or what the capture took for
+                granted does not hold.
+            MismatchError: the ranks disagree.
+        """
+        own = _Own()
+        failure: Exception | None = None
+        try:
+            self._examine(own, args, kwargs, device)
+        except Exception as error:
+            failure = error
+            own.number = _FAILED
+        everyone = agree.gather_numbers((own.number, own.rows, _switched(), combined(own.equal), own.drawn))
+        numbers = {number for number, *_ in everyone}
+        if _FAILED in numbers:
+            agree.raise_together(failure)
+        if _THAWED in numbers:
+            return None
+        rows = tuple(count if self._gather_inputs or rank == 0 else 0 for rank, (_, count, *_) in enumerate(everyone))
+        if len({(number, switched) for number, _, switched, *_ in everyone}) > 1:
+            raise MismatchError(_different_calls(self._model, own.tensors))
+        if len({equal for *_, equal, _ in everyone}) > 1:
+            raise MismatchError(_different_values(own.equal))
+        if sum(rows) == 0:
+            raise InputError("the global batch has no rows: every rank's inputs are empty")
+        if own.variant is not None and self._is_due(own.variant):
+            self._compare(own.variant, args, kwargs, device, own.rows)
+        self._answers = own.answers
+        return AgreedCall(own.key, own.variant, own.tensors, own.rows, rows, own.answers, everyone[0][-1])
+
+    def _examine(self, own: _Own, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
+        """Fills ``own``, and raises what this rank finds wrong."""
+        answers, self._answers = self._answers, None
+        if answers is not None:
+            answers.check()
+        own.tensors, _ = flatten((args, kwargs))
+        own.rows = _check_inputs(own.tensors, device)
+        if self.params is not None and not self.params.check():
+            own.number = _THAWED
+            return
+        own.key = signature(self._model, args, kwargs), self.flags
+        own.variant = self._variants.find(own.key)
+        own.equal = self._hyper_parameters.fingerprints()
+        calls = 0 if own.variant is None else own.variant.calls
+        if self._gather_inputs and process.get_world_size() > 1:
+            own.equal = own.equal + whole_inputs(args, kwargs, own.rows, calls)
+        if own.variant is None:
+            return
+        own.number, own.drawn = own.variant.number, own.variant.draw()
+        if own.variant.questions and own.rows and (self._gather_inputs or process.get_rank() == 0):
+            own.answers = own.variant.questions.ask(own.tensors)
+            if own.variant.questions.waits:
+                own.answers.check()
+                own.answers = None
+
+    @property
+    def flags(self) -> Hashable:
+        """Which parameters require gradients, equal on all ranks."""
+        return None if self.params is None else self.params.flags
+
+    def _is_due(self, variant: Variant) -> bool:
+        """True at the second call of a captured form, and whenever the interval has passed."""
+        if not self._interval or not variant.can_compare:
+            return False
+        return variant.calls == 1 or (variant.calls > 0 and variant.calls % self._interval == 0)
+
+    def _compare(
+        self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, rows: int
+    ) -> None:
+        """Lets one rank in turn capture the call again. All ranks call it."""
+        mine = variant.calls // self._interval % process.get_world_size() == process.get_rank()
+
+        def attempt() -> None:
+            if mine and rows:
+                variant.compare_with(self._model, args, kwargs, device, rows)
+
+        agree.together(attempt)
+
+
+@dataclass
+class _Own:
+    """What this rank has found out about its call."""
+
+    number: int = _NEW
+    rows: int = 0
+    key: CallKey = ((), None)
+    variant: Variant | None = None
+    tensors: list[Tensor] = field(default_factory=list)
+    equal: list[Fingerprint] = field(default_factory=list)
+    answers: Answers | None = None
+    drawn: int = 0
 
 
 def _check_inputs(tensors: list[Tensor], device: torch.device) -> int:
@@ -112,6 +207,20 @@ def _different_calls(model: nn.Module, tensors: list[Tensor]) -> str:
     shapes = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors)
     described: list[str] = agree.gather_objects(f"{shapes}, in {mode}")
     lines = [f"  rank {rank}: {text}" for rank, text in enumerate(described)]
-    return "the ranks call the model with arguments of different shapes or types, or in different modes:\n" + "\n".join(
-        lines
+    return (
+        "the ranks call the model with arguments of different shapes, types or Python values, in different modes, or "
+        "with different Python attributes of its sub-modules:\n" + "\n".join(lines)
     )
+
+
+def _different_values(own: Sequence[Fingerprint]) -> str:
+    """Names the first thing that has another value on another rank."""
+    everyone: list[Sequence[Fingerprint]] = agree.gather_objects(own)
+    for rank, found in enumerate(everyone):
+        for mine, theirs in zip(everyone[0], found, strict=False):
+            if mine != theirs:
+                return (
+                    f"{theirs[0]} has another value on rank {rank} than on rank 0; give all ranks the same one (what "
+                    "differs from row to row is a tensor with the batch as dimension 0)"
+                )
+    return "the ranks pass different numbers of tensors without rows, or have different optimizers"

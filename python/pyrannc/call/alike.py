@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -39,10 +40,13 @@ def _first_difference(graph: Graph, hashes: Sequence[str]) -> str:
     """Names the ranks whose Graph differs from rank 0's, and the first Op that does."""
     texts: list[list[str]] = agree.gather_objects(graph.op_texts())
     other = next(rank for rank, found in enumerate(hashes) if found != hashes[0])
-    mine, theirs = texts[0], texts[other]
-    for index in range(max(len(mine), len(theirs))):
-        here = mine[index] if index < len(mine) else "nothing"
-        there = theirs[index] if index < len(theirs) else "nothing"
-        if here != there:
-            return f"the ranks have different models: rank 0 has\n  {here}\nwhere rank {other} has\n  {there}"
+    here, there = first_difference(texts[0], texts[other])
+    if here != there:
+        return f"the ranks have different models: rank 0 has\n  {here}\nwhere rank {other} has\n  {there}"
     return f"the ranks have different models: rank {other}'s parameters, buffers or inputs are not those of rank 0"
+
+
+def first_difference(mine: Sequence[str], theirs: Sequence[str], without: str = "nothing") -> tuple[str, str]:
+    """The first Op that is not the same in two Graphs, on both sides; twice ``without`` when none is."""
+    pairs = zip_longest(mine, theirs, fillvalue="nothing")
+    return next(((here, there) for here, there in pairs if here != there), (without, without))

@@ -12,9 +12,11 @@ from torch import nn
 
 from pyrannc._native import Graph, Partition, Plan, Program
 from pyrannc.blocks.randomness import draw_key
-from pyrannc.call.alike import capture_alike
+from pyrannc.call.alike import capture_alike, first_difference
+from pyrannc.call.data_guards import DataGuards
+from pyrannc.call.guards import ModuleGuards
 from pyrannc.call.single_row import refuse_single_rows
-from pyrannc.capture import Captured
+from pyrannc.capture import Captured, capture
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts
 from pyrannc.core.program import Call, RankProgram
@@ -24,6 +26,10 @@ from pyrannc.job import agree, process
 
 RowMixing: TypeAlias = Literal["batch", "parts"]
 """What an Op that mixes rows works on: the global batch, or whatever part of it is in hand."""
+CallKey = tuple[tuple[Hashable, ...], Hashable]
+"""The signature of a call, and which parameters require gradients."""
+MOST_VARIANTS = 16
+_NO_NUMBER = -1
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class Whole:
     """A captured call before it was divided into body and tail, with its Graph."""
 
     captured: Captured
+    graph: Graph
     facts: GraphFacts
 
 
@@ -69,7 +76,7 @@ class Variant:
         row_mixing: RowMixing = "batch",
     ) -> None:
         captured, graph = capture_alike(model, args, kwargs, device, rows)
-        self.whole = Whole(captured, GraphFacts.from_json(captured.graph_json, graph.row_dims()))
+        self.whole = Whole(captured, graph, GraphFacts.from_json(captured.graph_json, graph.row_dims()))
         native = graph.divide_tail(row_mixing)
         divided = DividedFacts.from_json(native.to_json())
         self.tail: TailPart | None = divided.tail if divided.tail.ops else None
@@ -83,8 +90,35 @@ class Variant:
         self.loss = self._find_loss()
         self.told_outside = False
         self.active: set[str] | None = None
+        self.number = _NO_NUMBER
+        self.calls = 0
+        self.guards = ModuleGuards(model, captured.python_state)
+        changes_buffers = any(op.mutates for op in self.whole.facts.ops)
+        self.questions = DataGuards(captured.assumptions, device, waits=changes_buffers)
         self._programs: dict[Hashable, RankProgram] = {}
         self._check_outputs()
+
+    @property
+    def can_compare(self) -> bool:
+        """True when another capture must give the same: no answer came from parameters, which may be elsewhere now."""
+        return process.get_world_size() == 1 or not self.questions.unchecked
+
+    def compare_with(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, rows: int
+    ) -> None:
+        """Captures the call once more, on this rank alone.
+
+        Raises:
+            CaptureError: the model now computes something else, and no guard has seen why.
+        """
+        graph = Graph.from_json(capture(model, args, kwargs, device=device, rows=rows).graph_json)
+        if graph.hash() != self.whole.graph.hash():
+            here, now = first_difference(self.whole.graph.op_texts(), graph.op_texts(), "the same Ops on other tensors")
+            raise CaptureError(
+                f"the model computes something else than when it was captured: it had\n  {here}\nand now has\n  {now}\n"
+                "What decides that must be an argument, an attribute of a sub-module or its training flag; a global "
+                "variable, a closure or a file is not seen to change"
+            )
 
     def _find_loss(self) -> int | None:
         """The scalar loss, if the model returns exactly one scalar that can be differentiated."""
@@ -107,7 +141,11 @@ class Variant:
     @cached_property
     def draws(self) -> bool:
         """True when some Op draws random numbers."""
-        return any(op.random for op in self.facts.ops)
+        return any(op.random for op in self.whole.facts.ops)
+
+    def draw(self) -> int:
+        """What a call is to draw from: a number from torch's generator if it needs one."""
+        return draw_key() if self.draws else 0
 
     def _check_outputs(self) -> None:
         if not self.facts.ops and self.tail is not None:
@@ -160,40 +198,58 @@ class Variant:
 
 
 class Variants:
-    """All captured forms of one model, numbered alike on all ranks."""
+    """The captured forms of one model, numbered alike on all ranks; of too many, the oldest in use goes."""
 
     def __init__(self) -> None:
-        self._by_key: dict[Hashable, Variant] = {}
-        self._numbered: list[Variant] = []
-
-    def get(self, key: Hashable) -> Variant | None:
-        """The captured form of calls with this key, if there is one."""
-        return self._by_key.get(key)
+        self._kept: dict[CallKey, list[Variant]] = {}
+        self._by_use: dict[Variant, CallKey] = {}
+        self._first: Variant | None = None
+        self.made = 0
 
     @property
     def first(self) -> Variant:
         """The one that the Plan was made for."""
-        return self._numbered[0]
+        assert self._first is not None, "there is a captured form"
+        return self._first
 
-    def number_of(self, key: Hashable) -> int | None:
-        """The number of the captured form of calls with this key, if there is one."""
-        known = self._by_key.get(key)
-        return None if known is None else self._numbered.index(known)
+    def find(self, key: CallKey) -> Variant | None:
+        """The captured form of calls with this key whose guards hold, if there is one."""
+        return next((variant for variant in self._kept.get(key, ()) if variant.guards.hold()), None)
 
-    def draw(self, key: Hashable) -> int:
-        """What a call with this key is to draw from: a number from torch's generator if it is known to need one."""
-        known = self._by_key.get(key)
-        return draw_key() if known is not None and known.draws else 0
+    def add(self, key: CallKey, variant: Variant) -> Variant | None:
+        """Keeps a captured form under the next number, and returns one that had to go for it."""
+        self._first = self._first or variant
+        variant.number = self.made
+        self.made += 1
+        self._kept.setdefault(key, []).insert(0, variant)
+        self._by_use[variant] = key
+        if len(self._by_use) <= MOST_VARIANTS:
+            return None
+        oldest = next(known for known in self._by_use if known is not self._first)
+        self._kept[self._by_use.pop(oldest)].remove(oldest)
+        return oldest
 
-    def add(self, key: Hashable, variant: Variant) -> None:
-        """Keeps a captured form under the next number."""
-        self._numbered.append(variant)
-        self._by_key[key] = variant
+    def use(self, variant: Variant) -> None:
+        """Counts a call, which all ranks make."""
+        variant.calls += 1
+        self._by_use[variant] = self._by_use.pop(variant)
+
+    def why_new(self, key: CallKey) -> str:
+        """What makes the captured form with this key differ from the one used last."""
+        last = next(reversed(self._by_use))
+        before = self._by_use[last]
+        if before == key:
+            return last.guards.changed() or "a sub-module"
+        names = ("Python values or structure of the arguments", "shapes or types of tensors", "mode", "autocast")
+        parts = [name for name, old, new in zip(names, before[0], key[0], strict=True) if old != new]
+        return ", ".join(parts + ["requires_grad"] * (before[1] != key[1]))
 
     def clear(self) -> None:
         """Forgets all."""
-        self._by_key.clear()
-        self._numbered.clear()
+        self._kept.clear()
+        self._by_use.clear()
+        self._first = None
+        self.made = 0
 
 
 def _extents(shape: Sequence[tuple[int, int]]) -> str:

@@ -2,21 +2,27 @@
 
 from pyrannc.errors import CaptureError
 
+from .assumptions import Assumption, Attribute, PythonState, Question
+from .attributes import INTERNAL, is_plain
 from .captured import Captured, capture, signature
 from .dims import Dim
 from .flatten import Structure, batch_rows, flatten
-from .oracle import Assumption
 from .source import Place
 
 __all__ = [
+    "INTERNAL",
     "Assumption",
+    "Attribute",
     "CaptureError",
     "Captured",
     "Dim",
     "Place",
+    "PythonState",
+    "Question",
     "Structure",
     "batch_rows",
     "capture",
     "flatten",
+    "is_plain",
     "signature",
 ]

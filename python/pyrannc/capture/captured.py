@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
 
 from pyrannc.errors import CaptureError, InputError, RaNNCError
 
+from .assumptions import Assumption, PythonState
+from .attributes import assigned, carries_number, refuse_changed_tensors
 from .clean import clean, place_of
 from .dims import Dim
 from .flatten import Structure, batch_rows, flatten
 from .lower import lower
-from .oracle import Assumption
+from .ops import aliased_arguments, mutated_arguments
 from .source import Place
-from .tracer import trace
+from .tracer import Trace, trace
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Captured:
     buffers: list[str]
     constants: list[Tensor]
     assumptions: list[Assumption]
+    python_state: PythonState
     dims: dict[fx.Node, Dim]
     input_structure: Structure
     output_structure: Structure
@@ -82,28 +83,19 @@ class Captured:
         return self.output_structure.rebuild(leaves)
 
 
-_MODULES: WeakKeyDictionary[nn.Module, tuple[nn.Module, ...]] = WeakKeyDictionary()
-_training = attrgetter("training")
-
-
-def signature(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
+def signature(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Hashable, ...]:
     """What two calls must share to share a capture.
 
-    These are the structure of the arguments, the types of their tensors, all extents but the batch, the training
-    flags of all sub-modules, and the ambient autocast state. Sub-modules are looked up once per model.
+    These are the structure of the arguments, the types of their tensors, all extents but the batch, the model's
+    training flag, and the ambient autocast state. What else a capture rests on, its ``python_state`` tells.
 
     Raises:
         ValueError: the batch size cannot be told.
     """
     tensors, structure = flatten((tuple(args), kwargs))
     rows = batch_rows(tensors)
-    modules = _MODULES.get(model)
-    if modules is None:
-        # Without the model itself, which must not be kept alive by what is known of it.
-        modules = _MODULES[model] = tuple(model.modules())[1:]
     described = tuple(_describe(tensor, rows) for tensor in tensors)
-    flags = model.training, bytes(map(_training, modules))
-    return structure, described, flags, _autocast_state()
+    return structure, described, model.training, _autocast_state()
 
 
 def _describe(tensor: Tensor, rows: int) -> Hashable:
@@ -145,8 +137,14 @@ def capture(
         # Without rows there is nothing to capture for: this raises.
         batch_rows(flatten((tuple(args), kwargs))[0])
         traced = trace(model, tuple(args), kwargs, device, rows, leaf_modules)
+        refuse_changed_tensors(model, _changed_constants(traced.gm))
         cleaned = clean(traced)
         lowered = lower(traced, cleaned, _qualified_name(model), model.training, max(1, rows))
+        if traced.carried:
+            with assigned(traced.carried):
+                second = trace(model, tuple(args), kwargs, device, rows, leaf_modules)
+                again = lower(second, clean(second), _qualified_name(model), model.training, max(1, rows))
+            _refuse_counting(traced, second, same=again.graph == lowered.graph)
     except RaNNCError:
         raise
     except Exception as error:
@@ -161,10 +159,32 @@ def capture(
         buffers=traced.buffers.names,
         constants=lowered.constants,
         assumptions=traced.assumptions,
+        python_state=traced.python_state,
         dims=cleaned.dims,
         input_structure=flatten((tuple(args), kwargs))[1],
         output_structure=traced.output,
     )
+
+
+def _changed_constants(gm: fx.GraphModule) -> list[Tensor]:
+    """Tensors from outside that a raw trace changes in place."""
+    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
+    roots = {_root(operand) for node in calls for operand in mutated_arguments(node)}
+    return [getattr(gm, str(root.target)) for root in roots if root.op == "get_attr"]
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """What a view, or the result of a change in place, is memory of."""
+    while node.op == "call_function" and (operands := aliased_arguments(node)):
+        node = operands[0]
+    return node
+
+
+def _refuse_counting(first: Trace, second: Trace, *, same: bool) -> None:
+    """Raises CaptureError unless a call that found what the first one left did the same and left it so."""
+    if second.carried or not same:
+        attribute, _ = (second.carried or first.carried)[0]
+        raise carries_number(attribute)
 
 
 def _qualified_name(model: nn.Module) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -18,6 +17,8 @@ from torch import Tensor, fx
 
 from pyrannc.errors import CaptureError
 
+from .assumptions import Assumption
+from .questions import question
 from .source import Place, SourceTracker
 from .torch_internals import (
     DisableTorchFunction,
@@ -36,17 +37,6 @@ from .torch_internals import (
 _BOOLEAN_READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::allclose")
 _CLONED_NUMEL = 1 << 20
 _REDRAWS = 16
-
-
-@dataclass(frozen=True)
-class Assumption:
-    """An answer that depends on data and shaped the captured graph."""
-
-    expr: str
-    value: str
-    where: Place
-    assumed: bool = False
-    """True when there was no data to ask (meta parameters) and the usual answer was taken."""
 
 
 class NoDataError(LookupError):
@@ -77,8 +67,10 @@ class Oracle:
         self._graph: fx.Graph | None = None
         self._root: Any = None
 
-    def attach(self, tracer: fx.Tracer, samples: dict[fx.Node, Tensor]) -> None:
-        """Starts to serve ``tracer``; ``samples`` are the real tensors of its placeholders."""
+    def attach(self, tracer: fx.Tracer, samples: dict[fx.Node, Tensor], input_count: int) -> None:
+        """Starts to serve ``tracer``; ``samples`` are the real tensors of its placeholders, inputs of the call last."""
+        first_input = len(samples) - input_count
+        self._inputs = {node: place - first_input for place, node in enumerate(samples) if place >= first_input}
         self._graph = tracer.graph
         self._root = tracer.root
         self._samples = samples
@@ -93,6 +85,7 @@ class Oracle:
         self.known.clear()
         self._graph = self._root = None
         self._samples = {}
+        self._inputs = {}
 
     def value_of(self, node: fx.Node, seed: int | None = None) -> Any:
         """What ``node`` gives for the sample inputs; ``seed`` starts the random generator for the run.
@@ -115,12 +108,14 @@ class Oracle:
         except NoDataError:
             answer = expr.subs({symbol: _usual_answer(node) for symbol, (node, _) in origins.items()})
             assumed = True
-        self.assumptions.append(Assumption(str(expr), str(answer), self._tracker.here(), assumed))
+        slices = {symbol: (self._slice_of(node), read) for symbol, (node, read) in origins.items()}
+        again = question(expr, answer, slices, self._inputs, self._run_node, self._device)
+        self.assumptions.append(Assumption(str(expr), str(answer), self._tracker.here(), assumed, again))
         return answer
 
     def _refuse_chance(self, expr: sympy.Basic, origins: dict[sympy.Basic, Any], answer: sympy.Basic) -> None:
         """Raises CaptureError if the answer is another one when random numbers are drawn again."""
-        if not any(_draws(ancestor) for node, _ in origins.values() for ancestor in self._slice_of(node)):
+        if not any(draws(ancestor) for node, _ in origins.values() for ancestor in self._slice_of(node)):
             return
         kept = self.known
         try:
@@ -214,7 +209,8 @@ def _reader(node: fx.Node, symbol: sympy.Basic) -> Any:
     return None
 
 
-def _draws(node: fx.Node) -> bool:
+def draws(node: fx.Node) -> bool:
+    """True for an operator that draws random numbers."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 

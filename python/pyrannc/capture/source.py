@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -50,6 +50,7 @@ class SourceTracker:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._stack = [""]
         self.failure: Place | None = None
+        self.after_calls: Callable[[], None] = lambda: None
 
     @property
     def module(self) -> str:
@@ -74,7 +75,9 @@ class SourceTracker:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             tracker._stack.append(tracker._names.get(id(module), tracker._stack[-1]))
             try:
-                return original(module, *args, **kwargs)
+                result = original(module, *args, **kwargs)
+                tracker.after_calls()
+                return result
             except Exception as error:
                 if tracker.failure is None:
                     tracker.failure = tracker._place_of(error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import sympy
@@ -249,6 +250,61 @@ def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 def has_backward_hooks(module: nn.Module) -> bool:
     """True when gradients of the module's calls pass a hook. Public: none."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooks_of_calls(module: nn.Module) -> list[dict[int, Callable[..., Any]]]:
+    """What runs before and after a module's calls and their backward, as torch keeps it. Public: none."""
+    return [vars(module)[name] for name in _HOOKS]
+
+
+def hooks_of_all_calls() -> list[dict[int, Callable[..., Any]]]:
+    """Likewise for the calls of all modules. Public: none."""
+    return [getattr(nn.modules.module, f"_global{name}") for name in _HOOKS]
+
+
+tensor_hooks: Callable[[Tensor], tuple[Any, Any]] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Hooks on a tensor's gradient, before and after it is added; None or empty without. Public: none."""
+
+
+def own_params(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """What has been put into a module as parameters. Public: ``named_parameters(recurse=False)``, without aliases."""
+    return module._parameters
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Sub-modules by attribute. Public: ``named_children()``, without aliases."""
+    return module._modules
+
+
+@contextmanager
+def attribute_access(read: Callable[[nn.Module, str], None], write: Callable[[nn.Module, str], None]) -> Iterator[None]:
+    """Tells of every attribute of a module that Python code asks for or sets. Public: none."""
+    original = nn.Module.__setattr__
+
+    def getattribute(module: nn.Module, name: str) -> Any:
+        read(module, name)
+        return object.__getattribute__(module, name)
+
+    def setattribute(module: nn.Module, name: str, value: Any) -> None:
+        write(module, name)
+        original(module, name, value)
+
+    # Through setattr, as types say that methods are not assigned to.
+    setattr(nn.Module, "__getattribute__", getattribute)  # noqa: B010
+    setattr(nn.Module, "__setattr__", setattribute)  # noqa: B010
+    try:
+        yield
+    finally:
+        del nn.Module.__getattribute__
+        setattr(nn.Module, "__setattr__", original)  # noqa: B010
+
+
+def version(tensor: Tensor) -> int:
+    """Grows with every change in place. Public: none."""
+    return tensor._version
 
 
 def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:

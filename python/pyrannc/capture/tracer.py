@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,12 +12,16 @@ from torch import Tensor, fx, nn
 
 from pyrannc.errors import CaptureError, RaNNCError
 
+from .assumptions import Assumption, PythonState
+from .attributes import AttributeLog, Carried
+from .chance import OtherGenerators
 from .dims import AffineReader
 from .facts import FactRecorder
 from .fallback import BatchSizes, OperatorFallbacks
 from .flatten import Structure, flatten
+from .hooks import refuse_hooks
 from .leaf import LeafModule, captured_tensor_hooks, leaf_modules_installed, opaque_autograd_functions
-from .oracle import Assumption, BatchShapeEnv, Oracle
+from .oracle import BatchShapeEnv, Oracle, draws
 from .source import Place, SourceTracker
 from .torch_internals import (
     MODULE_TO,
@@ -28,10 +31,10 @@ from .torch_internals import (
     current_tracer,
     expression,
     fake_of,
-    has_backward_hooks,
     override_builtin_ops,
     own_buffers,
     parse_to,
+    proxy_of,
     reparametrized,
     trace_before_dispatch,
     tracing_context,
@@ -78,6 +81,8 @@ class Trace:
     updated_buffers: list[int]
     reader: AffineReader
     assumptions: list[Assumption]
+    python_state: PythonState
+    carried: list[Carried]
 
 
 def trace(
@@ -88,7 +93,7 @@ def trace(
     Raises:
         CaptureError: the call cannot be captured.
     """
-    _refuse_backward_hooks(model)
+    refuse_hooks(model)
     modules = dict(model.named_modules())
     for path in leaf_modules:
         if path not in modules:
@@ -120,6 +125,7 @@ class _Session:
         self.trace_rows = _trace_rows(rows, [*self.params.tensors, *self.buffers.tensors, *self.inputs])
         self.samples = [_with_rows(tensor, rows, self.trace_rows) for tensor in self.inputs]
         self.tracker = SourceTracker(model)
+        self.attributes = AttributeLog(model, self.tracker)
         sample_device = self.inputs[0].device if self.inputs else torch.device("cpu")
         self.oracle = Oracle(self.tracker, sample_device)
         self.shape_env = BatchShapeEnv()
@@ -141,7 +147,7 @@ class _Session:
         self.sizes = BatchSizes(self.trace_rows, batch if isinstance(batch, torch.SymInt) else None)
         recorder = FactRecorder(self.tracker)
         call = _TracedCall(self, recorder)
-        with restored(self.model), self._environment(recorder), torch.enable_grad():
+        with self.attributes.restoring(), self._environment(recorder), torch.enable_grad():
             gm = trace_before_dispatch(call, fake_params, fake_buffers, fake_inputs)
         self.oracle.close()
         return Trace(
@@ -153,6 +159,8 @@ class _Session:
             updated_buffers=call.updated_buffers,
             reader=AffineReader(symbol),
             assumptions=self.oracle.assumptions,
+            python_state=self.attributes.state(),
+            carried=self.attributes.carried,
         )
 
     def leaves(self) -> list[LeafModule]:
@@ -202,7 +210,7 @@ class _TracedCall:
         tracer = current_tracer()
         placeholders = [node for node in tracer.graph.nodes if node.op == "placeholder"]
         samples = [*session.params.tensors, *session.buffers.tensors, *session.samples]
-        session.oracle.attach(tracer, dict(zip(placeholders, samples, strict=True)))
+        session.oracle.attach(tracer, dict(zip(placeholders, samples, strict=True)), len(inputs))
         self._recorder.annotate_nodes_of(tracer.graph)
         state = session.params.by_every_name(params) | session.buffers.by_every_name(buffers)
         args, kwargs = session.input.rebuild(inputs)
@@ -211,9 +219,12 @@ class _TracedCall:
             reparametrized(session.model, state),
             leaf_modules_installed(session.leaves()),
             session.tracker.following(),
+            OtherGenerators(session.model).unused(session.tracker),
         ):
-            result = session.model(*args, **kwargs)
+            with session.attributes.listening():
+                result = session.model(*args, **kwargs)
             updates = self._buffer_updates(buffers)
+        session.attributes.note_changes(lambda tensor: _depends_on_data(tensor, tracer))
         leaves, self.output = flatten(result)
         _refuse_symbolic_results(self.output)
         return leaves + updates
@@ -228,6 +239,22 @@ class _TracedCall:
                 self.updated_buffers.append(index)
                 updates.append(now)
         return updates
+
+
+def _depends_on_data(tensor: Tensor, tracer: Any) -> bool:
+    """True for a tensor that comes from parameters, buffers, inputs or chance; their sizes do not count."""
+    proxy = proxy_of(tensor, tracer)
+    stack = [proxy.node] if proxy is not None else []
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if node.op == "placeholder" or draws(node):
+            return True
+        if not isinstance(node.meta.get("val"), torch.SymInt):
+            new = [operand for operand in node.all_input_nodes if operand not in seen]
+            seen.update(new)
+            stack += new
+    return False
 
 
 def _trace_rows(rows: int, tensors: Sequence[Tensor]) -> int:
@@ -261,41 +288,6 @@ def _refuse_symbolic_results(structure: Structure) -> None:
         )
     for child in structure.children:
         _refuse_symbolic_results(child)
-
-
-def _refuse_backward_hooks(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if has_backward_hooks(module):
-            raise CaptureError(
-                f"sub-module '{name}' has a module backward hook, which a captured graph cannot keep; "
-                "use Tensor.register_hook in its forward"
-            )
-
-
-@contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """Puts back every attribute of every sub-module at the end, so that no tensor of the trace stays behind."""
-    kept = []
-    for module in model.modules():
-        attributes = dict(vars(module))
-        contents = {name: copy.copy(value) for name, value in attributes.items() if type(value) in (dict, list, set)}
-        kept.append((module, attributes, contents))
-    try:
-        yield
-    finally:
-        for module, attributes, contents in kept:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for name, content in contents.items():
-                _refill(attributes[name], content)
-
-
-def _refill(container: Any, content: Any) -> None:
-    container.clear()
-    if isinstance(container, list):
-        container.extend(content)
-    else:
-        container.update(content)
 
 
 @contextmanager

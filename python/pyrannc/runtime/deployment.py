@@ -54,6 +54,7 @@ class Deployment:
         fused_dropout: bool,
     ) -> None:
         self.plan = plan
+        self._first = variant
         self.device = device
         stages = PlanFacts.of(plan).stages
         self._stage_ranks = [stage.ranks for stage in stages]
@@ -145,6 +146,17 @@ class Deployment:
             self.device,
             self._randomness,
         )
+
+    def renew_gradients(self) -> None:
+        """Follows ``requires_grad`` of the parameters, which is equal on all ranks. All ranks call it."""
+        if self.gradients.pending:
+            self.gradients.reduce_delivered()
+        self.gradients = self._make_gradients(self._first)
+        self._contexts.clear()
+
+    def forget(self, variant: Variant) -> None:
+        """Lets go of what was made for a captured call."""
+        self._contexts.pop(id(variant), None)
 
     def sync_buffers(self, variant: Variant) -> None:
         """Gives the first Replica's buffers to the others of the Stage, where the captured call only reads them."""

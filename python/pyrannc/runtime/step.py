@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +53,7 @@ class Step:
         key: what random numbers come from, equal on all ranks.
         variant: the captured call.
         rows_per_rank: rows of each rank's batch, as far as they count.
+        before_backward: raises, on all ranks, when the batch must give no gradients.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Step:
         variant: Variant,
         options: StepOptions,
         rows_per_rank: tuple[int, ...],
+        before_backward: Callable[[], None] = lambda: None,
     ) -> None:
         self._context = context
         self._program = program
@@ -74,6 +76,7 @@ class Step:
         self._variant = variant
         self._loss = variant.loss if program.call == "whole" else None
         self._options = options
+        self._before_backward = before_backward
         self._current: GradientSet | None = None
         self._input_grads: dict[int, Tensor] = {}
         self._tail_grads: dict[int, Tensor] = {}
@@ -164,6 +167,7 @@ class Step:
                 "call pyrannc.keep_graph(True) before the model if that is meant"
             )
         self._done = not self._options.keep_graph
+        self._before_backward()
         by_value = dict(zip(self._outputs, grads, strict=True))
         scale = None if self._loss is None else scale_of(by_value, self._loss, self._variant.whole.facts)
         if scale is None:

@@ -1,0 +1,77 @@
+"""Questions about data that the model asked at its capture, asked again for each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyrannc.capture import Assumption, Question
+from pyrannc.errors import InputError
+
+
+@dataclass
+class Answers:
+    """The answers for one batch, on their way from the device.
+
+    Attributes:
+        asked: each question, and how many of the numbers belong to it.
+        numbers: on the host.
+        arrived: waits for them.
+    """
+
+    asked: list[tuple[Assumption, Question, int]]
+    numbers: Tensor
+    arrived: Callable[[], None]
+    checked: bool = False
+
+    def check(self) -> None:
+        """Raises InputError, once, when an answer is another one than at the capture; waits for the device."""
+        if self.checked:
+            return
+        self.checked = True
+        self.arrived()
+        rest = self.numbers.tolist()
+        for assumption, question, count in self.asked:
+            own, rest = rest[:count], rest[count:]
+            if not question.holds(own):
+                raise InputError(
+                    f"{assumption.where} asks the batch for {assumption.expr}, and this batch gives another answer "
+                    f"than {assumption.value}, with which the model was captured; make every batch give that answer, "
+                    "or compute both ways and choose with torch.where"
+                )
+
+
+class DataGuards:
+    """The questions of one captured call that inputs decide.
+
+    Args:
+        assumptions: of the call.
+        waits: answers are needed before the call runs, because it changes buffers. Those on the host's processor
+            are there at once.
+    """
+
+    def __init__(self, assumptions: Sequence[Assumption], device: torch.device, *, waits: bool) -> None:
+        self._questions = [(item, item.question) for item in assumptions if item.question is not None]
+        self.unchecked = [item for item in assumptions if item.question is None]
+        self.waits = waits or device.type == "cpu"
+
+    def __bool__(self) -> bool:
+        return bool(self._questions)
+
+    @torch.no_grad()
+    def ask(self, tensors: Sequence[Tensor]) -> Answers:
+        """Starts to compute the answers for the input tensors of a call."""
+        found = [question.ask([tensor.detach() for tensor in tensors]) for _, question in self._questions]
+        numbers = torch.stack([number.reshape(()).double() for group in found for number in group])
+        counted = zip(self._questions, found, strict=True)
+        asked = [(assumption, question, len(group)) for (assumption, question), group in counted]
+        if not numbers.is_cuda:
+            return Answers(asked, numbers, lambda: None)
+        there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        there.copy_(numbers, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch has no types for it
+        event.record()
+        return Answers(asked, there, event.synchronize)

@@ -1,0 +1,92 @@
+"""What must have the same value on all ranks for a call, as numbers that ranks can compare."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+SMALL_BYTES = 4096
+"""Tensors on the host up to here are compared at each call."""
+EVERY = 100
+"""All others are compared at a captured form's first call, and whenever this many calls have passed."""
+
+Fingerprint = tuple[str, int]
+"""What it is, in words, and its number."""
+
+
+class HyperParameters:
+    """Learning rates and the like, read again only when one has changed."""
+
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        self._optimizer = optimizer
+        self._seen: list[list[Any]] = []
+        self._found: list[Fingerprint] = []
+
+    def fingerprints(self) -> list[Fingerprint]:
+        """Each that is a Python value."""
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        now = [list(group.values()) for group in groups]
+        if not _equal(now, self._seen):
+            self._seen = now
+            self._found = [
+                (f'"{name}" of group {place} of the optimizer\'s param_groups', zlib.crc32(repr(value).encode()))
+                for place, group in enumerate(groups)
+                for name, value in group.items()
+                if isinstance(value, (bool, int, float, str, type(None), tuple))
+            ]
+        return self._found
+
+
+def _equal(now: Any, seen: Any) -> bool:
+    try:
+        return bool(now == seen)
+    except Exception:  # tensors that do not compare as one value
+        return False
+
+
+def whole_inputs(args: Sequence[Any], kwargs: dict[str, Any], rows: int, calls: int) -> list[Fingerprint]:
+    """Tensors without rows among the arguments; reading those of a GPU waits for it.
+
+    Args:
+        rows: of this rank's batch.
+        calls: of this captured form so far.
+    """
+    compared = []
+    arguments = [
+        *((str(place), item) for place, item in enumerate(args)),
+        *((f'"{name}"', item) for name, item in kwargs.items()),
+    ]
+    for place, tensor in (found for name, item in arguments for found in _named(name, item)):
+        if tensor.dim() and tensor.shape[0] == rows:
+            continue
+        small = tensor.device.type == "cpu" and tensor.nbytes <= SMALL_BYTES
+        if (small or calls % EVERY == 0) and tensor.device.type != "meta":
+            compared.append((f"argument {place}", _digest(tensor)))
+    return compared
+
+
+def combined(found: Sequence[Fingerprint]) -> int:
+    """All of them as one number."""
+    return zlib.crc32(repr([number for _, number in found]).encode()) if found else 0
+
+
+def _digest(tensor: Tensor) -> int:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
+
+
+def _named(place: str, item: Any) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in an argument and in containers there, each with its place."""
+    if isinstance(item, Tensor):
+        yield place, item
+    elif isinstance(item, dict):
+        for key, value in item.items():
+            yield from _named(f"{place}[{key!r}]", value)
+    elif isinstance(item, (list, tuple)):
+        for index, value in enumerate(item):
+            yield from _named(f"{place}[{index}]", value)

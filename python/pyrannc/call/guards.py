@@ -1,0 +1,181 @@
+"""What a captured call took for granted of the model's Python side, checked before each further call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from operator import itemgetter
+from types import FunctionType, MappingProxyType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from pyrannc.capture import INTERNAL, PythonState, is_plain
+from pyrannc.capture.hooks import refuse_hooks
+from pyrannc.capture.torch_internals import (
+    hooks_of_all_calls,
+    hooks_of_calls,
+    own_buffers,
+    own_modules,
+    own_params,
+    version,
+)
+
+_Holder = Mapping[str, Any]
+_WATCHED_ITEMS = 64
+"""Longer containers are watched by identity and length only."""
+_WATCHED_DEPTH = 3
+
+
+class ModuleGuards:
+    """Attributes that a captured call has read, sub-modules and hooks, as they were then.
+
+    Comparing all of them takes one pass in C for each sub-module that has any.
+
+    Args:
+        model: right after the capture.
+        state: what the call has read.
+    """
+
+    def __init__(self, model: nn.Module, state: PythonState) -> None:
+        self._model = model
+        watched = _Watched()
+        for attribute in state.read:
+            watched.add_read(attribute.module, attribute.name)
+        self._names = [(holder, sorted(names)) for holder, names in watched.names.values()]
+        self._getters: list[tuple[Callable[[_Holder], Any], _Holder]] = [
+            (itemgetter(*names), holder) for holder, names in self._names
+        ]
+        self._values = [
+            _snapshot(get(holder), len(names))
+            for (get, holder), (_, names) in zip(self._getters, self._names, strict=True)
+        ]
+        self._tensors = [(holder, name, tensor, version(tensor)) for holder, name, tensor in watched.tensors]
+        self._absent = watched.absent
+        self._owners = [holder for holder, _ in watched.absent.values()]
+        self._lengths = list(map(len, self._owners))
+        families = [own_modules(module) for module in model.modules()]
+        self._families = [family for family in families if family]
+        self._children = [list(family.values()) for family in self._families]
+        hooks = [*hooks_of_all_calls(), *(hooks for module in model.modules() for hooks in hooks_of_calls(module))]
+        self._hookless = [found for found in hooks if not found]
+        self._hooked = [found for found in hooks if found]
+        self._hook_counts = list(map(len, self._hooked))
+
+    def hold(self) -> bool:
+        """True when the captured call is still what the model would do.
+
+        Raises:
+            CaptureError: there are hooks on sub-modules now.
+        """
+        if any(self._hookless) or list(map(len, self._hooked)) != self._hook_counts:
+            refuse_hooks(self._model)
+        try:
+            if [get(holder) for get, holder in self._getters] != self._values:
+                return False
+        except Exception:  # an attribute is gone, or something that does not compare, a tensor or an array
+            return False
+        if [list(family.values()) for family in self._families] != self._children:
+            return False
+        if list(map(len, self._owners)) != self._lengths and not self._still_absent():
+            return False
+        return all(
+            holder.get(name) is tensor and version(tensor) == seen for holder, name, tensor, seen in self._tensors
+        )
+
+    def _still_absent(self) -> bool:
+        if any(name in holder for holder, names in self._absent.values() for name in names):
+            return False
+        self._lengths = list(map(len, self._owners))
+        return True
+
+    def changed(self) -> str | None:
+        """What is not as it was, if that has a name."""
+        for (holder, names), values in zip(self._names, self._values, strict=True):
+            for name, old in zip(names, values if len(names) > 1 else [values], strict=True):
+                now = holder.get(name)
+                try:
+                    same = bool(now == old)
+                except Exception:  # as in hold()
+                    same = False
+                if not same:
+                    return f'"{name}" was {_short(old)} and is {_short(now)}'
+        return None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+class _Watched:
+    """Which attributes of which objects are watched, each once."""
+
+    def __init__(self) -> None:
+        self.names: dict[int, tuple[_Holder, set[str]]] = {}
+        self.tensors: list[tuple[_Holder, str, Tensor]] = []
+        self.absent: dict[int, tuple[_Holder, set[str]]] = {}
+        self._seen: set[int] = set()
+        # Kept while ids serve as keys: the attributes of a class are looked at through a new proxy each time.
+        self._proxies: dict[type, MappingProxyType[str, Any]] = {}
+
+    def add_read(self, module: nn.Module, name: str) -> None:
+        """An attribute that the forward has asked for, there or not."""
+        own = vars(module)
+        if name in INTERNAL or name.startswith("__"):
+            return
+        if name in own:
+            self._add(own, name, 0)
+            return
+        if name in own_params(module) or name in own_buffers(module) or name in own_modules(module):
+            return
+        self.absent.setdefault(id(own), (own, set()))[1].add(name)
+        for kind in type(module).__mro__:
+            if name in vars(kind):
+                if is_plain(vars(kind)[name]):
+                    self._add(self._proxies.setdefault(kind, vars(kind)), name, 0)
+                return
+
+    def _add(self, holder: _Holder, name: str, depth: int) -> None:
+        value = holder[name]
+        if isinstance(value, Tensor):
+            if (id(holder), name) not in {(id(found), known) for found, known, _ in self.tensors}:
+                self.tensors.append((holder, name, value))
+            return
+        self.names.setdefault(id(holder), (holder, set()))[1].add(name)
+        if _has_attributes(value) and depth < _WATCHED_DEPTH and id(value) not in self._seen:
+            self._seen.add(id(value))
+            for inner in list(vars(value)):
+                self._add(vars(value), inner, depth + 1)
+
+
+def _has_attributes(value: Any) -> bool:
+    """True for objects such as a configuration, whose attributes the forward may have read."""
+    if isinstance(value, (nn.Module, type, ModuleType, FunctionType)) or callable(value):
+        return False
+    return isinstance(getattr(value, "__dict__", None), dict) and not type(value).__module__.startswith("torch")
+
+
+def _snapshot(found: Any, count: int) -> Any:
+    return tuple(map(_kept, found)) if count > 1 else _kept(found)
+
+
+def _kept(value: Any) -> Any:
+    """What a later value is compared with."""
+    if isinstance(value, (dict, list, set)) and len(value) > _WATCHED_ITEMS:
+        return _SameLength(value)
+    return copy.deepcopy(value) if isinstance(value, (dict, list, set)) and is_plain(value) else value
+
+
+class _SameLength:
+    """Equals one container for as long as it has as many items."""
+
+    def __init__(self, container: Any) -> None:
+        self._container: Any = container
+        self._length = len(container)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self._container and len(other) == self._length
+
+    def __hash__(self) -> int:
+        return id(self._container)

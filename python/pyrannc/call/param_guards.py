@@ -1,0 +1,122 @@
+"""What a deployment took for granted of this rank's own parameters and buffers, checked before each call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from operator import attrgetter, getitem, is_
+from typing import Any
+
+from torch import Tensor, nn
+
+from pyrannc.capture.torch_internals import own_buffers, own_params, tensor_hooks
+from pyrannc.errors import InputError, MismatchError
+from pyrannc.job import agree
+
+_requires_grad = attrgetter("requires_grad")
+
+
+class ParamGuards:
+    """This rank's parameters and buffers as they were at deployment.
+
+    Args:
+        model: the user's.
+        params: that this rank computes with, by first name.
+        leaves: what it computes with in their place.
+        buffers: that this rank holds, by first name.
+        trainable: whether each parameter of the model that some rank holds requires gradients.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Mapping[str, nn.Parameter],
+        leaves: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        trainable: Iterable[bool],
+    ) -> None:
+        self.flags = tuple(trainable)
+        self._names = list(params)
+        self._params = list(params.values())
+        self._leaves = [leaves[name] for name in params]
+        self._homes = [own_params(model.get_submodule(name.rpartition(".")[0])) for name in params]
+        self._keys = [name.rpartition(".")[2] for name in params]
+        self._pointers = list(map(Tensor.data_ptr, self._leaves))
+        self._own_flags = list(map(_requires_grad, self._params))
+        self._buffers = list(buffers.values())
+        self._buffer_names = list(buffers)
+        self._buffer_homes = [own_buffers(model.get_submodule(name.rpartition(".")[0])) for name in buffers]
+        self._buffer_keys = [name.rpartition(".")[2] for name in buffers]
+
+    def check(self) -> bool:
+        """False when ``requires_grad`` of some parameter has changed. New ``.data`` is taken over.
+
+        Raises:
+            InputError: a parameter or buffer was replaced, its data has another form, or it has hooks.
+        """
+        try:
+            params = list(map(getitem, self._homes, self._keys))
+            kept = all(map(is_, params, self._params))
+            kept = kept and all(map(is_, map(getitem, self._buffer_homes, self._buffer_keys), self._buffers))
+        except KeyError:
+            kept = False
+        if not kept:
+            raise InputError(self._replaced())
+        if list(map(Tensor.data_ptr, self._params)) != self._pointers:
+            self._take_over_data()
+        if any(map(any, map(tensor_hooks, self._params))):
+            raise InputError(self._hooked())
+        return list(map(_requires_grad, self._params)) == self._own_flags
+
+    def _take_over_data(self) -> None:
+        for place, (name, param, leaf) in enumerate(zip(self._names, self._params, self._leaves, strict=True)):
+            if param.data_ptr() == self._pointers[place]:
+                continue
+            form, known = _form(param), _form(leaf)
+            if form != known:
+                raise InputError(
+                    f'the data of parameter "{name}" was replaced by {form}, where the deployed model has {known}; '
+                    "give it data of the same form, or call undeploy() first"
+                )
+            leaf.data = param.data
+            self._pointers[place] = param.data_ptr()
+
+    def _replaced(self) -> str:
+        params = zip(self._names, self._homes, self._keys, self._params, strict=True)
+        buffers = zip(self._buffer_names, self._buffer_homes, self._buffer_keys, self._buffers, strict=True)
+        gone = [name for name, home, key, tensor in params if home.get(key) is not tensor]
+        gone += [name for name, home, key, tensor in buffers if home.get(key) is not tensor]
+        return (
+            f'"{gone[0]}" of the model is another object than at deployment; change it in place (with torch.no_grad(): '
+            "param.copy_(...)), or call undeploy() first"
+        )
+
+    def _hooked(self) -> str:
+        name = next(name for name, param in zip(self._names, self._params, strict=True) if any(tensor_hooks(param)))
+        return (
+            f'parameter "{name}" has a gradient hook, which would never run: gradients are handed over without '
+            "passing the parameter. Remove it, and change param.grad after backward() instead"
+        )
+
+
+def agree_on_trainable(params: Mapping[str, nn.Parameter], own: Iterable[str]) -> None:
+    """Gives every rank the ``requires_grad`` that parameters have on the ranks that hold them. All ranks call it.
+
+    Args:
+        params: of the whole model, by first name.
+        own: that this rank holds.
+
+    Raises:
+        MismatchError: ranks that hold a parameter disagree.
+    """
+    everyone: list[dict[str, bool]] = agree.gather_objects({name: params[name].requires_grad for name in own})
+    for name, param in params.items():
+        flags = {rank: found[name] for rank, found in enumerate(everyone) if name in found}
+        if len(set(flags.values())) > 1:
+            told = ", ".join(f"{flag} on rank {rank}" for rank, flag in flags.items())
+            raise MismatchError(f'requires_grad of parameter "{name}" is {told}; set it on all ranks')
+        if flags:
+            param.requires_grad_(next(iter(flags.values())))
+
+
+def _form(tensor: Any) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"

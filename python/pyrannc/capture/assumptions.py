@@ -1,0 +1,68 @@
+"""What a capture took for granted, as data; ``call/guards.py`` checks it at each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from .source import Place
+
+
+@dataclass(frozen=True)
+class Question:
+    """How to ask a question about data again.
+
+    Attributes:
+        ask: from the input tensors of a call to the tensors, of one element each, that decide; waits for no device.
+        holds: whether the numbers in these tensors give the answer of the capture.
+    """
+
+    ask: Callable[[Sequence[Tensor]], list[Tensor]]
+    holds: Callable[[Sequence[float]], bool]
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """An answer that depends on data and shaped the captured graph."""
+
+    expr: str
+    value: str
+    where: Place
+    assumed: bool = False
+    """True when there was no data to ask (meta parameters) and the usual answer was taken."""
+    question: Question | None = field(default=None, compare=False, repr=False)
+    """None when inputs alone do not decide."""
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """A Python attribute of a sub-module.
+
+    Attributes:
+        path: of the sub-module.
+        where: it was written last.
+    """
+
+    module: nn.Module = field(repr=False)
+    path: str
+    name: str
+    where: Place | None = None
+
+    def __str__(self) -> str:
+        owner = f"sub-module '{self.path}'" if self.path else "the model"
+        return f'attribute "{self.name}" of {owner}'
+
+
+@dataclass(frozen=True)
+class PythonState:
+    """What a captured call did with the Python attributes of the model.
+
+    Attributes:
+        read: what it asked for, there or not.
+        written: what it set without having read it.
+    """
+
+    read: list[Attribute]
+    written: list[Attribute]

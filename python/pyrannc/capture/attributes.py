@@ -1,0 +1,205 @@
+"""What a traced call reads of the Python attributes of a model, and what it does to them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyrannc.errors import CaptureError
+
+from .assumptions import Attribute, PythonState
+from .flatten import flatten
+from .source import Place, SourceTracker
+from .torch_internals import FakeTensor, attribute_access
+
+_Key = tuple[int, str]
+INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that torch itself keeps in every module."""
+_CONTAINERS = (dict, list, set)
+_PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, range, slice,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+def is_plain(value: Any) -> bool:
+    """True for Python values that are compared by value: scalars, and containers of them."""
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return all(map(is_plain, value))
+    if isinstance(value, dict):
+        return all(map(is_plain, value.values()))
+    return isinstance(value, _PLAIN)
+
+
+@dataclass
+class _Kept:
+    """A sub-module before the call."""
+
+    module: nn.Module
+    path: str
+    attributes: dict[str, Any]
+    contents: dict[str, Any]
+
+    def put_back(self) -> None:
+        vars(self.module).clear()
+        vars(self.module).update(self.attributes)
+        for name, content in self.contents.items():
+            container = self.attributes[name]
+            container.clear()
+            container.extend(content) if isinstance(container, list) else container.update(content)
+
+    def changed(self) -> Iterator[tuple[str, Any]]:
+        """Attributes that are not what they were, with what they are."""
+        now = vars(self.module)
+        for name, value in now.items():
+            if name in INTERNAL:
+                continue
+            before = self.contents.get(name, self.attributes.get(name, _MISSING))
+            if not _same(before, value):
+                yield name, value
+
+
+_MISSING = object()
+
+
+def _same(before: Any, now: Any) -> bool:
+    if before is now:
+        return True
+    if type(before) is not type(now):
+        return False
+    if isinstance(before, dict):
+        return before.keys() == now.keys() and all(_same(value, now[key]) for key, value in before.items())
+    if isinstance(before, list):
+        return len(before) == len(now) and all(map(_same, before, now))
+    return is_plain(before) and is_plain(now) and bool(before == now)
+
+
+Carried = tuple[Attribute, Any]
+
+
+class AttributeLog:
+    """The Python attributes of a model's sub-modules, before and after a traced call.
+
+    Args:
+        model: as it is before the call.
+        tracker: tells where the model writes.
+    """
+
+    def __init__(self, model: nn.Module, tracker: SourceTracker) -> None:
+        self._tracker = tracker
+        self._kept = [_kept(path, module) for path, module in model.named_modules()]
+        self._paths = {id(kept.module): kept.path for kept in self._kept}
+        self._read_first: dict[_Key, bool] = {}
+        self._where: dict[_Key, Place] = {}
+        self.written: list[Attribute] = []
+        self.carried: list[Carried] = []
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Puts back every attribute at the end, so that no tensor of the trace stays behind."""
+        try:
+            yield
+        finally:
+            for kept in self._kept:
+                kept.put_back()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Notes what is read and written while active."""
+        first = self._read_first
+
+        def read(module: nn.Module, name: str) -> None:
+            first.setdefault((id(module), name), True)
+
+        def write(module: nn.Module, name: str) -> None:
+            key = id(module), name
+            first.setdefault(key, False)
+            self._where[key] = self._tracker.here()
+
+        with attribute_access(read, write):
+            yield
+
+    def note_changes(self, depends_on_data: Callable[[Tensor], bool]) -> None:
+        """Finds out what the call has changed, right after it.
+
+        Raises:
+            CaptureError: the model keeps a tensor for its next call in a Python attribute.
+        """
+        for kept in self._kept:
+            for name, value in kept.changed():
+                key = id(kept.module), name
+                attribute = Attribute(kept.module, kept.path, name, self._where.get(key))
+                if not self._read_first.get(key, True):
+                    self.written.append(attribute)
+                elif any(map(depends_on_data, flatten(value)[0])):
+                    raise CaptureError(_carries_tensor(attribute))
+                elif is_plain(value) or _symbolic(value):
+                    self.carried.append((attribute, value))
+
+    def state(self) -> PythonState:
+        """What the call has read and written."""
+        modules = {id(kept.module): kept.module for kept in self._kept}
+        read = [
+            Attribute(modules[module], self._paths[module], name)
+            for (module, name), is_read in self._read_first.items()
+            if is_read and module in modules
+        ]
+        return PythonState(read, self.written)
+
+
+def _kept(path: str, module: nn.Module) -> _Kept:
+    attributes = dict(vars(module))
+    contents = {name: copy.copy(value) for name, value in attributes.items() if type(value) in _CONTAINERS}
+    return _Kept(module, path, attributes, contents)
+
+
+def _symbolic(value: Any) -> bool:
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def refuse_changed_tensors(model: nn.Module, changed: Sequence[Tensor]) -> None:
+    """Raises CaptureError when the forward changes, in place, a tensor that is a plain attribute of a sub-module."""
+    real = [tensor for tensor in changed if not isinstance(tensor, FakeTensor)]
+    places = {tensor.untyped_storage().data_ptr() for tensor in real}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and not value.is_meta and value.untyped_storage().data_ptr() in places:
+                raise CaptureError(_carries_tensor(Attribute(module, path, name)))
+
+
+def _carries_tensor(attribute: Attribute) -> str:
+    return (
+        f"{attribute.where or 'the forward'} keeps tensors for the next call: it reads and changes the {attribute}, "
+        "which a captured call would find unchanged for ever. Register it as a buffer "
+        f'(self.register_buffer("{attribute.name}", ...)) and change it with copy_(), or return it from the forward'
+    )
+
+
+def carries_number(attribute: Attribute) -> CaptureError:
+    """The error for a Python value that each call changes for the next one."""
+    return CaptureError(
+        f"{attribute.where or 'the forward'} counts from call to call: it reads and changes the {attribute}, which a "
+        "captured call would find unchanged for ever. Change it outside of the forward and pass it as an argument, or "
+        f'register a tensor as a buffer (self.register_buffer("{attribute.name}", torch.tensor(...))) and change '
+        "that in place"
+    )
+
+
+@contextmanager
+def assigned(values: Sequence[Carried]) -> Iterator[None]:
+    """Attributes with other values while active."""
+    before = [(vars(attribute.module), attribute.name, vars(attribute.module).get(attribute.name, _MISSING))
+              for attribute, _ in values]  # fmt: skip
+    for attribute, value in values:
+        vars(attribute.module)[attribute.name] = value
+    try:
+        yield
+    finally:
+        for attributes, name, value in before:
+            attributes.pop(name) if value is _MISSING else attributes.update({name: value})

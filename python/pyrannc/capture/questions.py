@@ -1,0 +1,96 @@
+"""Questions about data as small functions of a call's inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+
+from .assumptions import Question
+from .torch_internals import OpOverload, schema
+
+_KEPT_ANSWERS = 256
+
+
+class NotOfInputsError(LookupError):
+    """The question is not one about inputs alone."""
+
+
+def question(
+    expr: sympy.Basic,
+    answer: sympy.Basic,
+    slices: Mapping[sympy.Symbol, tuple[Sequence[fx.Node], Callable[[Any], Any]]],
+    inputs: Mapping[fx.Node, int],
+    constant: Callable[[fx.Node], Any],
+    device: torch.device,
+) -> Question | None:
+    """The question whether ``expr`` has the value ``answer``; None when inputs alone do not decide.
+
+    Args:
+        slices: for each symbol, the nodes that lead to it, in graph order, and how to read it from the last of them.
+        inputs: the input that a placeholder stands for.
+        constant: the tensor of a ``get_attr`` node.
+        device: that inputs are on.
+    """
+    try:
+        functions = [_function(nodes, inputs, constant, device) for nodes, _ in slices.values()]
+    except NotOfInputsError:
+        return None
+    readers = [read for _, read in slices.values()]
+
+    def ask(tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [function(*[tensors[index] for index in taken]) for function, taken in functions]
+
+    @lru_cache(_KEPT_ANSWERS)
+    def decided(numbers: tuple[float, ...]) -> bool:
+        values = {symbol: read(number) for symbol, read, number in zip(slices, readers, numbers, strict=True)}
+        return bool(expr.subs(values) == answer)
+
+    return Question(ask, lambda numbers: decided(tuple(numbers)))
+
+
+def _function(
+    nodes: Sequence[fx.Node], inputs: Mapping[fx.Node, int], constant: Callable[[fx.Node], Any], device: torch.device
+) -> tuple[fx.GraphModule, list[int]]:
+    """What leads to the element that the last node reads, and the inputs that it takes."""
+    *rest, last = nodes
+    if not (isinstance(last.target, OpOverload) and schema(last.target).name in ("aten::item", "aten::is_nonzero")):
+        raise NotOfInputsError
+    graph, owner = fx.Graph(), nn.Module()
+    copies: dict[fx.Node, fx.Node] = {}
+    taken: list[int] = []
+
+    def argument(item: Any) -> Any:
+        if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise NotOfInputsError
+        return device if isinstance(item, torch.device) else copies[item] if isinstance(item, fx.Node) else item
+
+    for node in rest:
+        if node.op == "placeholder":
+            if node not in inputs:
+                raise NotOfInputsError
+            taken.append(inputs[node])
+            copies[node] = graph.placeholder(node.name)
+        elif node.op == "get_attr":
+            owner.register_buffer(node.name, constant(node))
+            copies[node] = graph.get_attr(node.name)
+        else:
+            if _draws_or_writes(node):
+                raise NotOfInputsError
+            args, kwargs = map_aggregate(node.args, argument), map_aggregate(node.kwargs, argument)
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
+    graph.output(copies[last.all_input_nodes[0]])
+    return fx.GraphModule(owner, graph), taken
+
+
+def _draws_or_writes(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, OpOverload):
+        # Sizes and their arithmetic; what else stands here was not captured inside.
+        return not getattr(target, "__module__", "").endswith("operator")
+    return torch.Tag.nondeterministic_seeded in target.tags or schema(target).is_mutable

@@ -1,0 +1,150 @@
+"""What a capture refuses or notes of a model's Python side."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pyrannc.capture import Captured, capture
+from pyrannc.errors import CaptureError
+
+
+class Keeps(nn.Module):
+    """Runs a function on itself; what that does to attributes is the case."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.run = forward
+        self.count = 0
+        self.cache: Any = None
+        self.bank = torch.zeros(())
+        self.seen: list[Any] = []
+        self.rng = random.Random(0)
+        self.numpy_rng = np.random.default_rng(0)
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, self.inner(x))
+
+
+def captured(forward: Callable[[Any, Tensor], Tensor], change: Callable[[Any], Any] = lambda _: None) -> Captured:
+    model = nn.Sequential(Keeps(forward))
+    change(model[0])
+    return capture(model, (torch.randn(4, 3),), {}, device=torch.device("cpu"), rows=4)
+
+
+def counts(self: Any, x: Tensor) -> Tensor:
+    self.count += 1  # here
+    return x * self.count
+
+
+def counts_modulo(self: Any, x: Tensor) -> Tensor:
+    self.count = 1 - self.count
+    return x
+
+
+def keeps_mean(self: Any, x: Tensor) -> Tensor:
+    self.cache = x.mean() if self.cache is None else 0.9 * self.cache + x.mean()
+    return x - self.cache
+
+
+def changes_in_place(self: Any, x: Tensor) -> Tensor:
+    self.bank.mul_(0.9).add_(x.mean().detach())
+    return x - self.bank
+
+
+def appends(self: Any, x: Tensor) -> Tensor:
+    self.seen.append(x)
+    return x
+
+
+def python_random(self: Any, x: Tensor) -> Tensor:
+    return x * random.random()
+
+
+def numpy_random(self: Any, x: Tensor) -> Tensor:
+    return x * float(np.random.rand())
+
+
+def own_random(self: Any, x: Tensor) -> Tensor:
+    return x * self.rng.random()
+
+
+def own_numpy_random(self: Any, x: Tensor) -> Tensor:
+    return x * float(self.numpy_rng.random())
+
+
+@pytest.mark.parametrize(
+    ("forward", "text"),
+    [
+        (counts, r"'0'.*test_guards.py.*counts from call to call.*\"count\" of sub-module '0'"),
+        (counts_modulo, "counts from call to call"),
+        (keeps_mean, r'keeps tensors for the next call.*"cache" of.*register_buffer\("cache"'),
+        (changes_in_place, 'keeps tensors for the next call.*"bank" of'),
+        (appends, '"seen" of'),
+        (python_random, "sub-module '0' draws random numbers from Python's random module"),
+        (numpy_random, "sub-module '0' draws random numbers from numpy.random"),
+        (own_random, 'from the generator "rng" of sub-module "0"'),
+        (own_numpy_random, 'from the generator "numpy_rng"'),
+    ],
+)
+def test_what_is_carried_from_call_to_call_is_refused(forward: Callable[..., Tensor], text: str) -> None:
+    with pytest.raises(CaptureError, match=text):
+        captured(forward)
+
+
+def fills_cache(self: Any, x: Tensor) -> Tensor:
+    if self.cache is None or self.cache.shape[0] != x.shape[1]:
+        self.cache = torch.arange(x.shape[1])
+    self.count = max(self.count, x.shape[1])
+    return x * self.cache
+
+
+def test_caches_are_no_state() -> None:
+    assert not captured(fills_cache).python_state.written
+
+
+def only_writes(self: Any, x: Tensor) -> Tensor:
+    self.cache, self.shape = x, x.shape
+    return self.cache * 2  # type: ignore[no-any-return]
+
+
+def test_what_is_only_written_is_noted() -> None:
+    state = captured(only_writes).python_state
+    assert {(found.path, found.name) for found in state.written} == {("0", "cache"), ("0", "shape")}
+    assert "count" not in {found.name for found in state.read if found.path == "0"}
+
+
+class Doubles:
+    def __call__(self, module: nn.Module, args: Any) -> Any:
+        return None
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda module: module.register_forward_hook(lambda *_: None),
+        lambda module: module.inner.register_forward_pre_hook(Doubles()),
+        lambda _: nn.modules.module.register_module_forward_hook(lambda *_: None),
+    ],
+)
+def test_forward_hooks_are_refused(register: Callable[[Any], Any]) -> None:
+    handles: list[Any] = []
+    with pytest.raises(CaptureError, match=r"hook .* of (sub-module '0|all modules|the calls)|on the calls of all"):
+        captured(lambda _, x: x, lambda module: handles.append(register(module)))
+    handles[0].remove()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_hooks_of_torch_are_captured() -> None:
+    def change(module: Any) -> None:
+        nn.utils.weight_norm(module.inner)
+
+    found = captured(lambda _, x: x, change)
+    assert {"0.inner.weight_g", "0.inner.weight_v"} <= set(found.params)
