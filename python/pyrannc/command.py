@@ -1,4 +1,4 @@
-"""Entry point of the ``rannc`` command. Only ``capture`` and ``calibrate`` need torch."""
+"""Entry point of the ``rannc`` command. Only ``capture``, ``calibrate`` and ``proof`` need torch."""
 
 import sys
 
@@ -28,6 +28,10 @@ def _run(argv: list[str]) -> int:
                 from pyrannc.calibrate.command import main as calibrate
 
                 return calibrate(rest)
+            case ["proof", *rest]:
+                from pyrannc.proof_command import main as proof
+
+                return proof(rest)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -74,7 +74,8 @@ class Config:
         save_graph_profile: Write the Profile to ``graph_profile_file``.
         load_graph_profile: Take the Profile from ``graph_profile_file`` instead of measuring.
         graph_profile_file: Path of a profile file.
-        verify_partitioning: Compare the first step with one process.
+        verify_partitioning: Compare the first training call with one process, before it runs, and end with an error if
+            they differ; it takes the time of a step in one process and rank 0's memory for the whole model.
         display_comm_value: Log a digest of every value that is sent.
         fused_dropout: On GPUs, attention with dropout stays one kernel, which draws its mask itself: the same mask
             for one Plan and one set of row counts, another mask of the same law under another Plan. False computes it
@@ -119,7 +120,7 @@ class Config:
     save_graph_profile: bool = _item(False)
     load_graph_profile: bool = _item(False)
     graph_profile_file: str = _item("")
-    verify_partitioning: bool = _item(False, later="nothing is compared")
+    verify_partitioning: bool = _item(False)
     display_comm_value: bool = _item(False, later="no values are logged")
     fused_dropout: bool = _item(True)
     recapture_interval: int = _item(1000, least=0)

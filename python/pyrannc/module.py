@@ -19,13 +19,15 @@ from pyrannc.call.variant import MOST_VARIANTS, CallKey, RowMixing, Variant, Var
 from pyrannc.capture.torch_internals import Dropout
 from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
 from pyrannc.core.plan import content
-from pyrannc.core.program import Call
+from pyrannc.core.program import Call, RankProgram
 from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
 from pyrannc.job.faults import announced, collective, phase, watchdog
 from pyrannc.ledger import Report, report
 from pyrannc.log import get_logger
 from pyrannc.planning import Request, decide, dry_run
+from pyrannc.proof import prove
+from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.step import Step, StepOptions
 from pyrannc.store.optimizer import NarrowedOptimizer
@@ -108,6 +110,7 @@ class RaNNCModule(nn.Module):
         self._variants = Variants()
         self._stale = StaleAttributes()
         self._agreement = self._new_agreement()
+        self._proven = False
 
     def _new_agreement(self) -> Agreement:
         return Agreement(
@@ -156,10 +159,25 @@ class RaNNCModule(nn.Module):
         deployment = self._deployed("forward")
         program = variant.program(deployment.plan, call.rows, self._gather_inputs, _call(variant))
         deployment.sync_buffers(variant)
+        if self._config.verify_partitioning and not self._proven and program.call != "forward":
+            self._prove(deployment, variant, program, call)
         options = StepOptions(reduce=not switches().delay_grad_allreduce, keep_graph=switches().keep_graph)
         context = deployment.context(variant)
         step = Step(context, program, call.tensors, call.drawn, variant, options, call.rows, _answered(call, variant))
         return variant.whole.captured.rebuild_outputs(step.results())
+
+    def _prove(self, deployment: Deployment, variant: Variant, program: RankProgram, call: AgreedCall) -> None:
+        """Compares the call with one process, once."""
+        if not self._gather_inputs:
+            raise RaNNCError("verify_partitioning needs gather_inputs=True: each rank with rows of its own")
+        phase("the proof")
+        options = StepOptions(reduce=True, keep_graph=False)
+
+        def begin(context: StageContext) -> Step:
+            return Step(context, program, call.tensors, call.drawn, variant, options, call.rows)
+
+        self._proven = True
+        prove(self.model, deployment, variant, program, call.tensors, call.rows, call.drawn, begin)
 
     def _keep(self, key: CallKey, variant: Variant) -> None:
         dropped = self._variants.add(key, variant)

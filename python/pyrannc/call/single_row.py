@@ -36,5 +36,10 @@ def refuse_single_rows(captured: Captured, facts: GraphFacts, part: StagePart, p
                 )
 
 
+def normalises_rows_in_hand(captured: Captured) -> bool:
+    """True when the call has batch normalisation in training."""
+    return any(_normalises_by_batch(node) for node in captured.op_nodes)
+
+
 def _normalises_by_batch(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.batch_norm.default and bool(arguments(node)["training"])

@@ -15,7 +15,7 @@ from pyrannc.blocks.randomness import draw_key
 from pyrannc.call.alike import capture_alike, first_difference
 from pyrannc.call.data_guards import DataGuards
 from pyrannc.call.guards import ModuleGuards
-from pyrannc.call.single_row import refuse_single_rows
+from pyrannc.call.single_row import normalises_rows_in_hand, refuse_single_rows
 from pyrannc.capture import Captured, capture
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts
@@ -142,6 +142,11 @@ class Variant:
     def draws(self) -> bool:
         """True when some Op draws random numbers."""
         return any(op.random for op in self.whole.facts.ops)
+
+    @cached_property
+    def normalises_rows_in_hand(self) -> bool:
+        """True when batch normalisation in training sees the rows of a microbatch on one Replica."""
+        return normalises_rows_in_hand(self.captured)
 
     def draw(self) -> int:
         """What a call is to draw from: a number from torch's generator if it needs one."""

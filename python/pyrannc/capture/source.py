@@ -18,7 +18,7 @@ from torch import nn
 from .torch_internals import MODULE_CALL
 
 _TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
-_OWN_ROOT = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OWN_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB_ROOT = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = f"{os.sep}site-packages{os.sep}"
 
