@@ -16,7 +16,19 @@ import pyrannc
 from pyrannc.capture import torch_internals as internals
 
 PACKAGE = Path(pyrannc.__file__).parent
-FOLDERS = {"blocks", "calibrate", "call", "capture", "checkpoint", "core", "job", "profile", "runtime", "store"}
+FOLDERS = {
+    "blocks",
+    "calibrate",
+    "call",
+    "capture",
+    "checkpoint",
+    "core",
+    "job",
+    "profile",
+    "proof",
+    "runtime",
+    "store",
+}
 OTHERS_PRIVATE = {"_getframe", "_replace"}
 """Of the standard library: of ``sys``, and of named tuples."""
 UNDOCUMENTED = ("torch.fx.experimental", "torch.nn.utils.stateless", "torch.multiprocessing.reductions")
