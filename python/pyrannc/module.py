@@ -18,11 +18,11 @@ from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
 from pyrannc.core.plan import content
 from pyrannc.core.program import Call
 from pyrannc.errors import RaNNCError
-from pyrannc.job import agree, process
-from pyrannc.job.faults import announced, collective, phase, watchdog
+from pyrannc.job import agree, phases, process
+from pyrannc.job.faults import announced, collective, watchdog
 from pyrannc.ledger import Report, report
 from pyrannc.log import get_logger
-from pyrannc.planning import Request, decide, dry_run
+from pyrannc.planning import Request, decide, dry_run, save_if_asked
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.step import Step, StepOptions
 from pyrannc.store.optimizer import NarrowedOptimizer
@@ -131,15 +131,11 @@ class RaNNCModule(nn.Module):
         return variant.captured.rebuild_outputs(step.results())
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Variant:
-        get_logger("Decomposer").info("capturing %s", type(self.model).__name__)
-        phase("the capture of the model")
-        variant = Variant(self.model, args, kwargs, self.device, rows)
-        _log.info(
-            "captured %d ops, %d parameters (%s elements)",
-            len(variant.facts.ops),
-            len(variant.facts.params),
-            f"{sum(param.numel() for param in self.name_to_param.values()):,}",
-        )
+        with phases.phase("Decomposer", "capture", "the capture of the model"):
+            variant = Variant(self.model, args, kwargs, self.device, rows)
+            elements = sum(param.numel() for param in self.name_to_param.values())
+            ops, params = len(variant.facts.ops), len(variant.facts.params)
+            phases.note(f"{type(self.model).__name__}: {ops} ops, {params} parameters with {elements:,} elements")
         if variant.captured.assumptions and process.get_rank() == 0:
             told = "\n".join(f"  {item.expr} = {item.value} at {item.where}" for item in variant.captured.assumptions)
             _log.warning("the model asks its data questions; every batch must give the answers of this one:\n%s", told)
@@ -162,17 +158,17 @@ class RaNNCModule(nn.Module):
         if self._config.partitioning_dry_run_np:
             dry_run(request)
         plan = decide(request, self._plan_file)
-        phase("the deployment of the Plan")
-        variant.divide(agree.together(lambda: plan.partition(variant.graph)))
-        self._deployment = Deployment(
-            self.model,
-            variant,
-            plan,
-            self.device,
-            watchdog(),
-            sync_params=switches().sync_params_on_init,
-            seed=agree.broadcast_object(torch.initial_seed()),
-        )
+        with phases.phase("ParamStorage", "parameters", "the deployment of the Plan"):
+            variant.divide(agree.together(lambda: plan.partition(variant.graph)))
+            self._deployment = Deployment(
+                self.model,
+                variant,
+                plan,
+                self.device,
+                watchdog(),
+                sync_params=switches().sync_params_on_init,
+                seed=agree.broadcast_object(torch.initial_seed()),
+            )
         store = self._deployment.store
         self._note_used_params(store)
         if self.optimizer is not None:
@@ -181,8 +177,7 @@ class RaNNCModule(nn.Module):
             self._narrowed = NarrowedOptimizer(self.optimizer, names, store.is_local, owned.__contains__)
         if process.get_rank() == 0:
             get_logger("DPStaging").info("deployed this plan:\n%s", plan.tables(self._config.mem_limit_bytes))
-            if self._config.save_deployment and self._config.deployment_file:
-                plan.write(self._config.deployment_file)
+            save_if_asked(plan, self._config)
 
     def _note_used_params(self, store: ParamStore) -> None:
         used = {name: param for name, param in self.name_to_param.items() if name in store.holders}
