@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from pyrannc import config as configuration
 from pyrannc.call.agreed import AgreedCall, agree_on_call
 from pyrannc.call.variant import Variant, Variants
-from pyrannc.capture.torch_internals import Dropout
+from pyrannc.capture.torch_internals import Dropout, NotForDDP
 from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
 from pyrannc.core.plan import content
 from pyrannc.core.program import Call
@@ -32,7 +32,7 @@ from pyrannc.switches import switches
 _log = get_logger("RaNNCModule")
 
 
-class RaNNCModule(nn.Module):
+class RaNNCModule(NotForDDP, nn.Module):
     """A model that runs on all ranks.
 
     The first call captures the model, finds a Plan and deploys it; every call is made by all ranks, each with its
