@@ -14,7 +14,7 @@ export UV_PROJECT_ENVIRONMENT := $(CURDIR)/.venv
 # An activated environment of another project must not be picked up by any tool below.
 unexport VIRTUAL_ENV
 
-.PHONY: help setup demo test test-rust test-python test-torch-newest lint bench bench-planning ci clean
+.PHONY: help setup demo test test-rust test-python test-torch-newest test-wheel wheel lint bench bench-planning ci clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,14 @@ test-torch-newest: setup ## Run chosen tests with the newest torch, torchvision 
 	$(UV) pip list --python $(NEWEST)/bin/python | grep -E '^(torch|torchvision|transformers) '; \
 	PYTHONPATH=$(CURDIR)/python OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
 		$(NEWEST)/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) @tests/torch_newest.txt
+
+wheel: setup ## Build dist/*.whl for any x86-64 Linux with glibc 2.17 or newer, and the source distribution
+	# Zig links against the old glibc; a build with the compiler of this machine would need this machine's glibc.
+	$(RUN) --with ziglang==0.17.1 maturin build --release --locked --zig --compatibility manylinux_2_17 --out dist
+	$(RUN) maturin sdist --out dist
+
+test-wheel: setup ## Install a wheel into an empty environment and use it (WHEEL=dist/NAME.whl takes that one)
+	WHEEL="$(WHEEL)" $(RUN) pytest tests/test_wheel.py
 
 lint: setup ## Check formatting, lints and types of Rust and Python
 	cargo fmt --all --check

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import pyrannc
 from pyrannc.capture import capture
 
 AT_ONCE = 3.0
@@ -112,3 +113,31 @@ def read_until(terminal: int, text: bytes | None) -> bytes:
             return seen
         seen += part
     return seen
+
+
+def run(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pyrannc", *args]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | variables, timeout=240, check=False)
+
+
+def test_shells_complete_what_needs_torch() -> None:
+    script = run("completion", "fish").stdout
+    for command in ("capture", "calibrate"):
+        options = set(re.findall(r"--([a-z]+)", run(command, "--help").stdout.split("Examples")[0])) - {"help"}
+        assert "output" in options
+        for option in options - {"cluster", "batch"}:
+            assert re.search(rf"using_subcommand {command}\".* -l {option}\b", script), (command, option)
+
+
+def test_an_error_of_configuration_is_one_line() -> None:
+    ended = run("calibrate", RANNC_LOG="lowd")
+    assert ended.returncode == 1
+    levels = "debug, info, warning, error, critical, off"
+    assert ended.stderr == f"error: RANNC_LOG: unknown level 'lowd'; the levels are {levels}\n"
+
+
+def test_all_public_names_are_listed() -> None:
+    # Of another process: one that has used none of them.
+    code = "import pyrannc, sys; print(*dir(pyrannc)); assert 'torch' not in sys.modules"
+    listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert {"RaNNCModule", "barrier", "show_deployment", "__version__"} <= set(pyrannc.__all__) <= set(listed)

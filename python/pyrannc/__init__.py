@@ -68,10 +68,19 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     # What needs torch is imported at first use: the rannc command does without torch.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = import_module("pyrannc.module" if name == "RaNNCModule" else "pyrannc.distributed")
+    try:
+        home = import_module("pyrannc.module" if name == "RaNNCModule" else "pyrannc.distributed")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"pyrannc.{name} needs PyTorch: pip install torch", name="torch") from None
     value = globals()[name] = getattr(home, name)
     return value

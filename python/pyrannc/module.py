@@ -16,16 +16,16 @@ from pyrannc.call.agreed import AgreedCall, Agreement
 from pyrannc.call.param_guards import ParamGuards, agree_on_trainable
 from pyrannc.call.stale import StaleAttributes
 from pyrannc.call.variant import MOST_VARIANTS, CallKey, RowMixing, Variant, Variants
-from pyrannc.capture.torch_internals import Dropout
+from pyrannc.capture.torch_internals import Dropout, NotForDDP
 from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
 from pyrannc.core.plan import content
 from pyrannc.core.program import Call, RankProgram
 from pyrannc.errors import RaNNCError
-from pyrannc.job import agree, process
-from pyrannc.job.faults import announced, collective, phase, watchdog
+from pyrannc.job import agree, phases, process
+from pyrannc.job.faults import announced, collective, watchdog
 from pyrannc.ledger import Report, report
 from pyrannc.log import get_logger
-from pyrannc.planning import Request, decide, dry_run
+from pyrannc.planning import Request, decide, dry_run, save_if_asked
 from pyrannc.proof import prove
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.deployment import Deployment
@@ -43,7 +43,7 @@ _TOLD_CAPTURES = 2
 """One for training and one for evaluation are what scripts have."""
 
 
-class RaNNCModule(nn.Module):
+class RaNNCModule(NotForDDP, nn.Module):
     """A model that runs on all ranks.
 
     The first call captures the model, finds a Plan and deploys it; every call is made by all ranks, each with its
@@ -170,14 +170,14 @@ class RaNNCModule(nn.Module):
         """Compares the call with one process, once."""
         if not self._gather_inputs:
             raise RaNNCError("verify_partitioning needs gather_inputs=True: each rank with rows of its own")
-        phase("the proof")
         options = StepOptions(reduce=True, keep_graph=False)
 
         def begin(context: StageContext) -> Step:
             return Step(context, program, call.tensors, call.drawn, variant, options, call.rows)
 
         self._proven = True
-        prove(self.model, deployment, variant, program, call.tensors, call.rows, call.drawn, begin)
+        with phases.phase("RaNNCModule", "proof", "the proof"):
+            prove(self.model, deployment, variant, program, call.tensors, call.rows, call.drawn, begin)
 
     def _keep(self, key: CallKey, variant: Variant) -> None:
         dropped = self._variants.add(key, variant)
@@ -204,17 +204,13 @@ class RaNNCModule(nn.Module):
                 "%d are kept; pass what changes with each call as a tensor",
                 self._variants.made + 1, self._variants.why_new(call.key), MOST_VARIANTS,
             )  # fmt: skip
-        get_logger("Decomposer").info("capturing %s", type(self.model).__name__)
-        phase("the capture of the model")
-        mixing = _ROW_MIXING[self._row_mixing]
-        variant = Variant(self.model, args, kwargs, self.device, call.own_rows, mixing)
+        with phases.phase("Decomposer", "capture", "the capture of the model"):
+            mixing = _ROW_MIXING[self._row_mixing]
+            variant = Variant(self.model, args, kwargs, self.device, call.own_rows, mixing)
+            elements = sum(param.numel() for param in self.name_to_param.values())
+            ops, params = len(variant.whole.facts.ops), len(variant.whole.facts.params)
+            phases.note(f"{type(self.model).__name__}: {ops} ops, {params} parameters with {elements:,} elements")
         self._stale.mark(variant)
-        _log.info(
-            "captured %d ops, %d parameters (%s elements)",
-            len(variant.whole.facts.ops),
-            len(variant.whole.facts.params),
-            f"{sum(param.numel() for param in self.name_to_param.values()):,}",
-        )
         if variant.questions.unchecked and process.get_rank() == 0:
             told = "\n".join(f"  {item.expr} = {item.value} at {item.where}" for item in variant.questions.unchecked)
             _log.warning(
@@ -242,17 +238,17 @@ class RaNNCModule(nn.Module):
         if self._config.partitioning_dry_run_np:
             dry_run(request)
         plan = decide(request, self._plan_file)
-        phase("the deployment of the Plan")
-        variant.divide(agree.together(lambda: plan.partition(variant.graph)))
-        self._deployment = Deployment(
-            self.model,
-            variant,
-            plan,
-            self.device,
-            watchdog(),
-            sync_params=switches().sync_params_on_init,
-            fused_dropout=self._config.fused_dropout,
-        )
+        with phases.phase("ParamStorage", "parameters", "the deployment of the Plan"):
+            variant.divide(agree.together(lambda: plan.partition(variant.graph)))
+            self._deployment = Deployment(
+                self.model,
+                variant,
+                plan,
+                self.device,
+                watchdog(),
+                sync_params=switches().sync_params_on_init,
+                fused_dropout=self._config.fused_dropout,
+            )
         store = self._deployment.store
         self._guard_params(self._deployment)
         self._note_used_params(store)
@@ -262,8 +258,7 @@ class RaNNCModule(nn.Module):
             self._narrowed = NarrowedOptimizer(self.optimizer, names, store.is_local, owned.__contains__)
         if process.get_rank() == 0:
             get_logger("DPStaging").info("deployed this plan:\n%s", plan.tables(self._config.mem_limit_bytes))
-            if self._config.save_deployment and self._config.deployment_file:
-                plan.write(self._config.deployment_file)
+            save_if_asked(plan, self._config)
 
     def _note_used_params(self, store: ParamStore) -> None:
         used = {name: param for name, param in self.name_to_param.items() if name in store.holders}

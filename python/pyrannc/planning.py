@@ -17,9 +17,8 @@ from pyrannc.call.variant import Variant
 from pyrannc.config import Config
 from pyrannc.core.partition import Parts
 from pyrannc.core.settings import SearchSettings
-from pyrannc.errors import ProfileError
-from pyrannc.job import agree, process
-from pyrannc.job.faults import phase
+from pyrannc.errors import PlanFileError, ProfileError
+from pyrannc.job import agree, phases, process
 from pyrannc.log import get_logger
 from pyrannc.profile.block import BlockSource
 from pyrannc.profile.cache import ProfileCache, default_folder, write_atomically
@@ -128,21 +127,32 @@ def decide(request: Request, plan_file: Path | None) -> Plan:
         def find() -> str:
             plan = Plan.read(plan_file)
             plan.check(request.variant.graph, world_size)
-            _log.info("plan read from %s", plan_file)
+            phases.note(f"from {plan_file}")
             return plan.to_json()
 
     else:
         ranks: list[RankDevice] = agree.gather_objects(own_device(request.device))
         cluster = agree.together(lambda: find_cluster(request.config, ranks))
-        phase("the measurement of Blocks and links")
-        profiles = find_profiles(request, cluster, [rank.host for rank in ranks])
-        phase("the search for a Plan", busy=process.get_rank() == 0)
+        with phases.phase("DPStaging", "profile", "the measurement of Blocks and links"):
+            profiles = find_profiles(request, cluster, [rank.host for rank in ranks])
 
         def find() -> str:
-            _log.info("searching a plan for %d ranks and a global batch of %d rows", world_size, request.batch_rows)
+            phases.note(f"searched for {_ranks(world_size)} and a global batch of {request.batch_rows} rows")
             return search(request, cluster, profiles, world_size).to_json()
 
-    return Plan.from_json(agree.broadcast_object(agree.together(lambda: find() if process.get_rank() == 0 else None)))
+    first = process.get_rank() == 0
+    with phases.phase("DPStaging", "plan", "the search for a Plan", busy=first):
+        return Plan.from_json(agree.broadcast_object(agree.together(lambda: find() if first else None)))
+
+
+def save_if_asked(plan: Plan, config: Config) -> None:
+    """Writes the Plan of a training where the configuration says; what cannot be written ends no training."""
+    if not config.save_deployment:
+        return
+    try:
+        plan.write(config.deployment_file)
+    except PlanFileError as error:
+        _log.warning("%s. The training goes on; model.save_deployment(FILE) writes the plan later", error)
 
 
 def dry_run(request: Request) -> NoReturn:
@@ -168,7 +178,7 @@ def dry_run(request: Request) -> NoReturn:
         profiles = [_configured_profile(request)] if config.load_graph_profile else []
         plan = search(request, find_cluster(config, ranks), profiles, world_size)
         tables = plan.tables(config.mem_limit_bytes)
-        _log.info("plan for %d ranks (dry run, nothing is trained):\n%s", world_size, tables)
+        _log.info("plan for %s (dry run, nothing is trained):\n%s", _ranks(world_size), tables)
         if config.save_deployment and config.deployment_file:
             plan.write(config.deployment_file)
 
@@ -219,12 +229,13 @@ def find_profiles(request: Request, cluster: Cluster, hosts: Sequence[str]) -> l
         return agree.together(lambda: [_configured_profile(request)] if own_rank == 0 else [])
     measures = config.profile == "always" or request.device.type != "cpu" or config.save_graph_profile
     if config.profile == "never" or not measures:
+        phases.note("nothing is measured: estimates serve")
         return []
     subject = agree.together(lambda: _subject(request, cluster, hosts))
     folder = Path(config.profile_cache_dir) if config.profile_cache_dir else default_folder()
     profiles = profile(subject, request.device, ProfileCache(folder if config.profile_cache else None))
-    if config.save_graph_profile:
-        agree.together(lambda: _save_profile(profiles[0], Path(config.graph_profile_file)) if own_rank == 0 else None)
+    if config.save_graph_profile and own_rank == 0:
+        _save_profile(profiles[0], Path(config.graph_profile_file))
     return profiles
 
 
@@ -256,7 +267,7 @@ def _configured_profile(request: Request) -> Profile:
         )
     if found.device != device_name(request.device):
         _log.warning("the profile in %s was measured on %s, not on the devices here", path, found.device)
-    _log.info("profile read from %s", path)
+    phases.note(f"from {path}")
     return found
 
 
@@ -264,5 +275,10 @@ def _save_profile(measured: Profile, path: Path) -> None:
     try:
         write_atomically(path, measured.to_json())
     except OSError as error:
-        raise ProfileError(f"cannot write the profile to {path}: {error}") from error
-    _log.info("profile of %s written to %s", measured.device, path)
+        _log.warning("cannot write the profile to %s: %s. The training goes on", path, error)
+        return
+    phases.note(f"that of {measured.device} written to {path}")
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"

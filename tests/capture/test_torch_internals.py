@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 import pyrannc
 from pyrannc.capture import torch_internals as internals
+from pyrannc.errors import RaNNCError
 
 PACKAGE = Path(pyrannc.__file__).parent
 FOLDERS = {
@@ -470,6 +472,19 @@ def test_Dropout() -> None:
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
     assert all(issubclass(kind, internals.Dropout) for kind in kinds)
     assert not issubclass(nn.Linear, internals.Dropout)
+
+
+def test_NotForDDP() -> None:
+    class Own(internals.NotForDDP, nn.Linear):
+        pass
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        with pytest.raises(RaNNCError, match="Own spreads the model over the processes by itself"):
+            nn.parallel.DistributedDataParallel(Own(2, 2))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_pytree() -> None:

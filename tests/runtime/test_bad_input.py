@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import pyrannc
+from pyrannc.capture import capture
 from pyrannc.job import process
 from tests.ranks import RankPool
 
@@ -32,6 +33,17 @@ def told(call: Callable[[], Any]) -> Told:
     except pyrannc.RaNNCError as error:
         return type(error).__name__, str(error)
     raise AssertionError("nothing was raised")
+
+
+def wrapped_in_ddp() -> Told:
+    process.ensure_process_group()
+    module = pyrannc.RaNNCModule(nn.Linear(2, 2))
+    return told(lambda: nn.parallel.DistributedDataParallel(module))
+
+
+def test_a_module_is_not_wrapped_in_ddp(ranks: Ranks) -> None:
+    for kind, text in ranks(2).run(wrapped_in_ddp):
+        assert (kind, "leave it out of DistributedDataParallel" in text) == ("RaNNCError", True)
 
 
 def on_second_rank(here: Any, elsewhere: Any) -> Any:
@@ -209,6 +221,10 @@ def plan_text(world_size: int = 2, model: str = "chain") -> str:
         return searched_plan(graph_of(recipe.make(), args, kwargs, 4), [1] * world_size, 2, 4).to_json()
 
 
+def graph_text() -> str:
+    return capture(nn.Linear(2, 2), (torch.zeros(4, 2),), {}, device=torch.device("cpu"), rows=4).graph_json
+
+
 def changed(**fields: Any) -> str:
     return sealed({**json.loads(plan_text()), **fields})
 
@@ -222,12 +238,14 @@ def test_bad_plan_files(ranks: Ranks, tmp_path: Path) -> None:
         "the file is cut short": plan_text()[:300],
         "does not have the form of a plan": changed(stages="none"),
         "it has no microbatches": changed(microbatches=0),
+        f"{tmp_path}/plan.json is a graph, not a plan": graph_text(),
     }
     for text, content in files.items():
         (tmp_path / "plan.json").write_text(content)
         first, second = ranks(2).run(deployed_with, str(tmp_path / "plan.json"), {})
         assert first[0] == "PlanFileError", first
         assert text in first[1]
+        assert f"{tmp_path}/plan.json" in first[1] or "this job has" in first[1] or "for this model" in first[1]
         assert second == ("MismatchError", f"rank 0 cannot go on: {first[1]}")
     first, second = ranks(2).run(deployed_with, str(tmp_path / "missing.json"), {})
     assert first[0] == "PlanFileError"

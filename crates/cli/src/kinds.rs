@@ -4,16 +4,21 @@ use std::fmt;
 use std::fs;
 use std::path::Path;
 
-use anyhow::{Error, anyhow};
+use anyhow::Error;
 use serde_json::Value;
 
 /// The kinds of file that commands read or write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub enum Kind {
+    /// Of a model.
     Graph,
+    /// How it is trained.
     Plan,
+    /// What its Blocks cost.
     Profile,
+    /// Devices and links.
     Cluster,
+    /// When a step computes what.
     Trace,
 }
 
@@ -68,12 +73,13 @@ impl fmt::Display for Kind {
     }
 }
 
+/// What to say when a file that was to be `expected` is of another kind.
+pub fn mistaken(path: &Path, expected: Kind) -> Option<String> {
+    let kind = Kind::of(path).filter(|kind| *kind != expected)?;
+    Some(format!("{} is {kind}, not {expected}: {}", path.display(), kind.advice(path)))
+}
+
 /// Why a file could not be read: it is of another kind, or what reading it as `expected` says.
 pub(crate) fn unreadable(path: &Path, expected: Kind, otherwise: impl FnOnce() -> Error) -> Error {
-    match Kind::of(path) {
-        Some(kind) if kind != expected => {
-            anyhow!("{} is {kind}, not {expected}: {}", path.display(), kind.advice(path))
-        }
-        _ => otherwise(),
-    }
+    mistaken(path, expected).map_or_else(otherwise, Error::msg)
 }

@@ -25,6 +25,7 @@ use crate::printer::Printer;
 use crate::progress::ProgressLines;
 
 pub use crate::interrupt::{Ended, until};
+pub use crate::kinds::{Kind, mistaken};
 pub use crate::terminal::Terminal;
 
 const FAILED: i32 = 1;

@@ -82,13 +82,17 @@ pub enum PlanFileError {
         graph_hash: String,
     },
     /// Made for another number of ranks.
-    #[error("the plan is for {plan} ranks, this job has {actual}; start {plan} ranks or make a plan for {actual}")]
+    #[error("the plan is for {0}, this job has {actual}; start {0} or make a plan for {actual}", ranks(*plan))]
     OtherWorld {
         /// Ranks in the plan.
         plan: u32,
         /// Ranks of the job.
         actual: u32,
     },
+}
+
+fn ranks(count: u32) -> String {
+    format!("{count} {}", if count == 1 { "rank" } else { "ranks" })
 }
 
 impl From<SealError> for PlanFileError {

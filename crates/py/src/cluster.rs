@@ -3,9 +3,10 @@
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
+use rannc_cli::Kind;
 use rannc_cost::RankDevice;
 
-use crate::errors::OrRaise;
+use crate::errors::{OrRaise, read_file};
 use crate::profile::Profile;
 
 /// Devices and the links between them.
@@ -40,7 +41,7 @@ impl Cluster {
     /// Reads a cluster file.
     #[staticmethod]
     fn read(path: PathBuf) -> PyResult<Self> {
-        rannc_cost::Cluster::read(&path).or_raise().map(Self)
+        read_file(&path, Kind::Cluster, rannc_cost::Cluster::read).map(Self)
     }
 
     /// The text of a cluster file.

@@ -1,8 +1,10 @@
 //! Rust errors as the exceptions of `pyrannc.errors`.
 
 use std::error::Error;
+use std::path::Path;
 
 use pyo3::prelude::*;
+use rannc_cli::{Kind, mistaken};
 use rannc_cost::{CostError, ProfileError};
 use rannc_ir::GraphError;
 use rannc_plan::{CheckError, Deadlock, PartitionError, PlanFileError, ProgramError};
@@ -30,7 +32,11 @@ impl ErrorClass {
     ///
     /// The class is looked up only now, because `pyrannc.errors` cannot be imported while `pyrannc` itself is being imported.
     pub fn exception(self, error: &dyn Error) -> PyErr {
-        let text = with_sources(error);
+        self.told(with_sources(error))
+    }
+
+    /// An exception of this class with this text.
+    fn told(self, text: String) -> PyErr {
         Python::attach(|py| {
             let made = py.import("pyrannc.errors").and_then(|module| module.getattr(self.0)?.call1((text,)));
             made.map_or_else(|import_error| import_error, PyErr::from_value)
@@ -118,6 +124,16 @@ impl<T, E: Raised> OrRaise<T> for Result<T, E> {
     fn or_raise(self) -> PyResult<T> {
         self.map_err(|error| error.class().exception(&error))
     }
+}
+
+/// Reads a file. An error names the file, and what it is when it is of another kind.
+pub fn read_file<T, E: Raised>(path: &Path, kind: Kind, read: impl FnOnce(&Path) -> Result<T, E>) -> PyResult<T> {
+    read(path).map_err(|error| {
+        let file = path.display().to_string();
+        let text = with_sources(&error);
+        let named = if text.contains(&file) { text } else { format!("{file}: {text}") };
+        error.class().told(mistaken(path, kind).unwrap_or(named))
+    })
 }
 
 /// Turns the error of a `Result` that has no class of its own, such as one about a JSON text, into a Python exception.

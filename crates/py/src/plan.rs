@@ -5,12 +5,12 @@ use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 
 use pyo3::prelude::*;
-use rannc_cli::Terminal;
+use rannc_cli::{Kind, Terminal};
 use rannc_report::{PlanTables, Report as _};
 use rannc_search::{PlanCosts, SearchError, SettingNames, Settings};
 
 use crate::cluster::Cluster;
-use crate::errors::{ErrorClass, OrRaise, OrRaiseAs, Raised};
+use crate::errors::{ErrorClass, OrRaise, OrRaiseAs, Raised, read_file};
 use crate::graph::Graph;
 use crate::interrupt::interruptible;
 use crate::profile::Profile;
@@ -81,7 +81,7 @@ impl Plan {
     /// Reads a plan file.
     #[staticmethod]
     fn read(path: PathBuf) -> PyResult<Self> {
-        rannc_plan::Plan::read(&path).or_raise().map(Self)
+        read_file(&path, Kind::Plan, rannc_plan::Plan::read).map(Self)
     }
 
     /// Writes a plan file.

@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use pyo3::prelude::*;
+use rannc_cli::Kind;
 use rannc_cost::PROFILE_SCHEMA;
 
-use crate::errors::{ErrorClass, OrRaise, OrRaiseAs};
+use crate::errors::{ErrorClass, OrRaise, OrRaiseAs, read_file};
 
 /// What was measured of a Graph's Blocks on one kind of device, and of the links.
 #[pyclass(frozen, module = "pyrannc._native")]
@@ -35,7 +36,7 @@ impl Profile {
     /// Reads a profile file.
     #[staticmethod]
     fn read(path: PathBuf) -> PyResult<Self> {
-        rannc_cost::Profile::read(&path).or_raise().map(Self)
+        read_file(&path, Kind::Profile, rannc_cost::Profile::read).map(Self)
     }
 
     /// The profile file's content.

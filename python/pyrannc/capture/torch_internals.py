@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import sympy
 import torch
@@ -28,6 +28,8 @@ from torch.fx.experimental import proxy_tensor, symbolic_shapes
 from torch.multiprocessing import reductions
 from torch.nn.utils import stateless
 from torch.utils import _python_dispatch, _pytree
+
+from pyrannc.errors import RaNNCError
 
 # --- Tensors without data -------------------------------------------------------------------------------------------
 
@@ -315,6 +317,18 @@ def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtyp
 
 Dropout = nn.modules.dropout._DropoutNd
 """All kinds of dropout modules. Public: the list of their classes."""
+
+
+class NotForDDP:
+    """A base of modules that DistributedDataParallel is to refuse: it asks for this name first. Public: none."""
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        raise RaNNCError(
+            f"{type(self).__name__} spreads the model over the processes by itself: leave it out of "
+            "DistributedDataParallel and of what wraps models in it, like Accelerator.prepare or transformers.Trainer"
+        )
+
 
 # --- Structures, storages, devices ----------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import atexit
 import hashlib
 import os
 import tempfile
+import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -68,6 +69,7 @@ def ensure_process_group() -> Process:
     default_group = dist.group.WORLD if dist.is_initialized() else None
     if _state is not None and default_group is _state.default_group:
         return _state.process
+    start_s = time.monotonic()
     launch = detect_launch()
     log.configure(launch.rank if default_group is None else dist.get_rank())
     device = own_device()
@@ -76,8 +78,14 @@ def ensure_process_group() -> Process:
         default_group = _join(launch, device)
     process, made_groups = _describe(launch, device, default_group)
     _state = _State(process, default_group, made_default, made_groups)
+    by = "" if launch.launcher == "none" else f", started by {launch.launcher}"
     log.get_logger("RaNNCProcess").info(
-        "Rank %d of %d runs on %s (started by %s)", process.rank, process.world_size, device, launch.launcher
+        "join: %.2f s (rank %d of %d on %s%s)",
+        time.monotonic() - start_s,
+        process.rank,
+        process.world_size,
+        device,
+        by,
     )
     return process
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pyrannc._native import Profile
 from pyrannc.errors import ProfileError
+from pyrannc.job import phases
 from pyrannc.log import get_logger
 from pyrannc.profile.conditions import Conditions
 
@@ -66,7 +67,7 @@ class ProfileCache:
         if not _is_of(profile, key):
             _log.warning("ignoring the profile in %s: it was measured for something else than its name says", path)
             return None
-        _log.info("profile read from %s", path)
+        phases.note(f"from the cache, {path}")
         return profile
 
     def keep(self, key: Key, profile: Profile) -> None:
@@ -80,7 +81,7 @@ class ProfileCache:
         except OSError as error:
             _log.warning("the profile is not kept for the next start: %s", error)
             return
-        _log.info("profile kept in %s", path)
+        phases.note(f"kept in {path}")
 
 
 def default_folder() -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -14,7 +13,7 @@ from pyrannc._native import Blocks, Profile
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.core.partition import Parts
 from pyrannc.core.profile import BlockPoint, LevelPoint
-from pyrannc.job import agree, process
+from pyrannc.job import agree, phases, process
 from pyrannc.log import get_logger
 from pyrannc.profile.block import BlockCode, BlockSource
 from pyrannc.profile.cache import Key, ProfileCache
@@ -83,14 +82,11 @@ def profile(subject: Subject, device: torch.device, cache: ProfileCache) -> list
     known = agree.together(lambda: [cache.find(key) for key in keys] if first else [])
     if agree.broadcast_object(None not in known):
         return [found for found in known if found is not None]
-    start = time.monotonic()
     points = _measure_blocks(subject, device, everyone)
     updates: list[UpdatePoint | None] = agree.gather_objects(measure_update(subject.optimizer, device))
     several = process.get_world_size() > 1
     levels = measure_links(subject.hosts, subject.level_names, device) if several else []
     slowdown = measure_collective_slowdown(device) if several else None
-    if first:
-        _log.info("profiled in %.1f s", time.monotonic() - start)
 
     def keep() -> list[Profile]:
         profiles = [
@@ -123,8 +119,7 @@ def _measure_blocks(
     alike = [other for other, kind in enumerate(everyone) if kind == everyone[rank]]
     times_us = dict(zip(subject.blocks.hashes, subject.blocks.times_us, strict=True))
     own = share_out(times_us, len(alike))[alike.index(rank)]
-    if rank == 0:
-        _log.info("profiling %d distinct blocks of %d", len(times_us), len(subject.blocks.hashes))
+    phases.note(f"measured {len(times_us)} distinct blocks of {len(subject.blocks.hashes)}")
     measured = agree.together(lambda: _measure_share(subject, device, {block: times_us[block] for block in own}))
     points: dict[Conditions, dict[str, list[BlockPoint]]] = {kind: {} for kind in everyone}
     for kind, found in zip(everyone, agree.gather_objects(measured), strict=True):

@@ -7,12 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 import torch
 from torch import Tensor, nn
 
-from pyrannc.job import agree, process
+from pyrannc.job import agree, phases, process
 from pyrannc.job.exchange import Group, from_owner, give_to_others, sum_over_ranks
-from pyrannc.log import get_logger
 from pyrannc.store.buckets import SharedParam
-
-_log = get_logger("ParamStorage")
 
 
 class ParamStore:
@@ -64,7 +61,7 @@ class ParamStore:
             local = self.is_local(name)
             tensor.data = tensor.data.to(self._device if local else "cpu")
             moved_bytes += tensor.nbytes if local else 0
-        _log.debug("this rank holds %.1f MiB of parameters and buffers", moved_bytes / 2**20)
+        phases.note(f"this rank holds {moved_bytes / 2**20:.1f} MiB")
 
     # Who holds what
 

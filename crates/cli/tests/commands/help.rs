@@ -26,7 +26,7 @@ fn the_help_of_each_command() {
 fn shells_complete_every_command() {
     for shell in ["bash", "zsh", "fish"] {
         let script = rannc(["completion", shell].into_iter().map(str::to_owned)).output();
-        for word in ["whatif", "simulate", "price-per-device-hour", "memory-gb"] {
+        for word in ["whatif", "simulate", "price-per-device-hour", "memory-gb", "capture", "calibrate"] {
             assert!(script.contains(word), "{shell}: {word}");
         }
     }
