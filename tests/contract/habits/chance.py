@@ -1,0 +1,106 @@
+"""Random numbers in models."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from tests.contract.habit import equal
+from tests.contract.job import Job
+from tests.contract.training import Chain, Returns, learn, pairs, single
+
+
+class _Dropped(Chain):
+    def __init__(self, rate: float = 0.5) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.dropout(x)) + self.dropout(x)
+
+
+@equal()
+def dropout_of_rate_zero(job: Job) -> None:
+    """The model has dropout layers of rate 0."""
+    net = Returns(_Dropped(0.0), F.mse_loss)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    job.state(model)
+
+
+@equal()
+def dropout_evaluated(job: Job) -> None:
+    """The model has dropout layers, and is in evaluation mode."""
+    model = job.wrap(_Dropped())
+    model.eval()
+    for batch in job.batches(single):
+        job.rows("output", model(*batch))
+
+
+@equal()
+def chance_outside_of_the_model(job: Job) -> None:
+    """The script draws numbers with torch between calls: they are as if the model drew none of its own."""
+    model = job.wrap(Chain())
+    for batch in job.batches(single):
+        torch.manual_seed(3)
+        model(*batch)
+        job.same("drawn", torch.rand(3))
+
+
+@equal()
+def new_masks_in_each_call(job: Job) -> None:
+    """Each call of a model with dropout draws new masks."""
+    model = job.wrap(_Dropped())
+    (x,) = job.batch(single)
+    first, second = model(x), model(x)
+    job.same("differ", not len(x) or not torch.equal(first, second))
+
+
+@equal()
+def rows_draw_their_own(job: Job) -> None:
+    """Rows of all ranks and microbatches draw different masks."""
+    model = job.wrap(_Masks())
+    drawn = model(job.own(torch.ones(8, 60)))
+    job.same("differ", len({tuple(row.tolist()) for row in drawn}) == len(drawn))
+    job.rows("own", torch.ones(len(drawn)))
+
+
+class _Masks(nn.Module):
+    """Masks of two dropout layers, and layers that make a cut possible."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Dropout(), nn.Dropout(0.2)
+        self.scales = nn.ParameterList(torch.ones(60) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = self.first(x)
+        for scale in self.scales:
+            drawn = torch.tanh(drawn * scale)
+        return torch.cat([drawn, self.second(x)], 1)
+
+
+@equal()
+def seeds_of_data(job: Job) -> None:
+    """Ranks have different seeds, as for augmenting their data."""
+    net = Returns(Chain(), F.mse_loss)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    torch.manual_seed(100 + job.rank)
+    for step in range(2):
+        learn(job, model, optimizer, step=step)
+    job.state(model)
+
+
+@equal()
+def noise_as_argument(job: Job) -> None:
+    """The model takes noise that the script has drawn as an argument."""
+    model = job.wrap(Returns(Chain(), lambda y, noise: (y + noise).square().mean()))
+    for batch in job.batches(pairs):
+        loss = model(*batch)
+        job.same("loss", loss)
+        loss.backward()
+    job.gradients(model)
