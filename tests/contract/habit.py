@@ -24,6 +24,7 @@ class Habit:
         says: regular expressions for what the error, or the warning of an equal run, says.
         instead: what to do instead, or what else to know.
         tolerance: by how much numbers may differ, relative to their size if that is above one.
+        apart: the script ends its job, so it gets one of its own.
     """
 
     script: Script
@@ -33,6 +34,7 @@ class Habit:
     says: tuple[str, ...] = ()
     instead: str = ""
     tolerance: float = 1e-10
+    apart: bool = False
 
     @property
     def name(self) -> str:
@@ -69,9 +71,14 @@ def alike(settings: tuple[Setting, ...] = COVERING, *, note: str) -> Callable[[S
     return _listed(lambda script: Habit(script, "alike", settings, instead=note))
 
 
-def refused(error: str, *says: str, settings: tuple[Setting, ...] = ONCE, instead: str) -> Callable[[Script], Script]:
-    """Every rank gets an error; what came before it is as in one process."""
-    return _listed(lambda script: Habit(script, "refused", settings, error, says, instead))
+def refused(
+    error: str, *says: str, settings: tuple[Setting, ...] = ONCE, instead: str, apart: bool = False
+) -> Callable[[Script], Script]:
+    """Every rank gets an error; what came before it is as in one process.
+
+    A job ``apart`` ends: some rank with a status other than 0, and the errors are what ranks print.
+    """
+    return _listed(lambda script: Habit(script, "refused", settings, error, says, instead, apart=apart))
 
 
 def _listed(make: Callable[[Script], Habit]) -> Callable[[Script], Script]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
 from functools import cache
 
 import pytest
 
-from tests.ranks import RankFailed, RankPool
+from tests.ranks import RankFailed, RankPool, run_programs
 
 from .habits import HABITS
 from .job import Note
@@ -39,7 +41,19 @@ def whole(runs: list[Run]) -> list[Note]:
     ]
 
 
-@pytest.mark.parametrize("name", HABITS)
+@pytest.mark.parametrize("name", [habit.name for habit in HABITS.values() if habit.apart])
+def test_contract_of_jobs_that_end(name: str) -> None:
+    habit = HABITS[name]
+    for setting in habit.settings:
+        command = (sys.executable, "-m", "tests.contract.apart", name, *map(str, setting.rows))
+        ended = run_programs(len(setting.rows), *command, env=setting.environment)
+        printed = "\n".join(program.stderr for program in ended)
+        assert any(program.status != 0 for program in ended), printed
+        for text in (habit.error, *habit.says):
+            assert re.search(text, printed), printed
+
+
+@pytest.mark.parametrize("name", [habit.name for habit in HABITS.values() if not habit.apart])
 def test_contract(name: str, ranks: Ranks) -> None:
     habit = HABITS[name]
     expected = None if habit.outcome == "alike" else plain(name).notes

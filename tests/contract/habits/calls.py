@@ -10,7 +10,7 @@ from torch.optim import SGD, Adam
 import pyrannc
 from tests.contract.habit import equal, refused
 from tests.contract.job import Job
-from tests.contract.settings import ONCE
+from tests.contract.settings import ONCE, STAGES
 from tests.contract.training import Chain, Returns, learn, pairs, single
 
 ALL_RANKS = "call it on all ranks, outside of `if rank == 0`"
@@ -32,6 +32,24 @@ def saved_by_rank_0(job: Job) -> None:
     if job.rank == 0:
         torch.save(saved, "/dev/null")
     job.state(model)
+
+
+@refused("RaNNCError|MismatchError|PeerError", "state_dict", "all ranks", instead=ALL_RANKS)
+def state_by_rank_0_alone(job: Job) -> None:
+    """`if rank == 0: torch.save(model.state_dict(), file)`, and training goes on."""
+    model, optimizer = _learned(job)
+    if job.rank == 0:
+        model.state_dict()
+    learn(job, model, optimizer, step=1)
+
+
+@refused("RaNNCError|MismatchError|PeerError", "get_param", "all ranks", instead=ALL_RANKS)
+def parameter_by_rank_0_alone(job: Job) -> None:
+    """`if rank == 0: model.get_param(name)`, and training goes on."""
+    model, optimizer = _learned(job)
+    if job.rank == 0 and isinstance(model, pyrannc.RaNNCModule):
+        model.get_param("net.head.weight")
+    learn(job, model, optimizer, step=1)
 
 
 @refused("MismatchError", "in evaluation mode", instead=ALL_RANKS)
@@ -64,6 +82,15 @@ def evaluation_by_all(job: Job) -> None:
     job.state(model)
 
 
+@refused("MismatchError", "different shapes|lengths", "pad", instead="pad to a length that all ranks agree on")
+def lengths_differ_between_ranks(job: Job) -> None:
+    """Each rank pads its batch to its own longest row."""
+    model = job.wrap(Returns(Chain(), lambda y: y.mean(1)))
+    (x,) = job.batch(single)
+    model(x[:, None].repeat(1, 3, 1))
+    model(x[:, None].repeat(1, 3 + job.rank, 1))
+
+
 @equal()
 def lengths_differ_between_steps(job: Job) -> None:
     """The length of rows changes from step to step, the same on all ranks."""
@@ -79,6 +106,18 @@ def lengths_differ_between_steps(job: Job) -> None:
 def models_differ(job: Job) -> None:
     """Ranks build different models."""
     job.wrap(Chain(3 + job.rank))(*job.batch(single))
+
+
+@refused("PeerError", "rank 1", "left|ended", "all ranks", settings=(STAGES,), instead=ALL_RANKS, apart=True)
+def one_rank_stops_early(job: Job) -> None:
+    """One rank leaves the loop before the others, as by a stop criterion of its own rows."""
+    net = Returns(Chain(), F.mse_loss)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    for step in range(4):
+        learn(job, model, optimizer, step=step)
+        if job.rank == 1 and step == 1:
+            return
 
 
 @equal()
@@ -109,4 +148,16 @@ def reduction_delayed(job: Job) -> None:
     model(*job.batch(pairs, 0)).backward()
     pyrannc.delay_grad_allreduce(False)
     model(*job.batch(pairs, 1)).backward()
+    job.gradients(model)
+
+
+@equal()
+def reduction_switched_before_backward(job: Job) -> None:
+    """`pyrannc.delay_grad_allreduce` is set between the call and `backward()`, as with RaNNC 0.7.5."""
+    model = job.wrap(Chain())
+    for step, delayed in enumerate((True, False)):
+        x, target = job.batch(pairs, step)
+        out = model(x)
+        pyrannc.delay_grad_allreduce(delayed)
+        ((out - target).square().sum() / max(1, len(x))).backward()
     job.gradients(model)

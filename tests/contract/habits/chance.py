@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from tests.contract.habit import equal
+from tests.contract.habit import alike, equal
 from tests.contract.job import Job
-from tests.contract.training import Chain, Returns, learn, pairs, single
+from tests.contract.settings import COVERING, EMPTY
+from tests.contract.training import WIDTH, Chain, Returns, learn, pairs, single
 
 
 class _Dropped(Chain):
@@ -60,6 +61,29 @@ def new_masks_in_each_call(job: Job) -> None:
 
 
 @equal()
+def seed_repeats_masks(job: Job) -> None:
+    """`torch.manual_seed` before calls repeats what they draw."""
+    model = job.wrap(_Dropped())
+    (x,) = job.batch(single)
+    model(x)
+    drawn = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        drawn.append([model(x), model(x)])
+    job.same("repeated", [torch.equal(first, second) for first, second in zip(drawn[0], drawn[1], strict=True)])
+    job.same("differ", not len(x) or not torch.equal(drawn[0][0], drawn[2][0]))
+
+
+@equal()
+def masks_of_two_models(job: Job) -> None:
+    """Two models draw different masks."""
+    models = [job.wrap(nn.Sequential(nn.Dropout(), nn.Flatten(), nn.Hardtanh(-9, 9))) for _ in range(2)]
+    ones = job.own(torch.ones(8, 50))
+    first, second = (model(ones) for model in models)
+    job.same("differ", not len(ones) or not torch.equal(first, second))
+
+
+@equal()
 def rows_draw_their_own(job: Job) -> None:
     """Rows of all ranks and microbatches draw different masks."""
     model = job.wrap(_Masks())
@@ -81,6 +105,39 @@ class _Masks(nn.Module):
         for scale in self.scales:
             drawn = torch.tanh(drawn * scale)
         return torch.cat([drawn, self.second(x)], 1)
+
+
+@alike(settings=(*COVERING, EMPTY), note="they are not those that the plain model draws")
+def masks_of_plans(job: Job) -> None:
+    """Dropout draws the same masks for the same rows under every Plan."""
+    torch.manual_seed(1)
+    model = job.wrap(_Masks())
+    for _ in range(2):
+        job.rows("masks", model(job.own(torch.ones(8, 60))))
+
+
+@alike(settings=(*COVERING, EMPTY), note="it is another one than that of the plain model")
+def training_with_dropout(job: Job) -> None:
+    """A training with dropout is the same under every Plan."""
+    net = Returns(_Dropped(), F.mse_loss)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    for step in range(3):
+        learn(job, model, optimizer, step=step)
+    job.state(model)
+
+
+@alike(settings=(*COVERING, EMPTY), note="they are not those that the plain model draws")
+def noise_of_plans(job: Job) -> None:
+    """`torch.randn_like`, `torch.rand` and `torch.bernoulli` in the model draw the same under every Plan."""
+
+    def noisy(y: Tensor, x: Tensor) -> Tensor:
+        drawn = torch.randn_like(x) + torch.rand(x.shape[0], WIDTH) + torch.bernoulli(torch.full_like(x, 0.5))
+        return y + drawn
+
+    model = job.wrap(Returns(Chain(), noisy))
+    (x,) = job.batch(single)
+    job.rows("noisy", model(x, x))
 
 
 @equal()

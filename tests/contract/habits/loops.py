@@ -211,6 +211,18 @@ def state_round_trip(job: Job) -> None:
 
 
 @equal()
+def output_changed_in_place(job: Job) -> None:
+    """The script changes outputs in place."""
+    model = job.wrap(Chain())
+    for x, target in job.batches(pairs):
+        out = model(x)
+        out.mul_(2.0).sub_(target)
+        job.rows("output", out)
+        (out.square().sum() / max(1, len(x))).backward()
+        job.gradients(model)
+
+
+@equal()
 def evaluated_output_changed_in_place(job: Job) -> None:
     """The script changes outputs in place that it got under `torch.no_grad()`."""
     model = job.wrap(Chain())
@@ -278,6 +290,38 @@ def two_models_in_one_loss(job: Job) -> None:
 
 
 @equal()
+def one_model_after_another(job: Job) -> None:
+    """A wrapped model takes what another wrapped model returns, as a critic and a generator."""
+    generator, critic = Chain(), Chain(3, 1)
+    optimizer = SGD(generator.parameters(), lr=0.1)
+    make, judge = job.wrap(generator, optimizer), job.wrap(critic)
+    for (x,) in job.batches(single):
+        optimizer.zero_grad()
+        judge.zero_grad()
+        (judge(make(x)).sum() / max(1, len(x))).backward()
+        job.gradients(judge)
+        job.gradients(make)
+        optimizer.step()
+    job.state(make)
+
+
+@equal()
+def model_that_returns_its_loss_after_another(job: Job) -> None:
+    """A wrapped model that returns its loss takes what another wrapped model returns."""
+    net = Chain()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    first, second = job.wrap(net, optimizer), job.wrap(Returns(Chain(3), F.mse_loss))
+    for x, target in job.batches(pairs):
+        optimizer.zero_grad()
+        second.zero_grad()
+        second(first(x), target).backward()
+        job.gradients(second)
+        job.gradients(first)
+        optimizer.step()
+    job.state(first)
+
+
+@equal()
 def optimizer_by_hand(job: Job) -> None:
     """The script updates `model.parameters()` in place under `torch.no_grad()`."""
     model = job.wrap(_regression())
@@ -287,6 +331,17 @@ def optimizer_by_hand(job: Job) -> None:
         with torch.no_grad():
             for param in model.parameters():
                 param -= 0.1 * param.grad
+    job.state(model)
+
+
+@equal()
+def optimizer_made_later(job: Job) -> None:
+    """The optimizer is made of `model.parameters()` after the first call."""
+    model = job.wrap(_regression())
+    job.same("first", model(*job.batch(pairs, 9)))
+    optimizer = Adam(model.parameters(), lr=0.01)
+    for step in range(2):
+        learn(job, model, optimizer, step=step)
     job.state(model)
 
 

@@ -8,21 +8,26 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from tests.contract.habit import equal, refused
 from tests.contract.job import Job
-from tests.contract.settings import TOGETHER
+from tests.contract.settings import DIVIDED, TOGETHER
 from tests.contract.training import (
     CLASSES,
+    UNCOUNTED,
     WIDTH,
     Chain,
     Returns,
+    TokenChain,
     classes,
     fit,
+    padded,
     pairs,
     single,
 )
+
+COMPUTED_APART = "compute all rows together: `pipeline_num=1`, one Replica of the Stage with the loss"
 
 
 @equal()
@@ -32,9 +37,44 @@ def mean_inside(job: Job) -> None:
 
 
 @equal()
+def sum_inside(job: Job) -> None:
+    """The model returns a sum over rows (`reduction="sum"`)."""
+    fit(job, Returns(Chain(), lambda y, target: F.mse_loss(y, target, reduction="sum")), pairs)
+
+
+@equal()
 def mean_by_hand(job: Job) -> None:
     """The model divides a sum by the number of rows (`x.shape[0]`)."""
     fit(job, Returns(Chain(), lambda y, target: (y - target).square().sum() / y.shape[0]), pairs)
+
+
+@equal()
+def token_mean_inside(job: Job) -> None:
+    """The model returns a mean over the tokens that are not `ignore_index`; rows have different numbers of them."""
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    fit(job, Returns(TokenChain(), loss), padded)
+
+
+@equal()
+def masked_mean_by_hand(job: Job) -> None:
+    """The model returns `(errors * mask).sum() / mask.sum()`."""
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        mask = (labels != UNCOUNTED).to(logits.dtype)
+        errors = F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0), reduction="none")
+        return (errors * mask).sum() / mask.sum()
+
+    fit(job, Returns(TokenChain(), loss), padded)
+
+
+@equal()
+def class_weights(job: Job) -> None:
+    """The model returns a cross entropy with class weights."""
+    weights = torch.linspace(0.5, 2.0, CLASSES)
+    fit(job, Returns(Chain(outputs=CLASSES), lambda y, labels: F.cross_entropy(y, labels, weights)), classes)
 
 
 @equal()
@@ -42,6 +82,54 @@ def label_smoothing(job: Job) -> None:
     """The model returns a cross entropy with label smoothing."""
     criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
     fit(job, Returns(Chain(outputs=CLASSES), criterion), classes)
+
+
+@equal()
+def label_smoothing_over_tokens(job: Job) -> None:
+    """The model returns a cross entropy with label smoothing and `ignore_index` tokens."""
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+
+    fit(job, Returns(TokenChain(), loss), padded)
+
+
+def _summed_over_items(logits: Tensor, labels: Tensor, items: Any) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / items
+
+
+@equal()
+def items_in_batch_as_tensor(job: Job) -> None:
+    """The model divides a sum by `num_items_in_batch`, a tensor with the count of the global batch."""
+
+    def data(rows: int, generator: Generator) -> tuple[Tensor, ...]:
+        tokens, labels = padded(rows, generator)
+        return tokens, labels, (labels != UNCOUNTED).sum()
+
+    fit(job, Returns(TokenChain(), _summed_over_items), data)
+
+
+@equal()
+def items_in_batch_as_number(job: Job) -> None:
+    """The model divides a sum by `num_items_in_batch`, a Python number with the count of the global batch."""
+
+    def data(rows: int, generator: Generator) -> tuple[Any, ...]:
+        tokens, labels = padded(rows, generator)
+        return tokens, labels, int((labels != UNCOUNTED).sum())
+
+    fit(job, Returns(TokenChain(), _summed_over_items), data)
+
+
+@equal()
+def several_terms(job: Job) -> None:
+    """The model returns a mean, plus a weighted sum, plus a penalty of a weight."""
+    net = Chain()
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        errors = y - target
+        return errors.square().mean() + 0.1 * errors.abs().sum() + 0.01 * net.head.weight.square().sum()
+
+    fit(job, Returns(net, loss), pairs)
 
 
 @equal()
@@ -94,6 +182,24 @@ def criterion_outside_mean(job: Job) -> None:
     fit(job, Chain(), pairs, criterion=loss)
 
 
+@equal(settings=TOGETHER + DIVIDED)
+def criterion_outside_sum(job: Job) -> None:
+    """The script takes a sum over its rows of what the model returns."""
+    fit(job, Chain(), pairs, criterion=lambda y, target: F.mse_loss(y, target, reduction="sum"))
+
+
+@equal(settings=TOGETHER + DIVIDED)
+def criterion_outside_token_mean(job: Job) -> None:
+    """The script takes a mean over its counted tokens; ranks have different numbers of them."""
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        if not len(labels):
+            return logits.sum()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    fit(job, TokenChain(), padded, criterion=loss)
+
+
 @equal()
 def loss_in_dict(job: Job) -> None:
     """The model returns a dict with the loss and what was predicted."""
@@ -124,6 +230,14 @@ def _among_outputs(job: Job, result: Any, loss_of: Any) -> None:
     out = model(*job.batch(pairs))
     job.same("loss", loss_of(out))
     job.rows("logits", out.logits if isinstance(out, Output) else out["logits"] if isinstance(out, dict) else out[1])
+
+
+@equal()
+def summed_loss_in_dict(job: Job) -> None:
+    """The model returns a dict with a loss that is a sum over rows."""
+    _among_outputs(
+        job, lambda y, target: {"loss": F.mse_loss(y, target, reduction="sum"), "logits": y}, lambda out: out["loss"]
+    )
 
 
 @equal()
@@ -241,3 +355,18 @@ MIXING: dict[str, tuple[Callable[..., Any], str]] = {
     "exponent_of_mean": (_perplexity, "The model returns its perplexity, the exponent of a mean, beside the loss"),
     "spread": (_spread, "The model returns a standard deviation over rows beside the loss"),
 }
+
+
+def _mixing(name: str) -> Callable[[Job], None]:
+    result, text = MIXING[name]
+
+    def script(job: Job) -> None:
+        fit(job, Returns(Chain(), result), pairs, loss=lambda out: out["loss"] if isinstance(out, dict) else out)
+
+    script.__name__ = f"{name}_over_parts"
+    script.__doc__ = f"{text}; rows are computed in several microbatches or Replicas."
+    return script
+
+
+for _name in MIXING:
+    refused("PlanError|CaptureError", "rows", settings=DIVIDED, instead=COMPUTED_APART)(_mixing(_name))

@@ -52,6 +52,14 @@ def orthogonal(job: Job) -> None:
 
 
 @equal()
+def spectral_norm(job: Job) -> None:
+    """A layer has `parametrizations.spectral_norm`, which changes buffers in every call."""
+    net = Chain()
+    parametrizations.spectral_norm(net.layers[0])
+    _fit(job, net)
+
+
+@equal()
 def pruned(job: Job) -> None:
     """A layer is pruned by `torch.nn.utils.prune`, which works by a hook."""
     net = Chain()
@@ -212,6 +220,35 @@ def unused_parameters(job: Job) -> None:
     net = Chain()
     net.unused = nn.Linear(WIDTH, WIDTH)
     _fit(job, net)
+
+
+@equal()
+def hugging_face_masked_tokens(job: Job) -> None:
+    """A Hugging Face BERT with labels; rows have different numbers of masked tokens."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=12,
+        max_position_embeddings=TOKENS,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    net = BertForMaskedLM(config)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    for tokens, labels in job.batches(padded):
+        optimizer.zero_grad()
+        out = model(input_ids=tokens, attention_mask=(labels >= 0).long(), labels=labels)
+        job.same("loss", out.loss)
+        job.rows("logits", out.logits)
+        out.loss.backward()
+        job.gradients(model)
+        optimizer.step()
+    job.state(model)
 
 
 @equal()

@@ -11,8 +11,10 @@ from torch.optim import SGD
 
 from tests.contract.habit import equal, refused
 from tests.contract.job import Job
-from tests.contract.settings import DIVIDED, EMPTY, ONCE, PIPELINE, REPLICAS, STAGES, TOGETHER
-from tests.contract.training import CLASSES, WIDTH, Chain, Returns, fit, pairs
+from tests.contract.settings import DIVIDED, EMPTY, ONCE, PIPELINE, REPLICAS, STAGES, TOGETHER, Setting
+from tests.contract.training import CLASSES, WIDTH, Chain, Returns, fit, pairs, single
+
+_EQUAL_EXTENT = (Setting((4, 4), 1, 2), Setting((4, 4), 2, 1), Setting((4, 4), 2, 2))
 
 
 @equal(settings=(REPLICAS, STAGES, PIPELINE, EMPTY))
@@ -66,6 +68,25 @@ def argument_without_rows(job: Job) -> None:
     fit(job, net, _labelled)
 
 
+@equal()
+def class_weights_as_argument(job: Job) -> None:
+    """Class weights of the loss are an argument."""
+    fit(job, Returns(Chain(outputs=CLASSES), F.cross_entropy), _labelled)
+
+
+@refused("InputError|CaptureError", "rows", settings=_EQUAL_EXTENT, instead="make it a buffer of the model")
+def argument_with_the_batch_extent(job: Job) -> None:
+    """An argument without rows has just as many elements as the batch has rows."""
+    weights = torch.linspace(0.5, 2.0, 4)
+
+    def loss(y: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        return F.mse_loss(y, target) * weights.sum()
+
+    model = job.wrap(Returns(Chain(), loss))
+    for x, target in job.batches(pairs):
+        job.same("loss", model(x, target, weights))
+
+
 @refused(
     "InputError|CaptureError|PlanError", "row", settings=DIVIDED, instead="put the batch first (`batch_first=True`)"
 )
@@ -103,6 +124,20 @@ def rows_in_dimension_one_inside(job: Job) -> None:
     fit(job, Returns(Net(), F.mse_loss), pairs)
 
 
+@refused("InputError|PlanError|RaNNCError", "row", settings=DIVIDED, instead="cumulate over another dimension")
+def cumulated_over_rows(job: Job) -> None:
+    """The model cumulates over rows (`cumsum(0)`)."""
+    model = job.wrap(Returns(Chain(), lambda y: y.cumsum(0)))
+    job.rows("output", model(*job.batch(single)))
+
+
+@refused("InputError|PlanError|RaNNCError", "row", settings=DIVIDED, instead="mix in the script, before the model")
+def rows_flipped(job: Job) -> None:
+    """The model mixes each row with another one (`x.flip(0)`, mixup)."""
+    model = job.wrap(Returns(Chain(), lambda y: y + y.flip(0)))
+    job.rows("output", model(*job.batch(single)))
+
+
 class _Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -115,6 +150,18 @@ class _Normed(nn.Module):
 @equal(settings=TOGETHER)
 def batch_norm_together(job: Job) -> None:
     """BatchNorm in training, with all rows computed together."""
+    fit(job, _Normed(), pairs)
+
+
+@refused(
+    "InputError|PlanError|RaNNCError",
+    "BatchNorm|batch_norm",
+    "row",
+    settings=(Setting((7, 1), 1, 1), Setting((4, 4), 1, 4), Setting((4, 4), 2, 8)),
+    instead="fewer microbatches or Replicas (`min_pipeline_bs`)",
+)
+def batch_norm_of_a_single_row(job: Job) -> None:
+    """BatchNorm in training gets a single row of a microbatch on a Replica."""
     fit(job, _Normed(), pairs)
 
 
