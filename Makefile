@@ -7,16 +7,17 @@ SHELL := /bin/bash
 UV := $(shell command -v uv 2>/dev/null || echo $(CURDIR)/target/tools/bin/uv)
 RUN := $(UV) run --frozen --no-sync
 PYTEST_ARGS ?= -n auto --maxprocesses 4
+NEWEST := $(CURDIR)/target/torch-newest
 BENCH_RANKS ?= 2
 BENCH_ARGS ?= bert 4 --sizes 4 128 64
 export UV_PROJECT_ENVIRONMENT := $(CURDIR)/.venv
 # An activated environment of another project must not be picked up by any tool below.
 unexport VIRTUAL_ENV
 
-.PHONY: help setup demo test test-rust test-python lint bench bench-planning ci clean
+.PHONY: help setup demo test test-rust test-python test-torch-newest lint bench bench-planning ci clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: | $(UV) ## Make .venv with all dependencies and a release build of pyrannc
 	# The library stands among the sources, so uv does not see when it has been deleted.
@@ -40,6 +41,16 @@ test-rust: ## Run the tests of the Rust crates
 
 test-python: setup ## Run the Python tests (PYTEST_ARGS="-k name" chooses)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) pytest $(PYTEST_ARGS)
+
+test-torch-newest: setup ## Run chosen tests with the newest torch, torchvision and transformers of the registry
+	trap 'rm -rf "$(NEWEST)"' EXIT; \
+	$(UV) venv --quiet --clear --python $(UV_PROJECT_ENVIRONMENT)/bin/python $(NEWEST); \
+	$(UV) pip install --quiet --link-mode hardlink --python $(NEWEST)/bin/python \
+		torch torchvision transformers timm rich 'tomli; python_version < "3.11"' \
+		numpy hypothesis pytest pytest-timeout pytest-xdist; \
+	$(UV) pip list --python $(NEWEST)/bin/python | grep -E '^(torch|torchvision|transformers) '; \
+	PYTHONPATH=$(CURDIR)/python OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
+		$(NEWEST)/bin/python -m pytest -p no:cacheprovider $(PYTEST_ARGS) @tests/torch_newest.txt
 
 lint: setup ## Check formatting, lints and types of Rust and Python
 	cargo fmt --all --check

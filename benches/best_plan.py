@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from prediction import set_precision
 
 from pyrannc._native import Cluster, Graph, Plan, Profile
 from pyrannc.capture import capture
+from pyrannc.core.plan import PlanFacts, content
+from pyrannc.core.settings import SearchSettings
 from pyrannc.errors import PlanError, PlanFileError
 from pyrannc.planning import own_device
 
@@ -133,6 +135,7 @@ class Drawing:
     def __init__(self, graph: Graph, options: argparse.Namespace, folder: Path) -> None:
         self._graph = graph
         self._options = options
+        self._limit_bytes = int(options.memory_limit_gb * 2**30)
         self._random = random.Random(options.seed)
         self._profile = Profile.read(folder / _PROFILE)
         own = own_device(_device())
@@ -169,8 +172,8 @@ class Drawing:
                 moved = self._cut_elsewhere(content(plan))
             except (PlanError, PlanFileError):
                 continue
-            usable_bytes = (1 - _MARGIN) * self._settings()["memory_limit_bytes"]
-            if all(sum(stage["predicted"]["memory"].values()) <= usable_bytes for stage in content(moved)["stages"]):
+            usable_bytes = (1 - _MARGIN) * self._limit_bytes
+            if all(stage.predicted.memory.total_bytes <= usable_bytes for stage in PlanFacts.of(moved).stages):
                 return moved
         return None
 
@@ -181,38 +184,32 @@ class Drawing:
             before["ops"]["end"] = after["ops"]["first"] = after["ops"]["first"] + self._random.randint(-reach, reach)
         plan = Plan.seal(json.dumps(found))
         plan.partition(self._graph)
-        return plan.predicted(self._graph, self._cluster, [self._profile], json.dumps(self._settings()))
+        return plan.predicted(self._graph, self._cluster, [self._profile], self._settings().to_json())
 
     def _random_demand(self) -> dict[str, Any]:
         ranks = self._options.ranks
         cuts = sorted(self._random.sample(range(1, ranks), self._random.randrange(ranks)))
         replicas = [end - start for start, end in pairwise([0, *cuts, ranks])]
         counts = [count for count in _MICROBATCHES if count <= self._options.rows]
-        return {"replicas": replicas, "microbatches": self._random.choice(counts)}
+        return {"replicas": tuple(replicas), "microbatches": self._random.choice(counts)}
 
     def _search(self, demand: dict[str, Any]) -> list[Plan]:
         """The best plan that meets a demand and fits, if there is one, and its runners-up if they are asked for."""
-        settings = json.dumps(self._settings() | demand)
+        settings = replace(self._settings(), **demand)
         try:
-            return Plan.search_several(self._graph, self._cluster, [self._profile], settings)[0]
+            return Plan.search_several(self._graph, self._cluster, [self._profile], settings.to_json())[0]
         except PlanError:
             return []
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> SearchSettings:
         options = self._options
-        return {
-            "world_size": options.ranks,
-            "batch_rows": options.rows * options.ranks,
-            "memory_limit_bytes": int(options.memory_limit_gb * 2**30),
-            "memory_margin": _MARGIN,
-            "loss_inside": loss_is_inside(options.model),
-        }
-
-
-def content(plan: Plan) -> dict[str, Any]:
-    """What the plan's file says."""
-    found: dict[str, Any] = json.loads(plan.to_json())
-    return found
+        return SearchSettings(
+            world_size=options.ranks,
+            batch_rows=options.rows * options.ranks,
+            memory_limit_bytes=self._limit_bytes,
+            memory_margin=_MARGIN,
+            loss_inside=loss_is_inside(options.model),
+        )
 
 
 def identity(plan: Plan) -> str:

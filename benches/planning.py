@@ -24,6 +24,9 @@ from typing import Any
 
 from plans import describe
 
+from pyrannc.core.plan import PlanFacts
+from pyrannc.core.settings import Capabilities, SearchSettings
+
 _SAMPLE_ROWS = 3
 _GIB = 2**30
 
@@ -73,7 +76,7 @@ MODELS = {
     "unet3d": Model("unet3d", (32, 6, 160, 288, 288), 22),
 }
 
-RECOMPUTED = {"capabilities": {"recompute": True}}
+RECOMPUTED = {"capabilities": Capabilities(recompute=True)}
 FROM_ONE_RANK = {"gather_inputs": False}
 """Microbatches may then have fewer rows than there are ranks."""
 
@@ -223,13 +226,14 @@ def search(case: Case, folder: Path) -> None:
     started = time.perf_counter()
     graph = Graph.from_json((folder / f"{case.model}.json").read_text())
     read = time.perf_counter()
-    settings = {"world_size": case.nodes * case.devices_per_node, "batch_rows": case.batch_rows, **case.settings}
+    settings = SearchSettings(case.nodes * case.devices_per_node, case.batch_rows, **case.settings)
     cluster = Cluster.preset(case.device, case.nodes, case.devices_per_node)
     started_cpu = time.process_time()
-    (plan,), report = Plan.search_several(graph, cluster, [], json.dumps(settings))
+    (plan,), report = Plan.search_several(graph, cluster, [], settings.to_json())
     taken = {"search_s": time.perf_counter() - read, "cpu_s": time.process_time() - started_cpu}
-    found = {"plan": json.loads(plan.to_json()), "report": json.loads(report), "read_s": read - started}
-    print(json.dumps(found | taken))
+    facts = PlanFacts.of(plan)
+    found = {"plan": describe(facts), "step_us": facts.predicted.step_us, "world_size": facts.world_size}
+    print(json.dumps(found | {"report": json.loads(report), "read_s": read - started} | taken))
 
 
 def measure(name: str, options: argparse.Namespace) -> list[str]:
@@ -238,7 +242,7 @@ def measure(name: str, options: argparse.Namespace) -> list[str]:
     facts = captured(case.model, options)
     ran = run([sys.executable, __file__, "--graphs", str(options.graphs), "--search", name], options.timeout)
     found = json.loads(ran.stdout)
-    plan, report, search_ms = found["plan"], found["report"], found["search_s"] * 1e3
+    report, search_ms = found["report"], found["search_s"] * 1e3
     covered = math.log10(report["plans_covered"])
     return [
         f"{facts['params'] / 1e9:.2f} B",
@@ -254,10 +258,10 @@ def measure(name: str, options: argparse.Namespace) -> list[str]:
         f"{ran.peak_bytes / _GIB:.2f}",
         power(covered),
         power(covered - math.log10(search_ms)),
-        power(plans(facts["ops"], plan["world_size"])),
+        power(plans(facts["ops"], found["world_size"])),
         f"{report['gap']:.1%}" + ("" if report["stop"] == "complete" else f" (limit: {report['stop']})"),
-        f"{plan['predicted']['step_us'] / 1e3:.1f}",
-        describe(plan),
+        f"{found['step_us'] / 1e3:.1f}",
+        found["plan"],
     ]
 
 

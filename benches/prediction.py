@@ -22,6 +22,7 @@ from plans import describe
 from torch import nn
 
 import pyrannc
+from pyrannc.core.plan import PlanFacts
 from pyrannc.job import process
 from pyrannc.ledger import Compared, Report
 
@@ -58,7 +59,7 @@ def attempt(options: argparse.Namespace, plan_file: Path | None, joined: process
     report = model.report()
     if options.report and joined.rank == 0:
         print(report, file=sys.stderr)
-    return facts(model.plan, report) | {"first_step_s": round(first_step_s, 2)}
+    return facts(PlanFacts.from_content(model.plan), report) | {"first_step_s": round(first_step_s, 2)}
 
 
 def parse() -> argparse.Namespace:
@@ -129,7 +130,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def facts(plan: dict[str, Any], report: Report) -> dict[str, Any]:
+def facts(plan: PlanFacts, report: Report) -> dict[str, Any]:
     """What is printed. Errors are shares of the measured; that of memory is the worst rank's."""
     peaks = [rank.peak_bytes for rank in report.ranks]
     worst = max(peaks, key=lambda peak: abs(peak.error or 0.0))

@@ -16,6 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -24,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 import pyrannc
-from pyrannc._native import Profile
 from pyrannc.call.variant import Variant
 from pyrannc.config import Config
+from pyrannc.core.profile import ProfileFacts
 from pyrannc.job import agree, process
 from pyrannc.planning import Request, find_cluster, find_profiles, own_device
 from pyrannc.profile.measure import is_out_of_memory
@@ -51,11 +52,11 @@ def main() -> None:
     if process.get_rank() == 0:
         distinct = f"{len(blocks)} blocks, {len(set(blocks))} distinct"
         print(f"{distinct}; capture {captured - start:.1f} s, profiling {profiled - captured:.1f} s")
-        content = json.loads(profiles[0].to_json())
+        known = ProfileFacts.of(profiles[0])
         missing = set(blocks) - set(profiles[0].block_hashes)
         print(f"not measured: {sum(block in missing for block in blocks)} blocks, {len(missing)} distinct")
-        print(json.dumps(content["levels"], indent=1))
-        sums = add_up(profiles[0], blocks)
+        print(json.dumps([asdict(level) for level in known.levels], indent=1))
+        sums = add_up(known, blocks)
         show(sums, {rows: measure_whole(options, device, rows) for rows in sums} if options.whole else {})
     pyrannc.barrier()
     pyrannc.clear()
@@ -91,13 +92,12 @@ def capture(options: argparse.Namespace, device: torch.device) -> Request:
 Sums = dict[str, float]
 
 
-def add_up(profile: Profile, blocks: list[str]) -> dict[int, Sums]:
+def add_up(profile: ProfileFacts, blocks: list[str]) -> dict[int, Sums]:
     """The figures of all Blocks together, by rows; only where all fit."""
-    points = json.loads(profile.to_json())["blocks"]
-    known = [points[block] for block in blocks if block in points]
-    shortest = min(sum(point["fits"] for point in block) for block in known)
+    known = [profile.blocks[block] for block in blocks if block in profile.blocks]
+    shortest = min(sum(point.fits for point in block) for block in known)
     return {
-        known[0][place]["rows"]: {name: sum(block[place][name] for block in known) for name in _FIGURES}
+        known[0][place].rows: {name: sum(getattr(block[place], name) for block in known) for name in _FIGURES}
         for place in range(shortest)
     }
 

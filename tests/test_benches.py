@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import best_plan
 import jobs
@@ -19,6 +21,7 @@ from plans import describe
 
 from pyrannc._native import Graph
 from pyrannc.capture import capture
+from pyrannc.core.plan import MemoryPrediction, PlanFacts, StagePlan, StagePrediction, StepPrediction
 from tests.ranks import run_programs
 
 BENCHES = Path(__file__).parents[1] / "benches"
@@ -140,16 +143,20 @@ def test_a_plan_that_ends_its_run_does_not_end_the_others(monkeypatch: pytest.Mo
 
 
 def test_plans_are_described_in_a_few_characters() -> None:
-    def stage(ranks: int, recompute: object, sharding: str, offload: bool) -> dict[str, object]:
-        return {"ranks": list(range(ranks)), "recompute": recompute, "sharding": sharding, "offload": offload}
+    nothing = StagePrediction(0, 0, 0, 0, MemoryPrediction(0, 0, 0, 0, 0, 0, 0))
+
+    def stage(ranks: int, recompute: Any, sharding: str, offload: bool) -> StagePlan:
+        return StagePlan((), tuple(range(ranks)), recompute, sharding, offload, nothing)
+
+    def described(stages: Sequence[StagePlan], microbatches: int, schedule: str) -> str:
+        world_size = sum(len(stage.ranks) for stage in stages)
+        return describe(PlanFacts(world_size, 8, microbatches, schedule, tuple(stages), StepPrediction(0, 0)))
 
     stages = [
         stage(2, "none", "none", False),
         stage(1, "stage", "optimizer", False),
         stage(1, {"blocks": []}, "none", True),
     ]
-    assert describe({"stages": stages, "microbatches": 4, "schedule": "1f1b"}) == (
-        "2+1 recomputed sharded optimizer+1 partly recomputed offloaded, 4 mb"
-    )
-    assert describe({"stages": stages[:1], "microbatches": 1, "schedule": "fill_drain"}) == "2, 1 mb, fill-drain"
-    assert describe({"stages": stages[:1] * 5, "microbatches": 8, "schedule": "1f1b"}) == "5 x 2, 8 mb"
+    assert described(stages, 4, "1f1b") == ("2+1 recomputed sharded optimizer+1 partly recomputed offloaded, 4 mb")
+    assert described(stages[:1], 1, "fill_drain") == "2, 1 mb, fill-drain"
+    assert described(stages[:1] * 5, 8, "1f1b") == "5 x 2, 8 mb"

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import pty
+import re
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from pyrannc.capture import capture
 
-SECONDS = 120.0
+AT_ONCE = 3.0
+"""Ten times what it takes, for machines that do much else."""
 
 
 def run_on_terminal(*args: str) -> tuple[int, str]:
@@ -21,16 +26,7 @@ def run_on_terminal(*args: str) -> tuple[int, str]:
     process, terminal = pty.fork()
     if process == 0:
         os.execv(sys.executable, [sys.executable, "-m", "pyrannc", *args])
-    seen = b""
-    end = time.monotonic() + SECONDS
-    while time.monotonic() < end:
-        try:
-            part = os.read(terminal, 1 << 16)
-        except OSError:  # the other end is closed
-            part = b""
-        if not part:
-            break
-        seen += part
+    seen = read_until(terminal, None)
     os.close(terminal)
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), seen.decode()
 
@@ -43,5 +39,76 @@ def test_progress_and_result_share_a_terminal(tmp_path: Path) -> None:
     status, seen = run_on_terminal("whatif", str(graph), "--cluster", "cpux2", "--batch", "8,16", "--loss-outside")
     assert status == 0, seen
     assert "searching" in seen
-    result = seen[seen.rindex("Devices") :]
-    assert [line.split()[1] for line in result.splitlines() if line.startswith("│")] == ["2", "2"]
+    table = seen[seen.index("Devices") :].split("\r\n\r\n")[0]
+    assert [line.split()[0] for line in table.splitlines()[2:]] == ["2", "2"], seen
+
+
+LONG = """
+import json, sys, time
+from pyrannc._native import Cluster, Graph, Plan
+
+graph = Graph.from_json(open(sys.argv[1]).read())
+settings = json.dumps({"world_size": 512, "batch_rows": 8192, "memory_limit_bytes": 1 << 31, "loss_inside": False})
+print("searching", flush=True)
+try:
+    while True:
+        Plan.search(graph, Cluster.preset("H200", 64, 8), [], settings)
+except KeyboardInterrupt:
+    print("told", flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def long_graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A graph whose plan is not found in a second."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(150)))
+    captured = capture(model, (torch.zeros(4, 16),), {}, device=torch.device("cpu"), rows=4)
+    graph = tmp_path_factory.mktemp("long") / "graph.json"
+    graph.write_text(captured.graph_json)
+    return graph
+
+
+@pytest.mark.parametrize("command", ["plan", "explain", "whatif"])
+def test_an_interrupt_ends_a_command_at_once(command: str, long_graph: Path) -> None:
+    batches = ",".join(str(8192 + more) for more in range(200)) if command == "whatif" else "8192"
+    arguments = [command, str(long_graph), "--cluster", "H200x8x64", "--loss-outside", "--memory-gb", "2"]
+    process, terminal = pty.fork()
+    if process == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "pyrannc", *arguments, "--batch", batches])
+    read_until(terminal, b"searching")
+    time.sleep(0.3)
+    os.write(terminal, b"\x03")
+    interrupted = time.monotonic()
+    seen = read_until(terminal, None).decode()
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 130, seen
+    assert time.monotonic() - interrupted < AT_ONCE
+    # The line of the progress is wiped away before the one line that is left.
+    assert re.search(r"\x1b\[[0-9]*K\s*interrupted\r\n$", seen), repr(seen)
+    os.close(terminal)
+
+
+def test_an_interrupt_ends_a_search_inside_python(long_graph: Path) -> None:
+    running = subprocess.Popen([sys.executable, "-c", LONG, str(long_graph)], stdout=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    assert running.stdout.readline() == "searching\n"
+    time.sleep(0.3)
+    running.send_signal(signal.SIGINT)
+    interrupted = time.monotonic()
+    assert running.stdout.readline() == "told\n"
+    assert running.wait() == 0
+    assert time.monotonic() - interrupted < AT_ONCE
+    running.stdout.close()
+
+
+def read_until(terminal: int, text: bytes | None) -> bytes:
+    """What appears until the text does, or until the other end is closed."""
+    seen = b""
+    while text is None or text not in seen:
+        try:
+            part = os.read(terminal, 1 << 16)
+        except OSError:  # the other end is closed
+            part = b""
+        if not part:
+            return seen
+        seen += part
+    return seen

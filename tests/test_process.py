@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pyrannc.errors import ConfigError, RaNNCError
-from pyrannc.job.process import Launch, detect_launch
+from pyrannc.job.launch import Launch, detect_launch
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 BIN = Path(sys.executable).parent

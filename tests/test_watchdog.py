@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -33,14 +34,17 @@ def publish(name, text=""):
     (folder / (name + ".new")).write_text(text)
     (folder / (name + ".new")).rename(folder / name)
 if rank == 0:
-    dog = native.Watchdog.listen(world_size, "127.0.0.1", bind="127.0.0.1", heartbeat_s=0.05, **options)
+    dog = native.Watchdog.listen(world_size, "127.0.0.1", heartbeat_s=0.05, **options)
     publish("address", dog.address)
 else:
-    dog = native.Watchdog.connect(wait_for("address"), rank, world_size, heartbeat_s=0.05, **options)
+    own = {name: options[name] for name in ("silence_timeout_s", "left_timeout_s", "fail_grace_s") if name in options}
+    dog = native.Watchdog.connect(wait_for("address"), rank, world_size, heartbeat_s=0.05, **own)
 def hook(kind, value, traceback, print_traceback=sys.excepthook):
     print_traceback(kind, value, traceback)
     dog.fail(f"{kind.__name__}: {value}")
 sys.excepthook = hook
+def call(name="model(...)"):
+    assert dog.begin(name, new_round=name == "model(...)")
 publish(f"ready{rank}")
 for other in range(world_size):
     wait_for(f"ready{other}")
@@ -98,6 +102,7 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 
 STEP = """
+call()
 dog.enter(1 if rank == 2 else 0)
 time.sleep(0.3)
 publish(f"step{rank}")
@@ -115,7 +120,8 @@ def test_killed_rank(job: Callable[..., Job]) -> None:
         status, _, stderr = running.ends(rank)
         assert status == Watchdog.EXIT_STATUS
         assert stderr == (
-            f'RaNNC: rank 2 died during "{FORWARD}". Rank {rank} was at "wait for input". All ranks stop.\n'
+            f'RaNNC: rank 2 died while it was in model(...), at "{FORWARD}". '
+            f'Rank {rank} was in model(...), at "wait for input". All ranks stop.\n'
         )
     assert time.monotonic() - start < 3
 
@@ -128,25 +134,31 @@ def test_killed_rank_0(job: Callable[..., Job]) -> None:
     for rank, place in ((1, "wait for input"), (2, FORWARD)):
         status, _, stderr = running.ends(rank)
         assert status == Watchdog.EXIT_STATUS
-        assert stderr == f'RaNNC: rank 0 died during "wait for input". Rank {rank} was at "{place}". All ranks stop.\n'
+        assert stderr == (
+            'RaNNC: rank 0 died while it was in model(...), at "wait for input". '
+            f'Rank {rank} was in model(...), at "{place}". All ranks stop.\n'
+        )
 
 
 def test_frozen_rank(job: Callable[..., Job]) -> None:
-    running = job(STEP, world_size=2, silence_s=1)
+    running = job(STEP, world_size=2, silence_timeout_s=1)
     running.wait_for("step1")
     os.kill(running.ranks[1].pid, signal.SIGSTOP)
     status, _, stderr = running.ends(0)
     assert status == Watchdog.EXIT_STATUS
-    assert 'rank 1 has not been heard of for 1 s, last during "wait for input"' in stderr
+    assert 'rank 1 has not been heard of for 1 s (silence_timeout_s); it was last in model(...), at "wait' in stderr
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_exception(job: Callable[..., Job], culprit: int) -> None:
     running = job(
         f"""
+call()
 dog.enter(1)
 time.sleep(0.2)
 if rank == {culprit}:
+    dog.idle(failed=True)
+    dog.end(failed=True)
     raise ValueError("expected 3 rows.")
 time.sleep(60)
 """,
@@ -160,13 +172,14 @@ time.sleep(60)
             assert "RaNNC" not in stderr
         else:
             assert status == Watchdog.EXIT_STATUS
-            cause = f'rank {culprit} failed during "{FORWARD}": ValueError: expected 3 rows'
-            assert stderr == f'RaNNC: {cause}. Rank {rank} was at "{FORWARD}". All ranks stop.\n'
+            cause = f'rank {culprit} failed in model(...), at "{FORWARD}": ValueError: expected 3 rows'
+            assert stderr == f'RaNNC: {cause}. Rank {rank} was in model(...), at "{FORWARD}". All ranks stop.\n'
 
 
 def test_exceptions_that_a_death_causes_do_not_hide_it(job: Callable[..., Job]) -> None:
     running = job(
         """
+call()
 dog.enter(0)
 if rank == 2:
     time.sleep(0.3)
@@ -178,7 +191,7 @@ raise ConnectionError("connection closed by peer")
     for rank in (0, 1):
         status, _, stderr = running.ends(rank)
         assert "ConnectionError" in stderr
-        assert f'RaNNC: rank 2 died during "wait for input". Rank {rank} was' in stderr
+        assert f'RaNNC: rank 2 died while it was in model(...), at "wait for input". Rank {rank} was' in stderr
         assert status == Watchdog.EXIT_STATUS
 
 
@@ -191,7 +204,8 @@ def test_interpreter_that_hangs_after_an_exception(job: Callable[..., Job]) -> N
 
 def test_clean_end(job: Callable[..., Job]) -> None:
     running = job(
-        "dog.enter(0); dog.enter(1); dog.idle(); time.sleep(0.2 * rank); dog.close(); time.sleep(1)", left_timeout_s=0.2
+        "call(); dog.enter(1); dog.idle(); dog.end(); time.sleep(0.2 * rank); dog.close(); time.sleep(1)",
+        left_timeout_s=0.2,
     )
     assert [running.ends(rank) for rank in range(3)] == [(0, "", "")] * 3
 
@@ -200,11 +214,13 @@ def test_clean_end(job: Callable[..., Job]) -> None:
 def test_left_early(job: Callable[..., Job], leaver: int) -> None:
     running = job(
         f"""
+call()
 dog.enter(0)
+dog.end()
 if rank == {leaver}:
-    dog.idle()
     dog.close()
     sys.exit()
+call()
 dog.enter(1)
 time.sleep(60)
 """,
@@ -215,18 +231,17 @@ time.sleep(60)
     assert running.ends(leaver) == (0, "", "")
     status, _, stderr = running.ends(waiter)
     assert status == Watchdog.EXIT_STATUS
-    assert f'rank {leaver} has left (its script ended) while rank {waiter} waits in "{FORWARD}"' in stderr
+    cause = f'rank {leaver} has left (its script ended) while rank {waiter} waits in model(...), at "{FORWARD}"'
+    assert stderr.startswith(f"RaNNC: {cause}. ")
 
 
 def test_a_rank_that_works_on_may_outlive_the_others(job: Callable[..., Job]) -> None:
     running = job(
         """
+call()
 if rank == 1:
-    for _ in range(20):
-        dog.enter(0)
-        time.sleep(0.05)
-    dog.idle()
     time.sleep(0.5)
+dog.end()
 dog.close()
 """,
         world_size=2,
@@ -236,29 +251,29 @@ dog.close()
 
 
 def test_stall_names_every_rank(job: Callable[..., Job]) -> None:
-    running = job("if rank != 1: dog.enter(rank // 2)\ntime.sleep(60)", stall_timeout_s=0.5)
+    running = job("if rank != 1:\n    call()\n    dog.enter(rank // 2)\ntime.sleep(60)", stall_timeout_s=0.5)
     for rank in range(3):
         status, _, stderr = running.ends(rank)
         assert status == Watchdog.EXIT_STATUS
-        assert "has made no progress for 0.5 s: " in stderr
-        places = f'rank 0 is at "wait for input", rank 1 is outside a step, rank 2 is at "{FORWARD}"'
-        assert places in stderr
+        assert "rank 0 has made no progress for 0.5 s (stall_timeout_s): " in stderr
+        assert 'rank 0 is in model(...), at "wait for input", rank 1 is outside of any collective call, ' in stderr
+        assert f'rank 2 is in model(...), at "{FORWARD}"' in stderr
 
 
 def test_long_pauses_between_steps_are_no_stall(job: Callable[..., Job]) -> None:
-    running = job("dog.enter(0); dog.idle(); time.sleep(0.8); dog.close()", stall_timeout_s=0.2)
+    running = job("call(); dog.enter(0); dog.end(); time.sleep(0.8); dog.close()", stall_timeout_s=0.2)
     assert [running.ends(rank)[0] for rank in range(3)] == [0, 0, 0]
 
 
 def test_buffered_output_is_saved(job: Callable[..., Job]) -> None:
-    running = job("print('epoch 1')\ndog.enter(0)\ntime.sleep(60)", 1, stall_timeout_s=0.3)
+    running = job("print('epoch 1')\ncall()\ntime.sleep(60)", 1, stall_timeout_s=0.3)
     assert running.ends(0)[1] == "epoch 1\n"
 
 
 def test_a_forked_child_does_not_speak_for_its_parent(job: Callable[..., Job]) -> None:
     running = job(
         """
-dog.enter(0)
+call()
 if os.fork() == 0:
     dog.close()
     dog.fail("the child's own affair")
@@ -267,7 +282,7 @@ os.wait()
 for _ in range(20):
     dog.enter(1)
     time.sleep(0.05)
-dog.idle()
+dog.end()
 publish(f"done{rank}")
 for other in range(2):
     wait_for(f"done{other}")
@@ -280,8 +295,8 @@ dog.close()
 
 
 def test_strangers_are_ignored() -> None:
-    dog = Watchdog.listen(2, "127.0.0.1", bind="127.0.0.1", heartbeat_s=0.05)
-    port = int(dog.address.partition("/")[0].rpartition(":")[2])
+    dog = Watchdog.listen(2, "127.0.0.1", heartbeat_s=0.05)
+    port = port_of(dog)
     for line in (b"", b"GET / HTTP/1.1\r\n\r\n", b'{"hello":{"token":"","rank":1,"world_size":2}}\n'):
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(line)
@@ -291,15 +306,15 @@ def test_strangers_are_ignored() -> None:
 
 
 def test_errors_of_connect() -> None:
-    dog = Watchdog.listen(2, "127.0.0.1", bind="127.0.0.1")
-    with pytest.raises(PeerError, match="refused rank 1: it counts 3 ranks, rank 0 counts 2"):
-        Watchdog.connect(dog.address, 1, 3)
-    Watchdog.connect(dog.address, 1, 2).close()
-    with pytest.raises(PeerError, match="there is a rank 1 already"):
+    dog = Watchdog.listen(3, "127.0.0.1")
+    with pytest.raises(PeerError, match="refused rank 1: it counts 2 ranks, rank 0 counts 3"):
         Watchdog.connect(dog.address, 1, 2)
+    Watchdog.connect(dog.address, 1, 3).close()
+    with pytest.raises(PeerError, match="there is a rank 1 already"):
+        Watchdog.connect(dog.address, 1, 3)
     with pytest.raises(PeerError, match="is not the address of a watchdog"):
         Watchdog.connect("127.0.0.1", 1, 2)
-    with pytest.raises(PeerError, match=r"cannot reach rank 0 at 127\.0\.0\.1:9/x: Connection refused"):
+    with pytest.raises(PeerError, match=r"cannot reach rank 0 at 127\.0\.0\.1:9: Connection refused"):
         Watchdog.connect("127.0.0.1:9/x", 1, 2, connect_timeout_s=0.1)
     with pytest.raises(ValueError, match="heartbeat_s must be a positive number of seconds, not 0"):
         Watchdog.listen(2, "127.0.0.1", heartbeat_s=0)
@@ -308,11 +323,237 @@ def test_errors_of_connect() -> None:
     dog.close()
 
 
-def test_enter_is_cheap() -> None:
-    dog = Watchdog.listen(1, "127.0.0.1", bind="127.0.0.1")
+def test_announcements_are_cheap() -> None:
+    dog = Watchdog.listen(1, "127.0.0.1")
     dog.program(["a"])
     start = time.perf_counter()
     for _ in range(100_000):
+        dog.begin("model(...)", new_round=True)
         dog.enter(0)
-    assert (time.perf_counter() - start) / 100_000 < 5e-6
+        dog.idle()
+        dog.end()
+    assert (time.perf_counter() - start) / 100_000 < 1e-5
+    dog.close()
+
+
+DIFFERENT = {
+    "two calls": (
+        ["call(); dog.end(); call('state_dict()')", "call(); dog.end(); call()", "call(); dog.end(); call()"],
+        "rank 0 waits in state_dict(), ranks 1-2 in model(...): both must be called by all ranks, in the same order",
+    ),
+    "three calls": (
+        ["call('a()')", "call('b()')", "call('c()')"],
+        "rank 0 waits in a(), rank 1 in b(), rank 2 in c(): each must be called by all ranks, in the same order",
+    ),
+    "one call, more often on one rank": (
+        ["call(); dog.end(); call(); dog.end(); call()", "call()", "call()"],
+        "rank 0 waits in model(...) (round 3), ranks 1-2 in model(...) (round 1): it must be called by all ranks, "
+        "as often on each",
+    ),
+    "another call before": (
+        ["call('a()')", "call('b()'); dog.end(); call('a()')", "call('a()')"],
+        "ranks 0-2 wait in a(), but have not made the same calls before: all calls must be made by all ranks, in the "
+        "same order",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_different_calls(job: Callable[..., Job], case: str) -> None:
+    bodies, cause = DIFFERENT[case]
+    running = job(f"exec({bodies!r}[rank]); time.sleep(60)", different_calls_timeout_s=0.5)
+    for rank in range(3):
+        status, _, stderr = running.ends(rank)
+        assert status == Watchdog.EXIT_STATUS
+        assert stderr.startswith(f"RaNNC: {cause}. Rank {rank} was in ")
+
+
+def test_ranks_that_are_apart_but_right_go_on(job: Callable[..., Job]) -> None:
+    """One is calls ahead, one still searches, and one has failed in a call that it made alone."""
+    running = job(
+        """
+if rank == 0:
+    call("get_param(typo)"); dog.end(failed=True)
+call(); dog.end()
+if rank == 1:
+    call("clip_grad_norm(...)"); dog.end()
+    call("state_dict()")
+if rank == 2:
+    call("clip_grad_norm(...)")
+    dog.phase("the search for a Plan", busy=True)
+if rank == 0:
+    call("clip_grad_norm(...)")
+time.sleep(1.5)
+dog.end()
+dog.close()
+""",
+        different_calls_timeout_s=0.3,
+        stall_timeout_s=0.6,
+    )
+    assert [running.ends(rank) for rank in range(3)] == [(0, "", "")] * 3
+
+
+def test_progress_inside_a_phase_is_no_stall(job: Callable[..., Job]) -> None:
+    body = "call()\nfor _ in range(15):\n    dog.advance()\n    time.sleep(0.1)\ndog.end()\ndog.close()"
+    running = job(body, world_size=2, stall_timeout_s=0.7)
+    assert [running.ends(rank) for rank in range(2)] == [(0, "", "")] * 2
+
+
+def test_late_ranks_are_named_once(job: Callable[..., Job]) -> None:
+    running = job(
+        """
+for _ in range(2):
+    if rank == 2:
+        time.sleep(0.8)
+    call()
+    publish(f"in{_}{rank}")
+    for other in range(3):
+        wait_for(f"in{_}{other}")
+    dog.end()
+dog.close()
+""",
+        late_notice_s=0.3,
+    )
+    ends = [running.ends(rank) for rank in range(3)]
+    line = (
+        "RaNNC: rank 2 has not come to model(...) for 0.3 s; ranks 0-1 wait there. It must be called by all ranks; "
+        "without progress the job ends after 600 s (stall_timeout_s)\n"
+    )
+    assert ends == [(0, "", 2 * line), (0, "", ""), (0, "", "")]
+
+
+HANDS_OUT = """
+def ask():
+    try:
+        raise RuntimeError("Connection closed by peer")
+    except RuntimeError as error:
+        start = time.monotonic()
+        cause = dog.explain(3)
+        dog.end(failed=True)
+        if cause is not None:
+            raise RuntimeError("explained: " + cause) from error
+        print(f"{time.monotonic() - start:.0f} s", flush=True)
+"""
+
+
+def test_a_death_comes_out_of_the_call(job: Callable[..., Job]) -> None:
+    running = job(
+        f"""{HANDS_OUT}
+call()
+time.sleep(0.2)
+if rank == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+ask()
+"""
+    )
+    for rank in (0, 1):
+        status, _, stderr = running.ends(rank)
+        assert stderr.endswith("RuntimeError: explained: rank 2 died while it was in model(...)\n")
+        assert status == Watchdog.EXIT_STATUS
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_leave_comes_out_of_the_call(job: Callable[..., Job], leaver: int) -> None:
+    running = job(f"{HANDS_OUT}\nif rank == {leaver}:\n    dog.close()\n    sys.exit()\ncall()\nask()", world_size=2)
+    assert running.ends(leaver) == (0, "", "")
+    _, _, stderr = running.ends(1 - leaver)
+    cause = f"rank {leaver} has left (its script ended) while rank {1 - leaver} waits in model(...)"
+    assert stderr.endswith(f"RuntimeError: explained: {cause}\n")
+
+
+def test_an_error_of_its_own_has_no_explanation(job: Callable[..., Job]) -> None:
+    running = job(f"{HANDS_OUT}\ncall()\nask()\ndog.close()", world_size=2)
+    assert [running.ends(rank) for rank in range(2)] == [(0, "3 s\n", "")] * 2
+
+
+def test_a_script_that_goes_on_after_the_end_was_decided_is_ended(job: Callable[..., Job]) -> None:
+    running = job(
+        f"""{HANDS_OUT}
+call()
+time.sleep(0.2)
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    ask()
+except RuntimeError:
+    time.sleep(60)
+""",
+        world_size=2,
+        fail_grace_s=0.5,
+    )
+    status, _, stderr = running.ends(0)
+    assert status == Watchdog.EXIT_STATUS
+    assert stderr.startswith("RaNNC: rank 1 died while it was in model(...). Rank 0 was ")
+
+
+def port_of(dog: Watchdog) -> int:
+    return int(dog.address.partition(",")[0].partition("/")[0].rpartition(":")[2])
+
+
+def shake_hands(dog: Watchdog, rank: int, world_size: int) -> socket.socket:
+    """What a rank says first, by hand."""
+    hello = {"hello": {"token": dog.address.rpartition("/")[2], "rank": rank, "world_size": world_size}}
+    connection = socket.create_connection(("127.0.0.1", port_of(dog)))
+    connection.sendall(json.dumps(hello).encode() + b"\n")
+    answer = b'"welcome"\n'
+    # Not a byte more: the next line may have come already.
+    assert connection.recv(len(answer), socket.MSG_WAITALL) == answer
+    return connection
+
+
+def test_nobody_orders_rank_0_to_stop() -> None:
+    dog = Watchdog.listen(2, "127.0.0.1", heartbeat_s=0.05)
+    with shake_hands(dog, 1, 2) as rank:
+        rank.sendall(b'{"stop":{"cause":"x","said_by":null,"grace_ms":0}}\n"bye"\n')
+        time.sleep(0.3)
+    dog.close()
+
+
+def test_the_door_is_closed_behind_the_last_rank() -> None:
+    dog = Watchdog.listen(3, "127.0.0.1")
+    with shake_hands(dog, 2, 3) as second, shake_hands(dog, 1, 3) as first:
+        time.sleep(0.3)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(first.getpeername())
+        for rank in (first, second):
+            rank.sendall(b'"bye"\n')
+        dog.close()
+
+
+def test_silent_callers_keep_no_rank_out() -> None:
+    """64 at a time are heard out, for 5 s in all, however they spread what they say."""
+    dog = Watchdog.listen(2, "127.0.0.1")
+    strangers = [socket.create_connection(("127.0.0.1", port_of(dog))) for _ in range(70)]
+    start = time.monotonic()
+    for _ in range(10):
+        for stranger in strangers:
+            stranger.sendall(b"x")
+        time.sleep(0.4)
+    peer = Watchdog.connect(dog.address, 1, 2)
+    assert 4 < time.monotonic() - start < 8
+    strangers[69].settimeout(0.1)
+    assert strangers[0].recv(1) == b""
+    with pytest.raises(TimeoutError):
+        strangers[69].recv(1)
+    for stranger in strangers:
+        stranger.close()
+    peer.close()
+    dog.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "elsewhere"), [("127.0.0.1", "127.0.0.2"), ("localhost", "127.0.0.2"), ("::1", "127.0.0.1")]
+)
+def test_it_listens_where_it_says_and_nowhere_else(host: str, elsewhere: str) -> None:
+    dog = Watchdog.listen(2, host)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((elsewhere, port_of(dog)))
+    Watchdog.connect(dog.address, 1, 2).close()
+    dog.close()
+
+
+def test_all_addresses_are_tried() -> None:
+    dog = Watchdog.listen(2, os.uname().nodename)
+    good, token = dog.address.rsplit("/", 1)
+    Watchdog.connect(f"127.0.0.1:9,[::1]:9,no-such-host.invalid:9,{good}/{token}", 1, 2).close()
     dog.close()

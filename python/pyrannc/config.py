@@ -24,6 +24,7 @@ Value = bool | int | float | str
 FILE_NAME = "rannc_conf.toml"
 _PREFIX = "RANNC_"
 _OTHER_VARIABLES = ("RANNC_CONF_DIR", "RANNC_LOG")
+_FOREVER_S = 1e8
 _TRUE, _FALSE = ("1", "true"), ("0", "false")
 
 
@@ -76,6 +77,11 @@ class Config:
         verify_partitioning: Compare the first step with one process.
         display_comm_value: Log a digest of every value that is sent.
         consolidate_grads: Has no effect any more.
+        stall_timeout_s: The job ends when a rank is inside a collective call and no rank has come forward for so long.
+        silence_timeout_s: A rank whose process has sent no sign of life for so long is taken for dead.
+        different_calls_timeout_s: The job ends when ranks have waited for so long in calls that do not go together,
+            such as ``state_dict()`` on one and ``model(...)`` on the others.
+        late_notice_s: When a rank has not come for so long to a call in which others wait, a line on stderr says so.
     """
 
     show_config_items: bool = _item(False)
@@ -109,6 +115,10 @@ class Config:
     verify_partitioning: bool = _item(False, later="nothing is compared")
     display_comm_value: bool = _item(False, later="no values are logged")
     consolidate_grads: bool = _item(True, replaced_by="gradients are always reduced in buckets")
+    stall_timeout_s: float = _item(600.0, least=1, below=_FOREVER_S)
+    silence_timeout_s: float = _item(20.0, least=2, below=_FOREVER_S)
+    different_calls_timeout_s: float = _item(10.0, least=1, below=_FOREVER_S)
+    late_notice_s: float = _item(30.0, least=1, below=_FOREVER_S)
 
     @property
     def mem_limit_bytes(self) -> int | None:

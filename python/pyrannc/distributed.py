@@ -10,7 +10,8 @@ from torch import Tensor, dtype
 from pyrannc._native import Plan
 from pyrannc.errors import RaNNCError
 from pyrannc.job import faults, process
-from pyrannc.job.process import barrier, get_rank, get_world_size
+from pyrannc.job.faults import collective
+from pyrannc.job.process import get_rank, get_world_size
 
 __all__ = [
     "DistributeModelParams",
@@ -44,8 +45,15 @@ def all_gather(ten: Tensor, buf: Tensor) -> None:
             f"all_gather of {ten.numel()} elements of {ten.dtype} over {get_world_size()} ranks needs a buffer of "
             f"{ten.numel() * get_world_size()} such elements, not {buf.numel()} of {buf.dtype}"
         )
-    group = process.ensure_process_group().group
-    dist.all_gather_into_tensor(buf.view(-1), ten.contiguous().view(-1), group=group)
+    with collective("all_gather(...)"):
+        group = process.ensure_process_group().group
+        dist.all_gather_into_tensor(buf.view(-1), ten.contiguous().view(-1), group=group)
+
+
+def barrier() -> None:
+    """Waits until all ranks have called this."""
+    with collective("barrier()"):
+        process.barrier()
 
 
 def clear() -> None:

@@ -9,17 +9,18 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from pyrannc._native import paragraph, table
+from pyrannc.core.plan import PlanFacts, StagePlan
 from pyrannc.errors import RaNNCError
 from pyrannc.job import agree
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.timing import Kind, StepTimes
 
-_TABLE_WIDTH = 160
 _MS = 1e-3
 _GIB = 2**30
+_FAR = 0.5
+"""A larger error of a predicted step is remarked on."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def report(deployment: Deployment) -> Report:
     """
     measured = agree.together(lambda: _measure(deployment))
     everyone: list[_Measured] = agree.gather_objects(measured)
-    return _compare(json.loads(deployment.plan.to_json()), everyone)
+    return _compare(PlanFacts.of(deployment.plan), everyone)
 
 
 def _measure(deployment: Deployment) -> _Measured:
@@ -222,40 +223,35 @@ def _microbatch_us(step: StepTimes, kind: Kind, microbatches: set[int]) -> float
 # Beside the predictions
 
 
-def _compare(plan: dict[str, Any], everyone: Sequence[_Measured]) -> Report:
-    step_us = Compared(plan["predicted"]["step_us"], max(rank.step_us for rank in everyone))
-    stages = tuple(_compare_stage(plan, number, everyone) for number in range(len(plan["stages"])))
-    ranks = tuple(_compare_rank(plan, rank, measured) for rank, measured in enumerate(everyone))
+def _compare(plan: PlanFacts, everyone: Sequence[_Measured]) -> Report:
     return Report(
         steps=min(rank.steps for rank in everyone),
         batch_rows=everyone[0].batch_rows,
-        plan_rows=plan["batch_rows"],
+        plan_rows=plan.batch_rows,
         microbatches=everyone[0].microbatches,
-        step_us=step_us,
-        bubble=Compared(plan["predicted"]["bubble"], fmean(rank.bubble for rank in everyone)),
-        stages=stages,
-        ranks=ranks,
+        step_us=Compared(plan.predicted.step_us, max(rank.step_us for rank in everyone)),
+        bubble=Compared(plan.predicted.bubble, fmean(rank.bubble for rank in everyone)),
+        stages=tuple(_compare_stage(stage, number, everyone) for number, stage in enumerate(plan.stages)),
+        ranks=tuple(_compare_rank(plan, rank, measured) for rank, measured in enumerate(everyone)),
     )
 
 
-def _compare_stage(plan: dict[str, Any], number: int, everyone: Sequence[_Measured]) -> StageReport:
-    stage = plan["stages"][number]
-    replicas = [everyone[rank] for rank in stage["ranks"]]
+def _compare_stage(stage: StagePlan, number: int, everyone: Sequence[_Measured]) -> StageReport:
+    replicas = [everyone[rank] for rank in stage.ranks]
     largest = [replica for replica in replicas if replica.most_rows == max(other.most_rows for other in replicas)]
     return StageReport(
         stage=number,
-        ranks=tuple(stage["ranks"]),
-        forward_us=Compared(stage["predicted"]["forward_us"], max(replica.forward_us for replica in largest)),
-        backward_us=Compared(stage["predicted"]["backward_us"], max(replica.backward_us for replica in largest)),
+        ranks=stage.ranks,
+        forward_us=Compared(stage.predicted.forward_us, max(replica.forward_us for replica in largest)),
+        backward_us=Compared(stage.predicted.backward_us, max(replica.backward_us for replica in largest)),
     )
 
 
-def _compare_rank(plan: dict[str, Any], rank: int, measured: _Measured) -> RankReport:
-    step_us = plan["predicted"]["step_us"]
-    predicted = plan["stages"][measured.stage]["predicted"]
-    computing_us = measured.microbatches * (predicted["forward_us"] + predicted["backward_us"])
-    reduce_us, update_us = predicted["reduce_us"], predicted["update_us"]
-    memory = predicted["memory"]
+def _compare_rank(plan: PlanFacts, rank: int, measured: _Measured) -> RankReport:
+    step_us = plan.predicted.step_us
+    predicted = plan.stages[measured.stage].predicted
+    computing_us = measured.microbatches * (predicted.forward_us + predicted.backward_us)
+    reduce_us, update_us = predicted.reduce_us, predicted.update_us
     return RankReport(
         rank=rank,
         stage=measured.stage,
@@ -264,7 +260,7 @@ def _compare_rank(plan: dict[str, Any], rank: int, measured: _Measured) -> RankR
         reduce_us=Compared(reduce_us, measured.reduce_us),
         rest_us=Compared(update_us, measured.rest_us),
         bubble=Compared(max(0.0, 1 - computing_us / step_us), measured.bubble),
-        peak_bytes=Compared(sum(memory.values()) - memory["framework_bytes"], measured.peak_bytes),
+        peak_bytes=Compared(predicted.memory.tensors_bytes, measured.peak_bytes),
         reserved_bytes=Compared(None, measured.reserved_bytes),
     )
 
@@ -273,63 +269,65 @@ def _compare_rank(plan: dict[str, Any], rank: int, measured: _Measured) -> RankR
 
 
 def _tables(report: Report) -> str:
-    console = Console(width=_TABLE_WIDTH, highlight=False, color_system=None)
-    with console.capture() as captured:
-        console.print(
-            f"{report.batch_rows} rows in {report.microbatches} microbatches, median of {report.steps} steps: "
-            "predicted / measured (error of the prediction)"
+    rows, microbatches = _counted(report.batch_rows, "row"), _counted(report.microbatches, "microbatch")
+    parts = [
+        paragraph(
+            f"{rows} in {microbatches}, median of {_counted(report.steps, 'step')}: predicted / measured (error of the "
+            "prediction)"
+        ),
+        _step_table(report),
+        _stage_table(report),
+        _rank_table(report),
+    ]
+    if report.batch_rows != report.plan_rows:
+        parts.append(
+            paragraph(
+                f"The plan was made for {_counted(report.plan_rows, 'row')}, so its predictions are for another batch."
+            )
         )
-        for table in (_step_table(report), _stage_table(report), _rank_table(report)):
-            console.print(table)
-        if report.batch_rows != report.plan_rows:
-            console.print(f"The plan was made for {report.plan_rows} rows, so its predictions are for another batch.")
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+    if abs(report.step_us.error or 0.0) > _FAR:
+        parts.append(
+            paragraph(
+                "The prediction is far from what was measured. Devices that nothing describes are taken as their "
+                "preset says; `python -m pyrannc calibrate -o cluster.toml` measures those of this machine."
+            )
+        )
+    return "\n".join(parts).rstrip("\n")
 
 
-def _step_table(report: Report) -> Table:
-    table = _table("Step, ms", "Bubble")
-    table.add_row(_ms(report.step_us), _percent(report.bubble))
-    return table
+def _counted(count: int, what: str) -> str:
+    plural = "es" if what.endswith("ch") else "s"
+    return f"{count} {what}" if count == 1 else f"{count} {what}{plural}"
 
 
-def _stage_table(report: Report) -> Table:
-    table = _table("Stage", "Ranks", "Forward of a microbatch, ms", "Backward of a microbatch, ms")
-    for stage in report.stages:
-        ranks = ", ".join(map(str, stage.ranks))
-        table.add_row(str(stage.stage), ranks, _ms(stage.forward_us), _ms(stage.backward_us))
-    return table
+def _step_table(report: Report) -> str:
+    computing = (None if share is None else 1 - share for share in (report.bubble.predicted, report.bubble.measured))
+    return table([("Step, ms", True), ("Computing", True)], [[_ms(report.step_us), _percent(Compared(*computing))]])
 
 
-def _rank_table(report: Report) -> Table:
-    table = _table(
-        "Rank",
-        "Stage",
-        "Computing, ms",
-        "Waiting, ms",
-        "Reduction, ms",
-        "Rest, ms",
-        "Bubble",
-        "Peak, GiB",
-        "Reserved, GiB",
-    )
-    for rank in report.ranks:
-        table.add_row(
+def _stage_table(report: Report) -> str:
+    amounts = [("Forward of a microbatch, ms", True), ("Backward of a microbatch, ms", True)]
+    rows = [
+        [str(stage.stage), ", ".join(map(str, stage.ranks)), _ms(stage.forward_us), _ms(stage.backward_us)]
+        for stage in report.stages
+    ]
+    return table([("Stage", False), ("Ranks", False), *amounts], rows)
+
+
+def _rank_table(report: Report) -> str:
+    amounts = ["Computing, ms", "Waiting, ms", "Reduction, ms", "Rest, ms", "Peak, GiB", "Reserved, GiB"]
+    rows = [
+        [
             str(rank.rank),
             str(rank.stage),
             _ms(rank.computing_us),
             *(_beside(figure, _MS, ".2f") for figure in (rank.waiting_us, rank.reduce_us, rank.rest_us)),
-            _percent(rank.bubble),
             _beside(rank.peak_bytes, 1 / _GIB, ".2f") + _error(rank.peak_bytes),
             _beside(rank.reserved_bytes, 1 / _GIB, ".2f"),
-        )
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table()
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
+        ]
+        for rank in report.ranks
+    ]
+    return table([("Rank", False), ("Stage", False), *((name, True) for name in amounts)], rows)
 
 
 def _ms(figure: Compared) -> str:
@@ -348,4 +346,7 @@ def _beside(figure: Compared, scale: float, form: str) -> str:
 
 
 def _error(figure: Compared) -> str:
-    return "" if figure.error is None else f" ({figure.error:+.1%})"
+    if figure.error is None:
+        return ""
+    text = f"{figure.error:+.1%}"
+    return f" ({text if text.strip('+-') != '0.0%' else '0.0%'})"

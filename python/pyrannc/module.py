@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pyrannc import config as configuration
-from pyrannc.call.variant import Variant
-from pyrannc.capture import batch_rows, flatten, signature
+from pyrannc.call.agreed import AgreedCall, agree_on_call
+from pyrannc.call.variant import Variant, Variants
+from pyrannc.capture.torch_internals import Dropout
 from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
-from pyrannc.core.program import Mode
-from pyrannc.errors import InputError, MismatchError, RaNNCError
+from pyrannc.core.plan import content
+from pyrannc.core.program import Call
+from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
-from pyrannc.job.faults import watchdog
+from pyrannc.job.faults import announced, collective, phase, watchdog
 from pyrannc.ledger import Report, report
 from pyrannc.log import get_logger
 from pyrannc.planning import Request, decide, dry_run
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.step import Step, StepOptions
 from pyrannc.store.optimizer import NarrowedOptimizer
-from pyrannc.switches import process_settings
+from pyrannc.store.store import ParamStore
+from pyrannc.switches import switches
 
 _log = get_logger("RaNNCModule")
-
-_NEW = -1
-_FAILED = -2
 
 
 class RaNNCModule(nn.Module):
@@ -91,8 +89,7 @@ class RaNNCModule(nn.Module):
         self._plan_file = Path(load_deployment) if load_deployment is not None else _configured_plan_file(self._config)
         self._deployment: Deployment | None = None
         self._narrowed: NarrowedOptimizer | None = None
-        self._variants: dict[Hashable, Variant] = {}
-        self._numbered: list[Variant] = []
+        self._variants = Variants()
         self._steps = 0
 
     # The call
@@ -109,87 +106,33 @@ class RaNNCModule(nn.Module):
             CaptureError: the model cannot be captured.
             PlanError: there is no Plan.
             MismatchError: the ranks disagree.
+            PeerError: another rank has died, failed or left meanwhile.
         """
-        joined = process.ensure_process_group()
-        self.device = joined.device
-        watchdog()
-        variant, tensors, rows = self._agree_on_call(args, kwargs)
-        if self._deployment is None:
-            self._deploy(variant, tensors, rows)
-        assert self._deployment is not None, "deployed above"
-        mode = self._mode(variant)
-        program = self._deployment_program(variant, rows, mode)
-        self._deployment.sync_buffers(variant)
-        settings = process_settings()
-        step = Step(
-            self._deployment.context(variant),
-            program,
-            tensors,
-            self._steps,
-            variant,
-            StepOptions(reduce=not settings.delay_grad_allreduce, keep_graph=settings.keep_graph),
+        with collective("model(...)", new_round=True):
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.device = process.ensure_process_group().device
+        call = agree_on_call(
+            self.model, args, kwargs, self._variants.number_of, self.device, gather_inputs=self._gather_inputs
         )
+        variant = self._variants.get(call.key)
+        if variant is None:
+            variant = self._capture(args, kwargs, call.own_rows)
+            self._variants.add(call.key, variant)
+        if self._deployment is None:
+            self._deploy(variant, call)
+        deployment = self._deployed("forward")
+        program = variant.program(deployment.plan, call.rows, self._gather_inputs, _call(variant))
+        deployment.sync_buffers(variant)
+        options = StepOptions(reduce=not switches().delay_grad_allreduce, keep_graph=switches().keep_graph)
+        step = Step(deployment.context(variant), program, call.tensors, self._steps, variant, options)
         self._steps += 1
         return variant.captured.rebuild_outputs(step.results())
 
-    def _deployment_program(self, variant: Variant, rows: tuple[int, ...], mode: Mode) -> Any:
-        deployment = self._deployment
-        assert deployment is not None, "called after deployment"
-        return variant.program(deployment.plan, rows, self._gather_inputs, mode)
-
-    def _mode(self, variant: Variant) -> Mode:
-        if not (torch.is_grad_enabled() and variant.trains):
-            return "forward"
-        interleaved = variant.loss is not None and self._deployed("forward").plan.schedule() == "1f1b"
-        return "train_1f1b" if interleaved else "train_fill_drain"
-
-    def _agree_on_call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Variant, list[Tensor], tuple[int, ...]]:
-        """The captured form of a call, its tensors, and the rows of each rank that count."""
-        failure: Exception | None = None
-        key: Hashable = None
-        tensors: list[Tensor] = []
-        number, rows = _FAILED, 0
-        try:
-            tensors, _ = flatten((args, kwargs))
-            rows = self._check_inputs(tensors)
-            key = signature(self.model, args, kwargs)
-            known = self._variants.get(key)
-            number = _NEW if known is None else self._numbered.index(known)
-        except Exception as error:
-            failure = error
-        everyone = agree.gather_numbers((number, rows, _switches()))
-        if any(found == _FAILED for found, _, _ in everyone):
-            agree.raise_together(failure)
-        all_rows = tuple(
-            count if self._gather_inputs or rank == 0 else 0 for rank, (_, count, _) in enumerate(everyone)
-        )
-        if len({(found, switches) for found, _, switches in everyone}) > 1:
-            raise MismatchError(_different_calls(self.model, tensors))
-        if sum(all_rows) == 0:
-            raise InputError("the global batch has no rows: every rank's inputs are empty")
-        if number == _NEW:
-            self._variants[key] = self._add_variant(args, kwargs, rows)
-        return self._variants[key], tensors, all_rows
-
-    def _check_inputs(self, tensors: list[Tensor]) -> int:
-        try:
-            rows = batch_rows(tensors)
-        except ValueError as error:
-            raise InputError(str(error)) from None
-        for index, tensor in enumerate(tensors):
-            if tensor.device != self.device:
-                raise InputError(
-                    f"tensor {index} of the arguments (shape {tuple(tensor.shape)}) is on {tensor.device}, but this "
-                    f'rank computes on {self.device}; move it there: x.to("{self.device}")'
-                )
-        if torch.is_autocast_enabled(tensors[0].device.type):
-            raise InputError("torch.autocast is not available yet; call the model outside it")
-        return rows
-
-    def _add_variant(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Variant:
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int) -> Variant:
         get_logger("Decomposer").info("capturing %s", type(self.model).__name__)
+        phase("the capture of the model")
         variant = Variant(self.model, args, kwargs, self.device, rows)
         _log.info(
             "captured %d ops, %d parameters (%s elements)",
@@ -201,26 +144,25 @@ class RaNNCModule(nn.Module):
             told = "\n".join(f"  {item.expr} = {item.value} at {item.where}" for item in variant.captured.assumptions)
             _log.warning("the model asks its data questions; every batch must give the answers of this one:\n%s", told)
         if self._deployment is not None:
-            first = self._numbered[0]
-            variant.divide(agree.together(lambda: first.partition.follow(first.graph, variant.graph)))
-        self._numbered.append(variant)
+            variant.follow(self._variants.first)
         return variant
 
     # Deployment
 
-    def _deploy(self, variant: Variant, tensors: list[Tensor], rows: tuple[int, ...]) -> None:
+    def _deploy(self, variant: Variant, call: AgreedCall) -> None:
         request = Request(
             variant=variant,
-            samples=tensors,
+            samples=call.tensors,
             config=self._config,
             optimizer=self.optimizer,
             device=self.device,
-            batch_rows=sum(rows),
+            batch_rows=sum(call.rows),
             gather_inputs=self._gather_inputs,
         )
         if self._config.partitioning_dry_run_np:
             dry_run(request)
         plan = decide(request, self._plan_file)
+        phase("the deployment of the Plan")
         variant.divide(agree.together(lambda: plan.partition(variant.graph)))
         self._deployment = Deployment(
             self.model,
@@ -228,24 +170,24 @@ class RaNNCModule(nn.Module):
             plan,
             self.device,
             watchdog(),
-            sync_params=process_settings().sync_params_on_init,
+            sync_params=switches().sync_params_on_init,
             seed=agree.broadcast_object(torch.initial_seed()),
         )
-        self._note_used_params(self._deployment)
+        store = self._deployment.store
+        self._note_used_params(store)
         if self.optimizer is not None:
             names = {id(param): name for name, param in self.name_to_param.items()}
-            owned = self._deployment.owned()
-            self._narrowed = NarrowedOptimizer(self.optimizer, names, self._deployment.is_local, owned.__contains__)
+            owned = store.owned()
+            self._narrowed = NarrowedOptimizer(self.optimizer, names, store.is_local, owned.__contains__)
         if process.get_rank() == 0:
             get_logger("DPStaging").info("deployed this plan:\n%s", plan.tables(self._config.mem_limit_bytes))
             if self._config.save_deployment and self._config.deployment_file:
                 plan.write(self._config.deployment_file)
 
-    def _note_used_params(self, deployment: Deployment) -> None:
-        unused = [name for name in self.name_to_param if name not in deployment.holders]
-        self.used_param_ids = {
-            id(self.name_to_param[name]) for name in deployment.holders if name in self.name_to_param
-        }
+    def _note_used_params(self, store: ParamStore) -> None:
+        used = {name: param for name, param in self.name_to_param.items() if name in store.holders}
+        self.used_param_ids = set(map(id, used.values()))
+        unused = [name for name in self.name_to_param if name not in used]
         if unused and self._check_unused and process.get_rank() == 0:
             _log.warning("the model does not use these parameters, which will not be trained: %s", ", ".join(unused))
 
@@ -257,9 +199,9 @@ class RaNNCModule(nn.Module):
     @property
     def plan(self) -> dict[str, Any]:
         """The deployed Plan as the content of its file: Stages, ranks, microbatches, predicted time and memory."""
-        content: dict[str, Any] = json.loads(self._deployed("plan").plan.to_json())
-        return content
+        return content(self._deployed("plan").plan)
 
+    @announced("report()")
     def report(self) -> Report:
         """What the Plan predicted beside what the last training steps took. All ranks call it.
 
@@ -270,6 +212,7 @@ class RaNNCModule(nn.Module):
         """
         return report(self._deployed("report"))
 
+    @announced("undeploy()")
     def undeploy(self) -> None:
         """Gives every rank the whole model and optimizer back, on the host. All ranks call it."""
         deployment = self._deployed("undeploy")
@@ -278,7 +221,6 @@ class RaNNCModule(nn.Module):
         deployment.bring_back()
         self._deployment = self._narrowed = None
         self._variants.clear()
-        self._numbered.clear()
         self.used_param_ids = set()
 
     def save_deployment(self, file: str | Path) -> None:
@@ -319,27 +261,23 @@ class RaNNCModule(nn.Module):
             yield buffer
 
     def _local_ids(self) -> set[int]:
-        deployment = self._deployed("named_parameters")
-        return {id(t) for t in (*deployment.local_params().values(), *deployment.local_buffers().values())}
+        return self._deployed("named_parameters").store.local_ids()
 
+    @announced('get_param("{}")')
     def get_param(self, name: str) -> Tensor:
         """A parameter's full tensor on the host, on every rank. After deployment all ranks call it."""
         param = self._find_param(name)
         if self._deployment is None:
             return param.detach()
-        return self._deployment.full(self._first_name(name), param.detach())
+        return self._deployment.store.full(self._first_name(name), param.detach())
 
+    @announced('get_param_grad("{}")')
     def get_param_grad(self, name: str) -> Tensor | None:
         """A parameter's gradient on the host, on every rank. After deployment all ranks call it."""
         param = self._find_param(name)
         if self._deployment is None:
             return param.grad
-        first = self._first_name(name)
-        owner = self._deployment.holders.get(first, (0,))[0]
-        missing = agree.gather_numbers((int(param.grad is None),))[owner][0]
-        if missing:
-            return None
-        return self._deployment.full(first, param.grad if param.grad is not None else torch.empty_like(param))
+        return self._deployment.store.full_grad(self._first_name(name), param)
 
     def _find_param(self, name: str) -> nn.Parameter:
         named: dict[str, nn.Parameter] = dict(self.model.named_parameters(remove_duplicate=False))
@@ -351,6 +289,7 @@ class RaNNCModule(nn.Module):
         param = self._find_param(name)
         return next(first for first, found in self.name_to_param.items() if found is param)
 
+    @announced("state_dict()")
     def state_dict(  # type: ignore[override]  # the contract adds rank0_only
         self, *args: Any, rank0_only: bool = True, **kwargs: Any
     ) -> dict[str, Any]:
@@ -364,35 +303,30 @@ class RaNNCModule(nn.Module):
         if self._deployment is None:
             plain: dict[str, Any] = self.model.state_dict(*args, **kwargs)
             return plain
-        return full_state_dict(self.model, self._deployment, rank0_only=rank0_only, **kwargs)
+        return full_state_dict(self.model, self._deployment.store, rank0_only=rank0_only, **kwargs)
 
+    @announced("load_state_dict(...)")
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Takes back what :meth:`state_dict` gave. After deployment all ranks call it, and rank 0's counts."""
         if self._deployment is None:
             return self.model.load_state_dict(state_dict, *args, **kwargs)
-        return load_full_state_dict(self.model, self._deployment, state_dict, *args, **kwargs)
+        return load_full_state_dict(self.model, state_dict, *args, **kwargs)
 
     # Training
 
+    @announced("allreduce_grads()")
     def allreduce_grads(self) -> None:
         """Sums gradients that were left unreduced by ``delay_grad_allreduce(True)``. All ranks call it."""
         self._deployed("allreduce_grads").gradients.reduce_delivered()
 
+    @announced("clip_grad_norm(...)")
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their global L2 norm is at most ``max_norm``. All ranks call it.
 
         Returns:
             The norm before, a scalar on this rank's device.
         """
-        deployment = self._deployed("clip_grad_norm")
-        owned = [param.grad for param in deployment.owned().values() if param.grad is not None]
-        norm = nn.utils.get_total_norm(owned).to(device=deployment.device, dtype=torch.float64)
-        total = norm**2
-        dist.all_reduce(total, group=process.world())
-        total = total.sqrt()
-        local = [param for param in deployment.local_params().values() if param.grad is not None]
-        nn.utils.clip_grads_with_norm_(local, max_norm, total)
-        return total
+        return self._deployed("clip_grad_norm").store.clip_grad_norm(max_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients."""
@@ -407,7 +341,7 @@ class RaNNCModule(nn.Module):
     def enable_dropout(self, enable: bool) -> None:
         """Switches all dropout on or off, whatever the mode."""
         for module in self.model.modules():
-            if isinstance(module, nn.modules.dropout._DropoutNd):
+            if isinstance(module, Dropout):
                 module.training = enable
 
     def to(self, *args: Any, **kwargs: Any) -> RaNNCModule:
@@ -451,19 +385,7 @@ def _configured_plan_file(config: configuration.Config) -> Path | None:
     return Path(config.deployment_file) if config.load_deployment else None
 
 
-def _switches() -> int:
-    """What else must be the same on all ranks for a call, as one number."""
-    settings = process_settings()
-    return torch.is_grad_enabled() + 2 * settings.delay_grad_allreduce + 4 * settings.keep_graph
-
-
-def _different_calls(model: nn.Module, tensors: list[Tensor]) -> str:
-    mode = "training mode" if model.training else "evaluation mode"
-    if not torch.is_grad_enabled():
-        mode += " without gradients"
-    shapes = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors)
-    described: list[str] = agree.gather_objects(f"{shapes}, in {mode}")
-    lines = [f"  rank {rank}: {text}" for rank, text in enumerate(described)]
-    return "the ranks call the model with arguments of different shapes or types, or in different modes:\n" + "\n".join(
-        lines
-    )
+def _call(variant: Variant) -> Call:
+    if not (torch.is_grad_enabled() and variant.trains):
+        return "forward"
+    return "halves" if variant.loss is None else "whole"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,15 +15,16 @@ from torch.optim import Optimizer
 from pyrannc._native import Cluster, Plan, Profile
 from pyrannc.call.variant import Variant
 from pyrannc.config import Config
-from pyrannc.core.program import Parts
+from pyrannc.core.partition import Parts
+from pyrannc.core.settings import SearchSettings
 from pyrannc.errors import ProfileError
 from pyrannc.job import agree, process
+from pyrannc.job.faults import phase
 from pyrannc.log import get_logger
-from pyrannc.profile.block import Source
+from pyrannc.profile.block import BlockSource
 from pyrannc.profile.cache import ProfileCache, default_folder, write_atomically
 from pyrannc.profile.conditions import device_name, uses_tf32
 from pyrannc.profile.profiler import Subject, profile, row_counts
-from pyrannc.store.optimizer import state_bytes_per_param_byte
 
 _log = get_logger("DPStaging")
 
@@ -73,24 +73,41 @@ def search(request: Request, cluster: Cluster, profiles: Sequence[Profile], worl
         PlanError: nothing fits, or the configuration asks for what cannot be.
     """
     config = request.config
-    settings = {
-        "world_size": world_size,
-        "batch_rows": request.batch_rows,
-        "gather_inputs": request.gather_inputs,
-        "memory_limit_bytes": config.mem_limit_bytes,
-        "memory_margin": config.mem_margin,
-        "optimizer_bytes_per_param_byte": state_bytes_per_param_byte(request.optimizer, config.opt_param_factor),
-        "stages": config.partition_num or None,
-        "max_stages": config.max_partition_num or None,
-        "microbatches": min(config.pipeline_num, request.batch_rows) or None,
-        "min_microbatches": config.min_pipeline,
-        "max_microbatches": config.max_pipeline,
-        "min_microbatch_rows": config.min_pipeline_bs,
-        "loss_inside": request.variant.loss is not None,
-    }
+    settings = SearchSettings(
+        world_size=world_size,
+        batch_rows=request.batch_rows,
+        gather_inputs=request.gather_inputs,
+        memory_limit_bytes=config.mem_limit_bytes,
+        memory_margin=config.mem_margin,
+        optimizer_bytes_per_param_byte=_state_bytes_per_param_byte(request.optimizer, config.opt_param_factor),
+        stages=config.partition_num or None,
+        max_stages=config.max_partition_num or None,
+        microbatches=min(config.pipeline_num, request.batch_rows) or None,
+        min_microbatches=config.min_pipeline,
+        max_microbatches=config.max_pipeline,
+        min_microbatch_rows=config.min_pipeline_bs,
+        loss_inside=request.variant.loss is not None,
+    )
     for measured in profiles[:1]:
         cluster = cluster.with_links(measured)
-    return Plan.search(request.variant.graph, cluster, list(profiles), json.dumps(settings))
+    return Plan.search(request.variant.graph, cluster, list(profiles), settings.to_json())
+
+
+def _state_bytes_per_param_byte(optimizer: Optimizer | None, default: float) -> float:
+    """Optimizer state in bytes for each byte of a parameter.
+
+    Args:
+        optimizer: known classes of ``torch.optim`` are told from their settings.
+        default: for other classes.
+    """
+    if optimizer is None:
+        return 0.0
+    groups = optimizer.param_groups
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        return 3.0 if any(group.get("amsgrad") for group in groups) else 2.0
+    if isinstance(optimizer, torch.optim.SGD):
+        return 1.0 if any(group.get("momentum") for group in groups) else 0.0
+    return default
 
 
 def decide(request: Request, plan_file: Path | None) -> Plan:
@@ -117,7 +134,9 @@ def decide(request: Request, plan_file: Path | None) -> Plan:
     else:
         ranks: list[RankDevice] = agree.gather_objects(own_device(request.device))
         cluster = agree.together(lambda: find_cluster(request.config, ranks))
+        phase("the measurement of Blocks and links")
         profiles = find_profiles(request, cluster, [rank.host for rank in ranks])
+        phase("the search for a Plan", busy=process.get_rank() == 0)
 
         def find() -> str:
             _log.info("searching a plan for %d ranks and a global batch of %d rows", world_size, request.batch_rows)
@@ -212,12 +231,12 @@ def find_profiles(request: Request, cluster: Cluster, hosts: Sequence[str]) -> l
 def _subject(request: Request, cluster: Cluster, hosts: Sequence[str]) -> Subject:
     variant, world_size = request.variant, process.get_world_size()
     blocks = variant.graph.blocks(cluster, world_size, request.batch_rows)
-    parts = Parts.from_json(blocks.partition.to_json())
+    parts = Parts.from_json(blocks.partition_json())
     return Subject(
         graph_hash=variant.graph.hash(),
         blocks=blocks,
         parts=parts,
-        source=Source(variant.captured, variant.facts, parts.crossings, request.samples),
+        source=BlockSource(variant.captured, variant.facts, parts.crossings, request.samples),
         row_counts=row_counts(request.batch_rows, world_size),
         hosts=tuple(hosts),
         level_names=tuple(cluster.level_names),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class ProcessSettings:
+class Switches:
     """The switches.
 
     Attributes:
@@ -20,12 +20,12 @@ class ProcessSettings:
     sync_params_on_init: bool = True
 
 
-_SETTINGS = ProcessSettings()
+_SWITCHES = Switches()
 
 
-def process_settings() -> ProcessSettings:
+def switches() -> Switches:
     """The switches of this process."""
-    return _SETTINGS
+    return _SWITCHES
 
 
 def delay_grad_allreduce(enable: bool) -> None:
@@ -34,14 +34,14 @@ def delay_grad_allreduce(enable: bool) -> None:
     A later call without delay, or ``module.allreduce_grads()``, sums what has accumulated. Set it before the
     call of the model: with a loss inside, the backward runs there.
     """
-    _SETTINGS.delay_grad_allreduce = enable
+    _SWITCHES.delay_grad_allreduce = enable
 
 
 def keep_graph(enable: bool) -> None:
     """Lets ``backward()`` be called again for the following calls of models (``retain_graph``)."""
-    _SETTINGS.keep_graph = enable
+    _SWITCHES.keep_graph = enable
 
 
 def sync_params_on_init(enable: bool) -> None:
     """Says whether deployment gives every rank the parameters of rank 0; it does by default."""
-    _SETTINGS.sync_params_on_init = enable
+    _SWITCHES.sync_params_on_init = enable

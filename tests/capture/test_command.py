@@ -120,6 +120,16 @@ def test_a_graph_is_written(run: Capture, function: str, rows: int, params: list
     assert [param["name"] for param in graph["params"]] == params  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("where", ["sample.py", "./sample.py", "folder/sample.py"])
+def test_a_file_serves_as_well_as_a_module(run: Capture, where: str) -> None:
+    Path("folder").mkdir()
+    # A file finds what stands beside it.
+    Path("folder/beside.py").write_text("from torch import nn, zeros\n\nmade = nn.Linear(8, 2), (zeros(3, 8),)\n")
+    Path("folder/sample.py").write_text("from beside import made\n\n\ndef two():\n    return made\n")
+    assert run(f"{where}:two")[::2] == (0, "")
+    assert written()["sample_rows"] == (3 if "folder" in where else 4)
+
+
 def test_the_output_counts(run: Capture) -> None:
     _, out, _ = run("sample:two", "--device", "cpu")
     assert out.startswith("Captured Sequential: 2 ops, 144 parameters, ")
@@ -145,6 +155,10 @@ def test_questions_about_data_are_told(run: Capture) -> None:
     ("function", "message"),
     [
         ("sample", "'sample' must have the form package.module:function"),
+        ("sample.py", "'sample.py' must have the form package.module:function or folder/file.py:function"),
+        ("missing.py:two", "there is no file missing.py"),
+        ("broken.py:two", "broken.py cannot be imported: ValueError: no luck"),
+        ("sample.py:four", "sample.py has no function four"),
         ("missing:two", "module missing cannot be imported: ModuleNotFoundError: No module named 'missing'"),
         ("broken:two", "broken.py:3"),
         ("sample:four", "has no function four"),

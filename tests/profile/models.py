@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from pyrannc._native import Cluster, Graph
 from pyrannc.capture import capture
 from pyrannc.core.graph import GraphFacts
-from pyrannc.core.program import Parts
-from pyrannc.profile.block import BlockCode, Source
+from pyrannc.core.partition import Parts
+from pyrannc.profile.block import BlockCode, BlockSource
 from pyrannc.profile.profiler import Subject
 
 WIDTH = 64
@@ -104,12 +104,12 @@ def subject(model: nn.Module, samples: Sequence[Tensor], row_counts: tuple[int, 
     captured = capture(model, samples, {}, device=CPU, rows=samples[0].shape[0])
     graph = Graph.from_json(captured.graph_json)
     blocks = graph.blocks(Cluster.preset("cpu", 1, 1), 1, samples[0].shape[0])
-    parts = Parts.from_json(blocks.partition.to_json())
+    parts = Parts.from_json(blocks.partition_json())
     return Subject(
         graph_hash=graph.hash(),
         blocks=blocks,
         parts=parts,
-        source=Source(captured, GraphFacts.from_json(captured.graph_json), parts.crossings, samples),
+        source=BlockSource(captured, GraphFacts.from_json(captured.graph_json), parts.crossings, samples),
         row_counts=row_counts,
         hosts=("here",),
         level_names=("loopback",),

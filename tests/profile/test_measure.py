@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 import torch
 
-from pyrannc.profile.measure import BlockMeter, Point
+from pyrannc.core.profile import BlockPoint
+from pyrannc.profile.measure import BlockMeter
 from pyrannc.profile.profiler import Subject, row_counts, share_out
 
 from .models import CPU, WIDTH, Cholesky, Layers, Masked, Positions, Residual, block, subject
@@ -22,7 +23,7 @@ def meter() -> BlockMeter:
     return BlockMeter(CPU)
 
 
-def points(meter: BlockMeter, subject: Subject, place: int) -> list[Point] | None:
+def points(meter: BlockMeter, subject: Subject, place: int) -> list[BlockPoint] | None:
     return meter.points(f"block {place}", lambda: block(subject, place), subject.row_counts)
 
 
@@ -100,12 +101,12 @@ def test_out_of_memory_is_an_answer(meter: BlockMeter) -> None:
     for place in range(len(huge.blocks.hashes)):
         fits, too_large = points(meter, huge, place) or []
         assert fits.fits
-        assert too_large == Point(MORE_THAN_ANY_MEMORY, fits=False)
+        assert too_large == BlockPoint(MORE_THAN_ANY_MEMORY, fits=False)
 
 
 def test_larger_counts_than_one_that_does_not_fit_are_not_tried(meter: BlockMeter) -> None:
     huge = subject(Layers(1), [torch.randn(4, WIDTH)], (MORE_THAN_ANY_MEMORY, 2 * MORE_THAN_ANY_MEMORY))
-    assert points(meter, huge, 0) == [Point(MORE_THAN_ANY_MEMORY, fits=False)]
+    assert points(meter, huge, 0) == [BlockPoint(MORE_THAN_ANY_MEMORY, fits=False)]
 
 
 def test_a_block_that_fails_on_made_up_data_is_left_out(meter: BlockMeter, caplog: pytest.LogCaptureFixture) -> None:

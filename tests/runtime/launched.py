@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pyrannc
-from pyrannc.runtime.executor import StepExecution
+from pyrannc.runtime.seat import Seat
 
 from .equivalence import Case, check
 
@@ -40,17 +40,17 @@ def fail(how: str) -> None:
 
 def fail_in_backward(how: str) -> None:
     """Lets this rank fail in the backward of the second microbatch of a step."""
-    backward: Callable[..., None] = StepExecution._backward
+    backward: Callable[..., None] = Seat.backward
     steps: list[Any] = []
 
-    def failing(execution: StepExecution, microbatch: int, *args: Any, **kwargs: Any) -> None:
-        if execution not in steps:
-            steps.append(execution)
+    def failing(seat: Seat, microbatch: int, *args: Any, **kwargs: Any) -> None:
+        if seat not in steps:
+            steps.append(seat)
         if len(steps) == FAILING_STEP and microbatch == 1:
             fail(how)
-        backward(execution, microbatch, *args, **kwargs)
+        backward(seat, microbatch, *args, **kwargs)
 
-    StepExecution._backward = failing  # type: ignore[method-assign]  # on purpose
+    Seat.backward = failing  # type: ignore[method-assign]  # on purpose
 
 
 def main() -> None:

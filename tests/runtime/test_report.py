@@ -177,7 +177,7 @@ class Tick:
 def test_events_serve_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Timing, "_new_event", lambda timing: Tick())
     timing = Timing(torch.device("cpu"))
-    view = {"rank": 0, "stage": 0, "mode": "train_1f1b", "gather_inputs": True, "total_rows": 2, "microbatches": [1, 1]}
+    view = {"rank": 0, "stage": 0, "call": "whole", "gather_inputs": True, "total_rows": 2, "microbatches": [1, 1]}
     lists = ("rows", "slices", "inputs", "outputs", "forward", "backward")
     program = RankProgram.from_json(json.dumps(view | {key: [] for key in lists}))
     for _ in range(3 * KEPT_STEPS):

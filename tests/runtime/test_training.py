@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import pyrannc
-from pyrannc.runtime.step import Step
+from pyrannc.runtime.loss import Weights
 from tests.ranks import RankPool, run_ranks
 
 from .equivalence import Case, Differences, Twins, check, double_precision
@@ -185,12 +185,12 @@ def test_process_group_of_the_user(tmp_path: Path) -> None:
 
 
 def check_with_wrong_weights(case: Case, folder: str) -> list[str]:
-    right = Step._share
-    Step._share = lambda step, microbatch: right(step, microbatch) * (1 + 1e-8)  # type: ignore[method-assign]  # on purpose
+    right = Weights.share
+    Weights.share = lambda weights, microbatch: right(weights, microbatch) * (1 + 1e-8)  # type: ignore[method-assign]  # on purpose
     try:
         return check(case, folder)
     finally:
-        Step._share = right  # type: ignore[method-assign]  # likewise
+        Weights.share = right  # type: ignore[method-assign]  # likewise
 
 
 def test_the_proof_finds_wrong_gradients(ranks: Ranks, tmp_path: Path) -> None:

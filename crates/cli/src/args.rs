@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Parser, Subcommand, ValueEnum, value_parser};
+use clap_complete::Shell;
 
 const START: &str = "\
 Start: capture a model, plan it, look at the plan. Only the first needs torch, none needs a device.
@@ -27,7 +28,8 @@ pub(crate) enum Command {
     #[command(after_help = "\
 Example: rannc plan bert.json --cluster H200x8 --batch 256 -o plan.json
 
-A training script uses the plan with RaNNCModule(..., load_deployment=\"plan.json\").")]
+A training script uses the plan with RaNNCModule(..., load_deployment=\"plan.json\"). Several clusters are compared:
+  rannc plan bert.json --cluster H200x8 --cluster H100x16 --batch 256")]
     Plan(PlanArgs),
     /// Explains the fastest plan: what binds, what the cuts cost, which plans come next.
     #[command(after_help = "\
@@ -42,14 +44,15 @@ recompute activations, to divide parameters over replicas (ZeRO), or to keep opt
         after_help = "\
 Example: rannc whatif bert.json --cluster H200x8 --devices 1,2,4,8,16 --memory-gb 40,80 --batch 128,256
 
-More devices than the cluster has stand on further nodes like its last one."
+More devices than a cluster has stand on further nodes like its last one. For a spreadsheet, with prices:
+  rannc whatif bert.json --cluster H200x8 --batch 256 --price-per-device-hour 3.5 --csv > cases.csv"
     )]
     WhatIf(WhatIfArgs),
     /// Simulates one step of a plan, message by message.
     #[command(after_help = "\
 Example: rannc simulate plan.json bert.json --cluster H200x8 --trace step.json
 
-Open the trace in ui.perfetto.dev or chrome://tracing. Waiting is time in which a rank waits for a message under way,
+Open the trace in ui.perfetto.dev or chrome://tracing; --timeline draws the step as text. Waiting is time in which a rank waits for a message under way,
 bubble is all other idle time. Ranks that differ by less than 1% share a row.")]
     Simulate(SimulateArgs),
     /// Shows a plan file: stages, ranks, predicted time and memory.
@@ -70,17 +73,27 @@ Edit the file and check it with `rannc cluster cluster.toml`. Without arguments 
     /// Shows a graph file: sizes and ops.
     #[command(after_help = "Example: rannc graph bert.json --text | less")]
     Graph(GraphArgs),
+    /// Prints a script that lets a shell complete arguments.
+    #[command(after_help = "\
+Example: rannc completion bash > ~/.local/share/bash-completion/completions/rannc
+
+Shells that are open already read it when they are started again.")]
+    Completion(CompletionArgs),
 }
 
 #[derive(Debug, clap::Args)]
 pub(crate) struct PlanArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
+    /// A cluster file, or a preset with its number of devices: H200x8 is one node of 8, H200x8x2 two. Several, each
+    /// behind its own --cluster, stand side by side.
+    #[arg(long, required = true)]
+    pub(crate) cluster: Vec<String>,
     /// Rows of the global batch.
-    #[arg(long, value_name = "ROWS", value_parser = value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "ROWS", value_parser = rows, allow_negative_numbers = true)]
     pub(crate) batch: u64,
     /// Memory that a plan may use of a device [default: all that it has].
-    #[arg(long, value_name = "GIB", value_parser = gib)]
+    #[arg(long, value_name = "GIB", value_parser = gib, allow_negative_numbers = true)]
     pub(crate) memory_gb: Option<Gib>,
     #[command(flatten)]
     pub(crate) search: SearchArgs,
@@ -95,11 +108,14 @@ pub(crate) struct PlanArgs {
 pub(crate) struct ExplainArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
+    /// A cluster file, or a preset with its number of devices: H200x8 is one node of 8, H200x8x2 two.
+    #[arg(long)]
+    pub(crate) cluster: String,
     /// Rows of the global batch.
-    #[arg(long, value_name = "ROWS", value_parser = value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "ROWS", value_parser = rows, allow_negative_numbers = true)]
     pub(crate) batch: u64,
     /// Memory that a plan may use of a device [default: all that it has].
-    #[arg(long, value_name = "GIB", value_parser = gib)]
+    #[arg(long, value_name = "GIB", value_parser = gib, allow_negative_numbers = true)]
     pub(crate) memory_gb: Option<Gib>,
     #[command(flatten)]
     pub(crate) search: SearchArgs,
@@ -114,17 +130,27 @@ pub(crate) struct ExplainArgs {
 pub(crate) struct WhatIfArgs {
     #[command(flatten)]
     pub(crate) model: ModelArgs,
+    /// A cluster file, or a preset with its number of devices: H200x8 is one node of 8, H200x8x2 two. Several, each
+    /// behind its own --cluster, stand side by side.
+    #[arg(long, required = true)]
+    pub(crate) cluster: Vec<String>,
     /// Rows of the global batch; several with commas between.
-    #[arg(long, value_name = "ROWS", value_delimiter = ',', required = true, value_parser = value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "ROWS", value_delimiter = ',', required = true, value_parser = rows, allow_negative_numbers = true)]
     pub(crate) batch: Vec<u64>,
     /// Numbers of devices [default: all of the cluster].
-    #[arg(long, value_name = "N", value_delimiter = ',', value_parser = value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", value_delimiter = ',', value_parser = value_parser!(u32).range(1..), allow_negative_numbers = true)]
     pub(crate) devices: Vec<u32>,
     /// Amounts of memory that a plan may use of a device [default: all that it has].
-    #[arg(long, value_name = "GIB", value_delimiter = ',', value_parser = gib)]
+    #[arg(long, value_name = "GIB", value_delimiter = ',', value_parser = gib, allow_negative_numbers = true)]
     pub(crate) memory_gb: Vec<Gib>,
+    /// Also tell what training costs at this price of a device; one, or one for each --cluster with commas between.
+    #[arg(long, value_name = "PRICE", value_delimiter = ',', value_parser = price, allow_negative_numbers = true)]
+    pub(crate) price_per_device_hour: Vec<f64>,
     #[command(flatten)]
     pub(crate) search: SearchArgs,
+    /// Print comma-separated values, under the names of the JSON keys.
+    #[arg(long, conflicts_with = "json")]
+    pub(crate) csv: bool,
     #[command(flatten)]
     pub(crate) format: FormatArgs,
 }
@@ -135,12 +161,18 @@ pub(crate) struct SimulateArgs {
     pub(crate) plan: PathBuf,
     #[command(flatten)]
     pub(crate) model: ModelArgs,
+    /// A cluster file, or a preset with its number of devices: H200x8 is one node of 8, H200x8x2 two.
+    #[arg(long)]
+    pub(crate) cluster: String,
     /// Rows of the global batch [default: those of the plan].
-    #[arg(long, value_name = "ROWS", value_parser = value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "ROWS", value_parser = rows, allow_negative_numbers = true)]
     pub(crate) batch: Option<u64>,
     /// Bytes of optimizer state for each byte of a parameter (Adam 2, SGD 0).
     #[arg(long, value_name = "FACTOR", default_value_t = 2.0)]
     pub(crate) optimizer_factor: f64,
+    /// Draw what every rank does over time.
+    #[arg(long, conflicts_with = "json")]
+    pub(crate) timeline: bool,
     /// Write a trace of the step to this file.
     #[arg(long, value_name = "FILE")]
     pub(crate) trace: Option<PathBuf>,
@@ -153,9 +185,6 @@ pub(crate) struct SimulateArgs {
 pub(crate) struct ModelArgs {
     /// A captured graph.
     pub(crate) graph: PathBuf,
-    /// A cluster file, or a preset with its number of devices: H200x8 is one node of 8, H200x8x2 two.
-    #[arg(long)]
-    pub(crate) cluster: String,
     /// What was measured of the graph on a kind of device; may be given for several kinds.
     #[arg(long, value_name = "FILE")]
     pub(crate) profile: Vec<PathBuf>,
@@ -189,7 +218,7 @@ pub(crate) struct SearchArgs {
     #[arg(long, value_name = "WHAT", value_delimiter = ',', value_enum)]
     pub(crate) assume: Vec<SaverArg>,
     /// Take the best plan that is found in this time [default: no limit].
-    #[arg(long, value_name = "SECONDS", value_parser = seconds)]
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, allow_negative_numbers = true)]
     pub(crate) time_limit: Option<f64>,
     /// Threads; the plan does not depend on them [default: all processors].
     #[arg(long, value_name = "N")]
@@ -213,7 +242,7 @@ pub(crate) struct ShowArgs {
     /// A plan, as RaNNCModule.save_deployment or `rannc plan` writes it.
     pub(crate) plan: PathBuf,
     /// Show how a global batch of so many rows is divided.
-    #[arg(long, value_name = "ROWS", value_parser = value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "ROWS", value_parser = rows, allow_negative_numbers = true)]
     pub(crate) batch: Option<u64>,
     #[command(flatten)]
     pub(crate) format: FormatArgs,
@@ -257,6 +286,12 @@ pub(crate) struct GraphArgs {
     pub(crate) format: FormatArgs,
 }
 
+#[derive(Debug, clap::Args)]
+pub(crate) struct CompletionArgs {
+    /// The shell.
+    pub(crate) shell: Shell,
+}
+
 /// How to print.
 #[derive(Clone, Copy, Debug, clap::Args)]
 pub(crate) struct FormatArgs {
@@ -275,16 +310,23 @@ impl Gib {
     }
 }
 
+fn rows(text: &str) -> Result<u64, String> {
+    text.parse().ok().filter(|&rows| rows > 0).ok_or_else(|| "a batch has a positive whole number of rows".to_owned())
+}
+
 fn gib(text: &str) -> Result<Gib, String> {
-    match text.parse() {
-        Ok(gib) if gib > 0.0 && f64::is_finite(gib) => Ok(Gib(gib)),
-        _ => Err("it must be a positive number of GiB".to_owned()),
-    }
+    positive(text, "GiB").map(Gib)
 }
 
 fn seconds(text: &str) -> Result<f64, String> {
-    match text.parse() {
-        Ok(seconds) if seconds > 0.0 && f64::is_finite(seconds) => Ok(seconds),
-        _ => Err("it must be a positive number of seconds".to_owned()),
-    }
+    positive(text, "seconds")
+}
+
+fn price(text: &str) -> Result<f64, String> {
+    positive(text, "units of money")
+}
+
+fn positive(text: &str, unit: &str) -> Result<f64, String> {
+    let amount = text.parse().ok().filter(|&amount: &f64| amount > 0.0 && amount.is_finite());
+    amount.ok_or_else(|| format!("it must be a positive number of {unit}"))
 }

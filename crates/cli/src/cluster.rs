@@ -2,8 +2,13 @@
 
 use std::path::Path;
 
-use anyhow::{Context as _, Result, anyhow, ensure};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use rannc_cost::{Cluster, CostError, Level, Node, Preset, presets};
+
+use crate::kinds::{Kind, unreadable};
+
+/// Names that are less alike are not taken for each other.
+const ALIKE: f64 = 0.8;
 
 /// The cluster in a file, or of a short form such as `H200x8` (one node) or `H200x8x2` (two).
 pub(crate) fn cluster(text: &str) -> Result<Cluster> {
@@ -14,7 +19,7 @@ pub(crate) fn cluster(text: &str) -> Result<Cluster> {
     }
     Cluster::read(path).map_err(|error| match error {
         CostError::Read { .. } => anyhow!(error),
-        error => anyhow!("{text}: {error}"),
+        error => unreadable(path, Kind::Cluster, || anyhow!("{text}: {error}")),
     })
 }
 
@@ -56,16 +61,34 @@ fn levels(cluster: &Cluster, nodes: u32, device: &str) -> Result<Vec<Level>> {
 pub(crate) fn known(name: &str) -> Result<&'static Preset> {
     Preset::find(name).ok_or_else(|| {
         let names: Vec<&str> = presets().iter().map(|preset| preset.name).collect();
-        anyhow!("there is no preset {name}, only {}; describe other devices in a cluster file", names.join(", "))
+        let meant = alike(name).map(|meant| format!(" (did you mean {meant}?)")).unwrap_or_default();
+        anyhow!(
+            "there is no preset {name}{meant}; there are {}; describe other devices in a cluster file",
+            names.join(", ")
+        )
     })
+}
+
+/// The name of the preset that is most like this one.
+fn alike(name: &str) -> Option<&'static str> {
+    let name = name.to_lowercase();
+    let likeness = |preset: &Preset| strsim::jaro_winkler(&name, &preset.name.to_lowercase());
+    let nearest = presets().iter().max_by(|left, right| likeness(left).total_cmp(&likeness(right)))?;
+    (likeness(nearest) >= ALIKE).then_some(nearest.name)
 }
 
 /// Name of a preset, devices of a node, nodes.
 fn short_form(text: &str) -> Result<(&str, u32, u32)> {
+    if let Some(preset) = presets().iter().find(|preset| preset.name.eq_ignore_ascii_case(text)) {
+        let name = preset.name;
+        bail!("{text} needs its number of devices: {name}x8 is one node of 8, {name}x8x2 two");
+    }
     let Some((rest, last)) = counted(text) else {
-        return Err(anyhow!(
-            "{text} is neither a file nor a preset with its number of devices, such as H200x8 or H200x8x2"
-        ));
+        let meant = alike(text).map(|name| format!("; did you mean {name}x8?")).unwrap_or_default();
+        bail!(
+            "{text} is neither a file nor a preset with its number of devices, such as H200x8 (one node) or H200x8x2 \
+             (two){meant}"
+        );
     };
     // In rtx4090x8 the first number belongs to the name.
     if let Some((name, devices)) = counted(rest)
@@ -77,7 +100,7 @@ fn short_form(text: &str) -> Result<(&str, u32, u32)> {
 }
 
 fn counted(text: &str) -> Option<(&str, u32)> {
-    let (name, count) = text.rsplit_once('x')?;
+    let (name, count) = text.rsplit_once(['x', 'X'])?;
     Some((name, count.parse().ok()?))
 }
 
@@ -95,6 +118,7 @@ mod tests {
             ("rtx4090x8", ("rtx4090", 8, 1)),
             ("rtx4090x8x3", ("rtx4090", 8, 3)),
             ("cpux4", ("cpu", 4, 1)),
+            ("H200X8", ("H200", 8, 1)),
         ] {
             assert_eq!(short_form(text).expect(text), expected);
         }

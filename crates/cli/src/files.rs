@@ -3,12 +3,13 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, anyhow, bail, ensure};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use rannc_cost::{Cluster, Device, Preset, Profile, ProfileError};
 use rannc_ir::Graph;
 use rannc_plan::{Plan, PlanFileError};
 
 use crate::cluster::cluster;
+use crate::kinds::{Kind, unreadable};
 
 /// What is planned, for which devices, and what was measured of it there.
 #[derive(Clone)]
@@ -19,17 +20,33 @@ pub(crate) struct Model {
 }
 
 impl Model {
-    pub(crate) fn read(graph: &Path, cluster_text: &str, profiles: &[PathBuf]) -> Result<Self> {
+    pub(crate) fn read(graph: &Path, cluster: &str, profiles: &[PathBuf]) -> Result<Self> {
+        let mut models = Self::read_several(graph, &[cluster.to_owned()], profiles)?;
+        models.pop().context("one cluster gives one model")
+    }
+
+    /// The model on each of the clusters, with the profiles of its devices. Every profile is of some cluster's device.
+    pub(crate) fn read_several(graph: &Path, clusters: &[String], profiles: &[PathBuf]) -> Result<Vec<Self>> {
         let graph = read_graph(graph)?;
-        let mut cluster = cluster(cluster_text)?;
         let hash = graph.hash();
-        let mut read = Vec::new();
+        let clusters = clusters.iter().map(|text| cluster(text)).collect::<Result<Vec<_>>>()?;
+        let new = |cluster| Self { graph: graph.clone(), cluster, profiles: Vec::new() };
+        let mut models: Vec<Self> = clusters.into_iter().map(new).collect();
         for path in profiles {
             let profile = read_profile(path, &hash)?;
-            adopt(&mut cluster, &profile).map_err(|error| anyhow!("{}: {error}", path.display()))?;
-            read.push(profile);
+            let tried = models.iter_mut().map(|model| model.adopt(&profile)).collect::<Vec<_>>();
+            let used = tried.iter().any(Result::is_ok);
+            if let Some(Err(error)) = tried.into_iter().next().filter(|_| !used) {
+                bail!("{}: {error}", path.display());
+            }
         }
-        Ok(Self { graph, cluster, profiles: read })
+        Ok(models)
+    }
+
+    fn adopt(&mut self, profile: &Profile) -> Result<()> {
+        adopt(&mut self.cluster, profile)?;
+        self.profiles.push(profile.clone());
+        Ok(())
     }
 
     /// What a plan may use of every device, before the margin.
@@ -42,13 +59,13 @@ impl Model {
 pub(crate) fn read_graph(path: &Path) -> Result<Graph> {
     let text =
         fs::read_to_string(path).map_err(|error| anyhow!("cannot read the graph file {}: {error}", path.display()))?;
-    Graph::from_json(&text).map_err(|error| anyhow!("{}: {error}", path.display()))
+    Graph::from_json(&text).map_err(|error| unreadable(path, Kind::Graph, || anyhow!("{}: {error}", path.display())))
 }
 
 pub(crate) fn read_plan(path: &Path) -> Result<Plan> {
     Plan::read(path).map_err(|error| match error {
         PlanFileError::Read { .. } => anyhow!(error),
-        error => anyhow!("{}: {error}", path.display()),
+        error => unreadable(path, Kind::Plan, || anyhow!("{}: {error}", path.display())),
     })
 }
 
@@ -56,7 +73,7 @@ fn read_profile(path: &Path, graph_hash: &str) -> Result<Profile> {
     let file = path.display();
     let profile = Profile::read(path).map_err(|error| match error {
         ProfileError::Read { .. } => anyhow!(error),
-        error => anyhow!("{file}: {error}"),
+        error => unreadable(path, Kind::Profile, || anyhow!("{file}: {error}")),
     })?;
     ensure!(
         profile.graph_hash == graph_hash,

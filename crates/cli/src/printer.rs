@@ -3,24 +3,26 @@
 use rannc_report::Report;
 
 use crate::args::FormatArgs;
+use crate::context::Context;
 
 /// Collects what a command prints: results for stdout, notes for stderr.
 #[derive(Debug)]
 pub(crate) struct Printer {
     json: bool,
+    width: usize,
     pub(crate) out: String,
     pub(crate) notes: String,
 }
 
 impl Printer {
-    pub(crate) fn new(format: FormatArgs) -> Self {
+    pub(crate) fn new(format: FormatArgs, context: &Context) -> Self {
         let FormatArgs { json } = format;
-        Self { json, out: String::new(), notes: String::new() }
+        Self { json, width: context.width, out: String::new(), notes: String::new() }
     }
 
     /// The result of the command.
     pub(crate) fn report(&mut self, report: &impl Report) {
-        self.out += &if self.json { report.json() } else { report.text() };
+        self.out += &if self.json { report.json() } else { report.text(self.width) };
     }
 
     /// The result of the command, whose text form is another one.

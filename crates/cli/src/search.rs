@@ -3,7 +3,7 @@
 use anyhow::{Error, anyhow};
 use rannc_cost::Cluster;
 use rannc_plan::Sharding;
-use rannc_search::{Capabilities, Limits, SearchError, Settings};
+use rannc_search::{Limits, Savers, SearchError, SettingNames, Settings};
 
 use crate::args::{Gib, SaverArg, SearchArgs};
 
@@ -32,7 +32,7 @@ pub(crate) fn settings(args: &SearchArgs, cluster: &Cluster, batch_rows: u64, me
         microbatches,
         max_microbatches,
         loss_inside: !loss_outside,
-        capabilities: capabilities(assume),
+        savers: savers(assume),
         limits: Limits { time_ms: time_limit.map(|seconds| (seconds * 1e3) as u64), ..Limits::default() },
         threads,
         ..Settings::default()
@@ -40,27 +40,30 @@ pub(crate) fn settings(args: &SearchArgs, cluster: &Cluster, batch_rows: u64, me
 }
 
 /// What the runtime can do, and what it is assumed to do.
-fn capabilities(assumed: &[SaverArg]) -> Capabilities {
-    let mut capabilities = Capabilities::default();
+fn savers(assumed: &[SaverArg]) -> Savers {
+    let mut savers = Savers::default();
     for saver in assumed {
         match saver {
-            SaverArg::Recompute => capabilities.recompute = true,
-            SaverArg::Zero1 => capabilities.sharding = capabilities.sharding.max(Sharding::Optimizer),
-            SaverArg::Zero2 => capabilities.sharding = capabilities.sharding.max(Sharding::Gradients),
-            SaverArg::Zero3 => capabilities.sharding = capabilities.sharding.max(Sharding::Params),
-            SaverArg::Offload => capabilities.offload = true,
+            SaverArg::Recompute => savers.recompute = true,
+            SaverArg::Zero1 => savers.sharding = savers.sharding.max(Sharding::Optimizer),
+            SaverArg::Zero2 => savers.sharding = savers.sharding.max(Sharding::Gradients),
+            SaverArg::Zero3 => savers.sharding = savers.sharding.max(Sharding::Params),
+            SaverArg::Offload => savers.offload = true,
         }
     }
-    capabilities
+    savers
 }
 
-/// The error with the names of arguments in place of those of settings and configuration items.
+/// What the advice of a search is about, as arguments.
+const ARGUMENTS: SettingNames = SettingNames { memory_limit: "--memory-gb", max_microbatches: "--max-microbatches" };
+
+/// The error with the names of arguments in place of those of settings.
 pub(crate) fn in_words(error: SearchError) -> Error {
-    let text = match &error {
-        SearchError::Settings { field, problem } => format!("{} {problem}", argument(field)),
-        error => error.to_string(),
-    };
-    anyhow!(text.replace("mem_limit_gb", "--memory-gb").replace("max_pipeline", "--max-microbatches"))
+    match &error {
+        SearchError::Settings { field, problem } => anyhow!("{} {problem}", argument(field)),
+        SearchError::DoesNotFit(shortage) => anyhow!(shortage.in_words(&ARGUMENTS)),
+        error => anyhow!(error.to_string()),
+    }
 }
 
 fn argument(field: &str) -> String {

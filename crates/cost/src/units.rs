@@ -27,6 +27,11 @@ pub fn format_us(us: f64) -> String {
     }
 }
 
+/// `1 stage`, `2 stages`.
+pub fn counted(count: u64, one: &str, many: &str) -> String {
+    format!("{count} {}", if count == 1 { one } else { many })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -3,7 +3,7 @@
 
 use proptest::collection::vec;
 use proptest::prelude::*;
-use rannc_cost::{Cluster, Curve, Device, Group, Level, Link, Node, presets, update_us};
+use rannc_cost::{Cluster, Curve, Device, Level, Link, Node, RankGroup, presets, update_us};
 
 /// A figure as a person writes it.
 fn figure() -> impl Strategy<Value = f64> {
@@ -74,7 +74,7 @@ fn groups() -> impl Strategy<Value = (Cluster, Vec<u32>)> {
     })
 }
 
-fn collectives(cluster: &Cluster, group: Group, bytes: f64) -> [f64; 3] {
+fn collectives(cluster: &Cluster, group: RankGroup, bytes: f64) -> [f64; 3] {
     [cluster.all_reduce_us(group, bytes), cluster.reduce_scatter_us(group, bytes), cluster.all_gather_us(group, bytes)]
 }
 
@@ -90,7 +90,7 @@ proptest! {
     #[test]
     fn collectives_follow_bytes_and_members((cluster, ranks) in groups(), bytes in 0.0..1e10) {
         let group = cluster.group(&ranks);
-        let more = Group { members: group.members + 1, ..group };
+        let more = RankGroup { members: group.members + 1, ..group };
         let some = collectives(&cluster, group, bytes);
         for (us, larger) in some.into_iter().zip(collectives(&cluster, group, bytes * 1.5)) {
             prop_assert!(0.0 <= us && us <= larger);

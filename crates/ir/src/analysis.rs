@@ -6,9 +6,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use thiserror::Error;
 
+use crate::batch_free::batch_free;
 use crate::entity::Arena;
 use crate::graph::{Graph, OpId, ValueDef, ValueId};
 use crate::rows::{RowDim, prove};
+use crate::storages::Storages;
 
 /// Why a cut is not allowed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
@@ -60,7 +62,7 @@ pub enum GroupReason {
 
 /// Main ops that must be in one Stage.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Group {
+pub struct OpGroup {
     /// What holds them together.
     pub reason: GroupReason,
     /// The ops in execution order, at least two.
@@ -76,16 +78,16 @@ pub struct Group {
 pub struct Analysis {
     /// See [`crate::row_dims`].
     pub row_dims: Arena<ValueId, Option<RowDim>>,
-    /// See [`batch_free_ops`].
+    /// See [`crate::batch_free_ops`].
     pub batch_free: Arena<OpId, bool>,
-    /// See [`main_ops`].
+    /// See [`crate::main_ops`].
     pub main_ops: Vec<OpId>,
     /// Place of each main op in `main_ops`; `None` for batch-free ops.
     pub main_index: Arena<OpId, Option<u32>>,
     /// Storages and which of them the forward changes.
     pub storages: Storages,
     /// Main ops that stay together.
-    pub groups: Vec<Group>,
+    pub groups: Vec<OpGroup>,
     /// See [`cuts`].
     pub cuts: Vec<Option<CutRefusal>>,
 }
@@ -171,60 +173,6 @@ impl Analysis {
     }
 }
 
-/// Which Values share a storage, and which storages the forward changes.
-#[derive(Clone, Debug)]
-pub struct Storages {
-    /// The earliest Value with the same storage.
-    pub root: Arena<ValueId, ValueId>,
-    /// Ops that change each storage in place, in order; none for a buffer that is only assigned to.
-    changers: BTreeMap<ValueId, Vec<OpId>>,
-}
-
-impl Storages {
-    /// Follows the aliases of `graph`.
-    pub fn new(graph: &Graph) -> Self {
-        let mut root: Arena<ValueId, ValueId> = graph.values.ids().collect();
-        for (id, value) in graph.values.iter() {
-            if let Some(base) = value.alias_of {
-                root[id] = root[base];
-            }
-        }
-        let mut changers: BTreeMap<ValueId, Vec<OpId>> = BTreeMap::new();
-        for (id, op) in graph.ops.iter() {
-            for &value in &op.mutates {
-                changers.entry(root[value]).or_default().push(id);
-            }
-        }
-        for buffer in graph.buffers.values().filter(|buffer| buffer.update.is_some()) {
-            changers.entry(root[buffer.value]).or_default();
-        }
-        Self { root, changers }
-    }
-
-    /// True when the forward changes the storage of `value`, in place or by assigning to its buffer.
-    pub fn is_changed(&self, value: ValueId) -> bool {
-        self.changers.contains_key(&self.root[value])
-    }
-
-    /// The ops that change the storage of `value` in place, in order.
-    pub fn changers(&self, value: ValueId) -> impl Iterator<Item = OpId> {
-        self.changers.get(&self.root[value]).into_iter().flatten().copied()
-    }
-}
-
-/// For each op whether it may be cloned into every Stage that needs its results, instead of sending
-/// them: it depends on no input, draws nothing, is not opaque and stands in no region, and whatever
-/// changes the storages that it reads or makes are batch-free ops as well, so that each clone changes
-/// its own. Such an op may read parameters, unchanged buffers, constants and the batch size.
-pub fn batch_free_ops(graph: &Graph) -> Arena<OpId, bool> {
-    batch_free(graph, &Storages::new(graph))
-}
-
-/// The ops that are not batch-free, in execution order. Stages are runs of this list.
-pub fn main_ops(graph: &Graph) -> Vec<OpId> {
-    batch_free_ops(graph).iter().filter(|&(_, &free)| !free).map(|(op, _)| op).collect()
-}
-
 /// For each place in the list of main ops, the end included: why the list may not be cut before it,
 /// or `None` when it may. Nothing is cut at the two ends, so they are always allowed.
 pub fn cuts(graph: &Graph) -> Vec<Option<CutRefusal>> {
@@ -236,44 +184,7 @@ pub fn allowed_cuts(graph: &Graph) -> Vec<bool> {
     cuts(graph).iter().map(Option::is_none).collect()
 }
 
-fn batch_free(graph: &Graph, storages: &Storages) -> Arena<OpId, bool> {
-    let mut updates: Arena<ValueId, bool> = graph.values.ids().map(|_| false).collect();
-    for update in graph.buffers.values().filter_map(|buffer| buffer.update) {
-        updates[update] = true;
-    }
-    // By earliest Value: storages that are never changed, or only by batch-free ops as far as is known.
-    let is_op = |root: ValueId| matches!(graph.values[root].def, ValueDef::Op { .. });
-    let mut private: Arena<ValueId, bool> =
-        graph.values.ids().map(|value| !storages.is_changed(value) || is_op(storages.root[value])).collect();
-    let mut free: Arena<OpId, bool> = graph.ops.ids().map(|_| false).collect();
-    loop {
-        for (id, op) in graph.ops.iter() {
-            let reads_free = op.operands().iter().all(|&value| {
-                private[storages.root[value]]
-                    && match graph.values[value].def {
-                        ValueDef::Input(_) => false,
-                        ValueDef::Param(_) | ValueDef::Buffer(_) | ValueDef::Constant(_) => true,
-                        ValueDef::Op { op, .. } => free[op],
-                    }
-            });
-            let makes_free = op.results.iter().all(|&value| private[storages.root[value]] && !updates[value]);
-            // An op without effect on a Value is there for another effect; no Stage would clone it.
-            let is_value_only = !(op.results.is_empty() && op.mutates.is_empty());
-            free[id] = is_value_only && !op.random && !op.opaque && op.region.is_none() && reads_free && makes_free;
-        }
-        let mut settled = true;
-        for (_, op) in graph.ops.iter().filter(|&(id, _)| !free[id]) {
-            for &value in op.results.iter().chain(&op.mutates).filter(|&&value| storages.is_changed(value)) {
-                settled &= !std::mem::take(&mut private[storages.root[value]]);
-            }
-        }
-        if settled {
-            return free;
-        }
-    }
-}
-
-fn groups(graph: &Graph, storages: &Storages, main_index: &Arena<OpId, Option<u32>>) -> Vec<Group> {
+fn groups(graph: &Graph, storages: &Storages, main_index: &Arena<OpId, Option<u32>>) -> Vec<OpGroup> {
     let mut by_storage: BTreeMap<ValueId, Vec<OpId>> = BTreeMap::new();
     let mut by_region: BTreeMap<u32, Vec<OpId>> = BTreeMap::new();
     for (id, op) in graph.ops.iter() {
@@ -300,9 +211,9 @@ fn groups(graph: &Graph, storages: &Storages, main_index: &Arena<OpId, Option<u3
     by_storage.chain(by_region).filter_map(|(reason, ops)| group(reason, ops, main_index)).collect()
 }
 
-fn group(reason: GroupReason, mut ops: Vec<OpId>, main_index: &Arena<OpId, Option<u32>>) -> Option<Group> {
+fn group(reason: GroupReason, mut ops: Vec<OpId>, main_index: &Arena<OpId, Option<u32>>) -> Option<OpGroup> {
     ops.sort_unstable();
     ops.dedup();
     let (first, last) = (main_index[*ops.first()?]?, main_index[*ops.last()?]?);
-    (first < last).then_some(Group { reason, ops, first, last })
+    (first < last).then_some(OpGroup { reason, ops, first, last })
 }

@@ -1,11 +1,9 @@
 //! What can be wrong with a graph file.
 
-use std::fmt;
-
 use thiserror::Error;
 
 use crate::graph::SCHEMA;
-use crate::verify::VerifyError;
+use crate::problem::VerifyErrors;
 
 /// Why a graph could not be read.
 #[derive(Debug, Error)]
@@ -35,22 +33,4 @@ pub enum GraphError {
     /// It is a graph, but contradicts itself.
     #[error("the graph is not valid: {0}")]
     Invalid(#[from] VerifyErrors),
-}
-
-/// Everything that the verifier found.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-pub struct VerifyErrors(pub Vec<VerifyError>);
-
-impl fmt::Display for VerifyErrors {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        const SHOWN: usize = 10;
-        for (index, error) in self.0.iter().take(SHOWN).enumerate() {
-            let separator = if index == 0 { "" } else { "; " };
-            write!(f, "{separator}{error}")?;
-        }
-        match self.0.len().saturating_sub(SHOWN) {
-            0 => Ok(()),
-            more => write!(f, "; and {more} more"),
-        }
-    }
 }

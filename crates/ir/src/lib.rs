@@ -1,6 +1,7 @@
 //! The Graph of a captured model: Ops, Values, Params, Buffers.
 
 mod analysis;
+mod batch_free;
 mod dtype;
 mod entity;
 mod error;
@@ -8,20 +9,27 @@ mod graph;
 mod hash;
 mod json;
 mod parse;
+mod problem;
 mod rows;
+mod run;
+pub mod sealed;
+mod storages;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod text;
 mod verify;
 
-pub use analysis::{Analysis, CutRefusal, Group, GroupReason, Storages, allowed_cuts, batch_free_ops, cuts, main_ops};
+pub use analysis::{Analysis, CutRefusal, GroupReason, OpGroup, allowed_cuts, cuts};
+pub use batch_free::{batch_free_ops, main_ops};
 pub use dtype::DType;
 pub use entity::{Arena, Entity};
-pub use error::{GraphError, VerifyErrors};
+pub use error::GraphError;
 pub use graph::{
     Arg, Buffer, BufferId, ConstId, Constant, Dim, Graph, Op, OpId, OpPlace, Param, ParamId, SCHEMA, Source, Value,
     ValueDef, ValueId,
 };
 pub use hash::{block_hash, text_hash};
+pub use problem::{GraphPlace, GraphProblem, VerifyError, VerifyErrors};
 pub use rows::{RowDim, row_dims};
-pub use verify::{Place, Problem, VerifyError};
+pub use run::OpRun;
+pub use storages::Storages;

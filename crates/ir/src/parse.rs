@@ -12,8 +12,8 @@ use crate::graph::{
     Arg, Buffer, BufferId, ConstId, Constant, Dim, Graph, Op, OpId, Param, ParamId, SCHEMA, Source, Value, ValueDef,
     ValueId,
 };
+use crate::problem::MAX_LIST_DEPTH;
 use crate::text::is_bare_char;
-use crate::verify::MAX_LIST_DEPTH;
 
 impl Graph {
     /// Reads the text form and verifies the graph. Blank lines do not count.

@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::analysis::batch_free_ops;
+use crate::batch_free::batch_free_ops;
 use crate::entity::Arena;
 use crate::graph::{Dim, Graph, Op, OpId, Value, ValueDef, ValueId};
 

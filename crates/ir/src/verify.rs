@@ -20,137 +20,12 @@
 //! 14. Ops have a target, and their source lines count from 1.
 
 use std::collections::HashSet;
-use std::fmt;
-
-use thiserror::Error;
 
 use crate::entity::Entity;
-use crate::error::VerifyErrors;
-use crate::graph::{Arg, BufferId, ConstId, Dim, Graph, Op, OpId, OpPlace, ParamId, SCHEMA, Value, ValueDef, ValueId};
-
-const MAX_SAMPLE_ROWS: u64 = 1 << 30;
-const MAX_PER_ROW: u64 = 1 << 32;
-const MAX_FIXED: u64 = 1 << 48;
-pub(crate) const MAX_LIST_DEPTH: usize = 32;
-
-/// One broken promise and where it stands.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("{place}: {problem}")]
-pub struct VerifyError {
-    /// Where.
-    pub place: Place,
-    /// What.
-    pub problem: Problem,
-}
-
-/// A place in a Graph.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
-    /// The Graph itself.
-    Graph,
-    /// A Value.
-    Value(ValueId),
-    /// An Op.
-    Op(OpPlace),
-    /// A Param.
-    Param(ParamId),
-    /// A Buffer.
-    Buffer(BufferId),
-    /// A Constant.
-    Constant(ConstId),
-    /// An input, by index.
-    Input(usize),
-    /// An output, by index.
-    Output(usize),
-}
-
-impl fmt::Display for Place {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Graph => write!(f, "graph"),
-            Self::Value(id) => write!(f, "{id}"),
-            Self::Op(place) => write!(f, "{place}"),
-            Self::Param(id) => write!(f, "{id}"),
-            Self::Buffer(id) => write!(f, "{id}"),
-            Self::Constant(id) => write!(f, "{id}"),
-            Self::Input(index) => write!(f, "input {index}"),
-            Self::Output(index) => write!(f, "output {index}"),
-        }
-    }
-}
-
-/// A broken promise.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-pub enum Problem {
-    /// Another schema.
-    #[error("schema version {0} is not {SCHEMA}")]
-    Schema(u32),
-    /// No or too many sample rows.
-    #[error("{0} sample rows are not from 1 to {MAX_SAMPLE_ROWS}")]
-    SampleRows(u64),
-    /// An id of no Value.
-    #[error("there is no value {0}")]
-    NoSuchValue(ValueId),
-    /// The owner does not name this Value.
-    #[error("its def names {0}, which does not name it back")]
-    NotNamedBack(&'static str),
-    /// The Value's def names something else.
-    #[error("{0} belongs to something else: {1:?}")]
-    NotOwned(ValueId, ValueDef),
-    /// Result places do not increase.
-    #[error("{0} stands at a place of the returned tuple that does not increase")]
-    ResultOrder(ValueId),
-    /// An operand that is not there yet.
-    #[error("{0} is used before it is made")]
-    UsedBeforeMade(ValueId),
-    /// A changed Value that is no operand, or stands twice.
-    #[error("{0} is changed in place but is no operand, or is listed twice")]
-    MutatesNoOperand(ValueId),
-    /// A storage of a later Value.
-    #[error("it shares the storage of {0}, which is not earlier")]
-    AliasNotEarlier(ValueId),
-    /// A missing name.
-    #[error("it has an empty name")]
-    EmptyName,
-    /// A name that something else has.
-    #[error("the name {0:?} stands twice")]
-    DuplicateName(String),
-    /// A dimension out of limits.
-    #[error("the dimension {0:?} is out of limits")]
-    Dimension(Dim),
-    /// Too many bytes.
-    #[error("the tensor has too many bytes")]
-    TooLarge,
-    /// A stored tensor whose shape depends on the batch.
-    #[error("its shape depends on the batch")]
-    BatchDependent,
-    /// Constant data that is no base64.
-    #[error("its data is not base64")]
-    NotBase64,
-    /// Constant data of another length.
-    #[error("its data has {found} bytes, its shape and type say {expected}")]
-    DataLength {
-        /// Bytes in the text.
-        found: u64,
-        /// Bytes of the tensor.
-        expected: u64,
-    },
-    /// A gradient for an integer.
-    #[error("its type {0} carries no gradient")]
-    NotDifferentiable(crate::DType),
-    /// A float argument that is none.
-    #[error("{0:?} is no float as Python writes it")]
-    NotAFloat(String),
-    /// Lists in lists in lists.
-    #[error("its arguments nest more than {MAX_LIST_DEPTH} deep")]
-    TooDeep,
-    /// An Op that calls nothing.
-    #[error("it has no target")]
-    NoTarget,
-    /// Line 0.
-    #[error("source lines count from 1")]
-    SourceLine,
-}
+use crate::graph::{Arg, ConstId, Dim, Graph, Op, OpId, SCHEMA, Value, ValueDef, ValueId};
+use crate::problem::{
+    GraphPlace, GraphProblem, MAX_FIXED, MAX_LIST_DEPTH, MAX_PER_ROW, MAX_SAMPLE_ROWS, VerifyError, VerifyErrors,
+};
 
 impl Graph {
     /// Checks every promise in this module's list.
@@ -173,36 +48,36 @@ struct Verifier<'g> {
 }
 
 impl<'g> Verifier<'g> {
-    fn report(&mut self, place: Place, problem: Problem) {
+    fn report(&mut self, place: GraphPlace, problem: GraphProblem) {
         self.errors.push(VerifyError { place, problem });
     }
 
     fn header(&mut self) {
         if self.graph.schema != SCHEMA {
-            self.report(Place::Graph, Problem::Schema(self.graph.schema));
+            self.report(GraphPlace::Graph, GraphProblem::Schema(self.graph.schema));
         }
         if !(1..=MAX_SAMPLE_ROWS).contains(&self.graph.sample_rows) {
-            self.report(Place::Graph, Problem::SampleRows(self.graph.sample_rows));
+            self.report(GraphPlace::Graph, GraphProblem::SampleRows(self.graph.sample_rows));
         }
     }
 
     fn values(&mut self) {
         let mut names = HashSet::new();
         for (id, value) in self.graph.values.iter() {
-            let place = || Place::Value(id);
+            let place = || GraphPlace::Value(id);
             self.name(&mut names, &value.name, place());
             self.named_back(id, value.def);
             for &dim in value.shape.iter().filter(|&&dim| !is_sane(dim)) {
-                self.report(place(), Problem::Dimension(dim));
+                self.report(place(), GraphProblem::Dimension(dim));
             }
             self.size(id, value);
             if value.requires_grad && !value.dtype.is_differentiable() {
-                self.report(place(), Problem::NotDifferentiable(value.dtype));
+                self.report(place(), GraphProblem::NotDifferentiable(value.dtype));
             }
             if let Some(base) = value.alias_of {
                 let earlier = base < id && self.made_at(base).is_some_and(|made| Some(made) <= self.made_at(id));
                 if !earlier {
-                    self.report(place(), Problem::AliasNotEarlier(base));
+                    self.report(place(), GraphProblem::AliasNotEarlier(base));
                 }
             }
         }
@@ -216,11 +91,11 @@ impl<'g> Verifier<'g> {
         })
     }
 
-    fn name<'n>(&mut self, names: &mut HashSet<&'n str>, name: &'n str, place: Place) {
+    fn name<'n>(&mut self, names: &mut HashSet<&'n str>, name: &'n str, place: GraphPlace) {
         if name.is_empty() {
-            self.report(place, Problem::EmptyName);
+            self.report(place, GraphProblem::EmptyName);
         } else if !names.insert(name) {
-            self.report(place, Problem::DuplicateName(name.to_owned()));
+            self.report(place, GraphProblem::DuplicateName(name.to_owned()));
         }
     }
 
@@ -236,7 +111,7 @@ impl<'g> Verifier<'g> {
             ValueDef::Op { op, .. } => ("an op", graph.ops.get(op).is_some_and(|op| op.results.contains(&id))),
         };
         if !named {
-            self.report(Place::Value(id), Problem::NotNamedBack(owner));
+            self.report(GraphPlace::Value(id), GraphProblem::NotNamedBack(owner));
         }
     }
 
@@ -246,19 +121,19 @@ impl<'g> Verifier<'g> {
             return;
         }
         if let Some(&dim) = value.shape.iter().find(|dim| dim.at(rows) < 0) {
-            self.report(Place::Value(id), Problem::Dimension(dim));
+            self.report(GraphPlace::Value(id), GraphProblem::Dimension(dim));
         } else if bytes(value, rows).is_none() {
-            self.report(Place::Value(id), Problem::TooLarge);
+            self.report(GraphPlace::Value(id), GraphProblem::TooLarge);
         }
     }
 
     fn ops(&mut self) {
         for (id, op) in self.graph.ops.iter() {
             if op.target.is_empty() {
-                self.report_op(id, Problem::NoTarget);
+                self.report_op(id, GraphProblem::NoTarget);
             }
             if op.source.as_ref().is_some_and(|source| source.line == 0) {
-                self.report_op(id, Problem::SourceLine);
+                self.report_op(id, GraphProblem::SourceLine);
             }
             for arg in op.args.iter().chain(op.kwargs.values()) {
                 self.arg(id, arg, 0);
@@ -268,26 +143,26 @@ impl<'g> Verifier<'g> {
             let mut changed = HashSet::new();
             for &value in &op.mutates {
                 if !operands.contains(&value) || !changed.insert(value) {
-                    self.report_op(id, Problem::MutatesNoOperand(value));
+                    self.report_op(id, GraphProblem::MutatesNoOperand(value));
                 }
             }
         }
     }
 
-    fn report_op(&mut self, op: OpId, problem: Problem) {
-        self.report(Place::Op(self.graph.place(op)), problem);
+    fn report_op(&mut self, op: OpId, problem: GraphProblem) {
+        self.report(GraphPlace::Op(self.graph.place(op)), problem);
     }
 
     fn arg(&mut self, op: OpId, arg: &Arg, depth: usize) {
         match arg {
             Arg::Value(value) => match self.made_at(*value) {
-                None => self.report_op(op, Problem::NoSuchValue(*value)),
-                Some(made) if made > op.index() => self.report_op(op, Problem::UsedBeforeMade(*value)),
+                None => self.report_op(op, GraphProblem::NoSuchValue(*value)),
+                Some(made) if made > op.index() => self.report_op(op, GraphProblem::UsedBeforeMade(*value)),
                 Some(_) => {}
             },
-            Arg::Dim(dim) if !is_sane(*dim) => self.report_op(op, Problem::Dimension(*dim)),
-            Arg::Float(text) if !is_float(text) => self.report_op(op, Problem::NotAFloat(text.clone())),
-            Arg::List(_) if depth == MAX_LIST_DEPTH => self.report_op(op, Problem::TooDeep),
+            Arg::Dim(dim) if !is_sane(*dim) => self.report_op(op, GraphProblem::Dimension(*dim)),
+            Arg::Float(text) if !is_float(text) => self.report_op(op, GraphProblem::NotAFloat(text.clone())),
+            Arg::List(_) if depth == MAX_LIST_DEPTH => self.report_op(op, GraphProblem::TooDeep),
             Arg::List(items) => items.iter().for_each(|item| self.arg(op, item, depth + 1)),
             Arg::Dim(_) | Arg::Float(_) => {}
             Arg::None | Arg::Bool(_) | Arg::Int(_) | Arg::Str(_) | Arg::Torch(_) => {}
@@ -298,14 +173,14 @@ impl<'g> Verifier<'g> {
         let mut next_place = 0;
         for &value in &op.results {
             match self.graph.values.get(value).map(|value| value.def) {
-                None => self.report_op(id, Problem::NoSuchValue(value)),
+                None => self.report_op(id, GraphProblem::NoSuchValue(value)),
                 Some(ValueDef::Op { op, result }) if op == id => {
                     if u64::from(result) < next_place {
-                        self.report_op(id, Problem::ResultOrder(value));
+                        self.report_op(id, GraphProblem::ResultOrder(value));
                     }
                     next_place = u64::from(result) + 1;
                 }
-                Some(def) => self.report_op(id, Problem::NotOwned(value, def)),
+                Some(def) => self.report_op(id, GraphProblem::NotOwned(value, def)),
             }
         }
     }
@@ -313,57 +188,57 @@ impl<'g> Verifier<'g> {
     fn owners(&mut self) {
         let graph = self.graph;
         for (index, &value) in graph.inputs.iter().enumerate() {
-            self.owned(Place::Input(index), value, |def| matches!(def, ValueDef::Input(i) if i as usize == index));
+            self.owned(GraphPlace::Input(index), value, |def| matches!(def, ValueDef::Input(i) if i as usize == index));
         }
         for (index, &value) in graph.outputs.iter().enumerate() {
-            self.owned(Place::Output(index), value, |_| true);
+            self.owned(GraphPlace::Output(index), value, |_| true);
         }
         let mut names = HashSet::new();
         for (id, param) in graph.params.iter() {
-            self.stored(Place::Param(id), param.value, ValueDef::Param(id));
+            self.stored(GraphPlace::Param(id), param.value, ValueDef::Param(id));
             for name in std::iter::once(&param.name).chain(&param.aliases) {
-                self.name(&mut names, name, Place::Param(id));
+                self.name(&mut names, name, GraphPlace::Param(id));
             }
         }
         for (id, buffer) in graph.buffers.iter() {
-            self.stored(Place::Buffer(id), buffer.value, ValueDef::Buffer(id));
+            self.stored(GraphPlace::Buffer(id), buffer.value, ValueDef::Buffer(id));
             if let Some(update) = buffer.update {
-                self.owned(Place::Buffer(id), update, |_| true);
+                self.owned(GraphPlace::Buffer(id), update, |_| true);
             }
             for name in std::iter::once(&buffer.name).chain(&buffer.aliases) {
-                self.name(&mut names, name, Place::Buffer(id));
+                self.name(&mut names, name, GraphPlace::Buffer(id));
             }
         }
         let mut names = HashSet::new();
         for (id, constant) in graph.constants.iter() {
-            self.stored(Place::Constant(id), constant.value, ValueDef::Constant(id));
-            self.name(&mut names, &constant.name, Place::Constant(id));
+            self.stored(GraphPlace::Constant(id), constant.value, ValueDef::Constant(id));
+            self.name(&mut names, &constant.name, GraphPlace::Constant(id));
             self.data(id, constant.value, &constant.data);
         }
     }
 
-    fn owned(&mut self, place: Place, value: ValueId, is_right: impl Fn(ValueDef) -> bool) {
+    fn owned(&mut self, place: GraphPlace, value: ValueId, is_right: impl Fn(ValueDef) -> bool) {
         match self.graph.values.get(value).map(|value| value.def) {
-            None => self.report(place, Problem::NoSuchValue(value)),
-            Some(def) if !is_right(def) => self.report(place, Problem::NotOwned(value, def)),
+            None => self.report(place, GraphProblem::NoSuchValue(value)),
+            Some(def) if !is_right(def) => self.report(place, GraphProblem::NotOwned(value, def)),
             Some(_) => {}
         }
     }
 
-    fn stored(&mut self, place: Place, value: ValueId, def: ValueDef) {
+    fn stored(&mut self, place: GraphPlace, value: ValueId, def: ValueDef) {
         self.owned(place.clone(), value, |found| found == def);
         let depends = |value: &Value| value.shape.iter().any(|dim| dim.per_row != 0);
         if self.graph.values.get(value).is_some_and(depends) {
-            self.report(place, Problem::BatchDependent);
+            self.report(place, GraphProblem::BatchDependent);
         }
     }
 
     fn data(&mut self, id: ConstId, value: ValueId, data: &str) {
         let Some(expected) = self.graph.values.get(value).and_then(|value| bytes(value, 0)) else { return };
         match base64_bytes(data) {
-            None => self.report(Place::Constant(id), Problem::NotBase64),
+            None => self.report(GraphPlace::Constant(id), GraphProblem::NotBase64),
             Some(found) if found != expected => {
-                self.report(Place::Constant(id), Problem::DataLength { found, expected });
+                self.report(GraphPlace::Constant(id), GraphProblem::DataLength { found, expected });
             }
             Some(_) => {}
         }

@@ -3,7 +3,8 @@
 use proptest::prelude::*;
 use rannc_ir::testing::{GraphBuilder, graphs};
 use rannc_ir::{
-    Arg, BufferId, ConstId, DType, Dim, Graph, OpId, ParamId, Problem, SCHEMA, Source, ValueDef, ValueId, VerifyError,
+    Arg, BufferId, ConstId, DType, Dim, Graph, GraphProblem, OpId, ParamId, SCHEMA, Source, ValueDef, ValueId,
+    VerifyError,
 };
 
 /// v0 input, v1 weight, v2 bias, v3 buffer, v4 constant; op0 v5 linear, op1 v6 relu, op2 v7 in place.
@@ -74,7 +75,7 @@ fn owners_and_values_name_each_other() {
         (CONSTANT, ValueDef::Constant(ConstId(9)), "c0: v5 belongs to something else: Constant(ConstId(9))"),
     ] {
         let errors = broken(|graph| graph.values[owned].def = def);
-        assert!(matches!(errors[0].problem, Problem::NotNamedBack(_)), "{errors:?}");
+        assert!(matches!(errors[0].problem, GraphProblem::NotNamedBack(_)), "{errors:?}");
         assert_eq!(errors[1].to_string(), names);
         assert_eq!(errors.len(), 2);
     }
@@ -83,8 +84,8 @@ fn owners_and_values_name_each_other() {
 #[test]
 fn results_and_values_name_each_other() {
     let elsewhere = broken(|graph| graph.values[HIDDEN].def = ValueDef::Op { op: OpId(1), result: 0 });
-    assert!(matches!(elsewhere[0].problem, Problem::NotNamedBack("an op")), "{elsewhere:?}");
-    assert!(elsewhere.iter().any(|error| matches!(error.problem, Problem::NotOwned(HIDDEN, _))), "{elsewhere:?}");
+    assert!(matches!(elsewhere[0].problem, GraphProblem::NotNamedBack("an op")), "{elsewhere:?}");
+    assert!(elsewhere.iter().any(|error| matches!(error.problem, GraphProblem::NotOwned(HIDDEN, _))), "{elsewhere:?}");
     breaks("v7: its def names an op, which does not name it back", |graph| graph.ops[OpId(2)].results.clear());
     breaks("op1 aten.relu.default in layer at model.py:2: v0 belongs to something else: Input(0)", |graph| {
         graph.ops[OpId(1)].results.push(INPUT);
@@ -162,7 +163,7 @@ fn stored_tensors() {
         });
     }
     let constant = broken(|graph| graph.values[CONSTANT].shape = vec![Dim { per_row: 1, fixed: 4 }]);
-    assert_eq!(constant[0].problem, Problem::BatchDependent);
+    assert_eq!(constant[0].problem, GraphProblem::BatchDependent);
 }
 
 #[test]

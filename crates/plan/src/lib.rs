@@ -1,28 +1,28 @@
 //! Plans: what each Stage holds, the Actions of every rank, the static checker, the file format.
 
-mod build;
 mod check;
-mod grid;
+mod consistent;
+mod machine;
 mod partition;
-mod parts;
 mod plan;
+mod plan_file;
+mod predicted;
 mod program;
-mod routes;
+mod saver;
 mod schedule;
-mod simulate;
-mod view;
 
-pub use build::{Batch, Placement, ProgramError, build, plan_channels};
-pub use check::{ActionFault, Blocked, CheckError, check};
-pub use grid::grid;
-pub use partition::PartitionError;
-pub use parts::{Crossing, InputPart, OutputPart, OutputSource, Partition, StageOps, StagePart, TiedParam};
-pub use plan::{
-    MemoryPrediction, PLAN_SCHEMA, Plan, PlanFault, PlanFileError, Recompute, Sharding, StagePlan, StagePrediction,
-    StepPrediction,
+pub use check::{ActionFault, CheckError, check};
+pub use consistent::PlanFault;
+pub use machine::{Blocked, Deadlock, GRAD_WINDOW, grid};
+pub use partition::{
+    Crossing, InputPart, OutputPart, OutputSource, Partition, PartitionError, PartitionFault, StagePart, TiedParam,
 };
-pub use program::{Action, Message, Mode, Payload, Piece, Program, RankProgram, Transfer};
-pub use routes::{Interval, Overlap, Slice, overlaps, split_even};
-pub use schedule::{Compute, ScheduleKind};
-pub use simulate::GRAD_WINDOW;
-pub use view::RankView;
+pub use plan::{PLAN_SCHEMA, Placement, Plan, StagePlan};
+pub use plan_file::PlanFileError;
+pub use predicted::{MemoryPrediction, StagePrediction, StepPrediction};
+pub use program::{
+    Action, BUCKET_BYTES, Batch, FIRST_BUCKET_BYTES, Interval, Message, Overlap, Payload, Piece, Program, ProgramError,
+    RankProgram, RankView, Slice, Transfer, build, overlaps, plan_channels, split_even,
+};
+pub use saver::{Recompute, Sharding};
+pub use schedule::{Call, Compute, ScheduleKind};

@@ -1,17 +1,16 @@
 //! Dividing Graphs over Stages.
 
-use std::collections::{BTreeSet, HashMap};
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::collections::BTreeSet;
 
 use proptest::prelude::*;
 use rannc_ir::testing::{GraphBuilder, graphs, mlp};
-use rannc_ir::{Analysis, Arg, DType, Dim, Graph, OpId, ParamId, ValueDef, ValueId};
-use rannc_plan::{InputPart, OutputSource, Partition, PartitionError, StageOps};
+use rannc_ir::{Analysis, Arg, DType, Dim, Graph, OpId, OpRun, ParamId, ValueId};
+use rannc_plan::{InputPart, OutputSource, Partition, PartitionError};
 
 const B: Dim = Dim::rows(1);
 
-fn runs(cuts: &[u32]) -> Vec<StageOps> {
-    cuts.windows(2).map(|ends| StageOps { first: ends[0], end: ends[1] }).collect()
+fn runs(cuts: &[u32]) -> Vec<OpRun> {
+    cuts.windows(2).map(|ends| OpRun { first: ends[0], end: ends[1] }).collect()
 }
 
 fn divide(graph: &Graph, cuts: &[u32]) -> Partition {
@@ -40,190 +39,9 @@ fn divided() -> impl Strategy<Value = (Graph, Vec<u32>)> {
     })
 }
 
-/// What holds for every partition, however it was made.
+#[track_caller]
 fn check(graph: &Graph, partition: &Partition) {
-    let analysis = Analysis::new(graph);
-    let mut stage_of: HashMap<OpId, u32> = HashMap::new();
-    for (stage, part) in (0..).zip(&partition.stages) {
-        assert!(part.ops.is_sorted(), "stage {stage} runs in order");
-        for &op in part.ops.iter().filter(|&&op| !analysis.batch_free[op]) {
-            assert_eq!(stage_of.insert(op, stage), None, "{op} runs in one stage");
-        }
-    }
-    assert_eq!(stage_of.len(), analysis.main_ops.len(), "every main op runs");
-    for group in &analysis.groups {
-        let stages: BTreeSet<u32> = group.ops.iter().map(|op| stage_of[op]).collect();
-        assert_eq!(stages.len(), 1, "{} split {group:?}", graph.name);
-    }
-    check_closed(graph, partition);
-    check_meaning(graph, partition);
-    check_crossings(graph, partition, &analysis, &stage_of);
-    check_outputs(graph, partition);
-    check_stored(graph, partition, &analysis);
-}
-
-/// A stage's ops read only what the stage makes, receives or holds, and it holds nothing else.
-fn check_closed(graph: &Graph, partition: &Partition) {
-    for part in &partition.stages {
-        let mut known: BTreeSet<ValueId> = part.receives.iter().copied().collect();
-        known.extend(part.inputs.iter().map(|input| graph.inputs[input.index as usize]));
-        known.extend(part.params.iter().map(|&param| graph.params[param].value));
-        known.extend(part.buffers.iter().map(|&buffer| graph.buffers[buffer].value));
-        known.extend(part.constants.iter().map(|&constant| graph.constants[constant].value));
-        let mut used: BTreeSet<ValueId> = part.outputs.iter().chain(&part.sends).copied().collect();
-        used.extend(part.mutated_buffers.iter().map(|&buffer| graph.buffers[buffer].value));
-        used.extend(part.mutated_buffers.iter().filter_map(|&buffer| graph.buffers[buffer].update));
-        let mut made = known.clone();
-        for &op in &part.ops {
-            let operands = graph.ops[op].operands();
-            assert!(operands.iter().all(|operand| made.contains(operand)), "{op} lacks an operand");
-            used.extend(operands);
-            made.extend(&graph.ops[op].results);
-        }
-        assert!(used.iter().all(|value| made.contains(value)), "{part:?} lacks what it gives");
-        assert!(known.iter().all(|value| used.contains(value)), "{part:?} holds what it does not use");
-    }
-}
-
-fn check_crossings(graph: &Graph, partition: &Partition, analysis: &Analysis, stage_of: &HashMap<OpId, u32>) {
-    assert!(partition.crossings.is_sorted_by_key(|crossing| crossing.value));
-    let mut expected: BTreeSet<(ValueId, u32, u32)> = BTreeSet::new();
-    for (consumer, &to) in stage_of {
-        for value in graph.ops[*consumer].operands() {
-            if let ValueDef::Op { op, .. } = graph.values[value].def
-                && let Some(&from) = stage_of.get(&op)
-                && from != to
-            {
-                assert!(from < to, "{value} flows back");
-                expected.insert((value, from, to));
-            }
-        }
-    }
-    let mut found = BTreeSet::new();
-    for crossing in &partition.crossings {
-        assert_eq!(Some(crossing.row_dim), analysis.row_dims[crossing.value]);
-        assert_eq!(crossing.requires_grad, graph.values[crossing.value].requires_grad);
-        assert!(partition.stages[crossing.from as usize].sends.contains(&crossing.value));
-        for &to in &crossing.to {
-            assert!(partition.stages[to as usize].receives.contains(&crossing.value));
-            found.insert((crossing.value, crossing.from, to));
-        }
-    }
-    assert_eq!(found, expected);
-    let count = |list: fn(&rannc_plan::StagePart) -> usize| partition.stages.iter().map(list).sum::<usize>();
-    assert_eq!(count(|part| part.sends.len()), partition.crossings.len());
-    assert_eq!(count(|part| part.receives.len()), found.len());
-}
-
-fn check_outputs(graph: &Graph, partition: &Partition) {
-    let values: Vec<ValueId> = partition.outputs.iter().map(|output| output.value).collect();
-    assert_eq!(values, graph.outputs);
-    for output in &partition.outputs {
-        match output.source {
-            OutputSource::Stage(stage) => {
-                let made = &partition.stages[stage as usize].outputs;
-                assert_eq!(made.iter().filter(|&&value| value == output.value).count(), 1);
-            }
-            OutputSource::Input(input) => assert_eq!(graph.inputs[input as usize], output.value),
-        }
-    }
-}
-
-fn check_stored(graph: &Graph, partition: &Partition, analysis: &Analysis) {
-    for (id, buffer) in graph.buffers.iter() {
-        let changers = partition.stages.iter().filter(|part| part.mutated_buffers.contains(&id)).count();
-        assert_eq!(changers, usize::from(analysis.storages.is_changed(buffer.value)), "{id}");
-    }
-    for id in graph.params.ids() {
-        let holders = (0..).zip(&partition.stages).filter(|(_, part)| part.params.contains(&id));
-        let holders: Vec<u32> = holders.map(|(stage, _)| stage).collect();
-        let tied = partition.tied.iter().find(|tied| tied.param == id);
-        assert_eq!(tied.map(|tied| &tied.stages), (holders.len() > 1).then_some(&holders), "{id}");
-    }
-}
-
-/// Runs Ops on storages whose contents are hashes of all that went into them.
-#[derive(Default)]
-struct Machine {
-    contents: Vec<u64>,
-    storage: HashMap<ValueId, usize>,
-    /// What each Op read.
-    read: HashMap<OpId, Vec<u64>>,
-}
-
-fn mix(what: impl Hash) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    what.hash(&mut hasher);
-    hasher.finish()
-}
-
-impl Machine {
-    fn hold(&mut self, value: ValueId, content: u64) {
-        self.storage.insert(value, self.contents.len());
-        self.contents.push(content);
-    }
-
-    fn hold_leaf(&mut self, value: ValueId) {
-        self.hold(value, mix(value));
-    }
-
-    fn content(&self, value: ValueId) -> u64 {
-        self.contents[self.storage[&value]]
-    }
-
-    fn run(&mut self, graph: &Graph, ops: impl IntoIterator<Item = OpId>) {
-        for id in ops {
-            let op = &graph.ops[id];
-            let read: Vec<u64> = op.operands().into_iter().map(|value| self.content(value)).collect();
-            for (place, value) in op.mutates.iter().enumerate() {
-                self.contents[self.storage[value]] = mix((id, "changed", place, &read));
-            }
-            for (place, &result) in op.results.iter().enumerate() {
-                match graph.values[result].alias_of {
-                    Some(base) => drop(self.storage.insert(result, self.storage[&base])),
-                    None => self.hold(result, mix((id, "made", place, &read))),
-                }
-            }
-            self.read.insert(id, read);
-        }
-    }
-}
-
-/// Every op, cloned ones included, reads in its stage what it reads in the whole graph, and outputs
-/// and buffers end up the same.
-fn check_meaning(graph: &Graph, partition: &Partition) {
-    let mut whole = Machine::default();
-    let leaves = graph.values.iter().filter(|(_, value)| !matches!(value.def, ValueDef::Op { .. }));
-    leaves.for_each(|(id, _)| whole.hold_leaf(id));
-    whole.run(graph, graph.ops.ids());
-
-    let mut sent: HashMap<ValueId, u64> = HashMap::new();
-    let mut machines = Vec::new();
-    for part in &partition.stages {
-        let mut machine = Machine::default();
-        part.inputs.iter().for_each(|input| machine.hold_leaf(input.value));
-        part.params.iter().for_each(|&param| machine.hold_leaf(graph.params[param].value));
-        part.buffers.iter().for_each(|&buffer| machine.hold_leaf(graph.buffers[buffer].value));
-        part.constants.iter().for_each(|&constant| machine.hold_leaf(graph.constants[constant].value));
-        part.receives.iter().for_each(|value| machine.hold(*value, sent[value]));
-        machine.run(graph, part.ops.iter().copied());
-        for (op, read) in &machine.read {
-            assert_eq!(read, &whole.read[op], "{op}");
-        }
-        sent.extend(part.sends.iter().map(|&value| (value, machine.content(value))));
-        for buffer in part.mutated_buffers.iter().map(|&buffer| &graph.buffers[buffer]) {
-            let stored = buffer.update.unwrap_or(buffer.value);
-            assert_eq!(machine.content(stored), whole.content(stored), "{}", buffer.name);
-        }
-        machines.push(machine);
-    }
-    for output in &partition.outputs {
-        let content = match output.source {
-            OutputSource::Stage(stage) => machines[stage as usize].content(output.value),
-            OutputSource::Input(_) => mix(output.value),
-        };
-        assert_eq!(content, whole.content(output.value), "output {}", output.index);
-    }
+    partition.verify(graph).expect("it is one of its graph");
 }
 
 proptest! {
@@ -254,6 +72,60 @@ proptest! {
         for stage in 0..partition.stages.len() {
             prop_assert!(held(&followed, stage).is_subset(&held(&partition, stage)));
         }
+    }
+}
+
+/// Each list of a Partition, and each Stage of a crossing, is held against the Graph.
+#[test]
+fn damage_is_found() {
+    let graph = translator();
+    let sound = divide(&graph, &[0, 2, 3, 6, 7]);
+    assert_eq!(sound.verify(&graph), Ok(()));
+    let damages: [fn(&mut Partition); 20] = [
+        |partition| {
+            partition.stages.pop();
+        },
+        |partition| {
+            partition.stages[0].ops.pop();
+        },
+        |partition| partition.stages[2].ops.swap(0, 1),
+        |partition| partition.stages[1].ops.push(OpId(4)),
+        |partition| partition.stages[3].ops.push(OpId(99)),
+        |partition| {
+            partition.stages[2].inputs.pop();
+        },
+        |partition| partition.stages[2].inputs[0].index = 0,
+        |partition| {
+            partition.stages[2].receives.pop();
+        },
+        |partition| {
+            partition.stages[0].sends.pop();
+        },
+        |partition| partition.stages[1].sends.push(ValueId(99)),
+        |partition| {
+            partition.stages[3].outputs.pop();
+        },
+        |partition| {
+            partition.stages[0].params.pop();
+        },
+        |partition| partition.stages[1].params.push(ParamId(0)),
+        |partition| partition.crossings.reverse(),
+        |partition| {
+            partition.crossings.pop();
+        },
+        |partition| partition.crossings[0].to.push(3),
+        |partition| partition.crossings[0].from = 99,
+        |partition| partition.crossings[0].requires_grad = false,
+        |partition| partition.outputs[0].source = OutputSource::Stage(0),
+        |partition| {
+            partition.tied.pop();
+        },
+    ];
+    for (number, damage) in damages.into_iter().enumerate() {
+        let mut partition = sound.clone();
+        damage(&mut partition);
+        assert_ne!(partition, sound, "damage {number} does nothing");
+        assert!(partition.verify(&graph).is_err(), "damage {number} passes");
     }
 }
 

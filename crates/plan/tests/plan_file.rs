@@ -1,17 +1,18 @@
 //! The plan file. `PROPTEST_CASES` runs more cases with damaged files.
 
 use proptest::prelude::*;
+use rannc_ir::OpRun;
 use rannc_ir::testing::{cases, damaged, mlp};
 use rannc_plan::{
-    MemoryPrediction, Plan, PlanFault, PlanFileError, Recompute, ScheduleKind, Sharding, StageOps, StagePlan,
-    StagePrediction, StepPrediction,
+    MemoryPrediction, Plan, PlanFault, PlanFileError, Recompute, ScheduleKind, Sharding, StagePlan, StagePrediction,
+    StepPrediction,
 };
 
 fn stage(first: u32, end: u32, ranks: &[u32]) -> StagePlan {
     let memory = MemoryPrediction { params_bytes: 1 << 30, grads_bytes: 7, ..MemoryPrediction::default() };
     let predicted = StagePrediction { forward_us: 0.1, backward_us: 1.0 / 3.0, memory, ..StagePrediction::default() };
     StagePlan {
-        ops: StageOps { first, end },
+        ops: OpRun { first, end },
         modules: vec!["net.0-3".into()],
         ranks: ranks.to_vec(),
         blocks: 2,
@@ -161,7 +162,7 @@ fn a_model_without_main_ops_is_one_stage() {
 
 #[test]
 fn runs_to_compute_again_lie_in_their_stage() {
-    let run = |first, end| StageOps { first, end };
+    let run = |first, end| OpRun { first, end };
     for runs in [vec![run(4, 6)], vec![run(5, 5)], vec![run(7, 8), run(6, 7)], vec![run(8, 10)]] {
         let found = fault(|plan| plan.stages[1].recompute = Recompute::Blocks(runs.clone()));
         assert_eq!(found, PlanFault::Recompute(1));

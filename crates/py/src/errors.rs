@@ -3,6 +3,10 @@
 use std::error::Error;
 
 use pyo3::prelude::*;
+use rannc_cost::{CostError, ProfileError};
+use rannc_ir::GraphError;
+use rannc_plan::{CheckError, Deadlock, PartitionError, PlanFileError, ProgramError};
+use rannc_search::SearchError;
 
 /// A class of `pyrannc.errors`.
 #[derive(Clone, Copy)]
@@ -34,14 +38,96 @@ impl ErrorClass {
     }
 }
 
-/// Turns the error of a `Result` into a Python exception.
-pub trait OrRaise<T> {
-    /// The value, or the error as an exception of `class`.
-    fn or_raise(self, class: ErrorClass) -> PyResult<T>;
+/// An error that is always an exception of the same class, whoever asked.
+pub trait Raised: Error + Sized {
+    /// The class.
+    fn class(&self) -> ErrorClass;
 }
 
-impl<T, E: Error> OrRaise<T> for Result<T, E> {
-    fn or_raise(self, class: ErrorClass) -> PyResult<T> {
+impl Raised for GraphError {
+    fn class(&self) -> ErrorClass {
+        ErrorClass::CAPTURE
+    }
+}
+
+impl Raised for CostError {
+    fn class(&self) -> ErrorClass {
+        ErrorClass::CLUSTER
+    }
+}
+
+impl Raised for ProfileError {
+    fn class(&self) -> ErrorClass {
+        ErrorClass::PROFILE
+    }
+}
+
+impl Raised for PlanFileError {
+    fn class(&self) -> ErrorClass {
+        ErrorClass::PLAN_FILE
+    }
+}
+
+impl Raised for PartitionError {
+    fn class(&self) -> ErrorClass {
+        ErrorClass::PLAN
+    }
+}
+
+impl Raised for ProgramError {
+    fn class(&self) -> ErrorClass {
+        ErrorClass::PLAN
+    }
+}
+
+impl Raised for CheckError {
+    fn class(&self) -> ErrorClass {
+        ErrorClass::PLAN
+    }
+}
+
+impl Raised for Deadlock {
+    fn class(&self) -> ErrorClass {
+        ErrorClass::PLAN
+    }
+}
+
+impl Raised for SearchError {
+    fn class(&self) -> ErrorClass {
+        match self {
+            Self::Cluster(error) => error.class(),
+            Self::Plan(error) => error.class(),
+            Self::Settings { .. }
+            | Self::Empty { .. }
+            | Self::TooFewBlocks { .. }
+            | Self::DoesNotFit(_)
+            | Self::Stopped
+            | Self::Told
+            | Self::Threads(_) => ErrorClass::PLAN,
+        }
+    }
+}
+
+/// Turns the error of a `Result` into a Python exception.
+pub trait OrRaise<T> {
+    /// The value, or the error as an exception of its class.
+    fn or_raise(self) -> PyResult<T>;
+}
+
+impl<T, E: Raised> OrRaise<T> for Result<T, E> {
+    fn or_raise(self) -> PyResult<T> {
+        self.map_err(|error| error.class().exception(&error))
+    }
+}
+
+/// Turns the error of a `Result` that has no class of its own, such as one about a JSON text, into a Python exception.
+pub trait OrRaiseAs<T> {
+    /// The value, or the error as an exception of `class`.
+    fn or_raise_as(self, class: ErrorClass) -> PyResult<T>;
+}
+
+impl<T, E: Error> OrRaiseAs<T> for Result<T, E> {
+    fn or_raise_as(self, class: ErrorClass) -> PyResult<T> {
         self.map_err(|error| class.exception(&error))
     }
 }

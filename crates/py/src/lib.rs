@@ -1,8 +1,12 @@
 //! `pyrannc._native`: conversion, errors, GIL release and the watchdog. No logic of its own.
 
-mod costs;
+mod cluster;
 mod errors;
-mod planning;
+mod graph;
+mod interrupt;
+mod plan;
+mod profile;
+mod program;
 mod watchdog;
 
 use pyo3::prelude::*;
@@ -13,11 +17,19 @@ mod _native {
     use std::ffi::OsString;
 
     use pyo3::prelude::*;
+    use rannc_cli::{Around, Terminal};
+    use rannc_report::{Column, amount, text};
 
     #[pymodule_export]
-    use crate::costs::{Cluster, Profile};
+    use crate::cluster::Cluster;
     #[pymodule_export]
-    use crate::planning::{Blocks, Graph, Partition, Plan, Program};
+    use crate::graph::{Blocks, Graph};
+    #[pymodule_export]
+    use crate::plan::{Partition, Plan};
+    #[pymodule_export]
+    use crate::profile::Profile;
+    #[pymodule_export]
+    use crate::program::Program;
     #[pymodule_export]
     use crate::watchdog::python::Watchdog;
 
@@ -26,9 +38,44 @@ mod _native {
     #[allow(non_upper_case_globals)] // Python's name for it
     const version: &str = env!("CARGO_PKG_VERSION");
 
+    /// Sends of gradients that a channel may have under way before the next one waits.
+    #[pymodule_export]
+    const GRAD_WINDOW: usize = rannc_plan::GRAD_WINDOW;
+
+    /// Size at which the first bucket of a Stage's gradients is full.
+    #[pymodule_export]
+    const FIRST_BUCKET_BYTES: u64 = rannc_plan::FIRST_BUCKET_BYTES;
+
+    /// Size at which any later bucket of gradients is full.
+    #[pymodule_export]
+    const BUCKET_BYTES: u64 = rannc_plan::BUCKET_BYTES;
+
     /// Runs the `rannc` command; `args` starts with the name of the program. Returns the exit status.
     #[pyfunction]
     fn run_cli(py: Python<'_>, args: Vec<OsString>) -> i32 {
-        py.detach(|| rannc_cli::run(args.into_iter(), &mut std::io::stdout(), &mut std::io::stderr()))
+        py.detach(|| {
+            let around = Around {
+                out: &mut std::io::stdout(),
+                err: &mut std::io::stderr(),
+                terminal: Terminal::of_stdout(),
+                interrupted: &|| Python::attach(|py| py.check_signals().is_err()),
+            };
+            rannc_cli::run(args.into_iter(), around)
+        })
+    }
+
+    /// The text of a table in the one style of all tables, as wide as the terminal. `columns` are headers, and whether
+    /// they are of amounts.
+    #[pyfunction]
+    fn table(columns: Vec<(String, bool)>, rows: Vec<Vec<String>>) -> String {
+        let columns = columns.iter().map(|(header, is_amount)| if *is_amount { amount(header) } else { text(header) });
+        let columns: Vec<Column<'_>> = columns.collect();
+        rannc_report::table(&columns, &rows, Terminal::of_stdout().width())
+    }
+
+    /// The text in lines that fit the terminal.
+    #[pyfunction]
+    fn paragraph(text: &str) -> String {
+        rannc_report::paragraph(text, Terminal::of_stdout().width())
     }
 }

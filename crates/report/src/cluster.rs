@@ -4,8 +4,8 @@ use rannc_cost::{Cluster, Device, Level, Link, Preset, format_bytes, format_us};
 use serde::Serialize;
 
 use crate::Report;
-use crate::format::{counted, decimal};
-use crate::table::table;
+use crate::format::{counted, decimal, paragraph};
+use crate::table::{Column, amount, table, text};
 
 /// A cluster to show. Its JSON is all that is known of it, in the units that the names of the fields end with.
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -16,24 +16,35 @@ pub struct ClusterTables<'a> {
 }
 
 impl Report for ClusterTables<'_> {
-    fn text(&self) -> String {
+    fn text(&self, width: usize) -> String {
         let Cluster { name, kinds, nodes, levels } = self.cluster;
         let devices = counted(u64::from(self.cluster.devices()), "device", "devices");
         let node_count = counted(nodes.len() as u64, "node", "nodes");
         let groups = nodes.chunk_by(|left, right| left == right);
         let groups = groups.map(|run| format!("{} x {} {}", run.len(), run[0].devices, kinds[run[0].kind].name));
         let groups = groups.collect::<Vec<_>>().join(", ");
-        let device_rows = kinds.iter().map(|device| device_row(&device.name, device)).collect();
+        let device_rows: Vec<_> = kinds.iter().map(|device| device_row(&device.name, device)).collect();
+        let level_rows: Vec<_> = levels.iter().map(level_row).collect();
         format!(
-            "Cluster {name}: {devices} on {node_count}\nNodes: {groups}\n\nDevices\n{}\nLinks\n{}",
-            table(&DEVICE_HEADER, device_rows, 1..8),
-            table(&LEVEL_HEADER, levels.iter().map(level_row).collect(), 1..6),
+            "{}{}\nDevices\n{}\nLinks\n{}",
+            paragraph(&format!("Cluster {name}: {devices} on {node_count}"), width),
+            paragraph(&format!("Nodes: {groups}"), width),
+            table(&DEVICE_COLUMNS, &device_rows, width),
+            table(&LEVEL_COLUMNS, &level_rows, width),
         )
     }
 }
 
-const DEVICE_HEADER: [&str; 8] =
-    ["Device", "Memory", "Bandwidth", "FP64 FLOP/s", "FP32 FLOP/s", "TF32 FLOP/s", "Half FLOP/s", "To host"];
+const DEVICE_COLUMNS: [Column<'_>; 8] = [
+    text("Device"),
+    amount("Memory"),
+    amount("Bandwidth"),
+    amount("FP64 FLOP/s"),
+    amount("FP32 FLOP/s"),
+    amount("TF32 FLOP/s"),
+    amount("Half FLOP/s"),
+    amount("To host"),
+];
 
 fn device_row(name: &str, device: &Device) -> Vec<String> {
     let rates = device.flops_per_s;
@@ -43,8 +54,14 @@ fn device_row(name: &str, device: &Device) -> Vec<String> {
     row
 }
 
-const LEVEL_HEADER: [&str; 6] =
-    ["Level", "Nodes", "Latency", "Bandwidth", "Collective latency", "Collective bandwidth"];
+const LEVEL_COLUMNS: [Column<'_>; 6] = [
+    text("Level"),
+    amount("Nodes"),
+    amount("Latency"),
+    amount("Bandwidth"),
+    amount("Collective latency"),
+    amount("Collective bandwidth"),
+];
 
 fn level_row(level: &Level) -> Vec<String> {
     let Level { name, nodes, send, collective } = level;
@@ -81,8 +98,8 @@ impl PresetList {
 }
 
 impl Report for PresetList {
-    fn text(&self) -> String {
-        let rows = self.presets.iter().map(|preset| device_row(preset.name, &preset.device)).collect();
-        table(&DEVICE_HEADER, rows, 1..8)
+    fn text(&self, width: usize) -> String {
+        let rows: Vec<_> = self.presets.iter().map(|preset| device_row(preset.name, &preset.device)).collect();
+        table(&DEVICE_COLUMNS, &rows, width)
     }
 }

@@ -1,12 +1,14 @@
 //! What differs between two Plans.
 
 use rannc_cost::{format_bytes, format_us};
-use rannc_plan::{Plan, StageOps, StagePlan};
+use rannc_ir::OpRun;
+use rannc_plan::{Plan, StagePlan};
 use serde::Serialize;
 
 use crate::Report;
-use crate::format::{percent, runs, savers, schedule, signed_percent};
-use crate::table::table;
+use crate::figures::StepFigures;
+use crate::format::{percent, runs, savers, signed_percent};
+use crate::table::{amount, table, text};
 
 /// What differs between two Plans.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -64,6 +66,7 @@ impl Amount {
         let (left, right) = match (self, right) {
             (Self::Us(left), Self::Us(right)) => (*left, *right),
             (Self::Bytes(left), Self::Bytes(right)) => (*left as f64, *right as f64),
+            // Points of percentage would be read as percent.
             _ => return String::new(),
         };
         if left > 0.0 { signed_percent(right / left - 1.0) } else { String::new() }
@@ -115,6 +118,7 @@ impl PlanDiff {
 /// Name in JSON, in words, and what it is.
 fn facts(plan: &Plan) -> Vec<(&'static str, &'static str, Amount)> {
     let count = |count: u32| Amount::Count(u64::from(count));
+    let figures = StepFigures::predicted(plan, None);
     let peak_bytes = plan.stages.iter().map(|stage| stage.predicted.memory.total_bytes()).max().unwrap_or(0);
     vec![
         ("graph_name", "Graph", Amount::Text(plan.graph_name.clone())),
@@ -122,9 +126,12 @@ fn facts(plan: &Plan) -> Vec<(&'static str, &'static str, Amount)> {
         ("batch_rows", "Rows of the batch", Amount::Count(plan.batch_rows)),
         ("stages", "Stages", Amount::Count(plan.stages.len() as u64)),
         ("microbatches", "Microbatches", count(plan.microbatches)),
-        ("schedule", "Schedule", Amount::Text(schedule(plan.schedule).to_owned())),
+        ("schedule", "Schedule", Amount::Text(plan.schedule.to_string())),
         ("step_us", "Step", Amount::Us(plan.predicted.step_us)),
-        ("bubble", "Devices idle", Amount::Share(plan.predicted.bubble)),
+        ("computing", "Computing", Amount::Share(figures.computing)),
+        ("idle", "Idle", Amount::Share(figures.idle)),
+        ("reducing", "Reducing gradients", Amount::Share(figures.reducing)),
+        ("updating", "Optimizer", Amount::Share(figures.updating)),
         ("peak_bytes", "Peak memory", Amount::Bytes(peak_bytes)),
     ]
 }
@@ -141,7 +148,7 @@ fn segments(left: &[StagePlan], right: &[StagePlan]) -> Vec<Segment> {
             end_op,
             left_stage,
             right_stage,
-            modules: modules(StageOps { first: first_op, end: end_op }, left, right),
+            modules: modules(OpRun { first: first_op, end: end_op }, left, right),
             same: placement(left) == placement(right),
             left: describe(left_stage, left),
             right: describe(right_stage, right),
@@ -154,7 +161,7 @@ fn segments(left: &[StagePlan], right: &[StagePlan]) -> Vec<Segment> {
 }
 
 /// Those of the smaller Stage, which has all of these Ops and perhaps more.
-fn modules(ops: StageOps, left: &StagePlan, right: &StagePlan) -> Vec<String> {
+fn modules(ops: OpRun, left: &StagePlan, right: &StagePlan) -> Vec<String> {
     let len = |stage: &StagePlan| stage.ops.end - stage.ops.first;
     let smaller = if len(left) <= len(right) { left } else { right };
     if smaller.ops == ops {
@@ -180,28 +187,29 @@ fn placement(stage: &StagePlan) -> String {
 }
 
 impl Report for PlanDiff {
-    fn text(&self) -> String {
+    fn text(&self, width: usize) -> String {
         if self.changes.is_empty() && self.same_stages() {
             return "The plans are the same.\n".to_owned();
         }
         let changes = self.changes.iter().map(|Change { label, left, right, .. }| {
             vec![(*label).to_owned(), left.text(), right.text(), left.change(right)]
         });
-        let mut text = String::new();
-        if !self.changes.is_empty() {
-            text += &table(&["", "Left", "Right", "Change"], changes.collect(), 1..4);
-        }
+        // What differs less than can be shown is not shown.
+        let changes: Vec<Vec<String>> = changes.filter(|row| row[1] != row[2]).collect();
+        let columns = [text("Figure"), amount("Left"), amount("Right"), amount("Change")];
+        let shown = if changes.is_empty() { String::new() } else { table(&columns, &changes, width) };
         if !self.same_graph {
-            return text + "The plans divide different graphs, so their stages cannot be compared.\n";
+            return shown + "\nThe plans divide different graphs, so their stages cannot be compared.\n";
         }
         if self.same_stages() {
-            return text + "The stages are the same.\n";
+            return shown + "\nThe stages are the same.\n";
         }
         let segments = self.segments.iter().map(|segment| {
             let Segment { modules, same, left, right, .. } = segment;
             let mark = if *same { "" } else { "*" };
-            vec![modules.join("\n"), left.clone(), right.clone(), mark.to_owned()]
+            vec![modules.join(", "), left.clone(), right.clone(), mark.to_owned()]
         });
-        text + "\nStages\n" + &table(&["Modules", "Left", "Right", ""], segments.collect(), 0..0)
+        let columns = [text("Modules"), text("Left"), text("Right"), text("Differs")];
+        shown + "\nStages\n" + &table(&columns, &segments.collect::<Vec<_>>(), width)
     }
 }

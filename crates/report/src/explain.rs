@@ -1,15 +1,16 @@
 //! Why a Plan is as it is: what binds, what its cuts cost, what else there is.
 
 use rannc_cost::{Cluster, format_bytes, format_us, tensor_bytes};
-use rannc_ir::{Analysis, Graph};
-use rannc_plan::{MemoryPrediction, Partition, PartitionError, Plan, StageOps, StagePlan};
+use rannc_ir::{Analysis, Graph, OpRun};
+use rannc_plan::{MemoryPrediction, Partition, PartitionError, Plan, StagePlan};
 use rannc_search::{Blocks, Gain, Outcome, SearchReport, Settings, Stop};
 use serde::Serialize;
 
 use crate::Report;
-use crate::format::{counted, percent, runs, savers, signed_percent};
+use crate::figures::Workload;
+use crate::format::{counted, paragraph, percent, runs, savers, signed_percent};
 use crate::plan::{microbatch_rows, summary};
-use crate::table::table;
+use crate::table::{amount, table, text};
 use crate::whatif::PlanShape;
 
 /// Above this share of its memory a Stage is said to be full.
@@ -29,8 +30,12 @@ pub struct Question<'a> {
 /// Why the best Plan is the best.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Explanation {
+    #[serde(skip)]
+    workload: Workload,
     /// The best Plan, as in its file.
     pub plan: Plan,
+    /// The best Plan in short.
+    pub shape: PlanShape,
     /// The search.
     pub search: SearchFacts,
     /// What fills a step.
@@ -139,11 +144,12 @@ impl Explanation {
         let Outcome { plan, runners_up, gains, report } = outcome;
         let Question { graph, cluster, settings } = question;
         let rows = microbatch_rows(&plan, plan.batch_rows).into_iter().max().unwrap_or(0);
-        let ops: Vec<StageOps> = plan.stages.iter().map(|stage| stage.ops).collect();
+        let ops: Vec<OpRun> = plan.stages.iter().map(|stage| stage.ops).collect();
         let step = StepShares::new(&plan);
+        let workload = Workload::new(graph, cluster, plan.world_size, plan.batch_rows);
         let runners_up = runners_up.iter().map(|other| RunnerUp {
             loss: other.predicted.step_us / plan.predicted.step_us - 1.0,
-            shape: PlanShape::new(other),
+            shape: PlanShape::new(other, Some(&workload)),
         });
         Ok(Self {
             stages: stage_shares(&plan, step.bottleneck, cluster, settings),
@@ -154,6 +160,8 @@ impl Explanation {
             step,
             unlimited_step_us,
             gains,
+            shape: PlanShape::new(&plan, Some(&workload)),
+            workload,
             plan,
         })
     }
@@ -197,14 +205,14 @@ fn largest_use(memory: &MemoryPrediction) -> &'static str {
     memory.uses().into_iter().max_by_key(|&(_, bytes)| bytes).map_or("", |(name, _)| name)
 }
 
-fn possible(graph: &Graph, cluster: &Cluster, settings: &Settings) -> Vec<StageOps> {
+fn possible(graph: &Graph, cluster: &Cluster, settings: &Settings) -> Vec<OpRun> {
     let rows = settings.batch_rows.div_ceil(u64::from(settings.world_size));
     let blocks = Blocks::new(graph, &Analysis::new(graph), &cluster.kinds[0], settings.world_size, rows);
     blocks.blocks.into_iter().map(|block| block.ops).collect()
 }
 
 /// Bytes of the Values that cross from each Stage but the last to later ones, for `rows` rows.
-fn cut_bytes(graph: &Graph, stages: &[StageOps], rows: u64) -> Result<Vec<u64>, PartitionError> {
+fn cut_bytes(graph: &Graph, stages: &[OpRun], rows: u64) -> Result<Vec<u64>, PartitionError> {
     let mut bytes = vec![0; stages.len().saturating_sub(1)];
     for crossing in Partition::new(graph, stages)?.crossings {
         let value_bytes = tensor_bytes(&graph.values[crossing.value]).at(rows) as u64;
@@ -229,19 +237,23 @@ fn cuts(plan: &Plan, bytes: Vec<u64>) -> Vec<Cut> {
 }
 
 impl Report for Explanation {
-    fn text(&self) -> String {
-        let mut text = summary(&self.plan);
-        text += &self.search_text();
-        text += &format!("\nWhat binds\n{}{}{}", self.stage_table(), self.time_text(), self.memory_text());
+    fn text(&self, width: usize) -> String {
+        let mut text = summary(&self.plan, Some(&self.workload), width);
+        text += &paragraph(&self.search_text(), width);
+        text += &format!("\nWhat binds\n{}\n", self.stage_table(width));
+        text += &paragraph(&self.time_text(), width);
+        text += &paragraph(&self.memory_text(), width);
         if !self.cuts.is_empty() {
             let median = format_bytes(self.median_cut_bytes);
-            text += &format!("\nCuts; half of the possible ones are crossed by at most {median}\n{}", self.cut_table());
+            text += "\n";
+            text += &paragraph(&format!("Cuts; half of the possible ones are crossed by at most {median}"), width);
+            text += &self.cut_table(width);
         }
         if !self.runners_up.is_empty() {
-            text += &format!("\nRunners-up\n{}", self.runner_up_table());
+            text += &format!("\nRunners-up\n{}", self.runner_up_table(width));
         }
         if !self.gains.is_empty() {
-            text += &format!("\nWith what the runtime cannot do yet\n{}", self.gain_table());
+            text += &format!("\nWith what the runtime cannot do yet\n{}", self.gain_table(width));
         }
         text
     }
@@ -249,41 +261,40 @@ impl Report for Explanation {
 
 impl Explanation {
     fn search_text(&self) -> String {
-        let SearchFacts { gap, plans_covered, blocks, block_kinds, measured_kinds, elapsed_ms, stop } = &self.search;
+        let SearchFacts { plans_covered, blocks, block_kinds, measured_kinds, elapsed_ms, stop, .. } = &self.search;
         let stop = match stop {
-            Stop::Complete => "",
+            Stop::Complete | Stop::Told => "",
             Stop::Candidates => "; stopped at the limit of candidates",
             Stop::Time => "; stopped at the limit of time",
         };
         format!(
             "Searched: {plans_covered:.1e} plans of {} ({block_kinds} different, {measured_kinds} of them measured) in \
-             {}; at most {} above the optimum{stop}\n",
+             {}{stop}",
             counted(*blocks as u64, "block", "blocks"),
             format_us(elapsed_ms * 1e3),
-            percent(gap.max(0.0)),
         )
     }
 
-    fn stage_table(&self) -> String {
-        let header = [
-            "Stage",
-            "Modules",
-            "Ranks",
-            "Microbatch",
-            "Of longest",
-            "In flight",
-            "Memory",
-            "Usable",
-            "Used",
-            "Most of it for",
-            "Saving",
+    fn stage_table(&self, width: usize) -> String {
+        let columns = [
+            text("Stage"),
+            text("Modules"),
+            amount("Ranks"),
+            amount("Microbatch"),
+            amount("Of longest"),
+            amount("In flight"),
+            amount("Memory").begins(),
+            amount("Usable"),
+            amount("Used"),
+            text("Most of it for"),
+            text("Saving"),
         ];
         let rows = self.plan.stages.iter().zip(&self.stages).enumerate().map(|(number, (stage, shares))| {
             let &StageShares { microbatch_us, of_bottleneck, in_flight, memory_bytes, usable_bytes, largest_use } =
                 shares;
             vec![
                 number.to_string(),
-                stage.modules.join("\n"),
+                stage.modules.join(", "),
                 runs(&stage.ranks),
                 format_us(microbatch_us),
                 percent(of_bottleneck),
@@ -295,15 +306,24 @@ impl Explanation {
                 savers(stage),
             ]
         });
-        table(&header, rows.collect(), 2..9)
+        table(&columns, &rows.collect::<Vec<_>>(), width)
     }
 
     fn time_text(&self) -> String {
         let StepShares { bottleneck, work, fill_and_drain, end } = self.step;
+        if self.plan.stages.len() == 1 {
+            return format!(
+                "Time: {} {} {} of the step, the rest is gradient reduction and optimizer.",
+                counted(u64::from(self.plan.microbatches), "microbatch", "microbatches"),
+                if self.plan.microbatches == 1 { "fills" } else { "fill" },
+                percent(work),
+            );
+        }
         format!(
-            "Time: stage {bottleneck} takes longest; its {} fill {} of the step, filling and draining {}, gradient \
-             reduction and optimizer {}.\n",
+            "Time: stage {bottleneck} takes longest; its {} {} {} of the step, filling and draining {}, gradient \
+             reduction and optimizer {}.",
             counted(u64::from(self.plan.microbatches), "microbatch", "microbatches"),
+            if self.plan.microbatches == 1 { "fills" } else { "fill" },
             percent(work),
             percent(fill_and_drain),
             percent(end),
@@ -328,13 +348,13 @@ impl Explanation {
             None => String::new(),
         };
         format!(
-            "Memory: stage {number} {full}, with {} of what it may use, most of it for {}.{unlimited}\n",
+            "Memory: stage {number} {full}, with {} of what it may use, most of it for {}.{unlimited}",
             percent(fullest.used()),
             fullest.largest_use
         )
     }
 
-    fn cut_table(&self) -> String {
+    fn cut_table(&self, width: usize) -> String {
         let rows = self.cuts.iter().enumerate().map(|(number, Cut { before, after, bytes })| {
             let by_median = *bytes as f64 / self.median_cut_bytes.max(1) as f64;
             vec![
@@ -345,25 +365,21 @@ impl Explanation {
                 format!("{by_median:.2} x"),
             ]
         });
-        table(&["Stages", "Before", "After", "Crossed by", "Median"], rows.collect(), 3..5)
+        let columns = [text("Stages"), text("Before"), text("After"), amount("Crossed by"), amount("Median")];
+        table(&columns, &rows.collect::<Vec<_>>(), width)
     }
 
-    fn runner_up_table(&self) -> String {
-        let header = ["Loses", "Step", "Idle", "Peak memory", "Stages", "Replicas", "Microbatches", "Saving"];
-        let rows = self.runners_up.iter().map(|RunnerUp { loss, shape }| {
-            let mut row = vec![
-                signed_percent(*loss),
-                format_us(shape.step_us),
-                percent(shape.bubble),
-                format_bytes(shape.peak_bytes),
-            ];
-            row.extend(shape.row());
-            row
-        });
-        table(&header, rows.collect(), 0..7)
+    /// The best Plan above the others, so that a person sees what differs. All take the same rows: the time of a step
+    /// tells their speed.
+    fn runner_up_table(&self, width: usize) -> String {
+        let row = |loss: String, shape: &PlanShape| [vec![loss], without_speeds(shape.row())].concat();
+        let others = self.runners_up.iter().map(|RunnerUp { loss, shape }| row(signed_percent(*loss), shape));
+        let rows: Vec<Vec<String>> = std::iter::once(row("best".to_owned(), &self.shape)).chain(others).collect();
+        let columns = without_speeds(PlanShape::COLUMNS.to_vec());
+        table(&[vec![amount("Loses")], columns].concat(), &rows, width)
     }
 
-    fn gain_table(&self) -> String {
+    fn gain_table(&self, width: usize) -> String {
         let best_us = self.plan.predicted.step_us;
         let rows = self.gains.iter().map(|Gain { what, step_us }| {
             let change = |us: f64| signed_percent((us / best_us - 1.0).min(0.0));
@@ -373,8 +389,14 @@ impl Explanation {
                 step_us.map(change).unwrap_or_default(),
             ]
         });
-        table(&["With", "Step", "Change"], rows.collect(), 1..3)
+        table(&[text("With"), amount("Step"), amount("Change")], &rows.collect::<Vec<_>>(), width)
     }
+}
+
+/// Of what stands beside the time of a step: columns, or the cells of a row.
+fn without_speeds<T>(mut cells: Vec<T>) -> Vec<T> {
+    cells.drain(PlanShape::SPEEDS);
+    cells
 }
 
 impl StageShares {

@@ -1,28 +1,24 @@
 //! Amounts and counts in words.
 
-use rannc_plan::{Recompute, ScheduleKind, Sharding, StagePlan};
-
-/// The name of a Schedule.
-pub(crate) const fn schedule(kind: ScheduleKind) -> &'static str {
-    match kind {
-        ScheduleKind::FillDrain => "fill-drain",
-        ScheduleKind::OneForwardOneBackward => "1F1B",
-    }
-}
-
-/// `1 stage`, `2 stages`.
-pub(crate) fn counted(count: u64, one: &str, many: &str) -> String {
-    format!("{count} {}", if count == 1 { one } else { many })
-}
+pub(crate) use rannc_cost::counted;
+use rannc_plan::{Recompute, Sharding, StagePlan};
 
 /// A share, 0 to 1, in percent.
 pub(crate) fn percent(share: f64) -> String {
     format!("{:.1}%", 100.0 * share)
 }
 
-/// A change as a share, in percent with its sign.
+/// A change as a share, in percent with its sign, if that is not of a zero.
 pub(crate) fn signed_percent(share: f64) -> String {
-    format!("{:+.1}%", 100.0 * share)
+    let text = format!("{:+.1}%", 100.0 * share);
+    if matches!(text.as_str(), "+0.0%" | "-0.0%") { "0.0%".to_owned() } else { text }
+}
+
+/// A paragraph at most `width` columns wide, its last line ended; further lines are indented.
+pub fn paragraph(text: &str, width: usize) -> String {
+    let options = textwrap::Options::new(width).subsequent_indent("  ").break_words(false);
+    let options = options.word_splitter(textwrap::WordSplitter::NoHyphenation);
+    textwrap::fill(text, options) + "\n"
 }
 
 /// A large number with a decimal prefix: `12.3 G`.
@@ -71,6 +67,17 @@ pub(crate) fn runs(numbers: &[u32]) -> String {
     texts.collect::<Vec<_>>().join(", ")
 }
 
+/// Most amounts that are listed one by one.
+const MOST_LISTED: usize = 6;
+
+/// `1 + 1 + 2`; of many amounts equal neighbours counted: `12 x 1, 2 x 4`.
+pub(crate) fn each(amounts: &[usize]) -> String {
+    if amounts.len() > MOST_LISTED {
+        return repeats(&amounts.iter().map(|&amount| amount as u64).collect::<Vec<_>>());
+    }
+    amounts.iter().map(ToString::to_string).collect::<Vec<_>>().join(" + ")
+}
+
 /// Equal neighbours counted: `3 x 8, 7`.
 pub(crate) fn repeats(amounts: &[u64]) -> String {
     let texts = amounts.chunk_by(u64::eq).filter_map(|run| match run {
@@ -90,6 +97,17 @@ mod tests {
         assert_eq!(runs(&[0, 1, 2, 5, 7, 8]), "0-2, 5, 7-8");
         assert_eq!(runs(&[]), "");
         assert_eq!(repeats(&[8, 8, 8, 7]), "3 x 8, 7");
+    }
+
+    #[test]
+    fn no_change_has_no_sign() {
+        let texts = [-0.000_4, 0.000_4, 0.0, -0.001, 0.25].map(signed_percent);
+        assert_eq!(texts, ["0.0%", "0.0%", "0.0%", "-0.1%", "+25.0%"]);
+    }
+
+    #[test]
+    fn paragraphs_break_between_words() {
+        assert_eq!(paragraph("one two-three four", 9), "one\n  two-three\n  four\n");
     }
 
     #[test]

@@ -9,8 +9,8 @@ use rannc_search::Blocks;
 use serde::Serialize;
 
 use crate::Report;
-use crate::format::{counted, decimal, percent};
-use crate::table::table;
+use crate::format::{counted, decimal, paragraph, percent};
+use crate::table::{amount, table, text};
 
 /// Kinds of ops that the text lists.
 const LISTED_OPS: usize = 15;
@@ -159,7 +159,7 @@ fn op_kinds(graph: &Graph, flops: &[[f64; 2]]) -> Vec<OpKind> {
 }
 
 impl Report for GraphSummary {
-    fn text(&self) -> String {
+    fn text(&self, width: usize) -> String {
         let mode = if self.training { "training" } else { "evaluation" };
         let rows = counted(self.sample_rows, "row", "rows");
         let facts = [
@@ -185,13 +185,13 @@ impl Report for GraphSummary {
             ),
             ("Saved", format!("{} for the backward of {rows}", format_bytes(self.saved_bytes))),
         ];
-        let lines: String = facts.iter().map(|(name, fact)| format!("{name:<14}{fact}\n")).collect();
-        format!("{lines}\n{}", self.op_table())
+        let lines: String = facts.iter().map(|(name, fact)| paragraph(&format!("{name:<14}{fact}"), width)).collect();
+        format!("{lines}\n{}", self.op_table(width))
     }
 }
 
 impl GraphSummary {
-    fn op_table(&self) -> String {
+    fn op_table(&self, width: usize) -> String {
         let all_flops = self.forward_flops + self.backward_flops;
         let share = |flops: f64| if flops > 0.0 { percent(flops / all_flops) } else { String::new() };
         let listed = self.op_kinds.iter().take(LISTED_OPS);
@@ -202,7 +202,7 @@ impl GraphSummary {
             let count: usize = others.iter().map(|kind| kind.count).sum();
             rows.push(vec!["others".to_owned(), count.to_string(), share(others.iter().map(|kind| kind.flops).sum())]);
         }
-        table(&["Op", "Count", "FLOP"], rows, 1..3)
+        table(&[text("Op"), amount("Count"), amount("FLOP")], &rows, width)
     }
 }
 
@@ -229,8 +229,9 @@ mod tests {
         let mut summary = GraphSummary::new(&mlp(3, 8));
         let kind = |number: usize| OpKind { name: format!("op{number}"), count: 1, flops: 0.0 };
         summary.op_kinds = (0..LISTED_OPS + 3).map(kind).collect();
-        let text = summary.text();
+        let text = summary.text(80);
         assert!(text.contains("op14") && !text.contains("op15"), "{text}");
-        assert!(text.contains("others") && text.contains(" 3 "), "{text}");
+        let others = text.lines().last().map(|line| line.split_whitespace().collect::<Vec<_>>());
+        assert_eq!(others, Some(vec!["others", "3"]), "{text}");
     }
 }

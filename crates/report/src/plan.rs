@@ -6,19 +6,27 @@ use rannc_plan::{Interval, Plan, StagePlan, StagePrediction, split_even};
 use serde::Serialize;
 
 use crate::Report;
-use crate::format::{counted, percent, repeats, runs, savers, schedule};
-use crate::table::table;
+use crate::figures::{StepFigures, Workload};
+use crate::format::{counted, each, paragraph, repeats, runs, savers};
+use crate::table::{amount, table, text};
 
-pub(crate) fn title(plan: &Plan, batch_rows: u64) -> String {
-    format!(
-        "Plan of {}: {} on {}, {} in {}, {}\n",
+/// `Plan of Bert: 2 stages on 8 ranks (1 + 7 replicas), 256 rows in 4 microbatches, 1F1B`.
+pub(crate) fn title(plan: &Plan, batch_rows: u64, width: usize) -> String {
+    let replicas: Vec<usize> = plan.stages.iter().map(|stage| stage.ranks.len()).collect();
+    let (divided, order) = if let [_] = replicas[..] {
+        (String::new(), String::new())
+    } else {
+        (format!(" ({} replicas)", each(&replicas)), format!(", {}", plan.schedule))
+    };
+    let text = format!(
+        "Plan of {}: {} on {}{divided}, {} in {}{order}",
         plan.graph_name,
         counted(plan.stages.len() as u64, "stage", "stages"),
         counted(u64::from(plan.world_size), "rank", "ranks"),
         counted(batch_rows, "row", "rows"),
         counted(u64::from(plan.microbatches), "microbatch", "microbatches"),
-        schedule(plan.schedule),
-    )
+    );
+    paragraph(&text, width)
 }
 
 /// Rows of each microbatch, if all ranks bring equally many.
@@ -40,10 +48,18 @@ fn replica_rows(plan: &Plan, batch_rows: u64, stage: &StagePlan) -> Vec<u64> {
 }
 
 /// Times and, if a Stage saves memory, how.
-fn stage_table(plan: &Plan) -> String {
-    let header = [
-        "Stage", "Modules", "Replicas", "Ranks", "Rows", "Forward", "Backward", "Transfer", "Reduce", "Update",
-        "Saving",
+fn stage_table(plan: &Plan, width: usize) -> String {
+    let columns = [
+        text("Stage"),
+        text("Modules"),
+        amount("Ranks"),
+        amount("Rows"),
+        amount("Forward").begins(),
+        amount("Backward"),
+        amount("Transfer"),
+        amount("Reduce"),
+        amount("Optimizer"),
+        text("Saving"),
     ];
     let deployment = Deployment::new(plan, plan.batch_rows);
     let rows = plan.stages.iter().zip(&deployment.stages).enumerate().map(|(number, (stage, deployed))| {
@@ -53,22 +69,22 @@ fn stage_table(plan: &Plan) -> String {
         row.push(savers(stage));
         row
     });
-    table(&header, rows.collect(), 2..10)
+    table(&columns, &rows.collect::<Vec<_>>(), width)
 }
 
-fn memory_table(plan: &Plan, limit_bytes: Option<u64>) -> String {
-    let mut header = vec![
-        "Stage",
-        "Parameters",
-        "Gradients",
-        "Optimizer",
-        "Activations",
-        "Temporary",
-        "Transfers",
-        "Framework",
-        "Total",
+fn memory_table(plan: &Plan, limit_bytes: Option<u64>, width: usize) -> String {
+    let columns = [
+        text("Stage"),
+        amount("Parameters"),
+        amount("Gradients"),
+        amount("Optimizer"),
+        amount("Activations"),
+        amount("Temporary"),
+        amount("Transfers"),
+        amount("Framework"),
+        amount("Total"),
+        amount("Limit"),
     ];
-    header.extend(limit_bytes.map(|_| "Limit"));
     let rows = plan.stages.iter().enumerate().map(|(number, stage)| {
         let memory = &stage.predicted.memory;
         let mut row = vec![number.to_string()];
@@ -77,33 +93,24 @@ fn memory_table(plan: &Plan, limit_bytes: Option<u64>) -> String {
         row.extend(limit_bytes.map(format_bytes));
         row
     });
-    table(&header, rows.collect(), 1..10)
+    table(&columns, &rows.collect::<Vec<_>>(), width)
 }
 
 /// What a Plan is, and what is predicted for a step.
-pub(crate) fn summary(plan: &Plan) -> String {
-    let predicted = &plan.predicted;
+pub(crate) fn summary(plan: &Plan, workload: Option<&Workload>, width: usize) -> String {
+    let figures = StepFigures::predicted(plan, workload);
+    let rank = figures.rank().map(|rank| format!("; {rank}")).unwrap_or_default();
     format!(
-        "{}Predicted: {} a step, devices idle {} of it; no plan takes less than {}\n",
-        title(plan, plan.batch_rows),
-        format_us(predicted.step_us),
-        percent(predicted.bubble),
-        format_us(predicted.lower_bound_us),
+        "{}{}{}{}",
+        title(plan, plan.batch_rows, width),
+        paragraph(&format!("Predicted: {}{rank}", figures.speed()), width),
+        figures.devices(width),
+        Deployment::new(plan, plan.batch_rows).remarks(width),
     )
 }
 
-/// A Plan with its predictions: times of one microbatch on the largest Replica of each Stage (the
-/// reduction and the update: of a step), memory of one device, and the limit if it is given.
-pub fn plan_tables(plan: &Plan, limit_bytes: Option<u64>) -> String {
-    format!(
-        "{}\nTime of a microbatch\n{}\nMemory of a device\n{}",
-        summary(plan),
-        stage_table(plan),
-        memory_table(plan, limit_bytes),
-    )
-}
-
-/// A Plan to show with its predictions. Its JSON is that of the plan file.
+/// A Plan to show with its predictions: times of one microbatch on the largest Replica of each Stage, memory of one
+/// device, and the limit if it is given. Its JSON is that of the plan file.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(transparent)]
 pub struct PlanTables<'a> {
@@ -112,19 +119,28 @@ pub struct PlanTables<'a> {
     /// What a device may use, if it is known.
     #[serde(skip)]
     pub limit_bytes: Option<u64>,
+    /// What a batch asks for, if the model is known.
+    #[serde(skip)]
+    pub workload: Option<Workload>,
 }
 
 impl Report for PlanTables<'_> {
-    fn text(&self) -> String {
-        plan_tables(self.plan, self.limit_bytes)
+    fn text(&self, width: usize) -> String {
+        let Self { plan, limit_bytes, workload } = self;
+        format!(
+            "{}\nTime of a microbatch; reduce and optimizer once a step\n{}\nMemory of a device\n{}",
+            summary(plan, workload.as_ref(), width),
+            stage_table(plan, width),
+            memory_table(plan, *limit_bytes, width),
+        )
     }
 }
 
 /// How a Plan divides a batch that comes in equal parts from all ranks.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub struct Deployment {
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Deployment<'a> {
     #[serde(skip)]
-    title: String,
+    plan: &'a Plan,
     /// Rows of the batch.
     pub batch_rows: u64,
     /// Rows of each microbatch that has any.
@@ -147,33 +163,64 @@ pub struct DeploymentStage {
 impl DeploymentStage {
     fn row(&self, number: usize) -> Vec<String> {
         let Self { modules, ranks, replica_rows } = self;
-        vec![number.to_string(), modules.join("\n"), ranks.len().to_string(), runs(ranks), repeats(replica_rows)]
+        vec![number.to_string(), modules.join(", "), runs(ranks), repeats(replica_rows)]
+    }
+
+    /// The ranks of Replicas that get no rows of any microbatch.
+    fn idle_ranks(&self) -> Vec<u32> {
+        let without = self.ranks.iter().zip(&self.replica_rows).filter(|&(_, &rows)| rows == 0);
+        without.map(|(&rank, _)| rank).collect()
     }
 }
 
-impl Deployment {
+/// Devices that get no rows of any microbatch.
+pub(crate) fn idle_devices(plan: &Plan) -> usize {
+    Deployment::new(plan, plan.batch_rows).stages.iter().map(|stage| stage.idle_ranks().len()).sum()
+}
+
+impl<'a> Deployment<'a> {
     /// The rows that each Stage of `plan` gets of a batch of `batch_rows` rows.
-    pub fn new(plan: &Plan, batch_rows: u64) -> Self {
+    pub fn new(plan: &'a Plan, batch_rows: u64) -> Self {
         let stages = plan.stages.iter().map(|stage| DeploymentStage {
             modules: stage.modules.clone(),
             ranks: stage.ranks.clone(),
             replica_rows: replica_rows(plan, batch_rows, stage),
         });
-        Self {
-            title: title(plan, batch_rows),
-            batch_rows,
-            microbatch_rows: microbatch_rows(plan, batch_rows),
-            stages: stages.collect(),
-        }
+        Self { plan, batch_rows, microbatch_rows: microbatch_rows(plan, batch_rows), stages: stages.collect() }
+    }
+
+    /// Tells which devices the batch leaves without work.
+    fn remarks(&self, width: usize) -> String {
+        let most = self.microbatch_rows.iter().max().copied().unwrap_or(0);
+        let remarks = self.stages.iter().enumerate().map(|(number, stage)| match stage.idle_ranks().as_slice() {
+            [] => String::new(),
+            ranks => {
+                let text = format!(
+                    "Without work: {} of the {} replicas of stage {number} ({} {}), because no microbatch has more than {}",
+                    ranks.len(),
+                    stage.ranks.len(),
+                    if ranks.len() == 1 { "rank" } else { "ranks" },
+                    runs(ranks),
+                    counted(most, "row", "rows"),
+                );
+                paragraph(&text, width)
+            }
+        });
+        remarks.collect()
     }
 }
 
-impl Report for Deployment {
-    fn text(&self) -> String {
-        let header = ["Stage", "Modules", "Replicas", "Ranks", "Rows"];
+impl Report for Deployment<'_> {
+    fn text(&self, width: usize) -> String {
+        let columns = [text("Stage"), text("Modules"), amount("Ranks"), amount("Rows")];
         let rows = self.stages.iter().enumerate().map(|(number, stage)| stage.row(number));
-        let microbatches = repeats(&self.microbatch_rows);
-        format!("{}Rows of the microbatches: {microbatches}\n{}", self.title, table(&header, rows.collect(), 2..5))
+        format!(
+            "{}{}{}\n{}",
+            title(self.plan, self.batch_rows, width),
+            paragraph(&format!("Rows of the microbatches: {}", repeats(&self.microbatch_rows)), width),
+            self.remarks(width),
+            table(&columns, &rows.collect::<Vec<_>>(), width)
+        )
     }
 }
 
@@ -201,20 +248,33 @@ mod tests {
 
     #[test]
     fn a_deployment_shows_rows() {
-        let text = Deployment::new(&sample(), 25).text();
+        let text = Deployment::new(&sample(), 25).text(100);
         let lines: Vec<&str> = text.lines().collect();
-        assert_eq!(lines[0], "Plan of Mlp: 2 stages on 3 ranks, 25 rows in 4 microbatches, 1F1B");
+        assert_eq!(lines[0], "Plan of Mlp: 2 stages on 3 ranks (2 + 1 replicas), 25 rows in 4 microbatches, 1F1B");
         assert_eq!(lines[1], "Rows of the microbatches: 7, 3 x 6");
         assert!(lines[3].contains("Stage") && lines[3].contains("Rows"), "{text}");
         assert!(lines[5].contains("0-1") && lines[5].contains("4, 3"), "{text}");
-        assert!(lines[6].contains(" 7 "), "{text}");
+        assert!(lines[6].ends_with(" 7"), "{text}");
+    }
+
+    #[test]
+    fn replicas_without_rows_are_told() {
+        let plan = sample();
+        assert!(!Deployment::new(&plan, 8).text(80).contains("Without work"));
+        let text = Deployment::new(&plan, 1).text(200);
+        let remark =
+            "Without work: 1 of the 2 replicas of stage 0 (rank 1), because no microbatch has more than 1 row\n";
+        assert!(text.contains(remark), "{text}");
+        assert_eq!(idle_devices(&Plan { batch_rows: 1, ..plan }), 1);
     }
 
     #[test]
     fn the_tables_hold_every_stage_and_the_limit() {
-        let text = plan_tables(&sample(), Some(1 << 30));
+        let plan = sample();
+        let tables = PlanTables { plan: &plan, limit_bytes: Some(1 << 30), workload: None };
+        let text = tables.text(120);
         assert!(text.contains("Time of a microbatch") && text.contains("Memory of a device"));
         assert_eq!(text.matches("1.00 GiB").count(), 2, "{text}");
-        assert!(!plan_tables(&sample(), None).contains("Limit"));
+        assert!(!PlanTables { limit_bytes: None, ..tables }.text(120).contains("Limit"));
     }
 }

@@ -6,9 +6,10 @@ use rannc_sim::{RankTimeline, Timeline};
 use serde::Serialize;
 
 use crate::Report;
-use crate::format::{percent, runs};
+use crate::figures::{Shares, StepFigures, Workload};
+use crate::format::{paragraph, percent, runs};
 use crate::plan::title;
-use crate::table::table;
+use crate::table::{amount, table, text};
 
 /// Times that differ by no more than this share of the step, and memory by this share of itself, are alike.
 const NEAR: f64 = 0.01;
@@ -17,9 +18,12 @@ const NEAR: f64 = 0.01;
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Simulation {
     #[serde(skip)]
-    title: String,
+    plan: Plan,
+    #[serde(skip)]
+    batch_rows: u64,
     /// The step.
-    pub step_us: f64,
+    #[serde(flatten)]
+    pub figures: StepFigures,
     /// What the Plan predicts for it.
     pub predicted_us: f64,
     /// Share of device time that is neither forward nor backward, 0 to 1.
@@ -73,7 +77,8 @@ impl SimulatedRank {
 
     /// All that is shown but the rank itself.
     fn row(&self, step_us: f64) -> Vec<String> {
-        let mut row: Vec<String> = self.times_us().map(format_us).into();
+        let times_us = [self.busy_us, self.waiting_us, self.bubble_us, self.reduce_us, self.update_us];
+        let mut row: Vec<String> = times_us.map(format_us).into();
         row.insert(1, percent(if step_us > 0.0 { self.busy_us / step_us } else { 0.0 }));
         row.push(format_bytes(self.peak_bytes));
         row
@@ -81,11 +86,21 @@ impl SimulatedRank {
 }
 
 impl Simulation {
-    /// Sums up `timeline`, a step of `plan` with a batch of `batch_rows` rows.
-    pub fn new(plan: &Plan, batch_rows: u64, timeline: &Timeline) -> Self {
+    /// Sums up `timeline`, a step of `plan` with a batch of `batch_rows` rows that asks for `workload`.
+    pub fn new(plan: &Plan, batch_rows: u64, workload: &Workload, timeline: &Timeline) -> Self {
+        let device_us = timeline.step_us * timeline.ranks.len() as f64;
+        let share = |us: fn(&RankTimeline) -> f64| {
+            if device_us > 0.0 { timeline.ranks.iter().map(us).sum::<f64>() / device_us } else { 0.0 }
+        };
+        let shares = Shares {
+            not_computing: timeline.bubble(),
+            reducing: share(|rank| rank.reduce_us),
+            updating: share(|rank| rank.update_us),
+        };
         Self {
-            title: title(plan, batch_rows),
-            step_us: timeline.step_us,
+            plan: plan.clone(),
+            batch_rows,
+            figures: StepFigures::new(timeline.step_us, batch_rows, Some(workload), shares),
             predicted_us: plan.predicted.step_us,
             bubble: timeline.bubble(),
             peak_bytes: timeline.ranks.iter().map(|rank| rank.peak_bytes).max().unwrap_or(0),
@@ -93,34 +108,53 @@ impl Simulation {
         }
     }
 
-    /// Stage, ranks, and the figures of the first of them; ranks that resemble each other stand in one row.
-    fn rows(&self) -> Vec<Vec<String>> {
+    /// The first of the ranks that resemble each other, and all of them, by Stage.
+    pub(crate) fn groups(&self) -> Vec<(&SimulatedRank, Vec<u32>)> {
         let mut groups: Vec<(&SimulatedRank, Vec<u32>)> = Vec::new();
         for rank in &self.ranks {
-            match groups.iter_mut().find(|(first, _)| first.resembles(rank, self.step_us)) {
+            match groups.iter_mut().find(|(first, _)| first.resembles(rank, self.figures.step_us)) {
                 Some((_, ranks)) => ranks.push(rank.rank),
                 None => groups.push((rank, vec![rank.rank])),
             }
         }
         groups.sort_by_key(|(first, _)| (first.stage, first.rank));
-        let rows = groups.into_iter().map(|(first, ranks)| {
-            [first.stage.to_string(), runs(&ranks)].into_iter().chain(first.row(self.step_us)).collect()
-        });
-        rows.collect()
+        groups
+    }
+
+    /// Stage, ranks, and the figures of the first of them; ranks that resemble each other stand in one row.
+    fn rows(&self) -> Vec<Vec<String>> {
+        let row = |first: &SimulatedRank, ranks: &[u32]| {
+            [first.stage.to_string(), runs(ranks)].into_iter().chain(first.row(self.figures.step_us)).collect()
+        };
+        self.groups().into_iter().map(|(first, ranks)| row(first, &ranks)).collect()
     }
 }
 
 impl Report for Simulation {
-    fn text(&self) -> String {
-        let header = ["Stage", "Ranks", "Busy", "of step", "Waiting", "Reduce", "Update", "Bubble", "Peak memory"];
-        format!(
-            "{}Simulated: {} a step, devices idle {} of it, at most {} on a device; the plan predicts {}\n{}",
-            self.title,
-            format_us(self.step_us),
-            percent(self.bubble),
+    fn text(&self, width: usize) -> String {
+        let columns = [
+            text("Stage"),
+            amount("Ranks"),
+            amount("Computing"),
+            amount("of step"),
+            amount("Waiting"),
+            amount("Bubble"),
+            amount("Reduce"),
+            amount("Optimizer"),
+            amount("Peak memory"),
+        ];
+        let step = format!(
+            "Simulated: {}; at most {} on a device; the plan predicts {}",
+            self.figures.speed(),
             format_bytes(self.peak_bytes),
             format_us(self.predicted_us),
-            table(&header, self.rows(), 2..9),
+        );
+        format!(
+            "{}{}{}\n{}",
+            title(&self.plan, self.batch_rows, width),
+            paragraph(&step, width),
+            self.figures.devices(width),
+            table(&columns, &self.rows(), width),
         )
     }
 }

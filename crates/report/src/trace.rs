@@ -3,16 +3,35 @@
 
 use std::collections::HashMap;
 
-use rannc_plan::Payload;
-use rannc_sim::{Event, RankTimeline, Timeline, What};
-use serde_json::{Value, json};
+use rannc_cost::format_bytes;
+use rannc_plan::{Action, Payload, Program};
+use rannc_sim::{Costs, Event, RankTimeline, Timeline, What};
+use serde_json::{Map, Value, json};
 
-/// The step as JSON for `chrome://tracing` and ui.perfetto.dev: a process for each Stage, a thread for what
-/// each rank computes, further threads for its messages, an arrow for each message, and a counter of each
-/// rank's memory. What takes no time is left out.
-pub fn chrome_trace(timeline: &Timeline) -> String {
-    let mut trace = Trace { entries: Vec::new(), threads: 0, messages: HashMap::new() };
-    for rank in &timeline.ranks {
+use crate::idle::{Gap, gaps, is_message, name};
+
+/// What a trace tells of a step.
+#[derive(Clone, Copy)]
+pub struct TracedStep<'a> {
+    /// What was simulated.
+    pub program: &'a Program,
+    /// The costs that it was simulated with.
+    pub costs: &'a dyn Costs,
+    /// What came out.
+    pub timeline: &'a Timeline,
+    /// Summary of the modules of each Stage.
+    pub modules: &'a [String],
+    /// Memory that a device may use.
+    pub limit_bytes: u64,
+}
+
+/// The step as JSON for ui.perfetto.dev and `chrome://tracing`: a process for each Stage, a thread for what each rank
+/// computes and for why it does not, further threads for its messages, an arrow for each message, and a counter of
+/// each rank's memory. What takes no time is left out.
+pub fn chrome_trace(step: TracedStep<'_>) -> String {
+    let mut trace =
+        Trace { step, bytes: message_bytes(step), entries: Vec::new(), threads: 0, messages: HashMap::new() };
+    for rank in &step.timeline.ranks {
         trace.rank(rank);
     }
     format!("[\n{}\n]\n", trace.entries.join(",\n"))
@@ -21,15 +40,38 @@ pub fn chrome_trace(timeline: &Timeline) -> String {
 /// A message by sender, receiver, content and microbatch.
 type MessageKey = (u32, u32, Payload, u32);
 
+fn message_bytes(step: TracedStep<'_>) -> HashMap<MessageKey, u64> {
+    let mut bytes = HashMap::new();
+    for own in &step.program.ranks {
+        for action in own.forward.iter().chain(&own.backward) {
+            let Action::Send(message) = action else { continue };
+            let pieces = message.pieces.iter().map(|piece| step.costs.value_bytes(piece.value, piece.rows.rows()));
+            *bytes.entry((own.rank, message.peer, message.kind, message.mb)).or_default() += pieces.sum::<u64>();
+        }
+    }
+    bytes
+}
+
+/// The message that an event of this rank is.
+fn key(rank: u32, what: What) -> Option<MessageKey> {
+    match what {
+        What::Send { mb, peer, payload } => Some((rank, peer, payload, mb)),
+        What::Recv { mb, peer, payload } => Some((peer, rank, payload, mb)),
+        _ => None,
+    }
+}
+
 /// A trace in the making. Viewers treat the numbers 0 of processes and threads specially, so that both
 /// are counted from 1.
-struct Trace {
+struct Trace<'a> {
+    step: TracedStep<'a>,
+    bytes: HashMap<MessageKey, u64>,
     entries: Vec<String>,
     threads: usize,
     messages: HashMap<MessageKey, usize>,
 }
 
-impl Trace {
+impl Trace<'_> {
     fn push(&mut self, entry: &Value) {
         self.entries.push(entry.to_string());
     }
@@ -37,37 +79,45 @@ impl Trace {
     fn rank(&mut self, own: &RankTimeline) {
         let process = own.stage + 1;
         if own.replica == 0 {
-            let name = format!("stage {}", own.stage);
+            let name = format!("stage {}: {}", own.stage, self.modules(own));
             self.push(&json!({ "ph": "M", "name": "process_name", "pid": process, "args": { "name": name } }));
         }
         let (messages, computations): (Vec<&Event>, Vec<&Event>) =
             own.events.iter().filter(|event| event.end_us > event.start_us).partition(|event| is_message(event));
         self.thread(own, &format!("rank {}", own.rank), &computations);
+        for gap in gaps(own, self.step.timeline.step_us) {
+            self.gap(own, gap);
+        }
         for (lane, events) in (1..).zip(lanes(&messages)) {
             self.thread(own, &format!("rank {} messages {lane}", own.rank), &events);
         }
-        let counter = format!("memory of rank {}", own.rank);
+        let limit_bytes = self.step.limit_bytes;
+        let counter = format!("memory of rank {} (limit {})", own.rank, format_bytes(limit_bytes));
         for (us, bytes) in &own.memory {
-            self.push(&json!({ "ph": "C", "name": counter, "pid": process, "ts": us, "args": { "bytes": bytes } }));
+            let args = json!({ "bytes": bytes, "free_bytes": limit_bytes.saturating_sub(*bytes) });
+            self.push(&json!({
+                "ph": "C", "name": counter, "cat": "memory", "pid": process, "ts": us, "args": args
+            }));
         }
     }
 
-    fn thread(&mut self, own: &RankTimeline, name: &str, events: &[&Event]) {
+    fn modules(&self, own: &RankTimeline) -> String {
+        self.step.modules.get(own.stage as usize).cloned().unwrap_or_default()
+    }
+
+    fn thread(&mut self, own: &RankTimeline, thread_name: &str, events: &[&Event]) {
         self.threads += 1;
         let (process, thread) = (own.stage + 1, self.threads);
         self.push(
-            &json!({ "ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": { "name": name } }),
+            &json!({ "ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": { "name": thread_name } }),
         );
         for &&Event { start_us, end_us, what } in events {
-            let (name, us) = (event_name(what), end_us - start_us);
             self.push(&json!({
-                "ph": "X", "name": name, "pid": process, "tid": thread, "ts": start_us, "dur": us,
+                "ph": "X", "name": name(what), "cat": category(what), "pid": process, "tid": thread,
+                "ts": start_us, "dur": end_us - start_us, "args": self.args(own, what),
             }));
-            let (key, phase) = match what {
-                What::Send { mb, peer, payload } => ((own.rank, peer, payload, mb), "s"),
-                What::Recv { mb, peer, payload } => ((peer, own.rank, payload, mb), "f"),
-                _ => continue,
-            };
+            let Some(key) = key(own.rank, what) else { continue };
+            let phase = if matches!(what, What::Send { .. }) { "s" } else { "f" };
             let next = self.messages.len();
             let id = *self.messages.entry(key).or_insert(next);
             self.push(&json!({
@@ -76,24 +126,49 @@ impl Trace {
             }));
         }
     }
+
+    /// On the rank's last thread, that of its computations.
+    fn gap(&mut self, own: &RankTimeline, gap: Gap) {
+        let Gap { start_us, end_us, cause } = gap;
+        let kind = if cause.is_waiting() { "waiting" } else { "bubble" };
+        self.push(&json!({
+            "ph": "X", "name": kind, "cat": "idle", "pid": own.stage + 1, "tid": self.threads,
+            "ts": start_us, "dur": end_us - start_us,
+            "args": { "stage": own.stage, "rank": own.rank, "cause": cause.to_string() },
+        }));
+    }
+
+    /// What an event is about.
+    fn args(&self, own: &RankTimeline, what: What) -> Value {
+        let mut args = Map::new();
+        let mut add = |name: &str, value: Value| args.insert(name.to_owned(), value);
+        add("stage", own.stage.into());
+        add("rank", own.rank.into());
+        if let Some(key @ (src, dst, _, mb)) = key(own.rank, what) {
+            add("microbatch", mb.into());
+            add("from_rank", src.into());
+            add("to_rank", dst.into());
+            add("bytes", self.bytes.get(&key).copied().into());
+            return args.into();
+        }
+        add("replica", own.replica.into());
+        if let What::Forward { mb } | What::Backward { mb } = what {
+            let rows = &self.step.program.stage_rows[own.stage as usize][mb as usize][own.replica as usize];
+            add("microbatch", mb.into());
+            add("rows", rows.rows().into());
+        }
+        add("modules", self.modules(own).into());
+        args.into()
+    }
 }
 
-fn is_message(event: &Event) -> bool {
-    matches!(event.what, What::Send { .. } | What::Recv { .. })
-}
-
-fn event_name(what: What) -> String {
-    let content = |payload| match payload {
-        Payload::Value => "values",
-        Payload::Grad => "gradients",
-    };
+const fn category(what: What) -> &'static str {
     match what {
-        What::Forward { mb } => format!("F{mb}"),
-        What::Backward { mb } => format!("B{mb}"),
-        What::Send { mb, peer, payload } => format!("{} {mb} to rank {peer}", content(payload)),
-        What::Recv { mb, peer, payload } => format!("{} {mb} from rank {peer}", content(payload)),
-        What::Reduce => "reduce".to_owned(),
-        What::Update => "update".to_owned(),
+        What::Forward { .. } => "forward",
+        What::Backward { .. } => "backward",
+        What::Send { .. } | What::Recv { .. } => "message",
+        What::Reduce => "reduce",
+        What::Update => "optimizer",
     }
 }
 

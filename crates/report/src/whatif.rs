@@ -1,15 +1,20 @@
-//! Plans for several numbers of devices, memory limits and batches, side by side.
+//! Plans for several clusters, numbers of devices, memory limits and batches, side by side.
+
+use std::ops::Range;
 
 use rannc_cost::{format_bytes, format_us};
-use rannc_plan::{Plan, Recompute, ScheduleKind, Sharding};
+use rannc_plan::{Plan, Recompute, ScheduleKind, Sharding, StagePlan};
 use serde::Serialize;
+use serde_json::Value;
 
 use crate::Report;
-use crate::format::{decimal, percent, repeats, sharding};
-use crate::table::table;
+use crate::figures::{StepFigures, Workload};
+use crate::format::{decimal, each, percent, sharding};
+use crate::plan::idle_devices;
+use crate::table::{Column, amount, table, text};
 
-/// Most Stages whose Replicas are listed one by one.
-const MOST_LISTED: usize = 6;
+/// Most cuts that are told one by one.
+const MOST_CUTS: usize = 4;
 
 /// A table of cases.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -18,9 +23,11 @@ pub struct WhatIf {
     pub cases: Vec<Case>,
 }
 
-/// One number of devices, one memory limit, one batch.
+/// One cluster, one number of devices, one memory limit, one batch.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Case {
+    /// Name of the cluster.
+    pub cluster: String,
     /// Number of devices.
     pub devices: u32,
     /// What a Plan may use of a device, before the margin.
@@ -29,19 +36,45 @@ pub struct Case {
     pub batch_rows: u64,
     /// The best Plan; missing when there is none.
     pub plan: Option<PlanShape>,
+    /// What it costs, where devices have a price.
+    #[serde(flatten)]
+    pub price: Option<Price>,
     /// Memory that the best Plan is short of, when none fits.
     pub short_bytes: Option<u64>,
     /// Why there is no Plan.
     pub problem: Option<String>,
 }
 
+/// What training costs, in the money in which the price of devices was told.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Price {
+    /// All devices for an hour.
+    pub price_per_hour: f64,
+    /// A million rows.
+    pub price_per_million_rows: Option<f64>,
+    /// A million tokens.
+    pub price_per_million_tokens: Option<f64>,
+}
+
+impl Price {
+    /// What a Plan for so many devices costs at this price of one for an hour.
+    pub fn new(per_device_hour: f64, devices: u32, plan: Option<&PlanShape>) -> Self {
+        let price_per_hour = per_device_hour * f64::from(devices);
+        let per_million = |per_s: f64| price_per_hour / 3600.0 / per_s * 1e6;
+        Self {
+            price_per_hour,
+            price_per_million_rows: plan.map(|plan| per_million(plan.figures.rows_per_s)),
+            price_per_million_tokens: plan.and_then(|plan| plan.figures.tokens_per_s).map(per_million),
+        }
+    }
+}
+
 /// A Plan in short.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PlanShape {
-    /// Time of a step.
-    pub step_us: f64,
-    /// Rows a second.
-    pub rows_per_s: f64,
+    /// A step in figures.
+    #[serde(flatten)]
+    pub figures: StepFigures,
     /// Most memory on any device.
     pub peak_bytes: u64,
     /// Share of device time that is neither forward nor backward, 0 to 1.
@@ -52,6 +85,10 @@ pub struct PlanShape {
     pub schedule: ScheduleKind,
     /// Replicas of each Stage.
     pub replicas: Vec<usize>,
+    /// Devices that get no rows.
+    pub idle_devices: usize,
+    /// Where Stages are cut apart: what is on either side.
+    pub cuts: Vec<String>,
     /// Stages that compute anything again.
     pub recomputing: usize,
     /// Most that Replicas of a Stage divide.
@@ -62,16 +99,17 @@ pub struct PlanShape {
 
 impl PlanShape {
     /// The shape of a Plan.
-    pub fn new(plan: &Plan) -> Self {
+    pub fn new(plan: &Plan, workload: Option<&Workload>) -> Self {
         let Plan { stages, predicted, .. } = plan;
         Self {
-            step_us: predicted.step_us,
-            rows_per_s: plan.batch_rows as f64 / predicted.step_us * 1e6,
+            figures: StepFigures::predicted(plan, workload),
             peak_bytes: stages.iter().map(|stage| stage.predicted.memory.total_bytes()).max().unwrap_or(0),
             bubble: predicted.bubble,
             microbatches: plan.microbatches,
             schedule: plan.schedule,
             replicas: stages.iter().map(|stage| stage.ranks.len()).collect(),
+            idle_devices: idle_devices(plan),
+            cuts: stages.windows(2).map(|pair| cut(&pair[0], &pair[1])).collect(),
             recomputing: stages.iter().filter(|stage| stage.recompute != Recompute::None).count(),
             sharding: stages.iter().map(|stage| stage.sharding).max().unwrap_or_default(),
             offloading: stages.iter().filter(|stage| stage.offload).count(),
@@ -89,57 +127,172 @@ impl PlanShape {
         all.into_iter().flatten().collect::<Vec<_>>().join(", ")
     }
 
-    /// Replicas of each Stage: `1 + 1 + 2`; of many Stages with equal neighbours counted: `12 x 1, 2 x 4`.
-    fn replicas_text(&self) -> String {
-        if self.replicas.len() > MOST_LISTED {
-            return repeats(&self.replicas.iter().map(|&replicas| replicas as u64).collect::<Vec<_>>());
-        }
-        self.replicas.iter().map(ToString::to_string).collect::<Vec<_>>().join(" + ")
+    /// The Schedule, if it tells anything: of one Stage or one microbatch all are alike.
+    fn schedule_text(&self) -> String {
+        if self.replicas.len() > 1 && self.microbatches > 1 { self.schedule.to_string() } else { String::new() }
     }
 
-    /// Stages, Replicas, microbatches, savings.
+    /// All cuts, or how many there are.
+    fn cuts_text(&self) -> String {
+        if self.cuts.len() > MOST_CUTS { format!("{} cuts", self.cuts.len()) } else { self.cuts.join("; ") }
+    }
+
+    /// The columns of [`PlanShape::row`].
+    pub(crate) const COLUMNS: [Column<'static>; 14] = [
+        amount("Step"),
+        amount("Samples/s"),
+        amount("Tokens/s"),
+        amount("MFU"),
+        amount("Idle"),
+        amount("Reduce"),
+        amount("Optimizer"),
+        amount("Peak memory"),
+        amount("Stages"),
+        text("Replicas"),
+        amount("Microbatches"),
+        text("Schedule"),
+        text("Saving"),
+        text("Cut"),
+    ];
+
+    /// Those columns that tell the time of a step in other words.
+    pub(crate) const SPEEDS: Range<usize> = 1..4;
+
     pub(crate) fn row(&self) -> Vec<String> {
-        vec![self.replicas.len().to_string(), self.replicas_text(), self.microbatches.to_string(), self.saving()]
+        let figures = &self.figures;
+        vec![
+            format_us(figures.step_us),
+            decimal(figures.rows_per_s),
+            figures.tokens_per_s.map(decimal).unwrap_or_default(),
+            figures.mfu.map(percent).unwrap_or_default(),
+            percent(figures.idle),
+            percent(figures.reducing),
+            percent(figures.updating),
+            format_bytes(self.peak_bytes),
+            self.replicas.len().to_string(),
+            each(&self.replicas),
+            self.microbatches.to_string(),
+            self.schedule_text(),
+            self.saving(),
+            self.cuts_text(),
+        ]
     }
 }
 
+/// What is on either side of a cut: `h.3 | h.4`, or `h.3 up to attn | from mlp` where a module is cut.
+pub(crate) fn cut(before: &StagePlan, after: &StagePlan) -> String {
+    let name = |name: Option<&String>| name.cloned().unwrap_or_default();
+    let (before, after) = (name(before.modules.last()), name(after.modules.first()));
+    let module = after.split(' ').next().unwrap_or_default();
+    let is_same = before.split(' ').next() == Some(module);
+    let rest = after[module.len()..].trim_start();
+    if is_same && !rest.is_empty() { format!("{before} | {rest}") } else { format!("{before} | {after}") }
+}
+
+/// The columns that tell one case from another.
+const KEYS: [Column<'_>; 4] =
+    [text("Cluster").key(), amount("Devices").key(), amount("Memory").key(), amount("Batch").key()];
+/// Behind those of the Plan.
+const PRICES: [Column<'_>; 3] = [amount("Price/h"), amount("Price/M samples"), amount("Price/M tokens")];
+/// When there is no Plan.
+const PROBLEMS: [Column<'_>; 2] = [amount("Short of"), text("Problem")];
+
+/// The columns of the CSV form, under their names in JSON.
+const CSV: [&str; 29] = [
+    "cluster",
+    "devices",
+    "memory_limit_bytes",
+    "batch_rows",
+    "step_us",
+    "rows_per_s",
+    "tokens_per_s",
+    "mfu",
+    "gap",
+    "computing",
+    "idle",
+    "reducing",
+    "updating",
+    "bubble",
+    "peak_bytes",
+    "replicas",
+    "idle_devices",
+    "microbatches",
+    "schedule",
+    "cuts",
+    "recomputing",
+    "sharding",
+    "offloading",
+    "price_per_hour",
+    "price_per_million_rows",
+    "price_per_million_tokens",
+    "short_bytes",
+    "problem",
+    "stages",
+];
+
 impl Case {
-    fn row(&self) -> Vec<String> {
+    /// `tells_cluster`: there are several.
+    fn row(&self, tells_cluster: bool) -> Vec<String> {
+        let cluster = if tells_cluster { self.cluster.clone() } else { String::new() };
         let mut row =
-            vec![self.devices.to_string(), format_bytes(self.memory_limit_bytes), self.batch_rows.to_string()];
-        let Some(plan) = &self.plan else {
-            let short = self.short_bytes.map(|bytes| format!("short of {}", format_bytes(bytes)));
-            row.push(short.or_else(|| self.problem.clone()).unwrap_or_default());
-            return row;
-        };
-        row.extend([
-            "yes".to_owned(),
-            format_us(plan.step_us),
-            decimal(plan.rows_per_s),
-            format_bytes(plan.peak_bytes),
-            percent(plan.bubble),
-        ]);
-        row.extend(plan.row());
+            vec![cluster, self.devices.to_string(), format_bytes(self.memory_limit_bytes), self.batch_rows.to_string()];
+        row.extend(self.plan.as_ref().map_or_else(|| vec![String::new(); PlanShape::COLUMNS.len()], PlanShape::row));
+        let money = |amount: f64| format!("{amount:.4}");
+        let price = self.price.as_ref();
+        row.push(price.map(|price| format!("{:.2}", price.price_per_hour)).unwrap_or_default());
+        row.push(price.and_then(|price| price.price_per_million_rows).map(money).unwrap_or_default());
+        row.push(price.and_then(|price| price.price_per_million_tokens).map(money).unwrap_or_default());
+        row.push(self.short_bytes.map(format_bytes).unwrap_or_default());
+        row.push(self.problem.clone().filter(|_| self.short_bytes.is_none()).unwrap_or_default());
         row
+    }
+
+    /// The cells of the CSV form.
+    fn cells(&self) -> Vec<String> {
+        let json = serde_json::to_value(self).expect("a case holds only strings, finite numbers and lists");
+        let stages = self.plan.as_ref().map(|plan| Value::from(plan.replicas.len()));
+        let found = |name: &&str| match *name {
+            "stages" => stages.clone(),
+            name => json.get(name).or_else(|| json.get("plan")?.get(name)).cloned(),
+        };
+        CSV.iter().map(|name| found(name).map(|value| cell(&value)).unwrap_or_default()).collect()
+    }
+}
+
+/// A value as one cell; entries of lists are told apart by semicolons.
+fn cell(value: &Value) -> String {
+    match value {
+        Value::Null => String::new(),
+        Value::String(text) => text.clone(),
+        Value::Array(entries) => entries.iter().map(cell).collect::<Vec<_>>().join("; "),
+        other => other.to_string(),
+    }
+}
+
+impl WhatIf {
+    /// The cases as comma-separated values below a header.
+    pub fn csv(&self) -> String {
+        let mut writer = csv::Writer::from_writer(Vec::new());
+        let rows = self.cases.iter().map(Case::cells);
+        let header = CSV.map(str::to_owned).to_vec();
+        for row in std::iter::once(header).chain(rows) {
+            writer.write_record(row).expect("memory takes rows of equal length");
+        }
+        String::from_utf8(writer.into_inner().expect("memory can be flushed")).expect("all cells are text")
     }
 }
 
 impl Report for WhatIf {
-    fn text(&self) -> String {
-        let header = [
-            "Devices",
-            "Memory",
-            "Batch",
-            "Fits",
-            "Step",
-            "Rows/s",
-            "Peak memory",
-            "Idle",
-            "Stages",
-            "Replicas",
-            "Microbatches",
-            "Saving",
-        ];
-        table(&header, self.cases.iter().map(Case::row).collect(), 0..11)
+    fn text(&self, width: usize) -> String {
+        let tells_cluster = self.cases.iter().any(|case| case.cluster != self.cases[0].cluster);
+        let columns: Vec<Column<'_>> = [KEYS.as_slice(), &PlanShape::COLUMNS, &PRICES, &PROBLEMS].concat();
+        let rows: Vec<Vec<String>> = self.cases.iter().map(|case| case.row(tells_cluster)).collect();
+        let mut shown = table(&columns, &rows, width);
+        let without_work: usize =
+            self.cases.iter().filter_map(|case| case.plan.as_ref()).map(|plan| plan.idle_devices).sum();
+        if without_work > 0 {
+            shown += "\nSome devices get no rows: the batch is too small for so many.\n";
+        }
+        shown
     }
 }

@@ -2,23 +2,26 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use rannc_ir::ValueId;
 use rannc_ir::testing::mlp;
-use rannc_plan::{Batch, Mode, Partition, Placement, StageOps, build};
-use rannc_report::chrome_trace;
+use rannc_ir::{OpRun, ValueId};
+use rannc_plan::{Batch, Call, Partition, Placement, Program, ScheduleKind, build};
+use rannc_report::{TracedStep, chrome_trace};
 use rannc_sim::{Costs, Timeline, simulate};
 use serde_json::Value;
 
 const MICROBATCHES: u32 = 4;
+const LIMIT_BYTES: u64 = 1 << 20;
 
 /// Two Replicas that send to one, and back.
-fn timeline() -> Timeline {
-    let runs = [StageOps { first: 0, end: 2 }, StageOps { first: 2, end: 5 }];
+fn step() -> (Program, Timeline) {
+    let runs = [OpRun { first: 0, end: 2 }, OpRun { first: 2, end: 5 }];
     let partition = Partition::new(&mlp(2, 4), &runs).expect("the cut is allowed");
-    let placement = Placement { ranks: vec![vec![0, 1], vec![2]], microbatches: MICROBATCHES };
+    let schedule = ScheduleKind::OneForwardOneBackward;
+    let placement = Placement { ranks: vec![vec![0, 1], vec![2]], microbatches: MICROBATCHES, schedule };
     let batch = Batch { rows_per_rank: vec![8, 8, 8], gather_inputs: true };
-    let program = build(&placement, &partition, &batch, Mode::Train1F1B).expect("the case is sound");
-    simulate(&program, &Rows).expect("the program runs")
+    let program = build(&placement, &partition, &batch, Call::Whole).expect("the case is sound");
+    let timeline = simulate(&program, &Rows).expect("the program runs");
+    (program, timeline)
 }
 
 /// Everything takes as long, or as much, as it has rows; single ranks do not reduce.
@@ -55,7 +58,16 @@ impl Costs for Rows {
 }
 
 fn entries() -> Vec<Value> {
-    serde_json::from_str(&chrome_trace(&timeline())).expect("the trace is a JSON array")
+    let (program, timeline) = step();
+    let modules = ["layers.0".to_owned(), "layers.1".to_owned()];
+    let step = TracedStep {
+        program: &program,
+        costs: &Rows,
+        timeline: &timeline,
+        modules: &modules,
+        limit_bytes: LIMIT_BYTES,
+    };
+    serde_json::from_str(&chrome_trace(step)).expect("the trace is a JSON array")
 }
 
 fn of_phase<'a>(entries: &'a [Value], phase: &str) -> Vec<&'a Value> {
@@ -100,7 +112,10 @@ fn every_process_and_thread_has_a_name() {
     let entries = entries();
     let processes = of_phase(&entries, "M").into_iter().filter(|entry| entry["name"] == "process_name");
     let processes = processes.map(|entry| (entry["pid"].as_u64(), entry["args"]["name"].as_str()));
-    assert_eq!(processes.collect::<Vec<_>>(), [(Some(1), Some("stage 0")), (Some(2), Some("stage 1"))]);
+    assert_eq!(
+        processes.collect::<Vec<_>>(),
+        [(Some(1), Some("stage 0: layers.0")), (Some(2), Some("stage 1: layers.1"))]
+    );
     let named = of_phase(&entries, "M").into_iter().filter(|entry| entry["name"] == "thread_name");
     let names: BTreeMap<(u64, u64), &str> =
         named.map(|entry| (thread(entry), entry["args"]["name"].as_str().expect("a name"))).collect();
@@ -127,11 +142,11 @@ fn every_computation_is_there() {
         *counts.entry(slice["name"].as_str().expect("a name")).or_default() += 1;
     }
     for mb in 0..MICROBATCHES {
-        assert_eq!((counts[&*format!("F{mb}")], counts[&*format!("B{mb}")]), (3, 3));
+        assert_eq!((counts[&*format!("forward {mb}")], counts[&*format!("backward {mb}")]), (3, 3));
         assert_eq!(counts[&*format!("values {mb} to rank 2")], 2);
         assert_eq!(counts[&*format!("gradients {mb} from rank 2")], 2);
     }
-    assert_eq!((counts["reduce"], counts["update"]), (2, 3), "a reduction without time is left out");
+    assert_eq!((counts["reduce"], counts["optimizer"]), (2, 3), "a reduction without time is left out");
 }
 
 #[test]
@@ -157,11 +172,58 @@ fn arrows_lead_from_a_message_to_itself() {
 #[test]
 fn memory_reaches_its_peak() {
     let entries = entries();
-    for rank in timeline().ranks {
-        let name = format!("memory of rank {}", rank.rank);
+    for rank in step().1.ranks {
+        let name = format!("memory of rank {} (limit 1.00 MiB)", rank.rank);
         let counter = of_phase(&entries, "C").into_iter().filter(|entry| entry["name"] == name);
-        let levels: Vec<u64> = counter.map(|entry| entry["args"]["bytes"].as_u64().expect("bytes")).collect();
-        assert_eq!(levels.iter().max(), Some(&rank.peak_bytes));
-        assert_eq!(levels.last(), Some(&100));
+        let levels: Vec<[u64; 2]> = counter
+            .map(|entry| ["bytes", "free_bytes"].map(|key| entry["args"][key].as_u64().expect("bytes")))
+            .collect();
+        assert_eq!(levels.iter().map(|[used, _]| used).max(), Some(&rank.peak_bytes));
+        assert_eq!(levels.last(), Some(&[100, LIMIT_BYTES - 100]));
+        assert!(levels.iter().all(|[used, free]| used + free == LIMIT_BYTES));
+    }
+}
+
+#[test]
+fn slices_say_what_they_are_about() {
+    let entries = entries();
+    let slice = |name: &str, rank: u32| {
+        let found = |slice: &&Value| slice["name"] == name && slice["args"]["rank"] == rank;
+        of_phase(&entries, "X").into_iter().find(found).expect("it is there").clone()
+    };
+    let forward = slice("forward 1", 2);
+    assert_eq!(forward["cat"], "forward");
+    // Of 24 rows in 4 microbatches.
+    let about = serde_json::json!(
+        { "stage": 1, "rank": 2, "replica": 0, "microbatch": 1, "rows": 6, "modules": "layers.1" }
+    );
+    assert_eq!(forward["args"], about);
+    let message = slice("values 1 from rank 0", 2);
+    assert_eq!(message["cat"], "message");
+    let about = serde_json::json!({ "stage": 1, "rank": 2, "microbatch": 1, "from_rank": 0, "to_rank": 2, "bytes": 3 });
+    assert_eq!(message["args"], about);
+    assert_eq!(
+        (slice("reduce", 0)["cat"].as_str(), slice("optimizer", 0)["cat"].as_str()),
+        (Some("reduce"), Some("optimizer"))
+    );
+}
+
+#[test]
+fn idle_time_has_a_cause_and_fills_the_step() {
+    let entries = entries();
+    let timeline = step().1;
+    for rank in &timeline.ranks {
+        let own = of_phase(&entries, "X").into_iter();
+        let own = own.filter(|slice| slice["args"]["rank"] == rank.rank && slice["cat"] != "message");
+        let own: Vec<&Value> = own.collect();
+        let sum_us: f64 = own.iter().map(|slice| us(slice, "dur")).sum();
+        assert!((sum_us - timeline.step_us).abs() < 1e-6, "rank {}: {sum_us}", rank.rank);
+        let idle: f64 = own.iter().filter(|slice| slice["cat"] == "idle").map(|slice| us(slice, "dur")).sum();
+        assert!((idle - rank.waiting_us - rank.bubble_us).abs() < 1e-6);
+    }
+    let causes: Vec<&str> =
+        of_phase(&entries, "X").into_iter().filter_map(|slice| slice["args"]["cause"].as_str()).collect();
+    for cause in ["wait for values 0 from rank", "is not ready for gradients", "other ranks end the step"] {
+        assert!(causes.iter().any(|known| known.contains(cause)), "{cause}: {causes:?}");
     }
 }

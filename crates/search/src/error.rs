@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use rannc_cost::format_bytes;
+use rannc_cost::{counted, format_bytes};
 use rannc_plan::PlanFileError;
 use thiserror::Error;
 
@@ -35,35 +35,14 @@ pub enum SearchError {
         possible: usize,
     },
     /// Every Plan needs more memory than there is.
-    #[error(
-        "the model does not fit into memory: the best of all plans ({stages} stages, {microbatches} microbatches) is \
-         short of {} on the device that holds {block}: it needs {} of {} usable memory, most of it for {largest}; {advice}{}",
-        format_bytes(*.short_bytes), format_bytes(*.needed_bytes), format_bytes(*.usable_bytes),
-        would_fit_text(.would_fit)
-    )]
-    DoesNotFit {
-        /// The heaviest Block of the Stage that is short: its modules and first op.
-        block: String,
-        /// What is missing.
-        short_bytes: u64,
-        /// What the Stage needs.
-        needed_bytes: u64,
-        /// The limit without its margin.
-        usable_bytes: u64,
-        /// Stages of the Plan that comes closest.
-        stages: usize,
-        /// Microbatches of that Plan.
-        microbatches: u64,
-        /// The largest use of memory.
-        largest: &'static str,
-        /// What would help.
-        advice: Advice,
-        /// What the runtime cannot do yet, and with which the model would fit.
-        would_fit: Vec<&'static str>,
-    },
+    #[error("{0}")]
+    DoesNotFit(Shortage),
     /// A limit ended the search before it found a Plan; there may be one.
     #[error("the search met its limit before it found a plan that fits; allow it more time or candidates")]
     Stopped,
+    /// It was told to end.
+    #[error("the search was told to end")]
+    Told,
     /// The threads for the search cannot be started.
     #[error("the threads of the search cannot be started: {0}")]
     Threads(#[from] rayon::ThreadPoolBuildError),
@@ -72,10 +51,64 @@ pub enum SearchError {
     Plan(#[from] PlanFileError),
 }
 
-fn would_fit_text(would_fit: &[&'static str]) -> String {
-    match would_fit {
-        [] => String::new(),
-        some => format!(" (it would fit with {}, which this RaNNC cannot run yet)", some.join(", or with ")),
+/// What is short in the Plan that comes closest.
+#[derive(Clone, Debug)]
+pub struct Shortage {
+    /// The heaviest Block of the Stage that is short: its modules and first op.
+    pub block: String,
+    /// What is missing.
+    pub short_bytes: u64,
+    /// What the Stage needs.
+    pub needed_bytes: u64,
+    /// The limit without its margin.
+    pub usable_bytes: u64,
+    /// Stages of the Plan.
+    pub stages: usize,
+    /// Its microbatches.
+    pub microbatches: u64,
+    /// The largest use of memory.
+    pub largest: &'static str,
+    /// What would help.
+    pub advice: Advice,
+    /// What the runtime cannot do yet, and with which the model would fit.
+    pub would_fit: Vec<&'static str>,
+}
+
+/// What those who ask for a Plan call the settings that may help.
+#[derive(Clone, Copy, Debug)]
+pub struct SettingNames {
+    /// [`crate::Settings::memory_limit_bytes`].
+    pub memory_limit: &'static str,
+    /// [`crate::Settings::max_microbatches`].
+    pub max_microbatches: &'static str,
+}
+
+const OWN_NAMES: SettingNames =
+    SettingNames { memory_limit: "memory_limit_bytes", max_microbatches: "max_microbatches" };
+
+impl Shortage {
+    /// In words for those who call the settings so.
+    pub fn in_words(&self, names: &SettingNames) -> String {
+        let &Self { ref block, stages, microbatches, largest, advice, .. } = self;
+        let [short, needed, usable] = [self.short_bytes, self.needed_bytes, self.usable_bytes].map(format_bytes);
+        let stages = counted(stages as u64, "stage", "stages");
+        let microbatches = counted(microbatches, "microbatch", "microbatches");
+        let advice = advice.in_words(names);
+        let would_fit = match &self.would_fit[..] {
+            [] => String::new(),
+            some => format!(" (it would fit with {}, which this RaNNC cannot run yet)", some.join(", or with ")),
+        };
+        format!(
+            "the model does not fit into memory: the best of all plans ({stages}, {microbatches}) is short of {short} \
+             on the device that holds {block}: it needs {needed} of {usable} usable memory, most of it for {largest}; \
+             {advice}{would_fit}"
+        )
+    }
+}
+
+impl fmt::Display for Shortage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.in_words(&OWN_NAMES))
     }
 }
 
@@ -94,16 +127,73 @@ pub enum Advice {
     HigherLimit,
 }
 
-impl fmt::Display for Advice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::MoreDevices => "use more devices, raise mem_limit_gb, or use an optimizer with less state",
-            Self::LargerDevice => {
-                "this piece cannot be cut: raise mem_limit_gb, use devices with more memory, or an optimizer with less state"
+impl Advice {
+    /// In words for those who call the settings so.
+    pub fn in_words(self, names: &SettingNames) -> String {
+        let SettingNames { memory_limit, max_microbatches } = names;
+        match self {
+            Self::MoreDevices => {
+                format!("use more devices, raise {memory_limit}, or use an optimizer with less state")
             }
-            Self::MoreMicrobatches => "raise max_pipeline for more and smaller microbatches, or raise mem_limit_gb",
-            Self::SmallerBatch => "use a smaller batch or shorter sequences, more devices, or raise mem_limit_gb",
-            Self::HigherLimit => "raise mem_limit_gb: the framework alone takes most of it",
-        })
+            Self::LargerDevice => format!(
+                "this piece cannot be cut: raise {memory_limit}, use devices with more memory, or an optimizer with \
+                 less state"
+            ),
+            Self::MoreMicrobatches => {
+                format!("raise {max_microbatches} for more and smaller microbatches, or raise {memory_limit}")
+            }
+            Self::SmallerBatch => {
+                format!("use a smaller batch or shorter sequences, more devices, or raise {memory_limit}")
+            }
+            Self::HigherLimit => format!("raise {memory_limit}: the framework alone takes most of it"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn advice_names_settings_as_they_are_called() {
+        let items = SettingNames { memory_limit: "mem_limit_gb", max_microbatches: "max_pipeline" };
+        for (advice, words) in [
+            (Advice::MoreDevices, "use more devices, raise mem_limit_gb, or use an optimizer with less state"),
+            (
+                Advice::LargerDevice,
+                "this piece cannot be cut: raise mem_limit_gb, use devices with more memory, or an optimizer with less state",
+            ),
+            (Advice::MoreMicrobatches, "raise max_pipeline for more and smaller microbatches, or raise mem_limit_gb"),
+            (Advice::SmallerBatch, "use a smaller batch or shorter sequences, more devices, or raise mem_limit_gb"),
+            (Advice::HigherLimit, "raise mem_limit_gb: the framework alone takes most of it"),
+        ] {
+            assert_eq!(advice.in_words(&items), words);
+        }
+    }
+
+    #[test]
+    fn a_shortage_is_told_whole() {
+        let mut shortage = Shortage {
+            block: "layers.1".to_owned(),
+            short_bytes: 3 << 20,
+            needed_bytes: 8 << 20,
+            usable_bytes: 5 << 20,
+            stages: 3,
+            microbatches: 6,
+            largest: "the framework",
+            advice: Advice::HigherLimit,
+            would_fit: vec!["recomputation", "optimizer state in host memory"],
+        };
+        let words = "the model does not fit into memory: the best of all plans (3 stages, 6 microbatches) is short of \
+                     3.00 MiB on the device that holds layers.1: it needs 8.00 MiB of 5.00 MiB usable memory, \
+                     most of it for the framework; raise --memory-gb: the framework alone takes most of it";
+        let would_fit = " (it would fit with recomputation, or with optimizer state in host memory, which this RaNNC \
+                         cannot run yet)";
+        let arguments = SettingNames { memory_limit: "--memory-gb", max_microbatches: "--max-microbatches" };
+        assert_eq!(shortage.in_words(&arguments), format!("{words}{would_fit}"));
+        shortage.would_fit.clear();
+        assert_eq!(shortage.in_words(&arguments), words);
+        let own = SearchError::DoesNotFit(shortage).to_string();
+        assert!(own.ends_with("raise memory_limit_bytes: the framework alone takes most of it"), "{own}");
     }
 }

@@ -6,10 +6,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::SearchError;
 
-/// What the runtime that will carry out a Plan can do.
+/// The ways to save memory that the runtime has that will carry out a Plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Capabilities {
+pub struct Savers {
     /// Computing parts of a forward again for the backward.
     pub recompute: bool,
     /// The most that Replicas may divide among them.
@@ -18,7 +18,7 @@ pub struct Capabilities {
     pub offload: bool,
 }
 
-impl Default for Capabilities {
+impl Default for Savers {
     /// What this RaNNC's runtime can do.
     fn default() -> Self {
         Self { recompute: false, sharding: Sharding::None, offload: false }
@@ -78,7 +78,8 @@ pub struct Settings {
     /// forwards run before the first backward.
     pub loss_inside: bool,
     /// What the runtime can do.
-    pub capabilities: Capabilities,
+    #[serde(rename = "capabilities")]
+    pub savers: Savers,
     /// When to stop early.
     pub limits: Limits,
     /// Threads to use; all processors when not given. The answer does not depend on it.
@@ -107,7 +108,7 @@ impl Default for Settings {
             max_microbatches: 32,
             min_microbatch_rows: 1,
             loss_inside: true,
-            capabilities: Capabilities::default(),
+            savers: Savers::default(),
             limits: Limits::default(),
             threads: None,
             runners_up: 0,

@@ -1,5 +1,6 @@
 //! When a search ends.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
@@ -19,22 +20,55 @@ pub enum Stop {
     Candidates,
     /// At the limit of time.
     Time,
+    /// It was told to; nothing is answered then.
+    Told,
+}
+
+/// When a search began, and whether it has been told to end.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Clock<'a> {
+    pub(crate) begun: Instant,
+    told: &'a AtomicBool,
+}
+
+impl<'a> Clock<'a> {
+    /// Starts now.
+    pub(crate) fn new(told: &'a AtomicBool) -> Self {
+        Self { begun: Instant::now(), told }
+    }
+
+    /// True when nobody waits for the answer any more.
+    pub(crate) fn is_told(&self) -> bool {
+        self.told.load(Ordering::Relaxed)
+    }
+
+    /// Why a search with this end must stop now.
+    fn stop(&self, until: Option<Instant>) -> Stop {
+        if self.is_told() {
+            Stop::Told
+        } else if until.is_some_and(|until| Instant::now() >= until) {
+            Stop::Time
+        } else {
+            Stop::Complete
+        }
+    }
 }
 
 /// What a search may still spend.
 #[derive(Clone, Debug)]
-pub(crate) struct Budget {
+pub(crate) struct Budget<'a> {
+    clock: Clock<'a>,
     candidates: u64,
     next_look: u64,
     until: Option<Instant>,
     stop: Stop,
 }
 
-impl Budget {
-    pub(crate) fn new(limits: &Limits, begun: Instant) -> Self {
-        let until = limits.time_ms.map(|ms| begun + Duration::from_millis(ms));
-        let stop = if until.is_some_and(|until| Instant::now() >= until) { Stop::Time } else { Stop::Complete };
-        Self { candidates: limits.candidates, next_look: limits.candidates, until, stop }
+impl<'a> Budget<'a> {
+    pub(crate) fn new(limits: &Limits, clock: Clock<'a>) -> Self {
+        let until = limits.time_ms.map(|ms| clock.begun + Duration::from_millis(ms));
+        let stop = clock.stop(until);
+        Self { clock, candidates: limits.candidates, next_look: limits.candidates, until, stop }
     }
 
     /// Counts partial Plans.
@@ -44,9 +78,7 @@ impl Budget {
             self.stop = Stop::Candidates;
         } else if self.candidates <= self.next_look {
             self.next_look = self.candidates.saturating_sub(LOOKS);
-            if self.until.is_some_and(|until| Instant::now() >= until) {
-                self.stop = Stop::Time;
-            }
+            self.stop = self.clock.stop(self.until);
         }
     }
 

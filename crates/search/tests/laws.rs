@@ -1,15 +1,19 @@
 //! What every answer of the search keeps to. Laws of its best time (more memory, faster links, more
-//! devices, its bounds) are beside the brute force in `src/exact.rs`.
+//! devices, its bounds) are beside the brute force in `src/tests/brute_force.rs`.
 
 mod encoder;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use encoder::encoder;
 use proptest::prelude::*;
 use rannc_cost::Cluster;
 use rannc_ir::testing::mlp;
-use rannc_ir::{Analysis, Graph};
-use rannc_plan::{Batch, Mode, Partition, Plan, ScheduleKind, Sharding, StageOps, build};
-use rannc_search::{Capabilities, Limits, Outcome, SearchError, Settings, Stop, plan};
+use rannc_ir::{Analysis, Graph, OpRun};
+use rannc_plan::{Batch, Call, Partition, Plan, ScheduleKind, Sharding, build};
+use rannc_search::{Limits, Outcome, Savers, SearchError, Settings, Stop, plan, plan_until};
 
 /// Two nodes of devices without framework memory, so that small models are tight.
 fn two_nodes(devices: u32) -> Cluster {
@@ -28,9 +32,9 @@ fn cases() -> impl Strategy<Value = (u32, Settings)> {
     let flags = any::<(bool, bool)>();
     (2..8_u32, 1..4_u32, 30..400_u64, 1..5_u64, flags).prop_map(|(layers, pairs, memory_mib, rows, flags)| {
         let (loss_inside, recompute) = flags;
-        let capabilities = Capabilities { recompute, ..Capabilities::default() };
+        let savers = Savers { recompute, ..Savers::default() };
         let settings = settings(2 * pairs, 8 * rows, memory_mib);
-        (layers, Settings { loss_inside, capabilities, ..settings })
+        (layers, Settings { loss_inside, savers, ..settings })
     })
 }
 
@@ -47,17 +51,15 @@ fn shape(plan: &Plan) -> (Vec<usize>, u32, Option<ScheduleKind>) {
 
 /// Carries a Plan through to what the ranks do, and holds its memory against the limit.
 fn assert_valid(graph: &Graph, plan: &Plan, settings: &Settings) {
-    let cuts: Vec<StageOps> = plan.stages.iter().map(|stage| stage.ops).collect();
+    let cuts: Vec<OpRun> = plan.stages.iter().map(|stage| stage.ops).collect();
     let partition = Partition::new(graph, &cuts).expect("the search cuts where it may");
     assert_eq!(cuts.last().map(|ops| ops.end as usize), Some(Analysis::new(graph).main_ops.len()));
     let ranks = u64::from(plan.world_size);
     let rows_per_rank = (0..ranks).map(|rank| (plan.batch_rows + ranks - 1 - rank) / ranks).collect();
     let batch = Batch { rows_per_rank, gather_inputs: true };
-    let mode = match plan.schedule {
-        ScheduleKind::OneForwardOneBackward => Mode::Train1F1B,
-        ScheduleKind::FillDrain => Mode::TrainFillDrain,
-    };
-    build(&plan.placement(), &partition, &batch, mode).expect("a program");
+    for call in [Call::Forward, Call::Whole, Call::Halves] {
+        build(&plan.placement(), &partition, &batch, call).expect("a program");
+    }
     let limit_bytes = settings.memory_limit_bytes.expect("limited");
     for stage in &plan.stages {
         assert!(stage.predicted.memory.total_bytes() <= limit_bytes * 9 / 10);
@@ -67,12 +69,12 @@ fn assert_valid(graph: &Graph, plan: &Plan, settings: &Settings) {
 #[test]
 fn threads_do_not_show() {
     let graph = encoder(8, 256, 64, 5000);
-    let capabilities = Capabilities { recompute: true, sharding: Sharding::Optimizer, offload: false };
+    let savers = Savers { recompute: true, sharding: Sharding::Optimizer, offload: false };
     let limited = Limits { candidates: 2000, ..Limits::default() };
     for (memory_mib, limits) in [(150, Limits::default()), (150, limited), (800, Limits::default())] {
         let with_threads = |threads: usize| {
             let settings =
-                Settings { threads: Some(threads), capabilities, limits, gains: true, ..settings(8, 32, memory_mib) };
+                Settings { threads: Some(threads), savers, limits, gains: true, ..settings(8, 32, memory_mib) };
             plan(&graph, &two_nodes(8), &[], &settings).expect("fits")
         };
         let one = with_threads(1);
@@ -101,6 +103,26 @@ fn a_limited_search_says_so_and_gives_what_it_has() {
         assert!(outcome.report.gap >= 0.0);
         assert_valid(&graph, &outcome.plan, &limited);
     }
+}
+
+/// Far from its end, it ends soon after nobody waits for it any more.
+#[test]
+fn a_search_ends_when_it_is_told_to() {
+    let graph = encoder(48, 256, 64, 5000);
+    let cluster = Cluster::preset("H200", 32, 8).expect("256 devices");
+    let settings = Settings { gains: true, ..settings(256, 4096, 4000) };
+    let told = AtomicBool::new(false);
+    let (answer, since_told) = thread::scope(|scope| {
+        let search = scope.spawn(|| plan_until(&graph, &cluster, &[], &settings, &told).map(|_| ()));
+        thread::sleep(Duration::from_millis(300));
+        told.store(true, Ordering::Relaxed);
+        let since = Instant::now();
+        (search.join().expect("no panic"), since.elapsed())
+    });
+    assert!(matches!(answer, Err(SearchError::Told)), "{answer:?}");
+    assert!(since_told < Duration::from_secs(10), "{since_told:?}");
+    let before = plan_until(&graph, &cluster, &[], &settings, &AtomicBool::new(true)).map(|_| ());
+    assert!(matches!(before, Err(SearchError::Told)), "{before:?}");
 }
 
 #[test]

@@ -6,9 +6,9 @@ use encoder::encoder;
 use proptest::prelude::*;
 use rannc_cost::Cluster;
 use rannc_ir::testing::{GraphBuilder, graphs, mlp};
-use rannc_ir::{Analysis, DType, Dim, Graph};
-use rannc_plan::{Partition, Plan, ScheduleKind, StageOps};
-use rannc_search::{Advice, Outcome, SearchError, Settings};
+use rannc_ir::{Analysis, DType, Dim, Graph, OpRun};
+use rannc_plan::{Partition, Plan, ScheduleKind};
+use rannc_search::{Advice, Outcome, SearchError, Settings, Shortage};
 
 fn cluster(name: &str, devices: u32) -> Cluster {
     Cluster::preset(name, devices.div_ceil(8), devices.min(8)).expect("devices")
@@ -104,7 +104,7 @@ fn an_empty_graph_is_refused() {
 
 fn shortage(graph: &Graph, limits: &Settings) -> (String, u64, Advice) {
     match plan(graph, &cluster("cpu", 4), limits) {
-        Err(SearchError::DoesNotFit { block, short_bytes, advice, .. }) => (block, short_bytes, advice),
+        Err(SearchError::DoesNotFit(Shortage { block, short_bytes, advice, .. })) => (block, short_bytes, advice),
         other => panic!("{other:?}"),
     }
 }
@@ -146,7 +146,7 @@ proptest! {
         let analysis = Analysis::new(&graph);
         match plan(&graph, &cluster, &wanted) {
             Ok(plan) => {
-                let cuts: Vec<StageOps> = plan.stages.iter().map(|stage| stage.ops).collect();
+                let cuts: Vec<OpRun> = plan.stages.iter().map(|stage| stage.ops).collect();
                 prop_assert!(Partition::new(&graph, &cuts).is_ok());
                 prop_assert_eq!(cuts[cuts.len() - 1].end as usize, analysis.main_ops.len());
                 prop_assert_eq!(&Plan::from_json(&plan.to_json()).expect("sealed"), &plan);

@@ -21,6 +21,7 @@
 
 mod costs;
 mod error;
+mod links;
 mod machine;
 mod script;
 mod timeline;

@@ -3,11 +3,12 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
-use rannc_plan::{Blocked, CheckError, Compute, GRAD_WINDOW, Payload, Program, RankProgram};
+use rannc_plan::{Blocked, CheckError, Compute, Deadlock, GRAD_WINDOW, Payload, Program, RankProgram};
 
 use crate::costs::{Costs, RowCosts};
 use crate::error::SimError;
-use crate::script::{Channel, Script, Slot, Task};
+use crate::links::Channel;
+use crate::script::{Script, Slot, Task};
 use crate::timeline::{Event, RankTimeline, Timeline, What};
 
 /// Simulates one step of a Program that passes [`check`](rannc_plan::check()).
@@ -22,7 +23,7 @@ pub fn simulate(program: &Program, costs: &dyn Costs) -> Result<Timeline, SimErr
         machine.advance(rank);
     }
     let blocked = machine.blocked();
-    if blocked.is_empty() { Ok(machine.timeline()) } else { Err(CheckError::Deadlock { blocked }.into()) }
+    if blocked.is_empty() { Ok(machine.timeline()) } else { Err(CheckError::from(Deadlock(blocked)).into()) }
 }
 
 /// When a message moves.
@@ -99,7 +100,7 @@ impl<'a> Machine<'a> {
                 if !state.wait(&self.traffic) {
                     return false;
                 }
-                state.compute(compute, costs, self.program.mode.trains());
+                state.compute(compute, costs, self.program.call.trains());
             }
             Task::Send { slot } => return self.send(rank, slot),
             Task::Recv { channel, payload, mb } => {
@@ -124,7 +125,7 @@ impl<'a> Machine<'a> {
 
     fn send(&mut self, rank: u32, slot: Slot) -> bool {
         let state = &mut self.ranks[rank as usize];
-        let bounded = !self.program.mode.trains() || self.script.parcel(slot).payload == Payload::Grad;
+        let bounded = !self.program.call.trains() || self.script.parcel(slot).payload == Payload::Grad;
         if bounded && let Some(place) = slot.place.checked_sub(GRAD_WINDOW) {
             state.waits = vec![Slot { place, ..slot }];
             if !state.wait(&self.traffic) {

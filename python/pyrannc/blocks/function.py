@@ -12,8 +12,9 @@ from torch.fx.node import map_aggregate
 
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture import Captured
+from pyrannc.capture.torch_internals import SET_GRAD_ENABLED
 from pyrannc.core.graph import GraphFacts
-from pyrannc.core.program import StagePart
+from pyrannc.core.partition import StagePart
 
 
 class StageCode:
@@ -96,12 +97,12 @@ class _Writer:
             if facts.grad_enabled != enabled:
                 ambient = ambient or self.graph.call_function(torch.is_grad_enabled)
                 enabled = facts.grad_enabled
-                self.graph.call_function(torch._C._set_grad_enabled, (ambient if enabled else False,))
+                self.graph.call_function(SET_GRAD_ENABLED, (ambient if enabled else False,))
             if facts.random:
                 self.graph.call_function(self._randomness.placer(op))
             self._write_op(op)
         if not enabled:
-            self.graph.call_function(torch._C._set_grad_enabled, (ambient,))
+            self.graph.call_function(SET_GRAD_ENABLED, (ambient,))
 
     def _write_op(self, op: int) -> None:
         original = self._captured.op_nodes[op]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from pyrannc.call.variant import Variant
 from pyrannc.config import Config
+from pyrannc.core.profile import ProfileFacts
 from pyrannc.job import process
 from pyrannc.planning import Request, decide, find_cluster, find_profiles, own_device
 from pyrannc.profile.meter import Meter
@@ -22,7 +22,6 @@ _FEW, _MANY = 2, 18
 """Numbers of microbatches; the second is also the rows of each rank."""
 _WARM_UP_STEPS, _STEPS = 3, 20
 _LEAST_US = 1.0
-_WAYS = ("forward_us", "backward_us")
 
 
 class _Tiny(nn.Module):
@@ -61,7 +60,7 @@ def _step_us(device: torch.device, microbatches: int) -> float:
     plan = decide(request, None)
     variant.divide(plan.partition(variant.graph))
     deployment = Deployment(model, variant, plan, device, None, sync_params=False, seed=0)
-    program = variant.program(plan, (_MANY,) * process.get_world_size(), True, "train_1f1b")
+    program = variant.program(plan, (_MANY,) * process.get_world_size(), True, "whole")
     options = StepOptions(reduce=True, keep_graph=False)
 
     def step() -> None:
@@ -91,5 +90,6 @@ def _ops_us(device: torch.device) -> float:
     world_size = process.get_world_size()
     cluster = find_cluster(request.config, [own_device(device)] * world_size)
     blocks = request.variant.graph.blocks(cluster, world_size, request.batch_rows).hashes
-    points = [json.loads(found.to_json())["blocks"] for found in find_profiles(request, cluster, [""] * world_size)]
-    return float(sum(known[block][0][way] for known in points for block in blocks for way in _WAYS))
+    profiles = [ProfileFacts.of(found) for found in find_profiles(request, cluster, [""] * world_size)]
+    points = [known.blocks[block][0] for known in profiles for block in blocks]
+    return float(sum(us for point in points for us in (point.forward_us, point.backward_us)))

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from pyrannc._native import Graph, Partition, Plan, Program
-from pyrannc.capture import Captured, capture
+from pyrannc.call.alike import capture_alike
+from pyrannc.capture import Captured
 from pyrannc.core.graph import GraphFacts
-from pyrannc.core.program import Mode, Parts, RankProgram
-from pyrannc.errors import CaptureError, MismatchError
+from pyrannc.core.partition import Parts
+from pyrannc.core.program import Call, RankProgram
+from pyrannc.errors import CaptureError
 from pyrannc.job import agree, process
 
 
@@ -36,25 +38,12 @@ class Variant:
     ) -> None:
         self.captured: Captured
         self.graph: Graph
-        self.captured, self.graph = self._capture_alike(model, args, kwargs, device, rows)
+        self.captured, self.graph = capture_alike(model, args, kwargs, device, rows)
         self.facts = GraphFacts.from_json(self.captured.graph_json)
         self.loss = self._find_loss()
         self.active: set[str] | None = None
         self._programs: dict[Hashable, RankProgram] = {}
         self._check_outputs()
-
-    def _capture_alike(self, model: nn.Module, *call: Any) -> tuple[Captured, Graph]:
-        args, kwargs, device, rows = call
-
-        def attempt() -> tuple[Captured, Graph]:
-            captured = capture(model, args, kwargs, device=device, rows=rows)
-            return captured, Graph.from_json(captured.graph_json)
-
-        captured, graph = agree.together(attempt)
-        hashes: list[str] = agree.gather_objects(graph.hash())
-        if len(set(hashes)) > 1:
-            raise MismatchError(_first_difference(graph, hashes))
-        return captured, graph
 
     def _find_loss(self) -> int | None:
         """The scalar loss, if the model returns exactly one scalar that can be differentiated."""
@@ -88,28 +77,51 @@ class Variant:
                     "batch of b; return it with the batch as a dimension of its own"
                 )
 
-    def program(self, plan: Plan, rows: tuple[int, ...], gather_inputs: bool, mode: Mode) -> RankProgram:
+    def follow(self, first: Variant) -> None:
+        """Divides the Graph like that of another captured call, so that every parameter stays. All ranks call it."""
+        self.divide(agree.together(lambda: first.partition.follow(first.graph, self.graph)))
+
+    def program(self, plan: Plan, rows: tuple[int, ...], gather_inputs: bool, call: Call) -> RankProgram:
         """What this rank does for a batch; made and checked once for each set of row counts."""
-        key = (rows, mode)
+        key = (rows, call)
         if key not in self._programs:
-            program = Program.build(plan, self.partition, list(rows), gather_inputs, mode)
+            program = Program.build(plan, self.partition, list(rows), gather_inputs, call)
             self._programs[key] = RankProgram.from_json(program.rank_view(process.get_rank()))
         return self._programs[key]
+
+
+class Variants:
+    """All captured forms of one model, numbered alike on all ranks."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[Hashable, Variant] = {}
+        self._numbered: list[Variant] = []
+
+    def get(self, key: Hashable) -> Variant | None:
+        """The captured form of calls with this key, if there is one."""
+        return self._by_key.get(key)
+
+    @property
+    def first(self) -> Variant:
+        """The one that the Plan was made for."""
+        return self._numbered[0]
+
+    def number_of(self, key: Hashable) -> int | None:
+        """The number of the captured form of calls with this key, if there is one."""
+        known = self._by_key.get(key)
+        return None if known is None else self._numbered.index(known)
+
+    def add(self, key: Hashable, variant: Variant) -> None:
+        """Keeps a captured form under the next number."""
+        self._numbered.append(variant)
+        self._by_key[key] = variant
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self._by_key.clear()
+        self._numbered.clear()
 
 
 def _extents(shape: Sequence[tuple[int, int]]) -> str:
     terms = ["*".join(filter(None, [str(k) if k != 1 else "", "b"])) if k else str(c) for k, c in shape]
     return "(" + ", ".join(terms) + ")"
-
-
-def _first_difference(graph: Graph, hashes: Sequence[str]) -> str:
-    """Names the ranks whose Graph differs from rank 0's, and the first Op that does."""
-    texts: list[list[str]] = agree.gather_objects(graph.op_texts())
-    other = next(rank for rank, found in enumerate(hashes) if found != hashes[0])
-    mine, theirs = texts[0], texts[other]
-    for index in range(max(len(mine), len(theirs))):
-        here = mine[index] if index < len(mine) else "nothing"
-        there = theirs[index] if index < len(theirs) else "nothing"
-        if here != there:
-            return f"the ranks have different models: rank 0 has\n  {here}\nwhere rank {other} has\n  {there}"
-    return f"the ranks have different models: rank {other}'s parameters, buffers or inputs are not those of rank 0"

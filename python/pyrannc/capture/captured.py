@@ -39,7 +39,6 @@ class Captured:
     constants: list[Tensor]
     assumptions: list[Assumption]
     dims: dict[fx.Node, Dim]
-    signature: Hashable
     input_structure: Structure
     output_structure: Structure
 
@@ -126,7 +125,8 @@ def capture(
     """
     traced = None
     try:
-        call_signature = signature(model, args, kwargs)
+        # Without rows there is nothing to capture for: this raises.
+        batch_rows(flatten((tuple(args), kwargs))[0])
         traced = trace(model, tuple(args), kwargs, device, rows, leaf_modules)
         cleaned = clean(traced)
         lowered = lower(traced, cleaned, _qualified_name(model), model.training, max(1, rows))
@@ -144,7 +144,6 @@ def capture(
         constants=lowered.constants,
         assumptions=traced.assumptions,
         dims=cleaned.dims,
-        signature=call_signature,
         input_structure=flatten((tuple(args), kwargs))[1],
         output_structure=traced.output,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +15,12 @@ from pyrannc.errors import CaptureError
 from .dims import Dim
 from .facts import FACTS, GRAD_ENABLED, PLACE
 from .functional import replace_in_place_ops
-from .ops import SET_GRAD_ENABLED, has_effect, is_assertion, is_tuple_access
+from .ops import has_effect, is_assertion, is_tuple_access
 from .source import Place
+from .torch_internals import SET_GRAD_ENABLED, expression
 from .tracer import Trace
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass
@@ -46,18 +50,29 @@ def grad_enabled(node: fx.Node) -> bool:
 
 
 def clean(trace: Trace) -> CleanGraph:
-    """Flattens the placeholders, drops what no run needs, and sorts nodes into roles.
+    """Flattens the placeholders, drops what no run needs, and sorts nodes into roles: all of :data:`PASSES`, in order.
 
     Raises:
         CaptureError: an integer argument is not affine in the batch size.
     """
-    source = trace.gm.graph
-    source.eliminate_dead_code(is_impure_node=has_effect)
-    graph = fx.Graph()
-    cleaned = CleanGraph(gm=fx.GraphModule(torch.nn.Module(), graph))
-    env: dict[fx.Node, fx.Node] = {}
+    cleaned = CleanGraph(gm=fx.GraphModule(torch.nn.Module(), fx.Graph()))
+    for run in PASSES:
+        run(trace, cleaned)
+    # Making a GraphModule keeps the graph's nodes, so the lists of nodes stay valid.
+    cleaned.gm = fx.GraphModule(cleaned.gm, cleaned.gm.graph, class_name="Captured")
+    return cleaned
+
+
+def drop_unused_in_trace(trace: Trace, cleaned: CleanGraph) -> None:
+    """Ops of the trace whose results nobody reads."""
+    trace.gm.graph.eliminate_dead_code(is_impure_node=has_effect)
+
+
+def copy_what_runs(trace: Trace, cleaned: CleanGraph) -> None:
+    """Without switches of the gradient mode, assertions and idle ``detach_``."""
+    graph, env = cleaned.gm.graph, dict[fx.Node, fx.Node]()
     _copy_placeholders(trace, graph, env, cleaned)
-    for node in source.nodes:
+    for node in trace.gm.graph.nodes:
         if node.op == "get_attr":
             _copy_constant(node, trace.gm, graph, env, cleaned)
         elif _is_idle_detach(node):
@@ -66,12 +81,16 @@ def clean(trace: Trace) -> CleanGraph:
             env[node] = graph.node_copy(node, lambda old: env[old])
             env[node].meta = node.meta
     _copy_outputs(trace, graph, env, cleaned)
-    replace_in_place_ops(graph, {*cleaned.params, *cleaned.buffers, *cleaned.constants})
-    graph.eliminate_dead_code(is_impure_node=has_effect)
-    _classify(trace, graph, cleaned)
-    cleaned.gm = fx.GraphModule(cleaned.gm, graph, class_name="Captured")
-    # Making a GraphModule keeps the graph's nodes, so the lists above stay valid.
-    return cleaned
+
+
+def make_functional(trace: Trace, cleaned: CleanGraph) -> None:
+    """In-place Ops, where the model cannot tell the difference."""
+    replace_in_place_ops(cleaned.gm.graph, {*cleaned.params, *cleaned.buffers, *cleaned.constants})
+
+
+def drop_unused(trace: Trace, cleaned: CleanGraph) -> None:
+    """Ops whose results nobody reads any more."""
+    cleaned.gm.graph.eliminate_dead_code(is_impure_node=has_effect)
 
 
 def _is_idle_detach(node: fx.Node) -> bool:
@@ -126,14 +145,16 @@ def _copy_outputs(trace: Trace, graph: fx.Graph, env: dict[fx.Node, fx.Node], cl
     graph.output(tuple(copied))
 
 
-def _classify(trace: Trace, graph: fx.Graph, cleaned: CleanGraph) -> None:
+def sort_into_roles(trace: Trace, cleaned: CleanGraph) -> None:
+    """Constants that are still used, integers made of the batch size, and Ops."""
+    graph = cleaned.gm.graph
     used = {node for node in graph.nodes if node.op == "get_attr"}
     cleaned.constants = [constant for constant in cleaned.constants if constant in used]
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         value = node.meta.get("val")
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)) and not isinstance(value, bool):
+        if isinstance(value, (*_SYMBOLIC, int, float)) and not isinstance(value, bool):
             cleaned.dims[node] = _batch_integer(trace, node, value)
         elif not is_tuple_access(node):
             cleaned.ops.append(node)
@@ -142,7 +163,7 @@ def _classify(trace: Trace, graph: fx.Graph, cleaned: CleanGraph) -> None:
 def _batch_integer(trace: Trace, node: fx.Node, value: Any) -> Dim:
     dim = trace.reader.read(value)
     if dim is None:
-        expr = value.node.expr if hasattr(value, "node") else value
+        expr = expression(value) if isinstance(value, _SYMBOLIC) else value
         if _reads_data(trace, value):
             raise CaptureError(
                 f"{place_of(node)} reads a number from a tensor (.item() or the like) and uses it as an argument; "
@@ -156,8 +177,18 @@ def _batch_integer(trace: Trace, node: fx.Node, value: Any) -> Dim:
 
 
 def _reads_data(trace: Trace, value: Any) -> bool:
-    return hasattr(value, "node") and bool(value.node.expr.free_symbols - {trace.reader.symbol})
+    return isinstance(value, _SYMBOLIC) and bool(expression(value).free_symbols - {trace.reader.symbol})
 
 
 def _identifier(name: str) -> str:
     return re.sub(r"\W", "_", name)
+
+
+PASSES: tuple[Callable[[Trace, CleanGraph], None], ...] = (
+    drop_unused_in_trace,
+    copy_what_runs,
+    make_functional,
+    drop_unused,
+    sort_into_roles,
+)
+"""From the raw trace to the graph that is lowered."""

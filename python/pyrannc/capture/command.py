@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import os
 import sys
 import time
@@ -11,6 +12,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,9 +26,10 @@ from .flatten import batch_rows, flatten
 from .source import belongs_to_user
 
 _EXAMPLE = """\
-Example: python -m pyrannc capture train:example -o bert.json
+Example: python -m pyrannc capture train.py:example -o bert.json
 
-where train.py has a function without arguments that returns the model and the arguments of one call:
+where train.py has a function without arguments that returns the model and the arguments of one call (of a module,
+train:example does as well):
 
   def example():
       model = BertForPreTraining(BertConfig())
@@ -77,9 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "function",
-        metavar="MODULE:FUNCTION",
-        help="function without arguments that returns (model, args) or (model, args, kwargs), or an object with these "
-        "attributes",
+        metavar="WHERE:FUNCTION",
+        help="a Python file or a module, and a function in it without arguments that returns (model, args) or (model, "
+        "args, kwargs), or an object with these attributes",
     )
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="the graph file to write")
     parser.add_argument(
@@ -99,24 +102,45 @@ def _positive(text: str) -> int:
 
 
 def load(name: str) -> Callable[[], Any]:
-    """The function ``package.module:function``, looked for from the current folder on.
+    """The function ``package.module:function``, looked for from the current folder on, or ``folder/file.py:function``.
 
     Raises:
         InputError: there is no such function.
     """
-    module_name, colon, function_name = name.partition(":")
-    if not (module_name and colon and function_name):
-        raise InputError(f"'{name}' must have the form package.module:function")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    where, colon, function_name = name.rpartition(":")
+    if not (where and colon and function_name):
+        raise InputError(f"'{name}' must have the form package.module:function or folder/file.py:function")
+    path = Path(where) if where.endswith(".py") or os.sep in where else None
+    if path is not None and not path.is_file():
+        raise InputError(f"there is no file {path}")
+    what = f"module {where}" if path is None else str(path)
     try:
-        module = importlib.import_module(module_name)
+        module = _module(where) if path is None else _module_of(path)
     except Exception as error:
-        raise InputError(f"module {module_name} cannot be imported: {_cause(error)}") from error
+        raise InputError(f"{what} cannot be imported: {_cause(error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise InputError(f"module {module_name} ({module.__file__}) has no function {function_name}")
+        place = f" ({module.__file__})" if path is None else ""
+        raise InputError(f"{what}{place} has no function {function_name}")
     return function  # type: ignore[no-any-return]  # callable, as checked above
+
+
+def _module(name: str) -> ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    return importlib.import_module(name)
+
+
+def _module_of(path: Path) -> ModuleType:
+    """The file as a module, with its folder to import from, as ``python path`` has it."""
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    if spec is None or spec.loader is None:
+        raise ImportError("it is no Python file: its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def build(function: Callable[[], Any], name: str) -> Call:

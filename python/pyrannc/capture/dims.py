@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 
+from .torch_internals import expression, simplified
+
 
 class Dim(NamedTuple):
     """An extent or an integer argument: ``per_row * rows + fixed``."""
@@ -32,9 +34,9 @@ class AffineReader:
             return Dim(0, int(size))
         if not isinstance(size, (torch.SymInt, torch.SymFloat)):
             return None
-        expr = size.node.expr
+        expr = expression(size)
         if expr not in self._known:
-            self._known[expr] = self._read_expression(size.node.shape_env.simplify(expr))
+            self._known[expr] = self._read_expression(simplified(size))
         return self._known[expr]
 
     def _read_expression(self, expr: sympy.Expr) -> Dim | None:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental import proxy_tensor
 
 from .source import SourceTracker
+from .torch_internals import TRACK_TENSOR_TREE, note_new_nodes, storage_address
 
 FACTS = "rannc_facts"
 PLACE = "rannc_place"
@@ -38,30 +38,24 @@ class FactRecorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Records tensor facts while active."""
-        original: Any = proxy_tensor.track_tensor_tree
+        original = TRACK_TENSOR_TREE.original
 
         def track(inner: Any, proxy: Any, *, constant: Any, tracer: Any) -> Any:
             result = original(inner, proxy, constant=constant, tracer=tracer)
             self._record(inner, proxy)
             return result
 
-        proxy_tensor.track_tensor_tree = track  # type: ignore[assignment]  # undone below
-        try:
+        with TRACK_TENSOR_TREE.replaced_by(track):
             yield
-        finally:
-            proxy_tensor.track_tensor_tree = original
 
     def annotate_nodes_of(self, graph: fx.Graph) -> None:
         """From now on, every node made in ``graph`` carries its place and gradient mode."""
-        create = graph.create_node
 
-        def create_annotated(*args: Any, **kwargs: Any) -> fx.Node:
-            node = create(*args, **kwargs)
+        def annotate(node: fx.Node) -> None:
             node.meta[PLACE] = self._tracker.here()
             node.meta[GRAD_ENABLED] = torch.is_grad_enabled()
-            return node
 
-        graph.create_node = create_annotated  # type: ignore[method-assign]  # shadows it on this graph only
+        note_new_nodes(graph, annotate)
 
     def _record(self, inner: Any, proxy: Any) -> None:
         if isinstance(inner, Tensor) and isinstance(proxy, fx.Proxy):
@@ -82,7 +76,7 @@ class FactRecorder:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # tensors inside vmap, sparse tensors
             return None
-        address = int(storage._cdata)
+        address = storage_address(storage)
         if address not in self._seen:
             self._seen.add(address)
             self._storages.append(storage)

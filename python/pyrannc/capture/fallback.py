@@ -7,20 +7,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch._subclasses.fake_tensor import (
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
-from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
 from pyrannc.errors import CaptureError
 
 from .oracle import Oracle, real_execution
 from .source import SourceTracker
+from .torch_internals import (
+    PROXY_CALL,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    disable_proxy_modes_tracing,
+    proxy_of,
+    pytree,
+    track,
+)
 
 _RECURRENT = (
     torch.ops.aten.lstm.input,
@@ -30,23 +32,10 @@ _RECURRENT = (
 )
 
 
-def proxy_of(item: Any, tracer: Any) -> fx.Proxy | None:
-    """The proxy that stands for a tensor or symbolic number in the trace, if any."""
-    if not isinstance(item, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return None
-    slot: Any = proxy_tensor.get_proxy_slot(item, tracer, None)
-    if isinstance(slot, proxy_tensor._ProxyTensor):
-        slot = slot.proxy
-    if slot is None or isinstance(slot, fx.Proxy):
-        return slot
-    proxy = slot.force()
-    return proxy if isinstance(proxy, fx.Proxy) else None
-
-
 def insert_node(tracer: Any, target: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> Any:
     """Adds a node that gives ``result``, and returns the result."""
     proxy = tracer.create_proxy("call_function", target, args, kwargs, name=getattr(target, "__name__", None))
-    proxy_tensor.track_tensor_tree(result, proxy, constant=None, tracer=tracer)
+    track(result, proxy, tracer)
     return result
 
 
@@ -81,7 +70,7 @@ class OperatorFallbacks:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Operators are taken over while active."""
-        original = proxy_tensor.proxy_call
+        original = PROXY_CALL.original
 
         def proxy_call(proxy_mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
             if func in _RECURRENT:
@@ -96,11 +85,8 @@ class OperatorFallbacks:
             except UnsupportedOperatorException as error:
                 return self._sampled(error, proxy_mode.tracer, func, args, kwargs)
 
-        proxy_tensor.proxy_call = proxy_call
-        try:
+        with PROXY_CALL.replaced_by(proxy_call):
             yield
-        finally:
-            proxy_tensor.proxy_call = original
 
     def _recurrent(self, tracer: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Recurrent layers: torch's fake final states have one dimension too many."""

@@ -13,8 +13,9 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor
+
+from .torch_internals import pytree
 
 
 @dataclasses.dataclass(frozen=True)

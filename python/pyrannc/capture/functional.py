@@ -11,10 +11,10 @@ from collections import defaultdict
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
 from .facts import FACTS, GRAD_ENABLED, TensorFacts
 from .ops import mutated_arguments
+from .torch_internals import OpOverload, overload_name, schema
 
 
 def replace_in_place_ops(graph: fx.Graph, fixed: set[fx.Node]) -> None:
@@ -49,7 +49,7 @@ def _functional_twin(node: fx.Node) -> OpOverload | None:
     target = node.target
     if node.op != "call_function" or not isinstance(target, OpOverload):
         return None
-    name, overload = target._schema.name.removeprefix("aten::"), target._overloadname
+    name, overload = schema(target).name.removeprefix("aten::"), overload_name(target)
     written = mutated_arguments(node)
     if not name.endswith("_") or target.namespace != "aten" or len(written) != 1 or written[0] is not node.args[0]:
         return None
@@ -57,8 +57,8 @@ def _functional_twin(node: fx.Node) -> OpOverload | None:
     if packet is None or overload not in packet.overloads():
         return None
     twin: OpOverload = getattr(packet, overload)
-    same_arguments = [a.name for a in twin._schema.arguments] == [a.name for a in target._schema.arguments]
-    is_view = any(result.alias_info is not None for result in twin._schema.returns)
+    same_arguments = [a.name for a in schema(twin).arguments] == [a.name for a in schema(target).arguments]
+    is_view = any(result.alias_info is not None for result in schema(twin).returns)
     if not same_arguments or is_view or not _keeps_type_and_gradient(node, written[0]):
         return None
     return twin

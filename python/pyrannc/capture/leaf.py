@@ -9,16 +9,23 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.function import Function
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
-from torch.nn.utils.stateless import _reparametrize_module
 
 from pyrannc.errors import CaptureError
 
-from .fallback import BatchSizes, insert_node, proxy_of
+from .fallback import BatchSizes, insert_node
 from .flatten import Structure, flatten
 from .oracle import Oracle, real_execution
+from .torch_internals import (
+    FUNCTION_APPLY,
+    REGISTER_HOOK,
+    FakeTensorMode,
+    current_tracer,
+    disable_proxy_modes_tracing,
+    functorch_is_active,
+    proxy_of,
+    reparametrized,
+)
 
 
 class OpaqueCall:
@@ -42,18 +49,17 @@ class GradientHook(OpaqueCall):
 @contextmanager
 def opaque_autograd_functions() -> Iterator[None]:
     """Keeps calls of custom ``autograd.Function``s whole, so that their own backward is what runs."""
-    original = Function.__dict__["apply"]
+    original = FUNCTION_APPLY.original
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        mode: Any = get_proxy_mode()
+        tracer = current_tracer()
         plain = original.__get__(None, cls)
-        if mode is None or torch._C._are_functorch_transforms_active():
+        if tracer is None or functorch_is_active():
             return plain(*args, **kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
             return _inlined_checkpoint(*args)
         if not _needs_backward(args):
             return plain(*args, **kwargs)
-        tracer: Any = mode.tracer
         proxies = {place: proxy for place, item in enumerate(args) if (proxy := proxy_of(item, tracer)) is not None}
         template = [None if place in proxies else item for place, item in enumerate(args)]
 
@@ -69,11 +75,8 @@ def opaque_autograd_functions() -> Iterator[None]:
         target = OpaqueCall(name, call, f"{cls.__module__}.{cls.__qualname__}")
         return insert_node(tracer, target, tuple(proxies.values()), {}, result)
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]  # undone below
-    try:
+    with FUNCTION_APPLY.replaced_by(classmethod(apply)):
         yield
-    finally:
-        Function.apply = original  # type: ignore[method-assign]  # undoes the assignment above
 
 
 def _needs_backward(args: Sequence[Any]) -> bool:
@@ -99,11 +102,11 @@ class _NoHandle:
 @contextmanager
 def captured_tensor_hooks() -> Iterator[None]:
     """Turns ``Tensor.register_hook`` into a node of the graph."""
-    original: Any = Tensor.register_hook
+    original = REGISTER_HOOK.original
 
     def register_hook(self: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        mode: Any = get_proxy_mode()
-        proxy = proxy_of(self, mode.tracer) if mode is not None else None
+        tracer = current_tracer()
+        proxy = proxy_of(self, tracer) if tracer is not None else None
         if proxy is None:
             return original(self, hook)
 
@@ -112,14 +115,11 @@ def captured_tensor_hooks() -> Iterator[None]:
                 original(tensor, hook)
 
         title = f"hook.{getattr(hook, '__qualname__', type(hook).__qualname__)}"
-        mode.tracer.create_proxy("call_function", GradientHook("grad_hook", call, title), (proxy,), {})
+        tracer.create_proxy("call_function", GradientHook("grad_hook", call, title), (proxy,), {})
         return _NoHandle()
 
-    Tensor.register_hook = register_hook  # type: ignore[method-assign]  # undone below
-    try:
+    with REGISTER_HOOK.replaced_by(register_hook):
         yield
-    finally:
-        Tensor.register_hook = original  # type: ignore[method-assign]  # undoes the assignment above
 
 
 class LeafModule:
@@ -148,10 +148,9 @@ class LeafModule:
                 self._module.forward = had_own
 
     def _traced_forward(self, *args: Any, **kwargs: Any) -> Any:
-        proxy_mode: Any = get_proxy_mode()
-        if proxy_mode is None:
+        tracer = current_tracer()
+        if tracer is None:
             return self._forward(*args, **kwargs)
-        tracer = proxy_mode.tracer
         current = dict([*self._module.named_parameters(), *self._module.named_buffers()])
         state = [current[name] for name in self._state_names]
         inputs, structure = flatten((args, kwargs))
@@ -169,7 +168,7 @@ class LeafModule:
 
         def call(*tensors: Tensor) -> tuple[Tensor, ...]:
             args, kwargs = structure.rebuild(tensors[len(names) :])
-            with _reparametrize_module(module, dict(zip(names, tensors[: len(names)], strict=True))):
+            with reparametrized(module, dict(zip(names, tensors[: len(names)], strict=True))):
                 return tuple(flatten(forward(*args, **kwargs))[0])
 
         return call
@@ -197,7 +196,7 @@ class LeafModule:
         with real_execution():
             args, kwargs = structure.rebuild(reals[len(self._state_names) :])
             state = dict(zip(self._state_names, reals[: len(self._state_names)], strict=True))
-            with _reparametrize_module(self._module, state):
+            with reparametrized(self._module, state):
                 real_results, output = flatten(self._forward(*args, **kwargs))
         wants_grad = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
         with disable_proxy_modes_tracing(), self._mode:

@@ -27,6 +27,7 @@ from .ops import (
     opens_region,
     target_name,
 )
+from .torch_internals import FakeTensor, known_data
 from .tracer import NamedTensors, Trace
 
 _SCHEMA = 1
@@ -294,10 +295,10 @@ def _results(node: fx.Node) -> list[int | None]:
 
 def _tensor_of(node: fx.Node, owner: fx.GraphModule) -> Tensor:
     tensor = getattr(owner, str(node.target))
-    constant = getattr(tensor, "constant", None)
-    if isinstance(constant, Tensor):  # a small tensor that the trace made itself
-        tensor = constant
-    if not isinstance(tensor, Tensor) or tensor.is_meta or hasattr(tensor, "fake_mode"):
+    data = known_data(tensor)
+    if data is not None:  # a small tensor that the trace made itself
+        tensor = data
+    if not isinstance(tensor, Tensor) or tensor.is_meta or isinstance(tensor, FakeTensor):
         raise CaptureError(
             f"{place_of(node)} uses a tensor attribute that has no data; make it a buffer or a parameter"
         )

@@ -7,12 +7,17 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import HigherOrderOperator, OpOverload
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 
 from .leaf import GradientHook, OpaqueCall
-
-SET_GRAD_ENABLED = torch._C._set_grad_enabled
+from .torch_internals import (
+    ENTER_AUTOCAST,
+    EXIT_AUTOCAST,
+    VMAP_BEGIN,
+    VMAP_END,
+    HigherOrderOperator,
+    OpOverload,
+    schema,
+)
 
 # Checks that hold by the way of tracing.
 _ASSERTIONS = (
@@ -46,7 +51,7 @@ def target_name(target: Any) -> str:
 
 def is_assertion(node: fx.Node) -> bool:
     """True for a check that the tracer added and no run needs."""
-    return isinstance(node.target, OpOverload) and node.target._schema.name in _ASSERTIONS
+    return isinstance(node.target, OpOverload) and schema(node.target).name in _ASSERTIONS
 
 
 def has_effect(node: fx.Node) -> bool:
@@ -58,19 +63,19 @@ def has_effect(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, OpOverload):
         # A dead random op stays, so that those after it draw the same numbers as in the plain model.
-        has_side_effect = target._schema.is_mutable or bool(mutated_arguments(node)) or not target._schema.returns
+        has_side_effect = schema(target).is_mutable or bool(mutated_arguments(node)) or not schema(target).returns
         return has_side_effect or draws_random_numbers(node)
     return isinstance(target, GradientHook) or opens_region(node) or closes_region(node)
 
 
 def opens_region(node: fx.Node) -> bool:
     """True for the start of an autocast block or a vmap level."""
-    return node.target is _enter_autocast or getattr(node.target, "__name__", "") == "_vmap_increment_nesting"
+    return node.target is ENTER_AUTOCAST or getattr(node.target, "__name__", "") == VMAP_BEGIN
 
 
 def closes_region(node: fx.Node) -> bool:
     """True for the end of an autocast block or a vmap level."""
-    return node.target is _exit_autocast or getattr(node.target, "__name__", "") == "_vmap_decrement_nesting"
+    return node.target is EXIT_AUTOCAST or getattr(node.target, "__name__", "") == VMAP_END
 
 
 def is_tuple_access(node: fx.Node) -> bool:
@@ -87,7 +92,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     """Arguments of an ATen op by schema name, defaults included."""
     assert isinstance(node.target, OpOverload)
     named: dict[str, Any] = {}
-    for place, argument in enumerate(node.target._schema.arguments):
+    for place, argument in enumerate(schema(node.target).arguments):
         if argument.name in node.kwargs:
             named[argument.name] = node.kwargs[argument.name]
         elif place < len(node.args) and not argument.kwarg_only:
@@ -101,13 +106,13 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     """The tensors that the node writes in place."""
     if not isinstance(node.target, OpOverload):
         return []
-    schema = node.target._schema
+    written = schema(node.target)
     named = arguments(node)
     mutated = []
-    for argument in schema.arguments:
+    for argument in written.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             mutated.extend(_nodes(named[argument.name]))
-    flag = _UPDATES_RUNNING_STATS.get(schema.name)
+    flag = _UPDATES_RUNNING_STATS.get(written.name)
     if flag is not None and named[flag]:
         mutated.extend(_nodes([named["running_mean"], named["running_var"]]))
     return mutated
@@ -118,14 +123,14 @@ def aliased_arguments(node: fx.Node) -> list[fx.Node]:
     if not isinstance(node.target, OpOverload):
         return []
     named = arguments(node)
-    if "dropout" in node.target._schema.name and "input" in named and not draws_random_numbers(node):
+    if "dropout" in schema(node.target).name and "input" in named and not draws_random_numbers(node):
         return _nodes(named["input"])  # it returns its operand, though its schema does not say so
     returned: set[str] = set()
-    for result in node.target._schema.returns:
+    for result in schema(node.target).returns:
         if result.alias_info is not None:
             returned |= result.alias_info.before_set
     aliased = []
-    for argument in node.target._schema.arguments:
+    for argument in schema(node.target).arguments:
         if argument.alias_info is not None and argument.alias_info.before_set & returned:
             aliased.extend(_nodes(named[argument.name]))
     return aliased
@@ -133,7 +138,7 @@ def aliased_arguments(node: fx.Node) -> list[fx.Node]:
 
 def may_return_view(node: fx.Node) -> bool:
     """True when the result is a view of the first operand for some shapes and strides."""
-    return isinstance(node.target, OpOverload) and node.target._schema.name in _MAY_RETURN_VIEW
+    return isinstance(node.target, OpOverload) and schema(node.target).name in _MAY_RETURN_VIEW
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
@@ -146,7 +151,7 @@ def draws_random_numbers(node: fx.Node) -> bool:
     if any(named.get(flag) is False for flag in _TRAINING_FLAGS):
         return False
     probabilities = [named[name] for name in _DROPOUT_PROBABILITY if name in named]
-    is_dropout = "dropout" in node.target._schema.name or "dropout_p" in named or "dropout" in named
+    is_dropout = "dropout" in schema(node.target).name or "dropout_p" in named or "dropout" in named
     return not (is_dropout and probabilities and all(p == 0 for p in probabilities))
 
 

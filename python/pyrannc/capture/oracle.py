@@ -15,15 +15,23 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
-from torch.utils import _pytree as pytree
 
 from pyrannc.errors import CaptureError
 
 from .source import Place, SourceTracker
+from .torch_internals import (
+    DisableTorchFunction,
+    FakeTensor,
+    OpOverload,
+    ShapeQuestions,
+    disable_proxy_modes_tracing,
+    expression,
+    hint,
+    known_data,
+    pytree,
+    schema,
+    unset_fake_temporarily,
+)
 
 _BOOLEAN_READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::allclose")
 _CLONED_NUMEL = 1 << 20
@@ -51,7 +59,7 @@ def real_execution() -> Iterator[None]:
     with (
         unset_fake_temporarily(),
         disable_proxy_modes_tracing(),
-        torch._C.DisableTorchFunction(),
+        DisableTorchFunction(),
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),
     ):
@@ -169,7 +177,7 @@ class Oracle:
             for name in str(node.target).split("."):
                 value = getattr(value, name)
             if isinstance(value, FakeTensor):
-                value = value.constant
+                value = known_data(value)
                 if value is None:
                     raise NoDataError(str(node.target))
             return value.to(self._device) if isinstance(value, Tensor) else value
@@ -181,7 +189,7 @@ class Oracle:
         if isinstance(argument, fx.Node):
             return self.known[argument]
         if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return argument.node.hint
+            return hint(argument)
         return self._device if isinstance(argument, torch.device) else argument
 
 
@@ -189,11 +197,11 @@ def _reader(node: fx.Node, symbol: sympy.Basic) -> Any:
     """How to read ``symbol`` from the value of ``node``; None if the node does not define it."""
     value = node.meta.get("val")
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        if value.node.expr == symbol:
+        if expression(value) == symbol:
             return lambda real: real
         target = node.target
-        reads_boolean = isinstance(target, OpOverload) and target._schema.name in _BOOLEAN_READS
-        if reads_boolean and symbol in value.node.expr.free_symbols:
+        reads_boolean = isinstance(target, OpOverload) and schema(target).name in _BOOLEAN_READS
+        if reads_boolean and symbol in expression(value).free_symbols:
             return lambda real: int(bool(real))
         return None
     tensors = enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]
@@ -201,7 +209,7 @@ def _reader(node: fx.Node, symbol: sympy.Basic) -> Any:
         if not isinstance(tensor, Tensor):
             continue
         for dim, size in enumerate(tensor.shape):
-            if isinstance(size, torch.SymInt) and size.node.expr == symbol:
+            if isinstance(size, torch.SymInt) and expression(size) == symbol:
                 return lambda real, index=index, dim=dim: (real if index is None else real[index]).shape[dim]
     return None
 
@@ -216,29 +224,22 @@ def _usual_answer(node: fx.Node) -> int:
     return int(bool(sources) and "all" in str(sources[0].target))
 
 
-class BatchShapeEnv(ShapeEnv):
+class BatchShapeEnv(ShapeQuestions):
     """Shapes with one batch symbol: questions about data go to the oracle, a fixed batch size is an error."""
 
     oracle: Oracle | None = None
     tracker: SourceTracker | None = None
     batch_symbol: sympy.Symbol | None = None
 
-    def evaluate_sym_node(
-        self, sym_node: Any, size_oblivious: bool = False, fallback_value: bool | None = None
-    ) -> sympy.Basic:
-        """Answers a guard. Raises CaptureError when the answer fixes the batch size."""
-        try:
-            answer = super().evaluate_sym_node(sym_node, size_oblivious, fallback_value)
-        except GuardOnDataDependentSymNode:
-            if self.oracle is None or not self.oracle.attached:
-                raise
-            answer = self.oracle.answer(self.replace(sym_node.expr))
-            self.pending_fresh_unbacked_symbols.clear()
-        self._check_batch_is_free(sym_node.expr)
-        return answer
+    def answer(self, expr: sympy.Basic) -> sympy.Basic | None:
+        """The oracle's answer, once it is there."""
+        if self.oracle is None or not self.oracle.attached:
+            return None
+        return self.oracle.answer(expr)
 
-    def _check_batch_is_free(self, expr: sympy.Basic) -> None:
-        if self.batch_symbol is None or self.batch_symbol not in self.replacements:
+    def answered(self, expr: sympy.Basic) -> None:
+        """Raises CaptureError when the answer fixes the batch size."""
+        if self.batch_symbol is None or not self.is_fixed(self.batch_symbol):
             return
         place = self.tracker.here() if self.tracker is not None else Place("")
         raise CaptureError(

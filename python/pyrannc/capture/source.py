@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .torch_internals import MODULE_CALL
+
 _TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
 _OWN_ROOT = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _STDLIB_ROOT = sysconfig.get_paths()["stdlib"] + os.sep
@@ -66,7 +68,7 @@ class SourceTracker:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Follows module calls while active; on an exception, keeps the innermost place in ``failure``."""
-        original = nn.Module.__call__
+        original = MODULE_CALL.original
         tracker = self
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -80,11 +82,8 @@ class SourceTracker:
             finally:
                 tracker._stack.pop()
 
-        nn.Module.__call__ = call  # type: ignore[method-assign]  # undone below
-        try:
+        with MODULE_CALL.replaced_by(call):
             yield
-        finally:
-            nn.Module.__call__ = original  # type: ignore[method-assign]  # undoes the assignment above
 
     def _place_of(self, error: BaseException) -> Place:
         place = Place(self.module)

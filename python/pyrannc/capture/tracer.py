@@ -10,14 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.source import ConstantSource
-from torch._export.non_strict_utils import _NonStrictTorchFunctionHandler, _override_builtin_ops
-from torch._export.utils import _compiling_state_context
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
-from torch.nn.utils.stateless import _reparametrize_module
 
 from pyrannc.errors import CaptureError, RaNNCError
 
@@ -28,6 +20,22 @@ from .flatten import Structure, flatten
 from .leaf import LeafModule, captured_tensor_hooks, leaf_modules_installed, opaque_autograd_functions
 from .oracle import Assumption, BatchShapeEnv, Oracle
 from .source import Place, SourceTracker
+from .torch_internals import (
+    MODULE_TO,
+    FakeTensorMode,
+    NonStrictTorchFunctionHandler,
+    compiling_state,
+    current_tracer,
+    expression,
+    fake_of,
+    has_backward_hooks,
+    override_builtin_ops,
+    own_buffers,
+    parse_to,
+    reparametrized,
+    trace_before_dispatch,
+    tracing_context,
+)
 
 _ERROR_LINES = 4
 
@@ -128,15 +136,13 @@ class _Session:
             for i, tensor in enumerate(self.samples)
         ]
         batch = next((t.shape[0] for t in fake_inputs if t.dim() and isinstance(t.shape[0], torch.SymInt)), None)
-        symbol = batch.node.expr if isinstance(batch, torch.SymInt) else None
+        symbol = expression(batch) if isinstance(batch, torch.SymInt) else None
         self.shape_env.batch_symbol = symbol
         self.sizes = BatchSizes(self.trace_rows, batch if isinstance(batch, torch.SymInt) else None)
         recorder = FactRecorder(self.tracker)
         call = _TracedCall(self, recorder)
         with restored(self.model), self._environment(recorder), torch.enable_grad():
-            gm = make_fx(call, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)(
-                fake_params, fake_buffers, fake_inputs
-            )
+            gm = trace_before_dispatch(call, fake_params, fake_buffers, fake_inputs)
         self.oracle.close()
         return Trace(
             gm=gm,
@@ -156,9 +162,7 @@ class _Session:
         ]
 
     def _fake(self, name: str, tensor: Tensor, batched: bool) -> Tensor:
-        dynamic = [DimDynamic.DUCK if batched and dim == 0 else DimDynamic.STATIC for dim in range(tensor.dim())]
-        context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(dynamic_sizes=dynamic)
-        fake: Tensor = self.mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(name))
+        fake = fake_of(self.mode, name, tensor, batched)
         if fake.device == self.device:
             return fake
         with self.mode:
@@ -171,12 +175,12 @@ class _Session:
     def _environment(self, recorder: FactRecorder) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
-            stack.enter_context(_compiling_state_context())
+            stack.enter_context(compiling_state())
             stack.enter_context(OperatorFallbacks(self.oracle, self.mode, self.sizes, self.tracker).installed())
             stack.enter_context(self.mode)
-            stack.enter_context(_NonStrictTorchFunctionHandler())
-            stack.enter_context(tracing(TracingContext(self.mode)))
-            stack.enter_context(_override_builtin_ops())
+            stack.enter_context(NonStrictTorchFunctionHandler())
+            stack.enter_context(tracing_context(self.mode))
+            stack.enter_context(override_builtin_ops())
             stack.enter_context(opaque_autograd_functions())
             stack.enter_context(captured_tensor_hooks())
             stack.enter_context(idle_module_moves())
@@ -195,16 +199,16 @@ class _TracedCall:
 
     def __call__(self, params: list[Tensor], buffers: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
         session = self._session
-        mode: Any = get_proxy_mode()
-        placeholders = [node for node in mode.tracer.graph.nodes if node.op == "placeholder"]
+        tracer = current_tracer()
+        placeholders = [node for node in tracer.graph.nodes if node.op == "placeholder"]
         samples = [*session.params.tensors, *session.buffers.tensors, *session.samples]
-        session.oracle.attach(mode.tracer, dict(zip(placeholders, samples, strict=True)))
-        self._recorder.annotate_nodes_of(mode.tracer.graph)
+        session.oracle.attach(tracer, dict(zip(placeholders, samples, strict=True)))
+        self._recorder.annotate_nodes_of(tracer.graph)
         state = session.params.by_every_name(params) | session.buffers.by_every_name(buffers)
         args, kwargs = session.input.rebuild(inputs)
         # Module calls are followed from here on: outside, the fx tracer replaces Module.__call__ itself.
         with (
-            _reparametrize_module(session.model, state),
+            reparametrized(session.model, state),
             leaf_modules_installed(session.leaves()),
             session.tracker.following(),
         ):
@@ -219,7 +223,7 @@ class _TracedCall:
         updates = []
         for index, (name, before) in enumerate(zip(self._session.buffers.names, buffers, strict=True)):
             path, _, attribute = name.rpartition(".")
-            now = self._session.model.get_submodule(path)._buffers.get(attribute)
+            now = own_buffers(self._session.model.get_submodule(path)).get(attribute)
             if now is not None and now is not before:
                 self.updated_buffers.append(index)
                 updates.append(now)
@@ -261,7 +265,7 @@ def _refuse_symbolic_results(structure: Structure) -> None:
 
 def _refuse_backward_hooks(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
+        if has_backward_hooks(module):
             raise CaptureError(
                 f"sub-module '{name}' has a module backward hook, which a captured graph cannot keep; "
                 "use Tensor.register_hook in its forward"
@@ -297,17 +301,14 @@ def _refill(container: Any, content: Any) -> None:
 @contextmanager
 def idle_module_moves() -> Iterator[None]:
     """``module.to(...)`` inside forward does nothing where nothing would change (it would replace parameters)."""
-    original = nn.Module.to
+    original = MODULE_TO.original
 
     def to(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        device, dtype = parse_to(*args, **kwargs)
         tensors = [*self.parameters(), *self.buffers()]
         same_dtype = dtype is None or all(t.dtype == dtype or not t.is_floating_point() for t in tensors)
         same_device = device is None or all(t.device.type == device.type for t in tensors)
         return self if same_dtype and same_device else original(self, *args, **kwargs)
 
-    nn.Module.to = to  # type: ignore[assignment,method-assign]  # undone below
-    try:
+    with MODULE_TO.replaced_by(to):
         yield
-    finally:
-        nn.Module.to = original  # type: ignore[method-assign]  # undoes the assignment above

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.job import agree, process
-from pyrannc.runtime.deployment import Deployment
+from pyrannc.store.store import ParamStore
 
 
-def full_state_dict(model: nn.Module, deployment: Deployment, *, rank0_only: bool, **kwargs: Any) -> dict[str, Any]:
+def full_state_dict(model: nn.Module, store: ParamStore, *, rank0_only: bool, **kwargs: Any) -> dict[str, Any]:
     """The model's state dict with the tensors of their owners, on the host. All ranks call it.
 
     Args:
@@ -21,8 +21,8 @@ def full_state_dict(model: nn.Module, deployment: Deployment, *, rank0_only: boo
     template: dict[str, Any] = model.state_dict(**kwargs)
     wanted = process.get_rank() == 0 or not rank0_only
     gathered = {}
-    for name, tensor in _tensors(deployment):
-        full = deployment.full(name, tensor.detach())
+    for name, tensor in store.tensors():
+        full = store.full(name, tensor.detach())
         if wanted:
             gathered[id(tensor)] = full
     if not wanted:
@@ -35,9 +35,7 @@ def full_state_dict(model: nn.Module, deployment: Deployment, *, rank0_only: boo
 
 
 @torch.no_grad()
-def load_full_state_dict(
-    model: nn.Module, deployment: Deployment, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
-) -> Any:
+def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Loads rank 0's state dict into the parts that each rank holds. All ranks call it.
 
     Returns:
@@ -49,11 +47,6 @@ def load_full_state_dict(
     whole = agree.broadcast_object(dict(state_dict) if process.get_rank() == 0 else None)
     # copy_() inside keeps every tensor on the device where the Plan put it.
     return model.load_state_dict(whole, *args, **kwargs)
-
-
-def _tensors(deployment: Deployment) -> Iterator[tuple[str, Tensor]]:
-    yield from deployment.params.items()
-    yield from deployment.buffers.items()
 
 
 def _every_name(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -1,13 +1,30 @@
-"""When one rank ends, all do: the watchdog of this process."""
+"""When one rank ends, all do: the watchdog of this process, and the collective calls that it is told of."""
 
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Callable
+from functools import wraps
 from multiprocessing.util import Finalize
 from types import TracebackType
+from typing import Any, TypeVar, cast
 
+import torch.distributed as dist
+
+from pyrannc import config as configuration
 from pyrannc._native import Watchdog
+from pyrannc.config import Config
+from pyrannc.errors import PeerError, RaNNCError
 from pyrannc.job import agree, process
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+_EXPLAIN_WITHIN_S = 3.0
+"""How long a collective that has failed waits to hear whether another rank is the cause."""
+
+_SIGNS_OF_THE_BACK_END = ("gloo", "nccl", "connection", "broken pipe", "socket", "timed out")
+"""Gloo raises plain RuntimeErrors, which only their texts tell from others."""
 
 _watchdog: Watchdog | None = None
 
@@ -16,19 +33,38 @@ def watchdog() -> Watchdog | None:
     """This process's watchdog, connected with those of the other ranks; ``None`` in a job of one rank.
 
     The first call is collective over all ranks.
+
+    Raises:
+        ConfigError: the configuration cannot be read.
+        PeerError: rank 0 cannot be reached.
     """
     global _watchdog
     joined = process.ensure_process_group()
     if _watchdog is None and joined.world_size > 1:
-        if joined.rank == 0:
-            _watchdog = Watchdog.listen(joined.world_size, joined.host)
-            agree.broadcast_object(_watchdog.address)
-        else:
-            _watchdog = Watchdog.connect(agree.broadcast_object(None), joined.rank, joined.world_size)
+        config = configuration.load().config
+        _watchdog = _listen(joined, config) if joined.rank == 0 else _connect(joined, config)
         _report_uncaught(_watchdog)
         # Unlike atexit, this also runs at the end of a process started by multiprocessing.
         Finalize(None, leave, exitpriority=100)
     return _watchdog
+
+
+def _listen(joined: process.Process, config: Config) -> Watchdog:
+    made = Watchdog.listen(
+        joined.world_size,
+        joined.host,
+        silence_timeout_s=config.silence_timeout_s,
+        stall_timeout_s=config.stall_timeout_s,
+        different_calls_timeout_s=config.different_calls_timeout_s,
+        late_notice_s=config.late_notice_s,
+    )
+    agree.broadcast_object(made.address)
+    return made
+
+
+def _connect(joined: process.Process, config: Config) -> Watchdog:
+    address = agree.broadcast_object(None)
+    return Watchdog.connect(address, joined.rank, joined.world_size, silence_timeout_s=config.silence_timeout_s)
 
 
 def leave() -> None:
@@ -39,13 +75,118 @@ def leave() -> None:
         _watchdog = None
 
 
+class collective:
+    """A collective call of the public API: the other ranks' watchdogs are told that this rank is inside.
+
+    Calls inside of another one do not count. An error of the back-end that a lost rank has caused comes out as a
+    PeerError.
+
+    Args:
+        name: the call as a script writes it, such as ``state_dict()``.
+        new_round: the call begins only when all ranks have come.
+
+    Raises:
+        PeerError: another rank has died, failed, left or stalled; the back-end's error is the cause.
+    """
+
+    __slots__ = ("_counts", "_name", "_new_round", "_watchdog")
+
+    def __init__(self, name: str, *, new_round: bool = False) -> None:
+        self._name = name
+        self._new_round = new_round
+        self._watchdog: Watchdog | None = None
+        self._counts = False
+
+    def __enter__(self) -> None:
+        self._watchdog = _watchdog if _watchdog is not None else _joined_for(self._name)
+        if self._watchdog is not None:
+            self._counts = self._watchdog.begin(self._name, new_round=self._new_round)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._watchdog is None or not self._counts:
+            return
+        cause = None
+        try:
+            if error is not None and _comes_from_the_back_end(error):
+                cause = self._watchdog.explain(_EXPLAIN_WITHIN_S)
+        finally:
+            self._watchdog.end(failed=error is not None)
+        if cause is not None:
+            raise PeerError(cause) from error
+
+
+def announced(call: str) -> Callable[[_Method], _Method]:
+    """Makes a method of a module a collective call as soon as the module is ``ready``.
+
+    Args:
+        call: as a script writes it; ``{}`` stands for the first argument.
+    """
+
+    def decorate(method: _Method) -> _Method:
+        @wraps(method)
+        def announced_method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if not self.ready:
+                return method(self, *args, **kwargs)
+            with collective(call.format(*args, *kwargs.values(), "...") if "{}" in call else call):
+                return method(self, *args, **kwargs)
+
+        return cast(_Method, announced_method)
+
+    return decorate
+
+
+def _comes_from_the_back_end(error: BaseException) -> bool:
+    if not isinstance(error, RuntimeError) or isinstance(error, RaNNCError):
+        return False
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or any(sign in text for sign in _SIGNS_OF_THE_BACK_END)
+
+
+def phase(name: str, *, busy: bool = False) -> None:
+    """A phase of the first call begins, for messages; it ends with the next phase, Action or end of a call.
+
+    Args:
+        busy: this rank computes by itself, for as long as it takes: that is no stall.
+    """
+    if _watchdog is not None:
+        _watchdog.phase(name, busy=busy)
+
+
+def advance() -> None:
+    """This rank comes forward inside of a long call or phase: it does not stall."""
+    if _watchdog is not None:
+        _watchdog.advance()
+
+
+def _joined_for(call: str) -> Watchdog | None:
+    """The watchdog, made now if need be; says so when the other ranks are long in coming."""
+    if process.get_world_size() == 1:
+        return watchdog()
+    notice_s = configuration.load().config.late_notice_s
+
+    def say() -> None:
+        text = f"rank {process.get_rank()} waits in {call} for other ranks' first call of RaNNC for {notice_s:g} s"
+        print(f"RaNNC: {text}. It must be called by all ranks", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(notice_s, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        return watchdog()
+    finally:
+        timer.cancel()
+
+
 def _report_uncaught(reporter: Watchdog) -> None:
     """Tells the other ranks of an exception that ends this one."""
-    inner = sys.excepthook
+    inner: Callable[[type[BaseException], BaseException, TracebackType | None], object] = sys.excepthook
 
     def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         inner(kind, error, traceback)
         sys.stderr.flush()
-        reporter.fail(f"{kind.__name__}: {error}")
+        text = str(error)
+        reporter.fail(f"{kind.__name__}: {text}" if text else kind.__name__)
 
     sys.excepthook = report

@@ -12,14 +12,14 @@ from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture import Captured
 from pyrannc.core.graph import GraphFacts
-from pyrannc.core.program import Crossing, InputPart, StagePart
+from pyrannc.core.partition import Crossing, InputPart, StagePart
 from pyrannc.profile.layout import Layout
 
 _PARAM_STD = 0.02
 
 
 @dataclass(frozen=True)
-class Source:
+class BlockSource:
     """Where Blocks come from.
 
     Attributes:
@@ -68,7 +68,9 @@ class BlockCode:
         device: where it runs.
     """
 
-    def __init__(self, source: Source, place: int, part: StagePart, ops: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, source: BlockSource, place: int, part: StagePart, ops: Sequence[int], device: torch.device
+    ) -> None:
         self._source = source
         self._place = place
         self._device = device

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyrannc.capture.torch_internals import hint
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -36,4 +38,4 @@ class Layout:
 
 def _number(extent: int | torch.SymInt) -> int:
     """An extent in the captured call."""
-    return int(extent.node.hint) if isinstance(extent, torch.SymInt) else extent
+    return int(hint(extent)) if isinstance(extent, torch.SymInt) else extent

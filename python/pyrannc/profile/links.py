@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyrannc.core.profile import LevelPoint, LinkPoint
 from pyrannc.job import agree, process
-from pyrannc.runtime.channels import exchange
+from pyrannc.job.exchange import exchange
 
 _SMALL_BYTES = 1 << 12
 _LARGE_BYTES = 1 << 25
@@ -23,34 +23,6 @@ _BUCKETS = 8
 _SERIES = 5
 _CALLS = 5
 _WARM_UPS = 3
-
-
-@dataclass(frozen=True)
-class LinkPoint:
-    """A link: the core's ``Link``.
-
-    Attributes:
-        latency_us: time of an empty message, or of one step of a collective.
-        bytes_per_s: bandwidth of one device in one direction.
-    """
-
-    latency_us: float
-    bytes_per_s: float
-
-
-@dataclass(frozen=True)
-class LevelPoint:
-    """The links of one level: the core's ``MeasuredLevel``.
-
-    Attributes:
-        name: of the level.
-        send: of messages.
-        collective: of sums.
-    """
-
-    name: str
-    send: LinkPoint
-    collective: LinkPoint
 
 
 def measure_links(hosts: Sequence[str], level_names: Sequence[str], device: torch.device) -> list[LevelPoint]:

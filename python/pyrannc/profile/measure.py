@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, fx
 
+from pyrannc.core.profile import BlockPoint
 from pyrannc.log import get_logger
 from pyrannc.profile.block import BlockCode, Run
 from pyrannc.profile.meter import LEAST_US, Meter
@@ -20,35 +20,6 @@ _OVERHEAD_TRIALS = 5
 _HOST_SERIES = 3
 _HOST_CALLS = 3
 """Of a series; their backwards are one, as are those of a Stage's Blocks."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """Cost of a Block for some rows: the core's ``BlockPoint``.
-
-    Attributes:
-        rows: number of rows.
-        fits: False when the device's memory is too small; everything else is 0 then.
-        forward_us: time of the forward on the device.
-        backward_us: time of the whole backward on the device, gradients added up included.
-        forward_host_us: time in which the host starts the forward; 0 where it computes itself.
-        backward_host_us: time in which the host starts the whole backward; 0 where it computes itself.
-        backward_input_us: time of the backward that only makes gradients of what came in.
-        backward_weight_us: time of the backward that only makes gradients of parameters.
-        saved_bytes: what is held from the forward to the backward beyond what came in; results count.
-        workspace_bytes: the most that either direction needs on top of that.
-    """
-
-    rows: int
-    fits: bool = True
-    forward_us: float = 0.0
-    backward_us: float = 0.0
-    forward_host_us: float = 0.0
-    backward_host_us: float = 0.0
-    backward_input_us: float = 0.0
-    backward_weight_us: float = 0.0
-    saved_bytes: int = 0
-    workspace_bytes: int = 0
 
 
 class BlockMeter:
@@ -66,7 +37,7 @@ class BlockMeter:
         """Time of a call when nothing disturbs it."""
         return min(self._meter.host_us([call]) for _ in range(_OVERHEAD_TRIALS))
 
-    def points(self, name: str, make: Callable[[], BlockCode], row_counts: Sequence[int]) -> list[Point] | None:
+    def points(self, name: str, make: Callable[[], BlockCode], row_counts: Sequence[int]) -> list[BlockPoint] | None:
         """The costs at each of ``row_counts``, which increase, up to the first that does not fit.
 
         Args:
@@ -76,7 +47,7 @@ class BlockMeter:
         Returns:
             None when the Block cannot be run on made-up data.
         """
-        points: list[Point] = []
+        points: list[BlockPoint] = []
         try:
             code = make()
             host_us = self._host_us(code, row_counts[0])
@@ -86,7 +57,7 @@ class BlockMeter:
             if not is_out_of_memory(error):
                 _log.warning("%s is estimated, because it cannot be measured: %s", name, _first_line(error))
                 return None
-            points.append(Point(row_counts[len(points)], fits=False))
+            points.append(BlockPoint(row_counts[len(points)], fits=False))
         return points
 
     def release(self) -> None:
@@ -118,7 +89,7 @@ class BlockMeter:
             backward_us = (self._meter.host_us(backwards()) - self._backward_overhead_us) / _HOST_CALLS
         return max(0.0, forward_us), max(0.0, backward_us)
 
-    def _point(self, code: BlockCode, rows: int, host_us: tuple[float, float]) -> Point:
+    def _point(self, code: BlockCode, rows: int, host_us: tuple[float, float]) -> BlockPoint:
         feeds = code.feeds(rows)
 
         def forward() -> dict[int, Tensor]:
@@ -128,7 +99,7 @@ class BlockMeter:
         saved_bytes, workspace_bytes = self._memory(code, forward, feeds)
         run = code.prepare_backward(feeds, forward())
         backward_us, input_us, weight_us = self._backward_us(run)
-        return Point(
+        return BlockPoint(
             rows=rows,
             forward_us=forward_us,
             backward_us=backward_us,

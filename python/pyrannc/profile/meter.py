@@ -13,9 +13,8 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from pyrannc.capture.torch_internals import StorageWeakRef, TorchDispatchMode, pytree, sleep_on_gpu, storage_address
 
 _SERIES_S = 0.005
 """How long one series of calls should take."""
@@ -93,7 +92,7 @@ class Meter:
         """Time of a call on the GPU, and whether it slept until all were queued."""
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types for it
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # likewise
-        torch.cuda._sleep(int(calls * queued_s * _SLEEP_CYCLES_PER_S))  # type: ignore[no-untyped-call]  # likewise
+        sleep_on_gpu(int(calls * queued_s * _SLEEP_CYCLES_PER_S))
         begin.record()
         for _ in range(calls):
             call()
@@ -172,18 +171,18 @@ class _HostMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch 
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for storage in _storages((args, kwargs)):
-            if storage._cdata not in self._made:
-                self._given[storage._cdata] = _weak(storage)
+            if storage_address(storage) not in self._made:
+                self._given[storage_address(storage)] = _weak(storage)
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
-            if storage._cdata not in self._given:
-                self._made[storage._cdata] = (_weak(storage), storage.nbytes())
+            if storage_address(storage) not in self._given:
+                self._made[storage_address(storage)] = (_weak(storage), storage.nbytes())
         self._peak_bytes = max(self._peak_bytes, self.held_bytes())
         return result
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf.untyped_storage() for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _weak(storage: torch.UntypedStorage) -> StorageWeakRef:

@@ -12,14 +12,15 @@ from torch.optim import Optimizer
 
 from pyrannc._native import Blocks, Profile
 from pyrannc.blocks.randomness import Randomness
-from pyrannc.core.program import Parts
+from pyrannc.core.partition import Parts
+from pyrannc.core.profile import BlockPoint, LevelPoint
 from pyrannc.job import agree, process
 from pyrannc.log import get_logger
-from pyrannc.profile.block import BlockCode, Source
+from pyrannc.profile.block import BlockCode, BlockSource
 from pyrannc.profile.cache import Key, ProfileCache
 from pyrannc.profile.conditions import Conditions, conditions
-from pyrannc.profile.links import LevelPoint, measure_collective_slowdown, measure_links
-from pyrannc.profile.measure import BlockMeter, Point
+from pyrannc.profile.links import measure_collective_slowdown, measure_links
+from pyrannc.profile.measure import BlockMeter
 from pyrannc.profile.progress import Bar
 from pyrannc.profile.update import UpdatePoint, describe, measure_update
 
@@ -46,7 +47,7 @@ class Subject:
     graph_hash: str
     blocks: Blocks
     parts: Parts
-    source: Source
+    source: BlockSource
     row_counts: tuple[int, ...]
     hosts: tuple[str, ...]
     level_names: tuple[str, ...]
@@ -116,7 +117,7 @@ def _key(subject: Subject, kind: Conditions) -> Key:
 
 def _measure_blocks(
     subject: Subject, device: torch.device, everyone: Sequence[Conditions]
-) -> dict[Conditions, dict[str, list[Point]]]:
+) -> dict[Conditions, dict[str, list[BlockPoint]]]:
     """Points by hash of the Block, for each kind of device. All ranks call it."""
     rank = process.get_rank()
     alike = [other for other, kind in enumerate(everyone) if kind == everyone[rank]]
@@ -125,7 +126,7 @@ def _measure_blocks(
     if rank == 0:
         _log.info("profiling %d distinct blocks of %d", len(times_us), len(subject.blocks.hashes))
     measured = agree.together(lambda: _measure_share(subject, device, {block: times_us[block] for block in own}))
-    points: dict[Conditions, dict[str, list[Point]]] = {kind: {} for kind in everyone}
+    points: dict[Conditions, dict[str, list[BlockPoint]]] = {kind: {} for kind in everyone}
     for kind, found in zip(everyone, agree.gather_objects(measured), strict=True):
         points[kind].update(found)
     return points
@@ -146,9 +147,11 @@ def share_out(times_us: Mapping[str, float], shares: int) -> list[list[str]]:
     return divided
 
 
-def _measure_share(subject: Subject, device: torch.device, times_us: Mapping[str, float]) -> dict[str, list[Point]]:
+def _measure_share(
+    subject: Subject, device: torch.device, times_us: Mapping[str, float]
+) -> dict[str, list[BlockPoint]]:
     """The points of some Blocks; those that cannot be measured are left out."""
-    points: dict[str, list[Point]] = {}
+    points: dict[str, list[BlockPoint]] = {}
     shown = process.get_rank() == 0
     # Launches cost the same for every Block.
     weights = {block: us + sum(times_us.values()) / len(times_us) for block, us in times_us.items()}
@@ -178,7 +181,7 @@ def _maker(subject: Subject, place: int, device: torch.device) -> Callable[[], B
 
 def _seal(
     key: Key,
-    blocks: Mapping[str, Sequence[Point]],
+    blocks: Mapping[str, Sequence[BlockPoint]],
     update: UpdatePoint | None,
     collective_slowdown: float | None,
     levels: Sequence[LevelPoint],

@@ -9,6 +9,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from pyrannc.job import faults
 from pyrannc.log import get_logger
 
 _log = get_logger("DPStaging")
@@ -54,6 +55,7 @@ class Bar:
         """One more part is done, which was so much work."""
         self._done += amount
         self._parts += 1
+        faults.advance()
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], advance=amount, parts=self._parts_text())
         elif self._shown and time.monotonic() - self._last_line > _LINE_EVERY_S:

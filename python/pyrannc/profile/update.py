@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from pyrannc.capture.torch_internals import foreach_mul_, foreach_zero_
 from pyrannc.log import get_logger
 from pyrannc.profile.meter import Meter
 
@@ -83,8 +84,8 @@ def _measure(optimizer: Optimizer, group: dict[str, Any], device: torch.device) 
     own.param_groups = [{**group, "params": params}]
 
     def end_of_step() -> None:
-        torch._foreach_zero_(grads)
-        torch._foreach_mul_(grads, 1.0)
+        foreach_zero_(grads)
+        foreach_mul_(grads, 1.0)
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad
         own.step()

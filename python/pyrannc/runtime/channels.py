@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyrannc._native import GRAD_WINDOW
 from pyrannc.job import process
+from pyrannc.job.exchange import Work, as_sent
 
-_UNMATCHED_SENDS = 2
-"""Sends that a channel may have under way before the next one waits; the checker assumes this number."""
 _CTAS = 4
 """Blocks of threads that a message takes on a GPU. One that waits for its peer keeps them from computing."""
 
@@ -35,7 +35,7 @@ class Channels:
         self._device = device
         self._opened: set[tuple[int, int]] = set()
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
-        self._sends: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
+        self._sends: dict[int, deque[tuple[Work, Tensor]]] = {}
 
     def open(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Makes the channels that are not there yet. All ranks call it.
@@ -73,15 +73,15 @@ class Channels:
             bounded: wait for the oldest when more than a few sends are under way, to bound memory.
         """
         under_way = self._sends.setdefault(peer, deque())
-        while bounded and len(under_way) >= _UNMATCHED_SENDS:
+        while bounded and len(under_way) >= GRAD_WINDOW:
             under_way.popleft()[0].wait()
-        work = dist.isend(_as_sent(tensor), peer, group=self._groups[self._rank, peer])
+        work = dist.isend(as_sent(tensor), peer, group=self._groups[self._rank, peer])
         assert work is not None, "this rank is a member of its own channels"
         under_way.append((work, tensor))
 
-    def receive(self, peer: int, into: Tensor) -> dist.Work:
+    def receive(self, peer: int, into: Tensor) -> Work:
         """Starts to receive into a contiguous tensor."""
-        work = dist.irecv(_as_sent(into), peer, group=self._groups[peer, self._rank])
+        work = dist.irecv(as_sent(into), peer, group=self._groups[peer, self._rank])
         assert work is not None, "this rank is a member of its own channels"
         return work
 
@@ -105,22 +105,3 @@ def _nccl_group(pair: tuple[int, int]) -> dist.ProcessGroup | None:
     options.config.max_ctas = _CTAS
     group: dist.ProcessGroup | None = dist.new_group(list(pair), backend="nccl", pg_options=options)
     return group
-
-
-def exchange(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
-    """Sends and receives contiguous tensors at once, on the group of all ranks.
-
-    Both ends list the messages between them in the same order. On a GPU this does not wait for the
-    messages but makes the current stream wait.
-    """
-    world = process.world()
-    operations = [dist.P2POp(dist.irecv, _as_sent(tensor), peer, world) for peer, tensor in receives]
-    operations += [dist.P2POp(dist.isend, _as_sent(tensor), peer, world) for peer, tensor in sends]
-    if operations:
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-
-
-def _as_sent(tensor: Tensor) -> Tensor:
-    """The same memory with an element type that every back end can send."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 from pyrannc._native import Watchdog
 from pyrannc.core.program import Action, Backward, Forward, Message, RankProgram, Send
@@ -17,10 +18,12 @@ class ActionRecord:
         titles: by Stage, its name in messages.
     """
 
+    _named: ClassVar[tuple[Watchdog, RankProgram] | None] = None
+    """The program whose names the watchdog has; modules share a watchdog."""
+
     def __init__(self, watchdog: Watchdog | None, titles: Sequence[str]) -> None:
         self._watchdog = watchdog
         self._titles = titles
-        self._program: RankProgram | None = None
 
     @contextmanager
     def step(self, program: RankProgram) -> Iterator[None]:
@@ -28,14 +31,19 @@ class ActionRecord:
         if self._watchdog is None:
             yield
             return
-        if program is not self._program:
+        named = ActionRecord._named
+        if named is None or named[0] is not self._watchdog or named[1] is not program:
             actions = (*program.forward, *program.backward)
             title = self._titles[program.stage]
             around = [f"the exchange of inputs for {title}", f"the exchange of outputs of {title}"]
             self._watchdog.program([*(describe(action, title) for action in actions), *around])
-            self._program = program
+            ActionRecord._named = self._watchdog, program
         self._watchdog.enter(len(program.forward) + len(program.backward))
-        yield
+        try:
+            yield
+        except BaseException:
+            self._watchdog.idle(failed=True)
+            raise
         self._watchdog.idle()
 
     def enter(self, index: int) -> None:

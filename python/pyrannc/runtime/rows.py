@@ -11,8 +11,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from pyrannc.core.program import RowDim, Rows, Slice, Transfer
-from pyrannc.runtime.channels import exchange
+from pyrannc.core.partition import RowDim
+from pyrannc.core.program import Rows, Slice, Transfer
+from pyrannc.job.exchange import exchange
 
 Shape: TypeAlias = tuple[list[int], torch.dtype]
 

@@ -66,7 +66,7 @@ class Timing:
     def begin(self, program: RankProgram) -> StepMarks | None:
         """A call of the model starts. Returns where to mark what it does, or ``None`` if it does not train."""
         previous, self._last = self._last, None
-        if program.mode == "forward":
+        if program.call == "forward":
             return None
         step = self._last = StepMarks(program, self._mark)
         if previous is not None and previous.reduced is not None:

@@ -12,30 +12,11 @@ import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-_FIRST_BUCKET_BYTES = 1 << 20
-_BUCKET_BYTES = 25 << 20
-
-
-@dataclass(frozen=True)
-class SharedParam:
-    """A parameter that this rank holds, and the ranks that hold it too (this one included)."""
-
-    name: str
-    param: nn.Parameter
-    ranks: tuple[int, ...]
-
-
-@dataclass
-class _Bucket:
-    names: list[str]
-    numel: int
-    ranks: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
+from pyrannc.job.exchange import Group, Work, start_sum, sum_over_ranks
+from pyrannc.store.buckets import Bucket, SharedParam, divide
+from pyrannc.store.leaf import leaf_of
 
 
 @dataclass
@@ -45,7 +26,7 @@ class GradientSet:
     flats: list[Tensor]
     views: dict[str, Tensor]
     touched: set[str] = field(default_factory=set)
-    works: list[dist.Work] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
 
 
 class Gradients:
@@ -62,15 +43,15 @@ class Gradients:
         self,
         params: Sequence[SharedParam],
         stage_ranks: tuple[int, ...],
-        group: Callable[[tuple[int, ...]], dist.ProcessGroup | None],
+        group: Callable[[tuple[int, ...]], Group | None],
     ) -> None:
         self._params = {shared.name: shared for shared in params}
         self._stage_ranks = stage_ranks
-        self.leaves = {shared.name: _leaf(shared.param) for shared in params}
+        self.leaves = {shared.name: leaf_of(shared.param) for shared in params}
         trainable = [shared for shared in params if shared.param.requires_grad]
-        self._buckets = _buckets(list(reversed(trainable)), stage_ranks)
+        self._buckets = divide(list(reversed(trainable)), stage_ranks)
         self._groups = {bucket.ranks: group(bucket.ranks) for bucket in self._buckets}
-        self._bucket_of = {name: index for index, bucket in enumerate(self._buckets) for name in bucket.names}
+        self._bucket_of = {name: index for index, bucket in enumerate(self._buckets) for name in _names(bucket)}
         self._spare: GradientSet | None = None
         self._filling: weakref.ref[GradientSet] | None = None
         self._reducing = False
@@ -95,7 +76,7 @@ class Gradients:
 
         Each bucket is summed over ranks as soon as it is full, always in the same order.
         """
-        self._missing = [len(bucket.names) for bucket in self._buckets]
+        self._missing = [len(bucket.params) for bucket in self._buckets]
         self._next = 0
         self._reducing = True
 
@@ -153,13 +134,13 @@ class Gradients:
             group = self._groups[bucket.ranks]
             if len(bucket.ranks) == 1:
                 continue
-            flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-            views = self._bucket_views(bucket, flat)
+            flat = bucket.zeros()
+            views = bucket.views(flat)
             present = [(self._params[name].param.grad, view) for name, view in views.items()]
             for grad, view in present:
                 if grad is not None:
                     view.copy_(grad)
-            dist.all_reduce(flat, group=group)
+            sum_over_ranks(flat, group)
             for grad, view in present:
                 if grad is not None:
                     grad.copy_(view)
@@ -178,7 +159,7 @@ class Gradients:
                 flat.zero_()
             spare.touched.clear()
             return spare
-        flats = [torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in self._buckets]
+        flats = [bucket.zeros() for bucket in self._buckets]
         return GradientSet(flats, self._views(flats))
 
     def _is_exposed(self, spare: GradientSet) -> bool:
@@ -188,16 +169,7 @@ class Gradients:
     def _views(self, flats: Sequence[Tensor]) -> dict[str, Tensor]:
         views: dict[str, Tensor] = {}
         for bucket, flat in zip(self._buckets, flats, strict=True):
-            views.update(self._bucket_views(bucket, flat))
-        return views
-
-    def _bucket_views(self, bucket: _Bucket, flat: Tensor) -> dict[str, Tensor]:
-        views = {}
-        offset = 0
-        for name in bucket.names:
-            param = self._params[name].param
-            views[name] = _like(flat.narrow(0, offset, param.numel()), param)
-            offset += param.numel()
+            views.update(bucket.views(flat))
         return views
 
     def _hook(self, name: str) -> Callable[[Tensor], None]:
@@ -230,36 +202,9 @@ class Gradients:
         while self._next < end:
             bucket = self._buckets[self._next]
             if len(bucket.ranks) > 1:
-                work = dist.all_reduce(current.flats[self._next], group=self._groups[bucket.ranks], async_op=True)
-                assert work is not None, "an asynchronous all-reduce returns its work"
-                current.works.append(work)
+                current.works.append(start_sum(current.flats[self._next], self._groups[bucket.ranks]))
             self._next += 1
 
 
-def _leaf(param: nn.Parameter) -> Tensor:
-    return param.detach().requires_grad_(param.requires_grad)
-
-
-def _buckets(params: Sequence[SharedParam], stage_ranks: tuple[int, ...]) -> list[_Bucket]:
-    """Buckets of parameters with the same ranks and type: the Stage's own first, then by ranks."""
-    buckets: list[_Bucket] = []
-    open_buckets: dict[tuple[tuple[int, ...], torch.dtype], _Bucket] = {}
-    for shared in params:
-        key = (shared.ranks, shared.param.dtype)
-        bucket = open_buckets.get(key)
-        first = shared.ranks == stage_ranks and bucket is not None and bucket is buckets[0]
-        limit = _FIRST_BUCKET_BYTES if first else _BUCKET_BYTES
-        if bucket is None or bucket.numel * bucket.dtype.itemsize >= limit:
-            bucket = _Bucket([], 0, shared.ranks, shared.param.dtype, shared.param.device)
-            open_buckets[key] = bucket
-            buckets.append(bucket)
-        bucket.names.append(shared.name)
-        bucket.numel += shared.param.numel()
-    return sorted(buckets, key=lambda bucket: (bucket.ranks != stage_ranks, bucket.ranks))
-
-
-def _like(flat: Tensor, param: Tensor) -> Tensor:
-    """``flat`` with the parameter's shape and, where it is dense, with its strides."""
-    if torch.ops.aten.is_non_overlapping_and_dense(param):
-        return flat.as_strided(param.size(), param.stride())
-    return flat.view(param.size())
+def _names(bucket: Bucket) -> list[str]:
+    return [shared.name for shared in bucket.params]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pyrannc.job import agree, process
+from pyrannc.job.faults import collective
 
 
 class NarrowedOptimizer:
@@ -63,7 +63,10 @@ class NarrowedOptimizer:
             from_global: the state of all ranks' parameters, with the original numbering, on rank 0 and an
                 empty dict elsewhere. All ranks call it.
         """
-        return self._global_state_dict() if from_global else self._local_state_dict()
+        if not from_global:
+            return self._local_state_dict()
+        with collective("optimizer.state_dict(from_global=True)"):
+            return self._global_state_dict()
 
     def _global_state_dict(self) -> dict[str, Any]:
         everyone = agree.gather_objects(self._owned_state())
@@ -100,6 +103,10 @@ class NarrowedOptimizer:
         if not from_global:
             self._local_load_state_dict(state_dict)
             return
+        with collective("optimizer.load_state_dict(..., from_global=True)"):
+            self._load_global_state_dict(state_dict)
+
+    def _load_global_state_dict(self, state_dict: dict[str, Any]) -> None:
         whole = agree.broadcast_object(state_dict)
         numbers = [index for index, (_, name) in enumerate(self._numbered()) if self._local(name)]
         renumbered = {old: new for new, old in enumerate(numbers)}
@@ -117,20 +124,3 @@ class NarrowedOptimizer:
             group["params"] = params
         del self.optimizer.state_dict, self.optimizer.load_state_dict
         self.optimizer.load_state_dict(whole)
-
-
-def state_bytes_per_param_byte(optimizer: Optimizer | None, default: float) -> float:
-    """Optimizer state in bytes for each byte of a parameter.
-
-    Args:
-        optimizer: known classes of ``torch.optim`` are told from their settings.
-        default: for other classes.
-    """
-    if optimizer is None:
-        return 0.0
-    groups = optimizer.param_groups
-    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-        return 3.0 if any(group.get("amsgrad") for group in groups) else 2.0
-    if isinstance(optimizer, torch.optim.SGD):
-        return 1.0 if any(group.get("momentum") for group in groups) else 0.0
-    return default

@@ -6,11 +6,12 @@ use rannc_report::{ClusterTables, PresetList};
 
 use crate::args::ClusterArgs;
 use crate::cluster::{cluster, known};
+use crate::context::Context;
 use crate::printer::Printer;
 
-pub(crate) fn run(args: ClusterArgs) -> Result<Printer> {
+pub(crate) fn run(args: ClusterArgs, context: &Context) -> Result<Printer> {
     let ClusterArgs { cluster: text, preset, nodes, devices, format } = args;
-    let mut printer = Printer::new(format);
+    let mut printer = Printer::new(format, context);
     if let Some(name) = preset {
         known(&name)?;
         let cluster = Cluster::preset(&name, nodes, devices)?;

@@ -6,23 +6,23 @@ use rannc_report::{Explanation, Question};
 use rannc_search::Settings;
 
 use crate::args::{ExplainArgs, ModelArgs};
+use crate::context::Context;
 use crate::files::Model;
 use crate::printer::Printer;
-use crate::progress::Progress;
 use crate::search::{in_words, settings};
 
-pub(crate) fn run(args: ExplainArgs) -> Result<Printer> {
-    let ExplainArgs { model: ModelArgs { graph, cluster, profile }, search, batch, memory_gb, runners_up, format } =
+pub(crate) fn run(args: ExplainArgs, context: &Context) -> Result<Printer> {
+    let ExplainArgs { model: ModelArgs { graph, profile }, cluster, search, batch, memory_gb, runners_up, format } =
         args;
     let model = Model::read(&graph, &cluster, &profile)?;
     let settings = Settings { runners_up, gains: true, ..settings(&search, &model.cluster, batch, memory_gb) };
-    let progress = Progress::spinner("searching");
+    let progress = context.progress.spinner("searching");
     let Model { graph, cluster, profiles } = &model;
     let outcome = rannc_search::plan(graph, cluster, profiles, &settings).map_err(in_words)?;
     let unlimited_step_us = unlimited_step_us(&model, &settings);
     drop(progress);
     let question = Question { graph, cluster, settings: &settings };
-    let mut printer = Printer::new(format);
+    let mut printer = Printer::new(format, context);
     printer.report(&Explanation::new(question, outcome, unlimited_step_us)?);
     Ok(printer)
 }

@@ -3,22 +3,33 @@
 use std::fs;
 
 use anyhow::{Result, anyhow, ensure};
-use rannc_plan::{Batch, Interval, Partition, Plan, Program, StageOps, split_even};
-use rannc_report::{Simulation, chrome_trace};
+use rannc_ir::OpRun;
+use rannc_plan::{Batch, Call, Interval, Partition, Plan, Program, split_even};
+use rannc_report::{Simulation, TracedStep, Workload, chrome_trace, draw};
 use rannc_search::{PlanCosts, Settings};
 
 use crate::args::{ModelArgs, SimulateArgs};
+use crate::context::Context;
 use crate::files::{Model, read_plan};
 use crate::printer::Printer;
 use crate::search::in_words;
 
-pub(crate) fn run(args: SimulateArgs) -> Result<Printer> {
-    let SimulateArgs { plan, model: ModelArgs { graph, cluster, profile }, batch, optimizer_factor, trace, format } =
-        args;
+pub(crate) fn run(args: SimulateArgs, context: &Context) -> Result<Printer> {
+    let SimulateArgs {
+        plan,
+        model: ModelArgs { graph, profile },
+        cluster,
+        batch,
+        optimizer_factor,
+        timeline: draws,
+        trace,
+        format,
+    } = args;
     let plan_path = plan;
     let plan = read_plan(&plan_path)?;
-    let Model { graph, cluster, profiles } = Model::read(&graph, &cluster, &profile)?;
-    plan.check_graph(&graph).map_err(|error| anyhow!("{}: {error}", plan_path.display()))?;
+    let model = Model::read(&graph, &cluster, &profile)?;
+    let Model { graph, cluster, profiles } = &model;
+    plan.check_graph(graph).map_err(|error| anyhow!("{}: {error}", plan_path.display()))?;
     let devices = cluster.devices();
     ensure!(plan.world_size <= devices, "the plan is for {} ranks, the cluster has {devices} devices", plan.world_size);
     let batch_rows = batch.unwrap_or(plan.batch_rows);
@@ -28,14 +39,22 @@ pub(crate) fn run(args: SimulateArgs) -> Result<Printer> {
         optimizer_bytes_per_param_byte: optimizer_factor,
         ..Settings::default()
     };
-    let costs = PlanCosts::new(&graph, &cluster, &profiles, &settings, &plan).map_err(in_words)?;
-    let ops: Vec<StageOps> = plan.stages.iter().map(|stage| stage.ops).collect();
-    let program = program(&plan, &Partition::new(&graph, &ops)?, batch_rows)?;
+    let costs = PlanCosts::new(graph, cluster, profiles, &settings, &plan).map_err(in_words)?;
+    let ops: Vec<OpRun> = plan.stages.iter().map(|stage| stage.ops).collect();
+    let program = program(&plan, &Partition::new(graph, &ops)?, batch_rows, costs.call())?;
     let timeline = rannc_sim::simulate(&program, &costs)?;
-    let mut printer = Printer::new(format);
-    printer.report(&Simulation::new(&plan, batch_rows, &timeline));
+    let mut printer = Printer::new(format, context);
+    let workload = Workload::new(graph, cluster, plan.world_size, batch_rows);
+    let simulation = Simulation::new(&plan, batch_rows, &workload, &timeline);
+    printer.report(&simulation);
+    if draws {
+        printer.text(&format!("\n{}", draw(&timeline, &simulation, context.width)));
+    }
     if let Some(trace) = trace {
-        fs::write(&trace, chrome_trace(&timeline))
+        let modules: Vec<String> = plan.stages.iter().map(|stage| stage.modules.join(", ")).collect();
+        let limit_bytes = model.limit_bytes(None);
+        let step = TracedStep { program: &program, costs: &costs, timeline: &timeline, modules: &modules, limit_bytes };
+        fs::write(&trace, chrome_trace(step))
             .map_err(|error| anyhow!("cannot write the trace {}: {error}", trace.display()))?;
         printer.note(&format!("Trace written to {}; open it in ui.perfetto.dev or chrome://tracing", trace.display()));
     }
@@ -43,8 +62,7 @@ pub(crate) fn run(args: SimulateArgs) -> Result<Printer> {
 }
 
 /// What all ranks do with a batch that comes in equal parts from all of them.
-fn program(plan: &Plan, partition: &Partition, batch_rows: u64) -> Result<Program> {
+fn program(plan: &Plan, partition: &Partition, batch_rows: u64, call: Call) -> Result<Program> {
     let rows_per_rank = split_even(batch_rows, plan.world_size as usize).into_iter().map(Interval::rows).collect();
-    let mode = plan.schedule.training_mode();
-    Ok(rannc_plan::build(&plan.placement(), partition, &Batch { rows_per_rank, gather_inputs: true }, mode)?)
+    Ok(rannc_plan::build(&plan.placement(), partition, &Batch { rows_per_rank, gather_inputs: true }, call)?)
 }

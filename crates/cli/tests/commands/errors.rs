@@ -5,6 +5,7 @@ use rannc_cost::Profile;
 use rannc_ir::Graph;
 
 use crate::folder::Folder;
+use crate::plan_files::write_plan;
 
 #[test]
 fn files_that_cannot_be_used() {
@@ -22,9 +23,33 @@ fn files_that_cannot_be_used() {
         "show empty.json",
         "show old.json",
         "show other.json",
-        "show graph.json",
         "diff missing.json missing.json",
         "plan graph.json --cluster cluster.toml --batch 24 -o nowhere/plan.json",
+    ]));
+}
+
+#[test]
+fn files_of_another_kind() {
+    let folder = Folder::new("kinds");
+    write_plan(&folder, "plan.json", &[(6, 1), (13, 2)], |_| ());
+    let hash = Graph::from_json(&folder.read("graph.json")).expect("a graph").hash();
+    folder.write("profile.json", &Profile::new(&hash, "Test GPU", "float32").seal().expect("consistent").to_json());
+    let made = folder.rannc("simulate plan.json graph.json --cluster cluster.toml --trace trace.json");
+    assert_eq!(made.code, 0, "{}", made.err);
+    assert_snapshot!(folder.errors(&[
+        "show graph.json",
+        "show profile.json",
+        "diff plan.json graph.json",
+        "graph plan.json",
+        "graph cluster.toml",
+        "graph trace.json",
+        "plan plan.json --cluster cluster.toml --batch 24",
+        "plan graph.json --cluster plan.json --batch 24",
+        "plan graph.json --cluster cluster.toml --batch 24 --profile plan.json",
+        "explain cluster.toml --cluster graph.json --batch 24",
+        "whatif profile.json --cluster cluster.toml --batch 24",
+        "simulate graph.json plan.json --cluster cluster.toml",
+        "cluster graph.json",
     ]));
 }
 
@@ -37,6 +62,8 @@ fn plans_that_cannot_be() {
         "plan graph.json --cluster cluster.toml --batch 24 --microbatches 25",
         "plan graph.json --cluster cluster.toml --batch 24 --memory-margin 1",
         "plan graph.json --cluster cluster.toml --batch 24 --optimizer-factor nan",
+        "plan graph.json --cluster cluster.toml --cluster H200x4 --batch 24 -o plan.json",
+        "whatif graph.json --cluster cluster.toml --batch 24 --price-per-device-hour 1,2",
     ]));
 }
 

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::fs;
 use std::path::PathBuf;
 
+use rannc_cli::{Around, Terminal};
 use rannc_ir::testing::mlp;
 
 /// A cluster of two nodes with figures of its own: what the presets say may change.
@@ -87,14 +88,24 @@ impl Folder {
         fs::read_to_string(self.0.join(file)).expect("the command has written it")
     }
 
-    /// Runs a command line whose JSON and TOML files are in this folder; the folder is not shown.
+    /// Runs a command line as [`Folder::rannc_at`] does, with its output in a file.
     pub fn rannc(&self, line: &str) -> Seen {
+        self.rannc_at(None, line)
+    }
+
+    /// Runs a command line whose JSON and TOML files are in this folder; the folder is not shown.
+    pub fn rannc_at(&self, columns: Option<usize>, line: &str) -> Seen {
         let folder = format!("{}/", self.0.display());
         let is_file = |word: &str| word.ends_with(".json") || word.ends_with(".toml");
         let args = line.split(' ').map(|word| if is_file(word) { format!("{folder}{word}") } else { word.to_owned() });
-        let seen = rannc(args);
+        let seen = rannc_at(columns, args);
         let shown = |text: String| text.replace(&folder, "");
         Seen { out: shown(seen.out), err: shown(seen.err), ..seen }
+    }
+
+    /// Where a file of the folder is.
+    pub fn path(&self, file: &str) -> PathBuf {
+        self.0.join(file)
     }
 
     /// The messages of several command lines.
@@ -109,11 +120,17 @@ impl Drop for Folder {
     }
 }
 
-/// Runs a command.
+/// Runs a command with its output in a file.
 pub fn rannc(args: impl Iterator<Item = String>) -> Seen {
+    rannc_at(None, args)
+}
+
+/// Runs a command in a terminal with so many columns.
+fn rannc_at(columns: Option<usize>, args: impl Iterator<Item = String>) -> Seen {
     let (mut out, mut err) = (Vec::new(), Vec::new());
     let args = std::iter::once("rannc".to_owned()).chain(args).map(OsString::from);
-    let code = rannc_cli::run(args, &mut out, &mut err);
+    let terminal = Terminal::new(columns);
+    let code = rannc_cli::run(args, Around { out: &mut out, err: &mut err, terminal, interrupted: &|| false });
     let text = |bytes| String::from_utf8(bytes).expect("text");
     Seen { code, out: text(out), err: text(err) }
 }

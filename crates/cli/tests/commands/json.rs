@@ -33,7 +33,7 @@ fn every_key_is_documented() {
         "diff plan.json other.json",
         &format!("plan {search} --stages 2"),
         &format!("explain {search} --stages 2"),
-        &format!("whatif {search} --memory-gb 0.5,16"),
+        &format!("whatif {search} --memory-gb 0.5,16 --price-per-device-hour 2"),
         "simulate plan.json graph.json --cluster cluster.toml",
         "graph graph.json",
         "cluster cluster.toml",

@@ -1,9 +1,8 @@
 //! Plans made by hand: what a search finds may change.
 
-use rannc_ir::Graph;
+use rannc_ir::{Graph, OpRun};
 use rannc_plan::{
-    MemoryPrediction, PLAN_SCHEMA, Plan, Recompute, ScheduleKind, Sharding, StageOps, StagePlan, StagePrediction,
-    StepPrediction,
+    MemoryPrediction, PLAN_SCHEMA, Plan, Recompute, ScheduleKind, Sharding, StagePlan, StagePrediction, StepPrediction,
 };
 
 use crate::folder::Folder;
@@ -28,14 +27,14 @@ pub fn write_plan(folder: &Folder, file: &str, stages: &[(u32, u32)], change: im
     };
     let (mut first, mut rank) = (0, 0);
     for &(end, replicas) in stages {
-        plan.stages.push(stage(StageOps { first, end }, (rank..rank + replicas).collect()));
+        plan.stages.push(stage(OpRun { first, end }, (rank..rank + replicas).collect()));
         (first, rank) = (end, rank + replicas);
     }
     change(&mut plan);
     folder.write(file, &plan.seal().expect("consistent").to_json());
 }
 
-fn stage(ops: StageOps, ranks: Vec<u32>) -> StagePlan {
+fn stage(ops: OpRun, ranks: Vec<u32>) -> StagePlan {
     let blocks = ops.end - ops.first;
     let layers = u64::from(blocks);
     let us = f64::from(blocks) / ranks.len() as f64;

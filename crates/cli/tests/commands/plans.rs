@@ -1,7 +1,8 @@
 //! `rannc plan`, `show` and `diff`.
 
 use insta::assert_snapshot;
-use rannc_plan::{Plan, Recompute, Sharding, StageOps};
+use rannc_ir::OpRun;
+use rannc_plan::{Plan, Recompute, Sharding};
 
 use crate::folder::Folder;
 use crate::plan_files::write_plan;
@@ -27,8 +28,7 @@ fn ways_to_save_memory_are_shown() {
         plan.stages[0].recompute = Recompute::Stage;
         plan.stages[1].sharding = Sharding::Optimizer;
         plan.stages[1].offload = true;
-        plan.stages[2].recompute =
-            Recompute::Blocks(vec![StageOps { first: 9, end: 10 }, StageOps { first: 11, end: 13 }]);
+        plan.stages[2].recompute = Recompute::Blocks(vec![OpRun { first: 9, end: 10 }, OpRun { first: 11, end: 13 }]);
     });
     assert_snapshot!(folder.rannc("show plan.json").output());
 }

@@ -53,7 +53,7 @@ fn a_trace_is_written() {
     assert_eq!(seen.code, 0);
     assert_eq!(seen.err, "Trace written to trace.json; open it in ui.perfetto.dev or chrome://tracing\n");
     let trace: Value = serde_json::from_str(&folder.read("trace.json")).expect("JSON");
-    let forwards = trace.as_array().expect("a list").iter().filter(|event| event["name"] == "F0");
+    let forwards = trace.as_array().expect("a list").iter().filter(|event| event["name"] == "forward 0");
     assert_eq!(forwards.count(), 3);
 }
 

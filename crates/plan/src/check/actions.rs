@@ -6,9 +6,9 @@ use rannc_ir::ValueId;
 
 use super::layout::computed_rows;
 use super::{ActionFault, CheckError, covers_once, within};
-use crate::parts::Partition;
-use crate::program::{Action, Message, Mode, Payload, Program, RankProgram};
-use crate::routes::Interval;
+use crate::partition::Partition;
+use crate::program::{Action, Interval, Message, Payload, Program, RankProgram};
+use crate::schedule::Call;
 
 /// What goes between which Stages.
 struct Needs {
@@ -85,12 +85,13 @@ impl Walk<'_> {
             Action::Send(message) | Action::Recv(message) => message.kind == Payload::Grad,
         };
         let in_backward = position >= self.own.forward.len();
-        let (allowed, name) = match self.program.mode {
-            Mode::Train1F1B => (!in_backward, "train_1f1b"),
-            Mode::TrainFillDrain => (of_backward == in_backward, "train_fill_drain"),
-            Mode::Forward => (!of_backward && !in_backward, "forward"),
+        let call = self.program.call;
+        let allowed = match call {
+            Call::Forward => !of_backward && !in_backward,
+            Call::Whole => !in_backward,
+            Call::Halves => of_backward == in_backward,
         };
-        if allowed { Ok(()) } else { Err(ActionFault::WrongList(name)) }
+        if allowed { Ok(()) } else { Err(ActionFault::WrongList(call)) }
     }
 
     fn check_action(&mut self, action: &Action) -> Result<(), ActionFault> {
@@ -187,7 +188,7 @@ impl Walk<'_> {
 
     fn check_complete(&self) -> Result<(), CheckError> {
         let missing = |action| Err(CheckError::Missing { rank: self.own.rank, action });
-        let trains = self.program.mode != Mode::Forward;
+        let trains = self.program.call.trains();
         for (mb, _) in (0..).zip(&self.program.microbatches) {
             if self.check_has_rows(mb).is_err() {
                 continue;

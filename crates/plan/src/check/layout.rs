@@ -1,9 +1,8 @@
 //! The rows of every rank: checked for consistency, and looked up.
 
 use crate::check::CheckError;
-use crate::parts::{OutputSource, Partition};
-use crate::program::{Program, RankProgram};
-use crate::routes::Interval;
+use crate::partition::{OutputSource, Partition};
+use crate::program::{Interval, Program, RankProgram};
 
 /// Rows by microbatch and rank, after the check that they divide the batch.
 pub(super) struct Layout {

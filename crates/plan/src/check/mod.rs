@@ -10,32 +10,19 @@
 //!    before a Backward, each row of each gradient, once from each Stage that uses the Value.
 //! 5. Nothing is sent before it is computed, or by a rank that does not have it.
 //! 6. On each channel Sends and Recvs agree in number, order, rows and packing.
-//! 7. All ranks come to their end (see [`simulate`](crate::simulate) for what blocks).
+//! 7. All ranks come to their end (see [`machine`](crate::machine) for what blocks).
 
 mod actions;
 mod layout;
 mod transfers;
 
-use std::fmt::Write as _;
-
 use rannc_ir::ValueId;
 use thiserror::Error;
 
-use crate::parts::Partition;
-use crate::program::{Action, Program, Transfer};
-use crate::routes::Interval;
-use crate::simulate::simulate;
-
-/// A rank that cannot go on.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Blocked {
-    /// The rank.
-    pub rank: u32,
-    /// Place of the Action among the rank's forward and backward Actions.
-    pub position: usize,
-    /// The Action that waits.
-    pub action: Action,
-}
+use crate::machine::{Deadlock, ticks};
+use crate::partition::Partition;
+use crate::program::{Action, Interval, Program, Transfer};
+use crate::schedule::Call;
 
 /// What is wrong with an Action.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
@@ -50,8 +37,8 @@ pub enum ActionFault {
     #[error("the forward of this microbatch comes later")]
     BeforeForward,
     /// In the wrong list, or in a Program without backward.
-    #[error("it does not belong into this list of a {0} program")]
-    WrongList(&'static str),
+    #[error("it does not belong into this list of a program whose call is {0}")]
+    WrongList(Call),
     /// Reduce must be last.
     #[error("it comes after Reduce")]
     AfterReduce,
@@ -189,18 +176,8 @@ pub enum CheckError {
         recv: Action,
     },
     /// Ranks wait for each other.
-    #[error("deadlock:{}", list_blocked(blocked))]
-    Deadlock {
-        /// Every rank that cannot go on.
-        blocked: Vec<Blocked>,
-    },
-}
-
-fn list_blocked(blocked: &[Blocked]) -> String {
-    blocked.iter().fold(String::new(), |mut text, Blocked { rank, position, action }| {
-        write!(text, " rank {rank} waits in action {position}, {action};").expect("a String takes any text");
-        text
-    })
+    #[error(transparent)]
+    Deadlock(#[from] Deadlock),
 }
 
 /// Proves that the Program does what the Partition needs and comes to its end.
@@ -210,7 +187,7 @@ pub fn check(program: &Program, partition: &Partition) -> Result<(), CheckError>
     transfers::check_outputs(program, partition, &layout)?;
     actions::check_ranks(program, partition)?;
     actions::check_channels(program)?;
-    simulate(program).map_err(|blocked| CheckError::Deadlock { blocked })?;
+    ticks(program)?;
     Ok(())
 }
 

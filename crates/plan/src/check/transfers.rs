@@ -6,9 +6,8 @@ use rannc_ir::ValueId;
 
 use super::layout::{Layout, computed_rows};
 use super::{CheckError, covers_once, within};
-use crate::parts::{OutputSource, Partition};
-use crate::program::{Program, Transfer};
-use crate::routes::Interval;
+use crate::partition::{OutputSource, Partition};
+use crate::program::{Interval, Program, Transfer};
 
 /// What a rank gets of a Value of a microbatch.
 type Key = (ValueId, u32, u32);

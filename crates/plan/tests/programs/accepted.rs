@@ -5,11 +5,11 @@ use std::collections::BTreeSet;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::Index;
-use rannc_ir::Analysis;
 use rannc_ir::testing::graphs;
-use rannc_plan::{Action, Partition, StageOps, check, plan_channels};
+use rannc_ir::{Analysis, OpRun};
+use rannc_plan::{Action, Partition, check, plan_channels};
 
-use crate::cases::{Case, cases, modes};
+use crate::cases::{Given, calls, cases, schedules};
 use crate::oracle;
 
 proptest! {
@@ -24,7 +24,7 @@ proptest! {
 }
 
 /// Random graphs divided at any of their allowed cuts, with up to three Replicas a Stage.
-fn divided_graphs() -> impl Strategy<Value = Case> {
+fn divided_graphs() -> impl Strategy<Value = Given> {
     let graph = (graphs(), vec(any::<Index>(), 0..4)).prop_map(|(graph, picks)| {
         let cuts = Analysis::new(&graph).cuts;
         let end = u32::try_from(cuts.len() - 1).expect("small");
@@ -32,15 +32,15 @@ fn divided_graphs() -> impl Strategy<Value = Case> {
         let inner = picks.iter().filter(|_| !allowed.is_empty()).map(|pick| *pick.get(&allowed));
         let inner: BTreeSet<u32> = inner.collect();
         let ends: Vec<u32> = [0].into_iter().chain(inner).chain([end]).collect();
-        let runs: Vec<StageOps> = ends.windows(2).map(|ends| StageOps { first: ends[0], end: ends[1] }).collect();
+        let runs: Vec<OpRun> = ends.windows(2).map(|ends| OpRun { first: ends[0], end: ends[1] }).collect();
         Partition::new(&graph, &runs).expect("the cuts are allowed")
     });
-    (graph, vec(1..=3usize, 5), 1..=5u32, vec(0..=7u64, 15), modes()).prop_map(
-        |(partition, replicas, microbatches, mut rows, mode)| {
+    (graph, vec(1..=3usize, 5), 1..=5u32, vec(0..=7u64, 15), calls(), schedules()).prop_map(
+        |(partition, replicas, microbatches, mut rows, call, schedule)| {
             let replicas = &replicas[..partition.stages.len()];
             rows.truncate(replicas.iter().sum());
             rows[0] += 1;
-            Case { partition, ..Case::chain(replicas, microbatches, &rows, mode) }
+            Given { partition, ..Given::chain(replicas, microbatches, &rows, call, schedule) }
         },
     )
 }

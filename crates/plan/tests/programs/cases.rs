@@ -4,23 +4,30 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use rannc_ir::{RowDim, ValueId};
 use rannc_plan::{
-    Batch, Crossing, InputPart, Mode, OutputPart, OutputSource, Partition, Placement, Program, StagePart, build,
+    Batch, Call, Crossing, InputPart, OutputPart, OutputSource, Partition, Placement, Program, ScheduleKind, StagePart,
+    build,
 };
 
 pub const ROWS: RowDim = RowDim { dim: 0, per_row: 1 };
 
 /// All that a Program is built from.
 #[derive(Clone, Debug)]
-pub struct Case {
+pub struct Given {
     pub placement: Placement,
     pub partition: Partition,
     pub batch: Batch,
-    pub mode: Mode,
+    pub call: Call,
 }
 
-impl Case {
+impl Given {
     /// A chain of Stages with ranks in order, one input, and one Value from each Stage to the next.
-    pub fn chain(replicas: &[usize], microbatches: u32, rows_per_rank: &[u64], mode: Mode) -> Self {
+    pub fn chain(
+        replicas: &[usize],
+        microbatches: u32,
+        rows_per_rank: &[u64],
+        call: Call,
+        schedule: ScheduleKind,
+    ) -> Self {
         let mut next = 0..;
         let ranks = replicas.iter().map(|&count| next.by_ref().take(count).collect()).collect();
         let last = u32::try_from(replicas.len() - 1).expect("few stages");
@@ -34,34 +41,46 @@ impl Case {
             OutputPart { index: 0, value: ValueId(last), source: OutputSource::Stage(last), row_dim: Some(ROWS) };
         partition.outputs.push(output);
         let batch = Batch { rows_per_rank: rows_per_rank.to_vec(), gather_inputs: true };
-        Self { placement: Placement { ranks, microbatches }, partition, batch, mode }
+        Self { placement: Placement { ranks, microbatches, schedule }, partition, batch, call }
     }
 
     pub fn build(&self) -> Program {
-        build(&self.placement, &self.partition, &self.batch, self.mode).expect("the case is sound")
+        build(&self.placement, &self.partition, &self.batch, self.call).expect("the case is sound")
+    }
+
+    /// The same case with another call and Schedule.
+    pub fn with(&self, call: Call, schedule: ScheduleKind) -> Self {
+        let mut case = Self { call, ..self.clone() };
+        case.placement.schedule = schedule;
+        case
     }
 }
 
-pub fn modes() -> impl Strategy<Value = Mode> {
-    prop_oneof![Just(Mode::Train1F1B), Just(Mode::TrainFillDrain), Just(Mode::Forward)]
+pub fn calls() -> impl Strategy<Value = Call> {
+    prop_oneof![Just(Call::Forward), Just(Call::Whole), Just(Call::Halves)]
+}
+
+pub fn schedules() -> impl Strategy<Value = ScheduleKind> {
+    prop_oneof![Just(ScheduleKind::FillDrain), Just(ScheduleKind::OneForwardOneBackward)]
 }
 
 /// Partitions of one to five Stages with skips and shared Values, shuffled ranks, uneven batches.
-pub fn cases() -> impl Strategy<Value = Case> {
+pub fn cases() -> impl Strategy<Value = Given> {
     vec(1..=4usize, 1..=5).prop_flat_map(|replicas| {
         let world: usize = replicas.iter().sum();
         let stages = replicas.len();
         let ranks: Vec<u32> = (0..).take(world).collect();
-        let placement = (Just(ranks).prop_shuffle(), 1..=9u32).prop_map(move |(shuffled, microbatches)| {
+        let placement = (Just(ranks).prop_shuffle(), 1..=9u32, schedules());
+        let placement = placement.prop_map(move |(shuffled, microbatches, schedule)| {
             let mut rest = shuffled.into_iter();
             let ranks = replicas.iter().map(|&count| rest.by_ref().take(count).collect()).collect();
-            Placement { ranks, microbatches }
+            Placement { ranks, microbatches, schedule }
         });
-        (placement, partitions(stages), batches(world), modes()).prop_map(|(placement, partition, batch, mode)| Case {
+        (placement, partitions(stages), batches(world), calls()).prop_map(|(placement, partition, batch, call)| Given {
             placement,
             partition,
             batch,
-            mode,
+            call,
         })
     })
 }

@@ -3,9 +3,11 @@
 use proptest::prelude::*;
 use proptest::sample::Index;
 use rannc_ir::ValueId;
-use rannc_plan::{Action, CheckError, Crossing, Interval, Message, Mode, Program, Transfer, check};
+use rannc_plan::{
+    Action, Call, CheckError, Crossing, Deadlock, Interval, Message, Program, ScheduleKind, Transfer, check,
+};
 
-use crate::cases::{Case, ROWS, cases};
+use crate::cases::{Given, ROWS, cases};
 use crate::oracle::{self, Failure};
 
 /// A way to break a Program.
@@ -190,7 +192,7 @@ proptest! {
             if apply(&mut program, damage, which, place).is_some() {
                 let verdict = check(&program, &case.partition);
                 prop_assert!(verdict.is_err(), "{:?} passes", damage);
-                prop_assert!(!matches!(verdict, Err(CheckError::Deadlock { .. })), "{:?} seen as a deadlock", damage);
+                prop_assert!(!matches!(verdict, Err(CheckError::Deadlock(_))), "{:?} seen as a deadlock", damage);
                 found += 1;
             }
         }
@@ -212,26 +214,27 @@ proptest! {
 
     /// Stages under different schedules, which may wait for each other for ever.
     #[test]
-    fn mixed_schedules_deadlock_when_the_checker_says_so(case in cases(), drains in any::<[bool; 5]>()) {
-        let case = Case { mode: Mode::Train1F1B, ..case };
+    fn mixed_schedules_deadlock_when_the_checker_says_so(case in cases(), drains in any::<[Option<bool>; 5]>()) {
+        let case = case.with(Call::Whole, ScheduleKind::OneForwardOneBackward);
         let mut program = case.build();
-        let drained = Case { mode: Mode::TrainFillDrain, ..case.clone() }.build();
-        for (own, other) in program.ranks.iter_mut().zip(drained.ranks) {
-            if drains[own.stage as usize] {
+        let drained = [Call::Whole, Call::Halves].map(|call| case.with(call, ScheduleKind::FillDrain).build());
+        for (rank, own) in program.ranks.iter_mut().enumerate() {
+            if let Some(halves) = drains[own.stage as usize] {
+                let other = drained[usize::from(halves)].ranks[rank].clone();
                 own.forward = [other.forward, other.backward].concat();
             }
         }
         let verdict = check(&program, &case.partition);
-        prop_assert!(matches!(verdict, Ok(()) | Err(CheckError::Deadlock { .. })), "{:?}", verdict);
+        prop_assert!(matches!(verdict, Ok(()) | Err(CheckError::Deadlock(_))), "{:?}", verdict);
         agree(&case, &program)?;
     }
 }
 
-fn agree(case: &Case, program: &Program) -> Result<(), TestCaseError> {
+fn agree(case: &Given, program: &Program) -> Result<(), TestCaseError> {
     let run = oracle::run(case, program);
     match check(program, &case.partition) {
         Ok(()) => prop_assert_eq!(run, Ok(())),
-        Err(CheckError::Deadlock { blocked }) => {
+        Err(CheckError::Deadlock(Deadlock(blocked))) => {
             prop_assert_eq!(run, Err(Failure::Stuck));
             prop_assert!(!blocked.is_empty());
             for blocked in blocked {
@@ -246,9 +249,9 @@ fn agree(case: &Case, program: &Program) -> Result<(), TestCaseError> {
 }
 
 /// The case's 1F1B Program, but that one Stage does all its forwards first.
-fn with_one_stage_drained(case: &Case, stage: u32) -> Program {
+fn with_one_stage_drained(case: &Given, stage: u32) -> Program {
     let mut program = case.build();
-    let drained = Case { mode: Mode::TrainFillDrain, ..case.clone() }.build();
+    let drained = case.with(Call::Halves, ScheduleKind::FillDrain).build();
     for (own, other) in program.ranks.iter_mut().zip(drained.ranks).filter(|(own, _)| own.stage == stage) {
         own.forward = [other.forward, other.backward].concat();
     }
@@ -257,7 +260,7 @@ fn with_one_stage_drained(case: &Case, stage: u32) -> Program {
 
 #[test]
 fn a_deadlock_names_ranks_and_actions() {
-    let case = Case::chain(&[1, 1], 4, &[4, 4], Mode::Train1F1B);
+    let case = Given::chain(&[1, 1], 4, &[4, 4], Call::Whole, ScheduleKind::OneForwardOneBackward);
     let error = check(&with_one_stage_drained(&case, 1), &case.partition).expect_err("each waits for the other");
     assert_eq!(
         error.to_string(),
@@ -268,11 +271,11 @@ fn a_deadlock_names_ranks_and_actions() {
 /// Stage 0 needs gradients from Stage 2 alone, so only the limit on unread gradients makes Stage 2 wait.
 #[test]
 fn the_third_unread_gradient_waits() {
-    let mut case = Case::chain(&[1, 1, 1], 8, &[8, 8, 8], Mode::Train1F1B);
+    let mut case = Given::chain(&[1, 1, 1], 8, &[8, 8, 8], Call::Whole, ScheduleKind::OneForwardOneBackward);
     case.partition.crossings[0].requires_grad = false;
     let skip = Crossing { value: ValueId(9), from: 0, to: vec![2], row_dim: ROWS, requires_grad: true };
     case.partition.crossings.push(skip);
-    let Err(CheckError::Deadlock { blocked }) = check(&with_one_stage_drained(&case, 1), &case.partition) else {
+    let Err(CheckError::Deadlock(Deadlock(blocked))) = check(&with_one_stage_drained(&case, 1), &case.partition) else {
         panic!("stage 2 waits until stage 1 reads a gradient")
     };
     let waits: Vec<String> = blocked.iter().map(|blocked| blocked.action.to_string()).collect();
@@ -284,7 +287,7 @@ fn the_third_unread_gradient_waits() {
 /// What a person reads about one broken Action.
 #[test]
 fn errors_name_rank_and_action() {
-    let case = Case::chain(&[1, 2], 2, &[2, 2, 2], Mode::Train1F1B);
+    let case = Given::chain(&[1, 2], 2, &[2, 2, 2], Call::Whole, ScheduleKind::OneForwardOneBackward);
     let error_after = |damage: &dyn Fn(&mut Program)| {
         let mut program = case.build();
         damage(&mut program);

@@ -1,10 +1,10 @@
 //! Programs drawn.
 
-use rannc_plan::{Action, Crossing, Mode, check, grid};
+use rannc_plan::{Action, Call, Crossing, ScheduleKind, check, grid};
 
-use crate::cases::Case;
+use crate::cases::Given;
 
-fn draw(case: &Case) -> String {
+fn draw(case: &Given) -> String {
     let program = case.build();
     check(&program, &case.partition).expect("built programs are sound");
     grid(&program).expect("checked programs come to their end")
@@ -12,7 +12,7 @@ fn draw(case: &Case) -> String {
 
 #[test]
 fn one_forward_one_backward() {
-    let case = Case::chain(&[1, 1, 1, 1], 6, &[6, 6, 6, 6], Mode::Train1F1B);
+    let case = Given::chain(&[1, 1, 1, 1], 6, &[6, 6, 6, 6], Call::Whole, ScheduleKind::OneForwardOneBackward);
     assert_eq!(
         draw(&case),
         "\
@@ -25,8 +25,8 @@ fn one_forward_one_backward() {
 }
 
 #[test]
-fn fill_drain() {
-    let case = Case::chain(&[1, 1, 1], 4, &[4, 4, 4], Mode::TrainFillDrain);
+fn fill_drain_in_halves() {
+    let case = Given::chain(&[1, 1, 1], 4, &[4, 4, 4], Call::Halves, ScheduleKind::FillDrain);
     assert_eq!(
         draw(&case),
         "\
@@ -37,9 +37,48 @@ fn fill_drain() {
     );
 }
 
+/// The same grid as in halves, but the first gradient is asked for before the last forward.
+#[test]
+fn fill_drain_of_a_whole_call() {
+    let case = Given::chain(&[1, 1, 1], 4, &[4, 4, 4], Call::Whole, ScheduleKind::FillDrain);
+    assert_eq!(
+        draw(&case),
+        "\
+0: F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
+1: .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .
+2: .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .
+"
+    );
+    let case = Given::chain(&[1, 1], 2, &[2, 2], Call::Whole, ScheduleKind::FillDrain);
+    let program = case.build();
+    assert_eq!(
+        list(&program.ranks[0].forward),
+        "\
+Forward(mb 0)
+Send(mb 0, values to rank 1: v0[0..2])
+Recv(mb 0, gradients from rank 1: v0[0..2])
+Forward(mb 1)
+Send(mb 1, values to rank 1: v0[0..2])
+Recv(mb 1, gradients from rank 1: v0[0..2])
+Backward(mb 0)
+Backward(mb 1)
+Reduce
+"
+    );
+    assert_eq!(program.ranks[0].backward, []);
+}
+
+/// A call in halves leaves a Schedule no choice: it says only in which order the forwards run among themselves, and
+/// the backwards among themselves.
+#[test]
+fn one_forward_one_backward_in_halves_is_fill_drain() {
+    let of = |schedule| Given::chain(&[1, 2, 1], 5, &[5, 2, 0, 3], Call::Halves, schedule).build();
+    assert_eq!(of(ScheduleKind::OneForwardOneBackward), of(ScheduleKind::FillDrain));
+}
+
 #[test]
 fn forward_only() {
-    let case = Case::chain(&[1, 1], 3, &[3, 3], Mode::Forward);
+    let case = Given::chain(&[1, 1], 3, &[3, 3], Call::Forward, ScheduleKind::FillDrain);
     assert_eq!(
         draw(&case),
         "\
@@ -52,7 +91,7 @@ fn forward_only() {
 /// The second Replica of the first Stage has rows of the first microbatch only.
 #[test]
 fn fewer_rows_than_replicas() {
-    let case = Case::chain(&[2, 1], 3, &[2, 1, 1], Mode::Train1F1B);
+    let case = Given::chain(&[2, 1], 3, &[2, 1, 1], Call::Whole, ScheduleKind::OneForwardOneBackward);
     assert_eq!(
         draw(&case),
         "\
@@ -65,7 +104,7 @@ fn fewer_rows_than_replicas() {
 
 #[test]
 fn one_stage_is_data_parallel() {
-    let case = Case::chain(&[3], 2, &[2, 2, 2], Mode::Train1F1B);
+    let case = Given::chain(&[3], 2, &[2, 2, 2], Call::Whole, ScheduleKind::OneForwardOneBackward);
     assert_eq!(
         draw(&case),
         "\
@@ -85,7 +124,7 @@ fn list(actions: &[Action]) -> String {
 
 #[test]
 fn actions_of_a_stage_between_two() {
-    let case = Case::chain(&[1, 2, 1], 2, &[2, 1, 1, 2], Mode::Train1F1B);
+    let case = Given::chain(&[1, 2, 1], 2, &[2, 1, 1, 2], Call::Whole, ScheduleKind::OneForwardOneBackward);
     let program = case.build();
     assert_eq!(
         list(&program.ranks[1].forward),
@@ -109,7 +148,7 @@ Reduce
 
 #[test]
 fn skips_and_shared_values_travel_directly() {
-    let mut case = Case::chain(&[1, 1, 1], 1, &[1, 1, 1], Mode::Train1F1B);
+    let mut case = Given::chain(&[1, 1, 1], 1, &[1, 1, 1], Call::Whole, ScheduleKind::OneForwardOneBackward);
     case.partition.crossings[0] = Crossing { to: vec![1, 2], ..case.partition.crossings[0].clone() };
     let program = case.build();
     assert_eq!(

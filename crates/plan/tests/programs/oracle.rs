@@ -4,9 +4,9 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use rannc_ir::ValueId;
-use rannc_plan::{Action, Interval, Message, Mode, OutputSource, Payload, Piece, Program};
+use rannc_plan::{Action, Interval, Message, OutputSource, Payload, Piece, Program};
 
-use crate::cases::Case;
+use crate::cases::Given;
 
 /// A row of the global batch: rank and place in its local batch.
 type Row = (usize, u64);
@@ -39,7 +39,7 @@ fn lengths(rows: u64, parts: u64) -> impl Iterator<Item = u64> {
 }
 
 struct Oracle<'a> {
-    case: &'a Case,
+    case: &'a Given,
     program: &'a Program,
     /// Rows of each microbatch in order.
     microbatches: Vec<Vec<Row>>,
@@ -48,7 +48,7 @@ struct Oracle<'a> {
 }
 
 /// Runs the Program to its end.
-pub fn run(case: &Case, program: &Program) -> Result<(), Failure> {
+pub fn run(case: &Given, program: &Program) -> Result<(), Failure> {
     let oracle = Oracle::new(case, program);
     oracle.check_inputs()?;
     oracle.check_outputs()?;
@@ -56,7 +56,7 @@ pub fn run(case: &Case, program: &Program) -> Result<(), Failure> {
 }
 
 impl<'a> Oracle<'a> {
-    fn new(case: &'a Case, program: &'a Program) -> Self {
+    fn new(case: &'a Given, program: &'a Program) -> Self {
         let count = case.placement.microbatches as usize;
         let mut microbatches: Vec<Vec<Row>> = vec![Vec::new(); count];
         for (rank, &rows) in case.batch.rows_per_rank.iter().enumerate() {
@@ -160,7 +160,7 @@ impl<'a> Oracle<'a> {
 
 /// One direction between two ranks.
 #[derive(Default)]
-struct Channel {
+struct Pipe {
     under_way: VecDeque<Vec<Token>>,
     sent: usize,
     posted: usize,
@@ -180,7 +180,7 @@ struct RankState {
 struct Execution<'a> {
     oracle: &'a Oracle<'a>,
     ranks: Vec<RankState>,
-    channels: BTreeMap<(u32, u32), Channel>,
+    channels: BTreeMap<(u32, u32), Pipe>,
 }
 
 impl<'a> Execution<'a> {
@@ -313,7 +313,7 @@ impl<'a> Execution<'a> {
     }
 
     fn check_end(&self) -> Result<(), Failure> {
-        let trains = self.oracle.case.mode != Mode::Forward;
+        let trains = self.oracle.case.call.trains();
         for (rank, state) in self.ranks.iter().enumerate() {
             let mbs = (0..self.oracle.microbatches.len()).filter(|&mb| !self.oracle.rows(rank, mb).is_empty());
             let mbs: BTreeSet<u32> = mbs.map(|mb| mb as u32).collect();

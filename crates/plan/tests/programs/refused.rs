@@ -1,13 +1,13 @@
 //! What no Program can be built from.
 
-use rannc_plan::{Crossing, Mode, PlanFault, ProgramError, build};
+use rannc_plan::{Call, Crossing, PlanFault, ProgramError, ScheduleKind, build};
 
-use crate::cases::Case;
+use crate::cases::Given;
 
-fn error(change: impl Fn(&mut Case)) -> ProgramError {
-    let mut case = Case::chain(&[1, 2], 2, &[1, 1, 1], Mode::Train1F1B);
+fn error(change: impl Fn(&mut Given)) -> ProgramError {
+    let mut case = Given::chain(&[1, 2], 2, &[1, 1, 1], Call::Whole, ScheduleKind::OneForwardOneBackward);
     change(&mut case);
-    build(&case.placement, &case.partition, &case.batch, case.mode).expect_err("the arguments contradict each other")
+    build(&case.placement, &case.partition, &case.batch, case.call).expect_err("the arguments contradict each other")
 }
 
 #[test]
@@ -18,7 +18,7 @@ fn contradictions_are_refused() {
     let never = ProgramError::Placement(PlanFault::NoMicrobatches);
     assert_eq!(error(|case| case.placement.microbatches = 0), never);
     assert_eq!(error(|case| drop(case.partition.stages.pop())), ProgramError::Stages { plan: 2, partition: 1 });
-    let backward = |case: &mut Case| {
+    let backward = |case: &mut Given| {
         let crossing = case.partition.crossings[0].clone();
         case.partition.crossings[0] = Crossing { from: 1, to: vec![0], ..crossing };
     };

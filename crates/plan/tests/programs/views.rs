@@ -1,19 +1,19 @@
 //! What a rank is handed.
 
-use rannc_plan::{Action, Mode, plan_channels};
+use rannc_plan::{Action, Call, ScheduleKind, plan_channels};
 
-use crate::cases::Case;
+use crate::cases::Given;
 
 #[test]
 fn the_json_of_a_view() {
-    let program = Case::chain(&[1, 1], 1, &[2, 1], Mode::TrainFillDrain).build();
+    let program = Given::chain(&[1, 1], 1, &[2, 1], Call::Halves, ScheduleKind::FillDrain).build();
     let view = program.rank_view(1).expect("the rank exists");
     let json = serde_json::to_string(&view).expect("a view is plain data");
     let fields = [
         r#""rank":1"#,
         r#""stage":1"#,
         r#""replica":0"#,
-        r#""mode":"train_fill_drain""#,
+        r#""call":"halves""#,
         r#""gather_inputs":true"#,
         r#""total_rows":3"#,
         r#""microbatches":[3]"#,
@@ -30,7 +30,7 @@ fn the_json_of_a_view() {
 
 #[test]
 fn channels_go_both_ways_between_all_replicas() {
-    let case = Case::chain(&[1, 2], 1, &[1, 0, 0], Mode::Train1F1B);
+    let case = Given::chain(&[1, 2], 1, &[1, 0, 0], Call::Whole, ScheduleKind::OneForwardOneBackward);
     assert_eq!(plan_channels(&case.placement, &case.partition), [(0, 1), (0, 2), (1, 0), (2, 0)]);
     assert_eq!(case.build().channels(), [(0, 1), (1, 0)], "the second replica has no rows");
 }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::calls::{Call, Place};
 use super::wire::{Beat, Sender};
 
 /// How a rank stands to the job.
@@ -30,18 +31,41 @@ pub struct Peer {
     since: Instant,
 }
 
+impl Peer {
+    /// The collective call that a working rank is inside of.
+    pub fn call(&self) -> Option<&Call> {
+        self.beat.calls.current().filter(|_| self.standing == Standing::Working)
+    }
+
+    /// True for a working rank that has come no further for `limit`, and is not busy by itself.
+    pub fn rests(&self, limit: Duration) -> bool {
+        self.standing == Standing::Working && !self.beat.busy && self.since.elapsed() >= limit
+    }
+
+    /// True for a working rank that is outside of any call and has not begun the one at `place`.
+    pub fn misses(&self, place: Place) -> bool {
+        self.standing == Standing::Working && self.call().is_none() && !self.beat.calls.has_come_to(place)
+    }
+
+    /// How the rank stands, or where it is, in words that go after "rank 3".
+    pub fn state(&self) -> String {
+        match self.standing {
+            Standing::Unknown => "has not been heard of".to_owned(),
+            Standing::Left => "has left".to_owned(),
+            Standing::Failed => "has failed".to_owned(),
+            Standing::Working => format!("is {}", self.beat.place()),
+        }
+    }
+}
+
 /// All ranks, by rank.
 pub struct Peers(Vec<Peer>);
 
 impl Peers {
     /// All unknown but `rank`, this one.
     pub fn new(rank: u32, world_size: u32) -> Self {
-        let unknown = || Peer {
-            standing: Standing::Unknown,
-            sender: None,
-            beat: Beat { action: None, progress: 0 },
-            since: Instant::now(),
-        };
+        let unknown =
+            || Peer { standing: Standing::Unknown, sender: None, beat: Beat::default(), since: Instant::now() };
         let mut peers = Self((0..world_size).map(|_| unknown()).collect());
         peers.get(rank).standing = Standing::Working;
         peers
@@ -50,6 +74,11 @@ impl Peers {
     /// The rank's record.
     pub fn get(&mut self, rank: u32) -> &mut Peer {
         &mut self.0[rank as usize]
+    }
+
+    /// All ranks with their records.
+    pub fn all(&self) -> impl Iterator<Item = (u32, &Peer)> + Clone {
+        (0..).zip(&self.0)
     }
 
     /// Takes note of a beat.
@@ -61,38 +90,13 @@ impl Peers {
         peer.beat = beat;
     }
 
-    /// The working rank that has been longest in one Action, if that is at least `limit`.
-    pub fn stuck(&self, limit: Duration) -> Option<(u32, &str)> {
-        let in_step = |(rank, peer): (usize, &'_ Peer)| -> Option<(Duration, usize)> {
-            let waiting = peer.standing == Standing::Working && peer.beat.action.is_some();
-            waiting.then(|| (peer.since.elapsed(), rank))
-        };
-        let (waited, rank) = self.0.iter().enumerate().filter_map(in_step).max()?;
-        let action = self.0[rank].beat.action.as_deref()?;
-        (waited >= limit).then_some((rank as u32, action))
-    }
-
-    /// A rank whose script has ended.
-    pub fn left(&self) -> Option<u32> {
-        self.0.iter().position(|peer| peer.standing == Standing::Left).map(|rank| rank as u32)
+    /// True when every rank has connected, now or earlier.
+    pub fn are_complete(&self) -> bool {
+        self.0.iter().all(|peer| peer.standing != Standing::Unknown)
     }
 
     /// The senders of all connected ranks.
     pub fn senders(&self) -> Vec<Arc<Sender>> {
         self.0.iter().filter_map(|peer| peer.sender.clone()).collect()
-    }
-
-    /// Where every rank is, in a sentence.
-    pub fn report(&self) -> String {
-        let place = |(rank, peer): (usize, &Peer)| match peer.standing {
-            Standing::Unknown => format!("rank {rank} has not been heard of"),
-            Standing::Left => format!("rank {rank} has left"),
-            Standing::Failed => format!("rank {rank} has failed"),
-            Standing::Working => match &peer.beat.action {
-                Some(action) => format!("rank {rank} is at \"{action}\""),
-                None => format!("rank {rank} is outside a step"),
-            },
-        };
-        self.0.iter().enumerate().map(place).collect::<Vec<_>>().join(", ")
     }
 }

@@ -1,49 +1,132 @@
-//! Where this rank is in its program, written by the training thread and read by the watchdog's.
+//! Where this rank is, written by the training thread and read by the watchdog's.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use super::calls::Calls;
 use super::wire::Beat;
 
-/// The index that stands for "outside a step".
-const IDLE: usize = usize::MAX;
-
-/// The names of a program's Actions and the current one.
-pub struct Position {
-    names: Mutex<Vec<String>>,
-    index: AtomicUsize,
-    progress: AtomicU64,
+/// What the rank does inside a call.
+enum Doing {
+    /// Nothing that has a name.
+    Nothing,
+    /// The Action with this index of the current program.
+    Action(usize),
+    /// A phase of the first call. A busy rank computes by itself for as long as it takes.
+    Phase { name: String, busy: bool },
 }
 
+struct State {
+    calls: Calls,
+    names: Vec<String>,
+    doing: Doing,
+    progress: u64,
+    torn: bool,
+    failed_at: Option<String>,
+}
+
+/// The current call, the names of a program's Actions, and the current one.
+pub struct Position(Mutex<State>);
+
 impl Position {
-    /// Outside a step, with an empty program.
+    /// Outside of any call, with an empty program.
     pub fn new() -> Self {
-        Self { names: Mutex::default(), index: AtomicUsize::new(IDLE), progress: AtomicU64::new(0) }
+        Self(Mutex::new(State {
+            calls: Calls::default(),
+            names: Vec::new(),
+            doing: Doing::Nothing,
+            progress: 0,
+            torn: false,
+            failed_at: None,
+        }))
     }
 
-    /// Replaces the names; the rank is outside a step until it enters an Action.
+    /// A collective call begins; false inside of another one, which counts alone.
+    pub fn begin(&self, name: &str, new_round: bool) -> bool {
+        let mut state = self.state();
+        let outermost = state.calls.begin(name, new_round);
+        if outermost {
+            state.doing = Doing::Nothing;
+            state.progress += 1;
+            state.torn = false;
+            state.failed_at = None;
+        }
+        outermost
+    }
+
+    /// The outermost call ends; by an exception, where it stood is kept for [`Position::failed_at`].
+    pub fn end(&self, failed: bool) {
+        self.leave(failed);
+        let mut state = self.state();
+        state.calls.end();
+        state.torn = false;
+    }
+
+    /// Replaces the names of the Actions; the rank is at none until it enters one.
     pub fn set_program(&self, names: Vec<String>) {
-        self.index.store(IDLE, Ordering::Release);
-        *self.names.lock().unwrap_or_else(PoisonError::into_inner) = names;
+        let mut state = self.state();
+        state.doing = Doing::Nothing;
+        state.names = names;
     }
 
-    /// The Action at `index` begins. Costs two uncontended atomic writes.
+    /// The Action at `index` begins.
     pub fn enter(&self, index: usize) {
-        self.index.store(index, Ordering::Release);
-        self.progress.fetch_add(1, Ordering::Release);
+        let mut state = self.state();
+        state.doing = Doing::Action(index);
+        state.progress += 1;
     }
 
-    /// The step is over.
-    pub fn leave(&self) {
-        self.enter(IDLE);
+    /// A phase of the first call begins.
+    pub fn phase(&self, name: String, busy: bool) {
+        let mut state = self.state();
+        state.doing = Doing::Phase { name, busy };
+        state.progress += 1;
     }
 
-    /// The current Action and the progress so far.
+    /// The rank comes forward inside of what it does.
+    pub fn advance(&self) {
+        self.state().progress += 1;
+    }
+
+    /// The step or phase is over; by an exception, where it stood is kept for [`Position::failed_at`].
+    pub fn leave(&self, failed: bool) {
+        let mut state = self.state();
+        if failed && state.failed_at.is_none() {
+            state.failed_at = Some(state.beat().place());
+        }
+        state.doing = Doing::Nothing;
+        state.progress += 1;
+    }
+
+    /// The current call's collective has failed, and its rank asks why.
+    pub fn tear(&self) {
+        self.state().torn = true;
+    }
+
+    /// Where the exception arose that has ended the last call, or else where the rank is.
+    pub fn failed_at(&self) -> String {
+        let state = self.state();
+        state.failed_at.clone().unwrap_or_else(|| state.beat().place())
+    }
+
+    /// Everything that other ranks are told.
     pub fn beat(&self) -> Beat {
-        let progress = self.progress.load(Ordering::Acquire);
-        let index = self.index.load(Ordering::Acquire);
-        let names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
-        let name = || names.get(index).cloned().unwrap_or_else(|| format!("action {index}"));
-        Beat { action: (index != IDLE).then(name), progress }
+        self.state().beat()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn beat(&self) -> Beat {
+        let (action, busy) = match &self.doing {
+            Doing::Nothing => (None, false),
+            Doing::Phase { name, busy } => (Some(name.clone()), *busy),
+            Doing::Action(index) => {
+                (Some(self.names.get(*index).cloned().unwrap_or_else(|| format!("action {index}"))), false)
+            }
+        };
+        Beat { calls: self.calls.clone(), action, busy, torn: self.torn, progress: self.progress }
     }
 }

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyType;
 
 use super::Limits;
-use crate::errors::{ErrorClass, OrRaise};
+use crate::errors::{ErrorClass, OrRaiseAs};
 
 /// How long to wait for the interpreter before its buffered output is given up.
 const FLUSH_PATIENCE: Duration = Duration::from_millis(500);
@@ -29,36 +29,46 @@ impl Watchdog {
     #[classattr]
     const EXIT_STATUS: i32 = super::EXIT_STATUS;
 
-    /// Rank 0's watchdog. `host` is this host's name as the other ranks know it, `bind` the local address to listen on.
+    /// Rank 0's watchdog. `host` is this host's name as the other ranks know it; it listens on that name's addresses.
     #[classmethod]
-    #[pyo3(signature = (world_size, host, *, bind="0.0.0.0", heartbeat_s=0.5, silence_s=20.0, stall_timeout_s=600.0,
-                        left_timeout_s=20.0, fail_grace_s=2.0))]
+    #[pyo3(signature = (world_size, host, *, heartbeat_s=0.5, silence_timeout_s=20.0, stall_timeout_s=600.0,
+                        left_timeout_s=20.0, different_calls_timeout_s=10.0, late_notice_s=30.0, fail_grace_s=2.0))]
     #[allow(clippy::too_many_arguments)] // keyword arguments, each with a default
     fn listen(
         _class: &Bound<'_, PyType>,
         py: Python<'_>,
         world_size: u32,
         host: &str,
-        bind: &str,
         heartbeat_s: f64,
-        silence_s: f64,
+        silence_timeout_s: f64,
         stall_timeout_s: f64,
         left_timeout_s: f64,
+        different_calls_timeout_s: f64,
+        late_notice_s: f64,
         fail_grace_s: f64,
     ) -> PyResult<Self> {
         if world_size == 0 {
             return Err(PyValueError::new_err("world_size must be at least 1"));
         }
-        let limits = limits(heartbeat_s, silence_s, stall_timeout_s, left_timeout_s, fail_grace_s)?;
-        let made = py.detach(|| super::Watchdog::listen(world_size, (host, bind), limits, flush_python));
-        let (inner, address) = made.or_raise(ErrorClass::PEER)?;
+        let limits = Limits {
+            heartbeat: seconds("heartbeat_s", heartbeat_s)?,
+            silence: seconds("silence_timeout_s", silence_timeout_s)?,
+            stall: seconds("stall_timeout_s", stall_timeout_s)?,
+            left: seconds("left_timeout_s", left_timeout_s)?,
+            different: seconds("different_calls_timeout_s", different_calls_timeout_s)?,
+            late: seconds("late_notice_s", late_notice_s)?,
+            grace: seconds("fail_grace_s", fail_grace_s)?,
+        };
+        let made = py.detach(|| super::Watchdog::listen(world_size, host, limits, flush_python));
+        let (inner, address) = made.or_raise_as(ErrorClass::PEER)?;
         Ok(Self { inner, address })
     }
 
-    /// Another rank's watchdog, connected with rank 0's at its `address`.
+    /// Another rank's watchdog, connected with rank 0's at its `address`. What takes the sight of all ranks is judged by
+    /// rank 0, with its limits.
     #[classmethod]
-    #[pyo3(signature = (address, rank, world_size, *, connect_timeout_s=30.0, heartbeat_s=0.5, silence_s=20.0,
-                        stall_timeout_s=600.0, left_timeout_s=20.0, fail_grace_s=2.0))]
+    #[pyo3(signature = (address, rank, world_size, *, connect_timeout_s=30.0, heartbeat_s=0.5, silence_timeout_s=20.0,
+                        left_timeout_s=20.0, fail_grace_s=2.0))]
     #[allow(clippy::too_many_arguments)] // keyword arguments, each with a default
     fn connect(
         _class: &Bound<'_, PyType>,
@@ -68,8 +78,7 @@ impl Watchdog {
         world_size: u32,
         connect_timeout_s: f64,
         heartbeat_s: f64,
-        silence_s: f64,
-        stall_timeout_s: f64,
+        silence_timeout_s: f64,
         left_timeout_s: f64,
         fail_grace_s: f64,
     ) -> PyResult<Self> {
@@ -77,13 +86,46 @@ impl Watchdog {
             return Err(PyValueError::new_err(format!("rank must be in 1..{world_size}, not {rank}")));
         }
         let patience = seconds("connect_timeout_s", connect_timeout_s)?;
-        let limits = limits(heartbeat_s, silence_s, stall_timeout_s, left_timeout_s, fail_grace_s)?;
+        let limits = Limits {
+            heartbeat: seconds("heartbeat_s", heartbeat_s)?,
+            silence: seconds("silence_timeout_s", silence_timeout_s)?,
+            left: seconds("left_timeout_s", left_timeout_s)?,
+            grace: seconds("fail_grace_s", fail_grace_s)?,
+            stall: Duration::MAX,
+            different: Duration::MAX,
+            late: Duration::MAX,
+        };
         let connect = || super::Watchdog::connect(&address, (rank, world_size), patience, limits, flush_python);
-        let inner = py.detach(connect).or_raise(ErrorClass::PEER)?;
+        let inner = py.detach(connect).or_raise_as(ErrorClass::PEER)?;
         Ok(Self { inner, address })
     }
 
-    /// Gives the names of the Actions that follow; the rank is outside a step until it enters one.
+    /// A collective call begins, named as a script writes it. False inside of another one, which counts alone.
+    ///
+    /// `new_round` is for calls that begin only when all ranks have come.
+    #[pyo3(signature = (name, *, new_round=false))]
+    fn begin(&self, name: &str, new_round: bool) -> bool {
+        self.inner.position().begin(name, new_round)
+    }
+
+    /// The call ends, for which `begin` returned true.
+    #[pyo3(signature = (*, failed=false))]
+    fn end(&self, failed: bool) {
+        self.inner.position().end(failed);
+    }
+
+    /// A phase of the first call begins. A `busy` rank computes by itself, and may take as long as it needs.
+    #[pyo3(signature = (name, *, busy=false))]
+    fn phase(&self, name: String, busy: bool) {
+        self.inner.position().phase(name, busy);
+    }
+
+    /// The rank comes forward inside of what it does.
+    fn advance(&self) {
+        self.inner.position().advance();
+    }
+
+    /// Gives the names of the Actions that follow; the rank is at none until it enters one.
     fn program(&self, names: Vec<String>) {
         self.inner.position().set_program(names);
     }
@@ -93,9 +135,16 @@ impl Watchdog {
         self.inner.position().enter(index);
     }
 
-    /// The step is over.
-    fn idle(&self) {
-        self.inner.position().leave();
+    /// The step or phase is over.
+    #[pyo3(signature = (*, failed=false))]
+    fn idle(&self, failed: bool) {
+        self.inner.position().leave(failed);
+    }
+
+    /// Why the job ends, if that is known within so many seconds; asked by a rank whose collective has failed.
+    fn explain(&self, py: Python<'_>, patience_s: f64) -> PyResult<Option<String>> {
+        let patience = seconds("patience_s", patience_s)?;
+        Ok(py.detach(|| self.inner.explain(patience).map(str::to_owned)))
     }
 
     /// This rank ends by an uncaught exception; `message` is its class and text. The others end after a grace.
@@ -109,16 +158,6 @@ impl Watchdog {
     }
 }
 
-fn limits(heartbeat_s: f64, silence_s: f64, stall_s: f64, left_s: f64, grace_s: f64) -> PyResult<Limits> {
-    Ok(Limits {
-        heartbeat: seconds("heartbeat_s", heartbeat_s)?,
-        silence: seconds("silence_s", silence_s)?,
-        stall: seconds("stall_timeout_s", stall_s)?,
-        left: seconds("left_timeout_s", left_s)?,
-        grace: seconds("fail_grace_s", grace_s)?,
-    })
-}
-
 fn seconds(name: &str, value: f64) -> PyResult<Duration> {
     match Duration::try_from_secs_f64(value) {
         Ok(duration) if !duration.is_zero() => Ok(duration),
@@ -129,7 +168,7 @@ fn seconds(name: &str, value: f64) -> PyResult<Duration> {
 /// Writes out what Python has buffered for stdout and stderr, unless the interpreter is stuck.
 fn flush_python() {
     let (done, flushed) = mpsc::channel();
-    thread::spawn(move || {
+    let flush = move || {
         Python::try_attach(|py| {
             for name in ["stdout", "stderr"] {
                 // A closed stream has nothing to lose.
@@ -137,6 +176,9 @@ fn flush_python() {
             }
         });
         let _ = done.send(());
-    });
+    };
+    if thread::Builder::new().spawn(flush).is_err() {
+        return;
+    }
     let _ = flushed.recv_timeout(FLUSH_PATIENCE);
 }

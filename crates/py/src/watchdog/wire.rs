@@ -3,23 +3,47 @@
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
+
+use super::calls::Calls;
 
 /// Longer lines are taken for something that is not a watchdog.
 const MAX_LINE_BYTES: u64 = 1 << 20;
 
+/// The same for a caller that nobody knows yet.
+const MAX_GREETING_BYTES: usize = 1 << 10;
+
 /// A peer that does not take a message for so long is as good as gone; the reading side finds out why.
 const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Where a rank is in its program.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+/// Where a rank is.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Beat {
-    /// The current Action, none outside a step.
+    /// Its collective calls.
+    pub calls: Calls,
+    /// The Action, or the phase of the first call, that it is at.
     pub action: Option<String>,
-    /// Grows by one with each Action entered or step finished.
+    /// It computes by itself, for as long as that takes.
+    pub busy: bool,
+    /// The collective that it was in has failed, and it asks why.
+    pub torn: bool,
+    /// Grows with each call, Action and phase that begins or ends.
     pub progress: u64,
+}
+
+impl Beat {
+    /// Where the rank is, in words that go after "is" and "was".
+    pub fn place(&self) -> String {
+        let call = self.calls.current().map(|call| format!("in {}", call.name));
+        let action = self.action.as_ref().map(|action| format!("at \"{action}\""));
+        match (call, action) {
+            (Some(call), Some(action)) => format!("{call}, {action}"),
+            (Some(place), None) | (None, Some(place)) => place,
+            (None, None) => "outside of any collective call".to_owned(),
+        }
+    }
 }
 
 /// One line.
@@ -48,8 +72,8 @@ pub enum Message {
     Fail {
         /// Class and text of the exception.
         text: String,
-        /// What the sender was doing.
-        action: Option<String>,
+        /// Where the sender was.
+        place: String,
     },
     /// The sender's script has ended as it should.
     Bye,
@@ -94,6 +118,29 @@ impl Receiver {
         self.0.by_ref().take(MAX_LINE_BYTES).read_until(b'\n', &mut line)?;
         if line.last() != Some(&b'\n') {
             return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        Ok(serde_json::from_slice(&line)?)
+    }
+
+    /// The next line, if it is short and all of it comes before `deadline`.
+    ///
+    /// # Errors
+    /// As [`Receiver::receive`].
+    pub fn receive_before(&mut self, deadline: Instant) -> io::Result<Message> {
+        let mut line = Vec::new();
+        while line.last() != Some(&b'\n') {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || line.len() > MAX_GREETING_BYTES {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            self.set_silence(left)?;
+            let found = self.0.fill_buf()?;
+            if found.is_empty() {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            let end = found.iter().position(|byte| *byte == b'\n').map_or(found.len(), |newline| newline + 1);
+            line.extend_from_slice(&found[..end]);
+            self.0.consume(end);
         }
         Ok(serde_json::from_slice(&line)?)
     }

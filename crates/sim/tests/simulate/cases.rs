@@ -6,8 +6,8 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::Index;
 use rannc_ir::testing::{graphs, mlp};
-use rannc_ir::{Analysis, Graph, ValueId};
-use rannc_plan::{Batch, Mode, Partition, Placement, Program, StageOps, build};
+use rannc_ir::{Analysis, Graph, OpRun, ValueId};
+use rannc_plan::{Batch, Call, Partition, Placement, Program, ScheduleKind, build};
 use rannc_sim::{Costs, Timeline, simulate};
 
 /// Costs of a Stage; times and bytes of rows are for each row.
@@ -78,42 +78,47 @@ impl Costs for TableCosts {
     }
 }
 
+/// How a call comes, and in which order.
+pub type Way = (Call, ScheduleKind);
+
 /// The Program of a Graph cut before these main Ops, with the ranks in order and `rows` rows in all.
-pub fn program(graph: &Graph, cuts: &[u32], replicas: &[usize], microbatches: u32, rows: u64, mode: Mode) -> Program {
+pub fn program(graph: &Graph, cuts: &[u32], replicas: &[usize], microbatches: u32, rows: u64, way: Way) -> Program {
+    let (call, schedule) = way;
     let end = u32::try_from(Analysis::new(graph).main_ops.len()).expect("small");
     let ends: Vec<u32> = [0].into_iter().chain(cuts.iter().copied()).chain([end]).collect();
-    let runs: Vec<StageOps> = ends.windows(2).map(|ends| StageOps { first: ends[0], end: ends[1] }).collect();
+    let runs: Vec<OpRun> = ends.windows(2).map(|ends| OpRun { first: ends[0], end: ends[1] }).collect();
     let partition = Partition::new(graph, &runs).expect("the cuts are allowed");
     let mut ranks = 0..;
     let ranks: Vec<Vec<u32>> = replicas.iter().map(|&count| ranks.by_ref().take(count).collect()).collect();
     let mut rows_per_rank = vec![0; replicas.iter().sum()];
     rows_per_rank[0] = rows;
     let batch = Batch { rows_per_rank, gather_inputs: true };
-    build(&Placement { ranks, microbatches }, &partition, &batch, mode).expect("the case is sound")
+    build(&Placement { ranks, microbatches, schedule }, &partition, &batch, call).expect("the case is sound")
 }
 
 /// A chain of Stages, each of which sends one Value to the next.
-pub fn chain(replicas: &[usize], microbatches: u32, rows: u64, mode: Mode) -> Program {
+pub fn chain(replicas: &[usize], microbatches: u32, rows: u64, way: Way) -> Program {
     let layers = u32::try_from(replicas.len()).expect("few stages");
     let cuts: Vec<u32> = (1..layers).map(|layer| 2 * layer).collect();
-    program(&mlp(layers, 4), &cuts, replicas, microbatches, rows, mode)
+    program(&mlp(layers, 4), &cuts, replicas, microbatches, rows, way)
 }
 
-pub fn modes() -> impl Strategy<Value = Mode> {
-    prop_oneof![Just(Mode::Train1F1B), Just(Mode::TrainFillDrain), Just(Mode::Forward)]
+pub fn ways() -> impl Strategy<Value = Way> {
+    let calls = prop_oneof![Just(Call::Forward), Just(Call::Whole), Just(Call::Halves)];
+    (calls, prop_oneof![Just(ScheduleKind::FillDrain), Just(ScheduleKind::OneForwardOneBackward)])
 }
 
 /// Random graphs cut where it is allowed, with up to three Replicas a Stage and rows that do not divide.
 pub fn programs() -> impl Strategy<Value = Program> {
     let replicas = vec(1..=3_usize, 5);
-    (graphs(), vec(any::<Index>(), 0..5), replicas, 1..=6_u32, 1..=40_u64, modes()).prop_map(
-        |(graph, picks, replicas, microbatches, rows, mode)| {
+    (graphs(), vec(any::<Index>(), 0..5), replicas, 1..=6_u32, 1..=40_u64, ways()).prop_map(
+        |(graph, picks, replicas, microbatches, rows, way)| {
             let cuts = Analysis::new(&graph).cuts;
             let end = u32::try_from(cuts.len() - 1).expect("small");
             let allowed: Vec<u32> = (1..end).filter(|&cut| cuts[cut as usize].is_none()).collect();
             let chosen = picks.iter().filter(|_| !allowed.is_empty()).map(|pick| *pick.get(&allowed));
             let chosen: Vec<u32> = chosen.collect::<BTreeSet<u32>>().into_iter().take(4).collect();
-            program(&graph, &chosen, &replicas[..=chosen.len()], microbatches, rows, mode)
+            program(&graph, &chosen, &replicas[..=chosen.len()], microbatches, rows, way)
         },
     )
 }

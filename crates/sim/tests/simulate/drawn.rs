@@ -2,7 +2,7 @@
 
 use rannc_ir::testing::GraphBuilder;
 use rannc_ir::{DType, Dim};
-use rannc_plan::{Mode, Payload};
+use rannc_plan::{Call, Payload, ScheduleKind};
 use rannc_sim::{Timeline, What};
 
 use crate::cases::{TableCosts, chain, program};
@@ -39,7 +39,7 @@ fn costs(stages: usize, ranks: usize, byte_us: f64) -> TableCosts {
 
 #[test]
 fn receives_one_computation_ahead() {
-    let timeline = costs(2, 2, 1.0).run(&chain(&[1, 1], 2, 2, Mode::Train1F1B));
+    let timeline = costs(2, 2, 1.0).run(&chain(&[1, 1], 2, 2, (Call::Whole, ScheduleKind::OneForwardOneBackward)));
     assert_eq!(
         draw(&timeline),
         "\
@@ -54,7 +54,7 @@ fn receives_one_computation_ahead() {
 
 #[test]
 fn messages_of_two_replicas_share_the_link_of_the_receiver() {
-    let timeline = costs(2, 3, 1.0).run(&chain(&[2, 1], 1, 2, Mode::Train1F1B));
+    let timeline = costs(2, 3, 1.0).run(&chain(&[2, 1], 1, 2, (Call::Whole, ScheduleKind::OneForwardOneBackward)));
     assert_eq!(
         draw(&timeline),
         "\
@@ -68,7 +68,7 @@ fn messages_of_two_replicas_share_the_link_of_the_receiver() {
 /// The second Replica of the first Stage has rows of the first microbatch only.
 #[test]
 fn fewer_rows_than_replicas() {
-    let timeline = costs(2, 3, 1.0).run(&chain(&[2, 1], 2, 3, Mode::Train1F1B));
+    let timeline = costs(2, 3, 1.0).run(&chain(&[2, 1], 2, 3, (Call::Whole, ScheduleKind::OneForwardOneBackward)));
     assert_eq!(
         draw(&timeline),
         "\
@@ -87,7 +87,7 @@ fn a_value_skips_a_stage() {
     let middle = builder.linear(early, 4, "middle");
     let late = builder.linear(middle, 4, "late");
     let sum = builder.pointwise("aten.add.Tensor", &[late, early]);
-    let program = program(&builder.finish(&[sum]), &[1, 2], &[1, 1, 1], 1, 1, Mode::TrainFillDrain);
+    let program = program(&builder.finish(&[sum]), &[1, 2], &[1, 1, 1], 1, 1, (Call::Halves, ScheduleKind::FillDrain));
     let timeline = costs(3, 3, 1.0).run(&program);
     assert_eq!(
         draw(&timeline),

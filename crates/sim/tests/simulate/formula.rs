@@ -8,7 +8,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use proptest::test_runner::TestRunner;
-use rannc_plan::Mode;
+use rannc_plan::{Call, ScheduleKind};
 
 use crate::cases::{StageCosts, TableCosts, chain};
 
@@ -90,7 +90,12 @@ fn errors(spread: f64, message_us: f64) -> (f64, f64) {
     let mut runner = TestRunner::deterministic();
     let errors = (0..500).map(|_| {
         let (costs, microbatches) = instances.new_tree(&mut runner).expect("nothing is rejected").current();
-        let program = chain(&vec![1; costs.stages.len()], microbatches, u64::from(microbatches), Mode::Train1F1B);
+        let program = chain(
+            &vec![1; costs.stages.len()],
+            microbatches,
+            u64::from(microbatches),
+            (Call::Whole, ScheduleKind::OneForwardOneBackward),
+        );
         let step_us = costs.run(&program).step_us;
         let error = 1.0 - formula_us(&costs, microbatches) / step_us;
         assert!(error > -1e-9, "the formula is {error} above the simulated step of {costs:?}");

@@ -37,7 +37,7 @@ fn row_path_us(program: &Program, costs: &TableCosts, mb: u32) -> f64 {
     let mut paths: HashMap<(Payload, u32), f64> = HashMap::new();
     let mut by_stage = first.clone();
     by_stage.sort_by_key(|own| own.stage);
-    let backwards = if program.mode.trains() { by_stage.iter().rev().copied().collect() } else { Vec::new() };
+    let backwards = if program.call.trains() { by_stage.iter().rev().copied().collect() } else { Vec::new() };
     let visits = by_stage.iter().map(|own| (Payload::Value, *own));
     let mut longest: f64 = 0.0;
     for (payload, own) in visits.chain(backwards.into_iter().map(|own| (Payload::Grad, own))) {
@@ -123,7 +123,7 @@ proptest! {
         assert_close(timeline.step_us * timeline.ranks.len() as f64 * (1.0 - timeline.bubble()), busy_us);
         for (own, rank) in program.ranks.iter().zip(&timeline.ranks) {
             prop_assert_eq!((own.rank, own.stage, own.replica), (rank.rank, rank.stage, rank.replica));
-            let actions = own.forward.len() + own.backward.len() + usize::from(program.mode.trains());
+            let actions = own.forward.len() + own.backward.len() + usize::from(program.call.trains());
             prop_assert_eq!(rank.events.len(), actions);
             check_accounts(&timeline, rank);
             check_memory(&costs, &program, rank);

@@ -5,10 +5,10 @@ use std::collections::HashMap;
 
 use proptest::collection::vec;
 use proptest::prelude::*;
-use rannc_plan::Mode;
+use rannc_plan::{Call, ScheduleKind};
 use rannc_sim::What;
 
-use crate::cases::{StageCosts, TableCosts, assert_close, chain, modes};
+use crate::cases::{StageCosts, TableCosts, assert_close, chain, ways};
 
 /// A forward or a backward of a Stage and a microbatch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -22,7 +22,8 @@ struct Oracle<'a> {
     costs: &'a TableCosts,
     stages: usize,
     microbatches: usize,
-    mode: Mode,
+    call: Call,
+    schedule: ScheduleKind,
     ends: HashMap<Cell, f64>,
     arrivals: HashMap<Cell, f64>,
 }
@@ -35,7 +36,7 @@ impl Oracle<'_> {
 
     /// When a Stage has done all, given the last microbatch.
     fn stage_us(&mut self, stage: usize, mb: usize) -> f64 {
-        let backward = self.mode.trains();
+        let backward = self.call.trains();
         let last = Cell { backward, stage, mb };
         let receiver = if backward { stage.wrapping_sub(1) } else { stage + 1 };
         let sent_us = self.arrival_at(Cell { stage: receiver, ..last });
@@ -52,9 +53,9 @@ impl Oracle<'_> {
     /// The computation before this one on its Stage.
     fn before(&self, cell: Cell) -> Option<Cell> {
         let Cell { backward, stage, mb } = cell;
-        let warm_up = match self.mode {
-            Mode::Train1F1B => self.microbatches.min(self.stages - 1 - stage),
-            Mode::TrainFillDrain | Mode::Forward => self.microbatches,
+        let warm_up = match (self.call, self.schedule) {
+            (Call::Whole, ScheduleKind::OneForwardOneBackward) => self.microbatches.min(self.stages - 1 - stage),
+            (Call::Whole, ScheduleKind::FillDrain) | (Call::Halves | Call::Forward, _) => self.microbatches,
         };
         let (backward, mb) = match (backward, mb) {
             (false, 0) => return None,
@@ -84,9 +85,9 @@ impl Oracle<'_> {
         let end = self.end(cell);
         let receiver = if cell.backward { cell.stage.wrapping_sub(1) } else { cell.stage + 1 };
         let last_forward = !cell.backward && cell.mb == self.microbatches - 1;
-        if self.mode == Mode::TrainFillDrain && last_forward {
+        if self.call == Call::Halves && last_forward {
             end.max(self.arrival_at(Cell { stage: receiver, ..cell }))
-        } else if (cell.backward || self.mode == Mode::Forward) && cell.mb >= 2 {
+        } else if (cell.backward || self.call == Call::Forward) && cell.mb >= 2 {
             end.max(self.arrival_at(Cell { stage: receiver, mb: cell.mb - 2, ..cell }))
         } else {
             end
@@ -104,7 +105,7 @@ impl Oracle<'_> {
         }
         let maker = Cell { stage: from, ..cell };
         // The last forwards' Values need not have arrived for themselves to leave.
-        let sent = if cell.backward || self.mode == Mode::Forward { self.left(maker) } else { self.end(maker) };
+        let sent = if cell.backward || self.call == Call::Forward { self.left(maker) } else { self.end(maker) };
         let posted = self.posted(cell);
         let free = if cell.mb > 0 { self.arrival(Cell { mb: cell.mb - 1, ..cell }) } else { 0.0 };
         let arrival = sent.max(posted).max(free) + self.costs.latency_us[cell.stage] + self.costs.byte_us[from];
@@ -115,7 +116,7 @@ impl Oracle<'_> {
     /// When a Stage begins to receive for a computation: one computation ahead.
     fn posted(&mut self, cell: Cell) -> f64 {
         let Some(before) = self.before(cell) else { return 0.0 };
-        if self.mode == Mode::TrainFillDrain && cell.backward && cell.mb == 0 {
+        if self.call == Call::Halves && cell.backward && cell.mb == 0 {
             return self.left(before);
         }
         match self.before(before) {
@@ -147,12 +148,19 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
     #[test]
-    fn equals_the_longest_path(costs in tables(), microbatches in 1..=12_u32, mode in modes()) {
+    fn equals_the_longest_path(costs in tables(), microbatches in 1..=12_u32, (call, schedule) in ways()) {
         let stages = costs.stages.len();
-        let program = chain(&vec![1; stages], microbatches, u64::from(microbatches), mode);
+        let program = chain(&vec![1; stages], microbatches, u64::from(microbatches), (call, schedule));
         let timeline = costs.run(&program);
-        let (ends, arrivals) = (HashMap::new(), HashMap::new());
-        let mut oracle = Oracle { costs: &costs, stages, microbatches: microbatches as usize, mode, ends, arrivals };
+        let mut oracle = Oracle {
+            costs: &costs,
+            stages,
+            microbatches: microbatches as usize,
+            call,
+            schedule,
+            ends: HashMap::new(),
+            arrivals: HashMap::new(),
+        };
         assert_close(timeline.step_us, oracle.step_us());
         for rank in &timeline.ranks {
             for event in &rank.events {

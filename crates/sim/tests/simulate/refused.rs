@@ -1,6 +1,6 @@
 //! What cannot be simulated, and what is said about it.
 
-use rannc_plan::{Action, Message, Mode, Payload, Program};
+use rannc_plan::{Action, Call, Message, Payload, Program, ScheduleKind};
 use rannc_sim::simulate;
 
 use crate::cases::{TableCosts, chain};
@@ -10,7 +10,7 @@ fn refusal(program: &Program, costs: &TableCosts) -> String {
 }
 
 fn small() -> (Program, TableCosts) {
-    (chain(&[1, 1], 2, 2, Mode::Train1F1B), TableCosts::uniform(2, 2, 1.0, 2.0))
+    (chain(&[1, 1], 2, 2, (Call::Whole, ScheduleKind::OneForwardOneBackward)), TableCosts::uniform(2, 2, 1.0, 2.0))
 }
 
 #[test]
@@ -23,7 +23,7 @@ fn ranks_that_wait_for_each_other() {
 
 #[test]
 fn a_reduction_without_all_replicas() {
-    let mut program = chain(&[2], 1, 2, Mode::Train1F1B);
+    let mut program = chain(&[2], 1, 2, (Call::Whole, ScheduleKind::OneForwardOneBackward));
     program.ranks[1].forward.pop();
     let text = refusal(&program, &TableCosts::uniform(1, 2, 1.0, 2.0));
     assert_eq!(text, "deadlock: rank 0 waits in action 2, Reduce;");

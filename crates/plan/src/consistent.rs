@@ -1,0 +1,130 @@
+//! What a Plan may not contradict.
+
+use thiserror::Error;
+
+use crate::plan::{Plan, StagePlan};
+use crate::predicted::StepPrediction;
+use crate::saver::Recompute;
+
+/// How a Plan contradicts itself.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum PlanFault {
+    /// There is no Stage.
+    #[error("it has no stages")]
+    NoStages,
+    /// There is no microbatch.
+    #[error("it has no microbatches")]
+    NoMicrobatches,
+    /// There is no row.
+    #[error("its batch has no rows")]
+    NoRows,
+    /// Ops are missing, repeated, or a Stage has none.
+    #[error("stage {stage} has main ops {first}..{end}, but must begin at {expected} and have at least one")]
+    Ops {
+        /// The Stage.
+        stage: usize,
+        /// Its first main Op.
+        first: u32,
+        /// One past its last.
+        end: u32,
+        /// Where the Stage before it ends.
+        expected: u32,
+    },
+    /// A Stage has no Replica.
+    #[error("stage {0} has no ranks")]
+    NoRanks(usize),
+    /// A rank does not exist.
+    #[error("stage {stage} has rank {rank}, but the ranks are 0..{world_size}")]
+    RankOutside {
+        /// The Stage.
+        stage: usize,
+        /// The rank.
+        rank: u32,
+        /// Number of ranks.
+        world_size: u32,
+    },
+    /// A rank stands twice.
+    #[error("rank {0} stands twice in the stages")]
+    RankTwice(u32),
+    /// A rank has no work.
+    #[error("rank {0} is in no stage")]
+    RankUnused(u32),
+    /// Runs of Ops to compute again that are not runs of the Stage.
+    #[error("stage {0} computes main ops again that are not its own, or in no order")]
+    Recompute(usize),
+    /// A prediction is not a number.
+    #[error("a predicted time is infinite or not a number")]
+    NotFinite,
+}
+
+impl Plan {
+    /// Checks that the fields agree with each other.
+    pub(crate) fn check_consistent(&self) -> Result<(), PlanFault> {
+        if self.stages.is_empty() {
+            return Err(PlanFault::NoStages);
+        }
+        if self.microbatches == 0 {
+            return Err(PlanFault::NoMicrobatches);
+        }
+        if self.batch_rows == 0 {
+            return Err(PlanFault::NoRows);
+        }
+        let mut expected = 0;
+        for (stage, StagePlan { ops, .. }) in self.stages.iter().enumerate() {
+            // A model that only returns its inputs or Params has no main Op, and one Stage.
+            let least = u32::from(self.stages.len() > 1);
+            if ops.first != expected || ops.end < ops.first.saturating_add(least) {
+                return Err(PlanFault::Ops { stage, first: ops.first, end: ops.end, expected });
+            }
+            expected = ops.end;
+        }
+        check_recompute(&self.stages)?;
+        check_ranks(self.stages.iter().map(|stage| stage.ranks.as_slice()), self.world_size)?;
+        let StepPrediction { step_us, bubble, lower_bound_us } = self.predicted;
+        let stage_times = self.stages.iter().flat_map(|StagePlan { predicted: p, .. }| {
+            [p.forward_us, p.backward_us, p.transfer_us, p.reduce_us, p.update_us]
+        });
+        if stage_times.chain([step_us, bubble, lower_bound_us]).all(f64::is_finite) {
+            Ok(())
+        } else {
+            Err(PlanFault::NotFinite)
+        }
+    }
+}
+
+/// Checks that runs to compute again increase and lie in their Stage.
+fn check_recompute(stages: &[StagePlan]) -> Result<(), PlanFault> {
+    for (stage, StagePlan { ops, recompute, .. }) in stages.iter().enumerate() {
+        let Recompute::Blocks(runs) = recompute else { continue };
+        let mut free = ops.first;
+        for run in runs {
+            if run.first < free || run.end <= run.first || run.end > ops.end {
+                return Err(PlanFault::Recompute(stage));
+            }
+            free = run.end;
+        }
+    }
+    Ok(())
+}
+
+/// Checks that every rank of `0..world_size` stands in exactly one Stage, and no Stage is without.
+pub(crate) fn check_ranks<'a>(stages: impl Iterator<Item = &'a [u32]>, world_size: u32) -> Result<(), PlanFault> {
+    let mut all = Vec::new();
+    for (stage, ranks) in stages.enumerate() {
+        if ranks.is_empty() {
+            return Err(PlanFault::NoRanks(stage));
+        }
+        if let Some(&rank) = ranks.iter().find(|&&rank| rank >= world_size) {
+            return Err(PlanFault::RankOutside { stage, rank, world_size });
+        }
+        all.extend_from_slice(ranks);
+    }
+    all.sort_unstable();
+    if let Some(pair) = all.windows(2).find(|pair| pair[0] == pair[1]) {
+        return Err(PlanFault::RankTwice(pair[0]));
+    }
+    match (0..world_size).find(|&rank| all.get(rank as usize) != Some(&rank)) {
+        Some(rank) => Err(PlanFault::RankUnused(rank)),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,12 @@
+//! Which Ops, parameters and tensors each Stage of a Graph has.
+
+mod divide;
+mod error;
+mod follow;
+mod leaves;
+mod parts;
+mod verify;
+
+pub use self::error::PartitionError;
+pub use self::parts::{Crossing, InputPart, OutputPart, OutputSource, Partition, StagePart, TiedParam};
+pub use self::verify::PartitionFault;

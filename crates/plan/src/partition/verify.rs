@@ -1,0 +1,264 @@
+//! Does a Partition make of its Graph what the Graph means? It shares no code with what divides.
+
+use std::collections::{BTreeSet, HashMap};
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use rannc_ir::{Analysis, Graph, OpId, ValueDef, ValueId};
+use thiserror::Error;
+
+use super::parts::{OutputSource, Partition, StagePart};
+
+/// How a Partition is not one of its Graph.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("the partition does not make up its graph: {0}")]
+pub struct PartitionFault(String);
+
+fn require(holds: bool, fault: impl FnOnce() -> String) -> Result<(), PartitionFault> {
+    if holds { Ok(()) } else { Err(PartitionFault(fault())) }
+}
+
+impl Partition {
+    /// Checks what holds for every Partition of `graph`, however it was made: each main Op runs in one Stage, Ops that
+    /// stay together in the same; a Stage holds and receives what its Ops use, and nothing else; Values cross only
+    /// where their rows are told; Ops read, and the Graph gives out, what they do undivided; tied Params are told.
+    ///
+    /// # Errors
+    /// The first of these that does not hold.
+    pub fn verify(&self, graph: &Graph) -> Result<(), PartitionFault> {
+        let analysis = Analysis::new(graph);
+        check_ids(graph, self)?;
+        let stage_of = check_complete(graph, self, &analysis)?;
+        self.stages.iter().try_for_each(|part| check_closed(graph, part))?;
+        check_crossings(graph, self, &analysis, &stage_of)?;
+        check_outputs(graph, self)?;
+        check_stored(graph, self, &analysis)?;
+        check_meaning(graph, self)
+    }
+}
+
+/// Checks all that indexing relies on.
+fn check_ids(graph: &Graph, partition: &Partition) -> Result<(), PartitionFault> {
+    for (stage, part) in partition.stages.iter().enumerate() {
+        let inputs = part.inputs.iter().all(|input| graph.inputs.get(input.index as usize) == Some(&input.value));
+        let values = part.receives.iter().chain(&part.sends).chain(&part.outputs);
+        let exists = inputs
+            && part.ops.iter().all(|&op| graph.ops.get(op).is_some())
+            && part.params.iter().all(|&param| graph.params.get(param).is_some())
+            && part.buffers.iter().chain(&part.mutated_buffers).all(|&buffer| graph.buffers.get(buffer).is_some())
+            && part.constants.iter().all(|&constant| graph.constants.get(constant).is_some())
+            && values.copied().all(|value| graph.values.get(value).is_some());
+        require(exists, || format!("stage {stage} has what the graph does not have"))?;
+    }
+    for crossing in &partition.crossings {
+        let stages = partition.stages.len();
+        let exists = graph.values.get(crossing.value).is_some()
+            && crossing.to.iter().chain([&crossing.from]).all(|&stage| (stage as usize) < stages);
+        require(exists, || format!("{} crosses from or to a stage that does not exist", crossing.value))?;
+    }
+    Ok(())
+}
+
+/// The Stage of each main Op.
+fn check_complete(
+    graph: &Graph,
+    partition: &Partition,
+    analysis: &Analysis,
+) -> Result<HashMap<OpId, u32>, PartitionFault> {
+    let mut stage_of: HashMap<OpId, u32> = HashMap::new();
+    for (stage, part) in (0..).zip(&partition.stages) {
+        require(part.ops.is_sorted_by(|a, b| a < b), || format!("stage {stage} does not run in order"))?;
+        for &op in part.ops.iter().filter(|&&op| !analysis.batch_free[op]) {
+            require(stage_of.insert(op, stage).is_none(), || format!("{op} runs in two stages"))?;
+        }
+    }
+    require(stage_of.len() == analysis.main_ops.len(), || "a main op does not run".to_owned())?;
+    for group in &analysis.groups {
+        let stages: BTreeSet<u32> = group.ops.iter().map(|op| stage_of[op]).collect();
+        require(stages.len() == 1, || format!("{} splits {group:?}", graph.name))?;
+    }
+    Ok(stage_of)
+}
+
+/// A Stage's Ops read only what the Stage makes, receives or holds, and it holds nothing else.
+fn check_closed(graph: &Graph, part: &StagePart) -> Result<(), PartitionFault> {
+    let mut known: BTreeSet<ValueId> = part.receives.iter().copied().collect();
+    known.extend(part.inputs.iter().map(|input| input.value));
+    known.extend(part.params.iter().map(|&param| graph.params[param].value));
+    known.extend(part.buffers.iter().map(|&buffer| graph.buffers[buffer].value));
+    known.extend(part.constants.iter().map(|&constant| graph.constants[constant].value));
+    let mut used: BTreeSet<ValueId> = part.outputs.iter().chain(&part.sends).copied().collect();
+    used.extend(part.mutated_buffers.iter().map(|&buffer| graph.buffers[buffer].value));
+    used.extend(part.mutated_buffers.iter().filter_map(|&buffer| graph.buffers[buffer].update));
+    let mut made = known.clone();
+    for &op in &part.ops {
+        let operands = graph.ops[op].operands();
+        require(operands.iter().all(|operand| made.contains(operand)), || format!("{op} lacks an operand"))?;
+        used.extend(operands);
+        made.extend(&graph.ops[op].results);
+    }
+    require(used.iter().all(|value| made.contains(value)), || format!("{part:?} lacks what it gives"))?;
+    require(known.iter().all(|value| used.contains(value)), || format!("{part:?} holds what it does not use"))
+}
+
+fn check_crossings(
+    graph: &Graph,
+    partition: &Partition,
+    analysis: &Analysis,
+    stage_of: &HashMap<OpId, u32>,
+) -> Result<(), PartitionFault> {
+    let sorted = partition.crossings.is_sorted_by_key(|crossing| crossing.value);
+    require(sorted, || "the crossings are in no order".to_owned())?;
+    let mut expected: BTreeSet<(ValueId, u32, u32)> = BTreeSet::new();
+    for (consumer, &to) in stage_of {
+        for value in graph.ops[*consumer].operands() {
+            if let ValueDef::Op { op, .. } = graph.values[value].def
+                && let Some(&from) = stage_of.get(&op)
+                && from != to
+            {
+                require(from < to, || format!("{value} flows back"))?;
+                expected.insert((value, from, to));
+            }
+        }
+    }
+    let mut found = BTreeSet::new();
+    for crossing in &partition.crossings {
+        let value = crossing.value;
+        require(Some(crossing.row_dim) == analysis.row_dims[value], || format!("the rows of {value} lie elsewhere"))?;
+        let gradient = graph.values[value].requires_grad;
+        require(crossing.requires_grad == gradient, || format!("of {value} a gradient is wrong or missing"))?;
+        let sends = partition.stages[crossing.from as usize].sends.contains(&value);
+        require(sends, || format!("stage {} does not send {value}", crossing.from))?;
+        for &to in &crossing.to {
+            let receives = partition.stages[to as usize].receives.contains(&value);
+            require(receives, || format!("stage {to} does not receive {value}"))?;
+            found.insert((value, crossing.from, to));
+        }
+    }
+    require(found == expected, || format!("crossings are {found:?}, not {expected:?}"))?;
+    let count = |list: fn(&StagePart) -> usize| partition.stages.iter().map(list).sum::<usize>();
+    let none_more =
+        count(|part| part.sends.len()) == partition.crossings.len() && count(|part| part.receives.len()) == found.len();
+    require(none_more, || "a stage sends or receives what does not cross".to_owned())
+}
+
+fn check_outputs(graph: &Graph, partition: &Partition) -> Result<(), PartitionFault> {
+    let values: Vec<ValueId> = partition.outputs.iter().map(|output| output.value).collect();
+    require(values == graph.outputs, || format!("outputs are {values:?}, not {:?}", graph.outputs))?;
+    for output in &partition.outputs {
+        let has = match output.source {
+            OutputSource::Stage(stage) => partition
+                .stages
+                .get(stage as usize)
+                .is_some_and(|part| part.outputs.iter().filter(|&&value| value == output.value).count() == 1),
+            OutputSource::Input(input) => graph.inputs.get(input as usize) == Some(&output.value),
+        };
+        require(has, || format!("output {} is not made where it should be", output.index))?;
+    }
+    Ok(())
+}
+
+fn check_stored(graph: &Graph, partition: &Partition, analysis: &Analysis) -> Result<(), PartitionFault> {
+    for (id, buffer) in graph.buffers.iter() {
+        let changers = partition.stages.iter().filter(|part| part.mutated_buffers.contains(&id)).count();
+        let expected = usize::from(analysis.storages.is_changed(buffer.value));
+        require(changers == expected, || format!("{id} is changed by {changers} stages, not {expected}"))?;
+    }
+    for id in graph.params.ids() {
+        let holders = (0..).zip(&partition.stages).filter(|(_, part)| part.params.contains(&id));
+        let holders: Vec<u32> = holders.map(|(stage, _)| stage).collect();
+        let tied = partition.tied.iter().find(|tied| tied.param == id).map(|tied| &tied.stages);
+        let right = tied == (holders.len() > 1).then_some(&holders);
+        require(right, || format!("{id} is held by stages {holders:?}, but said to be tied over {tied:?}"))?;
+    }
+    Ok(())
+}
+
+/// Runs Ops on storages whose contents are hashes of all that went into them.
+#[derive(Default)]
+struct Interpreter {
+    contents: Vec<u64>,
+    storage: HashMap<ValueId, usize>,
+    /// What each Op read.
+    read: HashMap<OpId, Vec<u64>>,
+}
+
+fn mix(what: impl Hash) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    what.hash(&mut hasher);
+    hasher.finish()
+}
+
+impl Interpreter {
+    fn hold(&mut self, value: ValueId, content: u64) {
+        self.storage.insert(value, self.contents.len());
+        self.contents.push(content);
+    }
+
+    fn hold_leaf(&mut self, value: ValueId) {
+        self.hold(value, mix(value));
+    }
+
+    fn content(&self, value: ValueId) -> u64 {
+        self.contents[self.storage[&value]]
+    }
+
+    fn run(&mut self, graph: &Graph, ops: impl IntoIterator<Item = OpId>) {
+        for id in ops {
+            let op = &graph.ops[id];
+            let read: Vec<u64> = op.operands().into_iter().map(|value| self.content(value)).collect();
+            for (place, value) in op.mutates.iter().enumerate() {
+                self.contents[self.storage[value]] = mix((id, "changed", place, &read));
+            }
+            for (place, &result) in op.results.iter().enumerate() {
+                match graph.values[result].alias_of {
+                    Some(base) => drop(self.storage.insert(result, self.storage[&base])),
+                    None => self.hold(result, mix((id, "made", place, &read))),
+                }
+            }
+            self.read.insert(id, read);
+        }
+    }
+}
+
+/// Every Op, cloned ones included, reads in its Stage what it reads in the whole Graph, and outputs and buffers end up
+/// the same.
+fn check_meaning(graph: &Graph, partition: &Partition) -> Result<(), PartitionFault> {
+    let mut whole = Interpreter::default();
+    let leaves = graph.values.iter().filter(|(_, value)| !matches!(value.def, ValueDef::Op { .. }));
+    leaves.for_each(|(id, _)| whole.hold_leaf(id));
+    whole.run(graph, graph.ops.ids());
+
+    let mut sent: HashMap<ValueId, u64> = HashMap::new();
+    let mut stages = Vec::new();
+    for part in &partition.stages {
+        let mut stage = Interpreter::default();
+        part.inputs.iter().for_each(|input| stage.hold_leaf(input.value));
+        part.params.iter().for_each(|&param| stage.hold_leaf(graph.params[param].value));
+        part.buffers.iter().for_each(|&buffer| stage.hold_leaf(graph.buffers[buffer].value));
+        part.constants.iter().for_each(|&constant| stage.hold_leaf(graph.constants[constant].value));
+        for value in &part.receives {
+            let content = sent.get(value).copied();
+            let content = content.ok_or_else(|| PartitionFault(format!("{value} is received before it is sent")))?;
+            stage.hold(*value, content);
+        }
+        stage.run(graph, part.ops.iter().copied());
+        for (op, read) in &stage.read {
+            require(read == &whole.read[op], || format!("{op} reads something else"))?;
+        }
+        sent.extend(part.sends.iter().map(|&value| (value, stage.content(value))));
+        for buffer in part.mutated_buffers.iter().map(|&buffer| &graph.buffers[buffer]) {
+            let stored = buffer.update.unwrap_or(buffer.value);
+            let right = stage.content(stored) == whole.content(stored);
+            require(right, || format!("{} ends up as something else", buffer.name))?;
+        }
+        stages.push(stage);
+    }
+    for output in &partition.outputs {
+        let content = match output.source {
+            OutputSource::Stage(stage) => stages[stage as usize].content(output.value),
+            OutputSource::Input(_) => mix(output.value),
+        };
+        require(content == whole.content(output.value), || format!("output {} is something else", output.index))?;
+    }
+    Ok(())
+}

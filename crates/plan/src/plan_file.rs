@@ -1,0 +1,179 @@
+//! The plan file.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use rannc_ir::Graph;
+use rannc_ir::sealed::{self, SealError, Sealed};
+use thiserror::Error;
+
+use crate::consistent::PlanFault;
+use crate::plan::{PLAN_SCHEMA, Plan, StagePlan};
+use crate::saver::{Recompute, Sharding};
+
+/// Why a plan file cannot be used.
+#[derive(Debug, Error)]
+pub enum PlanFileError {
+    /// The file cannot be read.
+    #[error("cannot read the plan file {}: {source}; check that it exists on this machine and may be read", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The file cannot be written.
+    #[error("cannot write the plan file {}: {source}; check that its folder exists and has space", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The text is not JSON.
+    #[error("the plan is not JSON ({0}); the file is cut short or is not a plan file: make the plan again")]
+    NotJson(#[source] serde_json::Error),
+    /// The JSON is not a plan.
+    #[error("the plan's JSON does not have the form of a plan ({0}); make the plan again")]
+    Form(#[source] serde_json::Error),
+    /// Another version of the file format.
+    #[error(
+        "the plan file has schema {found}, this RaNNC reads schema {PLAN_SCHEMA}; make the plan again with this version"
+    )]
+    Schema {
+        /// What the file says.
+        found: String,
+    },
+    /// The content is not what was written.
+    #[error(
+        "the plan's checksum is {found}, its content gives {computed}; the file was damaged or edited: make the plan again"
+    )]
+    Checksum {
+        /// What the file says.
+        found: String,
+        /// What the content gives.
+        computed: String,
+    },
+    /// The fields contradict each other.
+    #[error("the plan contradicts itself: {0}; make the plan again")]
+    Inconsistent(PlanFault),
+    /// Asks for what the runtime cannot do yet.
+    #[error("stage {stage} of the plan asks for {what}, which this RaNNC can price but not run yet; plan without it")]
+    NotRunnable {
+        /// The Stage.
+        stage: usize,
+        /// What it asks for.
+        what: &'static str,
+    },
+    /// Made for another Graph.
+    #[error(
+        "the plan was made for graph {plan_name} ({plan_hash}), this model's graph is {graph_name} ({graph_hash}); \
+         make a plan for this model"
+    )]
+    OtherGraph {
+        /// Name in the plan.
+        plan_name: String,
+        /// Hash in the plan.
+        plan_hash: String,
+        /// Name of the Graph.
+        graph_name: String,
+        /// Hash of the Graph.
+        graph_hash: String,
+    },
+    /// Made for another number of ranks.
+    #[error("the plan is for {plan} ranks, this job has {actual}; start {plan} ranks or make a plan for {actual}")]
+    OtherWorld {
+        /// Ranks in the plan.
+        plan: u32,
+        /// Ranks of the job.
+        actual: u32,
+    },
+}
+
+impl From<SealError> for PlanFileError {
+    fn from(error: SealError) -> Self {
+        match error {
+            SealError::NotJson(error) => Self::NotJson(error),
+            SealError::Form(error) => Self::Form(error),
+            SealError::Schema { found } => Self::Schema { found },
+            SealError::Checksum { found, computed } => Self::Checksum { found, computed },
+        }
+    }
+}
+
+impl Sealed for Plan {
+    const SCHEMA: u32 = PLAN_SCHEMA;
+
+    fn checksum(&mut self) -> &mut String {
+        &mut self.checksum
+    }
+}
+
+impl Plan {
+    /// Checks that the fields agree with each other and computes the checksum.
+    pub fn seal(self) -> Result<Self, PlanFileError> {
+        self.check_consistent().map_err(PlanFileError::Inconsistent)?;
+        Ok(sealed::seal(self))
+    }
+
+    /// The file's text. The same Plan gives the same bytes.
+    pub fn to_json(&self) -> String {
+        sealed::to_json(self)
+    }
+
+    /// Reads a file's text and checks form, schema, checksum and consistency.
+    pub fn from_json(text: &str) -> Result<Self, PlanFileError> {
+        let plan: Self = sealed::from_json(text)?;
+        plan.check_consistent().map_err(PlanFileError::Inconsistent)?;
+        Ok(plan)
+    }
+
+    /// Reads a plan file.
+    pub fn read(path: &Path) -> Result<Self, PlanFileError> {
+        let text = fs::read_to_string(path).map_err(|source| PlanFileError::Read { path: path.to_owned(), source })?;
+        Self::from_json(&text)
+    }
+
+    /// Writes a plan file.
+    pub fn write(&self, path: &Path) -> Result<(), PlanFileError> {
+        sealed::write(path, &self.to_json()).map_err(|source| PlanFileError::Write { path: path.to_owned(), source })
+    }
+
+    /// Checks that the Plan was made for this Graph.
+    pub fn check_graph(&self, graph: &Graph) -> Result<(), PlanFileError> {
+        let graph_hash = graph.hash();
+        if graph_hash == self.graph_hash {
+            return Ok(());
+        }
+        Err(PlanFileError::OtherGraph {
+            plan_name: self.graph_name.clone(),
+            plan_hash: self.graph_hash.clone(),
+            graph_name: graph.name.clone(),
+            graph_hash,
+        })
+    }
+
+    /// Checks that the Plan is for this number of ranks.
+    pub fn check_world(&self, world_size: u32) -> Result<(), PlanFileError> {
+        if world_size == self.world_size {
+            return Ok(());
+        }
+        Err(PlanFileError::OtherWorld { plan: self.world_size, actual: world_size })
+    }
+
+    /// Checks that the Plan asks for nothing that the runtime cannot do yet.
+    pub fn check_runnable(&self) -> Result<(), PlanFileError> {
+        for (stage, StagePlan { recompute, sharding, offload, .. }) in self.stages.iter().enumerate() {
+            let asked = [
+                (*recompute != Recompute::None, "recomputation"),
+                (*sharding != Sharding::None, "sharding"),
+                (*offload, "offload"),
+            ];
+            if let Some(&(_, what)) = asked.iter().find(|(asked, _)| *asked) {
+                return Err(PlanFileError::NotRunnable { stage, what });
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,83 @@
+//! What a rank does, one thing at a time.
+
+use std::fmt;
+
+use rannc_ir::ValueId;
+use serde::{Deserialize, Serialize};
+
+use super::routes::Interval;
+
+/// Rows of one Value within a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Piece {
+    /// The Value.
+    pub value: ValueId,
+    /// Rows within the microbatch.
+    pub rows: Interval,
+}
+
+/// What a message between Stages carries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Payload {
+    /// Values, to a later Stage.
+    Value,
+    /// Their gradients, back.
+    Grad,
+}
+
+/// A message between two ranks, as either of them sees it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Message {
+    /// The microbatch.
+    pub mb: u32,
+    /// The other rank.
+    pub peer: u32,
+    /// What it carries.
+    pub kind: Payload,
+    /// The rows, in the order in which they are packed.
+    pub pieces: Vec<Piece>,
+}
+
+/// One thing that a rank does.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "action", rename_all = "snake_case")]
+pub enum Action {
+    /// Forward of the rank's rows of a microbatch.
+    Forward {
+        /// The microbatch.
+        mb: u32,
+    },
+    /// Backward of the rank's rows of a microbatch.
+    Backward {
+        /// The microbatch.
+        mb: u32,
+    },
+    /// Starts to send.
+    Send(Message),
+    /// Starts to receive; the computation of the message's microbatch waits for it.
+    Recv(Message),
+    /// Sums gradients over all ranks that hold the same Params.
+    Reduce,
+}
+
+impl fmt::Display for Action {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (name, message, direction) = match self {
+            Self::Forward { mb } => return write!(f, "Forward(mb {mb})"),
+            Self::Backward { mb } => return write!(f, "Backward(mb {mb})"),
+            Self::Reduce => return f.write_str("Reduce"),
+            Self::Send(message) => ("Send", message, "to"),
+            Self::Recv(message) => ("Recv", message, "from"),
+        };
+        let kind = match message.kind {
+            Payload::Value => "values",
+            Payload::Grad => "gradients",
+        };
+        write!(f, "{name}(mb {}, {kind} {direction} rank {}:", message.mb, message.peer)?;
+        for Piece { value, rows } in &message.pieces {
+            write!(f, " {value}[{rows}]")?;
+        }
+        f.write_str(")")
+    }
+}

@@ -1,0 +1,257 @@
+//! Builds the Program of a batch.
+//!
+//! It depends on the batch only through the number of rows of each rank, so it is built anew when
+//! those change and kept otherwise.
+
+use rannc_ir::ValueId;
+use thiserror::Error;
+
+use super::messages::mailboxes;
+use super::routes::{BatchSplit, Interval, overlaps, split_even};
+use super::{Program, RankProgram, Transfer};
+use crate::consistent::{PlanFault, check_ranks};
+use crate::partition::{OutputSource, Partition};
+use crate::plan::Placement;
+use crate::schedule::{Call, Compute};
+
+/// The rows that one call gives.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Batch {
+    /// Rows of each rank's local batch.
+    pub rows_per_rank: Vec<u64>,
+    /// True when the batch is all ranks' rows together; false when it is rank 0's alone, and every
+    /// rank gets all of the output.
+    pub gather_inputs: bool,
+}
+
+/// Why no Program can be built.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum ProgramError {
+    /// Row counts are not given for each rank.
+    #[error("row counts are given for {given} ranks, the plan has {plan}")]
+    WorldSize {
+        /// Ranks of the plan.
+        plan: usize,
+        /// Row counts.
+        given: usize,
+    },
+    /// The ranks are not well divided over the Stages.
+    #[error("the plan's stages and ranks do not fit together: {0}")]
+    Placement(PlanFault),
+    /// Plan and Partition have different numbers of Stages.
+    #[error("the plan has {plan} stages, the partition {partition}")]
+    Stages {
+        /// In the plan.
+        plan: usize,
+        /// In the partition.
+        partition: usize,
+    },
+    /// A Value does not go from a Stage to later ones.
+    #[error("{value} goes from stage {from} to stages {to:?} of {stages}; it must go to later stages, in order")]
+    Crossing {
+        /// The Value.
+        value: ValueId,
+        /// Its maker.
+        from: u32,
+        /// Its users.
+        to: Vec<u32>,
+        /// Number of Stages.
+        stages: usize,
+    },
+    /// An output's maker does not exist.
+    #[error("output {value} is made by stage {stage} of {stages}")]
+    Output {
+        /// The Value.
+        value: ValueId,
+        /// Its maker.
+        stage: u32,
+        /// Number of Stages.
+        stages: usize,
+    },
+    /// The batch is empty.
+    #[error("the batch has no rows; give at least one row{}", if *.gather_inputs { "" } else { " on rank 0" })]
+    NoRows {
+        /// As in [`Batch`].
+        gather_inputs: bool,
+    },
+    /// Too many rows to count.
+    #[error("the ranks' row counts sum to more than 2^64")]
+    TooManyRows,
+}
+
+/// Builds the Program of a batch. The result passes [`check`](crate::check()).
+pub fn build(placement: &Placement, partition: &Partition, batch: &Batch, call: Call) -> Result<Program, ProgramError> {
+    let total_rows = check_arguments(placement, partition, batch)?;
+    let mut source_rows = batch.rows_per_rank.clone();
+    if !batch.gather_inputs {
+        source_rows.iter_mut().skip(1).for_each(|rows| *rows = 0);
+    }
+    let split = BatchSplit::new(&source_rows, placement.microbatches as usize);
+    let stage_rows: Vec<Vec<Vec<Interval>>> = placement
+        .ranks
+        .iter()
+        .map(|ranks| split.microbatches.iter().map(|&rows| split_even(rows, ranks.len())).collect())
+        .collect();
+    let router = Router { placement, partition, split: &split, stage_rows: &stage_rows };
+    let (inputs, outputs) = (router.inputs(), router.outputs(batch.gather_inputs));
+    let ranks = router.ranks(call);
+    let BatchSplit { microbatches, slices, .. } = split;
+    let gather_inputs = batch.gather_inputs;
+    Ok(Program { call, gather_inputs, total_rows, microbatches, slices, stage_rows, inputs, outputs, ranks })
+}
+
+/// Checks all that indexing relies on, and sums the batch's rows.
+fn check_arguments(placement: &Placement, partition: &Partition, batch: &Batch) -> Result<u64, ProgramError> {
+    let (plan, given) = (placement.ranks.iter().map(Vec::len).sum::<usize>(), batch.rows_per_rank.len());
+    let world_size =
+        u32::try_from(given).ok().filter(|_| plan == given).ok_or(ProgramError::WorldSize { plan, given })?;
+    if placement.microbatches == 0 {
+        return Err(ProgramError::Placement(PlanFault::NoMicrobatches));
+    }
+    check_ranks(placement.ranks.iter().map(Vec::as_slice), world_size).map_err(ProgramError::Placement)?;
+    let stages = placement.ranks.len();
+    if partition.stages.len() != stages {
+        return Err(ProgramError::Stages { plan: stages, partition: partition.stages.len() });
+    }
+    for crossing in &partition.crossings {
+        let increasing = std::iter::once(&crossing.from).chain(&crossing.to).is_sorted_by(|a, b| a < b);
+        if !increasing || crossing.to.last().is_none_or(|&last| last as usize >= stages) {
+            let (value, from, to) = (crossing.value, crossing.from, crossing.to.clone());
+            return Err(ProgramError::Crossing { value, from, to, stages });
+        }
+    }
+    for output in &partition.outputs {
+        if let OutputSource::Stage(stage) = output.source
+            && stage as usize >= stages
+        {
+            return Err(ProgramError::Output { value: output.value, stage, stages });
+        }
+    }
+    let counted = if batch.gather_inputs { given } else { given.min(1) };
+    let total = batch.rows_per_rank[..counted].iter().try_fold(0, |sum: u64, &rows| sum.checked_add(rows));
+    match total {
+        None => Err(ProgramError::TooManyRows),
+        Some(0) => Err(ProgramError::NoRows { gather_inputs: batch.gather_inputs }),
+        Some(total) => Ok(total),
+    }
+}
+
+/// Everything that routes are derived from.
+struct Router<'a> {
+    placement: &'a Placement,
+    partition: &'a Partition,
+    split: &'a BatchSplit,
+    stage_rows: &'a [Vec<Vec<Interval>>],
+}
+
+impl Router<'_> {
+    fn microbatches(&self) -> impl Iterator<Item = (u32, usize)> + use<> {
+        (0..).zip(0..self.split.microbatches.len())
+    }
+
+    fn inputs(&self) -> Vec<Transfer> {
+        let mut transfers = self.whole_inputs();
+        for (mb, index) in self.microbatches() {
+            for (stage, part) in self.partition.stages.iter().enumerate() {
+                if !part.inputs.iter().any(|input| input.has_rows) {
+                    continue;
+                }
+                for overlap in overlaps(&self.split.owners[index], &self.stage_rows[stage][index]) {
+                    let src = rank_number(overlap.from);
+                    let dst = self.placement.ranks[stage][overlap.to];
+                    let with_rows = part.inputs.iter().filter(|input| input.has_rows);
+                    transfers.extend(with_rows.map(|input| Transfer {
+                        src,
+                        dst,
+                        mb,
+                        value: input.value,
+                        rows: overlap.rows,
+                    }));
+                }
+            }
+        }
+        transfers
+    }
+
+    fn whole_inputs(&self) -> Vec<Transfer> {
+        let mut transfers = Vec::new();
+        for (stage, part) in self.partition.stages.iter().enumerate() {
+            for (replica, &dst) in self.placement.ranks[stage].iter().enumerate() {
+                let rows_of = |index: usize| self.stage_rows[stage][index][replica];
+                let Some((mb, index)) = self.microbatches().find(|&(_, index)| !rows_of(index).is_empty()) else {
+                    continue;
+                };
+                let whole = part.inputs.iter().filter(|input| !input.has_rows);
+                transfers.extend(whole.map(|input| Transfer {
+                    src: 0,
+                    dst,
+                    mb,
+                    value: input.value,
+                    rows: rows_of(index),
+                }));
+            }
+        }
+        transfers
+    }
+
+    fn outputs(&self, gather_inputs: bool) -> Vec<Transfer> {
+        let mut sources: Vec<(ValueId, OutputSource)> = Vec::new();
+        for output in self.partition.outputs.iter().filter(|output| output.row_dim.is_some()) {
+            if !sources.iter().any(|&(value, _)| value == output.value) {
+                sources.push((output.value, output.source));
+            }
+        }
+        let all_ranks: Vec<u32> = (0..).take(self.split.slices.len()).collect();
+        let mut transfers = Vec::new();
+        for (mb, index) in self.microbatches() {
+            let owners = &self.split.owners[index];
+            for &(value, source) in &sources {
+                let (ranks, rows) = match source {
+                    OutputSource::Stage(stage) => {
+                        (&self.placement.ranks[stage as usize], &self.stage_rows[stage as usize][index])
+                    }
+                    OutputSource::Input(_) => (&all_ranks, owners),
+                };
+                if gather_inputs {
+                    transfers.extend(overlaps(rows, owners).into_iter().map(|overlap| Transfer {
+                        src: ranks[overlap.from],
+                        dst: all_ranks[overlap.to],
+                        mb,
+                        value,
+                        rows: overlap.rows,
+                    }));
+                } else {
+                    for (&src, &rows) in ranks.iter().zip(rows).filter(|(_, rows)| !rows.is_empty()) {
+                        transfers.extend(all_ranks.iter().map(|&dst| Transfer { src, dst, mb, value, rows }));
+                    }
+                }
+            }
+        }
+        transfers
+    }
+
+    fn ranks(&self, call: Call) -> Vec<RankProgram> {
+        let mut mailboxes = mailboxes(self.placement, self.partition, self.stage_rows, call);
+        let active: Vec<u32> =
+            self.microbatches().filter(|&(_, index)| self.split.microbatches[index] > 0).map(|(mb, _)| mb).collect();
+        let mut programs = Vec::with_capacity(mailboxes.len());
+        for (stage, ranks) in (0..).zip(&self.placement.ranks) {
+            let stages = rank_number(self.placement.ranks.len());
+            let order = self.placement.schedule.order(stage, stages, rank_number(active.len()));
+            let order: Vec<Compute> = order.map(|compute| compute.map_microbatch(|nth| active[nth as usize])).collect();
+            for (replica, &rank) in (0..).zip(ranks) {
+                let rows = |mb: u32| self.stage_rows[stage as usize][mb as usize][replica as usize];
+                let computes: Vec<Compute> =
+                    order.iter().copied().filter(|compute| !rows(compute.microbatch()).is_empty()).collect();
+                let (forward, backward) = mailboxes[rank as usize].lists(call, &computes);
+                programs.push(RankProgram { rank, stage, replica, forward, backward });
+            }
+        }
+        programs.sort_unstable_by_key(|program| program.rank);
+        programs
+    }
+}
+
+fn rank_number(index: usize) -> u32 {
+    u32::try_from(index).expect("the number of ranks was checked to fit")
+}

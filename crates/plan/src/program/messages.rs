@@ -1,0 +1,143 @@
+//! Messages between Stages, and their places among a rank's Actions.
+
+use std::collections::BTreeMap;
+
+use rannc_ir::ValueId;
+
+use super::action::{Action, Message, Payload, Piece};
+use super::routes::{Interval, overlaps};
+use crate::partition::Partition;
+use crate::plan::Placement;
+use crate::schedule::{Call, Compute};
+
+/// All directed rank pairs between which a message between Stages may go, whatever the batch; sorted.
+pub fn plan_channels(placement: &Placement, partition: &Partition) -> Vec<(u32, u32)> {
+    let ranks_of = |stage: u32| placement.ranks.get(stage as usize).into_iter().flatten().copied();
+    let mut pairs = Vec::new();
+    for (from, to) in carried_between(partition).into_keys() {
+        for sender in ranks_of(from) {
+            pairs.extend(ranks_of(to).flat_map(|receiver| [(sender, receiver), (receiver, sender)]));
+        }
+    }
+    pairs.sort_unstable();
+    pairs
+}
+
+/// The Values that go directly from one Stage to another, and those of them whose gradients return.
+#[derive(Default)]
+struct Carried {
+    values: Vec<ValueId>,
+    grads: Vec<ValueId>,
+}
+
+fn carried_between(partition: &Partition) -> BTreeMap<(u32, u32), Carried> {
+    let mut all: BTreeMap<(u32, u32), Carried> = BTreeMap::new();
+    for crossing in &partition.crossings {
+        for &to in &crossing.to {
+            let carried = all.entry((crossing.from, to)).or_default();
+            carried.values.push(crossing.value);
+            if crossing.requires_grad {
+                carried.grads.push(crossing.value);
+            }
+        }
+    }
+    all
+}
+
+/// Messages of one rank, by microbatch.
+#[derive(Clone)]
+pub(super) struct Mailbox {
+    value_recvs: Vec<Vec<Action>>,
+    value_sends: Vec<Vec<Action>>,
+    grad_recvs: Vec<Vec<Action>>,
+    grad_sends: Vec<Vec<Action>>,
+}
+
+impl Mailbox {
+    fn new(microbatches: usize) -> Self {
+        let empty = vec![Vec::new(); microbatches];
+        Self { value_recvs: empty.clone(), value_sends: empty.clone(), grad_recvs: empty.clone(), grad_sends: empty }
+    }
+
+    fn take_recvs(&mut self, compute: Compute) -> Vec<Action> {
+        match compute {
+            Compute::Forward(mb) => std::mem::take(&mut self.value_recvs[mb as usize]),
+            Compute::Backward(mb) => std::mem::take(&mut self.grad_recvs[mb as usize]),
+        }
+    }
+
+    fn take_sends(&mut self, compute: Compute) -> Vec<Action> {
+        match compute {
+            Compute::Forward(mb) => std::mem::take(&mut self.value_sends[mb as usize]),
+            Compute::Backward(mb) => std::mem::take(&mut self.grad_sends[mb as usize]),
+        }
+    }
+
+    /// The forward and the backward list of the rank, with these computations in their order.
+    pub(super) fn lists(&mut self, call: Call, computes: &[Compute]) -> (Vec<Action>, Vec<Action>) {
+        let (forwards, backwards): (Vec<Compute>, Vec<Compute>) =
+            computes.iter().partition(|compute| matches!(compute, Compute::Forward(_)));
+        match call {
+            Call::Forward => (self.actions(&forwards), Vec::new()),
+            Call::Whole => (ended_by_reduce(self.actions(computes)), Vec::new()),
+            Call::Halves => (self.actions(&forwards), ended_by_reduce(self.actions(&backwards))),
+        }
+    }
+
+    /// The computations with their messages: receives one computation ahead, sends right after.
+    fn actions(&mut self, computes: &[Compute]) -> Vec<Action> {
+        let mut actions = Vec::new();
+        let mut coming = computes.iter();
+        actions.extend(coming.next().map(|&first| self.take_recvs(first)).unwrap_or_default());
+        for &compute in computes {
+            actions.extend(coming.next().map(|&next| self.take_recvs(next)).unwrap_or_default());
+            actions.push(match compute {
+                Compute::Forward(mb) => Action::Forward { mb },
+                Compute::Backward(mb) => Action::Backward { mb },
+            });
+            actions.extend(self.take_sends(compute));
+        }
+        actions
+    }
+}
+
+/// What each rank sends and receives, by rank. `stage_rows` is as in [`Program`](super::Program).
+pub(super) fn mailboxes(
+    placement: &Placement,
+    partition: &Partition,
+    stage_rows: &[Vec<Vec<Interval>>],
+    call: Call,
+) -> Vec<Mailbox> {
+    let microbatches = stage_rows.first().map_or(0, Vec::len);
+    let world_size = placement.ranks.iter().map(Vec::len).sum();
+    let mut mailboxes = vec![Mailbox::new(microbatches); world_size];
+    for ((from, to), carried) in carried_between(partition) {
+        let (from, to) = (from as usize, to as usize);
+        for (mb, index) in (0..).zip(0..microbatches) {
+            for overlap in overlaps(&stage_rows[from][index], &stage_rows[to][index]) {
+                let maker = placement.ranks[from][overlap.from];
+                let user = placement.ranks[to][overlap.to];
+                let message = |kind, values: &[ValueId], peer| {
+                    let piece = |&value| Piece { value, rows: overlap.rows };
+                    Message { mb, peer, kind, pieces: values.iter().map(piece).collect() }
+                };
+                let sent = Action::Send(message(Payload::Value, &carried.values, user));
+                mailboxes[maker as usize].value_sends[index].push(sent);
+                let received = Action::Recv(message(Payload::Value, &carried.values, maker));
+                mailboxes[user as usize].value_recvs[index].push(received);
+                if call.trains() && !carried.grads.is_empty() {
+                    let sent = Action::Send(message(Payload::Grad, &carried.grads, maker));
+                    mailboxes[user as usize].grad_sends[index].push(sent);
+                    let received = Action::Recv(message(Payload::Grad, &carried.grads, user));
+                    mailboxes[maker as usize].grad_recvs[index].push(received);
+                }
+            }
+        }
+    }
+    mailboxes
+}
+
+fn ended_by_reduce(mut actions: Vec<Action>) -> Vec<Action> {
+    actions.push(Action::Reduce);
+    actions
+}

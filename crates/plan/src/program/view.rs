@@ -1,0 +1,78 @@
+//! What one rank needs of a Program.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Action, Interval, Program, Slice, Transfer};
+use crate::schedule::Call;
+
+/// One rank's part of a [`Program`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RankView {
+    /// The rank.
+    pub rank: u32,
+    /// Its Stage.
+    pub stage: u32,
+    /// Which Replica of the Stage it is.
+    pub replica: u32,
+    /// How the call comes.
+    pub call: Call,
+    /// As in [`Batch`](crate::Batch).
+    pub gather_inputs: bool,
+    /// Rows of the global batch.
+    pub total_rows: u64,
+    /// Rows of each microbatch.
+    pub microbatches: Vec<u64>,
+    /// By microbatch, the rows that this rank computes, possibly none.
+    pub rows: Vec<Interval>,
+    /// The local rows that this rank gives to each microbatch.
+    pub slices: Vec<Slice>,
+    /// Input transfers from or to this rank, in the order common to all ranks.
+    pub inputs: Vec<Transfer>,
+    /// Output transfers from or to this rank, in the order common to all ranks.
+    pub outputs: Vec<Transfer>,
+    /// The whole step of [`Call::Whole`], else all forwards.
+    pub forward: Vec<Action>,
+    /// All backwards of [`Call::Halves`], else nothing.
+    pub backward: Vec<Action>,
+}
+
+impl Program {
+    /// The part of `rank`; `None` when there is no such rank.
+    pub fn rank_view(&self, rank: u32) -> Option<RankView> {
+        let program = self.ranks.get(rank as usize)?;
+        let touching = |transfers: &[Transfer]| {
+            transfers.iter().copied().filter(|transfer| transfer.src == rank || transfer.dst == rank).collect()
+        };
+        let rows_of = |replicas: &Vec<Interval>| replicas.get(program.replica as usize).copied();
+        Some(RankView {
+            rank,
+            stage: program.stage,
+            replica: program.replica,
+            call: self.call,
+            gather_inputs: self.gather_inputs,
+            total_rows: self.total_rows,
+            microbatches: self.microbatches.clone(),
+            rows: self.stage_rows.get(program.stage as usize)?.iter().map(rows_of).collect::<Option<_>>()?,
+            slices: self.slices.get(rank as usize)?.clone(),
+            inputs: touching(&self.inputs),
+            outputs: touching(&self.outputs),
+            forward: program.forward.clone(),
+            backward: program.backward.clone(),
+        })
+    }
+
+    /// The directed rank pairs between which messages between Stages go; sorted.
+    pub fn channels(&self) -> Vec<(u32, u32)> {
+        let mut pairs: Vec<(u32, u32)> = Vec::new();
+        for program in &self.ranks {
+            pairs.extend(program.forward.iter().chain(&program.backward).filter_map(|action| match action {
+                Action::Send(message) => Some((program.rank, message.peer)),
+                Action::Recv(message) => Some((message.peer, program.rank)),
+                Action::Forward { .. } | Action::Backward { .. } | Action::Reduce => None,
+            }));
+        }
+        pairs.sort_unstable();
+        pairs.dedup();
+        pairs
+    }
+}

@@ -1,0 +1,34 @@
+//! What a Stage gives up to save memory.
+
+use rannc_ir::OpRun;
+use serde::{Deserialize, Serialize};
+
+/// What of a forward is computed again for the backward instead of being kept (Chen et al., Training Deep
+/// Nets with Sublinear Memory Cost, 2016).
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Recompute {
+    /// Nothing.
+    #[default]
+    None,
+    /// The whole Stage: only what it receives is kept.
+    Stage,
+    /// These runs of its main Ops, increasing: of each only what it takes in is kept.
+    Blocks(Vec<OpRun>),
+}
+
+/// What the Replicas of a Stage divide among them instead of holding it whole (Rajbhandari et al., ZeRO,
+/// 2020); each level includes those before it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Sharding {
+    /// Nothing.
+    #[default]
+    None,
+    /// The optimizer's state (ZeRO 1).
+    Optimizer,
+    /// Gradients (ZeRO 2).
+    Gradients,
+    /// Parameters (ZeRO 3).
+    Params,
+}

@@ -1,0 +1,63 @@
+//! How a call comes, and what a Stage computes for it.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// How a call of the model comes. It says which computations a Program has and in how many lists they stand; their
+/// order is the Schedule's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Call {
+    /// Forwards only.
+    Forward,
+    /// The loss is inside the model: forwards and backwards in one list.
+    Whole,
+    /// The criterion is outside: forwards in one list, then, when asked for, backwards in a second one.
+    Halves,
+}
+
+impl Call {
+    /// True when there are backwards.
+    pub const fn trains(self) -> bool {
+        match self {
+            Self::Forward => false,
+            Self::Whole | Self::Halves => true,
+        }
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Forward => "forward",
+            Self::Whole => "whole",
+            Self::Halves => "halves",
+        })
+    }
+}
+
+/// One computation of a Stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Compute {
+    /// Forward of a microbatch.
+    Forward(u32),
+    /// Backward of a microbatch.
+    Backward(u32),
+}
+
+impl Compute {
+    /// Its microbatch.
+    pub const fn microbatch(self) -> u32 {
+        match self {
+            Self::Forward(mb) | Self::Backward(mb) => mb,
+        }
+    }
+    /// The same computation of another microbatch.
+    pub fn map_microbatch(self, map: impl FnOnce(u32) -> u32) -> Self {
+        match self {
+            Self::Forward(mb) => Self::Forward(map(mb)),
+            Self::Backward(mb) => Self::Backward(map(mb)),
+        }
+    }
+}

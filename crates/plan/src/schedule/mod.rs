@@ -1,0 +1,7 @@
+//! In which order a Stage computes.
+
+mod compute;
+mod named;
+
+pub use compute::{Call, Compute};
+pub use named::ScheduleKind;

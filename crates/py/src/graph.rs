@@ -1,0 +1,97 @@
+//! Graph and its Blocks for Python.
+
+use pyo3::prelude::*;
+use rannc_cost::{ComputeCost, OpWork, Operation};
+use rannc_ir::{Analysis, Entity, OpId, OpRun};
+
+use crate::cluster::Cluster;
+use crate::errors::{ErrorClass, OrRaise, OrRaiseAs};
+
+/// A verified Graph.
+#[pyclass(frozen, module = "pyrannc._native")]
+pub struct Graph(pub rannc_ir::Graph);
+
+#[pymethods]
+impl Graph {
+    /// Reads and verifies the JSON form.
+    #[staticmethod]
+    fn from_json(py: Python<'_>, text: &str) -> PyResult<Self> {
+        py.detach(|| rannc_ir::Graph::from_json(text)).or_raise().map(Self)
+    }
+
+    /// Hash of everything but source lines; equal on all ranks.
+    fn hash(&self, py: Python<'_>) -> String {
+        py.detach(|| self.0.hash())
+    }
+
+    /// The text form.
+    fn to_text(&self, py: Python<'_>) -> String {
+        py.detach(|| self.0.to_text())
+    }
+
+    /// The Blocks that a search for `world_size` of the cluster's devices and a batch of so many rows cuts between.
+    fn blocks(&self, py: Python<'_>, cluster: &Cluster, world_size: u32, batch_rows: u64) -> PyResult<Blocks> {
+        py.detach(|| Blocks::new(&self.0, &cluster.0, world_size, batch_rows))
+    }
+
+    /// The text of each Op, to compare two Graphs Op by Op.
+    fn op_texts(&self, py: Python<'_>) -> Vec<String> {
+        py.detach(|| self.0.ops.ids().map(|op| self.0.op_text(op)).collect())
+    }
+}
+
+/// The pieces of a Graph between which a search cuts.
+#[pyclass(frozen, module = "pyrannc._native")]
+pub struct Blocks {
+    ops: Vec<Vec<OpId>>,
+    hashes: Vec<String>,
+    times_us: Vec<f64>,
+    partition: rannc_plan::Partition,
+}
+
+impl Blocks {
+    fn new(graph: &rannc_ir::Graph, cluster: &rannc_cost::Cluster, world_size: u32, batch_rows: u64) -> PyResult<Self> {
+        let analysis = Analysis::new(graph);
+        let device = &cluster.kinds[0];
+        let rows = batch_rows.div_ceil(u64::from(world_size.max(1)));
+        let found = rannc_search::Blocks::new(graph, &analysis, device, world_size, rows);
+        let stages: Vec<OpRun> = found.blocks.iter().map(|block| block.ops).collect();
+        let cost = |&op: &OpId| OpWork::new(&Operation::new(graph, op)).at(device, rows);
+        let us = |block: &rannc_search::Block| block.own_ops.iter().map(cost).sum::<ComputeCost>().us();
+        let hash = |block: &rannc_search::Block| found.hashes[block.kind as usize].clone();
+        Ok(Self {
+            hashes: found.blocks.iter().map(hash).collect(),
+            times_us: found.blocks.iter().map(us).collect(),
+            partition: rannc_plan::Partition::new(graph, &stages).or_raise()?,
+            ops: found.blocks.into_iter().map(|block| block.own_ops).collect(),
+        })
+    }
+}
+
+#[pymethods]
+impl Blocks {
+    /// The hash of each Block; Blocks that compute the same have the same.
+    #[getter]
+    fn hashes(&self) -> Vec<String> {
+        self.hashes.clone()
+    }
+
+    /// Estimated time of each Block, forward and backward, when all ranks share the batch.
+    #[getter]
+    fn times_us(&self) -> Vec<f64> {
+        self.times_us.clone()
+    }
+
+    /// The Graph divided as if each Block were a Stage, as JSON.
+    fn partition_json(&self) -> PyResult<String> {
+        serde_json::to_string(&self.partition).or_raise_as(ErrorClass::PLAN)
+    }
+
+    /// The Ops that a Block computes for itself, without the batch-free ones that are cloned for other Blocks too.
+    fn ops(&self, place: usize) -> PyResult<Vec<usize>> {
+        let Some(ops) = self.ops.get(place) else {
+            return Err(pyo3::exceptions::PyIndexError::new_err(format!("there is no block {place}")));
+        };
+        Ok(ops.iter().map(|op| op.index()).collect())
+    }
+}

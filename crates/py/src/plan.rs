@@ -1,0 +1,177 @@
+//! Plan and Partition for Python.
+
+use std::error::Error;
+use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
+
+use pyo3::prelude::*;
+use rannc_cli::Terminal;
+use rannc_report::{PlanTables, Report as _};
+use rannc_search::{PlanCosts, SearchError, SettingNames, Settings};
+
+use crate::cluster::Cluster;
+use crate::errors::{ErrorClass, OrRaise, OrRaiseAs, Raised};
+use crate::graph::Graph;
+use crate::interrupt::interruptible;
+use crate::profile::Profile;
+
+/// A Plan.
+#[pyclass(frozen, module = "pyrannc._native")]
+pub struct Plan(pub rannc_plan::Plan);
+
+#[pymethods]
+impl Plan {
+    /// Searches the best Plan for a Graph on a cluster. `settings_json` is rannc-search's Settings; Blocks that no
+    /// Profile of their device knows are estimated.
+    #[staticmethod]
+    fn search(
+        py: Python<'_>,
+        graph: &Graph,
+        cluster: &Cluster,
+        profiles: Vec<PyRef<'_, Profile>>,
+        settings_json: &str,
+    ) -> PyResult<Self> {
+        outcome(py, graph, cluster, &profiles, settings_json).map(|outcome| Self(outcome.plan))
+    }
+
+    /// Like `search`, with the runners-up that the settings ask for behind the best Plan, and the search's report as
+    /// JSON.
+    #[staticmethod]
+    fn search_several(
+        py: Python<'_>,
+        graph: &Graph,
+        cluster: &Cluster,
+        profiles: Vec<PyRef<'_, Profile>>,
+        settings_json: &str,
+    ) -> PyResult<(Vec<Self>, String)> {
+        let outcome = outcome(py, graph, cluster, &profiles, settings_json)?;
+        let report = serde_json::to_string(&outcome.report).or_raise_as(ErrorClass::PLAN)?;
+        Ok(([vec![outcome.plan], outcome.runners_up].concat().into_iter().map(Self).collect(), report))
+    }
+
+    /// Checks the content of a plan file that was written by hand, and computes its checksum.
+    #[staticmethod]
+    fn seal(text: &str) -> PyResult<Self> {
+        let plan: rannc_plan::Plan = serde_json::from_str(text).or_raise_as(ErrorClass::PLAN_FILE)?;
+        plan.seal().or_raise().map(Self)
+    }
+
+    /// The same Plan with what it takes on a cluster; `settings_json` is rannc-search's Settings.
+    fn predicted(
+        &self,
+        py: Python<'_>,
+        graph: &Graph,
+        cluster: &Cluster,
+        profiles: Vec<PyRef<'_, Profile>>,
+        settings_json: &str,
+    ) -> PyResult<Self> {
+        let (profiles, settings) = given(&profiles, settings_json)?;
+        py.detach(|| {
+            let costs = PlanCosts::new(&graph.0, &cluster.0, &profiles, &settings, &self.0).or_raise()?;
+            costs.predicted().or_raise().map(Self)
+        })
+    }
+
+    /// Reads a plan file's content.
+    #[staticmethod]
+    fn from_json(text: &str) -> PyResult<Self> {
+        rannc_plan::Plan::from_json(text).or_raise().map(Self)
+    }
+
+    /// Reads a plan file.
+    #[staticmethod]
+    fn read(path: PathBuf) -> PyResult<Self> {
+        rannc_plan::Plan::read(&path).or_raise().map(Self)
+    }
+
+    /// Writes a plan file.
+    fn write(&self, path: PathBuf) -> PyResult<()> {
+        self.0.write(&path).or_raise()
+    }
+
+    /// The plan file's content.
+    fn to_json(&self) -> String {
+        self.0.to_json()
+    }
+
+    /// Raises when the Plan is of another Graph, for another number of ranks, or cannot be run yet.
+    fn check(&self, graph: &Graph, world_size: u32) -> PyResult<()> {
+        self.0.check_runnable().or_raise()?;
+        self.0.check_world(world_size).or_raise()?;
+        self.0.check_graph(&graph.0).or_raise()
+    }
+
+    /// Tables of the Stages with predicted times and memory, as wide as the terminal; `limit_bytes` is what a device
+    /// may use.
+    #[pyo3(signature = (limit_bytes=None))]
+    fn tables(&self, limit_bytes: Option<u64>) -> String {
+        let tables = PlanTables { plan: &self.0, limit_bytes, workload: None };
+        tables.text(Terminal::of_stdout().width())
+    }
+
+    /// The Stages, their ranks, and the rows that each of them gets of a batch of `batch_rows` rows.
+    fn deployment(&self, batch_rows: u64) -> String {
+        rannc_report::Deployment::new(&self.0, batch_rows).text(Terminal::of_stdout().width())
+    }
+
+    /// Divides the Graph that the Plan was made for.
+    fn partition(&self, py: Python<'_>, graph: &Graph) -> PyResult<Partition> {
+        let ops: Vec<_> = self.0.stages.iter().map(|stage| stage.ops).collect();
+        py.detach(|| rannc_plan::Partition::new(&graph.0, &ops)).or_raise().map(Partition)
+    }
+
+    /// Directed rank pairs between which any batch may send.
+    fn channels(&self, partition: &Partition) -> Vec<(u32, u32)> {
+        rannc_plan::plan_channels(&self.0.placement(), &partition.0)
+    }
+}
+
+fn outcome(
+    py: Python<'_>,
+    graph: &Graph,
+    cluster: &Cluster,
+    profiles: &[PyRef<'_, Profile>],
+    settings_json: &str,
+) -> PyResult<rannc_search::Outcome> {
+    let (profiles, settings) = given(profiles, settings_json)?;
+    let (graph, cluster) = (graph.0.clone(), cluster.0.clone());
+    let search = move |left: &AtomicBool| rannc_search::plan_until(&graph, &cluster, &profiles, &settings, left);
+    interruptible(py, search)?.map_err(no_plan)
+}
+
+/// What the advice of a search is about, as items of the configuration.
+const ITEMS: SettingNames = SettingNames { memory_limit: "mem_limit_gb", max_microbatches: "max_pipeline" };
+
+fn no_plan(error: SearchError) -> PyErr {
+    let class = error.class();
+    match error {
+        SearchError::DoesNotFit(shortage) => {
+            let worded: Box<dyn Error> = shortage.in_words(&ITEMS).into();
+            class.exception(&*worded)
+        }
+        error => class.exception(&error),
+    }
+}
+
+/// What the core needs beside a Graph and a Cluster.
+fn given(profiles: &[PyRef<'_, Profile>], settings_json: &str) -> PyResult<(Vec<rannc_cost::Profile>, Settings)> {
+    let settings = serde_json::from_str(settings_json).or_raise_as(ErrorClass::PLAN)?;
+    Ok((profiles.iter().map(|profile| profile.0.clone()).collect(), settings))
+}
+
+/// A Graph divided over Stages.
+#[pyclass(frozen, module = "pyrannc._native")]
+pub struct Partition(pub rannc_plan::Partition);
+
+#[pymethods]
+impl Partition {
+    /// Divides a second Graph of the same model like this one divides `own`.
+    fn follow(&self, py: Python<'_>, own: &Graph, other: &Graph) -> PyResult<Self> {
+        py.detach(|| self.0.follow(&own.0, &other.0)).or_raise().map(Self)
+    }
+
+    /// The JSON form.
+    fn to_json(&self) -> PyResult<String> {
+        serde_json::to_string(&self.0).or_raise_as(ErrorClass::PLAN)
+    }
+}

@@ -1,0 +1,131 @@
+//! From a division to a Plan.
+
+use rannc_cost::{Blocks, ModuleNames};
+use rannc_ir::{Graph, OpRun};
+use rannc_plan::{PLAN_SCHEMA, Plan, PlanFileError, Recompute, StagePlan, StepPrediction};
+
+use super::links::Linker;
+use crate::chain::CrossingSpec;
+use crate::price::{Again, At, Priced, Pricing, RankOrder};
+use crate::solve::{FoundStage, Solution};
+
+/// What a Plan is made from beside the division.
+pub(crate) struct Assembly<'a> {
+    pub(crate) graph: &'a Graph,
+    pub(crate) graph_hash: &'a str,
+    pub(crate) blocks: &'a Blocks,
+    pub(crate) crossings: &'a [CrossingSpec],
+    pub(crate) names: &'a ModuleNames<'a>,
+    pub(crate) order: &'a RankOrder,
+    pub(crate) pricing: &'a Pricing<'a>,
+}
+
+impl Assembly<'_> {
+    /// The Plan of a division.
+    pub(crate) fn plan(&self, solution: &Solution, lower_bound_us: f64) -> Result<Plan, PlanFileError> {
+        let settings = self.pricing.problem.settings;
+        let ranks = self.used_ranks(solution);
+        let (mut stages, mut prices) = (Vec::new(), Vec::new());
+        for (behind, stage) in solution.found.stages.iter().rev().enumerate() {
+            let (stage, priced) = self.stage(stage, behind, &ranks);
+            stages.push(stage);
+            prices.push(priced);
+        }
+        stages.reverse();
+        prices.reverse();
+        let &Self { crossings, order, pricing, .. } = self;
+        let linker = Linker { crossings, order, pricing, stages: &solution.found.stages };
+        let StepPrediction { step_us, bubble, .. } = step_prediction(&linker, &stages, &prices);
+        // Both are sums of the same times, in another order.
+        let lower_bound_us = lower_bound_us.min(step_us);
+        let microbatches = u32::try_from(solution.case.microbatches).unwrap_or(u32::MAX);
+        let plan = Plan {
+            schema: PLAN_SCHEMA,
+            pyrannc: env!("CARGO_PKG_VERSION").to_owned(),
+            graph_hash: self.graph_hash.to_owned(),
+            graph_name: self.graph.name.clone(),
+            world_size: u32::try_from(ranks.len()).unwrap_or(u32::MAX),
+            batch_rows: settings.batch_rows,
+            microbatches: settings.microbatches.unwrap_or(microbatches),
+            schedule: solution.case.schedule,
+            stages,
+            predicted: StepPrediction { step_us, bubble, lower_bound_us },
+            checksum: String::new(),
+        };
+        plan.seal()
+    }
+
+    /// The ranks of the cluster that the Plan uses, increasing; it counts them from 0.
+    fn used_ranks(&self, solution: &Solution) -> Vec<u32> {
+        let first = solution.found.stages.first().map_or(0, |stage| stage.positions.start);
+        let mut ranks = self.order.ranks(first..self.order.positions()).to_vec();
+        ranks.sort_unstable();
+        ranks
+    }
+
+    fn stage(&self, stage: &FoundStage, behind: usize, used_ranks: &[u32]) -> (StagePlan, Priced) {
+        let FoundStage { run, positions, saver } = stage;
+        let pricing = self.pricing;
+        let place = self.order.place_at(positions);
+        let at = pricing.at(place);
+        let workspace_bytes = pricing.run_workspace_bytes(run.clone(), place.replicas);
+        let in_flight = pricing.step.in_flight(behind + 1);
+        let priced = pricing.stage(run.clone(), &at, *saver, workspace_bytes);
+        let recompute = self.recompute(stage, &at, workspace_bytes);
+        let ops = self.ops(run.start, run.end);
+        let number = |rank: &u32| used_ranks.binary_search(rank).ok().and_then(|number| u32::try_from(number).ok());
+        let planned = StagePlan {
+            ops,
+            modules: self.names.summary(ops.first, ops.end),
+            ranks: self.order.ranks(positions.clone()).iter().filter_map(number).collect(),
+            blocks: u32::try_from(run.len()).unwrap_or(u32::MAX),
+            recompute,
+            sharding: saver.sharding,
+            offload: saver.offload,
+            predicted: pricing.prediction(run, place.replicas, &priced, in_flight),
+        };
+        (planned, priced)
+    }
+
+    fn ops(&self, first: usize, end: usize) -> OpRun {
+        OpRun { first: self.blocks.blocks[first].ops.first, end: self.blocks.blocks[end - 1].ops.end }
+    }
+
+    /// What the Stage, whose Blocks need `workspace_bytes`, computes again.
+    fn recompute(&self, stage: &FoundStage, at: &At<'_>, workspace_bytes: f64) -> Recompute {
+        let pricing = self.pricing;
+        match stage.saver.again {
+            Again::Nothing => Recompute::None,
+            Again::Everything => Recompute::Stage,
+            Again::ToHold(in_flight) => {
+                let kept = pricing.memory(&stage.run, at, stage.saver, workspace_bytes);
+                let Some(choice) = pricing.savings(&stage.run, at, in_flight, &kept) else { return Recompute::None };
+                let mut runs = Vec::new();
+                for (saving, count) in choice.savings.iter().zip(choice.cheapest().unwrap_or_default()) {
+                    let of_kind = stage.run.clone().filter(|&block| pricing.chain.kind(block) == saving.kind);
+                    runs.extend(of_kind.take(count).map(|block| self.ops(block, block + 1)));
+                }
+                runs.sort_unstable_by_key(|run: &OpRun| run.first);
+                Recompute::Blocks(runs)
+            }
+        }
+    }
+}
+
+/// What a step of these priced Stages takes; that no Plan takes less is not known of it.
+pub(crate) fn step_prediction(linker: &Linker<'_>, stages: &[StagePlan], prices: &[Priced]) -> StepPrediction {
+    let step = &linker.pricing.step;
+    let replicas: Vec<usize> = stages.iter().map(|stage| stage.ranks.len()).collect();
+    let step_us = step.longest_path_us(prices, &replicas, &linker.links());
+    StepPrediction { step_us, bubble: bubble(stages, step.microbatches, step_us), lower_bound_us: 0.0 }
+}
+
+/// The share of the devices' time in which they neither run forward nor backward.
+fn bubble(stages: &[StagePlan], microbatches: u64, step_us: f64) -> f64 {
+    let devices: usize = stages.iter().map(|stage| stage.ranks.len()).sum();
+    let busy = stages.iter().map(|stage| {
+        stage.ranks.len() as f64 * microbatches as f64 * (stage.predicted.forward_us + stage.predicted.backward_us)
+    });
+    let busy_us: f64 = busy.sum();
+    (1.0 - busy_us / (devices as f64 * step_us)).clamp(0.0, 1.0)
+}

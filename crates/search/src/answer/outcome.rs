@@ -1,0 +1,259 @@
+//! The search as others call it: a graph and a cluster to Plans.
+
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use rannc_cost::{Blocks, Cluster, ModuleNames, Profile};
+use rannc_ir::{Analysis, Graph, OpRun};
+use rannc_plan::{Plan, PlanFileError, Sharding};
+use serde::Serialize;
+
+use super::assemble::Assembly;
+use super::count::plans;
+use crate::error::SearchError;
+use crate::price::{Model, Pricing, RankOrder, Saver};
+use crate::settings::{Savers, Settings};
+use crate::solve::{Solution, Solved, Solver, fits, shortage};
+use crate::stop::{Clock, Stop};
+
+/// Most units of ranks that the search tells apart: its time grows with their square.
+const MAX_UNITS: u32 = 64;
+/// The same where a rough answer serves.
+const FEW_UNITS: u32 = 16;
+
+/// What a search found, and how sure it is.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// The best Plan.
+    pub plan: Plan,
+    /// Other good Plans, best first, as many as were asked for.
+    pub runners_up: Vec<Plan>,
+    /// What each capability that the runtime lacks would gain, if that was asked for.
+    pub gains: Vec<Gain>,
+    /// The search itself.
+    pub report: SearchReport,
+}
+
+/// What the best Plan would be if the runtime could do more.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Gain {
+    /// What it could do.
+    pub what: &'static str,
+    /// Time of a step; `None` when nothing that fits was found even then.
+    pub step_us: Option<f64>,
+}
+
+/// Facts about a search.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct SearchReport {
+    /// No Plan takes less under the same model.
+    pub lower_bound_us: f64,
+    /// How far the best Plan may be above the optimum: its time by the bound, less 1.
+    pub gap: f64,
+    /// Number of Plans that the answer covers.
+    pub plans_covered: f64,
+    /// Blocks of the chain.
+    pub blocks: usize,
+    /// Different Blocks.
+    pub block_kinds: usize,
+    /// Different Blocks whose measured times were used.
+    pub measured_kinds: usize,
+    /// Time of the search, of which `gains` and runners-up are no part.
+    pub elapsed: Duration,
+    /// Why it ended.
+    pub stop: Stop,
+}
+
+/// Finds the Plan of a verified graph that takes the least time per step within the memory of the
+/// cluster's devices. Profiles of the cluster's kinds of device, by name, take the place of the roofline.
+/// The same arguments give the same Plan, whatever the number of threads, unless a limit of time is met.
+pub fn plan(
+    graph: &Graph,
+    cluster: &Cluster,
+    profiles: &[Profile],
+    settings: &Settings,
+) -> Result<Outcome, SearchError> {
+    plan_until(graph, cluster, profiles, settings, &AtomicBool::new(false))
+}
+
+/// Like [`plan`], and ends soon without a Plan when `told` becomes true.
+pub fn plan_until(
+    graph: &Graph,
+    cluster: &Cluster,
+    profiles: &[Profile],
+    settings: &Settings,
+    told: &AtomicBool,
+) -> Result<Outcome, SearchError> {
+    cluster.check()?;
+    settings.check(cluster)?;
+    let threads = rayon::ThreadPoolBuilder::new().num_threads(settings.threads.unwrap_or(0)).build()?;
+    threads.install(|| Planner::new(graph, cluster, profiles, settings, Clock::new(told))?.outcome())
+}
+
+/// A model, ready to be searched.
+struct Planner<'a> {
+    graph: &'a Graph,
+    graph_hash: String,
+    cluster: &'a Cluster,
+    settings: &'a Settings,
+    analysis: Analysis,
+    model: Model,
+    orders: Vec<RankOrder>,
+    rough: RankOrder,
+    clock: Clock<'a>,
+}
+
+impl<'a> Planner<'a> {
+    fn new(
+        graph: &'a Graph,
+        cluster: &'a Cluster,
+        profiles: &[Profile],
+        settings: &'a Settings,
+        clock: Clock<'a>,
+    ) -> Result<Self, SearchError> {
+        let analysis = Analysis::new(graph);
+        if analysis.main_ops.is_empty() {
+            return Err(SearchError::Empty { graph: graph.name.clone() });
+        }
+        let blocks = Blocks::new(graph, &analysis, &cluster.kinds[0], settings.world_size, settings.rank_rows());
+        let model = Model::new(graph, &analysis, blocks, cluster, profiles, settings);
+        if let Some(wanted) = settings.forced_stages().filter(|&wanted| wanted > model.chain.len()) {
+            return Err(SearchError::TooFewBlocks { wanted, possible: model.chain.len() });
+        }
+        let forced = settings.replicas.as_deref();
+        let orders = RankOrder::all(cluster, settings.world_size, forced, MAX_UNITS);
+        let rough = RankOrder::packed(cluster, settings.world_size, forced, FEW_UNITS);
+        Ok(Self { graph, graph_hash: graph.hash(), cluster, settings, analysis, model, orders, rough, clock })
+    }
+
+    fn outcome(&self) -> Result<Outcome, SearchError> {
+        let solver = self.solver(self.settings);
+        let cases = solver.cases(&self.settings.microbatch_candidates()?);
+        let solved = solver.solve(&cases).map_err(|stop| match stop {
+            Stop::Complete => self.shortage(),
+            Stop::Candidates | Stop::Time => SearchError::Stopped,
+            Stop::Told => SearchError::Told,
+        })?;
+        self.go_on()?;
+        let (fastest, plan) = self.fastest(&solved)?;
+        let elapsed = self.clock.begun.elapsed();
+        let runners_up = match self.settings.runners_up {
+            0 => Vec::new(),
+            count => solver.runners_up(&cases, fastest, count),
+        };
+        self.go_on()?;
+        let runners_up = runners_up.iter().map(|other| self.assemble(other, solved.lower_bound_us));
+        let mut runners_up = runners_up.collect::<Result<Vec<_>, _>>()?;
+        runners_up.retain(|other| other.predicted.step_us >= plan.predicted.step_us);
+        runners_up.sort_by(|left, right| left.predicted.step_us.total_cmp(&right.predicted.step_us));
+        let report = SearchReport {
+            lower_bound_us: plan.predicted.lower_bound_us,
+            gap: plan.predicted.step_us / plan.predicted.lower_bound_us - 1.0,
+            plans_covered: plans(self.model.chain.len(), &self.orders, &cases, self.settings),
+            blocks: self.model.chain.len(),
+            block_kinds: self.model.blocks.hashes.len(),
+            measured_kinds: self.model.measured_kinds(),
+            elapsed,
+            stop: solved.stop,
+        };
+        let gains = self.gains();
+        self.go_on()?;
+        Ok(Outcome { runners_up, gains, report, plan })
+    }
+
+    /// Ends here when nobody waits for the answer any more.
+    fn go_on(&self) -> Result<(), SearchError> {
+        if self.clock.is_told() { Err(SearchError::Told) } else { Ok(()) }
+    }
+
+    /// The Plan of the best division, or of a finalist whose step is shorter when it is told exactly.
+    fn fastest<'s>(&self, solved: &'s Solved) -> Result<(&'s Solution, Plan), PlanFileError> {
+        let mut fastest = (&solved.best, self.assemble(&solved.best, solved.lower_bound_us)?);
+        for finalist in &solved.finalists {
+            if finalist.found.step_us < fastest.1.predicted.step_us {
+                let plan = self.assemble(finalist, solved.lower_bound_us)?;
+                if plan.predicted.step_us < fastest.1.predicted.step_us {
+                    fastest = (finalist, plan);
+                }
+            }
+        }
+        Ok(fastest)
+    }
+
+    fn solver<'s>(&'s self, settings: &'s Settings) -> Solver<'s> {
+        Solver {
+            problem: self.model.problem(self.cluster, settings),
+            orders: &self.orders,
+            rough: &self.rough,
+            clock: self.clock,
+        }
+    }
+
+    fn assemble(&self, solution: &Solution, lower_bound_us: f64) -> Result<Plan, PlanFileError> {
+        let problem = self.model.problem(self.cluster, self.settings);
+        let pricing = Pricing::new(problem, solution.case.schedule, solution.case.microbatches);
+        let assembly = Assembly {
+            graph: self.graph,
+            graph_hash: &self.graph_hash,
+            blocks: &self.model.blocks,
+            crossings: &self.model.crossings,
+            names: &ModuleNames::new(self.graph, &self.analysis.main_ops),
+            order: self.solver(self.settings).order(solution.case),
+            pricing: &pricing,
+        };
+        assembly.plan(solution, lower_bound_us)
+    }
+
+    fn gains(&self) -> Vec<Gain> {
+        if !self.settings.gains {
+            return Vec::new();
+        }
+        let gain = |(what, savers)| {
+            let settings = Settings { savers, ..self.settings.clone() };
+            let solver = self.solver(&settings);
+            let counts = settings.microbatch_candidates().ok();
+            let solved = counts.and_then(|counts| solver.solve(&solver.cases(&counts)).ok());
+            Gain { what, step_us: solved.map(|solved| solved.best.found.step_us) }
+        };
+        more(self.settings.savers).into_iter().map(gain).collect()
+    }
+
+    fn shortage(&self) -> SearchError {
+        let settings = self.settings;
+        let most = settings.microbatch_candidates().ok().and_then(|counts| counts.last().copied()).unwrap_or(1);
+        let schedule = settings.schedules()[0];
+        let pricing = Pricing::new(self.model.problem(self.cluster, settings), schedule, most);
+        let more = more(settings.savers).into_iter();
+        let would_fit = more.filter(|(_, savers)| {
+            let with = Saver::most(savers);
+            fits(&pricing, &self.rough, with)
+        });
+        let would_fit = would_fit.map(|(what, _)| what).collect();
+        shortage(&pricing, &self.rough, would_fit, |block| {
+            let OpRun { first, end } = self.model.blocks.blocks[block].ops;
+            let place = self.graph.place(self.analysis.main_ops[first as usize]);
+            let names = ModuleNames::new(self.graph, &self.analysis.main_ops);
+            format!("{} (from {place})", names.summary(first, end).join(", "))
+        })
+    }
+}
+
+/// Each capability that a runtime lacks, with those that it has.
+fn more(has: Savers) -> Vec<(&'static str, Savers)> {
+    let mut more = Vec::new();
+    if !has.recompute {
+        more.push(("recomputation", Savers { recompute: true, ..has }));
+    }
+    let levels = [
+        ("sharded optimizer state (ZeRO 1)", Sharding::Optimizer),
+        ("sharded gradients (ZeRO 2)", Sharding::Gradients),
+        ("sharded parameters (ZeRO 3)", Sharding::Params),
+    ];
+    for (what, sharding) in levels.into_iter().filter(|(_, level)| *level > has.sharding) {
+        more.push((what, Savers { sharding, ..has }));
+    }
+    if !has.offload {
+        more.push(("optimizer state in host memory", Savers { offload: true, ..has }));
+    }
+    more
+}

@@ -1,0 +1,210 @@
+//! What a given Plan costs: for the simulator, and told as a prediction.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::ops::Range;
+
+use rannc_cost::{Blocks, Cluster, Profile, tensor_bytes};
+use rannc_ir::{Analysis, Graph, OpRun, ValueId};
+use rannc_plan::{Call, Plan, PlanFileError, Recompute, ScheduleKind};
+use rannc_sim::Costs;
+
+use super::assemble::step_prediction;
+use super::links::Linker;
+use crate::error::SearchError;
+use crate::price::{Again, Model, Priced, Pricing, RankOrder, Saver};
+use crate::settings::Settings;
+use crate::solve::FoundStage;
+
+/// The costs of a Plan on a cluster, by the search's own model.
+pub struct PlanCosts<'a> {
+    graph: &'a Graph,
+    cluster: &'a Cluster,
+    settings: Settings,
+    model: Model,
+    order: RankOrder,
+    stages: Vec<PlannedStage>,
+    plan: &'a Plan,
+    /// What has been priced already, by Stage and rows.
+    known: RefCell<HashMap<(u32, Option<u64>), Priced>>,
+}
+
+/// A Stage of the Plan.
+struct PlannedStage {
+    run: Range<usize>,
+    saver: Saver,
+    /// Blocks to compute again.
+    again: Vec<usize>,
+}
+
+impl<'a> PlanCosts<'a> {
+    /// Prepares a Plan of a verified graph. Of the settings, those that the Plan decides are taken from it.
+    ///
+    /// # Errors
+    /// When the Plan is of another graph, or for more ranks than the cluster has.
+    pub fn new(
+        graph: &'a Graph,
+        cluster: &'a Cluster,
+        profiles: &[Profile],
+        settings: &Settings,
+        plan: &'a Plan,
+    ) -> Result<Self, SearchError> {
+        plan.check_graph(graph)?;
+        let settings = Settings {
+            world_size: plan.world_size,
+            batch_rows: plan.batch_rows,
+            microbatches: Some(plan.microbatches),
+            replicas: None,
+            stages: None,
+            ..settings.clone()
+        };
+        cluster.check()?;
+        settings.check(cluster)?;
+        let analysis = Analysis::new(graph);
+        let blocks = Blocks::new(graph, &analysis, &cluster.kinds[0], settings.world_size, settings.rank_rows());
+        let blocks = Blocks::of(graph, &analysis, runs(&blocks, plan).into_iter());
+        let stages = plan.stages.iter().map(|stage| PlannedStage {
+            run: places(&blocks, stage.ops),
+            saver: Saver {
+                again: if stage.recompute == Recompute::Stage { Again::Everything } else { Again::Nothing },
+                sharding: stage.sharding,
+                offload: stage.offload,
+            },
+            again: match &stage.recompute {
+                Recompute::Blocks(runs) => runs.iter().flat_map(|&ops| places(&blocks, ops)).collect(),
+                Recompute::None | Recompute::Stage => Vec::new(),
+            },
+        });
+        let stages = stages.collect();
+        let ranks: Vec<Vec<u32>> = plan.stages.iter().map(|stage| stage.ranks.clone()).collect();
+        let order = RankOrder::of_stages(cluster, &ranks);
+        let model = Model::new(graph, &analysis, blocks, cluster, profiles, &settings);
+        Ok(Self { graph, cluster, settings, model, order, stages, plan, known: RefCell::default() })
+    }
+
+    /// The same Plan with what it takes here. That no Plan takes less than another is not known of it.
+    ///
+    /// # Errors
+    /// When its figures are none.
+    pub fn predicted(&self) -> Result<Plan, PlanFileError> {
+        let pricing = self.pricing();
+        let found = self.found_stages();
+        let mut plan = self.plan.clone();
+        let mut prices = Vec::new();
+        let behind = (0..plan.stages.len()).rev();
+        for (((number, stage), behind), found) in (0..).zip(&mut plan.stages).zip(behind).zip(&found) {
+            let (priced, place) = (self.priced(number, None), self.order.place(number, 1));
+            let in_flight = pricing.step.in_flight(behind + 1);
+            stage.predicted = pricing.prediction(&found.run, place.replicas, &priced, in_flight);
+            prices.push(priced);
+        }
+        let linker = Linker { crossings: &self.model.crossings, order: &self.order, pricing: &pricing, stages: &found };
+        plan.predicted = step_prediction(&linker, &plan.stages, &prices);
+        plan.seal()
+    }
+
+    /// How the call comes whose steps are simulated: as often as it can. With fill-drain it may come in halves, between
+    /// which ranks wait for all that they have sent.
+    pub const fn call(&self) -> Call {
+        match self.plan.schedule {
+            ScheduleKind::FillDrain => Call::Halves,
+            ScheduleKind::OneForwardOneBackward => Call::Whole,
+        }
+    }
+
+    fn found_stages(&self) -> Vec<FoundStage> {
+        let mut start = 0;
+        let found = self.stages.iter().zip(&self.plan.stages).map(|(stage, planned)| {
+            let end = start + u32::try_from(planned.ranks.len()).expect("as many as a cluster may have");
+            let positions = std::mem::replace(&mut start, end)..end;
+            FoundStage { run: stage.run.clone(), positions, saver: stage.saver }
+        });
+        found.collect()
+    }
+
+    fn pricing(&self) -> Pricing<'_> {
+        let problem = self.model.problem(self.cluster, &self.settings);
+        Pricing::new(problem, self.plan.schedule, u64::from(self.plan.microbatches))
+    }
+
+    /// A Stage as it is with `rows` rows of a microbatch, or with the most that it gets.
+    fn priced(&self, stage: u32, rows: Option<u64>) -> Priced {
+        *self.known.borrow_mut().entry((stage, rows)).or_insert_with(|| self.price(stage, rows))
+    }
+
+    fn price(&self, stage: u32, rows: Option<u64>) -> Priced {
+        let pricing = self.pricing();
+        let PlannedStage { run, saver, again } = &self.stages[stage as usize];
+        let place = self.order.place(stage, 1);
+        let at = rows.map_or_else(|| pricing.at(place), |rows| pricing.at_fewer_rows(place, rows));
+        let workspace_bytes = pricing.run_workspace_bytes(run.clone(), place.replicas);
+        let mut priced = pricing.stage(run.clone(), &at, *saver, workspace_bytes);
+        let mut held_again_bytes: f64 = 0.0;
+        for saving in again.iter().map(|&block| pricing.saving(block, &at)) {
+            priced.cost.backward_us += saving.us;
+            priced.memory.microbatch_bytes -= saving.bytes;
+            held_again_bytes = held_again_bytes.max(saving.bytes);
+        }
+        priced.memory.workspace_bytes += held_again_bytes;
+        priced
+    }
+}
+
+/// The search's Blocks, cut where the Plan cuts as well.
+fn runs(blocks: &Blocks, plan: &Plan) -> Vec<OpRun> {
+    let again = plan.stages.iter().flat_map(|stage| match &stage.recompute {
+        Recompute::Blocks(runs) => runs.clone(),
+        Recompute::None | Recompute::Stage => Vec::new(),
+    });
+    let planned = plan.stages.iter().map(|stage| stage.ops).chain(again);
+    let all = blocks.blocks.iter().map(|block| block.ops).chain(planned);
+    let mut places: Vec<u32> = all.flat_map(|ops| [ops.first, ops.end]).collect();
+    places.sort_unstable();
+    places.dedup();
+    places.windows(2).map(|pair| OpRun { first: pair[0], end: pair[1] }).collect()
+}
+
+/// The Blocks that are a run of main ops.
+fn places(blocks: &Blocks, ops: OpRun) -> Range<usize> {
+    let place = |op: u32| blocks.blocks.partition_point(|block| block.ops.first < op);
+    place(ops.first)..place(ops.end)
+}
+
+impl Costs for PlanCosts<'_> {
+    fn forward_us(&self, stage: u32, rows: u64) -> f64 {
+        self.priced(stage, Some(rows)).cost.forward_us
+    }
+
+    fn backward_us(&self, stage: u32, rows: u64) -> f64 {
+        self.priced(stage, Some(rows)).cost.backward_us
+    }
+
+    fn send_us(&self, src: u32, dst: u32, bytes: u64) -> f64 {
+        self.cluster.send_us(self.cluster.level_between(src, dst), bytes as f64)
+    }
+
+    fn value_bytes(&self, value: ValueId, rows: u64) -> u64 {
+        tensor_bytes(&self.graph.values[value]).at(rows) as u64
+    }
+
+    fn reduce_us(&self, stage: u32) -> f64 {
+        self.priced(stage, None).reduce_us
+    }
+
+    fn update_us(&self, stage: u32) -> f64 {
+        self.priced(stage, None).update_us
+    }
+
+    fn fixed_bytes(&self, stage: u32) -> u64 {
+        let memory = self.priced(stage, None).memory;
+        (memory.fixed_bytes() - memory.workspace_bytes) as u64
+    }
+
+    fn microbatch_bytes(&self, stage: u32, rows: u64) -> u64 {
+        self.priced(stage, Some(rows)).memory.microbatch_bytes as u64
+    }
+
+    fn workspace_bytes(&self, stage: u32, rows: u64) -> u64 {
+        self.priced(stage, Some(rows)).memory.workspace_bytes as u64
+    }
+}

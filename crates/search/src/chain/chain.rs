@@ -1,0 +1,219 @@
+//! The chain of Blocks: what any run of it costs, composed from sums.
+
+use std::ops::Range;
+
+use rannc_cost::{ComputeCost, Device};
+
+use super::interval::{IntervalSums, IntervalSumsBuilder};
+use super::measured::Measured;
+use super::spec::{Affine, BlockSpec, ChainSpec, KeptSpec};
+use super::sums::AffineSums;
+use super::traffic::Traffic;
+
+/// Rows at which batch-free ops that several Blocks use are priced: their results hardly ever depend on the batch.
+const CLONE_ROWS: u64 = 1;
+
+/// A chain of Blocks. All sums are over runs `first..end` of Blocks.
+#[derive(Clone, Debug)]
+pub(crate) struct Chain {
+    blocks: Vec<BlockSpec>,
+    /// By kind, by Block: how many of the kind are before it.
+    kinds_before: Vec<Vec<usize>>,
+    /// Parameters, buffers and constants, each once.
+    pub(crate) state_bytes: IntervalSums,
+    /// Trainable parameters, each once.
+    pub(crate) trainable_bytes: IntervalSums,
+    /// Batch-free ops on each kind of device, each op once.
+    clones: Vec<CloneTimes>,
+    /// What moves between Blocks.
+    pub(crate) traffic: Traffic,
+    /// The part of it that is between a Stage and the very next one, whichever other Blocks these have.
+    pub(crate) direct: Traffic,
+    /// Kept for the backward, received Values included.
+    pub(crate) kept_bytes: AffineSums,
+    /// Kept by one Block alone and made in it, by Block.
+    inside_bytes: Vec<Affine>,
+    /// Outputs of the model.
+    pub(crate) output_bytes: AffineSums,
+}
+
+/// What batch-free ops cost.
+#[derive(Clone, Debug)]
+struct CloneTimes {
+    forward_us: IntervalSums,
+    backward_us: IntervalSums,
+    forward_host_us: IntervalSums,
+    backward_host_us: IntervalSums,
+}
+
+impl CloneTimes {
+    fn at(&self, first: usize, end: usize) -> ComputeCost {
+        ComputeCost {
+            forward_us: self.forward_us.at(first, end),
+            backward_us: self.backward_us.at(first, end),
+            forward_host_us: self.forward_host_us.at(first, end),
+            backward_host_us: self.backward_host_us.at(first, end),
+        }
+    }
+}
+
+impl Chain {
+    /// A chain that may run on these kinds of devices.
+    pub(crate) fn new(spec: ChainSpec, devices: &[Device]) -> Self {
+        let ChainSpec { blocks, states, clones, crossings, kept } = spec;
+        let len = blocks.len();
+        let once = |terms: &mut dyn Iterator<Item = (&[usize], f64)>| {
+            let mut builder = IntervalSumsBuilder::new(len);
+            terms.for_each(|(places, amount)| builder.add_once(0..len, places, amount));
+            builder.finish()
+        };
+        let clone_times = |device: &Device| {
+            let costs: Vec<_> =
+                clones.iter().map(|clone| (&clone.blocks[..], clone.work.at(device, CLONE_ROWS))).collect();
+            let sums =
+                |part: fn(&ComputeCost) -> f64| once(&mut costs.iter().map(|(blocks, cost)| (*blocks, part(cost))));
+            CloneTimes {
+                forward_us: sums(|cost| cost.forward_us),
+                backward_us: sums(|cost| cost.backward_us),
+                forward_host_us: sums(|cost| cost.forward_host_us),
+                backward_host_us: sums(|cost| cost.backward_host_us),
+            }
+        };
+        let trainable = states.iter().filter(|state| state.trainable);
+        Self {
+            state_bytes: once(&mut states.iter().map(|state| (state.blocks.as_slice(), state.bytes))),
+            trainable_bytes: once(&mut trainable.map(|state| (state.blocks.as_slice(), state.bytes))),
+            clones: devices.iter().map(clone_times).collect(),
+            traffic: Traffic::whole(len, &crossings),
+            direct: Traffic::direct(len, &crossings),
+            kept_bytes: kept_sums(&blocks, &kept),
+            inside_bytes: inside_bytes(&blocks, &kept),
+            output_bytes: AffineSums::new(len, |builder, part| {
+                for (place, block) in blocks.iter().enumerate() {
+                    builder.add_once(0..len, &[place], part(block.output_bytes));
+                }
+            }),
+            kinds_before: kinds_before(&blocks),
+            blocks,
+        }
+    }
+
+    /// Number of Blocks.
+    pub(crate) fn len(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Largest temporary memory of one Block.
+    pub(crate) fn workspace_bytes(&self, block: usize, rows: u64) -> f64 {
+        self.blocks[block].workspace_bytes.iter().map(|bytes| bytes.at(rows)).fold(0.0, f64::max)
+    }
+
+    /// What a Block alone keeps for the backward, less what it takes in.
+    pub(crate) fn kept_inside_bytes(&self, block: usize, rows: u64) -> f64 {
+        (self.inside_bytes[block].at(rows) - self.traffic.in_bytes.at(block, block + 1, rows)).max(0.0)
+    }
+
+    /// The kind of a Block.
+    pub(crate) fn kind(&self, block: usize) -> u32 {
+        self.blocks[block].kind
+    }
+
+    /// Blocks of a kind in a run.
+    pub(crate) fn count(&self, kind: u32, run: &Range<usize>) -> usize {
+        let before = &self.kinds_before[kind as usize];
+        before[run.end] - before[run.start]
+    }
+
+    /// Times of all Blocks on the device of a kind for `rows` rows: measured ones, else the roofline.
+    pub(crate) fn times(&self, kind: usize, device: &Device, measured: Option<&Measured>, rows: u64) -> Times {
+        let mut known: Vec<(u32, Option<ComputeCost>)> = Vec::new();
+        let with_clones = measured.is_none();
+        let (mut before, mut too_large) = (ComputeCost::default(), 0);
+        let mut times = Times { kind, with_clones, before: vec![before], too_large: vec![too_large] };
+        for block in &self.blocks {
+            let cost = known.iter().find(|(kind, _)| *kind == block.kind).map(|(_, cost)| *cost).unwrap_or_else(|| {
+                let modelled = block.modelled(device, rows);
+                let cost = measured.map_or(Some(modelled), |measured| measured.cost(block.kind, rows, modelled));
+                known.push((block.kind, cost));
+                cost
+            });
+            too_large += u32::from(cost.is_none());
+            before = before + cost.unwrap_or_default();
+            times.before.push(before);
+            times.too_large.push(too_large);
+        }
+        times
+    }
+
+    /// What a run costs, batch-free ops included; infinite when a Block of it ran out of memory while it was
+    /// measured.
+    pub(crate) fn run_cost(&self, times: &Times, first: usize, end: usize) -> ComputeCost {
+        if times.too_large[first] < times.too_large[end] {
+            return ComputeCost { forward_us: f64::INFINITY, backward_us: f64::INFINITY, ..ComputeCost::default() };
+        }
+        let run = times.blocks(first, end);
+        if times.with_clones { run + self.clones[times.kind].at(first, end) } else { run }
+    }
+}
+
+/// Costs of the Blocks before each place of a chain.
+#[derive(Clone, Debug)]
+pub(crate) struct Times {
+    /// Kind of the device.
+    kind: usize,
+    /// True when batch-free ops come on top; a measured Block has its own.
+    with_clones: bool,
+    before: Vec<ComputeCost>,
+    /// Blocks that ran out of memory.
+    too_large: Vec<u32>,
+}
+
+impl Times {
+    /// The Blocks of a run.
+    pub(crate) fn blocks(&self, first: usize, end: usize) -> ComputeCost {
+        self.before[end] - self.before[first]
+    }
+}
+
+fn kept_sums(blocks: &[BlockSpec], kept: &[KeptSpec]) -> AffineSums {
+    let len = blocks.len();
+    AffineSums::new(len, |builder, part| {
+        for (place, block) in blocks.iter().enumerate() {
+            builder.add_once(0..len, &[place], part(block.private_bytes));
+        }
+        for KeptSpec { bytes, saved_by, crossing } in kept {
+            let Some((made_by, used_by)) = crossing else {
+                builder.add_once(0..len, saved_by, part(*bytes));
+                continue;
+            };
+            builder.add_once(0..made_by + 1, saved_by, part(*bytes));
+            let mut holders = [saved_by.as_slice(), used_by.as_slice()].concat();
+            holders.sort_unstable();
+            builder.add_once(made_by + 1..len, &holders, part(*bytes));
+        }
+    })
+}
+
+fn kinds_before(blocks: &[BlockSpec]) -> Vec<Vec<usize>> {
+    let kinds = blocks.iter().map(|block| block.kind + 1).max().unwrap_or(0);
+    let of_kind = |kind: u32| {
+        let counts = blocks.iter().scan(0, move |before, block| {
+            *before += usize::from(block.kind == kind);
+            Some(*before)
+        });
+        std::iter::once(0).chain(counts).collect()
+    };
+    (0..kinds).map(of_kind).collect()
+}
+
+fn inside_bytes(blocks: &[BlockSpec], kept: &[KeptSpec]) -> Vec<Affine> {
+    let mut inside: Vec<Affine> = blocks.iter().map(|block| block.private_bytes).collect();
+    for KeptSpec { bytes, saved_by, crossing } in kept {
+        let [only] = saved_by[..] else { continue };
+        if crossing.as_ref().is_none_or(|(made_by, _)| *made_by == only) {
+            inside[only].fixed += bytes.fixed;
+            inside[only].per_row += bytes.per_row;
+        }
+    }
+    inside
+}

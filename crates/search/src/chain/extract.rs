@@ -1,0 +1,186 @@
+//! From a graph and its Blocks to a chain.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use rannc_cost::{Blocks, OpWork, Operation, Poly, SavedTensors, tensor_bytes};
+use rannc_ir::{Analysis, Graph, OpId, ValueDef, ValueId};
+
+use super::spec::{Affine, BlockSpec, ChainSpec, CloneSpec, CrossingSpec, KeptSpec, StateSpec};
+
+/// Describes the Blocks of a graph for batches of up to `batch_rows` rows, on the host's processor or on
+/// accelerators.
+pub(crate) fn extract(graph: &Graph, analysis: &Analysis, blocks: &Blocks, host: bool, batch_rows: u64) -> ChainSpec {
+    let mut extractor = Extractor {
+        graph,
+        analysis,
+        host,
+        batch_rows,
+        block_of: analysis.main_ops.iter().map(|_| 0).collect(),
+        states: BTreeMap::new(),
+        clones: BTreeMap::new(),
+        uses: BTreeMap::new(),
+        saved_by: BTreeMap::new(),
+    };
+    for (place, block) in blocks.blocks.iter().enumerate() {
+        extractor.block_of[block.ops.first as usize..block.ops.end as usize].fill(place);
+    }
+    let mut spec = ChainSpec::default();
+    for (place, block) in blocks.blocks.iter().enumerate() {
+        let ops = &analysis.main_ops[block.ops.first as usize..block.ops.end as usize];
+        spec.blocks.push(BlockSpec { kind: block.kind, ..extractor.block(place, ops) });
+    }
+    extractor.outputs(blocks.blocks.len());
+    extractor.finish(spec)
+}
+
+struct Extractor<'a> {
+    graph: &'a Graph,
+    analysis: &'a Analysis,
+    /// True when ops run on the host's processor.
+    host: bool,
+    batch_rows: u64,
+    /// Block of each main op.
+    block_of: Vec<usize>,
+    /// Blocks that read each parameter, buffer and constant.
+    states: BTreeMap<ValueId, Vec<usize>>,
+    /// Blocks that each batch-free op is cloned for.
+    clones: BTreeMap<OpId, Vec<usize>>,
+    /// Blocks that use each Value of a main op, other than the one that makes it.
+    uses: BTreeMap<ValueId, Vec<usize>>,
+    /// Blocks that save each storage.
+    saved_by: BTreeMap<ValueId, Vec<usize>>,
+}
+
+impl Extractor<'_> {
+    fn affine(&self, amount: Poly) -> Affine {
+        let (fixed, per_row) = amount.chord(self.batch_rows);
+        Affine { fixed, per_row }
+    }
+
+    fn block(&mut self, place: usize, ops: &[OpId]) -> BlockSpec {
+        let mut block = BlockSpec::default();
+        let mut private_bytes = Poly::default();
+        for &op in ops {
+            block.work.push(OpWork::new(&Operation::new(self.graph, op)));
+            private_bytes += self.op(place, op, &mut block);
+            self.operands(place, op, &mut private_bytes, &mut block);
+        }
+        block.private_bytes = self.affine(private_bytes);
+        block
+    }
+
+    /// Notes what an op saves and needs as temporary memory; returns what it saves for itself.
+    fn op(&mut self, place: usize, op: OpId, block: &mut BlockSpec) -> Poly {
+        let operation = Operation::new(self.graph, op);
+        block.workspace_bytes.push(self.affine(operation.workspace_bytes()));
+        let saved = SavedTensors::new(&operation, self.host);
+        for value in saved.values {
+            note(self.saved_by.entry(value).or_default(), place);
+        }
+        saved.private_bytes
+    }
+
+    /// Notes the operands of an op, and the batch-free ops behind them.
+    fn operands(&mut self, place: usize, op: OpId, private_bytes: &mut Poly, block: &mut BlockSpec) {
+        let mut open = self.graph.ops[op].operands();
+        while let Some(value) = open.pop() {
+            match self.graph.values[value].def {
+                ValueDef::Input(_) => {}
+                ValueDef::Param(_) | ValueDef::Buffer(_) | ValueDef::Constant(_) => {
+                    note(self.states.entry(value).or_default(), place);
+                }
+                ValueDef::Op { op, .. } => match self.analysis.main_index[op] {
+                    Some(made) if self.block_of[made as usize] != place => {
+                        note(self.uses.entry(value).or_default(), place);
+                    }
+                    Some(_) => {}
+                    None if note(self.clones.entry(op).or_default(), place) => {
+                        *private_bytes += self.op(place, op, block);
+                        open.extend(self.graph.ops[op].operands());
+                    }
+                    None => {}
+                },
+            }
+        }
+    }
+
+    /// Outputs that depend on no input are made in the last Stage.
+    fn outputs(&mut self, blocks: usize) {
+        let mut open: Vec<ValueId> = self.graph.outputs.clone();
+        let mut seen = BTreeSet::new();
+        while let Some(value) = open.pop() {
+            match self.graph.values[value].def {
+                ValueDef::Param(_) | ValueDef::Buffer(_) | ValueDef::Constant(_) => {
+                    note(self.states.entry(value).or_default(), blocks - 1);
+                }
+                ValueDef::Op { op, .. } if self.analysis.batch_free[op] && seen.insert(op) => {
+                    note(self.clones.entry(op).or_default(), blocks - 1);
+                    open.extend(self.graph.ops[op].operands());
+                }
+                ValueDef::Input(_) | ValueDef::Op { .. } => {}
+            }
+        }
+    }
+
+    fn finish(self, mut spec: ChainSpec) -> ChainSpec {
+        spec.states = self.states.iter().map(|(&value, blocks)| self.state(value, blocks)).collect();
+        for (&op, blocks) in &self.clones {
+            let work = OpWork::new(&Operation::new(self.graph, op));
+            match blocks[..] {
+                [block] => spec.blocks[block].work.push(work),
+                _ => spec.clones.push(CloneSpec { work, blocks: blocks.clone() }),
+            }
+        }
+        let mut kept: BTreeMap<ValueId, KeptSpec> = BTreeMap::new();
+        for (&value, saved_by) in &self.saved_by {
+            let bytes = self.affine(tensor_bytes(&self.graph.values[value]));
+            kept.insert(value, KeptSpec { bytes, saved_by: saved_by.clone(), crossing: None });
+        }
+        for crossing in self.uses.iter().filter_map(|(&value, blocks)| self.crossing(value, blocks)) {
+            let (value, crossing) = crossing;
+            let holder = kept.entry(value).or_default();
+            holder.bytes = crossing.bytes;
+            holder.crossing = Some((crossing.made_by, crossing.used_by.clone()));
+            spec.crossings.push(crossing);
+        }
+        spec.kept = kept.into_values().collect();
+        self.note_outputs(&mut spec);
+        spec
+    }
+
+    fn note_outputs(&self, spec: &mut ChainSpec) {
+        for value in BTreeSet::from_iter(&self.graph.outputs) {
+            let tensor = &self.graph.values[*value];
+            let ValueDef::Op { op, .. } = tensor.def else { continue };
+            let Some(made) = self.analysis.main_index[op] else { continue };
+            let bytes = self.affine(tensor_bytes(tensor));
+            let held = &mut spec.blocks[self.block_of[made as usize]].output_bytes;
+            held.fixed += bytes.fixed;
+            held.per_row += bytes.per_row;
+        }
+    }
+
+    fn state(&self, value: ValueId, blocks: &[usize]) -> StateSpec {
+        let tensor = &self.graph.values[value];
+        let trainable = matches!(tensor.def, ValueDef::Param(_)) && tensor.requires_grad;
+        StateSpec { bytes: tensor_bytes(tensor).at(0), trainable, blocks: blocks.to_vec() }
+    }
+
+    fn crossing(&self, value: ValueId, blocks: &[usize]) -> Option<(ValueId, CrossingSpec)> {
+        let tensor = &self.graph.values[value];
+        let ValueDef::Op { op, .. } = tensor.def else { return None };
+        let made_by = self.block_of[self.analysis.main_index[op]? as usize];
+        let bytes = self.affine(tensor_bytes(tensor));
+        let requires_grad = tensor.requires_grad;
+        Some((value, CrossingSpec { bytes, requires_grad, made_by, used_by: blocks.to_vec() }))
+    }
+}
+
+/// Appends a Block to an increasing list; false if it stands there already.
+fn note(places: &mut Vec<usize>, place: usize) -> bool {
+    let fresh = places.last() != Some(&place);
+    if fresh {
+        places.push(place);
+    }
+    fresh
+}

@@ -1,0 +1,62 @@
+//! Measured costs of Blocks, where there are any.
+
+use rannc_cost::{BlockProfile, Blocks, ComputeCost, Device, Profile};
+
+use super::spec::BlockSpec;
+
+/// What was measured of a chain's Blocks on one kind of device.
+#[derive(Clone, Debug)]
+pub(crate) struct Measured {
+    /// By kind of Block.
+    blocks: Vec<Option<BlockProfile>>,
+    /// Measured time of the device by modelled time, over all Blocks that were measured: for those that were not.
+    scale: f64,
+    /// Time of the end of a step for each byte of trainable parameters.
+    pub(crate) update_us_per_byte: Option<f64>,
+    /// See [`Device::collective_slowdown`].
+    pub(crate) collective_slowdown: Option<f64>,
+}
+
+impl Measured {
+    /// Takes the Blocks' times from a Profile of `device`, if it has any of them.
+    pub(crate) fn new(
+        profile: &Profile,
+        device: &Device,
+        blocks: &Blocks,
+        specs: &[BlockSpec],
+        rows: u64,
+    ) -> Option<Self> {
+        let found: Vec<Option<BlockProfile>> =
+            blocks.hashes.iter().map(|hash| profile.block(hash).filter(|block| block.has_times()).cloned()).collect();
+        let (mut measured_us, mut modelled_us) = (0.0, 0.0);
+        for spec in specs {
+            let Some(block) = found[spec.kind as usize].as_ref().filter(|block| block.fits(rows)) else { continue };
+            let (measured, modelled) = (block.cost(rows), spec.modelled(device, rows));
+            measured_us += measured.forward_us + measured.backward_us;
+            modelled_us += modelled.forward_us + modelled.backward_us;
+        }
+        let known = measured_us > 0.0 && modelled_us > 0.0;
+        let scale = if known { measured_us / modelled_us } else { 1.0 };
+        let update_us_per_byte = profile.update.map(|update| update.us_per_byte());
+        let collective_slowdown = profile.collective_slowdown;
+        let any = found.iter().any(Option::is_some);
+        any.then_some(Self { blocks: found, scale, update_us_per_byte, collective_slowdown })
+    }
+
+    /// Kinds of Blocks that were measured.
+    pub(crate) fn kinds(&self) -> usize {
+        self.blocks.iter().flatten().count()
+    }
+
+    /// The cost of a Block that costs `modelled` by the roofline; none if it ran out of memory.
+    pub(crate) fn cost(&self, kind: u32, rows: u64, modelled: ComputeCost) -> Option<ComputeCost> {
+        let Some(block) = &self.blocks[kind as usize] else {
+            return Some(ComputeCost {
+                forward_us: modelled.forward_us * self.scale,
+                backward_us: modelled.backward_us * self.scale,
+                ..modelled
+            });
+        };
+        block.fits(rows).then(|| block.cost(rows))
+    }
+}

@@ -1,0 +1,14 @@
+//! The chain of Blocks: what any run of it costs, composed from sums.
+
+mod chain;
+mod extract;
+mod interval;
+mod measured;
+pub(crate) mod spec;
+mod sums;
+mod traffic;
+
+pub(crate) use chain::{Chain, Times};
+pub(crate) use extract::extract;
+pub(crate) use measured::Measured;
+pub(crate) use spec::CrossingSpec;

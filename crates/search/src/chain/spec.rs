@@ -1,0 +1,82 @@
+//! What a chain is made from: Blocks, state, batch-free ops, Values that cross, tensors that are kept.
+
+use rannc_cost::{ComputeCost, Device, OpWork};
+
+/// `fixed + per_row * rows`.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Affine {
+    pub(crate) fixed: f64,
+    pub(crate) per_row: f64,
+}
+
+impl Affine {
+    pub(crate) fn at(self, rows: u64) -> f64 {
+        self.fixed + self.per_row * rows as f64
+    }
+}
+
+/// What one Block does.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct BlockSpec {
+    /// Blocks of one kind do the same.
+    pub(crate) kind: u32,
+    pub(crate) work: Vec<OpWork>,
+    /// Memory of each op's temporary tensors.
+    pub(crate) workspace_bytes: Vec<Affine>,
+    /// Kept for the backward and known to this Block alone.
+    pub(crate) private_bytes: Affine,
+    /// Outputs of the model, which wait for the end of the step.
+    pub(crate) output_bytes: Affine,
+}
+
+/// A parameter, buffer or constant, with the Blocks that read it.
+#[derive(Clone, Debug)]
+pub(crate) struct StateSpec {
+    pub(crate) bytes: f64,
+    pub(crate) trainable: bool,
+    pub(crate) blocks: Vec<usize>,
+}
+
+/// A batch-free op that several Blocks use: it is cloned for each Stage that holds one of them.
+#[derive(Clone, Debug)]
+pub(crate) struct CloneSpec {
+    pub(crate) work: OpWork,
+    pub(crate) blocks: Vec<usize>,
+}
+
+/// A Value that one Block makes and later ones use.
+#[derive(Clone, Debug)]
+pub(crate) struct CrossingSpec {
+    pub(crate) bytes: Affine,
+    pub(crate) requires_grad: bool,
+    pub(crate) made_by: usize,
+    /// Increasing, all after `made_by`.
+    pub(crate) used_by: Vec<usize>,
+}
+
+/// A tensor that is kept until the backward.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct KeptSpec {
+    pub(crate) bytes: Affine,
+    /// Blocks that save it.
+    pub(crate) saved_by: Vec<usize>,
+    /// If it crosses Blocks: who makes and who uses it. A Stage that receives it keeps it.
+    pub(crate) crossing: Option<(usize, Vec<usize>)>,
+}
+
+/// Everything a chain is made from.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct ChainSpec {
+    pub(crate) blocks: Vec<BlockSpec>,
+    pub(crate) states: Vec<StateSpec>,
+    pub(crate) clones: Vec<CloneSpec>,
+    pub(crate) crossings: Vec<CrossingSpec>,
+    pub(crate) kept: Vec<KeptSpec>,
+}
+
+impl BlockSpec {
+    /// Its cost by the roofline.
+    pub(crate) fn modelled(&self, device: &Device, rows: u64) -> ComputeCost {
+        self.work.iter().map(|work| work.at(device, rows)).sum()
+    }
+}

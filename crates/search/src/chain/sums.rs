@@ -1,0 +1,26 @@
+//! Sums of amounts that grow with the rows, over all runs of Blocks.
+
+use super::interval::{IntervalSums, IntervalSumsBuilder};
+use super::spec::Affine;
+
+/// Sums of [`Affine`] amounts over all runs.
+#[derive(Clone, Debug)]
+pub(crate) struct AffineSums {
+    fixed: IntervalSums,
+    per_row: IntervalSums,
+}
+
+impl AffineSums {
+    pub(super) fn new(len: usize, mut add: impl FnMut(&mut IntervalSumsBuilder, fn(Affine) -> f64)) -> Self {
+        let mut sums = |part: fn(Affine) -> f64| {
+            let mut builder = IntervalSumsBuilder::new(len);
+            add(&mut builder, part);
+            builder.finish()
+        };
+        Self { fixed: sums(|amount| amount.fixed), per_row: sums(|amount| amount.per_row) }
+    }
+
+    pub(crate) fn at(&self, first: usize, end: usize, rows: u64) -> f64 {
+        self.fixed.at(first, end) + self.per_row.at(first, end) * rows as f64
+    }
+}

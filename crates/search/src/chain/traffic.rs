@@ -1,0 +1,60 @@
+//! What runs of Blocks exchange with others.
+
+use super::interval::IntervalSumsBuilder;
+use super::spec::CrossingSpec;
+use super::sums::AffineSums;
+
+/// What runs exchange with other Blocks.
+#[derive(Clone, Debug)]
+pub(crate) struct Traffic {
+    /// Values from earlier Blocks, each once.
+    pub(crate) in_bytes: AffineSums,
+    /// Gradients for earlier Blocks.
+    pub(crate) in_grad_bytes: AffineSums,
+    /// Values for later Blocks, each once.
+    pub(crate) out_bytes: AffineSums,
+    /// Gradients from later Blocks, one for each Value.
+    pub(crate) out_grad_bytes: AffineSums,
+}
+
+/// Counts so much for a Value in the runs that it concerns.
+type Count = fn(&mut IntervalSumsBuilder, &CrossingSpec, f64);
+
+impl Traffic {
+    /// With all other Blocks.
+    pub(super) fn whole(len: usize, crossings: &[CrossingSpec]) -> Self {
+        let incoming: Count =
+            |sums, value, amount| sums.add_once(value.made_by + 1..usize::MAX, &value.used_by, amount);
+        let outgoing: Count = |sums, value, amount| {
+            if let Some(&last) = value.used_by.last() {
+                sums.add_open(value.made_by, last, amount);
+            }
+        };
+        Self::new(len, crossings, incoming, outgoing)
+    }
+
+    /// With the Block right before a run, and with the one right after it: what surely moves between a Stage and the
+    /// very next one. Only of Values whose gradients come back, so that both wait for each other.
+    pub(super) fn direct(len: usize, crossings: &[CrossingSpec]) -> Self {
+        let incoming: Count =
+            |sums, value, amount| sums.add_once(value.made_by + 1..value.made_by + 2, &value.used_by, amount);
+        let outgoing: Count =
+            |sums, value, amount| value.used_by.iter().for_each(|&user| sums.add_ending(value.made_by, user, amount));
+        let with_grads: Vec<_> = crossings.iter().filter(|crossing| crossing.requires_grad).cloned().collect();
+        Self::new(len, &with_grads, incoming, outgoing)
+    }
+
+    fn new(len: usize, crossings: &[CrossingSpec], incoming: Count, outgoing: Count) -> Self {
+        let sums = |count: Count, which: fn(&&CrossingSpec) -> bool| {
+            AffineSums::new(len, |builder, part| {
+                crossings.iter().filter(which).for_each(|crossing| count(builder, crossing, part(crossing.bytes)));
+            })
+        };
+        Self {
+            in_bytes: sums(incoming, |_| true),
+            in_grad_bytes: sums(incoming, |crossing| crossing.requires_grad),
+            out_bytes: sums(outgoing, |_| true),
+            out_grad_bytes: sums(outgoing, |crossing| crossing.requires_grad),
+        }
+    }
+}

@@ -1,0 +1,21 @@
+//! The objective: time and memory of a Stage, time of a step.
+
+mod again;
+mod at;
+mod end;
+mod knapsack;
+pub(crate) mod memory;
+mod model;
+mod place;
+mod saver;
+mod stage;
+mod step;
+mod time;
+
+pub(crate) use at::{At, Pricing, Problem};
+pub(crate) use knapsack::CHEAPER;
+pub(crate) use model::Model;
+pub(crate) use place::{Place, RankOrder};
+pub(crate) use saver::{Again, Saver};
+pub(crate) use stage::{PlainStage, Priced};
+pub(crate) use step::{StageCost, StepModel, StepTime};

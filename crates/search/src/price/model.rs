@@ -1,0 +1,47 @@
+//! A graph's chain of Blocks with its costs on a cluster.
+
+use rannc_cost::{Blocks, Cluster, Profile};
+use rannc_ir::{Analysis, Graph};
+
+use super::at::Problem;
+use crate::chain::{Chain, CrossingSpec, Measured, extract};
+use crate::settings::Settings;
+
+/// A chain of Blocks with its costs.
+pub(crate) struct Model {
+    pub(crate) blocks: Blocks,
+    pub(crate) chain: Chain,
+    pub(crate) crossings: Vec<CrossingSpec>,
+    /// By kind of device.
+    pub(crate) measured: Vec<Option<Measured>>,
+}
+
+impl Model {
+    /// Prepares these Blocks of a graph for a cluster.
+    pub(crate) fn new(
+        graph: &Graph,
+        analysis: &Analysis,
+        blocks: Blocks,
+        cluster: &Cluster,
+        profiles: &[Profile],
+        settings: &Settings,
+    ) -> Self {
+        let spec = extract(graph, analysis, &blocks, cluster.kinds[0].host, settings.batch_rows);
+        let measured = cluster.kinds.iter().map(|device| {
+            let profile = profiles.iter().find(|profile| profile.device == device.name)?;
+            Measured::new(profile, device, &blocks, &spec.blocks, settings.rank_rows())
+        });
+        let measured = measured.collect();
+        let crossings = spec.crossings.clone();
+        Self { blocks, chain: Chain::new(spec, &cluster.kinds), crossings, measured }
+    }
+
+    pub(crate) fn problem<'a>(&'a self, cluster: &'a Cluster, settings: &'a Settings) -> Problem<'a> {
+        Problem { chain: &self.chain, cluster, measured: &self.measured, settings, in_parts: false, direct: false }
+    }
+
+    /// Kinds of Blocks that were measured on every kind of device.
+    pub(crate) fn measured_kinds(&self) -> usize {
+        self.measured.iter().map(|measured| measured.as_ref().map_or(0, Measured::kinds)).min().unwrap_or(0)
+    }
+}

@@ -1,0 +1,80 @@
+//! How long a run of Blocks computes.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use rannc_cost::{ComputeCost, Device};
+
+use super::at::{At, Pricing};
+use crate::chain::Times;
+
+/// Forward and backward of a run, for one microbatch.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct RunTime {
+    pub(super) forward_us: f64,
+    pub(super) backward_us: f64,
+}
+
+impl RunTime {
+    /// What takes `cost` on a device. A host that starts what its device computes runs ahead of it, so that over many
+    /// microbatches the slower of them counts; the device then waits in proportion to the work of the host.
+    fn new(cost: ComputeCost, device: &Device) -> Self {
+        let ComputeCost { forward_us, backward_us, forward_host_us, backward_host_us } = cost;
+        if device.host {
+            let action_us = device.action_us;
+            return Self { forward_us: forward_us + action_us, backward_us: backward_us + action_us };
+        }
+        let forward_host_us = forward_host_us + device.action_us;
+        let host_us = forward_host_us + backward_host_us + device.action_us;
+        let waiting_us = host_us - (forward_us + backward_us);
+        if waiting_us <= 0.0 {
+            return Self { forward_us, backward_us };
+        }
+        let forward_waiting_us = waiting_us * (forward_host_us / host_us);
+        Self { forward_us: forward_us + forward_waiting_us, backward_us: backward_us + waiting_us - forward_waiting_us }
+    }
+}
+
+impl Pricing<'_> {
+    /// Forward and backward of a run, on the slowest device of a place.
+    pub(super) fn compute(&self, run: &Range<usize>, at: &At<'_>) -> RunTime {
+        let on = |(device, times): &(&Device, Arc<Times>)| {
+            RunTime::new(self.chain.run_cost(times, run.start, run.end), device)
+        };
+        at.devices.iter().map(on).fold(RunTime::default(), |slowest, time| RunTime {
+            forward_us: slowest.forward_us.max(time.forward_us),
+            backward_us: slowest.backward_us.max(time.backward_us),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use rannc_cost::Cluster;
+
+    use super::*;
+
+    fn device(host: bool, action_us: f64) -> Device {
+        let mut cluster = Cluster::preset("H200", 1, 1).expect("a preset");
+        Device { host, action_us, ..cluster.kinds.remove(0) }
+    }
+
+    proptest! {
+        #[test]
+        fn the_slower_of_device_and_host_counts(us in prop::array::uniform4(0.0..1e4_f64), action_us in 1.0..1e3_f64) {
+            let [forward_us, backward_us, forward_host_us, backward_host_us] = us;
+            let cost = ComputeCost { forward_us, backward_us, forward_host_us, backward_host_us };
+            let time = RunTime::new(cost, &device(false, action_us));
+            let slower_us = (forward_us + backward_us).max(forward_host_us + backward_host_us + 2.0 * action_us);
+            prop_assert!((time.forward_us + time.backward_us - slower_us).abs() <= 1e-9 * slower_us);
+            prop_assert!(time.forward_us >= forward_us && time.backward_us >= backward_us);
+        }
+    }
+
+    #[test]
+    fn a_host_that_computes_itself_adds_its_actions() {
+        let cost = ComputeCost { forward_us: 10.0, backward_us: 20.0, ..ComputeCost::default() };
+        assert_eq!(RunTime::new(cost, &device(true, 3.0)), RunTime { forward_us: 13.0, backward_us: 23.0 });
+    }
+}

@@ -1,0 +1,11 @@
+//! The best division into Stages, and its lower bound.
+
+pub(crate) mod relax;
+mod shortage;
+mod solve;
+mod stages;
+pub(crate) mod table;
+
+pub(crate) use shortage::{fits, shortage};
+pub(crate) use solve::{SearchCase, Solution, Solved, Solver};
+pub(crate) use stages::FoundStage;

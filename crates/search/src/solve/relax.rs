@@ -1,0 +1,275 @@
+//! Lower bounds for whole and partial Plans, from relaxed ones.
+//!
+//! In a relaxed Plan every Stage has a place as good as any in the cluster, ranks may be left over, parts of Blocks
+//! may be computed again, and only what surely moves between a Stage and the very next one takes time, so that a
+//! relaxed Plan never takes longer than the longest path through the Plan itself (see [`crate::answer`]). Two dynamic
+//! programs look at all relaxed Plans:
+//! * from the last Stage to the first by the objective itself (see [`StepModel`]), but with the later Stages
+//!   as good as any in each of its parts alone: no Plan takes less than what comes out, whatever its cuts
+//!   between Blocks, Replicas, ranks and savings of memory;
+//! * from the first Stage to the last, with only those Stages that do not make every Plan too long: the least
+//!   time before a Stage.
+//!
+//! Both leave out states with too few ranks for what is still to be computed.
+
+use std::ops::{Range, RangeInclusive};
+
+use rannc_cost::{Cluster, Link};
+
+use super::table::{Entry, StageKey, StageTable};
+use crate::price::{Place, Pricing, Saver, StepModel, StepTime};
+
+/// Stages from the end that are told apart with many ranks; further ones hold at least as many microbatches.
+const COUNTED: usize = 4;
+/// From so many ranks on there are many.
+const MANY_RANKS: u32 = 128;
+/// Most units of ranks that are told apart.
+const UNITS: usize = 512;
+/// Of a unit: what is below comes from rounding.
+const ROUNDING: f64 = 1e-6;
+
+/// Relaxed Plans for one Schedule and number of microbatches.
+pub(crate) struct Relaxation {
+    step: StepModel,
+    states: States,
+    /// Numbers of Replicas that have equally many rows each; a relaxed Stage takes the least of them.
+    equal: Vec<RangeInclusive<u32>>,
+    /// Stages at ideal places: for each kind of device, for each of these numbers.
+    table: StageTable,
+    /// The fewest units of ranks that can compute the Blocks before a place in time, and those from it on.
+    fewest: [Vec<usize>; 2],
+    /// The last Stages: none are better in any part of the objective.
+    later: Vec<StepTime>,
+    /// Least time in which a microbatch passes the first Stages.
+    before_us: Vec<f64>,
+}
+
+/// Places between the Stages of a Plan: how many Stages are behind, the Block behind, and the most ranks that the
+/// Stages on one side have.
+#[derive(Clone, Copy)]
+struct States {
+    blocks: usize,
+    /// In units.
+    ranks: usize,
+    /// Ranks of a unit. Of each StageKey, the ranks beyond whole units are left out.
+    unit: usize,
+    /// More Stages are counted as so many.
+    counted: usize,
+}
+
+impl States {
+    fn new(pricing: &Pricing<'_>) -> Self {
+        let (blocks, world_size) = (pricing.chain.len(), pricing.problem.settings.world_size);
+        let unit = (world_size as usize).div_ceil(UNITS);
+        let ranks = world_size as usize / unit;
+        let most = if world_size < MANY_RANKS { blocks.min(ranks) } else { COUNTED };
+        let all_held = |&count: &usize| pricing.step.in_flight(count) == pricing.step.microbatches;
+        Self { blocks, ranks, unit, counted: (1..most).find(all_held).unwrap_or(most) }
+    }
+
+    fn len(&self) -> usize {
+        (self.counted + 1) * (self.blocks + 1) * (self.ranks + 1)
+    }
+
+    fn index(&self, behind: usize, block: usize, ranks: usize) -> usize {
+        (behind * (self.blocks + 1) + block) * (self.ranks + 1) + ranks
+    }
+
+    /// The states that only differ in the ranks.
+    fn row(&self, behind: usize, block: usize) -> Range<usize> {
+        let start = self.index(behind, block, 0);
+        start..start + self.ranks + 1
+    }
+
+    /// Stages behind with one more.
+    fn next(&self, behind: usize) -> usize {
+        (behind + 1).min(self.counted)
+    }
+
+    /// Stages behind that a Stage waits for. The more there are, the shorter is every path.
+    fn waited_for(&self, behind: usize) -> usize {
+        if behind == self.counted { self.blocks } else { behind }
+    }
+
+    /// Ranks of a Stage at a place of the table.
+    fn ranks_at(&self, equal: &[RangeInclusive<u32>], place: usize) -> usize {
+        *equal[place % equal.len()].start() as usize / self.unit
+    }
+
+    /// True when a Stage may be run so with so many Stages behind it.
+    fn allow(&self, step: &StepModel, entry: &Entry, saver: Saver, behind: usize) -> bool {
+        let count = self.next(behind);
+        let in_flight = step.in_flight(count);
+        entry.max_in_flight >= in_flight && (count == self.counted || saver.serves(in_flight))
+    }
+}
+
+impl Relaxation {
+    /// Relaxed Plans that take less than `best_us`.
+    pub(crate) fn new(pricing: &Pricing<'_>, best_us: f64) -> Self {
+        let (states, equal, cluster) = (States::new(pricing), pricing.equal_replicas(), pricing.problem.cluster);
+        let of_kind = |kind: usize| equal.iter().map(move |replicas| Place::ideal(cluster, replicas, kind));
+        let places: Vec<Place> = (0..cluster.kinds.len()).flat_map(of_kind).collect();
+        let table = StageTable::new(pricing, &places, |_| None, best_us);
+        let (later, before_us) = (vec![StepTime::NEVER; states.len()], vec![f64::INFINITY; states.len()]);
+        let fewest = [Vec::new(), Vec::new()];
+        let mut relaxed = Self { step: pricing.step, states, equal, table, fewest, later, before_us };
+        relaxed.find_fewest(best_us);
+        if relaxed.fewest[0][states.blocks] <= states.ranks {
+            relaxed.find_later(best_us);
+        }
+        relaxed
+    }
+
+    /// No Plan takes less; infinite when none takes less than the time that was given.
+    pub(crate) fn bound_us(&self) -> f64 {
+        let States { counted, ranks, .. } = self.states;
+        let of_count = |count| self.step.step_us(self.later[self.states.index(count, 0, ranks)]);
+        (1..=counted).map(of_count).fold(f64::INFINITY, f64::min)
+    }
+
+    /// Least time in which a microbatch passes the first Stages when so many are `behind` them.
+    pub(crate) fn before_us(&self, behind: usize, blocks: usize, ranks: u32) -> f64 {
+        self.before_us[self.states.index(behind.min(self.states.counted), blocks, ranks as usize / self.states.unit)]
+    }
+
+    /// The Stages at an ideal place that is as good as this one.
+    pub(crate) fn stages_at(&self, place: &Place) -> (&StageTable, usize) {
+        let kind = place.kinds().next().unwrap_or(0);
+        let equal = self.equal.partition_point(|replicas| *replicas.end() < place.replicas);
+        (&self.table, kind * self.equal.len() + equal)
+    }
+
+    fn find_fewest(&mut self, best_us: f64) {
+        let blocks = self.states.blocks;
+        // Time on all ranks together.
+        let (mut before_us, mut behind_us) = (vec![f64::INFINITY; blocks + 1], vec![f64::INFINITY; blocks + 1]);
+        (before_us[0], behind_us[blocks]) = (0.0, 0.0);
+        let in_flight = |end: usize| self.step.in_flight(if end == blocks { 1 } else { 2 });
+        let stages =
+            |end: usize| self.table.all_ending(end).filter(move |(_, entry)| entry.max_in_flight >= in_flight(end));
+        let work_us = |stage: &StageKey, entry: &Entry| {
+            self.step.busy_us(&entry.cost) * self.states.ranks_at(&self.equal, stage.place) as f64
+        };
+        for end in 1..=blocks {
+            for (stage, entry) in stages(end) {
+                before_us[end] = before_us[end].min(before_us[stage.first] + work_us(&stage, entry));
+            }
+        }
+        for end in (1..=blocks).rev() {
+            for (stage, entry) in stages(end) {
+                behind_us[stage.first] = behind_us[stage.first].min(behind_us[end] + work_us(&stage, entry));
+            }
+        }
+        let most = self.states.ranks as f64 + 1.0;
+        let fewest = |work_us: f64| (work_us / best_us - ROUNDING).ceil().clamp(0.0, most) as usize;
+        self.fewest = [before_us, behind_us].map(|work_us| work_us.into_iter().map(fewest).collect());
+    }
+
+    /// From the last Stage to the first.
+    fn find_later(&mut self, best_us: f64) {
+        let States { blocks, counted, .. } = self.states;
+        self.later[self.states.index(0, blocks, 0)] = StepTime::default();
+        for end in (0..=blocks).rev() {
+            for behind in 0..=counted {
+                let row = self.states.row(behind, end);
+                let better = better_with_more(&mut self.later[row], StepTime::NEVER, StepTime::least);
+                if end > 0 && !better.is_empty() {
+                    self.put_before(end, behind, &better, best_us);
+                }
+            }
+        }
+    }
+
+    /// Puts every Stage that ends at `end` before the Stages behind it, for each of these numbers of ranks.
+    fn put_before(&mut self, end: usize, behind: usize, ranks: &[usize], best_us: f64) {
+        let Self { step, states, equal, table, fewest: [fewest_before, _], later, .. } = self;
+        let next = states.next(behind);
+        for (stage, entry) in table.all_ending(end) {
+            if !states.allow(step, entry, table.savers[stage.saver], behind) {
+                continue;
+            }
+            let replicas = states.ranks_at(equal, stage.place);
+            let enough = |&&ranks: &&usize| ranks + replicas + fewest_before[stage.first] <= states.ranks;
+            for &ranks in ranks.iter().take_while(enough) {
+                let behind_it = later[states.index(behind, end, ranks)];
+                let time = step.prepend(behind_it, &entry.cost, states.waited_for(behind));
+                if step.bound_us(time, 0.0) < best_us {
+                    let own = &mut later[states.index(next, stage.first, ranks + replicas)];
+                    *own = own.least(time);
+                }
+            }
+        }
+    }
+
+    /// From the first Stage to the last: finds the least time before each StageKey, and drops the Stages that make
+    /// every relaxed Plan take `best_us` or more.
+    pub(crate) fn limit(&mut self, best_us: f64) {
+        let States { blocks, counted, .. } = self.states;
+        (0..=counted).for_each(|behind| self.before_us[self.states.index(behind, 0, 0)] = 0.0);
+        // By Block, by number of Stages behind.
+        let mut better: Vec<Vec<Vec<usize>>> = Vec::new();
+        for end in 0..=blocks {
+            if end > 0 {
+                self.put_behind(end, &better, best_us);
+            }
+            let rows = (0..=counted).map(|behind| self.states.row(behind, end));
+            better.push(rows.map(|row| better_with_more(&mut self.before_us[row], f64::INFINITY, f64::min)).collect());
+        }
+    }
+
+    /// Puts every Stage that ends at `end` behind the Stages before it.
+    fn put_behind(&mut self, end: usize, better: &[Vec<Vec<usize>>], best_us: f64) {
+        let Self { step, states, equal, table, fewest: [_, fewest_behind], later, before_us } = self;
+        let savers = table.savers.clone();
+        let most = (states.ranks + 1).saturating_sub(fewest_behind[end]);
+        table.retain(end, |stage, entry| {
+            let (replicas, busy_us) = (states.ranks_at(equal, stage.place), step.busy_us(&entry.cost));
+            let mut useful = false;
+            for behind in (0..=states.counted).filter(|&behind| states.allow(step, entry, savers[stage.saver], behind))
+            {
+                let next = states.next(behind);
+                for &ranks in better[stage.first][next].iter().take_while(|&ranks| ranks + replicas < most) {
+                    let earlier_us = entry.cost.behind_us(before_us[states.index(next, stage.first, ranks)]);
+                    let behind_it = later[states.index(behind, end, states.ranks - ranks - replicas)];
+                    if earlier_us + busy_us >= best_us || behind_it == StepTime::NEVER {
+                        continue;
+                    }
+                    let time = step.prepend(behind_it, &entry.cost, states.waited_for(behind));
+                    if step.bound_us(time, earlier_us) < best_us {
+                        useful = true;
+                        let own_us = &mut before_us[states.index(behind, end, ranks + replicas)];
+                        *own_us = own_us.min(earlier_us + entry.cost.pass_us());
+                    }
+                }
+            }
+            useful
+        });
+    }
+}
+
+/// Makes a state with more ranks as good as those with fewer; the numbers of ranks from which on it is better.
+fn better_with_more<T: Copy + PartialEq>(row: &mut [T], never: T, least: impl Fn(T, T) -> T) -> Vec<usize> {
+    let (mut better, mut best) = (Vec::new(), never);
+    for (ranks, own) in row.iter_mut().enumerate() {
+        *own = least(*own, best);
+        if *own != best {
+            better.push(ranks);
+            best = *own;
+        }
+    }
+    better
+}
+
+/// A cluster where devices of one node send to each other as fast as any two devices.
+pub(crate) fn with_best_sends(cluster: &Cluster) -> Cluster {
+    let mut cluster = cluster.clone();
+    let best = cluster.levels.iter().map(|level| level.send).reduce(|best, send| Link {
+        latency_us: best.latency_us.min(send.latency_us),
+        bytes_per_s: best.bytes_per_s.max(send.bytes_per_s),
+    });
+    if let (Some(first), Some(best)) = (cluster.levels.first_mut(), best) {
+        first.send = best;
+    }
+    cluster
+}

@@ -1,0 +1,199 @@
+//! What is short when nothing fits.
+
+use std::ops::Range;
+
+use rannc_plan::MemoryPrediction;
+
+use crate::error::{Advice, SearchError, Shortage};
+use crate::price::{Place, Pricing, RankOrder, Saver};
+
+/// A Stage of the Plan that comes closest, the one that misses most.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Tightest<'a> {
+    short_bytes: f64,
+    first: usize,
+    end: usize,
+    place: &'a Place,
+    in_flight: u64,
+    stages: usize,
+}
+
+/// Says which Stage is too large even in the Plan whose largest Stage is smallest; `describe` names a
+/// Block.
+pub(crate) fn shortage(
+    pricing: &Pricing<'_>,
+    order: &RankOrder,
+    would_fit: Vec<&'static str>,
+    describe: impl Fn(usize) -> String,
+) -> SearchError {
+    let Some(tightest) = Fit::new(pricing, order, Saver::PLAIN).tightest() else {
+        let wanted = pricing.problem.settings.forced_stages().unwrap_or(1);
+        return SearchError::TooFewBlocks { wanted, possible: pricing.chain.len() };
+    };
+    let Tightest { first, end, place, .. } = tightest;
+    let at = pricing.at(place);
+    let usable_bytes = at.usable_bytes;
+    let memory_of = |run: Range<usize>| {
+        let workspace_bytes = pricing.run_workspace_bytes(run.clone(), place.replicas);
+        let memory = pricing.memory(&run, &at, Saver::PLAIN, workspace_bytes);
+        memory.prediction(tightest.in_flight)
+    };
+    let alone_bytes = |block: usize| memory_of(block..block + 1).total_bytes();
+    let heaviest = (first..end).rev().max_by_key(|&block| alone_bytes(block)).unwrap_or(first);
+    let memory = memory_of(first..end);
+    SearchError::DoesNotFit(Shortage {
+        block: describe(heaviest),
+        short_bytes: tightest.short_bytes.max(0.0).ceil() as u64,
+        needed_bytes: (usable_bytes + tightest.short_bytes).ceil() as u64,
+        usable_bytes: usable_bytes as u64,
+        would_fit,
+        stages: tightest.stages,
+        microbatches: pricing.step.microbatches,
+        largest: largest_use(&memory),
+        advice: advice(pricing, &memory, alone_bytes(heaviest) as f64 > usable_bytes),
+    })
+}
+
+/// True when some division fits if every Stage is run so.
+pub(crate) fn fits(pricing: &Pricing<'_>, order: &RankOrder, saver: Saver) -> bool {
+    Fit::new(pricing, order, saver).tightest().is_some_and(|tightest| tightest.short_bytes <= 0.0)
+}
+
+fn model_bytes(memory: &MemoryPrediction) -> u64 {
+    memory.params_bytes + memory.grads_bytes + memory.optimizer_bytes
+}
+
+fn largest_use(memory: &MemoryPrediction) -> &'static str {
+    let uses = [
+        (model_bytes(memory), "parameters, gradients and optimizer state"),
+        (memory.activations_bytes, "activations kept for the backward"),
+        (memory.workspace_bytes, "temporary tensors"),
+        (memory.comm_bytes, "communication buffers"),
+        (memory.framework_bytes, "the framework"),
+    ];
+    uses.into_iter().rev().max_by_key(|&(bytes, _)| bytes).map_or("", |(_, name)| name)
+}
+
+/// What helps a Stage with this memory, of which one Block may be too large even alone.
+fn advice(pricing: &Pricing<'_>, memory: &MemoryPrediction, alone: bool) -> Advice {
+    let settings = pricing.problem.settings;
+    if memory.framework_bytes >= memory.total_bytes() / 2 {
+        return Advice::HigherLimit;
+    }
+    if model_bytes(memory) >= memory.activations_bytes + memory.workspace_bytes + memory.comm_bytes {
+        return if alone { Advice::LargerDevice } else { Advice::MoreDevices };
+    }
+    let twice = pricing.step.microbatches.saturating_mul(2);
+    let may_be_smaller = settings.microbatches.is_none()
+        && twice <= settings.most_rank_rows()
+        && twice.saturating_mul(settings.min_microbatch_rows) <= settings.batch_rows;
+    if may_be_smaller { Advice::MoreMicrobatches } else { Advice::SmallerBatch }
+}
+
+/// The Plan whose Stages miss least, by the dynamic program of [`super::stages`] with memory as its only
+/// objective.
+struct Fit<'a> {
+    pricing: &'a Pricing<'a>,
+    order: &'a RankOrder,
+    blocks: usize,
+    units: u32,
+    most_stages: usize,
+    /// By place in the order, end, first.
+    memory: Vec<Vec<Need>>,
+}
+
+/// What a Stage needs beyond what it may use, and for each microbatch in flight.
+#[derive(Clone, Copy)]
+struct Need {
+    short_bytes: f64,
+    microbatch_bytes: f64,
+}
+
+impl<'a> Fit<'a> {
+    fn new(pricing: &'a Pricing<'a>, order: &'a RankOrder, saver: Saver) -> Self {
+        let (blocks, units) = (pricing.chain.len(), order.units());
+        let settings = pricing.problem.settings;
+        let limit = settings.forced_stages().or(settings.max_stages.map(|stages| stages as usize));
+        let most_stages = limit.unwrap_or(usize::MAX).min(blocks).min(units as usize);
+        let memory = order.places().iter().map(|place| needs(pricing, place, saver)).collect();
+        Self { pricing, order, blocks, units, most_stages, memory }
+    }
+
+    fn tightest(&self) -> Option<Tightest<'a>> {
+        let settings = self.pricing.problem.settings;
+        let exactly = settings.forced_stages();
+        let stride = self.units as usize + 1;
+        let mut later: Vec<Option<Tightest<'a>>> = vec![None; (self.blocks + 1) * stride];
+        let mut best: Option<Tightest<'a>> = None;
+        let most_units = if settings.replicas.is_some() { 1 } else { self.units };
+        for stages in 1..=self.most_stages {
+            let mut now = vec![None; later.len()];
+            for units in 1..=most_units {
+                for taken in 0..=self.units - units {
+                    self.add_stage(stages, units, taken, &later, &mut now);
+                }
+            }
+            if exactly.is_none_or(|wanted| wanted == stages) {
+                best = smaller(best, now[self.units as usize]);
+            }
+            later = now;
+        }
+        best
+    }
+
+    /// Puts a Stage of so many units before the divisions of `taken` units into one Stage less.
+    fn add_stage(
+        &self,
+        stages: usize,
+        units: u32,
+        taken: u32,
+        later: &[Option<Tightest<'a>>],
+        now: &mut [Option<Tightest<'a>>],
+    ) {
+        let index = self.order.place_index(self.units - taken - units, units);
+        let place = &self.order.places()[index];
+        let in_flight = self.pricing.step.in_flight(stages);
+        let stride = self.units as usize + 1;
+        for end in 1..=self.blocks {
+            let rest = later[end * stride + taken as usize];
+            let is_last = stages == 1;
+            if (is_last && (end < self.blocks || taken > 0)) || (!is_last && rest.is_none()) {
+                continue;
+            }
+            let needs = &self.memory[index][end * (end - 1) / 2..];
+            for (first, need) in needs[..end].iter().enumerate() {
+                let short_bytes = need.short_bytes + need.microbatch_bytes * in_flight as f64;
+                let stage = Tightest { short_bytes, first, end, place, in_flight, stages };
+                let whole = rest.map_or(stage, |rest| larger(rest, stage));
+                let state = &mut now[first * stride + (taken + units) as usize];
+                *state = smaller(*state, Some(whole));
+            }
+        }
+    }
+}
+
+/// By end and first.
+fn needs(pricing: &Pricing<'_>, place: &Place, saver: Saver) -> Vec<Need> {
+    let at = pricing.at(place);
+    let mut needs = Vec::new();
+    for end in 1..=pricing.chain.len() {
+        for first in 0..end {
+            let workspace_bytes = pricing.run_workspace_bytes(first..end, place.replicas);
+            let memory = pricing.stage(first..end, &at, saver, workspace_bytes).memory;
+            let short_bytes = memory.fixed_bytes() - at.usable_bytes;
+            needs.push(Need { short_bytes, microbatch_bytes: memory.microbatch_bytes });
+        }
+    }
+    needs
+}
+
+fn larger<'a>(rest: Tightest<'a>, stage: Tightest<'a>) -> Tightest<'a> {
+    if rest.short_bytes >= stage.short_bytes { Tightest { stages: stage.stages, ..rest } } else { stage }
+}
+
+fn smaller<'a>(left: Option<Tightest<'a>>, right: Option<Tightest<'a>>) -> Option<Tightest<'a>> {
+    match (left, right) {
+        (Some(left), Some(right)) => Some(if right.short_bytes < left.short_bytes { right } else { left }),
+        (left, right) => left.or(right),
+    }
+}

@@ -1,0 +1,487 @@
+//! Tests that hold the sums and the dynamic program against what they stand for.
+
+use std::sync::atomic::AtomicBool;
+
+use proptest::prelude::*;
+use rannc_cost::{Cluster, FlopRates, OpWork, Poly, Work};
+use rannc_plan::Sharding;
+
+use crate::answer::links::Linker;
+use crate::chain::Chain;
+use crate::chain::spec::{Affine, BlockSpec, ChainSpec, CloneSpec, CrossingSpec, KeptSpec, StateSpec};
+use crate::price::{CHEAPER, Pricing, Problem, RankOrder, Saver, StepTime};
+use crate::settings::{Limits, Savers, Settings};
+use crate::solve::relax::{Relaxation, with_best_sends};
+use crate::solve::table::Entry;
+use crate::solve::{FoundStage, SearchCase, Solved, Solver};
+use crate::stop::{Clock, Stop};
+
+fn block() -> impl Strategy<Value = BlockSpec> {
+    (1..200_u32, 1..200_u32, 0..50_u32, 0..20_u32).prop_map(|(fixed, flops, workspace, private)| BlockSpec {
+        kind: 0,
+        work: vec![OpWork {
+            forward: Work {
+                flops: Poly::affine(f64::from(fixed) * 1e6, f64::from(flops) * 1e6),
+                bytes: Poly::default(),
+                launches: 1.0,
+            },
+            backward: Work { flops: Poly::affine(0.0, f64::from(flops) * 2e6), bytes: Poly::default(), launches: 2.0 },
+            ..OpWork::default()
+        }],
+        workspace_bytes: vec![
+            Affine { fixed: f64::from(workspace) * 1e4, per_row: 0.0 },
+            Affine { fixed: 0.0, per_row: f64::from(workspace) * 1e3 },
+        ],
+        private_bytes: Affine { fixed: 0.0, per_row: f64::from(private) * 1e3 },
+        output_bytes: Affine { fixed: f64::from(private) * 1e2, per_row: f64::from(workspace) * 1e2 },
+    })
+}
+
+/// Blocks of a chain, increasing.
+fn places(len: usize) -> impl Strategy<Value = Vec<usize>> {
+    prop::collection::btree_set(0..len, 1..=len).prop_map(|places| places.into_iter().collect())
+}
+
+fn crossing(len: usize) -> impl Strategy<Value = Option<CrossingSpec>> {
+    (places(len), 1..200_u32, any::<bool>()).prop_map(|(places, bytes, requires_grad)| {
+        let (&made_by, used_by) = places.split_first()?;
+        let bytes = Affine { fixed: 0.0, per_row: f64::from(bytes) * 1e3 };
+        (!used_by.is_empty()).then(|| CrossingSpec { bytes, requires_grad, made_by, used_by: used_by.to_vec() })
+    })
+}
+
+/// A tensor that several Blocks save, and that may cross them.
+fn kept(len: usize) -> impl Strategy<Value = KeptSpec> {
+    (places(len), places(len), any::<bool>(), 1..100_u32).prop_map(|(saved_by, users, crosses, bytes)| {
+        let bytes = Affine { fixed: 0.0, per_row: f64::from(bytes) * 1e3 };
+        let made_by = saved_by[0].min(users[0]);
+        let used_by: Vec<usize> = users.into_iter().filter(|&user| user > made_by).collect();
+        let crossing = (crosses && !used_by.is_empty()).then_some((made_by, used_by));
+        KeptSpec { bytes, saved_by, crossing }
+    })
+}
+
+fn spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
+    (1..=max_len).prop_flat_map(|len| {
+        let states = (places(len), 1..300_u32, any::<bool>()).prop_map(|(blocks, bytes, trainable)| StateSpec {
+            bytes: f64::from(bytes) * 1e4,
+            trainable,
+            blocks,
+        });
+        let clones = (places(len), 1..100_u32).prop_map(|(blocks, us)| CloneSpec {
+            work: OpWork {
+                forward: Work { bytes: Poly::affine(f64::from(us) * 1e4, 0.0), launches: 1.0, ..Work::default() },
+                ..OpWork::default()
+            },
+            blocks,
+        });
+        (
+            prop::collection::vec(block(), len),
+            prop::collection::vec(states, 0..6),
+            prop::collection::vec(clones, 0..3),
+            prop::collection::vec(crossing(len), 0..6),
+            prop::collection::vec(kept(len), 0..6),
+        )
+            .prop_map(|(blocks, states, clones, crossings, kept)| ChainSpec {
+                blocks: (0..).zip(blocks).map(|(kind, block)| BlockSpec { kind, ..block }).collect(),
+                states,
+                clones,
+                crossings: crossings.into_iter().flatten().collect(),
+                kept,
+            })
+    })
+}
+
+/// A chain where most Blocks send Values to the next one, beside those that pass over Blocks.
+fn linked_spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
+    let value = (1..200_u32, prop::bool::weighted(0.8));
+    let links = prop::collection::vec(prop::option::weighted(0.8, value), max_len - 1);
+    (spec(max_len), links).prop_map(|(mut spec, links)| {
+        for (made_by, link) in links.into_iter().take(spec.blocks.len() - 1).enumerate() {
+            spec.crossings.extend(link.map(|(bytes, requires_grad)| CrossingSpec {
+                bytes: Affine { fixed: 0.0, per_row: f64::from(bytes) * 1e3 },
+                requires_grad,
+                made_by,
+                used_by: vec![made_by + 1],
+            }));
+        }
+        spec
+    })
+}
+
+fn savers() -> impl Strategy<Value = Savers> {
+    let levels = vec![Sharding::None, Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::Params];
+    (any::<(bool, bool)>(), prop::sample::select(levels)).prop_map(|((recompute, offload), sharding)| Savers {
+        recompute,
+        sharding,
+        offload,
+    })
+}
+
+fn settings(devices: u32) -> impl Strategy<Value = Settings> {
+    (
+        (1..20_u64, 2..60_u64, any::<(bool, bool, bool)>()),
+        (prop::option::of(1..=devices), prop::option::of(1..4_u32)),
+        savers(),
+    )
+        .prop_map(
+            move |((batch_rows, limit, (loss_inside, gather_inputs, may_idle)), (stages, max_stages), savers)| {
+                Settings {
+                    world_size: devices,
+                    may_idle,
+                    batch_rows,
+                    memory_limit_bytes: Some(limit * 2_000_000),
+                    loss_inside,
+                    gather_inputs,
+                    stages: stages.filter(|stages| stages % 2 == 0),
+                    max_stages,
+                    max_microbatches: 6,
+                    savers,
+                    ..Settings::default()
+                }
+            },
+        )
+}
+
+/// One or two nodes, the second of them perhaps of slower devices.
+fn cluster() -> impl Strategy<Value = Cluster> {
+    (1..3_u32, any::<bool>(), 1..20_u32).prop_map(|(nodes, mixed, megabytes_per_s)| {
+        let mut cluster = Cluster::preset("cpu", nodes, 4_u32.div_ceil(nodes)).expect("4 devices");
+        for (level, bytes_per_s) in cluster.levels.iter_mut().zip([1e8, 1e6 * f64::from(megabytes_per_s)]) {
+            (level.send.bytes_per_s, level.collective.bytes_per_s) = (bytes_per_s, bytes_per_s);
+        }
+        if mixed && nodes == 2 {
+            let mut slower = cluster.kinds[0].clone();
+            slower.name = "slower".into();
+            slower.flops_per_s.fp32 /= 3.0;
+            slower.memory_bytes = 60_000_000;
+            cluster.kinds.push(slower);
+            cluster.nodes[1].kind = 1;
+        }
+        cluster
+    })
+}
+
+fn solve(problem: Problem<'_>, orders: &[RankOrder]) -> (Vec<SearchCase>, Result<Solved, Stop>) {
+    let rough = RankOrder::packed(problem.cluster, problem.settings.world_size, None, 2);
+    let told = AtomicBool::new(false);
+    let solver = Solver { problem, orders, rough: &rough, clock: Clock::new(&told) };
+    let cases = solver.cases(&problem.settings.microbatch_candidates().expect("free microbatches"));
+    let solved = solver.solve(&cases);
+    (cases, solved)
+}
+
+/// The time of the best Plan that the search finds; infinite when nothing fits.
+fn best_us(spec: &ChainSpec, cluster: &Cluster, settings: &Settings) -> f64 {
+    let chain = Chain::new(spec.clone(), &cluster.kinds);
+    let measured = vec![None; cluster.kinds.len()];
+    let problem = Problem { chain: &chain, cluster, measured: &measured, settings, in_parts: false, direct: false };
+    let orders = RankOrder::all(cluster, settings.world_size, None, 64);
+    solve(problem, &orders).1.map_or(f64::INFINITY, |solved| solved.best.found.step_us)
+}
+
+/// What the best Plan may be worse by, since Plans that are better by less are not looked for.
+const SLACK: f64 = 1.0 + 1e-8;
+
+/// A cluster whose times are `factor` times as long.
+fn slower(cluster: &Cluster, factor: f64) -> Cluster {
+    let mut slower = cluster.clone();
+    for device in &mut slower.kinds {
+        let FlopRates { fp64, fp32, tf32, half } = &mut device.flops_per_s;
+        let rates = [fp64, fp32, tf32, half, &mut device.memory_bytes_per_s, &mut device.host_bytes_per_s];
+        rates.into_iter().for_each(|per_s| *per_s /= factor);
+        device.launch_us *= factor;
+        device.action_us *= factor;
+    }
+    for link in slower.levels.iter_mut().flat_map(|level| [&mut level.send, &mut level.collective]) {
+        link.bytes_per_s /= factor;
+        link.latency_us *= factor;
+    }
+    slower
+}
+
+/// All ways to write `total` as a sum of `parts` positive numbers.
+fn compositions(total: usize, parts: usize) -> Vec<Vec<usize>> {
+    if parts == 0 {
+        return if total == 0 { vec![Vec::new()] } else { Vec::new() };
+    }
+    let with_first =
+        |first: usize| compositions(total - first, parts - 1).into_iter().map(move |rest| [vec![first], rest].concat());
+    (1..=total).flat_map(with_first).collect()
+}
+
+/// A division, from the last Stage to the first: lengths of the runs, Replicas, ways to run them.
+struct Division<'a> {
+    pricing: &'a Pricing<'a>,
+    order: &'a RankOrder,
+    lengths: &'a [usize],
+    replicas: &'a [usize],
+    /// To tell times exactly; otherwise the formula tells them.
+    crossings: Option<&'a [CrossingSpec]>,
+}
+
+/// The last Stages of a division.
+#[derive(Clone, Default)]
+struct Later {
+    time: StepTime,
+    /// The first of them first.
+    stages: Vec<FoundStage>,
+}
+
+impl Division<'_> {
+    fn told_us(&self, Later { time, stages }: &Later) -> f64 {
+        let &Self { pricing, order, crossings, .. } = self;
+        let Some(crossings) = crossings else { return pricing.step.step_us(*time) };
+        let priced = |FoundStage { run, positions, saver }: &FoundStage| {
+            let place = order.place_at(positions);
+            let workspace_bytes = pricing.run_workspace_bytes(run.clone(), place.replicas);
+            pricing.stage(run.clone(), &pricing.at(place), *saver, workspace_bytes)
+        };
+        let prices: Vec<_> = stages.iter().map(priced).collect();
+        let replicas: Vec<usize> = stages.iter().map(|stage| stage.positions.len()).collect();
+        let links = Linker { crossings, order, pricing, stages }.links();
+        pricing.step.longest_path_us(&prices, &replicas, &links)
+    }
+
+    /// The least time over all ways to run the Stages, if there is one that fits.
+    fn step_us(&self, savers: &[Saver], place: usize, end: usize, last: u32, later: &Later) -> Option<f64> {
+        let step = &self.pricing.step;
+        let Some(&length) = self.lengths.get(place) else { return Some(self.told_us(later)) };
+        let replicas = u32::try_from(self.replicas[place]).expect("few devices");
+        let (first, unit) = (end - length, last - replicas);
+        let at = self.pricing.at(self.order.place(unit, replicas));
+        let workspace_bytes = self.pricing.run_workspace_bytes(first..end, replicas);
+        let in_flight = step.in_flight(place + 1);
+        let with = |&saver: &Saver| {
+            let entry = Entry::new(self.pricing, first..end, &at, saver, workspace_bytes);
+            if !saver.serves(in_flight) || entry.max_in_flight < in_flight {
+                return None;
+            }
+            let stage = FoundStage { run: first..end, positions: self.order.range(unit, last), saver };
+            let time = step.prepend(later.time, &entry.cost, place);
+            let later = Later { time, stages: [vec![stage], later.stages.clone()].concat() };
+            self.step_us(savers, place + 1, first, unit, &later)
+        };
+        savers.iter().filter_map(with).min_by(f64::total_cmp)
+    }
+}
+
+/// The time of the best Plan: by the formula, or exactly with these Values.
+fn brute_force(
+    problem: Problem<'_>,
+    orders: &[RankOrder],
+    cases: &[SearchCase],
+    crossings: Option<&[CrossingSpec]>,
+) -> Option<f64> {
+    let Problem { chain, settings, .. } = problem;
+    let devices = settings.world_size as usize;
+    let most = settings.max_stages.map_or(devices, |stages| stages as usize);
+    let counts = settings.stages.map_or(1..=most, |stages| stages as usize..=stages as usize);
+    let mut best: Option<f64> = None;
+    for case in cases {
+        let pricing = Pricing::new(problem, case.schedule, case.microbatches);
+        let savers = Saver::all(&settings.savers, &pricing.step.held(devices));
+        for stages in counts.clone() {
+            for used in if settings.may_idle { stages..=devices } else { devices..=devices } {
+                for lengths in compositions(chain.len(), stages) {
+                    for replicas in compositions(used, stages) {
+                        let order = &orders[case.order.expect("a real order")];
+                        let (pricing, lengths, replicas) = (&pricing, &lengths, &replicas);
+                        let division = Division { pricing, order, lengths, replicas, crossings };
+                        let none = Later::default();
+                        let us = division.step_us(&savers, 0, chain.len(), settings.world_size, &none);
+                        best = best.into_iter().chain(us).min_by(f64::total_cmp);
+                    }
+                }
+            }
+        }
+    }
+    best
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    #[test]
+    fn the_search_equals_brute_force(spec in spec(5), settings in settings(4), cluster in cluster()) {
+        let chain = Chain::new(spec, &cluster.kinds);
+        let measured = vec![None; cluster.kinds.len()];
+        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
+        let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
+        let (cases, solved) = solve(problem, &orders);
+        let expected = brute_force(problem, &orders, &cases, None);
+        match (&expected, &solved) {
+            (Some(expected), Ok(Solved { best, lower_bound_us, stop, .. })) => {
+                let us = best.found.step_us;
+                prop_assert!((us - expected).abs() <= 1e-8 * expected, "{us} {expected}");
+                prop_assert!(*lower_bound_us <= us);
+                prop_assert_eq!(*stop, Stop::Complete);
+            }
+            (None, Err(Stop::Complete)) => {}
+            _ => prop_assert!(false, "{expected:?} {solved:?}"),
+        }
+    }
+
+    #[test]
+    fn sums_count_every_tensor_once(spec in spec(7), rows in 1..9_u64) {
+        let devices = Cluster::preset("cpu", 1, 1).expect("one device").kinds;
+        let chain = Chain::new(spec.clone(), &devices);
+        for first in 0..chain.len() {
+            for end in first + 1..=chain.len() {
+                let holds = |places: &[usize]| places.iter().any(|place| (first..end).contains(place));
+                let states: f64 = spec.states.iter().filter(|s| holds(&s.blocks)).map(|s| s.bytes).sum();
+                prop_assert!((chain.state_bytes.at(first, end) - states).abs() < 1.0);
+                let received = |made_by: usize, used_by: &[usize]| made_by < first && holds(used_by);
+                let into = spec.crossings.iter().filter(|c| received(c.made_by, &c.used_by));
+                let into: f64 = into.map(|c| c.bytes.at(rows)).sum();
+                prop_assert!((chain.traffic.in_bytes.at(first, end, rows) - into).abs() < 1.0);
+                let sent = |c: &&CrossingSpec| holds(&[c.made_by]) && c.used_by.iter().any(|&user| user >= end);
+                let out: f64 = spec.crossings.iter().filter(sent).map(|c| c.bytes.at(rows)).sum();
+                prop_assert!((chain.traffic.out_bytes.at(first, end, rows) - out).abs() < 1.0);
+                let is_kept = |k: &&KeptSpec| {
+                    holds(&k.saved_by) || k.crossing.as_ref().is_some_and(|(made_by, used_by)| received(*made_by, used_by))
+                };
+                let private: f64 = spec.blocks[first..end].iter().map(|b| b.private_bytes.at(rows)).sum();
+                let kept: f64 = spec.kept.iter().filter(is_kept).map(|k| k.bytes.at(rows)).sum::<f64>() + private;
+                prop_assert!((chain.kept_bytes.at(first, end, rows) - kept).abs() < 1.0);
+                let outputs: f64 = spec.blocks[first..end].iter().map(|b| b.output_bytes.at(rows)).sum();
+                prop_assert!((chain.output_bytes.at(first, end, rows) - outputs).abs() < 1.0);
+            }
+        }
+    }
+
+    #[test]
+    fn more_memory_is_never_worse(
+        spec in spec(5), settings in settings(4), cluster in cluster(), more in 1.0..3.0_f64,
+    ) {
+        let larger = |bytes: u64| (bytes as f64 * more) as u64;
+        let with_more = Settings { memory_limit_bytes: settings.memory_limit_bytes.map(larger), ..settings.clone() };
+        let before_us = best_us(&spec, &cluster, &settings);
+        prop_assert!(best_us(&spec, &cluster, &with_more) <= before_us * SLACK / CHEAPER);
+        let mut larger_devices = cluster;
+        larger_devices.kinds.iter_mut().for_each(|device| device.memory_bytes = larger(device.memory_bytes));
+        prop_assert!(best_us(&spec, &larger_devices, &settings) <= before_us * SLACK / CHEAPER);
+    }
+
+    #[test]
+    fn faster_links_are_never_worse(
+        spec in spec(5), settings in settings(4), cluster in cluster(),
+        which in 0..4_usize, faster in any::<(bool, bool)>(), factor in 1.0..1000.0_f64,
+    ) {
+        let before_us = best_us(&spec, &cluster, &settings);
+        let mut with_faster = cluster;
+        let links = with_faster.levels.iter_mut().flat_map(|level| [&mut level.send, &mut level.collective]);
+        let links: Vec<_> = links.collect();
+        let count = links.len();
+        let link = links.into_iter().nth(which % count).expect("one of them");
+        link.latency_us /= if faster.0 { factor } else { 1.0 };
+        link.bytes_per_s *= if faster.1 { factor } else { 1.0 };
+        prop_assert!(best_us(&spec, &with_faster, &settings) <= before_us * SLACK);
+    }
+
+    #[test]
+    fn faster_devices_are_never_worse(
+        spec in spec(5), settings in settings(4), cluster in cluster(), factor in 1.0..10.0_f64, which in 0..5_usize,
+    ) {
+        let before_us = best_us(&spec, &cluster, &settings);
+        let mut with_faster = cluster;
+        for device in &mut with_faster.kinds {
+            match which {
+                0 => device.flops_per_s.fp32 *= factor,
+                1 => device.memory_bytes_per_s *= factor,
+                2 => device.host_bytes_per_s *= factor,
+                3 => device.launch_us /= factor,
+                _ => device.action_us /= factor,
+            }
+        }
+        prop_assert!(best_us(&spec, &with_faster, &settings) <= before_us * SLACK / CHEAPER);
+    }
+
+    /// On one node, where every place of so many devices is as good as another; with ranks that may be left out,
+    /// and rows that do not depend on the number of ranks.
+    #[test]
+    fn more_devices_of_a_node_are_never_worse(spec in spec(5), settings in settings(2), devices in 1..5_u32) {
+        let settings = Settings { may_idle: true, gather_inputs: false, ..settings };
+        let with = |devices: u32| {
+            let cluster = Cluster::preset("cpu", 1, devices).expect("devices");
+            best_us(&spec, &cluster, &Settings { world_size: devices, ..settings.clone() })
+        };
+        prop_assert!(with(devices + 1) <= with(devices) * SLACK);
+    }
+
+    /// By powers of two, which leave no trace in the digits.
+    #[test]
+    fn the_best_step_scales_with_all_times(
+        spec in spec(5), settings in settings(4), cluster in cluster(), power in -3..4_i32,
+    ) {
+        let factor = 2.0_f64.powi(power);
+        let slower_us = best_us(&spec, &slower(&cluster, factor), &settings);
+        prop_assert_eq!(slower_us, best_us(&spec, &cluster, &settings) * factor);
+    }
+
+    #[test]
+    fn no_plan_beats_the_bounds(
+        spec in spec(5), settings in settings(4), cluster in cluster(), faster_between in 1.0..10_000.0_f64,
+    ) {
+        let mut cluster = cluster;
+        if let Some(between) = cluster.levels.get_mut(1) {
+            for link in [&mut between.send, &mut between.collective] {
+                link.latency_us /= faster_between;
+                link.bytes_per_s *= faster_between;
+            }
+        }
+        let chain = Chain::new(spec, &cluster.kinds);
+        let measured = vec![None; cluster.kinds.len()];
+        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
+        let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
+        let (cases, _) = solve(problem, &orders);
+        let ideal_cluster = with_best_sends(&cluster);
+        for case in cases {
+            let Some(least_us) = brute_force(problem, &orders, &[case], None) else { continue };
+            let ideal = Problem { cluster: &ideal_cluster, in_parts: true, direct: true, ..problem };
+            let pricing = Pricing::new(ideal, case.schedule, case.microbatches);
+            for best_us in [f64::INFINITY, 2.0 * least_us, SLACK * least_us] {
+                let bound_us = Relaxation::new(&pricing, best_us).bound_us();
+                prop_assert!(bound_us <= least_us * SLACK, "{case:?} {bound_us} {least_us}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_limited_search_tells_the_truth(
+        spec in spec(5), settings in settings(4), cluster in cluster(), candidates in 1..300_u64,
+    ) {
+        let settings = Settings { limits: Limits { candidates, ..settings.limits }, ..settings };
+        let chain = Chain::new(spec, &cluster.kinds);
+        let measured = vec![None; cluster.kinds.len()];
+        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
+        let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
+        let (cases, solved) = solve(problem, &orders);
+        let least_us = brute_force(problem, &orders, &cases, None).unwrap_or(f64::INFINITY);
+        match solved {
+            Ok(Solved { best, lower_bound_us, stop, .. }) => {
+                prop_assert!(lower_bound_us <= least_us * SLACK && least_us <= best.found.step_us * SLACK);
+                prop_assert!(stop == Stop::Candidates || best.found.step_us <= least_us * SLACK);
+            }
+            Err(stop) => prop_assert!(stop == Stop::Candidates || least_us.is_infinite()),
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    #[test]
+    fn no_plan_is_told_shorter_than_the_bound(spec in linked_spec(4), settings in settings(4), cluster in cluster()) {
+        let settings = Settings { max_microbatches: 3, ..settings };
+        let chain = Chain::new(spec.clone(), &cluster.kinds);
+        let measured = vec![None; cluster.kinds.len()];
+        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
+        let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
+        let (cases, solved) = solve(problem, &orders);
+        if let Ok(Solved { lower_bound_us, .. }) = solved {
+            let least_us = brute_force(problem, &orders, &cases, Some(&spec.crossings)).expect("one was found");
+            prop_assert!(lower_bound_us <= least_us * SLACK, "{lower_bound_us} {least_us}");
+        }
+    }
+}

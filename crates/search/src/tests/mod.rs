@@ -1,0 +1,4 @@
+//! Tests of the whole: brute force, laws, the formula of a step.
+
+mod brute_force;
+mod step;

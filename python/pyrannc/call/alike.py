@@ -1,0 +1,48 @@
+"""Captures that are equal on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pyrannc._native import Graph
+from pyrannc.capture import Captured, capture
+from pyrannc.errors import MismatchError
+from pyrannc.job import agree
+
+
+def capture_alike(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, rows: int
+) -> tuple[Captured, Graph]:
+    """The captured call with its Graph. All ranks call it.
+
+    Raises:
+        CaptureError: the call cannot be captured.
+        MismatchError: another rank captured something else.
+    """
+
+    def attempt() -> tuple[Captured, Graph]:
+        captured = capture(model, args, kwargs, device=device, rows=rows)
+        return captured, Graph.from_json(captured.graph_json)
+
+    captured, graph = agree.together(attempt)
+    hashes: list[str] = agree.gather_objects(graph.hash())
+    if len(set(hashes)) > 1:
+        raise MismatchError(_first_difference(graph, hashes))
+    return captured, graph
+
+
+def _first_difference(graph: Graph, hashes: Sequence[str]) -> str:
+    """Names the ranks whose Graph differs from rank 0's, and the first Op that does."""
+    texts: list[list[str]] = agree.gather_objects(graph.op_texts())
+    other = next(rank for rank, found in enumerate(hashes) if found != hashes[0])
+    mine, theirs = texts[0], texts[other]
+    for index in range(max(len(mine), len(theirs))):
+        here = mine[index] if index < len(mine) else "nothing"
+        there = theirs[index] if index < len(theirs) else "nothing"
+        if here != there:
+            return f"the ranks have different models: rank 0 has\n  {here}\nwhere rank {other} has\n  {there}"
+    return f"the ranks have different models: rank {other}'s parameters, buffers or inputs are not those of rank 0"

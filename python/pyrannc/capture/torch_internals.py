@@ -1,0 +1,317 @@
+"""Every private or undocumented name of torch that pyrannc uses, each with why, and what public name would replace it.
+
+It stands with capture, which uses nearly all of them; what else uses some (blocks, profile, module) may import capture.
+All other files keep to torch's public names, as ``tests/capture/test_torch_internals.py`` proves; name by name, it also
+holds what is relied upon. So a new version of torch shows here, and only here, what it has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.source import ConstantSource as _ConstantSource
+from torch._export import non_strict_utils
+from torch._export import utils as export_utils
+from torch._guards import TracingContext, tracing
+from torch._ops import HigherOrderOperator as _HigherOrderOperator
+from torch._ops import OpOverload as _OpOverload
+from torch._subclasses import fake_tensor
+from torch.amp import autocast_mode
+from torch.autograd.function import Function
+from torch.fx.experimental import proxy_tensor, symbolic_shapes
+from torch.multiprocessing import reductions
+from torch.nn.utils import stateless
+from torch.utils import _python_dispatch, _pytree
+
+# --- Tensors without data -------------------------------------------------------------------------------------------
+
+FakeTensor = fake_tensor.FakeTensor
+"""Tells a tensor of the trace from a real one. Public: none."""
+
+FakeTensorMode = fake_tensor.FakeTensorMode
+"""Runs a model on tensors without data, on a device that need not be here. Public: none; torch.export hides its own."""
+
+unset_fake_temporarily = fake_tensor.unset_fake_temporarily
+"""Real execution inside a trace, to answer questions about data. Public: none."""
+
+DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
+"""Tells an operator whose shapes depend on data from one that fails. Public: none."""
+
+UnsupportedOperatorException = fake_tensor.UnsupportedOperatorException
+"""Tells an operator without a rule for fake tensors, which is then run on real samples. Public: none."""
+
+
+def known_data(tensor: Tensor) -> Tensor | None:
+    """The data of a small fake tensor that the trace made itself, such as ``torch.tensor(3)``. Public: none."""
+    constant = getattr(tensor, "constant", None)
+    return constant if isinstance(constant, Tensor) else None
+
+
+# --- The trace ------------------------------------------------------------------------------------------------------
+
+
+def trace_before_dispatch(call: Callable[..., Any], *args: Any) -> fx.GraphModule:
+    """The Ops of a call as autograd sees them. Public: ``make_fx`` without ``_allow_non_fake_inputs``, or export."""
+    trace = proxy_tensor.make_fx(call, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)
+    return trace(*args)
+
+
+def current_tracer() -> Any:
+    """The fx tracer of the running trace, None outside of one. Public: none."""
+    mode: Any = proxy_tensor.get_proxy_mode()
+    return None if mode is None else mode.tracer
+
+
+disable_proxy_modes_tracing = proxy_tensor.disable_proxy_modes_tracing
+"""What runs under it leaves no node. Public: none."""
+
+
+def proxy_of(item: Any, tracer: Any) -> fx.Proxy | None:
+    """What stands for a tensor or a symbolic number in the trace, if anything does. Public: none."""
+    if not isinstance(item, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return None
+    slot: Any = proxy_tensor.get_proxy_slot(item, tracer, None)
+    if isinstance(slot, proxy_tensor._ProxyTensor):
+        slot = slot.proxy
+    if slot is None or isinstance(slot, fx.Proxy):
+        return slot
+    proxy = slot.force()
+    return proxy if isinstance(proxy, fx.Proxy) else None
+
+
+def track(result: Any, proxy: fx.Proxy, tracer: Any) -> None:
+    """``proxy`` stands for ``result`` from now on: for Ops whose inside is not traced. Public: custom operators."""
+    proxy_tensor.track_tensor_tree(result, proxy, constant=None, tracer=tracer)
+
+
+def note_new_nodes(graph: fx.Graph, note: Callable[[fx.Node], None]) -> None:
+    """Calls ``note`` on every node made in ``graph``. Public: none; ``create_node`` is, yet not to be shadowed."""
+    create = graph.create_node
+
+    def create_noted(*args: Any, **kwargs: Any) -> fx.Node:
+        node = create(*args, **kwargs)
+        note(node)
+        return node
+
+    graph.create_node = create_noted  # type: ignore[method-assign]  # shadows it on this graph only
+
+
+NonStrictTorchFunctionHandler = non_strict_utils._NonStrictTorchFunctionHandler
+"""Lets Python code of a model work on symbolic sizes (indexing, ``math`` functions). Public: non-strict export."""
+
+override_builtin_ops = non_strict_utils._override_builtin_ops
+"""Likewise for ``max``, ``min`` and ``pow`` of Python. Public: non-strict export."""
+
+compiling_state = export_utils._compiling_state_context
+"""``torch.compiler.is_compiling()`` is True in it: models leave out what cannot be traced, ``torch.vmap`` leaves nodes.
+Public: none."""
+
+
+@contextmanager
+def tracing_context(mode: fake_tensor.FakeTensorMode) -> Iterator[None]:
+    """Parts of torch that are traced find the mode in force here. Public: none."""
+    with tracing(TracingContext(mode)):
+        yield
+
+
+# --- Symbolic sizes -------------------------------------------------------------------------------------------------
+
+
+def fake_of(mode: fake_tensor.FakeTensorMode, name: str, tensor: Tensor, batched: bool) -> Tensor:
+    """``tensor`` without data, dimension 0 a symbol if it is the batch. Public: ``torch.export.Dim`` and export."""
+    dynamic, static = symbolic_shapes.DimDynamic.DUCK, symbolic_shapes.DimDynamic.STATIC
+    sizes = [dynamic if batched and dim == 0 else static for dim in range(tensor.dim())]
+    context: symbolic_shapes.StatelessSymbolicContext[Any, Any] = symbolic_shapes.StatelessSymbolicContext(
+        dynamic_sizes=sizes
+    )
+    fake: Tensor = mode.from_tensor(tensor, symbolic_context=context, source=_ConstantSource(name))
+    return fake
+
+
+class ShapeQuestions(symbolic_shapes.ShapeEnv):
+    """Symbolic sizes whose guards can be answered and watched by those who inherit from it. Public: none."""
+
+    def answer(self, expr: sympy.Basic) -> sympy.Basic | None:
+        """The answer to a question about data; None leaves torch's error as it is."""
+        return None
+
+    def answered(self, expr: sympy.Basic) -> None:
+        """Sees every guard right after its answer."""
+
+    def is_fixed(self, symbol: sympy.Symbol) -> bool:
+        """True when the answers so far leave one value, or another symbol, for ``symbol``."""
+        return symbol in self.replacements
+
+    def evaluate_sym_node(
+        self, sym_node: Any, size_oblivious: bool = False, fallback_value: bool | None = None
+    ) -> sympy.Basic:
+        """Answers a guard; torch calls it."""
+        try:
+            answer = super().evaluate_sym_node(sym_node, size_oblivious, fallback_value)
+        except symbolic_shapes.GuardOnDataDependentSymNode:
+            answer = self.answer(self.replace(sym_node.expr))
+            if answer is None:
+                raise
+            self.pending_fresh_unbacked_symbols.clear()
+        self.answered(sym_node.expr)
+        return answer
+
+
+def expression(number: Any) -> sympy.Expr:
+    """What a symbolic number is in terms of its symbols. Public: none."""
+    return number.node.expr
+
+
+def simplified(number: Any) -> sympy.Expr:
+    """Likewise, after all that the trace has learned of the symbols. Public: none."""
+    return number.node.shape_env.simplify(number.node.expr)
+
+
+def hint(number: Any) -> Any:
+    """The number that a symbolic one had in the sample. Public: none."""
+    return number.node.hint
+
+
+# --- Operators ------------------------------------------------------------------------------------------------------
+
+OpOverload = _OpOverload
+"""An operator for given types of its operands, as nodes have it for target. Public: ``torch.ops``, without the type."""
+
+HigherOrderOperator = _HigherOrderOperator
+"""``cond``, ``while_loop`` and the like, which are refused. Public: none."""
+
+
+def schema(op: _OpOverload) -> torch.FunctionSchema:
+    """What an operator takes, returns, writes and aliases. Public: none."""
+    return op._schema
+
+
+def overload_name(op: _OpOverload) -> str:
+    """``"Tensor"`` of ``add.Tensor``. Public: the end of ``str(op)``."""
+    return op._overloadname
+
+
+SET_GRAD_ENABLED: Callable[[bool], None] = torch._C._set_grad_enabled
+"""The node that a trace holds for ``torch.no_grad()``; also the quickest switch in generated code. Public: the class
+``torch.set_grad_enabled``."""
+
+ENTER_AUTOCAST = autocast_mode._enter_autocast
+"""The node that opens an autocast region. Public: ``torch.autocast``, which leaves this node."""
+
+EXIT_AUTOCAST = autocast_mode._exit_autocast
+"""The node that closes an autocast region. Public: likewise."""
+
+VMAP_BEGIN, VMAP_END = "_vmap_increment_nesting", "_vmap_decrement_nesting"
+"""Names of the nodes round a ``torch.vmap``. Public: ``torch.vmap``, which leaves them."""
+
+
+def functorch_is_active() -> bool:
+    """True inside ``torch.vmap``, ``torch.func.grad`` and the like. Public: none."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+DisableTorchFunction = torch._C.DisableTorchFunction
+"""Real execution inside a trace does not pass the modes that it is under. Public: none for modes."""
+
+foreach_zero_: Callable[[list[Tensor]], None] = torch._foreach_zero_
+"""Zeroes many tensors by few kernels, as ``zero_grad`` of optimizers does. Public: none."""
+
+foreach_mul_: Callable[[list[Tensor], float], None] = torch._foreach_mul_
+"""Scales many tensors by few kernels, as the clipping of gradients does. Public: none."""
+
+# --- Modules --------------------------------------------------------------------------------------------------------
+
+reparametrized = stateless._reparametrize_module
+"""A module with other tensors in place of its own. Public: ``torch.func.functional_call``, for one call only."""
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """What ``register_buffer`` has put into a module. Public: ``named_buffers(recurse=False)``, without aliases."""
+    return module._buffers
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """True when gradients of the module's calls pass a hook. Public: none."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
+    """Device and type that the arguments of ``module.to`` ask for. Public: none."""
+    device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+    return device, dtype
+
+
+Dropout = nn.modules.dropout._DropoutNd
+"""All kinds of dropout modules. Public: the list of their classes."""
+
+# --- Structures, storages, devices ----------------------------------------------------------------------------------
+
+pytree = _pytree
+"""How torch itself opens containers: types that libraries have registered are known here. Public:
+``torch.utils.pytree``, since torch 2.9, without the table of registered types."""
+
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+"""Sees the storages that operators make, to measure memory on the host. Public: documented, under a private name."""
+
+StorageWeakRef = reductions.StorageWeakRef
+"""Tells whether a storage still lives, without keeping it. Public: none."""
+
+
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """Names a storage for as long as there is a reference to it, with or without data. Public: ``data_ptr()``, which
+    fake tensors lack."""
+    return int(storage._cdata)
+
+
+def sleep_on_gpu(cycles: int) -> None:
+    """Keeps the GPU waiting until the host has queued what is measured. Public: none."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+# --- Functions that are replaced while a model is traced ------------------------------------------------------------
+
+
+class PatchPoint(NamedTuple):
+    """A function that torch, or a model, looks up by name at each call."""
+
+    owner: Any
+    name: str
+
+    @property
+    def original(self) -> Any:
+        """What the owner holds now: of a class method, the descriptor."""
+        return vars(self.owner)[self.name]
+
+    @contextmanager
+    def replaced_by(self, function: Any) -> Iterator[None]:
+        """``function`` stands there while active."""
+        original = self.original
+        setattr(self.owner, self.name, function)
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.name, original)
+
+
+MODULE_CALL = PatchPoint(nn.Module, "__call__")
+"""Tells which sub-module runs, and where it fails. Public: global forward hooks, which see no failure."""
+
+MODULE_TO = PatchPoint(nn.Module, "to")
+"""A move that changes nothing must not replace parameters. Public: none."""
+
+FUNCTION_APPLY = PatchPoint(Function, "apply")
+"""Custom autograd functions stay whole. Public: ``torch.compiler.allow_in_graph``, for export and compile only."""
+
+REGISTER_HOOK = PatchPoint(Tensor, "register_hook")
+"""Gradient hooks become nodes. Public: a mode of torch functions, which some calls pass by."""
+
+TRACK_TENSOR_TREE = PatchPoint(proxy_tensor, "track_tensor_tree")
+"""Gradient and storage of each result are noted as it is made. Public: none."""
+
+PROXY_CALL = PatchPoint(proxy_tensor, "proxy_call")
+"""Operators that fake tensors run wrongly are taken over. Public: custom rules for fake tensors, for own operators."""

@@ -1,0 +1,105 @@
+"""A Graph divided over Stages, or over Blocks, as the native core divided it.
+
+The classes mirror the core's JSON (crates/plan: ``Partition``).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RowDim:
+    """Dimension ``dim`` holds the rows, ``per_row`` elements each."""
+
+    dim: int
+    per_row: int
+
+
+@dataclass(frozen=True)
+class InputPart:
+    """An input of the Graph, as a Stage uses it."""
+
+    index: int
+    value: int
+    has_rows: bool
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A Value made by one Stage and used by later ones."""
+
+    value: int
+    source: int
+    targets: tuple[int, ...]
+    row_dim: RowDim
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class OutputPart:
+    """An output of the Graph: made by Stage ``stage``, or handed through from input ``input``."""
+
+    value: int
+    stage: int | None
+    input: int | None
+    row_dim: RowDim | None
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """What one Stage holds, takes in and gives out; all numbers are the Graph's ids."""
+
+    ops: tuple[int, ...]
+    inputs: tuple[InputPart, ...]
+    receives: tuple[int, ...]
+    sends: tuple[int, ...]
+    outputs: tuple[int, ...]
+    params: tuple[int, ...]
+    buffers: tuple[int, ...]
+    constants: tuple[int, ...]
+    mutated_buffers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A Graph divided over Stages."""
+
+    stages: tuple[StagePart, ...]
+    crossings: dict[int, Crossing]
+    outputs: tuple[OutputPart, ...]
+
+    @staticmethod
+    def from_json(text: str) -> Parts:
+        """Reads the core's ``Partition``."""
+        parts = json.loads(text)
+        return Parts(
+            stages=tuple(_stage_part(item) for item in parts["stages"]),
+            crossings={item["value"]: _crossing(item) for item in parts["crossings"]},
+            outputs=tuple(_output_part(item) for item in parts["outputs"]),
+        )
+
+
+def _row_dim(item: dict[str, int] | None) -> RowDim | None:
+    return None if item is None else RowDim(item["dim"], item["per_row"])
+
+
+def _crossing(item: dict[str, Any]) -> Crossing:
+    row_dim = RowDim(item["row_dim"]["dim"], item["row_dim"]["per_row"])
+    return Crossing(item["value"], item["from"], tuple(item["to"]), row_dim, item["requires_grad"])
+
+
+def _output_part(item: dict[str, Any]) -> OutputPart:
+    source = item["source"]
+    return OutputPart(item["value"], source.get("stage"), source.get("input"), _row_dim(item["row_dim"]))
+
+
+def _stage_part(item: dict[str, Any]) -> StagePart:
+    lists = {name: tuple(item[name]) for name in StagePart.__dataclass_fields__ if name != "inputs"}
+    inputs = tuple(
+        InputPart(part["index"], part["value"], part["has_rows"], part["requires_grad"]) for part in item["inputs"]
+    )
+    return StagePart(inputs=inputs, **lists)

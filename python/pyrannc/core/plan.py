@@ -1,0 +1,129 @@
+"""A Plan: what it decides and what it predicts.
+
+The classes mirror the core's JSON (crates/plan: ``Plan``).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from pyrannc._native import Plan
+
+
+@dataclass(frozen=True)
+class MemoryPrediction:
+    """Bytes on a device of a Stage, by use."""
+
+    params_bytes: int
+    grads_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    workspace_bytes: int
+    comm_bytes: int
+    framework_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of them."""
+        return self.tensors_bytes + self.framework_bytes
+
+    @property
+    def tensors_bytes(self) -> int:
+        """All but the framework's own."""
+        state_bytes = self.params_bytes + self.grads_bytes + self.optimizer_bytes
+        return state_bytes + self.activations_bytes + self.workspace_bytes + self.comm_bytes
+
+
+@dataclass(frozen=True)
+class StagePrediction:
+    """Expected cost of a Stage, per microbatch on its largest Replica; reduction and update once a step."""
+
+    forward_us: float
+    backward_us: float
+    reduce_us: float
+    update_us: float
+    memory: MemoryPrediction
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """Expected time of a step, and the share of it in which devices compute nothing."""
+
+    step_us: float
+    bubble: float
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A Stage.
+
+    Attributes:
+        modules: short names of what it runs.
+        ranks: of its Replicas.
+        recompute: ``"none"``, ``"stage"``, or the runs of Ops that are computed again.
+        sharding: what its Replicas divide among them.
+        offload: its parameters lie on the host.
+    """
+
+    modules: tuple[str, ...]
+    ranks: tuple[int, ...]
+    recompute: str | dict[str, Any]
+    sharding: str
+    offload: bool
+    predicted: StagePrediction
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """A Plan, as far as it is read here."""
+
+    world_size: int
+    batch_rows: int
+    microbatches: int
+    schedule: str
+    stages: tuple[StagePlan, ...]
+    predicted: StepPrediction
+
+    @staticmethod
+    def of(plan: Plan) -> PlanFacts:
+        """Reads a Plan."""
+        return PlanFacts.from_content(content(plan))
+
+    @staticmethod
+    def from_content(plan: dict[str, Any]) -> PlanFacts:
+        """Reads the content of a plan file."""
+        return PlanFacts(
+            world_size=plan["world_size"],
+            batch_rows=plan["batch_rows"],
+            microbatches=plan["microbatches"],
+            schedule=plan["schedule"],
+            stages=tuple(_stage(item) for item in plan["stages"]),
+            predicted=StepPrediction(plan["predicted"]["step_us"], plan["predicted"]["bubble"]),
+        )
+
+
+def content(plan: Plan) -> dict[str, Any]:
+    """What the plan's file says."""
+    found: dict[str, Any] = json.loads(plan.to_json())
+    return found
+
+
+def _stage(item: dict[str, Any]) -> StagePlan:
+    predicted = item["predicted"]
+    memory = predicted["memory"]
+    return StagePlan(
+        modules=tuple(item["modules"]),
+        ranks=tuple(item["ranks"]),
+        recompute=item["recompute"],
+        sharding=item["sharding"],
+        offload=item["offload"],
+        predicted=StagePrediction(
+            forward_us=predicted["forward_us"],
+            backward_us=predicted["backward_us"],
+            reduce_us=predicted["reduce_us"],
+            update_us=predicted["update_us"],
+            memory=MemoryPrediction(**{name: memory[name] for name in MemoryPrediction.__dataclass_fields__}),
+        ),
+    )

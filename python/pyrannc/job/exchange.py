@@ -1,0 +1,72 @@
+"""Tensors on their way between ranks, over process groups: messages, sums, and what an owner has for the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyrannc.job import faults, process
+
+Group: TypeAlias = dist.ProcessGroup
+Work: TypeAlias = dist.Work
+"""What is under way; ``wait()`` waits for it (on a GPU: makes the current stream wait)."""
+
+
+def exchange(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+    """Sends and receives contiguous tensors at once, on the group of all ranks.
+
+    Both ends list the messages between them in the same order. On a GPU this does not wait for the
+    messages but makes the current stream wait.
+    """
+    world = process.world()
+    operations = [dist.P2POp(dist.irecv, as_sent(tensor), peer, world) for peer, tensor in receives]
+    operations += [dist.P2POp(dist.isend, as_sent(tensor), peer, world) for peer, tensor in sends]
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+
+def as_sent(tensor: Tensor) -> Tensor:
+    """The same memory with an element type that every back end can send."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def sum_over_ranks(tensor: Tensor, group: Group | None = None) -> None:
+    """Sums a tensor in place over the ranks of a group, without one over all."""
+    dist.all_reduce(tensor, group=process.world() if group is None else group)
+
+
+def start_sum(tensor: Tensor, group: Group | None) -> Work:
+    """Starts to sum a tensor in place over the ranks of a group."""
+    work: Work | None = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None, "an asynchronous all-reduce returns its work"
+    return work
+
+
+def give_to_others(tensor: Tensor, owner: int, group: Group | None = None) -> None:
+    """Overwrites a contiguous tensor with that of rank ``owner``, on the ranks of a group or, without one, on all."""
+    dist.broadcast(tensor, owner, group=process.world() if group is None else group)
+    # Those who give a whole model away, tensor by tensor, come forward all the time.
+    faults.advance()
+
+
+def from_owner(tensor: Tensor, owner: int, device: torch.device) -> Tensor:
+    """A tensor of rank ``owner``, on the host of every rank. All ranks call it.
+
+    Args:
+        tensor: on the owner, what to give; elsewhere, its shape and type.
+        owner: the rank that has it.
+        device: where this rank computes, over which the tensor travels.
+    """
+    if process.get_world_size() == 1:
+        return tensor.to("cpu", copy=True)
+    if process.get_rank() == owner:
+        on_device = tensor.to(device).contiguous()
+    else:
+        on_device = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    give_to_others(on_device, owner)
+    return on_device.cpu()

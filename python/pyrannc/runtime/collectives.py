@@ -1,0 +1,29 @@
+"""The process groups over which ranks that hold the same parameters sum gradients."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from pyrannc.job import process
+from pyrannc.job.exchange import Group
+
+
+class Groups:
+    """Process groups by their ranks; all ranks ask for the same ones in the same order."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ...], Group | None] = {}
+
+    def of(self, ranks: tuple[int, ...]) -> Group | None:
+        """The process group of some ranks; ``None`` for a single one, which needs none."""
+        if len(ranks) == process.get_world_size():
+            return process.world()
+        if ranks not in self._made:
+            self._made[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+        return self._made[ranks]
+
+    def close(self) -> None:
+        """Destroys the communicators."""
+        for group in self._made.values():
+            if group is not None:
+                dist.destroy_process_group(group)

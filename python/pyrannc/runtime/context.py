@@ -1,0 +1,43 @@
+"""What a rank's Stage works with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyrannc.blocks.function import StageCode
+from pyrannc.blocks.randomness import Randomness
+from pyrannc.core.graph import GraphFacts
+from pyrannc.core.partition import Parts
+from pyrannc.runtime.channels import Channels
+from pyrannc.runtime.position import ActionRecord
+from pyrannc.runtime.timing import Timing
+from pyrannc.store.gradients import Gradients
+
+
+@dataclass
+class StageContext:
+    """What a rank's Stage works with, from deployment to deployment.
+
+    Attributes:
+        params: leaves by Value id.
+        buffers: the Stage's buffers and constants by Value id.
+        stage_of: the Stage of each rank.
+    """
+
+    facts: GraphFacts
+    parts: Parts
+    stage: int
+    code: StageCode
+    params: Mapping[int, Tensor]
+    buffers: Mapping[int, Tensor]
+    stage_of: Sequence[int]
+    channels: Channels
+    gradients: Gradients
+    randomness: Randomness
+    record: ActionRecord
+    timing: Timing
+    device: torch.device

@@ -1,0 +1,202 @@
+"""One Replica's microbatches in a step: their forwards, backwards, and messages.
+
+A microbatch lives here from its forward to its backward. Tensors that come from other ranks are leaves
+of the Stage's autograd graph; their gradients go back where the tensors came from.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from pyrannc.core.partition import InputPart
+from pyrannc.core.program import Piece, RankProgram, Recv, Rows, Send
+from pyrannc.job.exchange import Work
+from pyrannc.runtime.context import StageContext
+from pyrannc.runtime.rows import join_rows, take_rows
+from pyrannc.runtime.timing import Kind, StepMarks
+
+Seeds: TypeAlias = Callable[[int, int], Tensor | None]
+"""The gradient of an output of a microbatch, by microbatch and Value."""
+
+
+@dataclass
+class _Microbatch:
+    """A microbatch between its forward and its backward."""
+
+    feeds: dict[int, Tensor] = field(default_factory=dict)
+    results: dict[int, Tensor] = field(default_factory=dict)
+
+
+_Arrivals = dict[tuple[int, str], list[tuple[int, Piece, Tensor, Work]]]
+
+
+class Seat:
+    """A Replica in one step.
+
+    Args:
+        context: the Stage.
+        program: which rows it computes.
+        step: number of the step, for random numbers.
+        inputs: the Stage's inputs by microbatch and Value; none for microbatches without rows here.
+        marks: where to note when computations run.
+
+    Attributes:
+        outputs: of the model, made here, by microbatch and Value.
+        input_grads: gradients of ``inputs``; of one without rows a sum over microbatches, under microbatch 0.
+    """
+
+    def __init__(
+        self,
+        context: StageContext,
+        program: RankProgram,
+        step: int,
+        inputs: Mapping[tuple[int, int], Tensor],
+        marks: StepMarks | None,
+    ) -> None:
+        self._context = context
+        self._program = program
+        self._step = step
+        self._inputs = inputs
+        self._marks = marks
+        self._part = context.parts.stages[context.stage]
+        self._live: dict[int, _Microbatch] = {}
+        self._arrivals: _Arrivals = defaultdict(list)
+        self._input_parts = {part.value: part for part in self._part.inputs}
+        self._trains = program.call != "forward"
+        self.outputs: dict[tuple[int, int], Tensor] = {}
+        self.input_grads: dict[tuple[int, int], Tensor] = {}
+        self._gradients: dict[int, Tensor] = {}
+
+    def _timed(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._marks is None else self._marks.span(kind, microbatch)
+
+    def _rows_in(self, microbatch: int) -> int:
+        lo, hi = self._program.rows[microbatch]
+        return hi - lo
+
+    def forward(self, microbatch: int) -> None:
+        """Computes a microbatch from its inputs and what has arrived for it."""
+        context = self._context
+        live = _Microbatch()
+        for part in self._part.inputs:
+            live.feeds[part.value] = self._input(part, microbatch)
+        for value in self._part.receives:
+            live.feeds[value] = self._arrived_value(value, microbatch)
+        self._arrivals.pop((microbatch, "value"), None)
+        context.randomness.at(self._step, microbatch, self._program.rows[microbatch][0])
+        tensors = {**context.params, **context.buffers, **live.feeds}
+        with self._timed("forward", microbatch):
+            with torch.set_grad_enabled(self._trains):
+                live.results = context.code(self._rows_in(microbatch), tensors)
+            self._store_updates(live.results)
+        for value in self._part.outputs:
+            self.outputs[microbatch, value] = live.results[value].detach()
+        self._live[microbatch] = live
+
+    def _store_updates(self, results: Mapping[int, Tensor]) -> None:
+        with torch.no_grad():
+            for buffer, update in self._context.code.updates.items():
+                self._context.buffers[buffer].copy_(results[update])
+
+    def _input(self, part: InputPart, microbatch: int) -> Tensor:
+        tensor = self._inputs[microbatch, part.value].detach()
+        return tensor.requires_grad_() if self._trains and part.requires_grad else tensor
+
+    def _arrived_value(self, value: int, microbatch: int) -> Tensor:
+        crossing = self._context.parts.crossings[value]
+        pieces = []
+        for _, piece, tensor, work in self._arrivals[microbatch, "value"]:
+            if piece.value == value:
+                work.wait()
+                pieces.append((piece.rows, tensor))
+        joined = join_rows(pieces, crossing.row_dim)
+        return joined.requires_grad_() if self._trains and crossing.requires_grad else joined
+
+    def backward(self, microbatch: int, seeds: Seeds, *, keep_graph: bool) -> None:
+        """Computes a microbatch's gradients, from those of its outputs and those that have arrived.
+
+        Args:
+            keep_graph: leave the autograd graph alive.
+        """
+        live = self._live[microbatch] if keep_graph else self._live.pop(microbatch)
+        roots, grads = [], []
+        for value in self._part.outputs:
+            seed = seeds(microbatch, value)
+            if seed is not None and live.results[value].requires_grad:
+                roots.append(live.results[value])
+                grads.append(seed)
+        for value in self._part.sends:
+            if self._context.parts.crossings[value].requires_grad:
+                grad = self._arrived_gradient(value, microbatch)
+                if live.results[value].requires_grad:
+                    roots.append(live.results[value])
+                    grads.append(grad)
+        self._arrivals.pop((microbatch, "grad"), None)
+        with self._timed("backward", microbatch):
+            if roots:
+                torch.autograd.backward(roots, grads, retain_graph=keep_graph)
+            self._collect_gradients(microbatch, live)
+
+    def _collect_gradients(self, microbatch: int, live: _Microbatch) -> None:
+        """Takes the gradients of what came in off the leaves."""
+        gradients = {}
+        for value, feed in live.feeds.items():
+            if feed.requires_grad:
+                gradients[value] = torch.zeros_like(feed) if feed.grad is None else feed.grad
+                feed.grad = None
+                if value in self._input_parts:
+                    self._add_input_grad(microbatch, self._input_parts[value], gradients[value])
+        self._gradients = gradients
+
+    def _add_input_grad(self, microbatch: int, part: InputPart, grad: Tensor) -> None:
+        key = (microbatch if part.has_rows else 0, part.value)
+        known = self.input_grads.get(key)
+        self.input_grads[key] = grad if known is None else known + grad
+
+    def _arrived_gradient(self, value: int, microbatch: int) -> Tensor:
+        """The sum of the gradients that the consuming Stages sent back."""
+        row_dim = self._context.parts.crossings[value].row_dim
+        by_stage: dict[int, list[tuple[Rows, Tensor]]] = defaultdict(list)
+        for peer, piece, tensor, work in self._arrivals[microbatch, "grad"]:
+            if piece.value == value:
+                work.wait()
+                by_stage[self._context.stage_of[peer]].append((piece.rows, tensor))
+        joined = [join_rows(pieces, row_dim) for _, pieces in sorted(by_stage.items())]
+        total = joined[0]
+        for other in joined[1:]:
+            total = total + other
+        return total
+
+    def send(self, message: Send) -> None:
+        """Starts to send what the last computation of the message's microbatch made."""
+        first = self._program.rows[message.microbatch][0]
+        source = self._live[message.microbatch].results if message.kind == "value" else self._gradients
+        bounded = message.kind == "grad" or not self._trains
+        for piece in message.pieces:
+            row_dim = self._context.parts.crossings[piece.value].row_dim
+            rows = (piece.rows[0] - first, piece.rows[1] - first)
+            tensor = take_rows(source[piece.value].detach(), row_dim, rows).contiguous()
+            self._context.channels.send(message.peer, tensor, bounded=bounded)
+
+    def receive(self, message: Recv) -> None:
+        """Starts to receive; the computation of the message's microbatch waits for it."""
+        for piece in message.pieces:
+            facts = self._context.facts.values[piece.value]
+            shape = facts.shape_at(piece.rows[1] - piece.rows[0])
+            tensor = torch.empty(shape, dtype=facts.dtype, device=self._context.device)
+            work = self._context.channels.receive(message.peer, tensor)
+            self._arrivals[message.microbatch, message.kind].append((message.peer, piece, tensor, work))
+
+    def release(self) -> None:
+        """Drops all tensors."""
+        self._inputs = {}
+        self._live.clear()
+        self.outputs.clear()
+        self.input_grads.clear()

@@ -1,0 +1,157 @@
+"""``ParamStore``: which ranks hold a parameter or buffer, and how its owner's tensor gets to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+
+import torch
+from torch import Tensor, nn
+
+from pyrannc.job import agree, process
+from pyrannc.job.exchange import Group, from_owner, give_to_others, sum_over_ranks
+from pyrannc.log import get_logger
+from pyrannc.store.buckets import SharedParam
+
+_log = get_logger("ParamStorage")
+
+
+class ParamStore:
+    """The parameters and buffers of a model, each on the ranks that hold it; the first of them owns it.
+
+    All ranks make it and call its methods that move tensors together.
+
+    Args:
+        model: the user's model; the tensors that this rank holds move to ``device``, the others to the host.
+        holders: by first name, the ranks that hold a parameter or buffer, increasing; none for those without a use.
+        device: this rank's.
+        sync_params: give every rank the parameters and buffers of rank 0 first.
+
+    Attributes:
+        params: all parameters by first name, in the model's order.
+        buffers: all buffers likewise.
+        holders: as given.
+    """
+
+    def __init__(
+        self, model: nn.Module, holders: Mapping[str, tuple[int, ...]], device: torch.device, *, sync_params: bool
+    ) -> None:
+        self.params = dict(model.named_parameters())
+        self.buffers = dict(model.named_buffers())
+        self.holders = holders
+        self._device = device
+        self._own_buffers: Set[str] = frozenset()
+        if sync_params and process.get_world_size() > 1:
+            self._broadcast_from_first()
+        self._move()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All parameters and buffers by first name."""
+        yield from self.params.items()
+        yield from self.buffers.items()
+
+    @torch.no_grad()
+    def _broadcast_from_first(self) -> None:
+        for _, tensor in self.tensors():
+            on_device = tensor.to(self._device).contiguous()
+            give_to_others(on_device, 0)
+            if process.get_rank() != 0:
+                tensor.copy_(on_device)
+
+    def _move(self) -> None:
+        """This rank's tensors go to its device; the others stay, or go back, to the host."""
+        moved_bytes = 0
+        for name, tensor in self.tensors():
+            local = self.is_local(name)
+            tensor.data = tensor.data.to(self._device if local else "cpu")
+            moved_bytes += tensor.nbytes if local else 0
+        _log.debug("this rank holds %.1f MiB of parameters and buffers", moved_bytes / 2**20)
+
+    # Who holds what
+
+    def is_local(self, name: str) -> bool:
+        """True when this rank holds the parameter or buffer."""
+        return process.get_rank() in self.holders.get(name, ())
+
+    def local_params(self) -> dict[str, nn.Parameter]:
+        """Parameters that this rank holds, by first name, in the model's order."""
+        return {name: param for name, param in self.params.items() if self.is_local(name)}
+
+    def local_buffers(self) -> dict[str, Tensor]:
+        """Buffers that this rank holds, by first name, in the model's order."""
+        return {name: buffer for name, buffer in self.buffers.items() if self.is_local(name)}
+
+    def local_ids(self) -> set[int]:
+        """``id`` of each parameter and buffer that this rank holds."""
+        return {id(tensor) for tensor in (*self.local_params().values(), *self.local_buffers().values())}
+
+    def owned(self) -> Mapping[str, nn.Parameter]:
+        """Parameters that this rank holds first: over all ranks, each parameter that is held once."""
+        rank = process.get_rank()
+        return {name: param for name, param in self.params.items() if self.holders.get(name, (-1,))[0] == rank}
+
+    def shared(self, names: Iterable[str]) -> list[SharedParam]:
+        """Those of the named parameters that this rank holds, in the order of the names."""
+        return [SharedParam(name, self.params[name], self.holders[name]) for name in names if self.is_local(name)]
+
+    # From owners to others
+
+    def _owner(self, name: str) -> int:
+        """The rank that gives a tensor to the others: of one without a use, rank 0."""
+        return self.holders.get(name, (0,))[0]
+
+    @torch.no_grad()
+    def full(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor of the parameter's or buffer's shape, from the rank that owns it, on the host of every rank.
+
+        Args:
+            name: first name of the parameter or buffer.
+            tensor: on the owner, what to give; elsewhere, its shape and type.
+        """
+        return from_owner(tensor, self._owner(name), self._device)
+
+    def full_grad(self, name: str, param: nn.Parameter) -> Tensor | None:
+        """A parameter's gradient, like :meth:`full`; ``None`` where its owner has none."""
+        missing = agree.gather_numbers((int(param.grad is None),))[self._owner(name)][0]
+        if missing:
+            return None
+        return self.full(name, param.grad if param.grad is not None else torch.empty_like(param))
+
+    @torch.no_grad()
+    def sync_buffers(self, changed: Set[str], ranks: Sequence[int], group: Group | None) -> None:
+        """Gives the first Replica's buffers to the others of the Stage, where a call only reads them.
+
+        While calls change a buffer, every Replica has its own.
+
+        Args:
+            changed: buffers of this rank's Stage that the call changes.
+            ranks: of the Stage's Replicas.
+            group: of these ranks.
+        """
+        if len(ranks) > 1:
+            for name in sorted(self._own_buffers - changed):
+                give_to_others(self.buffers[name], ranks[0], group)
+        self._own_buffers = changed
+
+    @torch.no_grad()
+    def bring_back(self) -> None:
+        """Gives every rank the whole model, on the host, without gradients."""
+        for name, tensor in self.tensors():
+            if name in self.holders:
+                tensor.data = self.full(name, tensor.detach())
+            if tensor.grad is not None:
+                tensor.grad = None
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scales all gradients so that their global L2 norm is at most ``max_norm``.
+
+        Returns:
+            The norm before, a scalar on this rank's device.
+        """
+        owned = [param.grad for param in self.owned().values() if param.grad is not None]
+        norm = nn.utils.get_total_norm(owned).to(device=self._device, dtype=torch.float64)
+        total = norm**2
+        sum_over_ranks(total)
+        total = total.sqrt()
+        local = [param for param in self.local_params().values() if param.grad is not None]
+        nn.utils.clip_grads_with_norm_(local, max_norm, total)
+        return total
