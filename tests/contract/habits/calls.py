@@ -34,7 +34,7 @@ def saved_by_rank_0(job: Job) -> None:
     job.state(model)
 
 
-@refused("RaNNCError|MismatchError|PeerError", "state_dict", "all ranks", instead=ALL_RANKS)
+@refused("PeerError", "rank 0 waits in state_dict", "by all ranks", settings=(STAGES,), instead=ALL_RANKS, apart=True)
 def state_by_rank_0_alone(job: Job) -> None:
     """`if rank == 0: torch.save(model.state_dict(), file)`, and training goes on."""
     model, optimizer = _learned(job)
@@ -43,7 +43,7 @@ def state_by_rank_0_alone(job: Job) -> None:
     learn(job, model, optimizer, step=1)
 
 
-@refused("RaNNCError|MismatchError|PeerError", "get_param", "all ranks", instead=ALL_RANKS)
+@refused("PeerError", "rank 0 waits in get_param", "by all ranks", settings=(STAGES,), instead=ALL_RANKS, apart=True)
 def parameter_by_rank_0_alone(job: Job) -> None:
     """`if rank == 0: model.get_param(name)`, and training goes on."""
     model, optimizer = _learned(job)
@@ -108,7 +108,7 @@ def models_differ(job: Job) -> None:
     job.wrap(Chain(3 + job.rank))(*job.batch(single))
 
 
-@refused("PeerError", "rank 1", "left|ended", "all ranks", settings=(STAGES,), instead=ALL_RANKS, apart=True)
+@refused("PeerError", "rank 1 has left", settings=(STAGES,), instead="stop on all ranks in the same step", apart=True)
 def one_rank_stops_early(job: Job) -> None:
     """One rank leaves the loop before the others, as by a stop criterion of its own rows."""
     net = Returns(Chain(), F.mse_loss)
