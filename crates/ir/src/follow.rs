@@ -31,8 +31,11 @@ pub(crate) fn follow(graph: &Graph, op: &Op, states: &Arena<ValueId, RowState>) 
     if op.region.is_some() && call.in_vmap() {
         return Ok(op.results.iter().map(|&value| by_extents(&graph.values[value])).collect());
     }
+    if op.row_wise {
+        return call.confirmed(RowState::Rows(call.leading()?));
+    }
     if op.opaque {
-        return if op.row_wise { call.confirmed(RowState::Rows(call.leading()?)) } else { Err(NO_RULE) };
+        return Err(NO_RULE);
     }
     let rule = packet(&op.target).and_then(row_rule).ok_or(NO_RULE)?;
     let state = call.by_rule(rule)?;

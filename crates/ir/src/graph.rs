@@ -207,7 +207,7 @@ pub struct Op {
     /// True for a call whose inside was not captured (a leaf module, a custom autograd function).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub opaque: bool,
-    /// True for an opaque call that was tried: changed rows of its operands changed no other rows of its results.
+    /// True for a call of the user's code that was tried: changed rows of its operands changed no other rows of its results.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub row_wise: bool,
     /// Ops of one region (an autocast block, a vmap level) must stay together.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from .ops import (
     target_name,
 )
 from .row_trial import is_row_wise
-from .torch_internals import FakeTensor, known_data
+from .torch_internals import FakeTensor, OpOverload, known_data
 from .tracer import NamedTensors, Trace
 
 _SCHEMA = 1
@@ -197,8 +198,9 @@ class _Lowering:
             record["random"] = True
         if isinstance(node.target, OpaqueCall):
             record["opaque"] = True
-            if not isinstance(node.target, GradientHook) and is_row_wise(node.target, self._operands(node)):
-                record["row_wise"] = True
+        call = _call_of_the_user(node)
+        if call is not None and is_row_wise(call, self._operands(node)):
+            record["row_wise"] = True
         if region is not None:
             record["region"] = region
         if place.file is not None:
@@ -206,7 +208,7 @@ class _Lowering:
         return record
 
     def _operands(self, node: fx.Node) -> list[Any]:
-        """What an opaque call can be tried with."""
+        """What a call can be tried with."""
         known = dict(zip(self.cleaned.params, self.trace.params.tensors, strict=True))
         known |= dict(zip(self.cleaned.buffers, self.trace.buffers.tensors, strict=True))
 
@@ -298,6 +300,16 @@ class _Lowering:
         for value, root in zip(self.values, self.roots, strict=True):
             if root in reached and "op" in value["def"] and getattr(torch, value["dtype"]).is_floating_point:
                 value["requires_grad"] = True
+
+
+def _call_of_the_user(node: fx.Node) -> Callable[..., Any] | None:
+    """What the user's own code does here, whose treatment of rows can only be tried; it takes arguments by position."""
+    target = node.target
+    own = isinstance(target, OpaqueCall) and not isinstance(target, GradientHook)
+    if own or (isinstance(target, OpOverload) and target.namespace != "aten"):
+        assert callable(target), "a call"
+        return partial(target, **node.kwargs)
+    return None
 
 
 def _results(node: fx.Node) -> list[int | None]:
