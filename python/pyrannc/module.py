@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from pyrannc import config as configuration
 from pyrannc.call.agreed import AgreedCall, Agreement
+from pyrannc.call.batch_arguments import BatchArguments, BatchNames
 from pyrannc.call.param_guards import ParamGuards, agree_on_trainable
 from pyrannc.call.stale import StaleAttributes
 from pyrannc.call.variant import MOST_VARIANTS, CallKey, RowMixing, Variant, Variants
@@ -61,6 +62,9 @@ class RaNNCModule(nn.Module):
         row_mixing: where the model lets rows of the batch meet other than in a sum or a mean, what they are:
             ``"batch"``: all rows of the global batch, as in one process; this part of the model, and what follows
             it, is computed on all rows by every rank. ``"microbatch"``: the rows of a microbatch on one Replica.
+        batch_arguments: names or positions of the arguments whose tensors have the rows of the batch as dimension 0,
+            all others having none. By default the first tensor has them, and others of that extent, if they must; of
+            one that need not an error asks.
 
     Attributes:
         ready: True once a Plan is deployed.
@@ -86,6 +90,7 @@ class RaNNCModule(nn.Module):
         check_unused_values: bool = True,
         offload_params: bool = False,
         row_mixing: Literal["batch", "microbatch"] = "batch",
+        batch_arguments: BatchNames | None = None,
     ) -> None:
         super().__init__()
         if row_mixing not in _ROW_MIXING:
@@ -100,6 +105,7 @@ class RaNNCModule(nn.Module):
         self.training = model.training
         self._gather_inputs = gather_inputs
         self._row_mixing = row_mixing
+        self._batch_arguments = batch_arguments
         self._check_unused = check_unused_values
         self._config = _load_config()
         self._plan_file = Path(load_deployment) if load_deployment is not None else _configured_plan_file(self._config)
@@ -114,6 +120,7 @@ class RaNNCModule(nn.Module):
             self.model,
             self._variants,
             self.optimizer,
+            BatchArguments(self.model, self._batch_arguments, gather_inputs=self._gather_inputs),
             gather_inputs=self._gather_inputs,
             recapture_interval=self._config.recapture_interval,
         )
@@ -155,7 +162,7 @@ class RaNNCModule(nn.Module):
         self._variants.use(variant)
         deployment = self._deployed("forward")
         program = variant.program(deployment.plan, call.rows, self._gather_inputs, _call(variant))
-        deployment.sync_buffers(variant)
+        deployment.sync_buffers(variant, program)
         options = StepOptions(reduce=not switches().delay_grad_allreduce, keep_graph=switches().keep_graph)
         context = deployment.context(variant)
         step = Step(context, program, call.tensors, call.drawn, variant, options, call.rows, _answered(call, variant))
@@ -189,7 +196,7 @@ class RaNNCModule(nn.Module):
         get_logger("Decomposer").info("capturing %s", type(self.model).__name__)
         phase("the capture of the model")
         mixing = _ROW_MIXING[self._row_mixing]
-        variant = Variant(self.model, args, kwargs, self.device, call.own_rows, mixing)
+        variant = Variant(self.model, args, kwargs, self.device, call.own_rows, call.has_rows, mixing)
         self._stale.mark(variant)
         _log.info(
             "captured %d ops, %d parameters (%s elements)",

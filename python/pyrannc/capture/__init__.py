@@ -4,9 +4,9 @@ from pyrannc.errors import CaptureError
 
 from .assumptions import Assumption, Attribute, PythonState, Question
 from .attributes import INTERNAL, is_plain
-from .captured import Captured, capture, signature
+from .captured import Captured, capture, runs_without_rows, signature
 from .dims import Dim
-from .flatten import Structure, batch_rows, flatten
+from .flatten import Structure, batch_rows, by_extents, flatten
 from .source import Place
 
 __all__ = [
@@ -21,8 +21,10 @@ __all__ = [
     "Question",
     "Structure",
     "batch_rows",
+    "by_extents",
     "capture",
     "flatten",
     "is_plain",
+    "runs_without_rows",
     "signature",
 ]

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from tests.contract.habit import equal, refused
+from tests.contract.habit import equal, warned
 from tests.contract.job import Job
-from tests.contract.settings import DIVIDED, TOGETHER
+from tests.contract.settings import COVERING, EMPTY, TOGETHER, Setting
 from tests.contract.training import (
     CLASSES,
     UNCOUNTED,
@@ -26,8 +26,6 @@ from tests.contract.training import (
     pairs,
     single,
 )
-
-COMPUTED_APART = "compute all rows together: `pipeline_num=1`, one Replica of the Stage with the loss"
 
 
 @equal()
@@ -182,22 +180,34 @@ def criterion_outside_mean(job: Job) -> None:
     fit(job, Chain(), pairs, criterion=loss)
 
 
-@equal(settings=TOGETHER + DIVIDED)
+_PARTS = (5, 3)
+_OF_RANKS = tuple(Setting(_PARTS, stages, microbatches) for stages, microbatches in ((1, 1), (1, 2), (2, 1), (2, 4)))
+
+
+def _mean_of_ranks(job: Job, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """In one process, the mean of the losses that ranks have, weighted by their rows."""
+
+    def mean(out: Tensor, target: Tensor) -> Tensor:
+        parts = zip(out.split(_PARTS), target.split(_PARTS), _PARTS, strict=True)
+        return torch.stack([loss(*part) * rows for *part, rows in parts]).sum() / sum(_PARTS)
+
+    return loss if job.ranks > 1 else mean
+
+
+@warned("criterion is outside of the model", settings=_OF_RANKS, instead="compute the sum in the model's forward")
 def criterion_outside_sum(job: Job) -> None:
-    """The script takes a sum over its rows of what the model returns."""
-    fit(job, Chain(), pairs, criterion=lambda y, target: F.mse_loss(y, target, reduction="sum"))
+    """The script takes a sum over its rows: the loss is the mean of the ranks' sums, weighted by their rows."""
+    fit(job, Chain(), pairs, criterion=_mean_of_ranks(job, nn.MSELoss(reduction="sum")))
 
 
-@equal(settings=TOGETHER + DIVIDED)
+@warned("criterion is outside of the model", settings=_OF_RANKS, instead="compute the mean in the model's forward")
 def criterion_outside_token_mean(job: Job) -> None:
-    """The script takes a mean over its counted tokens; ranks have different numbers of them."""
+    """The script takes a mean over its counted tokens: the loss is the mean of the ranks' means, weighted by rows."""
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        if not len(labels):
-            return logits.sum()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    fit(job, TokenChain(), padded, criterion=loss)
+    fit(job, TokenChain(), padded, criterion=_mean_of_ranks(job, loss))
 
 
 @equal()
@@ -273,12 +283,7 @@ def mean_metric(job: Job) -> None:
         job.same("loss and accuracy", model(*batch))
 
 
-@refused(
-    "CaptureError",
-    "has type torch.int64 and no batch dimension",
-    "return",
-    instead="return what is counted for each row",
-)
+@equal()
 def counted_metric(job: Job) -> None:
     """The model returns the number of right answers beside the loss."""
 
@@ -334,17 +339,6 @@ def _spread(y: Tensor, target: Tensor) -> dict[str, Tensor]:
     return {"loss": F.mse_loss(y, target), "spread": y.detach().std(0)}
 
 
-@equal(settings=TOGETHER)
-def mixing_rows_computed_together(job: Job) -> None:
-    """Rows meet each other, as in `y - y.mean(0)` or logits of rows by rows, and are computed together."""
-    for result, _ in MIXING.values():
-        model = job.wrap(Returns(Chain(), result))
-        returned = model(*job.batch(pairs))
-        job.same("returned", returned)
-        (returned["loss"] if isinstance(returned, dict) else returned).backward()
-        job.gradients(model)
-
-
 MIXING: dict[str, tuple[Callable[..., Any], str]] = {
     "product_of_means": (_balance, "A term is a product of means over rows, as the balance of experts"),
     "contrast": (_contrast, "Logits are rows by rows, as in contrastive losses"),
@@ -357,16 +351,45 @@ MIXING: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
+def _loss_of(returned: Any) -> Tensor:
+    return returned["loss"] if isinstance(returned, dict) else returned  # type: ignore[no-any-return]
+
+
 def _mixing(name: str) -> Callable[[Job], None]:
     result, text = MIXING[name]
 
     def script(job: Job) -> None:
-        fit(job, Returns(Chain(), result), pairs, loss=lambda out: out["loss"] if isinstance(out, dict) else out)
+        fit(job, Returns(Chain(), result), pairs, loss=_loss_of)
+        model = job.wrap(Returns(Chain(), result))
+        job.same("returned", model(*job.batch(pairs)))
 
-    script.__name__ = f"{name}_over_parts"
-    script.__doc__ = f"{text}; rows are computed in several microbatches or Replicas."
+    script.__name__ = name
+    script.__doc__ = f"{text}."
     return script
 
 
 for _name in MIXING:
-    refused("PlanError|CaptureError", "rows", settings=DIVIDED, instead=COMPUTED_APART)(_mixing(_name))
+    equal(settings=(*COVERING, EMPTY))(_mixing(_name))
+
+
+@equal(settings=TOGETHER, note='`RaNNCModule(..., row_mixing="microbatch")`')
+def rows_mixed_in_one_microbatch(job: Job) -> None:
+    """Rows meet each other in each microbatch on a Replica alone, and all rows are in one."""
+    for result, _ in MIXING.values():
+        model = job.wrap(Returns(Chain(), result), row_mixing="microbatch")
+        returned = model(*job.batch(pairs))
+        job.same("returned", returned)
+        _loss_of(returned).backward()
+        job.gradients(model)
+
+
+@equal(settings=(Setting((4, 4), 1, 2),), note='`RaNNCModule(..., row_mixing="microbatch")`')
+def rows_mixed_by_microbatch(job: Job) -> None:
+    """The model takes away the mean over the rows that a Replica has of a microbatch, as the script asks for."""
+    model = job.wrap(Returns(Chain(), lambda y: y - y.mean(0)), row_mixing="microbatch")
+    (x,) = job.batch(single)
+    # Two microbatches on two Replicas have two rows each.
+    out = model(x) if job.ranks > 1 else torch.cat([model(rows) for rows in x.split(2)])
+    job.rows("output", out)
+    (out.square().sum() / len(x)).backward()
+    job.gradients(model)

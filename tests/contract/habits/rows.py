@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 from tests.contract.habit import equal, refused
 from tests.contract.job import Job
-from tests.contract.settings import DIVIDED, EMPTY, ONCE, PIPELINE, REPLICAS, STAGES, TOGETHER, Setting
+from tests.contract.settings import COVERING, DIVIDED, EMPTY, ONCE, PIPELINE, REPLICAS, STAGES, TOGETHER, Setting
 from tests.contract.training import CLASSES, WIDTH, Chain, Returns, fit, pairs, single
 
 _EQUAL_EXTENT = (Setting((4, 4), 1, 2), Setting((4, 4), 2, 1), Setting((4, 4), 2, 2))
@@ -74,17 +74,48 @@ def class_weights_as_argument(job: Job) -> None:
     fit(job, Returns(Chain(outputs=CLASSES), F.cross_entropy), _labelled)
 
 
-@refused("InputError|CaptureError", "rows", settings=_EQUAL_EXTENT, instead="make it a buffer of the model")
+def _weighted(y: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    return F.mse_loss(y, target) * weights.sum()
+
+
+def _with_weights(job: Job, **options: Any) -> None:
+    weights = torch.linspace(0.5, 2.0, 4)
+    model = job.wrap(Returns(Chain(), _weighted), **options)
+    for x, target in job.batches(pairs):
+        loss = model(x, target, weights)
+        job.same("loss", loss)
+        loss.backward()
+        job.gradients(model)
+
+
+@refused(
+    "InputError",
+    "argument 2",
+    "rows",
+    r"batch_arguments=\[",
+    settings=_EQUAL_EXTENT,
+    instead="name those with rows: `RaNNCModule(..., batch_arguments=[...])`",
+)
 def argument_with_the_batch_extent(job: Job) -> None:
     """An argument without rows has just as many elements as the batch has rows."""
-    weights = torch.linspace(0.5, 2.0, 4)
+    _with_weights(job)
 
-    def loss(y: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-        return F.mse_loss(y, target) * weights.sum()
 
-    model = job.wrap(Returns(Chain(), loss))
-    for x, target in job.batches(pairs):
-        job.same("loss", model(x, target, weights))
+@equal(settings=_EQUAL_EXTENT)
+def arguments_with_rows_named(job: Job) -> None:
+    """The same, with `RaNNCModule(..., batch_arguments=["x", 1])`, names or positions."""
+    _with_weights(job, batch_arguments=["x", 1])
+
+
+@equal(settings=(Setting((4, 4), 1, 2), Setting((2, 6), 2, 1), Setting((2, 0, 6), 2, 2)))
+def extent_of_one_rank(job: Job) -> None:
+    """An argument without rows has as many elements as one rank has rows, or as all ranks have in a later call."""
+    model = job.wrap(Returns(Chain(), _weighted))
+    for step, rows in enumerate((16, 8)):
+        loss = model(*job.batch(pairs, step, rows), torch.linspace(0.5, 2.0, 4))
+        job.same("loss", loss)
+        loss.backward()
+    job.gradients(model)
 
 
 @refused(
@@ -124,14 +155,14 @@ def rows_in_dimension_one_inside(job: Job) -> None:
     fit(job, Returns(Net(), F.mse_loss), pairs)
 
 
-@refused("InputError|PlanError|RaNNCError", "row", settings=DIVIDED, instead="cumulate over another dimension")
+@equal(settings=(*COVERING, EMPTY))
 def cumulated_over_rows(job: Job) -> None:
     """The model cumulates over rows (`cumsum(0)`)."""
     model = job.wrap(Returns(Chain(), lambda y: y.cumsum(0)))
     job.rows("output", model(*job.batch(single)))
 
 
-@refused("InputError|PlanError|RaNNCError", "row", settings=DIVIDED, instead="mix in the script, before the model")
+@equal(settings=(*COVERING, EMPTY))
 def rows_flipped(job: Job) -> None:
     """The model mixes each row with another one (`x.flip(0)`, mixup)."""
     model = job.wrap(Returns(Chain(), lambda y: y + y.flip(0)))
@@ -157,7 +188,7 @@ def batch_norm_together(job: Job) -> None:
     "InputError|PlanError|RaNNCError",
     "BatchNorm|batch_norm",
     "row",
-    settings=(Setting((7, 1), 1, 1), Setting((4, 4), 1, 4), Setting((4, 4), 2, 8)),
+    settings=(Setting((4, 4), 1, 4), Setting((7, 1), 2, 8), Setting((3, 3, 2), 1, 4)),
     instead="fewer microbatches or Replicas (`min_pipeline_bs`)",
 )
 def batch_norm_of_a_single_row(job: Job) -> None:
@@ -193,3 +224,15 @@ def inputs_of_the_first_rank(job: Job) -> None:
         job.gradients(model)
         optimizer.step()
     job.state(model)
+
+
+@equal()
+def same_tensor_twice(job: Job) -> None:
+    """The script passes a tensor for two arguments, and two tensors in the next call."""
+    model = job.wrap(Returns(Chain(), F.mse_loss))
+    for step in range(2):
+        x, target = job.batch(pairs, step)
+        loss = model(x, target if step else x)
+        job.same("loss", loss)
+        loss.backward()
+    job.gradients(model)
