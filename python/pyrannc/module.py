@@ -12,14 +12,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pyrannc import config as configuration
+from pyrannc._native import Plan
 from pyrannc.call.agreed import AgreedCall, Agreement
 from pyrannc.call.batch_arguments import BatchArguments, BatchNames
 from pyrannc.call.param_guards import ParamGuards, agree_on_trainable
+from pyrannc.call.single_row import first_normalising
 from pyrannc.call.stale import StaleAttributes
 from pyrannc.call.variant import MOST_VARIANTS, CallKey, RowMixing, Variant, Variants
 from pyrannc.capture.torch_internals import Dropout
 from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
-from pyrannc.core.plan import content
+from pyrannc.core.plan import PlanFacts, content
 from pyrannc.core.program import Call
 from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
@@ -157,6 +159,8 @@ class RaNNCModule(nn.Module):
             if self._deployment is None:
                 self._deploy(variant, call)
                 call = replace(call, key=(call.key[0], self._agreement.flags))
+            if process.get_rank() == 0:
+                _tell_of_normalising(variant, self._deployed("forward").plan)
             self._keep(call.key, variant)
             call = replace(call, drawn=agree.broadcast_object(variant.draw()))
         self._variants.use(variant)
@@ -468,6 +472,16 @@ def _tell_of_mixing(variant: Variant) -> None:
         variant.first_mixing(),
         large if share > _LARGE_TAIL else "",
     )
+
+
+def _tell_of_normalising(variant: Variant, plan: Plan) -> None:
+    place, facts = first_normalising(variant.captured), PlanFacts.of(plan)
+    if place is not None and (facts.microbatches > 1 or any(len(stage.ranks) > 1 for stage in facts.stages)):
+        _log.warning(
+            "%s normalises over the rows in hand: each Replica its own rows of each microbatch, not the global batch. "
+            "Layers such as nn.GroupNorm and nn.LayerNorm treat each row by itself",
+            place,
+        )
 
 
 def _configured_plan_file(config: configuration.Config) -> Path | None:

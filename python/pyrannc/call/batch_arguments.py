@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.call.equal import digest, names_inside
-from pyrannc.capture import Structure, batch_rows, by_extents, flatten, runs_without_rows
+from pyrannc.capture import Structure, batch_rows, by_extents, flatten, may_lack_rows
 from pyrannc.errors import InputError, MismatchError
 from pyrannc.job import agree, process
 
@@ -171,7 +171,7 @@ class BatchArguments:
             runs = (
                 place
                 for place in places
-                if runs_without_rows(
+                if may_lack_rows(
                     self._model, call.args, call.kwargs, device=device, rows=rows, has_rows=found, place=place
                 )
             )

@@ -4,9 +4,10 @@ from pyrannc.errors import CaptureError
 
 from .assumptions import Assumption, Attribute, PythonState, Question
 from .attributes import INTERNAL, is_plain
-from .captured import Captured, capture, runs_without_rows, signature
+from .captured import Captured, capture, signature
 from .dims import Dim
 from .flatten import Structure, batch_rows, by_extents, flatten
+from .reading import may_lack_rows
 from .source import Place
 
 __all__ = [
@@ -25,6 +26,6 @@ __all__ = [
     "capture",
     "flatten",
     "is_plain",
-    "runs_without_rows",
+    "may_lack_rows",
     "signature",
 ]

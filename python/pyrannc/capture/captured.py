@@ -22,8 +22,6 @@ from .ops import aliased_arguments, mutated_arguments
 from .source import Place
 from .tracer import Trace, trace
 
-_LEAST_EXTENT = 2
-
 
 @dataclass(frozen=True)
 class Captured:
@@ -175,35 +173,6 @@ def capture(
         input_structure=flatten((tuple(args), kwargs))[1],
         output_structure=traced.output,
     )
-
-
-def runs_without_rows(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    *,
-    device: torch.device,
-    rows: int,
-    has_rows: Sequence[bool],
-    place: int,
-) -> bool:
-    """Whether the model also runs when a tensor of its arguments has nothing to do with the number of rows.
-
-    Args:
-        has_rows: as for :func:`capture`.
-        place: of the tensor among all of the arguments.
-    """
-    tensors, structure = flatten((tuple(args), kwargs))
-    without = [batched and index != place for index, batched in enumerate(has_rows)]
-    if tensors[place].shape[0] < _LEAST_EXTENT:
-        # An extent of 1 would go with any.
-        tensors[place] = tensors[place].detach().new_zeros(_LEAST_EXTENT, *tensors[place].shape[1:])
-    tried_args, tried_kwargs = structure.rebuild(tensors)
-    try:
-        trace(model, tried_args, tried_kwargs, device, rows, without)
-    except CaptureError:
-        return False
-    return True
 
 
 def _changed_constants(gm: fx.GraphModule) -> list[Tensor]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.optim import SGD
 
-from tests.contract.habit import equal, refused
+from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
 from tests.contract.settings import COVERING, DIVIDED, EMPTY, ONCE, PIPELINE, REPLICAS, STAGES, TOGETHER, Setting
 from tests.contract.training import CLASSES, WIDTH, Chain, Returns, fit, pairs, single
@@ -182,6 +182,19 @@ class _Normed(nn.Module):
 def batch_norm_together(job: Job) -> None:
     """BatchNorm in training, with all rows computed together."""
     fit(job, _Normed(), pairs)
+
+
+@warned("normalises over the rows in hand", settings=(Setting((4, 4), 1, 2),), instead="`nn.GroupNorm`, `nn.LayerNorm`")
+def batch_norm_of_parts(job: Job) -> None:
+    """BatchNorm in training: each Replica normalises its own rows of each microbatch, as it is with DDP."""
+    model = job.wrap(_Normed())
+    x, target = job.batch(pairs)
+    # Two microbatches on two Replicas have two rows each.
+    parts = [(x, target)] if job.ranks > 1 else list(zip(x.split(2), target.split(2), strict=True))
+    loss = torch.stack([model(*part) for part in parts]).mean()
+    job.same("loss", loss)
+    loss.backward()
+    job.gradients(model)
 
 
 @refused(
