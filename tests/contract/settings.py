@@ -49,6 +49,20 @@ FREE = (Setting((4, 4), 0, 0), Setting((2, 0, 6), 0, 0))
 ONCE = (REPLICAS, STAGES)
 """For what does not depend on the Plan, such as refusals."""
 
+SPREAD = (
+    Setting((8,), 1, 1),
+    Setting((8,), 1, 4),
+    Setting((5, 3), 1, 2),
+    Setting((3, 3, 2), 1, 1),
+    Setting((3, 0, 5), 1, 4),
+    Setting((7, 1), 2, 4),
+    Setting((8, 0), 2, 2),
+    Setting((3, 3, 2), 2, 2),
+    Setting((3, 0, 5), 3, 1),
+    Setting((3, 3, 2), 3, 4),
+)
+"""1, 2 and 3 Replicas, 1, 2 and 4 microbatches, 1 to 3 Stages."""
+
 _EVERYTHING = os.environ.get("CONTRACT") == "all"
 _ALL_ROWS = ((8,), (4, 4), (7, 1), (8, 0), (3, 3, 2), (3, 0, 5))
 

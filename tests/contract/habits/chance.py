@@ -9,7 +9,7 @@ from torch.optim import SGD
 
 from tests.contract.habit import alike, equal
 from tests.contract.job import Job
-from tests.contract.settings import COVERING, EMPTY
+from tests.contract.settings import SPREAD
 from tests.contract.training import WIDTH, Chain, Returns, learn, pairs, single
 
 
@@ -51,7 +51,7 @@ def chance_outside_of_the_model(job: Job) -> None:
         job.same("drawn", torch.rand(3))
 
 
-@equal()
+@equal(settings=SPREAD)
 def new_masks_in_each_call(job: Job) -> None:
     """Each call of a model with dropout draws new masks."""
     model = job.wrap(_Dropped())
@@ -60,7 +60,7 @@ def new_masks_in_each_call(job: Job) -> None:
     job.same("differ", not len(x) or not torch.equal(first, second))
 
 
-@equal()
+@equal(settings=SPREAD)
 def seed_repeats_masks(job: Job) -> None:
     """`torch.manual_seed` before calls repeats what they draw."""
     model = job.wrap(_Dropped())
@@ -74,16 +74,16 @@ def seed_repeats_masks(job: Job) -> None:
     job.same("differ", not len(x) or not torch.equal(drawn[0][0], drawn[2][0]))
 
 
-@equal()
+@equal(settings=SPREAD)
 def masks_of_two_models(job: Job) -> None:
     """Two models draw different masks."""
-    models = [job.wrap(nn.Sequential(nn.Dropout(), nn.Flatten(), nn.Hardtanh(-9, 9))) for _ in range(2)]
+    models = [job.wrap(nn.Sequential(nn.Dropout(), *(nn.Hardtanh(-9, 9) for _ in range(4)))) for _ in range(2)]
     ones = job.own(torch.ones(8, 50))
     first, second = (model(ones) for model in models)
     job.same("differ", not len(ones) or not torch.equal(first, second))
 
 
-@equal()
+@equal(settings=SPREAD)
 def rows_draw_their_own(job: Job) -> None:
     """Rows of all ranks and microbatches draw different masks."""
     model = job.wrap(_Masks())
@@ -107,7 +107,7 @@ class _Masks(nn.Module):
         return torch.cat([drawn, self.second(x)], 1)
 
 
-@alike(settings=(*COVERING, EMPTY), note="they are not those that the plain model draws")
+@alike(settings=SPREAD, note="they are not those that the plain model draws")
 def masks_of_plans(job: Job) -> None:
     """Dropout draws the same masks for the same rows under every Plan."""
     torch.manual_seed(1)
@@ -116,7 +116,7 @@ def masks_of_plans(job: Job) -> None:
         job.rows("masks", model(job.own(torch.ones(8, 60))))
 
 
-@alike(settings=(*COVERING, EMPTY), note="it is another one than that of the plain model")
+@alike(settings=SPREAD, note="it is another one than that of the plain model")
 def training_with_dropout(job: Job) -> None:
     """A training with dropout is the same under every Plan."""
     net = Returns(_Dropped(), F.mse_loss)
@@ -127,7 +127,7 @@ def training_with_dropout(job: Job) -> None:
     job.state(model)
 
 
-@alike(settings=(*COVERING, EMPTY), note="they are not those that the plain model draws")
+@alike(settings=SPREAD, note="they are not those that the plain model draws")
 def noise_of_plans(job: Job) -> None:
     """`torch.randn_like`, `torch.rand` and `torch.bernoulli` in the model draw the same under every Plan."""
 
