@@ -154,10 +154,9 @@ class BatchArguments:
                     f"argument {name} has another value on one rank than on another; give all ranks the same one "
                     "(what differs from row to row is a tensor with the batch as dimension 0)"
                 )
-        first = found.index(True)
-        open_places = [
-            place for place, batched in enumerate(found) if batched and place != first and not differs[place]
-        ]
+        # A single one is the batch, for there has to be one.
+        open_places = [place for place, batched in enumerate(found) if batched and not differs[place]]
+        open_places = open_places if sum(found) > 1 else []
         self._refuse_unproven(call, rows, device, found, open_places)
         self._found[call.key] = found
         return found

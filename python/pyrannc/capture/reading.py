@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,7 +47,10 @@ def may_lack_rows(
         tensors[place] = tensors[place].detach().new_zeros(_LEAST_EXTENT, *tensors[place].shape[1:])
     tried_args, tried_kwargs = structure.rebuild(tensors)
     try:
-        cleaned = clean(trace(model, tried_args, tried_kwargs, device, rows, without))
+        with warnings.catch_warnings():
+            # Of shapes that the user's call does not have.
+            warnings.simplefilter("ignore")
+            cleaned = clean(trace(model, tried_args, tried_kwargs, device, rows, without))
     except CaptureError:
         return False
     tensor = cleaned.inputs[place]

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tests.contract.habit import equal, refused
 from tests.contract.job import Job
+from tests.contract.settings import Setting
 from tests.contract.training import WIDTH, Chain, Returns, learn, pairs
 
 BUFFER = "keep it in a buffer (`register_buffer`), changed in place"
@@ -327,6 +328,19 @@ class _Counting(Chain):
 def buffer_counts(job: Job) -> None:
     """The model counts its calls in a buffer, changed in place."""
     _trained(job, Returns(_Counting(), F.mse_loss), lambda model: None)
+
+
+@equal(settings=(Setting((8, 0, 0), 1, 4), Setting((3, 0, 5), 1, 2)))
+def buffer_counts_while_rows_change(job: Job) -> None:
+    """The same, and some calls have too few rows for every Replica."""
+    net = Returns(_Counting(), F.mse_loss)
+    model = job.wrap(net)
+    for step, rows in enumerate((8, 8, 24)):
+        loss = model(*job.batch(pairs, step, rows))
+        job.same("loss", loss)
+        loss.backward()
+    job.gradients(model)
+    job.state(model)
 
 
 @equal()

@@ -101,6 +101,38 @@ def argument_with_the_batch_extent(job: Job) -> None:
     _with_weights(job)
 
 
+@refused(
+    "InputError",
+    "argument 0",
+    "rows",
+    settings=_EQUAL_EXTENT,
+    instead="name those with rows: `RaNNCModule(..., batch_arguments=[...])`",
+)
+def first_argument_with_the_batch_extent(job: Job) -> None:
+    """The first argument is such a one."""
+
+    class Net(Returns):
+        def forward(self, weights: Tensor, *rest: Tensor) -> Any:
+            x, target = rest
+            return super().forward(x, target, weights)
+
+    model = job.wrap(Net(Chain(), _weighted))
+    for x, target in job.batches(pairs):
+        job.same("loss", model(torch.linspace(0.5, 2.0, 4), x, target))
+
+
+@refused("InputError", "batch_arguments", "forward", instead="the names in the model's `forward`")
+def no_such_argument(job: Job) -> None:
+    """`RaNNCModule(..., batch_arguments=[...])` has a name that is not an argument's."""
+
+    class Net(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    model = job.wrap(Net(), batch_arguments=["inputs"])
+    model(*job.batch(single))
+
+
 @equal(settings=_EQUAL_EXTENT)
 def arguments_with_rows_named(job: Job) -> None:
     """The same, with `RaNNCModule(..., batch_arguments=["x", 1])`, names or positions."""
