@@ -39,6 +39,7 @@ def _of_two(x: Tensor, other: Tensor) -> Tensor:
         (lambda x, other: torch.cat([x, other], 1), False),
         (_by_row_number, False),
         (lambda x, other: x * 2, False),
+        (lambda x, other: other * 2, False),
         (_of_two, True),
         (lambda x, other: x * other.sum(), True),
         (lambda x, other: x @ other.T, True),

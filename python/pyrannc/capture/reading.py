@@ -54,6 +54,9 @@ def may_lack_rows(
     except CaptureError:
         return False
     tensor = cleaned.inputs[place]
+    if not any(node.users for node, batched in zip(cleaned.inputs, without, strict=True) if batched):
+        # Then nothing else can be the batch.
+        return False
     return bool(tensor.users) and not _is_too_short(tensor, tensors[place].shape[0] + 1, cleaned.dims)
 
 
