@@ -17,7 +17,7 @@ from multiprocessing.connection import wait as wait_for
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torchvision", "transformers", "pyrannc", "torch.distributed"])
+_CONTEXT.set_forkserver_preload(["torch", "torchvision", "transformers", "pyrannc.module", "torch.distributed"])
 
 _GRACE_S = 5.0
 """How long the other ranks may go on after one has failed: they may wait for it forever."""

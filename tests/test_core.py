@@ -41,7 +41,7 @@ UNREAD = {
         "values[].def",
         "ops[].target",
         "ops[].args[].bool",
-        "ops[].args[].dim",
+        "ops[].args[].dim.fixed",
         "ops[].args[].float",
         "ops[].args[].int",
         "ops[].args[].str",

@@ -12,13 +12,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pyrannc import config as configuration
+from pyrannc._native import Plan
 from pyrannc.call.agreed import AgreedCall, Agreement
+from pyrannc.call.batch_arguments import BatchArguments, BatchNames
 from pyrannc.call.param_guards import ParamGuards, agree_on_trainable
+from pyrannc.call.single_row import first_normalising
 from pyrannc.call.stale import StaleAttributes
 from pyrannc.call.variant import MOST_VARIANTS, CallKey, RowMixing, Variant, Variants
 from pyrannc.capture.torch_internals import Dropout, NotForDDP
 from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
-from pyrannc.core.plan import content
+from pyrannc.core.plan import PlanFacts, content
 from pyrannc.core.program import Call, RankProgram
 from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, phases, process
@@ -63,6 +66,9 @@ class RaNNCModule(NotForDDP, nn.Module):
         row_mixing: where the model lets rows of the batch meet other than in a sum or a mean, what they are:
             ``"batch"``: all rows of the global batch, as in one process; this part of the model, and what follows
             it, is computed on all rows by every rank. ``"microbatch"``: the rows of a microbatch on one Replica.
+        batch_arguments: names or positions of the arguments whose tensors have the rows of the batch as dimension 0,
+            all others having none. By default the first tensor has them, and others of that extent, if they must; of
+            one that need not an error asks.
 
     Attributes:
         ready: True once a Plan is deployed.
@@ -88,6 +94,7 @@ class RaNNCModule(NotForDDP, nn.Module):
         check_unused_values: bool = True,
         offload_params: bool = False,
         row_mixing: Literal["batch", "microbatch"] = "batch",
+        batch_arguments: BatchNames | None = None,
     ) -> None:
         super().__init__()
         if row_mixing not in _ROW_MIXING:
@@ -102,6 +109,7 @@ class RaNNCModule(NotForDDP, nn.Module):
         self.training = model.training
         self._gather_inputs = gather_inputs
         self._row_mixing = row_mixing
+        self._batch_arguments = batch_arguments
         self._check_unused = check_unused_values
         self._config = _load_config()
         self._plan_file = Path(load_deployment) if load_deployment is not None else _configured_plan_file(self._config)
@@ -117,6 +125,7 @@ class RaNNCModule(NotForDDP, nn.Module):
             self.model,
             self._variants,
             self.optimizer,
+            BatchArguments(self.model, self._batch_arguments, gather_inputs=self._gather_inputs),
             gather_inputs=self._gather_inputs,
             recapture_interval=self._config.recapture_interval,
         )
@@ -153,12 +162,14 @@ class RaNNCModule(NotForDDP, nn.Module):
             if self._deployment is None:
                 self._deploy(variant, call)
                 call = replace(call, key=(call.key[0], self._agreement.flags))
+            if process.get_rank() == 0:
+                _tell_of_normalising(variant, self._deployed("forward").plan)
             self._keep(call.key, variant)
             call = replace(call, drawn=agree.broadcast_object(variant.draw()))
         self._variants.use(variant)
         deployment = self._deployed("forward")
         program = variant.program(deployment.plan, call.rows, self._gather_inputs, _call(variant))
-        deployment.sync_buffers(variant)
+        deployment.sync_buffers(variant, program)
         if self._config.verify_partitioning and not self._proven and program.call != "forward":
             self._prove(deployment, variant, program, call)
         options = StepOptions(reduce=not switches().delay_grad_allreduce, keep_graph=switches().keep_graph)
@@ -206,7 +217,7 @@ class RaNNCModule(NotForDDP, nn.Module):
             )  # fmt: skip
         with phases.phase("Decomposer", "capture", "the capture of the model"):
             mixing = _ROW_MIXING[self._row_mixing]
-            variant = Variant(self.model, args, kwargs, self.device, call.own_rows, mixing)
+            variant = Variant(self.model, args, kwargs, self.device, call.own_rows, call.has_rows, mixing)
             elements = sum(param.numel() for param in self.name_to_param.values())
             ops, params = len(variant.whole.facts.ops), len(variant.whole.facts.params)
             phases.note(f"{type(self.model).__name__}: {ops} ops, {params} parameters with {elements:,} elements")
@@ -474,6 +485,16 @@ def _tell_of_mixing(variant: Variant) -> None:
         variant.first_mixing(),
         large if share > _LARGE_TAIL else "",
     )
+
+
+def _tell_of_normalising(variant: Variant, plan: Plan) -> None:
+    place, facts = first_normalising(variant.captured), PlanFacts.of(plan)
+    if place is not None and (facts.microbatches > 1 or any(len(stage.ranks) > 1 for stage in facts.stages)):
+        _log.warning(
+            "%s normalises over the rows in hand: each Replica its own rows of each microbatch, not the global batch. "
+            "Layers such as nn.GroupNorm and nn.LayerNorm treat each row by itself",
+            place,
+        )
 
 
 def _configured_plan_file(config: configuration.Config) -> Path | None:

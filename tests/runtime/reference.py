@@ -67,9 +67,14 @@ class Reference:
         """
         slices = [(0, torch.arange(total_rows))] if division is None else division.slices()
         outputs = []
+        counts = {name: buffer.clone() for name, buffer in self._buffers[0].items() if not buffer.is_floating_point()}
         for replica, rows in slices:
             args, kwargs, target = take(batch, rows, total_rows, self.recipe.whole)
-            output = functional_call(self.model, self._buffers_of(replica), args, kwargs)
+            buffers = self._buffers_of(replica)
+            for name, count in counts.items():
+                # What does not depend on rows changes once a step.
+                buffers[name].copy_(count)
+            output = functional_call(self.model, buffers, args, kwargs)
             loss = self.recipe.criterion(output, target)
             (loss * (len(rows) / total_rows)).backward()
             outputs.append(output)

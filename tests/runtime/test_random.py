@@ -128,7 +128,9 @@ def run(trial: Trial, folder: str) -> tuple[int, list[str]]:
         pyrannc.barrier()
         if not file.exists():
             return 0, []
-        module = pyrannc.RaNNCModule(model, gather_inputs=trial.gather_inputs, load_deployment=file)
+        module = pyrannc.RaNNCModule(
+            model, gather_inputs=trial.gather_inputs, batch_arguments=["x", "y"], load_deployment=file
+        )
         differences = Differences()
         for step in range(2):
             train(module, plain, trial, differences, step)

@@ -47,7 +47,7 @@ def measure_action_us(device: torch.device) -> float:
 
 def _request(device: torch.device, microbatches: int) -> tuple[_Tiny, Request]:
     model, x = _Tiny(), torch.zeros(_MANY, 8, device=device)
-    variant = Variant(model, (x,), {}, device, _MANY)
+    variant = Variant(model, (x,), {}, device, _MANY, (True,))
     config = Config(partition_num=1, pipeline_num=microbatches, profile="never")
     rows = _MANY * process.get_world_size()
     return model, Request(variant, [x], config, None, device, rows, gather_inputs=True)

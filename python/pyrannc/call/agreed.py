@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pyrannc.call.batch_arguments import Arguments, BatchArguments, HasRows
 from pyrannc.call.data_guards import Answers
 from pyrannc.call.equal import Fingerprint, HyperParameters, combined, whole_inputs
 from pyrannc.call.param_guards import ParamGuards
 from pyrannc.call.variant import CallKey, Variant, Variants
-from pyrannc.capture import batch_rows, flatten, signature
+from pyrannc.capture import signature
 from pyrannc.errors import InputError, MismatchError
 from pyrannc.job import agree, process
 from pyrannc.switches import switches
@@ -22,7 +23,9 @@ from pyrannc.switches import switches
 _NEW = -1
 _FAILED = -2
 _THAWED = -3
-"""Numbers in the place of a captured form's: there is none yet, something is wrong, ``requires_grad`` has changed."""
+_UNDECIDED = -4
+"""Numbers in the place of a captured form's: there is none yet, something is wrong, ``requires_grad`` has changed, it
+has to be found out which arguments have rows."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class AgreedCall:
         key: what it shares with others of the same captured form.
         variant: its captured form, if there is one already.
         tensors: of this rank's arguments.
+        has_rows: for each of them, whether the batch is its dimension 0.
         own_rows: of this rank's batch.
         rows: of each rank's batch, as far as they count.
         answers: to the model's questions about the batch, to be checked before gradients are handed over.
@@ -42,6 +46,7 @@ class AgreedCall:
     key: CallKey
     variant: Variant | None
     tensors: list[Tensor]
+    has_rows: HasRows
     own_rows: int
     rows: tuple[int, ...]
     answers: Answers | None
@@ -55,6 +60,7 @@ class Agreement:
         model: the user's.
         variants: its captured forms.
         optimizer: whose settings must be equal on all ranks.
+        batch: which arguments have rows.
         gather_inputs: the rows of all ranks count, instead of those of rank 0 alone.
         recapture_interval: after so many calls of a captured form one rank captures again and compares; 0: never.
 
@@ -67,6 +73,7 @@ class Agreement:
         model: nn.Module,
         variants: Variants,
         optimizer: Optimizer | None,
+        batch: BatchArguments,
         *,
         gather_inputs: bool,
         recapture_interval: int,
@@ -75,6 +82,7 @@ class Agreement:
         self._model = model
         self._variants = variants
         self._hyper_parameters = HyperParameters(optimizer)
+        self._batch = batch
         self._gather_inputs = gather_inputs
         self._interval = recapture_interval
         self._answers: Answers | None = None
@@ -90,10 +98,10 @@ class Agreement:
                 granted does not hold.
             MismatchError: the ranks disagree.
         """
-        own = _Own()
+        own = _Own(Arguments.of(args, kwargs))
         failure: Exception | None = None
         try:
-            self._examine(own, args, kwargs, device)
+            self._examine(own, device)
         except Exception as error:
             failure = error
             own.number = _FAILED
@@ -105,37 +113,50 @@ class Agreement:
             return None
         rows = tuple(count if self._gather_inputs or rank == 0 else 0 for rank, (_, count, *_) in enumerate(everyone))
         if len({(number, switched) for number, _, switched, *_ in everyone}) > 1:
-            raise MismatchError(_different_calls(self._model, own.tensors))
+            raise MismatchError(_different_calls(self._model, own.call.tensors))
         if len({equal for *_, equal, _ in everyone}) > 1:
             raise MismatchError(_different_values(own.equal))
         if sum(rows) == 0:
             raise InputError("the global batch has no rows: every rank's inputs are empty")
         if own.variant is not None and self._is_due(own.variant):
             self._compare(own.variant, args, kwargs, device, own.rows)
+        if own.has_rows is None:
+            own.has_rows = self._batch.find(own.call, own.rows, device)
+            own.key = self._key(own.call, own.has_rows)
         self._answers = own.answers
-        return AgreedCall(own.key, own.variant, own.tensors, own.rows, rows, own.answers, everyone[0][-1])
+        return AgreedCall(
+            own.key, own.variant, own.call.tensors, own.has_rows, own.rows, rows, own.answers, everyone[0][-1]
+        )
 
-    def _examine(self, own: _Own, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
+    def _key(self, call: Arguments, has_rows: HasRows) -> CallKey:
+        return signature(self._model, call.args, call.kwargs, has_rows), self.flags
+
+    def _examine(self, own: _Own, device: torch.device) -> None:
         """Fills ``own``, and raises what this rank finds wrong."""
         answers, self._answers = self._answers, None
         if answers is not None:
             answers.check()
-        own.tensors, _ = flatten((args, kwargs))
-        own.rows = _check_inputs(own.tensors, device)
+        call = own.call
+        _check_inputs(call.tensors, device)
+        has_rows = own.has_rows = self._batch.known(call)
+        own.rows = self._batch.rows(call, has_rows)
         if self.params is not None and not self.params.check():
             own.number = _THAWED
             return
-        own.key = signature(self._model, args, kwargs), self.flags
-        own.variant = self._variants.find(own.key)
         own.equal = self._hyper_parameters.fingerprints()
+        if has_rows is None:
+            own.number = _UNDECIDED
+            return
+        own.key = self._key(call, has_rows)
+        own.variant = self._variants.find(own.key)
         calls = 0 if own.variant is None else own.variant.calls
         if self._gather_inputs and process.get_world_size() > 1:
-            own.equal = own.equal + whole_inputs(args, kwargs, own.rows, calls)
+            own.equal = own.equal + whole_inputs(call.tensors, call.names, has_rows, calls)
         if own.variant is None:
             return
         own.number, own.drawn = own.variant.number, own.variant.draw()
         if own.variant.questions and own.rows and (self._gather_inputs or process.get_rank() == 0):
-            own.answers = own.variant.questions.ask(own.tensors)
+            own.answers = own.variant.questions.ask(call.tensors)
             if own.variant.questions.waits:
                 own.answers.check()
                 own.answers = None
@@ -168,31 +189,26 @@ class Agreement:
 class _Own:
     """What this rank has found out about its call."""
 
+    call: Arguments
+    has_rows: HasRows | None = None
     number: int = _NEW
     rows: int = 0
     key: CallKey = ((), None)
     variant: Variant | None = None
-    tensors: list[Tensor] = field(default_factory=list)
     equal: list[Fingerprint] = field(default_factory=list)
     answers: Answers | None = None
     drawn: int = 0
 
 
-def _check_inputs(tensors: list[Tensor], device: torch.device) -> int:
-    """The rows of this rank's batch."""
-    try:
-        rows = batch_rows(tensors)
-    except ValueError as error:
-        raise InputError(str(error)) from None
+def _check_inputs(tensors: list[Tensor], device: torch.device) -> None:
     for index, tensor in enumerate(tensors):
         if tensor.device != device:
             raise InputError(
                 f"tensor {index} of the arguments (shape {tuple(tensor.shape)}) is on {tensor.device}, but this "
                 f'rank computes on {device}; move it there: x.to("{device}")'
             )
-    if torch.is_autocast_enabled(tensors[0].device.type):
+    if torch.is_autocast_enabled(device.type):
         raise InputError("torch.autocast is not available yet; call the model outside it")
-    return rows
 
 
 def _switched() -> int:

@@ -49,24 +49,19 @@ def _equal(now: Any, seen: Any) -> bool:
         return False
 
 
-def whole_inputs(args: Sequence[Any], kwargs: dict[str, Any], rows: int, calls: int) -> list[Fingerprint]:
+def whole_inputs(
+    tensors: Sequence[Tensor], names: Sequence[str], has_rows: Sequence[bool], calls: int
+) -> list[Fingerprint]:
     """Tensors without rows among the arguments; reading those of a GPU waits for it.
 
     Args:
-        rows: of this rank's batch.
         calls: of this captured form so far.
     """
     compared = []
-    arguments = [
-        *((str(place), item) for place, item in enumerate(args)),
-        *((f'"{name}"', item) for name, item in kwargs.items()),
-    ]
-    for place, tensor in (found for name, item in arguments for found in _named(name, item)):
-        if tensor.dim() and tensor.shape[0] == rows:
-            continue
+    for tensor, name, batched in zip(tensors, names, has_rows, strict=True):
         small = tensor.device.type == "cpu" and tensor.nbytes <= SMALL_BYTES
-        if (small or calls % EVERY == 0) and tensor.device.type != "meta":
-            compared.append((f"argument {place}", _digest(tensor)))
+        if not batched and (small or calls % EVERY == 0) and tensor.device.type != "meta":
+            compared.append((f"argument {name}", digest(tensor)))
     return compared
 
 
@@ -75,18 +70,19 @@ def combined(found: Sequence[Fingerprint]) -> int:
     return zlib.crc32(repr([number for _, number in found]).encode()) if found else 0
 
 
-def _digest(tensor: Tensor) -> int:
+def digest(tensor: Tensor) -> int:
+    """The contents as a number; reading those of a GPU waits for it."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
 
 
-def _named(place: str, item: Any) -> Iterator[tuple[str, Tensor]]:
-    """Tensors in an argument and in containers there, each with its place."""
+def names_inside(place: str, item: Any) -> Iterator[str]:
+    """The place of each tensor in an argument and in containers there."""
     if isinstance(item, Tensor):
-        yield place, item
+        yield place
     elif isinstance(item, dict):
         for key, value in item.items():
-            yield from _named(f"{place}[{key!r}]", value)
+            yield from names_inside(f"{place}[{key!r}]", value)
     elif isinstance(item, (list, tuple)):
         for index, value in enumerate(item):
-            yield from _named(f"{place}[{index}]", value)
+            yield from names_inside(f"{place}[{index}]", value)

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import fx
 
-from pyrannc.capture import Captured
+from pyrannc.capture import Captured, Place
 from pyrannc.capture.ops import arguments
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import StagePart
@@ -30,15 +30,17 @@ def refuse_single_rows(captured: Captured, facts: GraphFacts, part: StagePart, p
             extents = shape.shape_at(hi - lo)
             if hi > lo and math.prod(extents) == extents[1]:
                 raise InputError(
-                    f"{captured.place(op)} normalises over the rows in hand, but a microbatch has {hi - lo} row for "
-                    f"this rank (rank {program.rank}) and so one value for each channel; use a larger batch, or fewer "
-                    "microbatches or Replicas"
+                    f"{captured.place(op)} normalises over the rows in hand, as BatchNorm does in training, but a "
+                    f"microbatch has {hi - lo} row for this rank (rank {program.rank}) and so one value for each "
+                    "channel; use a larger batch, or fewer microbatches or Replicas"
                 )
 
 
-def normalises_rows_in_hand(captured: Captured) -> bool:
-    """True when the call has batch normalisation in training."""
-    return any(_normalises_by_batch(node) for node in captured.op_nodes)
+def first_normalising(captured: Captured) -> Place | None:
+    """Where the model first normalises over the rows in hand."""
+    found = (op for op, node in enumerate(captured.op_nodes) if _normalises_by_batch(node))
+    op = next(found, None)
+    return None if op is None else captured.place(op)
 
 
 def _normalises_by_batch(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from pyrannc.blocks.randomness import draw_key
 from pyrannc.call.alike import capture_alike, first_difference
 from pyrannc.call.data_guards import DataGuards
 from pyrannc.call.guards import ModuleGuards
-from pyrannc.call.single_row import normalises_rows_in_hand, refuse_single_rows
+from pyrannc.call.single_row import first_normalising, refuse_single_rows
 from pyrannc.capture import Captured, capture
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts
@@ -52,6 +52,7 @@ class Variant:
         kwargs: sample keyword arguments.
         device: where the model will run.
         rows: batch size of the sample.
+        has_rows: for each tensor of the arguments, whether the batch is its dimension 0.
         row_mixing: what Ops that mix rows work on.
 
     Attributes:
@@ -73,9 +74,11 @@ class Variant:
         kwargs: dict[str, Any],
         device: torch.device,
         rows: int,
+        has_rows: tuple[bool, ...],
         row_mixing: RowMixing = "batch",
     ) -> None:
-        captured, graph = capture_alike(model, args, kwargs, device, rows)
+        captured, graph = capture_alike(model, args, kwargs, device, rows, has_rows)
+        self._has_rows = has_rows
         self.whole = Whole(captured, graph, GraphFacts.from_json(captured.graph_json, graph.row_dims()))
         native = graph.divide_tail(row_mixing)
         divided = DividedFacts.from_json(native.to_json())
@@ -111,7 +114,8 @@ class Variant:
         Raises:
             CaptureError: the model now computes something else, and no guard has seen why.
         """
-        graph = Graph.from_json(capture(model, args, kwargs, device=device, rows=rows).graph_json)
+        again = capture(model, args, kwargs, device=device, rows=rows, has_rows=self._has_rows)
+        graph = Graph.from_json(again.graph_json)
         if graph.hash() != self.whole.graph.hash():
             here, now = first_difference(self.whole.graph.op_texts(), graph.op_texts(), "the same Ops on other tensors")
             raise CaptureError(
@@ -146,7 +150,7 @@ class Variant:
     @cached_property
     def normalises_rows_in_hand(self) -> bool:
         """True when batch normalisation in training sees the rows of a microbatch on one Replica."""
-        return normalises_rows_in_hand(self.captured)
+        return first_normalising(self.captured) is not None
 
     def draw(self) -> int:
         """What a call is to draw from: a number from torch's generator if it needs one."""

@@ -6,7 +6,8 @@ from .assumptions import Assumption, Attribute, PythonState, Question
 from .attributes import INTERNAL, is_plain
 from .captured import Captured, capture, signature
 from .dims import Dim
-from .flatten import Structure, batch_rows, flatten
+from .flatten import Structure, batch_rows, by_extents, flatten
+from .reading import may_lack_rows
 from .source import Place
 
 __all__ = [
@@ -21,8 +22,10 @@ __all__ = [
     "Question",
     "Structure",
     "batch_rows",
+    "by_extents",
     "capture",
     "flatten",
     "is_plain",
+    "may_lack_rows",
     "signature",
 ]

@@ -16,7 +16,7 @@ from .assumptions import Assumption, PythonState
 from .attributes import assigned, carries_number, refuse_changed_tensors
 from .clean import clean, place_of
 from .dims import Dim
-from .flatten import Structure, batch_rows, flatten
+from .flatten import Structure, batch_rows, by_extents, flatten
 from .lower import lower
 from .ops import aliased_arguments, mutated_arguments
 from .source import Place
@@ -83,24 +83,28 @@ class Captured:
         return self.output_structure.rebuild(leaves)
 
 
-def signature(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Hashable, ...]:
+def signature(
+    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], has_rows: Sequence[bool] | None = None
+) -> tuple[Hashable, ...]:
     """What two calls must share to share a capture.
 
     These are the structure of the arguments, the types of their tensors, all extents but the batch, the model's
     training flag, and the ambient autocast state. What else a capture rests on, its ``python_state`` tells.
 
+    Args:
+        has_rows: as for :func:`capture`.
+
     Raises:
         ValueError: the batch size cannot be told.
     """
     tensors, structure = flatten((tuple(args), kwargs))
-    rows = batch_rows(tensors)
-    described = tuple(_describe(tensor, rows) for tensor in tensors)
+    found = by_extents(tensors, batch_rows(tensors)) if has_rows is None else has_rows
+    described = tuple(_describe(tensor, batched) for tensor, batched in zip(tensors, found, strict=True))
     return structure, described, model.training, _autocast_state()
 
 
-def _describe(tensor: Tensor, rows: int) -> Hashable:
+def _describe(tensor: Tensor, batched: bool) -> Hashable:
     shape = tuple(tensor.shape)
-    batched = bool(shape) and shape[0] == rows
     return batched, shape[1:] if batched else shape, tensor.dtype, tensor.requires_grad
 
 
@@ -116,6 +120,7 @@ def capture(
     device: torch.device,
     rows: int,
     leaf_modules: Sequence[str] = (),
+    has_rows: Sequence[bool] | None = None,
 ) -> Captured:
     """Captures ``model(*args, **kwargs)`` as it would run on ``device``, for any number of rows.
 
@@ -126,8 +131,10 @@ def capture(
         args: sample positional arguments.
         kwargs: sample keyword arguments.
         device: where the model will run.
-        rows: batch size of the sample; every tensor argument whose dimension 0 has this extent is batched.
+        rows: batch size of the sample.
         leaf_modules: paths of sub-modules that stay whole, as one opaque op per call.
+        has_rows: for each tensor of the arguments, whether the batch is its dimension 0; by default, where that has
+            the extent ``rows``.
 
     Raises:
         CaptureError: the call cannot be captured; the message names the place in the model and what to do.
@@ -135,14 +142,16 @@ def capture(
     traced = None
     try:
         # Without rows there is nothing to capture for: this raises.
-        batch_rows(flatten((tuple(args), kwargs))[0])
-        traced = trace(model, tuple(args), kwargs, device, rows, leaf_modules)
+        tensors = flatten((tuple(args), kwargs))[0]
+        batch_rows(tensors)
+        batched = by_extents(tensors, rows) if has_rows is None else tuple(has_rows)
+        traced = trace(model, tuple(args), kwargs, device, rows, batched, leaf_modules)
         refuse_changed_tensors(model, _changed_constants(traced.gm))
         cleaned = clean(traced)
         lowered = lower(traced, cleaned, _qualified_name(model), model.training, max(1, rows))
         if traced.carried:
             with assigned(traced.carried):
-                second = trace(model, tuple(args), kwargs, device, rows, leaf_modules)
+                second = trace(model, tuple(args), kwargs, device, rows, batched, leaf_modules)
                 again = lower(second, clean(second), _qualified_name(model), model.training, max(1, rows))
             _refuse_counting(traced, second, same=again.graph == lowered.graph)
     except RaNNCError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -86,9 +86,18 @@ class Trace:
 
 
 def trace(
-    model: nn.Module, args: Any, kwargs: Any, device: torch.device, rows: int, leaf_modules: Sequence[str] = ()
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    device: torch.device,
+    rows: int,
+    has_rows: Sequence[bool],
+    leaf_modules: Sequence[str] = (),
 ) -> Trace:
     """Traces one call of ``model``. The model is left as it was.
+
+    Args:
+        has_rows: for each tensor of the arguments, whether the batch is its dimension 0.
 
     Raises:
         CaptureError: the call cannot be captured.
@@ -98,7 +107,7 @@ def trace(
     for path in leaf_modules:
         if path not in modules:
             raise CaptureError(f"leaf_modules: the model has no sub-module '{path}'")
-    session = _Session(model, args, kwargs, device, rows, leaf_modules)
+    session = _Session(model, args, kwargs, device, rows, has_rows, leaf_modules)
     try:
         return session.run()
     except RaNNCError:
@@ -113,7 +122,14 @@ def trace(
 
 class _Session:
     def __init__(
-        self, model: nn.Module, args: Any, kwargs: Any, device: torch.device, rows: int, leaf_modules: Sequence[str]
+        self,
+        model: nn.Module,
+        args: Any,
+        kwargs: Any,
+        device: torch.device,
+        rows: int,
+        has_rows: Sequence[bool],
+        leaf_modules: Sequence[str],
     ) -> None:
         self.model = model
         self.params = NamedTensors.of(
@@ -122,8 +138,15 @@ class _Session:
         self.buffers = NamedTensors.of(dict(model.named_buffers()), dict(model.named_buffers(remove_duplicate=False)))
         self.inputs, self.input = flatten((args, kwargs))
         self.device = device
-        self.trace_rows = _trace_rows(rows, [*self.params.tensors, *self.buffers.tensors, *self.inputs])
-        self.samples = [_with_rows(tensor, rows, self.trace_rows) for tensor in self.inputs]
+        self.has_rows = has_rows
+        fixed = [size for tensor in (*self.params.tensors, *self.buffers.tensors) for size in tensor.shape]
+        for tensor, batched in zip(self.inputs, has_rows, strict=True):
+            fixed += tensor.shape[1:] if batched else tensor.shape
+        self.trace_rows = _trace_rows(rows, fixed)
+        self.samples = [
+            _with_rows(tensor, rows, self.trace_rows) if batched else tensor
+            for tensor, batched in zip(_distinct(self.inputs), has_rows, strict=True)
+        ]
         self.tracker = SourceTracker(model)
         self.attributes = AttributeLog(model, self.tracker)
         sample_device = self.inputs[0].device if self.inputs else torch.device("cpu")
@@ -138,8 +161,8 @@ class _Session:
         fake_params = [self._fake(f"p{i}", tensor, False) for i, tensor in enumerate(self.params.tensors)]
         fake_buffers = [self._fake(f"b{i}", tensor, False) for i, tensor in enumerate(self.buffers.tensors)]
         fake_inputs = [
-            self._fake(f"x{i}", tensor, tensor.dim() > 0 and tensor.shape[0] == self.trace_rows)
-            for i, tensor in enumerate(self.samples)
+            self._fake(f"x{i}", tensor, batched)
+            for i, (tensor, batched) in enumerate(zip(self.samples, self.has_rows, strict=True))
         ]
         batch = next((t.shape[0] for t in fake_inputs if t.dim() and isinstance(t.shape[0], torch.SymInt)), None)
         symbol = expression(batch) if isinstance(batch, torch.SymInt) else None
@@ -257,18 +280,28 @@ def _depends_on_data(tensor: Tensor, tracer: Any) -> bool:
     return False
 
 
-def _trace_rows(rows: int, tensors: Sequence[Tensor]) -> int:
+def _trace_rows(rows: int, fixed: Collection[int]) -> int:
     """A batch size to trace with: at least 2, and no fixed extent, so that nothing equals it by chance."""
-    fixed = {size for tensor in tensors for dim, size in enumerate(tensor.shape) if not (dim == 0 and size == rows)}
     trace_rows = max(rows, 2)
     while trace_rows in fixed:
         trace_rows += 1
     return trace_rows
 
 
+def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of those that stood there before: other calls may pass two tensors where this one passes one twice."""
+    seen: set[int] = set()
+    found = []
+    for tensor in tensors:
+        again = id(tensor) in seen
+        seen.add(id(tensor))
+        found.append(tensor.detach().clone().requires_grad_(tensor.requires_grad) if again else tensor)
+    return found
+
+
 def _with_rows(tensor: Tensor, rows: int, trace_rows: int) -> Tensor:
-    """``tensor`` with its rows repeated in turn (zeros for none), if dimension 0 is the batch."""
-    if tensor.dim() == 0 or tensor.shape[0] != rows or rows == trace_rows:
+    """``tensor`` with its rows repeated in turn (zeros for none)."""
+    if rows == trace_rows:
         return tensor
     if rows == 0:
         return tensor.detach().new_zeros(trace_rows, *tensor.shape[1:]).requires_grad_(tensor.requires_grad)

@@ -36,7 +36,7 @@ class ValueFacts:
 
 @dataclass(frozen=True)
 class OpFacts:
-    """An Op."""
+    """An Op; ``takes_batch_size``: an argument is computed from the number of rows."""
 
     operands: tuple[int, ...]
     results: tuple[int, ...]
@@ -44,6 +44,7 @@ class OpFacts:
     grad_enabled: bool
     random: bool
     in_region: bool
+    takes_batch_size: bool
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,36 @@ class GraphFacts:
         """Values whose storage some Op changes in place, under their first name."""
         return frozenset(self._root(value) for op in self.ops for value in op.mutates)
 
+    @cached_property
+    def buffers_changed_alike(self) -> frozenset[int]:
+        """Buffers that the forward changes by what is the same for any rows, so that each part of a batch does."""
+        roots, varying = self._varying_roots()
+        changed = [buffer for buffer in self.buffers if buffer.update is not None or buffer.value in self.mutated_roots]
+        return frozenset(
+            buffer.value
+            for buffer in changed
+            if buffer.value not in varying and (buffer.update is None or roots[buffer.update] not in varying)
+        )
+
+    def _varying_roots(self) -> tuple[list[int], set[int]]:
+        """By Value its storage under its first name, and the storages whose contents depend on a batch, or on one
+        that came before."""
+        roots = list(map(self._root, range(len(self.values))))
+        varying = {roots[value] for value in self.inputs if self.values[value].depends_on_rows}
+        known = -1
+        while len(varying) > known:
+            known = len(varying)
+            for op in self.ops:
+                if (
+                    op.takes_batch_size
+                    or any(roots[value] in varying for value in op.operands)
+                    or any(self.values[value].depends_on_rows for value in op.results)
+                ):
+                    varying.update(roots[value] for value in (*op.results, *op.mutates))
+            assigned = (buffer for buffer in self.buffers if buffer.update is not None)
+            varying.update(buffer.value for buffer in assigned if roots[buffer.update or 0] in varying)
+        return roots, varying
+
     def _root(self, value: int) -> int:
         while (parent := self.values[value].alias_of) is not None:
             value = parent
@@ -115,13 +146,15 @@ def _value(item: dict[str, Any], rows: tuple[int, int] | None) -> ValueFacts:
 
 
 def _op(item: dict[str, Any]) -> OpFacts:
+    args = [*item["args"], *item.get("kwargs", {}).values()]
     return OpFacts(
-        operands=tuple(_operands([*item["args"], *item.get("kwargs", {}).values()])),
+        operands=tuple(_operands(args)),
         results=tuple(item["results"]),
         mutates=tuple(item.get("mutates", ())),
         grad_enabled=item["grad_enabled"],
         random=item.get("random", False),
         in_region=item.get("region") is not None,
+        takes_batch_size=any(map(_is_of_batch_size, args)),
     )
 
 
@@ -131,6 +164,12 @@ def _first_use(ops: Sequence[OpFacts]) -> dict[int, int]:
         for value in op.operands:
             first.setdefault(value, index)
     return first
+
+
+def _is_of_batch_size(arg: Any) -> bool:
+    if not isinstance(arg, dict):
+        return False
+    return bool(arg.get("dim", {}).get("per_row")) or any(map(_is_of_batch_size, arg.get("list", ())))
 
 
 def _operands(args: list[Any]) -> Iterator[int]:

@@ -10,6 +10,7 @@ from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.call.variant import Variant
 from pyrannc.core.plan import PlanFacts, StagePlan
+from pyrannc.core.program import RankProgram
 from pyrannc.errors import RaNNCError
 from pyrannc.job import process
 from pyrannc.runtime.channels import Channels
@@ -158,11 +159,19 @@ class Deployment:
         """Lets go of what was made for a captured call."""
         self._contexts.pop(id(variant), None)
 
-    def sync_buffers(self, variant: Variant) -> None:
-        """Gives the first Replica's buffers to the others of the Stage, where the captured call only reads them."""
-        changed = {variant.facts.buffers[i].name for i in variant.parts.stages[self.stage].mutated_buffers}
-        ranks = self._stage_ranks[self.stage]
-        self.store.sync_buffers(changed, ranks, self._groups.of(ranks))
+    def sync_buffers(self, variant: Variant, program: RankProgram) -> None:
+        """Gives the first Replica's buffers to the others of the Stage, unless the captured call changes them by rows.
+
+        Args:
+            program: for the rows of the call.
+        """
+        facts, ranks = variant.facts, self._stage_ranks[self.stage]
+        changed = [facts.buffers[i] for i in variant.parts.stages[self.stage].mutated_buffers]
+        own = {buffer.name for buffer in changed if buffer.value not in facts.buffers_changed_alike}
+        # The first Replica has the most rows; one without any changes nothing.
+        idle = max(program.microbatches) < len(ranks)
+        missed = {buffer.name for buffer in changed} - own if idle else set()
+        self.store.sync_buffers(own, missed, ranks, self._groups.of(ranks))
 
     def bring_back(self) -> None:
         """Gives every rank the whole model, on the host, and destroys the communicators. All ranks call it."""

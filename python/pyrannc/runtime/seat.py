@@ -70,6 +70,10 @@ class Seat:
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.input_grads: dict[tuple[int, int], Tensor] = {}
         self._gradients: dict[int, Tensor] = {}
+        alike = context.facts.buffers_changed_alike & context.buffers.keys()
+        # Every microbatch finds the contents from before the call, and changes them to the same.
+        self._before = {value: context.buffers[value].clone() for value in alike}
+        self._changed = False
 
     def _timed(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
         return nullcontext() if self._marks is None else self._marks.span(kind, microbatch)
@@ -88,19 +92,24 @@ class Seat:
             live.feeds[value] = self._arrived_value(value, microbatch)
         self._arrivals.pop((microbatch, "value"), None)
         context.randomness.at(self._program.global_rows[microbatch])
-        tensors = {**context.params, **context.buffers, **live.feeds}
+        before = {value: tensor.clone() for value, tensor in self._before.items()}
+        tensors = {**context.params, **context.buffers, **before, **live.feeds}
         with self._timed("forward", microbatch):
             with torch.set_grad_enabled(self._trains):
                 live.results = context.code(self._rows_in(microbatch), tensors)
-            self._store_updates(live.results)
+            self._store_updates(live.results, before)
         for value in self._part.outputs:
             self.outputs[microbatch, value] = live.results[value].detach()
         self._live[microbatch] = live
 
-    def _store_updates(self, results: Mapping[int, Tensor]) -> None:
-        with torch.no_grad():
-            for buffer, update in self._context.code.updates.items():
-                self._context.buffers[buffer].copy_(results[update])
+    @torch.no_grad()
+    def _store_updates(self, results: Mapping[int, Tensor], changed: Mapping[int, Tensor]) -> None:
+        """Gives buffers their new contents; ``changed``: those that change once a call, as the microbatch left them."""
+        new = {**changed, **{buffer: results[update] for buffer, update in self._context.code.updates.items()}}
+        for buffer, contents in new.items():
+            if buffer not in changed or not self._changed:
+                self._context.buffers[buffer].copy_(contents)
+        self._changed = True
 
     def _input(self, part: InputPart, microbatch: int) -> Tensor:
         tensor = self._inputs[microbatch, part.value].detach()

@@ -189,7 +189,7 @@ class Step:
         if outside and not variant.told_outside and self._program.gather_inputs and process.get_world_size() > 1:
             variant.told_outside = True
             if process.get_rank() == 0:
-                _log.info(
+                _log.warning(
                     "the criterion is outside of the model: the loss is the mean of the ranks' local losses, weighted "
                     "by their rows. A sum, or a mean over tokens, is then not that of the global batch: compute it "
                     "inside the model if that is meant"

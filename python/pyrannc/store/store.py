@@ -114,20 +114,21 @@ class ParamStore:
         return self.full(name, param.grad if param.grad is not None else torch.empty_like(param))
 
     @torch.no_grad()
-    def sync_buffers(self, changed: Set[str], ranks: Sequence[int], group: Group | None) -> None:
-        """Gives the first Replica's buffers to the others of the Stage, where a call only reads them.
+    def sync_buffers(self, own: Set[str], missed: Set[str], ranks: Sequence[int], group: Group | None) -> None:
+        """Gives the first Replica's buffers to the others of the Stage, where they may differ and should not.
 
-        While calls change a buffer, every Replica has its own.
+        While calls change a buffer by the rows of each Replica, every Replica has its own.
 
         Args:
-            changed: buffers of this rank's Stage that the call changes.
+            own: buffers of this rank's Stage that the call changes by rows.
+            missed: those that some Replica, without rows, will not change as the first one does.
             ranks: of the Stage's Replicas.
             group: of these ranks.
         """
         if len(ranks) > 1:
-            for name in sorted(self._own_buffers - changed):
+            for name in sorted(self._own_buffers - own):
                 give_to_others(self.buffers[name], ranks[0], group)
-        self._own_buffers = changed
+        self._own_buffers = own | missed
 
     @torch.no_grad()
     def bring_back(self) -> None:

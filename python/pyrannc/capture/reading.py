@@ -1,0 +1,102 @@
+"""Whether a tensor of the arguments must have the rows of the batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
+
+from pyrannc.errors import CaptureError
+
+from .clean import clean
+from .dims import Dim
+from .flatten import flatten
+from .tracer import trace
+
+_LEAST_EXTENT = 2
+
+
+def may_lack_rows(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    device: torch.device,
+    rows: int,
+    has_rows: Sequence[bool],
+    place: int,
+) -> bool:
+    """True when the model uses a tensor, and runs for any number of rows while that tensor stays as it is.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+        device: where the model will run.
+        rows: of the batch.
+        has_rows: for each tensor of the arguments, whether the batch is its dimension 0.
+        place: of the tensor in question.
+    """
+    tensors, structure = flatten((tuple(args), kwargs))
+    without = [batched and index != place for index, batched in enumerate(has_rows)]
+    if tensors[place].shape[0] < _LEAST_EXTENT:
+        # An extent of 1 would go with any.
+        tensors[place] = tensors[place].detach().new_zeros(_LEAST_EXTENT, *tensors[place].shape[1:])
+    tried_args, tried_kwargs = structure.rebuild(tensors)
+    try:
+        with warnings.catch_warnings():
+            # Of shapes that the user's call does not have.
+            warnings.simplefilter("ignore")
+            cleaned = clean(trace(model, tried_args, tried_kwargs, device, rows, without))
+    except CaptureError:
+        return False
+    tensor = cleaned.inputs[place]
+    if not any(node.users for node, batched in zip(cleaned.inputs, without, strict=True) if batched):
+        # Then nothing else can be the batch.
+        return False
+    return bool(tensor.users) and not _is_too_short(tensor, tensors[place].shape[0] + 1, cleaned.dims)
+
+
+def _is_too_short(tensor: fx.Node, rows: int, dims: Mapping[fx.Node, Dim]) -> bool:
+    """True when a row's number is an index past the end of what ``tensor`` gives; nothing checks that without data."""
+    derived = {tensor}
+    for node in tensor.graph.nodes:
+        if not any(operand in derived for operand in node.all_input_nodes):
+            continue
+        derived.add(node)
+        if node.target is torch.ops.aten.index.Tensor and node.args[0] in derived:
+            extents = node.args[0].meta["val"].shape
+            for extent, index in zip(extents, node.args[1], strict=False):
+                if isinstance(extent, int) and index is not None and _greatest(index, rows, dims) >= extent:
+                    return True
+    return False
+
+
+def _greatest(index: fx.Node, rows: int, dims: Mapping[fx.Node, Dim]) -> int:
+    """The greatest index, if it depends on the number of rows alone."""
+    try:
+        found = _value(index, rows, dims)
+    except LookupError:
+        return -1
+    return int(found.max()) if isinstance(found, Tensor) and found.numel() and found.dtype == torch.long else -1
+
+
+def _value(node: fx.Node, rows: int, dims: Mapping[fx.Node, Dim]) -> Any:
+    """What a node makes for ``rows`` rows.
+
+    Raises:
+        LookupError: it depends on data.
+    """
+    if node in dims:
+        return dims[node].per_row * rows + dims[node].fixed
+    if node.op != "call_function":
+        raise LookupError(node.name)
+
+    def real(item: fx.Node) -> Any:
+        return _value(item, rows, dims)
+
+    kwargs = {key: item for key, item in node.kwargs.items() if key != "device"}
+    return node.target(*map_arg(node.args, real), **map_arg(kwargs, real))  # type: ignore[operator]

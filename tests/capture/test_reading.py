@@ -1,0 +1,61 @@
+"""Tensors that must have the rows of the batch are told from those that only have as many elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pyrannc.capture import may_lack_rows
+
+Reading = Callable[[Tensor, Tensor], Tensor]
+
+
+class _Model(nn.Module):
+    def __init__(self, reading: Reading) -> None:
+        super().__init__()
+        self.reading = reading
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return self.reading(x, other)
+
+
+def _by_row_number(x: Tensor, other: Tensor) -> Tensor:
+    return x + other[torch.arange(x.shape[0])]
+
+
+def _of_two(x: Tensor, other: Tensor) -> Tensor:
+    return x + other[torch.arange(2)].sum()
+
+
+@pytest.mark.parametrize(
+    ("reading", "lacks"),
+    [
+        (lambda x, other: x + other, False),
+        (lambda x, other: F.mse_loss(x, other), False),
+        (lambda x, other: torch.cat([x, other], 1), False),
+        (_by_row_number, False),
+        (lambda x, other: x * 2, False),
+        (lambda x, other: other * 2, False),
+        (_of_two, True),
+        (lambda x, other: x * other.sum(), True),
+        (lambda x, other: x @ other.T, True),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_what_a_tensor_can_be(reading: Reading, lacks: bool, rows: int) -> None:
+    arguments = torch.zeros(rows, 3), torch.zeros(rows, 3)
+    device = torch.device("cpu")
+    found = may_lack_rows(_Model(reading), arguments, {}, device=device, rows=rows, has_rows=(True, True), place=1)
+    assert found == lacks
+
+
+def test_models_are_left_as_they_were() -> None:
+    model = nn.Bilinear(3, 3, 2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    arguments = torch.zeros(4, 3), torch.zeros(4, 3)
+    assert not may_lack_rows(model, arguments, {}, device=torch.device("cpu"), rows=4, has_rows=(True, True), place=0)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -1,0 +1,163 @@
+"""Who calls what: all ranks, rank 0 alone, one that stops early."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import SGD, Adam
+
+import pyrannc
+from tests.contract.habit import equal, refused
+from tests.contract.job import Job
+from tests.contract.settings import ONCE, STAGES
+from tests.contract.training import Chain, Returns, learn, pairs, single
+
+ALL_RANKS = "call it on all ranks, outside of `if rank == 0`"
+
+
+def _learned(job: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = Returns(Chain(), F.mse_loss)
+    optimizer = Adam(net.parameters(), lr=0.01)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    return model, optimizer
+
+
+@equal()
+def saved_by_rank_0(job: Job) -> None:
+    """All ranks call `model.state_dict()`, rank 0 saves it."""
+    model, _ = _learned(job)
+    saved = model.state_dict()
+    if job.rank == 0:
+        torch.save(saved, "/dev/null")
+    job.state(model)
+
+
+@refused("PeerError", "rank 0 waits in state_dict", "by all ranks", settings=(STAGES,), instead=ALL_RANKS, apart=True)
+def state_by_rank_0_alone(job: Job) -> None:
+    """`if rank == 0: torch.save(model.state_dict(), file)`, and training goes on."""
+    model, optimizer = _learned(job)
+    if job.rank == 0:
+        model.state_dict()
+    learn(job, model, optimizer, step=1)
+
+
+@refused("PeerError", "rank 0 waits in get_param", "by all ranks", settings=(STAGES,), instead=ALL_RANKS, apart=True)
+def parameter_by_rank_0_alone(job: Job) -> None:
+    """`if rank == 0: model.get_param(name)`, and training goes on."""
+    model, optimizer = _learned(job)
+    if job.rank == 0 and isinstance(model, pyrannc.RaNNCModule):
+        model.get_param("net.head.weight")
+    learn(job, model, optimizer, step=1)
+
+
+@refused("MismatchError", "in evaluation mode", instead=ALL_RANKS)
+def evaluation_by_rank_0_alone(job: Job) -> None:
+    """Rank 0 alone evaluates the model, the others go on with training."""
+    net = Chain()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    for x, target in job.batches(pairs):
+        model.train()
+        out = model(x)
+        job.rows("output", out)
+        ((out - target).square().sum() / max(1, len(x))).backward()
+        optimizer.step()
+        if job.rank == 0:
+            model.eval()
+            with torch.no_grad():
+                model(x)
+
+
+@equal()
+def evaluation_by_all(job: Job) -> None:
+    """All ranks evaluate, each on its own rows, some on none."""
+    model, optimizer = _learned(job)
+    model.eval()
+    with torch.no_grad():
+        job.same("evaluated", model(*job.batch(pairs, 7)))
+    model.train()
+    learn(job, model, optimizer, step=1)
+    job.state(model)
+
+
+@refused("MismatchError", "different shapes|lengths", "pad", instead="pad to a length that all ranks agree on")
+def lengths_differ_between_ranks(job: Job) -> None:
+    """Each rank pads its batch to its own longest row."""
+    model = job.wrap(Returns(Chain(), lambda y: y.mean(1)))
+    (x,) = job.batch(single)
+    model(x[:, None].repeat(1, 3, 1))
+    model(x[:, None].repeat(1, 3 + job.rank, 1))
+
+
+@equal()
+def lengths_differ_between_steps(job: Job) -> None:
+    """The length of rows changes from step to step, the same on all ranks."""
+    model = job.wrap(Returns(Chain(), lambda y: y.square().mean()))
+    for length, (x,) in zip((2, 3, 2), job.batches(single), strict=True):
+        loss = model(x[:, None].repeat(1, length, 1))
+        job.same("loss", loss)
+        loss.backward()
+    job.gradients(model)
+
+
+@refused("MismatchError", "different models", instead="build the same model on all ranks")
+def models_differ(job: Job) -> None:
+    """Ranks build different models."""
+    job.wrap(Chain(3 + job.rank))(*job.batch(single))
+
+
+@refused("PeerError", "rank 1 has left", settings=(STAGES,), instead="stop on all ranks in the same step", apart=True)
+def one_rank_stops_early(job: Job) -> None:
+    """One rank leaves the loop before the others, as by a stop criterion of its own rows."""
+    net = Returns(Chain(), F.mse_loss)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    for step in range(4):
+        learn(job, model, optimizer, step=step)
+        if job.rank == 1 and step == 1:
+            return
+
+
+@equal()
+def seeds_differ(job: Job) -> None:
+    """Ranks build the model with different seeds: rank 0's parameters count."""
+    torch.manual_seed(job.rank)
+    net = Returns(Chain(), F.mse_loss)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    job.state(model)
+
+
+@refused("MismatchError", "gradients", settings=ONCE, instead="the same on all ranks")
+def gradients_off_on_one_rank(job: Job) -> None:
+    """One rank calls the model under `torch.no_grad()`."""
+    model, _ = _learned(job)
+    with torch.set_grad_enabled(job.rank == 0):
+        model(*job.batch(pairs, 1))
+
+
+@equal()
+def reduction_delayed(job: Job) -> None:
+    """`pyrannc.delay_grad_allreduce(True)` for the first of two batches, set before its call."""
+    net = Returns(Chain(), F.mse_loss)
+    model = job.wrap(net)
+    pyrannc.delay_grad_allreduce(True)
+    model(*job.batch(pairs, 0)).backward()
+    pyrannc.delay_grad_allreduce(False)
+    model(*job.batch(pairs, 1)).backward()
+    job.gradients(model)
+
+
+@equal()
+def reduction_switched_before_backward(job: Job) -> None:
+    """`pyrannc.delay_grad_allreduce` is set between the call and `backward()`, as with RaNNC 0.7.5."""
+    model = job.wrap(Chain())
+    for step, delayed in enumerate((True, False)):
+        x, target = job.batch(pairs, step)
+        out = model(x)
+        pyrannc.delay_grad_allreduce(delayed)
+        ((out - target).square().sum() / max(1, len(x))).backward()
+    job.gradients(model)

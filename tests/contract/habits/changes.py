@@ -1,0 +1,456 @@
+"""What changes between calls: parameters, hooks, attributes, state in Python, chance outside of torch."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.optim import SGD
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from tests.contract.habit import equal, refused
+from tests.contract.job import Job
+from tests.contract.settings import Setting
+from tests.contract.training import WIDTH, Chain, Returns, learn, pairs
+
+BUFFER = "keep it in a buffer (`register_buffer`), changed in place"
+
+
+def _trained(job: Job, net: nn.Module, change: Any, steps: int = 2) -> None:
+    """A step, ``change(model)``, and more steps."""
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    change(model)
+    for step in range(1, 1 + steps):
+        learn(job, model, optimizer, step=step)
+    job.state(model)
+
+
+def _regression() -> Returns:
+    return Returns(Chain(), F.mse_loss)
+
+
+# Parameters
+
+
+@equal()
+def frozen_later(job: Job) -> None:
+    """`requires_grad_(False)` on a layer after some steps."""
+    net = _regression()
+    _trained(job, net, lambda model: net.net.layers[1].requires_grad_(False))
+
+
+@equal()
+def unfrozen_later(job: Job) -> None:
+    """A layer frozen at first gets `requires_grad_(True)` after some steps."""
+    net = _regression()
+    net.net.layers[1].requires_grad_(False)
+    _trained(job, net, lambda model: net.net.layers[1].requires_grad_(True))
+
+
+@equal()
+def data_replaced(job: Job) -> None:
+    """`param.data = new` after some steps."""
+
+    def change(model: nn.Module) -> None:
+        for param in model.parameters():
+            param.data = param.data * 0.5
+
+    _trained(job, _regression(), change)
+
+
+@equal()
+def vector_to_params(job: Job) -> None:
+    """`vector_to_parameters(vector, model.parameters())` after some steps."""
+
+    def change(model: nn.Module) -> None:
+        vector_to_parameters(parameters_to_vector(model.parameters()).detach() * 0.5, model.parameters())
+
+    _trained(job, _regression(), change)
+
+
+@equal()
+def optimizer_by_data(job: Job) -> None:
+    """An optimizer by hand: `param.data = param.data - lr * param.grad`."""
+    model = job.wrap(_regression())
+    for batch in job.batches(pairs):
+        model.zero_grad()
+        loss = model(*batch)
+        job.same("loss", loss)
+        loss.backward()
+        for param in model.parameters():
+            param.data = param.data - 0.1 * param.grad
+    job.state(model)
+
+
+@equal()
+def data_changed_in_place(job: Job) -> None:
+    """`param.data.mul_()`, as weight clipping does, after each step."""
+
+    def change(model: nn.Module) -> None:
+        for param in model.parameters():
+            param.data.clamp_(-0.2, 0.2)
+
+    _trained(job, _regression(), change)
+
+
+@refused("RaNNCError|InputError|CaptureError", "added", instead="make all modules before wrapping")
+def layer_added_later(job: Job) -> None:
+    """A layer with parameters is added to the model after the first call."""
+    net = _regression()
+
+    def change(model: nn.Module) -> None:
+        net.net.layers.append(nn.Linear(WIDTH, WIDTH))
+
+    _trained(job, net, change)
+
+
+@equal()
+def activation_replaced(job: Job) -> None:
+    """A module without parameters is replaced after the first call."""
+
+    class Net(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act: nn.Module = nn.Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(super().forward(x))  # type: ignore[no-any-return]
+
+    net = Net()
+    _trained(job, Returns(net, F.mse_loss), lambda model: setattr(net, "act", nn.Sigmoid()))
+
+
+@refused(
+    "RaNNCError|InputError|MismatchError", "lr|learning rate", instead="give every rank the same value: the mean loss"
+)
+def rate_by_own_loss(job: Job) -> None:
+    """`ReduceLROnPlateau` is fed with a loss of this rank's rows, so that ranks get different learning rates."""
+    net = Chain()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    scheduler = ReduceLROnPlateau(optimizer, patience=0, threshold=0.0)
+    model = job.wrap(net, optimizer)
+    for step, (x, target) in enumerate(job.batches(pairs, 4)):
+        optimizer.zero_grad()
+        out = model(x)
+        job.rows("output", out)
+        ((out - target).square().sum() / max(1, len(x))).backward()
+        job.gradients(model)
+        optimizer.step()
+        # One rank sees its loss fall, the others see theirs rise.
+        scheduler.step(float(step) if job.rank else -float(step))
+
+
+# Hooks
+
+
+@refused("CaptureError|RaNNCError", "hook", instead="return what the hook would keep as an output of the model")
+def forward_hook_keeps(job: Job) -> None:
+    """A forward hook keeps what a layer returns."""
+    net = _regression()
+    kept: list[Tensor] = []
+    net.net.layers[0].register_forward_hook(lambda module, args, out: kept.append(out.detach().sum()))
+    model = job.wrap(net)
+    for batch in job.batches(pairs):
+        job.same("loss", model(*batch))
+
+
+@equal()
+def forward_hook_returns(job: Job) -> None:
+    """A forward hook that changes what a layer returns, registered before the first call."""
+    net = _regression()
+    net.net.layers[0].register_forward_hook(lambda module, args, out: out * 0.5)
+    _trained(job, net, lambda model: None)
+
+
+@refused("RaNNCError|CaptureError|InputError", "hook", instead="register hooks before the first call")
+def forward_hook_added_later(job: Job) -> None:
+    """A forward hook is registered after the first call."""
+    net = _regression()
+    _trained(job, net, lambda model: net.net.layers[0].register_forward_hook(lambda module, args, out: out * 0.5))
+
+
+@refused("CaptureError|RaNNCError", "hook", instead="put an `autograd.Function` into the model")
+def backward_hook(job: Job) -> None:
+    """A module has a backward hook (`register_full_backward_hook`)."""
+    net = _regression()
+    net.net.layers[0].register_full_backward_hook(lambda module, grads, outs: None)
+    _trained(job, net, lambda model: None)
+
+
+@refused("RaNNCError|CaptureError|InputError", "hook", instead="change `.grad` after `backward()`")
+def gradient_hook(job: Job) -> None:
+    """A parameter has a hook (`param.register_hook`)."""
+    net = _regression()
+    net.net.layers[1].weight.register_hook(lambda grad: grad * 0)
+    _trained(job, net, lambda model: None)
+
+
+@refused("RaNNCError|CaptureError|InputError", "hook", instead="step after `backward()`")
+def hook_after_accumulation(job: Job) -> None:
+    """A parameter has a hook that runs after its gradient (`register_post_accumulate_grad_hook`)."""
+    net = _regression()
+    net.net.layers[1].weight.register_post_accumulate_grad_hook(lambda param: param.grad.zero_())
+    _trained(job, net, lambda model: None)
+
+
+# Attributes
+
+
+class _Scaled(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = 1.0
+        self.options = {"shift": 0.0}
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(super().forward(x) * self.alpha + self.options["shift"])  # type: ignore[no-any-return]
+
+
+@equal()
+def number_changed(job: Job) -> None:
+    """A number that the model reads is changed: `net.alpha = 0.5`."""
+    net = _Scaled()
+    _trained(job, Returns(net, F.mse_loss), lambda model: setattr(net, "alpha", 0.5))
+
+
+@equal()
+def number_in_dict_changed(job: Job) -> None:
+    """A number in a dict of the model is changed: `net.options["shift"] = 1.0`."""
+    net = _Scaled()
+    _trained(job, Returns(net, F.mse_loss), lambda model: net.options.update(shift=1.0))
+
+
+@equal()
+def dropout_changed(job: Job) -> None:
+    """The rate of a dropout layer is changed: `dropout.p = 1.0`."""
+    net = _Scaled()
+    _trained(job, Returns(net, F.mse_loss), lambda model: setattr(net.dropout, "p", 1.0))
+
+
+SCALE = 1.0
+
+
+@refused("RaNNCError|CaptureError|InputError", "SCALE", instead="make it an attribute of the model, or an argument")
+def global_changed(job: Job) -> None:
+    """A global variable that the model reads is changed."""
+    global SCALE
+    SCALE = 1.0
+
+    def change(model: nn.Module) -> None:
+        global SCALE
+        SCALE = 0.5
+
+    _trained(job, Returns(Chain(), lambda y, target: F.mse_loss(y * SCALE, target)), change)
+
+
+class _Remembers(Chain):
+    """A chain that keeps something in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.kept: list[Tensor] = []
+        self.last: dict[str, Tensor] = {}
+        self.bank = torch.zeros(WIDTH)
+
+
+def _remembering(job: Job, keep: Any) -> None:
+    class Net(_Remembers):
+        def forward(self, x: Tensor) -> Tensor:
+            return keep(self, super().forward(x))  # type: ignore[no-any-return]
+
+    _trained(job, Returns(Net(), F.mse_loss), lambda model: None)
+
+
+@refused("CaptureError", "calls", instead=BUFFER)
+def counter(job: Job) -> None:
+    """The model counts its calls in a Python number."""
+
+    def keep(net: _Remembers, y: Tensor) -> Tensor:
+        net.calls += 1
+        return y * (1.0 if net.calls < 2 else 0.5)
+
+    _remembering(job, keep)
+
+
+@refused("CaptureError", "kept", instead="return it as an output of the model")
+def list_grows(job: Job) -> None:
+    """The model appends to a list of its own."""
+
+    def keep(net: _Remembers, y: Tensor) -> Tensor:
+        net.kept.append(y.detach())
+        return y
+
+    _remembering(job, keep)
+
+
+@refused("CaptureError", "last", instead="return it as an output of the model")
+def dict_filled(job: Job) -> None:
+    """The model stores a tensor in a dict of its own."""
+
+    def keep(net: _Remembers, y: Tensor) -> Tensor:
+        net.last["y"] = y.detach()
+        return y
+
+    _remembering(job, keep)
+
+
+@refused("CaptureError", "bank", instead=BUFFER)
+def running_tensor(job: Job) -> None:
+    """The model advances a tensor that is a plain attribute: `self.bank = 0.9 * self.bank + ...`."""
+
+    def keep(net: _Remembers, y: Tensor) -> Tensor:
+        net.bank = 0.9 * net.bank + net.head.bias.detach()
+        return y + net.bank
+
+    _remembering(job, keep)
+
+
+class _Counting(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(x) / self.calls
+
+
+@equal()
+def buffer_counts(job: Job) -> None:
+    """The model counts its calls in a buffer, changed in place."""
+    _trained(job, Returns(_Counting(), F.mse_loss), lambda model: None)
+
+
+@equal(settings=(Setting((8, 0, 0), 1, 4), Setting((3, 0, 5), 1, 2)))
+def buffer_counts_while_rows_change(job: Job) -> None:
+    """The same, and some calls have too few rows for every Replica."""
+    net = Returns(_Counting(), F.mse_loss)
+    model = job.wrap(net)
+    for step, rows in enumerate((8, 8, 24)):
+        loss = model(*job.batch(pairs, step, rows))
+        job.same("loss", loss)
+        loss.backward()
+    job.gradients(model)
+    job.state(model)
+
+
+@equal()
+def buffer_assigned(job: Job) -> None:
+    """The model assigns its buffer anew: `self.bank = 0.9 * self.bank + ...`."""
+
+    class Net(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("bank", torch.zeros(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.bank = 0.9 * self.bank + 0.1 * self.head.bias.detach()
+            return super().forward(x) + self.bank
+
+    _trained(job, Returns(Net(), F.mse_loss), lambda model: None)
+
+
+@equal()
+def buffer_set_between_calls(job: Job) -> None:
+    """The script changes a buffer in place between calls, as a schedule of a temperature does."""
+
+    class Net(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("temperature", torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) / self.temperature
+
+    net = Net()
+    _trained(job, Returns(net, F.mse_loss), lambda model: net.temperature.fill_(2.0))
+
+
+# Chance and time outside of torch
+
+
+@refused("CaptureError", "random", instead="draw with torch, or pass the number as an argument")
+def python_random(job: Job) -> None:
+    """The model draws from Python's `random`."""
+    model = job.wrap(Returns(Chain(), lambda y, target: F.mse_loss(y * (1 + random.random()), target)))
+    for batch in job.batches(pairs):
+        job.same("loss", model(*batch))
+
+
+@refused("CaptureError", "numpy|np", instead="draw with torch, or pass the number as an argument")
+def numpy_random(job: Job) -> None:
+    """The model draws from numpy's global generator."""
+    model = job.wrap(Returns(Chain(), lambda y, target: F.mse_loss(y * (1 + float(np.random.rand())), target)))
+    for batch in job.batches(pairs):
+        job.same("loss", model(*batch))
+
+
+# Arguments
+
+
+@refused("InputError|MismatchError", "rank", instead="give every rank the same value, or one value per row")
+def scalar_differs(job: Job) -> None:
+    """A 0-dim tensor among the arguments has another value on each rank."""
+    model = job.wrap(Returns(Chain(), lambda y, target, scale: F.mse_loss(y, target) * scale))
+    x, target = job.batch(pairs)
+    job.same("loss", model(x, target, torch.tensor(1.0 + job.rank)))
+
+
+@equal()
+def scalar_tensor(job: Job) -> None:
+    """A 0-dim tensor among the arguments changes from step to step, the same on all ranks."""
+    net = Returns(Chain(), lambda y, target, scale: F.mse_loss(y, target) * scale)
+    model = job.wrap(net)
+    for step in range(3):
+        x, target = job.batch(pairs, step)
+        loss = model(x, target, torch.tensor(1.0 + step))
+        job.same("loss", loss)
+        loss.backward()
+    job.gradients(model)
+
+
+@equal()
+def number_argument(job: Job) -> None:
+    """A Python number among the arguments changes from step to step."""
+    model = job.wrap(Returns(Chain(), lambda y, target, scale: F.mse_loss(y, target) * scale))
+    for step in range(3):
+        x, target = job.batch(pairs, step)
+        loss = model(x, target, 1.0 + step)
+        job.same("loss", loss)
+        loss.backward()
+    job.gradients(model)
+
+
+def _if_large(y: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(y if bool((target > 100).all()) else -y, target)
+
+
+@refused("RaNNCError|InputError|CaptureError", "question|answer", instead="use `torch.where`")
+def answer_changes(job: Job) -> None:
+    """The model asks its data a question (`if (x > 0).all()`), and a later batch answers otherwise."""
+
+    def data(rows: int, generator: Generator) -> tuple[Tensor, Tensor]:
+        x, target = pairs(rows, generator)
+        return x, target + (200 if generator.initial_seed() == 1 else 0)
+
+    model = job.wrap(Returns(Chain(), _if_large))
+    for batch in job.batches(data):
+        loss = model(*batch)
+        loss.backward()
+        job.same("loss", loss)
+        job.gradients(model)
+
+
+@equal(note="another answer is an error; with `torch.where` both are possible")
+def answer_stays(job: Job) -> None:
+    """The model asks its data a question, and every batch gives the same answer."""
+    _trained(job, Returns(Chain(), _if_large), lambda model: None)

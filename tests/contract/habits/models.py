@@ -1,0 +1,266 @@
+"""How models are written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+from torch.nn.utils import parametrizations, prune
+from torch.utils.checkpoint import checkpoint
+
+from tests.contract.habit import equal
+from tests.contract.job import Job
+from tests.contract.training import CLASSES, TOKENS, VOCABULARY, WIDTH, Chain, Returns, fit, padded, pairs
+
+
+def _fit(job: Job, net: nn.Module) -> None:
+    fit(job, Returns(net, F.mse_loss), pairs)
+
+
+@equal()
+def tied_weights(job: Job) -> None:
+    """Layers share a weight."""
+    net = Chain()
+    net.head.weight = net.layers[0].weight
+    _fit(job, net)
+
+
+@equal()
+def frozen_from_the_start(job: Job) -> None:
+    """Some parameters do not require gradients."""
+    net = Chain()
+    net.layers[1].requires_grad_(False)
+    _fit(job, net)
+
+
+@equal()
+def weight_norm(job: Job) -> None:
+    """A layer has `parametrizations.weight_norm`."""
+    net = Chain()
+    parametrizations.weight_norm(net.layers[0])
+    _fit(job, net)
+
+
+@equal()
+def orthogonal(job: Job) -> None:
+    """A layer has `parametrizations.orthogonal`."""
+    net = Chain()
+    parametrizations.orthogonal(net.layers[0])
+    _fit(job, net)
+
+
+@equal()
+def spectral_norm(job: Job) -> None:
+    """A layer has `parametrizations.spectral_norm`, which changes buffers in every call."""
+    net = Chain()
+    parametrizations.spectral_norm(net.layers[0])
+    _fit(job, net)
+
+
+@equal()
+def pruned(job: Job) -> None:
+    """A layer is pruned by `torch.nn.utils.prune`, which works by a hook."""
+    net = Chain()
+    prune.l1_unstructured(net.layers[0], "weight", amount=0.5)
+    _fit(job, net)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+        self.chain = Chain(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.lstm(x.view(-1, 2, WIDTH // 2).repeat(1, 1, 2))
+        return self.chain(states[:, -1])  # type: ignore[no-any-return]
+
+
+@equal()
+def recurrent(job: Job) -> None:
+    """The model has an LSTM with `batch_first=True`."""
+    _fit(job, _Recurrent())
+
+
+@equal()
+def transformer(job: Job) -> None:
+    """The model has an `nn.TransformerEncoder` with `batch_first=True` and a padding mask."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(VOCABULARY, 8)
+            layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+            self.head = nn.Linear(8, CLASSES)
+
+        def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+            hidden = self.encoder(self.embedding(tokens), src_key_padding_mask=labels < 0)
+            return self.head(hidden.mean(1)).square().mean()  # type: ignore[no-any-return]
+
+    fit(job, Net(), padded)
+
+
+def _positions(rows: int, generator: Generator) -> tuple[Tensor]:
+    return (torch.randint(0, VOCABULARY, (rows, TOKENS), generator=generator),)
+
+
+@equal()
+def rows_from_shape(job: Job) -> None:
+    """The model reads `x.shape[0]`, expands positions to it, and works on all tokens as rows."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(TOKENS, WIDTH)
+            self.chain = Chain()
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            rows, length = tokens.shape
+            positions = torch.arange(length).expand(rows, length)
+            hidden = (self.embedding(tokens) + self.positions(positions)).view(rows * length, WIDTH)
+            return self.chain(hidden).view(rows, -1).square().mean()  # type: ignore[no-any-return]
+
+    fit(job, Net(), _positions)
+
+
+@equal()
+def detached_part(job: Job) -> None:
+    """A part of the model runs under `torch.no_grad()`, another result is detached."""
+
+    class Net(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                scale = torch.sigmoid(self.layers[0](x))
+            return super().forward(x * scale) + x.detach()
+
+    _fit(job, Net())
+
+
+@equal()
+def checkpointed(job: Job) -> None:
+    """A part of the model runs under `torch.utils.checkpoint`."""
+
+    class Net(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden: Tensor = checkpoint(super().forward, x, use_reentrant=False)
+            return hidden + x
+
+    _fit(job, Net())
+
+
+class _Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(-0.5, 0.5)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grads[0] * (x.abs() < 2)
+
+
+@equal()
+def own_autograd_function(job: Job) -> None:
+    """The model has an `autograd.Function` of its own."""
+
+    class Net(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            return _Clipped.apply(super().forward(x)) + x  # type: ignore[no-any-return, no-untyped-call]
+
+    _fit(job, Net())
+
+
+@equal()
+def mapped(job: Job) -> None:
+    """The model uses `torch.func.vmap` over rows."""
+
+    class Net(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.vmap(torch.dot)(super().forward(x), x)[:, None].expand_as(x)
+
+    _fit(job, Net())
+
+
+@equal()
+def input_changed_in_place(job: Job) -> None:
+    """The model changes its input and results in place."""
+
+    class Net(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x.clone().mul_(2.0))
+            y[:, 0] = 0.5
+            return y.add_(1.0)
+
+    _fit(job, Net())
+
+
+@equal()
+def complex_buffer(job: Job) -> None:
+    """The model has a complex buffer, as rotary embeddings do."""
+
+    class Net(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("turns", torch.polar(torch.ones(WIDTH // 2), torch.arange(WIDTH // 2) * 1.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            turned = torch.view_as_complex(x.view(-1, WIDTH // 2, 2)) * self.turns
+            return super().forward(torch.view_as_real(turned).flatten(1))
+
+    _fit(job, Net())
+
+
+@equal()
+def unused_parameters(job: Job) -> None:
+    """The model has parameters that no call uses."""
+    net = Chain()
+    net.unused = nn.Linear(WIDTH, WIDTH)
+    _fit(job, net)
+
+
+@equal()
+def hugging_face_masked_tokens(job: Job) -> None:
+    """A Hugging Face BERT with labels; rows have different numbers of masked tokens."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=12,
+        max_position_embeddings=TOKENS,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    net = BertForMaskedLM(config)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    for tokens, labels in job.batches(padded):
+        optimizer.zero_grad()
+        out = model(input_ids=tokens, attention_mask=(labels >= 0).long(), labels=labels)
+        job.same("loss", out.loss)
+        job.rows("logits", out.logits)
+        out.loss.backward()
+        job.gradients(model)
+        optimizer.step()
+    job.state(model)
+
+
+@equal()
+def evaluated_batch_norm(job: Job) -> None:
+    """The model has BatchNorm layers in evaluation mode."""
+    net = Chain()
+    net.layers[1] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    model = job.wrap(net)
+    model.eval()
+    for batch in job.batches(pairs):
+        out = model(batch[0])
+        job.rows("output", out)
+        (out - batch[1]).square().sum().div(max(1, len(out))).backward()
+        job.gradients(model)
+    job.state(model)

@@ -1,0 +1,283 @@
+"""What the rows of a batch are, and what arguments may be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+from torch.optim import SGD
+
+from tests.contract.habit import equal, refused, warned
+from tests.contract.job import Job
+from tests.contract.settings import COVERING, DIVIDED, EMPTY, ONCE, PIPELINE, REPLICAS, STAGES, TOGETHER, Setting
+from tests.contract.training import CLASSES, WIDTH, Chain, Returns, fit, pairs, single
+
+_EQUAL_EXTENT = (Setting((4, 4), 1, 2), Setting((4, 4), 2, 1), Setting((4, 4), 2, 2))
+
+
+@equal(settings=(REPLICAS, STAGES, PIPELINE, EMPTY))
+def uneven_and_empty_batches(job: Job) -> None:
+    """Ranks bring different numbers of rows, some none."""
+    fit(job, Returns(Chain(), F.mse_loss), pairs)
+
+
+@equal()
+def rows_change(job: Job) -> None:
+    """The number of rows changes from step to step."""
+    net = Returns(Chain(), F.mse_loss)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    for rows in (8, 16, 8, 24):
+        optimizer.zero_grad()
+        loss = model(*job.batch(pairs, rows=rows))
+        job.same("loss", loss)
+        loss.backward()
+        optimizer.step()
+    job.state(model)
+
+
+@equal()
+def nested_arguments(job: Job) -> None:
+    """Arguments are dicts, lists and tuples of tensors, beside strings, None and flags."""
+
+    class Net(Chain):
+        def forward(self, batch: dict[str, Any], *, mode: str, extra: Tensor | None = None) -> dict[str, Any]:
+            x, (shift, _) = batch["x"], batch["more"]
+            y = super().forward(x) + shift
+            return {"y": [y, {"half": y / 2 if mode == "half" else y}], "extra": extra, "mode": mode}
+
+    model = job.wrap(Net())
+    for x, target in job.batches(pairs):
+        out = model({"x": x, "more": [target, None]}, mode="half")
+        job.rows("output", out)
+        (out["y"][1]["half"].square().sum() / max(1, len(x))).backward()
+        job.gradients(model)
+
+
+def _labelled(rows: int, generator: Generator) -> tuple[Tensor, ...]:
+    x, _ = pairs(rows, generator)
+    return x, torch.randint(0, CLASSES, (rows,), generator=generator), torch.linspace(0.5, 2.0, CLASSES)
+
+
+@equal()
+def argument_without_rows(job: Job) -> None:
+    """An argument has no rows and another extent than the batch, such as a scale for each class."""
+    net = Returns(Chain(outputs=CLASSES), lambda y, labels, scale: F.cross_entropy(y * scale, labels))
+    fit(job, net, _labelled)
+
+
+@equal()
+def class_weights_as_argument(job: Job) -> None:
+    """Class weights of the loss are an argument."""
+    fit(job, Returns(Chain(outputs=CLASSES), F.cross_entropy), _labelled)
+
+
+def _weighted(y: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    return F.mse_loss(y, target) * weights.sum()
+
+
+def _with_weights(job: Job, **options: Any) -> None:
+    weights = torch.linspace(0.5, 2.0, 4)
+    model = job.wrap(Returns(Chain(), _weighted), **options)
+    for x, target in job.batches(pairs):
+        loss = model(x, target, weights)
+        job.same("loss", loss)
+        loss.backward()
+        job.gradients(model)
+
+
+@refused(
+    "InputError",
+    "argument 2",
+    "rows",
+    r"batch_arguments=\[",
+    settings=_EQUAL_EXTENT,
+    instead="name those with rows: `RaNNCModule(..., batch_arguments=[...])`",
+)
+def argument_with_the_batch_extent(job: Job) -> None:
+    """An argument without rows has just as many elements as the batch has rows."""
+    _with_weights(job)
+
+
+@refused(
+    "InputError",
+    "argument 0",
+    "rows",
+    settings=_EQUAL_EXTENT,
+    instead="name those with rows: `RaNNCModule(..., batch_arguments=[...])`",
+)
+def first_argument_with_the_batch_extent(job: Job) -> None:
+    """The first argument is such a one."""
+
+    class Net(Returns):
+        def forward(self, weights: Tensor, *rest: Tensor) -> Any:
+            x, target = rest
+            return super().forward(x, target, weights)
+
+    model = job.wrap(Net(Chain(), _weighted))
+    for x, target in job.batches(pairs):
+        job.same("loss", model(torch.linspace(0.5, 2.0, 4), x, target))
+
+
+@refused("InputError", "batch_arguments", "forward", instead="the names in the model's `forward`")
+def no_such_argument(job: Job) -> None:
+    """`RaNNCModule(..., batch_arguments=[...])` has a name that is not an argument's."""
+
+    class Net(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    model = job.wrap(Net(), batch_arguments=["inputs"])
+    model(*job.batch(single))
+
+
+@equal(settings=_EQUAL_EXTENT)
+def arguments_with_rows_named(job: Job) -> None:
+    """The same, with `RaNNCModule(..., batch_arguments=["x", 1])`, names or positions."""
+    _with_weights(job, batch_arguments=["x", 1])
+
+
+@equal(settings=(Setting((4, 4), 1, 2), Setting((2, 6), 2, 1), Setting((2, 0, 6), 2, 2)))
+def extent_of_one_rank(job: Job) -> None:
+    """An argument without rows has as many elements as one rank has rows, or as all ranks have in a later call."""
+    model = job.wrap(Returns(Chain(), _weighted))
+    for step, rows in enumerate((16, 8)):
+        loss = model(*job.batch(pairs, step, rows), torch.linspace(0.5, 2.0, 4))
+        job.same("loss", loss)
+        loss.backward()
+    job.gradients(model)
+
+
+@refused(
+    "InputError|CaptureError|PlanError", "row", settings=DIVIDED, instead="put the batch first (`batch_first=True`)"
+)
+def batch_in_dimension_one(job: Job) -> None:
+    """The rows are in dimension 1 of the arguments, as `nn.LSTM` and `nn.Transformer` take them by default."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(WIDTH, WIDTH)
+            self.chain = Chain(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.chain(self.lstm(x)[0])  # type: ignore[no-any-return]
+
+    model = job.wrap(Net())
+    whole = torch.randn(4, 8, WIDTH, generator=Generator().manual_seed(1))
+    job.rows("output", model(job.own(whole, dim=1)).transpose(0, 1))
+
+
+@equal()
+def rows_in_dimension_one_inside(job: Job) -> None:
+    """The model puts the batch into dimension 1 for a layer and back again."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(3, WIDTH)
+            self.chain = Chain(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            states, _ = self.lstm(x.view(-1, 2, 3).transpose(0, 1))
+            return self.chain(states.transpose(0, 1)[:, -1])  # type: ignore[no-any-return]
+
+    fit(job, Returns(Net(), F.mse_loss), pairs)
+
+
+@equal(settings=(*COVERING, EMPTY))
+def cumulated_over_rows(job: Job) -> None:
+    """The model cumulates over rows (`cumsum(0)`)."""
+    model = job.wrap(Returns(Chain(), lambda y: y.cumsum(0)))
+    job.rows("output", model(*job.batch(single)))
+
+
+@equal(settings=(*COVERING, EMPTY))
+def rows_flipped(job: Job) -> None:
+    """The model mixes each row with another one (`x.flip(0)`, mixup)."""
+    model = job.wrap(Returns(Chain(), lambda y: y + y.flip(0)))
+    job.rows("output", model(*job.batch(single)))
+
+
+class _Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Chain(3)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.last(torch.tanh(self.norm(self.first(x)))), target)
+
+
+@equal(settings=TOGETHER)
+def batch_norm_together(job: Job) -> None:
+    """BatchNorm in training, with all rows computed together."""
+    fit(job, _Normed(), pairs)
+
+
+@warned("normalises over the rows in hand", settings=(Setting((4, 4), 1, 2),), instead="`nn.GroupNorm`, `nn.LayerNorm`")
+def batch_norm_of_parts(job: Job) -> None:
+    """BatchNorm in training: each Replica normalises its own rows of each microbatch, as it is with DDP."""
+    model = job.wrap(_Normed())
+    x, target = job.batch(pairs)
+    # Two microbatches on two Replicas have two rows each.
+    parts = [(x, target)] if job.ranks > 1 else list(zip(x.split(2), target.split(2), strict=True))
+    loss = torch.stack([model(*part) for part in parts]).mean()
+    job.same("loss", loss)
+    loss.backward()
+    job.gradients(model)
+
+
+@refused(
+    "InputError|PlanError|RaNNCError",
+    "BatchNorm|batch_norm",
+    "row",
+    settings=(Setting((4, 4), 1, 4), Setting((7, 1), 2, 8), Setting((3, 3, 2), 1, 4)),
+    instead="fewer microbatches or Replicas (`min_pipeline_bs`)",
+)
+def batch_norm_of_a_single_row(job: Job) -> None:
+    """BatchNorm in training gets a single row of a microbatch on a Replica."""
+    fit(job, _Normed(), pairs)
+
+
+@refused("InputError", "no rows", settings=ONCE, instead="leave out the call on all ranks")
+def no_rows_at_all(job: Job) -> None:
+    """No rank brings a row."""
+    model = job.wrap(Chain())
+    model(torch.zeros(0, WIDTH))
+
+
+@refused("InputError", "batch size cannot be told", instead="pass at least one tensor with rows")
+def no_argument_with_rows(job: Job) -> None:
+    """No argument has a dimension."""
+    job.wrap(Returns(Chain(), lambda y: y))(torch.tensor(1.0))
+
+
+@equal(note="`gather_inputs=False`")
+def inputs_of_the_first_rank(job: Job) -> None:
+    """Rank 0 brings the whole batch (`RaNNCModule(..., gather_inputs=False)`)."""
+    net = Returns(Chain(), F.mse_loss)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer, gather_inputs=False)
+    for step in range(3):
+        x, target = pairs(8, Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = model(x, target) if job.rank == 0 else model(x.zero_(), target.zero_())
+        job.same("loss", loss)
+        loss.backward()
+        job.gradients(model)
+        optimizer.step()
+    job.state(model)
+
+
+@equal()
+def same_tensor_twice(job: Job) -> None:
+    """The script passes a tensor for two arguments, and two tensors in the next call."""
+    model = job.wrap(Returns(Chain(), F.mse_loss))
+    for step in range(2):
+        x, target = job.batch(pairs, step)
+        loss = model(x, target if step else x)
+        job.same("loss", loss)
+        loss.backward()
+    job.gradients(model)

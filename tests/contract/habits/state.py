@@ -1,0 +1,197 @@
+"""Ways round the wrapper: to the model's own parameters, state and methods."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import SGD, Adam
+
+import pyrannc
+from tests.contract.habit import equal, refused
+from tests.contract.job import Job
+from tests.contract.settings import ONCE
+from tests.contract.training import Chain, Returns, learn, pairs
+
+ON_OTHER_RANKS = "use `model.state_dict()`, `model.get_param(name)`"
+
+
+def _learned(job: Job) -> tuple[Returns, nn.Module, torch.optim.Optimizer]:
+    net = Returns(Chain(), F.mse_loss)
+    optimizer = Adam(net.parameters(), lr=0.01)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    return net, model, optimizer
+
+
+@refused("RaNNCError", "state_dict", settings=(ONCE[1],), instead=ON_OTHER_RANKS)
+def state_of_the_plain_model(job: Job) -> None:
+    """`net.state_dict()` of the wrapped model, where other ranks hold a part of the parameters."""
+    net, _, _ = _learned(job)
+    job.same("state", dict(net.state_dict()))
+
+
+@refused("RaNNCError", "clip_grad_norm", settings=(ONCE[1],), instead="`model.clip_grad_norm(max_norm)`")
+def clipped_by_torch(job: Job) -> None:
+    """`nn.utils.clip_grad_norm_(model.parameters(), 1.0)` where other ranks hold a part of the parameters."""
+    _, model, _ = _learned(job)
+    job.same("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    job.gradients(model)
+
+
+@equal()
+def modules_listed(job: Job) -> None:
+    """`model.modules()`, `model.children()` and `model.apply()` visit the model's modules."""
+    _, model, _ = _learned(job)
+    visited: list[str] = []
+    model.apply(lambda module: visited.append(type(module).__name__))
+    inner = [type(module).__name__ for module in model.modules() if not isinstance(module, pyrannc.RaNNCModule)]
+    job.same("modules", inner)
+    job.same("visited", [name for name in visited if name != "RaNNCModule"])
+    job.same("layers", sum(isinstance(module, nn.Linear) for module in model.modules()))
+
+
+@equal()
+def parameters_counted(job: Job) -> None:
+    """`sum(p.numel() for p in model.parameters())` after the first call."""
+    _, model, _ = _learned(job)
+    job.same("count", sum(param.numel() for param in model.parameters()))
+
+
+@equal()
+def attribute_set_on_the_wrapper(job: Job) -> None:
+    """`model.alpha = 0.5` sets the attribute of the wrapped model."""
+
+    class Net(Chain):
+        alpha = 1.0
+
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(super().forward(x) * self.alpha, target)
+
+    net = Net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    model.alpha = 0.5
+    learn(job, model, optimizer)
+
+
+@equal()
+def copied(job: Job) -> None:
+    """`copy.deepcopy(model)` before the first call, as of an average of weights."""
+    net = Returns(Chain(), F.mse_loss)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    copied = copy.deepcopy(model)
+    learn(job, model, optimizer)
+    job.same("state", dict(copied.state_dict()))
+
+
+@equal()
+def copied_later(job: Job) -> None:
+    """`copy.deepcopy(model)` after the first call."""
+    _, model, _ = _learned(job)
+    job.state(copy.deepcopy(model))
+
+
+@refused("RaNNCError", "half|bfloat16|dtype", instead="change the type before wrapping: `net.bfloat16()`")
+def type_changed_after_wrapping(job: Job) -> None:
+    """`model.bfloat16()` or `model.half()` after wrapping."""
+    model = job.wrap(Returns(Chain(), F.mse_loss))
+    model.bfloat16()
+
+
+@refused("RaNNCError", "assign", instead="leave out `assign=True`")
+def state_assigned(job: Job) -> None:
+    """`model.load_state_dict(state, assign=True)` after the first call."""
+    _, model, optimizer = _learned(job)
+    model.load_state_dict(model.state_dict(rank0_only=False) if job.ranks > 1 else model.state_dict(), assign=True)
+    learn(job, model, optimizer, step=1)
+    job.state(model)
+
+
+@equal()
+def optimizer_state_of_all_ranks(job: Job) -> None:
+    """`optimizer.state_dict(from_global=True)` on all ranks, and `load_state_dict(..., from_global=True)`."""
+    _, model, optimizer = _learned(job)
+    wrapped = {"from_global": True} if isinstance(model, pyrannc.RaNNCModule) else {}
+    state = copy.deepcopy(optimizer.state_dict(**wrapped))
+    if job.rank == 0:
+        moments = [entry["exp_avg"] for _, entry in sorted(state["state"].items())]
+    learn(job, model, optimizer, step=1)
+    optimizer.load_state_dict(state, **wrapped)
+    job.same("moments", len(moments) if job.rank == 0 else 8)
+    learn(job, model, optimizer, step=2)
+    job.state(model)
+
+
+@equal()
+def optimizer_state_before_the_first_call(job: Job) -> None:
+    """`optimizer.load_state_dict(state, from_global=True)` before the first call, where scripts resume."""
+    net = Returns(Chain(), F.mse_loss)
+    optimizer = Adam(net.parameters(), lr=0.01)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.05
+    model = job.wrap(net, optimizer)
+    optimizer.load_state_dict(saved, **({"from_global": True} if isinstance(model, pyrannc.RaNNCModule) else {}))
+    learn(job, model, optimizer)
+    job.state(model)
+
+
+@equal()
+def gradients_kept_by_the_script(job: Job) -> None:
+    """The script keeps `param.grad` of a loss, and computes those of another one."""
+    _, model, _ = _learned(job)
+    kept = []
+    for step in (1, 2):
+        model.zero_grad()
+        model(*job.batch(pairs, step)).backward()
+        kept.append([param.grad for param in model.parameters()])
+    job.same("differ", all(not torch.equal(first, second) for first, second in zip(*kept, strict=True)))
+
+
+@equal()
+def gradient_of_an_input_alone(job: Job) -> None:
+    """`torch.autograd.grad(loss, x)` leaves the gradients of parameters alone."""
+    model = job.wrap(Returns(Chain(), F.mse_loss))
+    x, target = job.batch(pairs)
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x, target), x)
+    job.rows("gradient of x", gradient)
+    job.gradients(model)
+
+
+@equal()
+def head_without_gradient(job: Job) -> None:
+    """The model returns outputs of two heads; the script uses one, and the other's gradients stay None."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.chain, self.first, self.second = Chain(3), nn.Linear(6, 2), nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = self.chain(x)
+            return self.first(hidden), self.second(hidden)
+
+    model = job.wrap(Net())
+    for x, _ in job.batches(pairs):
+        first, _ = model(x)
+        (first.square().sum() / max(1, len(x))).backward()
+    job.gradients(model)
+
+
+@equal()
+def parameter_outside_of_the_model(job: Job) -> None:
+    """The optimizer has a parameter that is not the model's, such as a learned weight of the loss."""
+    net = Returns(Chain(), F.mse_loss)
+    weight = nn.Parameter(torch.ones(()))
+    optimizer = SGD([*net.parameters(), weight], lr=0.1)
+    model = job.wrap(net, optimizer)
+    for batch in job.batches(pairs):
+        optimizer.zero_grad()
+        (model(*batch) * weight).backward()
+        optimizer.step()
+    job.same("weight", weight)
+    job.state(model)

@@ -1,0 +1,274 @@
+"""What else stands round or inside of a model: compilers, other wrappers, scripted parts, precision, old settings."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import pyrannc
+from tests.contract.habit import equal, refused, warned
+from tests.contract.job import Job
+from tests.contract.settings import ONCE
+from tests.contract.training import WIDTH, Chain, Returns, fit, learn, pairs, single
+
+
+def _learn(job: Job, net: nn.Module, **options: Any) -> None:
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer, **options)
+    for step in range(2):
+        learn(job, model, optimizer, step=step)
+    job.state(model)
+
+
+@warned("torch.compile", settings=ONCE, instead="leave out `torch.compile`: Stages run as they are")
+def compiled(job: Job) -> None:
+    """The model is given to `torch.compile` before it is wrapped."""
+    net = Returns(Chain(), F.mse_loss)
+    model = job.wrap(torch.compile(net, backend="eager") if job.ranks > 1 else net)
+    for batch in job.batches(pairs):
+        loss = model(*batch)
+        job.same("loss", loss)
+        loss.backward()
+
+
+@refused("RaNNCError|CaptureError", "DistributedDataParallel", instead="leave it out: RaNNC takes its place")
+def wrapped_in_ddp(job: Job) -> None:
+    """The model is wrapped in `DistributedDataParallel` before."""
+    net: nn.Module = Returns(Chain(), F.mse_loss)
+    if job.ranks > 1:
+        net = nn.parallel.DistributedDataParallel(net)
+    job.wrap(net)(*job.batch(pairs))
+
+
+@equal()
+def inference_mode_first(job: Job) -> None:
+    """The first call is under `torch.inference_mode()`; training follows."""
+    net = Returns(Chain(), F.mse_loss)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    with torch.inference_mode():
+        job.same("first", model(*job.batch(pairs, 7)))
+    for step in range(2):
+        learn(job, model, optimizer, step=step)
+    job.state(model)
+
+
+@equal()
+def auxiliary_head_trained_only(job: Job) -> None:
+    """The first call is in evaluation mode, and a head is used in training only."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.chain, self.aux, self.last = Chain(3), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            hidden = self.chain(x)
+            loss = F.mse_loss(self.last(torch.tanh(hidden)), target)
+            return loss + 0.3 * F.mse_loss(self.aux(hidden), target) if self.training else loss
+
+    net = Net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    model.eval()
+    with torch.no_grad():
+        job.same("evaluated", model(*job.batch(pairs, 7)))
+    model.train()
+    for step in range(2):
+        learn(job, model, optimizer, step=step)
+    job.state(model)
+
+
+class _Regions(Chain):
+    def __init__(self, enabled: bool) -> None:
+        super().__init__()
+        self.enabled = enabled
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
+            hidden = torch.tanh(self.layers[0](x))
+        return super().forward(hidden)
+
+
+@equal()
+def autocast_switched_off_inside(job: Job) -> None:
+    """A part of the model runs under `torch.autocast(..., enabled=False)`."""
+    _learn(job, Returns(_Regions(False), F.mse_loss))
+
+
+@equal()
+def autocast_inside(job: Job) -> None:
+    """A part of the model runs under `torch.autocast`."""
+    _learn(job, Returns(_Regions(True), F.mse_loss))
+
+
+@refused("InputError", "autocast", instead="not available yet")
+def autocast_outside(job: Job) -> None:
+    """The script calls the model under `torch.autocast`."""
+    model = job.wrap(Returns(Chain(), F.mse_loss))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(*job.batch(pairs))
+
+
+class _OnPositive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.clone()
+        chosen = x > 0
+        y[chosen] = x[chosen] * 2
+        return self.inner(y)  # type: ignore[no-any-return]
+
+
+@refused("CaptureError", "leaf_modules", instead="name the sub-module in `leaf_modules`, or use `torch.where`")
+def shapes_depend_on_data(job: Job) -> None:
+    """A sub-module has shapes that depend on data (`x[x > 0]`)."""
+    net = Chain()
+    net.layers[1] = _OnPositive()
+    _learn(job, Returns(net, F.mse_loss))
+
+
+@equal()
+def leaf_modules(job: Job) -> None:
+    """A sub-module with shapes that depend on data stays whole by `RaNNCModule(..., leaf_modules=[...])`."""
+    net = Chain()
+    net.layers[1] = _OnPositive()
+    _learn(job, Returns(net, F.mse_loss), leaf_modules=["net.layers.1"])
+
+
+@torch.jit.script
+def _gelu(x: Tensor) -> Tensor:
+    return x * 0.5 * (1.0 + torch.erf(x / 1.41421))
+
+
+@torch.jit.script
+def _over_rows(x: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for row in range(x.shape[0]):
+        out[row] = x[row] * 2
+    return out
+
+
+@equal()
+def scripted_function(job: Job) -> None:
+    """The model calls a function made by `torch.jit.script`."""
+    _learn(job, Returns(Chain(), lambda y, target: F.mse_loss(_gelu(y), target)))
+
+
+@refused("CaptureError", "script", "leaf_modules", instead="put it into a sub-module named in `leaf_modules`")
+def scripted_loop_over_rows(job: Job) -> None:
+    """The model calls a function made by `torch.jit.script` that loops over rows."""
+    _learn(job, Returns(Chain(), lambda y, target: F.mse_loss(_over_rows(y), target)))
+
+
+@equal()
+def scripted_module(job: Job) -> None:
+    """A sub-module is made by `torch.jit.script`."""
+    net = Chain()
+    net.layers[1] = torch.jit.script(nn.Linear(WIDTH, WIDTH))
+    _learn(job, Returns(net, F.mse_loss))
+
+
+_OLD_ITEMS = {
+    "DECOMPOSER": "ml_part",
+    "REPLICA_NUM": "0",
+    "CHECKPOINTING": "false",
+    "DO_UNCOARSENING": "true",
+    "DUMP_GRAPH_PREFIX": "",
+    "RUN_WATCHDOG": "false",
+    "PROFILER_CACHE_SIZE": "10",
+}
+
+
+@warned("decomposer", "run_watchdog", settings=ONCE, instead="leave them out")
+def old_configuration(job: Job) -> None:
+    """Configuration items of RaNNC 0.7.5 are set."""
+    os.environ.update({f"RANNC_{name}": value for name, value in _OLD_ITEMS.items()})
+    try:
+        _learn(job, Returns(Chain(), F.mse_loss))
+    finally:
+        for name in _OLD_ITEMS:
+            del os.environ[f"RANNC_{name}"]
+
+
+@refused("ConfigError", "RANNC_PARTITON_NUM", "RANNC_PARTITION_NUM", settings=ONCE, instead="the item that is meant")
+def misspelt_configuration(job: Job) -> None:
+    """A configuration item is misspelt."""
+    os.environ["RANNC_PARTITON_NUM"] = "2"
+    try:
+        job.wrap(Chain())
+    finally:
+        del os.environ["RANNC_PARTITON_NUM"]
+
+
+@equal(settings=ONCE)
+def old_arguments(job: Job) -> None:
+    """Arguments of RaNNC 0.7.5: `get_param(name, amp_master_param)`, `get_param_grad(name, amp_master_grad)`."""
+    net = Returns(Chain(), F.mse_loss)
+    model = job.wrap(net)
+    model(*job.batch(pairs)).backward()
+    weight = net.net.head.weight
+    old = isinstance(model, pyrannc.RaNNCModule)
+    job.same("weight", model.get_param("net.head.weight", False) if old else weight)
+    job.same("gradient", model.get_param_grad("net.head.weight", False) if old else weight.grad)
+
+
+@refused("RaNNCError", "apex", "torch.autocast", settings=ONCE, instead="leave it out")
+def apex(job: Job) -> None:
+    """`RaNNCModule(..., enable_apex_amp=True)`."""
+    job.wrap(Chain(), enable_apex_amp=True)
+
+
+@refused("RaNNCError", "not available yet", settings=ONCE, instead="leave it out")
+def zero(job: Job) -> None:
+    """`RaNNCModule(..., enable_zero=True)`."""
+    job.wrap(Chain(), enable_zero=True)
+
+
+@refused("CaptureError", "number computed from the batch size", instead="return a tensor, or count rows in the script")
+def number_of_rows_returned(job: Job) -> None:
+    """The model returns `x.shape[0]`."""
+    job.wrap(Returns(Chain(), lambda y: (y, y.shape[0])))(*job.batch(single))
+
+
+@refused("CaptureError", "batch size", instead="take the extent from `x.shape[0]`")
+def one_batch_size_only(job: Job) -> None:
+    """The model works for one batch size only (`x.view(8, ...)`)."""
+    (x,) = job.batch(single)
+    rows = len(x)
+    job.wrap(Returns(Chain(), lambda y: y.reshape(rows, 2, WIDTH // 2)))(x)
+
+
+@equal()
+def undeployed_and_wrapped_again(job: Job) -> None:
+    """`model.undeploy()`, then the model is called again."""
+    net = Returns(Chain(), F.mse_loss)
+    optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+    model = job.wrap(net, optimizer)
+    for step in range(3):
+        learn(job, model, optimizer, step=step)
+        if isinstance(model, pyrannc.RaNNCModule):
+            model.undeploy()
+    job.state(net)
+
+
+@equal()
+def criterion_with_parameters(job: Job) -> None:
+    """The model ends in a criterion module with its own parameters."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.chain, self.temperature = Chain(), nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            return F.mse_loss(self.chain(x) / self.temperature, target)
+
+    fit(job, Net(), pairs)

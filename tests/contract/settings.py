@@ -1,0 +1,79 @@
+"""Plans and divisions of rows that habits are run under."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a job is divided.
+
+    Attributes:
+        rows: of each rank's batch, :data:`~tests.contract.job.ROWS` together; its length is the number of ranks.
+        stages: forced number of Stages; 0 leaves it to the search.
+        microbatches: forced number of microbatches; 0 leaves it to the search.
+    """
+
+    rows: tuple[int, ...]
+    stages: int
+    microbatches: int
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"RANNC_PARTITION_NUM": str(self.stages), "RANNC_PIPELINE_NUM": str(self.microbatches)}
+
+    def __str__(self) -> str:
+        return f"{self.stages} Stages, {self.microbatches} microbatches, rows {'+'.join(map(str, self.rows))}"
+
+
+REPLICAS = Setting((5, 3), 1, 2)
+STAGES = Setting((4, 4), 2, 1)
+PIPELINE = Setting((7, 1), 2, 4)
+EMPTY = Setting((8, 0), 2, 2)
+MIXED = Setting((3, 0, 5), 2, 2)
+
+COVERING = (REPLICAS, STAGES, PIPELINE, MIXED)
+"""Each kind of Plan and of rows at least once."""
+
+DIVIDED = (REPLICAS, PIPELINE, MIXED)
+"""Rows of a batch are computed in several parts."""
+
+TOGETHER = (STAGES, Setting((5, 3), 2, 1), Setting((8, 0), 2, 1))
+"""All rows of the global batch are computed together."""
+
+FREE = (Setting((4, 4), 0, 0), Setting((2, 0, 6), 0, 0))
+"""The search chooses."""
+
+ONCE = (REPLICAS, STAGES)
+"""For what does not depend on the Plan, such as refusals."""
+
+SPREAD = (
+    Setting((8,), 1, 1),
+    Setting((8,), 1, 4),
+    Setting((5, 3), 1, 2),
+    Setting((3, 3, 2), 1, 1),
+    Setting((3, 0, 5), 1, 4),
+    Setting((7, 1), 2, 4),
+    Setting((8, 0), 2, 2),
+    Setting((3, 3, 2), 2, 2),
+    Setting((3, 0, 5), 3, 1),
+    Setting((3, 3, 2), 3, 4),
+)
+"""1, 2 and 3 Replicas, 1, 2 and 4 microbatches, 1 to 3 Stages."""
+
+_EVERYTHING = os.environ.get("CONTRACT") == "all"
+_ALL_ROWS = ((8,), (4, 4), (7, 1), (8, 0), (3, 3, 2), (3, 0, 5))
+
+
+def widened(settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
+    """The settings; with ``CONTRACT=all`` the whole product where the covering choice is asked for."""
+    if settings is not COVERING or not _EVERYTHING:
+        return settings
+    return tuple(
+        Setting(rows, stages, microbatches)
+        for rows in _ALL_ROWS
+        for stages in range(1, len(rows) + 1)
+        for microbatches in (1, 2, 4)
+    )

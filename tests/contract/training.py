@@ -1,0 +1,125 @@
+"""Models, batches and the loop that scripts share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from .job import Data, Job
+
+WIDTH = 6
+CLASSES = 9
+VOCABULARY = 20
+TOKENS = 7
+UNCOUNTED = -100
+
+
+class Chain(nn.Module):
+    """Linear layers, one after another."""
+
+    def __init__(self, layers: int = 4, outputs: int = WIDTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers - 1))
+        self.head = nn.Linear(WIDTH, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class TokenChain(nn.Module):
+    """Logits for every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.chain = Chain(3, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.chain(self.embedding(tokens))  # type: ignore[no-any-return]
+
+
+class Returns(nn.Module):
+    """A model that returns ``result(outputs, *rest)``, as one with its loss inside."""
+
+    def __init__(self, net: nn.Module, result: Callable[..., Any]) -> None:
+        super().__init__()
+        self.net = net
+        self.result = result
+
+    def forward(self, x: Tensor, *rest: Any) -> Any:
+        return self.result(self.net(x), *rest)
+
+
+def pairs(rows: int, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a regression."""
+    return torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, WIDTH, generator=generator)
+
+
+def classes(rows: int, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Inputs and labels of a classification."""
+    return torch.randn(rows, WIDTH, generator=generator), torch.randint(0, CLASSES, (rows,), generator=generator)
+
+
+def single(rows: int, generator: Generator) -> tuple[Tensor]:
+    """Inputs alone."""
+    return (torch.randn(rows, WIDTH, generator=generator),)
+
+
+def padded(rows: int, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Tokens and labels; rows have different numbers of counted labels, the first one none but one."""
+    tokens = torch.randint(0, VOCABULARY, (rows, TOKENS), generator=generator)
+    lengths = torch.randint(1, TOKENS + 1, (rows,), generator=generator)
+    lengths[0] = 1
+    counted = torch.arange(TOKENS) < lengths[:, None]
+    return tokens, torch.where(counted, tokens.flip(1), UNCOUNTED)
+
+
+def sgd(params: Any) -> Optimizer:
+    return SGD(params, lr=0.1)
+
+
+def fit(
+    job: Job,
+    net: nn.Module,
+    data: Data,
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    criterion: Callable[..., Tensor] | None = None,
+    optimizer: Callable[[Any], Optimizer] = sgd,
+) -> None:
+    """A few steps of a model that returns its loss.
+
+    ``loss`` takes it from what the model returns. With a ``criterion``, the model gets the first part of a batch, and
+    the criterion what the model returns and the rest of the batch.
+    """
+    chosen = optimizer(net.parameters())
+    model = job.wrap(net, chosen)
+    for batch in job.batches(data):
+        chosen.zero_grad()
+        if criterion is not None:
+            criterion(model(batch[0]), *batch[1:]).backward()
+        else:
+            returned = model(*batch)
+            value = returned if loss is None else loss(returned)
+            job.same("loss", value)
+            value.backward()
+        job.gradients(model)
+        chosen.step()
+    job.state(model)
+
+
+def learn(job: Job, model: nn.Module, optimizer: Optimizer, data: Data = pairs, step: int = 0) -> Tensor:
+    """One step of a model that returns its loss."""
+    optimizer.zero_grad()
+    loss: Tensor = model(*job.batch(data, step))
+    job.same("loss", loss)
+    loss.backward()
+    job.gradients(model)
+    optimizer.step()
+    return loss
