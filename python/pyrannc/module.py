@@ -329,16 +329,28 @@ class RaNNCModule(nn.Module):
         return self._deployed("named_parameters").store.local_ids()
 
     @announced('get_param("{}")')
-    def get_param(self, name: str) -> Tensor:
-        """A parameter's full tensor on the host, on every rank. After deployment all ranks call it."""
+    def get_param(self, name: str, amp_master_param: bool = False) -> Tensor:
+        """A parameter's full tensor on the host, on every rank. After deployment all ranks call it.
+
+        Args:
+            name: of the parameter.
+            amp_master_param: gone; raises.
+        """
+        _refuse_unavailable(amp_master_param, zero=False, offload=False)
         param = self._find_param(name)
         if self._deployment is None:
             return param.detach()
         return self._deployment.store.full(self._first_name(name), param.detach())
 
     @announced('get_param_grad("{}")')
-    def get_param_grad(self, name: str) -> Tensor | None:
-        """A parameter's gradient on the host, on every rank. After deployment all ranks call it."""
+    def get_param_grad(self, name: str, amp_master_grad: bool = False) -> Tensor | None:
+        """A parameter's gradient on the host, on every rank. After deployment all ranks call it.
+
+        Args:
+            name: of the parameter.
+            amp_master_grad: gone; raises.
+        """
+        _refuse_unavailable(amp_master_grad, zero=False, offload=False)
         param = self._find_param(name)
         if self._deployment is None:
             return param.grad
@@ -427,7 +439,7 @@ class RaNNCModule(nn.Module):
 def _refuse_unavailable(amp: bool, zero: bool, offload: bool) -> None:
     if amp:
         raise RaNNCError(
-            "apex is gone: instead of enable_apex_amp or allreduce_amp_master_params, call the model inside "
+            "apex is gone: instead of its arguments (enable_apex_amp, amp_master_param and the like), call the model inside "
             "torch.autocast and scale the loss with torch.amp.GradScaler (mixed precision is not available yet)"
         )
     if zero:

@@ -163,6 +163,12 @@ class ShapeQuestions(symbolic_shapes.ShapeEnv):
         return answer
 
 
+def forget_new_sizes(mode: fake_tensor.FakeTensorMode) -> None:
+    """Sizes that depend on data need not show in a result. Public: none."""
+    if mode.shape_env is not None:
+        mode.shape_env.pending_fresh_unbacked_symbols.clear()
+
+
 def expression(number: Any) -> sympy.Expr:
     """What a symbolic number is in terms of its symbols. Public: none."""
     return number.node.expr
@@ -373,6 +379,9 @@ MODULE_TO = PatchPoint(nn.Module, "to")
 
 FUNCTION_APPLY = PatchPoint(Function, "apply")
 """Custom autograd functions stay whole. Public: ``torch.compiler.allow_in_graph``, for export and compile only."""
+
+SCRIPT_CALL = PatchPoint(torch.jit.ScriptFunction, "__call__")
+"""Scripted functions stay whole. Public: none."""
 
 REGISTER_HOOK = PatchPoint(Tensor, "register_hook")
 """Gradient hooks become nodes. Public: a mode of torch functions, which some calls pass by."""
