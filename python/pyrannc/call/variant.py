@@ -116,8 +116,8 @@ class Variant:
             here, now = first_difference(self.whole.graph.op_texts(), graph.op_texts(), "the same Ops on other tensors")
             raise CaptureError(
                 f"the model computes something else than when it was captured: it had\n  {here}\nand now has\n  {now}\n"
-                "What decides that must be an argument, an attribute of a sub-module or its training flag; a global "
-                "variable, a closure or a file is not seen to change"
+                "What decides that must be an argument, an attribute of a sub-module, its training flag, or a global "
+                "variable that its forward reads; a closure or a file is not seen to change"
             )
 
     def _find_loss(self) -> int | None:

@@ -114,6 +114,18 @@ Public: none."""
 
 
 @contextmanager
+def not_compiling() -> Iterator[None]:
+    """The opposite: scripted code does what it does outside of a trace, instead of its Python original. Public: none."""
+    compiler: Any = torch.compiler
+    before = compiler._is_compiling_flag, compiler._is_exporting_flag
+    compiler._is_compiling_flag = compiler._is_exporting_flag = False
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag, compiler._is_exporting_flag = before
+
+
+@contextmanager
 def tracing_context(mode: fake_tensor.FakeTensorMode) -> Iterator[None]:
     """Parts of torch that are traced find the mode in force here. Public: none."""
     with tracing(TracingContext(mode)):

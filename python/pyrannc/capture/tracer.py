@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from .dims import AffineReader
 from .facts import FactRecorder
 from .fallback import BatchSizes, OperatorFallbacks
 from .flatten import Structure, flatten
-from .hooks import refuse_hooks
+from .hooks import refuse_hooks, watched_hooks
 from .leaf import LeafModule, captured_tensor_hooks, leaf_modules_installed, opaque_autograd_functions
 from .oracle import BatchShapeEnv, Oracle, draws
 from .scripted import opaque_script_functions, scripted_modules
@@ -220,6 +221,7 @@ class _TracedCall:
         placeholders = [node for node in tracer.graph.nodes if node.op == "placeholder"]
         samples = [*session.params.tensors, *session.buffers.tensors, *session.samples]
         session.oracle.attach(tracer, dict(zip(placeholders, samples, strict=True)), len(inputs))
+        session.tracker.outermost = sys._getframe().f_code
         self._recorder.annotate_nodes_of(tracer.graph)
         state = session.params.by_every_name(params) | session.buffers.by_every_name(buffers)
         args, kwargs = session.input.rebuild(inputs)
@@ -229,6 +231,7 @@ class _TracedCall:
             leaf_modules_installed(session.leaves()),
             session.tracker.following(),
             OtherGenerators(session.model).unused(session.tracker),
+            watched_hooks(session.model),
         ):
             with session.attributes.listening():
                 result = session.model(*args, **kwargs)
