@@ -16,7 +16,12 @@ from pyrannc.job import agree
 
 
 def capture_alike(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, rows: int
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    rows: int,
+    leaf_modules: Sequence[str] = (),
 ) -> tuple[Captured, Graph]:
     """The captured call with its Graph. All ranks call it.
 
@@ -26,7 +31,7 @@ def capture_alike(
     """
 
     def attempt() -> tuple[Captured, Graph]:
-        captured = capture(model, args, kwargs, device=device, rows=rows)
+        captured = capture(model, args, kwargs, device=device, rows=rows, leaf_modules=leaf_modules)
         return captured, Graph.from_json(captured.graph_json)
 
     captured, graph = agree.together(attempt)

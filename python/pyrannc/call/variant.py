@@ -53,6 +53,7 @@ class Variant:
         device: where the model will run.
         rows: batch size of the sample.
         row_mixing: what Ops that mix rows work on.
+        leaf_modules: paths of sub-modules that stay whole.
 
     Attributes:
         whole: body and tail together.
@@ -74,8 +75,10 @@ class Variant:
         device: torch.device,
         rows: int,
         row_mixing: RowMixing = "batch",
+        leaf_modules: Sequence[str] = (),
     ) -> None:
-        captured, graph = capture_alike(model, args, kwargs, device, rows)
+        self._leaf_modules = leaf_modules
+        captured, graph = capture_alike(model, args, kwargs, device, rows, leaf_modules)
         self.whole = Whole(captured, graph, GraphFacts.from_json(captured.graph_json, graph.row_dims()))
         native = graph.divide_tail(row_mixing)
         divided = DividedFacts.from_json(native.to_json())
@@ -92,7 +95,7 @@ class Variant:
         self.active: set[str] | None = None
         self.number = _NO_NUMBER
         self.calls = 0
-        self.guards = ModuleGuards(model, captured.python_state)
+        self.guards = agree.together(lambda: ModuleGuards(model, captured.python_state))
         changes_buffers = any(op.mutates for op in self.whole.facts.ops)
         self.questions = DataGuards(captured.assumptions, device, waits=changes_buffers)
         self._programs: dict[Hashable, RankProgram] = {}
@@ -111,7 +114,8 @@ class Variant:
         Raises:
             CaptureError: the model now computes something else, and no guard has seen why.
         """
-        graph = Graph.from_json(capture(model, args, kwargs, device=device, rows=rows).graph_json)
+        captured = capture(model, args, kwargs, device=device, rows=rows, leaf_modules=self._leaf_modules)
+        graph = Graph.from_json(captured.graph_json)
         if graph.hash() != self.whole.graph.hash():
             here, now = first_difference(self.whole.graph.op_texts(), graph.op_texts(), "the same Ops on other tensors")
             raise CaptureError(
@@ -137,6 +141,13 @@ class Variant:
     def trains(self) -> bool:
         """True when some output leads back to parameters or inputs."""
         return any(self.whole.facts.values[value].requires_grad for value in self.whole.facts.outputs)
+
+    @cached_property
+    def param_names(self) -> list[str]:
+        """First names of the parameters that some Op, of body or tail, uses."""
+        facts = self.whole.facts
+        used = {value for op in facts.ops for value in op.operands}
+        return [param.names[0] for param in facts.params if param.value in used]
 
     @cached_property
     def draws(self) -> bool:

@@ -56,9 +56,7 @@ class BatchSizes:
         self.rows = rows
         self.symbol_size = symbol_size
 
-    def at_two_sizes(
-        self, run: Callable[[Sequence[Any]], Any], reals: Sequence[Any], fakes: Sequence[Any]
-    ) -> TwoSizes:
+    def at_two_sizes(self, run: Callable[[Sequence[Any]], Any], reals: Sequence[Any], fakes: Sequence[Any]) -> TwoSizes:
         """What ``run`` gives for the samples, and for one row more if they can be given one."""
         first = run(reals)
         try:
@@ -93,8 +91,10 @@ class BatchSizes:
         shape: list[Any] = []
         for size, other in zip(first.shape, second.shape, strict=True):
             per_row = other - size
-            grows = per_row and self.symbol_size is not None
-            shape.append(self.symbol_size * per_row + (size - per_row * self.rows) if grows else size)
+            if self.symbol_size is None or not per_row:
+                shape.append(size)
+            else:
+                shape.append(self.symbol_size * per_row + (size - per_row * self.rows))
         fake = torch.empty(shape, dtype=first.dtype, device=device)
         return fake.requires_grad_(requires_grad and (first.is_floating_point() or first.is_complex()))
 

@@ -158,7 +158,9 @@ class LeafModule:
         inputs, structure = flatten((args, kwargs))
         operands = [*state, *inputs]
         if not operands:
-            raise CaptureError(f"sub-module '{self._path}' stays whole, but has neither parameters nor tensor arguments")
+            raise CaptureError(
+                f"sub-module '{self._path}' stays whole, but has neither parameters nor tensor arguments"
+            )
         proxies = [proxy_of(operand, tracer) for operand in operands]
         call = self._runtime_call(structure)
         results, output = self._fake_results(call, structure, operands, proxies)
@@ -196,7 +198,7 @@ class LeafModule:
                 return tuple(results), output
             except CaptureError:
                 raise
-            except Exception:  # noqa: S110  # it cannot run without data: learn the shapes from the real sample
+            except Exception:  # it cannot run without data: learn the shapes from the real sample
                 pass
         reals = [
             self._oracle.value_of(proxy.node) if proxy is not None else operand

@@ -1,4 +1,4 @@
-"""Functions and sub-modules made by ``torch.jit.script``, which stay whole: what they decide, they decide at each call."""
+"""Functions and sub-modules made by ``torch.jit.script``: they stay whole, and decide at each call what to do."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ Public: none."""
 
 @contextmanager
 def not_compiling() -> Iterator[None]:
-    """The opposite: scripted code does what it does outside of a trace, instead of its Python original. Public: none."""
+    """The opposite: scripted code runs, as it does outside of a trace, instead of its Python original. Public: none."""
     compiler: Any = torch.compiler
     before = compiler._is_compiling_flag, compiler._is_exporting_flag
     compiler._is_compiling_flag = compiler._is_exporting_flag = False
@@ -325,10 +325,33 @@ def version(tensor: Tensor) -> int:
     return tensor._version
 
 
+def is_view(tensor: Tensor) -> bool:
+    """True for a tensor in the memory of another one. Public: none."""
+    return tensor._is_view()
+
+
 def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
     """Device and type that the arguments of ``module.to`` ask for. Public: none."""
     device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
     return device, dtype
+
+
+OptimizedModule: type[nn.Module] = torch._dynamo.OptimizedModule
+"""What ``torch.compile`` makes of a module. Public: none."""
+
+
+def compiled_module(compiled: nn.Module) -> nn.Module:
+    """What was given to ``torch.compile``. Public: none."""
+    module: nn.Module = compiled._orig_mod  # type: ignore[assignment]  # torch has no type for it
+    return module
+
+
+def drop_compiled_call(model: nn.Module) -> bool:
+    """Undoes ``module.compile()`` of a model and its sub-modules; True if there was one. Public: none."""
+    compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
+    for module in compiled:
+        module._compiled_call_impl = None
+    return bool(compiled)
 
 
 Dropout = nn.modules.dropout._DropoutNd
