@@ -23,7 +23,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
             where = f'sub-module "{path}"' if path else "the model"
             kind = type(module).__name__
             raise RaNNCError(
-                f"{where} is wrapped in {kind}, whose place RaNNC takes: leave out {kind}, and give RaNNCModule the model"
+                f"{where} is wrapped in {kind}, whose place RaNNC takes: leave out {kind}, and give "
+                "RaNNCModule the model"
             )
     compiled = isinstance(model, OptimizedModule)
     inner = compiled_module(model) if compiled else model

@@ -58,7 +58,7 @@ def inference_mode_first(job: Job) -> None:
     job.state(model)
 
 
-@equal()
+@warned("deployed anew", instead="make a training call the first one, to plan once only")
 def auxiliary_head_trained_only(job: Job) -> None:
     """The first call is in evaluation mode, and a head is used in training only."""
 
@@ -162,7 +162,7 @@ def scripted_function(job: Job) -> None:
     _learn(job, Returns(Chain(), lambda y, target: F.mse_loss(_gelu(y), target)))
 
 
-@refused("CaptureError", "script", "leaf_modules", instead="put it into a sub-module named in `leaf_modules`")
+@equal()
 def scripted_loop_over_rows(job: Job) -> None:
     """The model calls a function made by `torch.jit.script` that loops over rows."""
     _learn(job, Returns(Chain(), lambda y, target: F.mse_loss(_over_rows(y), target)))
