@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from pyrannc import config as configuration
 from pyrannc.call.agreed import AgreedCall, Agreement
-from pyrannc.call.param_guards import ParamGuards, agree_on_trainable
+from pyrannc.call.param_guards import ParamGuards, agree_on_trainable, refuse_hooks_on
 from pyrannc.call.stale import StaleAttributes
 from pyrannc.call.unwrap import unwrapped
 from pyrannc.call.variant import MOST_VARIANTS, CallKey, RowMixing, Variant, Variants
@@ -270,6 +270,7 @@ class RaNNCModule(nn.Module):
         )
         if self._config.partitioning_dry_run_np:
             dry_run(request)
+        agree.together(lambda: refuse_hooks_on(dict(self.model.named_parameters())))
         plan = decide(request, self._plan_file)
         phase("the deployment of the Plan")
         variant.divide(agree.together(lambda: plan.partition(variant.graph)))

@@ -196,6 +196,13 @@ def test_compiling_state() -> None:
     assert not torch.compiler.is_compiling()
 
 
+def test_not_compiling() -> None:
+    with internals.compiling_state():
+        with internals.not_compiling():
+            assert not torch.compiler.is_compiling()
+        assert torch.compiler.is_compiling()
+
+
 def test_tracing_context() -> None:
     from torch._guards import TracingContext, detect_fake_mode
 
@@ -247,6 +254,16 @@ def test_ShapeQuestions() -> None:
     # Without an answer, torch's own error stays.
     with pytest.raises(Exception, match="data-dependent"):
         traced(lambda x: x if (x > 0).all() else -x, X)
+
+
+def test_forget_new_sizes() -> None:
+    mode = fake_mode()
+    with mode:
+        fake = mode.from_tensor(X)
+        fake[fake > 0]
+        assert mode.shape_env.pending_fresh_unbacked_symbols
+        internals.forget_new_sizes(mode)
+    assert not mode.shape_env.pending_fresh_unbacked_symbols
 
 
 def test_expression() -> None:
@@ -454,6 +471,26 @@ def test_parse_to() -> None:
     assert internals.parse_to(X, non_blocking=True) == (X.device, X.dtype)
 
 
+def test_OptimizedModule() -> None:
+    assert isinstance(torch.compile(nn.Linear(2, 2), backend="eager"), internals.OptimizedModule)
+    assert not isinstance(nn.Linear(2, 2), internals.OptimizedModule)
+
+
+def test_compiled_module() -> None:
+    module = nn.Linear(2, 2)
+    assert internals.compiled_module(torch.compile(module, backend="eager")) is module
+
+
+def test_drop_compiled_call() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    assert not internals.drop_compiled_call(module)
+    compiled = []
+    module[0].compile(backend=lambda graph, _: compiled.append(graph) or graph)
+    assert internals.drop_compiled_call(module)
+    module(X)
+    assert not compiled
+
+
 def test_Dropout() -> None:
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
     assert all(issubclass(kind, internals.Dropout) for kind in kinds)
@@ -566,6 +603,15 @@ class Twice(torch.autograd.Function):
 
 def test_FUNCTION_APPLY() -> None:
     assert calls_seen(internals.FUNCTION_APPLY, lambda: Twice.apply(X), static=True) == 1
+
+
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def test_SCRIPT_CALL() -> None:
+    assert calls_seen(internals.SCRIPT_CALL, lambda: scripted(X)) == 1
 
 
 def test_REGISTER_HOOK() -> None:

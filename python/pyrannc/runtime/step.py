@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pyrannc.call.variant import Variant
-from pyrannc.capture.torch_internals import is_view
 from pyrannc.core.partition import OutputPart, RowDim
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import RaNNCError
@@ -154,12 +153,17 @@ class Step:
         made, self._values = self._values, {}
         self._outputs = tuple(made)
         if self._program.call != "forward":
-            # Views of what the backward needs: the script may change what it gets.
-            own = [tensor.clone() if is_view(tensor) else tensor for tensor in made.values()]
+            own = [self._apart(value, tensor) for value, tensor in made.items()]
             handed = hand_over(own, self._constant(made), self._sources(), self.backward)
             made = dict(zip(made, handed, strict=True))
         values = {**self._whole_inputs, **made}
         return [values[value] for value in self._variant.whole.facts.outputs]
+
+    def _apart(self, value: int, tensor: Tensor) -> Tensor:
+        """An output that the script may change in place: the backward may need the memory of what was computed."""
+        of_tail = self._tail is not None and value not in self._variant.body_of
+        kept = {output.untyped_storage().data_ptr() for output in self._seat.outputs.values()}
+        return tensor.clone() if of_tail or tensor.untyped_storage().data_ptr() in kept else tensor
 
     def _constant(self, made: Mapping[int, Tensor]) -> list[Tensor]:
         """The outputs that no gradient comes back for."""
