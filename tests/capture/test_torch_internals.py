@@ -465,6 +465,24 @@ def test_version() -> None:
     assert internals.version(tensor) > before
 
 
+def test_is_view() -> None:
+    tensor = torch.ones(2)
+    assert internals.is_view(tensor[:1])
+    assert not internals.is_view(tensor.clone())
+    with pytest.raises(RuntimeError, match="view and is being modified inplace"):
+        Sliced.apply(torch.ones(2, requires_grad=True)).mul_(2)
+
+
+class Sliced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.ones(4)[:2]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
 def test_parse_to() -> None:
     assert internals.parse_to("cpu", torch.float16) == (torch.device("cpu"), torch.float16)
     assert internals.parse_to(torch.float64) == (None, torch.float64)

@@ -325,6 +325,11 @@ def version(tensor: Tensor) -> int:
     return tensor._version
 
 
+def is_view(tensor: Tensor) -> bool:
+    """True for a view of another tensor, which no custom function may return to be changed in place. Public: none."""
+    return tensor._is_view()
+
+
 def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
     """Device and type that the arguments of ``module.to`` ask for. Public: none."""
     device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyrannc.call.variant import Variant
+from pyrannc.capture.torch_internals import is_view
 from pyrannc.core.partition import OutputPart, RowDim
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import RaNNCError
@@ -163,7 +164,8 @@ class Step:
         """An output that the script may change in place: the backward may need the memory of what was computed."""
         of_tail = self._tail is not None and value not in self._variant.body_of
         kept = {output.untyped_storage().data_ptr() for output in self._seat.outputs.values()}
-        return tensor.clone() if of_tail or tensor.untyped_storage().data_ptr() in kept else tensor
+        shared = tensor.untyped_storage().data_ptr() in kept
+        return tensor.clone() if of_tail or shared or is_view(tensor) else tensor
 
     def _constant(self, made: Mapping[int, Tensor]) -> list[Tensor]:
         """The outputs that no gradient comes back for."""
