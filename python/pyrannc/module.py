@@ -373,9 +373,7 @@ class RaNNCModule(nn.Module):
             yield param
         if none and not from_global and self._deployment is not None:
             # Optimizers refuse an empty list, which one rank's may be.
-            nothing = nn.Parameter(torch.zeros(0, device=self.device))
-            nothing.grad = torch.zeros(0, device=self.device)
-            yield nothing
+            yield self._deployment.gradients.nothing
 
     def named_buffers(self, *args: Any, from_global: bool = False, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """The model's buffers; after deployment, those that this rank holds, unless ``from_global``."""
@@ -471,6 +469,8 @@ class RaNNCModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients."""
         self.model.zero_grad(set_to_none)
+        if self._deployment is not None:
+            self._deployment.gradients.nothing.grad = None
 
     def train(self, mode: bool = True) -> RaNNCModule:
         """Switches the model to training or evaluation mode; the Plan stays."""
