@@ -11,6 +11,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from pyrannc import old_config
 from pyrannc.errors import ConfigError
 from pyrannc.suggest import nearest
 
@@ -158,14 +159,18 @@ def load(environ: Mapping[str, str] = os.environ, home: Path | None = None) -> L
     known = {item.name: item for item in fields(Config)}
     values: dict[str, Value] = {}
     sources: dict[str, str] = {}
+    old: dict[str, str] = {}
     for name, raw, source in [*_from_file(environ, home), *_from_environment(environ)]:
+        if name in old_config.REPLACED_BY:
+            old[name] = source
+            continue
         if name not in known:
             raise ConfigError(f"{source} is not a configuration item{_meant(source, name, known)}")
         values[name] = _convert(known[name], raw, source)
         sources[name] = source
     config = Config(**values)  # type: ignore[arg-type] # _convert gives every item its own type
     _reject_contradictions(config, sources)
-    return Loaded(config, tuple(_warnings(config, known, sources)))
+    return Loaded(config, (*old_config.told(old), *_warnings(config, known, sources)))
 
 
 def _from_file(environ: Mapping[str, str], home: Path | None) -> list[tuple[str, object, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,15 +15,17 @@ from pyrannc import config as configuration
 from pyrannc._native import Plan
 from pyrannc.call.agreed import AgreedCall, Agreement
 from pyrannc.call.batch_arguments import BatchArguments, BatchNames
-from pyrannc.call.param_guards import ParamGuards, agree_on_trainable
+from pyrannc.call.param_guards import ParamGuards, agree_on_trainable, refuse_hooks_on
 from pyrannc.call.single_row import first_normalising
 from pyrannc.call.stale import StaleAttributes
+from pyrannc.call.unwrap import unwrapped
 from pyrannc.call.variant import MOST_VARIANTS, CallKey, RowMixing, Variant, Variants
+from pyrannc.capture import flatten
 from pyrannc.capture.torch_internals import Dropout, NotForDDP
 from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
 from pyrannc.core.plan import PlanFacts, content
 from pyrannc.core.program import Call, RankProgram
-from pyrannc.errors import RaNNCError
+from pyrannc.errors import PlanError, RaNNCError
 from pyrannc.job import agree, phases, process
 from pyrannc.job.faults import announced, collective, watchdog
 from pyrannc.ledger import Report, report
@@ -69,6 +71,8 @@ class RaNNCModule(NotForDDP, nn.Module):
         batch_arguments: names or positions of the arguments whose tensors have the rows of the batch as dimension 0,
             all others having none. By default the first tensor has them, and others of that extent, if they must; of
             one that need not an error asks.
+        leaf_modules: names of sub-modules that are kept whole, as ``model.named_modules()`` has them: what cannot be
+            captured inside of them, such as shapes that depend on data, runs as it is, for each part of the batch.
 
     Attributes:
         ready: True once a Plan is deployed.
@@ -79,7 +83,7 @@ class RaNNCModule(NotForDDP, nn.Module):
         used_param_ids: ``id`` of each parameter that some Stage uses; empty before the first call.
 
     Raises:
-        RaNNCError: an argument that is gone or not available yet.
+        RaNNCError: an argument that is gone or not available yet, or a model that another wrapper distributes.
     """
 
     def __init__(
@@ -95,8 +99,10 @@ class RaNNCModule(NotForDDP, nn.Module):
         offload_params: bool = False,
         row_mixing: Literal["batch", "microbatch"] = "batch",
         batch_arguments: BatchNames | None = None,
+        leaf_modules: Sequence[str] = (),
     ) -> None:
         super().__init__()
+        model = unwrapped(model)
         if row_mixing not in _ROW_MIXING:
             raise RaNNCError(f'row_mixing is "batch" or "microbatch", not {row_mixing!r}')
         _refuse_unavailable(enable_apex_amp or allreduce_amp_master_params, enable_zero, offload_params)
@@ -110,6 +116,7 @@ class RaNNCModule(NotForDDP, nn.Module):
         self._gather_inputs = gather_inputs
         self._row_mixing = row_mixing
         self._batch_arguments = batch_arguments
+        self._leaf_modules = tuple(leaf_modules)
         self._check_unused = check_unused_values
         self._config = _load_config()
         self._plan_file = Path(load_deployment) if load_deployment is not None else _configured_plan_file(self._config)
@@ -147,7 +154,11 @@ class RaNNCModule(NotForDDP, nn.Module):
             PeerError: another rank has died, failed or left meanwhile.
         """
         with collective("model(...)", new_round=True):
-            return self._run(args, kwargs)
+            if not torch.is_inference_mode_enabled():
+                return self._run(args, kwargs)
+            # What lives on after the call, such as leaves and buffers, must be ordinary tensors.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._run(*_ordinary((args, kwargs)))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.device = process.ensure_process_group().device
@@ -159,7 +170,7 @@ class RaNNCModule(NotForDDP, nn.Module):
         variant = call.variant
         if variant is None:
             variant = self._capture(args, kwargs, call)
-            if self._deployment is None:
+            if not self._follow(variant):
                 self._deploy(variant, call)
                 call = replace(call, key=(call.key[0], self._agreement.flags))
             if process.get_rank() == 0:
@@ -217,7 +228,8 @@ class RaNNCModule(NotForDDP, nn.Module):
             )  # fmt: skip
         with phases.phase("Decomposer", "capture", "the capture of the model"):
             mixing = _ROW_MIXING[self._row_mixing]
-            variant = Variant(self.model, args, kwargs, self.device, call.own_rows, call.has_rows, mixing)
+            options = call.own_rows, call.has_rows, mixing, self._leaf_modules
+            variant = Variant(self.model, args, kwargs, self.device, *options)
             elements = sum(param.numel() for param in self.name_to_param.values())
             ops, params = len(variant.whole.facts.ops), len(variant.whole.facts.params)
             phases.note(f"{type(self.model).__name__}: {ops} ops, {params} parameters with {elements:,} elements")
@@ -230,9 +242,45 @@ class RaNNCModule(NotForDDP, nn.Module):
             )  # fmt: skip
         if process.get_rank() == 0:
             _tell_of_mixing(variant)
-        if self._deployment is not None:
-            variant.follow(self._variants.first)
         return variant
+
+    def _follow(self, variant: Variant) -> bool:
+        """Divides a captured call as the deployed one; False when there is none, or when it has just been given up.
+
+        Raises:
+            PlanError: the deployed Plan cannot serve the call, nor can one for this call serve the others.
+        """
+        deployment = self._deployment
+        if deployment is None:
+            return False
+        try:
+            variant.follow(self._variants.first)
+            agree.together(lambda: deployment.refuse_unheld(variant))
+        except PlanError as error:
+            missing = [name for name in variant.param_names if name not in deployment.store.holders]
+            left_out = [name for name in self._variants.first.param_names if name not in variant.param_names]
+            if not missing or left_out:
+                raise PlanError(f"{error}. {_no_plan_for_both(missing, left_out)}") from None
+            if process.get_rank() == 0:
+                _log.warning(
+                    "this call uses parameters that the calls before did not, or that were added to the model since "
+                    "(%s): the model is deployed anew for it; parameters, gradients and the optimizer's state stay. "
+                    "Make such a call the first one to plan once only", ", ".join(missing),
+                )  # fmt: skip
+            self._give_up_deployment()
+            self._stale.mark(variant)
+            return False
+        return True
+
+    def _give_up_deployment(self) -> None:
+        """Like ``undeploy()``, but gradients stay."""
+        deployment = self._deployed("forward")
+        if deployment.gradients.pending:
+            deployment.gradients.reduce_delivered()
+        grads = {name: deployment.store.full_grad(name, param) for name, param in deployment.store.params.items()}
+        self._take_back()
+        for name, param in deployment.store.params.items():
+            param.grad = grads[name]
 
     # Deployment
 
@@ -248,9 +296,11 @@ class RaNNCModule(NotForDDP, nn.Module):
         )
         if self._config.partitioning_dry_run_np:
             dry_run(request)
+        agree.together(lambda: refuse_hooks_on(dict(self.model.named_parameters())))
         plan = decide(request, self._plan_file)
         with phases.phase("ParamStorage", "parameters", "the deployment of the Plan"):
             variant.divide(agree.together(lambda: plan.partition(variant.graph)))
+            self.name_to_param = dict(self.model.named_parameters())
             self._deployment = Deployment(
                 self.model,
                 variant,
@@ -261,12 +311,16 @@ class RaNNCModule(NotForDDP, nn.Module):
                 fused_dropout=self._config.fused_dropout,
             )
         store = self._deployment.store
-        self._guard_params(self._deployment)
+        deployment = self._deployment
+        agree.together(lambda: self._guard_params(deployment))
         self._note_used_params(store)
         if self.optimizer is not None:
             names = {id(param): name for name, param in self.name_to_param.items()}
             owned = store.owned()
-            self._narrowed = NarrowedOptimizer(self.optimizer, names, store.is_local, owned.__contains__)
+            optimizer = self.optimizer
+            self._narrowed = agree.together(
+                lambda: NarrowedOptimizer(optimizer, names, store.is_local, owned.__contains__)
+            )
         if process.get_rank() == 0:
             get_logger("DPStaging").info("deployed this plan:\n%s", plan.tables(self._config.mem_limit_bytes))
             save_if_asked(plan, self._config)
@@ -302,6 +356,9 @@ class RaNNCModule(NotForDDP, nn.Module):
     @announced("undeploy()")
     def undeploy(self) -> None:
         """Gives every rank the whole model and optimizer back, on the host. All ranks call it."""
+        self._take_back()
+
+    def _take_back(self) -> None:
         deployment = self._deployed("undeploy")
         if self._narrowed is not None:
             self._narrowed.widen()
@@ -334,9 +391,14 @@ class RaNNCModule(NotForDDP, nn.Module):
                 yield name, param
 
     def parameters(self, *args: Any, from_global: bool = False, **kwargs: Any) -> Iterator[nn.Parameter]:
-        """Like :meth:`named_parameters`, without names."""
+        """Like :meth:`named_parameters`, without names; on a rank that holds none, one without elements."""
+        none = True
         for _, param in self.named_parameters(*args, from_global=from_global, **kwargs):
+            none = False
             yield param
+        if none and not from_global and self._deployment is not None:
+            # Optimizers refuse an empty list, which one rank's may be.
+            yield self._deployment.gradients.nothing
 
     def named_buffers(self, *args: Any, from_global: bool = False, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """The model's buffers; after deployment, those that this rank holds, unless ``from_global``."""
@@ -353,16 +415,28 @@ class RaNNCModule(NotForDDP, nn.Module):
         return self._deployed("named_parameters").store.local_ids()
 
     @announced('get_param("{}")')
-    def get_param(self, name: str) -> Tensor:
-        """A parameter's full tensor on the host, on every rank. After deployment all ranks call it."""
+    def get_param(self, name: str, amp_master_param: bool = False) -> Tensor:
+        """A parameter's full tensor on the host, on every rank. After deployment all ranks call it.
+
+        Args:
+            name: of the parameter.
+            amp_master_param: gone; raises.
+        """
+        _refuse_unavailable(amp_master_param, zero=False, offload=False)
         param = self._find_param(name)
         if self._deployment is None:
             return param.detach()
         return self._deployment.store.full(self._first_name(name), param.detach())
 
     @announced('get_param_grad("{}")')
-    def get_param_grad(self, name: str) -> Tensor | None:
-        """A parameter's gradient on the host, on every rank. After deployment all ranks call it."""
+    def get_param_grad(self, name: str, amp_master_grad: bool = False) -> Tensor | None:
+        """A parameter's gradient on the host, on every rank. After deployment all ranks call it.
+
+        Args:
+            name: of the parameter.
+            amp_master_grad: gone; raises.
+        """
+        _refuse_unavailable(amp_master_grad, zero=False, offload=False)
         param = self._find_param(name)
         if self._deployment is None:
             return param.grad
@@ -420,6 +494,8 @@ class RaNNCModule(NotForDDP, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients."""
         self.model.zero_grad(set_to_none)
+        if self._deployment is not None:
+            self._deployment.gradients.nothing.grad = None
 
     def train(self, mode: bool = True) -> RaNNCModule:
         """Switches the model to training or evaluation mode; the Plan stays."""
@@ -451,8 +527,8 @@ class RaNNCModule(NotForDDP, nn.Module):
 def _refuse_unavailable(amp: bool, zero: bool, offload: bool) -> None:
     if amp:
         raise RaNNCError(
-            "apex is gone: instead of enable_apex_amp or allreduce_amp_master_params, call the model inside "
-            "torch.autocast and scale the loss with torch.amp.GradScaler (mixed precision is not available yet)"
+            "apex is gone: instead of its arguments (enable_apex_amp, amp_master_param and the like), call the model "
+            "inside torch.autocast and scale the loss with torch.amp.GradScaler (mixed precision is not available yet)"
         )
     if zero:
         raise RaNNCError("enable_zero is not available yet; leave it out")
@@ -468,6 +544,12 @@ def _load_config() -> configuration.Config:
         for line in loaded.config.lines():
             _log.info("%s", line)
     return loaded.config
+
+
+def _ordinary(arguments: Any) -> Any:
+    """Arguments with copies in the place of tensors that were made under ``torch.inference_mode()``."""
+    tensors, structure = flatten(arguments)
+    return structure.rebuild([tensor.clone() if tensor.is_inference() else tensor for tensor in tensors])
 
 
 def _tell_of_mixing(variant: Variant) -> None:
@@ -495,6 +577,16 @@ def _tell_of_normalising(variant: Variant, plan: Plan) -> None:
             "Layers such as nn.GroupNorm and nn.LayerNorm treat each row by itself",
             place,
         )
+
+
+def _no_plan_for_both(missing: Sequence[str], left_out: Sequence[str]) -> str:
+    if not missing:
+        return "Call undeploy() before this kind of call, or make it the first one"
+    return (
+        f"This call uses {', '.join(missing)} and not {', '.join(left_out)}, the call that the plan was made for the "
+        "other way round: make the first call one that uses all of them, as a model does that computes both and "
+        "chooses with torch.where, or call undeploy() in between"
+    )
 
 
 def _configured_plan_file(config: configuration.Config) -> Path | None:

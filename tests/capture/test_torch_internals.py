@@ -210,6 +210,13 @@ def test_compiling_state() -> None:
     assert not torch.compiler.is_compiling()
 
 
+def test_not_compiling() -> None:
+    with internals.compiling_state():
+        with internals.not_compiling():
+            assert not torch.compiler.is_compiling()
+        assert torch.compiler.is_compiling()
+
+
 def test_tracing_context() -> None:
     from torch._guards import TracingContext, detect_fake_mode
 
@@ -261,6 +268,16 @@ def test_ShapeQuestions() -> None:
     # Without an answer, torch's own error stays.
     with pytest.raises(Exception, match="data-dependent"):
         traced(lambda x: x if (x > 0).all() else -x, X)
+
+
+def test_forget_new_sizes() -> None:
+    mode = fake_mode()
+    with mode:
+        fake = mode.from_tensor(X)
+        fake[fake > 0]
+        assert mode.shape_env.pending_fresh_unbacked_symbols
+        internals.forget_new_sizes(mode)
+    assert not mode.shape_env.pending_fresh_unbacked_symbols
 
 
 def test_expression() -> None:
@@ -462,10 +479,48 @@ def test_version() -> None:
     assert internals.version(tensor) > before
 
 
+def test_is_view() -> None:
+    tensor = torch.ones(2)
+    assert internals.is_view(tensor[:1])
+    assert not internals.is_view(tensor.clone())
+    with pytest.raises(RuntimeError, match="view and is being modified inplace"):
+        Sliced.apply(torch.ones(2, requires_grad=True)).mul_(2)
+
+
+class Sliced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.ones(4)[:2]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
 def test_parse_to() -> None:
     assert internals.parse_to("cpu", torch.float16) == (torch.device("cpu"), torch.float16)
     assert internals.parse_to(torch.float64) == (None, torch.float64)
     assert internals.parse_to(X, non_blocking=True) == (X.device, X.dtype)
+
+
+def test_OptimizedModule() -> None:
+    assert isinstance(torch.compile(nn.Linear(2, 2), backend="eager"), internals.OptimizedModule)
+    assert not isinstance(nn.Linear(2, 2), internals.OptimizedModule)
+
+
+def test_compiled_module() -> None:
+    module = nn.Linear(2, 2)
+    assert internals.compiled_module(torch.compile(module, backend="eager")) is module
+
+
+def test_drop_compiled_call() -> None:
+    module = nn.Sequential(nn.Linear(2, 2))
+    assert not internals.drop_compiled_call(module)
+    compiled = []
+    module[0].compile(backend=lambda graph, _: compiled.append(graph) or graph)
+    assert internals.drop_compiled_call(module)
+    module(X)
+    assert not compiled
 
 
 def test_Dropout() -> None:
@@ -593,6 +648,15 @@ class Twice(torch.autograd.Function):
 
 def test_FUNCTION_APPLY() -> None:
     assert calls_seen(internals.FUNCTION_APPLY, lambda: Twice.apply(X), static=True) == 1
+
+
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def test_SCRIPT_CALL() -> None:
+    assert calls_seen(internals.SCRIPT_CALL, lambda: scripted(X)) == 1
 
 
 def test_REGISTER_HOOK() -> None:

@@ -13,6 +13,7 @@ from torch.fx.node import map_aggregate
 from pyrannc.blocks.draw import Drawing, DrawnOp, law_of
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture import Captured
+from pyrannc.capture.ops import opens_region
 from pyrannc.capture.torch_internals import SET_GRAD_ENABLED
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import StagePart
@@ -68,6 +69,7 @@ class _Writer:
         self._randomness = randomness
         self._value_of = {place: value for value, place in enumerate(captured.values)}
         self._nodes: dict[int, fx.Node] = {}
+        self._handles: dict[fx.Node, fx.Node] = {}
         self._rows = self.graph.placeholder("rows")
         self._sizes: dict[tuple[int, int], Any] = {}
 
@@ -112,6 +114,8 @@ class _Writer:
             target, (args, kwargs) = drawn, drawn.arguments(original)
         args, kwargs = map_aggregate(args, self._argument), map_aggregate(kwargs, self._argument)
         node = self.graph.create_node(original.op, target, args, kwargs, name=original.name)
+        if opens_region(original):
+            self._handles[original] = node
         for value in self._facts.ops[op].results:
             _, place = self._captured.values[value]
             self._nodes[value] = node if place is None else self.graph.call_function(operator.getitem, (node, place))
@@ -138,6 +142,8 @@ class _Writer:
         dim = self._captured.dims.get(item)
         if dim is not None:
             return self._size(dim.per_row, dim.fixed)
+        if item in self._handles:
+            return self._handles[item]
         if (item, None) in self._value_of:
             return self._nodes[self._value_of[item, None]]
         assert item.target is operator.getitem, f"{item} is neither a Value nor a size"

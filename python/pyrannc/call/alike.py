@@ -22,6 +22,7 @@ def capture_alike(
     device: torch.device,
     rows: int,
     has_rows: Sequence[bool],
+    leaf_modules: Sequence[str] = (),
 ) -> tuple[Captured, Graph]:
     """The captured call with its Graph. All ranks call it.
 
@@ -31,7 +32,7 @@ def capture_alike(
     """
 
     def attempt() -> tuple[Captured, Graph]:
-        captured = capture(model, args, kwargs, device=device, rows=rows, has_rows=has_rows)
+        captured = capture(model, args, kwargs, device=device, rows=rows, has_rows=has_rows, leaf_modules=leaf_modules)
         return captured, Graph.from_json(captured.graph_json)
 
     captured, graph = agree.together(attempt)

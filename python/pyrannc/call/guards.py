@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pyrannc.capture import INTERNAL, PythonState, is_plain
-from pyrannc.capture.hooks import refuse_hooks
+from pyrannc.capture.hooks import refuse_new_hooks
 from pyrannc.capture.torch_internals import (
     hooks_of_all_calls,
     hooks_of_calls,
@@ -42,6 +42,8 @@ class ModuleGuards:
         watched = _Watched()
         for attribute in state.read:
             watched.add_read(attribute.module, attribute.name)
+        for held, name in state.globals:
+            watched.add_global(held, name)
         self._names = [(holder, sorted(names)) for holder, names in watched.names.values()]
         self._getters: list[tuple[Callable[[_Holder], Any], _Holder]] = [
             (itemgetter(*names), holder) for holder, names in self._names
@@ -66,10 +68,11 @@ class ModuleGuards:
         """True when the captured call is still what the model would do.
 
         Raises:
-            CaptureError: there are hooks on sub-modules now.
+            CaptureError: hooks of sub-modules have come or gone.
         """
         if any(self._hookless) or list(map(len, self._hooked)) != self._hook_counts:
-            refuse_hooks(self._model)
+            refuse_new_hooks(self._model)
+            return False
         try:
             if [get(holder) for get, holder in self._getters] != self._values:
                 return False
@@ -135,6 +138,11 @@ class _Watched:
                 if is_plain(vars(kind)[name]):
                     self._add(self._proxies.setdefault(kind, vars(kind)), name, 0)
                 return
+
+    def add_global(self, held: dict[str, Any], name: str) -> None:
+        """A global variable that code of the user names."""
+        if name in held:
+            self._add(held, name, _WATCHED_DEPTH)
 
     def _add(self, holder: _Holder, name: str, depth: int) -> None:
         value = holder[name]

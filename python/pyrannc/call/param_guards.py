@@ -64,7 +64,7 @@ class ParamGuards:
         if list(map(Tensor.data_ptr, self._params)) != self._pointers:
             self._take_over_data()
         if any(map(any, map(tensor_hooks, self._params))):
-            raise InputError(self._hooked())
+            refuse_hooks_on(dict(zip(self._names, self._params, strict=True)))
         return list(map(_requires_grad, self._params)) == self._own_flags
 
     def _take_over_data(self) -> None:
@@ -90,12 +90,15 @@ class ParamGuards:
             "param.copy_(...)), or call undeploy() first"
         )
 
-    def _hooked(self) -> str:
-        name = next(name for name, param in zip(self._names, self._params, strict=True) if any(tensor_hooks(param)))
-        return (
-            f'parameter "{name}" has a gradient hook, which would never run: gradients are handed over without '
-            "passing the parameter. Remove it, and change param.grad after backward() instead"
-        )
+
+def refuse_hooks_on(params: Mapping[str, nn.Parameter]) -> None:
+    """Raises InputError when a parameter has hooks on its gradient."""
+    for name, param in params.items():
+        if any(tensor_hooks(param)):
+            raise InputError(
+                f'parameter "{name}" has a gradient hook, which would never run: gradients are handed over without '
+                "passing the parameter. Remove it, and change param.grad after backward() instead"
+            )
 
 
 def agree_on_trainable(params: Mapping[str, nn.Parameter], own: Iterable[str]) -> None:

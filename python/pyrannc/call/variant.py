@@ -54,6 +54,7 @@ class Variant:
         rows: batch size of the sample.
         has_rows: for each tensor of the arguments, whether the batch is its dimension 0.
         row_mixing: what Ops that mix rows work on.
+        leaf_modules: paths of sub-modules that stay whole.
 
     Attributes:
         whole: body and tail together.
@@ -76,9 +77,10 @@ class Variant:
         rows: int,
         has_rows: tuple[bool, ...],
         row_mixing: RowMixing = "batch",
+        leaf_modules: Sequence[str] = (),
     ) -> None:
-        captured, graph = capture_alike(model, args, kwargs, device, rows, has_rows)
-        self._has_rows = has_rows
+        self._has_rows, self._leaf_modules = has_rows, leaf_modules
+        captured, graph = capture_alike(model, args, kwargs, device, rows, has_rows, leaf_modules)
         self.whole = Whole(captured, graph, GraphFacts.from_json(captured.graph_json, graph.row_dims()))
         native = graph.divide_tail(row_mixing)
         divided = DividedFacts.from_json(native.to_json())
@@ -95,7 +97,7 @@ class Variant:
         self.active: set[str] | None = None
         self.number = _NO_NUMBER
         self.calls = 0
-        self.guards = ModuleGuards(model, captured.python_state)
+        self.guards = agree.together(lambda: ModuleGuards(model, captured.python_state))
         changes_buffers = any(op.mutates for op in self.whole.facts.ops)
         self.questions = DataGuards(captured.assumptions, device, waits=changes_buffers)
         self._programs: dict[Hashable, RankProgram] = {}
@@ -114,14 +116,15 @@ class Variant:
         Raises:
             CaptureError: the model now computes something else, and no guard has seen why.
         """
-        again = capture(model, args, kwargs, device=device, rows=rows, has_rows=self._has_rows)
+        has_rows, leaves = self._has_rows, self._leaf_modules
+        again = capture(model, args, kwargs, device=device, rows=rows, has_rows=has_rows, leaf_modules=leaves)
         graph = Graph.from_json(again.graph_json)
         if graph.hash() != self.whole.graph.hash():
             here, now = first_difference(self.whole.graph.op_texts(), graph.op_texts(), "the same Ops on other tensors")
             raise CaptureError(
                 f"the model computes something else than when it was captured: it had\n  {here}\nand now has\n  {now}\n"
-                "What decides that must be an argument, an attribute of a sub-module or its training flag; a global "
-                "variable, a closure or a file is not seen to change"
+                "What decides that must be an argument, an attribute of a sub-module, its training flag, or a global "
+                "variable that its forward reads; a closure or a file is not seen to change"
             )
 
     def _find_loss(self) -> int | None:
@@ -141,6 +144,13 @@ class Variant:
     def trains(self) -> bool:
         """True when some output leads back to parameters or inputs."""
         return any(self.whole.facts.values[value].requires_grad for value in self.whole.facts.outputs)
+
+    @cached_property
+    def param_names(self) -> list[str]:
+        """First names of the parameters that some Op, of body or tail, uses."""
+        facts = self.whole.facts
+        used = {value for op in facts.ops for value in op.operands}
+        return [param.names[0] for param in facts.params if param.value in used]
 
     @cached_property
     def draws(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -62,7 +63,9 @@ class PythonState:
     Attributes:
         read: what it asked for, there or not.
         written: what it set without having read it.
+        globals: the global variables that code of the user names, with where they stand.
     """
 
     read: list[Attribute]
     written: list[Attribute]
+    globals: list[tuple[dict[str, Any], str]]

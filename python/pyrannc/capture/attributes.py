@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import dis
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -150,7 +152,18 @@ class AttributeLog:
             for (module, name), is_read in self._read_first.items()
             if is_read and module in modules
         ]
-        return PythonState(read, self.written)
+        return PythonState(read, self.written, _globals(self._tracker.codes))
+
+
+def _globals(codes: Mapping[CodeType, dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
+    """The global variables with plain values that code reads."""
+    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
+    for code, held in codes.items():
+        for instruction in dis.get_instructions(code):
+            name = instruction.argval
+            if instruction.opname == "LOAD_GLOBAL" and name in held and is_plain(held[name]):
+                found[id(held), name] = held, name
+    return list(found.values())
 
 
 def _kept(path: str, module: nn.Module) -> _Kept:

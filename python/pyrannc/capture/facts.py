@@ -53,6 +53,7 @@ class FactRecorder:
 
         def annotate(node: fx.Node) -> None:
             node.meta[PLACE] = self._tracker.here()
+            self._tracker.note_code()
             node.meta[GRAD_ENABLED] = torch.is_grad_enabled()
 
         note_new_nodes(graph, annotate)

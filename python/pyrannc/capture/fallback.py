@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .torch_internals import (
     FakeTensorMode,
     UnsupportedOperatorException,
     disable_proxy_modes_tracing,
+    expression,
     proxy_of,
     pytree,
     track,
@@ -39,12 +41,62 @@ def insert_node(tracer: Any, target: Callable[..., Any], args: Any, kwargs: Any,
     return result
 
 
+@dataclass(frozen=True)
+class TwoSizes:
+    """Results of a call for the sample, and for one row more if it could be given one."""
+
+    first: Any
+    second: Any
+
+
 class BatchSizes:
     """Recognises the batch dimension of a real result."""
 
     def __init__(self, rows: int, symbol_size: torch.SymInt | None) -> None:
         self.rows = rows
         self.symbol_size = symbol_size
+
+    def at_two_sizes(self, run: Callable[[Sequence[Any]], Any], reals: Sequence[Any], fakes: Sequence[Any]) -> TwoSizes:
+        """What ``run`` gives for the samples, and for one row more if they can be given one."""
+        first = run(reals)
+        try:
+            longer = [self._longer(real, fake) for real, fake in zip(reals, fakes, strict=True)]
+        except ValueError:
+            return TwoSizes(first, None)
+        return TwoSizes(first, run(longer))
+
+    def _longer(self, real: Any, fake: Any) -> Any:
+        if not isinstance(fake, Tensor):
+            return real
+        with_batch = [dim for dim, size in enumerate(fake.shape) if isinstance(size, torch.SymInt)]
+        if not with_batch:
+            return real
+        if with_batch != [0] or self.symbol_size is None or expression(fake.shape[0]) != expression(self.symbol_size):
+            raise ValueError("rows are not in dimension 0 alone")
+        return torch.cat([real, real[:1]])
+
+    def fakes(self, made: TwoSizes, device: torch.device, requires_grad: bool, mode: FakeTensorMode) -> tuple[Any, ...]:
+        """Empty tensors like the results, each of whose extents is told from two batch sizes, or else from one."""
+        first = [made.first] if isinstance(made.first, Tensor) else list(made.first)
+        second = first if made.second is None else [made.second] if isinstance(made.first, Tensor) else made.second
+        with disable_proxy_modes_tracing(), mode:
+            if made.second is None:
+                return tuple(self.fake_like(real, device, requires_grad) for real in first)
+            return tuple(
+                self._between(*pair, device=device, requires_grad=requires_grad)
+                for pair in zip(first, second, strict=True)
+            )
+
+    def _between(self, first: Tensor, second: Tensor, *, device: torch.device, requires_grad: bool) -> Tensor:
+        shape: list[Any] = []
+        for size, other in zip(first.shape, second.shape, strict=True):
+            per_row = other - size
+            if self.symbol_size is None or not per_row:
+                shape.append(size)
+            else:
+                shape.append(self.symbol_size * per_row + (size - per_row * self.rows))
+        fake = torch.empty(shape, dtype=first.dtype, device=device)
+        return fake.requires_grad_(requires_grad and (first.is_floating_point() or first.is_complex()))
 
     def fake_like(self, real: Tensor, device: torch.device, requires_grad: bool) -> Tensor:
         """An empty tensor of the same type and shape, with the batch symbol where the extent is a multiple of it."""

@@ -22,9 +22,11 @@ from .torch_internals import (
     FakeTensorMode,
     current_tracer,
     disable_proxy_modes_tracing,
+    forget_new_sizes,
     functorch_is_active,
     proxy_of,
     reparametrized,
+    version,
 )
 
 
@@ -155,6 +157,10 @@ class LeafModule:
         state = [current[name] for name in self._state_names]
         inputs, structure = flatten((args, kwargs))
         operands = [*state, *inputs]
+        if not operands:
+            raise CaptureError(
+                f"sub-module '{self._path}' stays whole, but has neither parameters nor tensor arguments"
+            )
         proxies = [proxy_of(operand, tracer) for operand in operands]
         call = self._runtime_call(structure)
         results, output = self._fake_results(call, structure, operands, proxies)
@@ -181,27 +187,50 @@ class LeafModule:
         proxies: list[fx.Proxy | None],
     ) -> tuple[tuple[Tensor, ...], Structure]:
         """Results without data, from a run of the sub-module on the real samples at two batch sizes."""
-        args, kwargs = structure.rebuild(operands[len(self._state_names) :])
-        try:
-            with disable_proxy_modes_tracing():
-                results, output = flatten(self._forward(*args, **kwargs))
-            return tuple(results), output
-        except CaptureError:
-            raise
-        except Exception:  # it cannot run without data: learn the shapes from the real sample
-            reals = [
-                self._oracle.value_of(proxy.node) if proxy is not None else operand
-                for proxy, operand in zip(proxies, operands, strict=True)
-            ]
-        with real_execution():
-            args, kwargs = structure.rebuild(reals[len(self._state_names) :])
-            state = dict(zip(self._state_names, reals[: len(self._state_names)], strict=True))
+        title = f"sub-module '{self._path}'"
+        if not isinstance(self._module, torch.jit.ScriptModule):
+            args, kwargs = structure.rebuild(operands[len(self._state_names) :])
+            try:
+                with disable_proxy_modes_tracing(), unchanged(operands, title):
+                    results, output = flatten(self._forward(*args, **kwargs))
+                # Sizes inside that depend on data are nobody's business.
+                forget_new_sizes(self._mode)
+                return tuple(results), output
+            except CaptureError:
+                raise
+            except Exception:  # it cannot run without data: learn the shapes from the real sample
+                pass
+        reals = [
+            self._oracle.value_of(proxy.node) if proxy is not None else operand
+            for proxy, operand in zip(proxies, operands, strict=True)
+        ]
+        found: list[Structure] = []
+
+        def run(tensors: Sequence[Any]) -> list[Tensor]:
+            args, kwargs = structure.rebuild(tensors[len(self._state_names) :])
+            state = dict(zip(self._state_names, tensors[: len(self._state_names)], strict=True))
             with reparametrized(self._module, state):
-                real_results, output = flatten(self._forward(*args, **kwargs))
+                made, output = flatten(self._forward(*args, **kwargs))
+            found.append(output)
+            return list(made)
+
+        with real_execution(), unchanged(reals, title):
+            made = self._sizes.at_two_sizes(run, reals, operands)
         wants_grad = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
-        with disable_proxy_modes_tracing(), self._mode:
-            fakes = tuple(self._sizes.fake_like(real, operands[0].device, wants_grad) for real in real_results)
-        return fakes, output
+        return self._sizes.fakes(made, operands[0].device, wants_grad, self._mode), found[0]
+
+
+@contextmanager
+def unchanged(operands: Sequence[Any], title: str) -> Iterator[None]:
+    """Raises CaptureError at the end if what stays whole has changed a tensor that it was given."""
+    tensors = [item for item in operands if isinstance(item, Tensor) and not item.is_inference()]
+    before = list(map(version, tensors))
+    yield
+    if list(map(version, tensors)) != before:
+        raise CaptureError(
+            f"{title} stays whole and changes one of its buffers or arguments in place, which would be done once for "
+            "each part of the batch; take that out of it, or do not keep it whole"
+        )
 
 
 @contextmanager

@@ -161,7 +161,8 @@ class _Lowering:
         if dim is None:
             raise CaptureError(
                 f"{place_of(node)} calls {target_name(node.target)}, whose result has an extent that depends on the "
-                f"data or is not of the form a*rows + b ({size}); use a mask instead of selecting elements"
+                f"data or is not of the form a*rows + b ({size}); use a mask instead of selecting "
+                "elements, or keep the sub-module whole: RaNNCModule(..., leaf_modules=[...])"
             )
         return {"per_row": dim.per_row, "fixed": dim.fixed}
 

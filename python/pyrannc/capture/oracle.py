@@ -29,6 +29,7 @@ from .torch_internals import (
     expression,
     hint,
     known_data,
+    not_compiling,
     pytree,
     schema,
     unset_fake_temporarily,
@@ -48,6 +49,7 @@ def real_execution() -> Iterator[None]:
     """Real, unrecorded, gradient-free execution inside a trace; random state is left as it was."""
     with (
         unset_fake_temporarily(),
+        not_compiling(),
         disable_proxy_modes_tracing(),
         DisableTorchFunction(),
         torch.no_grad(),

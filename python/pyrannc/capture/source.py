@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class SourceTracker:
         self._stack = [""]
         self.failure: Place | None = None
         self.after_calls: Callable[[], None] = lambda: None
+        self.outermost: CodeType | None = None
+        self.codes: dict[CodeType, dict[str, Any]] = {}
 
     @property
     def module(self) -> str:
@@ -65,6 +67,14 @@ class SourceTracker:
                 return Place(self.module, frame.f_code.co_filename, frame.f_lineno)
             frame = frame.f_back
         return Place(self.module)
+
+    def note_code(self) -> None:
+        """Notes what code of the user is running, with its global variables."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not self.outermost:
+            if frame.f_code not in self.codes and belongs_to_user(frame.f_code.co_filename):
+                self.codes[frame.f_code] = frame.f_globals
+            frame = frame.f_back
 
     @contextmanager
     def following(self) -> Iterator[None]:

@@ -116,6 +116,18 @@ Public: none."""
 
 
 @contextmanager
+def not_compiling() -> Iterator[None]:
+    """The opposite: scripted code runs, as it does outside of a trace, instead of its Python original. Public: none."""
+    compiler: Any = torch.compiler
+    before = compiler._is_compiling_flag, compiler._is_exporting_flag
+    compiler._is_compiling_flag = compiler._is_exporting_flag = False
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag, compiler._is_exporting_flag = before
+
+
+@contextmanager
 def tracing_context(mode: fake_tensor.FakeTensorMode) -> Iterator[None]:
     """Parts of torch that are traced find the mode in force here. Public: none."""
     with tracing(TracingContext(mode)):
@@ -163,6 +175,12 @@ class ShapeQuestions(symbolic_shapes.ShapeEnv):
             self.pending_fresh_unbacked_symbols.clear()
         self.answered(sym_node.expr)
         return answer
+
+
+def forget_new_sizes(mode: fake_tensor.FakeTensorMode) -> None:
+    """Sizes that depend on data need not show in a result. Public: none."""
+    if mode.shape_env is not None:
+        mode.shape_env.pending_fresh_unbacked_symbols.clear()
 
 
 def expression(number: Any) -> sympy.Expr:
@@ -309,10 +327,33 @@ def version(tensor: Tensor) -> int:
     return tensor._version
 
 
+def is_view(tensor: Tensor) -> bool:
+    """True for a view of another tensor, which no custom function may return to be changed in place. Public: none."""
+    return tensor._is_view()
+
+
 def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
     """Device and type that the arguments of ``module.to`` ask for. Public: none."""
     device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
     return device, dtype
+
+
+OptimizedModule: type[nn.Module] = torch._dynamo.OptimizedModule
+"""What ``torch.compile`` makes of a module. Public: none."""
+
+
+def compiled_module(compiled: nn.Module) -> nn.Module:
+    """What was given to ``torch.compile``. Public: none."""
+    module: nn.Module = compiled._orig_mod  # type: ignore[assignment]  # torch has no type for it
+    return module
+
+
+def drop_compiled_call(model: nn.Module) -> bool:
+    """Undoes ``module.compile()`` of a model and its sub-modules; True if there was one. Public: none."""
+    compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
+    for module in compiled:
+        module._compiled_call_impl = None
+    return bool(compiled)
 
 
 Dropout = nn.modules.dropout._DropoutNd
@@ -387,6 +428,9 @@ MODULE_TO = PatchPoint(nn.Module, "to")
 
 FUNCTION_APPLY = PatchPoint(Function, "apply")
 """Custom autograd functions stay whole. Public: ``torch.compiler.allow_in_graph``, for export and compile only."""
+
+SCRIPT_CALL = PatchPoint(torch.jit.ScriptFunction, "__call__")
+"""Scripted functions stay whole. Public: none."""
 
 REGISTER_HOOK = PatchPoint(Tensor, "register_hook")
 """Gradient hooks become nodes. Public: a mode of torch functions, which some calls pass by."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,9 +21,10 @@ from .dims import AffineReader
 from .facts import FactRecorder
 from .fallback import BatchSizes, OperatorFallbacks
 from .flatten import Structure, flatten
-from .hooks import refuse_hooks
+from .hooks import refuse_hooks, watched_hooks
 from .leaf import LeafModule, captured_tensor_hooks, leaf_modules_installed, opaque_autograd_functions
 from .oracle import BatchShapeEnv, Oracle, draws
+from .scripted import opaque_script_functions, scripted_modules
 from .source import Place, SourceTracker
 from .torch_internals import (
     MODULE_TO,
@@ -136,6 +139,7 @@ class _Session:
             dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
         )
         self.buffers = NamedTensors.of(dict(model.named_buffers()), dict(model.named_buffers(remove_duplicate=False)))
+        self.lone_slices = _lone_slices(self.params.tensors)
         self.inputs, self.input = flatten((args, kwargs))
         self.device = device
         self.has_rows = has_rows
@@ -156,6 +160,7 @@ class _Session:
         self.shape_env.tracker = self.tracker
         self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
         self.leaf_paths = list(leaf_modules)
+        self.leaf_paths += [path for path in scripted_modules(model) if not _inside(path, leaf_modules)]
 
     def run(self) -> Trace:
         fake_params = [self._fake(f"p{i}", tensor, False) for i, tensor in enumerate(self.params.tensors)]
@@ -193,7 +198,11 @@ class _Session:
         ]
 
     def _fake(self, name: str, tensor: Tensor, batched: bool) -> Tensor:
-        fake = fake_of(self.mode, name, tensor, batched)
+        if id(tensor) in self.lone_slices:
+            own = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            fake = fake_of(self.mode, name, nn.Parameter(own, tensor.requires_grad), batched)
+        else:
+            fake = fake_of(self.mode, name, tensor, batched)
         if fake.device == self.device:
             return fake
         with self.mode:
@@ -213,6 +222,7 @@ class _Session:
             stack.enter_context(tracing_context(self.mode))
             stack.enter_context(override_builtin_ops())
             stack.enter_context(opaque_autograd_functions())
+            stack.enter_context(opaque_script_functions(self.oracle, self.mode, self.sizes))
             stack.enter_context(captured_tensor_hooks())
             stack.enter_context(idle_module_moves())
             stack.enter_context(recorder.recording())
@@ -234,6 +244,7 @@ class _TracedCall:
         placeholders = [node for node in tracer.graph.nodes if node.op == "placeholder"]
         samples = [*session.params.tensors, *session.buffers.tensors, *session.samples]
         session.oracle.attach(tracer, dict(zip(placeholders, samples, strict=True)), len(inputs))
+        session.tracker.outermost = sys._getframe().f_code
         self._recorder.annotate_nodes_of(tracer.graph)
         state = session.params.by_every_name(params) | session.buffers.by_every_name(buffers)
         args, kwargs = session.input.rebuild(inputs)
@@ -243,6 +254,7 @@ class _TracedCall:
             leaf_modules_installed(session.leaves()),
             session.tracker.following(),
             OtherGenerators(session.model).unused(session.tracker),
+            watched_hooks(session.model),
         ):
             with session.attributes.listening():
                 result = session.model(*args, **kwargs)
@@ -262,6 +274,22 @@ class _TracedCall:
                 self.updated_buffers.append(index)
                 updates.append(now)
         return updates
+
+
+def _inside(path: str, outer: Sequence[str]) -> bool:
+    return any(path == name or path.startswith(f"{name}.") for name in outer)
+
+
+def _lone_slices(params: Sequence[Tensor]) -> set[int]:
+    """``id`` of parameters that are slices of a larger tensor, as ``vector_to_parameters`` leaves them.
+
+    They share a storage with others, but no element.
+    """
+    real = [param for param in params if not param.is_meta]
+    slices = [param for param in real if param.untyped_storage().nbytes() > param.nbytes and param.is_contiguous()]
+    spans = sorted((param.data_ptr(), param.data_ptr() + param.nbytes, id(param)) for param in real)
+    shared = {key for (_, end, first), (start, _, second) in pairwise(spans) if start < end for key in (first, second)}
+    return {id(param) for param in slices} - shared
 
 
 def _depends_on_data(tensor: Tensor, tracer: Any) -> bool:

@@ -28,6 +28,9 @@ class Channels:
 
     Args:
         device: where the tensors are.
+
+    Attributes:
+        closed: the deployment has ended.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,6 +39,7 @@ class Channels:
         self._opened: set[tuple[int, int]] = set()
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._sends: dict[int, deque[tuple[Work, Tensor]]] = {}
+        self.closed = False
 
     def open(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Makes the channels that are not there yet. All ranks call it.
@@ -94,6 +98,7 @@ class Channels:
 
     def close(self) -> None:
         """Destroys the communicators."""
+        self.closed = True
         for group in self._groups.values():
             if group is not process.world():
                 dist.destroy_process_group(group)

@@ -11,8 +11,8 @@ from pyrannc.blocks.randomness import Randomness
 from pyrannc.call.variant import Variant
 from pyrannc.core.plan import PlanFacts, StagePlan
 from pyrannc.core.program import RankProgram
-from pyrannc.errors import RaNNCError
-from pyrannc.job import process
+from pyrannc.errors import PlanError
+from pyrannc.job import agree, process
 from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.collectives import Groups
 from pyrannc.runtime.context import StageContext
@@ -101,11 +101,17 @@ class Deployment:
     def context(self, variant: Variant) -> StageContext:
         """This rank's Stage for a captured call. All ranks call it for the same calls in the same order."""
         if id(variant) not in self._contexts:
-            self._contexts[id(variant)] = self._make_context(variant)
+            # Code is written before the first message, so that no rank waits for one that fails.
+            code, tail = agree.together(lambda: (self._make_code(variant), self._make_tail(variant)))
+            self._channels.open(self.plan.channels(variant.partition))
+            self._contexts[id(variant)] = self._make_context(variant, code, tail)
         return self._contexts[id(variant)]
 
-    def _make_context(self, variant: Variant) -> StageContext:
-        self._channels.open(self.plan.channels(variant.partition))
+    def _make_code(self, variant: Variant) -> StageCode:
+        part = variant.parts.stages[self.stage]
+        return StageCode(variant.captured, variant.facts, part, self.device, self._randomness)
+
+    def _make_context(self, variant: Variant, code: StageCode, tail: TailCode | None) -> StageContext:
         facts, part = variant.facts, variant.parts.stages[self.stage]
         params = {facts.params[i].value: self.gradients.leaves[facts.params[i].names[0]] for i in part.params}
         buffers = {facts.buffers[i].value: self.store.buffers[facts.buffers[i].name] for i in part.buffers}
@@ -114,8 +120,8 @@ class Deployment:
             facts=facts,
             parts=variant.parts,
             stage=self.stage,
-            code=StageCode(variant.captured, facts, part, self.device, self._randomness),
-            tail=self._make_tail(variant),
+            code=code,
+            tail=tail,
             params=params,
             stage_params=frozenset(facts.params[i].names[0] for i in part.params),
             buffers={**buffers, **constants},
@@ -131,14 +137,6 @@ class Deployment:
     def _make_tail(self, variant: Variant) -> TailCode | None:
         if variant.tail is None:
             return None
-        everyone = tuple(range(process.get_world_size()))
-        for name in _names_in_tail(variant):
-            if self.store.holders.get(name) != everyone:
-                raise RaNNCError(
-                    f'this call uses "{name}" together with all rows of the batch, which the call that the plan was '
-                    "made for did not, so not every rank holds it; call undeploy() first, or make this kind of call "
-                    "(training or evaluation mode, these arguments) the first one"
-                )
         return TailCode(
             variant.whole,
             variant.tail,
@@ -147,6 +145,16 @@ class Deployment:
             self.device,
             self._randomness,
         )
+
+    def refuse_unheld(self, variant: Variant) -> None:
+        """Raises PlanError when every rank must hold something for a captured call, and not all do."""
+        everyone = tuple(range(process.get_world_size()))
+        for name in _names_in_tail(variant):
+            if self.store.holders.get(name) != everyone:
+                raise PlanError(
+                    f'this call uses "{name}" together with all rows of the batch, which the call that the plan was '
+                    "made for did not, so not every rank holds it"
+                )
 
     def renew_gradients(self) -> None:
         """Follows ``requires_grad`` of the parameters, which is equal on all ranks. All ranks call it."""

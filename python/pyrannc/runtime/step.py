@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyrannc.call.variant import Variant
+from pyrannc.capture.torch_internals import is_view
 from pyrannc.core.partition import OutputPart, RowDim
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import RaNNCError
@@ -20,12 +21,14 @@ from pyrannc.log import get_logger
 from pyrannc.runtime.batch import Batch
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.executor import Executor
+from pyrannc.runtime.givers import Giving, giving_weights
 from pyrannc.runtime.handover import hand_over
 from pyrannc.runtime.join import BatchRows, Joiner
 from pyrannc.runtime.loss import Weights, scale_of
 from pyrannc.runtime.seat import Seat
 from pyrannc.runtime.tail import TailStep
 from pyrannc.store.gradients import GradientSet
+from pyrannc.switches import switches
 
 _log = get_logger("RaNNCModule")
 
@@ -35,7 +38,7 @@ class StepOptions:
     """How a step treats gradients.
 
     Attributes:
-        reduce: sum gradients over ranks.
+        reduce: sum gradients over ranks, where the backward runs inside of the call.
         keep_graph: backward may be called again.
     """
 
@@ -83,6 +86,7 @@ class Step:
         self._outputs: tuple[int, ...] = ()
         self._done = False
         self._made = _made(context.parts.outputs)
+        self._givers = giving_weights(self._inputs, program)
         self._weights = Weights(context.facts, program, self._made, variant.joins, context.device)
         self._batch = Batch(context.facts, program, self._made, context.device)
         context.randomness.begin(key)
@@ -139,16 +143,29 @@ class Step:
             found.update(self._tail.run(found, trains=self._program.call == "halves"))
         return {value: found[value] for value in dict.fromkeys(self._variant.whole.facts.outputs) if value in found}
 
+    @property
+    def gives(self) -> Giving:
+        """What a call that takes this one's outputs must know."""
+        return Giving(self._program.call == "whole", self._program.gather_inputs, self._weights.of_local_batch)
+
     def results(self) -> list[Tensor]:
         """The outputs, in the order of the Graph's outputs, with gradients if the call trains."""
         # The step must not keep what it returns: the autograd graph of that keeps the step.
         made, self._values = self._values, {}
         self._outputs = tuple(made)
         if self._program.call != "forward":
-            handed = hand_over(list(made.values()), self._constant(made), self._sources(), self.backward)
+            own = [self._apart(value, tensor) for value, tensor in made.items()]
+            handed = hand_over(own, self._constant(made), self._sources(), self.backward)
             made = dict(zip(made, handed, strict=True))
         values = {**self._whole_inputs, **made}
         return [values[value] for value in self._variant.whole.facts.outputs]
+
+    def _apart(self, value: int, tensor: Tensor) -> Tensor:
+        """An output that the script may change in place: the backward may need the memory of what was computed."""
+        of_tail = self._tail is not None and value not in self._variant.body_of
+        kept = {output.untyped_storage().data_ptr() for output in self._seat.outputs.values()}
+        shared = tensor.untyped_storage().data_ptr() in kept
+        return tensor.clone() if of_tail or shared or is_view(tensor) else tensor
 
     def _constant(self, made: Mapping[int, Tensor]) -> list[Tensor]:
         """The outputs that no gradient comes back for."""
@@ -166,21 +183,35 @@ class Step:
                 "backward() was called a second time for one call of the model; "
                 "call pyrannc.keep_graph(True) before the model if that is meant"
             )
+        if self._context.channels.closed:
+            raise RaNNCError(
+                "backward() came after the model was taken back by undeploy(), or deployed anew for a call that uses "
+                "other parameters; call backward() before that"
+            )
         self._done = not self._options.keep_graph
         self._before_backward()
+        reduce = not switches().delay_grad_allreduce
         by_value = dict(zip(self._outputs, grads, strict=True))
         scale = None if self._loss is None else scale_of(by_value, self._loss, self._variant.whole.facts)
         if scale is None:
             self._tell_of_outside(by_value)
-            self._run_backward(by_value)
+            self._run_backward(by_value, reduce=reduce)
         assert self._current is not None, "a call that trains has gradients"
         assert self._variant.active is not None, "the first backward finds the active parameters"
-        self._context.gradients.deliver(
-            self._current, self._variant.active, scale, keep=self._options.keep_graph, reduced=self._options.reduce
-        )
+        reduced = reduce if scale is None else self._options.reduce
+        gradients = self._context.gradients
+        gradients.deliver(self._current, self._variant.active, scale, keep=self._options.keep_graph, reduced=reduced)
+        if reduce and gradients.pending:
+            gradients.reduce_delivered()
         sources = [value for value, tensor in self._inputs.items() if tensor.requires_grad]
         found = [self._input_grads.get(value) for value in sources]
-        return [grad if grad is None or scale is None else grad * scale.to(grad.dtype) for grad in found]
+        scaled = [grad if grad is None or scale is None else grad * scale.to(grad.dtype) for grad in found]
+        return [self._for_giver(value, grad) for value, grad in zip(sources, scaled, strict=True)]
+
+    def _for_giver(self, value: int, grad: Tensor | None) -> Tensor | None:
+        """Of an input that another call has made, the gradient of that call's local loss, which it gives a weight."""
+        weight = self._givers.get(value)
+        return grad if grad is None or not weight else grad / weight
 
     def _tell_of_outside(self, grads: Mapping[int, Tensor | None]) -> None:
         """Says once what a criterion outside of the model means."""
@@ -195,7 +226,7 @@ class Step:
                     "inside the model if that is meant"
                 )
 
-    def _run_backward(self, grads: Mapping[int, Tensor | None]) -> None:
+    def _run_backward(self, grads: Mapping[int, Tensor | None], *, reduce: bool) -> None:
         context, program, options = self._context, self._program, self._options
         with collective("loss.backward()"), context.record.step(program), self._generator():
             self._current = context.gradients.begin()
@@ -206,7 +237,7 @@ class Step:
                 lambda microbatch, value: seeds.get((microbatch, value)),
                 first_record=len(program.forward),
                 keep_graph=options.keep_graph,
-                reduce=options.reduce,
+                reduce=reduce,
             )
             self._finish_gradients()
 

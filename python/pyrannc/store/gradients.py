@@ -12,7 +12,8 @@ import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from pyrannc.job.exchange import Group, Work, start_sum, sum_over_ranks
 from pyrannc.store.buckets import Bucket, SharedParam, divide
@@ -43,6 +44,9 @@ class Gradients:
         stage_ranks: the ranks of this rank's Stage. Their buckets are summed during the backward; those of
             parameters that other Stages hold too, after it.
         group: the process group of some ranks; called in the same order on all of them.
+
+    Attributes:
+        nothing: a parameter without elements, for scripts on a rank that holds none.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Gradients:
         self._missing: list[int] = []
         self._next = 0
         self.pending = False
+        self.nothing = nn.Parameter(torch.zeros(0))
         for name, leaf in self.leaves.items():
             if leaf.requires_grad:
                 leaf.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -144,6 +149,8 @@ class Gradients:
                 param.grad = view
             else:
                 param.grad.add_(view)
+        if not self._params:
+            self.nothing.grad = torch.zeros(0)
         if not keep:
             self._spare = current
 

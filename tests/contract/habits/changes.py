@@ -100,7 +100,7 @@ def data_changed_in_place(job: Job) -> None:
     _trained(job, _regression(), change)
 
 
-@refused("RaNNCError|InputError|CaptureError", "added", instead="make all modules before wrapping")
+@warned("added to the model since", instead="make all modules before wrapping, to plan once only")
 def layer_added_later(job: Job) -> None:
     """A layer with parameters is added to the model after the first call."""
     net = _regression()
@@ -238,9 +238,9 @@ def dropout_changed(job: Job) -> None:
 SCALE = 1.0
 
 
-@refused("RaNNCError|CaptureError|InputError", "SCALE", instead="make it an attribute of the model, or an argument")
+@equal()
 def global_changed(job: Job) -> None:
-    """A global variable that the model reads is changed."""
+    """A global number that the model's forward reads is changed."""
     global SCALE
     SCALE = 1.0
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import SGD, Adam
 
 import pyrannc
 from tests.contract.habit import equal, refused, warned
@@ -58,7 +58,7 @@ def inference_mode_first(job: Job) -> None:
     job.state(model)
 
 
-@equal()
+@warned("deployed anew", instead="make a training call the first one, to plan once only")
 def auxiliary_head_trained_only(job: Job) -> None:
     """The first call is in evaluation mode, and a head is used in training only."""
 
@@ -82,6 +82,41 @@ def auxiliary_head_trained_only(job: Job) -> None:
     for step in range(2):
         learn(job, model, optimizer, step=step)
     job.state(model)
+
+
+class _TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain, self.first, self.second = Chain(3), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, target: Tensor, heads: str) -> Tensor:
+        hidden = self.chain(x)
+        made = [getattr(self, head)(hidden) for head in heads.split()]
+        return F.mse_loss(sum(made), target)
+
+
+@warned("deployed anew", instead="make the call that uses most the first one, to plan once only")
+def head_used_later(job: Job) -> None:
+    """A head is used from the second call on; gradients of both calls add up, and the optimizer has a state."""
+    net = _TwoHeads()
+    optimizer = Adam(net.parameters(), lr=0.01)
+    model = job.wrap(net, optimizer)
+    for step, heads in enumerate(("first", "first", "first second", "first", "first second")):
+        model(*job.batch(pairs, step), heads).backward()
+        job.gradients(model)
+        if step != 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    job.state(model)
+
+
+@refused("PlanError", "make the first call one that uses all", instead="compute both, and choose with `torch.where`")
+def heads_used_in_turn(job: Job) -> None:
+    """One call uses one head, the next call another one."""
+    model = job.wrap(_TwoHeads())
+    for step, heads in enumerate(("first", "second")):
+        model(*job.batch(pairs, step), heads).backward()
+        job.gradients(model)
 
 
 class _Regions(Chain):
@@ -162,7 +197,7 @@ def scripted_function(job: Job) -> None:
     _learn(job, Returns(Chain(), lambda y, target: F.mse_loss(_gelu(y), target)))
 
 
-@refused("CaptureError", "script", "leaf_modules", instead="put it into a sub-module named in `leaf_modules`")
+@equal()
 def scripted_loop_over_rows(job: Job) -> None:
     """The model calls a function made by `torch.jit.script` that loops over rows."""
     _learn(job, Returns(Chain(), lambda y, target: F.mse_loss(_over_rows(y), target)))
