@@ -13,7 +13,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from tests.contract.habit import equal, refused
+from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
 from tests.contract.settings import Setting
 from tests.contract.training import WIDTH, Chain, Returns, learn, pairs
