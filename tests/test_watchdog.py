@@ -462,7 +462,14 @@ def test_a_leave_comes_out_of_the_call(job: Callable[..., Job], leaver: int) -> 
 
 
 def test_an_error_of_its_own_has_no_explanation(job: Callable[..., Job]) -> None:
-    running = job(f"{HANDS_OUT}\ncall()\nask()\ndog.close()", world_size=2)
+    together = """
+mark = pathlib.Path(__file__).with_name
+mark(f"asked.{rank}").touch()
+while not mark(f"asked.{1 - rank}").exists():
+    time.sleep(0.05)
+dog.close()
+"""
+    running = job(f"import pathlib\n{HANDS_OUT}\ncall()\nask()\n{together}", world_size=2)
     assert [running.ends(rank) for rank in range(2)] == [(0, "3 s\n", "")] * 2
 
 

@@ -6,9 +6,10 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from pyrannc.capture.contents import contents
 
 SMALL_BYTES = 4096
 """Tensors on the host up to here are compared at each call."""
@@ -72,8 +73,7 @@ def combined(found: Sequence[Fingerprint]) -> int:
 
 def digest(tensor: Tensor) -> int:
     """The contents as a number; reading those of a GPU waits for it."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
+    return zlib.crc32(contents(tensor))
 
 
 def names_inside(place: str, item: Any) -> Iterator[str]:

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from pyrannc.errors import CaptureError
 
 from .clean import CleanGraph, grad_enabled, place_of
+from .contents import contents
 from .dims import AffineReader
 from .facts import FACTS, TensorFacts
 from .leaf import GradientHook, OpaqueCall
@@ -335,5 +336,4 @@ def _tensor_of(node: fx.Node, owner: fx.GraphModule) -> Tensor:
 
 
 def _base64(tensor: Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return base64.b64encode(flat.view(torch.uint8).numpy().tobytes()).decode("ascii")
+    return base64.b64encode(contents(tensor)).decode("ascii")
