@@ -32,7 +32,8 @@ enough only where the numbers stay right.
 
 Each row below is a habit that `tests/contract` runs as a plain script, in one process and on several ranks: one Stage
 with Replicas, several Stages, several microbatches, ranks with many, few and no rows. *Equal* means that losses,
-outputs, gradients, parameters and buffers differ by less than 1e-10 in double precision.
+outputs, gradients, parameters and buffers differ by less than 1e-10 in double precision. *Not yet* marks what is known
+to break the contract today: the tests hold that too, until it is mended.
 
 This file is written by `CONTRACT=document pytest tests/contract/test_document.py`.
 """
@@ -56,6 +57,12 @@ def _section(name: str) -> Iterator[str]:
 
 
 def _outcome(habit: Habit) -> str:
+    if habit.broken:
+        return f"**not yet**: {habit.broken}; meant: {_meant(habit)}"
+    return _meant(habit)
+
+
+def _meant(habit: Habit) -> str:
     if habit.outcome == "refused":
         return " or ".join(f"`{name}`" for name in habit.error.split("|"))
     if habit.outcome == "alike":

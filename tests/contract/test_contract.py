@@ -71,4 +71,7 @@ def test_contract(name: str, ranks: Ranks) -> None:
             # Nobody knows what state such ranks are in.
             pool.close()
         wrong += [f"{setting}: {text}" for text in found]
+        if wrong and habit.broken:
+            return
     assert wrong == []
+    assert not habit.broken, "the contract is kept now: take the mark away"

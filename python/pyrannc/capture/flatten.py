@@ -50,13 +50,14 @@ class Structure:
 
 _TENSOR_KEY = ("tensor",)
 _TENSOR = Structure(_TENSOR_KEY)
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, type)
 
 
 def flatten(structure: Any) -> tuple[list[Tensor], Structure]:
     """The tensors of ``structure``, depth first, and the structure without them."""
     leaves: list[Tensor] = []
-    return leaves, _open(structure, leaves, set())
+    return leaves, _open(structure, leaves, _Walk())
 
 
 def batch_rows(tensors: Sequence[Tensor]) -> int:
@@ -76,51 +77,60 @@ def by_extents(tensors: Sequence[Tensor], rows: int) -> tuple[bool, ...]:
     return tuple(tensor.dim() > 0 and tensor.shape[0] == rows for tensor in tensors)
 
 
-def _open(item: Any, leaves: list[Tensor], path: set[int]) -> Structure:
+@dataclasses.dataclass
+class _Walk:
+    """Objects on the way to where a walk is, and those without a tensor in them, kept so that their ids stay theirs."""
+
+    path: set[int] = dataclasses.field(default_factory=set)
+    barren: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+
+def _open(item: Any, leaves: list[Tensor], walk: _Walk) -> Structure:
     if isinstance(item, Tensor):
         leaves.append(item)
         return _TENSOR
     if isinstance(item, _SCALARS):
         return Structure((type(item), item), make=lambda _: item)
-    if id(item) in path:
+    if isinstance(item, _SYMBOLS) or id(item) in walk.path or id(item) in walk.barren:
         return _constant(item)
-    path.add(id(item))
+    walk.path.add(id(item))
     try:
-        return _open_container(item, leaves, path)
+        return _open_container(item, leaves, walk)
     finally:
-        path.discard(id(item))
+        walk.path.discard(id(item))
 
 
-def _open_container(item: Any, leaves: list[Tensor], path: set[int]) -> Structure:
+def _open_container(item: Any, leaves: list[Tensor], walk: _Walk) -> Structure:
     kind: Any = type(item)
     if kind in (list, tuple):
-        return Structure(kind, tuple(_open(child, leaves, path) for child in item), kind)
+        return Structure(kind, tuple(_open(child, leaves, walk) for child in item), kind)
     if kind in (dict, OrderedDict):
         keys = tuple(item)
-        children = tuple(_open(child, leaves, path) for child in item.values())
+        children = tuple(_open(child, leaves, walk) for child in item.values())
         return Structure((kind, keys), children, lambda made: kind(zip(keys, made, strict=True)))
     if kind in pytree.SUPPORTED_NODES:
         node = pytree.SUPPORTED_NODES[kind]
         parts, context = node.flatten_fn(item)
-        children = tuple(_open(child, leaves, path) for child in parts)
+        children = tuple(_open(child, leaves, walk) for child in parts)
         return Structure((kind, _frozen(context)), children, lambda made: node.unflatten_fn(made, context))
     if pytree.is_namedtuple_instance(item):
-        return Structure(kind, tuple(_open(child, leaves, path) for child in item), lambda made: kind(*made))
+        return Structure(kind, tuple(_open(child, leaves, walk) for child in item), lambda made: kind(*made))
     if isinstance(item, dict):
         keys = tuple(item)
-        children = tuple(_open(child, leaves, path) for child in item.values())
+        children = tuple(_open(child, leaves, walk) for child in item.values())
         return Structure((kind, keys), children, lambda made: kind(zip(keys, made, strict=True)))
     if hasattr(item, "__dict__") and not isinstance(item, (torch.nn.Module, type)) and not callable(item):
-        return _open_object(item, leaves, path)
+        return _open_object(item, leaves, walk)
     return _constant(item)
 
 
-def _open_object(item: Any, leaves: list[Tensor], path: set[int]) -> Structure:
+def _open_object(item: Any, leaves: list[Tensor], walk: _Walk) -> Structure:
     """Opens the attributes of an object, if there is a tensor somewhere in them."""
     attributes = vars(item)
     found: list[Tensor] = []
-    children = tuple(_open(child, found, path) for child in attributes.values())
+    children = tuple(_open(child, found, walk) for child in attributes.values())
     if not found:
+        walk.barren[id(item)] = item
         return _constant(item)
     leaves.extend(found)
     names = tuple(attributes)
