@@ -176,7 +176,7 @@ class RaNNCModule(NotForDDP, nn.Module):
             if process.get_rank() == 0:
                 _tell_of_normalising(variant, self._deployed("forward").plan)
             self._keep(call.key, variant)
-            call = replace(call, drawn=agree.broadcast_object(variant.draw()))
+            call = replace(call, drawn=agree.broadcast_object(self._agreement.draw(variant)))
         self._variants.use(variant)
         deployment = self._deployed("forward")
         program = variant.program(deployment.plan, call.rows, self._gather_inputs, _call(variant))
@@ -386,8 +386,9 @@ class RaNNCModule(NotForDDP, nn.Module):
         self, *args: Any, from_global: bool = False, **kwargs: Any
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The model's parameters; after deployment, those that this rank holds, unless ``from_global``."""
+        local = None if from_global or self._deployment is None else self._local_ids()
         for name, param in self.model.named_parameters(*args, **kwargs):
-            if from_global or self._deployment is None or id(param) in self._local_ids():
+            if local is None or id(param) in local:
                 yield name, param
 
     def parameters(self, *args: Any, from_global: bool = False, **kwargs: Any) -> Iterator[nn.Parameter]:
@@ -402,8 +403,9 @@ class RaNNCModule(NotForDDP, nn.Module):
 
     def named_buffers(self, *args: Any, from_global: bool = False, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """The model's buffers; after deployment, those that this rank holds, unless ``from_global``."""
+        local = None if from_global or self._deployment is None else self._local_ids()
         for name, buffer in self.model.named_buffers(*args, **kwargs):
-            if from_global or self._deployment is None or id(buffer) in self._local_ids():
+            if local is None or id(buffer) in local:
                 yield name, buffer
 
     def buffers(self, *args: Any, from_global: bool = False, **kwargs: Any) -> Iterator[Tensor]:
@@ -604,4 +606,9 @@ def _answered(call: AgreedCall, variant: Variant) -> Callable[[], None]:
     if not variant.questions or variant.questions.waits:
         return lambda: None
     answers = call.answers
-    return lambda: agree.together(lambda: answers.check() if answers is not None else None)
+
+    def check() -> None:
+        with collective("loss.backward()"):
+            agree.together(lambda: answers.check() if answers is not None else None)
+
+    return check

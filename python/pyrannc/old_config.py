@@ -5,7 +5,7 @@ _PROFILES = "Profiles are kept by themselves (profile_cache), or in graph_profil
 _RECOMPUTE = "the Plan says what is computed again to save memory"
 _WATCHDOG = "failures end all ranks by themselves (stall_timeout_s, silence_timeout_s)"
 _COMMUNICATION = "tensors go from device to device, in the order that the Plan says"
-_VERIFIED = "each Plan is proven before it runs; tests of RaNNC compare numbers"
+_VERIFIED = "each Plan is proven before it runs; verify_partitioning"
 _MEASURE = "rannc explain, rannc trace and model.report() tell times"
 
 REPLACED_BY: dict[str, str] = {

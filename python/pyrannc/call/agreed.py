@@ -86,6 +86,7 @@ class Agreement:
         self._gather_inputs = gather_inputs
         self._interval = recapture_interval
         self._answers: Answers | None = None
+        self._drawn: int | None = None
 
     def agree(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> AgreedCall | None:
         """Finds out that all ranks make the same call, each with a batch of its own. All ranks call it.
@@ -110,6 +111,7 @@ class Agreement:
         if _FAILED in numbers:
             agree.raise_together(failure)
         if _THAWED in numbers:
+            self._drawn = own.drawn or None
             return None
         rows = tuple(count if self._gather_inputs or rank == 0 else 0 for rank, (_, count, *_) in enumerate(everyone))
         if len({(number, switched) for number, _, switched, *_ in everyone}) > 1:
@@ -154,12 +156,18 @@ class Agreement:
             own.equal = own.equal + whole_inputs(call.tensors, call.names, has_rows, calls)
         if own.variant is None:
             return
-        own.number, own.drawn = own.variant.number, own.variant.draw()
+        own.number, own.drawn = own.variant.number, self.draw(own.variant)
         if own.variant.questions and own.rows and (self._gather_inputs or process.get_rank() == 0):
             own.answers = own.variant.questions.ask(call.tensors)
-            if own.variant.questions.waits:
+            if own.variant.questions.waits or not torch.is_grad_enabled():
+                # There is no backward that could wait for them.
                 own.answers.check()
                 own.answers = None
+
+    def draw(self, variant: Variant) -> int:
+        """What a call is to draw from, a number from torch's generator if it needs one: one number for each call."""
+        drawn, self._drawn = self._drawn, None
+        return variant.draw() if drawn is None else drawn
 
     @property
     def flags(self) -> Hashable:

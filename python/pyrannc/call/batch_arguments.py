@@ -142,10 +142,10 @@ class BatchArguments:
         own = by_extents(call.tensors, rows)
         brought = [_brought(tensor) for tensor in call.tensors]
         everyone: list[tuple[HasRows, list[Hashable]]] = agree.gather_objects((own, brought))
-        if not self._gather_inputs:
-            everyone = everyone[:1]
         if len({len(brought) for _, brought in everyone}) > 1:
             raise MismatchError("the ranks pass different numbers of tensors")
+        if not self._gather_inputs:
+            everyone = everyone[:1]
         found = tuple(all(marks) for marks in zip(*(marks for marks, _ in everyone), strict=True))
         differs = [len(set(values)) > 1 for values in zip(*(values for _, values in everyone), strict=True)]
         for name, batched, other in zip(call.names, found, differs, strict=True):

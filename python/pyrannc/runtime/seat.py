@@ -72,7 +72,8 @@ class Seat:
         self._gradients: dict[int, Tensor] = {}
         alike = context.facts.buffers_changed_alike & context.buffers.keys()
         # Every microbatch finds the contents from before the call, and changes them to the same.
-        self._before = {value: context.buffers[value].clone() for value in alike}
+        several = len(program.rows) > 1
+        self._before = {value: context.buffers[value].clone() if several else context.buffers[value] for value in alike}
         self._changed = False
 
     def _timed(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -154,16 +154,16 @@ class Step:
         made, self._values = self._values, {}
         self._outputs = tuple(made)
         if self._program.call != "forward":
-            own = [self._apart(value, tensor) for value, tensor in made.items()]
-            handed = hand_over(own, self._constant(made), self._sources(), self.backward)
+            kept = {output.untyped_storage().data_ptr() for output in self._seat.outputs.values()}
+            own = {value: self._apart(value, tensor, kept) for value, tensor in made.items()}
+            handed = hand_over(list(own.values()), self._constant(own), self._sources(), self.backward)
             made = dict(zip(made, handed, strict=True))
         values = {**self._whole_inputs, **made}
         return [values[value] for value in self._variant.whole.facts.outputs]
 
-    def _apart(self, value: int, tensor: Tensor) -> Tensor:
-        """An output that the script may change in place: the backward may need the memory of what was computed."""
+    def _apart(self, value: int, tensor: Tensor, kept: Set[int]) -> Tensor:
+        """An output that the script may change in place: the backward may need the ``kept`` memory."""
         of_tail = self._tail is not None and value not in self._variant.body_of
-        kept = {output.untyped_storage().data_ptr() for output in self._seat.outputs.values()}
         shared = tensor.untyped_storage().data_ptr() in kept
         return tensor.clone() if of_tail or shared or is_view(tensor) else tensor
 

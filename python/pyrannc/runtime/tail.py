@@ -48,7 +48,7 @@ class TailCode:
         self.values = facts.values
         self.inputs = frozenset(facts.inputs)
         self._randomness = randomness
-        self._changes = bool(facts.mutated_roots)
+        self._changes = any(facts.ops[op].mutates for op in (*part.ops, *part.known_ops))
         self.params = {facts.params[i].value: param(facts.params[i].names[0]) for i in part.params}
         self.names = {facts.params[i].value: facts.params[i].names[0] for i in part.params}
         self._buffers = {facts.buffers[i].value: buffer(facts.buffers[i].name) for i in part.buffers}
@@ -257,10 +257,9 @@ class TailStep:
         if not keep_graph:
             self._leaves, self._results = {}, {}
         whole = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(targets, found, strict=True)]
-        touched = {value for value, grad in zip(params, found[len(joined) :], strict=True) if grad is not None}
         return TailGradients(
             joined=dict(zip(joined, whole, strict=False)),
-            params={value: grad for value, grad in zip(params, whole[len(joined) :], strict=True) if value in touched},
+            params=dict(zip(params, whole[len(joined) :], strict=True)),
         )
 
     def own_rows_of_sum(self, grad: Tensor, row_dim: RowDim) -> Tensor:

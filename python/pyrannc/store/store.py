@@ -59,7 +59,9 @@ class ParamStore:
         moved_bytes = 0
         for name, tensor in self.tensors():
             local = self.is_local(name)
+            grad, tensor.grad = tensor.grad, None
             tensor.data = tensor.data.to(self._device if local else "cpu")
+            tensor.grad = grad.to(self._device) if grad is not None and local else None
             moved_bytes += tensor.nbytes if local else 0
         phases.note(f"this rank holds {moved_bytes / 2**20:.1f} MiB")
 
