@@ -116,7 +116,12 @@ def test_a_custom_function_is_tried_row_by_row(function: Any, row_wise: bool) ->
     assert op.get("row_wise", False) == row_wise
 
 
-@pytest.mark.parametrize(("inner", "row_wise"), [(nn.Linear(3, 2), True), (nn.BatchNorm1d(3), False)])
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize(("inner", "row_wise"), [(nn.Linear(3, 2), True), (Centred(), False)])
 def test_a_leaf_module_is_tried_row_by_row(inner: nn.Module, row_wise: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), inner)
     found = capture(model, [torch.randn(ROWS, 3)], {}, device=torch.device("cpu"), rows=ROWS, leaf_modules=["1"])

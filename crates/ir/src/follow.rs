@@ -15,6 +15,7 @@ const UNALIGNED: How = "its operands have their rows in different dimensions";
 const UNCONFIRMED: How = "the extents of its result do not follow the batch";
 const ROW_NUMBERS: How = "it computes with the numbers of the rows";
 const BATCH_SIZE: How = "it computes with the number of rows";
+const CHANGES: How = "it changes a tensor without rows by what has rows";
 
 /// What each result of `op` knows of rows, if none of its operands joins or mixes them.
 ///
@@ -28,7 +29,15 @@ pub(crate) fn follow(graph: &Graph, op: &Op, states: &Arena<ValueId, RowState>) 
     if free && !extents && !call.has_batch_size() {
         return Ok(vec![RowState::Free; op.results.len()]);
     }
-    if op.region.is_some() && call.in_vmap() {
+    // Inside of vmap shapes are those of one sample, so that the rules hold for what has rows there.
+    let enters_or_leaves = op.target.contains("batch_dim");
+    if op.region.is_some()
+        && call.in_vmap()
+        && (enters_or_leaves || operands.iter().all(|&v| states[v] == RowState::Free))
+    {
+        if operands.iter().any(|&value| matches!(states[value], RowState::Partial(_) | RowState::Mixed)) {
+            return Err(NO_RULE);
+        }
         return Ok(op.results.iter().map(|&value| by_extents(&graph.values[value])).collect());
     }
     if op.row_wise {
@@ -39,6 +48,9 @@ pub(crate) fn follow(graph: &Graph, op: &Op, states: &Arena<ValueId, RowState>) 
     }
     let rule = packet(&op.target).and_then(row_rule).ok_or(NO_RULE)?;
     let state = call.by_rule(rule)?;
+    if rule != RowRule::BatchNorm && state != RowState::Free && call.changes_what_has_no_rows() {
+        return Err(CHANGES);
+    }
     call.confirmed(state)
 }
 
@@ -65,6 +77,7 @@ struct Call<'a> {
 impl Call<'_> {
     fn by_rule(&self, rule: RowRule) -> Result<RowState, How> {
         match rule {
+            _ if !rule.takes_extents() && self.computes_with_batch_size() => Err(BATCH_SIZE),
             RowRule::Identity => self.identity(),
             RowRule::Elementwise if self.has_batch_size() => Err(BATCH_SIZE),
             RowRule::Elementwise => self.aligned(0),
@@ -119,6 +132,10 @@ impl Call<'_> {
     fn leads_elsewhere(&self, value: ValueId) -> bool {
         let recurrent = packet(&self.op.target).and_then(row_rule) == Some(RowRule::Recurrent);
         recurrent && self.op.results.first() != Some(&value)
+    }
+
+    fn changes_what_has_no_rows(&self) -> bool {
+        self.op.mutates.iter().any(|&value| self.graph.values[value].shape.iter().all(|dim| dim.per_row == 0))
     }
 
     fn in_vmap(&self) -> bool {
@@ -399,16 +416,17 @@ impl Call<'_> {
                 None => (0..rank).collect(),
             },
         };
+        // Each of their operands says where by its own places, those of the rows included.
+        let name = packet(&self.op.target).unwrap_or_default();
+        let by_places = name.starts_with("gather") || name.starts_with("scatter");
         let mut found: Option<RowDim> = None;
         for value in self.op.operands() {
-            if let Some(rows) = self.rows_or_free(value)? {
-                if dims.contains(&(rows.dim as usize)) {
-                    return Err(ROW_AXIS);
-                }
-                if found.is_some_and(|known| known != rows) {
-                    return Err(UNALIGNED);
-                }
-                found = Some(rows);
+            match self.rows_or_free(value)? {
+                Some(rows) if dims.contains(&(rows.dim as usize)) => return Err(ROW_AXIS),
+                Some(rows) if found.is_some_and(|known| known != rows) => return Err(UNALIGNED),
+                Some(rows) => found = Some(rows),
+                None if by_places && self.rank(value) > 0 => return Err(UNALIGNED),
+                None => {}
             }
         }
         found.map(RowState::Rows).ok_or(UNALIGNED)

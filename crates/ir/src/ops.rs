@@ -102,6 +102,22 @@ pub(crate) enum RowRule {
     ClassLoss(Slot),
 }
 
+impl RowRule {
+    /// True where an argument may be an extent, the batch's included.
+    pub(crate) fn takes_extents(self) -> bool {
+        matches!(
+            self,
+            Self::Regroup
+                | Self::Expand
+                | Self::Repeat
+                | Self::RepeatInterleave
+                | Self::Create
+                | Self::Arange
+                | Self::Section(_)
+        )
+    }
+}
+
 const DIM1: Slot = (1, "dim");
 const REDUCE_DIM: RowRule = RowRule::Reduce { dims: DIM1, keep: Some((2, "keepdim")), over: Over::Other };
 
@@ -159,7 +175,6 @@ fn of_name(name: &str) -> Option<RowRule> {
         | "bitwise_right_shift"
         | "bitwise_xor"
         | "broadcast_tensors"
-        | "bucketize"
         | "ceil"
         | "celu"
         | "clamp"
@@ -368,8 +383,7 @@ fn of_name(name: &str) -> Option<RowRule> {
         "layer_norm" | "native_layer_norm" | "rms_norm" | "_fused_rms_norm" => Trailing((1, "normalized_shape")),
         "cholesky_inverse" | "diag_embed" | "inverse" | "linalg_cholesky" | "linalg_det" | "linalg_eigh"
         | "linalg_eigvalsh" | "linalg_inv" | "linalg_matrix_exp" | "linalg_qr" | "linalg_slogdet" | "linalg_solve"
-        | "linalg_svd" | "logdet" | "fft_fft2" | "fft_ifft2" | "fft_irfft2" | "fft_rfft2" | "matrix_exp" | "tril"
-        | "triu" | "cdist" => Last(2),
+        | "linalg_svd" | "logdet" | "matrix_exp" | "tril" | "triu" | "cdist" => Last(2),
         "multinomial" => Last(1),
         "_adaptive_avg_pool2d"
         | "_adaptive_avg_pool3d"

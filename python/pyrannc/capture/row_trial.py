@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .dims import Dim
 
-ROWS = 4
-_PARTS = (((0, 1), (1, ROWS)), ((0, 2), (2, ROWS)))
+ROWS = (4, 64)
+"""Few, and enough for what begins at a number of rows."""
 _RELATIVE = {torch.float16: 1e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.float64: 1e-8}
 
 Operand = tuple[Tensor, list[Dim | None], bool]
@@ -30,14 +30,16 @@ def is_row_wise(call: Callable[..., Any], operands: Sequence[Any]) -> bool:
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(0)
-            return all(_Trial(call, operands).holds(parts) for parts in _PARTS)
+            trials = (_Trial(call, operands, rows) for rows in ROWS)
+            return all(trial.holds(lo) for trial in trials for lo in (1, trial.rows // 2))
     except Exception:  # whatever the user's code raises: it cannot be tried
         return False
 
 
 class _Trial:
-    def __init__(self, call: Callable[..., Any], operands: Sequence[Any]) -> None:
+    def __init__(self, call: Callable[..., Any], operands: Sequence[Any], rows: int) -> None:
         self._call = call
+        self.rows = rows
         self._rows: dict[int, Tensor] = {}
         self._fixed: dict[int, Any] = {}
         for place, operand in enumerate(operands):
@@ -57,15 +59,16 @@ class _Trial:
         if not self._rows:
             raise ValueError("it has no rows")
 
-    @staticmethod
-    def _batch(tensor: Tensor, dims: Sequence[Dim]) -> Tensor:
+    def _batch(self, tensor: Tensor, dims: Sequence[Dim]) -> Tensor:
         if dims[0] != Dim(1, 0) or any(dim.per_row for dim in dims[1:]):
             raise ValueError("rows are not in dimension 0 alone")
-        return _random(tensor, [dim.at(ROWS) for dim in dims])
+        return _random(tensor, [dim.at(self.rows) for dim in dims])
 
-    def holds(self, parts: Sequence[tuple[int, int]]) -> bool:
+    def holds(self, cut: int) -> bool:
+        """True when the rows before the cut and those after it can be computed apart."""
+        parts = (0, cut), (cut, self.rows)
         seeds: list[Tensor] = []
-        whole = self._run((0, ROWS), seeds)
+        whole = self._run((0, self.rows), seeds)
         pieces = [self._run(part, seeds) for part in parts]
         for index, result in enumerate(whole):
             found = [piece[index] for piece in pieces]

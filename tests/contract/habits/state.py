@@ -109,7 +109,7 @@ def type_changed_after_wrapping(job: Job) -> None:
     model.bfloat16()
 
 
-@refused("InputError", "is another object than at the deployment", instead="leave out `assign=True`")
+@refused("InputError", "is another object than at deployment", instead="leave out `assign=True`")
 def state_assigned(job: Job) -> None:
     """`model.load_state_dict(state, assign=True)` after the first call."""
     _, model, optimizer = _learned(job)

@@ -60,7 +60,9 @@ fn own_ops(graph: &Graph, analysis: &Analysis, runs: &[OpRun]) -> Vec<Vec<OpId>>
             continue;
         }
         only_user.insert(op, if known.is_none() { Some(place) } else { None });
-        open.extend(graph.ops[op].operands().into_iter().map(|value| (place, value)));
+        // What is cloned with it: its operands, and what changes them or its results in place.
+        let cloned = analysis.clones(graph, op).into_iter().flat_map(|op| graph.ops[op].results.iter().copied());
+        open.extend(cloned.map(|value| (place, value)));
     }
     for (op, user) in only_user {
         if let Some(place) = user {

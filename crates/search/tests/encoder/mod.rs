@@ -42,10 +42,16 @@ fn encoder_layer(builder: &mut GraphBuilder, state: ValueId, module: &str) -> Va
     let mixed = builder.view(mixed, &shape);
     let mixed = builder.linear(mixed, hidden, &format!("{module}.attention.output"));
     let sum = builder.pointwise("aten.add.Tensor", &[mixed, state]);
-    let normed = builder.pointwise("aten.layer_norm.default", &[sum]);
+    let normed = layer_norm(builder, sum);
     let wide = builder.linear(normed, 4 * hidden, &format!("{module}.intermediate"));
     let wide = builder.pointwise("aten.gelu.default", &[wide]);
     let narrow = builder.linear(wide, hidden, &format!("{module}.output"));
     let sum = builder.pointwise("aten.add.Tensor", &[narrow, normed]);
-    builder.pointwise("aten.layer_norm.default", &[sum])
+    layer_norm(builder, sum)
+}
+
+fn layer_norm(builder: &mut GraphBuilder, value: ValueId) -> ValueId {
+    let shape = builder.shape(value);
+    let sizes = Arg::List(vec![Arg::Int(shape[2].fixed)]);
+    builder.op("aten.layer_norm.default", vec![Arg::Value(value), sizes], &shape)
 }
