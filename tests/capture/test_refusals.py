@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pyrannc.capture import batch_rows, capture, flatten, signature
+from pyrannc.capture import batch_rows, by_extents, capture, flatten, signature
 from pyrannc.errors import CaptureError, InputError
 
 CPU = torch.device("cpu")
@@ -133,16 +133,21 @@ def test_inputs_of_another_structure_are_refused() -> None:
 
 def test_signature_tells_what_needs_another_capture() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout())
-    base = signature(model, (torch.randn(4, 3),), {})
-    assert base == signature(model, (torch.randn(7, 3),), {})
-    assert hash(base) == hash(signature(model, (torch.randn(7, 3),), {}))
-    assert base != signature(model, (torch.randn(4, 2, 3),), {})
-    assert base != signature(model, (torch.randn(4, 3).double(),), {})
-    assert base != signature(model, (), {"input": torch.randn(4, 3)})
+
+    def of(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Hashable:
+        tensors, structure = flatten((args, kwargs))
+        return signature(model, tensors, structure, by_extents(tensors, batch_rows(tensors)))
+
+    base = of((torch.randn(4, 3),), {})
+    assert base == of((torch.randn(7, 3),), {})
+    assert hash(base) == hash(of((torch.randn(7, 3),), {}))
+    assert base != of((torch.randn(4, 2, 3),), {})
+    assert base != of((torch.randn(4, 3).double(),), {})
+    assert base != of((), {"input": torch.randn(4, 3)})
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert base != signature(model, (torch.randn(4, 3),), {})
+        assert base != of((torch.randn(4, 3),), {})
     model.eval()
-    assert base != signature(model, (torch.randn(4, 3),), {})
+    assert base != of((torch.randn(4, 3),), {})
 
 
 def test_meta_parameters_and_a_device_that_is_not_here() -> None:

@@ -131,7 +131,7 @@ class Agreement:
         )
 
     def _key(self, call: Arguments, has_rows: HasRows) -> CallKey:
-        return signature(self._model, call.args, call.kwargs, has_rows), self.flags
+        return signature(self._model, call.tensors, call.structure, has_rows), self.flags
 
     def _examine(self, own: _Own, device: torch.device) -> None:
         """Fills ``own``, and raises what this rank finds wrong."""
@@ -153,7 +153,7 @@ class Agreement:
         own.variant = self._variants.find(own.key)
         calls = 0 if own.variant is None else own.variant.calls
         if self._gather_inputs and process.get_world_size() > 1:
-            own.equal = own.equal + whole_inputs(call.tensors, call.names, has_rows, calls)
+            own.equal = own.equal + whole_inputs(call.tensors, lambda: call.names, has_rows, calls)
         if own.variant is None:
             return
         own.number, own.drawn = own.variant.number, self.draw(own.variant)

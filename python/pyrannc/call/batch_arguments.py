@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,23 +33,33 @@ class Arguments:
     Attributes:
         tensors: all of them.
         structure: the arguments without them.
-        names: of each tensor, for messages.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     tensors: list[Tensor]
     structure: Structure
-    names: list[str]
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Opens them."""
-        tensors, structure = flatten((args, kwargs))
-        named = [(str(place), item) for place, item in enumerate(args)]
-        named += [(f'"{key}"', item) for key, item in kwargs.items()]
-        names = [name for place, item in named for name in _names(place, item)]
-        return Arguments(args, kwargs, tensors, structure, names)
+        return Arguments(args, kwargs, *flatten((args, kwargs)))
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Of each tensor, for messages."""
+        positional, by_name = self.counts
+        named = [
+            (str(place), item, count) for place, (item, count) in enumerate(zip(self.args, positional, strict=True))
+        ]
+        named += [(f'"{key}"', item, count) for (key, item), count in zip(self.kwargs.items(), by_name, strict=True)]
+        return [name for place, item, count in named for name in _names(place, item, count)]
+
+    @property
+    def counts(self) -> tuple[list[int], list[int]]:
+        """How many tensors are in each argument: those by position, and those by name."""
+        positional, by_name = self.structure.children
+        return [child.leaf_count for child in positional.children], [child.leaf_count for child in by_name.children]
 
     @property
     def key(self) -> Hashable:
@@ -56,8 +67,8 @@ class Arguments:
         return self.structure, tuple(tensor.dim() for tensor in self.tensors)
 
 
-def _names(place: str, item: Any) -> list[str]:
-    inside, count = list(names_inside(place, item)), len(flatten(item)[0])
+def _names(place: str, item: Any, count: int) -> list[str]:
+    inside = list(names_inside(place, item))
     return inside if len(inside) == count else [place] * count
 
 
@@ -97,12 +108,13 @@ class BatchArguments:
 
     def _as_named(self, call: Arguments, named: BatchNames) -> HasRows:
         marked: list[bool] = []
-        for place, item in enumerate(call.args):
+        positional, by_name = call.counts
+        for place, count in enumerate(positional):
             name = self._positions[place] if place < len(self._positions) else None
-            marked += [place in named or name in named] * len(flatten(item)[0])
-        for key, item in call.kwargs.items():
+            marked += [place in named or name in named] * count
+        for key, count in zip(call.kwargs, by_name, strict=True):
             position = self._positions.index(key) if key in self._positions else None
-            marked += [key in named or position in named] * len(flatten(item)[0])
+            marked += [key in named or position in named] * count
         return tuple(mark and tensor.dim() > 0 for mark, tensor in zip(marked, call.tensors, strict=True))
 
     def rows(self, call: Arguments, has_rows: HasRows | None) -> int:
@@ -116,19 +128,17 @@ class BatchArguments:
                 return batch_rows(call.tensors)
             except ValueError as error:
                 raise InputError(str(error)) from None
-        extents = {
-            name: int(tensor.shape[0])
-            for name, tensor, batched in zip(call.names, call.tensors, has_rows, strict=True)
-            if batched
-        }
-        if not extents:
+        batched = [place for place, marked in enumerate(has_rows) if marked]
+        if not batched:
             raise InputError("the batch size cannot be told: no argument in batch_arguments is a tensor with rows")
-        first, rows = next(iter(extents.items()))
-        for name, extent in extents.items():
+        extents = [int(call.tensors[place].shape[0]) for place in batched]
+        rows = extents[0]
+        for place, extent in zip(batched, extents, strict=True):
             if extent != rows:
                 raise InputError(
-                    f"argument {name} has {extent} rows where argument {first} has {rows}; if not both have the rows "
-                    "of the batch, name those that do: RaNNCModule(..., batch_arguments=[...])"
+                    f"argument {call.names[place]} has {extent} rows where argument {call.names[batched[0]]} has "
+                    f"{rows}; if not both have the rows of the batch, name those that do: "
+                    "RaNNCModule(..., batch_arguments=[...])"
                 )
         return rows
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -51,19 +51,23 @@ def _equal(now: Any, seen: Any) -> bool:
 
 
 def whole_inputs(
-    tensors: Sequence[Tensor], names: Sequence[str], has_rows: Sequence[bool], calls: int
+    tensors: Sequence[Tensor], names: Callable[[], Sequence[str]], has_rows: Sequence[bool], calls: int
 ) -> list[Fingerprint]:
     """Tensors without rows among the arguments; reading those of a GPU waits for it.
 
     Args:
+        names: of the tensors; not asked for when there is nothing to compare.
         calls: of this captured form so far.
     """
-    compared = []
-    for tensor, name, batched in zip(tensors, names, has_rows, strict=True):
+
+    def is_compared(tensor: Tensor) -> bool:
         small = tensor.device.type == "cpu" and tensor.nbytes <= SMALL_BYTES
-        if not batched and (small or calls % EVERY == 0) and tensor.device.type != "meta":
-            compared.append((f"argument {name}", digest(tensor)))
-    return compared
+        return (small or calls % EVERY == 0) and tensor.device.type != "meta"
+
+    marked = zip(tensors, has_rows, strict=True)
+    compared = [place for place, (tensor, batched) in enumerate(marked) if not batched and is_compared(tensor)]
+    told = names() if compared else ()
+    return [(f"argument {told[place]}", digest(tensors[place])) for place in compared]
 
 
 def combined(found: Sequence[Fingerprint]) -> int:

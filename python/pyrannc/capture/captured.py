@@ -84,7 +84,7 @@ class Captured:
 
 
 def signature(
-    model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], has_rows: Sequence[bool] | None = None
+    model: nn.Module, tensors: Sequence[Tensor], structure: Structure, has_rows: Sequence[bool]
 ) -> tuple[Hashable, ...]:
     """What two calls must share to share a capture.
 
@@ -92,14 +92,11 @@ def signature(
     training flag, and the ambient autocast state. What else a capture rests on, its ``python_state`` tells.
 
     Args:
+        tensors: of the arguments.
+        structure: the positional and named arguments without them.
         has_rows: as for :func:`capture`.
-
-    Raises:
-        ValueError: the batch size cannot be told.
     """
-    tensors, structure = flatten((tuple(args), kwargs))
-    found = by_extents(tensors, batch_rows(tensors)) if has_rows is None else has_rows
-    described = tuple(_describe(tensor, batched) for tensor, batched in zip(tensors, found, strict=True))
+    described = tuple(_describe(tensor, batched) for tensor, batched in zip(tensors, has_rows, strict=True))
     return structure, described, model.training, _autocast_state()
 
 

@@ -10,6 +10,7 @@ import copy
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +26,11 @@ class Structure:
     key: Hashable
     children: tuple[Structure, ...] = ()
     make: Callable[[list[Any]], Any] = dataclasses.field(default=list, compare=False, repr=False)
+
+    @cached_property
+    def leaf_count(self) -> int:
+        """How many tensors it has."""
+        return 1 if self.key == _TENSOR_KEY else sum(child.leaf_count for child in self.children)
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
         """The structure again, with ``leaves`` (in flattening order) as its tensors.
