@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,6 @@ from pyrannc.store.store import ParamStore
 from pyrannc.switches import switches
 
 _log = get_logger("RaNNCModule")
-_ROW_MIXING: dict[str, RowMixing] = {"batch": "batch", "microbatch": "parts"}
 _LARGE_TAIL = 0.2
 """Share of the Ops from which on a part that every rank computes deserves a word."""
 
@@ -97,13 +96,13 @@ class RaNNCModule(NotForDDP, nn.Module):
         enable_zero: bool = False,
         check_unused_values: bool = True,
         offload_params: bool = False,
-        row_mixing: Literal["batch", "microbatch"] = "batch",
+        row_mixing: RowMixing = "batch",
         batch_arguments: BatchNames | None = None,
         leaf_modules: Sequence[str] = (),
     ) -> None:
         super().__init__()
         model = unwrapped(model)
-        if row_mixing not in _ROW_MIXING:
+        if row_mixing not in get_args(RowMixing):
             raise RaNNCError(f'row_mixing is "batch" or "microbatch", not {row_mixing!r}')
         _refuse_unavailable(enable_apex_amp or allreduce_amp_master_params, enable_zero, offload_params)
         # Not registered as a sub-module: names of parameters stay the model's own.
@@ -227,8 +226,7 @@ class RaNNCModule(NotForDDP, nn.Module):
                 self._variants.made + 1, self._variants.why_new(call.key), MOST_VARIANTS,
             )  # fmt: skip
         with phases.phase("Decomposer", "capture", "the capture of the model"):
-            mixing = _ROW_MIXING[self._row_mixing]
-            options = call.own_rows, call.has_rows, mixing, self._leaf_modules
+            options = call.own_rows, call.has_rows, self._row_mixing, self._leaf_modules
             variant = Variant(self.model, args, kwargs, self.device, *options)
             elements = sum(param.numel() for param in self.name_to_param.values())
             ops, params = len(variant.whole.facts.ops), len(variant.whole.facts.params)

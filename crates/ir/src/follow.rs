@@ -366,7 +366,6 @@ impl Call<'_> {
         let mut found: Option<(RowDim, usize)> = None;
         for item in items {
             let Arg::Value(value) = *item else { return Err(NO_RULE) };
-            // torch leaves empty tensors of one dimension out.
             let rows = self.rows_of(value)?;
             if found.is_some_and(|known| known != (rows, self.rank(value))) {
                 return Err(UNALIGNED);

@@ -30,11 +30,11 @@ impl Graph {
     }
 
     /// Divides the Graph into what parts of the batch go through and what runs once a step; where rows are mixed, all
-    /// rows of the `"batch"` come together, or each of its `"parts"` mixes its own.
+    /// rows of the `"batch"` come together, or each `"microbatch"` mixes its own.
     fn divide_tail(&self, py: Python<'_>, row_mixing: &str) -> PyResult<Divided> {
         let mixing = match row_mixing {
             "batch" => Mixing::Batch,
-            "parts" => Mixing::Parts,
+            "microbatch" => Mixing::Parts,
             other => return Err(pyo3::exceptions::PyValueError::new_err(format!("no way to mix rows: {other}"))),
         };
         py.detach(|| {

@@ -49,8 +49,8 @@ class DataGuards:
 
     Args:
         assumptions: of the call.
-        waits: answers are needed before the call runs, because it changes buffers. Those on the host's processor
-            are there at once.
+        device: where the batch is; answers on the host's processor are there at once.
+        waits: answers are needed before the call runs, because it changes buffers.
     """
 
     def __init__(self, assumptions: Sequence[Assumption], device: torch.device, *, waits: bool) -> None:

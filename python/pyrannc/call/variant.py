@@ -24,7 +24,7 @@ from pyrannc.core.tail import DividedFacts, Join, TailPart
 from pyrannc.errors import CaptureError
 from pyrannc.job import agree, process
 
-RowMixing: TypeAlias = Literal["batch", "parts"]
+RowMixing: TypeAlias = Literal["batch", "microbatch"]
 """What an Op that mixes rows works on: the global batch, or whatever part of it is in hand."""
 CallKey = tuple[tuple[Hashable, ...], Hashable]
 """The signature of a call, and which parameters require gradients."""

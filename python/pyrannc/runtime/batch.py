@@ -84,21 +84,21 @@ class Batch:
 
     # Back to the ranks
 
-    def bring_outputs(self, outputs: OfStage, averages: OfBatch) -> list[Tensor]:
+    def bring_outputs(self, outputs: OfStage, totals: OfBatch) -> list[Tensor]:
         """The outputs that some Stage makes, for this rank's rows.
 
         Args:
             outputs: made on this rank.
-            averages: the outputs without rows.
+            totals: the outputs without rows.
         """
         pieces: dict[int, list[tuple[Rows, Tensor]]] = defaultdict(list)
         for transfer, tensor in self._from_stage(self._outputs, outputs, self._output_dims.__getitem__):
             pieces[transfer.value].append(((transfer.microbatch, transfer.rows[0]), tensor))
-        return [self._output(part, averages, pieces) for part in self._made]
+        return [self._output(part, totals, pieces) for part in self._made]
 
-    def _output(self, part: OutputPart, averages: OfBatch, pieces: Mapping[int, list[tuple[Rows, Tensor]]]) -> Tensor:
+    def _output(self, part: OutputPart, totals: OfBatch, pieces: Mapping[int, list[tuple[Rows, Tensor]]]) -> Tensor:
         if part.row_dim is None:
-            return averages[part.value]
+            return totals[part.value]
         if part.value not in pieces:
             facts = self._facts.values[part.value]
             return torch.empty(facts.shape_at(0), dtype=facts.dtype, device=self._device)

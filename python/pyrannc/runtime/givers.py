@@ -33,7 +33,7 @@ class Giving:
 
 
 def giving_weights(inputs: Mapping[int, Tensor], program: RankProgram) -> dict[int, float]:
-    """By input that another call has made, the weight that this one gives to gradients.
+    """By input that another call has made, that call's weight of this rank's local loss.
 
     Raises:
         RaNNCError: that call and this one cannot follow each other.

@@ -55,6 +55,7 @@ class Step:
         inputs: the local tensors, in the order of the Graph's inputs.
         key: what random numbers come from, equal on all ranks.
         variant: the captured call.
+        options: how its backward runs.
         rows_per_rank: rows of each rank's batch, as far as they count.
         before_backward: raises, on all ranks, when the batch must give no gradients.
     """
@@ -116,7 +117,7 @@ class Step:
         context = self._context
         if context.tail is None:
             return None
-        return TailStep(context.tail, self._rows, self._whole_inputs, context.device)
+        return TailStep(context.tail, self._rows, self._joiner, self._whole_inputs, context.device)
 
     def _gradients_inside(self) -> dict[int, Tensor]:
         """The gradients with which backwards inside the call start, by Value of the body."""
@@ -283,12 +284,11 @@ class Step:
 
     def _of_own_input(self, grad: Tensor, join: object) -> Tensor:
         assert self._tail is not None, "it has gradients"
-        whole = isinstance(join, RowDim)
-        tail = self._tail
-        grad = tail.own_rows_of_sum(grad, join) if isinstance(join, RowDim) else tail.total_of_sum(grad)
         # What is the same for all rows is rank 0's, and so is the batch if not all ranks bring their own.
-        counts = process.get_rank() == 0 or (whole and self._program.gather_inputs)
-        return grad if counts else torch.zeros_like(grad)
+        if not isinstance(join, RowDim):
+            return self._of_first_rank(self._joiner.summed(grad))
+        rows = self._tail.own_rows_of_sum(grad, join)
+        return rows if self._program.gather_inputs else self._of_first_rank(rows)
 
     @staticmethod
     def _of_first_rank(grad: Tensor) -> Tensor:

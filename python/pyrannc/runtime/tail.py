@@ -121,16 +121,19 @@ class TailStep:
     Args:
         code: the tail.
         rows: of the global batch.
+        joiner: of parts of this batch.
         inputs: of this rank, by Value.
         device: this rank's.
 
     All ranks make it and call its methods together.
     """
 
-    def __init__(self, code: TailCode, rows: BatchRows, inputs: Mapping[int, Tensor], device: torch.device) -> None:
+    def __init__(
+        self, code: TailCode, rows: BatchRows, joiner: Joiner, inputs: Mapping[int, Tensor], device: torch.device
+    ) -> None:
         self._code = code
         self._rows = rows
-        self._joiner = Joiner(rows, device)
+        self._joiner = joiner
         self._device = device
         self._inputs = inputs
         self._known = self._join_known()
@@ -265,10 +268,6 @@ class TailStep:
     def own_rows_of_sum(self, grad: Tensor, row_dim: RowDim) -> Tensor:
         """This rank's rows of a gradient of all rows, summed over the ranks' losses."""
         return take_rows(self._joiner.summed(grad), row_dim, self._rows.own)
-
-    def total_of_sum(self, grad: Tensor) -> Tensor:
-        """A gradient of what has no rows, summed over the ranks' losses."""
-        return self._joiner.summed(grad)
 
 
 def _row_dim(facts: ValueFacts) -> RowDim | None:
