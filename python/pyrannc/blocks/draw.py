@@ -101,7 +101,8 @@ class _Dropped(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _Dropped.apply(grad, *ctx.mask), None, None, None  # type: ignore[no-untyped-call]  # torch has no types for it
+        drop = _Dropped.apply if grad.requires_grad else philox.dropped
+        return drop(grad, *ctx.mask), None, None, None
 
 
 def _dropout(drawing: Drawing, x: Tensor, p: float, train: bool | None = True) -> Tensor:

@@ -55,7 +55,7 @@ def dropped(x: Tensor, draw: Draw, threshold: int, scale: float) -> Tensor:
     """``x * scale`` where a word is at least ``threshold``, else ``x * 0``."""
     if not x.is_contiguous():
         return torch.empty_like(x).copy_(dropped(x.contiguous(), draw, threshold, scale))
-    if x.numel() and x.device.type == "cuda" and x.is_floating_point() and threshold < _ONE:
+    if x.is_cuda and threshold < _ONE and x.is_floating_point() and x.numel():
         kernels = _kernels()
         if kernels is not None:
             made: Tensor = kernels.dropped(x, draw, threshold, scale)

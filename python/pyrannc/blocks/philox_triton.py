@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -88,38 +91,57 @@ def _dropped_kernel(
 def words(draw: Draw, device: torch.device) -> Tensor:
     """One int32 for each element, flat."""
     out = torch.empty(draw.numel, dtype=torch.int32, device=device)
-    grid, arguments, tile = _launch(draw)
-    _words_kernel[grid](out, 0, *arguments, **tile)
+    _launch(_words_kernel, (out,), (0,), draw)
     return out
 
 
 def keep(draw: Draw, threshold: int, device: torch.device) -> Tensor:
     """True where a word is at least ``threshold``, which is below 2^32; flat."""
     out = torch.empty(draw.numel, dtype=torch.int8, device=device)
-    grid, arguments, tile = _launch(draw)
-    _words_kernel[grid](out, threshold, *arguments, **tile)
+    _launch(_words_kernel, (out,), (threshold,), draw)
     return out.view(torch.bool)
 
 
 def dropped(x: Tensor, draw: Draw, threshold: int, scale: float) -> Tensor:
     """``x * scale`` where a word is at least ``threshold``, else ``x * 0``; ``x`` is contiguous and not empty."""
     out = torch.empty_like(x)
-    grid, arguments, tile = _launch(draw)
-    _dropped_kernel[grid](x, out, scale, threshold, *arguments, **tile)
+    _launch(_dropped_kernel, (x, out), (scale, threshold), draw)
     # Triton takes numbers in single precision.
     return out.mul_(scale) if x.dtype == torch.float64 else out
 
 
-def _launch(draw: Draw) -> tuple[tuple[int], tuple[object, ...], dict[str, object]]:
-    """Programs, arguments, and the size of a program's part: of one line, so that none divides for each element."""
-    aligned = draw.inner % 4 == 0
-    tile = min(_MOST, max(_LEAST, triton.next_power_of_2(draw.inner)))
-    lines = draw.lines
+# Finding the compiled kernel for its arguments takes Triton longer than torch takes for a whole operator, so what it
+# found is kept: by all that shapes the code.
+_found: dict[tuple[object, ...], tuple[Callable[..., None], int, int, bool]] = {}
+_MOST_FOUND = 4096
+
+
+def _launch(kernel: Any, tensors: tuple[Tensor, ...], numbers: tuple[float, ...], draw: Draw) -> None:
+    shape = (draw.outer, draw.rows.count * draw.per_row, draw.per_row, draw.inner)
+    like = tensors[-1]
+    unaligned = any(tensor.data_ptr() & 15 for tensor in tensors)
+    # Triton passes a number in 32 bits where it fits.
+    wide = draw.salt >> 31 != 0, numbers[-1] >= 1 << 31
+    key = (kernel, shape, like.dtype, like.device, unaligned, wide)
+    arguments = (*tensors, *numbers, draw.key.on_device, draw.rows.on_device, draw.op, draw.salt, *shape)
+    found = _found.get(key)
+    if found is not None:
+        run, chunks, tile, aligned = found
+        run(*arguments, chunks, tile, aligned)
+        return
+    grid, chunks, tile, aligned = _parts(*shape)
+    compiled = kernel[grid](*arguments, chunks, TILE=tile, ALIGNED=aligned)
+    # Triton's interpreter compiles nothing.
+    if compiled is not None:
+        if len(_found) >= _MOST_FOUND:
+            _found.clear()
+        _found[key] = compiled[grid], chunks, tile, aligned
+
+
+def _parts(outer: int, lines: int, per_row: int, inner: int) -> tuple[tuple[int, int, int], int, int, bool]:
+    """Programs, parts of a line, the size of a part: of one line, so that no program divides for each element."""
+    aligned = inner % 4 == 0
+    tile = min(_MOST, max(_LEAST, triton.next_power_of_2(inner)))
     # Where lines begin within a block of four words, that block's words before them take a place too.
-    chunks = triton.cdiv(draw.inner + (0 if aligned else 3), tile)
-    arguments = (draw.key.on_device, draw.rows.on_device, draw.op, draw.salt, draw.outer, lines, draw.per_row)
-    return (
-        (draw.outer * lines * chunks,),
-        (*arguments, draw.inner, chunks),
-        {"TILE": tile, "ALIGNED": aligned},
-    )
+    chunks = triton.cdiv(inner + (0 if aligned else 3), tile)
+    return (outer * lines * chunks, 1, 1), chunks, tile, aligned

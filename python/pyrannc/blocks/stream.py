@@ -7,8 +7,8 @@ i``, where ``line`` counts in the whole batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,8 +48,7 @@ class RowsInHand:
         return torch.cat(rows or [torch.empty(0, dtype=torch.int64)]).to(self._device)
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """The words that one Op draws for the rows in hand, one for each element of a tensor.
 
     Attributes:
@@ -82,7 +81,7 @@ class Draw:
 
     def times(self, words: int) -> Draw:
         """So many words for each element."""
-        return replace(self, inner=self.inner * words)
+        return self._replace(inner=self.inner * words)
 
     @property
     def stream(self) -> RandomStream:
