@@ -15,7 +15,7 @@ from pyrannc import config as configuration
 from pyrannc._native import Plan
 from pyrannc.call.agreed import AgreedCall, Agreement
 from pyrannc.call.batch_arguments import BatchArguments, BatchNames
-from pyrannc.call.param_guards import ParamGuards, agree_on_trainable, refuse_hooks_on
+from pyrannc.call.param_guards import ParamGuards, agree_on_trainable
 from pyrannc.call.single_row import first_normalising
 from pyrannc.call.stale import StaleAttributes
 from pyrannc.call.unwrap import unwrapped
@@ -294,7 +294,6 @@ class RaNNCModule(NotForDDP, nn.Module):
         )
         if self._config.partitioning_dry_run_np:
             dry_run(request)
-        agree.together(lambda: refuse_hooks_on(dict(self.model.named_parameters())))
         plan = decide(request, self._plan_file)
         with phases.phase("ParamStorage", "parameters", "the deployment of the Plan"):
             variant.divide(agree.together(lambda: plan.partition(variant.graph)))

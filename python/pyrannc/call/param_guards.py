@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pyrannc.capture.torch_internals import own_buffers, own_params, tensor_hooks
+from pyrannc.capture.torch_internals import own_buffers, own_params
 from pyrannc.errors import InputError, MismatchError
 from pyrannc.job import agree
 
@@ -51,7 +51,7 @@ class ParamGuards:
         """False when ``requires_grad`` of some parameter has changed. New ``.data`` is taken over.
 
         Raises:
-            InputError: a parameter or buffer was replaced, its data has another form, or it has hooks.
+            InputError: a parameter or buffer was replaced, or its data has another form.
         """
         try:
             params = list(map(getitem, self._homes, self._keys))
@@ -63,8 +63,6 @@ class ParamGuards:
             raise InputError(self._replaced())
         if list(map(Tensor.data_ptr, self._params)) != self._pointers:
             self._take_over_data()
-        if any(map(any, map(tensor_hooks, self._params))):
-            refuse_hooks_on(dict(zip(self._names, self._params, strict=True)))
         return list(map(_requires_grad, self._params)) == self._own_flags
 
     def _take_over_data(self) -> None:
@@ -89,16 +87,6 @@ class ParamGuards:
             f'"{gone[0]}" of the model is another object than at deployment; change it in place (with torch.no_grad(): '
             "param.copy_(...)), or call undeploy() first"
         )
-
-
-def refuse_hooks_on(params: Mapping[str, nn.Parameter]) -> None:
-    """Raises InputError when a parameter has hooks on its gradient."""
-    for name, param in params.items():
-        if any(tensor_hooks(param)):
-            raise InputError(
-                f'parameter "{name}" has a gradient hook, which would never run: gradients are handed over without '
-                "passing the parameter. Remove it, and change param.grad after backward() instead"
-            )
 
 
 def agree_on_trainable(params: Mapping[str, nn.Parameter], own: Iterable[str]) -> None:

@@ -440,3 +440,36 @@ TRACK_TENSOR_TREE = PatchPoint(proxy_tensor, "track_tensor_tree")
 
 PROXY_CALL = PatchPoint(proxy_tensor, "proxy_call")
 """Operators that fake tensors run wrongly are taken over. Public: custom rules for fake tensors, for own operators."""
+
+
+# Gradients
+
+copy_each = torch._foreach_copy_
+"""Copies tensors into others, in one kernel."""
+
+add_each = torch._foreach_add_
+"""Adds tensors to others, in one kernel."""
+
+
+def storage_users(tensor: Tensor) -> int:
+    """How many tensors share the memory of this one, and what else keeps it."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+def runs_in_backward(node: Any) -> bool:
+    """Inside of a backward: true when it runs this node."""
+    runs: bool = torch._C._will_engine_execute_node(node)
+    return runs
+
+
+def backward_keeps_graph() -> bool:
+    """Inside of a backward: true when it has been called with ``retain_graph=True``."""
+    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return keeps
+
+
+def graph_task() -> int:
+    """Inside of a backward: its number."""
+    number: int = torch._C._current_graph_task_id()
+    return number

@@ -8,7 +8,7 @@ from pyrannc.core.program import Action, Backward, Forward, RankProgram, Recv, S
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.seat import Seat, Seeds
 from pyrannc.runtime.timing import StepMarks
-from pyrannc.store.gradients import GradientSet
+from pyrannc.store.gradient_set import GradientSet
 
 
 class Executor:
@@ -52,9 +52,10 @@ class Executor:
             if isinstance(action, Forward):
                 self._seat.forward(action.microbatch)
             elif isinstance(action, Backward):
-                if reduce and action.microbatch == self._last_backward:
-                    gradients.expect_last()
+                assert current is not None, "a run with backwards has gradients"
+                gradients.expect(last=reduce and action.microbatch == self._last_backward)
                 self._seat.backward(action.microbatch, seeds, keep_graph=keep_graph)
+                gradients.collect(current)
             elif isinstance(action, Send):
                 self._seat.send(action)
             elif isinstance(action, Recv):

@@ -2,38 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Differentiate: TypeAlias = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
-"""From the gradients of outputs to those of inputs."""
+from pyrannc.capture.torch_internals import backward_keeps_graph, is_view, runs_in_backward
+
+
+class Differentiate(Protocol):
+    """From the gradients of outputs to those of inputs."""
+
+    def __call__(
+        self, grads: Sequence[Tensor | None], *, keep_graph: bool, for_params: bool
+    ) -> Sequence[Tensor | None]:
+        """The gradients of the inputs.
+
+        Args:
+            grads: of the outputs.
+            keep_graph: it may be called again.
+            for_params: parameters get gradients too.
+        """
 
 
 def hand_over(
-    made: list[Tensor], constant: list[Tensor], inputs: Sequence[Tensor], backward: Differentiate
+    made: list[Tensor], constant: list[Tensor], inputs: Sequence[Tensor], params: Tensor, backward: Differentiate
 ) -> list[Tensor]:
     """The outputs ``made``, with gradients that lead to ``backward``.
 
     Args:
         constant: those among them that no gradient comes back for.
         inputs: of the call, that require gradients.
+        params: a tensor behind which are the parameters.
     """
-    # Outputs lead back even where no input does.
-    anchor = torch.empty(0, requires_grad=True)
-    handed = _Handover.apply(backward, made, constant, anchor, *inputs)  # type: ignore[no-untyped-call]  # torch has no types for it
+    handed = _Handover.apply(backward, made, constant, params, *inputs)  # type: ignore[no-untyped-call]  # torch has no types for it
     return list(handed)
+
+
+def no_view(tensor: Tensor) -> Tensor:
+    """The same memory in a tensor that is no view of another, as outputs must be that a script changes in place."""
+    if not is_view(tensor):
+        return tensor
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    made = torch.empty(0, dtype=plain.dtype, device=plain.device)
+    return made.set_(plain.untyped_storage(), plain.storage_offset(), plain.size(), plain.stride())
 
 
 class _Handover(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, backward: Differentiate, made: list[Tensor], constant: list[Tensor], anchor: Tensor, *inputs: Tensor
+        ctx: Any, backward: Differentiate, made: list[Tensor], constant: list[Tensor], params: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.of_call = backward
+        ctx.of_call, ctx.params = backward, params.grad_fn
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*constant)
         return tuple(made)
@@ -41,4 +63,6 @@ class _Handover(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, None, None, None, *ctx.of_call(grads))
+        for_params = runs_in_backward(ctx.params)
+        found = ctx.of_call(grads, keep_graph=backward_keeps_graph(), for_params=for_params)
+        return (None, None, None, None, *found)

@@ -74,7 +74,7 @@ class Weights:
 
     def inside(self, microbatch: int, grad: Tensor | None, value: int) -> Tensor | None:
         """The gradient with which the backward of a microbatch starts, given that of the whole output."""
-        return None if grad is None else grad * self._of_part(microbatch, value)
+        return None if grad is None else _weighted(grad, self._of_part(microbatch, value))
 
     # With the loss outside
 
@@ -111,7 +111,7 @@ class Weights:
                 if self._program.gather_inputs and process.get_world_size() > 1:
                     sum_over_ranks(own[part.value])
                 for microbatch in range(len(self._program.rows)):
-                    seeds[microbatch, part.value] = own[part.value] * self._of_part(microbatch, part.value)
+                    seeds[microbatch, part.value] = _weighted(own[part.value], self._of_part(microbatch, part.value))
         return seeds
 
     def local_seeds(self, own: Mapping[int, Tensor]) -> dict[tuple[int, int], Tensor]:
@@ -127,6 +127,10 @@ class Weights:
                     seeds[microbatch, value] = take_rows(grad, row_dim, (start + lo, start + hi))
             start += rows
         return seeds
+
+
+def _weighted(grad: Tensor, weight: float) -> Tensor:
+    return grad if weight == 1 else grad * weight
 
 
 def scale_of(grads: Mapping[int, Tensor | None], loss: int, facts: GraphFacts) -> Tensor:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pyrannc.call.variant import Variant
-from pyrannc.capture.torch_internals import is_view
 from pyrannc.core.partition import OutputPart, RowDim
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import RaNNCError
@@ -22,12 +21,12 @@ from pyrannc.runtime.batch import Batch
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.executor import Executor
 from pyrannc.runtime.givers import Giving, giving_weights
-from pyrannc.runtime.handover import hand_over
+from pyrannc.runtime.handover import hand_over, no_view
 from pyrannc.runtime.join import BatchRows, Joiner
 from pyrannc.runtime.loss import Weights, scale_of
 from pyrannc.runtime.seat import Seat
 from pyrannc.runtime.tail import TailStep
-from pyrannc.store.gradients import GradientSet
+from pyrannc.store.gradient_set import GradientSet
 from pyrannc.switches import switches
 
 _log = get_logger("RaNNCModule")
@@ -39,7 +38,7 @@ class StepOptions:
 
     Attributes:
         reduce: sum gradients over ranks, where the backward runs inside of the call.
-        keep_graph: backward may be called again.
+        keep_graph: backward may be called again, however it was called.
     """
 
     reduce: bool
@@ -58,6 +57,9 @@ class Step:
         options: how its backward runs.
         rows_per_rank: rows of each rank's batch, as far as they count.
         before_backward: raises, on all ranks, when the batch must give no gradients.
+
+    Attributes:
+        gives: what a call that takes this one's outputs must know.
     """
 
     def __init__(
@@ -85,11 +87,14 @@ class Step:
         self._input_grads: dict[int, Tensor] = {}
         self._tail_grads: dict[int, Tensor] = {}
         self._outputs: tuple[int, ...] = ()
+        self._sources = tuple(value for value, tensor in self._inputs.items() if tensor.requires_grad)
         self._done = False
+        self._summed = False
         self._made = _made(context.parts.outputs)
         self._givers = giving_weights(self._inputs, program)
         self._weights = Weights(context.facts, program, self._made, variant.joins, context.device)
         self._batch = Batch(context.facts, program, self._made, context.device)
+        self.gives = Giving(program.call == "whole", program.gather_inputs, self._weights.of_local_batch)
         context.randomness.begin(key)
         marks = context.timing.begin(program)
         with context.record.step(program), self._generator():
@@ -107,6 +112,7 @@ class Step:
             self._values = self._run_tail(made)
             if program.call == "whole":
                 self._finish_gradients()
+                self._summed = options.reduce
 
     def _generator(self) -> Any:
         context = self._context
@@ -144,11 +150,6 @@ class Step:
             found.update(self._tail.run(found, trains=self._program.call == "halves"))
         return {value: found[value] for value in dict.fromkeys(self._variant.whole.facts.outputs) if value in found}
 
-    @property
-    def gives(self) -> Giving:
-        """What a call that takes this one's outputs must know."""
-        return Giving(self._program.call == "whole", self._program.gather_inputs, self._weights.of_local_batch)
-
     def results(self) -> list[Tensor]:
         """The outputs, in the order of the Graph's outputs, with gradients if the call trains."""
         # The step must not keep what it returns: the autograd graph of that keeps the step.
@@ -157,57 +158,75 @@ class Step:
         if self._program.call != "forward":
             kept = {output.untyped_storage().data_ptr() for output in self._seat.outputs.values()}
             own = {value: self._apart(value, tensor, kept) for value, tensor in made.items()}
-            handed = hand_over(list(own.values()), self._constant(own), self._sources(), self.backward)
+            params = self._context.gradients.delivery.token(self._variant.active)
+            sources = [self._inputs[value] for value in self._sources]
+            handed = hand_over(list(own.values()), self._constant(own), sources, params, self.backward)
             made = dict(zip(made, handed, strict=True))
         values = {**self._whole_inputs, **made}
+        if self._program.call != "halves":
+            self._let_go_of_batch()
         return [values[value] for value in self._variant.whole.facts.outputs]
 
+    def _let_go_of_batch(self) -> None:
+        """Drops what only a backward needs that has been run: the script may keep the loss."""
+        self._inputs, self._whole_inputs, self._inside = {}, {}, {}
+        self._seat.release()
+        if self._tail is not None:
+            self._tail.release()
+
     def _apart(self, value: int, tensor: Tensor, kept: Set[int]) -> Tensor:
-        """An output that the script may change in place: the backward may need the ``kept`` memory."""
+        """An output that the script may change in place: a backward to come needs what the tail has and ``kept``."""
         of_tail = self._tail is not None and value not in self._variant.body_of
-        shared = tensor.untyped_storage().data_ptr() in kept
-        return tensor.clone() if of_tail or shared or is_view(tensor) else tensor
+        if self._program.call == "halves" and (of_tail or tensor.untyped_storage().data_ptr() in kept):
+            return tensor.clone()
+        return no_view(tensor)
 
     def _constant(self, made: Mapping[int, Tensor]) -> list[Tensor]:
         """The outputs that no gradient comes back for."""
         facts = self._variant.whole.facts.values
         return [tensor for value, tensor in made.items() if not facts[value].requires_grad]
 
-    def _sources(self) -> list[Tensor]:
-        """The inputs that gradients go back to."""
-        return [tensor for tensor in self._inputs.values() if tensor.requires_grad]
-
-    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Hands gradients to the parameters, given those of the distinct outputs; returns those of the inputs."""
-        if self._done:
-            raise RaNNCError(
-                "backward() was called a second time for one call of the model; "
-                "call pyrannc.keep_graph(True) before the model if that is meant"
-            )
-        if self._context.channels.closed:
-            raise RaNNCError(
-                "backward() came after the model was taken back by undeploy(), or deployed anew for a call that uses "
-                "other parameters; call backward() before that"
-            )
-        self._done = not self._options.keep_graph
+    def backward(self, grads: Sequence[Tensor | None], *, keep_graph: bool, for_params: bool) -> list[Tensor | None]:
+        """Sends gradients on to the parameters, given those of the distinct outputs; returns those of the inputs."""
+        self._refuse_backward()
+        keep = keep_graph or self._options.keep_graph
+        self._done = not keep
         self._before_backward()
         reduce = not switches().delay_grad_allreduce
         by_value = dict(zip(self._outputs, grads, strict=True))
         scale = None if self._loss is None else scale_of(by_value, self._loss, self._variant.whole.facts)
         if scale is None:
             self._tell_of_outside(by_value)
-            self._run_backward(by_value, reduce=reduce)
+            self._run_backward(by_value, keep_graph=keep, reduce=reduce)
+            self._summed = reduce
+        if for_params:
+            self._deliver(scale, keep=keep and scale is not None, sum_now=reduce)
+        found = [self._input_grads.get(value) for value in self._sources]
+        scaled = [grad if grad is None or scale is None else grad * scale.to(grad.dtype) for grad in found]
+        if not keep:
+            self._current, self._input_grads = None, {}
+            self._let_go_of_batch()
+        return [self._for_giver(value, grad) for value, grad in zip(self._sources, scaled, strict=True)]
+
+    def _refuse_backward(self) -> None:
+        if self._done:
+            raise RaNNCError(
+                "backward() was called a second time for one call of the model; if that is meant, call "
+                "backward(retain_graph=True) the first time, or pyrannc.keep_graph(True) before the model"
+            )
+        if self._context.channels.closed:
+            raise RaNNCError(
+                "backward() came after the model was taken back by undeploy(), or deployed anew for a call that uses "
+                "other parameters; call backward() before that"
+            )
+
+    def _deliver(self, scale: Tensor | None, *, keep: bool, sum_now: bool) -> None:
         assert self._current is not None, "a call that trains has gradients"
         assert self._variant.active is not None, "the first backward finds the active parameters"
-        reduced = reduce if scale is None else self._options.reduce
-        gradients = self._context.gradients
-        gradients.deliver(self._current, self._variant.active, scale, keep=self._options.keep_graph, reduced=reduced)
-        if reduce and gradients.pending:
-            gradients.reduce_delivered()
-        sources = [value for value, tensor in self._inputs.items() if tensor.requires_grad]
-        found = [self._input_grads.get(value) for value in sources]
-        scaled = [grad if grad is None or scale is None else grad * scale.to(grad.dtype) for grad in found]
-        return [self._for_giver(value, grad) for value, grad in zip(sources, scaled, strict=True)]
+        self._context.gradients.deliver(
+            self._current, self._variant.active, scale, keep=keep, summed=self._summed, sum_now=sum_now
+        )
+        self._summed = self._summed or sum_now
 
     def _for_giver(self, value: int, grad: Tensor | None) -> Tensor | None:
         """Of an input that another call has made, the gradient of that call's local loss, which it gives a weight."""
@@ -227,32 +246,34 @@ class Step:
                     "inside the model if that is meant"
                 )
 
-    def _run_backward(self, grads: Mapping[int, Tensor | None], *, reduce: bool) -> None:
-        context, program, options = self._context, self._program, self._options
+    def _run_backward(self, grads: Mapping[int, Tensor | None], *, keep_graph: bool, reduce: bool) -> None:
+        context, program = self._context, self._program
         with collective("loss.backward()"), context.record.step(program), self._generator():
             self._current = context.gradients.begin()
-            seeds = self._seeds(grads)
+            seeds = self._seeds(grads, keep_graph=keep_graph)
             self._executor.run(
                 program.backward,
                 self._current,
                 lambda microbatch, value: seeds.get((microbatch, value)),
                 first_record=len(program.forward),
-                keep_graph=options.keep_graph,
+                keep_graph=keep_graph,
                 reduce=reduce,
             )
             self._finish_gradients()
 
-    def _seeds(self, grads: Mapping[int, Tensor | None]) -> dict[tuple[int, int], Tensor]:
+    def _seeds(self, grads: Mapping[int, Tensor | None], *, keep_graph: bool) -> dict[tuple[int, int], Tensor]:
         """The gradient of each output of this Stage, by microbatch and Value."""
         own_grads = [grads.get(self._variant.whole_of[part.value]) for part in self._made]
         own = self._weights.own_gradients(own_grads, self._shapes)
-        self._differentiate_tail(grads, own)
+        self._differentiate_tail(grads, own, keep_graph=keep_graph)
         seeds = self._weights.seeds_of_totals(own)
         if self._program.gather_inputs:
             return {**seeds, **self._batch.bring_output_grads(own)}
         return {**seeds, **self._weights.local_seeds(own)}
 
-    def _differentiate_tail(self, grads: Mapping[int, Tensor | None], own: dict[int, Tensor]) -> None:
+    def _differentiate_tail(
+        self, grads: Mapping[int, Tensor | None], own: dict[int, Tensor], *, keep_graph: bool
+    ) -> None:
         """Adds the tail's gradients to those of the body's outputs, and gives parameters theirs.
 
         Every rank has a loss of its own, even if they are equal: they count as much as the rows.
@@ -263,7 +284,7 @@ class Step:
         context, weight = self._context, self._weights.of_local_batch
         assert context.tail is not None, "the call has a tail"
         assert self._current is not None, "the backward has begun"
-        found = self._tail.backward(grads, keep_graph=self._options.keep_graph)
+        found = self._tail.backward(grads, keep_graph=keep_graph)
         for item in context.tail.part.joined:
             if item.value not in found.joined:
                 continue
@@ -298,11 +319,9 @@ class Step:
         self._input_grads = self._batch.bring_input_grads(self._inputs, self._seat.input_grads)
         for value, grad in self._tail_grads.items():
             self._input_grads[value] = self._input_grads[value] + grad
-        if not self._options.keep_graph:
-            self._seat.release()
         if self._variant.active is None:
             assert self._current is not None, "the backward has begun"
-            found: list[set[str]] = agree.gather_objects(self._current.touched)
+            found: list[set[str]] = agree.gather_objects(set(self._current.touched()))
             self._variant.active = set().union(*found)
 
 

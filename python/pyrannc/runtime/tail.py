@@ -265,6 +265,10 @@ class TailStep:
             params=dict(zip(params, whole[len(joined) :], strict=True)),
         )
 
+    def release(self) -> None:
+        """Drops all tensors."""
+        self._inputs, self._known, self._leaves, self._results = {}, {}, {}, {}
+
     def own_rows_of_sum(self, grad: Tensor, row_dim: RowDim) -> Tensor:
         """This rank's rows of a gradient of all rows, summed over the ranks' losses."""
         return take_rows(self._joiner.summed(grad), row_dim, self._rows.own)

@@ -1,8 +1,8 @@
-"""Buckets: gradients of parameters with the same ranks and type as views of one flat tensor."""
+"""Buckets: gradients of parameters with the same ranks and type, one behind the other in a flat tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +22,12 @@ class SharedParam:
 
 @dataclass
 class Bucket:
-    """Parameters whose gradients lie one behind the other.
+    """Parameters whose gradients lie one behind the other, in the order in which they come.
 
     Attributes:
         numel: elements of all of them.
         ranks: that hold them.
+        start: of the bucket among all of its type.
     """
 
     params: list[SharedParam]
@@ -34,19 +35,14 @@ class Bucket:
     ranks: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    start: int = 0
 
-    def zeros(self) -> Tensor:
-        """A flat tensor for the gradients."""
-        return torch.zeros(self.numel, dtype=self.dtype, device=self.device)
-
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parts of a flat tensor by name of the parameter, formed like it."""
-        views = {}
-        offset = 0
+    def placed(self) -> Iterator[tuple[SharedParam, int]]:
+        """The parameters, and where each begins in the bucket."""
+        start = 0
         for shared in self.params:
-            views[shared.name] = _like(flat.narrow(0, offset, shared.param.numel()), shared.param)
-            offset += shared.param.numel()
-        return views
+            yield shared, start
+            start += shared.param.numel()
 
 
 def divide(params: Sequence[SharedParam], stage_ranks: tuple[int, ...]) -> list[Bucket]:
@@ -64,11 +60,23 @@ def divide(params: Sequence[SharedParam], stage_ranks: tuple[int, ...]) -> list[
             buckets.append(bucket)
         bucket.params.append(shared)
         bucket.numel += shared.param.numel()
-    return sorted(buckets, key=lambda bucket: (bucket.ranks != stage_ranks, bucket.ranks))
+    buckets.sort(key=lambda bucket: (bucket.ranks != stage_ranks, bucket.ranks))
+    ends: dict[torch.dtype, int] = {}
+    for bucket in buckets:
+        bucket.start = ends.get(bucket.dtype, 0)
+        # Kernels and communication are fastest from places that are multiples of 16 bytes; these are.
+        ends[bucket.dtype] = bucket.start + -(-bucket.numel // _ALIGNED) * _ALIGNED
+    return buckets
 
 
-def _like(flat: Tensor, param: Tensor) -> Tensor:
+_ALIGNED = 16
+
+
+def like(flat: Tensor, param: Tensor) -> Tensor:
     """``flat`` with the parameter's shape and, where it is dense, with its strides."""
-    if torch.ops.aten.is_non_overlapping_and_dense(param):
-        return flat.as_strided(param.size(), param.stride())
-    return flat.view(param.size())
+    return flat.as_strided(param.size(), strides_of(param))
+
+
+def strides_of(param: Tensor) -> tuple[int, ...]:
+    """Strides of the parameter's gradient: its own where it is dense."""
+    return (param if torch.ops.aten.is_non_overlapping_and_dense(param) else torch.empty_like(param)).stride()

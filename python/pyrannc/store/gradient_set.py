@@ -1,0 +1,80 @@
+"""The gradients of one step: one flat tensor for each type, in which every bucket has its part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from pyrannc.capture.torch_internals import add_each, copy_each, storage_users
+from pyrannc.store.buckets import Bucket, like
+
+
+class GradientSet:
+    """Memory for the gradients of the buckets' parameters; what is in it before :meth:`begin` is anything.
+
+    Attributes:
+        flats: by type.
+        complete: names of parameters to which no backward of a microbatch adds.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = buckets
+        self.flats = _flats_of(buckets)
+        self._slices = [self.flats[bucket.dtype].narrow(0, bucket.start, bucket.numel) for bucket in buckets]
+        self._parts = [
+            [like(flat.narrow(0, start, shared.param.numel()), shared.param) for shared, start in bucket.placed()]
+            for bucket, flat in zip(buckets, self._slices, strict=True)
+        ]
+        self._fresh: list[set[int]] = [set() for _ in buckets]
+        self.complete: set[str] = set()
+        self._users = self._count_users()
+
+    def _count_users(self) -> int:
+        return sum(map(storage_users, self.flats.values()))
+
+    @property
+    def is_held(self) -> bool:
+        """True while a tensor that is not this set's own shares its memory, such as a ``.grad``."""
+        return self._count_users() > self._users
+
+    def begin(self) -> None:
+        """Forgets what was written."""
+        self._fresh = [set(range(len(bucket.params))) for bucket in self._buckets]
+        self.complete.clear()
+
+    def bucket(self, index: int) -> Tensor:
+        """The gradients of a bucket; zeros where nothing was written."""
+        for place in self._fresh[index]:
+            self._parts[index][place].zero_()
+        return self._slices[index]
+
+    def put(self, index: int, places: Sequence[int], grads: Sequence[Tensor]) -> None:
+        """Writes gradients of parameters of a bucket, or adds them to what was written."""
+        parts, fresh = self._parts[index], self._fresh[index]
+        found = [(parts[place], grad, place in fresh) for place, grad in zip(places, grads, strict=True)]
+        for write, first in ((copy_each, True), (add_each, False)):
+            chosen = [(part, grad) for part, grad, is_first in found if is_first is first]
+            if chosen:
+                write([part for part, _ in chosen], [grad for _, grad in chosen])
+        fresh.difference_update(places)
+
+    def read(self, index: int, places: Sequence[int], grads: Sequence[Tensor]) -> None:
+        """Copies what the bucket has for some parameters."""
+        if grads:
+            copy_each(list(grads), [self._parts[index][place] for place in places])
+
+    def touched(self) -> Iterator[str]:
+        """Names of the parameters whose gradients were written."""
+        for bucket, fresh in zip(self._buckets, self._fresh, strict=True):
+            yield from (shared.name for place, shared in enumerate(bucket.params) if place not in fresh)
+
+
+def _flats_of(buckets: Sequence[Bucket]) -> dict[torch.dtype, Tensor]:
+    """A flat tensor for each type, in which every bucket has its place; what is in them is anything."""
+    sizes: dict[torch.dtype, int] = {}
+    for bucket in buckets:
+        sizes[bucket.dtype] = max(sizes.get(bucket.dtype, 0), bucket.start + bucket.numel)
+    device = buckets[0].device if buckets else None
+    return {dtype: torch.empty(numel, dtype=dtype, device=device) for dtype, numel in sizes.items()}
