@@ -815,3 +815,12 @@ def test_backward_keeps_graph() -> None:
 def test_graph_task() -> None:
     first, second = _asked(lambda _: internals.graph_task())
     assert first != second
+
+
+def test_tensor_users() -> None:
+    param, grad = nn.Parameter(torch.zeros(2)), torch.zeros(2)
+    alone = internals.tensor_users(grad)
+    param.grad = grad
+    assert internals.tensor_users(grad) == alone + 1
+    param.grad = None
+    assert internals.tensor_users(grad) == alone

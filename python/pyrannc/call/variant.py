@@ -20,6 +20,7 @@ from pyrannc.capture import Captured, capture
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts
 from pyrannc.core.program import Call, RankProgram
+from pyrannc.core.reach import reach
 from pyrannc.core.tail import DividedFacts, Join, TailPart
 from pyrannc.errors import CaptureError
 from pyrannc.job import agree, process
@@ -62,6 +63,7 @@ class Variant:
         whole_of: by Value of the body, that of the whole.
         joins: by output of the body, how parts join; ``None`` for rows and for what is the same for any rows.
         loss: the one scalar that can be differentiated, as a Value of the whole.
+        active: the parameters that some rank has a gradient for, by the outputs that it comes from.
 
     Raises:
         CaptureError: the call cannot be captured.
@@ -94,7 +96,9 @@ class Variant:
         self.joins: dict[int, Join | None] = dict(zip(self.facts.outputs, divided.joins, strict=True))
         self.loss = self._find_loss()
         self.told_outside = False
-        self.active: set[str] | None = None
+        self.active: dict[frozenset[int], frozenset[str]] = {}
+        self._reached: dict[frozenset[int], frozenset[int]] = {}
+        self._reached_in_body: dict[frozenset[int], frozenset[int]] = {}
         self.number = _NO_NUMBER
         self.calls = 0
         self.guards = agree.together(lambda: ModuleGuards(model, captured.python_state))
@@ -126,6 +130,20 @@ class Variant:
                 "What decides that must be an argument, an attribute of a sub-module, its training flag, or a global "
                 "variable that its forward reads; a closure or a file is not seen to change"
             )
+
+    def reached(self, outputs: frozenset[int]) -> frozenset[int]:
+        """The Values of the whole that some of these outputs may depend on."""
+        if outputs not in self._reached:
+            self._reached[outputs] = reach(self.whole.facts, outputs)
+        return self._reached[outputs]
+
+    def reached_in_body(self, outputs: frozenset[int]) -> frozenset[int]:
+        """Likewise, of the body."""
+        if outputs not in self._reached_in_body:
+            reached = self.reached(outputs)
+            values = (body for body, whole in enumerate(self.whole_of) if whole in reached)
+            self._reached_in_body[outputs] = frozenset(values)
+        return self._reached_in_body[outputs]
 
     def _find_loss(self) -> int | None:
         """The scalar loss, if the model returns exactly one scalar that can be differentiated."""

@@ -457,6 +457,10 @@ def storage_users(tensor: Tensor) -> int:
     return count
 
 
+tensor_users: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]  # it has no types
+"""How many references torch's own objects have to a tensor, such as a ``.grad``; Python's are one."""
+
+
 def runs_in_backward(node: Any) -> bool:
     """Inside of a backward: true when it runs this node."""
     runs: bool = torch._C._will_engine_execute_node(node)

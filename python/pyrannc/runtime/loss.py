@@ -7,7 +7,7 @@ ranks, never averaged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -79,19 +79,20 @@ class Weights:
     # With the loss outside
 
     def own_gradients(
-        self, grads: Sequence[Tensor | None], shapes: Sequence[tuple[torch.Size, torch.dtype]]
+        self, grads: Sequence[Tensor | None], shapes: Sequence[tuple[torch.Size, torch.dtype]], wanted: Set[int]
     ) -> dict[int, Tensor]:
         """The gradients that came back for this rank's outputs, weighted, by Value.
 
         Args:
-            grads: of the outputs; ``None`` for those that nothing was computed from.
+            grads: of the outputs; ``None`` for those that nothing was computed from here.
             shapes: shape and type of the outputs.
+            wanted: the outputs that gradients come from on some rank.
         """
         own = {}
         for part, grad, (shape, dtype) in zip(self._made, grads, shapes, strict=True):
             if grad is not None:
                 own[part.value] = grad * self.of_local_batch
-            elif self._facts.values[part.value].requires_grad:
+            elif part.value in wanted and self._facts.values[part.value].requires_grad:
                 own[part.value] = torch.zeros(shape, dtype=dtype, device=self._device)
         return own
 

@@ -7,7 +7,7 @@ of the Stage's autograd graph; their gradients go back where the tensors came fr
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -49,6 +49,7 @@ class Seat:
     Attributes:
         outputs: of the model, made here, by microbatch and Value.
         input_grads: gradients of ``inputs``; of one without rows a sum over microbatches, under microbatch 0.
+        reached: the Values through which gradients flow in the backwards; ``None`` for all.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Seat:
         self._trains = program.call != "forward"
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.input_grads: dict[tuple[int, int], Tensor] = {}
+        self.reached: Set[int] | None = None
         self._gradients: dict[int, Tensor] = {}
         alike = context.facts.buffers_changed_alike & context.buffers.keys()
         # Every microbatch finds the contents from before the call, and changes them to the same.
@@ -142,7 +144,7 @@ class Seat:
         for value in self._part.sends:
             if self._context.parts.crossings[value].requires_grad:
                 grad = self._arrived_gradient(value, microbatch)
-                if live.results[value].requires_grad:
+                if live.results[value].requires_grad and (self.reached is None or value in self.reached):
                     roots.append(live.results[value])
                     grads.append(grad)
         self._arrivals.pop((microbatch, "grad"), None)

@@ -88,6 +88,7 @@ class Step:
         self._tail_grads: dict[int, Tensor] = {}
         self._outputs: tuple[int, ...] = ()
         self._sources = tuple(value for value, tensor in self._inputs.items() if tensor.requires_grad)
+        self._wanted = frozenset(() if self._loss is None else (self._loss,))
         self._done = False
         self._summed = False
         self._made = _made(context.parts.outputs)
@@ -158,7 +159,7 @@ class Step:
         if self._program.call != "forward":
             kept = {output.untyped_storage().data_ptr() for output in self._seat.outputs.values()}
             own = {value: self._apart(value, tensor, kept) for value, tensor in made.items()}
-            params = self._context.gradients.delivery.token(self._variant.active)
+            params = self._context.gradients.delivery.token(self._variant.active.get(self._wanted))
             sources = [self._inputs[value] for value in self._sources]
             handed = hand_over(list(own.values()), self._constant(own), sources, params, self.backward)
             made = dict(zip(made, handed, strict=True))
@@ -201,7 +202,11 @@ class Step:
             self._summed = reduce
         if for_params:
             self._deliver(scale, keep=keep and scale is not None, sum_now=reduce)
-        found = [self._input_grads.get(value) for value in self._sources]
+        reached = self._variant.reached(self._wanted)
+        found = [
+            self._input_grads.get(value) if self._variant.whole_of[value] in reached else None
+            for value in self._sources
+        ]
         scaled = [grad if grad is None or scale is None else grad * scale.to(grad.dtype) for grad in found]
         if not keep:
             self._current, self._input_grads = None, {}
@@ -222,10 +227,8 @@ class Step:
 
     def _deliver(self, scale: Tensor | None, *, keep: bool, sum_now: bool) -> None:
         assert self._current is not None, "a call that trains has gradients"
-        assert self._variant.active is not None, "the first backward finds the active parameters"
-        self._context.gradients.deliver(
-            self._current, self._variant.active, scale, keep=keep, summed=self._summed, sum_now=sum_now
-        )
+        active = self._variant.active[self._wanted]
+        self._context.gradients.deliver(self._current, active, scale, keep=keep, summed=self._summed, sum_now=sum_now)
         self._summed = self._summed or sum_now
 
     def _for_giver(self, value: int, grad: Tensor | None) -> Tensor | None:
@@ -249,8 +252,11 @@ class Step:
     def _run_backward(self, grads: Mapping[int, Tensor | None], *, keep_graph: bool, reduce: bool) -> None:
         context, program = self._context, self._program
         with collective("loss.backward()"), context.record.step(program), self._generator():
+            self._wanted = self._find_wanted(grads)
+            reached = self._variant.reached_in_body(self._wanted)
+            self._seat.reached = reached
             self._current = context.gradients.begin()
-            seeds = self._seeds(grads, keep_graph=keep_graph)
+            seeds = self._seeds(grads, reached, keep_graph=keep_graph)
             self._executor.run(
                 program.backward,
                 self._current,
@@ -261,18 +267,29 @@ class Step:
             )
             self._finish_gradients()
 
-    def _seeds(self, grads: Mapping[int, Tensor | None], *, keep_graph: bool) -> dict[tuple[int, int], Tensor]:
+    def _find_wanted(self, grads: Mapping[int, Tensor | None]) -> frozenset[int]:
+        """The outputs that a gradient came back for, on some rank. All ranks call it."""
+        facts = self._variant.whole.facts.values
+        able = [value for value in self._outputs if facts[value].requires_grad]
+        if len(able) == 1:
+            return frozenset(able)
+        everyone = agree.gather_numbers(tuple(int(grads.get(value) is not None) for value in able))
+        return frozenset(value for value, came in zip(able, zip(*everyone, strict=True), strict=True) if any(came))
+
+    def _seeds(
+        self, grads: Mapping[int, Tensor | None], reached: Set[int], *, keep_graph: bool
+    ) -> dict[tuple[int, int], Tensor]:
         """The gradient of each output of this Stage, by microbatch and Value."""
         own_grads = [grads.get(self._variant.whole_of[part.value]) for part in self._made]
-        own = self._weights.own_gradients(own_grads, self._shapes)
-        self._differentiate_tail(grads, own, keep_graph=keep_graph)
+        own = self._weights.own_gradients(own_grads, self._shapes, reached)
+        self._differentiate_tail(grads, own, reached, keep_graph=keep_graph)
         seeds = self._weights.seeds_of_totals(own)
         if self._program.gather_inputs:
             return {**seeds, **self._batch.bring_output_grads(own)}
         return {**seeds, **self._weights.local_seeds(own)}
 
     def _differentiate_tail(
-        self, grads: Mapping[int, Tensor | None], own: dict[int, Tensor], *, keep_graph: bool
+        self, grads: Mapping[int, Tensor | None], own: dict[int, Tensor], reached: Set[int], *, keep_graph: bool
     ) -> None:
         """Adds the tail's gradients to those of the body's outputs, and gives parameters theirs.
 
@@ -286,7 +303,7 @@ class Step:
         assert self._current is not None, "the backward has begun"
         found = self._tail.backward(grads, keep_graph=keep_graph)
         for item in context.tail.part.joined:
-            if item.value not in found.joined:
+            if item.value not in found.joined or self._variant.body_of[item.value] not in reached:
                 continue
             grad = found.joined[item.value] * weight
             body = self._variant.body_of[item.value]
@@ -319,10 +336,14 @@ class Step:
         self._input_grads = self._batch.bring_input_grads(self._inputs, self._seat.input_grads)
         for value, grad in self._tail_grads.items():
             self._input_grads[value] = self._input_grads[value] + grad
-        if self._variant.active is None:
+        if self._wanted not in self._variant.active:
             assert self._current is not None, "the backward has begun"
             found: list[set[str]] = agree.gather_objects(set(self._current.touched()))
-            self._variant.active = set().union(*found)
+            self._variant.active[self._wanted] = frozenset(self._reached_params() & set().union(*found))
+
+    def _reached_params(self) -> set[str]:
+        reached = self._variant.reached(self._wanted)
+        return {param.names[0] for param in self._variant.whole.facts.params if param.value in reached}
 
 
 def _made(parts: Sequence[OutputPart]) -> list[OutputPart]:

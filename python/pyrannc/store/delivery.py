@@ -9,120 +9,96 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
-from pyrannc.capture.torch_internals import add_each, graph_task, tensor_hooks
-from pyrannc.store.buckets import Bucket, strides_of
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a parameter's gradient lies in the flat tensor of its type."""
-
-    param: nn.Parameter
-    start: int
-    strides: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Given:
-    """Gradients on their way."""
-
-    task: int
-    flats: Mapping[torch.dtype, Tensor]
-    active: Set[str]
-    taken: Callable[[], None] | None
+from pyrannc.capture.torch_internals import add_each, graph_task, runs_in_backward, tensor_hooks
+from pyrannc.store.buckets import SharedParam
+from pyrannc.store.gradient_set import GradientSet
 
 
 class Delivery:
     """The node before the parameters of one rank.
 
     Args:
-        buckets: where gradients lie.
+        params: that get gradients.
         nothing: a parameter without elements, behind every call too; gets a gradient where there is no other.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], nothing: nn.Parameter) -> None:
+    def __init__(self, params: Sequence[SharedParam], nothing: nn.Parameter) -> None:
+        self._params = {shared.name: shared.param for shared in params}
         self._nothing = nothing
-        self._places = {
-            shared.name: _Place(shared.param, bucket.start + start, strides_of(shared.param))
-            for bucket in buckets
-            for shared, start in bucket.placed()
-        }
-        self._tokens: dict[frozenset[str] | None, Tensor] = {}
-        self._given: list[_Given] = []
+        self._of_nothing = get_gradient_edge(nothing).node
+        self._tokens: dict[frozenset[str], Tensor] = {}
+        self._given: list[tuple[int, GradientSet, Set[str]]] = []
 
-    def token(self, active: Set[str] | None) -> Tensor:
+    def token(self, active: frozenset[str] | None) -> Tensor:
         """What a call's node takes so that the parameters are behind it.
 
         Args:
-            active: those that get a gradient on some rank; ``None`` before the first backward of such a call.
+            active: those that get a gradient on some rank; ``None`` where the backward has yet to show that.
         """
-        key = None if active is None else frozenset(active)
-        if key not in self._tokens:
-            # Their hooks must not run where no gradient comes, which the first backward shows.
-            names = [name for name, place in self._places.items() if _is_wanted(name, place.param, key)]
-            self._tokens[key] = self._make_token(names)
-        return self._tokens[key]
+        if active is None:
+            # Hooks must not run where no gradient comes: these parameters get theirs by themselves.
+            active = frozenset(name for name, param in self._params.items() if not any(tensor_hooks(param)))
+        if active not in self._tokens:
+            self._tokens[active] = self._make_token([name for name in self._params if name in active])
+        return self._tokens[active]
 
     def _make_token(self, names: list[str]) -> Tensor:
         owner = weakref.ref(self)
 
         def give() -> Sequence[Tensor | None]:
             delivery = owner()
-            return [None] * len(names) if delivery is None else delivery._gradients_for(names)
+            return [None] * len(names) if delivery is None else delivery._deliver(names)
 
         return self._before(names, give)
 
     def _before(self, names: list[str], give: Callable[[], Sequence[Tensor | None]]) -> Tensor:
         """A tensor behind which are the named parameters, with the gradients that ``give`` has for them then."""
-        params = [self._nothing, *(self._places[name].param for name in names)]
-        of_nothing = None if self._places else torch.zeros(0)
+        params = [self._nothing, *(self._params[name] for name in names)]
+        of_nothing = None if self._params else torch.zeros(0)
         with torch.enable_grad():
             token: Tensor = _BeforeParams.apply(give, of_nothing, *params)  # type: ignore[no-untyped-call]  # torch has no types for it
         return token
 
-    def give(self, flats: Mapping[torch.dtype, Tensor], active: Set[str], taken: Callable[[], None] | None) -> None:
+    def give(self, gradients: GradientSet, active: Set[str]) -> GradientSet:
         """Sends gradients on to the parameters, in the backward that is running.
 
         Args:
-            flats: the gradients, by type.
+            gradients: not to be written to while they are held.
             active: the parameters that get theirs.
-            taken: called when nothing but what the parameters got shares memory with ``flats``.
         """
         task = graph_task()
-        self._given = [given for given in self._given if given.task == task]
-        self._given.append(_Given(task, flats, active, taken))
+        self._given = [given for given in self._given if given[0] == task]
+        self._given.append((task, gradients, active))
+        return gradients
 
-    def _gradients_for(self, names: list[str]) -> list[Tensor | None]:
-        """What all calls behind which this rank's parameters are have given in the backward that is running."""
-        given, self._given = [given for given in self._given if given.task == graph_task()], []
-        found: dict[str, Tensor] = {}
-        for item in given:
-            views = self._views(item)
-            again = [name for name in views if name in found]
-            if again:
-                add_each([found[name] for name in again], [views.pop(name) for name in again])
-            found.update(views)
-            if item.taken is not None:
-                item.taken()
+    def _deliver(self, names: list[str]) -> list[Tensor | None]:
+        """Hands over what all calls have given in the backward that is running; returns what torch has to."""
+        given, self._given = [item for item in self._given if item[0] == graph_task()], []
+        found = _sum([{name: item.views[name] for name in self._params if name in active} for _, item, active in given])
+        # torch would do the same for each parameter, at a price: where nobody looks, it is done for all at once.
+        if runs_in_backward(self._of_nothing):
+            self._set({name: found.pop(name) for name in list(found) if not any(tensor_hooks(self._params[name]))})
         gradients = [found.pop(name, None) for name in names]
         if found:
             self._give_at_once(found)
         return gradients
 
-    def _views(self, given: _Given) -> dict[str, Tensor]:
-        places = [(name, place) for name, place in self._places.items() if name in given.active]
-        return {
-            name: given.flats[place.param.dtype].as_strided(place.param.shape, place.strides, place.start)
-            for name, place in places
-        }
+    def _set(self, gradients: Mapping[str, Tensor]) -> None:
+        known = [(grad, new) for name, new in gradients.items() if (grad := self._params[name].grad) is not None]
+        for name, new in gradients.items():
+            param = self._params[name]
+            if param.grad is None:
+                param.grad = new
+        if known:
+            add_each([grad for grad, _ in known], [new for _, new in known])
 
     def _give_at_once(self, gradients: Mapping[str, Tensor]) -> None:
         """For parameters that are not behind the token: a backward of their own."""
@@ -130,8 +106,15 @@ class Delivery:
         torch.autograd.backward([token], [torch.zeros_like(token)])
 
 
-def _is_wanted(name: str, param: nn.Parameter, active: Set[str] | None) -> bool:
-    return not any(tensor_hooks(param)) if active is None else name in active
+def _sum(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Gradients by name, of which the first ones take up the others."""
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        again = [name for name in part if name in found]
+        if again:
+            add_each([found[name] for name in again], [part[name] for name in again])
+        found = {**part, **found}
+    return found
 
 
 class _BeforeParams(Function):

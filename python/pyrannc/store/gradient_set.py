@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from pyrannc.capture.torch_internals import add_each, copy_each, storage_users
+from pyrannc.capture.torch_internals import add_each, copy_each, storage_users, tensor_users
 from pyrannc.store.buckets import Bucket, like
 
 
@@ -16,6 +17,7 @@ class GradientSet:
 
     Attributes:
         flats: by type.
+        views: the gradients by the parameters' names, formed like them.
         complete: names of parameters to which no backward of a microbatch adds.
     """
 
@@ -27,17 +29,31 @@ class GradientSet:
             [like(flat.narrow(0, start, shared.param.numel()), shared.param) for shared, start in bucket.placed()]
             for bucket, flat in zip(buckets, self._slices, strict=True)
         ]
+        self.views = {
+            shared.name: part
+            for bucket, parts in zip(buckets, self._parts, strict=True)
+            for shared, part in zip(bucket.params, parts, strict=True)
+        }
         self._fresh: list[set[int]] = [set() for _ in buckets]
         self.complete: set[str] = set()
-        self._users = self._count_users()
+        self._unheld = self._users()
 
-    def _count_users(self) -> int:
-        return sum(map(storage_users, self.flats.values()))
+    def _users(self) -> tuple[int, int, int]:
+        views = self.views.values()
+        in_python, in_torch = sum(map(sys.getrefcount, views)), sum(map(tensor_users, views))
+        return sum(map(storage_users, self.flats.values())), in_torch, in_python
 
     @property
     def is_held(self) -> bool:
-        """True while a tensor that is not this set's own shares its memory, such as a ``.grad``."""
-        return self._count_users() > self._users
+        """True while anything but this set has its views, as a ``.grad`` does, or shares its memory."""
+        return self._users() != self._unheld
+
+    def copy(self) -> GradientSet:
+        """The same gradients in memory of their own."""
+        made = GradientSet(self._buckets)
+        for dtype, flat in self.flats.items():
+            made.flats[dtype].copy_(flat)
+        return made
 
     def begin(self) -> None:
         """Forgets what was written."""
@@ -53,6 +69,10 @@ class GradientSet:
     def put(self, index: int, places: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Writes gradients of parameters of a bucket, or adds them to what was written."""
         parts, fresh = self._parts[index], self._fresh[index]
+        if len(places) == len(fresh) == len(parts):
+            copy_each(parts, list(grads))
+            fresh.clear()
+            return
         found = [(parts[place], grad, place in fresh) for place, grad in zip(places, grads, strict=True)]
         for write, first in ((copy_each, True), (add_each, False)):
             chosen = [(part, grad) for part, grad, is_first in found if is_first is first]

@@ -19,7 +19,7 @@ from pyrannc.store.buckets import SharedParam, divide
 from pyrannc.store.delivery import Delivery
 from pyrannc.store.gradient_set import GradientSet
 from pyrannc.store.leaf import leaf_of
-from pyrannc.store.scale import scaled
+from pyrannc.store.scale import scale_each
 
 _LAST = 3
 """Of a bucket: autograd goes backwards through the forward, and an operator has one or two parameters."""
@@ -63,7 +63,7 @@ class Gradients:
         self._next = 0
         self.pending = False
         self.nothing = nn.Parameter(torch.zeros(0))
-        self.delivery = Delivery(self._buckets, self.nothing)
+        self.delivery = Delivery(trainable, self.nothing)
         for index, leaves in enumerate(self._leaves_of):
             for leaf in leaves[-_LAST:]:
                 leaf.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -145,7 +145,10 @@ class Gradients:
 
     def _note_arrival(self, index: int) -> None:
         current = self._filling() if self._filling is not None else None
-        if current is None or index not in self._open or not self._take(current, index, whole=True):
+        if current is None or index not in self._open:
+            return
+        # Those that come last show cheaply that others are still missing.
+        if self._leaves_of[index][-1].grad is None or not self._take(current, index, whole=True):
             return
         self._open.remove(index)
         if self._last:
@@ -202,11 +205,10 @@ class Gradients:
         elif not sum_now and not self.pending:
             self._share_out()
             self.pending = True
-        flats = current.flats if scale is None and not keep else scaled(current.flats, scale, keep=keep)
-        self.delivery.give(flats, active, None if keep else lambda: self._take_back(current))
-
-    def _take_back(self, current: GradientSet) -> None:
-        self._spare = current
+        given = current.copy() if keep else current
+        if scale is not None:
+            scale_each(given.flats.values(), scale)
+        self._spare = self.delivery.give(given, active)
 
     def reduce_delivered(self) -> None:
         """Sums over ranks what stands in ``.grad``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from types import ModuleType
 
@@ -9,27 +10,14 @@ import torch
 from torch import Tensor
 
 
-def scaled(flats: dict[torch.dtype, Tensor], scale: Tensor | None, *, keep: bool) -> dict[torch.dtype, Tensor]:
-    """Flat tensors times a scalar, in place unless they are to be kept; the host never waits for the scalar.
-
-    Args:
-        flats: by type.
-        scale: no dimensions; ``None`` for 1.
-    """
-    if keep:
-        return {dtype: flat.clone() if scale is None else flat * scale for dtype, flat in flats.items()}
-    if scale is not None:
-        for flat in flats.values():
-            _scale(flat, scale)
-    return flats
-
-
-def _scale(flat: Tensor, scale: Tensor) -> None:
-    kernels = _kernels(flat.device) if flat.is_cuda and flat.is_floating_point() else None
-    if kernels is not None:
-        kernels.scale(flat, scale)
-    elif flat.is_cuda or scale.item() != 1:
-        flat.mul_(scale)
+def scale_each(flats: Iterable[Tensor], scale: Tensor) -> None:
+    """Multiplies flat tensors by a scalar without dimensions, in place; on a GPU the host does not wait for it."""
+    for flat in flats:
+        kernels = _kernels(flat.device) if flat.is_cuda and flat.is_floating_point() else None
+        if kernels is not None:
+            kernels.scale(flat, scale)
+        elif flat.is_cuda or scale.item() != 1:
+            flat.mul_(scale)
 
 
 @cache

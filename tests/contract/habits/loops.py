@@ -11,7 +11,6 @@ from torch import Generator, Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 
-import pyrannc
 from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
 from tests.contract.settings import FREE
@@ -154,25 +153,24 @@ def two_calls_one_backward(job: Job) -> None:
     job.state(model)
 
 
-@equal(note="set `pyrannc.keep_graph(True)` before the call of the model")
+@equal()
 def kept_graph(job: Job) -> None:
-    """`backward(retain_graph=True)` twice, with `pyrannc.keep_graph(True)`."""
+    """`backward(retain_graph=True)`, then a second backward."""
     model = job.wrap(_regression())
-    pyrannc.keep_graph(True)
     loss = model(*job.batch(pairs))
-    pyrannc.keep_graph(False)
     loss.backward(retain_graph=True)
     (3 * loss).backward()
     job.gradients(model)
 
 
-@refused("RaNNCError", "keep_graph", instead="call `pyrannc.keep_graph(True)` before the model")
+@refused("RaNNCError", "retain_graph=True", instead="call `loss.backward(retain_graph=True)` the first time")
 def graph_not_kept(job: Job) -> None:
-    """A second `backward()` for the same call, without `pyrannc.keep_graph(True)`."""
+    """A second `backward()` for the same call, without `retain_graph=True`."""
     model = job.wrap(_regression())
     loss = model(*job.batch(pairs))
-    loss.backward(retain_graph=True)
+    loss.backward()
     job.gradients(model)
+    # Of the same call, through another node of the script's.
     loss.backward()
 
 

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam
 import pyrannc
 from tests.contract.habit import equal, not_yet, refused
 from tests.contract.job import Job
-from tests.contract.settings import ONCE
+from tests.contract.settings import ONCE, REPLICAS
 from tests.contract.training import Chain, Returns, learn, pairs
 
 ON_OTHER_RANKS = "use `model.state_dict()`, `model.get_param(name)`"
@@ -147,8 +147,7 @@ def optimizer_state_before_the_first_call(job: Job) -> None:
     job.state(model)
 
 
-@not_yet("the tensor is overwritten by a later step")
-@equal()
+@equal((REPLICAS,))
 def gradients_kept_by_the_script(job: Job) -> None:
     """The script keeps `param.grad` of a loss, and computes those of another one."""
     _, model, _ = _learned(job)
@@ -160,7 +159,6 @@ def gradients_kept_by_the_script(job: Job) -> None:
     job.same("differ", all(not torch.equal(first, second) for first, second in zip(*kept, strict=True)))
 
 
-@not_yet("parameters get gradients too")
 @equal()
 def gradient_of_an_input_alone(job: Job) -> None:
     """`torch.autograd.grad(loss, x)` leaves the gradients of parameters alone."""
@@ -172,7 +170,6 @@ def gradient_of_an_input_alone(job: Job) -> None:
     job.gradients(model)
 
 
-@not_yet("zeros instead of `None`")
 @equal()
 def head_without_gradient(job: Job) -> None:
     """The model returns outputs of two heads; the script uses one, and the other's gradients stay None."""
