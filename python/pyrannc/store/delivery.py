@@ -36,6 +36,7 @@ class Delivery:
         self._of_nothing = get_gradient_edge(nothing).node
         self._tokens: dict[frozenset[str], Tensor] = {}
         self._given: list[tuple[int, GradientSet, Set[str]]] = []
+        self._spare: GradientSet | None = None
 
     def token(self, active: frozenset[str] | None) -> Tensor:
         """What a call's node takes so that the parameters are behind it.
@@ -67,7 +68,12 @@ class Delivery:
             token: Tensor = _BeforeParams.apply(give, of_nothing, *params)  # type: ignore[no-untyped-call]  # torch has no types for it
         return token
 
-    def give(self, gradients: GradientSet, active: Set[str]) -> GradientSet:
+    def take_spare(self) -> GradientSet | None:
+        """Gradients that were handed over last, if nobody has taken them yet: no longer needed here."""
+        spare, self._spare = self._spare, None
+        return spare
+
+    def give(self, gradients: GradientSet, active: Set[str]) -> None:
         """Sends gradients on to the parameters, in the backward that is running.
 
         Args:
@@ -77,11 +83,12 @@ class Delivery:
         task = graph_task()
         self._given = [given for given in self._given if given[0] == task]
         self._given.append((task, gradients, active))
-        return gradients
 
     def _deliver(self, names: list[str]) -> list[Tensor | None]:
         """Hands over what all calls have given in the backward that is running; returns what torch has to."""
         given, self._given = [item for item in self._given if item[0] == graph_task()], []
+        if given:
+            self._spare = given[0][1]
         found = _sum([{name: item.views[name] for name in self._params if name in active} for _, item, active in given])
         # torch would do the same for each parameter, at a price: where nobody looks, it is done for all at once.
         if runs_in_backward(self._of_nothing):

@@ -55,7 +55,6 @@ class Gradients:
         self._leaves_of = [[self.leaves[shared.name] for shared in bucket.params] for bucket in self._buckets]
         self._place = {s.name: (i, p) for i, b in enumerate(self._buckets) for p, s in enumerate(b.params)}
         self._groups = {bucket.ranks: group(bucket.ranks) for bucket in self._buckets}
-        self._spare: GradientSet | None = None
         self._filling: weakref.ref[GradientSet] | None = None
         self._works: list[Work] = []
         self._open: set[int] = set()
@@ -74,7 +73,7 @@ class Gradients:
         """Room for the gradients of a new step; backwards write to it from now on."""
         if self._filling is not None:
             self._clear_leaves()
-        spare, self._spare = self._spare, None
+        spare = self.delivery.take_spare()
         current = GradientSet(self._buckets) if spare is None or spare.is_held else spare
         current.begin()
         self._filling = weakref.ref(current)
@@ -208,7 +207,7 @@ class Gradients:
         given = current.copy() if keep else current
         if scale is not None:
             scale_each(given.flats.values(), scale)
-        self._spare = self.delivery.give(given, active)
+        self.delivery.give(given, active)
 
     def reduce_delivered(self) -> None:
         """Sums over ranks what stands in ``.grad``."""
