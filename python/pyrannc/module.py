@@ -178,13 +178,15 @@ class RaNNCModule(NotForDDP, nn.Module):
             call = replace(call, drawn=agree.broadcast_object(self._agreement.draw(variant)))
         self._variants.use(variant)
         deployment = self._deployed("forward")
-        program = variant.program(deployment.plan, call.rows, self._gather_inputs, _call(variant))
+        program = variant.program(deployment.plan, call.batch.per_rank, self._gather_inputs, _call(variant))
         deployment.sync_buffers(variant, program)
         if self._config.verify_partitioning and not self._proven and program.call != "forward":
             self._prove(deployment, variant, program, call)
         options = StepOptions(reduce=not switches().delay_grad_allreduce, keep_graph=switches().keep_graph)
         context = deployment.context(variant)
-        step = Step(context, program, call.tensors, call.drawn, variant, options, call.rows, _answered(call, variant))
+        step = Step(
+            context, program, call.tensors, call.drawn, variant, options, call.batch.per_rank, _answered(call, variant)
+        )
         return variant.whole.captured.rebuild_outputs(step.results())
 
     def _prove(self, deployment: Deployment, variant: Variant, program: RankProgram, call: AgreedCall) -> None:
@@ -194,11 +196,11 @@ class RaNNCModule(NotForDDP, nn.Module):
         options = StepOptions(reduce=True, keep_graph=False)
 
         def begin(context: StageContext) -> Step:
-            return Step(context, program, call.tensors, call.drawn, variant, options, call.rows)
+            return Step(context, program, call.tensors, call.drawn, variant, options, call.batch.per_rank)
 
         self._proven = True
         with phases.phase("RaNNCModule", "proof", "the proof"):
-            prove(self.model, deployment, variant, program, call.tensors, call.rows, call.drawn, begin)
+            prove(self.model, deployment, variant, program, call.tensors, call.batch.per_rank, call.drawn, begin)
 
     def _keep(self, key: CallKey, variant: Variant) -> None:
         dropped = self._variants.add(key, variant)
@@ -226,7 +228,7 @@ class RaNNCModule(NotForDDP, nn.Module):
                 self._variants.made + 1, self._variants.why_new(call.key), MOST_VARIANTS,
             )  # fmt: skip
         with phases.phase("Decomposer", "capture", "the capture of the model"):
-            options = call.own_rows, call.has_rows, self._row_mixing, self._leaf_modules
+            options = call.own_rows, call.has_rows, call.batch, self._row_mixing, self._leaf_modules
             variant = Variant(self.model, args, kwargs, self.device, *options)
             elements = sum(param.numel() for param in self.name_to_param.values())
             ops, params = len(variant.whole.facts.ops), len(variant.whole.facts.params)
@@ -289,7 +291,7 @@ class RaNNCModule(NotForDDP, nn.Module):
             config=self._config,
             optimizer=self.optimizer,
             device=self.device,
-            batch_rows=sum(call.rows),
+            batch_rows=call.batch.total,
             gather_inputs=self._gather_inputs,
         )
         if self._config.partitioning_dry_run_np:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from pyrannc.errors import CaptureError, InputError, RaNNCError
 
-from .assumptions import Assumption, PythonState
+from .assumptions import FROM_ARGUMENTS, Answering, Assumption, PythonState
 from .attributes import assigned, carries_number, refuse_changed_tensors
 from .clean import clean, place_of
 from .dims import Dim
@@ -118,6 +118,7 @@ def capture(
     rows: int,
     leaf_modules: Sequence[str] = (),
     has_rows: Sequence[bool] | None = None,
+    answers: Answering = FROM_ARGUMENTS,
 ) -> Captured:
     """Captures ``model(*args, **kwargs)`` as it would run on ``device``, for any number of rows.
 
@@ -132,9 +133,11 @@ def capture(
         leaf_modules: paths of sub-modules that stay whole, as one opaque op per call.
         has_rows: for each tensor of the arguments, whether the batch is its dimension 0; by default, where that has
             the extent ``rows``.
+        answers: how the model's questions about data are answered.
 
     Raises:
         CaptureError: the call cannot be captured; the message names the place in the model and what to do.
+        PartOfBatchError: the model asks for what only the whole batch tells.
     """
     traced = None
     try:
@@ -142,13 +145,13 @@ def capture(
         tensors = flatten((tuple(args), kwargs))[0]
         batch_rows(tensors)
         batched = by_extents(tensors, rows) if has_rows is None else tuple(has_rows)
-        traced = trace(model, tuple(args), kwargs, device, rows, batched, leaf_modules)
+        traced = trace(model, tuple(args), kwargs, device, rows, batched, leaf_modules, answers)
         refuse_changed_tensors(model, _changed_constants(traced.gm))
         cleaned = clean(traced)
         lowered = lower(traced, cleaned, _qualified_name(model), model.training, max(1, rows))
         if traced.carried:
             with assigned(traced.carried):
-                second = trace(model, tuple(args), kwargs, device, rows, batched, leaf_modules)
+                second = trace(model, tuple(args), kwargs, device, rows, batched, leaf_modules, answers)
                 again = lower(second, clean(second), _qualified_name(model), model.training, max(1, rows))
             _refuse_counting(traced, second, same=again.graph == lowered.graph)
     except RaNNCError:
