@@ -91,8 +91,10 @@ class PythonState:
         read: what it asked for, there or not.
         written: what it set without having read it.
         globals: the global variables that code of the user names, with where they stand.
+        strangers: modules that it called and that are no sub-modules of the model.
     """
 
     read: list[Attribute]
     written: list[Attribute]
     globals: list[tuple[dict[str, Any], str]]
+    strangers: list[nn.Module]

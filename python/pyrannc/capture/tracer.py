@@ -268,7 +268,7 @@ class _TracedCall:
             leaf_modules_installed(session.leaves()),
             session.tracker.following(),
             OtherGenerators(session.model).unused(session.tracker),
-            watched_hooks(session.model),
+            watched_hooks(session.model, session.tracker),
         ):
             with session.attributes.listening():
                 result = session.model(*args, **kwargs)
