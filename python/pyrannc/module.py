@@ -35,6 +35,7 @@ from pyrannc.proof import prove
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.step import Step, StepOptions
+from pyrannc.store.former import Former
 from pyrannc.store.optimizer import NarrowedOptimizer
 from pyrannc.store.store import ParamStore
 from pyrannc.switches import switches
@@ -285,6 +286,16 @@ class RaNNCModule(NotForDDP, nn.Module):
     # Deployment
 
     def _deploy(self, variant: Variant, call: AgreedCall) -> None:
+        """Finds a Plan for a captured call and puts it in force; after an error, all is as if nothing had been."""
+        former = Former(self.model, self.optimizer)
+        try:
+            self._put_in_force(self._plan(variant, call), variant)
+        except Exception:
+            former.come_back()
+            self._forget_deployment()
+            raise
+
+    def _plan(self, variant: Variant, call: AgreedCall) -> Plan:
         request = Request(
             variant=variant,
             samples=call.tensors,
@@ -297,7 +308,9 @@ class RaNNCModule(NotForDDP, nn.Module):
         if self._config.partitioning_dry_run_np:
             dry_run(request)
         agree.together(lambda: refuse_hooks_on(dict(self.model.named_parameters())))
-        plan = decide(request, self._plan_file)
+        return decide(request, self._plan_file)
+
+    def _put_in_force(self, plan: Plan, variant: Variant) -> None:
         with phases.phase("ParamStorage", "parameters", "the deployment of the Plan"):
             variant.divide(agree.together(lambda: plan.partition(variant.graph)))
             self.name_to_param = dict(self.model.named_parameters())
@@ -363,6 +376,9 @@ class RaNNCModule(NotForDDP, nn.Module):
         if self._narrowed is not None:
             self._narrowed.widen()
         deployment.bring_back()
+        self._forget_deployment()
+
+    def _forget_deployment(self) -> None:
         self._deployment = self._narrowed = None
         self._variants.clear()
         self._stale.clear()
