@@ -234,6 +234,8 @@ class RaNNCModule(NotForDDP, nn.Module):
             elements = sum(param.numel() for param in self.name_to_param.values())
             ops, params = len(variant.whole.facts.ops), len(variant.whole.facts.params)
             phases.note(f"{type(self.model).__name__}: {ops} ops, {params} parameters with {elements:,} elements")
+        if self._batch_arguments is None:
+            variant.refuse_sequences(call.batch)
         self._stale.mark(variant)
         if variant.questions.unchecked and process.get_rank() == 0:
             told = "\n".join(f"  {item.expr} = {item.value} at {item.where}" for item in variant.questions.unchecked)

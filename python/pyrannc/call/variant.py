@@ -18,11 +18,12 @@ from pyrannc.call.guards import ModuleGuards
 from pyrannc.call.single_row import first_normalising, refuse_single_rows
 from pyrannc.call.whole_batch import BatchRows
 from pyrannc.capture import Answering, Captured, capture
+from pyrannc.capture.sequences import ADVICE
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts
 from pyrannc.core.program import Call, RankProgram
 from pyrannc.core.tail import DividedFacts, Join, TailPart
-from pyrannc.errors import CaptureError
+from pyrannc.errors import CaptureError, InputError
 from pyrannc.job import agree, process
 
 RowMixing: TypeAlias = Literal["batch", "microbatch"]
@@ -206,6 +207,15 @@ class Variant:
                     f'the rows of output "{facts.name}" cannot be told: its extents are {_extents(facts.shape)} for a '
                     "batch of b; return it with the batch as a dimension of its own"
                 )
+
+    def refuse_sequences(self, batch: BatchRows) -> None:
+        """Raises InputError where dimension 0 seems to be the steps of sequences, and dimension 1 the rows."""
+        place = self.whole.captured.along_rows
+        if place is not None and batch.gathered and batch.in_parts:
+            raise InputError(
+                f"{place} calls an attention layer that {ADVICE}; if the layer is meant to mix the rows of all ranks, "
+                "say so by naming the arguments that have them: RaNNCModule(..., batch_arguments=[...])"
+            )
 
     def follow(self, first: Variant) -> None:
         """Divides the Graph like that of another captured call, so that every parameter stays. All ranks call it."""

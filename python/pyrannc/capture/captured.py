@@ -29,7 +29,8 @@ class Captured:
 
     ``gm`` takes parameters, buffers and input tensors, each in id order, and returns a flat tuple: the output
     tensors, then the new tensors of reassigned buffers. Gradient modes are not in ``gm`` but in the Graph's ops.
-    ``op_numbers`` are those of the Ops before the call was divided.
+    ``op_numbers`` are those of the Ops before the call was divided. ``along_rows`` is where a layer first takes the
+    rows for the steps of a sequence.
     """
 
     graph_json: str
@@ -45,6 +46,7 @@ class Captured:
     dims: dict[fx.Node, Dim]
     input_structure: Structure
     output_structure: Structure
+    along_rows: Place | None
 
     def input_tensors(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors of a call, in the order of the Graph's inputs.
@@ -172,6 +174,7 @@ def capture(
         dims=cleaned.dims,
         input_structure=flatten((tuple(args), kwargs))[1],
         output_structure=traced.output,
+        along_rows=traced.along_rows,
     )
 
 

@@ -70,11 +70,16 @@ def watched_hooks(model: nn.Module, tracker: SourceTracker) -> Iterator[None]:
         for key, hook in originals.items():
             if not _is_of_torch(hook):
                 hooks[key] = _noting(hook, used)
-    tracker.before_calls = lambda module: None if id(module) in watched else _refuse_hooks_of_stranger(module)
+
+    def look(module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        if id(module) not in watched:
+            _refuse_hooks_of_stranger(module)
+
+    tracker.before_calls.append(look)
     try:
         yield
     finally:
-        tracker.before_calls = lambda module: None
+        tracker.before_calls.remove(look)
         for hooks, originals in kept:
             hooks.update(originals)
     after = _holdings(hooks_here, watched)

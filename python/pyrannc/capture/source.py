@@ -48,7 +48,7 @@ class SourceTracker:
 
     Attributes:
         failure: where an exception came from.
-        before_calls: runs before each call of a module.
+        before_calls: run before each call of a module, with what it is given.
         after_calls: runs after each call of a module.
         strangers: modules that were called and are no sub-modules of the model, by ``id``.
         outermost: code below which nothing is the user's.
@@ -59,7 +59,7 @@ class SourceTracker:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._stack = [""]
         self.failure: Place | None = None
-        self.before_calls: Callable[[nn.Module], None] = lambda module: None
+        self.before_calls: list[Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]] = []
         self.after_calls: Callable[[], None] = lambda: None
         self.strangers: dict[int, nn.Module] = {}
         self.outermost: CodeType | None = None
@@ -98,7 +98,8 @@ class SourceTracker:
             try:
                 if id(module) not in tracker._names:
                     tracker.strangers[id(module)] = module
-                tracker.before_calls(module)
+                for look in tracker.before_calls:
+                    look(module, args, kwargs)
                 result = original(module, *args, **kwargs)
                 tracker.after_calls()
                 return result

@@ -25,6 +25,7 @@ from .hooks import refuse_hooks, watched_hooks
 from .leaf import LeafModule, captured_tensor_hooks, leaf_modules_installed, opaque_autograd_functions
 from .oracle import Batch, BatchShapeEnv, Oracle, draws
 from .scripted import opaque_script_functions, scripted_modules
+from .sequences import ADVICE, runs_along_rows
 from .source import Place, SourceTracker
 from .torch_internals import (
     MODULE_TO,
@@ -86,6 +87,7 @@ class Trace:
     assumptions: list[Assumption]
     python_state: PythonState
     carried: list[Carried]
+    along_rows: Place | None
 
 
 def trace(
@@ -197,6 +199,7 @@ class _Session:
             assumptions=self.oracle.assumptions,
             python_state=self.attributes.state(),
             carried=self.attributes.carried,
+            along_rows=call.along_rows,
         )
 
     def refuse_part_of_batch(self) -> None:
@@ -250,6 +253,7 @@ class _TracedCall:
         self._recorder = recorder
         self.output = Structure(None)
         self.updated_buffers: list[int] = []
+        self.along_rows: Place | None = None
 
     def __call__(self, params: list[Tensor], buffers: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
         session = self._session
@@ -259,6 +263,7 @@ class _TracedCall:
         real = dict(zip(placeholders, samples, strict=True))
         session.oracle.attach(tracer, real, len(inputs), session.shape_env.batch_symbol)
         session.tracker.outermost = sys._getframe().f_code
+        session.tracker.before_calls.append(self._note_sequences)
         self._recorder.annotate_nodes_of(tracer.graph)
         state = session.params.by_every_name(params) | session.buffers.by_every_name(buffers)
         args, kwargs = session.input.rebuild(inputs)
@@ -277,6 +282,14 @@ class _TracedCall:
         leaves, self.output = flatten(result)
         _refuse_symbolic_results(self.output)
         return leaves + updates
+
+    def _note_sequences(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not runs_along_rows(module, args, kwargs):
+            return
+        here = self._session.tracker.here()
+        if isinstance(module, nn.RNNBase):
+            raise CaptureError(f"{here}: {type(module).__name__} {ADVICE}")
+        self.along_rows = self.along_rows or here
 
     def _buffer_updates(self, buffers: list[Tensor]) -> list[Tensor]:
         """Tensors that the forward put into buffers in place of the old ones."""

@@ -96,7 +96,7 @@ class GraphFacts:
     @cached_property
     def mutated_roots(self) -> frozenset[int]:
         """Values whose storage some Op changes in place, under their first name."""
-        return frozenset(self._root(value) for op in self.ops for value in op.mutates)
+        return frozenset(self.root(value) for op in self.ops for value in op.mutates)
 
     @cached_property
     def buffers_changed_alike(self) -> frozenset[int]:
@@ -112,7 +112,7 @@ class GraphFacts:
     def _varying_roots(self) -> tuple[list[int], set[int]]:
         """By Value its storage under its first name, and the storages whose contents depend on a batch, or on one
         that came before."""
-        roots = list(map(self._root, range(len(self.values))))
+        roots = list(map(self.root, range(len(self.values))))
         varying = {roots[value] for value in self.inputs if self.values[value].depends_on_rows}
         known = -1
         while len(varying) > known:
@@ -128,7 +128,8 @@ class GraphFacts:
             varying.update(buffer.value for buffer in assigned if roots[buffer.update or 0] in varying)
         return roots, varying
 
-    def _root(self, value: int) -> int:
+    def root(self, value: int) -> int:
+        """The Value whose storage a Value has, under its first name."""
         while (parent := self.values[value].alias_of) is not None:
             value = parent
         return value
