@@ -70,6 +70,8 @@ class Holdings:
 
 
 def _inside(value: Any) -> list[Any]:
+    if isinstance(value, ModuleType):
+        return []
     if isinstance(value, Mapping):
         return [*value.keys(), *value.values()]
     if isinstance(value, (list, tuple, set, frozenset, deque)):
@@ -92,8 +94,7 @@ def _inside(value: Any) -> list[Any]:
         slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
         own = [getattr(value, name) for name in slots if hasattr(value, name)]
         return [type(value), *getattr(value, "__dict__", {}).values(), *own]
-    bound = getattr(value, "__self__", None)
-    return [] if isinstance(bound, ModuleType) else [bound]
+    return [getattr(value, "__self__", None)]
 
 
 def _slots(kind: type) -> tuple[str, ...]:
