@@ -26,6 +26,7 @@ from rich.table import Table
 
 import pyrannc
 from pyrannc.call.variant import Variant
+from pyrannc.call.whole_batch import BatchRows
 from pyrannc.config import Config
 from pyrannc.core.profile import ProfileFacts
 from pyrannc.job import agree, process
@@ -80,13 +81,13 @@ def capture(options: argparse.Namespace, device: torch.device) -> Request:
         model = make_model(options.model, options.sizes, 0)
     batch = make_batch(options.model, options.rows, options.sizes, 0, process.get_rank())
     samples = {name: tensor.to(device) for name, tensor in batch.items()}
-    variant = Variant(model, (), samples, device, options.rows)
+    rows = BatchRows((options.rows,) * process.get_world_size(), gathered=True)
+    variant = Variant(model, (), samples, device, options.rows, (True,) * len(samples), rows)
     config = Config(
         profile="always", profile_cache=options.cache is not None, profile_cache_dir=str(options.cache or "")
     )
     tensors = variant.captured.input_tensors((), samples)
-    rows = options.rows * process.get_world_size()
-    return Request(variant, tensors, config, None, device, rows, gather_inputs=True)
+    return Request(variant, tensors, config, None, device, rows.total, gather_inputs=True)
 
 
 Sums = dict[str, float]

@@ -175,6 +175,7 @@ def samples() -> dict[Any, tuple[Any, ...]]:
         "log_normal": (x, 0.1, 0.2),
         "exponential": (x, 2.0),
         "geometric": (x, 0.3),
+        "geometric of integers": (x.long(), 0.3),
         "cauchy": (x, 1.0, 2.0),
         "randint.default": (7, _WIDE),
         "randint.low": (2, 9, _WIDE),

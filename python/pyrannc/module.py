@@ -35,6 +35,7 @@ from pyrannc.proof import prove
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.step import Step, StepOptions
+from pyrannc.store.former import Former
 from pyrannc.store.optimizer import NarrowedOptimizer
 from pyrannc.store.store import ParamStore
 from pyrannc.switches import switches
@@ -178,13 +179,15 @@ class RaNNCModule(NotForDDP, nn.Module):
             call = replace(call, drawn=agree.broadcast_object(self._agreement.draw(variant)))
         self._variants.use(variant)
         deployment = self._deployed("forward")
-        program = variant.program(deployment.plan, call.rows, self._gather_inputs, _call(variant))
+        program = variant.program(deployment.plan, call.batch.per_rank, self._gather_inputs, _call(variant))
         deployment.sync_buffers(variant, program)
         if self._config.verify_partitioning and not self._proven and program.call != "forward":
             self._prove(deployment, variant, program, call)
         options = StepOptions(reduce=not switches().delay_grad_allreduce, keep_graph=switches().keep_graph)
         context = deployment.context(variant)
-        step = Step(context, program, call.tensors, call.drawn, variant, options, call.rows, _answered(call, variant))
+        step = Step(
+            context, program, call.tensors, call.drawn, variant, options, call.batch.per_rank, _answered(call, variant)
+        )
         return variant.whole.captured.rebuild_outputs(step.results())
 
     def _prove(self, deployment: Deployment, variant: Variant, program: RankProgram, call: AgreedCall) -> None:
@@ -194,11 +197,11 @@ class RaNNCModule(NotForDDP, nn.Module):
         options = StepOptions(reduce=True, keep_graph=False)
 
         def begin(context: StageContext) -> Step:
-            return Step(context, program, call.tensors, call.drawn, variant, options, call.rows)
+            return Step(context, program, call.tensors, call.drawn, variant, options, call.batch.per_rank)
 
         self._proven = True
         with phases.phase("RaNNCModule", "proof", "the proof"):
-            prove(self.model, deployment, variant, program, call.tensors, call.rows, call.drawn, begin)
+            prove(self.model, deployment, variant, program, call.tensors, call.batch.per_rank, call.drawn, begin)
 
     def _keep(self, key: CallKey, variant: Variant) -> None:
         dropped = self._variants.add(key, variant)
@@ -226,11 +229,13 @@ class RaNNCModule(NotForDDP, nn.Module):
                 self._variants.made + 1, self._variants.why_new(call.key), MOST_VARIANTS,
             )  # fmt: skip
         with phases.phase("Decomposer", "capture", "the capture of the model"):
-            options = call.own_rows, call.has_rows, self._row_mixing, self._leaf_modules
+            options = call.own_rows, call.has_rows, call.batch, self._row_mixing, self._leaf_modules
             variant = Variant(self.model, args, kwargs, self.device, *options)
             elements = sum(param.numel() for param in self.name_to_param.values())
             ops, params = len(variant.whole.facts.ops), len(variant.whole.facts.params)
             phases.note(f"{type(self.model).__name__}: {ops} ops, {params} parameters with {elements:,} elements")
+        if self._batch_arguments is None:
+            variant.refuse_sequences(call.batch)
         self._stale.mark(variant)
         if variant.questions.unchecked and process.get_rank() == 0:
             told = "\n".join(f"  {item.expr} = {item.value} at {item.where}" for item in variant.questions.unchecked)
@@ -283,18 +288,30 @@ class RaNNCModule(NotForDDP, nn.Module):
     # Deployment
 
     def _deploy(self, variant: Variant, call: AgreedCall) -> None:
+        """Finds a Plan for a captured call and puts it in force; after an error, all is as if nothing had been."""
+        former = Former(self.model, self.optimizer)
+        try:
+            self._put_in_force(self._plan(variant, call), variant)
+        except Exception:
+            former.come_back()
+            self._forget_deployment()
+            raise
+
+    def _plan(self, variant: Variant, call: AgreedCall) -> Plan:
         request = Request(
             variant=variant,
             samples=call.tensors,
             config=self._config,
             optimizer=self.optimizer,
             device=self.device,
-            batch_rows=sum(call.rows),
+            batch_rows=call.batch.total,
             gather_inputs=self._gather_inputs,
         )
         if self._config.partitioning_dry_run_np:
             dry_run(request)
-        plan = decide(request, self._plan_file)
+        return decide(request, self._plan_file)
+
+    def _put_in_force(self, plan: Plan, variant: Variant) -> None:
         with phases.phase("ParamStorage", "parameters", "the deployment of the Plan"):
             variant.divide(agree.together(lambda: plan.partition(variant.graph)))
             self.name_to_param = dict(self.model.named_parameters())
@@ -360,6 +377,9 @@ class RaNNCModule(NotForDDP, nn.Module):
         if self._narrowed is not None:
             self._narrowed.widen()
         deployment.bring_back()
+        self._forget_deployment()
+
+    def _forget_deployment(self) -> None:
         self._deployment = self._narrowed = None
         self._variants.clear()
         self._stale.clear()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pyrannc.call.guards import ModuleGuards
 from pyrannc.capture import Captured, capture
 from pyrannc.errors import CaptureError
 
@@ -139,6 +142,79 @@ def test_forward_hooks_are_refused(register: Callable[[Any], Any]) -> None:
     with pytest.raises(CaptureError, match=r"hook .* of (sub-module '0|all modules|the calls)|on the calls of all"):
         captured(lambda _, x: x, lambda module: handles.append(register(module)))
     handles[0].remove()
+
+
+class Counter:
+    total = 0
+
+    def __init__(self) -> None:
+        self.inside: Any = {"a": [({"b": [{"c": [[]]}]},)]}
+        self.queue: Any = deque([[0]])
+        self.array = np.zeros(2)
+        self.numbers = itertools.count()
+
+    def deep(self) -> None:
+        self.inside["a"][0][0]["b"][0]["c"][0].append(1)
+
+    def far(self) -> None:
+        FAR[90].append(1)
+
+    def of_class(self) -> None:
+        Counter.total += 1
+
+    def in_queue(self) -> None:
+        self.queue[0][0] += 1
+
+    def in_array(self) -> None:
+        self.array[1] += 1
+
+    def next_number(self) -> None:
+        next(self.numbers)
+
+
+FAR: list[list[int]] = [[] for _ in range(100)]
+
+
+@pytest.mark.parametrize("count", ["deep", "far", "of_class", "in_queue", "in_array", "next_number"])
+def test_forward_hooks_that_keep_something_deep_inside_are_refused(count: str) -> None:
+    counter = Counter()
+
+    def halves(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        getattr(counter, count)()
+        return out / 2
+
+    def change(module: Any) -> None:
+        module.inner.register_forward_hook(halves)
+
+    with pytest.raises(CaptureError, match=r"the forward hook .*halves of sub-module '0.inner' keeps something"):
+        captured(lambda _, x: x, change)
+
+
+def test_forward_hooks_that_keep_nothing_are_captured() -> None:
+    counter = Counter()
+
+    def change(module: Any) -> None:
+        module.inner.register_forward_hook(lambda inner, args, out: out / (1 + len(counter.queue)))
+
+    assert "aten::div" in captured(lambda _, x: x, change).graph_json.replace(".", "::")
+
+
+UNREGISTERED = nn.Tanh()
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook"])
+def test_hooks_of_modules_that_are_no_sub_modules_are_refused(kind: str) -> None:
+    found = captured(lambda _, x: UNREGISTERED(x))
+    guards = ModuleGuards(nn.Sequential(), found.python_state)
+    assert guards.hold()
+    handle = getattr(UNREGISTERED, f"register_{kind}")(lambda *_: None)
+    try:
+        with pytest.raises(CaptureError, match="is on a Tanh that is no sub-module"):
+            guards.hold()
+        with pytest.raises(CaptureError, match="is on a Tanh that is no sub-module"):
+            captured(lambda _, x: UNREGISTERED(x))
+    finally:
+        handle.remove()
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")

@@ -16,6 +16,7 @@ _SECTIONS = {
     "models": "Models",
     "loops": "Training loops",
     "changes": "Changes between calls",
+    "questions": "Questions about data",
     "rows": "Rows and arguments",
     "calls": "Who calls",
     "chance": "Random numbers",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -306,3 +308,58 @@ def test_calls_that_need_a_deployed_model(call: str) -> None:
     arguments = [1.0] if call == "clip_grad_norm" else []
     with pytest.raises(pyrannc.RaNNCError, match=rf"{call}\(\) needs a deployed model"):
         getattr(pyrannc.RaNNCModule(Chain()), call)(*arguments)
+
+
+class Locked(torch.optim.SGD):
+    """An optimizer whose groups cannot be changed on the second rank, at first."""
+
+    def lock(self) -> None:
+        if process.get_rank() == 1:
+            self.param_groups = [MappingProxyType(group) for group in self.param_groups]  # type: ignore[misc]
+
+    def unlock(self) -> None:
+        self.param_groups = [dict(group) for group in self.param_groups]
+
+
+def failed_deployment() -> tuple[Told, bool, list[Tensor], list[Tensor]]:
+    """The error; then, the parameters after two steps with RaNNC and without."""
+    with double_precision(), environment({"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "1"}):
+        torch.manual_seed(0)
+        model = Chain(4)
+        plain = copy.deepcopy(model)
+        optimizer, plain_optimizer = (Locked(net.parameters(), lr=0.1, momentum=0.5) for net in (model, plain))
+        module = pyrannc.RaNNCModule(model, optimizer)
+        batch = torch.randn(4, WIDTH)
+        own = batch[process.get_rank() * 2 :][:2]
+        optimizer.lock()
+        error = told_any(lambda: module(own))
+        ready = module.ready
+        optimizer.unlock()
+        for _ in range(2):
+            for net, its, rows in (
+                (module, optimizer, batch[process.get_rank() * 2 :][:2]),
+                (plain, plain_optimizer, batch),
+            ):
+                its.zero_grad()
+                net(rows).square().mean().backward()
+                its.step()
+        module.undeploy()
+        return error, ready, [*map(torch.detach, model.parameters())], [*map(torch.detach, plain.parameters())]
+
+
+def told_any(call: Callable[[], Any]) -> Told:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("nothing was raised")
+
+
+def test_after_a_failed_deployment_the_next_call_works(ranks: Ranks) -> None:
+    first, second = ranks(2).run(failed_deployment)
+    assert (first[0][0], second[0][0]) == ("MismatchError", "TypeError")
+    assert "rank 1 cannot go on" in first[0][1]
+    for _, ready, found, expected in (first, second):
+        assert not ready
+        for mine, theirs in zip(found, expected, strict=True):
+            assert torch.allclose(mine, theirs, rtol=0, atol=1e-12)

@@ -72,6 +72,31 @@ def test_a_proof_changes_nothing(ranks: Ranks, stages: int, dropout: float) -> N
     assert all(ranks(2).run(same_training, stages, dropout))
 
 
+class Remembers(Tied):
+    """Keeps what it computes and how, for the script to look at."""
+
+    shape: object = None
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self.shape = tokens.shape
+        self.middle.kept = [self.shape]  # type: ignore[assignment]  # modules take any attribute
+        return super().forward(tokens, targets)
+
+
+def kept_attributes() -> tuple[object, bool]:
+    model = Remembers(0.0)
+    with environment({"RANNC_VERIFY_PARTITIONING": "true"}):
+        module = pyrannc.RaNNCModule(model)
+    own = local_slice(ROWS)
+    module(tokens(0)[own], tokens(9)[own]).backward()
+    module.undeploy()
+    return vars(model).get("shape"), "kept" in vars(model.middle)
+
+
+def test_a_proof_leaves_no_attributes(ranks: Ranks) -> None:
+    assert ranks(2).run(kept_attributes) == [(None, False)] * 2
+
+
 def normalised() -> str:
     """What a proof says of batch normalisation over microbatches, which is not that over the batch."""
     torch.manual_seed(0)

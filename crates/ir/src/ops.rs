@@ -377,7 +377,6 @@ fn of_name(name: &str) -> Option<RowRule> {
             Along { dims: (2, "dim"), default: Some(-1) }
         }
         "roll" => Along { dims: (2, "dims"), default: None },
-        "take_along_dim" => Along { dims: (2, "dim"), default: None },
         "fft_fftshift" | "fft_ifftshift" => Along { dims: DIM1, default: None },
         "select_scatter" | "slice_scatter" => Along { dims: (2, "dim"), default: Some(0) },
         "layer_norm" | "native_layer_norm" | "rms_norm" | "_fused_rms_norm" => Trailing((1, "normalized_shape")),

@@ -210,8 +210,11 @@ def _cauchy(drawing: Drawing, shape: torch.Size, median: float = 0.0, sigma: flo
 
 
 def _geometric(drawing: Drawing, shape: torch.Size, p: float) -> Tensor:
-    made = laws.standard_exponential(drawing.of(shape), shape, drawing.dtype, drawing.device)
-    return made.div_(-math.log1p(-p)).ceil_().clamp_(min=1) if p < 1 else torch.ones_like(made)
+    # Tensors of integers have numbers of this law, too.
+    work = drawing.dtype if drawing.dtype.is_floating_point else torch.float64
+    made = laws.standard_exponential(drawing.of(shape), shape, work, drawing.device)
+    made = made.div_(-math.log1p(-p)).ceil_().clamp_(min=1) if p < 1 else torch.ones_like(made)
+    return made.to(drawing.dtype)
 
 
 def _bernoulli(drawing: Drawing, shape: torch.Size, p: float | Tensor = 0.5) -> Tensor:

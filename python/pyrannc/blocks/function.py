@@ -112,6 +112,9 @@ class _Writer:
         drawn = self._drawn(op) if self._facts.ops[op].random else None
         if drawn is not None:
             target, (args, kwargs) = drawn, drawn.arguments(original)
+        if target is torch.ops.aten.view.default and self._may_copy(op):
+            # Other kernels than those without data may lay out memory so that a view is not possible.
+            target = torch.ops.aten.reshape.default
         args, kwargs = map_aggregate(args, self._argument), map_aggregate(kwargs, self._argument)
         node = self.graph.create_node(original.op, target, args, kwargs, name=original.name)
         if opens_region(original):
@@ -119,6 +122,11 @@ class _Writer:
         for value in self._facts.ops[op].results:
             _, place = self._captured.values[value]
             self._nodes[value] = node if place is None else self.graph.call_function(operator.getitem, (node, place))
+
+    def _may_copy(self, op: int) -> bool:
+        """True where nobody changes the memory of an Op's results in place."""
+        facts = self._facts
+        return not any(facts.root(value) in facts.mutated_roots for value in facts.ops[op].results)
 
     def _drawn(self, op: int) -> DrawnOp | None:
         """What draws an Op's numbers by their place in the batch; None once the generator is set for those of torch."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.call.variant import Variant
+from pyrannc.call.whole_batch import BatchRows
 from pyrannc.config import Config
 from pyrannc.core.profile import ProfileFacts
 from pyrannc.job import process
@@ -47,10 +48,10 @@ def measure_action_us(device: torch.device) -> float:
 
 def _request(device: torch.device, microbatches: int) -> tuple[_Tiny, Request]:
     model, x = _Tiny(), torch.zeros(_MANY, 8, device=device)
-    variant = Variant(model, (x,), {}, device, _MANY, (True,))
+    batch = BatchRows((_MANY,) * process.get_world_size(), gathered=True)
+    variant = Variant(model, (x,), {}, device, _MANY, (True,), batch)
     config = Config(partition_num=1, pipeline_num=microbatches, profile="never")
-    rows = _MANY * process.get_world_size()
-    return model, Request(variant, [x], config, None, device, rows, gather_inputs=True)
+    return model, Request(variant, [x], config, None, device, batch.total, gather_inputs=True)
 
 
 def _step_us(device: torch.device, microbatches: int) -> float:

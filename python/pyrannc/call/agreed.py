@@ -15,6 +15,7 @@ from pyrannc.call.data_guards import Answers
 from pyrannc.call.equal import Fingerprint, HyperParameters, combined, whole_inputs
 from pyrannc.call.param_guards import ParamGuards
 from pyrannc.call.variant import CallKey, Variant, Variants
+from pyrannc.call.whole_batch import BatchRows
 from pyrannc.capture import signature
 from pyrannc.errors import InputError, MismatchError
 from pyrannc.job import agree, process
@@ -38,7 +39,7 @@ class AgreedCall:
         tensors: of this rank's arguments.
         has_rows: for each of them, whether the batch is its dimension 0.
         own_rows: of this rank's batch.
-        rows: of each rank's batch, as far as they count.
+        batch: the rows of all ranks.
         answers: to the model's questions about the batch, to be checked before gradients are handed over.
         drawn: rank 0's number for the call's random numbers.
     """
@@ -48,7 +49,7 @@ class AgreedCall:
     tensors: list[Tensor]
     has_rows: HasRows
     own_rows: int
-    rows: tuple[int, ...]
+    batch: BatchRows
     answers: Answers | None
     drawn: int
 
@@ -125,10 +126,25 @@ class Agreement:
         if own.has_rows is None:
             own.has_rows = self._batch.find(own.call, own.rows, device)
             own.key = self._key(own.call, own.has_rows)
-        self._answers = own.answers
+        batch = BatchRows(rows, self._gather_inputs)
+        self._answers = None if own.variant is None else self._ask(own.variant, own, batch)
         return AgreedCall(
-            own.key, own.variant, own.call.tensors, own.has_rows, own.rows, rows, own.answers, everyone[0][-1]
+            own.key, own.variant, own.call.tensors, own.has_rows, own.rows, batch, self._answers, everyone[0][-1]
         )
+
+    @staticmethod
+    def _ask(variant: Variant, own: _Own, batch: BatchRows) -> Answers | None:
+        """The answers that are still to be checked. All ranks call it."""
+        questions = variant.questions
+        if not questions:
+            return None
+        assert own.has_rows is not None, "a captured form has rows"
+        answers = questions.ask(batch.joined(own.call.tensors, own.has_rows, questions.takes))
+        if not questions.waits and torch.is_grad_enabled():
+            return answers
+        # There is no backward that could wait for them.
+        agree.together(answers.check)
+        return None
 
     def _key(self, call: Arguments, has_rows: HasRows) -> CallKey:
         return signature(self._model, call.tensors, call.structure, has_rows), self.flags
@@ -157,12 +173,6 @@ class Agreement:
         if own.variant is None:
             return
         own.number, own.drawn = own.variant.number, self.draw(own.variant)
-        if own.variant.questions and own.rows and (self._gather_inputs or process.get_rank() == 0):
-            own.answers = own.variant.questions.ask(call.tensors)
-            if own.variant.questions.waits or not torch.is_grad_enabled():
-                # There is no backward that could wait for them.
-                own.answers.check()
-                own.answers = None
 
     def draw(self, variant: Variant) -> int:
         """What a call is to draw from, a number from torch's generator if it needs one: one number for each call."""
@@ -204,7 +214,6 @@ class _Own:
     key: CallKey = ((), None)
     variant: Variant | None = None
     equal: list[Fingerprint] = field(default_factory=list)
-    answers: Answers | None = None
     drawn: int = 0
 
 

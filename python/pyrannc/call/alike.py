@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from pyrannc._native import Graph
-from pyrannc.capture import Captured, capture
+from pyrannc.call.whole_batch import BatchRows
+from pyrannc.capture import FROM_ARGUMENTS, Answering, Captured, PartOfBatchError, capture, flatten
 from pyrannc.errors import MismatchError
 from pyrannc.job import agree
 
@@ -22,20 +23,43 @@ def capture_alike(
     device: torch.device,
     rows: int,
     has_rows: Sequence[bool],
-    leaf_modules: Sequence[str] = (),
+    leaf_modules: Sequence[str],
+    batch: BatchRows,
 ) -> tuple[Captured, Graph]:
     """The captured call with its Graph. All ranks call it.
+
+    What the model asks its data, the global batch answers.
 
     Raises:
         CaptureError: the call cannot be captured.
         MismatchError: another rank captured something else.
     """
 
-    def attempt() -> tuple[Captured, Graph]:
-        captured = capture(model, args, kwargs, device=device, rows=rows, has_rows=has_rows, leaf_modules=leaf_modules)
+    def attempt(args: Any, kwargs: Any, rows: int, answers: Answering) -> tuple[Captured, Graph] | None:
+        try:
+            captured = capture(
+                model,
+                args,
+                kwargs,
+                device=device,
+                rows=rows,
+                has_rows=has_rows,
+                leaf_modules=leaf_modules,
+                answers=answers,
+            )
+        except PartOfBatchError:
+            return None
         return captured, Graph.from_json(captured.graph_json)
 
-    captured, graph = agree.together(attempt)
+    answers = Answering(part_of_batch=batch.in_parts)
+    found = agree.together(lambda: attempt(args, kwargs, rows, answers))
+    if any(asks for (asks,) in agree.gather_numbers((found is None,))):
+        tensors, structure = flatten((args, kwargs))
+        batch.refuse_other_shapes(tensors, has_rows)
+        all_args, all_kwargs = structure.rebuild(batch.joined(tensors, has_rows, range(len(tensors))))
+        found = agree.together(lambda: attempt(all_args, all_kwargs, batch.total, FROM_ARGUMENTS))
+    assert found is not None, "the whole batch answers"
+    captured, graph = found
     hashes: list[str] = agree.gather_objects(graph.hash())
     if len(set(hashes)) > 1:
         raise MismatchError(_first_difference(graph, hashes))

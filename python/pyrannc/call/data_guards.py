@@ -51,19 +51,23 @@ class DataGuards:
         assumptions: of the call.
         device: where the batch is; answers on the host's processor are there at once.
         waits: answers are needed before the call runs, because it changes buffers.
+
+    Attributes:
+        takes: the input tensors that decide.
     """
 
     def __init__(self, assumptions: Sequence[Assumption], device: torch.device, *, waits: bool) -> None:
         self._questions = [(item, item.question) for item in assumptions if item.question is not None]
         self.unchecked = [item for item in assumptions if item.question is None]
         self.waits = waits or device.type == "cpu"
+        self.takes = frozenset(place for _, question in self._questions for place in question.takes)
 
     def __bool__(self) -> bool:
         return bool(self._questions)
 
     @torch.no_grad()
     def ask(self, tensors: Sequence[Tensor]) -> Answers:
-        """Starts to compute the answers for the input tensors of a call."""
+        """Starts to compute the answers for the input tensors of a call, with the rows of the global batch."""
         found = [question.ask([tensor.detach() for tensor in tensors]) for _, question in self._questions]
         numbers = torch.stack([number.reshape(()).double() for group in found for number in group])
         counted = zip(self._questions, found, strict=True)

@@ -59,7 +59,9 @@ class ModuleGuards:
         families = [own_modules(module) for module in model.modules()]
         self._families = [family for family in families if family]
         self._children = [list(family.values()) for family in self._families]
-        hooks = [*hooks_of_all_calls(), *(hooks for module in model.modules() for hooks in hooks_of_calls(module))]
+        self._strangers = state.strangers
+        called = [*model.modules(), *state.strangers]
+        hooks = [*hooks_of_all_calls(), *(hooks for module in called for hooks in hooks_of_calls(module))]
         self._hookless = [found for found in hooks if not found]
         self._hooked = [found for found in hooks if found]
         self._hook_counts = list(map(len, self._hooked))
@@ -71,7 +73,7 @@ class ModuleGuards:
             CaptureError: hooks of sub-modules have come or gone.
         """
         if any(self._hookless) or list(map(len, self._hooked)) != self._hook_counts:
-            refuse_new_hooks(self._model)
+            refuse_new_hooks(self._model, self._strangers)
             return False
         try:
             if [get(holder) for get, holder in self._getters] != self._values:

@@ -16,13 +16,15 @@ from pyrannc.call.alike import capture_alike, first_difference
 from pyrannc.call.data_guards import DataGuards
 from pyrannc.call.guards import ModuleGuards
 from pyrannc.call.single_row import first_normalising, refuse_single_rows
-from pyrannc.capture import Captured, capture
+from pyrannc.call.whole_batch import BatchRows
+from pyrannc.capture import Answering, Captured, capture
+from pyrannc.capture.sequences import ADVICE
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts
 from pyrannc.core.program import Call, RankProgram
 from pyrannc.core.reach import reach
 from pyrannc.core.tail import DividedFacts, Join, TailPart
-from pyrannc.errors import CaptureError
+from pyrannc.errors import CaptureError, InputError
 from pyrannc.job import agree, process
 
 RowMixing: TypeAlias = Literal["batch", "microbatch"]
@@ -54,6 +56,7 @@ class Variant:
         device: where the model will run.
         rows: batch size of the sample.
         has_rows: for each tensor of the arguments, whether the batch is its dimension 0.
+        batch: the rows of all ranks.
         row_mixing: what Ops that mix rows work on.
         leaf_modules: paths of sub-modules that stay whole.
 
@@ -78,11 +81,12 @@ class Variant:
         device: torch.device,
         rows: int,
         has_rows: tuple[bool, ...],
+        batch: BatchRows,
         row_mixing: RowMixing = "batch",
         leaf_modules: Sequence[str] = (),
     ) -> None:
         self._has_rows, self._leaf_modules = has_rows, leaf_modules
-        captured, graph = capture_alike(model, args, kwargs, device, rows, has_rows, leaf_modules)
+        captured, graph = capture_alike(model, args, kwargs, device, rows, has_rows, leaf_modules, batch)
         self.whole = Whole(captured, graph, GraphFacts.from_json(captured.graph_json, graph.row_dims()))
         native = graph.divide_tail(row_mixing)
         divided = DividedFacts.from_json(native.to_json())
@@ -121,7 +125,11 @@ class Variant:
             CaptureError: the model now computes something else, and no guard has seen why.
         """
         has_rows, leaves = self._has_rows, self._leaf_modules
-        again = capture(model, args, kwargs, device=device, rows=rows, has_rows=has_rows, leaf_modules=leaves)
+        # This rank's rows are not those that have answered.
+        answers = Answering(before=self.whole.captured.assumptions)
+        again = capture(
+            model, args, kwargs, device=device, rows=rows, has_rows=has_rows, leaf_modules=leaves, answers=answers
+        )
         graph = Graph.from_json(again.graph_json)
         if graph.hash() != self.whole.graph.hash():
             here, now = first_difference(self.whole.graph.op_texts(), graph.op_texts(), "the same Ops on other tensors")
@@ -217,6 +225,15 @@ class Variant:
                     f'the rows of output "{facts.name}" cannot be told: its extents are {_extents(facts.shape)} for a '
                     "batch of b; return it with the batch as a dimension of its own"
                 )
+
+    def refuse_sequences(self, batch: BatchRows) -> None:
+        """Raises InputError where dimension 0 seems to be the steps of sequences, and dimension 1 the rows."""
+        place = self.whole.captured.along_rows
+        if place is not None and batch.gathered and batch.in_parts:
+            raise InputError(
+                f"{place} calls an attention layer that {ADVICE}; if the layer is meant to mix the rows of all ranks, "
+                "say so by naming the arguments that have them: RaNNCModule(..., batch_arguments=[...])"
+            )
 
     def follow(self, first: Variant) -> None:
         """Divides the Graph like that of another captured call, so that every parameter stays. All ranks call it."""

@@ -2,7 +2,7 @@
 
 from pyrannc.errors import CaptureError
 
-from .assumptions import Assumption, Attribute, PythonState, Question
+from .assumptions import FROM_ARGUMENTS, Answering, Assumption, Attribute, PartOfBatchError, PythonState, Question
 from .attributes import INTERNAL, is_plain
 from .captured import Captured, capture, signature
 from .dims import Dim
@@ -11,12 +11,15 @@ from .reading import may_lack_rows
 from .source import Place
 
 __all__ = [
+    "FROM_ARGUMENTS",
     "INTERNAL",
+    "Answering",
     "Assumption",
     "Attribute",
     "CaptureError",
     "Captured",
     "Dim",
+    "PartOfBatchError",
     "Place",
     "PythonState",
     "Question",

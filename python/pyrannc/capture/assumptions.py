@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pyrannc.errors import RaNNCError
+
 from .source import Place
 
 
@@ -18,10 +20,12 @@ class Question:
     Attributes:
         ask: from the input tensors of a call to the tensors, of one element each, that decide; waits for no device.
         holds: whether the numbers in these tensors give the answer of the capture.
+        takes: the input tensors that decide.
     """
 
     ask: Callable[[Sequence[Tensor]], list[Tensor]]
     holds: Callable[[Sequence[float]], bool]
+    takes: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,29 @@ class Assumption:
     """True when there was no data to ask (meta parameters) and the usual answer was taken."""
     question: Question | None = field(default=None, compare=False, repr=False)
     """None when inputs alone do not decide."""
+    answer: Any = field(default=None, compare=False, repr=False)
+    """What ``value`` is the text of."""
+
+
+class PartOfBatchError(RaNNCError):
+    """The rows at hand cannot answer what the model asks for."""
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How questions about data are answered at a capture.
+
+    Attributes:
+        part_of_batch: there are more rows than those of the arguments.
+        before: answers to take where the same is asked again.
+    """
+
+    part_of_batch: bool = False
+    before: Sequence[Assumption] = ()
+
+
+FROM_ARGUMENTS = Answering()
+"""The arguments are the whole batch."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +91,10 @@ class PythonState:
         read: what it asked for, there or not.
         written: what it set without having read it.
         globals: the global variables that code of the user names, with where they stand.
+        strangers: modules that it called and that are no sub-modules of the model.
     """
 
     read: list[Attribute]
     written: list[Attribute]
     globals: list[tuple[dict[str, Any], str]]
+    strangers: list[nn.Module]

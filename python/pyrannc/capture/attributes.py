@@ -152,7 +152,7 @@ class AttributeLog:
             for (module, name), is_read in self._read_first.items()
             if is_read and module in modules
         ]
-        return PythonState(read, self.written, _globals(self._tracker.codes))
+        return PythonState(read, self.written, _globals(self._tracker.codes), [*self._tracker.strangers.values()])
 
 
 def _globals(codes: Mapping[CodeType, dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from pyrannc.errors import CaptureError, InputError, RaNNCError
 
-from .assumptions import Assumption, PythonState
+from .assumptions import FROM_ARGUMENTS, Answering, Assumption, PythonState
 from .attributes import assigned, carries_number, refuse_changed_tensors
 from .clean import clean, place_of
 from .dims import Dim
@@ -29,7 +29,8 @@ class Captured:
 
     ``gm`` takes parameters, buffers and input tensors, each in id order, and returns a flat tuple: the output
     tensors, then the new tensors of reassigned buffers. Gradient modes are not in ``gm`` but in the Graph's ops.
-    ``op_numbers`` are those of the Ops before the call was divided.
+    ``op_numbers`` are those of the Ops before the call was divided. ``along_rows`` is where a layer first takes the
+    rows for the steps of a sequence.
     """
 
     graph_json: str
@@ -45,6 +46,7 @@ class Captured:
     dims: dict[fx.Node, Dim]
     input_structure: Structure
     output_structure: Structure
+    along_rows: Place | None
 
     def input_tensors(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors of a call, in the order of the Graph's inputs.
@@ -118,6 +120,7 @@ def capture(
     rows: int,
     leaf_modules: Sequence[str] = (),
     has_rows: Sequence[bool] | None = None,
+    answers: Answering = FROM_ARGUMENTS,
 ) -> Captured:
     """Captures ``model(*args, **kwargs)`` as it would run on ``device``, for any number of rows.
 
@@ -132,9 +135,11 @@ def capture(
         leaf_modules: paths of sub-modules that stay whole, as one opaque op per call.
         has_rows: for each tensor of the arguments, whether the batch is its dimension 0; by default, where that has
             the extent ``rows``.
+        answers: how the model's questions about data are answered.
 
     Raises:
         CaptureError: the call cannot be captured; the message names the place in the model and what to do.
+        PartOfBatchError: the model asks for what only the whole batch tells.
     """
     traced = None
     try:
@@ -142,13 +147,13 @@ def capture(
         tensors = flatten((tuple(args), kwargs))[0]
         batch_rows(tensors)
         batched = by_extents(tensors, rows) if has_rows is None else tuple(has_rows)
-        traced = trace(model, tuple(args), kwargs, device, rows, batched, leaf_modules)
+        traced = trace(model, tuple(args), kwargs, device, rows, batched, leaf_modules, answers)
         refuse_changed_tensors(model, _changed_constants(traced.gm))
         cleaned = clean(traced)
         lowered = lower(traced, cleaned, _qualified_name(model), model.training, max(1, rows))
         if traced.carried:
             with assigned(traced.carried):
-                second = trace(model, tuple(args), kwargs, device, rows, batched, leaf_modules)
+                second = trace(model, tuple(args), kwargs, device, rows, batched, leaf_modules, answers)
                 again = lower(second, clean(second), _qualified_name(model), model.training, max(1, rows))
             _refuse_counting(traced, second, same=again.graph == lowered.graph)
     except RaNNCError:
@@ -169,6 +174,7 @@ def capture(
         dims=cleaned.dims,
         input_structure=flatten((tuple(args), kwargs))[1],
         output_structure=traced.output,
+        along_rows=traced.along_rows,
     )
 
 

@@ -17,6 +17,7 @@ from .facts import FACTS, GRAD_ENABLED, PLACE
 from .functional import replace_in_place_ops
 from .mean_losses import divide_mean_losses
 from .ops import has_effect, is_assertion, is_tuple_access
+from .reciprocals import divide_by_rows
 from .source import Place
 from .torch_internals import SET_GRAD_ENABLED, expression
 from .tracer import Trace
@@ -154,6 +155,11 @@ def _copy_outputs(trace: Trace, graph: fx.Graph, env: dict[fx.Node, fx.Node], cl
     graph.output(tuple(copied))
 
 
+def divide_numbers(_trace: Trace, cleaned: CleanGraph) -> None:
+    """Factors that are one over the number of rows become divisors."""
+    divide_by_rows(cleaned.gm.graph)
+
+
 def sort_into_roles(trace: Trace, cleaned: CleanGraph) -> None:
     """Constants that are still used, integers made of the batch size, and Ops."""
     graph = cleaned.gm.graph
@@ -179,8 +185,9 @@ def _batch_integer(trace: Trace, node: fx.Node, value: Any) -> Dim:
                 "keep it a tensor, or name the sub-module in leaf_modules"
             )
         raise CaptureError(
-            f"{place_of(node)} computes a number from the batch size that is not of the form a*rows + b ({expr}); "
-            "write it so that it stays proportional to the number of rows, or compute it with tensors"
+            f"{place_of(node)} computes a number from the batch size that is not of the form a*rows + b ({expr}): "
+            "divide a tensor by x.shape[0] where it is used, take the mean over the rows (x.mean(0), x.mean()), or "
+            "compute the number with tensors (torch.ones_like(x[:, 0]).sum())"
         )
     return dim
 
@@ -197,6 +204,7 @@ PASSES: tuple[Callable[[Trace, CleanGraph], None], ...] = (
     drop_unused_in_trace,
     copy_what_runs,
     make_functional,
+    divide_numbers,
     drop_unused,
     divide_means,
     sort_into_roles,

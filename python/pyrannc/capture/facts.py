@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from .source import SourceTracker
-from .torch_internals import TRACK_TENSOR_TREE, note_new_nodes, storage_address
+from .torch_internals import TRACK_TENSOR_TREE, OpOverload, note_new_nodes, schema, storage_address
 
 FACTS = "rannc_facts"
 PLACE = "rannc_place"
@@ -22,6 +22,19 @@ class TensorFacts(NamedTuple):
 
     requires_grad: bool
     storage: int | None
+
+
+def memory(node: fx.Node) -> set[int]:
+    """The storages of what a traced node gives, or takes if it gives nothing."""
+    facts = node.meta.get(FACTS)
+    if facts is None:
+        return {storage for operand in node.all_input_nodes for storage in memory(operand)} if node.args else set()
+    return {found.storage for found in facts.values() if found.storage is not None}
+
+
+def writes_memory(node: fx.Node) -> bool:
+    """True for an operator that changes operands in place."""
+    return isinstance(node.target, OpOverload) and schema(node.target).is_mutable
 
 
 class FactRecorder:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from pyrannc.errors import CaptureError
 
-from .torch_internals import has_backward_hooks, hooks_of_all_calls, hooks_of_calls, version
+from .holdings import Holdings, TooMuchError
+from .source import SourceTracker
+from .torch_internals import has_backward_hooks, hooks_of_all_calls, hooks_of_calls
 
 _Hooks = dict[int, Callable[..., Any]]
-_DEPTH = 4
-_ITEMS = 64
+_NAMED = 3
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -35,9 +35,16 @@ def refuse_hooks(model: nn.Module) -> None:
             )
 
 
-def refuse_new_hooks(model: nn.Module) -> None:
-    """Raises CaptureError for hooks that came or went after the capture, unless all that are there are torch's."""
+def refuse_new_hooks(model: nn.Module, strangers: Sequence[nn.Module]) -> None:
+    """Raises CaptureError for hooks that came or went after the capture, unless all that are there are torch's.
+
+    Args:
+        model: the user's.
+        strangers: other modules that it calls.
+    """
     refuse_hooks(model)
+    for module in strangers:
+        _refuse_hooks_of_stranger(module)
     for path, hooks in _own_hooks(model):
         for hook in hooks.values():
             raise CaptureError(
@@ -48,28 +55,59 @@ def refuse_new_hooks(model: nn.Module) -> None:
 
 
 @contextmanager
-def watched_hooks(model: nn.Module) -> Iterator[None]:
+def watched_hooks(model: nn.Module, tracker: SourceTracker) -> Iterator[None]:
     """Raises CaptureError at the end for a forward hook that does more than change what a module takes or returns.
 
     What it returns is captured; what it keeps would be kept once, from tensors without data.
     """
     own = list(_own_hooks(model))
+    hooks_here = [(path, hook) for path, hooks in own for hook in hooks.values()]
+    watched = frozenset(map(id, model.modules()))
     used: dict[int, bool] = {}
-    before = {id(hook): _state(hook) for _, hooks in own for hook in hooks.values()}
+    before = _holdings(hooks_here, watched)
     kept = [(hooks, dict(hooks)) for _, hooks in own]
     for hooks, originals in kept:
         for key, hook in originals.items():
-            if id(hook) in before and not _is_of_torch(hook):
+            if not _is_of_torch(hook):
                 hooks[key] = _noting(hook, used)
+
+    def look(module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        if id(module) not in watched:
+            _refuse_hooks_of_stranger(module)
+
+    tracker.before_calls.append(look)
     try:
         yield
     finally:
+        tracker.before_calls.remove(look)
         for hooks, originals in kept:
             hooks.update(originals)
-    for path, hooks in own:
-        for hook in hooks.values():
-            if not used.get(id(hook), True) or _state(hook) != before[id(hook)]:
-                raise CaptureError(f"the forward hook {_name(hook)} of {_where(path)} {_ADVICE}")
+    after = _holdings(hooks_here, watched)
+    for (path, hook), was, now in zip(hooks_here, before.of, after.of, strict=True):
+        if not used.get(id(hook), True) or was != now:
+            raise CaptureError(f"the forward hook {_name(hook)} of {_where(path)} {_ADVICE}")
+
+
+def _holdings(hooks: Sequence[tuple[str, Callable[..., Any]]], watched: Set[int]) -> Holdings:
+    try:
+        return Holdings([hook for _, hook in hooks], watched)
+    except TooMuchError:
+        named = ", ".join(f"{_name(hook)} of {_where(path)}" for path, hook in hooks[:_NAMED])
+        raise CaptureError(
+            f"the forward hooks of the model ({named}) reach too many objects to see whether they keep something "
+            "there, which would happen once, while the model is captured, and never again; remove them, or let them "
+            "refer to less"
+        ) from None
+
+
+def _refuse_hooks_of_stranger(module: nn.Module) -> None:
+    """Raises CaptureError for hooks of a module that the model calls and does not have as a sub-module."""
+    for hook in (hook for hooks in hooks_of_calls(module) for hook in hooks.values() if not _is_of_torch(hook)):
+        raise CaptureError(
+            f"the hook {_name(hook)} is on a {type(module).__name__} that is no sub-module of the model, so it would "
+            "run while the model is captured and never again; make that module an attribute of the model or of one of "
+            "its sub-modules (in a list: nn.ModuleList), or remove the hook"
+        )
 
 
 def _noting(hook: Callable[..., Any], used: dict[int, bool]) -> Callable[..., Any]:
@@ -89,44 +127,6 @@ def _own_hooks(model: nn.Module) -> Iterator[tuple[str, _Hooks]]:
         for hooks in hooks_of_calls(module):
             if any(not _is_of_torch(hook) for hook in hooks.values()):
                 yield path, hooks
-
-
-def _state(value: Any, depth: int = 0) -> Any:
-    """What a hook can reach, in a form that differs once it has kept something there."""
-    if isinstance(value, (type(None), bool, int, float, complex, str, bytes)):
-        return value
-    if isinstance(value, Tensor):
-        return id(value), 0 if value.is_inference() else version(value)
-    if depth == _DEPTH or isinstance(value, (nn.Module, type, ModuleType)):
-        return id(value)
-    if isinstance(value, Mapping):
-        return id(value), len(value), tuple(_state(item, depth + 1) for item in [*value.values()][:_ITEMS])
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return id(value), len(value), tuple(_state(item, depth + 1) for item in [*value][:_ITEMS])
-    # A bound method is a new object each time.
-    key = 0 if isinstance(value, MethodType) else id(value)
-    return key, tuple(_state(item, depth + 1) for item in _reachable(value))
-
-
-def _reachable(value: Any) -> list[Any]:
-    if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
-    if isinstance(value, MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-        names = [name for name in value.__code__.co_names if name in value.__globals__]
-        found = [value.__globals__[name] for name in names]
-        return [*cells, *(value.__defaults__ or ()), *found]
-    own = getattr(value, "__dict__", None)
-    return list(own.values()) if isinstance(own, dict) else [getattr(value, "__self__", None)]
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
 
 
 def _where(path: str) -> str:

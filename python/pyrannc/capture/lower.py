@@ -201,7 +201,7 @@ class _Lowering:
         if isinstance(node.target, OpaqueCall):
             record["opaque"] = True
         call = _call_of_the_user(node)
-        if call is not None and is_row_wise(call, self._operands(node)):
+        if call is not None and is_row_wise(call, self._operands(node), _device_of(node)):
             record["row_wise"] = True
         if region is not None:
             record["region"] = region
@@ -302,6 +302,12 @@ class _Lowering:
         for value, root in zip(self.values, self.roots, strict=True):
             if root in reached and "op" in value["def"] and getattr(torch, value["dtype"]).is_floating_point:
                 value["requires_grad"] = True
+
+
+def _device_of(node: fx.Node) -> torch.device:
+    """Where what a node is given will be."""
+    made = (operand.meta.get("val") for operand in node.all_input_nodes)
+    return next((value.device for value in made if isinstance(value, Tensor)), torch.device("cpu"))
 
 
 def _call_of_the_user(node: fx.Node) -> Callable[..., Any] | None:

@@ -7,8 +7,10 @@ of the graph that made the scalar runs on the real sample inputs, and the answer
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import sympy
@@ -18,6 +20,7 @@ from torch import Tensor, fx
 from pyrannc.errors import CaptureError
 
 from .assumptions import Assumption
+from .facts import memory, writes_memory
 from .questions import question
 from .source import Place, SourceTracker
 from .torch_internals import (
@@ -36,7 +39,6 @@ from .torch_internals import (
 )
 
 _BOOLEAN_READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::allclose")
-_CLONED_NUMEL = 1 << 20
 _REDRAWS = 16
 
 
@@ -58,24 +60,66 @@ def real_execution() -> Iterator[None]:
         yield
 
 
-class Oracle:
-    """Runs slices of the graph under construction on real data."""
+@dataclass(frozen=True)
+class Batch:
+    """The inputs of a call as they came, before their rows were repeated for the trace.
 
-    def __init__(self, tracker: SourceTracker, device: torch.device) -> None:
+    Attributes:
+        tensors: all of them.
+        has_rows: for each of them, whether the batch is its dimension 0.
+        rows: how many.
+    """
+
+    tensors: Sequence[Tensor]
+    has_rows: Sequence[bool]
+    rows: int
+
+
+class Oracle:
+    """Runs slices of the graph under construction on real data.
+
+    Args:
+        tracker: knows where in the model the trace is.
+        device: that slices run on.
+        batch: what questions are about.
+        answered: answers to take where the same is asked again, instead of those of the batch.
+
+    Attributes:
+        assumptions: the answers so far.
+        asked_rows: where the model has first asked for something that depends on rows of the batch.
+    """
+
+    def __init__(
+        self, tracker: SourceTracker, device: torch.device, batch: Batch, answered: Sequence[Assumption] = ()
+    ) -> None:
         self.assumptions: list[Assumption] = []
-        self.known: dict[fx.Node, Any] = {}
+        self.asked_rows: Place | None = None
         self._tracker = tracker
         self._device = device
+        self._batch = batch
+        self._answered = list(answered)
         self._graph: fx.Graph | None = None
-        self._root: Any = None
 
-    def attach(self, tracer: fx.Tracer, samples: dict[fx.Node, Tensor], input_count: int) -> None:
-        """Starts to serve ``tracer``; ``samples`` are the real tensors of its placeholders, inputs of the call last."""
-        first_input = len(samples) - input_count
-        self._inputs = {node: place - first_input for place, node in enumerate(samples) if place >= first_input}
+    def attach(
+        self, tracer: fx.Tracer, samples: dict[fx.Node, Tensor], input_count: int, batch_size: sympy.Symbol | None
+    ) -> None:
+        """Starts to serve ``tracer``.
+
+        Args:
+            tracer: of the running trace.
+            samples: the real tensors of its placeholders, inputs of the call last.
+            input_count: how many inputs the call has.
+            batch_size: stands for the number of rows.
+        """
+        inputs = list(samples)[len(samples) - input_count :]
+        self._inputs = {node: place for place, node in enumerate(inputs)}
+        self._with_rows = {node for node, batched in zip(inputs, self._batch.has_rows, strict=True) if batched}
         self._graph = tracer.graph
-        self._root = tracer.root
-        self._samples = samples
+        self._samples = _Samples(tracer.root, samples, self._device, {})
+        self._asked = self._samples
+        if self._batch.rows:
+            own = {**samples, **dict(zip(inputs, self._batch.tensors, strict=True))}
+            self._asked = _Samples(tracer.root, own, self._device, {batch_size: self._batch.rows})
 
     @property
     def attached(self) -> bool:
@@ -84,53 +128,66 @@ class Oracle:
 
     def close(self) -> None:
         """Lets go of all tensors."""
-        self.known.clear()
-        self._graph = self._root = None
-        self._samples = {}
+        self._graph = None
+        self._samples = self._asked = _Samples(None, {}, self._device, {})
         self._inputs = {}
+        self._with_rows = set()
 
-    def value_of(self, node: fx.Node, seed: int | None = None) -> Any:
-        """What ``node`` gives for the sample inputs; ``seed`` starts the random generator for the run.
+    def value_of(self, node: fx.Node) -> Any:
+        """What ``node`` gives for the samples, which have as many rows as the trace.
 
         Raises:
             NoDataError: the slice reads a tensor without data.
         """
+        return self._value(node, self._samples)
+
+    def _value(self, node: fx.Node, samples: _Samples, seed: int | None = None) -> Any:
+        """``seed`` starts the random generator for the run."""
         with real_execution():
             if seed is not None:
                 torch.manual_seed(seed)
-            return self._run_slice(node)
+            samples.run(self._slice_of(node, samples.known))
+            return samples.known[node]
 
     def answer(self, expr: sympy.Basic) -> sympy.Basic:
-        """The value of a data-dependent expression for the sample inputs; recorded as an assumption."""
+        """The value of a data-dependent expression for the batch; recorded as an assumption."""
         origins = {symbol: self._origin(symbol) for symbol in sorted(expr.free_symbols, key=str)}
-        assumed = False
-        try:
-            answer = expr.subs({symbol: read(self.value_of(node)) for symbol, (node, read) in origins.items()})
-            self._refuse_chance(expr, origins, answer)
-        except NoDataError:
-            answer = expr.subs({symbol: _usual_answer(node) for symbol, (node, _) in origins.items()})
-            assumed = True
+        here, assumed = self._tracker.here(), False
         slices = {symbol: (self._slice_of(node), read) for symbol, (node, read) in origins.items()}
-        again = question(expr, answer, slices, self._inputs, self._run_node, self._device)
-        self.assumptions.append(Assumption(str(expr), str(answer), self._tracker.here(), assumed, again))
+        if any(node in self._with_rows for nodes, _ in slices.values() for node in nodes):
+            self.asked_rows = self.asked_rows or here
+        answer = self._answer_before(expr, here)
+        if answer is None:
+            try:
+                values = {symbol: read(self._value(node, self._asked)) for symbol, (node, read) in origins.items()}
+                answer = expr.subs(values)
+                self._refuse_chance(expr, origins, answer)
+            except NoDataError:
+                answer = expr.subs({symbol: _usual_answer(node) for symbol, (node, _) in origins.items()})
+                assumed = True
+        again = question(expr, answer, slices, self._inputs, self._asked.run_node, self._device)
+        self.assumptions.append(Assumption(str(expr), str(answer), here, assumed, again, answer))
         return answer
+
+    def _answer_before(self, expr: sympy.Basic, here: Place) -> sympy.Basic | None:
+        """The answer to take, if the same was asked next at the same place."""
+        for index, known in enumerate(self._answered):
+            if (known.expr, known.where) == (str(expr), here):
+                return self._answered.pop(index).answer
+        return None
 
     def _refuse_chance(self, expr: sympy.Basic, origins: dict[sympy.Basic, Any], answer: sympy.Basic) -> None:
         """Raises CaptureError if the answer is another one when random numbers are drawn again."""
         if not any(draws(ancestor) for node, _ in origins.values() for ancestor in self._slice_of(node)):
             return
-        kept = self.known
-        try:
-            for seed in range(_REDRAWS):
-                self.known = {}
-                values = {symbol: read(self.value_of(node, seed)) for symbol, (node, read) in origins.items()}
-                if expr.subs(values) != answer:
-                    raise CaptureError(
-                        f"{self._tracker.here()} decides by a random number what to compute (layer drop or the like), "
-                        "which a captured graph cannot do; switch it off, or multiply by a random mask instead"
-                    )
-        finally:
-            self.known = kept
+        for seed in range(_REDRAWS):
+            drawn = self._asked.anew()
+            values = {symbol: read(self._value(node, drawn, seed)) for symbol, (node, read) in origins.items()}
+            if expr.subs(values) != answer:
+                raise CaptureError(
+                    f"{self._tracker.here()} decides by a random number what to compute (layer drop or the like), "
+                    "which a captured graph cannot do; switch it off, or multiply by a random mask instead"
+                )
 
     def _origin(self, symbol: sympy.Basic) -> tuple[fx.Node, Any]:
         """The latest node that defines ``symbol``, and how to read the symbol from the node's value."""
@@ -141,34 +198,72 @@ class Oracle:
                 return node, read
         raise CaptureError(f"{self._tracker.here()} asks for {symbol}, whose origin is not in the captured graph")
 
-    def _run_slice(self, node: fx.Node) -> Any:
-        for current in self._slice_of(node, self.known):
-            value = self._run_node(current)
-            if isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta):
-                raise NoDataError(str(current.target))
-            self.known[current] = value
-        return self.known[node]
-
     def _slice_of(self, node: fx.Node, known: Container[fx.Node] = ()) -> list[fx.Node]:
         """``node`` and what it is computed from, in graph order; ``known`` nodes and their ancestors are left out."""
         assert self._graph is not None
+        before = list(takewhile(lambda candidate: candidate is not node, self._graph.nodes))
+        writes = [candidate for candidate in before if writes_memory(candidate) and candidate not in known]
         needed: set[fx.Node] = set()
         stack = [node]
         while stack:
-            current = stack.pop()
-            if current not in known and current not in needed:
-                needed.add(current)
-                stack.extend(current.all_input_nodes)
-        return [candidate for candidate in self._graph.nodes if candidate in needed]
+            while stack:
+                current = stack.pop()
+                if current not in known and current not in needed:
+                    needed.add(current)
+                    stack.extend(current.all_input_nodes)
+            # Whoever reads memory depends on what was written there, be it through another view.
+            read = {place for reader in needed for operand in reader.all_input_nodes for place in memory(operand)}
+            stack += [write for write in writes if write not in needed and memory(write) & read]
+        return [candidate for candidate in (*before, node) if candidate in needed]
 
-    def _run_node(self, node: fx.Node) -> Any:
+
+class _Samples:
+    """Real tensors in the place of a trace's placeholders, and what nodes make of them.
+
+    Args:
+        root: has the trace's constants.
+        tensors: of the placeholders.
+        device: that nodes run on.
+        sizes: of symbols, where not as in the trace.
+
+    Attributes:
+        known: what has been computed.
+    """
+
+    def __init__(self, root: Any, tensors: dict[fx.Node, Tensor], device: torch.device, sizes: dict[Any, int]) -> None:
+        self.known: dict[fx.Node, Any] = {}
+        self._root = root
+        self._tensors = tensors
+        self._device = device
+        self._sizes = sizes
+        self._written: set[fx.Node] = set()
+
+    def anew(self) -> _Samples:
+        """The same tensors with nothing computed."""
+        return _Samples(self._root, self._tensors, self._device, self._sizes)
+
+    def run(self, nodes: Sequence[fx.Node]) -> None:
+        """Computes some nodes; what others need of them comes before.
+
+        Raises:
+            NoDataError: a tensor without data is needed.
+        """
+        written = {place for node in nodes if writes_memory(node) for place in memory(node)}
+        self._written = {node for node in nodes if memory(node) & written}
+        for node in nodes:
+            value = self.run_node(node)
+            if isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta):
+                raise NoDataError(str(node.target))
+            self.known[node] = value
+
+    def run_node(self, node: fx.Node) -> Any:
+        """What one node gives, once those before it are known."""
         if node.op == "placeholder":
-            sample = self._samples[node]
+            sample = self._tensors[node]
             if sample.is_meta or isinstance(sample, FakeTensor):
                 raise NoDataError(str(node.target))
             sample = sample.detach().to(self._device)
-            # The slice may write in place; only small tensors are worth the copy.
-            return sample.clone() if sample.numel() < _CLONED_NUMEL else sample
+            return sample.clone() if node in self._written else sample
         if node.op == "get_attr":
             value: Any = self._root
             for name in str(node.target).split("."):
@@ -186,7 +281,8 @@ class Oracle:
         if isinstance(argument, fx.Node):
             return self.known[argument]
         if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return hint(argument)
+            size = expression(argument).subs(self._sizes)
+            return int(size) if size.is_Integer else hint(argument)
         return self._device if isinstance(argument, torch.device) else argument
 
 
@@ -243,6 +339,6 @@ class BatchShapeEnv(ShapeQuestions):
         raise CaptureError(
             f"{place} works for one batch size only: it needs the value of {expr}, where "
             f"{self.batch_symbol} is the batch size. Rows are split over devices, so the model must work for any "
-            "number of rows: replace the Python number by `x.shape[0]` or -1, and a Python loop over the rows by "
-            "a tensor operation."
+            "number of rows: replace the Python number, such as `len(x)`, by `x.shape[0]` or -1, and a Python loop "
+            "over the rows by a tensor operation."
         )

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from .assumptions import Question
+from .facts import memory, writes_memory
 from .torch_internals import OpOverload, schema
 
 _KEPT_ANSWERS = 256
@@ -48,10 +49,13 @@ def question(
 
     @lru_cache(_KEPT_ANSWERS)
     def decided(numbers: tuple[float, ...]) -> bool:
-        values = {symbol: read(number) for symbol, read, number in zip(slices, readers, numbers, strict=True)}
+        asked = zip(slices, readers, numbers, strict=True)
+        # To sympy 1.0 is not 1.
+        values = {symbol: read(int(number) if symbol.is_integer else number) for symbol, read, number in asked}
         return bool(expr.subs(values) == answer)
 
-    return Question(ask, lambda numbers: decided(tuple(numbers)))
+    takes = frozenset(index for _, taken in functions for index in taken)
+    return Question(ask, lambda numbers: decided(tuple(numbers)), takes)
 
 
 def _function(
@@ -70,6 +74,7 @@ def _function(
             raise NotOfInputsError
         return device if isinstance(item, torch.device) else copies[item] if isinstance(item, fx.Node) else item
 
+    given = {place for node in rest if node.op != "call_function" for place in memory(node)}
     for node in rest:
         if node.op == "placeholder":
             if node not in inputs:
@@ -80,7 +85,7 @@ def _function(
             owner.register_buffer(node.name, constant(node))
             copies[node] = graph.get_attr(node.name)
         else:
-            if _draws_or_writes(node):
+            if _draws(node) or (writes_memory(node) and memory(node) & given):
                 raise NotOfInputsError
             args, kwargs = map_aggregate(node.args, argument), map_aggregate(node.kwargs, argument)
             copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
@@ -88,9 +93,9 @@ def _function(
     return fx.GraphModule(owner, graph), taken
 
 
-def _draws_or_writes(node: fx.Node) -> bool:
+def _draws(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload):
         # Sizes and their arithmetic; what else stands here was not captured inside.
         return not getattr(target, "__module__", "").endswith("operator")
-    return torch.Tag.nondeterministic_seeded in target.tags or schema(target).is_mutable
+    return torch.Tag.nondeterministic_seeded in target.tags

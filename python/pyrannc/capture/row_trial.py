@@ -18,7 +18,7 @@ Operand = tuple[Tensor, list[Dim | None], bool]
 """A tensor of the right type, its extents, and whether its contents stand for themselves: a parameter, a constant."""
 
 
-def is_row_wise(call: Callable[..., Any], operands: Sequence[Any]) -> bool:
+def is_row_wise(call: Callable[..., Any], operands: Sequence[Any], device: torch.device) -> bool:
     """True when parts of a batch give parts of the results and of the gradients, in two divisions.
 
     False too where the call cannot be tried.
@@ -26,19 +26,30 @@ def is_row_wise(call: Callable[..., Any], operands: Sequence[Any]) -> bool:
     Args:
         call: takes the operands by position.
         operands: an :data:`Operand` for a tensor; anything else is given as it is.
+        device: where it will run; it is tried there if it cannot be tried on the host.
     """
-    try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.manual_seed(0)
-            trials = (_Trial(call, operands, rows) for rows in ROWS)
-            return all(trial.holds(lo) for trial in trials for lo in (1, trial.rows // 2))
-    except Exception:  # whatever the user's code raises: it cannot be tried
-        return False
+    # An index out of bounds is an error on the host, on a GPU it ends the process.
+    for place in (torch.device("cpu"), device):
+        if place.type == "cpu" or torch.cuda.is_available():
+            try:
+                return _holds(call, operands, place)
+            except Exception:  # whatever the user's code raises: it cannot be tried there
+                continue
+    return False
+
+
+def _holds(call: Callable[..., Any], operands: Sequence[Any], device: torch.device) -> bool:
+    own = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=own), torch.enable_grad():
+        torch.manual_seed(0)
+        trials = (_Trial(call, operands, rows, device) for rows in ROWS)
+        return all(trial.holds(lo) for trial in trials for lo in (1, trial.rows // 2))
 
 
 class _Trial:
-    def __init__(self, call: Callable[..., Any], operands: Sequence[Any], rows: int) -> None:
+    def __init__(self, call: Callable[..., Any], operands: Sequence[Any], rows: int, device: torch.device) -> None:
         self._call = call
+        self._device = device
         self.rows = rows
         self._rows: dict[int, Tensor] = {}
         self._fixed: dict[int, Any] = {}
@@ -54,7 +65,8 @@ class _Trial:
                 self._rows[place] = self._batch(tensor, dims)
             else:
                 keep = stays and not tensor.is_meta
-                fixed = tensor.detach().cpu().clone() if keep else _random(tensor, [dim.fixed for dim in dims])
+                own = [dim.fixed for dim in dims]
+                fixed = tensor.detach().to(device, copy=True) if keep else _random(tensor, own, device)
                 self._fixed[place] = fixed.requires_grad_(tensor.requires_grad and fixed.is_floating_point())
         if not self._rows:
             raise ValueError("it has no rows")
@@ -62,7 +74,7 @@ class _Trial:
     def _batch(self, tensor: Tensor, dims: Sequence[Dim]) -> Tensor:
         if dims[0] != Dim(1, 0) or any(dim.per_row for dim in dims[1:]):
             raise ValueError("rows are not in dimension 0 alone")
-        return _random(tensor, [dim.at(self.rows) for dim in dims])
+        return _random(tensor, [dim.at(self.rows) for dim in dims], self._device)
 
     def holds(self, cut: int) -> bool:
         """True when the rows before the cut and those after it can be computed apart."""
@@ -107,10 +119,10 @@ class _Trial:
         return [*(result.detach() for result in results), *grads]
 
 
-def _random(like: Tensor, shape: Sequence[int]) -> Tensor:
+def _random(like: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
     if like.dtype.is_floating_point or like.dtype.is_complex:
-        return torch.randn(list(shape), dtype=like.dtype, device="cpu")
-    return torch.randint(0, 2, list(shape), device="cpu").to(like.dtype)
+        return torch.randn(list(shape), dtype=like.dtype, device=device)
+    return torch.randint(0, 2, list(shape), device=device).to(like.dtype)
 
 
 def _leaf(tensor: Tensor) -> Tensor:

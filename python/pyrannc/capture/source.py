@@ -20,7 +20,7 @@ from .torch_internals import MODULE_CALL
 _TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
 _OWN_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _STDLIB_ROOT = sysconfig.get_paths()["stdlib"] + os.sep
-_PACKAGES = f"{os.sep}site-packages{os.sep}"
+PACKAGES = f"{os.sep}site-packages{os.sep}"
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,29 @@ class Place:
 @cache
 def belongs_to_user(file: str) -> bool:
     """True for a source file of neither torch, the standard library nor the tracer."""
-    in_stdlib = file.startswith(_STDLIB_ROOT) and _PACKAGES not in file
+    in_stdlib = file.startswith(_STDLIB_ROOT) and PACKAGES not in file
     return not (file.startswith((_TORCH_ROOT, _OWN_ROOT, "<")) or in_stdlib)
 
 
 class SourceTracker:
-    """Knows the sub-module that is running and the user's line in it."""
+    """Knows the sub-module that is running and the user's line in it.
+
+    Attributes:
+        failure: where an exception came from.
+        before_calls: run before each call of a module, with what it is given.
+        after_calls: runs after each call of a module.
+        strangers: modules that were called and are no sub-modules of the model, by ``id``.
+        outermost: code below which nothing is the user's.
+        codes: code of the user that has run, with its global variables.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._stack = [""]
         self.failure: Place | None = None
+        self.before_calls: list[Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]] = []
         self.after_calls: Callable[[], None] = lambda: None
+        self.strangers: dict[int, nn.Module] = {}
         self.outermost: CodeType | None = None
         self.codes: dict[CodeType, dict[str, Any]] = {}
 
@@ -85,6 +96,10 @@ class SourceTracker:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             tracker._stack.append(tracker._names.get(id(module), tracker._stack[-1]))
             try:
+                if id(module) not in tracker._names:
+                    tracker.strangers[id(module)] = module
+                for look in tracker.before_calls:
+                    look(module, args, kwargs)
                 result = original(module, *args, **kwargs)
                 tracker.after_calls()
                 return result

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from pyrannc.errors import CaptureError, RaNNCError
 
-from .assumptions import Assumption, PythonState
+from .assumptions import FROM_ARGUMENTS, Answering, Assumption, PartOfBatchError, PythonState
 from .attributes import AttributeLog, Carried
 from .chance import OtherGenerators
 from .dims import AffineReader
@@ -23,8 +23,9 @@ from .fallback import BatchSizes, OperatorFallbacks
 from .flatten import Structure, flatten
 from .hooks import refuse_hooks, watched_hooks
 from .leaf import LeafModule, captured_tensor_hooks, leaf_modules_installed, opaque_autograd_functions
-from .oracle import BatchShapeEnv, Oracle, draws
+from .oracle import Batch, BatchShapeEnv, Oracle, draws
 from .scripted import opaque_script_functions, scripted_modules
+from .sequences import ADVICE, runs_along_rows
 from .source import Place, SourceTracker
 from .torch_internals import (
     MODULE_TO,
@@ -86,6 +87,7 @@ class Trace:
     assumptions: list[Assumption]
     python_state: PythonState
     carried: list[Carried]
+    along_rows: Place | None
 
 
 def trace(
@@ -96,6 +98,7 @@ def trace(
     rows: int,
     has_rows: Sequence[bool],
     leaf_modules: Sequence[str] = (),
+    answers: Answering = FROM_ARGUMENTS,
 ) -> Trace:
     """Traces one call of ``model``. The model is left as it was.
 
@@ -104,18 +107,22 @@ def trace(
 
     Raises:
         CaptureError: the call cannot be captured.
+        PartOfBatchError: the model asks for what only the whole batch tells.
     """
     refuse_hooks(model)
     modules = dict(model.named_modules())
     for path in leaf_modules:
         if path not in modules:
             raise CaptureError(f"leaf_modules: the model has no sub-module '{path}'")
-    session = _Session(model, args, kwargs, device, rows, has_rows, leaf_modules)
+    session = _Session(model, args, kwargs, device, rows, has_rows, leaf_modules, answers)
     try:
-        return session.run()
-    except RaNNCError:
-        raise
+        traced = session.run()
+        session.refuse_part_of_batch()
+        return traced
     except Exception as error:
+        session.refuse_part_of_batch()
+        if isinstance(error, RaNNCError):
+            raise
         place = session.tracker.failure or Place("")
         raise CaptureError(
             f"{place} cannot be captured: {type(error).__name__}: {_first_lines(error)}\n"
@@ -133,8 +140,10 @@ class _Session:
         rows: int,
         has_rows: Sequence[bool],
         leaf_modules: Sequence[str],
+        answers: Answering,
     ) -> None:
         self.model = model
+        self.answers = answers
         self.params = NamedTensors.of(
             dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
         )
@@ -154,7 +163,8 @@ class _Session:
         self.tracker = SourceTracker(model)
         self.attributes = AttributeLog(model, self.tracker)
         sample_device = self.inputs[0].device if self.inputs else torch.device("cpu")
-        self.oracle = Oracle(self.tracker, sample_device)
+        batch = Batch(self.inputs, has_rows, rows)
+        self.oracle = Oracle(self.tracker, sample_device, batch, answers.before)
         self.shape_env = BatchShapeEnv()
         self.shape_env.oracle = self.oracle
         self.shape_env.tracker = self.tracker
@@ -189,7 +199,13 @@ class _Session:
             assumptions=self.oracle.assumptions,
             python_state=self.attributes.state(),
             carried=self.attributes.carried,
+            along_rows=call.along_rows,
         )
+
+    def refuse_part_of_batch(self) -> None:
+        """Raises PartOfBatchError if an answer from the rows at hand may not be that of the whole batch."""
+        if self.answers.part_of_batch and self.oracle.asked_rows is not None:
+            raise PartOfBatchError(f"{self.oracle.asked_rows} asks for what only the whole batch tells")
 
     def leaves(self) -> list[LeafModule]:
         return [
@@ -237,14 +253,17 @@ class _TracedCall:
         self._recorder = recorder
         self.output = Structure(None)
         self.updated_buffers: list[int] = []
+        self.along_rows: Place | None = None
 
     def __call__(self, params: list[Tensor], buffers: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
         session = self._session
         tracer = current_tracer()
         placeholders = [node for node in tracer.graph.nodes if node.op == "placeholder"]
         samples = [*session.params.tensors, *session.buffers.tensors, *session.samples]
-        session.oracle.attach(tracer, dict(zip(placeholders, samples, strict=True)), len(inputs))
+        real = dict(zip(placeholders, samples, strict=True))
+        session.oracle.attach(tracer, real, len(inputs), session.shape_env.batch_symbol)
         session.tracker.outermost = sys._getframe().f_code
+        session.tracker.before_calls.append(self._note_sequences)
         self._recorder.annotate_nodes_of(tracer.graph)
         state = session.params.by_every_name(params) | session.buffers.by_every_name(buffers)
         args, kwargs = session.input.rebuild(inputs)
@@ -254,7 +273,7 @@ class _TracedCall:
             leaf_modules_installed(session.leaves()),
             session.tracker.following(),
             OtherGenerators(session.model).unused(session.tracker),
-            watched_hooks(session.model),
+            watched_hooks(session.model, session.tracker),
         ):
             with session.attributes.listening():
                 result = session.model(*args, **kwargs)
@@ -263,6 +282,14 @@ class _TracedCall:
         leaves, self.output = flatten(result)
         _refuse_symbolic_results(self.output)
         return leaves + updates
+
+    def _note_sequences(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not runs_along_rows(module, args, kwargs):
+            return
+        here = self._session.tracker.here()
+        if isinstance(module, nn.RNNBase):
+            raise CaptureError(f"{here}: {type(module).__name__} {ADVICE}")
+        self.along_rows = self.along_rows or here
 
     def _buffer_updates(self, buffers: list[Tensor]) -> list[Tensor]:
         """Tensors that the forward put into buffers in place of the old ones."""

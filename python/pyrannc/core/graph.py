@@ -129,7 +129,7 @@ class GraphFacts:
         return roots, varying
 
     def root(self, value: int) -> int:
-        """The first name of a Value's memory."""
+        """The Value whose storage a Value has, under its first name."""
         while (parent := self.values[value].alias_of) is not None:
             value = parent
         return value

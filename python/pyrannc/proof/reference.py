@@ -13,6 +13,8 @@ from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.call.variant import Variant
 from pyrannc.capture import flatten
+from pyrannc.capture.attributes import AttributeLog
+from pyrannc.capture.source import SourceTracker
 from pyrannc.core.partition import StagePart
 from pyrannc.proof.outcome import Outcome, seeds
 
@@ -91,7 +93,9 @@ class Reference:
     def _run_module(self, state: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         captured, facts = self._variant.whole.captured, self._variant.whole.facts
         args, kwargs = captured.input_structure.rebuild([tensor.clone() for tensor in tensors])
-        result = functional_call(self._model, dict(state), args, kwargs, tie_weights=True)
+        # This rank's model must not have made a call that no other rank's has.
+        with AttributeLog(self._model, SourceTracker(self._model)).restoring():
+            result = functional_call(self._model, dict(state), args, kwargs, tie_weights=True)
         return dict(zip(facts.outputs, flatten(result)[0], strict=True))
 
 

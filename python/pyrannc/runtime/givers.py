@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import RaNNCError
-from pyrannc.job import process
+from pyrannc.job import agree, process
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,22 @@ class Giving:
 
 
 def giving_weights(inputs: Mapping[int, Tensor], program: RankProgram) -> dict[int, float]:
-    """By input that another call has made, that call's weight of this rank's local loss.
+    """By input that another call has made, that call's weight of this rank's local loss. All ranks call it.
 
     Raises:
         RaNNCError: that call and this one cannot follow each other.
+        MismatchError: the same, on another rank alone.
     """
-    found = {}
-    for value, tensor in inputs.items():
-        givers = _givers(tensor.grad_fn) if program.call != "forward" and tensor.requires_grad else []
-        if givers:
-            found[value] = _weight(givers, program)
-    return found
+    # Which inputs require gradients is equal on all ranks; where they come from may not be.
+    led = {value: tensor for value, tensor in inputs.items() if tensor.requires_grad}
+    if program.call == "forward" or not led:
+        return {}
+    return agree.together(lambda: _weights(led, program))
+
+
+def _weights(inputs: Mapping[int, Tensor], program: RankProgram) -> dict[int, float]:
+    found = {value: _givers(tensor.grad_fn) for value, tensor in inputs.items()}
+    return {value: _weight(givers, program) for value, givers in found.items() if givers}
 
 
 def _weight(givers: list[Giving], program: RankProgram) -> float:

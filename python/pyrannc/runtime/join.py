@@ -3,49 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pyrannc.call.whole_batch import BatchRows
 from pyrannc.core.graph import ValueFacts
 from pyrannc.core.partition import RowDim
-from pyrannc.core.program import Rows
 from pyrannc.job import process
 from pyrannc.job.exchange import give_to_others, sum_over_ranks
 from pyrannc.runtime.rows import take_rows
-
-
-@dataclass(frozen=True)
-class BatchRows:
-    """The rows of the global batch, and which of them are this rank's.
-
-    Attributes:
-        per_rank: rows of each rank's batch, as far as they count.
-        gathered: the global batch is the ranks' rows, one rank's after another's; otherwise rank 0's alone, whose
-            outputs every rank gets.
-    """
-
-    per_rank: tuple[int, ...]
-    gathered: bool
-
-    @property
-    def total(self) -> int:
-        """All rows."""
-        return sum(self.per_rank)
-
-    @property
-    def own_count(self) -> int:
-        """Rows that this rank brings."""
-        return self.per_rank[process.get_rank()]
-
-    @property
-    def own(self) -> Rows:
-        """Rows whose outputs this rank gets."""
-        if not self.gathered:
-            return 0, self.total
-        start = sum(self.per_rank[: process.get_rank()])
-        return start, start + self.own_count
 
 
 class Joiner:

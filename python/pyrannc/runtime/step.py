@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyrannc.call.variant import Variant
+from pyrannc.call.whole_batch import BatchRows
 from pyrannc.core.partition import OutputPart, RowDim
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import RaNNCError
@@ -22,7 +23,7 @@ from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.executor import Executor
 from pyrannc.runtime.givers import Giving, giving_weights
 from pyrannc.runtime.handover import hand_over, no_view
-from pyrannc.runtime.join import BatchRows, Joiner
+from pyrannc.runtime.join import Joiner
 from pyrannc.runtime.loss import Weights, scale_of
 from pyrannc.runtime.seat import Seat
 from pyrannc.runtime.tail import TailStep

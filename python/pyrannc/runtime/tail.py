@@ -11,10 +11,11 @@ from torch import Tensor
 from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.call.variant import Whole
+from pyrannc.call.whole_batch import BatchRows
 from pyrannc.core.graph import ValueFacts
 from pyrannc.core.partition import RowDim, StagePart
 from pyrannc.core.tail import Joined, TailPart
-from pyrannc.runtime.join import BatchRows, Joiner
+from pyrannc.runtime.join import Joiner
 from pyrannc.runtime.rows import take_rows
 
 

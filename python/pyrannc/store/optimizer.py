@@ -108,6 +108,10 @@ class NarrowedOptimizer:
 
     def _load_global_state_dict(self, state_dict: dict[str, Any]) -> None:
         whole = agree.broadcast_object(state_dict)
+        # What fits the parameters of one rank may not fit those of another.
+        agree.together(lambda: self._load_part_of(whole))
+
+    def _load_part_of(self, whole: dict[str, Any]) -> None:
         numbers = [index for index, (_, name) in enumerate(self._numbered()) if self._local(name)]
         renumbered = {old: new for new, old in enumerate(numbers)}
         state = {renumbered[old]: values for old, values in whole["state"].items() if old in renumbered}

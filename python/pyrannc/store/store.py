@@ -39,7 +39,8 @@ class ParamStore:
         self._own_buffers: Set[str] = frozenset()
         if sync_params and process.get_world_size() > 1:
             self._broadcast_from_first()
-        self._move()
+        # A device may be full on one rank alone.
+        agree.together(self._move)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters and buffers by first name."""

@@ -303,6 +303,16 @@ def one_model_after_another(job: Job) -> None:
     job.state(make)
 
 
+@refused("RaNNCError|MismatchError", "wrapped model takes", "detach", instead="put both into one module, or `detach()`")
+def loss_goes_on_on_one_rank(job: Job) -> None:
+    """On one rank alone, a wrapped model takes what was computed from the loss that another one returned."""
+    first, second = job.wrap(Returns(Chain(), F.mse_loss)), job.wrap(Chain(3))
+    for x, target in job.batches(pairs):
+        loss = first(x, target)
+        scaled = x * loss if job.rank == 0 else x.requires_grad_()
+        job.rows("output", second(scaled))
+
+
 @equal()
 def model_that_returns_its_loss_after_another(job: Job) -> None:
     """A wrapped model that returns its loss takes what another wrapped model returns."""

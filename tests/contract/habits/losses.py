@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from tests.contract.habit import equal, warned
+from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
 from tests.contract.settings import COVERING, EMPTY, TOGETHER, Setting
 from tests.contract.training import (
@@ -38,6 +38,18 @@ def mean_inside(job: Job) -> None:
 def sum_inside(job: Job) -> None:
     """The model returns a sum over rows (`reduction="sum"`)."""
     fit(job, Returns(Chain(), lambda y, target: F.mse_loss(y, target, reduction="sum")), pairs)
+
+
+@equal()
+def sum_times_one_over_rows(job: Job) -> None:
+    """The model multiplies a sum by one over the number of rows (`2.0 / x.shape[0]`)."""
+    fit(job, Returns(Chain(), lambda y, target: (y - target).square().sum() * (2.0 / y.shape[0])), pairs)
+
+
+@refused("CaptureError", "losses.py", "shape\\[0\\]", instead="`x.shape[0]`")
+def sum_by_len(job: Job) -> None:
+    """The model divides a sum by `len(x)`, which Python makes a plain number."""
+    fit(job, Returns(Chain(), lambda y, target: (y - target).square().sum() / len(y)), pairs)
 
 
 @equal()

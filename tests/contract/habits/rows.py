@@ -170,6 +170,60 @@ def batch_in_dimension_one(job: Job) -> None:
     job.rows("output", model(job.own(whole, dim=1)).transpose(0, 1))
 
 
+_EQUAL_ROWS = (Setting((4, 4), 1, 2), STAGES)
+
+
+class _TimeFirst(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.chain = layer, Chain(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.layer(x)
+        return self.chain(made[0] if isinstance(made, tuple) else made)  # type: ignore[no-any-return]
+
+
+def _time_first(job: Job, layer: nn.Module, **options: Any) -> None:
+    model = job.wrap(_TimeFirst(layer), **options)
+    whole = torch.randn(5, 8, WIDTH, generator=Generator().manual_seed(1))
+    job.rows("output", model(job.own(whole, dim=1)).transpose(0, 1))
+
+
+@refused(
+    "CaptureError",
+    "dimension 0",
+    "batch_first",
+    settings=_EQUAL_ROWS,
+    instead="put the batch first (`batch_first=True`)",
+)
+def batch_in_dimension_one_of_lstm(job: Job) -> None:
+    """The rows are in dimension 1 of what `nn.LSTM`, `nn.GRU` or `nn.RNN` takes, as many on every rank."""
+    _time_first(job, nn.LSTM(WIDTH, WIDTH))
+
+
+@refused(
+    "InputError", "dimension 0", "batch_first", settings=_EQUAL_ROWS, instead="put the batch first (`batch_first=True`)"
+)
+def batch_in_dimension_one_of_attention(job: Job) -> None:
+    """The rows are in dimension 1 of what `nn.TransformerEncoderLayer` takes, as many on every rank."""
+    _time_first(job, nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0))
+
+
+@equal(settings=_EQUAL_ROWS)
+def batch_in_dimension_one_of_layers_by_row(job: Job) -> None:
+    """The rows are in dimension 1, as many on every rank, and the model treats every step of every row by itself."""
+    _time_first(job, nn.Linear(WIDTH, WIDTH))
+
+
+@equal(note='`batch_arguments=["x"]`')
+def attention_over_rows(job: Job) -> None:
+    """A layer is meant to run along the rows of the batch, and the script names the arguments that have them."""
+    torch.manual_seed(0)
+    model = job.wrap(_TimeFirst(nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0)), batch_arguments=["x"])
+    whole = torch.randn(8, 1, WIDTH, generator=Generator().manual_seed(1))
+    job.rows("output", model(job.own(whole)))
+
+
 @equal()
 def rows_in_dimension_one_inside(job: Job) -> None:
     """The model puts the batch into dimension 1 for a layer and back again."""

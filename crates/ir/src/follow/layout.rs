@@ -1,0 +1,174 @@
+//! Where rows go when dimensions are divided, moved, repeated, cut or put together.
+
+use super::*;
+
+impl Call<'_> {
+    pub(super) fn regrouped(&self) -> Result<RowState, How> {
+        let source = self.first()?;
+        let after = self.op.results.first().and_then(|&value| sole_batch_dim(&self.graph.values[value].shape));
+        let after = after.ok_or(UNCONFIRMED)?;
+        let (before, numbers) = match self.states[source] {
+            RowState::Rows(rows) => (rows, false),
+            RowState::Numbers(rows) => (rows, true),
+            _ => return Err(UNALIGNED),
+        };
+        let shape = |value: ValueId| &self.graph.values[value].shape;
+        if elements_before(shape(source), before.dim) != elements_before(shape(self.op.results[0]), after.dim) {
+            return Err("it divides the batch in another way");
+        }
+        Ok(if numbers { RowState::Numbers(after) } else { RowState::Rows(after) })
+    }
+
+    pub(super) fn expanded(&self, rule: RowRule) -> Result<RowState, How> {
+        let (source, rank) = (self.first()?, self.result_rank());
+        let place = |rows: RowDim| (rows.dim as usize + rank).checked_sub(self.rank(source)).ok_or(UNCONFIRMED);
+        match self.states[source] {
+            RowState::Free => self.created(),
+            RowState::Rows(rows) => {
+                let place = place(rows)?;
+                if rule == RowRule::Repeat && self.times(place, rank)? != 1 {
+                    return Err("it repeats the batch");
+                }
+                row_state(place, rows.per_row)
+            }
+            RowState::Numbers(rows) if rule == RowRule::Expand => match row_state(place(rows)?, rows.per_row)? {
+                RowState::Rows(rows) => Ok(RowState::Numbers(rows)),
+                other => Ok(other),
+            },
+            _ => Err(ROW_NUMBERS),
+        }
+    }
+
+    fn times(&self, place: usize, rank: usize) -> Result<i64, How> {
+        let Some(Arg::List(times)) = self.argument((1, "repeats")).or_else(|| self.argument((1, "dims"))) else {
+            return Err(NO_RULE);
+        };
+        match (place + times.len()).checked_sub(rank).and_then(|index| times.get(index)) {
+            None => Ok(1),
+            Some(Arg::Int(times)) => Ok(*times),
+            Some(_) => Err(BATCH_SIZE),
+        }
+    }
+
+    pub(super) fn interleaved(&self) -> Result<RowState, How> {
+        let source = self.first()?;
+        let rows = self.rows_of(source)?;
+        let Some(Arg::Int(times)) = self.argument((1, "repeats")) else { return Err(NO_RULE) };
+        let dim = self.dims((2, "dim"), self.rank(source))?.ok_or(ROW_AXIS)?[0];
+        if dim != rows.dim as usize {
+            return Ok(RowState::Rows(rows));
+        }
+        let times = u64::try_from(*times).map_err(|_| NO_RULE)?;
+        row_state(dim, rows.per_row.checked_mul(times).ok_or(NO_RULE)?)
+    }
+
+    pub(super) fn moved(&self, rule: RowRule) -> Result<RowState, How> {
+        let source = self.first()?;
+        let rank = self.rank(source);
+        let order = match rule {
+            RowRule::Permute => self.dims((1, "dims"), rank)?.ok_or(NO_RULE)?,
+            RowRule::MoveDim => {
+                let from = self.dims((1, "source"), rank)?.ok_or(NO_RULE)?;
+                let to = self.dims((2, "destination"), rank)?.ok_or(NO_RULE)?;
+                moved_order(&from, &to, rank)?
+            }
+            _ => {
+                let dims = (self.dims((1, "dim0"), rank)?, self.dims((2, "dim1"), rank)?);
+                let (a, b) = match dims {
+                    (Some(a), Some(b)) => (a[0], b[0]),
+                    _ if rank >= 2 => (rank - 2, rank - 1),
+                    _ => return self.identity(),
+                };
+                let mut order: Vec<usize> = (0..rank).collect();
+                order.swap(a, b);
+                order
+            }
+        };
+        let rows = match self.states[source] {
+            RowState::Rows(rows) | RowState::Numbers(rows) => rows,
+            _ => return Err(UNALIGNED),
+        };
+        let place = order.iter().position(|&dim| dim == rows.dim as usize).ok_or(NO_RULE)?;
+        let moved = row_state(place, rows.per_row)?;
+        match (self.states[source], moved) {
+            (RowState::Numbers(_), RowState::Rows(rows)) => Ok(RowState::Numbers(rows)),
+            _ => Ok(moved),
+        }
+    }
+
+    pub(super) fn without(&self, slot: Slot) -> Result<RowState, How> {
+        let source = self.first()?;
+        let rows = self.rows_of(source)?;
+        let dim = self.dims(slot, self.rank(source))?.map_or(0, |dims| dims[0]);
+        if dim == rows.dim as usize {
+            return Err("it takes single rows out of the batch");
+        }
+        row_state(rows.dim as usize - usize::from(dim < rows.dim as usize), rows.per_row)
+    }
+
+    pub(super) fn section(&self, slot: Slot) -> Result<RowState, How> {
+        let source = self.first()?;
+        let (RowState::Rows(rows) | RowState::Numbers(rows)) = self.states[source] else { return Err(UNALIGNED) };
+        let dim = self.dims(slot, self.rank(source))?.map_or(0, |dims| dims[0]);
+        let whole = self.op.results.len() == 1
+            && self.graph.values[source].shape == self.graph.values[self.op.results[0]].shape;
+        if dim == rows.dim as usize && !whole {
+            return Err("it takes a section of the batch");
+        }
+        Ok(self.states[source])
+    }
+
+    pub(super) fn together(&self, rule: RowRule) -> Result<RowState, How> {
+        let Some(Arg::List(items)) = self.op.args.first() else { return Err(NO_RULE) };
+        let mut found: Option<(RowDim, usize)> = None;
+        for item in items {
+            let Arg::Value(value) = *item else { return Err(NO_RULE) };
+            let rows = self.rows_of(value)?;
+            if found.is_some_and(|known| known != (rows, self.rank(value))) {
+                return Err(UNALIGNED);
+            }
+            found = Some((rows, self.rank(value)));
+        }
+        let (rows, rank) = found.ok_or(NO_RULE)?;
+        let stacks = usize::from(rule == RowRule::Stack);
+        let dim = self.dims((1, "dim"), rank + stacks)?.map_or(0, |dims| dims[0]);
+        if stacks == 1 {
+            return row_state(rows.dim as usize + usize::from(dim <= rows.dim as usize), rows.per_row);
+        }
+        if dim == rows.dim as usize { Err("it puts batches one after another") } else { Ok(RowState::Rows(rows)) }
+    }
+
+    pub(super) fn padded(&self) -> Result<RowState, How> {
+        let source = self.first()?;
+        let rows = self.rows_of(source)?;
+        let Some(Arg::List(pads)) = self.argument((1, "pad")) else { return Err(NO_RULE) };
+        let from_right = self.rank(source) - rows.dim as usize;
+        let own = pads.iter().skip(2 * (from_right - 1)).take(2);
+        if own.into_iter().all(|pad| *pad == Arg::Int(0)) { Ok(RowState::Rows(rows)) } else { Err(ROW_AXIS) }
+    }
+
+    pub(super) fn arange(&self) -> Result<RowState, How> {
+        let rows = RowDim { dim: 0, per_row: 1 };
+        let counts = |arg: &Arg| matches!(arg, Arg::Dim(dim) if dim.per_row == 1 && dim.fixed == 0);
+        match self.op.args.as_slice() {
+            [end] if counts(end) => Ok(RowState::Numbers(rows)),
+            [Arg::Int(0), end] if counts(end) => Ok(RowState::Numbers(rows)),
+            [Arg::Int(0), end, Arg::Int(1)] if counts(end) => Ok(RowState::Numbers(rows)),
+            _ if !self.has_batch_size() => Ok(RowState::Free),
+            _ => Err(ROW_NUMBERS),
+        }
+    }
+}
+
+fn moved_order(from: &[usize], to: &[usize], rank: usize) -> Result<Vec<usize>, How> {
+    let mut order: Vec<Option<usize>> = vec![None; rank];
+    for (&from, &to) in from.iter().zip(to) {
+        *order.get_mut(to).ok_or(NO_RULE)? = Some(from);
+    }
+    let mut rest = (0..rank).filter(|dim| !from.contains(dim));
+    order.into_iter().map(|dim| dim.or_else(|| rest.next()).ok_or(NO_RULE)).collect()
+}
+
+fn elements_before(shape: &[Dim], dim: u32) -> i64 {
+    shape.iter().take(dim as usize).fold(1, |product, dim| product.saturating_mul(dim.fixed))
+}

@@ -1,0 +1,149 @@
+"""What Python objects hold, however deep, in a form that differs once something has been kept there."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Set
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+
+from .source import PACKAGES, belongs_to_user
+from .torch_internals import version
+
+_MOST = 300_000
+_SCALARS = (type(None), bool, int, float, complex, str, bytes)
+_LRU_CACHE = type(functools.lru_cache(lambda: None))
+
+
+class TooMuchError(Exception):
+    """There is more to look at than is worth the time."""
+
+
+class Holdings:
+    """What some objects can reach through containers, closures, and objects and functions of the user.
+
+    Args:
+        roots: the objects.
+        watched: modules whose attributes somebody else watches.
+
+    Attributes:
+        of: for each root, what it reaches that those before it do not.
+
+    Raises:
+        TooMuchError: they reach too much.
+    """
+
+    def __init__(self, roots: list[Any], watched: Set[int]) -> None:
+        self._watched = watched
+        # Kept, so that an id names one object.
+        self._seen: dict[int, Any] = {}
+        self.of = [list(self._walk(root)) for root in roots]
+
+    def _walk(self, root: Any) -> Iterator[Any]:
+        stack = [root]
+        while stack:
+            value = stack.pop()
+            if isinstance(value, _SCALARS):
+                yield value
+                continue
+            # A bound method is a new object each time.
+            yield type(value) if isinstance(value, MethodType) else id(value)
+            if id(value) in self._seen:
+                continue
+            if len(self._seen) == _MOST:
+                raise TooMuchError
+            self._seen[id(value)] = value
+            if isinstance(value, Tensor):
+                yield 0 if value.is_inference() else version(value)
+            elif type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+                yield value.tobytes()
+            elif id(value) not in self._watched:
+                inside = _inside(value)
+                yield len(inside)
+                stack += inside
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, ModuleType):
+        return []
+    if isinstance(value, Mapping):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return list(value)
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, _LRU_CACHE):
+        return [value.__wrapped__]
+    if isinstance(value, weakref.ref):
+        return [value()]
+    if isinstance(value, FunctionType):
+        return _of_function(value)
+    if type(value).__module__ == "itertools":
+        return [repr(value)]
+    if isinstance(value, type):
+        return [*value.__bases__, *map(_held, vars(value).values())] if _is_own(_file(value)) else []
+    if isinstance(value, nn.Module) or belongs_to_user(_file(type(value))):
+        slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+        own = [getattr(value, name) for name in slots if hasattr(value, name)]
+        return [type(value), *getattr(value, "__dict__", {}).values(), *own]
+    return [getattr(value, "__self__", None)]
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if not name.startswith("__"))
+
+
+def _held(item: Any) -> Any:
+    """What stands for an attribute of a class."""
+    if isinstance(item, (staticmethod, classmethod)):
+        return item.__func__
+    if isinstance(item, property):
+        return item.fget
+    return None if inspect.isdatadescriptor(item) or inspect.isgetsetdescriptor(item) else item
+
+
+def _file(kind: type) -> str:
+    """Where a class stands; what is typed in belongs to the user."""
+    module = sys.modules.get(kind.__module__)
+    return "typed in" if kind.__module__ == "__main__" else getattr(module, "__file__", None) or "<built in>"
+
+
+def _is_own(file: str | None) -> bool:
+    """True for the user's own source files, not those of packages: these name each other without end."""
+    return file is not None and belongs_to_user(file) and PACKAGES not in file
+
+
+def _of_function(function: FunctionType) -> list[Any]:
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    if not _is_own(function.__code__.co_filename):
+        return cells
+    names = set(_names(function.__code__))
+    found = [value for name, value in function.__globals__.items() if name in names]
+    modules = [item for item in found if isinstance(item, ModuleType) and _is_own(getattr(item, "__file__", None))]
+    # Of modules, what the function names.
+    found += [value for module in modules for name, value in vars(module).items() if name in names]
+    rest = [function.__defaults__, function.__kwdefaults__, function.__dict__]
+    return [*cells, *rest, *(item for item in found if not isinstance(item, ModuleType))]
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False

@@ -1,0 +1,94 @@
+"""What a model asks its data at a capture is answered as if it ran on the batch as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pyrannc._native import Graph
+from pyrannc.capture import Answering, PartOfBatchError, capture
+
+_ROWS = 6
+"""As many as features: a trace takes another number of rows then."""
+
+
+def written_through_view(x: Tensor) -> object:
+    copied = x.clone()
+    copied[0] = 9
+    return copied.max() > 5
+
+
+def view_of_what_is_written(x: Tensor) -> object:
+    copied = x.clone()
+    first = copied[:3]
+    copied.fill_(9)
+    return first.min() > 5
+
+
+def changed_in_place(x: Tensor) -> object:
+    return x.clone().mul_(0).sum() == 0
+
+
+def input_written(x: Tensor) -> object:
+    x[0] = 9
+    return x.max() > 5
+
+
+def written_after_the_question(x: Tensor) -> object:
+    copied = x.clone()
+    large = copied.max() > 5
+    copied[0] = 9
+    return large
+
+
+def whole_number(x: Tensor) -> object:
+    return int((x == x).sum()) == _ROWS * _ROWS
+
+
+def by_number_of_rows(x: Tensor) -> object:
+    return (x == x).sum() / x.shape[0] == _ROWS
+
+
+class Asks(nn.Module):
+    def __init__(self, question: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.question = question
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if self.question(x) else x * 2
+
+
+ASKED = [
+    written_through_view, view_of_what_is_written, changed_in_place, input_written, written_after_the_question,
+    whole_number, by_number_of_rows,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_the_answer_is_that_of_a_run(asked: Callable[[Tensor], object]) -> None:
+    x = torch.randn(_ROWS, _ROWS)
+    expected = Asks(asked)(x.clone())
+    before = x.clone()
+    captured = capture(Asks(asked), (x,), {}, device=torch.device("cpu"), rows=_ROWS)
+    assert torch.equal(x, before)
+    assert torch.equal(captured.gm(x.clone())[0], expected)
+    for assumption in captured.assumptions:
+        if assumption.question is not None:
+            assert assumption.question.holds([float(number) for number in assumption.question.ask([x])])
+
+
+def test_part_of_a_batch_does_not_answer() -> None:
+    x = torch.randn(_ROWS, 3)
+    with pytest.raises(PartOfBatchError, match="test_questions"):
+        capture(Asks(whole_number), (x,), {}, device=torch.device("cpu"), rows=_ROWS, answers=Answering(True))
+
+
+def test_answers_from_before_are_taken_again() -> None:
+    x = torch.randn(_ROWS, _ROWS)
+    first = capture(Asks(whole_number), (x,), {}, device=torch.device("cpu"), rows=_ROWS)
+    answers = Answering(before=first.assumptions)
+    again = capture(Asks(whole_number), (x[:2],), {}, device=torch.device("cpu"), rows=2, answers=answers)
+    assert Graph.from_json(again.graph_json).hash() == Graph.from_json(first.graph_json).hash()

@@ -1,0 +1,77 @@
+"""What gradients rest on of torch's private names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyrannc.capture import torch_internals as internals
+
+
+def test_copy_each() -> None:
+    targets = [torch.zeros(2), torch.zeros(3)]
+    internals.copy_each(targets, [torch.ones(2), torch.full((3,), 2.0)])
+    assert [target.tolist() for target in targets] == [[1, 1], [2, 2, 2]]
+
+
+def test_add_each() -> None:
+    targets = [torch.ones(2), torch.zeros(3)]
+    internals.add_each(targets, [torch.ones(2), torch.full((3,), 2.0)])
+    assert [target.tolist() for target in targets] == [[2, 2], [2, 2, 2]]
+
+
+def test_storage_users() -> None:
+    flat = torch.zeros(4)
+    alone = internals.storage_users(flat)
+    param = nn.Parameter(torch.zeros(2))
+    param.grad = flat[:2]
+    assert internals.storage_users(flat) == alone + 1
+    param.grad = None
+    assert internals.storage_users(flat) == alone
+
+
+class _Asks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ask: Callable[[Any], None], x: Tensor, y: Tensor) -> Tensor:
+        ctx.ask, ctx.other = ask, y.grad_fn
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+        ctx.ask(ctx.other)
+        return None, grad, grad
+
+
+def _asked(ask: Callable[[Any], Any]) -> list[Any]:
+    """The answers in a backward of everything that keeps its graph, and in one of x alone that does not."""
+    answers: list[Any] = []
+    x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    z = _Asks.apply(lambda node: answers.append(ask(node)), x, y * 2)
+    z.backward(retain_graph=True)
+    torch.autograd.grad(z, x)
+    return answers
+
+
+def test_runs_in_backward() -> None:
+    assert _asked(internals.runs_in_backward) == [True, False]
+
+
+def test_backward_keeps_graph() -> None:
+    assert _asked(lambda _: internals.backward_keeps_graph()) == [True, False]
+
+
+def test_graph_task() -> None:
+    first, second = _asked(lambda _: internals.graph_task())
+    assert first != second
+
+
+def test_tensor_users() -> None:
+    param, grad = nn.Parameter(torch.zeros(2)), torch.zeros(2)
+    alone = internals.tensor_users(grad)
+    param.grad = grad
+    assert internals.tensor_users(grad) == alone + 1
+    param.grad = None
+    assert internals.tensor_users(grad) == alone

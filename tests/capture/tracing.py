@@ -1,0 +1,30 @@
+"""Traces of small calls, for tests of what they rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from pyrannc.capture import torch_internals as internals
+
+
+def fake_mode() -> Any:
+    return internals.FakeTensorMode(shape_env=internals.ShapeQuestions(), allow_non_fake_inputs=True)
+
+
+def traced(call: Callable[..., Any], *samples: Tensor, mode: Any = None) -> fx.GraphModule:
+    """The trace of a call on fake tensors, dimension 0 of each a symbol."""
+    mode = mode or fake_mode()
+    fakes = [internals.fake_of(mode, f"x{index}", sample, True) for index, sample in enumerate(samples)]
+    with mode:
+        return internals.trace_before_dispatch(call, *fakes)
+
+
+def targets(gm: fx.GraphModule) -> list[Any]:
+    return [node.target for node in gm.graph.nodes if node.op == "call_function"]
+
+
+X = torch.tensor([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]])
