@@ -692,6 +692,28 @@ def test_PROXY_CALL() -> None:
     assert all(pre_dispatch for _, pre_dispatch, _ in seen)
 
 
+def test_home_of_state() -> None:
+    param, step = nn.Parameter(torch.ones(2, device="meta")), torch.tensor(1.0)
+    assert internals.home_of_state(param, torch.ones(2), "exp_avg", {}).type == "meta"
+    assert internals.home_of_state(param, step, "step", {"fused": False}).type == "cpu"
+    assert internals.home_of_state(param, step, "step", {"fused": True}).type == "meta"
+    assert internals.home_of_state(param, step, "step", {"capturable": True}).type == "meta"
+
+
+def test_at_end_of_backward() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    seen = []
+
+    def ask(grad: Tensor) -> None:
+        internals.at_end_of_backward(lambda: seen.append(weight.grad is not None))
+        seen.append(weight.grad is not None)
+
+    out = weight * 2
+    out.register_hook(ask)
+    out.sum().backward()
+    assert seen == [False, True]
+
+
 def test_every_name_is_tested() -> None:
     defined = {name for name in _defined(ast.parse(Path(internals.__file__).read_text())) if not name.startswith("_")}
     assert len(defined) > 40

@@ -2,6 +2,6 @@
 
 from tests.contract.habit import HABITS
 
-from . import calls, chance, changes, loops, losses, models, rows, state, wrappers  # noqa: F401  # the order of the document
+from . import calls, chance, changes, loops, losses, models, optimizers, rows, state, wrappers  # noqa: F401  # the order of the document
 
 __all__ = ["HABITS"]
