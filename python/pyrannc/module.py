@@ -343,7 +343,7 @@ class RaNNCModule(NotForDDP, nn.Module):
         self.used_param_ids = set(map(id, used.values()))
         unused = [name for name in self.name_to_param if name not in used]
         if unused and self._check_unused and process.get_rank() == 0:
-            _log.warning("the model does not use these parameters, which will not be trained: %s", ", ".join(unused))
+            _log.warning("the model does not use these parameters, so it does not train them: %s", ", ".join(unused))
 
     @property
     def ready(self) -> bool:

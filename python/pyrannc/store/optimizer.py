@@ -37,6 +37,11 @@ class UserOptimizer:
         return made if isinstance(made, cls) else cls(optimizer)
 
     def __init__(self, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise RaNNCError(
+                f"the optimizer is a {type(optimizer).__name__}, but RaNNCModule takes one torch.optim.Optimizer; "
+                "further ones work beside it without being given to it"
+            )
         self.optimizer = optimizer
         self._lists: ParamLists | None = None
         self._first_has_state = False
@@ -59,7 +64,7 @@ class UserOptimizer:
 
     def everywhere(self) -> list[Tensor]:
         """The parameters that no Stage computes with; none while no model is deployed."""
-        return [] if self._lists is None else self._lists.everywhere()
+        return [] if self._lists is None else self._lists.everywhere
 
     def listed(self) -> list[Tensor]:
         """The parameters that this rank updates; what stands in for them gets a gradient of zero."""
@@ -87,9 +92,9 @@ class UserOptimizer:
         if process.get_world_size() > 1 and (switches().sync_params_on_init or self._first_has_state):
             self._take_first_state(moved, device, loose=first)
             self._first_has_state = False
-        if first and switches().sync_params_on_init:
-            _give_params(lists.everywhere())
         lists.narrow()
+        if first and switches().sync_params_on_init:
+            _give_params(lists.everywhere)
         rank = process.get_rank()
         drop_state(self.optimizer, [item.param for item in moved if rank not in item.ranks])
         for item in moved:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Adafactor, Optimizer
 
 from pyrannc.capture.torch_internals import home_of_state
 from pyrannc.errors import InputError
@@ -84,7 +84,8 @@ def refuse_misfit(saved: Any, optimizer: Optimizer, listed: Sequence[Listed], si
     for item in listed:
         for key, value in _tensors(state.get(item.number)):
             known = _expected(optimizer, item, key)
-            if known is not None and not _goes_into(value.shape, known):
+            factors = isinstance(optimizer, Adafactor)
+            if known is not None and value.shape != known and not (factors and _goes_into(value.shape, known)):
                 raise InputError(
                     f'"{key}" of parameter {item.number} (group {item.group} of the optimizer) has shape '
                     f"{tuple(value.shape)} in the state to load, but the parameter has {tuple(item.param.shape)}; "

@@ -23,7 +23,7 @@ def share_overflow(sets: Sequence[Sequence[Tensor]], scale: Tensor | None, devic
         device: this rank's.
     """
     own = [_overflow(grads, device) for grads in sets]
-    scaled = torch.ones((), device=device) if scale is None else (scale.detach() != 1).to(device).float()
+    scaled = torch.ones((), device=device) if scale is None else (scale.detach() != 1).any().to(device).float()
     found = torch.stack([*own, scaled])
     sum_over_ranks(found)
     for grads, here, anywhere in zip(sets, own, found, strict=False):

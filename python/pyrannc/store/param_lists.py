@@ -42,6 +42,7 @@ class ParamLists:
 
     Attributes:
         stores: of the models.
+        everywhere: those parameters that no Stage computes with, so that all ranks list them.
         stand_in: what the optimizer lists on a rank where nothing else gets a gradient: a ``GradScaler`` wants one.
     """
 
@@ -49,6 +50,7 @@ class ParamLists:
         self._optimizer = optimizer
         self.stores: list[ParamStore] = []
         self.stand_in = nn.Parameter(torch.zeros(1, 1, device=process.own_device()))
+        self.everywhere: list[Tensor] = []
         self._known: dict[int, tuple[Label, tuple[int, ...] | None]] = {}
         self._full: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
         self._left = self._full
@@ -75,12 +77,11 @@ class ParamLists:
 
     def ranks_of(self, param: Tensor) -> tuple[int, ...]:
         """The ranks that list a parameter."""
-        held = self._known.get(id(param), (None, None))[1]
+        held = self._held(param)
         return tuple(range(process.get_world_size())) if held is None else held
 
-    def everywhere(self) -> list[Tensor]:
-        """Those parameters that no Stage computes with, so that all ranks list them."""
-        return [item.param for item in self.all() if self._known.get(id(item.param), (None, None))[1] is None]
+    def _held(self, param: Tensor) -> tuple[int, ...] | None:
+        return self._known[id(param)][1] if id(param) in self._known else None
 
     def all(self) -> list[Listed]:
         """The parameters of all ranks, by number."""
@@ -108,6 +109,7 @@ class ParamLists:
     def narrow(self) -> None:
         """Leaves each rank its own."""
         rank = process.get_rank()
+        self.everywhere = [item.param for item in self.all() if self._held(item.param) is None]
         self._left = [[param for param in params if rank in self.ranks_of(param)] for params in self._full]
         if self._left and not any(param.requires_grad for params in self._left for param in params):
             self._left[0].append(self.stand_in)

@@ -11,7 +11,7 @@ from pyrannc.errors import RaNNCError
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.store import ParamStore
 
-_deployed: list[tuple[weakref.ref[ParamStore], UserOptimizer | None]] = []
+_deployed: list[tuple[weakref.ref[ParamStore], weakref.ref[UserOptimizer] | None]] = []
 
 
 def note_deployed(store: ParamStore, optimizer: UserOptimizer | None) -> None:
@@ -20,16 +20,16 @@ def note_deployed(store: ParamStore, optimizer: UserOptimizer | None) -> None:
     Raises:
         RaNNCError: the optimizer of another deployed model lists parameters of this one, or the other way round.
     """
-    for known, other in [(known(), other) for known, other in _deployed]:
+    for known, other in [(known(), None if own is None else own()) for known, own in _deployed]:
         if known is not None and other is not optimizer:
             _refuse(store.params.values(), [] if other is None else other.everywhere())
             _refuse(known.params.values(), [] if optimizer is None else optimizer.all())
-    _deployed.append((weakref.ref(store), optimizer))
+    _deployed.append((weakref.ref(store), None if optimizer is None else weakref.ref(optimizer)))
 
 
 def note_taken_back(store: ParamStore) -> None:
     """A model is deployed no longer."""
-    _deployed[:] = [(known, optimizer) for known, optimizer in _deployed if known() not in (None, store)]
+    _deployed[:] = [(known, own) for known, own in _deployed if known() not in (None, store)]
 
 
 def _refuse(params: Iterable[Tensor], listed: Iterable[Tensor]) -> None:
