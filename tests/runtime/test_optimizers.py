@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import ASGD, SGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
+import pyrannc
 from pyrannc.errors import InputError, MismatchError, RaNNCError
 from pyrannc.job import process
 from pyrannc.store.by_parameter import refuse_across
@@ -192,3 +193,8 @@ def test_an_optimizer_may_say_that_it_looks_at_all_parameters() -> None:
     optimizer.by_parameter = False  # type: ignore[attr-defined]
     with pytest.raises(RaNNCError, match="by_parameter is False"):
         refuse_across(optimizer, 2, HOST)
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    with pytest.raises(RaNNCError, match="the optimizer is a list, but"):
+        pyrannc.RaNNCModule(nn.Linear(2, 2), [SGD(params(), lr=0.1)])  # type: ignore[arg-type]

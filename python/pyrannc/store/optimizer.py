@@ -84,6 +84,8 @@ class UserOptimizer:
         """
         first, device = self._lists is None, process.own_device()
         lists = self._lists if self._lists is not None else ParamLists(self.optimizer)
+        if not first:
+            lists.follow()
         lists.add(store)
         lists.agree()
         self._lists = lists

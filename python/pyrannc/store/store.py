@@ -60,8 +60,10 @@ class ParamStore:
         for name, tensor in self.tensors():
             local = self.is_local(name)
             grad, tensor.grad = tensor.grad, None
-            tensor.data = tensor.data.to(self._device if local else "cpu")
-            tensor.grad = grad.to(self._device) if grad is not None and local else None
+            # What no Stage uses is where the script wants it.
+            tensor.data = tensor.data.to(self._device if local else "cpu" if name in self.holders else tensor.device)
+            kept = grad is not None and (local or name not in self.holders)
+            tensor.grad = grad.to(tensor.device) if grad is not None and kept else None
             moved_bytes += tensor.nbytes if local else 0
         phases.note(f"this rank holds {moved_bytes / 2**20:.1f} MiB")
 

@@ -98,6 +98,8 @@ def parameter_that_the_criterion_uses(job: Job) -> None:
         optimizer.zero_grad()
         apart = (model(x) - target).reshape(len(x), 2, 3).square().sum((0, 2)) / max(1, len(x))
         ((-net.weights).exp() * apart + net.weights).sum().backward()
+        clip = getattr(model, "clip_grad_norm", lambda most: nn.utils.clip_grad_norm_(net.parameters(), most))
+        job.same("norm", clip(0.5))
         job.gradients(model)
         optimizer.step()
     job.state(model)
