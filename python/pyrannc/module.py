@@ -21,7 +21,7 @@ from pyrannc.call.stale import StaleAttributes
 from pyrannc.call.unwrap import unwrapped
 from pyrannc.call.variant import MOST_VARIANTS, CallKey, RowMixing, Variant, Variants
 from pyrannc.capture import flatten
-from pyrannc.capture.torch_internals import Dropout, NotForDDP
+from pyrannc.capture.torch_internals import Dropout, NotForDDP, at_end_of_backward
 from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
 from pyrannc.core.plan import PlanFacts, content
 from pyrannc.core.program import Call, RankProgram
@@ -35,8 +35,11 @@ from pyrannc.proof import prove
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.step import Step, StepOptions
+from pyrannc.store.after_backward import settle
+from pyrannc.store.by_parameter import refuse_across
 from pyrannc.store.former import Former
-from pyrannc.store.optimizer import NarrowedOptimizer
+from pyrannc.store.optimizer import UserOptimizer
+from pyrannc.store.shared_params import note_deployed, note_taken_back
 from pyrannc.store.store import ParamStore
 from pyrannc.switches import switches
 
@@ -121,7 +124,7 @@ class RaNNCModule(NotForDDP, nn.Module):
         self._config = _load_config()
         self._plan_file = Path(load_deployment) if load_deployment is not None else _configured_plan_file(self._config)
         self._deployment: Deployment | None = None
-        self._narrowed: NarrowedOptimizer | None = None
+        self._user_optimizer = UserOptimizer.of(optimizer) if optimizer is not None else None
         self._variants = Variants()
         self._stale = StaleAttributes()
         self._agreement = self._new_agreement()
@@ -185,9 +188,8 @@ class RaNNCModule(NotForDDP, nn.Module):
             self._prove(deployment, variant, program, call)
         options = StepOptions(reduce=not switches().delay_grad_allreduce, keep_graph=switches().keep_graph)
         context = deployment.context(variant)
-        step = Step(
-            context, program, call.tensors, call.drawn, variant, options, call.batch.per_rank, _answered(call, variant)
-        )
+        before = self._before_backward(deployment, variant, call)
+        step = Step(context, program, call.tensors, call.drawn, variant, options, call.batch.per_rank, before)
         return variant.whole.captured.rebuild_outputs(step.results())
 
     def _prove(self, deployment: Deployment, variant: Variant, program: RankProgram, call: AgreedCall) -> None:
@@ -202,6 +204,20 @@ class RaNNCModule(NotForDDP, nn.Module):
         self._proven = True
         with phases.phase("RaNNCModule", "proof", "the proof"):
             prove(self.model, deployment, variant, program, call.tensors, call.batch.per_rank, call.drawn, begin)
+
+    def _before_backward(
+        self, deployment: Deployment, variant: Variant, call: AgreedCall
+    ) -> Callable[[Sequence[Tensor | None]], None]:
+        """What a backward begins with, given the gradients of the call's outputs; it also says how it will end."""
+        answered, optimizer, store = _answered(call, variant), self._user_optimizer, deployment.store
+        stages, share = deployment.stages, call.batch.own_count / call.batch.total
+
+        def begin(grads: Sequence[Tensor | None]) -> None:
+            answered()
+            scale = next((grad for grad in grads if grad is not None), None) if variant.loss_inside else None
+            at_end_of_backward(lambda: settle(store, optimizer, share, scale, stages=stages))
+
+        return begin
 
     def _keep(self, key: CallKey, variant: Variant) -> None:
         dropped = self._variants.add(key, variant)
@@ -289,7 +305,7 @@ class RaNNCModule(NotForDDP, nn.Module):
 
     def _deploy(self, variant: Variant, call: AgreedCall) -> None:
         """Finds a Plan for a captured call and puts it in force; after an error, all is as if nothing had been."""
-        former = Former(self.model, self.optimizer)
+        former = Former(self.model, self._user_optimizer)
         try:
             self._put_in_force(self._plan(variant, call), variant)
         except Exception:
@@ -309,7 +325,9 @@ class RaNNCModule(NotForDDP, nn.Module):
         )
         if self._config.partitioning_dry_run_np:
             dry_run(request)
-        return decide(request, self._plan_file)
+        plan = decide(request, self._plan_file)
+        agree.together(lambda: refuse_across(self.optimizer, len(PlanFacts.of(plan).stages), self.device))
+        return plan
 
     def _put_in_force(self, plan: Plan, variant: Variant) -> None:
         with phases.phase("ParamStorage", "parameters", "the deployment of the Plan"):
@@ -328,13 +346,9 @@ class RaNNCModule(NotForDDP, nn.Module):
         deployment = self._deployment
         agree.together(lambda: self._guard_params(deployment))
         self._note_used_params(store)
-        if self.optimizer is not None:
-            names = {id(param): name for name, param in self.name_to_param.items()}
-            owned = store.owned()
-            optimizer = self.optimizer
-            self._narrowed = agree.together(
-                lambda: NarrowedOptimizer(optimizer, names, store.is_local, owned.__contains__)
-            )
+        agree.together(lambda: note_deployed(store, self._user_optimizer))
+        if self._user_optimizer is not None:
+            self._user_optimizer.narrow(store)
         if process.get_rank() == 0:
             get_logger("DPStaging").info("deployed this plan:\n%s", plan.tables(self._config.mem_limit_bytes))
             save_if_asked(plan, self._config)
@@ -344,7 +358,7 @@ class RaNNCModule(NotForDDP, nn.Module):
         self.used_param_ids = set(map(id, used.values()))
         unused = [name for name in self.name_to_param if name not in used]
         if unused and self._check_unused and process.get_rank() == 0:
-            _log.warning("the model does not use these parameters, which will not be trained: %s", ", ".join(unused))
+            _log.warning("the model does not use these parameters, so it does not train them: %s", ", ".join(unused))
 
     @property
     def ready(self) -> bool:
@@ -374,13 +388,14 @@ class RaNNCModule(NotForDDP, nn.Module):
 
     def _take_back(self) -> None:
         deployment = self._deployed("undeploy")
-        if self._narrowed is not None:
-            self._narrowed.widen()
+        if self._user_optimizer is not None:
+            self._user_optimizer.widen(deployment.store)
+        note_taken_back(deployment.store)
         deployment.bring_back()
         self._forget_deployment()
 
     def _forget_deployment(self) -> None:
-        self._deployment = self._narrowed = None
+        self._deployment = None
         self._variants.clear()
         self._stale.clear()
         self._agreement = self._new_agreement()

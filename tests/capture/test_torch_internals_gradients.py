@@ -75,3 +75,25 @@ def test_tensor_users() -> None:
     assert internals.tensor_users(grad) == alone + 1
     param.grad = None
     assert internals.tensor_users(grad) == alone
+
+
+def test_home_of_state() -> None:
+    param, step = nn.Parameter(torch.ones(2, device="meta")), torch.tensor(1.0)
+    assert internals.home_of_state(param, torch.ones(2), "exp_avg", {}).type == "meta"
+    assert internals.home_of_state(param, step, "step", {"fused": False}).type == "cpu"
+    assert internals.home_of_state(param, step, "step", {"fused": True}).type == "meta"
+    assert internals.home_of_state(param, step, "step", {"capturable": True}).type == "meta"
+
+
+def test_at_end_of_backward() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    seen = []
+
+    def ask(grad: Tensor) -> None:
+        internals.at_end_of_backward(lambda: seen.append(weight.grad is not None))
+        seen.append(weight.grad is not None)
+
+    out = weight * 2
+    out.register_hook(ask)
+    out.sum().backward()
+    assert seen == [False, True]

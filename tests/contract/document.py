@@ -15,6 +15,7 @@ _SECTIONS = {
     "losses": "Losses",
     "models": "Models",
     "loops": "Training loops",
+    "optimizers": "Optimizers",
     "changes": "Changes between calls",
     "questions": "Questions about data",
     "rows": "Rows and arguments",

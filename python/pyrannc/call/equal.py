@@ -13,6 +13,8 @@ from pyrannc.capture.contents import contents
 
 SMALL_BYTES = 4096
 """Tensors on the host up to here are compared at each call."""
+_OF_RANKS = ("params", "param_names")
+"""What every rank has its own of in a param group."""
 EVERY = 100
 """All others are compared at a captured form's first call, and whenever this many calls have passed."""
 
@@ -25,22 +27,32 @@ class HyperParameters:
 
     def __init__(self, optimizer: Optimizer | None) -> None:
         self._optimizer = optimizer
-        self._seen: list[list[Any]] = []
+        self._seen: list[list[tuple[str, Any]]] = []
         self._found: list[Fingerprint] = []
 
     def fingerprints(self) -> list[Fingerprint]:
         """Each that is a Python value."""
         groups = [] if self._optimizer is None else self._optimizer.param_groups
-        now = [list(group.values()) for group in groups]
+        now = [[(name, _value(group[name])) for name in group if name not in _OF_RANKS] for group in groups]
         if not _equal(now, self._seen):
             self._seen = now
             self._found = [
                 (f'"{name}" of group {place} of the optimizer\'s param_groups', zlib.crc32(repr(value).encode()))
-                for place, group in enumerate(groups)
-                for name, value in group.items()
+                for place, settings in enumerate(now)
+                for name, value in settings
                 if isinstance(value, (bool, int, float, str, type(None), tuple))
             ]
         return self._found
+
+
+def _value(setting: Any) -> Any:
+    """A setting as a Python value that shows when it changes in place.
+
+    Tensors on a GPU stay as they are: reading them would wait for it.
+    """
+    if isinstance(setting, Tensor) and setting.numel() == 1 and setting.device.type == "cpu":
+        return setting.item()
+    return tuple(map(_value, setting)) if isinstance(setting, (tuple, list)) else setting
 
 
 def _equal(now: Any, seen: Any) -> bool:

@@ -7,7 +7,7 @@ holds what is relied upon. So a new version of torch shows here, and only here, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
@@ -27,6 +27,7 @@ from torch.autograd.function import Function
 from torch.fx.experimental import proxy_tensor, symbolic_shapes
 from torch.multiprocessing import reductions
 from torch.nn.utils import stateless
+from torch.optim import Optimizer
 from torch.utils import _python_dispatch, _pytree
 
 from pyrannc.errors import RaNNCError
@@ -255,6 +256,26 @@ foreach_zero_: Callable[[list[Tensor]], None] = torch._foreach_zero_
 
 foreach_mul_: Callable[[list[Tensor], float], None] = torch._foreach_mul_
 """Scales many tensors by few kernels, as the clipping of gradients does. Public: none."""
+
+# --- Training ---------------------------------------------------------------------------------------------------------
+
+
+def home_of_state(param: Tensor, value: Tensor, key: Hashable, settings: Mapping[str, Any]) -> torch.device:
+    """Where ``load_state_dict`` of torch's optimizers puts a tensor of a parameter's state. Public: none.
+
+    Args:
+        key: of the value in the state.
+        settings: of the parameter's group.
+    """
+    empty = torch.empty(0, dtype=value.dtype, device=value.device)
+    groups = [{**settings, "params": [0]}]
+    return Optimizer._process_value_according_to_param_policy(param, empty, 0, groups, key).device
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Runs ``callback`` when the backward that is running has come to its end. Public: none."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
 
 # --- Modules --------------------------------------------------------------------------------------------------------
 

@@ -73,6 +73,11 @@ class Deployment:
             torch.cuda.reset_peak_memory_stats(device)
         self._contexts: dict[int, StageContext] = {}
 
+    @property
+    def stages(self) -> int:
+        """Number of Stages."""
+        return len(self._stage_ranks)
+
     def _stage_of_rank(self, rank: int) -> int:
         return next(stage for stage, ranks in enumerate(self._stage_ranks) if rank in ranks)
 

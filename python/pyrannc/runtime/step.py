@@ -57,7 +57,7 @@ class Step:
         variant: the captured call.
         options: how its backward runs.
         rows_per_rank: rows of each rank's batch, as far as they count.
-        before_backward: raises, on all ranks, when the batch must give no gradients.
+        before_backward: given the gradients of the distinct outputs; raises, on all ranks, when there must be none.
 
     Attributes:
         gives: what a call that takes this one's outputs must know.
@@ -72,7 +72,7 @@ class Step:
         variant: Variant,
         options: StepOptions,
         rows_per_rank: tuple[int, ...],
-        before_backward: Callable[[], None] = lambda: None,
+        before_backward: Callable[[Sequence[Tensor | None]], None] = lambda _: None,
     ) -> None:
         self._context = context
         self._program = program
@@ -193,7 +193,7 @@ class Step:
         self._refuse_backward()
         keep = keep_graph or self._options.keep_graph
         self._done = not keep
-        self._before_backward()
+        self._before_backward(grads)
         reduce = not switches().delay_grad_allreduce
         by_value = dict(zip(self._outputs, grads, strict=True))
         scale = None if self._loss is None else scale_of(by_value, self._loss, self._variant.whole.facts)

@@ -1,130 +1,308 @@
-"""The user's optimizer, narrowed to the parameters of one rank."""
+"""The user's optimizer: narrowed to the parameters of one rank, its state that of all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
+from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
+from pyrannc.job.exchange import give_to_others
 from pyrannc.job.faults import collective
+from pyrannc.store.carry import Route, carry
+from pyrannc.store.optimizer_state import by_number, drop_state, of_no_param, placed, put_state, refuse_misfit
+from pyrannc.store.param_lists import Listed, ParamLists
+from pyrannc.store.store import ParamStore
+from pyrannc.switches import switches
 
 
-class NarrowedOptimizer:
-    """Keeps class and param groups of an optimizer, but lists only this rank's parameters.
+class UserOptimizer:
+    """Keeps class and param groups of an optimizer, but lists this rank's parameters only while models are deployed.
 
-    ``state_dict`` and ``load_state_dict`` of the optimizer get an argument ``from_global``: the state of
-    all parameters, in the original order, on rank 0.
+    ``state_dict`` and ``load_state_dict`` of the optimizer get an argument ``from_global``: the state of all ranks'
+    parameters, in the original order, on rank 0.
 
-    Args:
+    Attributes:
         optimizer: the user's.
-        names: first name of each parameter of the model, by identity.
-        local: true for names of parameters that this rank holds.
-        owned: true for names of parameters whose state this rank gives to rank 0.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        names: Mapping[int, str],
-        local: Callable[[str], bool],
-        owned: Callable[[str], bool],
-    ) -> None:
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> UserOptimizer:
+        """The one of an optimizer, which several models may share."""
+        made = getattr(vars(optimizer).get("state_dict"), "__self__", None)
+        return made if isinstance(made, cls) else cls(optimizer)
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise RaNNCError(
+                f"the optimizer is a {type(optimizer).__name__}, but RaNNCModule takes one torch.optim.Optimizer; "
+                "further ones work beside it without being given to it"
+            )
         self.optimizer = optimizer
-        self._local = local
-        self._owned = owned
-        self._original = [list(group["params"]) for group in optimizer.param_groups]
-        self._names = [[names.get(id(param), "") for param in group] for group in self._original]
-        for group, params, found in zip(optimizer.param_groups, self._original, self._names, strict=True):
-            group["params"] = [param for param, name in zip(params, found, strict=True) if local(name)]
-        self._move_state()
-        self._local_state_dict = optimizer.state_dict
-        self._local_load_state_dict = optimizer.load_state_dict
+        self._lists: ParamLists | None = None
+        self._first_has_state = False
+        self._plain_state_dict = optimizer.state_dict
+        self._plain_load_state_dict = optimizer.load_state_dict
+        self._plain_add_param_group = optimizer.add_param_group
         optimizer.state_dict = self._state_dict  # type: ignore[method-assign]  # the contract adds an argument
         optimizer.load_state_dict = self._load_state_dict  # type: ignore[method-assign]  # likewise
+        optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]  # all ranks call it
 
-    def _move_state(self) -> None:
-        """State follows its parameter to the device; state of other ranks' parameters is dropped."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> UserOptimizer:
+        return UserOptimizer.of(copy.deepcopy(self.optimizer, memo))
+
+    # What is listed where
+
+    def all(self) -> list[Tensor]:
+        """The parameters of all ranks."""
+        lists = self._lists if self._lists is not None else ParamLists(self.optimizer)
+        return [item.param for item in lists.all()]
+
+    def everywhere(self) -> list[Tensor]:
+        """The parameters that no Stage computes with; none while no model is deployed."""
+        return [] if self._lists is None else self._lists.everywhere
+
+    def listed(self) -> list[Tensor]:
+        """The parameters that this rank updates; what stands in for them gets a gradient of zero."""
+        if self._lists is not None:
+            self._lists.stand_in.grad = torch.zeros_like(self._lists.stand_in)
+        return _listed(self.optimizer)
+
+    # Deployment
+
+    def former(self) -> Callable[[], None]:
+        """What brings back all that a deployment changes, on this rank alone."""
+        optimizer, lists, has_state = self.optimizer, self._lists, self._first_has_state
+        stores = [] if lists is None else list(lists.stores)
+        params = [list(group["params"]) for group in optimizer.param_groups]
+        state = {
+            param: dict(values) if isinstance(values, dict) else values for param, values in optimizer.state.items()
+        }
+
+        def come_back() -> None:
+            for group, listed in zip(optimizer.param_groups, params, strict=True):
+                if list(map(id, group["params"])) != list(map(id, listed)):
+                    group["params"] = listed
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            if lists is not None:
+                for store in [store for store in lists.stores if store not in stores]:
+                    lists.remove(store)
+            self._lists, self._first_has_state = lists, has_state
+
+        return come_back
+
+    def narrow(self, store: ParamStore) -> None:
+        """A model has been deployed: leaves each rank its parameters and their state. All ranks call it.
+
+        State that was there before is rank 0's, as parameters are, unless ``sync_params_on_init`` is off.
+
+        Raises:
+            MismatchError: the ranks' optimizers list different parameters.
+        """
+        first, device = self._lists is None, process.own_device()
+        lists = self._lists if self._lists is not None else ParamLists(self.optimizer)
+        if not first:
+            lists.follow()
+        lists.add(store)
+        lists.agree()
+        self._lists = lists
+        of_model = set(map(id, store.params.values()))
+        moved = [item for item in lists.all() if first or id(item.param) in of_model]
+        if process.get_world_size() > 1 and (switches().sync_params_on_init or self._first_has_state):
+            self._take_first_state(moved, device, loose=first)
+            self._first_has_state = False
+        lists.narrow()
+        if first and switches().sync_params_on_init:
+            _give_params(lists.everywhere)
+        rank = process.get_rank()
+        drop_state(self.optimizer, [item.param for item in moved if rank not in item.ranks])
+        for item in moved:
+            if rank in item.ranks:
+                self._place(item)
+
+    def _take_first_state(self, items: list[Listed], device: torch.device, *, loose: bool) -> None:
+        """Gives the ranks that list a parameter rank 0's state of it, and all of them what is of no parameter."""
         state = self.optimizer.state
-        kept = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
-        for param in [param for param in state if id(param) not in kept]:
-            del state[param]
-        for param, values in state.items():
-            for key, value in values.items():
-                if isinstance(value, Tensor) and value.shape == param.shape:
-                    values[key] = value.to(param.device)
+        if loose:
+            others = agree.broadcast_object({key: state[key] for key in state if not isinstance(key, Tensor)})
+            for key in [key for key in state if not isinstance(key, Tensor)]:
+                del state[key]
+            state.update(others)
+        own = {item.number: state[item.param] for item in items if item.param in state}
+        found = carry(own, [Route(item.number, 0, item.ranks) for item in items], device)
+        if process.get_rank() != 0:
+            drop_state(self.optimizer, [item.param for item in items if item.number not in found])
+            for item in items:
+                if item.number in found:
+                    put_state(self.optimizer, item.param, found[item.number])
 
-    def _state_dict(self, from_global: bool = False) -> dict[str, Any]:
+    def _place(self, item: Listed) -> None:
+        state = self.optimizer.state
+        if item.param in state:
+            settings = self.optimizer.param_groups[item.group]
+            put_state(self.optimizer, item.param, placed(item.param, state[item.param], settings))
+
+    def widen(self, store: ParamStore) -> None:
+        """A model is taken back: gives every rank its parameters, with their state on the host. All ranks call it."""
+        lists = self._lists
+        if lists is None or store not in lists.stores:
+            return
+        lists.follow()
+        held = {id(param) for name, param in store.params.items() if name in store.holders}
+        items = [item for item in lists.all() if id(item.param) in held]
+        everyone = tuple(range(process.get_world_size()))
+        own = {item.number: self.optimizer.state[item.param] for item in items if item.param in self.optimizer.state}
+        found = carry(own, [Route(item.number, item.ranks[0], everyone) for item in items], process.own_device())
+        for item in items:
+            if item.number in found:
+                put_state(self.optimizer, item.param, found[item.number])
+        lists.remove(store)
+        if lists.stores:
+            lists.narrow()
+            return
+        lists.widen()
+        state = self.optimizer.state
+        state.pop(lists.stand_in, None)
+        in_order = [(item.param, state.pop(item.param)) for item in lists.all() if item.param in state]
+        state.update(in_order)
+        self._lists = None
+
+    # The optimizer's methods
+
+    def _add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a param group, as torch does. After deployment all ranks call it.
+
+        Args:
+            param_group: with parameters of any rank; what lies on other ranks may be missing.
+        """
+        if self._lists is None:
+            self._plain_add_param_group(param_group)
+            return
+        lists = self._lists
+        with collective("optimizer.add_param_group(...)"):
+            lists.follow()
+            # Torch looks for doublets, which may be on another rank.
+            lists.widen()
+            try:
+                agree.together(lambda: self._plain_add_param_group(param_group))
+            except Exception:
+                del self.optimizer.param_groups[len(lists.sizes) :]
+                raise
+            finally:
+                added = self.optimizer.param_groups[len(lists.sizes) :]
+                del self.optimizer.param_groups[len(lists.sizes) :]
+                lists.narrow()
+                self.optimizer.param_groups.extend(added)
+            lists.follow()
+
+    def _state_dict(self, from_global: bool | None = None) -> dict[str, Any]:
         """The optimizer's state.
 
         Args:
-            from_global: the state of all ranks' parameters, with the original numbering, on rank 0 and an
-                empty dict elsewhere. All ranks call it.
+            from_global: True: the state of all ranks' parameters, with the original numbering, on the host of rank 0,
+                and an empty dict elsewhere; all ranks call it. False: that of the parameters that this rank lists.
+                Left out: both, where they are the same.
+
+        Raises:
+            RaNNCError: ``from_global`` is left out, and other ranks have a part of the state.
         """
         if not from_global:
-            return self._local_state_dict()
+            self._refuse_part(from_global, "state_dict(from_global=True)")
+            return self._plain_state_dict()
         with collective("optimizer.state_dict(from_global=True)"):
-            return self._global_state_dict()
+            if self._lists is None:
+                return self._plain_state_dict() if process.get_rank() == 0 else {}
+            return self._whole_state_dict(self._lists)
 
-    def _global_state_dict(self) -> dict[str, Any]:
-        everyone = agree.gather_objects(self._owned_state())
+    def _refuse_part(self, from_global: bool | None, instead: str) -> None:
+        if from_global is None and self._lists is not None and self._lists.is_spread:
+            name = instead.partition("(")[0]
+            raise RaNNCError(
+                f"optimizer.{name}() would be about the parameters of rank {process.get_rank()} alone; call "
+                f"optimizer.{instead} on all ranks: the state is that of all parameters, on rank 0. (With "
+                "from_global=False it is this rank's part.)"
+            )
+
+    def _whole_state_dict(self, lists: ParamLists) -> dict[str, Any]:
+        lists.follow()
+        local = agree.together(self._plain_state_dict)
+        items = lists.all()
+        numbers = {id(item.param): item.number for item in items}
+        state = by_number(local)
+        own = {
+            numbers[id(p)]: state[n] for n, p in enumerate(_listed(self.optimizer)) if id(p) in numbers and n in state
+        }
+        found = carry(own, [Route(item.number, item.ranks[0], (0,)) for item in items], process.own_device())
         if process.get_rank() != 0:
             return {}
-        merged: dict[int, Any] = {index: state for part in everyone for index, state in part.items()}
         groups = []
         start = 0
-        for group, params in zip(self.optimizer.param_groups, self._original, strict=True):
-            settings = {key: value for key, value in group.items() if key != "params"}
-            groups.append({**settings, "params": list(range(start, start + len(params)))})
-            start += len(params)
-        return {"state": dict(sorted(merged.items())), "param_groups": groups}
+        for place, (group, size) in enumerate(zip(local["param_groups"], lists.sizes, strict=True)):
+            names = {"param_names": lists.names_of(place, whole=True)} if "param_names" in group else {}
+            groups.append({**group, **names, "params": list(range(start, start + size))})
+            start += size
+        return {**local, "state": {**dict(sorted(found.items())), **of_no_param(local)}, "param_groups": groups}
 
-    def _owned_state(self) -> dict[int, Any]:
-        found = {}
-        for index, (param, name) in enumerate(self._numbered()):
-            if self._owned(name) and param in self.optimizer.state:
-                values = self.optimizer.state[param]
-                found[index] = {key: v.cpu() if isinstance(v, Tensor) else v for key, v in values.items()}
-        return found
-
-    def _numbered(self) -> list[tuple[nn.Parameter, str]]:
-        pairs = zip(self._original, self._names, strict=True)
-        return [pair for params, names in pairs for pair in zip(params, names, strict=True)]
-
-    def _load_state_dict(self, state_dict: dict[str, Any], from_global: bool = False) -> None:
+    def _load_state_dict(self, state_dict: dict[str, Any], from_global: bool | None = None) -> None:
         """Takes back what ``state_dict`` gave.
 
         Args:
             state_dict: with ``from_global``, only rank 0's counts; all ranks call it.
-            from_global: the state is that of all parameters, in the original numbering.
+            from_global: as in ``state_dict``.
+
+        Raises:
+            InputError: it is not a state of this optimizer; nothing has changed then.
+            RaNNCError: ``from_global`` is left out, and other ranks have a part of the state.
         """
         if not from_global:
-            self._local_load_state_dict(state_dict)
+            self._refuse_part(from_global, "load_state_dict(state, from_global=True)")
+            self._plain_load_state_dict(state_dict)
             return
         with collective("optimizer.load_state_dict(..., from_global=True)"):
-            self._load_global_state_dict(state_dict)
+            if self._lists is not None:
+                self._lists.follow()
+            lists = self._lists if self._lists is not None else ParamLists(self.optimizer)
+            self._load_whole(state_dict, lists)
 
-    def _load_global_state_dict(self, state_dict: dict[str, Any]) -> None:
-        whole = agree.broadcast_object(state_dict)
-        # What fits the parameters of one rank may not fit those of another.
-        agree.together(lambda: self._load_part_of(whole))
+    def _load_whole(self, state_dict: dict[str, Any], lists: ParamLists) -> None:
+        """Before deployment rank 0 keeps the state: nobody knows yet who needs which part of it."""
+        first, items = process.get_rank() == 0, lists.all()
+        agree.together(lambda: refuse_misfit(state_dict, self.optimizer, items, lists.sizes) if first else None)
+        kept = {**state_dict, "state": of_no_param(state_dict)} if first else None
+        local = agree.broadcast_object(kept)
+        receivers = [item.ranks if self._lists is not None else (0,) for item in items]
+        routes = [Route(item.number, 0, ranks) for item, ranks in zip(items, receivers, strict=True)]
+        found = carry(by_number(state_dict) if first else {}, routes, process.own_device())
+        numbers = {id(item.param): item.number for item in items}
+        state: dict[Any, Any] = dict(local["state"])
+        groups = []
+        start = 0
+        for place, (group, listed) in enumerate(zip(local["param_groups"], self.optimizer.param_groups, strict=True)):
+            params = listed["params"]
+            names = {"param_names": lists.names_of(place, whole=False)} if "param_names" in listed else {}
+            groups.append({**group, **names, "params": list(range(start, start + len(params)))})
+            own = ((start + index, numbers.get(id(param), -1)) for index, param in enumerate(params))
+            state.update({index: found[number] for index, number in own if number in found})
+            start += len(params)
+        agree.together(lambda: self._plain_load_state_dict({**local, "state": state, "param_groups": groups}))
+        self._first_has_state = self._lists is None
 
-    def _load_part_of(self, whole: dict[str, Any]) -> None:
-        numbers = [index for index, (_, name) in enumerate(self._numbered()) if self._local(name)]
-        renumbered = {old: new for new, old in enumerate(numbers)}
-        state = {renumbered[old]: values for old, values in whole["state"].items() if old in renumbered}
-        groups = [
-            {**group, "params": [renumbered[old] for old in group["params"] if old in renumbered]}
-            for group in whole["param_groups"]
-        ]
-        self._local_load_state_dict({"state": state, "param_groups": groups})
 
-    def widen(self) -> None:
-        """Gives the optimizer its parameters back, with the state of all ranks. All ranks call it."""
-        whole = agree.broadcast_object(self._global_state_dict())
-        for group, params in zip(self.optimizer.param_groups, self._original, strict=True):
-            group["params"] = params
-        del self.optimizer.state_dict, self.optimizer.load_state_dict
-        self.optimizer.load_state_dict(whole)
+def _listed(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+@torch.no_grad()
+def _give_params(params: list[Tensor]) -> None:
+    """Gives every rank the parameters of rank 0, as the model's."""
+    for param in params:
+        if process.get_world_size() > 1:
+            given = param.detach().contiguous()
+            give_to_others(given, 0)
+            param.copy_(given)

@@ -61,8 +61,10 @@ class ParamStore:
         for name, tensor in self.tensors():
             local = self.is_local(name)
             grad, tensor.grad = tensor.grad, None
-            tensor.data = tensor.data.to(self._device if local else "cpu")
-            tensor.grad = grad.to(self._device) if grad is not None and local else None
+            # What no Stage uses is where the script wants it.
+            tensor.data = tensor.data.to(self._device if local else "cpu" if name in self.holders else tensor.device)
+            kept = grad is not None and (local or name not in self.holders)
+            tensor.grad = grad.to(tensor.device) if grad is not None and kept else None
             moved_bytes += tensor.nbytes if local else 0
         phases.note(f"this rank holds {moved_bytes / 2**20:.1f} MiB")
 
@@ -87,7 +89,7 @@ class ParamStore:
     def owned(self) -> Mapping[str, nn.Parameter]:
         """Parameters that this rank holds first: over all ranks, each parameter that is held once."""
         rank = process.get_rank()
-        return {name: param for name, param in self.params.items() if self.holders.get(name, (-1,))[0] == rank}
+        return {name: param for name, param in self.params.items() if self._owner(name) == rank}
 
     def shared(self, names: Iterable[str]) -> list[SharedParam]:
         """Those of the named parameters that this rank holds, in the order of the names."""
@@ -153,6 +155,8 @@ class ParamStore:
         total = norm**2
         sum_over_ranks(total)
         total = total.sqrt()
-        local = [param for param in self.local_params().values() if param.grad is not None]
+        # The script may compute with those that no Stage uses.
+        here = [param for name, param in self.params.items() if self.is_local(name) or name not in self.holders]
+        local = [param for param in here if param.grad is not None]
         nn.utils.clip_grads_with_norm_(local, max_norm, total)
         return total

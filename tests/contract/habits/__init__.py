@@ -2,6 +2,18 @@
 
 from tests.contract.habit import HABITS
 
-from . import calls, chance, changes, loops, losses, models, questions, rows, state, wrappers  # noqa: F401  # the order of the document
+from . import (  # noqa: F401  # the order of the document
+    calls,
+    chance,
+    changes,
+    loops,
+    losses,
+    models,
+    optimizers,
+    questions,
+    rows,
+    state,
+    wrappers,
+)
 
 __all__ = ["HABITS"]

@@ -118,35 +118,6 @@ def state_assigned(job: Job) -> None:
     job.state(model)
 
 
-@equal()
-def optimizer_state_of_all_ranks(job: Job) -> None:
-    """`optimizer.state_dict(from_global=True)` on all ranks, and `load_state_dict(..., from_global=True)`."""
-    _, model, optimizer = _learned(job)
-    wrapped = {"from_global": True} if isinstance(model, pyrannc.RaNNCModule) else {}
-    state = copy.deepcopy(optimizer.state_dict(**wrapped))
-    if job.rank == 0:
-        moments = [entry["exp_avg"] for _, entry in sorted(state["state"].items())]
-    learn(job, model, optimizer, step=1)
-    optimizer.load_state_dict(state, **wrapped)
-    job.same("moments", len(moments) if job.rank == 0 else 8)
-    learn(job, model, optimizer, step=2)
-    job.state(model)
-
-
-@not_yet("a `TypeError` of torch's optimizer")
-@equal()
-def optimizer_state_before_the_first_call(job: Job) -> None:
-    """`optimizer.load_state_dict(state, from_global=True)` before the first call, where scripts resume."""
-    net = Returns(Chain(), F.mse_loss)
-    optimizer = Adam(net.parameters(), lr=0.01)
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["param_groups"][0]["lr"] = 0.05
-    model = job.wrap(net, optimizer)
-    optimizer.load_state_dict(saved, **({"from_global": True} if isinstance(model, pyrannc.RaNNCModule) else {}))
-    learn(job, model, optimizer)
-    job.state(model)
-
-
 @equal((REPLICAS,))
 def gradients_kept_by_the_script(job: Job) -> None:
     """The script keeps `param.grad` of a loss, and computes those of another one."""
@@ -188,19 +159,3 @@ def head_without_gradient(job: Job) -> None:
         first, _ = model(x)
         (first.square().sum() / max(1, len(x))).backward()
     job.gradients(model)
-
-
-@not_yet("the optimizer leaves it out after the first call")
-@equal()
-def parameter_outside_of_the_model(job: Job) -> None:
-    """The optimizer has a parameter that is not the model's, such as a learned weight of the loss."""
-    net = Returns(Chain(), F.mse_loss)
-    weight = nn.Parameter(torch.ones(()))
-    optimizer = SGD([*net.parameters(), weight], lr=0.1)
-    model = job.wrap(net, optimizer)
-    for batch in job.batches(pairs):
-        optimizer.zero_grad()
-        (model(*batch) * weight).backward()
-        optimizer.step()
-    job.same("weight", weight)
-    job.state(model)

@@ -1,0 +1,68 @@
+"""What ranks still owe each other when a backward has come to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyrannc.job import agree, process
+from pyrannc.job.exchange import sum_over_ranks
+from pyrannc.job.faults import collective
+from pyrannc.store.optimizer import UserOptimizer
+from pyrannc.store.overflow import share_overflow
+from pyrannc.store.store import ParamStore
+
+
+@torch.no_grad()
+def settle(
+    store: ParamStore, optimizer: UserOptimizer | None, share: float, scale: Tensor | None, *, stages: int
+) -> None:
+    """Makes gradients right that a rank cannot know by itself. All ranks call it, at the end of a backward.
+
+    Args:
+        store: of the model that was called.
+        optimizer: the model's.
+        share: this rank's rows of the call, as a share of the global batch; over all ranks they make 1.
+        scale: what the loss was multiplied by; None if that is not known.
+        stages: of the Plan; the ranks of one Stage have the same gradients anyway.
+    """
+    if process.get_world_size() == 1:
+        return
+    everywhere = [] if optimizer is None else [p for p in optimizer.everywhere() if p.requires_grad]
+    if not everywhere and stages == 1:
+        return
+    with collective("loss.backward()"):
+        if everywhere:
+            average(everywhere, share)
+        if stages > 1:
+            share_overflow(_sets(store, optimizer), scale, process.own_device())
+
+
+def average(params: Sequence[Tensor], share: float) -> None:
+    """Gives parameters that lie on all ranks the gradient of the ranks' mean loss.
+
+    What was there before this backward is the same on all ranks, and stays so.
+
+    Args:
+        share: weight of this rank's loss.
+    """
+    present = agree.gather_numbers(tuple(int(param.grad is not None) for param in params))
+    for param, flags in zip(params, zip(*present, strict=True), strict=True):
+        if not any(flags):
+            continue
+        # A loss of no rows may be NaN.
+        grad = param.grad if param.grad is not None and share else torch.zeros_like(param)
+        total = grad * share
+        sum_over_ranks(total)
+        param.grad = total
+
+
+def _sets(store: ParamStore, optimizer: UserOptimizer | None) -> list[list[Tensor]]:
+    """The gradients of the optimizer's parameters here, and those of the model's others."""
+    listed = [] if optimizer is None else optimizer.listed()
+    others = {id(param): param for param in store.local_params().values()}
+    for param in listed:
+        others.pop(id(param), None)
+    return [[p.grad for p in params if p.grad is not None] for params in (listed, others.values())]

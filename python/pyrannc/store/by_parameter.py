@@ -1,0 +1,152 @@
+"""Whether an optimizer treats each parameter by itself, so that ranks may update theirs alone."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.optim import Optimizer
+
+from pyrannc.errors import RaNNCError
+
+_STEPS = 4
+_EXTENT = 3
+_OTHER_SCALES = (1.0, 1e3, 1e-3, 50.0)
+"""What the other parameters' gradients are multiplied by, step by step: no rate that is the same throughout."""
+
+
+def refuse_across(optimizer: Optimizer | None, stages: int, device: torch.device) -> None:
+    """Raises RaNNCError when the update of a parameter may depend on others, which may lie on other ranks.
+
+    An attribute ``by_parameter`` of the optimizer or its class decides, if there is one. Otherwise an optimizer of
+    its class and settings is tried on small made-up parameters.
+
+    Args:
+        stages: of the Plan; of one, every rank has all parameters.
+        device: where this rank computes.
+    """
+    stated = getattr(optimizer, "by_parameter", None)
+    if optimizer is None or stages == 1 or stated:
+        return
+    reason = "by_parameter is False" if stated is not None else _across(optimizer, device)
+    if reason is not None:
+        raise RaNNCError(
+            f"{type(optimizer).__name__} cannot be divided over the {stages} Stages of the plan, where each rank "
+            f"updates its own parameters: {reason}. Force one Stage with RANNC_PARTITION_NUM=1, or use another "
+            "optimizer; if it does treat each parameter by itself, say so by `optimizer.by_parameter = True` before "
+            "the first call of the model"
+        )
+
+
+def _across(optimizer: Optimizer, device: torch.device) -> str | None:
+    """Why an optimizer cannot be divided, or None."""
+    if _needs_closure(optimizer):
+        return "its step() needs a closure, with which it evaluates the loss for all parameters together"
+    kept = _keeps_params_in(optimizer)
+    if kept is not None:
+        return f'it keeps parameters in its attribute "{kept}" besides param_groups'
+    inner = next((name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)), None)
+    if inner is not None:
+        return f'it works with another optimizer, in its attribute "{inner}"'
+    failure = ""
+    # Some make the state of their parameters at once, and need it.
+    for with_state in (False, True):
+        try:
+            alone, beside = (_updated(optimizer, device, other, with_state) for other in (False, True))
+        except Exception as error:
+            failure = failure or f"a try on small made-up parameters failed ({type(error).__name__}: {error})"
+            continue
+        if all(torch.equal(mine.nan_to_num(), its.nan_to_num()) for mine, its in zip(alone, beside, strict=True)):
+            return None
+        return "a try on small made-up parameters has shown that the update of one depends on the gradients of others"
+    return failure
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    params = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(param.default is inspect.Parameter.empty and param.kind not in kinds for param in params)
+
+
+def _keeps_params_in(optimizer: Optimizer) -> str | None:
+    """The attribute in which an optimizer has parameters where narrowing its groups does not reach them."""
+    params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    groups = {id(group) for group in optimizer.param_groups}
+    for name, value in vars(optimizer).items():
+        if name not in ("param_groups", "state") and any(id(item) in params for item in _inside(value, groups)):
+            return name
+    return None
+
+
+def _inside(item: Any, groups: set[int], depth: int = 4) -> Iterator[Any]:
+    """Tensors in containers, except in the given groups."""
+    if isinstance(item, Tensor):
+        yield item
+    elif depth and id(item) not in groups:
+        parts = item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
+        for part in parts:
+            yield from _inside(part, groups, depth - 1)
+
+
+def _updated(optimizer: Optimizer, device: torch.device, other: bool, with_state: bool) -> list[Tensor]:
+    """The first made-up parameter of each group after some steps; ``other``: the rest has other gradients."""
+    generator = Generator().manual_seed(0)
+    trial, firsts = _trial(optimizer, device, generator, with_state)
+    first_ids = set(map(id, firsts))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        for step in range(_STEPS):
+            for group in trial.param_groups:
+                for param in group["params"]:
+                    grad = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+                    if other and id(param) not in first_ids:
+                        grad = -grad * _OTHER_SCALES[step]
+                    param.grad = grad.to(param)
+            trial.step()
+    return firsts
+
+
+def _trial(
+    optimizer: Optimizer, device: torch.device, generator: Generator, with_state: bool
+) -> tuple[Optimizer, list[Tensor]]:
+    """An optimizer of the same class and settings with two made-up parameters in each group, and the first of these."""
+    trial: Optimizer = object.__new__(type(optimizer))
+    # What a scheduler or RaNNC has put in the place of methods belongs to the given one.
+    own = {name: value for name, value in vars(optimizer).items() if name != "state" and not callable(value)}
+    hooks: dict[str, Any] = {name: OrderedDict() for name in own if name.endswith("_hooks")}
+    vars(trial).update(copy.deepcopy({**own, **hooks, "param_groups": []}))
+    trial.state = defaultdict(dict)
+    firsts: list[Tensor] = []
+    for group in optimizer.param_groups:
+        params: list[Tensor] = group["params"]
+        likes = [params[0], params[-1]] if params else []
+        made = [_made_up(like, device, generator) for like in likes]
+        if with_state:
+            trial.state.update({param: _small(optimizer, like) for param, like in zip(made, likes, strict=True)})
+        settings = {"lr": 0.01} if isinstance(group.get("lr"), float) and group["lr"] == 0 else {}
+        trial.param_groups.append({**copy.deepcopy(_settings(group)), **settings, "params": made})
+        firsts += made[:1]
+    return trial, firsts
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _made_up(like: Tensor, device: torch.device, generator: Generator) -> Tensor:
+    data = torch.randn([_EXTENT] * like.dim(), generator=generator, dtype=torch.float64)
+    return nn.Parameter(data.to(device=device, dtype=like.dtype))
+
+
+def _small(optimizer: Optimizer, like: Tensor) -> dict[str, Any]:
+    """The state of a parameter for a made-up one."""
+    small = {}
+    for name, value in optimizer.state.get(like, {}).items():
+        shaped = isinstance(value, Tensor) and value.shape == like.shape and value.numel()
+        small[name] = value.new_full([_EXTENT] * like.dim(), value.mean().item()) if shaped else copy.deepcopy(value)
+    return small

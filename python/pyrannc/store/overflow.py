@@ -1,0 +1,39 @@
+"""Gradients that are not finite on one rank are not finite on any, so that a ``GradScaler`` decides alike on all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pyrannc.job.exchange import sum_over_ranks
+
+
+@torch.no_grad()
+def share_overflow(sets: Sequence[Sequence[Tensor]], scale: Tensor | None, device: torch.device) -> None:
+    """Makes one element infinite in each set that is finite here and not on some other rank. All ranks call it.
+
+    Only where the loss was scaled: gradients of others are the script's own business. The host waits for no device.
+
+    Args:
+        sets: gradients of this rank that are judged together, as those of one optimizer; as many sets on all ranks.
+        scale: what the loss was multiplied by; None if that is not known.
+        device: this rank's.
+    """
+    own = [_overflow(grads, device) for grads in sets]
+    scaled = torch.ones((), device=device) if scale is None else (scale.detach() != 1).any().to(device).float()
+    found = torch.stack([*own, scaled])
+    sum_over_ranks(found)
+    for grads, here, anywhere in zip(sets, own, found, strict=False):
+        element = next((grad[(0,) * grad.dim()] for grad in grads if grad.numel()), None)
+        if element is not None:
+            spoilt = ((anywhere > 0) & (here == 0) & (found[-1] > 0)).to(element.device)
+            element.copy_(torch.where(spoilt, torch.full_like(element, math.inf), element))
+
+
+def _overflow(grads: Sequence[Tensor], device: torch.device) -> Tensor:
+    """1 where some gradient is not finite, else 0."""
+    largest = nn.utils.get_total_norm([grad for grad in grads if grad.numel()], math.inf)
+    return (~largest.isfinite()).to(device).float()

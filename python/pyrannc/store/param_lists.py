@@ -1,0 +1,211 @@
+"""The parameters that an optimizer lists: all of them in the user's order, and those that stay on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pyrannc.errors import MismatchError
+from pyrannc.job import agree, process
+from pyrannc.store.store import ParamStore
+
+Label: TypeAlias = "tuple[int, str, int]"
+"""A parameter as all ranks call it: the model's place among the optimizer's models and the parameter's first name, or
+-1 and the place among the group's parameters that are of no model."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A parameter with its number in the optimizer's state, as torch counts without RaNNC.
+
+    Attributes:
+        group: place of its group.
+        ranks: that list it, and keep its state; the first of them owns it.
+    """
+
+    number: int
+    group: int
+    param: Tensor
+    ranks: tuple[int, ...]
+
+
+class ParamLists:
+    """The lists of an optimizer that trains deployed models.
+
+    A parameter of a model stays on the ranks that hold it. One that no Stage uses, or that is of no model, stays on
+    all ranks.
+
+    Attributes:
+        stores: of the models.
+        everywhere: those parameters that no Stage computes with, so that all ranks list them.
+        stand_in: what the optimizer lists on a rank where nothing else gets a gradient: a ``GradScaler`` wants one.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.stores: list[ParamStore] = []
+        self.stand_in = nn.Parameter(torch.zeros(1, 1, device=process.own_device()))
+        self.everywhere: list[Tensor] = []
+        self._known: dict[int, tuple[Label, tuple[int, ...] | None]] = {}
+        self._full: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
+        self._left = self._full
+        self._names = _names_given(optimizer)
+
+    # Which ranks list what
+
+    def add(self, store: ParamStore) -> None:
+        """A model of the optimizer has been deployed."""
+        self.stores.append(store)
+        self._renew()
+
+    def remove(self, store: ParamStore) -> None:
+        """A model of the optimizer is taken back."""
+        self.stores.remove(store)
+        self._renew()
+
+    def _renew(self) -> None:
+        self._known = {
+            id(param): ((place, name, 0), store.holders.get(name))
+            for place, store in enumerate(self.stores)
+            for name, param in store.params.items()
+        }
+
+    def ranks_of(self, param: Tensor) -> tuple[int, ...]:
+        """The ranks that list a parameter."""
+        held = self._held(param)
+        return tuple(range(process.get_world_size())) if held is None else held
+
+    def _held(self, param: Tensor) -> tuple[int, ...] | None:
+        return self._known[id(param)][1] if id(param) in self._known else None
+
+    def all(self) -> list[Listed]:
+        """The parameters of all ranks, by number."""
+        pairs = [(place, param) for place, params in enumerate(self._full) for param in params]
+        return [Listed(number, place, param, self.ranks_of(param)) for number, (place, param) in enumerate(pairs)]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of parameters of each group, on all ranks together."""
+        return [len(params) for params in self._full]
+
+    @property
+    def is_spread(self) -> bool:
+        """True when some rank lacks some parameter."""
+        everyone = process.get_world_size()
+        return any(len(item.ranks) < everyone for item in self.all())
+
+    def names_of(self, group: int, *, whole: bool) -> list[str]:
+        """Names that the user gave the parameters of a group: of all ranks, or as this rank lists them."""
+        params = self._full[group] if whole else self._left[group]
+        return [self._names.get(id(param), "") for param in params]
+
+    # Writing them into the optimizer
+
+    def narrow(self) -> None:
+        """Leaves each rank its own."""
+        rank = process.get_rank()
+        self.everywhere = [item.param for item in self.all() if self._held(item.param) is None]
+        self._left = [[param for param in params if rank in self.ranks_of(param)] for params in self._full]
+        if self._left and not any(param.requires_grad for params in self._left for param in params):
+            self._left[0].append(self.stand_in)
+        else:
+            self._optimizer.state.pop(self.stand_in, None)
+        self._write(self._left, whole=False)
+
+    def widen(self) -> None:
+        """Lists all parameters on this rank."""
+        self._left = self._full
+        self._write(self._full, whole=True)
+
+    def _write(self, lists: Sequence[Sequence[Tensor]], *, whole: bool) -> None:
+        for place, (group, params) in enumerate(zip(self._optimizer.param_groups, lists, strict=True)):
+            group["params"] = list(params)
+            if "param_names" in group:
+                group["param_names"] = self.names_of(place, whole=whole)
+
+    # What the ranks must agree on
+
+    def agree(self) -> None:
+        """Raises on every rank, unless all list the same. All ranks call it."""
+        everyone: list[list[list[Label]]] = agree.gather_objects(self._labels(self._full))
+        for rank, found in enumerate(everyone):
+            if found != everyone[0]:
+                raise MismatchError(
+                    f"the optimizer lists other parameters on rank {rank} ({_counts(found)}) than on rank 0 "
+                    f"({_counts(everyone[0])}); make it of the same parameters, in the same order, on all ranks"
+                )
+
+    def follow(self) -> None:
+        """Takes over what the script has changed in ``param_groups`` by hand. All ranks call it."""
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        changed = _ids(groups) != _ids(self._left)
+        everyone = agree.gather_numbers((int(changed), len(groups)))
+        if len({count for _, count in everyone}) > 1:
+            told = ", ".join(f"{count} on rank {rank}" for rank, (_, count) in enumerate(everyone))
+            raise MismatchError(f"the optimizer has different numbers of param_groups: {told}")
+        if any(flag for flag, _ in everyone):
+            own = [[param for param in params if param is not self.stand_in] for params in groups]
+            self._take_over(own)
+            self.narrow()
+
+    def _take_over(self, own: Sequence[Sequence[Tensor]]) -> None:
+        """The lists that the ranks' own ones are parts of become the whole ones."""
+        self._names = {**_names_given(self._optimizer), **self._names}
+        params = {label: store.params[label[1]] for store, label in self._all_labels()}
+        everyone: list[list[list[Label]]] = agree.gather_objects(self._labels(own))
+        full: list[list[Tensor]] = []
+        for place, found in enumerate(zip(*everyone, strict=True)):
+            of_none = [[label for label in labels if label[0] < 0] for labels in found]
+            if any(labels != of_none[0] for labels in of_none):
+                raise MismatchError(
+                    f"group {place} of the optimizer's param_groups lists different numbers of parameters that are "
+                    "not the model's; list the same ones on all ranks"
+                )
+            foreign = [param for param in own[place] if id(param) not in self._known]
+            labels = found[0] if all(labels == found[0] for labels in found) else self._joined(place, found)
+            full.append([foreign[label[2]] if label[0] < 0 else params[label] for label in labels])
+        self._full = full
+
+    def _joined(self, place: int, found: Sequence[Sequence[Label]]) -> list[Label]:
+        """The labels of all ranks in the order that they had before, or else in that of the model."""
+        before = self._labels(self._full)[place] if place < len(self._full) else []
+        order = [*before, *(label for _, label in self._all_labels())]
+        places = {label: number for number, label in reversed(list(enumerate(order)))}
+        every = {label for labels in found for label in labels}
+        return sorted(every, key=lambda label: (places.get(label, len(order)), label))
+
+    def _all_labels(self) -> Iterator[tuple[ParamStore, Label]]:
+        for place, store in enumerate(self.stores):
+            for name in store.params:
+                yield store, (place, name, 0)
+
+    def _labels(self, lists: Sequence[Sequence[Tensor]]) -> list[list[Label]]:
+        return [self._labels_of(params) for params in lists]
+
+    def _labels_of(self, params: Sequence[Tensor]) -> list[Label]:
+        found: list[Label] = []
+        for param in params:
+            known = self._known.get(id(param))
+            found.append((-1, "", sum(label[0] < 0 for label in found)) if known is None else known[0])
+        return found
+
+
+def _names_given(optimizer: Optimizer) -> dict[int, str]:
+    return {
+        id(param): name
+        for group in optimizer.param_groups
+        for param, name in zip(group["params"], group.get("param_names", ()), strict=False)
+    }
+
+
+def _ids(lists: Sequence[Sequence[Any]]) -> list[list[int]]:
+    return [list(map(id, params)) for params in lists]
+
+
+def _counts(lists: Sequence[Sequence[Label]]) -> str:
+    return " + ".join(str(len(labels)) for labels in lists) + " of them"

@@ -1,0 +1,540 @@
+"""Optimizers: what they list, what state they keep, and what goes round them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+from torch.optim import LBFGS, SGD, Adadelta, Adafactor, Adam, AdamW, Optimizer, RMSprop
+from torch.optim.lr_scheduler import LambdaLR
+
+import pyrannc
+from tests.contract.habit import equal, refused
+from tests.contract.job import Job
+from tests.contract.settings import ONCE, REPLICAS, STAGES, Setting
+from tests.contract.training import WIDTH, Chain, Returns, learn, pairs
+
+SEVERAL_STAGES = (STAGES, Setting((3, 0, 5), 3, 1))
+WHOLE = "`optimizer.state_dict(from_global=True)` on all ranks"
+
+
+def _net() -> Returns:
+    return Returns(Chain(), F.mse_loss)
+
+
+def _adam(net: nn.Module) -> Optimizer:
+    return Adam(net.parameters(), lr=0.01)
+
+
+def _whole(model: nn.Module) -> dict[str, bool]:
+    """What RaNNC wants to be told, to mean the state of all ranks."""
+    return {"from_global": True} if isinstance(model, pyrannc.RaNNCModule) else {}
+
+
+def _on_first(job: Job, state: dict[str, Any]) -> Any:
+    """The state of rank 0 on all ranks, for notes."""
+    if job.ranks == 1:
+        return state
+    box = [state]
+    torch.distributed.broadcast_object_list(box, 0)
+    return box[0]
+
+
+# What is listed
+
+
+@equal()
+def parameter_outside_of_the_model(job: Job) -> None:
+    """The optimizer has a parameter that is not the model's, such as a learned weight of the loss."""
+    net = _net()
+    weight = nn.Parameter(torch.ones(()) * (1 + job.rank))
+    weight.data.fill_(1.0) if job.rank == 0 else None
+    optimizer = SGD([*net.parameters(), weight], lr=0.1)
+    model = job.wrap(net, optimizer)
+    for batch in job.batches(pairs):
+        optimizer.zero_grad()
+        (model(*batch) * weight).backward()
+        job.same("gradient of the weight", weight.grad)
+        optimizer.step()
+    job.same("weight", weight)
+    job.state(model)
+
+
+@equal()
+def parameters_of_the_criterion(job: Job) -> None:
+    """The criterion outside of the model has parameters, and the optimizer those of both; gradients add up."""
+    net, head = Chain(), nn.Linear(WIDTH, 3)
+    optimizer = Adam([{"params": net.parameters()}, {"params": head.parameters(), "lr": 0.1}], lr=0.01)
+    model = job.wrap(net, optimizer)
+    for step, (x, target) in enumerate(job.batches(pairs, 4)):
+        (F.mse_loss(head(model(x)), target[:, :3], reduction="sum") / max(1, len(x))).backward()
+        job.same("gradients", [param.grad for param in head.parameters()])
+        job.gradients(model)
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    job.same("head", list(head.parameters()))
+    job.same("state", _on_first(job, optimizer.state_dict(**_whole(model)))["state"])
+    job.state(model)
+
+
+@equal()
+def parameter_that_the_criterion_uses(job: Job) -> None:
+    """The model has a parameter that its forward does not use, but the criterion: weights of several losses."""
+
+    class Net(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.Parameter(torch.zeros(2))
+
+    net = Net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer, check_unused_values=False)
+    for x, target in job.batches(pairs):
+        optimizer.zero_grad()
+        apart = (model(x) - target).reshape(len(x), 2, 3).square().sum((0, 2)) / max(1, len(x))
+        ((-net.weights).exp() * apart + net.weights).sum().backward()
+        clip = getattr(model, "clip_grad_norm", lambda most: nn.utils.clip_grad_norm_(net.parameters(), most))
+        job.same("norm", clip(0.5))
+        job.gradients(model)
+        optimizer.step()
+    job.state(model)
+
+
+@equal()
+def layers_thawed_and_added(job: Job) -> None:
+    """Frozen layers are thawed after some steps, and go to the optimizer by `optimizer.add_param_group`."""
+    net = _net()
+    first = net.net.layers[0].requires_grad_(False)
+    optimizer = Adam([param for param in net.parameters() if param.requires_grad], lr=0.01)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    first.requires_grad_(True)
+    optimizer.add_param_group({"params": first.parameters(), "lr": 0.05})
+    for step in (1, 2):
+        learn(job, model, optimizer, step=step)
+    job.same("state", _on_first(job, optimizer.state_dict(**_whole(model))))
+    job.state(model)
+
+
+@equal()
+def own_parameters_added(job: Job) -> None:
+    """`optimizer.add_param_group` gets what `model.named_parameters()` has after the first call: this rank's part."""
+    net = _net()
+    optimizer = Adam(net.net.head.parameters(), lr=0.01)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    optimizer.add_param_group({"params": [p for name, p in model.named_parameters() if "head" not in name]})
+    learn(job, model, optimizer, step=1)
+    job.same("state", _on_first(job, optimizer.state_dict(**_whole(model))))
+    job.state(model)
+
+
+@equal()
+def lists_changed_by_hand(job: Job) -> None:
+    """The script puts other lists and a new group into `optimizer.param_groups` after the first call."""
+    net = _net()
+    optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    head = list(net.net.head.parameters())
+    optimizer.param_groups[0]["params"] = list(net.net.layers.parameters())
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": head, "lr": 0.01})
+    learn(job, model, optimizer, step=1)
+    job.same("state", _on_first(job, optimizer.state_dict(**_whole(model))))
+    learn(job, model, optimizer, step=2)
+    job.state(model)
+
+
+@equal()
+def second_optimizer(job: Job) -> None:
+    """Two optimizers share the model's parameters, and RaNNC is given one of them."""
+    net = _net()
+    optimizers = [Adam(net.net.layers.parameters(), lr=0.01), SGD(net.net.head.parameters(), lr=0.1, momentum=0.9)]
+    model = job.wrap(net, optimizers[0])
+    for batch in job.batches(pairs):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(*batch).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    job.state(model)
+
+
+@equal()
+def optimizer_of_two_models(job: Job) -> None:
+    """One optimizer has the parameters of two wrapped models, and is given to both."""
+    nets = [Chain(), Chain(3)]
+    optimizer = Adam([param for net in nets for param in net.parameters()], lr=0.01)
+    first, second = (job.wrap(net, optimizer) for net in nets)
+    for x, target in job.batches(pairs):
+        optimizer.zero_grad()
+        ((second(first(x)) - target).square().sum() / max(1, len(x))).backward()
+        optimizer.step()
+    job.same("state", _on_first(job, optimizer.state_dict(**_whole(first))))
+    job.state(first)
+    job.state(second)
+
+
+@refused("RaNNCError", "give it to both", settings=(STAGES,), instead="give it to both: `RaNNCModule(net, optimizer)`")
+def optimizer_of_two_models_given_to_one(job: Job) -> None:
+    """One optimizer has the parameters of two wrapped models, and is given to one of them."""
+    nets = [Chain(), Chain(3)]
+    optimizer = Adam([param for net in nets for param in net.parameters()], lr=0.01)
+    first, second = job.wrap(nets[0], optimizer), job.wrap(nets[1])
+    x, target = job.batch(pairs)
+    F.mse_loss(second(first(x)), target).backward()
+    optimizer.step()
+
+
+@refused("MismatchError", "lists other parameters on rank 1", settings=(STAGES,), instead="the same on all ranks")
+def different_lists(job: Job) -> None:
+    """The optimizer is made of different parameters on different ranks."""
+    net = _net()
+    optimizer = SGD(list(net.parameters())[job.rank :], lr=0.1)
+    learn(job, job.wrap(net, optimizer), optimizer)
+
+
+# Its state
+
+
+@equal()
+def optimizer_state_of_all_ranks(job: Job) -> None:
+    """`optimizer.state_dict(from_global=True)` on all ranks, and `load_state_dict(..., from_global=True)`."""
+    net = _net()
+    optimizer = _adam(net)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict(**_whole(model)))
+    job.same("state", _on_first(job, state))
+    learn(job, model, optimizer, step=1)
+    optimizer.load_state_dict(state, **_whole(model))
+    learn(job, model, optimizer, step=2)
+    job.state(model)
+
+
+def _saved(make: Callable[[nn.Module], Optimizer]) -> dict[str, Any]:
+    """A state with moments, of a plain model."""
+    net = _net()
+    optimizer = make(net)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(*pairs(4, Generator().manual_seed(5))).backward()
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.05
+    return copy.deepcopy(optimizer.state_dict())
+
+
+@equal()
+def optimizer_state_before_the_first_call(job: Job) -> None:
+    """`optimizer.load_state_dict(state, from_global=True)` before the first call, with a state on rank 0 alone."""
+    saved = _saved(_adam)
+    net = _net()
+    optimizer = _adam(net)
+    model = job.wrap(net, optimizer)
+    optimizer.load_state_dict(saved if job.rank == 0 else {}, **_whole(model))
+    job.same("state", _on_first(job, optimizer.state_dict(**_whole(model))))
+    for step in range(2):
+        learn(job, model, optimizer, step=step)
+    job.same("state", _on_first(job, optimizer.state_dict(**_whole(model))))
+    job.state(model)
+
+
+@equal()
+def states_of_all_kinds(job: Job) -> None:
+    """States with factors, buffers, maxima and counters are saved, loaded, and taken back by `undeploy()`."""
+    makes: list[Callable[[nn.Module], Optimizer]] = [
+        lambda net: AdamW(net.parameters(), lr=0.01, amsgrad=True, fused=True),
+        lambda net: AdamW(net.parameters(), lr=torch.tensor(0.01)),
+        lambda net: Adam(net.parameters(), lr=0.01, foreach=True),
+        lambda net: Adafactor(net.parameters(), lr=0.01),
+        lambda net: SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+        lambda net: RMSprop(net.parameters(), lr=0.01, centered=True, momentum=0.5),
+        lambda net: Adadelta(net.named_parameters(), lr=0.5),
+    ]
+    for make in makes:
+        saved = _saved(make)
+        net = _net()
+        optimizer = make(net)
+        model = job.wrap(net, optimizer)
+        optimizer.load_state_dict(saved)
+        learn(job, model, optimizer)
+        state = copy.deepcopy(optimizer.state_dict(**_whole(model)))
+        job.same("state", _on_first(job, state))
+        learn(job, model, optimizer, step=1)
+        optimizer.load_state_dict(state, **_whole(model))
+        learn(job, model, optimizer, step=2)
+        if isinstance(model, pyrannc.RaNNCModule):
+            model.undeploy()
+        job.same("taken back", optimizer.state_dict())
+
+
+@refused("RaNNCError", "from_global=True", "rank [012] alone", settings=SEVERAL_STAGES, instead=WHOLE)
+def state_of_a_part(job: Job) -> None:
+    """`optimizer.state_dict()` where other ranks have a part of the state."""
+    net = _net()
+    optimizer = _adam(net)
+    learn(job, job.wrap(net, optimizer), optimizer)
+    job.same("state", optimizer.state_dict())
+
+
+@refused("RaNNCError", "from_global=True", settings=SEVERAL_STAGES, instead="`load_state_dict(..., from_global=True)`")
+def state_of_a_part_loaded(job: Job) -> None:
+    """`optimizer.load_state_dict(state)` after the first call, where other ranks have a part of the state."""
+    net = _net()
+    optimizer = _adam(net)
+    learn(job, job.wrap(net, optimizer), optimizer)
+    optimizer.load_state_dict(_saved(_adam))
+
+
+@equal(settings=(REPLICAS, Setting((3, 3, 2), 1, 1)))
+def plain_state_of_one_stage(job: Job) -> None:
+    """`optimizer.state_dict()` and `load_state_dict(state)` where every rank has all parameters."""
+    net = _net()
+    optimizer = _adam(net)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    job.same("state", state)
+    learn(job, model, optimizer, step=1)
+    optimizer.load_state_dict(state)
+    learn(job, model, optimizer, step=2)
+    job.state(model)
+
+
+@refused("InputError|MismatchError", "groups of", instead="make the optimizer as it was when the state was saved")
+def state_of_another_optimizer(job: Job) -> None:
+    """The state to load, with `from_global=True`, has other groups or numbers of parameters."""
+    net = _net()
+    optimizer = _adam(net)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    optimizer.load_state_dict(_saved(lambda net: Adam([*net.parameters()][:3])), **_whole(model))
+
+
+@refused("InputError|MismatchError", "has shape", "the parameter has", instead="load the state of this model")
+def state_of_another_model(job: Job) -> None:
+    """The state to load, with `from_global=True`, has other shapes."""
+    net = _net()
+    optimizer = _adam(net)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    saved = _saved(_adam)
+    saved["state"][3]["exp_avg"] = torch.zeros(5)
+    optimizer.load_state_dict(saved, **_whole(model))
+
+
+# Optimizers that look at all parameters
+
+
+class ByGlobalNorm(Optimizer):
+    """Divides gradients by the norm of all of them."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        norm = nn.utils.get_total_norm([param.grad for param in params]).clamp(min=1.0)
+        for param in params:
+            param -= self.param_groups[0]["lr"] * param.grad / norm
+
+
+def _by_global_norm(job: Job) -> None:
+    net = _net()
+    optimizer = ByGlobalNorm(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    for step in range(2):
+        learn(job, model, optimizer, step=step)
+    job.state(model)
+
+
+@refused(
+    "RaNNCError",
+    "depends on the gradients of others",
+    "by_parameter = True",
+    settings=(STAGES,),
+    instead="force one Stage: `RANNC_PARTITION_NUM=1`; of one that does no such thing, set `optimizer.by_parameter`",
+)
+def optimizer_by_global_norm(job: Job) -> None:
+    """An optimizer whose updates depend on the norm of all gradients, over several Stages."""
+    _by_global_norm(job)
+
+
+@equal(settings=(REPLICAS,))
+def optimizer_by_global_norm_in_one_stage(job: Job) -> None:
+    """The same optimizer, in a Plan of one Stage."""
+    _by_global_norm(job)
+
+
+def _lbfgs(job: Job) -> None:
+    net = _net()
+    optimizer = LBFGS(net.parameters(), lr=0.1, max_iter=4)
+    model = job.wrap(net, optimizer)
+    for batch in job.batches(pairs):
+
+        def closure(batch: Any = batch) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(*batch)
+            loss.backward()
+            return loss
+
+        job.same("loss", optimizer.step(closure))
+    job.state(model)
+
+
+@refused("RaNNCError", "LBFGS", "closure", settings=(STAGES,), instead="force one Stage: `RANNC_PARTITION_NUM=1`")
+def lbfgs(job: Job) -> None:
+    """`torch.optim.LBFGS` over several Stages."""
+    _lbfgs(job)
+
+
+@equal(settings=(REPLICAS,))
+def lbfgs_in_one_stage(job: Job) -> None:
+    """`torch.optim.LBFGS` in a Plan of one Stage."""
+    _lbfgs(job)
+
+
+@equal(settings=(STAGES,))
+def optimizer_said_to_be_by_parameter(job: Job) -> None:
+    """An optimizer that cannot be tried, of which the script says that it treats each parameter by itself."""
+
+    class Picky(SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            assert self.param_groups[0]["params"][0].shape[-1] == WIDTH
+            super().step()
+
+    net = _net()
+    optimizer = Picky(net.parameters(), lr=0.1)
+    optimizer.by_parameter = True  # type: ignore[attr-defined]
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    job.state(model)
+
+
+# Loss scaling
+
+
+class Gained(nn.Module):
+    """The last layer has a parameter whose gradient overflows with the second argument."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.chain, self.gain, self.inside = Chain(), nn.Parameter(torch.zeros(())), inside
+
+    def forward(self, x: Tensor, huge: Tensor, target: Tensor) -> Tensor:
+        out = self.chain(x) + self.gain * huge
+        return F.mse_loss(out, target) if self.inside else out
+
+
+def _gained(rows: int, generator: Generator) -> tuple[Tensor, Tensor, Tensor]:
+    x, target = pairs(rows, generator)
+    return x, torch.zeros(rows, 1), target
+
+
+def _scaled(job: Job, inside: bool, clip: bool, make: Callable[[nn.Module], list[Optimizer]]) -> None:
+    net = Gained(inside)
+    optimizers = make(net)
+    model = job.wrap(net, optimizers[0])
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    for step in range(5):
+        x, huge, target = job.batch(_gained, step)
+        if step in (1, 3):
+            huge = huge + 1e308
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        out = model(x, huge, target)
+        loss = out if inside else (out - target).square().sum() / max(1, len(x))
+        scaler.scale(loss).backward()
+        if clip:
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            norm = getattr(model, "clip_grad_norm", lambda most: nn.utils.clip_grad_norm_(net.parameters(), most))(0.5)
+            job.same("norm", torch.where(norm.isfinite(), norm, -1.0))
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        job.same("scale", scaler.get_scale())
+    job.state(model)
+
+
+def _one(net: nn.Module) -> list[Optimizer]:
+    return [SGD(net.parameters(), lr=0.1, momentum=0.9)]
+
+
+@equal()
+def overflow_on_one_rank(job: Job) -> None:
+    """`torch.amp.GradScaler`, and gradients of one Stage overflow: no rank steps, and all change the scale."""
+    _scaled(job, True, False, _one)
+    _scaled(job, False, False, _one)
+
+
+@equal()
+def overflow_and_clipping(job: Job) -> None:
+    """`scaler.unscale_(optimizer)`, then `model.clip_grad_norm(max_norm)`, then `scaler.step(optimizer)`."""
+    _scaled(job, True, True, _one)
+    _scaled(job, False, True, _one)
+
+
+@equal()
+def overflow_with_a_fused_optimizer(job: Job) -> None:
+    """`torch.amp.GradScaler` with an optimizer that takes the scale itself."""
+    _scaled(job, True, False, lambda net: [Adam(net.parameters(), lr=0.01, fused=True)])
+
+
+@equal()
+def overflow_beside_a_frozen_stage(job: Job) -> None:
+    """`torch.amp.GradScaler`, and ranks whose Stage is frozen have nothing to step."""
+
+    def head(net: nn.Module) -> list[Optimizer]:
+        net.chain.layers.requires_grad_(False)  # type: ignore[operator, union-attr]
+        return [SGD([param for param in net.parameters() if param.requires_grad], lr=0.1)]
+
+    _scaled(job, True, True, head)
+
+
+# Settings
+
+
+@refused("MismatchError", '"weight_decay" of group 0', settings=ONCE, instead="give every rank the same value")
+def decay_by_rank(job: Job) -> None:
+    """The script changes `weight_decay`, betas or momentum on one rank."""
+    net = _net()
+    optimizer = AdamW(net.parameters(), lr=0.01)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    optimizer.param_groups[0]["weight_decay"] = 0.1 + job.rank
+    if job.ranks == 1:
+        return
+    learn(job, model, optimizer, step=1)
+
+
+@refused("MismatchError", '"lr" of group 0', settings=ONCE, instead="give every rank the same value")
+def rate_in_a_tensor_by_rank(job: Job) -> None:
+    """The learning rate is a tensor, and the script changes it in place on one rank."""
+    net = _net()
+    optimizer = AdamW(net.parameters(), lr=torch.tensor(0.01))
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    optimizer.param_groups[0]["lr"].fill_(0.01 * (1 + job.rank))
+    if job.ranks == 1:
+        return
+    learn(job, model, optimizer, step=1)
+
+
+@equal()
+def rate_warmed_up_from_zero(job: Job) -> None:
+    """A schedule starts with a learning rate of 0."""
+    net = _net()
+    optimizer = _adam(net)
+    scheduler = LambdaLR(optimizer, lambda step: step / 4)
+    model = job.wrap(net, optimizer)
+    for step in range(3):
+        learn(job, model, optimizer, step=step)
+        scheduler.step()
+    job.state(model)

@@ -1,0 +1,200 @@
+"""What becomes of an optimizer beside the table of the contract: state in flight, refusals, overflow."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import ASGD, SGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
+
+import pyrannc
+from pyrannc.errors import InputError, MismatchError, RaNNCError
+from pyrannc.job import process
+from pyrannc.store.by_parameter import refuse_across
+from pyrannc.store.carry import Route, carry
+from pyrannc.store.overflow import share_overflow
+from tests.ranks import RankPool
+
+from .equivalence import Differences
+
+Ranks = Callable[[int], RankPool]
+HOST = torch.device("cpu")
+
+
+# State in flight
+
+
+def structures() -> dict[int, Any]:
+    weights = torch.arange(12.0).view(3, 4)
+    return {
+        0: {"step": torch.tensor(3.0), "exp_avg": weights, "none": None, "steps": 7},
+        1: {"nested": [torch.ones(2, dtype=torch.bool), {"x": torch.zeros(0)}], "transposed": weights.t()},
+        3: {"bytes": torch.tensor([1, 2, 3], dtype=torch.uint8), "complex": torch.ones(2, dtype=torch.complex128)},
+        4: "no tensor at all",
+        5: {"gaps": weights[:, ::2], "half": torch.ones(3, dtype=torch.bfloat16)},
+    }
+
+
+ROUTES = [
+    Route(0, 0, (1, 2)),
+    Route(1, 2, (0,)),
+    Route(2, 1, (0, 1, 2)),
+    Route(3, 1, (0, 1, 2)),
+    Route(4, 2, (1,)),
+    Route(5, 1, (1,)),
+]
+
+
+def carried() -> list[str]:
+    process.ensure_process_group()
+    rank, differences = process.get_rank(), Differences()
+    own = structures()
+    found = carry(own, ROUTES, HOST)
+    expected = {route.key: own[route.key] for route in ROUTES if rank in route.receivers and route.key in own}
+    differences.compare("what came", found, expected)
+    if rank in (0, 2):
+        got = found[1 if rank == 0 else 0]["transposed" if rank == 0 else "exp_avg"]
+        right = own[1 if rank == 0 else 0]["transposed" if rank == 0 else "exp_avg"]
+        differences.compare("strides", got.stride(), right.stride())
+    if rank == 1:
+        found[5]["half"].zero_()
+        differences.demand(bool(own[5]["half"].all()), "what came has memory of its own")
+    try:
+        carry({0: torch.eye(2).to_sparse()} if rank == 0 else {}, ROUTES, HOST)
+        differences.demand(False, "sparse tensors are refused")
+    except (InputError, MismatchError) as error:
+        differences.demand("RANNC_PARTITION_NUM=1" in str(error), str(error))
+    return differences.found
+
+
+def test_structures_go_to_those_who_need_them(ranks: Ranks) -> None:
+    assert ranks(3).run(carried) == [[], [], []]
+
+
+# Overflow
+
+
+def overflowed() -> list[list[list[float]]]:
+    process.ensure_process_group()
+    rank = process.get_rank()
+
+    def told(scale: float | None, *bad: int) -> list[list[float]]:
+        sets = [[torch.ones(0), torch.ones(2)], [torch.ones(2, 1)] * (rank != 2)]
+        for number in bad:
+            if rank == 1:
+                sets[number][-1].view(-1)[1] = float("nan")
+        share_overflow(sets, None if scale is None else torch.tensor(scale), HOST)
+        return [[value for grad in grads for value in grad.view(-1).nan_to_num(nan=-1.0).tolist()] for grads in sets]
+
+    return [told(None), told(None, 0), told(8.0, 1), told(1.0, 0, 1), told(2.0, 0, 1)]  # type: ignore[return-value]
+
+
+def test_overflow_of_one_rank_is_that_of_all(ranks: Ranks) -> None:
+    most = torch.finfo(torch.float32).max
+    fine, here, there = [1.0, 1.0], [1.0, -1.0], [most, 1.0]
+    first, second, third = ranks(3).run(overflowed)
+    assert first == [[fine, fine], [there, fine], [fine, there], [fine, fine], [there, there]]
+    assert second == [[fine, fine], [here, fine], [fine, here], [here, here], [here, here]]
+    assert third == [[fine, []], [there, []], [fine, []], [fine, []], [there, []]]
+
+
+# Whether an optimizer treats each parameter by itself
+
+BY_PARAMETER: list[Callable[[list[nn.Parameter]], Optimizer]] = [
+    lambda params: SGD(params, lr=0.1, momentum=0.9),
+    lambda params: SGD(params, lr=0.1, momentum=0.9, foreach=True),
+    lambda params: Adam(params, fused=True),
+    lambda params: Adam(params, amsgrad=True),
+    lambda params: AdamW([{"params": params[:1]}, {"params": params[1:], "lr": 0.0}]),
+    lambda params: Adafactor(params),
+    lambda params: RMSprop(params, centered=True),
+    lambda params: Adagrad(params),
+    lambda params: Adadelta(params),
+    lambda params: NAdam(params),
+    lambda params: RAdam(params),
+    lambda params: ASGD(params),
+    lambda params: Rprop(params),
+    lambda params: torch.optim.Muon(params[:1] * 1),
+]
+
+
+def params() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(4, 5)), nn.Parameter(torch.ones(5))]
+
+
+@pytest.mark.parametrize("make", BY_PARAMETER)
+def test_optimizers_of_torch_are_divided(make: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+    optimizer = make(params())
+    before = copy.deepcopy(optimizer.state_dict())
+    drawn = torch.get_rng_state()
+    refuse_across(optimizer, 2, HOST)
+    assert repr(optimizer.state_dict()) == repr(before), "the given one is left alone"
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+class Global(SGD):
+    """Its rate is that of the mean gradient of all parameters so far."""
+
+    seen = 0.0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        every = [param for group in self.param_groups for param in group["params"]]
+        self.seen += sum(float(param.grad.abs().mean()) for param in every) / len(every)
+        for param in every:
+            param.data -= param.grad / (1 + self.seen)
+
+
+class Holder(SGD):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.kept = {"of": [self.param_groups[0]["params"][0]]}
+
+
+class Around(Optimizer):
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__([nn.Parameter(torch.ones(1))], {})
+        self.inner = inner
+        self.param_groups = inner.param_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+class Needs(SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is not None, "a closure"
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: torch.optim.LBFGS(params()), "its step.. needs a closure"),
+        (lambda: Global(params(), lr=0.1), "depends on the gradients of others"),
+        (lambda: Holder(params()), 'keeps parameters in its attribute "kept"'),
+        (lambda: Around(SGD(params(), lr=0.1)), 'another optimizer, in its attribute "inner"'),
+        (lambda: Needs(params(), lr=0.1), "failed .AssertionError: a closure"),
+    ],
+)
+def test_optimizers_that_look_at_all_parameters_are_refused(make: Callable[[], Optimizer], text: str) -> None:
+    optimizer = make()
+    with pytest.raises(RaNNCError, match=text):
+        refuse_across(optimizer, 2, HOST)
+    refuse_across(optimizer, 1, HOST)
+    optimizer.by_parameter = True  # type: ignore[attr-defined]
+    refuse_across(optimizer, 2, HOST)
+
+
+def test_an_optimizer_may_say_that_it_looks_at_all_parameters() -> None:
+    optimizer = SGD(params(), lr=0.1)
+    optimizer.by_parameter = False  # type: ignore[attr-defined]
+    with pytest.raises(RaNNCError, match="by_parameter is False"):
+        refuse_across(optimizer, 2, HOST)
+
+
+def test_what_is_no_optimizer_is_refused() -> None:
+    with pytest.raises(RaNNCError, match="the optimizer is a list, but"):
+        pyrannc.RaNNCModule(nn.Linear(2, 2), [SGD(params(), lr=0.1)])  # type: ignore[arg-type]
