@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
+from pyrannc.blocks.bindings import BINDINGS
 from pyrannc.blocks.draw import Drawing, DrawnOp, law_of
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture import Captured
@@ -116,7 +117,7 @@ class _Writer:
             # Other kernels than those without data may lay out memory so that a view is not possible.
             target = torch.ops.aten.reshape.default
         args, kwargs = map_aggregate(args, self._argument), map_aggregate(kwargs, self._argument)
-        node = self.graph.create_node(original.op, target, args, kwargs, name=original.name)
+        node = self.graph.create_node(original.op, BINDINGS.get(target, target), args, kwargs, name=original.name)
         if opens_region(original):
             self._handles[original] = node
         for value in self._facts.ops[op].results:
