@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from pyrannc import config as configuration
@@ -21,11 +21,10 @@ from pyrannc.call.stale import StaleAttributes
 from pyrannc.call.unwrap import unwrapped
 from pyrannc.call.variant import MOST_VARIANTS, CallKey, RowMixing, Variant, Variants
 from pyrannc.capture import flatten
-from pyrannc.capture.torch_internals import Dropout, NotForDDP
-from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
 from pyrannc.core.plan import PlanFacts, content
 from pyrannc.core.program import Call, RankProgram
 from pyrannc.errors import PlanError, RaNNCError
+from pyrannc.face.state import StateOfModel, refuse_unavailable
 from pyrannc.job import agree, phases, process
 from pyrannc.job.faults import announced, collective, watchdog
 from pyrannc.ledger import Report, report
@@ -35,6 +34,7 @@ from pyrannc.proof import prove
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.step import Step, StepOptions
+from pyrannc.store.later import LaterOptimizers
 from pyrannc.store.optimizer import NarrowedOptimizer
 from pyrannc.store.store import ParamStore
 from pyrannc.switches import switches
@@ -47,7 +47,7 @@ _TOLD_CAPTURES = 2
 """One for training and one for evaluation are what scripts have."""
 
 
-class RaNNCModule(NotForDDP, nn.Module):
+class RaNNCModule(StateOfModel):
     """A model that runs on all ranks.
 
     The first call captures the model, finds a Plan and deploys it; every call is made by all ranks, each with its
@@ -100,18 +100,22 @@ class RaNNCModule(NotForDDP, nn.Module):
         batch_arguments: BatchNames | None = None,
         leaf_modules: Sequence[str] = (),
     ) -> None:
-        super().__init__()
-        model = unwrapped(model)
+        options = {
+            "gather_inputs": gather_inputs,
+            "load_deployment": load_deployment,
+            "check_unused_values": check_unused_values,
+            "row_mixing": row_mixing,
+            "batch_arguments": batch_arguments,
+            "leaf_modules": leaf_modules,
+        }
+        super().__init__(unwrapped(model), options)
         if row_mixing not in get_args(RowMixing):
             raise RaNNCError(f'row_mixing is "batch" or "microbatch", not {row_mixing!r}')
-        _refuse_unavailable(enable_apex_amp or allreduce_amp_master_params, enable_zero, offload_params)
-        # Not registered as a sub-module: names of parameters stay the model's own.
-        self.__dict__["model"] = model
+        refuse_unavailable(enable_apex_amp or allreduce_amp_master_params, enable_zero, offload_params)
         self.optimizer = optimizer
         self.device = process.own_device()
-        self.name_to_param = dict(model.named_parameters())
+        self.name_to_param = dict(self.model.named_parameters())
         self.used_param_ids: set[int] = set()
-        self.training = model.training
         self._gather_inputs = gather_inputs
         self._row_mixing = row_mixing
         self._batch_arguments = batch_arguments
@@ -121,10 +125,12 @@ class RaNNCModule(NotForDDP, nn.Module):
         self._plan_file = Path(load_deployment) if load_deployment is not None else _configured_plan_file(self._config)
         self._deployment: Deployment | None = None
         self._narrowed: NarrowedOptimizer | None = None
+        self._later: LaterOptimizers | None = None
         self._variants = Variants()
         self._stale = StaleAttributes()
         self._agreement = self._new_agreement()
         self._proven = False
+        self._made = True
 
     def _new_agreement(self) -> Agreement:
         return Agreement(
@@ -138,7 +144,7 @@ class RaNNCModule(NotForDDP, nn.Module):
 
     # The call
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model on the global batch; all ranks call it.
 
         Returns:
@@ -312,16 +318,20 @@ class RaNNCModule(NotForDDP, nn.Module):
         deployment = self._deployment
         agree.together(lambda: self._guard_params(deployment))
         self._note_used_params(store)
+        narrow = self._narrowing(store)
         if self.optimizer is not None:
-            names = {id(param): name for name, param in self.name_to_param.items()}
-            owned = store.owned()
             optimizer = self.optimizer
-            self._narrowed = agree.together(
-                lambda: NarrowedOptimizer(optimizer, names, store.is_local, owned.__contains__)
-            )
+            self._narrowed = agree.together(lambda: narrow(optimizer))
+        self._later = LaterOptimizers(store.params.values(), self.optimizer, narrow)
         if process.get_rank() == 0:
             get_logger("DPStaging").info("deployed this plan:\n%s", plan.tables(self._config.mem_limit_bytes))
             save_if_asked(plan, self._config)
+
+    def _narrowing(self, store: ParamStore) -> Callable[[Optimizer], NarrowedOptimizer]:
+        """How optimizers come to list only what this rank holds."""
+        names = {id(param): name for name, param in self.name_to_param.items()}
+        owned = store.owned()
+        return lambda optimizer: NarrowedOptimizer(optimizer, names, store.is_local, owned.__contains__)
 
     def _note_used_params(self, store: ParamStore) -> None:
         used = {name: param for name, param in self.name_to_param.items() if name in store.holders}
@@ -329,11 +339,6 @@ class RaNNCModule(NotForDDP, nn.Module):
         unused = [name for name in self.name_to_param if name not in used]
         if unused and self._check_unused and process.get_rank() == 0:
             _log.warning("the model does not use these parameters, which will not be trained: %s", ", ".join(unused))
-
-    @property
-    def ready(self) -> bool:
-        """True once a Plan is deployed."""
-        return self._deployment is not None
 
     @property
     def plan(self) -> dict[str, Any]:
@@ -358,10 +363,12 @@ class RaNNCModule(NotForDDP, nn.Module):
 
     def _take_back(self) -> None:
         deployment = self._deployed("undeploy")
-        if self._narrowed is not None:
-            self._narrowed.widen()
         deployment.bring_back()
-        self._deployment = self._narrowed = None
+        # With their parameters here, states go to the right devices.
+        for narrowed in (self._narrowed, self._later):
+            if narrowed is not None:
+                narrowed.widen()
+        self._deployment = self._narrowed = self._later = None
         self._variants.clear()
         self._stale.clear()
         self._agreement = self._new_agreement()
@@ -373,167 +380,12 @@ class RaNNCModule(NotForDDP, nn.Module):
         if process.get_rank() == 0:
             deployment.plan.write(str(file))
 
-    def _deployed(self, call: str) -> Deployment:
-        if self._deployment is None:
-            raise RaNNCError(f"{call}() needs a deployed model: call the module once first")
-        return self._deployment
-
-    # Parameters and state
-
-    def named_parameters(
-        self, *args: Any, from_global: bool = False, **kwargs: Any
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's parameters; after deployment, those that this rank holds, unless ``from_global``."""
-        local = None if from_global or self._deployment is None else self._local_ids()
-        for name, param in self.model.named_parameters(*args, **kwargs):
-            if local is None or id(param) in local:
-                yield name, param
-
-    def parameters(self, *args: Any, from_global: bool = False, **kwargs: Any) -> Iterator[nn.Parameter]:
-        """Like :meth:`named_parameters`, without names; on a rank that holds none, one without elements."""
-        none = True
-        for _, param in self.named_parameters(*args, from_global=from_global, **kwargs):
-            none = False
-            yield param
-        if none and not from_global and self._deployment is not None:
-            # Optimizers refuse an empty list, which one rank's may be.
-            yield self._deployment.gradients.nothing
-
-    def named_buffers(self, *args: Any, from_global: bool = False, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The model's buffers; after deployment, those that this rank holds, unless ``from_global``."""
-        local = None if from_global or self._deployment is None else self._local_ids()
-        for name, buffer in self.model.named_buffers(*args, **kwargs):
-            if local is None or id(buffer) in local:
-                yield name, buffer
-
-    def buffers(self, *args: Any, from_global: bool = False, **kwargs: Any) -> Iterator[Tensor]:
-        """Like :meth:`named_buffers`, without names."""
-        for _, buffer in self.named_buffers(*args, from_global=from_global, **kwargs):
-            yield buffer
-
-    def _local_ids(self) -> set[int]:
-        return self._deployed("named_parameters").store.local_ids()
-
-    @announced('get_param("{}")')
-    def get_param(self, name: str, amp_master_param: bool = False) -> Tensor:
-        """A parameter's full tensor on the host, on every rank. After deployment all ranks call it.
-
-        Args:
-            name: of the parameter.
-            amp_master_param: gone; raises.
-        """
-        _refuse_unavailable(amp_master_param, zero=False, offload=False)
-        param = self._find_param(name)
-        if self._deployment is None:
-            return param.detach()
-        return self._deployment.store.full(self._first_name(name), param.detach())
-
-    @announced('get_param_grad("{}")')
-    def get_param_grad(self, name: str, amp_master_grad: bool = False) -> Tensor | None:
-        """A parameter's gradient on the host, on every rank. After deployment all ranks call it.
-
-        Args:
-            name: of the parameter.
-            amp_master_grad: gone; raises.
-        """
-        _refuse_unavailable(amp_master_grad, zero=False, offload=False)
-        param = self._find_param(name)
-        if self._deployment is None:
-            return param.grad
-        return self._deployment.store.full_grad(self._first_name(name), param)
-
-    def _find_param(self, name: str) -> nn.Parameter:
-        named: dict[str, nn.Parameter] = dict(self.model.named_parameters(remove_duplicate=False))
-        if name in named:
-            return named[name]
-        raise RaNNCError(f'the model has no parameter "{name}"')
-
-    def _first_name(self, name: str) -> str:
-        param = self._find_param(name)
-        return next(first for first, found in self.name_to_param.items() if found is param)
-
-    @announced("state_dict()")
-    def state_dict(  # type: ignore[override]  # the contract adds rank0_only
-        self, *args: Any, rank0_only: bool = True, **kwargs: Any
-    ) -> dict[str, Any]:
-        """The full state of the model: every parameter and persistent buffer, every alias under its own name.
-
-        After deployment all ranks call it; the tensors are on the host.
-
-        Args:
-            rank0_only: other ranks get an empty dict.
-        """
-        if self._deployment is None:
-            plain: dict[str, Any] = self.model.state_dict(*args, **kwargs)
-            return plain
-        return full_state_dict(self.model, self._deployment.store, rank0_only=rank0_only, **kwargs)
-
-    @announced("load_state_dict(...)")
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Takes back what :meth:`state_dict` gave. After deployment all ranks call it, and rank 0's counts."""
-        if self._deployment is None:
-            return self.model.load_state_dict(state_dict, *args, **kwargs)
-        return load_full_state_dict(self.model, state_dict, *args, **kwargs)
-
     # Training
 
     @announced("allreduce_grads()")
     def allreduce_grads(self) -> None:
         """Sums gradients that were left unreduced by ``delay_grad_allreduce(True)``. All ranks call it."""
         self._deployed("allreduce_grads").gradients.reduce_delivered()
-
-    @announced("clip_grad_norm(...)")
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that their global L2 norm is at most ``max_norm``. All ranks call it.
-
-        Returns:
-            The norm before, a scalar on this rank's device.
-        """
-        return self._deployed("clip_grad_norm").store.clip_grad_norm(max_norm)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients."""
-        self.model.zero_grad(set_to_none)
-        if self._deployment is not None:
-            self._deployment.gradients.nothing.grad = None
-
-    def train(self, mode: bool = True) -> RaNNCModule:
-        """Switches the model to training or evaluation mode; the Plan stays."""
-        self.model.train(mode)
-        self.training = mode
-        return self
-
-    def enable_dropout(self, enable: bool) -> None:
-        """Switches all dropout on or off, whatever the mode."""
-        for module in self.model.modules():
-            if isinstance(module, Dropout):
-                module.training = enable
-
-    def to(self, *args: Any, **kwargs: Any) -> RaNNCModule:
-        """Does nothing: the Plan says where parameters are."""
-        _log.warning("to() and cuda() do nothing: the plan places the parameters")
-        return self
-
-    def cuda(self, device: Any = None) -> RaNNCModule:
-        """Does nothing, like :meth:`to`."""
-        return self.to(device)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") and name not in self.__dict__.get("model", self).__dict__:
-            return super().__getattr__(name)
-        return getattr(self.__dict__["model"], name)
-
-
-def _refuse_unavailable(amp: bool, zero: bool, offload: bool) -> None:
-    if amp:
-        raise RaNNCError(
-            "apex is gone: instead of its arguments (enable_apex_amp, amp_master_param and the like), call the model "
-            "inside torch.autocast and scale the loss with torch.amp.GradScaler (mixed precision is not available yet)"
-        )
-    if zero:
-        raise RaNNCError("enable_zero is not available yet; leave it out")
-    if offload:
-        raise RaNNCError("offload_params is not available yet; leave it out")
 
 
 def _load_config() -> configuration.Config:

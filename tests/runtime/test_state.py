@@ -172,10 +172,12 @@ def look_at_parts(case: Case, folder: str) -> dict[str, Any]:
         seen = {
             "all": all_names,
             "from_global": [name for name, _ in module.named_parameters(from_global=True)],
-            "names": [name for name, _ in module.named_parameters()],
-            "params": [id(param) for param in module.parameters()] == [id(p) for _, p in module.named_parameters()],
-            "buffers": [name for name, _ in module.named_buffers()],
-            "all_buffers": [name for name, _ in module.named_buffers(from_global=True)],
+            "default": [name for name, _ in module.named_parameters()],
+            "names": [name for name, _ in module.named_parameters(from_global=False)],
+            "params": list(map(id, module.parameters(from_global=False)))
+            == [id(param) for _, param in module.named_parameters(from_global=False)],
+            "buffers": [name for name, _ in module.named_buffers(from_global=False)],
+            "all_buffers": [name for name, _ in module.named_buffers()],
             "optimizer": [[_name_of(module, param) for param in group["params"]] for group in _groups(module)],
             "ready": module.ready,
             "device": str(module.device),
@@ -210,7 +212,7 @@ def test_ranks_hold_their_parts_only(ranks: Ranks, tmp_path: Path) -> None:
     assert len(seen[2]["names"]) > 0
     assert seen[0]["buffers"] + seen[2]["buffers"] == seen[0]["all_buffers"]
     for found in seen:
-        assert found["all"] == found["from_global"] == names
+        assert found["all"] == found["from_global"] == found["default"] == names
         assert found["optimizer"] == [found["names"]]
         assert (found["params"], found["ready"], found["device"], found["layers"]) == (True, True, "cpu", 3)
         assert found["to"]
@@ -278,7 +280,7 @@ def saved_plan(case: Case, folder: str) -> list[str]:
         model = make_model(twins.recipe)
         again = pyrannc.RaNNCModule(model, OPTIMIZERS["adam"](model.parameters()), load_deployment=file)
         again(*twins.local(make_batch(twins.recipe, case.total_rows, 0))[0])
-        held = [name for name, _ in again.named_parameters()]
+        held = [name for name, _ in again.named_parameters(from_global=False)]
         again.undeploy()
         return held
 
