@@ -12,42 +12,32 @@ from torch import nn
 from torch.optim import Optimizer
 
 from pyrannc import config as configuration
-from pyrannc._native import Plan
-from pyrannc.call.agreed import AgreedCall, Agreement
-from pyrannc.call.batch_arguments import BatchArguments, BatchNames
-from pyrannc.call.param_guards import ParamGuards, agree_on_trainable, refuse_hooks_on
-from pyrannc.call.single_row import first_normalising
+from pyrannc.call.agreed import AgreedCall
+from pyrannc.call.batch_arguments import BatchNames
 from pyrannc.call.stale import StaleAttributes
+from pyrannc.call.telling import no_plan_for_both, tell_of_mixing, tell_of_normalising
 from pyrannc.call.unwrap import unwrapped
 from pyrannc.call.variant import MOST_VARIANTS, CallKey, RowMixing, Variant, Variants
 from pyrannc.capture import flatten
-from pyrannc.core.plan import PlanFacts, content
 from pyrannc.core.program import Call, RankProgram
 from pyrannc.errors import PlanError, RaNNCError
-from pyrannc.face.state import StateOfModel, refuse_unavailable
+from pyrannc.face.deployed import DeployedModel
+from pyrannc.face.state import refuse_unavailable
 from pyrannc.job import agree, phases, process
-from pyrannc.job.faults import announced, collective, watchdog
-from pyrannc.ledger import Report, report
+from pyrannc.job.faults import collective
 from pyrannc.log import get_logger
-from pyrannc.planning import Request, decide, dry_run, save_if_asked
 from pyrannc.proof import prove
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.step import Step, StepOptions
-from pyrannc.store.later import LaterOptimizers
-from pyrannc.store.optimizer import NarrowedOptimizer
-from pyrannc.store.store import ParamStore
 from pyrannc.switches import switches
 
 _log = get_logger("RaNNCModule")
-_LARGE_TAIL = 0.2
-"""Share of the Ops from which on a part that every rank computes deserves a word."""
-
 _TOLD_CAPTURES = 2
 """One for training and one for evaluation are what scripts have."""
 
 
-class RaNNCModule(StateOfModel):
+class RaNNCModule(DeployedModel):
     """A model that runs on all ranks.
 
     The first call captures the model, finds a Plan and deploys it; every call is made by all ranks, each with its
@@ -123,24 +113,11 @@ class RaNNCModule(StateOfModel):
         self._check_unused = check_unused_values
         self._config = _load_config()
         self._plan_file = Path(load_deployment) if load_deployment is not None else _configured_plan_file(self._config)
-        self._deployment: Deployment | None = None
-        self._narrowed: NarrowedOptimizer | None = None
-        self._later: LaterOptimizers | None = None
         self._variants = Variants()
         self._stale = StaleAttributes()
         self._agreement = self._new_agreement()
         self._proven = False
         self._made = True
-
-    def _new_agreement(self) -> Agreement:
-        return Agreement(
-            self.model,
-            self._variants,
-            self.optimizer,
-            BatchArguments(self.model, self._batch_arguments, gather_inputs=self._gather_inputs),
-            gather_inputs=self._gather_inputs,
-            recapture_interval=self._config.recapture_interval,
-        )
 
     # The call
 
@@ -179,7 +156,7 @@ class RaNNCModule(StateOfModel):
                 self._deploy(variant, call)
                 call = replace(call, key=(call.key[0], self._agreement.flags))
             if process.get_rank() == 0:
-                _tell_of_normalising(variant, self._deployed("forward").plan)
+                tell_of_normalising(variant, self._deployed("forward").plan)
             self._keep(call.key, variant)
             call = replace(call, drawn=agree.broadcast_object(self._agreement.draw(variant)))
         self._variants.use(variant)
@@ -211,19 +188,6 @@ class RaNNCModule(StateOfModel):
         if dropped is not None:
             self._deployed("forward").forget(dropped)
 
-    def _follow_trainable(self) -> None:
-        """Takes over that ``requires_grad`` of some parameters has changed; all ranks do."""
-        deployment = self._deployed("forward")
-        agree_on_trainable(deployment.store.params, deployment.store.local_params())
-        deployment.renew_gradients()
-        self._guard_params(deployment)
-
-    def _guard_params(self, deployment: Deployment) -> None:
-        store, leaves = deployment.store, deployment.gradients.leaves
-        own = {name: param for name, param in store.local_params().items() if name in leaves}
-        trainable = [param.requires_grad for name, param in store.params.items() if name in store.holders]
-        self._agreement.params = ParamGuards(self.model, own, leaves, store.local_buffers(), trainable)
-
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: AgreedCall) -> Variant:
         if self._variants.made >= _TOLD_CAPTURES and process.get_rank() == 0:
             _log.warning(
@@ -245,7 +209,7 @@ class RaNNCModule(StateOfModel):
                 "that is not checked:\n%s", told,
             )  # fmt: skip
         if process.get_rank() == 0:
-            _tell_of_mixing(variant)
+            tell_of_mixing(variant)
         return variant
 
     def _follow(self, variant: Variant) -> bool:
@@ -264,7 +228,7 @@ class RaNNCModule(StateOfModel):
             missing = [name for name in variant.param_names if name not in deployment.store.holders]
             left_out = [name for name in self._variants.first.param_names if name not in variant.param_names]
             if not missing or left_out:
-                raise PlanError(f"{error}. {_no_plan_for_both(missing, left_out)}") from None
+                raise PlanError(f"{error}. {no_plan_for_both(missing, left_out)}") from None
             if process.get_rank() == 0:
                 _log.warning(
                     "this call uses parameters that the calls before did not, or that were added to the model since "
@@ -275,117 +239,6 @@ class RaNNCModule(StateOfModel):
             self._stale.mark(variant)
             return False
         return True
-
-    def _give_up_deployment(self) -> None:
-        """Like ``undeploy()``, but gradients stay."""
-        deployment = self._deployed("forward")
-        if deployment.gradients.pending:
-            deployment.gradients.reduce_delivered()
-        grads = {name: deployment.store.full_grad(name, param) for name, param in deployment.store.params.items()}
-        self._take_back()
-        for name, param in deployment.store.params.items():
-            param.grad = grads[name]
-
-    # Deployment
-
-    def _deploy(self, variant: Variant, call: AgreedCall) -> None:
-        request = Request(
-            variant=variant,
-            samples=call.tensors,
-            config=self._config,
-            optimizer=self.optimizer,
-            device=self.device,
-            batch_rows=sum(call.rows),
-            gather_inputs=self._gather_inputs,
-        )
-        if self._config.partitioning_dry_run_np:
-            dry_run(request)
-        agree.together(lambda: refuse_hooks_on(dict(self.model.named_parameters())))
-        plan = decide(request, self._plan_file)
-        with phases.phase("ParamStorage", "parameters", "the deployment of the Plan"):
-            variant.divide(agree.together(lambda: plan.partition(variant.graph)))
-            self.name_to_param = dict(self.model.named_parameters())
-            self._deployment = Deployment(
-                self.model,
-                variant,
-                plan,
-                self.device,
-                watchdog(),
-                sync_params=switches().sync_params_on_init,
-                fused_dropout=self._config.fused_dropout,
-            )
-        store = self._deployment.store
-        deployment = self._deployment
-        agree.together(lambda: self._guard_params(deployment))
-        self._note_used_params(store)
-        narrow = self._narrowing(store)
-        if self.optimizer is not None:
-            optimizer = self.optimizer
-            self._narrowed = agree.together(lambda: narrow(optimizer))
-        self._later = LaterOptimizers(store.params.values(), self.optimizer, narrow)
-        if process.get_rank() == 0:
-            get_logger("DPStaging").info("deployed this plan:\n%s", plan.tables(self._config.mem_limit_bytes))
-            save_if_asked(plan, self._config)
-
-    def _narrowing(self, store: ParamStore) -> Callable[[Optimizer], NarrowedOptimizer]:
-        """How optimizers come to list only what this rank holds."""
-        names = {id(param): name for name, param in self.name_to_param.items()}
-        owned = store.owned()
-        return lambda optimizer: NarrowedOptimizer(optimizer, names, store.is_local, owned.__contains__)
-
-    def _note_used_params(self, store: ParamStore) -> None:
-        used = {name: param for name, param in self.name_to_param.items() if name in store.holders}
-        self.used_param_ids = set(map(id, used.values()))
-        unused = [name for name in self.name_to_param if name not in used]
-        if unused and self._check_unused and process.get_rank() == 0:
-            _log.warning("the model does not use these parameters, which will not be trained: %s", ", ".join(unused))
-
-    @property
-    def plan(self) -> dict[str, Any]:
-        """The deployed Plan as the content of its file: Stages, ranks, microbatches, predicted time and memory."""
-        return content(self._deployed("plan").plan)
-
-    @announced("report()")
-    def report(self) -> Report:
-        """What the Plan predicted beside what the last training steps took. All ranks call it.
-
-        Printed, it is a table; ``to_json()`` gives all figures. It waits for the device, which measuring never does.
-
-        Raises:
-            RaNNCError: there have not been two training steps in a row yet.
-        """
-        return report(self._deployed("report"))
-
-    @announced("undeploy()")
-    def undeploy(self) -> None:
-        """Gives every rank the whole model and optimizer back, on the host. All ranks call it."""
-        self._take_back()
-
-    def _take_back(self) -> None:
-        deployment = self._deployed("undeploy")
-        deployment.bring_back()
-        # With their parameters here, states go to the right devices.
-        for narrowed in (self._narrowed, self._later):
-            if narrowed is not None:
-                narrowed.widen()
-        self._deployment = self._narrowed = self._later = None
-        self._variants.clear()
-        self._stale.clear()
-        self._agreement = self._new_agreement()
-        self.used_param_ids = set()
-
-    def save_deployment(self, file: str | Path) -> None:
-        """Writes the Plan to a file."""
-        deployment = self._deployed("save_deployment")
-        if process.get_rank() == 0:
-            deployment.plan.write(str(file))
-
-    # Training
-
-    @announced("allreduce_grads()")
-    def allreduce_grads(self) -> None:
-        """Sums gradients that were left unreduced by ``delay_grad_allreduce(True)``. All ranks call it."""
-        self._deployed("allreduce_grads").gradients.reduce_delivered()
 
 
 def _load_config() -> configuration.Config:
@@ -402,43 +255,6 @@ def _ordinary(arguments: Any) -> Any:
     """Arguments with copies in the place of tensors that were made under ``torch.inference_mode()``."""
     tensors, structure = flatten(arguments)
     return structure.rebuild([tensor.clone() if tensor.is_inference() else tensor for tensor in tensors])
-
-
-def _tell_of_mixing(variant: Variant) -> None:
-    tail = variant.tail
-    if tail is None or not tail.mixing:
-        return
-    share = len(tail.ops) / len(variant.whole.facts.ops)
-    large = (
-        f" They are {share:.0%} of the model, computed by every rank on all rows of the batch, in one piece. "
-        'RaNNCModule(..., row_mixing="microbatch") lets each microbatch mix its own rows instead; a custom function '
-        "may also be written so that it treats each row by itself"
-    )
-    _log.warning(
-        "%s: rows of the batch meet there. It and what follows runs once a step, on the whole batch.%s",
-        variant.first_mixing(),
-        large if share > _LARGE_TAIL else "",
-    )
-
-
-def _tell_of_normalising(variant: Variant, plan: Plan) -> None:
-    place, facts = first_normalising(variant.captured), PlanFacts.of(plan)
-    if place is not None and (facts.microbatches > 1 or any(len(stage.ranks) > 1 for stage in facts.stages)):
-        _log.warning(
-            "%s normalises over the rows in hand: each Replica its own rows of each microbatch, not the global batch. "
-            "Layers such as nn.GroupNorm and nn.LayerNorm treat each row by itself",
-            place,
-        )
-
-
-def _no_plan_for_both(missing: Sequence[str], left_out: Sequence[str]) -> str:
-    if not missing:
-        return "Call undeploy() before this kind of call, or make it the first one"
-    return (
-        f"This call uses {', '.join(missing)} and not {', '.join(left_out)}, the call that the plan was made for the "
-        "other way round: make the first call one that uses all of them, as a model does that computes both and "
-        "chooses with torch.where, or call undeploy() in between"
-    )
 
 
 def _configured_plan_file(config: configuration.Config) -> Path | None:

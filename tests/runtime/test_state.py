@@ -267,6 +267,34 @@ def test_param_groups(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2).run(several_groups, str(tmp_path)) == [[], []]
 
 
+def made_later() -> list[str]:
+    """An optimizer of ``module.parameters()``, all of them, which the module has not been given."""
+    with double_precision(), environment({"RANNC_PARTITION_NUM": "2"}):
+        recipe = RECIPES["chain"]
+        differences = Differences()
+        models = [make_model(recipe), make_model(recipe)]
+        module = pyrannc.RaNNCModule(models[0], gather_inputs=False)
+        module(*make_batch(recipe, 4, 9)[0])
+        optimizers = [torch.optim.Adam(module.parameters()), torch.optim.Adam(models[1].parameters())]
+        for seed in range(2):
+            args, _, target = make_batch(recipe, 4, seed)
+            for model, optimizer in zip((module, models[1]), optimizers, strict=True):
+                optimizer.zero_grad()
+                recipe.criterion(model(*args), target).backward()
+                optimizer.step()
+        found = optimizers[0].state_dict(from_global=True)  # type: ignore[call-arg]  # since it has stepped
+        expected = optimizers[1].state_dict()
+        differences.compare("whole state", found, expected if process.get_rank() == 0 else {})
+        module.undeploy()
+        differences.compare("undeployed", optimizers[0].state_dict(), expected)
+        differences.compare("parameters", dict(models[0].state_dict()), dict(models[1].state_dict()))
+        return differences.found
+
+
+def test_an_optimizer_of_all_parameters(ranks: Ranks) -> None:
+    assert ranks(2).run(made_later) == [[], []]
+
+
 def saved_plan(case: Case, folder: str) -> list[str]:
     with double_precision():
         file = Path(folder) / "saved.json"

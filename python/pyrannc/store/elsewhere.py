@@ -128,6 +128,7 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 def bring_here(tensor: Tensor, contents: Tensor) -> None:
     """Takes the guard off, and gives the parameter or buffer contents."""
     if is_elsewhere(tensor):
+        vars(tensor).pop("_gradient", None)
         home: Home = vars(tensor).pop("_home")
         tensor.__class__ = home.plain
     tensor.data = contents
@@ -188,6 +189,8 @@ _LIKE_ANOTHER = frozenset(("view_as", "reshape_as", "expand_as"))
 def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What a function of torch gives that was called with a tensor of other ranks."""
     name = function_name(func)
+    if name.startswith("grad."):
+        return _gradient(args[0]) if name == "grad.get" else None
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     guarded: list[Any] = [tensor for tensor in tensors if isinstance(tensor, _Guarded)]
     first: _Guarded = guarded[0]
@@ -203,8 +206,6 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return _OF_DEVICE[name](home.device)
     if name in _OF_SHAPE:
         return func(first.stand_in(), *args[1:], **kwargs)
-    if name.startswith("grad."):
-        return _gradient(first) if name == "grad.get" else None
     if name == "data.set":
         return None
     if name in _IN_PLACE and args and all(isinstance(item, _Guarded) for item in pytree.tree_leaves(args[0])):
@@ -235,9 +236,15 @@ def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any], home: Home
     return pytree.tree_map(lambda item: _value(item, replace(home, kind=kind)), made)
 
 
-def _gradient(param: _Guarded) -> Any:
-    plain, home = param.stand_in(), param._home
-    return _value(plain, replace(home, kind=f"the gradient of {home.kind}")) if plain.requires_grad else None
+def _gradient(param: Any) -> Any:
+    """What stands for a gradient, made once: scripts ask for it at every step."""
+    with DisableTorchFunctionSubclass():
+        if not param.requires_grad:
+            return None
+    own, home = vars(param), param._home
+    if "_gradient" not in own:
+        own["_gradient"] = _value(param.stand_in(), replace(home, kind=f"the gradient of {home.kind}"))
+    return own["_gradient"]
 
 
 def _value(made: Any, home: Home) -> Any:

@@ -337,6 +337,18 @@ def part_of_the_state_loaded(job: Job) -> None:
 
 
 @equal()
+def plain_model_loaded(job: Job) -> None:
+    """`net.load_state_dict(state)` of the wrapped model, on all ranks, as from a file that all read."""
+    net, model, optimizer = _learned(job)
+    every = {"rank0_only": False} if isinstance(model, pyrannc.RaNNCModule) else {}
+    state = copy.deepcopy(model.state_dict(**every))
+    learn(job, model, optimizer, step=1)
+    net.load_state_dict(state)
+    job.state(model)
+    learn(job, model, optimizer, step=2)
+
+
+@equal()
 def state_of_another_model_loaded(job: Job) -> None:
     """A state dict lacks a key, or has another shape: torch's own error, on all ranks, and training goes on."""
     _, model, optimizer = _learned(job)
