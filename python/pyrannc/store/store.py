@@ -39,8 +39,12 @@ class ParamStore:
         self.holders = holders
         self._device = device
         self._own_buffers: Set[str] = frozenset()
-        if sync_params and process.get_world_size() > 1:
-            self._broadcast_from_first()
+        if process.get_world_size() > 1:
+            if sync_params:
+                self._broadcast_from_first()
+            else:
+                # All ranks must take part in the first use of a group; later ones are between two of them.
+                sum_over_ranks(torch.zeros(1, device=device))
         self._move()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
