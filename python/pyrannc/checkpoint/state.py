@@ -35,8 +35,6 @@ def full_state_dict(
 
 def full_tensors(store: ParamStore, *, rank0_only: bool) -> dict[int, Tensor]:
     """All parameters and buffers on the host, by ``id``; with ``rank0_only`` none but on rank 0. All ranks call it."""
-    # All ranks must come, whatever the Plan: with the next one, more of them may be needed.
-    agree.gather_numbers((int(rank0_only),))
     take = store.on_first if rank0_only else store.full
     found = {id(tensor): take(name, tensor) for name, tensor in store.tensors()}
     return {key: tensor for key, tensor in found.items() if tensor is not None}
