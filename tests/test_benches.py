@@ -160,3 +160,15 @@ def test_plans_are_described_in_a_few_characters() -> None:
     assert described(stages, 4, "1f1b") == ("2+1 recomputed sharded optimizer+1 partly recomputed offloaded, 4 mb")
     assert described(stages[:1], 1, "fill_drain") == "2, 1 mb, fill-drain"
     assert described(stages[:1] * 5, 8, "1f1b") == "5 x 2, 8 mb"
+
+
+def test_a_state_travels_one_tensor_at_a_time() -> None:
+    ended = run_programs(3, sys.executable, str(BENCHES / "state.py"), "--layers", "24", "--width", "1024")
+    assert all(program.status == 0 for program in ended), ended
+    every = [json.loads(program.stdout) for program in ended]
+    assert sum(found["held"] for found in every) == every[0]["model"]
+    for rank, found in enumerate(every):
+        most = found["model"] if rank == 0 else 0
+        # Messages and libraries take some more.
+        assert found["save"] < most + 4 * found["tensor"], found
+        assert found["load"] < 4 * found["tensor"], found

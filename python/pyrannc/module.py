@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -12,46 +12,35 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pyrannc import config as configuration
-from pyrannc._native import Plan
-from pyrannc.call.agreed import AgreedCall, Agreement
-from pyrannc.call.batch_arguments import BatchArguments, BatchNames
-from pyrannc.call.param_guards import ParamGuards, agree_on_trainable
-from pyrannc.call.single_row import first_normalising
+from pyrannc.call.agreed import AgreedCall
+from pyrannc.call.batch_arguments import BatchNames
 from pyrannc.call.stale import StaleAttributes
+from pyrannc.call.telling import no_plan_for_both, tell_of_mixing, tell_of_normalising
 from pyrannc.call.unwrap import unwrapped
 from pyrannc.call.variant import MOST_VARIANTS, CallKey, RowMixing, Variant, Variants
 from pyrannc.capture import flatten
-from pyrannc.capture.torch_internals import Dropout, NotForDDP, at_end_of_backward
-from pyrannc.checkpoint.state import full_state_dict, load_full_state_dict
-from pyrannc.core.plan import PlanFacts, content
+from pyrannc.capture.torch_internals import at_end_of_backward
 from pyrannc.core.program import Call, RankProgram
 from pyrannc.errors import PlanError, RaNNCError
+from pyrannc.face.deployed import DeployedModel
+from pyrannc.face.state import refuse_unavailable
 from pyrannc.job import agree, phases, process
-from pyrannc.job.faults import announced, collective, watchdog
-from pyrannc.ledger import Report, report
+from pyrannc.job.faults import collective
 from pyrannc.log import get_logger
-from pyrannc.planning import Request, decide, dry_run, save_if_asked
 from pyrannc.proof import prove
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.step import Step, StepOptions
 from pyrannc.store.after_backward import settle
-from pyrannc.store.by_parameter import refuse_across
-from pyrannc.store.former import Former
 from pyrannc.store.optimizer import UserOptimizer
-from pyrannc.store.shared_params import note_deployed, note_taken_back
-from pyrannc.store.store import ParamStore
 from pyrannc.switches import switches
 
 _log = get_logger("RaNNCModule")
-_LARGE_TAIL = 0.2
-"""Share of the Ops from which on a part that every rank computes deserves a word."""
-
 _TOLD_CAPTURES = 2
 """One for training and one for evaluation are what scripts have."""
 
 
-class RaNNCModule(NotForDDP, nn.Module):
+class RaNNCModule(DeployedModel):
     """A model that runs on all ranks.
 
     The first call captures the model, finds a Plan and deploys it; every call is made by all ranks, each with its
@@ -104,18 +93,22 @@ class RaNNCModule(NotForDDP, nn.Module):
         batch_arguments: BatchNames | None = None,
         leaf_modules: Sequence[str] = (),
     ) -> None:
-        super().__init__()
-        model = unwrapped(model)
+        options = {
+            "gather_inputs": gather_inputs,
+            "load_deployment": load_deployment,
+            "check_unused_values": check_unused_values,
+            "row_mixing": row_mixing,
+            "batch_arguments": batch_arguments,
+            "leaf_modules": leaf_modules,
+        }
+        super().__init__(unwrapped(model), options)
         if row_mixing not in get_args(RowMixing):
             raise RaNNCError(f'row_mixing is "batch" or "microbatch", not {row_mixing!r}')
-        _refuse_unavailable(enable_apex_amp or allreduce_amp_master_params, enable_zero, offload_params)
-        # Not registered as a sub-module: names of parameters stay the model's own.
-        self.__dict__["model"] = model
+        refuse_unavailable(enable_apex_amp or allreduce_amp_master_params, enable_zero, offload_params)
         self.optimizer = optimizer
         self.device = process.own_device()
-        self.name_to_param = dict(model.named_parameters())
+        self.name_to_param = dict(self.model.named_parameters())
         self.used_param_ids: set[int] = set()
-        self.training = model.training
         self._gather_inputs = gather_inputs
         self._row_mixing = row_mixing
         self._batch_arguments = batch_arguments
@@ -123,26 +116,16 @@ class RaNNCModule(NotForDDP, nn.Module):
         self._check_unused = check_unused_values
         self._config = _load_config()
         self._plan_file = Path(load_deployment) if load_deployment is not None else _configured_plan_file(self._config)
-        self._deployment: Deployment | None = None
         self._user_optimizer = UserOptimizer.of(optimizer) if optimizer is not None else None
         self._variants = Variants()
         self._stale = StaleAttributes()
         self._agreement = self._new_agreement()
         self._proven = False
-
-    def _new_agreement(self) -> Agreement:
-        return Agreement(
-            self.model,
-            self._variants,
-            self.optimizer,
-            BatchArguments(self.model, self._batch_arguments, gather_inputs=self._gather_inputs),
-            gather_inputs=self._gather_inputs,
-            recapture_interval=self._config.recapture_interval,
-        )
+        self._made = True
 
     # The call
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model on the global batch; all ranks call it.
 
         Returns:
@@ -177,7 +160,7 @@ class RaNNCModule(NotForDDP, nn.Module):
                 self._deploy(variant, call)
                 call = replace(call, key=(call.key[0], self._agreement.flags))
             if process.get_rank() == 0:
-                _tell_of_normalising(variant, self._deployed("forward").plan)
+                tell_of_normalising(variant, self._deployed("forward").plan)
             self._keep(call.key, variant)
             call = replace(call, drawn=agree.broadcast_object(self._agreement.draw(variant)))
         self._variants.use(variant)
@@ -224,19 +207,6 @@ class RaNNCModule(NotForDDP, nn.Module):
         if dropped is not None:
             self._deployed("forward").forget(dropped)
 
-    def _follow_trainable(self) -> None:
-        """Takes over that ``requires_grad`` of some parameters has changed; all ranks do."""
-        deployment = self._deployed("forward")
-        agree_on_trainable(deployment.store.params, deployment.store.local_params())
-        deployment.renew_gradients()
-        self._guard_params(deployment)
-
-    def _guard_params(self, deployment: Deployment) -> None:
-        store, leaves = deployment.store, deployment.gradients.leaves
-        own = {name: param for name, param in store.local_params().items() if name in leaves}
-        trainable = [param.requires_grad for name, param in store.params.items() if name in store.holders]
-        self._agreement.params = ParamGuards(self.model, own, leaves, store.local_buffers(), trainable)
-
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: AgreedCall) -> Variant:
         if self._variants.made >= _TOLD_CAPTURES and process.get_rank() == 0:
             _log.warning(
@@ -260,7 +230,7 @@ class RaNNCModule(NotForDDP, nn.Module):
                 "that is not checked:\n%s", told,
             )  # fmt: skip
         if process.get_rank() == 0:
-            _tell_of_mixing(variant)
+            tell_of_mixing(variant)
         return variant
 
     def _follow(self, variant: Variant) -> bool:
@@ -279,7 +249,7 @@ class RaNNCModule(NotForDDP, nn.Module):
             missing = [name for name in variant.param_names if name not in deployment.store.holders]
             left_out = [name for name in self._variants.first.param_names if name not in variant.param_names]
             if not missing or left_out:
-                raise PlanError(f"{error}. {_no_plan_for_both(missing, left_out)}") from None
+                raise PlanError(f"{error}. {no_plan_for_both(missing, left_out)}") from None
             if process.get_rank() == 0:
                 _log.warning(
                     "this call uses parameters that the calls before did not, or that were added to the model since "
@@ -290,284 +260,6 @@ class RaNNCModule(NotForDDP, nn.Module):
             self._stale.mark(variant)
             return False
         return True
-
-    def _give_up_deployment(self) -> None:
-        """Like ``undeploy()``, but gradients stay."""
-        deployment = self._deployed("forward")
-        if deployment.gradients.pending:
-            deployment.gradients.reduce_delivered()
-        grads = {name: deployment.store.full_grad(name, param) for name, param in deployment.store.params.items()}
-        self._take_back()
-        for name, param in deployment.store.params.items():
-            param.grad = grads[name]
-
-    # Deployment
-
-    def _deploy(self, variant: Variant, call: AgreedCall) -> None:
-        """Finds a Plan for a captured call and puts it in force; after an error, all is as if nothing had been."""
-        former = Former(self.model, self._user_optimizer)
-        try:
-            self._put_in_force(self._plan(variant, call), variant)
-        except Exception:
-            former.come_back()
-            self._forget_deployment()
-            raise
-
-    def _plan(self, variant: Variant, call: AgreedCall) -> Plan:
-        request = Request(
-            variant=variant,
-            samples=call.tensors,
-            config=self._config,
-            optimizer=self.optimizer,
-            device=self.device,
-            batch_rows=call.batch.total,
-            gather_inputs=self._gather_inputs,
-        )
-        if self._config.partitioning_dry_run_np:
-            dry_run(request)
-        plan = decide(request, self._plan_file)
-        agree.together(lambda: refuse_across(self.optimizer, len(PlanFacts.of(plan).stages), self.device))
-        return plan
-
-    def _put_in_force(self, plan: Plan, variant: Variant) -> None:
-        with phases.phase("ParamStorage", "parameters", "the deployment of the Plan"):
-            variant.divide(agree.together(lambda: plan.partition(variant.graph)))
-            self.name_to_param = dict(self.model.named_parameters())
-            self._deployment = Deployment(
-                self.model,
-                variant,
-                plan,
-                self.device,
-                watchdog(),
-                sync_params=switches().sync_params_on_init,
-                fused_dropout=self._config.fused_dropout,
-            )
-        store = self._deployment.store
-        deployment = self._deployment
-        agree.together(lambda: self._guard_params(deployment))
-        self._note_used_params(store)
-        agree.together(lambda: note_deployed(store, self._user_optimizer))
-        if self._user_optimizer is not None:
-            self._user_optimizer.narrow(store)
-        if process.get_rank() == 0:
-            get_logger("DPStaging").info("deployed this plan:\n%s", plan.tables(self._config.mem_limit_bytes))
-            save_if_asked(plan, self._config)
-
-    def _note_used_params(self, store: ParamStore) -> None:
-        used = {name: param for name, param in self.name_to_param.items() if name in store.holders}
-        self.used_param_ids = set(map(id, used.values()))
-        unused = [name for name in self.name_to_param if name not in used]
-        if unused and self._check_unused and process.get_rank() == 0:
-            _log.warning("the model does not use these parameters, so it does not train them: %s", ", ".join(unused))
-
-    @property
-    def ready(self) -> bool:
-        """True once a Plan is deployed."""
-        return self._deployment is not None
-
-    @property
-    def plan(self) -> dict[str, Any]:
-        """The deployed Plan as the content of its file: Stages, ranks, microbatches, predicted time and memory."""
-        return content(self._deployed("plan").plan)
-
-    @announced("report()")
-    def report(self) -> Report:
-        """What the Plan predicted beside what the last training steps took. All ranks call it.
-
-        Printed, it is a table; ``to_json()`` gives all figures. It waits for the device, which measuring never does.
-
-        Raises:
-            RaNNCError: there have not been two training steps in a row yet.
-        """
-        return report(self._deployed("report"))
-
-    @announced("undeploy()")
-    def undeploy(self) -> None:
-        """Gives every rank the whole model and optimizer back, on the host. All ranks call it."""
-        self._take_back()
-
-    def _take_back(self) -> None:
-        deployment = self._deployed("undeploy")
-        if self._user_optimizer is not None:
-            self._user_optimizer.widen(deployment.store)
-        note_taken_back(deployment.store)
-        deployment.bring_back()
-        self._forget_deployment()
-
-    def _forget_deployment(self) -> None:
-        self._deployment = None
-        self._variants.clear()
-        self._stale.clear()
-        self._agreement = self._new_agreement()
-        self.used_param_ids = set()
-
-    def save_deployment(self, file: str | Path) -> None:
-        """Writes the Plan to a file."""
-        deployment = self._deployed("save_deployment")
-        if process.get_rank() == 0:
-            deployment.plan.write(str(file))
-
-    def _deployed(self, call: str) -> Deployment:
-        if self._deployment is None:
-            raise RaNNCError(f"{call}() needs a deployed model: call the module once first")
-        return self._deployment
-
-    # Parameters and state
-
-    def named_parameters(
-        self, *args: Any, from_global: bool = False, **kwargs: Any
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's parameters; after deployment, those that this rank holds, unless ``from_global``."""
-        local = None if from_global or self._deployment is None else self._local_ids()
-        for name, param in self.model.named_parameters(*args, **kwargs):
-            if local is None or id(param) in local:
-                yield name, param
-
-    def parameters(self, *args: Any, from_global: bool = False, **kwargs: Any) -> Iterator[nn.Parameter]:
-        """Like :meth:`named_parameters`, without names; on a rank that holds none, one without elements."""
-        none = True
-        for _, param in self.named_parameters(*args, from_global=from_global, **kwargs):
-            none = False
-            yield param
-        if none and not from_global and self._deployment is not None:
-            # Optimizers refuse an empty list, which one rank's may be.
-            yield self._deployment.gradients.nothing
-
-    def named_buffers(self, *args: Any, from_global: bool = False, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """The model's buffers; after deployment, those that this rank holds, unless ``from_global``."""
-        local = None if from_global or self._deployment is None else self._local_ids()
-        for name, buffer in self.model.named_buffers(*args, **kwargs):
-            if local is None or id(buffer) in local:
-                yield name, buffer
-
-    def buffers(self, *args: Any, from_global: bool = False, **kwargs: Any) -> Iterator[Tensor]:
-        """Like :meth:`named_buffers`, without names."""
-        for _, buffer in self.named_buffers(*args, from_global=from_global, **kwargs):
-            yield buffer
-
-    def _local_ids(self) -> set[int]:
-        return self._deployed("named_parameters").store.local_ids()
-
-    @announced('get_param("{}")')
-    def get_param(self, name: str, amp_master_param: bool = False) -> Tensor:
-        """A parameter's full tensor on the host, on every rank. After deployment all ranks call it.
-
-        Args:
-            name: of the parameter.
-            amp_master_param: gone; raises.
-        """
-        _refuse_unavailable(amp_master_param, zero=False, offload=False)
-        param = self._find_param(name)
-        if self._deployment is None:
-            return param.detach()
-        return self._deployment.store.full(self._first_name(name), param.detach())
-
-    @announced('get_param_grad("{}")')
-    def get_param_grad(self, name: str, amp_master_grad: bool = False) -> Tensor | None:
-        """A parameter's gradient on the host, on every rank. After deployment all ranks call it.
-
-        Args:
-            name: of the parameter.
-            amp_master_grad: gone; raises.
-        """
-        _refuse_unavailable(amp_master_grad, zero=False, offload=False)
-        param = self._find_param(name)
-        if self._deployment is None:
-            return param.grad
-        return self._deployment.store.full_grad(self._first_name(name), param)
-
-    def _find_param(self, name: str) -> nn.Parameter:
-        named: dict[str, nn.Parameter] = dict(self.model.named_parameters(remove_duplicate=False))
-        if name in named:
-            return named[name]
-        raise RaNNCError(f'the model has no parameter "{name}"')
-
-    def _first_name(self, name: str) -> str:
-        param = self._find_param(name)
-        return next(first for first, found in self.name_to_param.items() if found is param)
-
-    @announced("state_dict()")
-    def state_dict(  # type: ignore[override]  # the contract adds rank0_only
-        self, *args: Any, rank0_only: bool = True, **kwargs: Any
-    ) -> dict[str, Any]:
-        """The full state of the model: every parameter and persistent buffer, every alias under its own name.
-
-        After deployment all ranks call it; the tensors are on the host.
-
-        Args:
-            rank0_only: other ranks get an empty dict.
-        """
-        if self._deployment is None:
-            plain: dict[str, Any] = self.model.state_dict(*args, **kwargs)
-            return plain
-        return full_state_dict(self.model, self._deployment.store, rank0_only=rank0_only, **kwargs)
-
-    @announced("load_state_dict(...)")
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Takes back what :meth:`state_dict` gave. After deployment all ranks call it, and rank 0's counts."""
-        if self._deployment is None:
-            return self.model.load_state_dict(state_dict, *args, **kwargs)
-        return load_full_state_dict(self.model, state_dict, *args, **kwargs)
-
-    # Training
-
-    @announced("allreduce_grads()")
-    def allreduce_grads(self) -> None:
-        """Sums gradients that were left unreduced by ``delay_grad_allreduce(True)``. All ranks call it."""
-        self._deployed("allreduce_grads").gradients.reduce_delivered()
-
-    @announced("clip_grad_norm(...)")
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that their global L2 norm is at most ``max_norm``. All ranks call it.
-
-        Returns:
-            The norm before, a scalar on this rank's device.
-        """
-        return self._deployed("clip_grad_norm").store.clip_grad_norm(max_norm)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients."""
-        self.model.zero_grad(set_to_none)
-        if self._deployment is not None:
-            self._deployment.gradients.nothing.grad = None
-
-    def train(self, mode: bool = True) -> RaNNCModule:
-        """Switches the model to training or evaluation mode; the Plan stays."""
-        self.model.train(mode)
-        self.training = mode
-        return self
-
-    def enable_dropout(self, enable: bool) -> None:
-        """Switches all dropout on or off, whatever the mode."""
-        for module in self.model.modules():
-            if isinstance(module, Dropout):
-                module.training = enable
-
-    def to(self, *args: Any, **kwargs: Any) -> RaNNCModule:
-        """Does nothing: the Plan says where parameters are."""
-        _log.warning("to() and cuda() do nothing: the plan places the parameters")
-        return self
-
-    def cuda(self, device: Any = None) -> RaNNCModule:
-        """Does nothing, like :meth:`to`."""
-        return self.to(device)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") and name not in self.__dict__.get("model", self).__dict__:
-            return super().__getattr__(name)
-        return getattr(self.__dict__["model"], name)
-
-
-def _refuse_unavailable(amp: bool, zero: bool, offload: bool) -> None:
-    if amp:
-        raise RaNNCError(
-            "apex is gone: instead of its arguments (enable_apex_amp, amp_master_param and the like), call the model "
-            "inside torch.autocast and scale the loss with torch.amp.GradScaler (mixed precision is not available yet)"
-        )
-    if zero:
-        raise RaNNCError("enable_zero is not available yet; leave it out")
-    if offload:
-        raise RaNNCError("offload_params is not available yet; leave it out")
 
 
 def _load_config() -> configuration.Config:
@@ -584,43 +276,6 @@ def _ordinary(arguments: Any) -> Any:
     """Arguments with copies in the place of tensors that were made under ``torch.inference_mode()``."""
     tensors, structure = flatten(arguments)
     return structure.rebuild([tensor.clone() if tensor.is_inference() else tensor for tensor in tensors])
-
-
-def _tell_of_mixing(variant: Variant) -> None:
-    tail = variant.tail
-    if tail is None or not tail.mixing:
-        return
-    share = len(tail.ops) / len(variant.whole.facts.ops)
-    large = (
-        f" They are {share:.0%} of the model, computed by every rank on all rows of the batch, in one piece. "
-        'RaNNCModule(..., row_mixing="microbatch") lets each microbatch mix its own rows instead; a custom function '
-        "may also be written so that it treats each row by itself"
-    )
-    _log.warning(
-        "%s: rows of the batch meet there. It and what follows runs once a step, on the whole batch.%s",
-        variant.first_mixing(),
-        large if share > _LARGE_TAIL else "",
-    )
-
-
-def _tell_of_normalising(variant: Variant, plan: Plan) -> None:
-    place, facts = first_normalising(variant.captured), PlanFacts.of(plan)
-    if place is not None and (facts.microbatches > 1 or any(len(stage.ranks) > 1 for stage in facts.stages)):
-        _log.warning(
-            "%s normalises over the rows in hand: each Replica its own rows of each microbatch, not the global batch. "
-            "Layers such as nn.GroupNorm and nn.LayerNorm treat each row by itself",
-            place,
-        )
-
-
-def _no_plan_for_both(missing: Sequence[str], left_out: Sequence[str]) -> str:
-    if not missing:
-        return "Call undeploy() before this kind of call, or make it the first one"
-    return (
-        f"This call uses {', '.join(missing)} and not {', '.join(left_out)}, the call that the plan was made for the "
-        "other way round: make the first call one that uses all of them, as a model does that computes both and "
-        "chooses with torch.where, or call undeploy() in between"
-    )
 
 
 def _configured_plan_file(config: configuration.Config) -> Path | None:

@@ -309,3 +309,68 @@ def test_PROXY_CALL() -> None:
         traced(lambda x: x.sin(), X)
     assert torch.ops.aten.sin.default in [func for func, _, _ in seen]
     assert all(pre_dispatch for _, pre_dispatch, _ in seen)
+
+
+def test_EXTRA_STATE() -> None:
+    class Counted(nn.Linear):
+        def get_extra_state(self) -> int:
+            return 3
+
+        def set_extra_state(self, state: int) -> None:
+            assert state == 3
+
+    net = nn.Sequential(Counted(2, 2))
+    assert net.state_dict()[f"0.{internals.EXTRA_STATE}"] == 3
+    net.load_state_dict(net.state_dict())
+
+
+def test_LoadsItself() -> None:
+    class Inner(internals.LoadsItself, nn.Module):
+        def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            given.update(state_dict)
+            return nn.Linear(2, 2).load_state_dict(state_dict, *args, **kwargs)
+
+    given: dict[str, Any] = {}
+    outer = nn.Sequential(nn.Linear(2, 2), Inner())
+    state = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).state_dict()
+    assert not outer.load_state_dict(state).missing_keys
+    assert list(given) == ["weight", "bias"]
+    del state["1.bias"]
+    with pytest.raises(RuntimeError, match=r'Missing key.*"1.bias"'):
+        outer.load_state_dict(state)
+    state["1.bias"] = torch.ones(3)
+    with pytest.raises(RuntimeError, match="size mismatch for bias"):
+        outer.load_state_dict(state)
+
+
+def test_AppliesItself() -> None:
+    class Inner(internals.AppliesItself, nn.Linear):
+        def applied(self, fn: Callable[[Tensor], Tensor]) -> Any:
+            kinds.append(fn(torch.empty(0)).dtype)
+            return self
+
+    kinds: list[torch.dtype] = []
+    inner = Inner(2, 2)
+    outer = nn.Sequential(inner, nn.Linear(2, 2))
+    assert inner.half() is inner
+    outer.to(torch.bfloat16)
+    assert kinds == [torch.float16, torch.bfloat16]
+    assert inner.weight.dtype == torch.float32
+    assert outer[1].weight.dtype == torch.bfloat16
+
+
+def test_DisableTorchFunctionSubclass() -> None:
+    class Refuses(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise ValueError(func)
+
+    tensor = X.clone()
+    tensor.__class__ = Refuses
+    with pytest.raises(ValueError, match="sum"):
+        tensor.sum()
+    with internals.DisableTorchFunctionSubclass():
+        assert tensor.sum() == X.sum()
+        assert tensor.shape == X.shape
+    tensor.__class__ = Tensor
+    assert tensor.sum() == X.sum()

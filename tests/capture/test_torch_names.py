@@ -17,6 +17,7 @@ FOLDERS = {
     "capture",
     "checkpoint",
     "core",
+    "face",
     "job",
     "profile",
     "proof",

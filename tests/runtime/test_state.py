@@ -172,10 +172,12 @@ def look_at_parts(case: Case, folder: str) -> dict[str, Any]:
         seen = {
             "all": all_names,
             "from_global": [name for name, _ in module.named_parameters(from_global=True)],
-            "names": [name for name, _ in module.named_parameters()],
-            "params": [id(param) for param in module.parameters()] == [id(p) for _, p in module.named_parameters()],
-            "buffers": [name for name, _ in module.named_buffers()],
-            "all_buffers": [name for name, _ in module.named_buffers(from_global=True)],
+            "default": [name for name, _ in module.named_parameters()],
+            "names": [name for name, _ in module.named_parameters(from_global=False)],
+            "params": list(map(id, module.parameters(from_global=False)))
+            == [id(param) for _, param in module.named_parameters(from_global=False)],
+            "buffers": [name for name, _ in module.named_buffers(from_global=False)],
+            "all_buffers": [name for name, _ in module.named_buffers()],
             "optimizer": [[_name_of(module, param) for param in group["params"]] for group in _groups(module)],
             "ready": module.ready,
             "device": str(module.device),
@@ -210,7 +212,7 @@ def test_ranks_hold_their_parts_only(ranks: Ranks, tmp_path: Path) -> None:
     assert len(seen[2]["names"]) > 0
     assert seen[0]["buffers"] + seen[2]["buffers"] == seen[0]["all_buffers"]
     for found in seen:
-        assert found["all"] == found["from_global"] == names
+        assert found["all"] == found["from_global"] == found["default"] == names
         assert found["optimizer"] == [found["names"]]
         assert (found["params"], found["ready"], found["device"], found["layers"]) == (True, True, "cpu", 3)
         assert found["to"]
@@ -265,6 +267,34 @@ def test_param_groups(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2).run(several_groups, str(tmp_path)) == [[], []]
 
 
+def made_later() -> list[str]:
+    """An optimizer of ``module.parameters()``, all of them, which the module has not been given."""
+    with double_precision(), environment({"RANNC_PARTITION_NUM": "2"}):
+        recipe = RECIPES["chain"]
+        differences = Differences()
+        models = [make_model(recipe), make_model(recipe)]
+        module = pyrannc.RaNNCModule(models[0], gather_inputs=False)
+        module(*make_batch(recipe, 4, 9)[0])
+        optimizers = [torch.optim.Adam(module.parameters()), torch.optim.Adam(models[1].parameters())]
+        for seed in range(2):
+            args, _, target = make_batch(recipe, 4, seed)
+            for model, optimizer in zip((module, models[1]), optimizers, strict=True):
+                optimizer.zero_grad()
+                recipe.criterion(model(*args), target).backward()
+                optimizer.step()
+        found = optimizers[0].state_dict(from_global=True)  # type: ignore[call-arg]  # since it has stepped
+        expected = optimizers[1].state_dict()
+        differences.compare("whole state", found, expected if process.get_rank() == 0 else {})
+        module.undeploy()
+        differences.compare("undeployed", optimizers[0].state_dict(), expected)
+        differences.compare("parameters", dict(models[0].state_dict()), dict(models[1].state_dict()))
+        return differences.found
+
+
+def test_an_optimizer_of_all_parameters(ranks: Ranks) -> None:
+    assert ranks(2).run(made_later) == [[], []]
+
+
 def saved_plan(case: Case, folder: str) -> list[str]:
     with double_precision():
         file = Path(folder) / "saved.json"
@@ -278,7 +308,7 @@ def saved_plan(case: Case, folder: str) -> list[str]:
         model = make_model(twins.recipe)
         again = pyrannc.RaNNCModule(model, OPTIMIZERS["adam"](model.parameters()), load_deployment=file)
         again(*twins.local(make_batch(twins.recipe, case.total_rows, 0))[0])
-        held = [name for name, _ in again.named_parameters()]
+        held = [name for name, _ in again.named_parameters(from_global=False)]
         again.undeploy()
         return held
 

@@ -156,7 +156,7 @@ class OperatorFallbacks:
         if any(proxy is None and isinstance(item, Tensor) for proxy, item in zip(proxies, flat, strict=True)):
             raise error
         reals = [
-            self._oracle.value_of(proxy.node) if proxy is not None else item
+            self._oracle.sample_of(proxy.node) if proxy is not None else item
             for proxy, item in zip(proxies, flat, strict=True)
         ]
         with real_execution():

@@ -201,7 +201,7 @@ class LeafModule:
             except Exception:  # it cannot run without data: learn the shapes from the real sample
                 pass
         reals = [
-            self._oracle.value_of(proxy.node) if proxy is not None else operand
+            self._oracle.sample_of(proxy.node) if proxy is not None else operand
             for proxy, operand in zip(proxies, operands, strict=True)
         ]
         found: list[Structure] = []

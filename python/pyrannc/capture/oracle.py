@@ -149,6 +149,20 @@ class Oracle:
             samples.run(self._slice_of(node, samples.known))
             return samples.known[node]
 
+    def sample_of(self, node: fx.Node) -> Any:
+        """Like :meth:`value_of`; where there is no data, random numbers of the same form, to learn shapes from."""
+        try:
+            return self.value_of(node)
+        except NoDataError:
+            fake = node.meta.get("val")
+            if not isinstance(fake, Tensor):
+                raise
+        shape = [hint(size) if isinstance(size, torch.SymInt) else size for size in fake.shape]
+        with real_execution():
+            if fake.dtype.is_floating_point or fake.dtype.is_complex:
+                return torch.randn(shape, dtype=fake.dtype, device=self._device)
+            return torch.zeros(shape, dtype=fake.dtype, device=self._device)
+
     def answer(self, expr: sympy.Basic) -> sympy.Basic:
         """The value of a data-dependent expression for the batch; recorded as an assumption."""
         origins = {symbol: self._origin(symbol) for symbol in sorted(expr.free_symbols, key=str)}

@@ -46,7 +46,7 @@ def opaque_script_functions(oracle: Oracle, mode: FakeTensorMode, sizes: BatchSi
             return original(function, *own_args, **own_kwargs)
 
         reals = [
-            oracle.value_of(proxy.node) if proxy is not None else operand
+            oracle.sample_of(proxy.node) if proxy is not None else operand
             for proxy, operand in zip(proxies, operands, strict=True)
         ]
         with real_execution(), unchanged(reals, f"the scripted function {name}"):

@@ -251,6 +251,10 @@ def functorch_is_active() -> bool:
 DisableTorchFunction = torch._C.DisableTorchFunction
 """Real execution inside a trace does not pass the modes that it is under. Public: none for modes."""
 
+DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
+"""Runs torch on a tensor of a class that answers for itself, as if it were a plain one. Public: the method
+``Tensor.__torch_function__``, for results of the same class only."""
+
 foreach_zero_: Callable[[list[Tensor]], None] = torch._foreach_zero_
 """Zeroes many tensors by few kernels, as ``zero_grad`` of optimizers does. Public: none."""
 
@@ -281,6 +285,10 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 reparametrized = stateless._reparametrize_module
 """A module with other tensors in place of its own. Public: ``torch.func.functional_call``, for one call only."""
+
+
+EXTRA_STATE = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+"""The key of what ``get_extra_state`` of a module gives, after the module's path. Public: none."""
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
@@ -390,6 +398,46 @@ class NotForDDP:
             f"{type(self).__name__} spreads the model over the processes by itself: leave it out of "
             "DistributedDataParallel and of what wraps models in it, like Accelerator.prepare or transformers.Trainer"
         )
+
+
+class LoadsItself:
+    """A base of modules that load their part of a state dict by their own ``load_state_dict``, also inside of another
+    module. Public: none."""
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        own = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        try:
+            found = self.load_state_dict(own, strict=False)
+        except RuntimeError as error:
+            error_msgs.append(str(error))
+            return
+        missing_keys += [f"{prefix}{key}" for key in found.missing_keys]
+        unexpected_keys += [f"{prefix}{key}" for key in found.unexpected_keys]
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """As of a module, by itself."""
+        raise NotImplementedError
+
+
+class AppliesItself:
+    """A base of modules that ``half()``, ``cuda()``, ``to()`` and the like, also those of a module round them, ask by
+    one call. Public: none."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        return self.applied(fn)
+
+    def applied(self, fn: Callable[[Tensor], Tensor]) -> Any:
+        """Does to the module's tensors what ``fn`` does to one, and returns the module."""
+        raise NotImplementedError
 
 
 # --- Structures, storages, devices ----------------------------------------------------------------------------------

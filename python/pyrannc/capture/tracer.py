@@ -22,6 +22,7 @@ from .facts import FactRecorder
 from .fallback import BatchSizes, OperatorFallbacks
 from .flatten import Structure, flatten
 from .hooks import refuse_hooks, watched_hooks
+from .lacking import without_guard
 from .leaf import LeafModule, captured_tensor_hooks, leaf_modules_installed, opaque_autograd_functions
 from .oracle import Batch, BatchShapeEnv, Oracle, draws
 from .scripted import opaque_script_functions, scripted_modules
@@ -63,7 +64,7 @@ class NamedTensors:
         for name, tensor in every.items():
             if name not in first:
                 aliases[place[id(tensor)]].append(name)
-        return NamedTensors(list(first), list(first.values()), aliases)
+        return NamedTensors(list(first), list(map(without_guard, first.values())), aliases)
 
     def by_every_name(self, replacements: Sequence[Tensor]) -> dict[str, Tensor]:
         """``replacements``, one for each tensor, under all names."""

@@ -1,54 +1,125 @@
-"""Full state dicts: gathered from, and given back to, the ranks that hold the parts."""
+"""Full state dicts: gathered from, and given back to, the ranks that hold the parts, one tensor at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from pyrannc.capture.torch_internals import EXTRA_STATE, reparametrized
+from pyrannc.checkpoint.recording import recording
+from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
 from pyrannc.store.store import ParamStore
 
 
-def full_state_dict(model: nn.Module, store: ParamStore, *, rank0_only: bool, **kwargs: Any) -> dict[str, Any]:
+def full_state_dict(
+    model: nn.Module, store: ParamStore, args: Sequence[Any], kwargs: Mapping[str, Any], *, rank0_only: bool
+) -> dict[str, Any]:
     """The model's state dict with the tensors of their owners, on the host. All ranks call it.
 
     Args:
+        args: of the model's ``state_dict``.
+        kwargs: likewise.
         rank0_only: only rank 0 gets it; the others get an empty dict.
     """
-    template: dict[str, Any] = model.state_dict(**kwargs)
-    wanted = process.get_rank() == 0 or not rank0_only
-    gathered = {}
-    for name, tensor in store.tensors():
-        full = store.full(name, tensor.detach())
-        if wanted:
-            gathered[id(tensor)] = full
-    if not wanted:
+    gathered = full_tensors(store, rank0_only=rank0_only)
+    if rank0_only and process.get_rank() != 0:
         return {}
-    prefix = kwargs.get("prefix", "")
-    for name, tensor in _every_name(model):
-        if prefix + name in template:
-            template[prefix + name] = gathered[id(tensor)]
-    return template
+    with reparametrized(model, dict(_by_place(model, gathered))):
+        state: dict[str, Any] = model.state_dict(*args, **kwargs)
+    return state
 
 
-@torch.no_grad()
-def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+def full_tensors(store: ParamStore, *, rank0_only: bool) -> dict[int, Tensor]:
+    """All parameters and buffers on the host, by ``id``; with ``rank0_only`` none but on rank 0. All ranks call it."""
+    take = store.on_first if rank0_only else store.full
+    found = {id(tensor): take(name, tensor) for name, tensor in store.tensors()}
+    return {key: tensor for key, tensor in found.items() if tensor is not None}
+
+
+@dataclass
+class _Loaded:
+    """What rank 0 has found out about a state dict.
+
+    Attributes:
+        keys: what ``torch.nn.Module.load_state_dict`` returns.
+        error: what it raises.
+        names: of the parameters and buffers that it sets.
+        extra: what ``set_extra_state`` of sub-modules is called with, by path.
+    """
+
+    keys: Any = None
+    error: str | None = None
+    names: list[str] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def load_full_state_dict(
+    model: nn.Module, store: ParamStore, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+) -> Any:
     """Loads rank 0's state dict into the parts that each rank holds. All ranks call it.
+
+    Nothing is changed unless all of it fits.
 
     Returns:
         What ``torch.nn.Module.load_state_dict`` returns.
 
     Raises:
-        RuntimeError: keys or shapes do not fit, as torch says it.
+        RaNNCError: ``assign`` is set.
+        RuntimeError: keys or shapes do not fit, as torch says it; on all ranks.
     """
-    whole = agree.broadcast_object(dict(state_dict) if process.get_rank() == 0 else None)
-    # copy_() inside keeps every tensor on the device where the Plan put it.
-    return model.load_state_dict(whole, *args, **kwargs)
+    agree.together(lambda: _refuse_assign(assign))
+    loaded, failure = _Loaded(), None
+    contents: dict[str, Tensor] = {}
+    if process.get_rank() == 0:
+        try:
+            loaded, contents = _try(model, store, state_dict, strict)
+        except Exception as error:
+            failure = error
+            loaded.error = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
+    loaded = agree.broadcast_object(loaded)
+    if failure is not None:
+        raise failure
+    if loaded.error is not None:
+        raise RuntimeError(loaded.error)
+    tensors = dict(store.tensors())
+    for name in loaded.names:
+        tensor, given = tensors[name], contents.get(name)
+        if given is not None:
+            given = given.detach().to(tensor.dtype).expand(tensor.shape)
+        store.take_from_first(name, tensor, given)
+    if process.get_rank() != 0:
+        for path, extra in loaded.extra.items():
+            model.get_submodule(path).set_extra_state(extra)
+    return loaded.keys
 
 
-def _every_name(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
+def _refuse_assign(assign: bool) -> None:
+    if assign:
+        raise RaNNCError(
+            "load_state_dict(..., assign=True) would replace parameters of a deployed model; leave out assign=True"
+        )
+
+
+def _try(
+    model: nn.Module, store: ParamStore, state_dict: Mapping[str, Any], strict: bool
+) -> tuple[_Loaded, dict[str, Tensor]]:
+    """Lets torch load the dict, and keeps what it would have copied where."""
+    with recording(store.tensors()) as recorded:
+        keys = model.load_state_dict(state_dict, strict=strict)
+    loaded = _Loaded(keys=keys, names=list(recorded))
+    for path, module in model.named_modules():
+        key = f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE
+        if key in state_dict and type(module).set_extra_state is not nn.Module.set_extra_state:
+            loaded.extra[path] = state_dict[key]
+    return loaded, recorded
+
+
+def _by_place(model: nn.Module, gathered: Mapping[int, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors by the path of each module, which a model may have several times, that refers to them."""
+    for path, module in model.named_modules():
+        for name, tensor in (*module.named_parameters(path, False, False), *module.named_buffers(path, False, False)):
+            yield name, gathered[id(tensor)]

@@ -55,7 +55,7 @@ def give_to_others(tensor: Tensor, owner: int, group: Group | None = None) -> No
 
 
 def from_owner(tensor: Tensor, owner: int, device: torch.device) -> Tensor:
-    """A tensor of rank ``owner``, on the host of every rank. All ranks call it.
+    """A tensor of rank ``owner``, on the host of every rank, in memory of its own. All ranks call it.
 
     Args:
         tensor: on the owner, what to give; elsewhere, its shape and type.
@@ -66,7 +66,55 @@ def from_owner(tensor: Tensor, owner: int, device: torch.device) -> Tensor:
         return tensor.to("cpu", copy=True)
     if process.get_rank() == owner:
         on_device = tensor.to(device).contiguous()
-    else:
-        on_device = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        give_to_others(on_device, owner)
+        return on_device.to("cpu", copy=True)
+    on_device = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     give_to_others(on_device, owner)
     return on_device.cpu()
+
+
+def to_first(tensor: Tensor, owner: int, device: torch.device) -> Tensor | None:
+    """Likewise, but on the host of rank 0 alone; ``None`` elsewhere. Nothing moves but between these two ranks."""
+    rank = process.get_rank()
+    if owner == 0:
+        return tensor.to("cpu", copy=True) if rank == 0 else None
+    arrived = None
+    if rank == owner:
+        _send(tensor.to(device).contiguous(), (0,))
+    elif rank == 0:
+        arrived = _received(tensor, owner, device).cpu()
+    faults.advance()
+    return arrived
+
+
+def from_first(tensor: Tensor, ranks: Sequence[int], device: torch.device) -> Tensor | None:
+    """A tensor of rank 0 on the devices of some ranks, ``None`` elsewhere.
+
+    Args:
+        tensor: on rank 0, what to give; elsewhere, its shape and type.
+        ranks: that get it.
+        device: where this rank computes.
+    """
+    rank = process.get_rank()
+    arrived = None
+    if rank == 0:
+        others = [other for other in ranks if other != 0]
+        if others:
+            _send(tensor.to(device).contiguous(), others)
+        arrived = tensor if 0 in ranks else None
+    elif rank in ranks:
+        arrived = _received(tensor, 0, device)
+    faults.advance()
+    return arrived
+
+
+def _send(tensor: Tensor, ranks: Sequence[int]) -> None:
+    if tensor.numel():
+        exchange([(rank, tensor) for rank in ranks], [])
+
+
+def _received(like: Tensor, source: int, device: torch.device) -> Tensor:
+    arrived = torch.empty(like.shape, dtype=like.dtype, device=device)
+    if arrived.numel():
+        exchange([], [(source, arrived)])
+    return arrived

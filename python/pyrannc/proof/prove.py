@@ -53,7 +53,7 @@ def prove(
     Raises:
         RaNNCError: parameters have gradients already, or what the ranks compute is not what one process does.
     """
-    held = [name for name, param in deployment.store.params.items() if param.grad is not None]
+    held = [name for name, param in deployment.store.local_params().items() if param.grad is not None]
     agree.together(lambda: _refuse_gradients(held))
     state = _whole_state(deployment.store)
     batch = Batch(_joined(variant, tensors), rows, key)
@@ -96,8 +96,8 @@ def _whole_state(store: ParamStore) -> dict[str, Tensor]:
     """All parameters and buffers, on rank 0."""
     state = {}
     for name, tensor in store.tensors():
-        full = store.full(name, tensor.detach())
-        if process.get_rank() == 0:
+        full = store.on_first(name, tensor)
+        if full is not None:
             state[name] = full
     return state
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.job import agree, phases, process
-from pyrannc.job.exchange import Group, from_owner, give_to_others, sum_over_ranks
+from pyrannc.job.exchange import Group, from_first, from_owner, give_to_others, sum_over_ranks, to_first
 from pyrannc.store.buckets import SharedParam
+from pyrannc.store.elsewhere import bring_here, send_away
 
 
 class ParamStore:
@@ -18,7 +19,8 @@ class ParamStore:
     All ranks make it and call its methods that move tensors together.
 
     Args:
-        model: the user's model; the tensors that this rank holds move to ``device``, the others to the host.
+        model: the user's model; the tensors that this rank holds move to ``device``, those of other ranks are freed
+            and guarded, those that no rank holds stay on the host.
         holders: by first name, the ranks that hold a parameter or buffer, increasing; none for those without a use.
         device: this rank's.
         sync_params: give every rank the parameters and buffers of rank 0 first.
@@ -37,8 +39,12 @@ class ParamStore:
         self.holders = holders
         self._device = device
         self._own_buffers: Set[str] = frozenset()
-        if sync_params and process.get_world_size() > 1:
-            self._broadcast_from_first()
+        if process.get_world_size() > 1:
+            if sync_params:
+                self._broadcast_from_first()
+            else:
+                # All ranks must take part in the first use of a group; later ones are between two of them.
+                sum_over_ranks(torch.zeros(1, device=device))
         # A device may be full on one rank alone.
         agree.together(self._move)
 
@@ -56,16 +62,17 @@ class ParamStore:
                 tensor.copy_(on_device)
 
     def _move(self) -> None:
-        """This rank's tensors go to its device; the others stay, or go back, to the host."""
+        """This rank's tensors go to its device; those of other ranks are given up."""
         moved_bytes = 0
         for name, tensor in self.tensors():
-            local = self.is_local(name)
-            grad, tensor.grad = tensor.grad, None
-            # What no Stage uses is where the script wants it.
-            tensor.data = tensor.data.to(self._device if local else "cpu" if name in self.holders else tensor.device)
-            kept = grad is not None and (local or name not in self.holders)
-            tensor.grad = grad.to(tensor.device) if grad is not None and kept else None
-            moved_bytes += tensor.nbytes if local else 0
+            if self.is_local(name):
+                grad, tensor.grad = tensor.grad, None
+                tensor.data = tensor.data.to(self._device)
+                tensor.grad = grad.to(self._device) if grad is not None else None
+                moved_bytes += tensor.nbytes
+            elif name in self.holders:
+                kind = "parameter" if name in self.params else "buffer"
+                send_away(tensor, kind, name, self.holders[name], self._device)
         phases.note(f"this rank holds {moved_bytes / 2**20:.1f} MiB")
 
     # Who holds what
@@ -113,10 +120,30 @@ class ParamStore:
 
     def full_grad(self, name: str, param: nn.Parameter) -> Tensor | None:
         """A parameter's gradient, like :meth:`full`; ``None`` where its owner has none."""
-        missing = agree.gather_numbers((int(param.grad is None),))[self._owner(name)][0]
-        if missing:
+        owner = self._owner(name)
+        grad = param.grad if process.get_rank() == owner else None
+        if agree.gather_numbers((int(grad is None),))[owner][0]:
             return None
-        return self.full(name, param.grad if param.grad is not None else torch.empty_like(param))
+        return self.full(name, param if grad is None else grad)
+
+    @torch.no_grad()
+    def on_first(self, name: str, tensor: Tensor) -> Tensor | None:
+        """Like :meth:`full`, but on rank 0 alone; ``None`` elsewhere."""
+        return to_first(tensor, self._owner(name), self._device)
+
+    @torch.no_grad()
+    def take_from_first(self, name: str, tensor: Tensor, contents: Tensor | None) -> None:
+        """Copies what rank 0 has into a parameter or buffer, on the ranks that hold it. All ranks call it.
+
+        Args:
+            tensor: the parameter or buffer.
+            contents: on rank 0, of its shape and type.
+        """
+        everyone = tuple(range(process.get_world_size()))
+        given = tensor if contents is None else contents
+        arrived = from_first(given, self.holders.get(name, everyone), self._device)
+        if arrived is not None:
+            tensor.copy_(arrived)
 
     @torch.no_grad()
     def sync_buffers(self, own: Set[str], missed: Set[str], ranks: Sequence[int], group: Group | None) -> None:
@@ -140,9 +167,8 @@ class ParamStore:
         """Gives every rank the whole model, on the host, without gradients."""
         for name, tensor in self.tensors():
             if name in self.holders:
-                tensor.data = self.full(name, tensor.detach())
-            if tensor.grad is not None:
-                tensor.grad = None
+                bring_here(tensor, self.full(name, tensor))
+            tensor.grad = None
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their global L2 norm is at most ``max_norm``.

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
-from tests.contract.settings import Setting
+from tests.contract.settings import REPLICAS, STAGES, Setting
 from tests.contract.training import WIDTH, Chain, Returns, learn, pairs
 
 BUFFER = "keep it in a buffer (`register_buffer`), changed in place"
@@ -65,12 +65,29 @@ def data_replaced(job: Job) -> None:
     _trained(job, _regression(), change)
 
 
-@equal()
+def _halve(model: nn.Module) -> None:
+    vector_to_parameters(parameters_to_vector(model.parameters()).detach() * 0.5, model.parameters())
+
+
+@equal(settings=(REPLICAS,))
 def vector_to_params(job: Job) -> None:
-    """`vector_to_parameters(vector, model.parameters())` after some steps."""
+    """`vector_to_parameters(parameters_to_vector(model.parameters()), ...)` where every rank holds the whole model."""
+    _trained(job, _regression(), _halve)
+
+
+@refused("RaNNCError", "get_param", settings=(STAGES,), instead="`model.state_dict()`, `model.load_state_dict(state)`")
+def params_to_vector_of_parts(job: Job) -> None:
+    """The same where other ranks hold a part of the parameters."""
+    _trained(job, _regression(), _halve)
+
+
+@equal()
+def vector_to_params_of_parts(job: Job) -> None:
+    """`vector_to_parameters(vector, model.parameters())` with a vector that all ranks have."""
 
     def change(model: nn.Module) -> None:
-        vector_to_parameters(parameters_to_vector(model.parameters()).detach() * 0.5, model.parameters())
+        count = sum(param.numel() for param in model.parameters())
+        vector_to_parameters(torch.linspace(-0.5, 0.5, count), model.parameters())
 
     _trained(job, _regression(), change)
 

@@ -12,7 +12,7 @@ from torch import Generator, Tensor, nn
 
 from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
-from tests.contract.settings import COVERING, EMPTY, TOGETHER, Setting
+from tests.contract.settings import COVERING, EMPTY, REPLICAS, STAGES, TOGETHER, Setting
 from tests.contract.training import (
     CLASSES,
     UNCOUNTED,
@@ -149,9 +149,7 @@ def weight_penalty_inside(job: Job) -> None:
     fit(job, Returns(net, lambda y, target: F.mse_loss(y, target) + 0.01 * net.head.weight.square().sum()), pairs)
 
 
-@equal()
-def weight_penalty_outside(job: Job) -> None:
-    """The script adds a penalty of `model.parameters()` to the loss."""
+def _penalised(job: Job) -> None:
     net = Returns(Chain(), F.mse_loss)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
@@ -162,6 +160,18 @@ def weight_penalty_outside(job: Job) -> None:
         job.gradients(model)
         optimizer.step()
     job.state(model)
+
+
+@equal(settings=(REPLICAS,))
+def weight_penalty_outside(job: Job) -> None:
+    """The script adds a penalty of `model.parameters()` to the loss, and every rank holds the whole model."""
+    _penalised(job)
+
+
+@refused("RaNNCError", "in the model's forward", settings=(STAGES,), instead="add it in the model's `forward`")
+def weight_penalty_of_parts(job: Job) -> None:
+    """The same where other ranks hold a part of the parameters."""
+    _penalised(job)
 
 
 @equal()

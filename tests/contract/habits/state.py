@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import io
+import pickle
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.optim import SGD, Adam
+from torch.optim.swa_utils import AveragedModel
 
 import pyrannc
-from tests.contract.habit import equal, not_yet, refused
+from tests.contract.habit import equal, refused
 from tests.contract.job import Job
-from tests.contract.settings import ONCE, REPLICAS
-from tests.contract.training import Chain, Returns, learn, pairs
+from tests.contract.settings import REPLICAS, STAGES
+from tests.contract.training import Chain, Returns, learn, pairs, single
 
 ON_OTHER_RANKS = "use `model.state_dict()`, `model.get_param(name)`"
 
@@ -26,16 +30,81 @@ def _learned(job: Job) -> tuple[Returns, nn.Module, torch.optim.Optimizer]:
     return net, model, optimizer
 
 
-@not_yet("saved without a word, with the values of the last `undeploy()` or of the start for what lies on other ranks")
-@refused("RaNNCError", "state_dict", settings=(ONCE[1],), instead=ON_OTHER_RANKS)
+@refused("RaNNCError", "state_dict", settings=(STAGES,), instead=ON_OTHER_RANKS)
 def state_of_the_plain_model(job: Job) -> None:
     """`net.state_dict()` of the wrapped model, where other ranks hold a part of the parameters."""
     net, _, _ = _learned(job)
     job.same("state", dict(net.state_dict()))
 
 
-@not_yet("each rank clips by the norm of its own share")
-@refused("RaNNCError", "clip_grad_norm", settings=(ONCE[1],), instead="`model.clip_grad_norm(max_norm)`")
+@refused("RaNNCError", "state_dict", settings=(STAGES,), instead="`net.save_pretrained(path, state_dict=...)`")
+def saved_by_a_method_of_the_model(job: Job) -> None:
+    """The model saves its own `state_dict()`, as `save_pretrained` of transformers does."""
+
+    class Net(Returns):
+        def save_pretrained(self, file: io.BytesIO) -> None:
+            torch.save(self.state_dict(), file)
+
+    model = job.wrap(Net(Chain(), F.mse_loss))
+    model(*job.batch(pairs))
+    model.save_pretrained(io.BytesIO())
+
+
+@refused("RaNNCError", "pickling|torch.save", "state_dict", settings=(STAGES,), instead="`model.state_dict()`")
+def plain_model_saved(job: Job) -> None:
+    """`torch.save(net, file)` of the wrapped model, where other ranks hold a part of the parameters."""
+    net, _, _ = _learned(job)
+    torch.save(net.net, io.BytesIO())
+
+
+@refused("RaNNCError", "deepcopy", settings=(STAGES,), instead="`copy.deepcopy(model)`, on all ranks")
+def plain_model_copied(job: Job) -> None:
+    """`copy.deepcopy(net)` of the wrapped model, where other ranks hold a part of the parameters."""
+    net, _, _ = _learned(job)
+    copy.deepcopy(net)
+
+
+@refused("RaNNCError", "get_param", settings=(STAGES,), instead="average what `model.get_param(name)` gives")
+def averaged_by_hand(job: Job) -> None:
+    """A moving average reads `net.parameters()`, where other ranks hold a part of them."""
+    net = Returns(Chain(), F.mse_loss)
+    averages = [param.detach().clone() for param in net.parameters()]
+    model = job.wrap(net)
+    model(*job.batch(pairs))
+    for average, param in zip(averages, net.parameters(), strict=True):
+        average.lerp_(param.detach(), 0.1)
+
+
+@refused("RaNNCError", "state_dict", settings=(STAGES,), instead="average what `model.get_param(name)` gives")
+def averaged_model(job: Job) -> None:
+    """`AveragedModel(model)` of `torch.optim.swa_utils`, where other ranks hold a part of the parameters."""
+    _, model, _ = _learned(job)
+    AveragedModel(model).update_parameters(model)
+
+
+@equal(settings=(REPLICAS,))
+def whole_on_every_rank(job: Job) -> None:
+    """All of these where every rank holds the whole model."""
+    net, model, _ = _learned(job)
+    job.same("state", dict(net.state_dict()))
+    job.same("copied", dict(copy.deepcopy(net).state_dict()))
+    job.same("norm", nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None]))
+    job.same("clipped", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    job.gradients(model)
+    averaged = AveragedModel(net)
+    averaged.update_parameters(net)
+    job.same("average", [param.detach() for param in averaged.parameters()])
+    torch.save(net.net, io.BytesIO())
+
+
+@refused("RaNNCError", "forward", settings=(STAGES,), instead="call `model(...)` on all ranks")
+def plain_model_called(job: Job) -> None:
+    """The wrapped model itself is called, as `net.generate()` does, where other ranks hold a part of it."""
+    net, _, _ = _learned(job)
+    net.net(*job.batch(single))
+
+
+@refused("RaNNCError", "clip_grad_norm", settings=(STAGES,), instead="`model.clip_grad_norm(max_norm)`")
 def clipped_by_torch(job: Job) -> None:
     """`nn.utils.clip_grad_norm_(model.parameters(), 1.0)` where other ranks hold a part of the parameters."""
     _, model, _ = _learned(job)
@@ -43,7 +112,66 @@ def clipped_by_torch(job: Job) -> None:
     job.gradients(model)
 
 
-@not_yet("the wrapper shows no modules")
+@refused("RaNNCError", "clip_grad_norm", settings=(STAGES,), instead="`model.clip_grad_norm(float('inf'))`")
+def norm_of_gradients(job: Job) -> None:
+    """`nn.utils.get_total_norm(...)` of the gradients, where other ranks hold a part of the parameters."""
+    _, model, _ = _learned(job)
+    nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+
+
+@refused("RaNNCError", "get_param_grad", settings=(STAGES,), instead="`model.get_param_grad(name)`")
+def gradients_logged(job: Job) -> None:
+    """The script logs `param.grad.norm()` of each parameter, where other ranks hold a part of them."""
+    _, model, _ = _learned(job)
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.norm().item()
+
+
+@refused("RaNNCError", "get_param", settings=(STAGES,), instead="`model.get_param(name)`")
+def contents_as_an_array(job: Job) -> None:
+    """`param.detach().cpu().numpy()` of each parameter, where other ranks hold a part of them."""
+    _, model, _ = _learned(job)
+    for param in model.parameters():
+        param.detach().cpu().numpy()
+
+
+@refused("RaNNCError", "get_param", settings=(STAGES,), instead="`model.get_param(name)`")
+def data_read(job: Job) -> None:
+    """`param.data.abs().max()` of each parameter, where other ranks hold a part of them."""
+    _, model, _ = _learned(job)
+    for param in model.parameters():
+        float(param.data.abs().max())
+
+
+@equal()
+def clipped_by_value(job: Job) -> None:
+    """`nn.utils.clip_grad_value_(model.parameters(), most)` before a step."""
+    _, model, optimizer = _learned(job)
+    optimizer.zero_grad()
+    model(*job.batch(pairs, 1)).backward()
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+    job.gradients(model)
+    optimizer.step()
+    job.state(model)
+
+
+@equal()
+def adam_by_hand(job: Job) -> None:
+    """An optimizer of the script's own, with a state for each of `model.parameters()`."""
+    model = job.wrap(Returns(Chain(), F.mse_loss))
+    moments: dict[nn.Parameter, torch.Tensor] = {}
+    for batch in job.batches(pairs):
+        model.zero_grad()
+        model(*batch).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                moment = moments.setdefault(param, torch.zeros_like(param))
+                moment.mul_(0.9).addcmul_(param.grad, param.grad, value=0.1)
+                param.addcdiv_(param.grad, moment.sqrt().add_(1e-3), value=-0.01)
+    job.state(model)
+
+
 @equal()
 def modules_listed(job: Job) -> None:
     """`model.modules()`, `model.children()` and `model.apply()` visit the model's modules."""
@@ -54,17 +182,29 @@ def modules_listed(job: Job) -> None:
     job.same("modules", inner)
     job.same("visited", [name for name in visited if name != "RaNNCModule"])
     job.same("layers", sum(isinstance(module, nn.Linear) for module in model.modules()))
+    job.same("names", [name for name, _ in model.named_modules()])
+    job.same("children", [name for name, _ in model.named_children()])
+    job.same("one", str(model.get_submodule("net.layers.1")))
 
 
-@not_yet("`model.parameters()` has this rank's parameters, and the sum is that of its share")
+@equal()
+def signature_and_text(job: Job) -> None:
+    """`inspect.signature(model.forward)`, as of transformers' Trainer, and `print(model)`."""
+    net, model, _ = _learned(job)
+    job.same("arguments", str(inspect.signature(model.forward)))
+    job.same("layers", str(model).count("Linear"))
+    job.same("text", str(net))
+
+
 @equal()
 def parameters_counted(job: Job) -> None:
     """`sum(p.numel() for p in model.parameters())` after the first call."""
     _, model, _ = _learned(job)
     job.same("count", sum(param.numel() for param in model.parameters()))
+    job.same("shapes", [(name, tuple(param.shape), str(param.dtype)) for name, param in model.named_parameters()])
+    job.same("device", str(next(model.parameters()).device))
 
 
-@not_yet("it is set on the wrapper, and the model does not see it")
 @equal()
 def attribute_set_on_the_wrapper(job: Job) -> None:
     """`model.alpha = 0.5` sets the attribute of the wrapped model."""
@@ -80,6 +220,9 @@ def attribute_set_on_the_wrapper(job: Job) -> None:
     model = job.wrap(net, optimizer)
     model.alpha = 0.5
     learn(job, model, optimizer)
+    model.alpha = 0.25
+    learn(job, model, optimizer, step=1)
+    job.same("alpha", net.alpha)
 
 
 @equal()
@@ -93,27 +236,127 @@ def copied(job: Job) -> None:
     job.same("state", dict(copied.state_dict()))
 
 
-@not_yet("a `TypeError`")
-@equal()
+@equal(note="by all ranks; the copy has no optimizer")
 def copied_later(job: Job) -> None:
     """`copy.deepcopy(model)` after the first call."""
+    _, model, optimizer = _learned(job)
+    copied = copy.deepcopy(model)
+    learn(job, model, optimizer, step=1)
+    job.state(copied)
+    job.same("loss of the copy", copied(*job.batch(pairs, 2)))
+    if isinstance(copied, pyrannc.RaNNCModule):
+        copied.undeploy()
+
+
+@equal()
+def pickled(job: Job) -> None:
+    """`pickle` of the wrapped model before the first call."""
+    torch.manual_seed(3)
+    model = job.wrap(Chain())
+    again = pickle.loads(pickle.dumps(model))
+    job.same("state", dict(again.state_dict()))
+    job.rows("output", again(*job.batch(single)))
+    if isinstance(again, pyrannc.RaNNCModule):
+        again.undeploy()
+
+
+@refused("RaNNCError", "cannot be pickled", r"model\.state_dict\(\)", instead="`torch.save(model.state_dict(), file)`")
+def pickled_later(job: Job) -> None:
+    """`torch.save(model, file)` after the first call."""
     _, model, _ = _learned(job)
-    job.state(copy.deepcopy(model))
+    torch.save(model, io.BytesIO())
 
 
-@not_yet("the wrapper takes the call and changes nothing")
-@refused("RaNNCError", "half|bfloat16|dtype", instead="change the type before wrapping: `net.bfloat16()`")
+@equal()
+def type_changed_before_the_first_call(job: Job) -> None:
+    """`model.double()` or `model.to(dtype)` after wrapping, before the first call."""
+    net = Returns(Chain(), F.mse_loss).to(torch.float32)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    model.double()
+    learn(job, model, optimizer)
+    job.state(model)
+
+
+@refused("RaNNCError", "half|bfloat16|dtype", instead="change the type before the first call")
 def type_changed_after_wrapping(job: Job) -> None:
-    """`model.bfloat16()` or `model.half()` after wrapping."""
-    model = job.wrap(Returns(Chain(), F.mse_loss))
+    """`model.bfloat16()` or `model.half()` after the first call."""
+    _, model, _ = _learned(job)
     model.bfloat16()
 
 
-@refused("InputError", "is another object than at deployment", instead="leave out `assign=True`")
+@equal()
+def inside_of_another_module(job: Job) -> None:
+    """The wrapped model is a part of another module, which lists, saves and loads all, as a `LightningModule`."""
+
+    class Outer(nn.Module):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net, self.scale = net, nn.Linear(1, 1)
+
+    _, model, optimizer = _learned(job)
+    outer = Outer(model)
+    job.same("modules", [name for name, _ in outer.named_modules()])
+    job.same("parameters", [(name, param.numel()) for name, param in outer.named_parameters()])
+    state = copy.deepcopy(outer.state_dict())
+    learn(job, model, optimizer, step=1)
+    outer.load_state_dict(state)
+    job.state(model)
+    outer.eval()
+    job.same("mode", [module.training for module in model.modules()])
+
+
+@equal()
+def optimizer_not_given(job: Job) -> None:
+    """The optimizer is made before wrapping, and not given to `RaNNCModule`."""
+    net = Returns(Chain(), F.mse_loss)
+    optimizer = Adam(net.parameters(), lr=0.01)
+    model = job.wrap(net)
+    for step in range(2):
+        learn(job, model, optimizer, step=step)
+    job.state(model)
+
+
+@refused("RaNNCError", "assign=True", instead="leave out `assign=True`")
 def state_assigned(job: Job) -> None:
     """`model.load_state_dict(state, assign=True)` after the first call."""
+    _, model, _ = _learned(job)
+    model.load_state_dict(model.state_dict(), assign=True)
+
+
+@equal()
+def part_of_the_state_loaded(job: Job) -> None:
+    """`model.load_state_dict(state, strict=False)` with a part of the keys, and others."""
     _, model, optimizer = _learned(job)
-    model.load_state_dict(model.state_dict(rank0_only=False) if job.ranks > 1 else model.state_dict(), assign=True)
+    part = {"net.head.bias": torch.ones(6), "net.layers.0.bias": torch.full((6,), 0.5), "other": torch.ones(1)}
+    found = model.load_state_dict(part, strict=False)
+    job.same("keys", (found.missing_keys, found.unexpected_keys))
+    job.state(model)
+    learn(job, model, optimizer, step=1)
+    job.state(model)
+
+
+@equal()
+def plain_model_loaded(job: Job) -> None:
+    """`net.load_state_dict(state)` of the wrapped model, on all ranks, as from a file that all read."""
+    net, model, optimizer = _learned(job)
+    every = {"rank0_only": False} if isinstance(model, pyrannc.RaNNCModule) else {}
+    state = copy.deepcopy(model.state_dict(**every))
+    learn(job, model, optimizer, step=1)
+    net.load_state_dict(state)
+    job.state(model)
+    learn(job, model, optimizer, step=2)
+
+
+@equal()
+def state_of_another_model_loaded(job: Job) -> None:
+    """A state dict lacks a key, or has another shape: torch's own error, on all ranks, and training goes on."""
+    _, model, optimizer = _learned(job)
+    for wrong in ({"net.head.bias": torch.ones(5)}, {"net.head.beas": torch.ones(6)}, 3):
+        try:
+            model.load_state_dict(wrong)
+        except (RuntimeError, TypeError) as error:
+            job.same("error", str(error).removeprefix("TypeError: "))
     learn(job, model, optimizer, step=1)
     job.state(model)
 

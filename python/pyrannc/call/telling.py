@@ -1,0 +1,60 @@
+"""What a captured call means for the user, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyrannc._native import Plan
+from pyrannc.call.single_row import first_normalising
+from pyrannc.call.variant import Variant
+from pyrannc.core.plan import PlanFacts
+from pyrannc.log import get_logger
+
+_log = get_logger("RaNNCModule")
+_LARGE_TAIL = 0.2
+"""Share of the Ops from which on a part that every rank computes deserves a word."""
+
+
+def tell_of_mixing(variant: Variant) -> None:
+    """Warns of the first Op that mixes rows, if there is one."""
+    tail = variant.tail
+    if tail is None or not tail.mixing:
+        return
+    share = len(tail.ops) / len(variant.whole.facts.ops)
+    large = (
+        f" They are {share:.0%} of the model, computed by every rank on all rows of the batch, in one piece. "
+        'RaNNCModule(..., row_mixing="microbatch") lets each microbatch mix its own rows instead; a custom function '
+        "may also be written so that it treats each row by itself"
+    )
+    _log.warning(
+        "%s: rows of the batch meet there. It and what follows runs once a step, on the whole batch.%s",
+        variant.first_mixing(),
+        large if share > _LARGE_TAIL else "",
+    )
+
+
+def tell_of_normalising(variant: Variant, plan: Plan) -> None:
+    """Warns of batch normalisation that sees a part of the rows."""
+    place, facts = first_normalising(variant.captured), PlanFacts.of(plan)
+    if place is not None and (facts.microbatches > 1 or any(len(stage.ranks) > 1 for stage in facts.stages)):
+        _log.warning(
+            "%s normalises over the rows in hand: each Replica its own rows of each microbatch, not the global batch. "
+            "Layers such as nn.GroupNorm and nn.LayerNorm treat each row by itself",
+            place,
+        )
+
+
+def no_plan_for_both(missing: Sequence[str], left_out: Sequence[str]) -> str:
+    """What to do about a call whose parameters are not those of the first.
+
+    Args:
+        missing: that the call uses and the first did not.
+        left_out: the other way round.
+    """
+    if not missing:
+        return "Call undeploy() before this kind of call, or make it the first one"
+    return (
+        f"This call uses {', '.join(missing)} and not {', '.join(left_out)}, the call that the plan was made for the "
+        "other way round: make the first call one that uses all of them, as a model does that computes both and "
+        "chooses with torch.where, or call undeploy() in between"
+    )

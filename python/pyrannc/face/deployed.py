@@ -1,0 +1,198 @@
+"""A wrapped model under a Plan: it is deployed, reported on, and taken back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from pyrannc._native import Plan
+from pyrannc.call.agreed import AgreedCall, Agreement
+from pyrannc.call.batch_arguments import BatchArguments, BatchNames
+from pyrannc.call.param_guards import ParamGuards, agree_on_trainable
+from pyrannc.call.stale import StaleAttributes
+from pyrannc.call.variant import Variant, Variants
+from pyrannc.config import Config
+from pyrannc.core.plan import PlanFacts, content
+from pyrannc.face.state import StateOfModel
+from pyrannc.job import agree, phases, process
+from pyrannc.job.faults import announced, watchdog
+from pyrannc.ledger import Report, report
+from pyrannc.log import get_logger
+from pyrannc.planning import Request, decide, dry_run, save_if_asked
+from pyrannc.runtime.deployment import Deployment
+from pyrannc.store.by_parameter import refuse_across
+from pyrannc.store.former import Former
+from pyrannc.store.later import LaterOptimizers
+from pyrannc.store.optimizer import UserOptimizer
+from pyrannc.store.shared_params import note_deployed, note_taken_back
+from pyrannc.store.store import ParamStore
+from pyrannc.switches import switches
+
+_log = get_logger("RaNNCModule")
+
+
+class DeployedModel(StateOfModel):
+    """A wrapped model that can be spread over the ranks as a Plan says."""
+
+    optimizer: Optimizer | None
+    device: torch.device
+    used_param_ids: set[int]
+    _config: Config
+    _plan_file: Path | None
+    _gather_inputs: bool
+    _batch_arguments: BatchNames | None
+    _check_unused: bool
+    _variants: Variants
+    _stale: StaleAttributes
+    _agreement: Agreement
+    _user_optimizer: UserOptimizer | None = None
+    _later: LaterOptimizers | None = None
+
+    def _new_agreement(self) -> Agreement:
+        return Agreement(
+            self.model,
+            self._variants,
+            self.optimizer,
+            BatchArguments(self.model, self._batch_arguments, gather_inputs=self._gather_inputs),
+            gather_inputs=self._gather_inputs,
+            recapture_interval=self._config.recapture_interval,
+        )
+
+    def _deploy(self, variant: Variant, call: AgreedCall) -> None:
+        """Finds a Plan for a captured call and puts it in force; after an error, all is as if nothing had been."""
+        former = Former(self.model, self._user_optimizer)
+        try:
+            self._put_in_force(self._plan(variant, call), variant)
+        except Exception:
+            former.come_back()
+            self._forget_deployment()
+            raise
+
+    def _plan(self, variant: Variant, call: AgreedCall) -> Plan:
+        request = Request(
+            variant=variant,
+            samples=call.tensors,
+            config=self._config,
+            optimizer=self.optimizer,
+            device=self.device,
+            batch_rows=call.batch.total,
+            gather_inputs=self._gather_inputs,
+        )
+        if self._config.partitioning_dry_run_np:
+            dry_run(request)
+        plan = decide(request, self._plan_file)
+        agree.together(lambda: refuse_across(self.optimizer, len(PlanFacts.of(plan).stages), self.device))
+        return plan
+
+    def _put_in_force(self, plan: Plan, variant: Variant) -> None:
+        with phases.phase("ParamStorage", "parameters", "the deployment of the Plan"):
+            variant.divide(agree.together(lambda: plan.partition(variant.graph)))
+            self.name_to_param = dict(self.model.named_parameters())
+            self._deployment = Deployment(
+                self.model,
+                variant,
+                plan,
+                self.device,
+                watchdog(),
+                sync_params=switches().sync_params_on_init,
+                fused_dropout=self._config.fused_dropout,
+            )
+        store = self._deployment.store
+        deployment = self._deployment
+        agree.together(lambda: self._guard_params(deployment))
+        self._note_used_params(store)
+        agree.together(lambda: note_deployed(store, self._user_optimizer))
+        if self._user_optimizer is not None:
+            self._user_optimizer.narrow(store)
+        self._later = LaterOptimizers(store, self.optimizer)
+        if process.get_rank() == 0:
+            get_logger("DPStaging").info("deployed this plan:\n%s", plan.tables(self._config.mem_limit_bytes))
+            save_if_asked(plan, self._config)
+
+    def _note_used_params(self, store: ParamStore) -> None:
+        used = {name: param for name, param in self.name_to_param.items() if name in store.holders}
+        self.used_param_ids = set(map(id, used.values()))
+        unused = [name for name in self.name_to_param if name not in used]
+        if unused and self._check_unused and process.get_rank() == 0:
+            _log.warning("the model does not use these parameters, so it does not train them: %s", ", ".join(unused))
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The deployed Plan as the content of its file: Stages, ranks, microbatches, predicted time and memory."""
+        return content(self._deployed("plan").plan)
+
+    @announced("report()")
+    def report(self) -> Report:
+        """What the Plan predicted beside what the last training steps took. All ranks call it.
+
+        Printed, it is a table; ``to_json()`` gives all figures. It waits for the device, which measuring never does.
+
+        Raises:
+            RaNNCError: there have not been two training steps in a row yet.
+        """
+        return report(self._deployed("report"))
+
+    @announced("undeploy()")
+    def undeploy(self) -> None:
+        """Gives every rank the whole model and optimizer back, on the host. All ranks call it."""
+        self._take_back()
+
+    def _take_back(self) -> None:
+        deployment = self._deployed("undeploy")
+        store = deployment.store
+        # With their parameters here, states go to the right devices.
+        deployment.bring_back()
+        if self._user_optimizer is not None:
+            self._user_optimizer.widen(store)
+        if self._later is not None:
+            self._later.widen()
+        note_taken_back(store)
+        self._forget_deployment()
+
+    def _forget_deployment(self) -> None:
+        if self._later is not None:
+            self._later.end()
+        self._deployment = self._later = None
+        self._variants.clear()
+        self._stale.clear()
+        self._agreement = self._new_agreement()
+        self.used_param_ids = set()
+
+    def save_deployment(self, file: str | Path) -> None:
+        """Writes the Plan to a file."""
+        deployment = self._deployed("save_deployment")
+        if process.get_rank() == 0:
+            deployment.plan.write(str(file))
+
+    # Training
+
+    @announced("allreduce_grads()")
+    def allreduce_grads(self) -> None:
+        """Sums gradients that were left unreduced by ``delay_grad_allreduce(True)``. All ranks call it."""
+        self._deployed("allreduce_grads").gradients.reduce_delivered()
+
+    def _follow_trainable(self) -> None:
+        """Takes over that ``requires_grad`` of some parameters has changed; all ranks do."""
+        deployment = self._deployed("forward")
+        agree_on_trainable(deployment.store.params, deployment.store.local_params())
+        deployment.renew_gradients()
+        self._guard_params(deployment)
+
+    def _guard_params(self, deployment: Deployment) -> None:
+        store, leaves = deployment.store, deployment.gradients.leaves
+        own = {name: param for name, param in store.local_params().items() if name in leaves}
+        trainable = [param.requires_grad for name, param in store.params.items() if name in store.holders]
+        self._agreement.params = ParamGuards(self.model, own, leaves, store.local_buffers(), trainable)
+
+    def _give_up_deployment(self) -> None:
+        """Like ``undeploy()``, but gradients stay."""
+        deployment = self._deployed("forward")
+        if deployment.gradients.pending:
+            deployment.gradients.reduce_delivered()
+        grads = {name: deployment.store.full_grad(name, param) for name, param in deployment.store.params.items()}
+        self._take_back()
+        for name, param in deployment.store.params.items():
+            param.grad = grads[name]

@@ -1,0 +1,270 @@
+"""Parameters and buffers that other ranks hold: shape and type can be read, contents cannot.
+
+Every rank runs the same script. What it does to each parameter by itself, such as ``p.data.clamp_(-1, 1)`` or an
+optimizer by hand, is done by the ranks that hold the parameter, and is nothing here; what would need contents raises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from pyrannc.capture.lacking import Lacking
+from pyrannc.capture.torch_internals import DisableTorchFunctionSubclass, pytree
+from pyrannc.errors import RaNNCError
+from pyrannc.job import process
+
+
+@dataclass(frozen=True)
+class Home:
+    """What is known here of a tensor that other ranks hold.
+
+    Attributes:
+        kind: ``"parameter"``, ``"buffer"``, or what was made of one.
+        name: first name in the model.
+        ranks: that hold it.
+        device: this rank's.
+        strides: as on these ranks.
+        plain: the class of the tensor there.
+    """
+
+    kind: str
+    name: str
+    ranks: tuple[int, ...]
+    device: torch.device
+    strides: tuple[int, ...]
+    plain: type[Tensor] = Tensor
+
+    def __str__(self) -> str:
+        where = "rank " + " and ".join(map(str, self.ranks)) if len(self.ranks) < 3 else f"ranks {_list(self.ranks)}"
+        return f'{self.kind} "{self.name}" is on {where}, not on rank {process.get_rank()}'
+
+    def refuse(self, asked: str) -> NoReturn:
+        """Raises what a script gets that reads contents."""
+        raise RaNNCError(f"{self}, so {asked} cannot read it here. {self._instead}")
+
+    @property
+    def _instead(self) -> str:
+        if "gradient" in self.kind:
+            calls = "model.get_param_grad(name) or model.clip_grad_norm(max_norm), which all ranks call"
+        else:
+            calls = (
+                "model.state_dict() or model.get_param(name), which all ranks call, or compute in the model's forward"
+            )
+        what = "buffers" if self.kind.endswith("buffer") else "parameters"
+        return f"Use {calls}; model.named_{what}(from_global=False) lists what is on this rank"
+
+
+class _Guarded(Lacking):
+    """What both classes of tensors share."""
+
+    _home: Home
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _answer(func, args, dict(kwargs or {}))
+
+    def stand_in(self) -> Tensor:
+        assert isinstance(self, Tensor)
+        with DisableTorchFunctionSubclass():
+            made = torch.empty_strided(self.shape, self._home.strides, dtype=self.dtype, device="meta")
+            return nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        with DisableTorchFunctionSubclass():
+            assert isinstance(self, Tensor)
+            return f"<{self._home}: {self.dtype} {tuple(self.shape)}>"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec) if not spec else self._home.refuse("a format")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self._home.refuse("pickling, as of torch.save() or copy.deepcopy(),")
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        self._home.refuse("copy.deepcopy()")
+
+
+class ElsewhereParameter(_Guarded, nn.Parameter):  # type: ignore[misc]  # its text is another
+    """A parameter of other ranks."""
+
+
+class ElsewhereTensor(_Guarded, Tensor):  # type: ignore[misc]  # likewise
+    """A buffer of other ranks, or what was computed of what other ranks hold."""
+
+
+def send_away(tensor: Tensor, kind: str, name: str, ranks: tuple[int, ...], device: torch.device) -> None:
+    """Frees a parameter or buffer that other ranks hold, and guards it; the object stays the same."""
+    if isinstance(tensor, _Guarded):
+        return
+    tensor.grad = None
+    strides = tensor.stride()
+    tensor.data = _blank(tensor, device)
+    tensor._home = Home(kind, name, ranks, device, strides, type(tensor))  # type: ignore[attr-defined]  # of the class it gets
+    tensor.__class__ = ElsewhereParameter if isinstance(tensor, nn.Parameter) else ElsewhereTensor
+
+
+def _blank(like: Tensor, device: torch.device) -> Tensor:
+    """A tensor of one element in memory, which code that goes round the guard will not take for a result."""
+    return _nothing(like.dtype, device).expand(like.shape)
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full(
+            (), math.nan if dtype.is_floating_point or dtype.is_complex else 0, dtype=dtype, device=device
+        )
+
+
+def bring_here(tensor: Tensor, contents: Tensor) -> None:
+    """Takes the guard off, and gives the parameter or buffer contents."""
+    if is_elsewhere(tensor):
+        vars(tensor).pop("_gradient", None)
+        home: Home = vars(tensor).pop("_home")
+        tensor.__class__ = home.plain
+    tensor.data = contents
+
+
+def is_elsewhere(tensor: Tensor) -> bool:
+    """True for a parameter or buffer that other ranks hold."""
+    return isinstance(tensor, _Guarded)
+
+
+# What scripts may do.
+
+
+def _named(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+_OF_SHAPE = _named(
+    "shape.get size numel nelement dim ndim.get ndimension stride dtype.get layout.get is_floating_point is_complex "
+    "is_signed is_contiguous element_size itemsize.get nbytes.get is_sparse.get is_sparse_csr.get is_quantized.get "
+    "is_nested.get is_mkldnn.get is_conj is_neg is_same_size __len__ storage_offset"
+)
+_OF_DEVICE = {
+    "device.get": lambda device: device,
+    "is_cuda.get": lambda device: device.type == "cuda",
+    "is_cpu.get": lambda device: device.type == "cpu",
+    "is_xpu.get": lambda device: device.type == "xpu",
+    "is_mps.get": lambda device: device.type == "mps",
+    "is_meta.get": lambda device: False,
+    "get_device": lambda device: -1 if device.index is None else device.index,
+}
+_OF_AUTOGRAD = _named(
+    "requires_grad.get requires_grad.set requires_grad_ is_leaf.get grad_fn.get _version.get is_inference "
+    "retains_grad.get register_hook register_post_accumulate_grad_hook detach_ __hash__ "
+    "_backward_hooks.get _post_accumulate_grad_hooks.get"
+)
+METADATA = _OF_SHAPE | _OF_DEVICE.keys() | {"requires_grad.get", "is_leaf.get", "_version.get", "__hash__"}
+"""What only reads form and place of a tensor, by :func:`function_name`."""
+
+_IN_PLACE = _named(
+    "zero_ fill_ copy_ add_ sub_ subtract_ mul_ multiply_ div_ divide_ true_divide_ pow_ sqrt_ rsqrt_ square_ neg_ "
+    "abs_ sign_ exp_ log_ clamp_ clamp_min_ clamp_max_ clip_ lerp_ addcmul_ addcdiv_ masked_fill_ nan_to_num_ "
+    "__iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ipow__ __setitem__ "
+    "_foreach_zero_ _foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_clamp_min_ "
+    "_foreach_clamp_max_ _foreach_lerp_ _foreach_addcmul_ _foreach_addcdiv_ _foreach_copy_"
+)
+_EACH_BY_ITSELF = _named(
+    "add sub subtract rsub mul multiply div divide true_divide pow sqrt rsqrt square neg negative abs sign exp log "
+    "clamp clamp_min clamp_max clip lerp addcmul addcdiv maximum minimum where masked_fill nan_to_num reciprocal "
+    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __div__ __rdiv__ __truediv__ __rtruediv__ __pow__ __rpow__ "
+    "__neg__ __abs__ __gt__ __lt__ __ge__ __le__ gt lt ge le zeros_like ones_like empty_like full_like view reshape "
+    "flatten t transpose permute unsqueeze squeeze expand narrow __getitem__ T.get mT.get data.get "
+    "_foreach_add _foreach_sub _foreach_mul _foreach_div _foreach_sqrt"
+)
+_LIKE_ANOTHER = frozenset(("view_as", "reshape_as", "expand_as"))
+
+
+def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What a function of torch gives that was called with a tensor of other ranks."""
+    name = function_name(func)
+    if name.startswith("grad."):
+        return _gradient(args[0]) if name == "grad.get" else None
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    guarded: list[Any] = [tensor for tensor in tensors if isinstance(tensor, _Guarded)]
+    first: _Guarded = guarded[0]
+    home = first._home
+    if not isinstance(tensors[0], _Guarded):
+        if name in _LIKE_ANOTHER:
+            return func(args[0], first.stand_in())
+        home.refuse(_title(name))
+    if name in _OF_AUTOGRAD:
+        with DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    if name in _OF_DEVICE:
+        return _OF_DEVICE[name](home.device)
+    if name in _OF_SHAPE:
+        return func(first.stand_in(), *args[1:], **kwargs)
+    if name == "data.set":
+        return None
+    if name in _IN_PLACE and args and all(isinstance(item, _Guarded) for item in pytree.tree_leaves(args[0])):
+        return _changed(first, args[0])
+    if name in _EACH_BY_ITSELF and "device" not in kwargs and len(guarded) == len(tensors):
+        return _computed(func, args, kwargs, home)
+    home.refuse(_title(name))
+
+
+def _changed(first: Lacking, what: Any) -> Any:
+    """Nothing is changed here; but what torch refuses of a parameter, it refuses here too."""
+    plain = first.stand_in()
+    if torch.is_grad_enabled() and plain.requires_grad:
+        plain.mul_(1)
+    return what
+
+
+def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any], home: Home) -> Any:
+    """Shapes and types of results, which are elsewhere too."""
+    kind = home.kind if home.kind.startswith("what ") else f"what was computed of {home.kind}"
+
+    def plain(item: Any) -> Any:
+        return item.stand_in() if isinstance(item, _Guarded) else item
+
+    plain_args, plain_kwargs = pytree.tree_map(plain, (tuple(args), kwargs))
+    with torch.no_grad():
+        made = func(*plain_args, **plain_kwargs)
+    return pytree.tree_map(lambda item: _value(item, replace(home, kind=kind)), made)
+
+
+def _gradient(param: Any) -> Any:
+    """What stands for a gradient, made once: scripts ask for it at every step."""
+    with DisableTorchFunctionSubclass():
+        if not param.requires_grad:
+            return None
+    own, home = vars(param), param._home
+    if "_gradient" not in own:
+        own["_gradient"] = _value(param.stand_in(), replace(home, kind=f"the gradient of {home.kind}"))
+    return own["_gradient"]
+
+
+def _value(made: Any, home: Home) -> Any:
+    if not isinstance(made, Tensor):
+        return made
+    found = _blank(made, home.device).as_subclass(ElsewhereTensor)
+    found._home = replace(home, strides=made.stride())
+    return found
+
+
+def function_name(func: Any) -> str:
+    """The function as torch calls it; ``shape.get`` is what reads the attribute ``shape``."""
+    name: str = getattr(func, "__name__", str(func))
+    access = {"__get__": "get", "__set__": "set", "__delete__": "delete"}.get(name)
+    return name if access is None else f"{func.__self__.__name__}.{access}"
+
+
+def _title(name: str) -> str:
+    return name.removesuffix(".get") if "." in name else f"{name}()"
+
+
+def _list(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks))

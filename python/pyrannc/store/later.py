@@ -1,0 +1,73 @@
+"""Optimizers that a script makes of a deployed model's parameters, or has not given to the module."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from pyrannc.job import agree
+from pyrannc.job.faults import collective
+from pyrannc.store.optimizer import UserOptimizer
+from pyrannc.store.store import ParamStore
+
+_watching: weakref.WeakSet[LaterOptimizers] = weakref.WeakSet()
+
+
+class LaterOptimizers:
+    """Narrows such optimizers to this rank's parameters when they step first, which they do on all ranks.
+
+    Args:
+        store: of the deployed model.
+        known: the optimizer that is narrowed already.
+    """
+
+    def __init__(self, store: ParamStore, known: Optimizer | None) -> None:
+        self._store = store
+        self._params = set(map(id, store.params.values()))
+        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet([known] if known is not None else [])
+        self._narrowed: list[weakref.ref[UserOptimizer]] = []
+        if not _watching:
+            _register_once()
+        _watching.add(self)
+
+    def look_at(self, optimizer: Optimizer) -> None:
+        """Narrows an optimizer that is about to step, if it has parameters of the model."""
+        if optimizer in self._seen:
+            return
+        self._seen.add(optimizer)
+        if any(id(param) in self._params for group in optimizer.param_groups for param in group["params"]):
+            found = UserOptimizer.of(optimizer)
+            with collective("optimizer.step()"):
+                found.narrow(self._store)
+            # The optimizer keeps it alive.
+            self._narrowed.append(weakref.ref(found))
+
+    def widen(self) -> None:
+        """Gives them their parameters back, with the state of all ranks. All ranks call it."""
+        alive = [(number, found) for number, ref in enumerate(self._narrowed) if (found := ref()) is not None]
+        everywhere = set.intersection(*map(set, agree.gather_objects([number for number, _ in alive])))
+        for number, narrowed in alive:
+            if number in everywhere:
+                narrowed.widen(self._store)
+
+    def end(self) -> None:
+        """Looks at no optimizer any more."""
+        _watching.discard(self)
+
+
+_registered = False
+
+
+def _register_once() -> None:
+    global _registered
+    if not _registered:
+        register_optimizer_step_pre_hook(_before_step)
+        _registered = True
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for watching in list(_watching):
+        watching.look_at(optimizer)

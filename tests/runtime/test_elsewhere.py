@@ -1,0 +1,146 @@
+"""What a script may do with parameters and buffers of other ranks, and what it is told of the rest."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import SGD
+from torch.optim.swa_utils import AveragedModel
+
+from pyrannc.errors import RaNNCError
+from pyrannc.store.elsewhere import bring_here, is_elsewhere, send_away
+
+CPU = torch.device("cpu")
+REAL = torch.ones(4, 3)
+
+
+def half_model() -> nn.Sequential:
+    """The first layer and all buffers are elsewhere; what is here has gradients."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    net.register_buffer("scale", torch.ones(3))
+    net.register_buffer("count", torch.ones((), dtype=torch.long))
+    for name, param in net[0].named_parameters("0"):
+        send_away(param, "parameter", name, (1,), CPU)
+    for name, buffer in net.named_buffers():
+        send_away(buffer, "buffer", name, (1, 2, 3), CPU)
+    for param in net[1].parameters():
+        param.grad = torch.ones_like(param)
+    return net
+
+
+def gradients(net: nn.Module) -> list[Tensor]:
+    return [param.grad for param in net.parameters() if param.grad is not None]
+
+
+READING: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": lambda net, weight: weight.sum(),
+    "detach": lambda net, weight: weight.detach(),
+    "clone": lambda net, weight: weight.clone(),
+    "numpy": lambda net, weight: weight.numpy(),
+    "asarray": lambda net, weight: np.asarray(weight),
+    "tolist": lambda net, weight: weight.tolist(),
+    "cpu": lambda net, weight: weight.cpu(),
+    "data": lambda net, weight: weight.data.max().item(),
+    "pickle": lambda net, weight: pickle.dumps(weight),
+    "data_ptr": lambda net, weight: weight.data_ptr(),
+    "storage": lambda net, weight: weight.untyped_storage(),
+    "dlpack": lambda net, weight: torch.from_dlpack(weight),
+    "format": lambda net, weight: f"{weight.data[0, 0]:.3f}",
+    "equal": lambda net, weight: torch.equal(weight, weight),
+    "noise": lambda net, weight: weight.data.normal_(),
+    "state_dict": lambda net, weight: net.state_dict(),
+    "save": lambda net, weight: torch.save(net, io.BytesIO()),
+    "deepcopy": lambda net, weight: copy.deepcopy(net),
+    "AveragedModel": lambda net, weight: AveragedModel(net),
+    "call": lambda net, weight: net(torch.ones(1, 3)),
+    "double": lambda net, weight: net.double(),
+    "sum with others": lambda net, weight: REAL + weight,
+    "copy from": lambda net, weight: REAL.clone().copy_(weight),
+    "average": lambda net, weight: REAL.clone().mul_(0.9).add_(weight.data, alpha=0.1),
+    "norm of gradient": lambda net, weight: weight.grad.norm(),
+    "clip_grad_norm_": lambda net, weight: nn.utils.clip_grad_norm_(net.parameters(), 1.0),
+    "clip_grad_norm_ foreach": lambda net, weight: nn.utils.clip_grad_norm_(net.parameters(), 1.0, foreach=True),
+    "get_total_norm": lambda net, weight: nn.utils.get_total_norm(gradients(net)),
+    "_foreach_norm": lambda net, weight: torch._foreach_norm(gradients(net)),
+    "_foreach_mul_": lambda net, weight: torch._foreach_mul_(gradients(net), 0.5),
+    "norms stacked": lambda net, weight: torch.stack([grad.norm() for grad in gradients(net)]),
+    "penalty": lambda net, weight: sum(param.square().sum() for param in net.parameters()),
+    "parameters_to_vector": lambda net, weight: nn.utils.parameters_to_vector(net.parameters()),
+    "buffer": lambda net, weight: float(net.scale.mean()),
+    "bool of a buffer": lambda net, weight: bool(net.count),
+    "index": lambda net, weight: weight.data[torch.tensor([0])],
+}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_what_reads_contents_is_refused(name: str) -> None:
+    net = half_model()
+    with pytest.raises(RaNNCError, match=r"on rank.* 1.*not on rank 0.*Use model\.(state_dict|get_param)"):
+        READING[name](net, net[0].weight)
+
+
+ALLOWED: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
+    "shape": (lambda net, weight: tuple(weight.shape), (4, 3)),
+    "strides": (lambda net, weight: (weight.stride(), weight.is_contiguous()), ((3, 1), True)),
+    "device": (lambda net, weight: (weight.device, weight.is_cuda, weight.is_meta), (CPU, False, False)),
+    "count": (lambda net, weight: sum(param.numel() for param in net.parameters()), 26),
+    "class": (lambda net, weight: isinstance(weight, nn.Parameter), True),
+    "hash": (lambda net, weight: weight in {weight}, True),
+    "text": (lambda net, weight: '"0.weight" is on rank 1' in str(weight), True),
+    "gradient": (lambda net, weight: weight.grad is None, False),
+    "gradient set": (lambda net, weight: setattr(weight, "grad", None), None),
+    "zero_grad": (lambda net, weight: net.zero_grad(), None),
+    "zero_grad to zero": (lambda net, weight: net.zero_grad(set_to_none=False), None),
+    "zero_grad of an optimizer": (lambda net, weight: SGD(net.parameters()).zero_grad(), None),
+    "zeros of an optimizer": (lambda net, weight: SGD(net.parameters()).zero_grad(set_to_none=False), None),
+    "clip_grad_value_": (lambda net, weight: nn.utils.clip_grad_value_(net.parameters(), 0.5), None),
+    "clamp_": (lambda net, weight: is_elsewhere(weight.data.clamp_(-1, 1)), True),
+    "by hand": (lambda net, weight: setattr(weight, "data", weight.data - 0.1 * weight.grad), None),
+    "given": (lambda net, weight: weight.data.copy_(REAL) is not None, True),
+    "vector_to_parameters": (lambda net, weight: nn.utils.vector_to_parameters(torch.ones(26), net.parameters()), None),
+    "zeros_like": (lambda net, weight: tuple(torch.zeros_like(weight).mul_(0.9).add_(weight.grad).shape), (4, 3)),
+    "requires_grad_": (lambda net, weight: net.requires_grad_(False)[0].weight.grad, None),
+    "hook": (lambda net, weight: weight.register_hook(lambda grad: grad) is not None, True),
+    "init": (lambda net, weight: nn.init.zeros_(weight) is weight, True),
+    "buffer filled": (lambda net, weight: net.scale.fill_(2) is net.scale, True),
+    "loaded": (lambda net, weight: net.load_state_dict({"0.weight": REAL}, strict=False).unexpected_keys, []),
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_its_holders_do_is_nothing_here(name: str) -> None:
+    call, expected = ALLOWED[name]
+    net = half_model()
+    assert call(net, net[0].weight) == expected
+
+
+def test_changes_in_place_are_refused_as_by_torch() -> None:
+    net = half_model()
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+        net[0].weight.add_(1.0)
+    with torch.no_grad():
+        net[0].weight.add_(1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.bool])
+def test_memory_is_freed_and_the_tensor_comes_back(dtype: torch.dtype) -> None:
+    contents = torch.ones(5, 4).to(dtype).t()
+    param = nn.Parameter(contents.clone(memory_format=torch.preserve_format), dtype.is_floating_point)
+    freed = StorageWeakRef(param.untyped_storage())
+    send_away(param, "parameter", "a.b", (1, 2), CPU)
+    assert freed.expired()
+    assert param.stand_in().is_meta
+    assert (param.stride(), param.dtype, param.shape) == ((1, 4), dtype, (4, 5))
+    bring_here(param, contents)
+    assert type(param) is nn.Parameter
+    assert torch.equal(param, contents)
+    assert param.grad is None
