@@ -110,8 +110,12 @@ class SourceTracker:
             finally:
                 tracker._stack.pop()
 
-        with MODULE_CALL.replaced_by(call):
-            yield
+        try:
+            with MODULE_CALL.replaced_by(call):
+                yield
+        finally:
+            # Sizes in the graph lead to this tracker, and these to the model.
+            self.before_calls.clear()
 
     def _place_of(self, error: BaseException) -> Place:
         place = Place(self.module)

@@ -34,7 +34,7 @@ class UserOptimizer:
     @classmethod
     def of(cls, optimizer: Optimizer) -> UserOptimizer:
         """The one of an optimizer, which several models may share."""
-        made = getattr(vars(optimizer).get("state_dict"), "__self__", None)
+        made = getattr(getattr(optimizer, "__dict__", {}).get("state_dict"), "__self__", None)
         return made if isinstance(made, cls) else cls(optimizer)
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -117,9 +117,13 @@ class UserOptimizer:
         if process.get_world_size() > 1 and (switches().sync_params_on_init or self._first_has_state):
             self._take_first_state(moved, device, loose=first)
             self._first_has_state = False
-        lists.narrow()
+        agree.together(lambda: self._leave_own(lists, moved))
         if first and switches().sync_params_on_init:
             _give_params(lists.everywhere)
+
+    def _leave_own(self, lists: ParamLists, moved: list[Listed]) -> None:
+        """Drops what is of other ranks, and puts the state of the others where it belongs."""
+        lists.narrow()
         rank = process.get_rank()
         drop_state(self.optimizer, [item.param for item in moved if rank not in item.ranks])
         for item in moved:
