@@ -10,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pyrannc.job import agree
 from pyrannc.job.faults import collective
+from pyrannc.store.elsewhere import is_elsewhere
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.store import ParamStore
 
@@ -36,6 +37,7 @@ class LaterOptimizers:
     def look_at(self, optimizer: Optimizer) -> None:
         """Narrows an optimizer that is about to step, if it has parameters of the model."""
         if optimizer in self._seen:
+            _leave_out_others(optimizer)
             return
         self._seen.add(optimizer)
         if any(id(param) in self._params for group in optimizer.param_groups for param in group["params"]):
@@ -56,6 +58,15 @@ class LaterOptimizers:
     def end(self) -> None:
         """Looks at no optimizer any more."""
         _watching.discard(self)
+
+
+def _leave_out_others(optimizer: Optimizer) -> None:
+    """Takes what other ranks hold out of lists that the script has changed; it needs no other rank."""
+    for group in optimizer.param_groups:
+        kept = [place for place, param in enumerate(group["params"]) if not is_elsewhere(param)]
+        for key in ("params", "param_names"):
+            if key in group and len(kept) < len(group[key]):
+                group[key] = [group[key][place] for place in kept]
 
 
 _registered = False

@@ -15,6 +15,7 @@ from pyrannc.job import agree, process
 from pyrannc.job.exchange import give_to_others
 from pyrannc.job.faults import collective
 from pyrannc.store.carry import Route, carry
+from pyrannc.store.elsewhere import is_elsewhere
 from pyrannc.store.optimizer_state import by_number, drop_state, of_no_param, placed, put_state, refuse_misfit
 from pyrannc.store.param_lists import Listed, ParamLists
 from pyrannc.store.store import ParamStore
@@ -71,7 +72,8 @@ class UserOptimizer:
         """The parameters that this rank updates; what stands in for them gets a gradient of zero."""
         if self._lists is not None:
             self._lists.stand_in.grad = torch.zeros_like(self._lists.stand_in)
-        return _listed(self.optimizer)
+        # Lists that the script has changed by hand may have more than this rank's.
+        return [param for param in _listed(self.optimizer) if not is_elsewhere(param)]
 
     # Deployment
 
