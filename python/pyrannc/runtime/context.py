@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class StageContext:
         stage_params: their first names.
         buffers: the Stage's buffers and constants by Value id.
         stage_of: the Stage of each rank.
+        rehearsed: programs whose kernels have been loaded, by ``id``.
     """
 
     facts: GraphFacts
@@ -46,3 +47,4 @@ class StageContext:
     record: ActionRecord
     timing: Timing
     device: torch.device
+    rehearsed: set[int] = field(default_factory=set)

@@ -18,6 +18,7 @@ from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
 from pyrannc.job.faults import collective
 from pyrannc.log import get_logger
+from pyrannc.runtime import rehearsal
 from pyrannc.runtime.batch import Batch
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.executor import Executor
@@ -100,7 +101,11 @@ class Step:
         context.randomness.begin(key)
         marks = context.timing.begin(program)
         with context.record.step(program), self._generator():
-            self._seat = Seat(context, program, self._batch.bring_inputs(self._inputs), marks)
+            own = self._batch.bring_inputs(self._inputs)
+            if id(program) not in context.rehearsed and rehearsal.is_needed(context, program):
+                rehearsal.rehearse(context, program, own)
+                context.rehearsed.add(id(program))
+            self._seat = Seat(context, program, own, marks)
             self._executor = Executor(context, program, self._seat, marks)
             self._tail = self._begin_tail()
             self._inside = self._gradients_inside()
