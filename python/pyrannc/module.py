@@ -21,7 +21,7 @@ from pyrannc.call.variant import MOST_VARIANTS, CallKey, RowMixing, Variant, Var
 from pyrannc.capture import flatten
 from pyrannc.capture.torch_internals import at_end_of_backward
 from pyrannc.core.program import Call, RankProgram
-from pyrannc.errors import PlanError, RaNNCError
+from pyrannc.errors import ConfigError, PlanError, RaNNCError
 from pyrannc.face.deployed import DeployedModel
 from pyrannc.face.state import refuse_unavailable
 from pyrannc.job import agree, phases, process
@@ -263,7 +263,11 @@ class RaNNCModule(DeployedModel):
 
 
 def _load_config() -> configuration.Config:
-    loaded = configuration.load()
+    try:
+        loaded = configuration.load()
+    except ConfigError as error:
+        # What reads the files says nothing to the script's author.
+        raise error.with_traceback(None) from None
     for warning in loaded.warnings:
         _log.warning("%s", warning)
     if loaded.config.show_config_items:
