@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import traceback
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+import pyrannc
 from pyrannc import log
 from pyrannc.config import FILE_NAME, Config, load
 from pyrannc.errors import ConfigError
@@ -188,6 +191,7 @@ def test_log_levels() -> None:
 )
 def test_log_output(rank: int, setting: str, shown: list[str]) -> None:
     script = f"""
+import pyrannc
 from pyrannc import log
 log.configure({rank}, {{"RANNC_LOG": {setting!r}}})
 log.configure({rank}, {{"RANNC_LOG": {setting!r}}})
@@ -197,3 +201,10 @@ for level in ("debug", "info", "warning"):
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     lines = [line.partition("] ")[2] for line in run.stderr.splitlines()]
     assert lines == [f"[DPStaging] [{level}] [rank {rank}] found 2 stages" for level in shown]
+
+
+def test_an_error_shows_the_line_of_the_script(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANNC_PIPELINE_NUM", "abc")
+    with pytest.raises(ConfigError, match="RANNC_PIPELINE_NUM must be a whole number") as caught:
+        pyrannc.RaNNCModule(nn.Linear(2, 2))
+    assert len(traceback.extract_tb(caught.tb)) == 2

@@ -114,7 +114,11 @@ class RaNNCModule(DeployedModel):
         self._batch_arguments = batch_arguments
         self._leaf_modules = tuple(leaf_modules)
         self._check_unused = check_unused_values
-        self._config = _load_config()
+        try:
+            self._config = _load_config()
+        except ConfigError as error:
+            # What reads the files says nothing to the script's author.
+            raise error.with_traceback(None) from None
         self._plan_file = Path(load_deployment) if load_deployment is not None else _configured_plan_file(self._config)
         self._user_optimizer = UserOptimizer.of(optimizer) if optimizer is not None else None
         self._variants = Variants()
@@ -263,11 +267,7 @@ class RaNNCModule(DeployedModel):
 
 
 def _load_config() -> configuration.Config:
-    try:
-        loaded = configuration.load()
-    except ConfigError as error:
-        # What reads the files says nothing to the script's author.
-        raise error.with_traceback(None) from None
+    loaded = configuration.load()
     for warning in loaded.warnings:
         _log.warning("%s", warning)
     if loaded.config.show_config_items:

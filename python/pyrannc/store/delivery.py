@@ -90,11 +90,12 @@ class Delivery:
         if given:
             self._spare = given[0][1]
         found = _sum([{name: item.views[name] for name in self._params if name in active} for _, item, active in given])
+        everything = runs_in_backward(self._of_nothing)
         # torch would do the same for each parameter, at a price: where nobody looks, it is done for all at once.
-        if runs_in_backward(self._of_nothing):
+        if everything:
             self._set({name: found.pop(name) for name in list(found) if not any(tensor_hooks(self._params[name]))})
         gradients = [found.pop(name, None) for name in names]
-        if found:
+        if everything and found:
             self._give_at_once(found)
         return gradients
 
