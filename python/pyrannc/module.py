@@ -31,7 +31,7 @@ from pyrannc.proof import prove
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.step import Step, StepOptions
-from pyrannc.store.after_backward import settle
+from pyrannc.store.after_backward import finish_backward
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.switches import switches
 
@@ -176,7 +176,7 @@ class RaNNCModule(DeployedModel):
         options = StepOptions(reduce=not switches().delay_grad_allreduce, keep_graph=switches().keep_graph)
         context = deployment.context(variant)
         before = self._before_backward(deployment, variant, call)
-        step = Step(context, program, call.tensors, call.drawn, variant, options, call.batch.per_rank, before)
+        step = Step(context, program, call.tensors, call.drawn, variant, options, call.batch, before)
         return variant.whole.captured.rebuild_outputs(step.results())
 
     def _prove(self, deployment: Deployment, variant: Variant, program: RankProgram, call: AgreedCall) -> None:
@@ -186,7 +186,7 @@ class RaNNCModule(DeployedModel):
         options = StepOptions(reduce=True, keep_graph=False)
 
         def begin(context: StageContext) -> Step:
-            return Step(context, program, call.tensors, call.drawn, variant, options, call.batch.per_rank)
+            return Step(context, program, call.tensors, call.drawn, variant, options, call.batch)
 
         self._proven = True
         with phases.phase("RaNNCModule", "proof", "the proof"):
@@ -202,7 +202,7 @@ class RaNNCModule(DeployedModel):
         def begin(grads: Sequence[Tensor | None]) -> None:
             answered()
             scale = next((grad for grad in grads if grad is not None), None) if variant.loss_inside else None
-            at_end_of_backward(lambda: settle(store, optimizer, share, scale, stages=stages))
+            at_end_of_backward(lambda: finish_backward(store, optimizer, share, scale, stages=stages))
 
         return begin
 

@@ -9,6 +9,8 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.optim import SGD, Optimizer
 
+import pyrannc
+
 from .job import Data, Job
 
 WIDTH = 6
@@ -112,6 +114,13 @@ def fit(
         job.gradients(model)
         chosen.step()
     job.state(model)
+
+
+def clipped(model: nn.Module, most: float) -> Tensor:
+    """Scales the gradients to a norm of at most ``most``; the norm before."""
+    if isinstance(model, pyrannc.RaNNCModule):
+        return model.clip_grad_norm(most)
+    return nn.utils.clip_grad_norm_(model.parameters(), most)
 
 
 def learn(job: Job, model: nn.Module, optimizer: Optimizer, data: Data = pairs, step: int = 0) -> Tensor:

@@ -46,9 +46,12 @@ def measure_action_us(device: torch.device) -> float:
     return max((more_us - _ops_us(device)) / 2, _LEAST_US)
 
 
+def _batch() -> BatchRows:
+    return BatchRows((_MANY,) * process.get_world_size(), gathered=True)
+
+
 def _request(device: torch.device, microbatches: int) -> tuple[_Tiny, Request]:
-    model, x = _Tiny(), torch.zeros(_MANY, 8, device=device)
-    batch = BatchRows((_MANY,) * process.get_world_size(), gathered=True)
+    model, x, batch = _Tiny(), torch.zeros(_MANY, 8, device=device), _batch()
     variant = Variant(model, (x,), {}, device, _MANY, (True,), batch)
     config = Config(partition_num=1, pipeline_num=microbatches, profile="never")
     return model, Request(variant, [x], config, None, device, batch.total, gather_inputs=True)
@@ -61,12 +64,12 @@ def _step_us(device: torch.device, microbatches: int) -> float:
     plan = decide(request, None)
     variant.divide(plan.partition(variant.graph))
     deployment = Deployment(model, variant, plan, device, None, sync_params=False, fused_dropout=True)
-    rows = (_MANY,) * process.get_world_size()
-    program = variant.program(plan, rows, True, "whole")
+    batch = _batch()
+    program = variant.program(plan, batch.per_rank, batch.gathered, "whole")
     options = StepOptions(reduce=True, keep_graph=False)
 
     def step() -> None:
-        Step(deployment.context(variant), program, request.samples, 0, variant, options, rows).results()
+        Step(deployment.context(variant), program, request.samples, 0, variant, options, batch).results()
 
     us = _time_us(step, Meter(device))
     deployment.bring_back()

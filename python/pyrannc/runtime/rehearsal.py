@@ -26,12 +26,18 @@ def is_needed(context: StageContext, program: RankProgram) -> bool:
     return context.device.type == "cuda" and any(isinstance(action, Message) for action in actions)
 
 
-def rehearse(context: StageContext, program: RankProgram, inputs: Mapping[tuple[int, int], Tensor]) -> None:
+def rehearse_once(context: StageContext, program: RankProgram, inputs: Mapping[tuple[int, int], Tensor]) -> None:
     """Computes what a program does, with zeros for what other ranks would send; only kernels remain of it.
 
     Args:
         inputs: the Stage's inputs by microbatch and Value.
     """
+    if id(program) not in context.rehearsed and is_needed(context, program):
+        _rehearse(context, program, inputs)
+        context.rehearsed.add(id(program))
+
+
+def _rehearse(context: StageContext, program: RankProgram, inputs: Mapping[tuple[int, int], Tensor]) -> None:
     buffers = {value: tensor.clone() for value, tensor in context.buffers.items()}
     alone = replace(context, channels=_NoChannels(context.device), buffers=buffers)
     seat = Seat(alone, program, inputs, None)
@@ -45,8 +51,6 @@ def rehearse(context: StageContext, program: RankProgram, inputs: Mapping[tuple[
 
     executor = Executor(alone, program, seat, None)
     executor.run([*program.forward, *program.backward], current, seed, reduce=False)
-    if current is not None:
-        context.gradients.settle(current)
     seat.release()
 
 

@@ -57,7 +57,7 @@ class Step:
         key: what random numbers come from, equal on all ranks.
         variant: the captured call.
         options: how its backward runs.
-        rows_per_rank: rows of each rank's batch, as far as they count.
+        rows: of the global batch.
         before_backward: given the gradients of the distinct outputs; raises, on all ranks, when there must be none.
 
     Attributes:
@@ -72,15 +72,15 @@ class Step:
         key: int,
         variant: Variant,
         options: StepOptions,
-        rows_per_rank: tuple[int, ...],
+        rows: BatchRows,
         before_backward: Callable[[Sequence[Tensor | None]], None] = lambda _: None,
     ) -> None:
         self._context = context
         self._program = program
         self._inputs = dict(zip(context.facts.inputs, inputs, strict=True))
         self._whole_inputs = dict(zip(variant.whole.facts.inputs, inputs, strict=True))
-        self._rows = BatchRows(rows_per_rank, program.gather_inputs)
-        self._joiner = Joiner(self._rows, context.device)
+        self._rows = rows
+        self._joiner = Joiner(rows, context.device)
         self._variant = variant
         self._loss = variant.loss if program.call == "whole" else None
         self._options = options
@@ -102,9 +102,7 @@ class Step:
         marks = context.timing.begin(program)
         with context.record.step(program), self._generator():
             own = self._batch.bring_inputs(self._inputs)
-            if id(program) not in context.rehearsed and rehearsal.is_needed(context, program):
-                rehearsal.rehearse(context, program, own)
-                context.rehearsed.add(id(program))
+            rehearsal.rehearse_once(context, program, own)
             self._seat = Seat(context, program, own, marks)
             self._executor = Executor(context, program, self._seat, marks)
             self._tail = self._begin_tail()

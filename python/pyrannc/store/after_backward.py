@@ -16,7 +16,7 @@ from pyrannc.store.store import ParamStore
 
 
 @torch.no_grad()
-def settle(
+def finish_backward(
     store: ParamStore, optimizer: UserOptimizer | None, share: float, scale: Tensor | None, *, stages: int
 ) -> None:
     """Makes gradients right that a rank cannot know by itself. All ranks call it, at the end of a backward.

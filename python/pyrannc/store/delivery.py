@@ -69,9 +69,9 @@ class Delivery:
         return token
 
     def take_spare(self) -> GradientSet | None:
-        """Gradients that were handed over last, if nobody has taken them yet: no longer needed here."""
+        """The gradients that were handed over last, to be written to anew, unless somebody holds some of them."""
         spare, self._spare = self._spare, None
-        return spare
+        return None if spare is None or spare.is_held else spare
 
     def give(self, gradients: GradientSet, active: Set[str]) -> None:
         """Sends gradients on to the parameters, in the backward that is running.

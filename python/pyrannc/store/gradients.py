@@ -73,8 +73,7 @@ class Gradients:
         """Room for the gradients of a new step; backwards write to it from now on."""
         if self._filling is not None:
             self._clear_leaves()
-        spare = self.delivery.take_spare()
-        current = GradientSet(self._buckets) if spare is None or spare.is_held else spare
+        current = self.delivery.take_spare() or GradientSet(self._buckets)
         current.begin()
         self._filling = weakref.ref(current)
         self._works.clear()

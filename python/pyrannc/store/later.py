@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import cache
 from typing import Any
 
 from torch.optim import Optimizer
@@ -30,8 +31,7 @@ class LaterOptimizers:
         self._params = set(map(id, store.params.values()))
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet([known] if known is not None else [])
         self._narrowed: list[weakref.ref[UserOptimizer]] = []
-        if not _watching:
-            _register_once()
+        _watch_steps()
         _watching.add(self)
 
     def look_at(self, optimizer: Optimizer) -> None:
@@ -69,14 +69,9 @@ def _leave_out_others(optimizer: Optimizer) -> None:
                 group[key] = [group[key][place] for place in kept]
 
 
-_registered = False
-
-
-def _register_once() -> None:
-    global _registered
-    if not _registered:
-        register_optimizer_step_pre_hook(_before_step)
-        _registered = True
+@cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
 from tests.contract.settings import FREE
-from tests.contract.training import CLASSES, WIDTH, Chain, Returns, classes, fit, learn, pairs, single
+from tests.contract.training import CLASSES, WIDTH, Chain, Returns, classes, clipped, fit, learn, pairs, single
 
 
 def _regression() -> Returns:
@@ -100,8 +100,7 @@ def clipped_by_the_module(job: Job) -> None:
     for batch in job.batches(pairs):
         optimizer.zero_grad()
         model(*batch).backward()
-        clip = getattr(model, "clip_grad_norm", lambda most: nn.utils.clip_grad_norm_(net.parameters(), most))
-        job.same("norm", clip(0.1))
+        job.same("norm", clipped(model, 0.1))
         job.gradients(model)
         optimizer.step()
     job.state(model)

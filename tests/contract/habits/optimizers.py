@@ -16,7 +16,7 @@ import pyrannc
 from tests.contract.habit import equal, refused
 from tests.contract.job import Job
 from tests.contract.settings import ONCE, REPLICAS, STAGES, Setting
-from tests.contract.training import WIDTH, Chain, Returns, learn, pairs
+from tests.contract.training import WIDTH, Chain, Returns, clipped, learn, pairs
 
 SEVERAL_STAGES = (STAGES, Setting((3, 0, 5), 3, 1))
 WHOLE = "`optimizer.state_dict(from_global=True)` on all ranks"
@@ -98,8 +98,7 @@ def parameter_that_the_criterion_uses(job: Job) -> None:
         optimizer.zero_grad()
         apart = (model(x) - target).reshape(len(x), 2, 3).square().sum((0, 2)) / max(1, len(x))
         ((-net.weights).exp() * apart + net.weights).sum().backward()
-        clip = getattr(model, "clip_grad_norm", lambda most: nn.utils.clip_grad_norm_(net.parameters(), most))
-        job.same("norm", clip(0.5))
+        job.same("norm", clipped(model, 0.5))
         job.gradients(model)
         optimizer.step()
     job.state(model)
@@ -208,13 +207,18 @@ def optimizer_state_of_all_ranks(job: Job) -> None:
     net = _net()
     optimizer = _adam(net)
     model = job.wrap(net, optimizer)
+    _go_back(job, model, optimizer)
+    job.state(model)
+
+
+def _go_back(job: Job, model: nn.Module, optimizer: Optimizer) -> None:
+    """Steps, between which the state is saved, and loaded again."""
     learn(job, model, optimizer)
     state = copy.deepcopy(optimizer.state_dict(**_whole(model)))
     job.same("state", _on_first(job, state))
     learn(job, model, optimizer, step=1)
     optimizer.load_state_dict(state, **_whole(model))
     learn(job, model, optimizer, step=2)
-    job.state(model)
 
 
 def _saved(make: Callable[[nn.Module], Optimizer]) -> dict[str, Any]:
@@ -262,12 +266,7 @@ def states_of_all_kinds(job: Job) -> None:
         optimizer = make(net)
         model = job.wrap(net, optimizer)
         optimizer.load_state_dict(saved)
-        learn(job, model, optimizer)
-        state = copy.deepcopy(optimizer.state_dict(**_whole(model)))
-        job.same("state", _on_first(job, state))
-        learn(job, model, optimizer, step=1)
-        optimizer.load_state_dict(state, **_whole(model))
-        learn(job, model, optimizer, step=2)
+        _go_back(job, model, optimizer)
         if isinstance(model, pyrannc.RaNNCModule):
             model.undeploy()
         job.same("taken back", optimizer.state_dict())
@@ -454,7 +453,7 @@ def _scaled(job: Job, inside: bool, clip: bool, make: Callable[[nn.Module], list
         if clip:
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
-            norm = getattr(model, "clip_grad_norm", lambda most: nn.utils.clip_grad_norm_(net.parameters(), most))(0.5)
+            norm = clipped(model, 0.5)
             job.same("norm", torch.where(norm.isfinite(), norm, -1.0))
         for optimizer in optimizers:
             scaler.step(optimizer)
