@@ -384,6 +384,30 @@ def gradient_of_an_input_alone(job: Job) -> None:
     job.gradients(model)
 
 
+def _of_some_parameters(job: Job) -> None:
+    net = Returns(Chain(), F.mse_loss)
+    model = job.wrap(net)
+    ends = [net.net.layers[0].weight, net.net.head.weight]
+    model(*job.batch(pairs)).backward(inputs=ends)
+    job.same("gradients", [param.grad for param in net.parameters()])
+    job.same("of a loss", torch.autograd.grad(3 * model(*job.batch(pairs, 1)), ends))
+    job.same("gradients afterwards", [param.grad for param in net.parameters()])
+
+
+@equal((REPLICAS,))
+def gradients_of_some_parameters(job: Job) -> None:
+    """`loss.backward(inputs=[...])` and `torch.autograd.grad(loss, [...])` for some of the parameters."""
+    _of_some_parameters(job)
+
+
+@refused(
+    "RaNNCError", "is on rank [01], not on rank", settings=(STAGES,), instead="`loss.backward()`, and read `.grad`"
+)
+def gradients_of_parameters_elsewhere(job: Job) -> None:
+    """The same, where other ranks hold some of them."""
+    _of_some_parameters(job)
+
+
 @equal()
 def head_without_gradient(job: Job) -> None:
     """The model returns outputs of two heads; the script uses one, and the other's gradients stay None."""
