@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from pyrannc.blocks import philox, philox_triton
+from pyrannc.blocks.ahead import Ahead
 from pyrannc.blocks.randomness import Randomness
+from pyrannc.blocks.stream import CallKey, Draw, RowsInHand
 from pyrannc.core.partition import RowDim
 
 CPU = torch.device("cpu")
@@ -31,11 +33,50 @@ def main() -> None:
         for threshold in (1 << 30, 3 << 30):
             kept = philox_triton.keep(draw, threshold, CPU)
             assert torch.equal(kept, philox.keep(draw, threshold, CPU)), (shape, runs)
-            for dtype in (torch.float32, torch.float64):
-                x = torch.randn(shape, dtype=dtype)
-                found = philox_triton.dropped(x, draw, threshold, 1.25)
-                assert torch.equal(found, philox.dropped(x, draw, threshold, 1.25)), (shape, runs, dtype)
+    compare_together(source)
+    compare_ahead()
     print(len(CASES), "draws")
+
+
+def compare_together(source: Randomness) -> None:
+    """Masks drawn in one launch are those drawn one by one, under another key too."""
+    asked = []
+    for op, (shape, rows, runs) in enumerate(CASES):
+        source.at(runs)
+        asked += [(source.draw(op, shape, rows, by_rows=True), threshold) for threshold in (1 << 30, 3 << 30)]
+    aligned = [item for item in asked if item[0].inner % 4 == 0]
+    assert aligned
+    for some in (asked, aligned):
+        masks = philox_triton.Masks(some, CPU)
+        for key in (5, 0x7FEDCBA987654321):
+            source.begin(key)
+            fresh = source.draw(0, (1,), None, by_rows=False).key
+            for made, (draw, threshold) in zip(masks.draw(fresh), some, strict=True):
+                assert torch.equal(made, philox.keep(draw._replace(key=fresh), threshold, CPU)), (draw, threshold)
+
+
+class Stage:
+    """Somebody who asks."""
+
+
+def compare_ahead() -> None:
+    """What is drawn ahead is what is asked for, whoever asks for whatever rows."""
+    rows = {count: RowsInHand([(3, 3 + count)], CPU) for count in (2, 4)}
+    ahead, first, second = Ahead(CPU), Stage(), Stage()
+    for number, (who, count, ops) in enumerate(
+        [(first, 2, "abc"), (first, 2, "abc"), (second, 2, "ab"), (first, 4, "a"), (first, 2, "ac"), (first, 2, "acd")]
+    ):
+        key = CallKey(number, CPU)
+        with ahead.drawn(who, key, rows[count]):
+            for op in ops:
+                draw = Draw(key, ord(op), 0, rows[count], 1, 1, 8)
+                right = philox.keep(draw, 1 << 30, CPU)
+                assert torch.equal(ahead.keep(draw, 1 << 30), right), (number, op)
+                # The same once more, which is drawn by itself.
+                assert torch.equal(ahead.keep(draw, 1 << 30), right), (number, op)
+            empty = Draw(key, 1, 0, RowsInHand([], CPU), 1, 1, 8)
+            assert ahead.keep(empty, 1 << 30).numel() == 0
+            assert not ahead.keep(Draw(key, 2, 0, rows[count], 1, 1, 8), philox.ALWAYS).any()
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ fn pointwise_ops_keep_what_their_formulas_need() {
     assert_eq!(keeps("aten.gelu.default"), (true, false, 0.0));
     assert_eq!(keeps("aten.relu.default"), (false, true, 0.0));
     assert_eq!(keeps("aten.softmax.int"), (false, true, 0.0));
-    assert_eq!(keeps("aten.dropout.default"), (false, false, 0.0));
+    assert_eq!(keeps("aten.dropout.default"), (false, false, 32.0));
     assert_eq!(keeps("aten.layer_norm.default"), (true, false, 32.0));
     assert_eq!(keeps("aten.add.Tensor"), (false, false, 0.0));
 }

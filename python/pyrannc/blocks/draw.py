@@ -22,6 +22,7 @@ from pyrannc.capture.torch_internals import OpOverload, safe_softmax, schema
 from pyrannc.core.partition import RowDim
 
 _aten = torch.ops.aten
+_masked = _aten.native_dropout_backward.default
 _SELU_FLOOR = 1.7580993408473766  # of the scaled exponential linear unit, with its sign changed
 
 
@@ -49,6 +50,10 @@ class Drawing:
     def of(self, shape: Sequence[int]) -> Draw:
         """What is drawn now for a tensor whose rows lie as in the result."""
         return self.randomness.draw(self.op, shape, self.row_dim, by_rows=self.by_rows)
+
+    def mask(self, shape: Sequence[int], p: float) -> Tensor:
+        """False with probability ``p``, for each element of a tensor whose rows lie as in the result."""
+        return self.randomness.keep(self.of(shape), philox.threshold_of(p)).view(shape)
 
 
 _Law: TypeAlias = Callable[..., Any]
@@ -91,29 +96,29 @@ def law_of(node: fx.Node, dtype: torch.dtype, randomness: Randomness) -> _Law | 
 # Dropout
 
 
-class _Dropped(Function):
-    """Dropout that keeps nothing: backward draws the mask once more."""
+class _Kept(Function):
+    """What a mask keeps, times a number, in one kernel; torch's own operator for it would keep its operand as well."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, draw: Draw, threshold: int, scale: float) -> Tensor:
-        ctx.mask = draw, threshold, scale
-        return philox.dropped(x, draw, threshold, scale)
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.how = mask, scale
+        kept: Tensor = _masked(x, mask, scale)
+        return kept
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        drop = _Dropped.apply if grad.requires_grad else philox.dropped
-        return drop(grad, *ctx.mask), None, None, None
+        keep: Callable[..., Tensor] = _Kept.apply if grad.requires_grad else _masked
+        return keep(grad, *ctx.how), None, None
 
 
 def _dropout(drawing: Drawing, x: Tensor, p: float, train: bool | None = True) -> Tensor:
-    scale = 1 / (1 - p) if p < 1 else 0.0
-    made: Tensor = _Dropped.apply(x, drawing.of(x.shape), philox.threshold_of(p), scale)  # type: ignore[no-untyped-call]  # torch has no types for it
-    return made
+    return _native_dropout(drawing, x, p, train)[0]
 
 
 def _native_dropout(drawing: Drawing, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
-    mask = philox.keep(drawing.of(x.shape), philox.threshold_of(p), x.device).view(x.shape)
-    return _dropout(drawing, x, p), mask
+    mask = drawing.mask(x.shape, p)
+    kept: Tensor = _Kept.apply(x, mask, 1 / (1 - p) if p < 1 else 0.0)  # type: ignore[no-untyped-call]  # torch has no types for it
+    return kept, mask
 
 
 def _feature_mask(drawing: Drawing, x: Tensor, p: float) -> Tensor:
@@ -121,7 +126,7 @@ def _feature_mask(drawing: Drawing, x: Tensor, p: float) -> Tensor:
     shape = torch.Size([*x.shape[:2], *[1] * (x.dim() - 2)])
     if drawing.row_dim is not None and drawing.row_dim.dim >= 2:
         drawing = replace(drawing, row_dim=None, by_rows=False)
-    return philox.keep(drawing.of(shape), philox.threshold_of(p), x.device).view(shape)
+    return drawing.mask(shape, p)
 
 
 def _feature_dropout(drawing: Drawing, x: Tensor, p: float, train: bool) -> Tensor:
@@ -129,8 +134,7 @@ def _feature_dropout(drawing: Drawing, x: Tensor, p: float, train: bool) -> Tens
 
 
 def _alpha_dropout(drawing: Drawing, x: Tensor, p: float, train: bool) -> Tensor:
-    mask = philox.keep(drawing.of(x.shape), philox.threshold_of(p), x.device).view(x.shape)
-    return _with_floor(x, mask, p)
+    return _with_floor(x, drawing.mask(x.shape, p), p)
 
 
 def _feature_alpha_dropout(drawing: Drawing, x: Tensor, p: float, train: bool) -> Tensor:
@@ -218,10 +222,9 @@ def _geometric(drawing: Drawing, shape: torch.Size, p: float) -> Tensor:
 
 
 def _bernoulli(drawing: Drawing, shape: torch.Size, p: float | Tensor = 0.5) -> Tensor:
-    draw = drawing.of(shape)
     if isinstance(p, Tensor):
-        return laws.bernoulli(draw, p.detach().expand(shape)).to(drawing.dtype)
-    return philox.keep(draw, philox.threshold_of(p), drawing.device).logical_not().view(shape).to(drawing.dtype)
+        return laws.bernoulli(drawing.of(shape), p.detach().expand(shape)).to(drawing.dtype)
+    return drawing.mask(shape, p).logical_not().to(drawing.dtype)
 
 
 def _integers(drawing: Drawing, shape: torch.Size, low: int, high: int) -> Tensor:

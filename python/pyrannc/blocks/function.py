@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -50,12 +51,18 @@ class StageCode:
         writer = _Writer(captured, facts, device, randomness)
         self._feeds = writer.write(part, self._wanted)
         self.seeds_generator = writer.seeds_generator
+        self._draws_ahead = randomness.drawn_ahead if writer.draws else _nothing_ahead
         self._module = fx.GraphModule(torch.nn.Module(), writer.graph)
 
     def __call__(self, rows: int, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Runs the Stage on ``rows`` rows; ``tensors`` holds every Value that it does not make itself."""
-        results = self._module(rows, *[tensors[value] for value in self._feeds])
+        with self._draws_ahead(self):
+            results = self._module(rows, *[tensors[value] for value in self._feeds])
         return dict(zip(self._wanted, results, strict=True))
+
+
+def _nothing_ahead(_: StageCode) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class _Writer:
@@ -63,7 +70,7 @@ class _Writer:
 
     def __init__(self, captured: Captured, facts: GraphFacts, device: torch.device, randomness: Randomness) -> None:
         self.graph = fx.Graph()
-        self.seeds_generator = False
+        self.seeds_generator = self.draws = False
         self._captured = captured
         self._facts = facts
         self._device = device
@@ -137,6 +144,7 @@ class _Writer:
         if first is not None and not facts.in_region:
             law = law_of(self._captured.op_nodes[op], first.dtype, self._randomness)
             if law is not None:
+                self.draws = True
                 return DrawnOp(law, Drawing(self._randomness, number, first.dtype, first.row_dim, by_rows))
         self.seeds_generator = True
         by_rows = by_rows or not facts.results or any(values[value].depends_on_rows for value in facts.operands)

@@ -6,23 +6,26 @@ key. The host computes it in Rust, GPUs in Triton, with the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from pyrannc.blocks.stream import Draw
+from pyrannc.blocks.stream import CallKey, Draw
 from pyrannc.log import get_logger
 
-_ONE = 1 << 32
-_WORD = _ONE - 1
+ALWAYS = 1 << 32
+"""The threshold that no word reaches."""
+
+_WORD = ALWAYS - 1
 
 
 def threshold_of(p: float) -> int:
     """Words below it come with probability ``p``."""
-    return int(p * _ONE)
+    return int(p * ALWAYS)
 
 
 def words(draw: Draw, device: torch.device) -> Tensor:
@@ -45,22 +48,30 @@ def keep(draw: Draw, threshold: int, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return torch.frombuffer(draw.stream.keep(*draw.shape, threshold), dtype=torch.bool)
     kernels = _kernels()
-    if kernels is not None and threshold < _ONE:
+    if kernels is not None and threshold < ALWAYS:
         made: Tensor = kernels.keep(draw, threshold, device)
         return made
     return unsigned(words(draw, device)) >= threshold
 
 
-def dropped(x: Tensor, draw: Draw, threshold: int, scale: float) -> Tensor:
-    """``x * scale`` where a word is at least ``threshold``, else ``x * 0``."""
-    if not x.is_contiguous():
-        return torch.empty_like(x).copy_(dropped(x.contiguous(), draw, threshold, scale))
-    if x.is_cuda and threshold < _ONE and x.is_floating_point() and x.numel():
-        kernels = _kernels()
-        if kernels is not None:
-            made: Tensor = kernels.dropped(x, draw, threshold, scale)
-            return made
-    return (x * keep(draw, threshold, x.device).view(x.shape)).mul_(scale)
+def masks_of(asked: Sequence[tuple[Draw, int]], device: torch.device) -> Masks | None:
+    """Draws several masks in one launch, again and again; None where there is no kernel for it.
+
+    Args:
+        asked: what :func:`keep` would be asked for; nothing of it is empty, or has the threshold :data:`ALWAYS`.
+    """
+    kernels = _kernels() if asked else None
+    if kernels is None:
+        return None
+    made: Masks = kernels.Masks(asked, device)
+    return made
+
+
+class Masks(Protocol):
+    """Several masks."""
+
+    def draw(self, key: CallKey) -> list[Tensor]:
+        """What :func:`keep` would give for each under another key."""
 
 
 def unsigned(made: Tensor) -> Tensor:
@@ -77,7 +88,7 @@ def words_by_torch(draw: Draw, device: torch.device) -> Tensor:
     counter = [block & _WORD, block >> 32, torch.full_like(block, draw.op), torch.full_like(block, draw.salt)]
     made = _philox(counter, draw.key.on_device & _WORD, draw.key.on_device >> 32)
     chosen = torch.stack(made, 1).gather(1, (numbers & 3)[:, None]).squeeze(1)
-    return torch.where(chosen > _WORD >> 1, chosen - _ONE, chosen).to(torch.int32)
+    return torch.where(chosen > _WORD >> 1, chosen - ALWAYS, chosen).to(torch.int32)
 
 
 def _philox(counter: list[Tensor], key_lo: Tensor, key_hi: Tensor) -> list[Tensor]:

@@ -1,8 +1,9 @@
-"""Triton kernels: words of Philox4x32-10, and dropout in one pass, without a mask in memory."""
+"""Triton kernels: words of Philox4x32-10, and masks made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pyrannc.blocks.stream import Draw
+from pyrannc.blocks.stream import CallKey, Draw
 
 _MOST, _LEAST = 2048, 512
+_WIDE = 16
 # Which of the arguments do not shape the code: no variant is compiled for their values.
 _PLAIN = ["op", "salt", "outer", "lines", "per_row", "chunks", "threshold"]
 
@@ -60,32 +62,25 @@ def _words_kernel(
         tl.store(out_ptr + base + place, (words >= threshold.to(tl.uint32)).to(tl.int8), mask=inside)
 
 
-@triton.jit(do_not_specialize=_PLAIN)
-def _dropped_kernel(
-    x_ptr,
-    out_ptr,
-    scale,
-    threshold,
-    key_ptr,
-    rows_ptr,
-    op,
-    salt,
-    outer,
-    lines,
-    per_row,
-    inner,
-    chunks,
-    TILE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    words, base, place, inside = _tile(key_ptr, rows_ptr, op, salt, outer, lines, per_row, inner, chunks, TILE, ALIGNED)
-    x = tl.load(x_ptr + base + place, mask=inside)
-    kept = words >= threshold.to(tl.uint32)
-    if x.dtype == tl.float64:  # noqa: SIM108  # known when it is compiled
-        made = x * kept.to(tl.float64)
+@triton.jit
+def _masks_kernel(out_ptr, key_ptr, of_program_ptr, stretches_ptr, TILE: tl.constexpr, ALIGNED: tl.constexpr):
+    stretch = stretches_ptr + tl.load(of_program_ptr + tl.program_id(0)) * 7
+    op, salt = tl.load(stretch), tl.load(stretch + 1)
+    threshold, first, count = tl.load(stretch + 2), tl.load(stretch + 3), tl.load(stretch + 4)
+    start = (tl.program_id(0) - tl.load(stretch + 5)) * TILE
+    base = tl.load(stretch + 6) + start
+    block = (first + start) // 4 + tl.arange(0, TILE // 4)
+    none = tl.zeros([TILE // 4], tl.uint32)
+    third, fourth = none + op.to(tl.uint32), none + salt.to(tl.uint32)
+    a, b, c, d = tl.philox(tl.load(key_ptr), block.to(tl.uint32), (block >> 32).to(tl.uint32), third, fourth)
+    words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+    place = tl.arange(0, TILE)
+    if ALIGNED:
+        base = tl.multiple_of(base, 16)
     else:
-        made = x.to(tl.float32) * tl.where(kept, scale, 0.0)
-    tl.store(out_ptr + base + place, made.to(x.dtype), mask=inside)
+        place -= (first % 4).to(tl.int32)
+    inside = (place + start >= 0) & (place + start < count)
+    tl.store(out_ptr + base + place, (words >= threshold.to(tl.uint32)).to(tl.int8), mask=inside)
 
 
 def words(draw: Draw, device: torch.device) -> Tensor:
@@ -102,12 +97,63 @@ def keep(draw: Draw, threshold: int, device: torch.device) -> Tensor:
     return out.view(torch.bool)
 
 
-def dropped(x: Tensor, draw: Draw, threshold: int, scale: float) -> Tensor:
-    """``x * scale`` where a word is at least ``threshold``, else ``x * 0``; ``x`` is contiguous and not empty."""
-    out = torch.empty_like(x)
-    _launch(_dropped_kernel, (x, out), (scale, threshold), draw)
-    # Triton takes numbers in single precision.
-    return out.mul_(scale) if x.dtype == torch.float64 else out
+class Masks:
+    """Several masks, drawn in one launch.
+
+    What a mask takes of a stream is a few stretches of words that follow one another. Each program draws a part of one
+    stretch, whose place and stream it reads from a table on the device.
+
+    Args:
+        asked: what is drawn, and the threshold below 2^32; nothing of it is empty.
+    """
+
+    def __init__(self, asked: Sequence[tuple[Draw, int]], device: torch.device) -> None:
+        sizes = [draw.numel for draw, _ in asked]
+        # Each mask begins where wide stores may.
+        ends = list(accumulate(triton.cdiv(size, _WIDE) * _WIDE for size in sizes))
+        self._places = [(end - triton.cdiv(size, _WIDE) * _WIDE, size) for end, size in zip(ends, sizes, strict=True)]
+        self._bytes = ends[-1]
+        self._device = device
+        parts = [
+            _stretches(draw, threshold, at) for (draw, threshold), (at, _) in zip(asked, self._places, strict=True)
+        ]
+        table = torch.cat(parts)
+        first, count, at = table[:, 3], table[:, 4], table[:, 6]
+        self._aligned = bool(((first % 4 == 0) & (at % _WIDE == 0)).all())
+        self._tile = min(_MOST, max(_LEAST, triton.next_power_of_2(int(count.max()))))
+        programs = (count + (0 if self._aligned else 3) + self._tile - 1) // self._tile
+        table[:, 5] = programs.cumsum(0) - programs
+        self._grid = (int(programs.sum()), 1, 1)
+        of_program = torch.arange(len(table), dtype=torch.int32).repeat_interleave(programs)
+        self._of_program, self._stretches = of_program.to(device), table.to(device)
+        self._run: Callable[..., None] | None = None
+
+    def draw(self, key: CallKey) -> list[Tensor]:
+        """The masks under a key, flat."""
+        out = torch.empty(self._bytes, dtype=torch.int8, device=self._device)
+        arguments = (out, key.on_device, self._of_program, self._stretches)
+        if self._run is None:
+            compiled = _masks_kernel[self._grid](*arguments, TILE=self._tile, ALIGNED=self._aligned)
+            # Triton's interpreter compiles nothing.
+            self._run = None if compiled is None else compiled[self._grid]
+        else:
+            self._run(*arguments, self._tile, self._aligned)
+        masks = out.view(torch.bool)
+        return [masks[at : at + size] for at, size in self._places]
+
+
+def _stretches(draw: Draw, threshold: int, at: int) -> Tensor:
+    """A line for each: op, salt, threshold, first word, number of words, first program, place in memory."""
+    runs = torch.tensor([(lo, hi - lo) for lo, hi in draw.rows.runs if hi > lo]) * draw.per_row
+    if draw.outer > 1:
+        lines = torch.cat([torch.arange(lo, lo + count) for lo, count in runs.tolist()])
+        runs = torch.stack([lines, torch.ones_like(lines)], 1)
+    outer = torch.arange(draw.outer)[:, None]
+    first = ((runs[:, 0] * draw.outer + outer) * draw.inner).flatten()
+    count = (runs[:, 1] * draw.inner).expand(draw.outer, -1).flatten()
+    stretch = torch.tensor([draw.op, draw.salt, threshold, 0, 0, 0, 0]).repeat(len(first), 1)
+    stretch[:, 3], stretch[:, 4], stretch[:, 6] = first, count, count.cumsum(0) - count + at
+    return stretch
 
 
 # Finding the compiled kernel for its arguments takes Triton longer than torch takes for a whole operator, so what it

@@ -7,13 +7,16 @@ of torch (``draw.py`` says which) take them from the device's generator, which i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch import Tensor
 
+from pyrannc.blocks import philox
+from pyrannc.blocks.ahead import Ahead
 from pyrannc.blocks.stream import CallKey, Draw, RowsInHand
 from pyrannc.core.partition import RowDim
 from pyrannc.core.program import Rows
@@ -55,6 +58,8 @@ class Randomness:
         )
         self._remembered: dict[tuple[Rows, ...], RowsInHand] = {}
         self._one_row = RowsInHand([(0, 1)], device)
+        # On the host nothing is gained by drawing masks together.
+        self._ahead = None if device.type == "cpu" else Ahead(device)
         self.begin(0)
         self.at([])
 
@@ -94,6 +99,16 @@ class Randomness:
             return Draw(self._key, op, 0, self._rows, outer, row_dim.per_row, inner)
         salt = 1 + self._first_row if by_rows else 0
         return Draw(self._key, op, salt, self._one_row, 1, 1, prod(shape))
+
+    def keep(self, draw: Draw, threshold: int) -> Tensor:
+        """True where a word of a draw is at least ``threshold``, flat."""
+        if self._ahead is None:
+            return philox.keep(draw, threshold, self.device)
+        return self._ahead.keep(draw, threshold)
+
+    def drawn_ahead(self, who: Hashable) -> AbstractContextManager[None]:
+        """Draws at once what ``who`` will ask for inside."""
+        return nullcontext() if self._ahead is None else self._ahead.drawn(who, self._key, self._rows)
 
     def placer(self, op: int, *, by_rows: bool) -> Callable[[], None]:
         """What a Stage calls right before an Op that draws from the device's generator."""

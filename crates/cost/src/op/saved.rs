@@ -29,6 +29,8 @@ enum Rule {
     Quotient,
     /// A mask of the input's type.
     Mask,
+    /// A truth value for each element.
+    Bits,
     Attention,
     /// The input, and mean and deviation of every normalised group.
     Norm,
@@ -69,9 +71,6 @@ fn rule(name: &str) -> Rule {
         | "tril"
         | "triu"
         | "lerp"
-        // Backward draws the mask once more.
-        | "dropout"
-        | "native_dropout"
         | "feature_dropout"
         | "upsample_nearest2d"
         | "upsample_bilinear2d"
@@ -82,6 +81,7 @@ fn rule(name: &str) -> Rule {
         "div" | "true_divide" => Rule::Quotient,
         "softmax" | "_softmax" | "log_softmax" | "_log_softmax" | "relu" | "tanh" | "sigmoid" | "exp" | "sqrt"
         | "rsqrt" | "reciprocal" | "hardtanh" | "relu6" => Rule::Results,
+        "dropout" | "native_dropout" => Rule::Bits,
         "alpha_dropout" | "feature_alpha_dropout" => Rule::Mask,
         "scaled_dot_product_attention" => Rule::Attention,
         "layer_norm" | "native_layer_norm" | "rms_norm" | "group_norm" | "instance_norm" | "batch_norm"
@@ -129,6 +129,7 @@ impl Keeper<'_, '_> {
             Rule::Factors(first) => self.factors(first),
             Rule::Quotient => self.quotient(),
             Rule::Mask => self.saved.private_bytes += self.operation.bytes_at(0),
+            Rule::Bits => self.saved.private_bytes += self.operation.result_elements(),
             Rule::Attention => self.attention(host),
             Rule::Norm => self.norm(),
             Rule::Pool => {
