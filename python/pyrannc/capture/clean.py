@@ -17,6 +17,7 @@ from .facts import FACTS, GRAD_ENABLED, PLACE
 from .functional import replace_in_place_ops
 from .mean_losses import divide_mean_losses
 from .ops import has_effect, is_assertion, is_tuple_access
+from .plain_masks import drop_plain_masks
 from .reciprocals import divide_by_rows
 from .source import Place
 from .torch_internals import SET_GRAD_ENABLED, expression
@@ -160,6 +161,12 @@ def divide_numbers(_trace: Trace, cleaned: CleanGraph) -> None:
     divide_by_rows(cleaned.gm.graph)
 
 
+def drop_masks(trace: Trace, cleaned: CleanGraph) -> None:
+    """Attention masks that hide nothing or the future only, and what made them."""
+    drop_plain_masks(cleaned.gm.graph, trace.reader.read)
+    cleaned.gm.graph.eliminate_dead_code(is_impure_node=has_effect)
+
+
 def sort_into_roles(trace: Trace, cleaned: CleanGraph) -> None:
     """Constants that are still used, integers made of the batch size, and Ops."""
     graph = cleaned.gm.graph
@@ -207,6 +214,7 @@ PASSES: tuple[Callable[[Trace, CleanGraph], None], ...] = (
     divide_numbers,
     drop_unused,
     divide_means,
+    drop_masks,
     sort_into_roles,
 )
 """From the raw trace to the graph that is lowered."""
