@@ -113,7 +113,7 @@ AFTER: dict[str, tuple[Callable[[Script], Any], Any]] = {
     "name_to_param": (lambda script: list(script.model.name_to_param), NAMES),
     "used_param_ids": (lambda script: script.model.used_param_ids == set(map(id, script.net.parameters())), True),
     "an attribute of the model": (lambda script: type(script.model[0]).__name__, "Linear"),
-    "param_groups": (lambda script: [len(group["params"]) for group in script.optimizer.param_groups], [2]),
+    "param_groups": (lambda script: [len(group["params"]) for group in script.optimizer.param_groups], [4]),
     "parameters": (lambda script: len(list(script.model.parameters())), 4),
     "parameters(from_global=True)": (lambda script: len(list(script.model.parameters(from_global=True))), 4),
     "named_parameters(from_global=False)": (

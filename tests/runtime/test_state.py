@@ -213,7 +213,7 @@ def test_ranks_hold_their_parts_only(ranks: Ranks, tmp_path: Path) -> None:
     assert seen[0]["buffers"] + seen[2]["buffers"] == seen[0]["all_buffers"]
     for found in seen:
         assert found["all"] == found["from_global"] == found["default"] == names
-        assert found["optimizer"] == [found["names"]]
+        assert found["optimizer"] == [names]
         assert (found["params"], found["ready"], found["device"], found["layers"]) == (True, True, "cpu", 3)
         assert found["to"]
 

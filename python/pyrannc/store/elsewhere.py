@@ -19,6 +19,7 @@ from pyrannc.capture.lacking import Lacking
 from pyrannc.capture.torch_internals import DisableTorchFunctionSubclass, pytree
 from pyrannc.errors import RaNNCError
 from pyrannc.job import process
+from pyrannc.store.unscale import UNSCALE, unscale_own
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,8 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     guarded: list[Any] = [tensor for tensor in tensors if isinstance(tensor, _Guarded)]
     first: _Guarded = guarded[0]
     home = first._home
+    if name == UNSCALE:
+        return unscale_own(func, [grad for grad in args[0] if not isinstance(grad, _Guarded)], *args[1:])
     if not isinstance(tensors[0], _Guarded):
         if name in _LIKE_ANOTHER:
             return func(args[0], first.stand_in())

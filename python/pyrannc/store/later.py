@@ -11,8 +11,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pyrannc.job import agree
 from pyrannc.job.faults import collective
-from pyrannc.store.elsewhere import is_elsewhere
 from pyrannc.store.optimizer import UserOptimizer
+from pyrannc.store.own_listed import hide_last
 from pyrannc.store.store import ParamStore
 
 _watching: weakref.WeakSet[LaterOptimizers] = weakref.WeakSet()
@@ -37,7 +37,6 @@ class LaterOptimizers:
     def look_at(self, optimizer: Optimizer) -> None:
         """Narrows an optimizer that is about to step, if it has parameters of the model."""
         if optimizer in self._seen:
-            _leave_out_others(optimizer)
             return
         self._seen.add(optimizer)
         if any(id(param) in self._params for group in optimizer.param_groups for param in group["params"]):
@@ -60,15 +59,6 @@ class LaterOptimizers:
         _watching.discard(self)
 
 
-def _leave_out_others(optimizer: Optimizer) -> None:
-    """Takes what other ranks hold out of lists that the script has changed; it needs no other rank."""
-    for group in optimizer.param_groups:
-        kept = [place for place, param in enumerate(group["params"]) if not is_elsewhere(param)]
-        for key in ("params", "param_names"):
-            if key in group and len(kept) < len(group[key]):
-                group[key] = [group[key][place] for place in kept]
-
-
 @cache
 def _watch_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)
@@ -77,3 +67,4 @@ def _watch_steps() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for watching in list(_watching):
         watching.look_at(optimizer)
+    hide_last(optimizer)

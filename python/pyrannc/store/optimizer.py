@@ -1,9 +1,10 @@
-"""The user's optimizer: narrowed to the parameters of one rank, its state that of all."""
+"""The user's optimizer: it steps with the parameters of one rank, its state is that of all."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,13 +18,17 @@ from pyrannc.job.faults import collective
 from pyrannc.store.carry import Route, carry
 from pyrannc.store.elsewhere import is_elsewhere
 from pyrannc.store.optimizer_state import by_number, drop_state, of_no_param, placed, put_state, refuse_misfit
+from pyrannc.store.own_listed import own_listed, step_with_own
 from pyrannc.store.param_lists import Listed, ParamLists
 from pyrannc.store.store import ParamStore
 from pyrannc.switches import switches
 
 
 class UserOptimizer:
-    """Keeps class and param groups of an optimizer, but lists this rank's parameters only while models are deployed.
+    """Keeps class and param groups of an optimizer, but has it step with this rank's parameters only.
+
+    Outside of ``step`` and ``zero_grad`` its ``param_groups`` list the parameters of all ranks, as the model does:
+    what reads the contents of others, such as a clipping of gradients, is told so.
 
     ``state_dict`` and ``load_state_dict`` of the optimizer get an argument ``from_global``: the state of all ranks'
     parameters, in the original order, on rank 0.
@@ -50,9 +55,11 @@ class UserOptimizer:
         self._plain_state_dict = optimizer.state_dict
         self._plain_load_state_dict = optimizer.load_state_dict
         self._plain_add_param_group = optimizer.add_param_group
+        self._plain_zero_grad = optimizer.zero_grad
         optimizer.state_dict = self._state_dict  # type: ignore[method-assign]  # the contract adds an argument
         optimizer.load_state_dict = self._load_state_dict  # type: ignore[method-assign]  # likewise
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]  # all ranks call it
+        optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]  # it costs nothing for other ranks' parameters
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UserOptimizer:
         return UserOptimizer.of(copy.deepcopy(self.optimizer, memo))
@@ -69,10 +76,7 @@ class UserOptimizer:
         return [] if self._lists is None else self._lists.everywhere
 
     def listed(self) -> list[Tensor]:
-        """The parameters that this rank updates; what stands in for them gets a gradient of zero."""
-        if self._lists is not None:
-            self._lists.stand_in.grad = torch.zeros_like(self._lists.stand_in)
-        # Lists that the script has changed by hand may have more than this rank's.
+        """The parameters that this rank updates."""
         return [param for param in _listed(self.optimizer) if not is_elsewhere(param)]
 
     # Deployment
@@ -100,7 +104,7 @@ class UserOptimizer:
         return come_back
 
     def narrow(self, store: ParamStore) -> None:
-        """A model has been deployed: leaves each rank its parameters and their state. All ranks call it.
+        """A model has been deployed: leaves each rank its parameters' state, and these to step with. All ranks call it.
 
         State that was there before is rank 0's, as parameters are, unless ``sync_params_on_init`` is off.
 
@@ -119,13 +123,13 @@ class UserOptimizer:
         if process.get_world_size() > 1 and (switches().sync_params_on_init or self._first_has_state):
             self._take_first_state(moved, device, loose=first)
             self._first_has_state = False
-        agree.together(lambda: self._leave_own(lists, moved))
+        agree.together(lambda: self._leave_own(moved))
         if first and switches().sync_params_on_init:
             _give_params(lists.everywhere)
 
-    def _leave_own(self, lists: ParamLists, moved: list[Listed]) -> None:
-        """Drops what is of other ranks, and puts the state of the others where it belongs."""
-        lists.narrow()
+    def _leave_own(self, moved: list[Listed]) -> None:
+        """Drops the state of what is of other ranks, and puts that of the others where it belongs."""
+        step_with_own(self.optimizer)
         rank = process.get_rank()
         drop_state(self.optimizer, [item.param for item in moved if rank not in item.ranks])
         for item in moved:
@@ -170,11 +174,8 @@ class UserOptimizer:
                 put_state(self.optimizer, item.param, found[item.number])
         lists.remove(store)
         if lists.stores:
-            lists.narrow()
             return
-        lists.widen()
         state = self.optimizer.state
-        state.pop(lists.stand_in, None)
         in_order = [(item.param, state.pop(item.param)) for item in lists.all() if item.param in state]
         state.update(in_order)
         self._lists = None
@@ -193,26 +194,23 @@ class UserOptimizer:
         lists = self._lists
         with collective("optimizer.add_param_group(...)"):
             lists.follow()
-            # Torch looks for doublets, which may be on another rank.
-            lists.widen()
             try:
                 agree.together(lambda: self._plain_add_param_group(param_group))
             except Exception:
                 del self.optimizer.param_groups[len(lists.sizes) :]
                 raise
-            finally:
-                added = self.optimizer.param_groups[len(lists.sizes) :]
-                del self.optimizer.param_groups[len(lists.sizes) :]
-                lists.narrow()
-                self.optimizer.param_groups.extend(added)
             lists.follow()
+
+    def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        with own_listed(self.optimizer):
+            self._plain_zero_grad(*args, **kwargs)
 
     def _state_dict(self, from_global: bool | None = None) -> dict[str, Any]:
         """The optimizer's state.
 
         Args:
             from_global: True: the state of all ranks' parameters, with the original numbering, on the host of rank 0,
-                and an empty dict elsewhere; all ranks call it. False: that of the parameters that this rank lists.
+                and an empty dict elsewhere; all ranks call it. False: that of the parameters that this rank updates.
                 Left out: both, where they are the same.
 
         Raises:
@@ -220,7 +218,8 @@ class UserOptimizer:
         """
         if not from_global:
             self._refuse_part(from_global, "state_dict(from_global=True)")
-            return self._plain_state_dict()
+            with own_listed(self.optimizer):
+                return self._plain_state_dict()
         with collective("optimizer.state_dict(from_global=True)"):
             if self._lists is None:
                 return self._plain_state_dict() if process.get_rank() == 0 else {}
@@ -238,22 +237,13 @@ class UserOptimizer:
     def _whole_state_dict(self, lists: ParamLists) -> dict[str, Any]:
         lists.follow()
         local = agree.together(self._plain_state_dict)
-        items = lists.all()
-        numbers = {id(item.param): item.number for item in items}
         state = by_number(local)
-        own = {
-            numbers[id(p)]: state[n] for n, p in enumerate(_listed(self.optimizer)) if id(p) in numbers and n in state
-        }
-        found = carry(own, [Route(item.number, item.ranks[0], (0,)) for item in items], process.own_device())
+        routes = [Route(item.number, item.ranks[0], (0,)) for item in lists.all()]
+        own = {route.key: state[route.key] for route in routes if route.key in state}
+        found = carry(own, routes, process.own_device())
         if process.get_rank() != 0:
             return {}
-        groups = []
-        start = 0
-        for place, (group, size) in enumerate(zip(local["param_groups"], lists.sizes, strict=True)):
-            names = {"param_names": lists.names_of(place, whole=True)} if "param_names" in group else {}
-            groups.append({**group, **names, "params": list(range(start, start + size))})
-            start += size
-        return {**local, "state": {**dict(sorted(found.items())), **of_no_param(local)}, "param_groups": groups}
+        return {**local, "state": {**dict(sorted(found.items())), **of_no_param(local)}}
 
     def _load_state_dict(self, state_dict: dict[str, Any], from_global: bool | None = None) -> None:
         """Takes back what ``state_dict`` gave.
@@ -268,7 +258,8 @@ class UserOptimizer:
         """
         if not from_global:
             self._refuse_part(from_global, "load_state_dict(state, from_global=True)")
-            self._plain_load_state_dict(state_dict)
+            with own_listed(self.optimizer):
+                self._plain_load_state_dict(state_dict)
             return
         with collective("optimizer.load_state_dict(..., from_global=True)"):
             if self._lists is not None:
@@ -285,17 +276,12 @@ class UserOptimizer:
         receivers = [item.ranks if self._lists is not None else (0,) for item in items]
         routes = [Route(item.number, 0, ranks) for item, ranks in zip(items, receivers, strict=True)]
         found = carry(by_number(state_dict) if first else {}, routes, process.own_device())
-        numbers = {id(item.param): item.number for item in items}
-        state: dict[Any, Any] = dict(local["state"])
-        groups = []
-        start = 0
-        for place, (group, listed) in enumerate(zip(local["param_groups"], self.optimizer.param_groups, strict=True)):
-            params = listed["params"]
-            names = {"param_names": lists.names_of(place, whole=False)} if "param_names" in listed else {}
-            groups.append({**group, **names, "params": list(range(start, start + len(params)))})
-            own = ((start + index, numbers.get(id(param), -1)) for index, param in enumerate(params))
-            state.update({index: found[number] for index, number in own if number in found})
-            start += len(params)
+        state = {**local["state"], **found}
+        ends = list(accumulate(lists.sizes))
+        groups = [
+            {**group, "params": list(range(end - size, end))}
+            for group, size, end in zip(local["param_groups"], lists.sizes, ends, strict=True)
+        ]
         agree.together(lambda: self._plain_load_state_dict({**local, "state": state, "param_groups": groups}))
         self._first_has_state = self._lists is None
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.job.exchange import sum_over_ranks
+from pyrannc.store.unscale import tell_of_overflow
 
 
 @torch.no_grad()
@@ -28,7 +29,9 @@ def share_overflow(sets: Sequence[Sequence[Tensor]], scale: Tensor | None, devic
     sum_over_ranks(found)
     for grads, here, anywhere in zip(sets, own, found, strict=False):
         element = next((grad[(0,) * grad.dim()] for grad in grads if grad.numel()), None)
-        if element is not None:
+        if element is None:
+            tell_of_overflow((found[:-1].amax() > 0) & (found[-1] > 0))
+        else:
             spoilt = ((anywhere > 0) & (here == 0) & (found[-1] > 0)).to(element.device)
             element.copy_(torch.where(spoilt, torch.full_like(element, math.inf), element))
 

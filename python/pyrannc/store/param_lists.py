@@ -1,4 +1,4 @@
-"""The parameters that an optimizer lists: all of them in the user's order, and those that stay on this rank."""
+"""The parameters that an optimizer lists: all of them in the user's order, and which ranks update them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from pyrannc.errors import MismatchError
@@ -25,7 +24,7 @@ class Listed:
 
     Attributes:
         group: place of its group.
-        ranks: that list it, and keep its state; the first of them owns it.
+        ranks: that update it, and keep its state; the first of them owns it.
     """
 
     number: int
@@ -37,23 +36,20 @@ class Listed:
 class ParamLists:
     """The lists of an optimizer that trains deployed models.
 
-    A parameter of a model stays on the ranks that hold it. One that no Stage uses, or that is of no model, stays on
-    all ranks.
+    A parameter of a model is updated by the ranks that hold it. One that no Stage uses, or that is of no model, is
+    updated by all ranks. ``param_groups`` lists all of them.
 
     Attributes:
         stores: of the models.
-        everywhere: those parameters that no Stage computes with, so that all ranks list them.
-        stand_in: what the optimizer lists on a rank where nothing else gets a gradient: a ``GradScaler`` wants one.
+        everywhere: those parameters that no Stage computes with.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.stores: list[ParamStore] = []
-        self.stand_in = nn.Parameter(torch.zeros(1, 1, device=process.own_device()))
         self.everywhere: list[Tensor] = []
         self._known: dict[int, tuple[Label, tuple[int, ...] | None]] = {}
         self._full: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
-        self._left = self._full
         self._names = _names_given(optimizer)
 
     # Which ranks list what
@@ -74,9 +70,13 @@ class ParamLists:
             for place, store in enumerate(self.stores)
             for name, param in store.params.items()
         }
+        self._find_everywhere()
+
+    def _find_everywhere(self) -> None:
+        self.everywhere = [item.param for item in self.all() if self._held(item.param) is None]
 
     def ranks_of(self, param: Tensor) -> tuple[int, ...]:
-        """The ranks that list a parameter."""
+        """The ranks that update a parameter."""
         held = self._held(param)
         return tuple(range(process.get_world_size())) if held is None else held
 
@@ -99,35 +99,6 @@ class ParamLists:
         everyone = process.get_world_size()
         return any(len(item.ranks) < everyone for item in self.all())
 
-    def names_of(self, group: int, *, whole: bool) -> list[str]:
-        """Names that the user gave the parameters of a group: of all ranks, or as this rank lists them."""
-        params = self._full[group] if whole else self._left[group]
-        return [self._names.get(id(param), "") for param in params]
-
-    # Writing them into the optimizer
-
-    def narrow(self) -> None:
-        """Leaves each rank its own."""
-        rank = process.get_rank()
-        self.everywhere = [item.param for item in self.all() if self._held(item.param) is None]
-        self._left = [[param for param in params if rank in self.ranks_of(param)] for params in self._full]
-        if self._left and not any(param.requires_grad for params in self._left for param in params):
-            self._left[0].append(self.stand_in)
-        else:
-            self._optimizer.state.pop(self.stand_in, None)
-        self._write(self._left, whole=False)
-
-    def widen(self) -> None:
-        """Lists all parameters on this rank."""
-        self._left = self._full
-        self._write(self._full, whole=True)
-
-    def _write(self, lists: Sequence[Sequence[Tensor]], *, whole: bool) -> None:
-        for place, (group, params) in enumerate(zip(self._optimizer.param_groups, lists, strict=True)):
-            group["params"] = list(params)
-            if "param_names" in group:
-                group["param_names"] = self.names_of(place, whole=whole)
-
     # What the ranks must agree on
 
     def agree(self) -> None:
@@ -143,15 +114,13 @@ class ParamLists:
     def follow(self) -> None:
         """Takes over what the script has changed in ``param_groups`` by hand. All ranks call it."""
         groups = [group["params"] for group in self._optimizer.param_groups]
-        changed = _ids(groups) != _ids(self._left)
+        changed = _ids(groups) != _ids(self._full)
         everyone = agree.gather_numbers((int(changed), len(groups)))
         if len({count for _, count in everyone}) > 1:
             told = ", ".join(f"{count} on rank {rank}" for rank, (_, count) in enumerate(everyone))
             raise MismatchError(f"the optimizer has different numbers of param_groups: {told}")
         if any(flag for flag, _ in everyone):
-            own = [[param for param in params if param is not self.stand_in] for params in groups]
-            self._take_over(own)
-            self.narrow()
+            self._take_over(groups)
 
     def _take_over(self, own: Sequence[Sequence[Tensor]]) -> None:
         """The lists that the ranks' own ones are parts of become the whole ones."""
@@ -170,6 +139,11 @@ class ParamLists:
             labels = found[0] if all(labels == found[0] for labels in found) else self._joined(place, found)
             full.append([foreign[label[2]] if label[0] < 0 else params[label] for label in labels])
         self._full = full
+        self._find_everywhere()
+        for group, listed in zip(self._optimizer.param_groups, full, strict=True):
+            group["params"] = list(listed)
+            if "param_names" in group:
+                group["param_names"] = [self._names.get(id(param), "") for param in listed]
 
     def _joined(self, place: int, found: Sequence[Sequence[Label]]) -> list[Label]:
         """The labels of all ranks in the order that they had before, or else in that of the model."""

@@ -112,6 +112,41 @@ def clipped_by_torch(job: Job) -> None:
     job.gradients(model)
 
 
+@refused("RaNNCError", "clip_grad_norm", settings=(STAGES,), instead="`model.clip_grad_norm(max_norm)`")
+def clipped_by_what_the_optimizer_lists(job: Job) -> None:
+    """`clip_grad_norm_(group["params"], 1.0)` for each of `optimizer.param_groups`, as Lightning's trainer does."""
+    _, _, optimizer = _learned(job)
+    for group in optimizer.param_groups:
+        job.same("norm", nn.utils.clip_grad_norm_(group["params"], 0.1))
+
+
+@refused("RaNNCError", "clip_grad_norm", settings=(STAGES,), instead="`model.clip_grad_norm(max_norm)`")
+def clipped_by_a_hook_of_the_optimizer(job: Job) -> None:
+    """`optimizer.register_step_pre_hook(...)` with `clip_grad_norm_` of what the optimizer lists."""
+    net = Chain()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(
+        lambda self, *_: nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 0.1) and None
+    )
+    model = job.wrap(Returns(net, F.mse_loss), optimizer)
+    for batch in job.batches(pairs):
+        model(*batch).backward()
+        optimizer.step()
+    job.state(model)
+
+
+@equal()
+def lists_of_the_optimizer(job: Job) -> None:
+    """`optimizer.param_groups` is read: number of groups, of parameters, of their elements."""
+    _, model, optimizer = _learned(job)
+    for _ in range(2):
+        job.same("listed", [[param.numel() for param in group["params"]] for group in optimizer.param_groups])
+        optimizer.zero_grad()
+        model(*job.batch(pairs, 2)).backward()
+        optimizer.step()
+    job.state(model)
+
+
 @refused("RaNNCError", "clip_grad_norm", settings=(STAGES,), instead="`model.clip_grad_norm(float('inf'))`")
 def norm_of_gradients(job: Job) -> None:
     """`nn.utils.get_total_norm(...)` of the gradients, where other ranks hold a part of the parameters."""
