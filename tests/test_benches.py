@@ -172,3 +172,14 @@ def test_a_state_travels_one_tensor_at_a_time() -> None:
         # Messages and libraries take some more.
         assert found["save"] < most + 4 * found["tensor"], found
         assert found["load"] < 4 * found["tensor"], found
+
+
+def test_the_exchange_and_the_start_are_timed() -> None:
+    first, second = run_programs(2, sys.executable, str(BENCHES / "agreement.py"), "--repeats", "20")
+    assert (first.status, second.status, second.stdout) == (0, 0, ""), first
+    found = json.loads(first.stdout)
+    assert found.keys() == {"exchange", "gloo"}
+    assert all(0 < best <= median for median, best in found.values())
+    ended = run_programs(2, sys.executable, str(BENCHES / "start.py"), "--one")
+    assert all(program.status == 0 for program in ended), ended
+    assert [name for name, _, _ in json.loads(ended[1].stdout)].count("a call") == 3

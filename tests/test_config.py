@@ -74,7 +74,7 @@ def test_truth_in_the_file(folder: Path, text: str, value: bool) -> None:
 
 def test_every_item_can_be_given_its_default_in_the_environment(folder: Path) -> None:
     environ = {f"RANNC_{item.name.upper()}": str(item.default) for item in fields(Config)}
-    assert len(environ) == 35
+    assert len(environ) == 39
     assert load(environ, folder).config == Config()
 
 
@@ -143,6 +143,7 @@ def test_errors_in_the_environment(folder: Path, name: str, text: str, message: 
         ("pipeline_num = 8\nmax_pipeline = 4", "'pipeline_num' in .* is greater than 'max_pipeline'"),
         ("pipeline_num = 2\nmin_pipeline = 4", "'pipeline_num' in .* is less than 'min_pipeline'"),
         ("partition_num = 3\nmax_partition_num = 2", "'partition_num' in .* is greater than 'max_partition_num'"),
+        ("heartbeat_s = 3\nsilence_timeout_s = 5", "'heartbeat_s' in .* is more than half of 'silence_timeout_s'"),
         ('save_deployment = 1\nload_deployment = 1\ndeployment_file = "p"', "cannot be set together with"),
         ('save_graph_profile = 1\nload_graph_profile = 1\ngraph_profile_file = "p"', "cannot be set together with"),
         ('save_graph_profile = 1\nprofile = "never"\ngraph_profile_file = "p"', "cannot be set together with"),

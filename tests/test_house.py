@@ -58,9 +58,10 @@ CRATES: Arrows = {
     "sim": ("cost", "plan"),
     "search": ("sim",),
     "random": (),
+    "job": (),
     "report": ("search",),
     "cli": ("report",),
-    "py": ("cli", "random"),
+    "py": ("cli", "random", "job"),
 }
 FOLDERS: Mapping[str, Arrows] = {
     "cost": {"cluster": (), "op": ("cluster",), "block": ("op",), "profile": ("block",)},

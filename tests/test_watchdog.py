@@ -43,6 +43,9 @@ def hook(kind, value, traceback, print_traceback=sys.excepthook):
     print_traceback(kind, value, traceback)
     dog.fail(f"{kind.__name__}: {value}")
 sys.excepthook = hook
+def meet():
+    publish(f"end{rank}", dog.open_exchange())
+    dog.join_exchange([wait_for(f"end{other}") for other in range(world_size)])
 def call(name="model(...)"):
     assert dog.begin(name, new_round=name == "model(...)")
 publish(f"ready{rank}")
@@ -423,10 +426,12 @@ dog.close()
 
 
 HANDS_OUT = """
-def ask():
+def fail():
+    raise RuntimeError("Connection closed by peer")
+def ask(collective=fail):
     try:
-        raise RuntimeError("Connection closed by peer")
-    except RuntimeError as error:
+        collective()
+    except (RuntimeError, ConnectionError) as error:
         start = time.monotonic()
         cause = dog.explain(3)
         dog.end(failed=True)
@@ -491,6 +496,79 @@ except RuntimeError:
     status, _, stderr = running.ends(0)
     assert status == Watchdog.EXIT_STATUS
     assert stderr.startswith("RaNNC: rank 1 died while it was in model(...). Rank 0 was ")
+
+
+def test_texts_of_all_ranks(job: Callable[..., Job]) -> None:
+    running = job(
+        """
+meet()
+call()
+for turn in range(200):
+    texts = [str(turn).encode() * other for other in range(world_size)]
+    assert dog.gather(turn % 3, texts[rank]) == texts
+long = [bytes([other]) * (1 << 22) for other in range(world_size)]
+assert dog.gather(0, long[rank]) == long
+if os.fork() == 0:
+    try:
+        dog.gather(0, b"the child's")
+    except ConnectionError:
+        os._exit(0)
+assert os.wait()[1] == 0
+assert dog.gather(0, b"") == [b""] * world_size
+dog.end()
+dog.close()
+try:
+    dog.gather(0, b"")
+except ConnectionError:
+    print("closed")
+"""
+    )
+    assert [running.ends(rank) for rank in range(3)] == [(0, "closed\n", "")] * 3
+
+
+GATHER = "ask(lambda: dog.gather(0, b'text'))"
+LOST = {
+    "died": (
+        f"if rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n{GATHER}",
+        {},
+        "rank 2 died while it was in model(...)",
+    ),
+    "frozen": (
+        f"if rank == 2: os.kill(os.getpid(), signal.SIGSTOP)\n{GATHER}",
+        {"silence_timeout_s": 0.7},
+        "rank 2 has not been heard of for 0.7 s (silence_timeout_s); it was last in model(...)",
+    ),
+    "stalls": (
+        f"if rank == 2: dog.end(); time.sleep(60)\n{GATHER}",
+        {"stall_timeout_s": 0.7},
+        "rank 0 has made no progress for 0.7 s (stall_timeout_s): rank 0 is in model(...), rank 1 is in model(...), "
+        "rank 2 is outside of any collective call",
+    ),
+    "in another call": (
+        f"dog.end(); call('state_dict()' if rank == 2 else 'report()')\n{GATHER}",
+        {"different_calls_timeout_s": 0.7},
+        "ranks 0-1 wait in report(), rank 2 in state_dict(): both must be called by all ranks, in the same order",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOST)
+def test_who_is_lost_in_a_gather_is_named_by_the_call(job: Callable[..., Job], case: str) -> None:
+    body, limits, cause = LOST[case]
+    running = job(f"{HANDS_OUT}\nmeet()\ncall()\ntime.sleep(0.2)\n{body}", **limits)
+    for rank in (0, 1):
+        status, _, stderr = running.ends(rank)
+        assert stderr.endswith(f"RuntimeError: explained: {cause}\n"), stderr
+        assert status == Watchdog.EXIT_STATUS
+
+
+def test_a_leave_comes_out_of_a_gather(job: Callable[..., Job]) -> None:
+    leave = "if rank == 1:\n    dog.close()\n    sys.exit()"
+    running = job(f"{HANDS_OUT}\nmeet()\n{leave}\ncall()\n{GATHER}", world_size=2)
+    assert running.ends(1) == (0, "", "")
+    _, _, stderr = running.ends(0)
+    cause = "rank 1 has left (its script ended) while rank 0 waits in model(...)"
+    assert stderr.endswith(f"RuntimeError: explained: {cause}\n")
 
 
 def port_of(dog: Watchdog) -> int:

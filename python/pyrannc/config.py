@@ -88,6 +88,11 @@ class Config:
         silence_timeout_s: A rank whose process has sent no sign of life for so long is taken for dead.
         different_calls_timeout_s: The job ends when ranks have waited for so long in calls that do not go together,
             such as ``state_dict()`` on one and ``model(...)`` on the others.
+        left_timeout_s: The job ends when a rank has waited for so long in a call that another rank, whose script has
+            ended, has not made.
+        fail_grace_s: After a rank's exception the other ranks go on for so long, so that their own come out first.
+        connect_timeout_s: How long a rank tries to reach others when the job starts.
+        heartbeat_s: Pause between two signs of life of a rank; less than half of ``silence_timeout_s``.
         late_notice_s: When a rank has not come for so long to a call in which others wait, a line on stderr says so.
         recapture_interval: At the second call of a captured form and whenever this many calls have passed, one rank
             captures once more and compares, while the others wait; 0 is never.
@@ -129,6 +134,10 @@ class Config:
     stall_timeout_s: float = _item(600.0, least=1, below=_FOREVER_S)
     silence_timeout_s: float = _item(20.0, least=2, below=_FOREVER_S)
     different_calls_timeout_s: float = _item(10.0, least=1, below=_FOREVER_S)
+    left_timeout_s: float = _item(20.0, least=1, below=_FOREVER_S)
+    fail_grace_s: float = _item(2.0, least=0.1, below=_FOREVER_S)
+    connect_timeout_s: float = _item(30.0, least=1, below=_FOREVER_S)
+    heartbeat_s: float = _item(0.5, least=0.05, below=_FOREVER_S)
     late_notice_s: float = _item(30.0, least=1, below=_FOREVER_S)
 
     @property
@@ -244,6 +253,8 @@ def _reject_contradictions(config: Config, sources: Mapping[str, str]) -> None:
         places = [sources.get(name, f"the default of {name!r}") for name in (first, second)]
         raise ConfigError(f"{places[0]} ({getattr(config, first)}) {why} {places[1]} ({getattr(config, second)})")
 
+    if config.heartbeat_s * 2 > config.silence_timeout_s:
+        reject("heartbeat_s", "silence_timeout_s", "is more than half of")
     if config.min_pipeline > config.max_pipeline:
         reject("min_pipeline", "max_pipeline", "is greater than")
     if config.pipeline_num:

@@ -143,10 +143,10 @@ def test_note_new_nodes() -> None:
     assert {node.target for node in noted} >= set(targets(gm))
 
 
-def test_NonStrictTorchFunctionHandler() -> None:
+def test_non_strict_functions() -> None:
     mode = fake_mode()
     x = internals.fake_of(mode, "x", X, True)
-    with mode, internals.NonStrictTorchFunctionHandler():
+    with mode, internals.non_strict_functions():
         assert x[: x.shape[0] - 1].shape[0] == x.shape[0] - 1
 
 

@@ -122,9 +122,9 @@ def test_parse_to() -> None:
     assert internals.parse_to(X, non_blocking=True) == (X.device, X.dtype)
 
 
-def test_OptimizedModule() -> None:
-    assert isinstance(torch.compile(nn.Linear(2, 2), backend="eager"), internals.OptimizedModule)
-    assert not isinstance(nn.Linear(2, 2), internals.OptimizedModule)
+def test_is_compiled() -> None:
+    assert internals.is_compiled(torch.compile(nn.Linear(2, 2), backend="eager"))
+    assert not internals.is_compiled(nn.Linear(2, 2))
 
 
 def test_compiled_module() -> None:

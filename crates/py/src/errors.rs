@@ -149,7 +149,7 @@ impl<T, E: Error> OrRaiseAs<T> for Result<T, E> {
 }
 
 /// The error's text followed by those of its sources, unless a text repeats its source already.
-fn with_sources(error: &dyn Error) -> String {
+pub fn with_sources(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {

@@ -34,7 +34,7 @@ mod _native {
     #[pymodule_export]
     use crate::random::RandomStream;
     #[pymodule_export]
-    use crate::watchdog::python::Watchdog;
+    use crate::watchdog::Watchdog;
 
     /// The version of this package.
     #[pymodule_export]

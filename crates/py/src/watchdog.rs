@@ -1,488 +1,231 @@
-//! Ends the job on all ranks, with one message, when a rank dies, fails, leaves or stalls.
-//!
-//! The watchdogs form a star. Rank 0 listens; every other rank connects, tells at intervals which collective calls it has
-//! made and which Action it is in, and says whether it ends well (`Bye`) or by an exception (`Fail`). A connection that closes without either means that the
-//! process has died; the kernel closes it at once even after `kill -9`. Rank 0 judges and orders `Stop`; a rank that loses rank 0
-//! judges for itself. All of it runs on threads that never need the GIL, because a rank that waits in a collective may hold it.
+//! `pyrannc._native.Watchdog`.
 
-mod calls;
-mod door;
-mod judge;
-mod peers;
-mod position;
-pub mod python;
-mod wire;
-
-use std::io::{self, Write};
-use std::net::TcpStream;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use calls::Place;
-use door::{Door, HANDSHAKE, MAX_GREETERS};
-use peers::{Peers, Standing};
-use position::Position;
-use wire::{Message, Receiver, Sender, Stop};
+use pyo3::exceptions::{PyConnectionError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyType};
+use rannc_job::{EXIT_STATUS, Exchange, ExchangeError, Limits, Meeting};
 
-/// The exit status of a rank that the watchdog ends: EX_TEMPFAIL, as the same job may well work the next time.
-pub const EXIT_STATUS: i32 = 75;
+use crate::errors::{ErrorClass, OrRaiseAs, with_sources};
 
-/// How long rank 0 waits after a rank has failed: if another rank has died, that is the cause and the failure its effect.
-const SETTLE: Duration = Duration::from_millis(300);
+/// How long to wait for the interpreter before its buffered output is given up.
+const FLUSH_PATIENCE: Duration = Duration::from_millis(500);
 
-/// How long rank 0 lives on after an order to stop, so that the order is delivered before its connections close.
-const LINGER: Duration = Duration::from_millis(200);
-
-/// How long a rank inside a call lives on after the end was decided: its collective may fail for the same cause, and then
-/// the error comes out of the call.
-const HAND_OUT: Duration = Duration::from_secs(1);
-
-/// A pause between two looks at something that another rank or thread does.
-const POLL: Duration = Duration::from_millis(10);
-
-/// Why there is no watchdog.
-#[derive(Debug, thiserror::Error)]
-pub enum WatchdogError {
-    /// The port cannot be opened.
-    #[error("rank 0's watchdog cannot listen on {host}")]
-    Listen {
-        /// This host's name as the other ranks know it.
-        host: String,
-        /// What the system says.
-        source: io::Error,
-    },
-    /// Rank 0 cannot be reached.
-    #[error("rank {rank}'s watchdog cannot reach rank 0 at {address}")]
-    Connect {
-        /// This rank.
-        rank: u32,
-        /// Rank 0's address.
-        address: String,
-        /// What the system says.
-        source: io::Error,
-    },
-    /// The system starts no more threads.
-    #[error("the watchdog cannot start a thread")]
-    Thread(#[source] io::Error),
-    /// Not an address that [`Watchdog::listen`] has made.
-    #[error("\"{0}\" is not the address of a watchdog")]
-    Address(String),
-    /// Rank 0 has another idea of the job.
-    #[error("rank 0's watchdog refused rank {rank}: {reason}")]
-    Refused {
-        /// This rank.
-        rank: u32,
-        /// Rank 0's words.
-        reason: String,
-    },
-}
-
-/// How long is too long.
-#[derive(Debug, Clone, Copy)]
-pub struct Limits {
-    /// Between two beats.
-    pub heartbeat: Duration,
-    /// Without a beat, a rank is dead although its connection stands (its host lost power, a child holds the socket).
-    pub silence: Duration,
-    /// Without progress on any rank, while one is inside a call.
-    pub stall: Duration,
-    /// Without progress inside a call, when a rank has left.
-    pub left: Duration,
-    /// Without progress inside a call, when another rank is in one that does not go with it.
-    pub different: Duration,
-    /// Without progress inside a call, until those who have not come are named.
-    pub late: Duration,
-    /// From a failure to the end of the other ranks.
-    pub grace: Duration,
-}
-
-/// One rank's watchdog.
+/// Ends the job on all ranks, with one message, when a rank dies, fails, leaves or stalls.
+#[pyclass(frozen, module = "pyrannc._native")]
 pub struct Watchdog {
-    rank: u32,
-    world_size: u32,
-    limits: Limits,
-    /// A process forked from this one inherits the connections but must not speak for it.
-    process_id: u32,
-    position: Position,
-    peers: Mutex<Peers>,
-    /// The script has ended; nothing is this watchdog's business any more.
-    closed: AtomicBool,
-    /// Why the job ends; later causes are effects.
-    verdict: OnceLock<Stop>,
-    /// The verdict has come out of a call as an exception.
-    handed_out: AtomicBool,
-    /// An uncaught exception has been printed.
-    reported: AtomicBool,
-    /// The call for which late ranks were last named.
-    noticed: Mutex<Option<Place>>,
-    /// Called before the process ends, to save what its language runtime has buffered.
-    flush: fn(),
+    inner: Arc<rannc_job::Watchdog>,
+    /// What the other ranks give to `connect`.
+    #[pyo3(get)]
+    address: String,
+    meeting: Mutex<Option<Meeting>>,
+    exchange: Mutex<Option<Exchange>>,
 }
 
 impl Watchdog {
-    /// Rank 0's watchdog and the address for the other ranks; `host` is this host's name as they know it.
-    pub fn listen(
+    fn new(inner: Arc<rannc_job::Watchdog>, address: String) -> Self {
+        Self { inner, address, meeting: Mutex::new(None), exchange: Mutex::new(None) }
+    }
+}
+
+#[pymethods]
+impl Watchdog {
+    /// The exit status of a rank that the watchdog ends.
+    #[classattr]
+    const EXIT_STATUS: i32 = EXIT_STATUS;
+
+    /// Rank 0's watchdog. `host` is this host's name as the other ranks know it; it listens on that name's addresses.
+    #[classmethod]
+    #[pyo3(signature = (world_size, host, *, heartbeat_s=0.5, silence_timeout_s=20.0, stall_timeout_s=600.0,
+                        left_timeout_s=20.0, different_calls_timeout_s=10.0, late_notice_s=30.0, fail_grace_s=2.0))]
+    #[allow(clippy::too_many_arguments)] // keyword arguments, each with a default
+    fn listen(
+        _class: &Bound<'_, PyType>,
+        py: Python<'_>,
         world_size: u32,
         host: &str,
-        limits: Limits,
-        flush: fn(),
-    ) -> Result<(Arc<Self>, String), WatchdogError> {
-        let (door, address) = Door::open(host)?;
-        let watchdog = Arc::new(Self::new(0, world_size, limits, flush));
-        watchdog.spawn(move |watchdog| watchdog.let_in(&Arc::new(door))).map_err(WatchdogError::Thread)?;
-        watchdog.spawn(|watchdog| watchdog.beat()).map_err(WatchdogError::Thread)?;
-        Ok((watchdog, address))
+        heartbeat_s: f64,
+        silence_timeout_s: f64,
+        stall_timeout_s: f64,
+        left_timeout_s: f64,
+        different_calls_timeout_s: f64,
+        late_notice_s: f64,
+        fail_grace_s: f64,
+    ) -> PyResult<Self> {
+        if world_size == 0 {
+            return Err(PyValueError::new_err("world_size must be at least 1"));
+        }
+        let limits = Limits {
+            heartbeat: seconds("heartbeat_s", heartbeat_s)?,
+            silence: seconds("silence_timeout_s", silence_timeout_s)?,
+            stall: seconds("stall_timeout_s", stall_timeout_s)?,
+            left: seconds("left_timeout_s", left_timeout_s)?,
+            different: seconds("different_calls_timeout_s", different_calls_timeout_s)?,
+            late: seconds("late_notice_s", late_notice_s)?,
+            grace: seconds("fail_grace_s", fail_grace_s)?,
+        };
+        let made = py.detach(|| rannc_job::Watchdog::listen(world_size, host, limits, flush_python));
+        let (inner, address) = made.or_raise_as(ErrorClass::PEER)?;
+        Ok(Self::new(inner, address))
     }
 
-    /// Another rank's watchdog, connected with rank 0 at an address that [`Watchdog::listen`] has made.
-    pub fn connect(
-        address: &str,
-        (rank, world_size): (u32, u32),
-        patience: Duration,
-        limits: Limits,
-        flush: fn(),
-    ) -> Result<Arc<Self>, WatchdogError> {
-        let (sender, receiver) = door::enter(address, (rank, world_size), patience)?;
-        let watchdog = Arc::new(Self::new(rank, world_size, limits, flush));
-        watchdog.claim(0);
-        watchdog.admit(0, sender);
-        watchdog.spawn(move |watchdog| watchdog.listen_to(0, receiver)).map_err(WatchdogError::Thread)?;
-        watchdog.spawn(|watchdog| watchdog.beat()).map_err(WatchdogError::Thread)?;
-        Ok(watchdog)
+    /// Another rank's watchdog, connected with rank 0's at its `address`. What takes the sight of all ranks is judged by
+    /// rank 0, with its limits.
+    #[classmethod]
+    #[pyo3(signature = (address, rank, world_size, *, connect_timeout_s=30.0, heartbeat_s=0.5, silence_timeout_s=20.0,
+                        left_timeout_s=20.0, fail_grace_s=2.0))]
+    #[allow(clippy::too_many_arguments)] // keyword arguments, each with a default
+    fn connect(
+        _class: &Bound<'_, PyType>,
+        py: Python<'_>,
+        address: String,
+        rank: u32,
+        world_size: u32,
+        connect_timeout_s: f64,
+        heartbeat_s: f64,
+        silence_timeout_s: f64,
+        left_timeout_s: f64,
+        fail_grace_s: f64,
+    ) -> PyResult<Self> {
+        if rank == 0 || rank >= world_size {
+            return Err(PyValueError::new_err(format!("rank must be in 1..{world_size}, not {rank}")));
+        }
+        let patience = seconds("connect_timeout_s", connect_timeout_s)?;
+        let limits = Limits {
+            heartbeat: seconds("heartbeat_s", heartbeat_s)?,
+            silence: seconds("silence_timeout_s", silence_timeout_s)?,
+            left: seconds("left_timeout_s", left_timeout_s)?,
+            grace: seconds("fail_grace_s", fail_grace_s)?,
+            stall: Duration::MAX,
+            different: Duration::MAX,
+            late: Duration::MAX,
+        };
+        let connect = || rannc_job::Watchdog::connect(&address, (rank, world_size), patience, limits, flush_python);
+        let inner = py.detach(connect).or_raise_as(ErrorClass::PEER)?;
+        Ok(Self::new(inner, address))
     }
 
-    fn new(rank: u32, world_size: u32, limits: Limits, flush: fn()) -> Self {
-        Self {
-            rank,
-            world_size,
-            limits,
-            process_id: std::process::id(),
-            position: Position::new(),
-            peers: Mutex::new(Peers::new(rank, world_size)),
-            closed: AtomicBool::new(false),
-            verdict: OnceLock::new(),
-            handed_out: AtomicBool::new(false),
-            reported: AtomicBool::new(false),
-            noticed: Mutex::new(None),
-            flush,
-        }
+    /// Opens this rank's end of the exchange. Returns what `join_exchange` needs of it on the other ranks.
+    fn open_exchange(&self) -> PyResult<String> {
+        let (rank, world_size) = self.inner.place();
+        let meeting = Meeting::open(rank, world_size, self.inner.home()).or_raise_as(ErrorClass::PEER)?;
+        let address = meeting.address().to_owned();
+        *locked(&self.meeting) = Some(meeting);
+        Ok(address)
     }
 
-    /// Where this rank is.
-    pub fn position(&self) -> &Position {
-        &self.position
+    /// Connects the exchange of all ranks, whose ends are open at these addresses, in rank order. All ranks call it.
+    #[pyo3(signature = (addresses, *, connect_timeout_s=30.0))]
+    fn join_exchange(&self, py: Python<'_>, addresses: Vec<String>, connect_timeout_s: f64) -> PyResult<()> {
+        let patience = seconds("connect_timeout_s", connect_timeout_s)?;
+        let Some(meeting) = locked(&self.meeting).take() else {
+            return Err(PyValueError::new_err("open_exchange comes before join_exchange"));
+        };
+        let exchange = py.detach(|| meeting.join(&addresses, patience)).or_raise_as(ErrorClass::PEER)?;
+        *locked(&self.exchange) = Some(exchange);
+        Ok(())
     }
 
-    /// Why the job ends, if that is known within `patience`; asked by a rank whose collective has failed.
-    ///
-    /// The caller raises it, and then the line that would say it is left out.
-    pub fn explain(&self, patience: Duration) -> Option<&str> {
-        if self.is_over() {
-            return None;
-        }
-        self.position.tear();
-        self.tell();
-        let stop = self.await_verdict(patience).filter(|stop| stop.said_by != Some(self.rank))?;
-        self.handed_out.store(true, Ordering::Release);
-        Some(&stop.cause)
-    }
-
-    /// This rank ends by an uncaught exception, which it has printed already. Returns when it may go on to end, which it
-    /// may not if its exception is only the effect of another rank's end.
-    pub fn fail(self: &Arc<Self>, text: &str) {
-        if self.is_over() {
-            return;
-        }
-        self.reported.store(true, Ordering::Release);
-        let place = self.position.failed_at();
-        self.peers().get(self.rank).standing = Standing::Failed;
-        if self.rank == 0 {
-            // On this thread, as the interpreter must not end before the order is delivered.
-            thread::sleep(SETTLE);
-            self.order(&self.failure(0, text, &place));
-        } else {
-            self.broadcast(&Message::Fail { text: text.to_owned(), place });
-        }
-        if self.await_verdict(2 * SETTLE).is_some_and(|stop| stop.said_by != Some(self.rank)) {
-            // The thread that has brought the verdict leaves the process within this time.
-            thread::sleep(self.limits.grace + HAND_OUT + 2 * SETTLE);
-        }
-        let grace = self.limits.grace;
-        // Without a thread, the interpreter ends in its own time.
-        let _ = self.spawn(move |watchdog| {
-            // The interpreter may hang while it ends, in a library that waits for the other ranks.
-            thread::sleep(grace);
-            (watchdog.flush)();
-            leave_process(EXIT_STATUS);
+    /// Every rank's text, in rank order. All ranks call it, in the same collective call and for the same `purpose`; if
+    /// they are in different ones, or one is lost, it raises as soon as the watchdogs know.
+    fn gather<'py>(&self, py: Python<'py>, purpose: u8, text: &[u8]) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        let gathered = py.detach(|| match locked(&self.exchange).as_mut() {
+            Some(exchange) => exchange.gather(self.inner.label(purpose), text, &|| self.inner.is_at_end()),
+            None => Err(ExchangeError::Broken),
         });
+        let gathered = gathered.map_err(|error| PyConnectionError::new_err(with_sources(&error)))?;
+        Ok(gathered.texts().map(|text| PyBytes::new(py, text)).collect())
     }
 
-    /// Why the job ends, as soon as that is decided.
-    fn await_verdict(&self, patience: Duration) -> Option<&Stop> {
-        let start = Instant::now();
-        while self.verdict.get().is_none() && start.elapsed() < patience {
-            thread::sleep(POLL);
-        }
-        self.verdict.get()
+    /// A collective call begins, named as a script writes it. False inside of another one, which counts alone.
+    ///
+    /// `new_round` is for calls that begin only when all ranks have come.
+    #[pyo3(signature = (name, *, new_round=false))]
+    fn begin(&self, name: &str, new_round: bool) -> bool {
+        self.inner.position().begin(name, new_round)
+    }
+
+    /// The call ends, for which `begin` returned true.
+    #[pyo3(signature = (*, failed=false))]
+    fn end(&self, failed: bool) {
+        self.inner.position().end(failed);
+    }
+
+    /// A phase of the first call begins. A `busy` rank computes by itself, and may take as long as it needs.
+    #[pyo3(signature = (name, *, busy=false))]
+    fn phase(&self, name: String, busy: bool) {
+        self.inner.position().phase(name, busy);
+    }
+
+    /// The rank comes forward inside of what it does.
+    fn advance(&self) {
+        self.inner.position().advance();
+    }
+
+    /// Gives the names of the Actions that follow; the rank is at none until it enters one.
+    fn program(&self, names: Vec<String>) {
+        self.inner.position().set_program(names);
+    }
+
+    /// The Action with this index begins.
+    fn enter(&self, index: usize) {
+        self.inner.position().enter(index);
+    }
+
+    /// The step or phase is over.
+    #[pyo3(signature = (*, failed=false))]
+    fn idle(&self, failed: bool) {
+        self.inner.position().leave(failed);
+    }
+
+    /// Why the job ends, if that is known within so many seconds; asked by a rank whose collective has failed.
+    fn explain(&self, py: Python<'_>, patience_s: f64) -> PyResult<Option<String>> {
+        let patience = seconds("patience_s", patience_s)?;
+        Ok(py.detach(|| self.inner.explain(patience).map(str::to_owned)))
+    }
+
+    /// This rank ends by an uncaught exception; `message` is its class and text. The others end after a grace.
+    fn fail(&self, py: Python<'_>, message: &str) {
+        py.detach(|| self.inner.fail(message));
     }
 
     /// This rank's script has ended as it should.
-    pub fn close(&self) {
-        if self.is_over() || self.peers().get(self.rank).standing == Standing::Failed {
-            return;
-        }
-        self.closed.store(true, Ordering::Release);
-        self.broadcast(&Message::Bye);
-    }
-
-    fn peers(&self) -> MutexGuard<'_, Peers> {
-        self.peers.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn is_over(&self) -> bool {
-        self.closed.load(Ordering::Acquire) || self.process_id != std::process::id()
-    }
-
-    fn spawn(self: &Arc<Self>, run: impl FnOnce(&Arc<Self>) + Send + 'static) -> io::Result<()> {
-        let watchdog = Arc::clone(self);
-        thread::Builder::new().name("rannc-watchdog".to_owned()).spawn(move || run(&watchdog)).map(drop)
-    }
-
-    /// Lets the other ranks in, each once, until all are. Other callers are let go: a scan of the ports must not end a job.
-    fn let_in(self: &Arc<Self>, door: &Arc<Door>) {
-        let greeters = Arc::new(AtomicUsize::new(0));
-        while !self.is_over() && !self.peers().are_complete() {
-            while greeters.load(Ordering::Acquire) < MAX_GREETERS {
-                let Some(stream) = door.caller() else { break };
-                greeters.fetch_add(1, Ordering::AcqRel);
-                let (door, busy) = (Arc::clone(door), Arc::clone(&greeters));
-                let started = self.spawn(move |watchdog| {
-                    let greeted = watchdog.greet(stream, &door.token);
-                    drop(door);
-                    busy.fetch_sub(1, Ordering::AcqRel);
-                    if let Ok(Some((rank, receiver))) = greeted {
-                        watchdog.listen_to(rank, receiver);
-                    }
-                });
-                if started.is_err() {
-                    // The caller has been let go with the thread, and will call again.
-                    greeters.fetch_sub(1, Ordering::AcqRel);
-                }
-            }
-            thread::sleep(POLL);
-        }
-    }
-
-    /// Hears out a caller; it is a rank of this job if it knows the token.
-    fn greet(&self, stream: TcpStream, expected: &str) -> io::Result<Option<(u32, Receiver)>> {
-        let (sender, mut receiver) = wire::split(stream)?;
-        let hello = receiver.receive_before(Instant::now() + HANDSHAKE)?;
-        let Message::Hello { token, rank, world_size } = hello else { return Ok(None) };
-        if token != expected {
-            return Ok(None);
-        }
-        if let Some(reason) = self.objection(rank, world_size) {
-            sender.send(&Message::Refused { reason })?;
-            return Ok(None);
-        }
-        if let Err(error) = sender.send(&Message::Welcome) {
-            self.peers().get(rank).standing = Standing::Unknown;
-            return Err(error);
-        }
-        self.admit(rank, sender);
-        Ok(Some((rank, receiver)))
-    }
-
-    /// Why a caller cannot be the rank that it says it is; without an objection it is.
-    fn objection(&self, rank: u32, world_size: u32) -> Option<String> {
-        if world_size != self.world_size {
-            return Some(format!("it counts {world_size} ranks, rank 0 counts {}", self.world_size));
-        }
-        if rank == 0 || rank >= world_size {
-            return Some(format!("there is no rank {rank} to connect among {world_size}"));
-        }
-        (!self.claim(rank)).then(|| format!("there is a rank {rank} already"))
-    }
-
-    /// Takes the place of a rank, once.
-    fn claim(&self, rank: u32) -> bool {
-        let mut peers = self.peers();
-        let peer = peers.get(rank);
-        let free = peer.standing == Standing::Unknown;
-        if free {
-            peer.standing = Standing::Working;
-        }
-        free
-    }
-
-    fn admit(&self, rank: u32, sender: Sender) {
-        self.peers().get(rank).sender = Some(Arc::new(sender));
-    }
-
-    /// Hears a connected rank until it is gone.
-    fn listen_to(self: &Arc<Self>, rank: u32, mut receiver: Receiver) {
-        let silence = receiver.set_silence(self.limits.silence);
-        loop {
-            match silence.as_ref().map_err(io::Error::kind).and_then(|()| receiver.receive().map_err(|e| e.kind())) {
-                Ok(Message::Beat(beat)) => self.peers().hear(rank, beat),
-                Ok(Message::Bye) => self.peers().get(rank).standing = Standing::Left,
-                Ok(Message::Fail { text, place }) => self.hear_failure(rank, &text, &place),
-                Ok(Message::Stop(stop)) if rank == 0 => self.obey(&stop),
-                Ok(Message::Stop(_) | Message::Hello { .. } | Message::Welcome | Message::Refused { .. }) => {}
-                Err(kind) => return self.lose(rank, kind),
-            }
-        }
-    }
-
-    fn hear_failure(self: &Arc<Self>, rank: u32, text: &str, place: &str) {
-        self.peers().get(rank).standing = Standing::Failed;
-        let stop = self.failure(rank, text, place);
-        let order = {
-            let stop = stop.clone();
-            move |watchdog: &Arc<Self>| {
-                thread::sleep(SETTLE);
-                watchdog.order(&stop);
-            }
-        };
-        if self.spawn(order).is_err() {
-            self.order(&stop);
-        }
-    }
-
-    fn failure(&self, rank: u32, text: &str, place: &str) -> Stop {
-        Stop {
-            cause: format!("rank {rank} failed {place}: {}", text.trim_end().trim_end_matches('.')),
-            said_by: Some(rank),
-            grace_ms: self.limits.grace.as_millis() as u64,
-        }
-    }
-
-    /// The connection with `rank` is over.
-    fn lose(self: &Arc<Self>, rank: u32, kind: io::ErrorKind) {
-        let cause = {
-            let mut peers = self.peers();
-            let peer = peers.get(rank);
-            peer.sender = None;
-            if peer.standing != Standing::Working {
-                return;
-            }
-            let place = peer.beat.place();
-            if matches!(kind, io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) {
-                let seconds = self.limits.silence.as_secs_f64();
-                format!("rank {rank} has not been heard of for {seconds} s (silence_timeout_s); it was last {place}")
-            } else if peer.call().is_some() {
-                format!("rank {rank} died while it was {place}")
-            } else {
-                // A short call can have begun since the last beat.
-                format!("rank {rank} died; when last heard of, it was {place}")
-            }
-        };
-        self.order(&Stop { cause, said_by: None, grace_ms: 0 });
-    }
-
-    /// Sends beats and looks at the clock, until the script has ended.
-    fn beat(self: &Arc<Self>) {
-        while !self.is_over() {
-            self.tell();
-            let cause = judge::verdict(&self.peers(), &self.limits, self.rank);
-            if let Some(cause) = cause {
-                self.order(&Stop { cause, said_by: None, grace_ms: 0 });
-            }
-            if self.rank == 0 {
-                self.name_late();
-            }
-            thread::sleep(self.limits.heartbeat);
-        }
-    }
-
-    /// Tells the other ranks, and this one's own record, where this rank is.
-    fn tell(&self) {
-        let beat = self.position.beat();
-        self.peers().hear(self.rank, beat.clone());
-        self.broadcast(&Message::Beat(beat));
-    }
-
-    /// Says once for each call which ranks have not come to it for long.
-    fn name_late(&self) {
-        let Some((place, text)) = judge::late(&self.peers(), &self.limits) else { return };
-        let mut noticed = self.noticed.lock().unwrap_or_else(PoisonError::into_inner);
-        if noticed.replace(place) != Some(place) {
-            say(&text);
-        }
-    }
-
-    fn broadcast(&self, message: &Message) {
-        let senders = self.peers().senders();
-        for sender in senders {
-            // A peer that cannot be reached shows on the receiving side too, and is dealt with there.
-            let _ = sender.send(message);
-        }
-    }
-
-    /// Ends the job: rank 0 tells all, another rank (it has lost rank 0) ends itself.
-    fn order(&self, stop: &Stop) {
-        if self.is_over() || self.verdict.set(stop.clone()).is_err() {
-            return;
-        }
-        if self.rank == 0 {
-            self.broadcast(&Message::Stop(stop.clone()));
-            thread::sleep(LINGER);
-        }
-        self.end(stop);
-    }
-
-    /// Rank 0's order has come.
-    fn obey(&self, stop: &Stop) {
-        if !self.is_over() && self.verdict.set(stop.clone()).is_ok() {
-            self.end(stop);
-        }
-    }
-
-    /// Prints the cause and leaves the process, except on the rank that ends by its own exception.
-    fn end(&self, stop: &Stop) {
-        if stop.said_by == Some(self.rank) {
-            return;
-        }
-        let beat = self.position.beat();
-        let grace = Duration::from_millis(stop.grace_ms);
-        let patience = if beat.calls.current().is_some() { grace.max(HAND_OUT) } else { grace };
-        if wait_until(&self.handed_out, patience) {
-            wait_until(&self.reported, self.limits.grace);
-        }
-        if self.is_over() {
-            return;
-        }
-        (self.flush)();
-        let said = self.handed_out.load(Ordering::Acquire) && self.reported.load(Ordering::Acquire);
-        if !said {
-            say(&format!("{}. Rank {} was {}. All ranks stop.", stop.cause, self.rank, beat.place()));
-        }
-        leave_process(EXIT_STATUS);
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| {
+            self.inner.close();
+            *locked(&self.exchange) = None;
+        });
     }
 }
 
-/// True as soon as `flag` is set, false when it is not within `patience`.
-fn wait_until(flag: &AtomicBool, patience: Duration) -> bool {
-    let start = Instant::now();
-    while !flag.load(Ordering::Acquire) && start.elapsed() < patience {
-        thread::sleep(POLL.min(patience));
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn seconds(name: &str, value: f64) -> PyResult<Duration> {
+    match Duration::try_from_secs_f64(value) {
+        Ok(duration) if !duration.is_zero() => Ok(duration),
+        _ => Err(PyValueError::new_err(format!("{name} must be a positive number of seconds, not {value}"))),
     }
-    flag.load(Ordering::Acquire)
 }
 
-/// Writes one line to stderr.
-fn say(text: &str) {
-    // With nowhere left to say it, going on is still right.
-    let _ = io::stderr().write_all(format!("RaNNC: {text}\n").as_bytes());
-}
-
-/// Leaves the process at once.
-///
-/// `std::process::exit` would run the exit handlers of libraries, and NCCL's wait for ranks that are gone.
-#[allow(unsafe_code)] // the standard library has no safe equivalent
-fn leave_process(status: i32) -> ! {
-    // SAFETY: `_exit` takes any status, touches no memory of this process, and does not return.
-    unsafe { libc::_exit(status) }
+/// Writes out what Python has buffered for stdout and stderr, unless the interpreter is stuck.
+fn flush_python() {
+    let (done, flushed) = mpsc::channel();
+    let flush = move || {
+        Python::try_attach(|py| {
+            for name in ["stdout", "stderr"] {
+                // A closed stream has nothing to lose.
+                let _ = py.import("sys").and_then(|sys| sys.getattr(name)?.call_method0("flush"));
+            }
+        });
+        let _ = done.send(());
+    };
+    if thread::Builder::new().spawn(flush).is_err() {
+        return;
+    }
+    let _ = flushed.recv_timeout(FLUSH_PATIENCE);
 }

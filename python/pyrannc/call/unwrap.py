@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from pyrannc.capture.torch_internals import OptimizedModule, compiled_module, drop_compiled_call
+from pyrannc.capture.torch_internals import compiled_module, drop_compiled_call, is_compiled
 from pyrannc.errors import RaNNCError
 from pyrannc.log import get_logger
 
@@ -26,7 +26,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
                 f"{where} is wrapped in {kind}, whose place RaNNC takes: leave out {kind}, and give "
                 "RaNNCModule the model"
             )
-    compiled = isinstance(model, OptimizedModule)
+    compiled = is_compiled(model)
     inner = compiled_module(model) if compiled else model
     compiled = drop_compiled_call(inner) or compiled
     if compiled:

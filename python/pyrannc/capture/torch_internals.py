@@ -7,18 +7,16 @@ holds what is relied upon. So a new version of torch shows here, and only here, 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
 
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.source import ConstantSource as _ConstantSource
-from torch._export import non_strict_utils
-from torch._export import utils as export_utils
-from torch._guards import TracingContext, tracing
+from torch._guards import SLoc, TracingContext, tracing
 from torch._ops import HigherOrderOperator as _HigherOrderOperator
 from torch._ops import OpOverload as _OpOverload
 from torch._subclasses import fake_tensor
@@ -105,15 +103,31 @@ def note_new_nodes(graph: fx.Graph, note: Callable[[fx.Node], None]) -> None:
     graph.create_node = create_noted  # type: ignore[method-assign]  # shadows it on this graph only
 
 
-NonStrictTorchFunctionHandler = non_strict_utils._NonStrictTorchFunctionHandler
-"""Lets Python code of a model work on symbolic sizes (indexing, ``math`` functions). Public: non-strict export."""
+# What belongs to export or torch.compile is imported when it is used: with it comes all of torch.compile, which takes
+# more than a second.
 
-override_builtin_ops = non_strict_utils._override_builtin_ops
-"""Likewise for ``max``, ``min`` and ``pow`` of Python. Public: non-strict export."""
 
-compiling_state = export_utils._compiling_state_context
-"""``torch.compiler.is_compiling()`` is True in it: models leave out what cannot be traced, ``torch.vmap`` leaves nodes.
-Public: none."""
+def non_strict_functions() -> AbstractContextManager[None]:
+    """Lets Python code of a model work on symbolic sizes (indexing, ``math`` functions). Public: non-strict export."""
+    from torch._export.non_strict_utils import _NonStrictTorchFunctionHandler
+
+    handler: AbstractContextManager[None] = _NonStrictTorchFunctionHandler()
+    return handler
+
+
+def override_builtin_ops() -> AbstractContextManager[None]:
+    """Likewise for ``max``, ``min`` and ``pow`` of Python. Public: non-strict export."""
+    from torch._export.non_strict_utils import _override_builtin_ops
+
+    return _override_builtin_ops()
+
+
+def compiling_state() -> AbstractContextManager[None]:
+    """``torch.compiler.is_compiling()`` is True in it: models leave out what cannot be traced, ``torch.vmap`` leaves
+    nodes. Public: none."""
+    from torch._export.utils import _compiling_state_context
+
+    return _compiling_state_context()
 
 
 @contextmanager
@@ -145,7 +159,9 @@ def fake_of(mode: fake_tensor.FakeTensorMode, name: str, tensor: Tensor, batched
     context: symbolic_shapes.StatelessSymbolicContext[Any, Any] = symbolic_shapes.StatelessSymbolicContext(
         dynamic_sizes=sizes
     )
-    fake: Tensor = mode.from_tensor(tensor, symbolic_context=context, source=_ConstantSource(name))
+    from torch._dynamo.source import ConstantSource
+
+    fake: Tensor = mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(name))
     return fake
 
 
@@ -162,6 +178,12 @@ class ShapeQuestions(symbolic_shapes.ShapeEnv):
     def is_fixed(self, symbol: sympy.Symbol) -> bool:
         """True when the answers so far leave one value, or another symbol, for ``symbol``."""
         return symbol in self.replacements
+
+    def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> tuple[SLoc, str]:
+        """Where a guard comes from: for torch's errors, but not for its logs, as it imports export to find it out."""
+        if is_debug:
+            return super()._get_stack_summary(is_debug, framework_loc)
+        return SLoc(framework_loc or "", None), ""
 
     def evaluate_sym_node(
         self, sym_node: Any, size_oblivious: bool = False, fallback_value: bool | None = None
@@ -367,8 +389,11 @@ def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtyp
     return device, dtype
 
 
-OptimizedModule: type[nn.Module] = torch._dynamo.OptimizedModule
-"""What ``torch.compile`` makes of a module. Public: none."""
+def is_compiled(module: nn.Module) -> bool:
+    """True for what ``torch.compile`` has made of a module. Public: none."""
+    # Before torch.compile is used there is none.
+    compiler: Any = sys.modules.get("torch._dynamo")
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
 def compiled_module(compiled: nn.Module) -> nn.Module:

@@ -31,11 +31,11 @@ from .source import Place, SourceTracker
 from .torch_internals import (
     MODULE_TO,
     FakeTensorMode,
-    NonStrictTorchFunctionHandler,
     compiling_state,
     current_tracer,
     expression,
     fake_of,
+    non_strict_functions,
     override_builtin_ops,
     own_buffers,
     parse_to,
@@ -235,7 +235,7 @@ class _Session:
             stack.enter_context(compiling_state())
             stack.enter_context(OperatorFallbacks(self.oracle, self.mode, self.sizes, self.tracker).installed())
             stack.enter_context(self.mode)
-            stack.enter_context(NonStrictTorchFunctionHandler())
+            stack.enter_context(non_strict_functions())
             stack.enter_context(tracing_context(self.mode))
             stack.enter_context(override_builtin_ops())
             stack.enter_context(opaque_autograd_functions())

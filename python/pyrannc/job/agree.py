@@ -2,44 +2,40 @@
 
 from __future__ import annotations
 
+import pickle
+import struct
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-import torch.distributed as dist
-
 from pyrannc.errors import MismatchError, RaNNCError
-from pyrannc.job import process
+from pyrannc.job import faults, process
 
 _Result = TypeVar("_Result")
+
+_NUMBERS, _OBJECTS, _OBJECT = range(3)
 
 
 def gather_objects(item: Any) -> list[Any]:
     """Every rank's ``item``, in rank order, on every rank."""
     if process.get_world_size() == 1:
         return [item]
-    everyone: list[Any] = [None] * process.get_world_size()
-    dist.all_gather_object(everyone, item, group=process.control())
-    return everyone
+    return [pickle.loads(text) for text in faults.gather(_OBJECTS, pickle.dumps(item))]
 
 
 def broadcast_object(item: Any) -> Any:
     """Rank 0's ``item``."""
     if process.get_world_size() == 1:
         return item
-    box = [item]
-    dist.broadcast_object_list(box, 0, group=process.control())
-    return box[0]
+    texts = faults.gather(_OBJECT, pickle.dumps(item) if process.get_rank() == 0 else b"")
+    return item if process.get_rank() == 0 else pickle.loads(texts[0])
 
 
 def gather_numbers(numbers: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Every rank's numbers, in rank order. As many on every rank."""
+    """Every rank's numbers, of 64 bits with a sign, in rank order. As many on every rank."""
     if process.get_world_size() == 1:
         return [numbers]
-    own = torch.tensor([numbers], dtype=torch.int64)
-    everyone = torch.empty(process.get_world_size(), len(numbers), dtype=torch.int64)
-    dist.all_gather_into_tensor(everyone, own, group=process.control())
-    return [tuple(row) for row in everyone.tolist()]
+    form = struct.Struct(f"={len(numbers)}q")
+    return [form.unpack(text) for text in faults.gather(_NUMBERS, form.pack(*numbers))]
 
 
 def together(attempt: Callable[[], _Result]) -> _Result:

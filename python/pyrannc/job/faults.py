@@ -16,7 +16,7 @@ from pyrannc import config as configuration
 from pyrannc._native import Watchdog
 from pyrannc.config import Config
 from pyrannc.errors import PeerError, RaNNCError
-from pyrannc.job import agree, process
+from pyrannc.job import process
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -26,23 +26,33 @@ _EXPLAIN_WITHIN_S = 3.0
 _SIGNS_OF_THE_BACK_END = ("gloo", "nccl", "connection", "broken pipe", "socket", "timed out")
 """Gloo raises plain RuntimeErrors, which only their texts tell from others."""
 
+_OUTSIDE = "RaNNC's exchange between all ranks"
+"""What an exchange outside of any collective call is called."""
+
 _watchdog: Watchdog | None = None
+_joined: process.Process | None = None
+"""For which it was made."""
 
 
 def watchdog() -> Watchdog | None:
     """This process's watchdog, connected with those of the other ranks; ``None`` in a job of one rank.
 
-    The first call is collective over all ranks.
+    The first call is collective over all ranks, and so is the first one after they have joined anew.
 
     Raises:
         ConfigError: the configuration cannot be read.
-        PeerError: rank 0 cannot be reached.
+        PeerError: another rank cannot be reached.
     """
-    global _watchdog
+    global _watchdog, _joined
     joined = process.ensure_process_group()
+    if _watchdog is not None and _joined is not joined:
+        leave()
     if _watchdog is None and joined.world_size > 1:
         config = configuration.load().config
-        _watchdog = _listen(joined, config) if joined.rank == 0 else _connect(joined, config)
+        made = _listen(joined, config) if joined.rank == 0 else _connect(joined, config)
+        ends: list[str] = _told(joined, made.open_exchange())
+        made.join_exchange(ends, connect_timeout_s=config.connect_timeout_s)
+        _watchdog, _joined = made, joined
         _report_uncaught(_watchdog)
         # Unlike atexit, this also runs at the end of a process started by multiprocessing.
         Finalize(None, leave, exitpriority=100)
@@ -53,18 +63,51 @@ def _listen(joined: process.Process, config: Config) -> Watchdog:
     made = Watchdog.listen(
         joined.world_size,
         joined.host,
+        heartbeat_s=config.heartbeat_s,
         silence_timeout_s=config.silence_timeout_s,
         stall_timeout_s=config.stall_timeout_s,
+        left_timeout_s=config.left_timeout_s,
         different_calls_timeout_s=config.different_calls_timeout_s,
         late_notice_s=config.late_notice_s,
+        fail_grace_s=config.fail_grace_s,
     )
-    agree.broadcast_object(made.address)
+    _told(joined, made.address)
     return made
 
 
 def _connect(joined: process.Process, config: Config) -> Watchdog:
-    address = agree.broadcast_object(None)
-    return Watchdog.connect(address, joined.rank, joined.world_size, silence_timeout_s=config.silence_timeout_s)
+    return Watchdog.connect(
+        _told(joined, "")[0],
+        joined.rank,
+        joined.world_size,
+        connect_timeout_s=config.connect_timeout_s,
+        heartbeat_s=config.heartbeat_s,
+        silence_timeout_s=config.silence_timeout_s,
+        left_timeout_s=config.left_timeout_s,
+        fail_grace_s=config.fail_grace_s,
+    )
+
+
+def _told(joined: process.Process, text: str) -> list[str]:
+    """Every rank's text, in rank order, before the ranks' own connections stand."""
+    everyone = [""] * joined.world_size
+    dist.all_gather_object(everyone, text, group=joined.control)
+    return everyone
+
+
+def gather(purpose: int, text: bytes) -> list[bytes]:
+    """Every rank's text, in rank order. All ranks call it, in the same collective call and for the same purpose.
+
+    Args:
+        purpose: up to 255.
+        text: of any length.
+
+    Raises:
+        PeerError: another rank has died, failed, left or stalled, or is in another call.
+    """
+    with collective(_OUTSIDE):
+        own = watchdog()
+        return [text] if own is None else own.gather(purpose, text)
 
 
 def leave() -> None:
@@ -138,6 +181,8 @@ def announced(call: str) -> Callable[[_Method], _Method]:
 
 
 def _comes_from_the_back_end(error: BaseException) -> bool:
+    if isinstance(error, ConnectionError):
+        return True
     if not isinstance(error, RuntimeError) or isinstance(error, RaNNCError):
         return False
     text = str(error).lower()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING
 
 from pyrannc.job import faults
 from pyrannc.log import get_logger
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 _log = get_logger("DPStaging")
 
@@ -39,6 +40,10 @@ class Bar:
     def __enter__(self) -> Bar:
         self._start = self._last_line = time.monotonic()
         if self._shown and sys.stderr.isatty():
+            # Few starts draw a bar, and each would pay for the import.
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[parts]}"))
             self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
             self._bar.add_task(self._title, total=self._total, parts=self._parts_text())

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::calls::{Call, Place};
-use super::wire::{Beat, Sender};
+use crate::calls::{Call, Place};
+use crate::wire::{Beat, Sender};
 
 /// How a rank stands to the job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,13 +1,13 @@
 //! What the watchdogs of two ranks say to each other: one JSON object a line over TCP.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
-use std::net::TcpStream;
+use std::net::{IpAddr, TcpStream};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::calls::Calls;
+use crate::calls::Calls;
 
 /// Longer lines are taken for something that is not a watchdog.
 const MAX_LINE_BYTES: u64 = 1 << 20;
@@ -143,6 +143,17 @@ impl Receiver {
             self.0.consume(end);
         }
         Ok(serde_json::from_slice(&line)?)
+    }
+
+    /// The connection itself, after its greeting.
+    pub fn into_stream(self) -> TcpStream {
+        debug_assert!(self.0.buffer().is_empty(), "nobody says more than it is asked for");
+        self.0.into_inner()
+    }
+
+    /// This end's address.
+    pub fn local_address(&self) -> io::Result<IpAddr> {
+        Ok(self.0.get_ref().local_addr()?.ip())
     }
 
     /// How long `receive` waits for anything at all.

@@ -1,21 +1,16 @@
-//! How the ranks find rank 0's watchdog, and who is let in.
+//! How ranks find each other: one opens a door, and those who have its address enter.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use super::WatchdogError;
-use super::wire::{self, Message, Receiver, Sender};
+use crate::error::JobError;
+use crate::home::Home;
+use crate::wire::{self, Message, Receiver, Sender};
 
-/// How long a caller may take to say who it is.
-pub const HANDSHAKE: Duration = Duration::from_secs(5);
-
-/// How long a rank waits for the answer: longer, so that rank 0 does not let in who has just given up.
+/// How long a caller waits for the answer: longer than it is heard out, so that nobody is let in who has just given up.
 const ANSWER: Duration = Duration::from_secs(10);
-
-/// Callers that are heard out at the same time; others wait in the system's queue.
-pub const MAX_GREETERS: usize = 64;
 
 /// How long to wait for one address before the next one is tried.
 const CONNECT: Duration = Duration::from_secs(5);
@@ -23,7 +18,7 @@ const CONNECT: Duration = Duration::from_secs(5);
 /// A pause between two attempts.
 const POLL: Duration = Duration::from_millis(50);
 
-/// Where rank 0 listens until all ranks are in.
+/// Where a rank listens until those whom it expects are in.
 pub struct Door {
     /// One listener for each address of this host that the others may resolve; they share a port where they can.
     listeners: Vec<TcpListener>,
@@ -32,32 +27,38 @@ pub struct Door {
 }
 
 impl Door {
-    /// Opens the door on the addresses that `host`, this host's name as the other ranks know it, stands for. Returns also
-    /// the text for the other ranks: `host:port,address:port/token`.
-    pub fn open(host: &str) -> Result<(Self, String), WatchdogError> {
-        let failed = |source| WatchdogError::Listen { host: host.to_owned(), source };
-        let mut bound = bind(&own_addresses(host));
-        if bound.is_empty() {
-            // The name is that of a gateway, or the name service is unusual: any address will do.
-            bound = bind(&[Ipv6Addr::UNSPECIFIED.into()]);
+    /// Opens a rank's door on its host's addresses. Returns also the text for the others: `host:port,address:port/token`.
+    pub fn open(rank: u32, home: &Home) -> Result<(Self, String), JobError> {
+        match home {
+            Home::Named(host) => Self::listen(own_addresses(host), Some(host)),
+            Home::At(address) => Self::listen(vec![*address], None),
         }
-        if bound.is_empty() {
-            bound = vec![TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).map_err(failed)?];
+        .map_err(|source| JobError::Listen { rank, home: home.clone(), source })
+    }
+
+    fn listen(addresses: Vec<IpAddr>, host: Option<&str>) -> io::Result<(Self, String)> {
+        let mut listeners = bind(&addresses);
+        if listeners.is_empty() {
+            // The name is that of a gateway, or the name service is unusual: any address will do.
+            listeners = bind(&[Ipv6Addr::UNSPECIFIED.into()]);
+        }
+        if listeners.is_empty() {
+            listeners = vec![TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0))?];
         }
         let mut targets = Vec::new();
-        for listener in &bound {
-            listener.set_nonblocking(true).map_err(failed)?;
-            let address = listener.local_addr().map_err(failed)?;
-            targets.push(target(host, address.port()));
+        for listener in &listeners {
+            listener.set_nonblocking(true)?;
+            let address = listener.local_addr()?;
+            targets.extend(host.map(|host| target(host, address.port())));
             if !address.ip().is_unspecified() {
                 targets.push(address.to_string());
             }
         }
         targets.sort_by_key(|target| target.parse::<SocketAddr>().is_ok());
         targets.dedup();
-        let token = random_token().map_err(failed)?;
+        let token = random_token()?;
         let address = format!("{}/{token}", targets.join(","));
-        Ok((Self { listeners: bound, token }, address))
+        Ok((Self { listeners, token }, address))
     }
 
     /// A caller that waits to be let in, if there is one. An error, such as too many open files, may pass.
@@ -66,22 +67,23 @@ impl Door {
     }
 }
 
-/// Finds rank 0 at an address that [`Door::open`] has made, and is let in.
+/// Finds the rank `above` at an address that its [`Door`] has made, and is let in.
 pub fn enter(
+    above: u32,
     address: &str,
     (rank, world_size): (u32, u32),
     patience: Duration,
-) -> Result<(Sender, Receiver), WatchdogError> {
-    let (targets, token) = address.rsplit_once('/').ok_or_else(|| WatchdogError::Address(address.to_owned()))?;
+) -> Result<(Sender, Receiver), JobError> {
+    let (targets, token) = address.rsplit_once('/').ok_or_else(|| JobError::Address(address.to_owned()))?;
     let deadline = Instant::now() + patience;
     let hello = Message::Hello { token: token.to_owned(), rank, world_size };
     loop {
         match reach(targets, deadline).and_then(|stream| greet(stream, &hello)) {
             Ok((Message::Welcome, sender, receiver)) => return Ok((sender, receiver)),
-            Ok((Message::Refused { reason }, ..)) => return Err(WatchdogError::Refused { rank, reason }),
-            Ok(_) => return Err(WatchdogError::Address(address.to_owned())),
+            Ok((Message::Refused { reason }, ..)) => return Err(JobError::Refused { rank, above, reason }),
+            Ok(_) => return Err(JobError::Address(address.to_owned())),
             Err(_) if Instant::now() < deadline => thread::sleep(POLL),
-            Err(source) => return Err(WatchdogError::Connect { rank, address: targets.to_owned(), source }),
+            Err(source) => return Err(JobError::Connect { rank, above, address: targets.to_owned(), source }),
         }
     }
 }

@@ -2,8 +2,8 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::calls::Calls;
-use super::wire::Beat;
+use crate::calls::Calls;
+use crate::wire::Beat;
 
 /// What the rank does inside a call.
 enum Doing {
@@ -27,9 +27,9 @@ struct State {
 /// The current call, the names of a program's Actions, and the current one.
 pub struct Position(Mutex<State>);
 
-impl Position {
+impl Default for Position {
     /// Outside of any call, with an empty program.
-    pub fn new() -> Self {
+    fn default() -> Self {
         Self(Mutex::new(State {
             calls: Calls::default(),
             names: Vec::new(),
@@ -39,7 +39,9 @@ impl Position {
             failed_at: None,
         }))
     }
+}
 
+impl Position {
     /// A collective call begins; false inside of another one, which counts alone.
     pub fn begin(&self, name: &str, new_round: bool) -> bool {
         let mut state = self.state();
@@ -106,6 +108,11 @@ impl Position {
     pub fn failed_at(&self) -> String {
         let state = self.state();
         state.failed_at.clone().unwrap_or_else(|| state.beat().place())
+    }
+
+    /// Shows the name of the current call.
+    pub fn with_call(&self, see: impl FnOnce(Option<&str>)) {
+        see(self.state().calls.current().map(|call| call.name.as_str()));
     }
 
     /// Everything that other ranks are told.

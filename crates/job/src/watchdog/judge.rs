@@ -1,8 +1,8 @@
 //! What is wrong between the ranks, told from their beats alone.
 
 use super::Limits;
-use super::calls::{Call, Place};
 use super::peers::{Peer, Peers, Standing};
+use crate::calls::{Call, Place};
 
 /// Why the job must end, if it must. Rank 0 knows all ranks; another rank knows only itself and rank 0.
 pub fn verdict(peers: &Peers, limits: &Limits, rank: u32) -> Option<String> {
