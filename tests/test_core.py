@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyrannc._native import Cluster, Graph, Plan, Profile, Program
+from pyrannc._native import Buckets, Cluster, Graph, Plan, Profile, Program
 from pyrannc.capture import capture
+from pyrannc.core.buckets import BucketsFacts
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts
 from pyrannc.core.plan import PlanFacts
@@ -53,6 +54,7 @@ UNREAD = {
     },
     "divided": set(),
     "partition": {"outputs[].index", "tied"},
+    "buckets": {"gradients", "buckets[].dtype", "buckets[].bytes"},
     "rank view": {"replica"},
     "plan": {
         "schema",
@@ -227,9 +229,20 @@ def test_every_field_of_the_partition_is_read_or_known(graph: Graph, plan: Plan,
     read("partition", [lambda: Parts.from_json(partition.to_json())])
 
 
+def all_buckets(graph: Graph, plan: Plan) -> Buckets:
+    params = range(len(json.loads(graph.to_json())["params"]))
+    return Buckets.divide(plan, plan.partition(graph), graph, params, [])
+
+
+def test_every_field_of_the_buckets_is_read_or_known(graph: Graph, plan: Plan, read: Any) -> None:
+    buckets = all_buckets(graph, plan)
+    read("buckets", [lambda: BucketsFacts.from_json(buckets.to_json())])
+
+
 def test_every_field_of_a_rank_s_program_is_read_or_known(graph: Graph, plan: Plan, read: Any) -> None:
     partition = plan.partition(graph)
-    programs = [Program.build(plan, partition, [ROWS // 2] * 2, True, call) for call in get_args(Call)]
+    buckets = all_buckets(graph, plan)
+    programs = [Program.build(plan, partition, buckets, [ROWS // 2] * 2, True, call) for call in get_args(Call)]
     views = [program.rank_view(rank) for program in programs for rank in range(2)]
     read("rank view", [lambda view=view: RankProgram.from_json(view) for view in views])
 

@@ -5,10 +5,8 @@ from pathlib import Path
 from typing import Final, final
 
 __all__ = [
-    "BUCKET_BYTES",
-    "FIRST_BUCKET_BYTES",
-    "GRAD_WINDOW",
     "Blocks",
+    "Buckets",
     "Cluster",
     "Divided",
     "Graph",
@@ -25,9 +23,6 @@ __all__ = [
 ]
 
 version: Final[str]
-BUCKET_BYTES: Final[int]
-FIRST_BUCKET_BYTES: Final[int]
-GRAD_WINDOW: Final[int]
 
 def run_cli(args: list[str]) -> int: ...
 def table(columns: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]]) -> str: ...
@@ -126,11 +121,20 @@ class Partition:
     def to_json(self) -> str: ...
 
 @final
+class Buckets:
+    @staticmethod
+    def divide(
+        plan: Plan, partition: Partition, graph: Graph, trained: Sequence[int], everywhere: Sequence[int]
+    ) -> Buckets: ...
+    def to_json(self) -> str: ...
+
+@final
 class Program:
     @staticmethod
     def build(
         plan: Plan,
         partition: Partition,
+        buckets: Buckets,
         rows_per_rank: list[int],
         gather_inputs: bool,
         call: str,

@@ -169,7 +169,9 @@ class RaNNCModule(DeployedModel):
             call = replace(call, drawn=agree.broadcast_object(self._agreement.draw(variant)))
         self._variants.use(variant)
         deployment = self._deployed("forward")
-        program = variant.program(deployment.plan, call.batch.per_rank, self._gather_inputs, _call(variant))
+        program = variant.program(
+            deployment.plan, deployment.buckets, call.batch.per_rank, self._gather_inputs, _call(variant)
+        )
         deployment.sync_buffers(variant, program)
         if self._config.verify_partitioning and not self._proven and program.call != "forward":
             self._prove(deployment, variant, program, call)

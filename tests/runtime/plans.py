@@ -33,8 +33,8 @@ def searched_plan(graph: Graph, replicas: Sequence[int], microbatches: int, batc
     return Plan.search(graph, Cluster.preset("cpu", 1, sum(replicas)), [], json.dumps(settings))
 
 
-def scheduled(plan: Plan, schedule: str) -> Plan:
-    """The same Plan under another Schedule."""
+def scheduled(plan: Plan, schedule: str | list[str]) -> Plan:
+    """The same Plan under another Schedule: a name, or each Stage's computations."""
     return Plan.from_json(sealed({**json.loads(plan.to_json()), "schedule": schedule}))
 
 

@@ -5,6 +5,7 @@ use thiserror::Error;
 use crate::plan::{Plan, StagePlan};
 use crate::predicted::StepPrediction;
 use crate::saver::Recompute;
+use crate::schedule::{Order, Schedule};
 
 /// How a Plan contradicts itself.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -52,6 +53,22 @@ pub enum PlanFault {
     /// Runs of Ops to compute again that are not runs of the Stage.
     #[error("stage {0} computes main ops again that are not its own, or in no order")]
     Recompute(usize),
+    /// Orders of computations for other Stages than there are.
+    #[error("its schedule lists {listed} stages, but it has {stages}")]
+    Orders {
+        /// In the Schedule.
+        listed: usize,
+        /// In the Plan.
+        stages: usize,
+    },
+    /// The order of a Stage does not compute everything once.
+    #[error("the order of stage {stage} {problem}")]
+    Order {
+        /// The Stage.
+        stage: usize,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
     /// A prediction is not a number.
     #[error("a predicted time is infinite or not a number")]
     NotFinite,
@@ -79,6 +96,7 @@ impl Plan {
             expected = ops.end;
         }
         check_recompute(&self.stages)?;
+        check_schedule(&self.schedule, self.stages.len(), self.microbatches)?;
         check_ranks(self.stages.iter().map(|stage| stage.ranks.as_slice()), self.world_size)?;
         let StepPrediction { step_us, bubble, lower_bound_us } = self.predicted;
         let stage_times = self.stages.iter().flat_map(|StagePlan { predicted: p, .. }| {
@@ -105,6 +123,19 @@ fn check_recompute(stages: &[StagePlan]) -> Result<(), PlanFault> {
         }
     }
     Ok(())
+}
+
+/// Checks that listed orders have every computation of every Stage.
+fn check_schedule(schedule: &Schedule, stages: usize, microbatches: u32) -> Result<(), PlanFault> {
+    let Schedule::Explicit(orders) = schedule else { return Ok(()) };
+    if orders.len() != stages {
+        return Err(PlanFault::Orders { listed: orders.len(), stages });
+    }
+    let fault = |(stage, order): (usize, &Order)| Some((stage, order.fault(microbatches)?));
+    match orders.iter().enumerate().find_map(fault) {
+        Some((stage, problem)) => Err(PlanFault::Order { stage, problem }),
+        None => Ok(()),
+    }
 }
 
 /// Checks that every rank of `0..world_size` stands in exactly one Stage, and no Stage is without.

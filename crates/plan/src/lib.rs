@@ -13,7 +13,10 @@ mod schedule;
 
 pub use check::{ActionFault, CheckError, check};
 pub use consistent::PlanFault;
-pub use machine::{Blocked, Deadlock, GRAD_WINDOW, grid};
+pub use machine::{
+    Blocked, Channel, Clock, Deadlock, Halt, Memory, Observer, Pause, ProgramScript, Script, ScriptWriter, Slot, Span,
+    Stuck, Task, Ticks, grid, in_flight, run,
+};
 pub use partition::{
     Crossing, InputPart, OutputPart, OutputSource, Partition, PartitionError, PartitionFault, StagePart, TiedParam,
 };
@@ -21,8 +24,9 @@ pub use plan::{PLAN_SCHEMA, Placement, Plan, StagePlan};
 pub use plan_file::PlanFileError;
 pub use predicted::{MemoryPrediction, StagePrediction, StepPrediction};
 pub use program::{
-    Action, BUCKET_BYTES, Batch, FIRST_BUCKET_BYTES, Interval, Message, Overlap, Payload, Piece, Program, ProgramError,
-    RankProgram, RankView, Slice, Transfer, build, overlaps, plan_channels, split_even,
+    Action, BUCKET_BYTES, Batch, Bucket, Buckets, FIRST_BUCKET_BYTES, Gradient, Interval, Message, Overlap, Payload,
+    Piece, Program, ProgramError, RankProgram, RankView, Slice, Step, Trained, Transfer, WINDOW, build, overlaps,
+    plan_channels, split_even, with_messages,
 };
 pub use saver::{Recompute, Sharding};
-pub use schedule::{Call, Compute, ScheduleKind};
+pub use schedule::{Call, Compute, Order, OrderError, Schedule, ScheduleKind, depths};

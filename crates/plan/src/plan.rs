@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::predicted::{StagePrediction, StepPrediction};
 use crate::saver::{Recompute, Sharding};
-use crate::schedule::ScheduleKind;
+use crate::schedule::Schedule;
 
 /// Version of the plan file that this crate writes and reads.
 pub const PLAN_SCHEMA: u32 = 2;
@@ -29,7 +29,7 @@ pub struct Plan {
     /// Microbatches of a step.
     pub microbatches: u32,
     /// Order of forward and backward.
-    pub schedule: ScheduleKind,
+    pub schedule: Schedule,
     /// The Stages in order.
     pub stages: Vec<StagePlan>,
     /// Expected time of a step.
@@ -68,7 +68,7 @@ pub struct Placement {
     /// Microbatches of a step.
     pub microbatches: u32,
     /// Order of forwards and backwards.
-    pub schedule: ScheduleKind,
+    pub schedule: Schedule,
 }
 
 impl Plan {
@@ -77,7 +77,7 @@ impl Plan {
         Placement {
             ranks: self.stages.iter().map(|stage| stage.ranks.clone()).collect(),
             microbatches: self.microbatches,
-            schedule: self.schedule,
+            schedule: self.schedule.clone(),
         }
     }
 }

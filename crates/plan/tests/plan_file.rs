@@ -32,7 +32,7 @@ fn unsealed() -> Plan {
         world_size: 3,
         batch_rows: 12,
         microbatches: 4,
-        schedule: ScheduleKind::OneForwardOneBackward,
+        schedule: ScheduleKind::OneForwardOneBackward.into(),
         stages: vec![stage(0, 5, &[1]), stage(5, 9, &[0, 2])],
         predicted: StepPrediction { step_us: 12.5, bubble: 0.2, lower_bound_us: 10.0 },
         checksum: String::new(),

@@ -7,7 +7,7 @@ use pyo3::prelude::*;
 use rannc_cli::{Kind, mistaken};
 use rannc_cost::{CostError, ProfileError};
 use rannc_ir::GraphError;
-use rannc_plan::{CheckError, Deadlock, PartitionError, PlanFileError, ProgramError};
+use rannc_plan::{CheckError, Halt, PartitionError, PlanFileError, ProgramError};
 use rannc_search::SearchError;
 
 /// A class of `pyrannc.errors`.
@@ -92,7 +92,7 @@ impl Raised for CheckError {
     }
 }
 
-impl Raised for Deadlock {
+impl Raised for Halt {
     fn class(&self) -> ErrorClass {
         ErrorClass::PLAN
     }

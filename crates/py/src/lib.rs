@@ -30,7 +30,7 @@ mod _native {
     #[pymodule_export]
     use crate::profile::Profile;
     #[pymodule_export]
-    use crate::program::Program;
+    use crate::program::{Buckets, Program};
     #[pymodule_export]
     use crate::random::RandomStream;
     #[pymodule_export]
@@ -40,18 +40,6 @@ mod _native {
     #[pymodule_export]
     #[allow(non_upper_case_globals)] // Python's name for it
     const version: &str = env!("CARGO_PKG_VERSION");
-
-    /// Sends of gradients that a channel may have under way before the next one waits.
-    #[pymodule_export]
-    const GRAD_WINDOW: usize = rannc_plan::GRAD_WINDOW;
-
-    /// Size at which the first bucket of a Stage's gradients is full.
-    #[pymodule_export]
-    const FIRST_BUCKET_BYTES: u64 = rannc_plan::FIRST_BUCKET_BYTES;
-
-    /// Size at which any later bucket of gradients is full.
-    #[pymodule_export]
-    const BUCKET_BYTES: u64 = rannc_plan::BUCKET_BYTES;
 
     /// Runs the `rannc` command; `args` starts with the name of the program. Returns the exit status.
     #[pyfunction]

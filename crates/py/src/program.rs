@@ -1,10 +1,46 @@
 //! Program for Python.
 
+use std::collections::BTreeSet;
+
 use pyo3::prelude::*;
-use rannc_plan::{Batch, Call};
+use rannc_ir::ParamId;
+use rannc_plan::{Batch, Call, Trained};
 
 use crate::errors::{ErrorClass, OrRaise, OrRaiseAs};
+use crate::graph::Graph;
 use crate::plan::{Partition, Plan};
+
+/// Which gradients are summed together, over which ranks and in which order.
+#[pyclass(frozen, module = "pyrannc._native")]
+pub struct Buckets(rannc_plan::Buckets);
+
+#[pymethods]
+impl Buckets {
+    /// Divides the gradients of a Graph: of the trained Params, those of `everywhere` are held by every rank.
+    #[staticmethod]
+    fn divide(
+        py: Python<'_>,
+        plan: &Plan,
+        partition: &Partition,
+        graph: &Graph,
+        trained: Vec<u32>,
+        everywhere: Vec<u32>,
+    ) -> PyResult<Self> {
+        let params = |numbers: Vec<u32>| -> PyResult<BTreeSet<ParamId>> {
+            let known = |number| Some(ParamId(number)).filter(|&param| graph.0.params.get(param).is_some());
+            let found: Option<BTreeSet<ParamId>> = numbers.into_iter().map(known).collect();
+            found.ok_or_else(|| pyo3::exceptions::PyIndexError::new_err("the graph has no such parameter"))
+        };
+        let trained = Trained { params: params(trained)?, everywhere: params(everywhere)? };
+        let ranks = plan.0.placement().ranks;
+        Ok(py.detach(|| Self(rannc_plan::Buckets::of(&graph.0, &partition.0, &ranks, &trained))))
+    }
+
+    /// The JSON form.
+    fn to_json(&self) -> PyResult<String> {
+        serde_json::to_string(&self.0).or_raise_as(ErrorClass::PLAN)
+    }
+}
 
 /// What all ranks do for one batch, proven to end.
 #[pyclass(frozen, module = "pyrannc._native")]
@@ -20,6 +56,7 @@ impl Program {
         py: Python<'_>,
         plan: &Plan,
         partition: &Partition,
+        buckets: &Buckets,
         rows_per_rank: Vec<u64>,
         gather_inputs: bool,
         call: &str,
@@ -27,8 +64,8 @@ impl Program {
         let call: Call = serde_json::from_value(call.into()).or_raise_as(ErrorClass::PLAN)?;
         py.detach(|| {
             let batch = Batch { rows_per_rank, gather_inputs };
-            let program = rannc_plan::build(&plan.0.placement(), &partition.0, &batch, call).or_raise()?;
-            rannc_plan::check(&program, &partition.0).or_raise()?;
+            let program = rannc_plan::build(&plan.0.placement(), &partition.0, &buckets.0, &batch, call).or_raise()?;
+            rannc_plan::check(&program, &partition.0, &buckets.0.gradients).or_raise()?;
             Ok(Self { program })
         })
     }

@@ -152,7 +152,7 @@ impl Explanation {
             shape: PlanShape::new(other, Some(&workload)),
         });
         Ok(Self {
-            stages: stage_shares(&plan, step.bottleneck, cluster, settings),
+            stages: stage_shares(&plan, &Partition::new(graph, &ops)?.depths(), step.bottleneck, question),
             cuts: cuts(&plan, cut_bytes(graph, &ops, rows)?),
             median_cut_bytes: median(cut_bytes(graph, &possible(graph, cluster, settings), rows)?),
             runners_up: runners_up.collect(),
@@ -184,15 +184,15 @@ fn microbatch_us(stage: &StagePlan) -> f64 {
     stage.predicted.forward_us + stage.predicted.backward_us + stage.predicted.transfer_us
 }
 
-fn stage_shares(plan: &Plan, bottleneck: usize, cluster: &Cluster, settings: &Settings) -> Vec<StageShares> {
+fn stage_shares(plan: &Plan, depths: &[u32], bottleneck: usize, question: Question<'_>) -> Vec<StageShares> {
+    let Question { cluster, settings, .. } = question;
     let most_us = microbatch_us(&plan.stages[bottleneck]);
     let stages = plan.stages.iter().enumerate().map(|(number, stage)| {
         let memory_bytes = stage.ranks.iter().map(|&rank| cluster.device_of(rank).memory_bytes).min().unwrap_or(0);
-        let from_end = (plan.stages.len() - number) as u64;
         StageShares {
             microbatch_us: microbatch_us(stage),
             of_bottleneck: if most_us > 0.0 { microbatch_us(stage) / most_us } else { 0.0 },
-            in_flight: plan.schedule.in_flight(from_end, u64::from(plan.microbatches)),
+            in_flight: plan.schedule.order(number, depths[number], plan.microbatches).in_flight(),
             memory_bytes: stage.predicted.memory.total_bytes(),
             usable_bytes: settings.usable_bytes(memory_bytes) as u64,
             largest_use: largest_use(&stage.predicted.memory),

@@ -1,7 +1,7 @@
 //! Plans as tables.
 
 use rannc_cost::{format_bytes, format_us};
-use rannc_plan::{Interval, Plan, StagePlan, StagePrediction, split_even};
+use rannc_plan::{Interval, Order, Plan, Schedule, StagePlan, StagePrediction, split_even};
 
 use serde::Serialize;
 
@@ -128,12 +128,21 @@ impl Report for PlanTables<'_> {
     fn text(&self, width: usize) -> String {
         let Self { plan, limit_bytes, workload } = self;
         format!(
-            "{}\nTime of a microbatch; reduce and optimizer once a step\n{}\nMemory of a device\n{}",
+            "{}\nTime of a microbatch; reduce and optimizer once a step\n{}\nMemory of a device\n{}{}",
             summary(plan, workload.as_ref(), width),
             stage_table(plan, width),
             memory_table(plan, *limit_bytes, width),
+            listed_orders(plan, width),
         )
     }
+}
+
+/// What each Stage computes in which order, if the Plan lists it.
+fn listed_orders(plan: &Plan, width: usize) -> String {
+    let Schedule::Explicit(orders) = &plan.schedule else { return String::new() };
+    let line = |(stage, order): (usize, &Order)| paragraph(&format!("Stage {stage}: {order}"), width) + "\n";
+    let lines: String = orders.iter().enumerate().map(line).collect();
+    format!("\nOrder of each stage\n{}", lines.trim_end())
 }
 
 /// How a Plan divides a batch that comes in equal parts from all ranks.
@@ -243,7 +252,7 @@ mod tests {
             ..Settings::default()
         };
         let plan = plan(&mlp(6, 64), &cluster, &[], &settings).expect("fits").plan;
-        Plan { schedule: ScheduleKind::OneForwardOneBackward, ..plan }
+        Plan { schedule: ScheduleKind::OneForwardOneBackward.into(), ..plan }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use rannc_cost::{format_bytes, format_us};
-use rannc_plan::{Plan, Recompute, ScheduleKind, Sharding, StagePlan};
+use rannc_plan::{Plan, Recompute, Schedule, Sharding, StagePlan};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -82,7 +82,7 @@ pub struct PlanShape {
     /// Microbatches.
     pub microbatches: u32,
     /// Order of forward and backward.
-    pub schedule: ScheduleKind,
+    pub schedule: Schedule,
     /// Replicas of each Stage.
     pub replicas: Vec<usize>,
     /// Devices that get no rows.
@@ -106,7 +106,7 @@ impl PlanShape {
             peak_bytes: stages.iter().map(|stage| stage.predicted.memory.total_bytes()).max().unwrap_or(0),
             bubble: predicted.bubble,
             microbatches: plan.microbatches,
-            schedule: plan.schedule,
+            schedule: plan.schedule.clone(),
             replicas: stages.iter().map(|stage| stage.ranks.len()).collect(),
             idle_devices: idle_devices(plan),
             cuts: stages.windows(2).map(|pair| cut(&pair[0], &pair[1])).collect(),

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use rannc_ir::testing::mlp;
 use rannc_ir::{OpRun, ValueId};
-use rannc_plan::{Batch, Call, Partition, Placement, Program, ScheduleKind, build};
+use rannc_plan::{Batch, Buckets, Call, Partition, Placement, Program, ScheduleKind, Trained, build};
 use rannc_report::{TracedStep, chrome_trace};
 use rannc_sim::{Costs, Timeline, simulate};
 use serde_json::Value;
@@ -15,11 +15,13 @@ const LIMIT_BYTES: u64 = 1 << 20;
 /// Two Replicas that send to one, and back.
 fn step() -> (Program, Timeline) {
     let runs = [OpRun { first: 0, end: 2 }, OpRun { first: 2, end: 5 }];
-    let partition = Partition::new(&mlp(2, 4), &runs).expect("the cut is allowed");
-    let schedule = ScheduleKind::OneForwardOneBackward;
+    let graph = mlp(2, 4);
+    let partition = Partition::new(&graph, &runs).expect("the cut is allowed");
+    let schedule = ScheduleKind::OneForwardOneBackward.into();
     let placement = Placement { ranks: vec![vec![0, 1], vec![2]], microbatches: MICROBATCHES, schedule };
     let batch = Batch { rows_per_rank: vec![8, 8, 8], gather_inputs: true };
-    let program = build(&placement, &partition, &batch, Call::Whole).expect("the case is sound");
+    let buckets = Buckets::of(&graph, &partition, &placement.ranks, &Trained::captured(&graph));
+    let program = build(&placement, &partition, &buckets, &batch, Call::Whole).expect("the case is sound");
     let timeline = simulate(&program, &Rows).expect("the program runs");
     (program, timeline)
 }
@@ -40,8 +42,11 @@ impl Costs for Rows {
     fn value_bytes(&self, _: ValueId, rows: u64) -> u64 {
         rows
     }
-    fn reduce_us(&self, stage: u32) -> f64 {
-        if stage == 0 { 3.0 } else { 0.0 }
+    fn reduce_us(&self, _: u32, _: u64) -> f64 {
+        3.0
+    }
+    fn reduce_tied_us(&self, _: &[u32], _: u64) -> f64 {
+        0.0
     }
     fn update_us(&self, _: u32) -> f64 {
         1.0

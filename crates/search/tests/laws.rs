@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use rannc_cost::Cluster;
 use rannc_ir::testing::mlp;
 use rannc_ir::{Analysis, Graph, OpRun};
-use rannc_plan::{Batch, Call, Partition, Plan, ScheduleKind, Sharding, build};
+use rannc_plan::{Batch, Buckets, Call, Partition, Plan, Schedule, Sharding, Trained, build};
 use rannc_search::{Limits, Outcome, Savers, SearchError, Settings, Stop, plan, plan_until};
 
 /// Two nodes of devices without framework memory, so that small models are tight.
@@ -43,9 +43,9 @@ fn json(outcome: &Outcome) -> Vec<String> {
 }
 
 /// What tells Plans apart for a person.
-fn shape(plan: &Plan) -> (Vec<usize>, u32, Option<ScheduleKind>) {
+fn shape(plan: &Plan) -> (Vec<usize>, u32, Option<Schedule>) {
     let replicas: Vec<usize> = plan.stages.iter().map(|stage| stage.ranks.len()).collect();
-    let schedule = (replicas.len() > 1 && plan.microbatches > 1).then_some(plan.schedule);
+    let schedule = (replicas.len() > 1 && plan.microbatches > 1).then(|| plan.schedule.clone());
     (replicas, plan.microbatches, schedule)
 }
 
@@ -57,8 +57,9 @@ fn assert_valid(graph: &Graph, plan: &Plan, settings: &Settings) {
     let ranks = u64::from(plan.world_size);
     let rows_per_rank = (0..ranks).map(|rank| (plan.batch_rows + ranks - 1 - rank) / ranks).collect();
     let batch = Batch { rows_per_rank, gather_inputs: true };
+    let buckets = Buckets::of(graph, &partition, &plan.placement().ranks, &Trained::captured(graph));
     for call in [Call::Forward, Call::Whole, Call::Halves] {
-        build(&plan.placement(), &partition, &batch, call).expect("a program");
+        build(&plan.placement(), &partition, &buckets, &batch, call).expect("a program");
     }
     let limit_bytes = settings.memory_limit_bytes.expect("limited");
     for stage in &plan.stages {

@@ -46,7 +46,7 @@ fn a_model_that_does_not_fit_is_cut() {
     let limited = Settings { memory_limit_bytes: Some(40 << 30), loss_inside: false, ..settings(8, 512) };
     let plan = plan(&graph, &cluster("NVIDIA H200", 8), &limited).expect("fits in stages");
     assert!(plan.stages.len() > 1);
-    assert_eq!(plan.schedule, ScheduleKind::FillDrain);
+    assert_eq!(plan.schedule, ScheduleKind::FillDrain.into());
     let usable_bytes = (40_u64 << 30) * 9 / 10;
     for stage in &plan.stages {
         assert!(stage.predicted.memory.total_bytes() <= usable_bytes);

@@ -6,7 +6,7 @@ use encoder::encoder;
 use proptest::prelude::*;
 use rannc_cost::Cluster;
 use rannc_ir::{Graph, OpRun};
-use rannc_plan::{Batch, Partition, Plan, build};
+use rannc_plan::{Batch, Buckets, Partition, Plan, Trained, build};
 use rannc_search::{PlanCosts, SearchError, Settings};
 use rannc_sim::{Timeline, simulate};
 
@@ -19,7 +19,9 @@ fn simulated(graph: &Graph, cluster: &Cluster, settings: &Settings, plan: &Plan)
     let rows = plan.batch_rows / u64::from(plan.world_size);
     let batch = Batch { rows_per_rank: vec![rows; plan.world_size as usize], gather_inputs: true };
     let costs = PlanCosts::new(graph, cluster, &[], settings, plan).expect("its own plan");
-    let program = build(&plan.placement(), &partition, &batch, costs.call()).expect("a program");
+    let placement = plan.placement();
+    let buckets = Buckets::of(graph, &partition, &placement.ranks, &Trained::captured(graph));
+    let program = build(&placement, &partition, &buckets, &batch, costs.call()).expect("a program");
     simulate(&program, &costs).expect("runs")
 }
 

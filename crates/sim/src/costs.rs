@@ -19,8 +19,11 @@ pub trait Costs {
     fn send_us(&self, src: u32, dst: u32, bytes: u64) -> f64;
     /// Size of `rows` rows of a Value, or of its gradient.
     fn value_bytes(&self, value: ValueId, rows: u64) -> u64;
-    /// What gradient reduction adds after the last backward; what overlaps with that is not counted.
-    fn reduce_us(&self, stage: u32) -> f64;
+    /// What a sum of `bytes` of the gradients of a Stage's own Params, over its ranks, adds after the last backward; what
+    /// overlaps with that is not counted.
+    fn reduce_us(&self, stage: u32, bytes: u64) -> f64;
+    /// A sum of `bytes` of gradients over ranks of several Stages, which nothing overlaps with.
+    fn reduce_tied_us(&self, ranks: &[u32], bytes: u64) -> f64;
     /// The optimizer's update.
     fn update_us(&self, stage: u32) -> f64;
     /// Memory that a rank of the Stage holds throughout the step.

@@ -65,7 +65,7 @@ def _step_us(device: torch.device, microbatches: int) -> float:
     variant.divide(plan.partition(variant.graph))
     deployment = Deployment(model, variant, plan, device, None, sync_params=False, fused_dropout=True)
     batch = _batch()
-    program = variant.program(plan, batch.per_rank, batch.gathered, "whole")
+    program = variant.program(plan, deployment.buckets, batch.per_rank, batch.gathered, "whole")
     options = StepOptions(reduce=True, keep_graph=False)
 
     def step() -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from pyrannc._native import Graph, Partition, Plan, Program
+from pyrannc._native import Buckets, Graph, Partition, Plan, Program
 from pyrannc.blocks.randomness import draw_key
 from pyrannc.call.alike import capture_alike, first_difference
 from pyrannc.call.data_guards import DataGuards
@@ -109,6 +109,7 @@ class Variant:
         changes_buffers = any(op.mutates for op in self.whole.facts.ops)
         self.questions = DataGuards(captured.assumptions, device, waits=changes_buffers)
         self._programs: dict[Hashable, RankProgram] = {}
+        self._buckets: Buckets | None = None
         self._check_outputs()
 
     @property
@@ -239,11 +240,16 @@ class Variant:
         """Divides the Graph like that of another captured call, so that every parameter stays. All ranks call it."""
         self.divide(agree.together(lambda: first.partition.follow(first.graph, self.graph)))
 
-    def program(self, plan: Plan, rows: tuple[int, ...], gather_inputs: bool, call: Call) -> RankProgram:
-        """What this rank does for a batch; made and checked once for each set of row counts."""
+    def program(
+        self, plan: Plan, buckets: Buckets, rows: tuple[int, ...], gather_inputs: bool, call: Call
+    ) -> RankProgram:
+        """What this rank does for a batch; made and checked once for each set of row counts and buckets."""
+        if self._buckets is not buckets:
+            self._programs.clear()
+            self._buckets = buckets
         key = (rows, call)
         if key not in self._programs:
-            program = Program.build(plan, self.partition, list(rows), gather_inputs, call)
+            program = Program.build(plan, self.partition, buckets, list(rows), gather_inputs, call)
             view = RankProgram.from_json(program.rank_view(process.get_rank()))
             part = self.parts.stages[view.stage]
             agree.together(lambda: refuse_single_rows(self.captured, self.facts, part, view))

@@ -77,7 +77,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """A Plan, as far as it is read here."""
+    """A Plan, as far as it is read here; ``schedule`` is a name, or ``listed``."""
 
     world_size: int
     batch_rows: int
@@ -98,7 +98,7 @@ class PlanFacts:
             world_size=plan["world_size"],
             batch_rows=plan["batch_rows"],
             microbatches=plan["microbatches"],
-            schedule=plan["schedule"],
+            schedule=plan["schedule"] if isinstance(plan["schedule"], str) else "listed",
             stages=tuple(_stage(item) for item in plan["stages"]),
             predicted=StepPrediction(plan["predicted"]["step_us"], plan["predicted"]["bubble"]),
         )

@@ -60,11 +60,16 @@ class Recv(Message):
 
 
 @dataclass(frozen=True)
-class Reduce:
-    """Sums gradients over all ranks that hold the same Params."""
+class AllReduce:
+    """Sums a bucket of gradients over a group of ranks: at once, or under the backward that follows, as soon as that
+    has filled the bucket. The rank waits for it at the end of its list."""
+
+    group: int
+    bucket: int
+    bytes: int
 
 
-Action: TypeAlias = Forward | Backward | Send | Recv | Reduce
+Action: TypeAlias = Forward | Backward | Send | Recv | AllReduce
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,8 @@ class Slice:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One rank's Actions and row ranges for one batch; ``global_rows`` are ``rows`` as they stand in all of it."""
+    """One rank's Actions and row ranges for one batch; ``global_rows`` are ``rows`` as they stand in all of it, windows
+    the messages that may be under way on a channel before the sender waits."""
 
     rank: int
     stage: int
@@ -102,6 +108,8 @@ class RankProgram:
     slices: tuple[Slice, ...]
     inputs: tuple[Transfer, ...]
     outputs: tuple[Transfer, ...]
+    value_window: int | None
+    grad_window: int | None
     forward: tuple[Action, ...]
     backward: tuple[Action, ...]
 
@@ -121,6 +129,8 @@ class RankProgram:
             slices=tuple(Slice(item["mb"], _rows(item["local"]), item["at"]) for item in view["slices"]),
             inputs=tuple(_transfer(item) for item in view["inputs"]),
             outputs=tuple(_transfer(item) for item in view["outputs"]),
+            value_window=view["value_window"],
+            grad_window=view["grad_window"],
             forward=tuple(_action(item) for item in view["forward"]),
             backward=tuple(_action(item) for item in view["backward"]),
         )
@@ -140,7 +150,7 @@ def _action(item: dict[str, Any]) -> Action:
         return Forward(item["mb"])
     if kind == "backward":
         return Backward(item["mb"])
-    if kind == "reduce":
-        return Reduce()
+    if kind == "all_reduce":
+        return AllReduce(item["group"], item["bucket"], item["bytes"])
     pieces = tuple(Piece(piece["value"], _rows(piece["rows"])) for piece in item["pieces"])
     return (Send if kind == "send" else Recv)(item["mb"], item["peer"], item["kind"], pieces)

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyrannc._native import GRAD_WINDOW
 from pyrannc.job import process
 from pyrannc.job.exchange import Work, as_sent
 
@@ -38,7 +37,7 @@ class Channels:
         self._device = device
         self._opened: set[tuple[int, int]] = set()
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
-        self._sends: dict[int, deque[tuple[Work, Tensor]]] = {}
+        self._sends: dict[int, deque[list[tuple[Work, Tensor]]]] = {}
         self.closed = False
 
     def open(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -64,24 +63,28 @@ class Channels:
         number = torch.zeros(1, device=self._device)
         for source, destination in pairs:
             if source == self._rank:
-                self.send(destination, number, bounded=False)
+                self.send(destination, [number], window=None)
             else:
                 self.receive(source, number).wait()
         self.finish()
         torch.cuda.synchronize(self._device)
 
-    def send(self, peer: int, tensor: Tensor, *, bounded: bool) -> None:
-        """Starts to send a contiguous tensor and keeps it alive until it has gone.
+    def send(self, peer: int, tensors: Sequence[Tensor], *, window: int | None) -> None:
+        """Starts to send a message of contiguous tensors and keeps them alive until they have gone.
 
         Args:
-            bounded: wait for the oldest when more than a few sends are under way, to bound memory.
+            window: how many messages may be under way before this waits for the oldest, to bound memory; ``None``: any.
         """
         under_way = self._sends.setdefault(peer, deque())
-        while bounded and len(under_way) >= GRAD_WINDOW:
-            under_way.popleft()[0].wait()
+        while window is not None and len(under_way) >= window:
+            for work, _ in under_way.popleft():
+                work.wait()
+        under_way.append([(self._start(peer, tensor), tensor) for tensor in tensors])
+
+    def _start(self, peer: int, tensor: Tensor) -> Work:
         work = dist.isend(as_sent(tensor), peer, group=self._groups[self._rank, peer])
         assert work is not None, "this rank is a member of its own channels"
-        under_way.append((work, tensor))
+        return work
 
     def receive(self, peer: int, into: Tensor) -> Work:
         """Starts to receive into a contiguous tensor."""
@@ -92,8 +95,9 @@ class Channels:
     def finish(self) -> None:
         """Waits for all sends (on a GPU: makes the stream wait)."""
         for under_way in self._sends.values():
-            for work, _ in under_way:
-                work.wait()
+            for message in under_way:
+                for work, _ in message:
+                    work.wait()
             under_way.clear()
 
     def close(self) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from pyrannc._native import Plan, Watchdog
+from pyrannc._native import Buckets, Plan, Watchdog
 from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.call.variant import Variant
+from pyrannc.core.buckets import BucketsFacts
 from pyrannc.core.plan import PlanFacts, StagePlan
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import PlanError
@@ -19,6 +20,7 @@ from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.position import ActionRecord
 from pyrannc.runtime.tail import TailCode
 from pyrannc.runtime.timing import Timing
+from pyrannc.store.buckets import own_buckets
 from pyrannc.store.gradients import Gradients
 from pyrannc.store.store import ParamStore
 
@@ -38,6 +40,7 @@ class Deployment:
 
     Attributes:
         store: where parameters and buffers lie.
+        buckets: which gradients are summed together.
         gradients: of the parameters that this rank holds.
         stage: this rank's.
         timing: when this rank computed in the last steps.
@@ -97,11 +100,16 @@ class Deployment:
 
     def _make_gradients(self, variant: Variant) -> Gradients:
         facts, holders = variant.facts, self.store.holders
-        by_use = sorted(facts.params, key=lambda param: facts.first_use.get(param.value, len(facts.ops)))
-        held = [param.names[0] for param in by_use if param.names[0] in holders]
-        for ranks in [*self._stage_ranks, *sorted({holders[name] for name in held})]:
+        names = [param.names[0] for param in facts.params]
+        trained = [i for i, name in enumerate(names) if name in holders and self.store.params[name].requires_grad]
+        everywhere = {i for i, name in enumerate(names) if name in _names_in_tail(variant)}
+        self.buckets = Buckets.divide(self.plan, variant.partition, variant.graph, trained, sorted(everywhere))
+        found = BucketsFacts.from_json(self.buckets.to_json())
+        for ranks in found.groups:
             self._groups.of(ranks)
-        return Gradients(self.store.shared(held), self._stage_ranks[self.stage], self._groups.of)
+        shared = self.store.shared([name for name in names if name in holders])
+        own = agree.together(lambda: own_buckets(found, names, shared))
+        return Gradients(shared, own, self._groups.of)
 
     def context(self, variant: Variant) -> StageContext:
         """This rank's Stage for a captured call. All ranks call it for the same calls in the same order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pyrannc.core.program import Action, Backward, Forward, RankProgram, Recv, Send
+from pyrannc.core.program import Action, AllReduce, Backward, Forward, Recv, Send
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.seat import Seat, Seeds
 from pyrannc.runtime.timing import StepMarks
@@ -16,16 +16,14 @@ class Executor:
 
     Args:
         context: the rank's Stage.
-        program: the rank's Actions.
         seat: computes and communicates.
         marks: where to note when gradients have been summed.
     """
 
-    def __init__(self, context: StageContext, program: RankProgram, seat: Seat, marks: StepMarks | None) -> None:
+    def __init__(self, context: StageContext, seat: Seat, marks: StepMarks | None) -> None:
         self._context = context
         self._seat = seat
         self._marks = marks
-        self._last_backward = _last_backward(program)
 
     def run(
         self,
@@ -47,29 +45,25 @@ class Executor:
             reduce: sum gradients over ranks.
         """
         gradients = self._context.gradients
-        for index, action in enumerate(actions, first_record):
-            self._context.record.enter(index)
+        last_backward = max((i for i, action in enumerate(actions) if isinstance(action, Backward)), default=-1)
+        for index, action in enumerate(actions):
+            self._context.record.enter(first_record + index)
             if isinstance(action, Forward):
                 self._seat.forward(action.microbatch)
             elif isinstance(action, Backward):
                 assert current is not None, "a run with backwards has gradients"
-                gradients.expect(last=reduce and action.microbatch == self._last_backward)
+                gradients.expect()
                 self._seat.backward(action.microbatch, seeds, keep_graph=keep_graph)
                 gradients.collect(current)
             elif isinstance(action, Send):
                 self._seat.send(action)
             elif isinstance(action, Recv):
                 self._seat.receive(action)
-            elif current is not None:
-                if reduce:
-                    gradients.reduce(current)
-                else:
-                    gradients.settle(current)
+            elif isinstance(action, AllReduce) and reduce:
+                assert current is not None, "a run with sums has gradients"
+                gradients.sum(current, action.bucket, filled=index > last_backward)
+        if current is not None:
+            gradients.finish(current)
         self._context.channels.finish()
         if current is not None and self._marks is not None:
             self._marks.finish()
-
-
-def _last_backward(program: RankProgram) -> int | None:
-    backwards = [action.microbatch for action in (*program.forward, *program.backward) if isinstance(action, Backward)]
-    return backwards[-1] if backwards else None

@@ -67,4 +67,4 @@ def describe(action: Action, stage: str) -> str:
         direction = "send to" if isinstance(action, Send) else "receive from"
         values = ", ".join(f"v{piece.value}" for piece in action.pieces)
         return f"{direction} rank {action.peer}: {what} {values} of microbatch {action.microbatch}, {stage}"
-    return f"gradient reduction, {stage}"
+    return f"sum of gradients (bucket {action.bucket}, {action.bytes} bytes), {stage}"

@@ -7,7 +7,7 @@ wait for ever, so every kernel of a step is launched once while nothing is under
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -49,7 +49,7 @@ def _rehearse(context: StageContext, program: RankProgram, inputs: Mapping[tuple
             return None
         return torch.zeros(facts.shape_at(hi - lo), dtype=facts.dtype, device=context.device)
 
-    executor = Executor(alone, program, seat, None)
+    executor = Executor(alone, seat, None)
     executor.run([*program.forward, *program.backward], current, seed, reduce=False)
     seat.release()
 
@@ -61,8 +61,8 @@ class _NoChannels(Channels):
         super().__init__(device)
         self._nothing = _Nothing()
 
-    def send(self, peer: int, tensor: Tensor, *, bounded: bool) -> None:
-        """Drops the tensor."""
+    def send(self, peer: int, tensors: Sequence[Tensor], *, window: int | None) -> None:
+        """Drops the tensors."""
 
     def receive(self, peer: int, into: Tensor) -> _Nothing:  # type: ignore[override]  # it is as good as a torch.distributed.Work
         """Fills the tensor with zeros."""

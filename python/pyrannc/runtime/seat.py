@@ -88,6 +88,9 @@ class Seat:
     def forward(self, microbatch: int) -> None:
         """Computes a microbatch from its inputs and what has arrived for it."""
         context = self._context
+        if not self._trains:
+            # What the one before has made was sent with it.
+            self._live.clear()
         live = _Microbatch()
         for part in self._part.inputs:
             live.feeds[part.value] = self._input(part, microbatch)
@@ -187,12 +190,13 @@ class Seat:
         """Starts to send what the last computation of the message's microbatch made."""
         first = self._program.rows[message.microbatch][0]
         source = self._live[message.microbatch].results if message.kind == "value" else self._gradients
-        bounded = message.kind == "grad" or not self._trains
+        window = self._program.value_window if message.kind == "value" else self._program.grad_window
+        tensors = []
         for piece in message.pieces:
             row_dim = self._context.parts.crossings[piece.value].row_dim
             rows = (piece.rows[0] - first, piece.rows[1] - first)
-            tensor = take_rows(source[piece.value].detach(), row_dim, rows).contiguous()
-            self._context.channels.send(message.peer, tensor, bounded=bounded)
+            tensors.append(take_rows(source[piece.value].detach(), row_dim, rows).contiguous())
+        self._context.channels.send(message.peer, tensors, window=window)
 
     def receive(self, message: Recv) -> None:
         """Starts to receive; the computation of the message's microbatch waits for it."""

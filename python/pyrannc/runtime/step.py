@@ -104,7 +104,7 @@ class Step:
             own = self._batch.bring_inputs(self._inputs)
             rehearsal.rehearse_once(context, program, own)
             self._seat = Seat(context, program, own, marks)
-            self._executor = Executor(context, program, self._seat, marks)
+            self._executor = Executor(context, self._seat, marks)
             self._tail = self._begin_tail()
             self._inside = self._gradients_inside()
             if program.call == "whole":

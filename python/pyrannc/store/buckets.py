@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pyrannc._native import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from pyrannc.core.buckets import BucketsFacts
+from pyrannc.errors import RaNNCError
 
 
 @dataclass(frozen=True)
@@ -25,17 +26,19 @@ class Bucket:
     """Parameters whose gradients lie one behind the other, in the order in which they come.
 
     Attributes:
+        number: among all buckets of the job.
         numel: elements of all of them.
         ranks: that hold them.
         start: of the bucket among all of its type.
     """
 
+    number: int
     params: list[SharedParam]
     numel: int
     ranks: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    start: int = 0
+    start: int
 
     def placed(self) -> Iterator[tuple[SharedParam, int]]:
         """The parameters, and where each begins in the bucket."""
@@ -45,27 +48,35 @@ class Bucket:
             start += shared.param.numel()
 
 
-def divide(params: Sequence[SharedParam], stage_ranks: tuple[int, ...]) -> list[Bucket]:
-    """Buckets of parameters in the order in which their gradients come: the Stage's own first, then by ranks."""
+def own_buckets(facts: BucketsFacts, names: Sequence[str], shared: Sequence[SharedParam]) -> list[Bucket]:
+    """The buckets of the parameters that this rank holds, in the order in which they are summed.
+
+    Args:
+        names: of the Graph's parameters.
+        shared: the parameters that this rank holds.
+
+    Raises:
+        RaNNCError: types of parameters have changed since the model was captured, not all alike.
+    """
+    here = {param.name: param for param in shared}
     buckets: list[Bucket] = []
-    open_buckets: dict[tuple[tuple[int, ...], torch.dtype], Bucket] = {}
-    for shared in params:
-        key = (shared.ranks, shared.param.dtype)
-        bucket = open_buckets.get(key)
-        first = shared.ranks == stage_ranks and bucket is not None and bucket is buckets[0]
-        limit = FIRST_BUCKET_BYTES if first else BUCKET_BYTES
-        if bucket is None or bucket.numel * bucket.dtype.itemsize >= limit:
-            bucket = Bucket([], 0, shared.ranks, shared.param.dtype, shared.param.device)
-            open_buckets[key] = bucket
-            buckets.append(bucket)
-        bucket.params.append(shared)
-        bucket.numel += shared.param.numel()
-    buckets.sort(key=lambda bucket: (bucket.ranks != stage_ranks, bucket.ranks))
     ends: dict[torch.dtype, int] = {}
-    for bucket in buckets:
-        bucket.start = ends.get(bucket.dtype, 0)
+    for number, found in enumerate(facts.buckets):
+        params = [here[names[param]] for param in found.params if names[param] in here]
+        if not params:
+            continue
+        dtype, device = params[0].param.dtype, params[0].param.device
+        other = next((shared for shared in params if shared.param.dtype != dtype), None)
+        if other is not None:
+            raise RaNNCError(
+                f'parameter "{other.name}" has type {other.param.dtype} and "{params[0].name}" {dtype}, which had one '
+                "type when the model was captured; convert the model before it is wrapped"
+            )
+        numel = sum(shared.param.numel() for shared in params)
+        start = ends.get(dtype, 0)
+        buckets.append(Bucket(number, params, numel, facts.groups[found.group], dtype, device, start))
         # Kernels and communication are fastest from places that are multiples of 16 bytes; these are.
-        ends[bucket.dtype] = bucket.start + -(-bucket.numel // _ALIGNED) * _ALIGNED
+        ends[dtype] = start + -(-numel // _ALIGNED) * _ALIGNED
     return buckets
 
 

@@ -9,13 +9,14 @@ parameters (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3).
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence, Set
 
 import torch
 from torch import Tensor, nn
 
 from pyrannc.job.exchange import Group, Work, start_sum, sum_over_ranks
-from pyrannc.store.buckets import SharedParam, divide
+from pyrannc.store.buckets import Bucket, SharedParam
 from pyrannc.store.delivery import Delivery
 from pyrannc.store.gradient_set import GradientSet
 from pyrannc.store.leaf import leaf_of
@@ -29,10 +30,9 @@ class Gradients:
     """Gradients of the parameters that this rank holds.
 
     Args:
-        params: in the order in which the whole model's forward first uses them, which is the same on all ranks.
-        stage_ranks: the ranks of this rank's Stage. Their buckets are summed during the backward; those of
-            parameters that other Stages hold too, after it.
-        group: the process group of some ranks; called in the same order on all of them.
+        params: all that this rank holds, in the order in which the model's forward first uses them.
+        buckets: of those that are trained, in the order in which they are summed.
+        group: the process group of some ranks.
 
     Attributes:
         leaves: what Stages compute with, by name.
@@ -44,22 +44,22 @@ class Gradients:
     def __init__(
         self,
         params: Sequence[SharedParam],
-        stage_ranks: tuple[int, ...],
+        buckets: Sequence[Bucket],
         group: Callable[[tuple[int, ...]], Group | None],
     ) -> None:
         self._params = params
-        self._stage_ranks = stage_ranks
         self.leaves = {shared.name: leaf_of(shared.param) for shared in params}
         trainable = [shared for shared in params if shared.param.requires_grad]
-        self._buckets = divide(list(reversed(trainable)), stage_ranks)
+        self._buckets = buckets
+        self._index_of = {bucket.number: index for index, bucket in enumerate(buckets)}
         self._leaves_of = [[self.leaves[shared.name] for shared in bucket.params] for bucket in self._buckets]
         self._place = {s.name: (i, p) for i, b in enumerate(self._buckets) for p, s in enumerate(b.params)}
         self._groups = {bucket.ranks: group(bucket.ranks) for bucket in self._buckets}
         self._filling: weakref.ref[GradientSet] | None = None
         self._works: list[Work] = []
         self._open: set[int] = set()
-        self._last = False
-        self._next = 0
+        self._due: deque[int] = deque()
+        self._started: set[int] = set()
         self.pending = False
         self.nothing = nn.Parameter(torch.zeros(0))
         self.delivery = Delivery(trainable, self.nothing)
@@ -77,7 +77,8 @@ class Gradients:
         current.begin()
         self._filling = weakref.ref(current)
         self._works.clear()
-        self._next = 0
+        self._due.clear()
+        self._started.clear()
         return current
 
     def _clear_leaves(self) -> None:
@@ -85,20 +86,16 @@ class Gradients:
         for leaf in self.leaves.values():
             leaf.grad = None
 
-    def expect(self, *, last: bool) -> None:
-        """Says that the backward of a microbatch comes now.
-
-        Args:
-            last: of the step: each bucket is summed over ranks as soon as it is full, always in the same order.
-        """
+    def expect(self) -> None:
+        """Says that the backward of a microbatch comes now."""
         self._open = set(range(len(self._buckets)))
-        self._last = last
 
     def collect(self, current: GradientSet) -> None:
-        """Takes what the backward of a microbatch has left on the leaves."""
+        """Takes what the backward of a microbatch has left on the leaves, and starts the sums that are due."""
         for index in sorted(self._open):
             self._take(current, index, whole=False)
         self._open.clear()
+        self._start_due(current)
 
     def _take(self, current: GradientSet, index: int, *, whole: bool) -> bool:
         """Takes the gradients of a bucket off the leaves; if ``whole``, only when all have come."""
@@ -149,38 +146,38 @@ class Gradients:
         if self._leaves_of[index][-1].grad is None or not self._take(current, index, whole=True):
             return
         self._open.remove(index)
-        if self._last:
-            end = self._next
-            while end < len(self._buckets) and end not in self._open and self._is_of_stage(end):
-                end += 1
-            self._start(current, end)
-
-    def _is_of_stage(self, index: int) -> bool:
-        return self._buckets[index].ranks == self._stage_ranks
+        self._start_due(current)
 
     # Sums over ranks
 
-    def reduce(self, current: GradientSet) -> None:
-        """Sums what has not been summed yet, and waits for all sums (on a GPU: makes the stream wait)."""
-        self._start(current, len(self._buckets))
+    def sum(self, current: GradientSet, bucket: int, *, filled: bool) -> None:
+        """Starts the sum of a bucket over the ranks that hold its parameters, in the order of the calls.
+
+        Args:
+            bucket: number among all of the job.
+            filled: nothing adds to it any more; otherwise the backward that comes next does, and the sum starts as soon
+                as that has filled it.
+        """
+        self._due.append(self._index_of[bucket])
+        if filled:
+            self._start_due(current)
+
+    def _start_due(self, current: GradientSet) -> None:
+        while self._due and self._due[0] not in self._open:
+            index = self._due.popleft()
+            bucket = self._buckets[index]
+            self._works.append(start_sum(current.bucket(index), self._groups[bucket.ranks]))
+            self._started.add(index)
+
+    def finish(self, current: GradientSet) -> None:
+        """Ends the filling, and waits for all sums (on a GPU: makes the stream wait)."""
+        for index in range(len(self._buckets)):
+            if index not in self._started:
+                current.bucket(index)
         self._filling = None
         for work in self._works:
             work.wait()
         self._works.clear()
-
-    def settle(self, current: GradientSet) -> None:
-        """Ends the filling without a sum."""
-        for index in range(len(self._buckets)):
-            current.bucket(index)
-        self._filling = None
-
-    def _start(self, current: GradientSet, end: int) -> None:
-        while self._next < end:
-            bucket = self._buckets[self._next]
-            flat = current.bucket(self._next)
-            if len(bucket.ranks) > 1:
-                self._works.append(start_sum(flat, self._groups[bucket.ranks]))
-            self._next += 1
 
     # For the user
 
@@ -196,8 +193,7 @@ class Gradients:
             sum_now: what is delivered is to be summed; otherwise a later reduction does that.
         """
         if sum_now and not summed:
-            self._next = 0
-            self.reduce(current)
+            self._sum_all(current)
         if sum_now and self.pending:
             self.reduce_delivered()
         elif not sum_now and not self.pending:
@@ -207,6 +203,11 @@ class Gradients:
         if scale is not None:
             scale_each(given.flats.values(), scale)
         self.delivery.give(given, active)
+
+    def _sum_all(self, current: GradientSet) -> None:
+        for index, bucket in enumerate(self._buckets):
+            if len(bucket.ranks) > 1:
+                sum_over_ranks(current.bucket(index), self._groups[bucket.ranks])
 
     def reduce_delivered(self) -> None:
         """Sums over ranks what stands in ``.grad``."""

@@ -3,8 +3,8 @@
 use std::fs;
 
 use anyhow::{Result, anyhow, ensure};
-use rannc_ir::OpRun;
-use rannc_plan::{Batch, Call, Interval, Partition, Plan, Program, split_even};
+use rannc_ir::{Graph, OpRun};
+use rannc_plan::{Batch, Buckets, Call, Interval, Partition, Plan, Program, Trained, split_even};
 use rannc_report::{Simulation, TracedStep, Workload, chrome_trace, draw};
 use rannc_search::{PlanCosts, Settings};
 
@@ -41,7 +41,7 @@ pub(crate) fn run(args: SimulateArgs, context: &Context) -> Result<Printer> {
     };
     let costs = PlanCosts::new(graph, cluster, profiles, &settings, &plan).map_err(in_words)?;
     let ops: Vec<OpRun> = plan.stages.iter().map(|stage| stage.ops).collect();
-    let program = program(&plan, &Partition::new(graph, &ops)?, batch_rows, costs.call())?;
+    let program = program(graph, &plan, &Partition::new(graph, &ops)?, batch_rows, costs.call())?;
     let timeline = rannc_sim::simulate(&program, &costs)?;
     let mut printer = Printer::new(format, context);
     let workload = Workload::new(graph, cluster, plan.world_size, batch_rows);
@@ -62,7 +62,9 @@ pub(crate) fn run(args: SimulateArgs, context: &Context) -> Result<Printer> {
 }
 
 /// What all ranks do with a batch that comes in equal parts from all of them.
-fn program(plan: &Plan, partition: &Partition, batch_rows: u64, call: Call) -> Result<Program> {
+fn program(graph: &Graph, plan: &Plan, partition: &Partition, batch_rows: u64, call: Call) -> Result<Program> {
     let rows_per_rank = split_even(batch_rows, plan.world_size as usize).into_iter().map(Interval::rows).collect();
-    Ok(rannc_plan::build(&plan.placement(), partition, &Batch { rows_per_rank, gather_inputs: true }, call)?)
+    let placement = plan.placement();
+    let buckets = Buckets::of(graph, partition, &placement.ranks, &Trained::captured(graph));
+    Ok(rannc_plan::build(&placement, partition, &buckets, &Batch { rows_per_rank, gather_inputs: true }, call)?)
 }

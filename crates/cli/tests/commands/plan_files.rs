@@ -20,7 +20,7 @@ pub fn write_plan(folder: &Folder, file: &str, stages: &[(u32, u32)], change: im
         world_size: stages.iter().map(|(_, replicas)| replicas).sum(),
         batch_rows: 24,
         microbatches: 4,
-        schedule: ScheduleKind::OneForwardOneBackward,
+        schedule: ScheduleKind::OneForwardOneBackward.into(),
         stages: Vec::new(),
         predicted: StepPrediction { step_us: 2500.0, bubble: 0.3, lower_bound_us: 2400.0 },
         checksum: String::new(),

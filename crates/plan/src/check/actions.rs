@@ -48,7 +48,6 @@ pub(super) fn check_ranks(program: &Program, partition: &Partition) -> Result<()
             own,
             forwards: HashSet::new(),
             backwards: HashSet::new(),
-            reduced: false,
             received: HashMap::new(),
         };
         for (position, action) in own.forward.iter().chain(&own.backward).enumerate() {
@@ -72,7 +71,6 @@ struct Walk<'a> {
     own: &'a RankProgram,
     forwards: HashSet<u32>,
     backwards: HashSet<u32>,
-    reduced: bool,
     /// Received and not yet used, by payload and microbatch.
     received: HashMap<(Payload, u32), Received>,
 }
@@ -81,7 +79,7 @@ impl Walk<'_> {
     fn check_list(&self, position: usize, action: &Action) -> Result<(), ActionFault> {
         let of_backward = match action {
             Action::Forward { .. } => false,
-            Action::Backward { .. } | Action::Reduce => true,
+            Action::Backward { .. } | Action::AllReduce { .. } => true,
             Action::Send(message) | Action::Recv(message) => message.kind == Payload::Grad,
         };
         let in_backward = position >= self.own.forward.len();
@@ -95,11 +93,9 @@ impl Walk<'_> {
     }
 
     fn check_action(&mut self, action: &Action) -> Result<(), ActionFault> {
-        if self.reduced {
-            return Err(ActionFault::AfterReduce);
-        }
         match action {
-            Action::Reduce => self.reduced = true,
+            // Sums are checked together, over all ranks.
+            Action::AllReduce { .. } => {}
             Action::Forward { mb } => {
                 self.check_has_rows(*mb)?;
                 if !self.forwards.insert(*mb) {
@@ -200,7 +196,7 @@ impl Walk<'_> {
                 return missing(Action::Backward { mb });
             }
         }
-        if trains && !self.reduced { missing(Action::Reduce) } else { Ok(()) }
+        Ok(())
     }
 }
 

@@ -5,23 +5,26 @@
 //! 2. Every Stage rank gets each of its rows of each input exactly once from a rank that has it, and
 //!    every rank its rows of each output.
 //! 3. Every rank runs Forward, and in training Backward, exactly once for every microbatch of which it has
-//!    rows, Backward after Forward, and in training ends with one Reduce.
+//!    rows, Backward after Forward.
 //! 4. Before a Forward, each row of each Value that the Stage takes has been received exactly once;
 //!    before a Backward, each row of each gradient, once from each Stage that uses the Value.
 //! 5. Nothing is sent before it is computed, or by a rank that does not have it.
 //! 6. On each channel Sends and Recvs agree in number, order, rows and packing.
-//! 7. All ranks come to their end (see [`machine`](crate::machine) for what blocks).
+//! 7. Every gradient is summed in exactly one bucket, over exactly the ranks that hold its Param, after everything that
+//!    adds to it; the members of a group sum the same buckets of the same size in the same order.
+//! 8. All ranks come to their end (see [`machine`](crate::machine) for what blocks).
 
 mod actions;
+mod collectives;
 mod layout;
 mod transfers;
 
-use rannc_ir::ValueId;
+use rannc_ir::{ParamId, ValueId};
 use thiserror::Error;
 
-use crate::machine::{Deadlock, ticks};
+use crate::machine::{Deadlock, Halt, ticks};
 use crate::partition::Partition;
-use crate::program::{Action, Interval, Program, Transfer};
+use crate::program::{Action, Gradient, Interval, Program, Transfer};
 use crate::schedule::Call;
 
 /// What is wrong with an Action.
@@ -39,9 +42,15 @@ pub enum ActionFault {
     /// In the wrong list, or in a Program without backward.
     #[error("it does not belong into this list of a program whose call is {0}")]
     WrongList(Call),
-    /// Reduce must be last.
-    #[error("it comes after Reduce")]
-    AfterReduce,
+    /// A sum of gradients that are not complete.
+    #[error("backwards behind the next one still add to these gradients")]
+    NotFilled,
+    /// A bucket, or a group of it, that does not exist, or of which the rank is no member.
+    #[error("it is no sum of this rank")]
+    WrongGroup,
+    /// A size that is not the bucket's.
+    #[error("the bucket has {0} bytes")]
+    WrongBytes(u64),
     /// A Send too early.
     #[error("it sends what is computed later")]
     NotComputed,
@@ -143,7 +152,7 @@ pub enum CheckError {
         /// The rows.
         rows: Interval,
     },
-    /// A computation or Reduce that nobody does.
+    /// A computation or a sum that nobody does.
     #[error("rank {rank} lacks {action}")]
     Missing {
         /// The rank.
@@ -175,18 +184,54 @@ pub enum CheckError {
         /// The Recv in the same place of the channel.
         recv: Action,
     },
+    /// A gradient that is not summed once over its holders.
+    #[error("the gradient of {param} {problem}")]
+    Gradient {
+        /// Whose gradient it is.
+        param: ParamId,
+        /// What is wrong with it.
+        problem: &'static str,
+    },
+    /// Two members of a group that sum in different orders.
+    #[error("rank {rank} sums the buckets {own:?} of group {group}, rank {other} the buckets {others:?}")]
+    Order {
+        /// The group.
+        group: u32,
+        /// A member.
+        rank: u32,
+        /// Its buckets.
+        own: Vec<u32>,
+        /// The first member.
+        other: u32,
+        /// Its buckets.
+        others: Vec<u32>,
+    },
     /// Ranks wait for each other.
     #[error(transparent)]
     Deadlock(#[from] Deadlock),
 }
 
-/// Proves that the Program does what the Partition needs and comes to its end.
-pub fn check(program: &Program, partition: &Partition) -> Result<(), CheckError> {
+impl From<Halt> for CheckError {
+    fn from(halt: Halt) -> Self {
+        match halt {
+            Halt::Shape(problem) => Self::Shape(problem),
+            Halt::Deadlock(deadlock) => Self::Deadlock(deadlock),
+        }
+    }
+}
+
+/// Proves that the Program does what the Partition needs, sums these gradients, and comes to its end.
+///
+/// # Errors
+/// The first thing that is wrong.
+pub fn check(program: &Program, partition: &Partition, gradients: &[Gradient]) -> Result<(), CheckError> {
     let layout = layout::Layout::new(program, partition)?;
     transfers::check_inputs(program, partition, &layout)?;
     transfers::check_outputs(program, partition, &layout)?;
     actions::check_ranks(program, partition)?;
     actions::check_channels(program)?;
+    collectives::check_buckets(program, gradients)?;
+    collectives::check_sums(program)?;
     ticks(program)?;
     Ok(())
 }

@@ -6,6 +6,9 @@ use thiserror::Error;
 
 use crate::program::Action;
 
+/// A rank that cannot go on, and which of its tasks waits.
+pub type Stuck = (u32, usize);
+
 /// A rank that cannot go on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Blocked {
@@ -13,7 +16,7 @@ pub struct Blocked {
     pub rank: u32,
     /// Place of the Action among the rank's forward and backward Actions.
     pub position: usize,
-    /// The Action that waits.
+    /// The Action that waits, or that does not end.
     pub action: Action,
 }
 
@@ -24,6 +27,17 @@ pub struct Deadlock(
     /// Every rank that cannot go on.
     pub Vec<Blocked>,
 );
+
+/// Why the machine cannot run a Program to its end.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+pub enum Halt {
+    /// The Program's lists have lengths or indices that do not fit together.
+    #[error("the program's lists do not fit together: {0}")]
+    Shape(&'static str),
+    /// Ranks wait for each other.
+    #[error(transparent)]
+    Deadlock(#[from] Deadlock),
+}
 
 fn list(blocked: &[Blocked]) -> String {
     blocked.iter().fold(String::new(), |mut text, Blocked { rank, position, action }| {

@@ -1,23 +1,22 @@
 //! Draws a Program as a grid, ranks by time.
 
-use super::{Deadlock, ticks};
+use super::{Halt, ticks};
 use crate::program::Program;
-use crate::schedule::Compute;
 
 /// One line a rank: `F3` is the forward and `B3` the backward of microbatch 3, a dot is an idle
 /// tick. Every computation takes one tick and messages take none.
-pub fn grid(program: &Program) -> Result<String, Deadlock> {
+///
+/// # Errors
+/// When the ranks wait for each other, or the Program's lists do not fit together.
+pub fn grid(program: &Program) -> Result<String, Halt> {
     let ranks = ticks(program)?;
-    let ticks = ranks.iter().flatten().map(|tick| tick.start + 1).max().unwrap_or(0);
+    let ticks = ranks.iter().flat_map(|rank| &rank.computed).map(|(tick, _)| tick + 1).max().unwrap_or(0);
     let width = program.microbatches.len().saturating_sub(1).to_string().len() + 1;
     let mut drawing = String::new();
     for (own, computed) in program.ranks.iter().zip(&ranks) {
         let mut cells = vec![".".to_owned(); ticks];
-        for tick in computed {
-            cells[tick.start] = match tick.compute {
-                Compute::Forward(mb) => format!("F{mb}"),
-                Compute::Backward(mb) => format!("B{mb}"),
-            };
+        for (tick, compute) in &computed.computed {
+            cells[*tick] = compute.to_string();
         }
         let cells: Vec<String> = cells.iter().map(|cell| format!("{cell:width$}")).collect();
         let line = format!("{}: {}", own.rank, cells.join(" "));

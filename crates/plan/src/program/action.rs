@@ -6,6 +6,7 @@ use rannc_ir::ValueId;
 use serde::{Deserialize, Serialize};
 
 use super::routes::Interval;
+use crate::schedule::Call;
 
 /// Rows of one Value within a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -24,6 +25,20 @@ pub enum Payload {
     Value,
     /// Their gradients, back.
     Grad,
+}
+
+/// Messages of one channel that may be under way before its sender waits, where it does.
+pub const WINDOW: usize = 2;
+
+impl Payload {
+    /// How many messages may be under way on a channel before the sender waits for the oldest; `None` when it never
+    /// does. Values wait only without training: else the backward's order bounds them.
+    pub const fn window(self, call: Call) -> Option<usize> {
+        match self {
+            Self::Value if call.trains() => None,
+            Self::Value | Self::Grad => Some(WINDOW),
+        }
+    }
 }
 
 /// A message between two ranks, as either of them sees it.
@@ -57,8 +72,16 @@ pub enum Action {
     Send(Message),
     /// Starts to receive; the computation of the message's microbatch waits for it.
     Recv(Message),
-    /// Sums gradients over all ranks that hold the same Params.
-    Reduce,
+    /// Sums a bucket of gradients over a group of ranks. It starts at once, or under the backward that follows, as soon
+    /// as that has filled the bucket; the rank waits for it at the end of its list.
+    AllReduce {
+        /// Place of the ranks among the Program's groups.
+        group: u32,
+        /// Place of the gradients among the Program's buckets.
+        bucket: u32,
+        /// Their size.
+        bytes: u64,
+    },
 }
 
 impl fmt::Display for Action {
@@ -66,7 +89,9 @@ impl fmt::Display for Action {
         let (name, message, direction) = match self {
             Self::Forward { mb } => return write!(f, "Forward(mb {mb})"),
             Self::Backward { mb } => return write!(f, "Backward(mb {mb})"),
-            Self::Reduce => return f.write_str("Reduce"),
+            Self::AllReduce { group, bucket, bytes } => {
+                return write!(f, "AllReduce(bucket {bucket}, {bytes} bytes over group {group})");
+            }
             Self::Send(message) => ("Send", message, "to"),
             Self::Recv(message) => ("Recv", message, "from"),
         };

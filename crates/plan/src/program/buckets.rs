@@ -1,7 +1,178 @@
-//! Buckets: gradients that are reduced together, each bucket as soon as the backward has filled it.
+//! Buckets: gradients that are summed together, over which ranks and in which order.
+//!
+//! Gradients come in the reverse order in which the forward first uses the Params. Those of a Stage's own Params fill
+//! buckets that are summed one by one under its last backward. Those of Params that other Stages hold too are summed
+//! over all holders after it, in an order common to all ranks, so that no two ranks wait for each other.
 
-/// Size at which the first bucket of a Stage's gradients is full. It is small, so that reductions begin early.
+use std::collections::{BTreeMap, BTreeSet};
+
+use rannc_ir::{DType, Graph, ParamId, ValueId};
+use serde::{Deserialize, Serialize};
+
+use super::action::Action;
+use crate::partition::Partition;
+
+/// Size at which the first bucket of a Stage's gradients is full. It is small, so that sums begin early.
 pub const FIRST_BUCKET_BYTES: u64 = 1 << 20;
 
 /// Size at which any later bucket is full.
 pub const BUCKET_BYTES: u64 = 25 << 20;
+
+/// The gradient of a trainable Param.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Gradient {
+    /// The Param.
+    pub param: ParamId,
+    /// Its type.
+    pub dtype: DType,
+    /// Its size.
+    pub bytes: u64,
+    /// The ranks that hold the Param, increasing.
+    pub holders: Vec<u32>,
+}
+
+/// Gradients of one type and of the same ranks, one behind the other.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Bucket {
+    /// Place of the ranks that hold the Params among the groups.
+    pub group: u32,
+    /// The Params, in the order in which their gradients come.
+    pub params: Vec<ParamId>,
+    /// The type.
+    pub dtype: DType,
+    /// The size.
+    pub bytes: u64,
+}
+
+/// All gradients of a deployed model, and how they are summed.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Buckets {
+    /// In the order in which the forward first uses the Params.
+    pub gradients: Vec<Gradient>,
+    /// Ranks, increasing: first those of each Stage, then others that hold the same Params.
+    pub groups: Vec<Vec<u32>>,
+    /// In the order in which they are summed.
+    pub buckets: Vec<Bucket>,
+}
+
+/// What is trained, and where.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Trained {
+    /// The Params that get gradients.
+    pub params: BTreeSet<ParamId>,
+    /// Those of them that every rank holds, whatever its Stage.
+    pub everywhere: BTreeSet<ParamId>,
+}
+
+impl Trained {
+    /// The Params that required gradients when the Graph was captured.
+    pub fn captured(graph: &Graph) -> Self {
+        let trained = graph.params.iter().filter(|(_, param)| graph.values[param.value].requires_grad);
+        Self { params: trained.map(|(id, _)| id).collect(), everywhere: BTreeSet::new() }
+    }
+}
+
+impl Buckets {
+    /// Divides the gradients of a Graph whose Stages run on these ranks.
+    pub fn of(graph: &Graph, partition: &Partition, stage_ranks: &[Vec<u32>], trained: &Trained) -> Self {
+        Self::new(gradients(graph, partition, stage_ranks, trained), stage_ranks)
+    }
+
+    /// Divides gradients, given in the order in which the forward first uses their Params.
+    pub fn new(gradients: Vec<Gradient>, stage_ranks: &[Vec<u32>]) -> Self {
+        let groups = groups(&gradients, stage_ranks);
+        let group_of: BTreeMap<&[u32], u32> =
+            (0..).zip(&groups).map(|(number, ranks)| (ranks.as_slice(), number)).collect();
+        let mut buckets: Vec<Bucket> = Vec::new();
+        let mut open: BTreeMap<(u32, DType), usize> = BTreeMap::new();
+        for Gradient { param, dtype, bytes, holders } in gradients.iter().rev() {
+            let Some(&group) = group_of.get(holders.as_slice()) else { continue };
+            let is_first = |place: usize| {
+                (group as usize) < stage_ranks.len()
+                    && buckets.iter().position(|other| other.group == group) == Some(place)
+            };
+            let limit = |place| if is_first(place) { FIRST_BUCKET_BYTES } else { BUCKET_BYTES };
+            let known = open.get(&(group, *dtype)).copied().filter(|&place| buckets[place].bytes < limit(place));
+            let place = known.unwrap_or(buckets.len());
+            if place == buckets.len() {
+                buckets.push(Bucket { group, params: Vec::new(), dtype: *dtype, bytes: 0 });
+            }
+            open.insert((group, *dtype), place);
+            buckets[place].params.push(*param);
+            buckets[place].bytes = buckets[place].bytes.saturating_add(*bytes);
+        }
+        // A stable sort: the buckets of a group stay in the order in which they fill.
+        buckets.sort_by_key(|bucket| bucket.group);
+        Self { gradients, groups, buckets }
+    }
+
+    /// The sums that a rank takes part in, when its Stage's ranks are group `stage`.
+    pub(super) fn sums_of(&self, rank: u32, stage: u32) -> Sums {
+        let mut sums = Sums::default();
+        for (number, bucket) in (0..).zip(&self.buckets) {
+            let ranks = &self.groups[bucket.group as usize];
+            if ranks.len() > 1 && ranks.binary_search(&rank).is_ok() {
+                let sum = Action::AllReduce { group: bucket.group, bucket: number, bytes: bucket.bytes };
+                if bucket.group == stage { sums.early.push(sum) } else { sums.late.push(sum) }
+            }
+        }
+        sums
+    }
+}
+
+/// The gradients of a Graph's Params that some rank holds.
+fn gradients(graph: &Graph, partition: &Partition, stage_ranks: &[Vec<u32>], trained: &Trained) -> Vec<Gradient> {
+    let mut first_use: BTreeMap<ValueId, usize> = BTreeMap::new();
+    for (place, op) in graph.ops.values().enumerate() {
+        for value in op.operands() {
+            first_use.entry(value).or_insert(place);
+        }
+    }
+    let mut by_use: Vec<ParamId> = trained.params.iter().copied().collect();
+    let unused = graph.ops.len();
+    by_use.sort_by_key(|&param| first_use.get(&graph.params[param].value).copied().unwrap_or(unused));
+    let holders = |param: ParamId| -> Vec<u32> {
+        let everywhere = trained.everywhere.contains(&param);
+        let stages = partition.stages.iter().zip(stage_ranks);
+        let holding = stages.filter(|(part, _)| everywhere || part.params.contains(&param));
+        let ranks: BTreeSet<u32> = holding.flat_map(|(_, ranks)| ranks).copied().collect();
+        ranks.into_iter().collect()
+    };
+    let gradient = |param: ParamId| {
+        let value = &graph.values[graph.params[param].value];
+        let elements = value.shape.iter().map(|dim| u64::try_from(dim.fixed).unwrap_or(0));
+        let bytes = elements.fold(value.dtype.bytes(), u64::saturating_mul);
+        Gradient { param, dtype: value.dtype, bytes, holders: holders(param) }
+    };
+    by_use.into_iter().map(gradient).filter(|gradient| !gradient.holders.is_empty()).collect()
+}
+
+/// The ranks of each Stage, then the other sets of holders, sorted.
+fn groups(gradients: &[Gradient], stage_ranks: &[Vec<u32>]) -> Vec<Vec<u32>> {
+    let of_stages = stage_ranks.iter().map(|ranks| ranks.iter().copied().collect::<BTreeSet<u32>>());
+    let mut groups: Vec<Vec<u32>> = of_stages.map(|ranks| ranks.into_iter().collect()).collect();
+    let shared: BTreeSet<&Vec<u32>> = gradients.iter().map(|gradient| &gradient.holders).collect();
+    let others: Vec<Vec<u32>> = shared.into_iter().filter(|ranks| !groups.contains(ranks)).cloned().collect();
+    groups.extend(others);
+    groups
+}
+
+/// Sums of one rank, in their order.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Sums {
+    /// Of the Stage's own Params.
+    early: Vec<Action>,
+    /// Of Params that other Stages hold too.
+    late: Vec<Action>,
+}
+
+impl Sums {
+    /// Puts the sums into a list of Actions.
+    pub(super) fn within(self, mut actions: Vec<Action>) -> Vec<Action> {
+        let last = actions.iter().rposition(|action| matches!(action, Action::Backward { .. }));
+        let place = last.unwrap_or(actions.len());
+        actions.splice(place..place, self.early);
+        actions.extend(self.late);
+        actions
+    }
+}

@@ -6,6 +6,7 @@
 use rannc_ir::ValueId;
 use thiserror::Error;
 
+use super::buckets::{Bucket, Buckets};
 use super::messages::mailboxes;
 use super::routes::{BatchSplit, Interval, overlaps, split_even};
 use super::{Program, RankProgram, Transfer};
@@ -58,6 +59,9 @@ pub enum ProgramError {
         /// Number of Stages.
         stages: usize,
     },
+    /// The buckets were divided for other ranks.
+    #[error("the gradients' buckets are those of other stages than the plan's")]
+    Buckets,
     /// An output's maker does not exist.
     #[error("output {value} is made by stage {stage} of {stages}")]
     Output {
@@ -80,8 +84,18 @@ pub enum ProgramError {
 }
 
 /// Builds the Program of a batch. The result passes [`check`](crate::check()).
-pub fn build(placement: &Placement, partition: &Partition, batch: &Batch, call: Call) -> Result<Program, ProgramError> {
+///
+/// # Errors
+/// When the arguments contradict each other, or the batch is empty.
+pub fn build(
+    placement: &Placement,
+    partition: &Partition,
+    buckets: &Buckets,
+    batch: &Batch,
+    call: Call,
+) -> Result<Program, ProgramError> {
     let total_rows = check_arguments(placement, partition, batch)?;
+    check_buckets(placement, buckets)?;
     let mut source_rows = batch.rows_per_rank.clone();
     if !batch.gather_inputs {
         source_rows.iter_mut().skip(1).for_each(|rows| *rows = 0);
@@ -92,12 +106,25 @@ pub fn build(placement: &Placement, partition: &Partition, batch: &Batch, call: 
         .iter()
         .map(|ranks| split.microbatches.iter().map(|&rows| split_even(rows, ranks.len())).collect())
         .collect();
-    let router = Router { placement, partition, split: &split, stage_rows: &stage_rows };
+    let router = Router { placement, partition, buckets, split: &split, stage_rows: &stage_rows };
     let (inputs, outputs) = (router.inputs(), router.outputs(batch.gather_inputs));
     let ranks = router.ranks(call);
     let BatchSplit { microbatches, slices, .. } = split;
     let gather_inputs = batch.gather_inputs;
-    Ok(Program { call, gather_inputs, total_rows, microbatches, slices, stage_rows, inputs, outputs, ranks })
+    let Buckets { groups, buckets, .. } = buckets.clone();
+    Ok(Program {
+        call,
+        gather_inputs,
+        total_rows,
+        microbatches,
+        slices,
+        stage_rows,
+        inputs,
+        outputs,
+        groups,
+        buckets,
+        ranks,
+    })
 }
 
 /// Checks all that indexing relies on, and sums the batch's rows.
@@ -136,10 +163,24 @@ fn check_arguments(placement: &Placement, partition: &Partition, batch: &Batch) 
     }
 }
 
+/// Checks that the buckets are of these Stages.
+fn check_buckets(placement: &Placement, buckets: &Buckets) -> Result<(), ProgramError> {
+    let sorted = |ranks: &Vec<u32>| {
+        let mut sorted = ranks.clone();
+        sorted.sort_unstable();
+        sorted
+    };
+    let own = buckets.groups.iter().take(placement.ranks.len()).cloned();
+    let known = |bucket: &Bucket| (bucket.group as usize) < buckets.groups.len();
+    let fits = own.eq(placement.ranks.iter().map(sorted)) && buckets.buckets.iter().all(known);
+    if fits { Ok(()) } else { Err(ProgramError::Buckets) }
+}
+
 /// Everything that routes are derived from.
 struct Router<'a> {
     placement: &'a Placement,
     partition: &'a Partition,
+    buckets: &'a Buckets,
     split: &'a BatchSplit,
     stage_rows: &'a [Vec<Vec<Interval>>],
 }
@@ -235,15 +276,18 @@ impl Router<'_> {
         let active: Vec<u32> =
             self.microbatches().filter(|&(_, index)| self.split.microbatches[index] > 0).map(|(mb, _)| mb).collect();
         let mut programs = Vec::with_capacity(mailboxes.len());
+        let depths = self.partition.depths();
         for (stage, ranks) in (0..).zip(&self.placement.ranks) {
-            let stages = rank_number(self.placement.ranks.len());
-            let order = self.placement.schedule.order(stage, stages, rank_number(active.len()));
-            let order: Vec<Compute> = order.map(|compute| compute.map_microbatch(|nth| active[nth as usize])).collect();
+            let order =
+                self.placement.schedule.order(stage as usize, depths[stage as usize], rank_number(active.len()));
+            let order = order.0.into_iter().map(|compute| compute.map_microbatch(|nth| active[nth as usize]));
+            let order: Vec<Compute> = order.collect();
             for (replica, &rank) in (0..).zip(ranks) {
                 let rows = |mb: u32| self.stage_rows[stage as usize][mb as usize][replica as usize];
                 let computes: Vec<Compute> =
                     order.iter().copied().filter(|compute| !rows(compute.microbatch()).is_empty()).collect();
-                let (forward, backward) = mailboxes[rank as usize].lists(call, &computes);
+                let sums = self.buckets.sums_of(rank, stage);
+                let (forward, backward) = mailboxes[rank as usize].lists(call, &computes, sums);
                 programs.push(RankProgram { rank, stage, replica, forward, backward });
             }
         }

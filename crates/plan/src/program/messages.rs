@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use rannc_ir::ValueId;
 
 use super::action::{Action, Message, Payload, Piece};
+use super::buckets::Sums;
 use super::routes::{Interval, overlaps};
 use crate::partition::Partition;
 use crate::plan::Placement;
@@ -73,31 +74,51 @@ impl Mailbox {
         }
     }
 
-    /// The forward and the backward list of the rank, with these computations in their order.
-    pub(super) fn lists(&mut self, call: Call, computes: &[Compute]) -> (Vec<Action>, Vec<Action>) {
+    /// The forward and the backward list of the rank, with these computations in their order and these sums of
+    /// gradients: `early` ones under the last backward, `late` ones behind everything.
+    pub(super) fn lists(&mut self, call: Call, computes: &[Compute], sums: Sums) -> (Vec<Action>, Vec<Action>) {
         let (forwards, backwards): (Vec<Compute>, Vec<Compute>) =
             computes.iter().partition(|compute| matches!(compute, Compute::Forward(_)));
         match call {
             Call::Forward => (self.actions(&forwards), Vec::new()),
-            Call::Whole => (ended_by_reduce(self.actions(computes)), Vec::new()),
-            Call::Halves => (self.actions(&forwards), ended_by_reduce(self.actions(&backwards))),
+            Call::Whole => (sums.within(self.actions(computes)), Vec::new()),
+            Call::Halves => (self.actions(&forwards), sums.within(self.actions(&backwards))),
         }
     }
 
-    /// The computations with their messages: receives one computation ahead, sends right after.
+    /// The computations with their messages.
     fn actions(&mut self, computes: &[Compute]) -> Vec<Action> {
         let mut actions = Vec::new();
-        let mut coming = computes.iter();
-        actions.extend(coming.next().map(|&first| self.take_recvs(first)).unwrap_or_default());
-        for &compute in computes {
-            actions.extend(coming.next().map(|&next| self.take_recvs(next)).unwrap_or_default());
-            actions.push(match compute {
-                Compute::Forward(mb) => Action::Forward { mb },
-                Compute::Backward(mb) => Action::Backward { mb },
-            });
-            actions.extend(self.take_sends(compute));
-        }
+        with_messages(computes.iter().copied(), |step| match step {
+            Step::Receive(compute) => actions.extend(self.take_recvs(compute)),
+            Step::Compute(Compute::Forward(mb)) => actions.push(Action::Forward { mb }),
+            Step::Compute(Compute::Backward(mb)) => actions.push(Action::Backward { mb }),
+            Step::Send(compute) => actions.extend(self.take_sends(compute)),
+        });
         actions
+    }
+}
+
+/// What belongs to a computation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Begin to receive what it needs.
+    Receive(Compute),
+    /// Do it.
+    Compute(Compute),
+    /// Send what it has made.
+    Send(Compute),
+}
+
+/// Computations in their order, with the places of their messages: a rank receives one computation ahead and sends
+/// right after.
+pub fn with_messages(computes: impl Iterator<Item = Compute> + Clone, mut act: impl FnMut(Step)) {
+    let mut coming = computes.clone();
+    coming.next().into_iter().for_each(|first| act(Step::Receive(first)));
+    for compute in computes {
+        coming.next().into_iter().for_each(|next| act(Step::Receive(next)));
+        act(Step::Compute(compute));
+        act(Step::Send(compute));
     }
 }
 
@@ -135,9 +156,4 @@ pub(super) fn mailboxes(
         }
     }
     mailboxes
-}
-
-fn ended_by_reduce(mut actions: Vec<Action>) -> Vec<Action> {
-    actions.push(Action::Reduce);
-    actions
 }

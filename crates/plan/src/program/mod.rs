@@ -10,10 +10,10 @@ mod view;
 use rannc_ir::ValueId;
 use serde::{Deserialize, Serialize};
 
-pub use self::action::{Action, Message, Payload, Piece};
-pub use self::buckets::{BUCKET_BYTES, FIRST_BUCKET_BYTES};
+pub use self::action::{Action, Message, Payload, Piece, WINDOW};
+pub use self::buckets::{BUCKET_BYTES, Bucket, Buckets, FIRST_BUCKET_BYTES, Gradient, Trained};
 pub use self::build::{Batch, ProgramError, build};
-pub use self::messages::plan_channels;
+pub use self::messages::{Step, plan_channels, with_messages};
 pub use self::routes::{Interval, Overlap, Slice, overlaps, split_even};
 pub use self::view::RankView;
 use crate::schedule::Call;
@@ -69,6 +69,10 @@ pub struct Program {
     /// How outputs with rows reach the ranks; backwards, how their gradients return. Without
     /// `gather_inputs` every rank has the gradient of every row, and none needs to travel.
     pub outputs: Vec<Transfer>,
+    /// Sets of ranks that sum gradients, each increasing.
+    pub groups: Vec<Vec<u32>>,
+    /// The gradients that are summed together.
+    pub buckets: Vec<Bucket>,
     /// By rank.
     pub ranks: Vec<RankProgram>,
 }

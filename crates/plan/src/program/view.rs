@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Action, Interval, Program, Slice, Transfer};
+use super::{Action, Interval, Payload, Program, Slice, Transfer};
 use crate::schedule::Call;
 
 /// One rank's part of a [`Program`].
@@ -32,6 +32,10 @@ pub struct RankView {
     pub inputs: Vec<Transfer>,
     /// Output transfers from or to this rank, in the order common to all ranks.
     pub outputs: Vec<Transfer>,
+    /// Messages with Values that may be under way on a channel before the sender waits; `None` when it never does.
+    pub value_window: Option<usize>,
+    /// The same of messages with gradients.
+    pub grad_window: Option<usize>,
     /// The whole step of [`Call::Whole`], else all forwards.
     pub forward: Vec<Action>,
     /// All backwards of [`Call::Halves`], else nothing.
@@ -61,6 +65,8 @@ impl Program {
             slices: self.slices.get(rank as usize)?.clone(),
             inputs: touching(&self.inputs),
             outputs: touching(&self.outputs),
+            value_window: Payload::Value.window(self.call),
+            grad_window: Payload::Grad.window(self.call),
             forward: program.forward.clone(),
             backward: program.backward.clone(),
         })
@@ -92,7 +98,7 @@ impl Program {
             pairs.extend(program.forward.iter().chain(&program.backward).filter_map(|action| match action {
                 Action::Send(message) => Some((program.rank, message.peer)),
                 Action::Recv(message) => Some((message.peer, program.rank)),
-                Action::Forward { .. } | Action::Backward { .. } | Action::Reduce => None,
+                Action::Forward { .. } | Action::Backward { .. } | Action::AllReduce { .. } => None,
             }));
         }
         pairs.sort_unstable();

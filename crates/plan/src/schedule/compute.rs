@@ -46,6 +46,16 @@ pub enum Compute {
     Backward(u32),
 }
 
+/// `F3` is the forward and `B3` the backward of microbatch 3.
+impl fmt::Display for Compute {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Forward(mb) => write!(f, "F{mb}"),
+            Self::Backward(mb) => write!(f, "B{mb}"),
+        }
+    }
+}
+
 impl Compute {
     /// Its microbatch.
     pub const fn microbatch(self) -> u32 {

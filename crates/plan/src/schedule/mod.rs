@@ -2,6 +2,8 @@
 
 mod compute;
 mod named;
+mod order;
 
 pub use compute::{Call, Compute};
 pub use named::ScheduleKind;
+pub use order::{Order, OrderError, Schedule, depths};

@@ -29,7 +29,8 @@ impl fmt::Display for ScheduleKind {
 }
 
 impl ScheduleKind {
-    /// Microbatches that a Stage holds at most, `from_end` Stages from the end, itself included.
+    /// Microbatches that a Stage holds at most, `from_end` Stages from the end, itself included: a closed form of
+    /// [`Order::in_flight`](super::Order::in_flight), for the search.
     pub fn in_flight(self, from_end: u64, microbatches: u64) -> u64 {
         match self {
             Self::FillDrain => microbatches,
@@ -37,12 +38,13 @@ impl ScheduleKind {
         }
     }
 
-    /// The computations of Stage `stage` of `stages` for microbatches `0..microbatches`. Backwards run by
-    /// increasing microbatch under both schedules, so that gradients are summed in the same order.
-    pub fn order(self, stage: u32, stages: u32, microbatches: u32) -> impl Iterator<Item = Compute> {
+    /// The computations of a Stage for microbatches `0..microbatches`; `depth` is as in
+    /// [`Schedule::order`](super::Schedule::order). Backwards run by increasing microbatch under both schedules, so that
+    /// gradients are summed in the same order.
+    pub fn order(self, depth: u32, microbatches: u32) -> impl Iterator<Item = Compute> {
         let warm_up = match self {
             Self::FillDrain => microbatches,
-            Self::OneForwardOneBackward => microbatches.min(stages.saturating_sub(stage + 1)),
+            Self::OneForwardOneBackward => microbatches.min(depth.saturating_sub(1)),
         };
         let steady = (warm_up..microbatches)
             .zip(0..)
@@ -57,16 +59,10 @@ impl ScheduleKind {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::schedule::Order;
 
     fn draw(kind: ScheduleKind, stages: u32, microbatches: u32) -> String {
-        let line = |stage| {
-            let cells = kind.order(stage, stages, microbatches).map(|compute| match compute {
-                Compute::Forward(mb) => format!("F{mb}"),
-                Compute::Backward(mb) => format!("B{mb}"),
-            });
-            cells.collect::<Vec<_>>().join(" ") + "\n"
-        };
-        (0..stages).map(line).collect()
+        (1..=stages).rev().map(|depth| format!("{}\n", Order(kind.order(depth, microbatches).collect()))).collect()
     }
 
     #[test]

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use rannc_ir::testing::graphs;
 use rannc_ir::{Analysis, OpRun};
-use rannc_plan::{Action, Partition, check, plan_channels};
+use rannc_plan::{Action, Partition, plan_channels};
 
 use crate::cases::{Given, calls, cases, schedules};
 use crate::oracle;
@@ -18,7 +18,7 @@ proptest! {
     #[test]
     fn every_program_is_accepted_and_runs(case in cases()) {
         let program = case.build();
-        prop_assert_eq!(check(&program, &case.partition), Ok(()));
+        prop_assert_eq!(case.check(&program), Ok(()));
         prop_assert_eq!(oracle::run(&case, &program), Ok(()));
     }
 }
@@ -51,7 +51,7 @@ proptest! {
     #[test]
     fn programs_of_divided_graphs_are_accepted_and_run(case in divided_graphs()) {
         let program = case.build();
-        prop_assert_eq!(check(&program, &case.partition), Ok(()));
+        prop_assert_eq!(case.check(&program), Ok(()));
         prop_assert_eq!(oracle::run(&case, &program), Ok(()));
     }
 

@@ -2,10 +2,10 @@
 
 use proptest::collection::vec;
 use proptest::prelude::*;
-use rannc_ir::{RowDim, ValueId};
+use rannc_ir::{DType, ParamId, RowDim, ValueId};
 use rannc_plan::{
-    Batch, Call, Crossing, InputPart, OutputPart, OutputSource, Partition, Placement, Program, ScheduleKind, StagePart,
-    build,
+    Batch, Buckets, Call, CheckError, Crossing, Gradient, InputPart, OutputPart, OutputSource, Partition, Placement,
+    Program, ProgramError, ScheduleKind, StagePart, build, check,
 };
 
 pub const ROWS: RowDim = RowDim { dim: 0, per_row: 1 };
@@ -15,8 +15,17 @@ pub const ROWS: RowDim = RowDim { dim: 0, per_row: 1 };
 pub struct Given {
     pub placement: Placement,
     pub partition: Partition,
+    pub params: Vec<Held>,
     pub batch: Batch,
     pub call: Call,
+}
+
+/// A trainable Param, and the Stages that hold it.
+#[derive(Clone, Debug)]
+pub struct Held {
+    pub dtype: DType,
+    pub bytes: u64,
+    pub stages: Vec<u32>,
 }
 
 impl Given {
@@ -41,17 +50,38 @@ impl Given {
             OutputPart { index: 0, value: ValueId(last), source: OutputSource::Stage(last), row_dim: Some(ROWS) };
         partition.outputs.push(output);
         let batch = Batch { rows_per_rank: rows_per_rank.to_vec(), gather_inputs: true };
-        Self { placement: Placement { ranks, microbatches, schedule }, partition, batch, call }
+        let placement = Placement { ranks, microbatches, schedule: schedule.into() };
+        Self { placement, partition, params: Vec::new(), batch, call }
+    }
+
+    /// Gradients of the Params, in the order in which the forward uses them.
+    pub fn gradients(&self) -> Vec<Gradient> {
+        let gradient = |(param, Held { dtype, bytes, stages }): (u32, &Held)| {
+            let mut holders: Vec<u32> =
+                stages.iter().flat_map(|&stage| &self.placement.ranks[stage as usize]).copied().collect();
+            holders.sort_unstable();
+            Gradient { param: ParamId(param), dtype: *dtype, bytes: *bytes, holders }
+        };
+        (0..).zip(&self.params).map(gradient).collect()
+    }
+
+    pub fn try_build(&self) -> Result<Program, ProgramError> {
+        let buckets = Buckets::new(self.gradients(), &self.placement.ranks);
+        build(&self.placement, &self.partition, &buckets, &self.batch, self.call)
     }
 
     pub fn build(&self) -> Program {
-        build(&self.placement, &self.partition, &self.batch, self.call).expect("the case is sound")
+        self.try_build().expect("the case is sound")
+    }
+
+    pub fn check(&self, program: &Program) -> Result<(), CheckError> {
+        check(program, &self.partition, &self.gradients())
     }
 
     /// The same case with another call and Schedule.
     pub fn with(&self, call: Call, schedule: ScheduleKind) -> Self {
         let mut case = Self { call, ..self.clone() };
-        case.placement.schedule = schedule;
+        case.placement.schedule = schedule.into();
         case
     }
 }
@@ -74,15 +104,23 @@ pub fn cases() -> impl Strategy<Value = Given> {
         let placement = placement.prop_map(move |(shuffled, microbatches, schedule)| {
             let mut rest = shuffled.into_iter();
             let ranks = replicas.iter().map(|&count| rest.by_ref().take(count).collect()).collect();
-            Placement { ranks, microbatches, schedule }
+            Placement { ranks, microbatches, schedule: schedule.into() }
         });
-        (placement, partitions(stages), batches(world), calls()).prop_map(|(placement, partition, batch, call)| Given {
-            placement,
-            partition,
-            batch,
-            call,
-        })
+        (placement, partitions(stages), params(stages), batches(world), calls())
+            .prop_map(|(placement, partition, params, batch, call)| Given { placement, partition, params, batch, call })
     })
+}
+
+/// Params of a few bytes to more than a bucket, each on one Stage or several.
+pub fn params(stages: usize) -> impl Strategy<Value = Vec<Held>> {
+    let dtype = prop_oneof![4 => Just(DType::Float32), 1 => Just(DType::Float64)];
+    let bytes = prop_oneof![1..100_u64, Just(1 << 20), Just(20 << 20), Just(30 << 20)];
+    let held = (dtype, bytes, 0..stages, vec(prop::bool::weighted(0.2), stages));
+    let held = held.prop_map(move |(dtype, bytes, first, also)| {
+        let holds = |&stage: &usize| stage == first || also[stage];
+        Held { dtype, bytes, stages: (0..stages).filter(holds).map(stage_number).collect() }
+    });
+    vec(held, 0..8)
 }
 
 fn batches(world: usize) -> impl Strategy<Value = Batch> {

@@ -2,12 +2,10 @@
 
 use proptest::prelude::*;
 use proptest::sample::Index;
-use rannc_ir::ValueId;
-use rannc_plan::{
-    Action, Call, CheckError, Crossing, Deadlock, Interval, Message, Program, ScheduleKind, Transfer, check,
-};
+use rannc_ir::{DType, ValueId};
+use rannc_plan::{Action, Call, CheckError, Crossing, Deadlock, Interval, Message, Program, ScheduleKind, Transfer};
 
-use crate::cases::{Given, ROWS, cases};
+use crate::cases::{Given, Held, ROWS, cases};
 use crate::oracle::{self, Failure};
 
 /// A way to break a Program.
@@ -32,9 +30,19 @@ enum Damage {
     ShiftStageRows,
     MoreRows,
     LongerMicrobatch,
+    OtherBucket,
+    OtherGroup,
+    OtherBytes,
+    SwapSums,
+    EarlySum,
+    DropParam,
+    RepeatParam,
+    MoveParam,
+    OtherMembers,
+    LargerBucket,
 }
 
-const DAMAGES: [Damage; 19] = [
+const DAMAGES: [Damage; 29] = [
     Damage::DropAction,
     Damage::RepeatAction,
     Damage::OtherMicrobatch,
@@ -54,6 +62,16 @@ const DAMAGES: [Damage; 19] = [
     Damage::ShiftStageRows,
     Damage::MoreRows,
     Damage::LongerMicrobatch,
+    Damage::OtherBucket,
+    Damage::OtherGroup,
+    Damage::OtherBytes,
+    Damage::SwapSums,
+    Damage::EarlySum,
+    Damage::DropParam,
+    Damage::RepeatParam,
+    Damage::MoveParam,
+    Damage::OtherMembers,
+    Damage::LargerBucket,
 ];
 
 fn lists(program: &mut Program) -> impl Iterator<Item = &mut Vec<Action>> {
@@ -97,7 +115,7 @@ fn damage_actions(program: &mut Program, damage: Damage, list: Index, place: Ind
         _ => match &mut list[at] {
             Action::Forward { mb } | Action::Backward { mb } => *mb += 1,
             Action::Send(message) | Action::Recv(message) => message.mb += 1,
-            Action::Reduce => return None,
+            Action::AllReduce { .. } => return None,
         },
     }
     Some(())
@@ -158,6 +176,77 @@ fn damage_rows(program: &mut Program, damage: Damage, which: Index, place: Index
     Some(())
 }
 
+/// The places of a list's sums.
+fn sums(list: &[Action]) -> Vec<usize> {
+    let is_sum = |place: &usize| matches!(list[*place], Action::AllReduce { .. });
+    (0..list.len()).filter(is_sum).collect()
+}
+
+/// Breaks one rank's sums.
+fn damage_sums(program: &mut Program, damage: Damage, which: Index, place: Index) -> Option<()> {
+    let (buckets, groups) = (program.buckets.len(), program.groups.len());
+    let list = pick(lists(program).filter(|list| !sums(list).is_empty()), which)?;
+    let at = *pick(sums(list).iter(), place)?;
+    let Action::AllReduce { group, bucket, bytes } = &mut list[at] else { return None };
+    match damage {
+        Damage::OtherBucket => *bucket = other(*bucket, buckets, which)?,
+        Damage::OtherGroup => *group = other(*group, groups, which)?,
+        Damage::OtherBytes => *bytes += 1,
+        Damage::SwapSums => {
+            let own = *group;
+            let of_group = |at: &usize| matches!(list[*at], Action::AllReduce { group, .. } if group == own);
+            let next = *sums(list).iter().filter(|other| **other > at).find(|at| of_group(at))?;
+            list.swap(at, next);
+        }
+        _ => {
+            let backwards =
+                |actions: &[Action]| actions.iter().filter(|a| matches!(a, Action::Backward { .. })).count();
+            if backwards(list) < 2 {
+                return None;
+            }
+            let sum = list.remove(at);
+            list.insert(0, sum);
+        }
+    }
+    Some(())
+}
+
+/// Breaks the buckets, alike for all ranks.
+fn damage_buckets(program: &mut Program, damage: Damage, which: Index, place: Index) -> Option<()> {
+    let world = program.ranks.len();
+    let count = program.buckets.len();
+    match damage {
+        Damage::OtherMembers => {
+            let used: Vec<u32> = program.buckets.iter().map(|bucket| bucket.group).collect();
+            let group = *pick(used.iter(), which)?;
+            let ranks = &mut program.groups[group as usize];
+            if ranks.len() > 1 {
+                ranks.remove(place.index(ranks.len()));
+            } else {
+                ranks.push(other(ranks[0], world, place)?);
+                ranks.sort_unstable();
+            }
+        }
+        Damage::LargerBucket => pick(program.buckets.iter_mut(), which)?.bytes += 1,
+        _ => {
+            let from = which.index(count.max(1));
+            let params = &mut program.buckets.get_mut(from)?.params;
+            let at = place.index(params.len());
+            let param = params[at];
+            match damage {
+                Damage::RepeatParam => params.push(param),
+                Damage::DropParam => drop(params.remove(at)),
+                _ => {
+                    let to = other(u32::try_from(from).ok()?, count, place)?;
+                    program.buckets[from].params.remove(at);
+                    program.buckets[to as usize].params.push(param);
+                }
+            }
+        }
+    }
+    Some(())
+}
+
 /// Breaks the Program; `None` when it has nothing to break in this way.
 fn apply(program: &mut Program, damage: Damage, which: Index, place: Index) -> Option<()> {
     let broken = match damage {
@@ -176,6 +265,12 @@ fn apply(program: &mut Program, damage: Damage, which: Index, place: Index) -> O
         | Damage::ShiftStageRows
         | Damage::MoreRows
         | Damage::LongerMicrobatch => damage_rows,
+        Damage::OtherBucket | Damage::OtherGroup | Damage::OtherBytes | Damage::SwapSums | Damage::EarlySum => {
+            damage_sums
+        }
+        Damage::DropParam | Damage::RepeatParam | Damage::MoveParam | Damage::OtherMembers | Damage::LargerBucket => {
+            damage_buckets
+        }
     };
     broken(program, damage, which, place)
 }
@@ -190,7 +285,7 @@ proptest! {
         for damage in DAMAGES {
             let mut program = sound.clone();
             if apply(&mut program, damage, which, place).is_some() {
-                let verdict = check(&program, &case.partition);
+                let verdict = case.check(&program);
                 prop_assert!(verdict.is_err(), "{:?} passes", damage);
                 prop_assert!(!matches!(verdict, Err(CheckError::Deadlock(_))), "{:?} seen as a deadlock", damage);
                 found += 1;
@@ -224,7 +319,7 @@ proptest! {
                 own.forward = [other.forward, other.backward].concat();
             }
         }
-        let verdict = check(&program, &case.partition);
+        let verdict = case.check(&program);
         prop_assert!(matches!(verdict, Ok(()) | Err(CheckError::Deadlock(_))), "{:?}", verdict);
         agree(&case, &program)?;
     }
@@ -232,7 +327,7 @@ proptest! {
 
 fn agree(case: &Given, program: &Program) -> Result<(), TestCaseError> {
     let run = oracle::run(case, program);
-    match check(program, &case.partition) {
+    match case.check(program) {
         Ok(()) => prop_assert_eq!(run, Ok(())),
         Err(CheckError::Deadlock(Deadlock(blocked))) => {
             prop_assert_eq!(run, Err(Failure::Stuck));
@@ -261,7 +356,7 @@ fn with_one_stage_drained(case: &Given, stage: u32) -> Program {
 #[test]
 fn a_deadlock_names_ranks_and_actions() {
     let case = Given::chain(&[1, 1], 4, &[4, 4], Call::Whole, ScheduleKind::OneForwardOneBackward);
-    let error = check(&with_one_stage_drained(&case, 1), &case.partition).expect_err("each waits for the other");
+    let error = case.check(&with_one_stage_drained(&case, 1)).expect_err("each waits for the other");
     assert_eq!(
         error.to_string(),
         "deadlock: rank 0 waits in action 5, Backward(mb 0); rank 1 waits in action 6, Forward(mb 2);"
@@ -275,23 +370,24 @@ fn the_third_unread_gradient_waits() {
     case.partition.crossings[0].requires_grad = false;
     let skip = Crossing { value: ValueId(9), from: 0, to: vec![2], row_dim: ROWS, requires_grad: true };
     case.partition.crossings.push(skip);
-    let Err(CheckError::Deadlock(Deadlock(blocked))) = check(&with_one_stage_drained(&case, 1), &case.partition) else {
+    let Err(CheckError::Deadlock(Deadlock(blocked))) = case.check(&with_one_stage_drained(&case, 1)) else {
         panic!("stage 2 waits until stage 1 reads a gradient")
     };
     let waits: Vec<String> = blocked.iter().map(|blocked| blocked.action.to_string()).collect();
     assert_eq!(waits, ["Backward(mb 3)", "Forward(mb 6)", "Send(mb 2, gradients to rank 1: v1[0..3])"]);
     case.placement.microbatches = 5;
-    assert_eq!(check(&with_one_stage_drained(&case, 1), &case.partition), Ok(()));
+    assert_eq!(case.check(&with_one_stage_drained(&case, 1)), Ok(()));
 }
 
 /// What a person reads about one broken Action.
 #[test]
 fn errors_name_rank_and_action() {
-    let case = Given::chain(&[1, 2], 2, &[2, 2, 2], Call::Whole, ScheduleKind::OneForwardOneBackward);
+    let mut case = Given::chain(&[1, 2], 2, &[2, 2, 2], Call::Whole, ScheduleKind::OneForwardOneBackward);
+    case.params.push(Held { dtype: DType::Float32, bytes: 8, stages: vec![1] });
     let error_after = |damage: &dyn Fn(&mut Program)| {
         let mut program = case.build();
         damage(&mut program);
-        check(&program, &case.partition).expect_err("the program is damaged").to_string()
+        case.check(&program).expect_err("the program is damaged").to_string()
     };
     assert_eq!(
         error_after(&|program| program.ranks[1].forward.swap(0, 2)),
@@ -301,7 +397,10 @@ fn errors_name_rank_and_action() {
         error_after(&|program| program.ranks[0].forward.swap(0, 1)),
         "rank 0, action 0, Send(mb 0, values to rank 1: v0[0..2]): it sends what is computed later"
     );
-    assert_eq!(error_after(&|program| drop(program.ranks[2].forward.pop())), "rank 2 lacks Reduce");
+    assert_eq!(
+        error_after(&|program| program.ranks[2].forward.retain(|action| !matches!(action, Action::AllReduce { .. }))),
+        "rank 2 lacks AllReduce(bucket 0, 8 bytes over group 1)"
+    );
     let late_send = |program: &mut Program| {
         let actions = &mut program.ranks[0].forward;
         let send = actions.remove(1);

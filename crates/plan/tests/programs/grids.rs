@@ -1,12 +1,13 @@
 //! Programs drawn.
 
-use rannc_plan::{Action, Call, Crossing, ScheduleKind, check, grid};
+use rannc_ir::DType;
+use rannc_plan::{Action, Call, CheckError, Crossing, Order, Schedule, ScheduleKind, grid};
 
-use crate::cases::Given;
+use crate::cases::{Given, Held};
 
 fn draw(case: &Given) -> String {
     let program = case.build();
-    check(&program, &case.partition).expect("built programs are sound");
+    case.check(&program).expect("built programs are sound");
     grid(&program).expect("checked programs come to their end")
 }
 
@@ -62,7 +63,6 @@ Send(mb 1, values to rank 1: v0[0..2])
 Recv(mb 1, gradients from rank 1: v0[0..2])
 Backward(mb 0)
 Backward(mb 1)
-Reduce
 "
     );
     assert_eq!(program.ranks[0].backward, []);
@@ -141,7 +141,6 @@ Backward(mb 0)
 Send(mb 0, gradients to rank 0: v0[0..2])
 Backward(mb 1)
 Send(mb 1, gradients to rank 0: v0[0..1])
-Reduce
 "
     );
 }
@@ -160,7 +159,6 @@ Forward(mb 0)
 Send(mb 0, values to rank 1: v0[0..3])
 Send(mb 0, values to rank 2: v0[0..3])
 Backward(mb 0)
-Reduce
 "
     );
     assert_eq!(
@@ -172,7 +170,61 @@ Forward(mb 0)
 Backward(mb 0)
 Send(mb 0, gradients to rank 0: v0[0..3])
 Send(mb 0, gradients to rank 1: v1[0..3])
-Reduce
 "
     );
+}
+
+/// The first Stage feeds nobody, so it is its own end.
+#[test]
+fn depth_is_counted_in_the_graph_of_stages() {
+    let mut case = Given::chain(&[1, 1, 1], 3, &[3, 3, 3], Call::Whole, ScheduleKind::OneForwardOneBackward);
+    case.partition.crossings.remove(0);
+    assert_eq!(
+        draw(&case),
+        "\
+0: F0 B0 F1 B1 F2 B2 .  .
+1: F0 F1 .  B0 F2 B1 .  B2
+2: .  F0 B0 F1 B1 F2 B2 .
+"
+    );
+}
+
+#[test]
+fn a_listed_order_is_run_as_it_stands() {
+    let mut case = Given::chain(&[1, 1], 3, &[3, 3], Call::Whole, ScheduleKind::OneForwardOneBackward);
+    let orders = ["F0 F1 F2 B0 B1 B2", "F0 B0 F1 B1 F2 B2"].map(|text| text.parse::<Order>().expect("an order"));
+    case.placement.schedule = Schedule::Explicit(orders.to_vec());
+    assert_eq!(
+        draw(&case),
+        "\
+0: F0 F1 F2 B0 .  B1 .  B2
+1: .  F0 B0 F1 B1 F2 B2 .
+"
+    );
+    case.placement.schedule = Schedule::Explicit(orders.iter().rev().cloned().collect());
+    let verdict = case.check(&case.build());
+    assert!(matches!(verdict, Err(CheckError::Deadlock(_))), "{verdict:?}");
+}
+
+#[test]
+fn gradients_are_summed_over_all_who_hold_them() {
+    let mut case = Given::chain(&[2, 1], 2, &[2, 2, 2], Call::Whole, ScheduleKind::OneForwardOneBackward);
+    let held = |bytes, stages: &[u32]| Held { dtype: DType::Float32, bytes, stages: stages.to_vec() };
+    case.params = vec![held(8, &[0, 1]), held(1 << 20, &[0]), held(12, &[0]), held(16, &[1])];
+    let program = case.build();
+    assert_eq!(case.check(&program), Ok(()));
+    let tail = |rank: usize, count: usize| {
+        let actions = &program.ranks[rank].forward;
+        list(&actions[actions.len() - count..])
+    };
+    assert_eq!(
+        tail(1, 3),
+        "\
+AllReduce(bucket 0, 1048588 bytes over group 0)
+Backward(mb 1)
+AllReduce(bucket 2, 8 bytes over group 2)
+"
+    );
+    assert!(tail(2, 1).starts_with("AllReduce(bucket 2"), "a group of one rank sums nothing");
+    assert_eq!(program.groups, [vec![0, 1], vec![2], vec![0, 1, 2]]);
 }

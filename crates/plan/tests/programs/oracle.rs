@@ -3,7 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use rannc_ir::ValueId;
+use rannc_ir::{ParamId, ValueId};
 use rannc_plan::{Action, Interval, Message, OutputSource, Payload, Piece, Program};
 
 use crate::cases::Given;
@@ -174,7 +174,8 @@ struct RankState {
     has: BTreeMap<(Payload, u32), Vec<Token>>,
     forwards: BTreeSet<u32>,
     backwards: BTreeSet<u32>,
-    reduced: bool,
+    /// Buckets in the order in which it is ready for their sums, with the backwards that it had done then.
+    sums: VecDeque<(u32, usize)>,
 }
 
 struct Execution<'a> {
@@ -208,7 +209,40 @@ impl<'a> Execution<'a> {
         if (0..lists.len()).any(|rank| self.ranks[rank].position < lists[rank].len()) {
             return Err(Failure::Stuck);
         }
-        self.check_end()
+        self.check_end()?;
+        self.sum()
+    }
+
+    /// Lets the ranks sum, each in its own order, and demands that every gradient is summed over its holders.
+    fn sum(&mut self) -> Result<(), Failure> {
+        let program = self.oracle.program;
+        let mut found: BTreeMap<ParamId, Vec<u32>> = BTreeMap::new();
+        for state in &self.ranks {
+            let late = |&(_, done): &(u32, usize)| done + 1 >= state.backwards.len();
+            require(state.sums.iter().all(late), || "a sum of what is not complete".into())?;
+        }
+        while let Some(&(bucket, _)) = self.ranks.iter().filter_map(|state| state.sums.front()).find(|(bucket, _)| {
+            let members = &program.groups[program.buckets[*bucket as usize].group as usize];
+            members.iter().all(|&rank| self.ranks[rank as usize].sums.front().is_some_and(|(next, _)| next == bucket))
+        }) {
+            let own = &program.buckets[bucket as usize];
+            let members = &program.groups[own.group as usize];
+            for &rank in members {
+                self.ranks[rank as usize].sums.pop_front();
+            }
+            for param in &own.params {
+                require(found.insert(*param, members.clone()).is_none(), || format!("{param} is summed twice"))?;
+            }
+        }
+        if self.ranks.iter().any(|state| !state.sums.is_empty()) {
+            return Err(Failure::Stuck);
+        }
+        for gradient in self.oracle.case.gradients() {
+            let shared = self.oracle.case.call.trains() && gradient.holders.len() > 1;
+            let expected = shared.then_some(&gradient.holders);
+            require(found.get(&gradient.param) == expected, || format!("{} is not summed", gradient.param))?;
+        }
+        Ok(())
     }
 
     fn step(&mut self, rank: usize, action: &Action) -> Result<bool, Failure> {
@@ -222,9 +256,9 @@ impl<'a> Execution<'a> {
                 self.ranks[rank].pending.push_back((message.peer, message.clone()));
                 Ok(true)
             }
-            Action::Reduce => {
-                require(!self.ranks[rank].reduced, || "reduced twice".into())?;
-                self.ranks[rank].reduced = true;
+            Action::AllReduce { bucket, .. } => {
+                let state = &mut self.ranks[rank];
+                state.sums.push_back((*bucket, state.backwards.len()));
                 Ok(true)
             }
         }
@@ -285,7 +319,6 @@ impl<'a> Execution<'a> {
         let done = if payload == Payload::Value { &mut state.forwards } else { &mut state.backwards };
         require(done.insert(mb), || "computed twice".into())?;
         require(state.forwards.contains(&mb), || "backward first".into())?;
-        require(!state.reduced, || "computed after Reduce".into())?;
         Ok(true)
     }
 
@@ -318,7 +351,7 @@ impl<'a> Execution<'a> {
             let mbs = (0..self.oracle.microbatches.len()).filter(|&mb| !self.oracle.rows(rank, mb).is_empty());
             let mbs: BTreeSet<u32> = mbs.map(|mb| mb as u32).collect();
             let complete = state.forwards == mbs && state.backwards == if trains { mbs } else { BTreeSet::new() };
-            let clean = state.pending.is_empty() && state.has.is_empty() && state.reduced == trains;
+            let clean = state.pending.is_empty() && state.has.is_empty();
             require(complete && clean, || format!("rank {rank} has not done its work"))?;
         }
         require(self.channels.values().all(|channel| channel.under_way.is_empty()), || "unread messages".into())

@@ -1,13 +1,13 @@
 //! What no Program can be built from.
 
-use rannc_plan::{Call, Crossing, PlanFault, ProgramError, ScheduleKind, build};
+use rannc_plan::{Call, Crossing, PlanFault, ProgramError, ScheduleKind};
 
 use crate::cases::Given;
 
 fn error(change: impl Fn(&mut Given)) -> ProgramError {
     let mut case = Given::chain(&[1, 2], 2, &[1, 1, 1], Call::Whole, ScheduleKind::OneForwardOneBackward);
     change(&mut case);
-    build(&case.placement, &case.partition, &case.batch, case.call).expect_err("the arguments contradict each other")
+    case.try_build().expect_err("the arguments contradict each other")
 }
 
 #[test]

@@ -2,10 +2,10 @@
 
 use rannc_cost::{Blocks, ModuleNames};
 use rannc_ir::{Graph, OpRun};
-use rannc_plan::{PLAN_SCHEMA, Plan, PlanFileError, Recompute, StagePlan, StepPrediction};
+use rannc_plan::{PLAN_SCHEMA, Plan, PlanFileError, Recompute, Schedule, StagePlan, StepPrediction};
 
 use super::links::Linker;
-use crate::chain::CrossingSpec;
+use crate::chain::{CrossingSpec, StateSpec};
 use crate::price::{Again, At, Priced, Pricing, RankOrder};
 use crate::solve::{FoundStage, Solution};
 
@@ -15,6 +15,7 @@ pub(crate) struct Assembly<'a> {
     pub(crate) graph_hash: &'a str,
     pub(crate) blocks: &'a Blocks,
     pub(crate) crossings: &'a [CrossingSpec],
+    pub(crate) states: &'a [StateSpec],
     pub(crate) names: &'a ModuleNames<'a>,
     pub(crate) order: &'a RankOrder,
     pub(crate) pricing: &'a Pricing<'a>,
@@ -26,16 +27,15 @@ impl Assembly<'_> {
         let settings = self.pricing.problem.settings;
         let ranks = self.used_ranks(solution);
         let (mut stages, mut prices) = (Vec::new(), Vec::new());
-        for (behind, stage) in solution.found.stages.iter().rev().enumerate() {
-            let (stage, priced) = self.stage(stage, behind, &ranks);
+        let &Self { crossings, states, order, pricing, .. } = self;
+        let linker = Linker { crossings, states, order, pricing, stages: &solution.found.stages };
+        let schedule = Schedule::Named(solution.case.schedule);
+        for (stage, held) in solution.found.stages.iter().zip(linker.held(&schedule)) {
+            let (stage, priced) = self.stage(stage, held, &ranks);
             stages.push(stage);
             prices.push(priced);
         }
-        stages.reverse();
-        prices.reverse();
-        let &Self { crossings, order, pricing, .. } = self;
-        let linker = Linker { crossings, order, pricing, stages: &solution.found.stages };
-        let StepPrediction { step_us, bubble, .. } = step_prediction(&linker, &stages, &prices);
+        let StepPrediction { step_us, bubble, .. } = step_prediction(&linker, &schedule, &mut stages, &prices);
         // Both are sums of the same times, in another order.
         let lower_bound_us = lower_bound_us.min(step_us);
         let microbatches = u32::try_from(solution.case.microbatches).unwrap_or(u32::MAX);
@@ -47,7 +47,7 @@ impl Assembly<'_> {
             world_size: u32::try_from(ranks.len()).unwrap_or(u32::MAX),
             batch_rows: settings.batch_rows,
             microbatches: settings.microbatches.unwrap_or(microbatches),
-            schedule: solution.case.schedule,
+            schedule,
             stages,
             predicted: StepPrediction { step_us, bubble, lower_bound_us },
             checksum: String::new(),
@@ -63,13 +63,12 @@ impl Assembly<'_> {
         ranks
     }
 
-    fn stage(&self, stage: &FoundStage, behind: usize, used_ranks: &[u32]) -> (StagePlan, Priced) {
+    fn stage(&self, stage: &FoundStage, held: u64, used_ranks: &[u32]) -> (StagePlan, Priced) {
         let FoundStage { run, positions, saver } = stage;
         let pricing = self.pricing;
         let place = self.order.place_at(positions);
         let at = pricing.at(place);
         let workspace_bytes = pricing.run_workspace_bytes(run.clone(), place.replicas);
-        let in_flight = pricing.step.in_flight(behind + 1);
         let priced = pricing.stage(run.clone(), &at, *saver, workspace_bytes);
         let recompute = self.recompute(stage, &at, workspace_bytes);
         let ops = self.ops(run.start, run.end);
@@ -82,7 +81,7 @@ impl Assembly<'_> {
             recompute,
             sharding: saver.sharding,
             offload: saver.offload,
-            predicted: pricing.prediction(run, place.replicas, &priced, in_flight),
+            predicted: pricing.prediction(run, place.replicas, &priced, held),
         };
         (planned, priced)
     }
@@ -112,11 +111,22 @@ impl Assembly<'_> {
     }
 }
 
-/// What a step of these priced Stages takes; that no Plan takes less is not known of it.
-pub(crate) fn step_prediction(linker: &Linker<'_>, stages: &[StagePlan], prices: &[Priced]) -> StepPrediction {
+/// What a step of these priced Stages takes; that no Plan takes less is not known of it. What a Stage reduces with others
+/// is added to what it reduces.
+pub(crate) fn step_prediction(
+    linker: &Linker<'_>,
+    schedule: &Schedule,
+    stages: &mut [StagePlan],
+    prices: &[Priced],
+) -> StepPrediction {
     let step = &linker.pricing.step;
     let replicas: Vec<usize> = stages.iter().map(|stage| stage.ranks.len()).collect();
-    let step_us = step.longest_path_us(prices, &replicas, &linker.links());
+    let tied = linker.tied_sums();
+    for (stage, planned) in stages.iter_mut().enumerate() {
+        let shared = tied.iter().filter(|sum| sum.stages.contains(&stage));
+        planned.predicted.reduce_us += shared.map(|sum| sum.us).sum::<f64>();
+    }
+    let step_us = step.exact_us(schedule, prices, &replicas, &linker.links(), &tied);
     StepPrediction { step_us, bubble: bubble(stages, step.microbatches, step_us), lower_bound_us: 0.0 }
 }
 

@@ -1,169 +1,143 @@
-//! The longest path through a step, computation by computation: the time that a Plan is said to take.
-//!
-//! It follows the runtime, with as many rows on every Replica as on the largest:
-//!
-//! * A Replica computes in the order of its Stage's Schedule. It begins to receive for a computation when it is
-//!   done with the last but one before it.
-//! * A message moves once it is sent, its receiver has begun to receive, and the message before it on its channel
-//!   has arrived.
-//! * A gradient waits, and its sender with it, until of the earlier ones on its channel fewer than [`GRAD_WINDOW`]
-//!   are under way.
-//! * The optimizer waits until the gradients are reduced and all that was sent has arrived.
+//! The time that a Plan is said to take: its division run on the machine, with as many rows on every Replica as on the
+//! largest.
 
-use std::iter::Peekable;
-
-use rannc_plan::{Compute, GRAD_WINDOW};
+use rannc_plan::{
+    Call, Clock, Compute, Order, Payload, Schedule, Script, ScriptWriter, Slot, Step, Task, depths, run, with_messages,
+};
 
 use super::links::ReplicaLink;
+use super::tied::TiedSum;
 use crate::price::{Priced, StepModel};
 
 impl StepModel {
-    /// The time of a step of Stages with so many Replicas.
-    pub(crate) fn longest_path_us(&self, stages: &[Priced], replicas: &[usize], links: &[ReplicaLink]) -> f64 {
-        let number = |place: usize| u32::try_from(place).expect("fewer than 2^32");
-        let microbatches = u32::try_from(self.microbatches).expect("as many as fit into a plan");
-        let order = |stage| self.schedule.order(number(stage), number(stages.len()), microbatches);
+    /// The time of a step of Stages with so many Replicas; infinite where they wait for each other for ever.
+    pub(crate) fn exact_us(
+        &self,
+        schedule: &Schedule,
+        stages: &[Priced],
+        replicas: &[usize],
+        links: &[ReplicaLink],
+        tied: &[TiedSum],
+    ) -> f64 {
         let stage_of: Vec<usize> =
             replicas.iter().enumerate().flat_map(|(stage, &count)| std::iter::repeat_n(stage, count)).collect();
-        let mut lines: Vec<Line<_>> = stage_of.iter().map(|&stage| Line::new(&stages[stage], order(stage))).collect();
-        let mut channels = connect(&mut lines, links);
-        let mut moved = true;
-        while std::mem::take(&mut moved) {
-            for line in &mut lines {
-                while line.advance(&mut channels) {
-                    moved = true;
-                }
+        let mut writer = ScriptWriter::new(stage_of.len(), Call::Whole);
+        let mut prices = Prices { stages, stage_of: &stage_of, messages_us: Vec::new(), sums_us: Vec::new() };
+        let lines = connect(&mut writer, &mut prices, links);
+        let sums = gather(&mut writer, &mut prices, tied);
+        let microbatches = u32::try_from(self.microbatches).expect("as many as fit into a plan");
+        let depths = depths(stages.len(), links.iter().map(|link| (stage_of[link.from], stage_of[link.to])));
+        let order = |stage: usize| schedule.order(stage, depths[stage], microbatches);
+        let orders: Vec<Order> = (0..stages.len()).map(order).collect();
+        for ((rank, line), &stage) in (0..).zip(&lines).zip(&stage_of) {
+            with_messages(orders[stage].0.iter().copied(), |step| line.write(&mut writer, rank, step));
+            for &(_, sum) in sums.iter().filter(|(members, _)| members.contains(&stage)) {
+                writer.add(rank, Task::Sum { sum });
+            }
+            writer.add(rank, Task::Settle);
+            writer.add(rank, Task::Update);
+        }
+        let script: Script = writer.finish();
+        run(&script, &prices, &mut ()).unwrap_or(f64::INFINITY)
+    }
+}
+
+/// How long everything takes.
+struct Prices<'a> {
+    stages: &'a [Priced],
+    stage_of: &'a [usize],
+    /// By channel.
+    messages_us: Vec<f64>,
+    sums_us: Vec<f64>,
+}
+
+impl Prices<'_> {
+    fn stage(&self, rank: u32) -> &Priced {
+        &self.stages[self.stage_of[rank as usize]]
+    }
+
+    fn ranks_of(&self, stages: &[usize]) -> Vec<u32> {
+        (0..).zip(self.stage_of).filter(|(_, stage)| stages.contains(stage)).map(|(rank, _)| rank).collect()
+    }
+}
+
+impl Clock for Prices<'_> {
+    fn compute(&self, rank: u32, compute: Compute) -> f64 {
+        match compute {
+            Compute::Forward(_) => self.stage(rank).cost.forward_us,
+            Compute::Backward(_) => self.stage(rank).cost.backward_us,
+        }
+    }
+    fn message(&self, message: Slot) -> f64 {
+        self.messages_us[message.channel as usize]
+    }
+    fn sum(&self, sum: u32) -> f64 {
+        self.sums_us[sum as usize]
+    }
+    fn update(&self, rank: u32) -> f64 {
+        self.stage(rank).end.update_us
+    }
+}
+
+/// The channels of a Replica, by what goes through them.
+#[derive(Clone, Default)]
+struct Line {
+    values_in: Vec<u32>,
+    values_out: Vec<u32>,
+    grads_in: Vec<u32>,
+    grads_out: Vec<u32>,
+}
+
+impl Line {
+    fn write(&self, writer: &mut ScriptWriter, rank: u32, step: Step) {
+        match step {
+            Step::Receive(Compute::Forward(mb)) => {
+                self.values_in.iter().for_each(|&channel| writer.receive(channel, Payload::Value, mb));
+            }
+            Step::Receive(Compute::Backward(mb)) => {
+                self.grads_in.iter().for_each(|&channel| writer.receive(channel, Payload::Grad, mb));
+            }
+            Step::Compute(compute) => writer.compute(rank, compute),
+            Step::Send(Compute::Forward(_)) => {
+                self.values_out.iter().for_each(|&channel| writer.send(channel, Payload::Value));
+            }
+            Step::Send(Compute::Backward(_)) => {
+                self.grads_out.iter().for_each(|&channel| writer.send(channel, Payload::Grad));
             }
         }
-        let end_us = |(line, &stage): (&Line<_>, &usize)| {
-            let reduced_us = line.clock_us + stages[stage].reduce_us;
-            line.sent_us(&channels).max(reduced_us) + stages[stage].update_us
-        };
-        lines.iter().zip(&stage_of).map(end_us).fold(0.0, f64::max)
     }
 }
 
-/// Makes the channels.
-fn connect<I: Iterator>(lines: &mut [Line<I>], links: &[ReplicaLink]) -> Vec<TimedChannel> {
-    let mut channels = Vec::new();
+/// Makes the channels; returns those of each Replica.
+fn connect(writer: &mut ScriptWriter, prices: &mut Prices<'_>, links: &[ReplicaLink]) -> Vec<Line> {
+    let mut lines = vec![Line::default(); prices.stage_of.len()];
     for &ReplicaLink { from, to, values_us, grads_us } in links {
-        lines[from].forward.to.push(channels.len());
-        lines[to].forward.from.push(channels.len());
-        channels.push(TimedChannel::new(values_us, usize::MAX));
+        let channel = writer.channel(number(from), number(to));
+        lines[from].values_out.push(channel);
+        lines[to].values_in.push(channel);
+        prices.messages_us.push(values_us);
         if let Some(grads_us) = grads_us {
-            lines[to].backward.to.push(channels.len());
-            lines[from].backward.from.push(channels.len());
-            channels.push(TimedChannel::new(grads_us, GRAD_WINDOW));
+            let channel = writer.channel(number(to), number(from));
+            lines[to].grads_out.push(channel);
+            lines[from].grads_in.push(channel);
+            prices.messages_us.push(grads_us);
         }
     }
-    channels
+    lines
 }
 
-/// The messages from one Replica to another, by microbatch.
-struct TimedChannel {
-    transfer_us: f64,
-    /// Most messages under way at a time.
-    window: usize,
-    sent_us: Vec<f64>,
-    arrived_us: Vec<f64>,
+/// Makes the sums: what every Stage's own adds after its last backward, then the tied ones. Returns the Stages of each.
+fn gather(writer: &mut ScriptWriter, prices: &mut Prices<'_>, tied: &[TiedSum]) -> Vec<(Vec<usize>, u32)> {
+    let own = prices.stages.iter().enumerate().map(|(stage, priced)| (vec![stage], priced.end.reduce_us));
+    let tied = tied.iter().map(|sum| (sum.stages.clone(), sum.us));
+    let mut sums = Vec::new();
+    for (stages, us) in own.chain(tied).collect::<Vec<_>>() {
+        sums.push((stages.clone(), writer.sum(prices.ranks_of(&stages))));
+        prices.sums_us.push(us);
+    }
+    sums
 }
 
-impl TimedChannel {
-    fn new(transfer_us: f64, window: usize) -> Self {
-        Self { transfer_us, window, sent_us: Vec::new(), arrived_us: Vec::new() }
-    }
-
-    /// When there is room for one more message; `None` while that is not known.
-    fn room_us(&self) -> Option<f64> {
-        match self.sent_us.len().checked_sub(self.window) {
-            Some(earlier) => self.arrived_us.get(earlier).copied(),
-            None => Some(0.0),
-        }
-    }
-
-    /// Sends the next message; returns when that is done.
-    fn send(&mut self, ready_us: f64) -> f64 {
-        let sent_us = self.room_us().map_or(ready_us, |room_us| room_us.max(ready_us));
-        self.sent_us.push(sent_us);
-        sent_us
-    }
-
-    /// True when the message is sent that is received next.
-    fn has_next(&self) -> bool {
-        self.arrived_us.len() < self.sent_us.len()
-    }
-
-    /// When the next message arrives at a Replica that is ready for it since `posted_us`.
-    fn receive(&mut self, posted_us: f64) -> f64 {
-        let sent_us = self.sent_us[self.arrived_us.len()];
-        let arrived_us = sent_us.max(posted_us).max(self.free_us()) + self.transfer_us;
-        self.arrived_us.push(arrived_us);
-        arrived_us
-    }
-
-    /// When all messages so far have arrived.
-    fn free_us(&self) -> f64 {
-        self.arrived_us.last().copied().unwrap_or(0.0)
-    }
-}
-
-/// A Replica's forward or backward of a microbatch, and its channels.
-struct Computation {
-    us: f64,
-    from: Vec<usize>,
-    to: Vec<usize>,
-}
-
-impl Computation {
-    fn new(us: f64) -> Self {
-        Self { us, from: Vec::new(), to: Vec::new() }
-    }
-}
-
-/// A Replica and what it still has to compute.
-struct Line<I: Iterator> {
-    forward: Computation,
-    backward: Computation,
-    coming: Peekable<I>,
-    /// When it was done with the last computation, messages sent.
-    clock_us: f64,
-    /// When it was done with the one before, and began to receive for the next one.
-    posted_us: f64,
-}
-
-impl<I: Iterator<Item = Compute>> Line<I> {
-    fn new(stage: &Priced, order: I) -> Self {
-        Self {
-            forward: Computation::new(stage.cost.forward_us),
-            backward: Computation::new(stage.cost.backward_us),
-            coming: order.peekable(),
-            clock_us: 0.0,
-            posted_us: 0.0,
-        }
-    }
-
-    /// Computes once more, if something is left and all that it waits for is known.
-    fn advance(&mut self, channels: &mut [TimedChannel]) -> bool {
-        let work = match self.coming.peek() {
-            Some(Compute::Forward(_)) => &self.forward,
-            Some(Compute::Backward(_)) => &self.backward,
-            None => return false,
-        };
-        let has_all = work.from.iter().all(|&channel| channels[channel].has_next());
-        if !has_all || work.to.iter().any(|&channel| channels[channel].room_us().is_none()) {
-            return false;
-        }
-        let arrived_us = work.from.iter().map(|&channel| channels[channel].receive(self.posted_us));
-        let begun_us = arrived_us.fold(self.clock_us, f64::max);
-        self.posted_us = self.clock_us;
-        let send = |ready_us, &channel: &usize| channels[channel].send(ready_us);
-        self.clock_us = work.to.iter().fold(begun_us + work.us, send);
-        self.coming.next();
-        true
-    }
-
-    /// When the last gradient that it has sent has arrived.
-    fn sent_us(&self, channels: &[TimedChannel]) -> f64 {
-        self.backward.to.iter().map(|&channel| channels[channel].free_us()).fold(0.0, f64::max)
-    }
+fn number(place: usize) -> u32 {
+    u32::try_from(place).expect("fewer than 2^32")
 }

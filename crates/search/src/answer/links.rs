@@ -2,9 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use rannc_plan::{Overlap, overlaps, split_even};
+use rannc_plan::{Overlap, Schedule, depths, overlaps, split_even};
 
-use crate::chain::CrossingSpec;
+use super::tied::{TiedSum, tied_sums};
+use crate::chain::{CrossingSpec, StateSpec};
 use crate::price::{Pricing, RankOrder};
 use crate::solve::FoundStage;
 
@@ -22,14 +23,38 @@ pub(crate) struct ReplicaLink {
 /// Finds the links of a division.
 pub(crate) struct Linker<'a> {
     pub(crate) crossings: &'a [CrossingSpec],
+    pub(crate) states: &'a [StateSpec],
     pub(crate) order: &'a RankOrder,
     pub(crate) pricing: &'a Pricing<'a>,
     pub(crate) stages: &'a [FoundStage],
 }
 
 impl Linker<'_> {
+    /// The sums of gradients that several Stages hold.
+    pub(crate) fn tied_sums(&self) -> Vec<TiedSum> {
+        tied_sums(self.states, self.stages, self.order, self.pricing.problem.cluster)
+    }
+
+    /// By Stage, the number of Stages on the longest way from it to one that feeds no other, both included.
+    fn depths(&self) -> Vec<u32> {
+        depths(self.stages.len(), self.crossings().into_keys())
+    }
+
+    /// By Stage, the microbatches that it holds under a Schedule.
+    pub(crate) fn held(&self, schedule: &Schedule) -> Vec<u64> {
+        let microbatches = u32::try_from(self.pricing.step.microbatches).unwrap_or(u32::MAX);
+        let depths = self.depths().into_iter().enumerate();
+        depths.map(|(stage, depth)| schedule.order(stage, depth, microbatches).in_flight()).collect()
+    }
+
     /// The links, by the Stage of the sender, then that of the receiver.
     pub(crate) fn links(&self) -> Vec<ReplicaLink> {
+        let stages = |(&(from, to), values): (&(usize, usize), &Vec<_>)| self.stage_links(from, to, values);
+        self.crossings().iter().flat_map(stages).collect()
+    }
+
+    /// What goes from which Stage to which.
+    fn crossings(&self) -> BTreeMap<(usize, usize), Vec<&CrossingSpec>> {
         let stage_of = |block: usize| self.stages.partition_point(|stage| stage.run.end <= block);
         let mut crossings: BTreeMap<(usize, usize), Vec<&CrossingSpec>> = BTreeMap::new();
         for crossing in self.crossings {
@@ -40,8 +65,7 @@ impl Linker<'_> {
                 crossings.entry((from, to)).or_default().push(crossing);
             }
         }
-        let stages = |(&(from, to), values): (&(usize, usize), &Vec<_>)| self.stage_links(from, to, values);
-        crossings.iter().flat_map(stages).collect()
+        crossings
     }
 
     /// A message takes as long as one with all that the Replica with more rows exchanges with the other Stage.

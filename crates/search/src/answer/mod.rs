@@ -6,6 +6,7 @@ mod exact_time;
 pub(crate) mod links;
 mod outcome;
 mod plan_costs;
+mod tied;
 
 pub use outcome::{Gain, Outcome, SearchReport, plan, plan_until};
 pub use plan_costs::PlanCosts;

@@ -197,6 +197,7 @@ impl<'a> Planner<'a> {
             graph_hash: &self.graph_hash,
             blocks: &self.model.blocks,
             crossings: &self.model.crossings,
+            states: &self.model.states,
             names: &ModuleNames::new(self.graph, &self.analysis.main_ops),
             order: self.solver(self.settings).order(solution.case),
             pricing: &pricing,

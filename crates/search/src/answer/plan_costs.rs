@@ -6,11 +6,12 @@ use std::ops::Range;
 
 use rannc_cost::{Blocks, Cluster, Profile, tensor_bytes};
 use rannc_ir::{Analysis, Graph, OpRun, ValueId};
-use rannc_plan::{Call, Plan, PlanFileError, Recompute, ScheduleKind};
+use rannc_plan::{Call, Plan, PlanFileError, Recompute, Schedule, ScheduleKind};
 use rannc_sim::Costs;
 
 use super::assemble::step_prediction;
 use super::links::Linker;
+use super::tied::TiedSum;
 use crate::error::SearchError;
 use crate::price::{Again, Model, Priced, Pricing, RankOrder, Saver};
 use crate::settings::Settings;
@@ -25,6 +26,7 @@ pub struct PlanCosts<'a> {
     order: RankOrder,
     stages: Vec<PlannedStage>,
     plan: &'a Plan,
+    tied: Vec<TiedSum>,
     /// What has been priced already, by Stage and rows.
     known: RefCell<HashMap<(u32, Option<u64>), Priced>>,
 }
@@ -79,7 +81,10 @@ impl<'a> PlanCosts<'a> {
         let ranks: Vec<Vec<u32>> = plan.stages.iter().map(|stage| stage.ranks.clone()).collect();
         let order = RankOrder::of_stages(cluster, &ranks);
         let model = Model::new(graph, &analysis, blocks, cluster, profiles, &settings);
-        Ok(Self { graph, cluster, settings, model, order, stages, plan, known: RefCell::default() })
+        let (tied, known) = (Vec::new(), RefCell::default());
+        let mut costs = Self { graph, cluster, settings, model, order, stages, plan, tied, known };
+        costs.tied = costs.linker(&costs.pricing(), &costs.found_stages()).tied_sums();
+        Ok(costs)
     }
 
     /// The same Plan with what it takes here. That no Plan takes less than another is not known of it.
@@ -91,15 +96,14 @@ impl<'a> PlanCosts<'a> {
         let found = self.found_stages();
         let mut plan = self.plan.clone();
         let mut prices = Vec::new();
-        let behind = (0..plan.stages.len()).rev();
-        for (((number, stage), behind), found) in (0..).zip(&mut plan.stages).zip(behind).zip(&found) {
+        let linker = self.linker(&pricing, &found);
+        let held = linker.held(&plan.schedule);
+        for (((number, stage), held), found) in (0..).zip(&mut plan.stages).zip(held).zip(&found) {
             let (priced, place) = (self.priced(number, None), self.order.place(number, 1));
-            let in_flight = pricing.step.in_flight(behind + 1);
-            stage.predicted = pricing.prediction(&found.run, place.replicas, &priced, in_flight);
+            stage.predicted = pricing.prediction(&found.run, place.replicas, &priced, held);
             prices.push(priced);
         }
-        let linker = Linker { crossings: &self.model.crossings, order: &self.order, pricing: &pricing, stages: &found };
-        plan.predicted = step_prediction(&linker, &plan.stages, &prices);
+        plan.predicted = step_prediction(&linker, &self.plan.schedule, &mut plan.stages, &prices);
         plan.seal()
     }
 
@@ -107,9 +111,14 @@ impl<'a> PlanCosts<'a> {
     /// which ranks wait for all that they have sent.
     pub const fn call(&self) -> Call {
         match self.plan.schedule {
-            ScheduleKind::FillDrain => Call::Halves,
-            ScheduleKind::OneForwardOneBackward => Call::Whole,
+            Schedule::Named(ScheduleKind::FillDrain) => Call::Halves,
+            Schedule::Named(ScheduleKind::OneForwardOneBackward) | Schedule::Explicit(_) => Call::Whole,
         }
+    }
+
+    fn linker<'l>(&'l self, pricing: &'l Pricing<'l>, stages: &'l [FoundStage]) -> Linker<'l> {
+        let Model { crossings, states, .. } = &self.model;
+        Linker { crossings, states, order: &self.order, pricing, stages }
     }
 
     fn found_stages(&self) -> Vec<FoundStage> {
@@ -124,7 +133,12 @@ impl<'a> PlanCosts<'a> {
 
     fn pricing(&self) -> Pricing<'_> {
         let problem = self.model.problem(self.cluster, &self.settings);
-        Pricing::new(problem, self.plan.schedule, u64::from(self.plan.microbatches))
+        let schedule = match self.plan.schedule {
+            Schedule::Named(schedule) => schedule,
+            // Its name would only tell formulas, which nobody asks for.
+            Schedule::Explicit(_) => ScheduleKind::FillDrain,
+        };
+        Pricing::new(problem, schedule, u64::from(self.plan.microbatches))
     }
 
     /// A Stage as it is with `rows` rows of a microbatch, or with the most that it gets.
@@ -148,6 +162,11 @@ impl<'a> PlanCosts<'a> {
         priced.memory.workspace_bytes += held_again_bytes;
         priced
     }
+}
+
+/// The part of a time that some of all bytes take.
+fn share(us: f64, bytes: u64, all_bytes: f64) -> f64 {
+    if all_bytes > 0.0 { us * (bytes as f64 / all_bytes).min(1.0) } else { 0.0 }
 }
 
 /// The search's Blocks, cut where the Plan cuts as well.
@@ -187,12 +206,18 @@ impl Costs for PlanCosts<'_> {
         tensor_bytes(&self.graph.values[value]).at(rows) as u64
     }
 
-    fn reduce_us(&self, stage: u32) -> f64 {
-        self.priced(stage, None).reduce_us
+    fn reduce_us(&self, stage: u32, bytes: u64) -> f64 {
+        let run = &self.stages[stage as usize].run;
+        share(self.priced(stage, None).end.reduce_us, bytes, self.model.chain.own_bytes.at(run.start, run.end))
+    }
+
+    fn reduce_tied_us(&self, ranks: &[u32], bytes: u64) -> f64 {
+        let known = self.tied.iter().find(|sum| sum.ranks == ranks);
+        known.map_or(0.0, |sum| share(sum.us, bytes, sum.bytes))
     }
 
     fn update_us(&self, stage: u32) -> f64 {
-        self.priced(stage, None).update_us
+        self.priced(stage, None).end.update_us
     }
 
     fn fixed_bytes(&self, stage: u32) -> u64 {

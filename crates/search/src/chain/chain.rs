@@ -6,7 +6,7 @@ use rannc_cost::{ComputeCost, Device};
 
 use super::interval::{IntervalSums, IntervalSumsBuilder};
 use super::measured::Measured;
-use super::spec::{Affine, BlockSpec, ChainSpec, KeptSpec};
+use super::spec::{Affine, BlockSpec, ChainSpec, KeptSpec, StateSpec};
 use super::sums::AffineSums;
 use super::traffic::Traffic;
 
@@ -23,6 +23,8 @@ pub(crate) struct Chain {
     pub(crate) state_bytes: IntervalSums,
     /// Trainable parameters, each once.
     pub(crate) trainable_bytes: IntervalSums,
+    /// Trainable parameters that no Block outside of the run uses.
+    pub(crate) own_bytes: IntervalSums,
     /// Batch-free ops on each kind of device, each op once.
     clones: Vec<CloneTimes>,
     /// What moves between Blocks.
@@ -83,6 +85,7 @@ impl Chain {
         Self {
             state_bytes: once(&mut states.iter().map(|state| (state.blocks.as_slice(), state.bytes))),
             trainable_bytes: once(&mut trainable.map(|state| (state.blocks.as_slice(), state.bytes))),
+            own_bytes: own_bytes(len, &states),
             clones: devices.iter().map(clone_times).collect(),
             traffic: Traffic::whole(len, &crossings),
             direct: Traffic::direct(len, &crossings),
@@ -192,6 +195,16 @@ fn kept_sums(blocks: &[BlockSpec], kept: &[KeptSpec]) -> AffineSums {
             builder.add_once(made_by + 1..len, &holders, part(*bytes));
         }
     })
+}
+
+fn own_bytes(len: usize, states: &[StateSpec]) -> IntervalSums {
+    let mut builder = IntervalSumsBuilder::new(len);
+    for state in states.iter().filter(|state| state.trainable) {
+        if let (Some(&first), Some(&last)) = (state.blocks.first(), state.blocks.last()) {
+            builder.add_once(0..first + 1, &[last], state.bytes);
+        }
+    }
+    builder.finish()
 }
 
 fn kinds_before(blocks: &[BlockSpec]) -> Vec<Vec<usize>> {

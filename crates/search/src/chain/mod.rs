@@ -11,4 +11,4 @@ mod traffic;
 pub(crate) use chain::{Chain, Times};
 pub(crate) use extract::extract;
 pub(crate) use measured::Measured;
-pub(crate) use spec::CrossingSpec;
+pub(crate) use spec::{CrossingSpec, StateSpec};

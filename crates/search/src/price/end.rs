@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use rannc_cost::update_us;
+use rannc_cost::{RankGroup, update_us};
 use rannc_plan::{BUCKET_BYTES, Sharding};
 
 use super::at::{At, Pricing, Problem};
@@ -10,12 +10,33 @@ use super::place::Place;
 use super::saver::Saver;
 use super::time::RunTime;
 
+/// What a Stage does once a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct End {
+    /// Reduction of the gradients of its own parameters that the backward does not hide, and what it costs the backward.
+    pub(crate) reduce_us: f64,
+    /// At least this for those that other Stages hold too, after all backwards.
+    pub(crate) tied_us: f64,
+    /// The optimizer.
+    pub(crate) update_us: f64,
+}
+
+impl End {
+    pub(crate) fn us(&self) -> f64 {
+        self.reduce_us + self.tied_us + self.update_us
+    }
+}
+
+/// The smallest group that gradients of several Stages can be summed over.
+const TWO: RankGroup = RankGroup { members: 2, nodes: 1, least_per_node: 2, level: 0 };
+
 impl Pricing<'_> {
     /// Gradient reduction and optimizer. Sharded parameters and gradients also travel with every
     /// microbatch, beside its computation.
-    pub(super) fn end_us(&self, run: &Range<usize>, at: &At<'_>, saver: Saver, time: &mut RunTime) -> (f64, f64) {
+    pub(super) fn end(&self, run: &Range<usize>, at: &At<'_>, saver: Saver, time: &mut RunTime) -> End {
         let (cluster, place) = (self.problem.cluster, at.place);
-        let bytes = self.chain.trainable_bytes.at(run.start, run.end);
+        let all_bytes = self.chain.trainable_bytes.at(run.start, run.end);
+        let bytes = self.chain.own_bytes.at(run.start, run.end);
         let mut reduction_us = cluster.all_reduce_us(place.group, bytes);
         let mut gather_us = 0.0;
         if saver.sharding > Sharding::None {
@@ -34,7 +55,13 @@ impl Pricing<'_> {
         let last_us = if bytes > 0.0 { reduction_us * (BUCKET_BYTES as f64 / bytes).min(1.0) } else { 0.0 };
         let exposed_us = (reduction_us - time.backward_us).max(last_us);
         let reduce_us = exposed_us + self.collective_slowdown(at.place) * (reduction_us - exposed_us);
-        (reduce_us, gather_us + self.update_us(bytes, at, saver))
+        // Less than a byte is what rounding leaves of nothing.
+        let tied_bytes = if all_bytes - bytes < 1.0 { 0.0 } else { all_bytes - bytes };
+        End {
+            reduce_us,
+            tied_us: cluster.all_reduce_us(TWO, tied_bytes),
+            update_us: gather_us + self.update_us(all_bytes, at, saver),
+        }
     }
 
     /// The largest of the place's devices.

@@ -13,6 +13,8 @@ mod step;
 mod time;
 
 pub(crate) use at::{At, Pricing, Problem};
+#[cfg(test)]
+pub(crate) use end::End;
 pub(crate) use knapsack::CHEAPER;
 pub(crate) use model::Model;
 pub(crate) use place::{Place, RankOrder};

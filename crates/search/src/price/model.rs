@@ -4,7 +4,7 @@ use rannc_cost::{Blocks, Cluster, Profile};
 use rannc_ir::{Analysis, Graph};
 
 use super::at::Problem;
-use crate::chain::{Chain, CrossingSpec, Measured, extract};
+use crate::chain::{Chain, CrossingSpec, Measured, StateSpec, extract};
 use crate::settings::Settings;
 
 /// A chain of Blocks with its costs.
@@ -12,6 +12,7 @@ pub(crate) struct Model {
     pub(crate) blocks: Blocks,
     pub(crate) chain: Chain,
     pub(crate) crossings: Vec<CrossingSpec>,
+    pub(crate) states: Vec<StateSpec>,
     /// By kind of device.
     pub(crate) measured: Vec<Option<Measured>>,
 }
@@ -32,8 +33,8 @@ impl Model {
             Measured::new(profile, device, &blocks, &spec.blocks, settings.rank_rows())
         });
         let measured = measured.collect();
-        let crossings = spec.crossings.clone();
-        Self { blocks, chain: Chain::new(spec, &cluster.kinds), crossings, measured }
+        let (crossings, states) = (spec.crossings.clone(), spec.states.clone());
+        Self { blocks, chain: Chain::new(spec, &cluster.kinds), crossings, states, measured }
     }
 
     pub(crate) fn problem<'a>(&'a self, cluster: &'a Cluster, settings: &'a Settings) -> Problem<'a> {

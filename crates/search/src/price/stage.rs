@@ -5,6 +5,7 @@ use std::ops::Range;
 use rannc_plan::StagePrediction;
 
 use super::at::{At, Pricing};
+use super::end::End;
 use super::memory::StageMemory;
 use super::saver::Saver;
 use super::step::StageCost;
@@ -14,10 +15,7 @@ use super::time::RunTime;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Priced {
     pub(crate) cost: StageCost,
-    /// Part of the end: gradient reduction that the backward does not hide, and what it costs the backward.
-    pub(crate) reduce_us: f64,
-    /// Part of the end: the optimizer.
-    pub(crate) update_us: f64,
+    pub(crate) end: End,
     pub(crate) memory: StageMemory,
 }
 
@@ -35,7 +33,7 @@ impl Pricing<'_> {
         self.with_saver(&run, at, saver, &plain)
     }
 
-    /// What a Plan says of a priced Stage that holds so many microbatches.
+    /// What a Plan says of a priced Stage that holds so many microbatches, apart from tied parameters.
     pub(crate) fn prediction(
         &self,
         run: &Range<usize>,
@@ -48,8 +46,8 @@ impl Pricing<'_> {
             forward_us: priced.cost.forward_us,
             backward_us: priced.cost.backward_us,
             transfer_us: priced.cost.transfer_us(),
-            reduce_us: priced.reduce_us,
-            update_us: priced.update_us,
+            reduce_us: priced.end.reduce_us,
+            update_us: priced.end.update_us,
             in_bytes: self.chain.traffic.in_bytes.at(run.start, run.end, rows) as u64,
             out_bytes: self.chain.traffic.out_bytes.at(run.start, run.end, rows) as u64,
             memory: priced.memory.prediction(in_flight),
@@ -88,9 +86,9 @@ impl Pricing<'_> {
     ) -> Priced {
         let mut time = RunTime { forward_us: plain.forward_us, backward_us: plain.backward_us };
         self.compute_again(run, at, saver.again, &mut time, &mut memory);
-        let (reduce_us, update_us) = self.end_us(run, at, saver, &mut time);
+        let end = self.end(run, at, saver, &mut time);
         let RunTime { forward_us, backward_us } = time;
-        let cost = StageCost { forward_us, backward_us, end_us: reduce_us + update_us, ..plain };
-        Priced { cost, reduce_us, update_us, memory }
+        let cost = StageCost { forward_us, backward_us, end_us: end.us(), ..plain };
+        Priced { cost, end, memory }
     }
 }

@@ -217,7 +217,7 @@ struct Division<'a> {
     lengths: &'a [usize],
     replicas: &'a [usize],
     /// To tell times exactly; otherwise the formula tells them.
-    crossings: Option<&'a [CrossingSpec]>,
+    spec: Option<&'a ChainSpec>,
 }
 
 /// The last Stages of a division.
@@ -230,8 +230,8 @@ struct Later {
 
 impl Division<'_> {
     fn told_us(&self, Later { time, stages }: &Later) -> f64 {
-        let &Self { pricing, order, crossings, .. } = self;
-        let Some(crossings) = crossings else { return pricing.step.step_us(*time) };
+        let &Self { pricing, order, spec, .. } = self;
+        let Some(ChainSpec { crossings, states, .. }) = spec else { return pricing.step.step_us(*time) };
         let priced = |FoundStage { run, positions, saver }: &FoundStage| {
             let place = order.place_at(positions);
             let workspace_bytes = pricing.run_workspace_bytes(run.clone(), place.replicas);
@@ -239,8 +239,8 @@ impl Division<'_> {
         };
         let prices: Vec<_> = stages.iter().map(priced).collect();
         let replicas: Vec<usize> = stages.iter().map(|stage| stage.positions.len()).collect();
-        let links = Linker { crossings, order, pricing, stages }.links();
-        pricing.step.longest_path_us(&prices, &replicas, &links)
+        let linker = Linker { crossings, states, order, pricing, stages };
+        pricing.step.exact_us(&pricing.step.schedule.into(), &prices, &replicas, &linker.links(), &linker.tied_sums())
     }
 
     /// The least time over all ways to run the Stages, if there is one that fits.
@@ -271,7 +271,7 @@ fn brute_force(
     problem: Problem<'_>,
     orders: &[RankOrder],
     cases: &[SearchCase],
-    crossings: Option<&[CrossingSpec]>,
+    spec: Option<&ChainSpec>,
 ) -> Option<f64> {
     let Problem { chain, settings, .. } = problem;
     let devices = settings.world_size as usize;
@@ -287,7 +287,7 @@ fn brute_force(
                     for replicas in compositions(used, stages) {
                         let order = &orders[case.order.expect("a real order")];
                         let (pricing, lengths, replicas) = (&pricing, &lengths, &replicas);
-                        let division = Division { pricing, order, lengths, replicas, crossings };
+                        let division = Division { pricing, order, lengths, replicas, spec };
                         let none = Later::default();
                         let us = division.step_us(&savers, 0, chain.len(), settings.world_size, &none);
                         best = best.into_iter().chain(us).min_by(f64::total_cmp);
@@ -480,7 +480,7 @@ proptest! {
         let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
         let (cases, solved) = solve(problem, &orders);
         if let Ok(Solved { lower_bound_us, .. }) = solved {
-            let least_us = brute_force(problem, &orders, &cases, Some(&spec.crossings)).expect("one was found");
+            let least_us = brute_force(problem, &orders, &cases, Some(&spec)).expect("one was found");
             prop_assert!(lower_bound_us <= least_us * SLACK, "{lower_bound_us} {least_us}");
         }
     }

@@ -5,7 +5,7 @@ use rannc_plan::ScheduleKind;
 
 use crate::answer::links::ReplicaLink;
 use crate::price::memory::StageMemory;
-use crate::price::{Priced, StageCost, StepModel, StepTime};
+use crate::price::{End, Priced, StageCost, StepModel, StepTime};
 
 fn step_us(model: &StepModel, stages: &[StageCost]) -> f64 {
     let fold = |(time, later), stage: &StageCost| (model.prepend(time, stage, later), later + 1);
@@ -15,8 +15,11 @@ fn step_us(model: &StepModel, stages: &[StageCost]) -> f64 {
 
 /// The longest path, where nothing at the end of the step waits for messages that are still under way.
 fn path_us(model: &StepModel, stages: &[StageCost]) -> f64 {
-    let priced =
-        |&cost: &StageCost| Priced { cost, reduce_us: cost.end_us, update_us: 0.0, memory: StageMemory::default() };
+    let priced = |&cost: &StageCost| Priced {
+        cost,
+        end: End { reduce_us: cost.end_us, ..End::default() },
+        memory: StageMemory::default(),
+    };
     let link = |(from, pair): (usize, &[StageCost])| ReplicaLink {
         from,
         to: from + 1,
@@ -25,7 +28,13 @@ fn path_us(model: &StepModel, stages: &[StageCost]) -> f64 {
     };
     let sends = |link: &ReplicaLink| link.values_us > 0.0;
     let links: Vec<ReplicaLink> = stages.windows(2).enumerate().map(link).filter(sends).collect();
-    model.longest_path_us(&stages.iter().map(priced).collect::<Vec<_>>(), &vec![1; stages.len()], &links)
+    model.exact_us(
+        &model.schedule.into(),
+        &stages.iter().map(priced).collect::<Vec<_>>(),
+        &vec![1; stages.len()],
+        &links,
+        &[],
+    )
 }
 
 /// Stages whose times differ by up to `spread`, with transfers of up to `transfer` of a computation, of which each

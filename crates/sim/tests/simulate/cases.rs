@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use rannc_ir::testing::{graphs, mlp};
 use rannc_ir::{Analysis, Graph, OpRun, ValueId};
-use rannc_plan::{Batch, Call, Partition, Placement, Program, ScheduleKind, build};
+use rannc_plan::{Batch, Buckets, Call, Partition, Placement, Program, ScheduleKind, Trained, build};
 use rannc_sim::{Costs, Timeline, simulate};
 
 /// Costs of a Stage; times and bytes of rows are for each row.
@@ -26,6 +26,8 @@ pub struct StageCosts {
 #[derive(Clone, Debug, Default)]
 pub struct TableCosts {
     pub stages: Vec<StageCosts>,
+    /// By member, of every sum over several Stages.
+    pub tied_us: f64,
     /// By receiving rank, of every message.
     pub latency_us: Vec<f64>,
     /// By sending rank, of every byte.
@@ -36,7 +38,7 @@ impl TableCosts {
     /// Equal Stages; messages take no time.
     pub fn uniform(stages: usize, ranks: usize, forward_us: f64, backward_us: f64) -> Self {
         let stage = StageCosts { forward_us, backward_us, ..StageCosts::default() };
-        Self { stages: vec![stage; stages], latency_us: vec![0.0; ranks], byte_us: vec![0.0; ranks] }
+        Self { stages: vec![stage; stages], tied_us: 0.0, latency_us: vec![0.0; ranks], byte_us: vec![0.0; ranks] }
     }
 
     pub fn run(&self, program: &Program) -> Timeline {
@@ -61,8 +63,11 @@ impl Costs for TableCosts {
     fn value_bytes(&self, _: ValueId, rows: u64) -> u64 {
         rows
     }
-    fn reduce_us(&self, stage: u32) -> f64 {
+    fn reduce_us(&self, stage: u32, _: u64) -> f64 {
         self.stage(stage).reduce_us
+    }
+    fn reduce_tied_us(&self, ranks: &[u32], _: u64) -> f64 {
+        self.tied_us * ranks.len() as f64
     }
     fn update_us(&self, stage: u32) -> f64 {
         self.stage(stage).update_us
@@ -93,7 +98,9 @@ pub fn program(graph: &Graph, cuts: &[u32], replicas: &[usize], microbatches: u3
     let mut rows_per_rank = vec![0; replicas.iter().sum()];
     rows_per_rank[0] = rows;
     let batch = Batch { rows_per_rank, gather_inputs: true };
-    build(&Placement { ranks, microbatches, schedule }, &partition, &batch, call).expect("the case is sound")
+    let buckets = Buckets::of(graph, &partition, &ranks, &Trained::captured(graph));
+    build(&Placement { ranks, microbatches, schedule: schedule.into() }, &partition, &buckets, &batch, call)
+        .expect("the case is sound")
 }
 
 /// A chain of Stages, each of which sends one Value to the next.
@@ -125,8 +132,11 @@ pub fn programs() -> impl Strategy<Value = Program> {
 
 /// Programs with random costs; messages may take longer than computations.
 pub fn priced_programs() -> impl Strategy<Value = (Program, TableCosts)> {
-    (programs(), vec(stage_costs(), 5), vec(0.0..5.0, 15), vec(0.0..1.0, 15))
-        .prop_map(|(program, stages, latency_us, byte_us)| (program, TableCosts { stages, latency_us, byte_us }))
+    (programs(), vec(stage_costs(), 5), 0.0..5.0, vec(0.0..5.0, 15), vec(0.0..1.0, 15)).prop_map(
+        |(program, stages, tied_us, latency_us, byte_us)| {
+            (program, TableCosts { stages, tied_us, latency_us, byte_us })
+        },
+    )
 }
 
 fn stage_costs() -> impl Strategy<Value = StageCosts> {

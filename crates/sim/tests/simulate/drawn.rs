@@ -1,7 +1,7 @@
 //! Small steps, worked out by hand.
 
 use rannc_ir::testing::GraphBuilder;
-use rannc_ir::{DType, Dim};
+use rannc_ir::{Arg, DType, Dim};
 use rannc_plan::{Call, Payload, ScheduleKind};
 use rannc_sim::{Timeline, What};
 
@@ -43,13 +43,13 @@ fn receives_one_computation_ahead() {
     assert_eq!(
         draw(&timeline),
         "\
-0: F0 0-2, F1 2-4, v0>1 2-3, v1>1 5-6, g0<1 8-9, B0 9-12, g1<1 13-14, B1 14-17, R 17-21, U 21-22
-1: v0<0 2-3, F0 3-5, v1<0 5-6, B0 5-8, g0>0 8-9, F1 8-10, B1 10-13, g1>0 13-14, R 13-17, U 17-18
+0: F0 0-2, F1 2-4, v0>1 2-3, v1>1 5-6, g0<1 8-9, B0 9-12, g1<1 13-14, B1 14-17, U 17-18
+1: v0<0 2-3, F0 3-5, v1<0 5-6, B0 5-8, g0>0 8-9, F1 8-10, B1 10-13, g1>0 13-14, U 14-15
 "
     );
     let [first, second] = &timeline.ranks[..] else { panic!("two ranks") };
     assert_eq!((first.busy_us, first.waiting_us, first.bubble_us), (10.0, 2.0, 5.0));
-    assert_eq!((second.busy_us, second.waiting_us, second.bubble_us), (10.0, 1.0, 6.0));
+    assert_eq!((second.busy_us, second.waiting_us, second.bubble_us), (10.0, 2.0, 5.0));
 }
 
 #[test]
@@ -60,7 +60,7 @@ fn messages_of_two_replicas_share_the_link_of_the_receiver() {
         "\
 0: F0 0-2, v0>2 2-4, g0<2 14-16, B0 16-19, R 19-23, U 23-24
 1: F0 0-2, v0>2 2-4, g0<2 14-16, B0 16-19, R 19-23, U 23-24
-2: v0<0 2-4, v0<1 2-4, F0 4-8, B0 8-14, g0>0 14-16, g0>1 14-16, R 14-18, U 18-19
+2: v0<0 2-4, v0<1 2-4, F0 4-8, B0 8-14, g0>0 14-16, g0>1 14-16, U 16-17
 "
     );
 }
@@ -74,7 +74,7 @@ fn fewer_rows_than_replicas() {
         "\
 0: F0 0-2, F1 2-4, v0>2 2-4, v1>2 8-9, g0<2 14-16, B0 16-19, g1<2 19-20, B1 20-23, R 23-27, U 27-28
 1: F0 0-2, v0>2 2-4, g0<2 14-16, B0 16-19, R 23-27, U 27-28
-2: v0<0 2-4, v0<1 2-4, F0 4-8, v1<0 8-9, B0 8-14, g0>0 14-16, g0>1 14-16, F1 14-16, B1 16-19, g1>0 19-20, R 19-23, U 23-24
+2: v0<0 2-4, v0<1 2-4, F0 4-8, v1<0 8-9, B0 8-14, g0>0 14-16, g0>1 14-16, F1 14-16, B1 16-19, g1>0 19-20, U 20-21
 "
     );
 }
@@ -92,9 +92,36 @@ fn a_value_skips_a_stage() {
     assert_eq!(
         draw(&timeline),
         "\
-0: F0 0-2, v0>1 2-3, v0>2 2-3, g0<2 11-12, g0<1 15-16, B0 16-19, R 19-23, U 23-24
-1: v0<0 2-3, F0 3-5, v0>2 5-6, g0<2 11-12, B0 12-15, g0>0 15-16, R 15-19, U 19-20
-2: v0<0 2-3, v0<1 5-6, F0 6-8, B0 8-11, R 11-15, g0>0 11-12, g0>1 11-12, U 15-16
+0: F0 0-2, v0>1 2-3, v0>2 2-3, g0<2 11-12, g0<1 15-16, B0 16-19, U 19-20
+1: v0<0 2-3, F0 3-5, v0>2 5-6, g0<2 11-12, B0 12-15, g0>0 15-16, U 16-17
+2: v0<0 2-3, v0<1 5-6, F0 6-8, B0 8-11, g0>0 11-12, g0>1 11-12, U 12-13
+"
+    );
+}
+
+/// The first and the last Stage hold one table, whose gradients they sum when both have done all else.
+#[test]
+fn tied_gradients_wait_for_all_holders() {
+    let mut builder = GraphBuilder::new("Tied");
+    let input = builder.input(DType::Float32, &[Dim::rows(1), Dim::fixed(4)]);
+    let table = builder.param("table", &[4, 4]);
+    let wide = [Dim::rows(1), Dim::fixed(4)];
+    let linear = |builder: &mut GraphBuilder, value| {
+        builder.op("aten.linear.default", vec![Arg::Value(value), Arg::Value(table)], &wide)
+    };
+    let first = linear(&mut builder, input);
+    let middle = builder.linear(first, 4, "middle");
+    let last = linear(&mut builder, middle);
+    let way = (Call::Whole, ScheduleKind::OneForwardOneBackward);
+    let program = program(&builder.finish(&[last]), &[1, 2], &[1, 2, 1], 1, 2, way);
+    let timeline = TableCosts { tied_us: 3.0, ..costs(3, 4, 1.0) }.run(&program);
+    assert_eq!(
+        draw(&timeline),
+        "\
+0: F0 0-4, v0>1 4-6, v0>2 4-6, g0<1 25-27, g0<2 25-27, B0 27-33, R 33-39, U 39-40
+1: v0<0 4-6, F0 6-8, v0>3 8-10, g0<3 20-22, B0 22-25, g0>0 25-27, R 25-29, U 29-30
+2: v0<0 4-6, F0 6-8, v0>3 8-10, g0<3 20-22, B0 22-25, R 25-29, g0>0 25-27, U 29-30
+3: v0<1 8-10, v0<2 8-10, F0 10-14, B0 14-20, g0>1 20-22, g0>2 20-22, R 33-39, U 39-40
 "
     );
 }

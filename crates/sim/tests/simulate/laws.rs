@@ -10,8 +10,8 @@ use crate::cases::{TableCosts, assert_close, priced_programs};
 
 /// Makes one thing slower.
 fn slow_down(costs: &mut TableCosts, which: usize, by: f64) {
-    let stage = which / 6 % costs.stages.len();
-    let rank = which / 6 % costs.latency_us.len();
+    let stage = which / 7 % costs.stages.len();
+    let rank = which / 7 % costs.latency_us.len();
     let stage = &mut costs.stages[stage];
     let times = [
         &mut stage.forward_us,
@@ -20,13 +20,15 @@ fn slow_down(costs: &mut TableCosts, which: usize, by: f64) {
         &mut stage.update_us,
         &mut costs.latency_us[rank],
         &mut costs.byte_us[rank],
+        &mut costs.tied_us,
     ];
-    *times.into_iter().nth(which % 6).expect("one of six") += by;
+    *times.into_iter().nth(which % 7).expect("one of seven") += by;
 }
 
 /// Start and end of all that keeps a rank's device from computing something else.
 fn computations(rank: &RankTimeline) -> Vec<(f64, f64)> {
-    let on_device = rank.events.iter().filter(|event| !matches!(event.what, What::Send { .. } | What::Recv { .. }));
+    let moves = |what: &What| matches!(what, What::Send { .. } | What::Recv { .. } | What::Reduce);
+    let on_device = rank.events.iter().filter(|event| !moves(&event.what));
     on_device.map(|event| (event.start_us, event.end_us)).collect()
 }
 
@@ -74,7 +76,10 @@ fn check_accounts(timeline: &Timeline, rank: &RankTimeline) {
     let computations = computations(rank);
     assert!(computations.windows(2).all(|pair| pair[0].1 <= pair[1].0), "computations overlap");
     let device_us: f64 = computations.iter().map(|(start_us, end_us)| end_us - start_us).sum();
-    assert_close(timeline.step_us - device_us, rank.waiting_us + rank.bubble_us);
+    assert_close(timeline.step_us - device_us, rank.waiting_us + rank.reduce_us + rank.bubble_us);
+    let sums = rank.events.iter().filter(|event| event.what == What::Reduce);
+    let sum_us: f64 = sums.map(|event| event.end_us - event.start_us).sum();
+    assert!(rank.reduce_us <= sum_us + 1e-9);
     let messages = rank.events.iter().filter(|event| matches!(event.what, What::Send { .. } | What::Recv { .. }));
     let message_us: f64 = messages.map(|event| event.end_us - event.start_us).sum();
     assert!(rank.waiting_us <= message_us + 1e-9);
@@ -133,6 +138,7 @@ proptest! {
     #[test]
     fn scaled_costs_scale_the_step((program, costs) in priced_programs()) {
         let mut doubled = costs.clone();
+        doubled.tied_us *= 2.0;
         for stage in &mut doubled.stages {
             stage.forward_us *= 2.0;
             stage.backward_us *= 2.0;

@@ -42,7 +42,7 @@ impl Oracle<'_> {
         let sent_us = self.arrival_at(Cell { stage: receiver, ..last });
         let own_us = self.left(last);
         let costs = &self.costs.stages[stage];
-        if backward { (own_us + costs.reduce_us).max(sent_us) + costs.update_us } else { own_us.max(sent_us) }
+        own_us.max(sent_us) + if backward { costs.update_us } else { 0.0 }
     }
 
     /// As [`arrival`](Self::arrival), for a Stage that need not exist.
@@ -137,6 +137,7 @@ fn tables() -> impl Strategy<Value = TableCosts> {
             let times = || vec((0.0..=1.0).prop_map(move |share: f64| share * longest_us), stages);
             (vec(stage.clone(), stages), times(), times()).prop_map(|(stages, latency_us, byte_us)| TableCosts {
                 stages,
+                tied_us: 0.0,
                 latency_us,
                 byte_us,
             })

@@ -1,0 +1,258 @@
+//! What the machine runs: by rank its tasks, channels and sums, without rows.
+
+use std::collections::HashMap;
+
+use super::blocked::{Blocked, Deadlock, Halt, Stuck};
+use crate::program::{Action, Message, Payload, Program, RankProgram};
+use crate::schedule::{Call, Compute};
+
+/// What a rank does next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Task {
+    /// Computes, once the messages that it awaits have arrived.
+    Compute {
+        /// What.
+        compute: Compute,
+        /// Place of the first of those messages among the script's.
+        first: u32,
+        /// One past the place of the last.
+        end: u32,
+    },
+    /// Starts to send the next message of a channel. If it is bounded, it waits while more are under way than the
+    /// window allows.
+    Send {
+        /// The channel.
+        channel: u32,
+        /// At most [`WINDOW`](crate::WINDOW) may be under way.
+        bounded: bool,
+    },
+    /// Starts to receive the next message of a channel.
+    Recv {
+        /// The channel.
+        channel: u32,
+    },
+    /// Is ready for a sum.
+    Sum {
+        /// The sum.
+        sum: u32,
+    },
+    /// Waits until all that was sent has arrived, and all sums that it is ready for are done.
+    Settle,
+    /// Updates parameters.
+    Update,
+}
+
+/// Messages from one rank to another, in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Channel {
+    /// The sender.
+    pub src: u32,
+    /// The receiver.
+    pub dst: u32,
+}
+
+/// A message: the `place`-th of a channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Slot {
+    /// The channel.
+    pub channel: u32,
+    /// Place among its messages.
+    pub place: u32,
+}
+
+/// What all ranks do.
+#[derive(Clone, Debug, Default)]
+pub struct Script {
+    /// By rank.
+    pub ranks: Vec<Vec<Task>>,
+    /// All channels.
+    pub channels: Vec<Channel>,
+    /// By sum, the ranks that take part.
+    pub sums: Vec<Vec<u32>>,
+    /// Messages that computations wait for.
+    pub(super) awaited: Vec<Slot>,
+}
+
+/// Writes a [`Script`], each rank's tasks in their order.
+#[derive(Debug)]
+pub struct ScriptWriter {
+    call: Call,
+    script: Script,
+    /// By channel, how many messages its receiver has begun to receive.
+    posted: Vec<u32>,
+    /// By rank, what it has begun to receive for computations to come.
+    coming: Vec<Vec<((Payload, u32), Slot)>>,
+}
+
+impl ScriptWriter {
+    /// A script for so many ranks, which do nothing yet.
+    pub fn new(ranks: usize, call: Call) -> Self {
+        let script = Script { ranks: vec![Vec::new(); ranks], ..Script::default() };
+        Self { call, script, posted: Vec::new(), coming: vec![Vec::new(); ranks] }
+    }
+
+    /// One more channel.
+    pub fn channel(&mut self, src: u32, dst: u32) -> u32 {
+        self.script.channels.push(Channel { src, dst });
+        self.posted.push(0);
+        number(self.script.channels.len() - 1)
+    }
+
+    /// One more sum of these ranks.
+    pub fn sum(&mut self, members: Vec<u32>) -> u32 {
+        self.script.sums.push(members);
+        number(self.script.sums.len() - 1)
+    }
+
+    /// The receiver of a channel begins to receive for the computation that needs such a message of a microbatch.
+    pub fn receive(&mut self, channel: u32, payload: Payload, mb: u32) {
+        let rank = self.script.channels[channel as usize].dst;
+        let place = self.posted[channel as usize];
+        self.posted[channel as usize] += 1;
+        self.coming[rank as usize].push(((payload, mb), Slot { channel, place }));
+        self.add(rank, Task::Recv { channel });
+    }
+
+    /// A rank computes, once all has arrived that it has begun to receive for that.
+    pub fn compute(&mut self, rank: u32, compute: Compute) {
+        let needs = match compute {
+            Compute::Forward(_) => Payload::Value,
+            Compute::Backward(_) => Payload::Grad,
+        };
+        let first = number(self.script.awaited.len());
+        let needed = (needs, compute.microbatch());
+        let coming = self.coming[rank as usize].extract_if(.., |(message, _)| *message == needed);
+        self.script.awaited.extend(coming.map(|(_, slot)| slot));
+        self.add(rank, Task::Compute { compute, first, end: number(self.script.awaited.len()) });
+    }
+
+    /// The sender of a channel starts to send.
+    pub fn send(&mut self, channel: u32, payload: Payload) {
+        let bounded = payload.window(self.call).is_some();
+        self.add(self.script.channels[channel as usize].src, Task::Send { channel, bounded });
+    }
+
+    /// A rank does something else.
+    pub fn add(&mut self, rank: u32, task: Task) {
+        self.script.ranks[rank as usize].push(task);
+    }
+
+    /// The script.
+    pub fn finish(self) -> Script {
+        self.script
+    }
+}
+
+/// The script of a Program, and by rank and task the place of its Action among the rank's.
+#[derive(Clone, Debug)]
+pub struct ProgramScript {
+    /// The script. Its sums are the Program's buckets.
+    pub script: Script,
+    positions: Vec<Vec<usize>>,
+}
+
+impl ProgramScript {
+    /// The script of a Program.
+    ///
+    /// # Errors
+    /// When the Program's lists do not fit together.
+    pub fn new(program: &Program) -> Result<Self, Halt> {
+        if !(0..).zip(&program.ranks).all(|(rank, own)| own.rank == rank) {
+            return Err(Halt::Shape("the ranks are not numbered in order"));
+        }
+        let mut translator = Translator {
+            writer: ScriptWriter::new(program.ranks.len(), program.call),
+            channels: HashMap::new(),
+            ranks: program.ranks.len(),
+        };
+        for bucket in &program.buckets {
+            let members =
+                program.groups.get(bucket.group as usize).ok_or(Halt::Shape("a bucket's group does not exist"))?;
+            if members.iter().any(|&rank| rank as usize >= program.ranks.len()) {
+                return Err(Halt::Shape("a group has a rank that does not exist"));
+            }
+            translator.writer.sum(members.clone());
+        }
+        let positions = program.ranks.iter().map(|own| translator.rank(own)).collect::<Result<_, _>>()?;
+        Ok(Self { script: translator.writer.finish(), positions })
+    }
+
+    /// The Actions at which the ranks of a Program wait.
+    pub fn deadlock(&self, program: &Program, stuck: &[Stuck]) -> Deadlock {
+        let blocked = stuck.iter().filter_map(|&(rank, task)| {
+            let own = &program.ranks[rank as usize];
+            let position = *self.positions[rank as usize].get(task)?;
+            let action = own.forward.iter().chain(&own.backward).nth(position)?.clone();
+            Some(Blocked { rank, position, action })
+        });
+        Deadlock(blocked.collect())
+    }
+}
+
+struct Translator {
+    writer: ScriptWriter,
+    channels: HashMap<(u32, u32), u32>,
+    ranks: usize,
+}
+
+impl Translator {
+    /// Writes a rank's tasks; returns the place of each one's Action.
+    fn rank(&mut self, own: &RankProgram) -> Result<Vec<usize>, Halt> {
+        let mut positions = Vec::new();
+        let all = own.forward.len() + own.backward.len();
+        let actions = || own.forward.iter().chain(&own.backward);
+        let backwards = actions().enumerate().filter(|(_, action)| matches!(action, Action::Backward { .. }));
+        let last_backward = backwards.last().map(|(position, _)| position);
+        let mut under_way: Vec<(usize, u32)> = Vec::new();
+        for (position, action) in actions().enumerate() {
+            match action {
+                Action::Forward { mb } => self.writer.compute(own.rank, Compute::Forward(*mb)),
+                Action::Backward { mb } => self.writer.compute(own.rank, Compute::Backward(*mb)),
+                Action::Send(message) => {
+                    let channel = self.channel(own.rank, message.peer)?;
+                    self.writer.send(channel, message.kind);
+                }
+                Action::Recv(Message { mb, peer, kind, .. }) => {
+                    let channel = self.channel(*peer, own.rank)?;
+                    self.writer.receive(channel, *kind, *mb);
+                }
+                Action::AllReduce { bucket, .. } => {
+                    if *bucket as usize >= self.writer.script.sums.len() {
+                        return Err(Halt::Shape("a bucket does not exist"));
+                    }
+                    under_way.push((position, *bucket));
+                }
+            }
+            positions.resize(self.writer.script.ranks[own.rank as usize].len(), position);
+            // What stands before the last backward is ready as soon as that has filled it.
+            if last_backward.is_none_or(|last| position >= last) {
+                for (position, sum) in under_way.drain(..) {
+                    self.writer.add(own.rank, Task::Sum { sum });
+                    positions.push(position);
+                }
+            }
+            let list_ends = position + 1 == own.forward.len() || position + 1 == all;
+            if list_ends {
+                self.writer.add(own.rank, Task::Settle);
+                positions.push(position);
+            }
+        }
+        if self.writer.call.trains() {
+            self.writer.add(own.rank, Task::Update);
+            positions.push(all.saturating_sub(1));
+        }
+        Ok(positions)
+    }
+
+    fn channel(&mut self, src: u32, dst: u32) -> Result<u32, Halt> {
+        if src.max(dst) as usize >= self.ranks {
+            return Err(Halt::Shape("a message comes from or goes to a rank that does not exist"));
+        }
+        let writer = &mut self.writer;
+        Ok(*self.channels.entry((src, dst)).or_insert_with(|| writer.channel(src, dst)))
+    }
+}
+
+fn number(place: usize) -> u32 {
+    u32::try_from(place).expect("fewer than 2^32")
+}

@@ -1,0 +1,262 @@
+//! One list of Programs, on which the checker, the simulator and the exact time agree. The same list runs through the
+//! runtime in `tests/conformance`.
+
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+use rannc_cost::Cluster;
+use rannc_ir::testing::GraphBuilder;
+use rannc_ir::{Arg, DType, Dim, Graph, OpRun, ValueId};
+use rannc_plan::{
+    Action, Batch, Buckets, Call, Partition, Placement, Plan, Program, Recompute, Schedule, Sharding, StagePlan,
+    StagePrediction, StepPrediction, Trained, build, check, grid, in_flight,
+};
+use rannc_search::{PlanCosts, Settings};
+use rannc_sim::{Costs, Timeline, What, simulate};
+
+const WIDTH: i64 = 256;
+/// How far an exact time may be from the simulator's where all rows are equal: tensors are priced in whole bytes there.
+const TOLERANCE: f64 = 1e-6;
+
+/// A line of the list.
+#[derive(Debug)]
+struct Case {
+    model: String,
+    replicas: Vec<usize>,
+    microbatches: u32,
+    rows: Vec<u64>,
+    schedule: Schedule,
+    call: Call,
+}
+
+impl Case {
+    fn parse(line: &str) -> Self {
+        let fields: Vec<&str> = line.split(',').map(str::trim).collect();
+        let [model, replicas, microbatches, rows, schedule, call] = fields[..] else { panic!("six fields in {line}") };
+        let named = |name: &str| serde_json::Value::from(name);
+        Self {
+            model: model.to_owned(),
+            replicas: replicas.split(' ').map(|count| count.parse().expect("a count")).collect(),
+            microbatches: microbatches.parse().expect("a count"),
+            rows: rows.split(' ').map(|count| count.parse().expect("a count")).collect(),
+            schedule: match schedule.split_once('/') {
+                Some(_) => {
+                    Schedule::Explicit(schedule.split('/').map(|text| text.parse().expect("an order")).collect())
+                }
+                None => serde_json::from_value(named(schedule)).expect("a schedule"),
+            },
+            call: serde_json::from_value(named(call)).expect("a call"),
+        }
+    }
+
+    fn stages(&self) -> u32 {
+        u32::try_from(self.replicas.len()).expect("few")
+    }
+
+    /// Two Ops a Stage.
+    fn cuts(&self) -> Vec<OpRun> {
+        (0..self.stages()).map(|stage| OpRun { first: 2 * stage, end: 2 * stage + 2 }).collect()
+    }
+
+    fn graph(&self) -> Graph {
+        let mut builder = GraphBuilder::new(&self.model);
+        let wide = [Dim::rows(1), Dim::fixed(WIDTH)];
+        let input = builder.input(DType::Float32, &wide);
+        let table = builder.param("table", &[WIDTH, WIDTH]);
+        let linear = |builder: &mut GraphBuilder, value: ValueId, stage: u32, name: &str| {
+            if self.model == "tied" && (stage == 0 || stage + 1 == self.stages()) {
+                return builder.op("aten.linear.default", vec![Arg::Value(value), Arg::Value(table)], &wide);
+            }
+            builder.linear(value, WIDTH, &format!("{name}.{stage}"))
+        };
+        let (mut left, mut right) = (input, input);
+        for stage in 0..self.stages() {
+            left = linear(&mut builder, left, stage, "left");
+            right = match self.model.as_str() {
+                "wide" => linear(&mut builder, right, stage, "right"),
+                _ => builder.pointwise("aten.tanh.default", &[left]),
+            };
+            if self.model != "wide" {
+                left = right;
+            }
+        }
+        let outputs = if self.model == "wide" { vec![left, right] } else { vec![right] };
+        builder.finish(&outputs)
+    }
+
+    fn ranks(&self) -> Vec<Vec<u32>> {
+        let mut next = 0..;
+        self.replicas.iter().map(|&count| next.by_ref().take(count).collect()).collect()
+    }
+
+    /// True when all Replicas of a Stage compute equally many rows of every microbatch.
+    fn has_equal_rows(&self) -> bool {
+        let of_rank = u64::from(self.microbatches);
+        let of_microbatch = self.rows.iter().sum::<u64>() / of_rank;
+        self.rows.iter().all(|rows| rows.is_multiple_of(of_rank))
+            && self.replicas.iter().all(|&count| of_microbatch.is_multiple_of(count as u64))
+    }
+
+    /// The Plan, without expectations.
+    fn plan(&self, graph: &Graph) -> Plan {
+        let stage = |(ranks, ops): (Vec<u32>, OpRun)| StagePlan {
+            ops,
+            modules: vec!["net".to_owned()],
+            ranks,
+            blocks: 1,
+            recompute: Recompute::None,
+            sharding: Sharding::None,
+            offload: false,
+            predicted: StagePrediction::default(),
+        };
+        let plan = Plan {
+            schema: rannc_plan::PLAN_SCHEMA,
+            pyrannc: String::new(),
+            graph_hash: graph.hash(),
+            graph_name: graph.name.clone(),
+            world_size: u32::try_from(self.rows.len()).expect("few"),
+            batch_rows: self.rows.iter().sum(),
+            microbatches: self.microbatches,
+            schedule: self.schedule.clone(),
+            stages: self.ranks().into_iter().zip(self.cuts()).map(stage).collect(),
+            predicted: StepPrediction::default(),
+            checksum: String::new(),
+        };
+        plan.seal().expect("the plan is consistent")
+    }
+}
+
+/// Every computation takes one tick, all else no time.
+struct Ticks;
+
+impl Costs for Ticks {
+    fn forward_us(&self, _: u32, _: u64) -> f64 {
+        1.0
+    }
+    fn backward_us(&self, _: u32, _: u64) -> f64 {
+        1.0
+    }
+    fn send_us(&self, _: u32, _: u32, _: u64) -> f64 {
+        0.0
+    }
+    fn value_bytes(&self, _: ValueId, _: u64) -> u64 {
+        0
+    }
+    fn reduce_us(&self, _: u32, _: u64) -> f64 {
+        0.0
+    }
+    fn reduce_tied_us(&self, _: &[u32], _: u64) -> f64 {
+        0.0
+    }
+    fn update_us(&self, _: u32) -> f64 {
+        0.0
+    }
+    fn fixed_bytes(&self, _: u32) -> u64 {
+        0
+    }
+    fn microbatch_bytes(&self, _: u32, _: u64) -> u64 {
+        1
+    }
+    fn workspace_bytes(&self, _: u32, _: u64) -> u64 {
+        0
+    }
+}
+
+/// What the simulator says, in the words of the drawn grid.
+fn drawn(timeline: &Timeline) -> String {
+    let mut text = String::new();
+    for rank in &timeline.ranks {
+        write!(text, "{}:", rank.rank).expect("a String takes any text");
+        let mut tick = 0;
+        for event in &rank.events {
+            let name = match event.what {
+                What::Forward { mb } => format!("F{mb}"),
+                What::Backward { mb } => format!("B{mb}"),
+                _ => continue,
+            };
+            text += &" . ".repeat(event.start_us as usize - tick);
+            write!(text, " {name}").expect("a String takes any text");
+            tick = event.start_us as usize + 1;
+        }
+        text += "\n";
+    }
+    text
+}
+
+fn cells(drawing: &str) -> Vec<Vec<&str>> {
+    let line = |line| {
+        let mut cells: Vec<&str> = str::split_whitespace(line).collect();
+        while cells.last() == Some(&".") {
+            cells.pop();
+        }
+        cells
+    };
+    drawing.lines().map(line).collect()
+}
+
+/// What stands below a case.
+fn told(program: &Program) -> String {
+    let drawing = grid(program).expect("checked programs come to their end");
+    let held = in_flight(program).expect("checked programs come to their end");
+    let mut text = String::new();
+    for ((own, line), held) in program.ranks.iter().zip(drawing.lines()).zip(held) {
+        let count =
+            |is: fn(&Action) -> bool| own.forward.iter().chain(&own.backward).filter(|&action| is(action)).count();
+        let messages = count(|action| matches!(action, Action::Send(_)));
+        let sums = count(|action| matches!(action, Action::AllReduce { .. }));
+        writeln!(text, "{line} | {held} held, {messages} sent, {sums} summed").expect("a String takes any text");
+    }
+    text
+}
+
+/// Runs a case through all that know it; returns what the machine tells of it.
+fn conform(case: &Case) -> String {
+    let graph = case.graph();
+    let partition = Partition::new(&graph, &case.cuts()).expect("the cuts are allowed");
+    let plan = case.plan(&graph);
+    let placement: Placement = plan.placement();
+    let buckets = Buckets::of(&graph, &partition, &placement.ranks, &Trained::captured(&graph));
+    let batch = Batch { rows_per_rank: case.rows.clone(), gather_inputs: true };
+    let program = build(&placement, &partition, &buckets, &batch, case.call).expect("the case is sound");
+    assert_eq!(check(&program, &partition, &buckets.gradients), Ok(()), "{case:?}");
+    let told = told(&program);
+
+    let ticks = simulate(&program, &Ticks).expect("checked programs run");
+    let checker = grid(&program).expect("checked programs come to their end");
+    assert_eq!(cells(&drawn(&ticks)), cells(&checker), "{case:?}");
+    let peaks: Vec<u64> = ticks.ranks.iter().map(|rank| rank.peak_bytes).collect();
+    assert_eq!(Ok(peaks), in_flight(&program), "{case:?}");
+
+    let cluster = Cluster::preset("H200", 1, plan.world_size).expect("devices");
+    let costs = PlanCosts::new(&graph, &cluster, &[], &Settings::default(), &plan).expect("its own plan");
+    // Plans are priced for ranks that bring equally many rows.
+    if case.call == costs.call() && case.rows.iter().all(|rows| *rows == case.rows[0]) {
+        let exact_us = costs.predicted().expect("figures").predicted.step_us;
+        let simulated_us = simulate(&program, &costs).expect("checked programs run").step_us;
+        let error = exact_us / simulated_us - 1.0;
+        let largest = if case.has_equal_rows() { TOLERANCE } else { f64::INFINITY };
+        assert!((-TOLERANCE..=largest).contains(&error), "{case:?}: {exact_us} {simulated_us}");
+    }
+    told
+}
+
+#[test]
+fn checker_simulator_and_exact_time_agree() {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/conformance/programs.txt");
+    let text = std::fs::read_to_string(&path).expect("the list is there");
+    let mut now = String::new();
+    for line in text.lines() {
+        let is_case = line.starts_with(|first: char| first.is_alphabetic());
+        if is_case || line.is_empty() || line.starts_with('#') {
+            writeln!(now, "{line}").expect("a String takes any text");
+        }
+        if is_case {
+            now += &conform(&Case::parse(line));
+        }
+    }
+    if std::env::var_os("RANNC_BLESS").is_some() {
+        std::fs::write(path, now).expect("the list can be written");
+    } else {
+        assert_eq!(text, now);
+    }
+}

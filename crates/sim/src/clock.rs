@@ -1,0 +1,96 @@
+//! The machine's clock at given costs.
+
+use rannc_plan::{Action, CheckError, Clock, Compute, Interval, Program, RankProgram, Script, Slot};
+
+use crate::costs::{Costs, RowCostTable, RowCosts, time};
+use crate::error::SimError;
+use crate::links::{Parcel, parcels};
+
+/// How long everything in a Program takes.
+pub(crate) struct Prices {
+    /// By rank and microbatch; nothing where a rank computes nothing.
+    rows: Vec<Vec<Option<RowCosts>>>,
+    /// By channel, its messages in order.
+    parcels: Vec<Vec<Parcel>>,
+    /// By bucket.
+    sums_us: Vec<f64>,
+    /// By rank.
+    updates_us: Vec<f64>,
+}
+
+impl Prices {
+    pub(crate) fn new(program: &Program, script: &Script, costs: &dyn Costs) -> Result<Self, SimError> {
+        let mut table = RowCostTable::new(costs);
+        let rows = program.ranks.iter().map(|own| of_rank(program, own, &mut table)).collect::<Result<_, _>>()?;
+        let update =
+            |own: &RankProgram| time(costs.update_us(own.stage), || format!("the update of stage {}", own.stage));
+        Ok(Self {
+            rows,
+            parcels: parcels(program, script, costs)?,
+            sums_us: sums_us(program, costs)?,
+            updates_us: program.ranks.iter().map(update).collect::<Result<_, _>>()?,
+        })
+    }
+
+    /// What a rank computes of a microbatch costs.
+    pub(crate) fn of_rows(&self, rank: u32, mb: u32) -> RowCosts {
+        self.rows[rank as usize][mb as usize].expect("it was asked for when the prices were made")
+    }
+
+    pub(crate) fn parcel(&self, message: Slot) -> Parcel {
+        self.parcels[message.channel as usize][message.place as usize]
+    }
+}
+
+fn of_rank(
+    program: &Program,
+    own: &RankProgram,
+    table: &mut RowCostTable<'_>,
+) -> Result<Vec<Option<RowCosts>>, SimError> {
+    let stage = program.stage_rows.get(own.stage as usize);
+    let mut found = vec![None; program.microbatches.len()];
+    for action in own.forward.iter().chain(&own.backward) {
+        let (Action::Forward { mb } | Action::Backward { mb }) = action else { continue };
+        let replicas = stage.and_then(|stage| stage.get(*mb as usize));
+        let rows = replicas.and_then(|replicas| replicas.get(own.replica as usize)).copied().map(Interval::rows);
+        let rows = rows.ok_or(CheckError::Shape("a rank computes what stage_rows does not have"))?;
+        found[*mb as usize] = Some(table.at(own.stage, rows)?);
+    }
+    Ok(found)
+}
+
+fn sums_us(program: &Program, costs: &dyn Costs) -> Result<Vec<f64>, SimError> {
+    let mut sums = Vec::with_capacity(program.buckets.len());
+    for bucket in &program.buckets {
+        let ranks = &program.groups[bucket.group as usize];
+        let stage = |rank: &u32| program.ranks[*rank as usize].stage;
+        let own = ranks.first().map(stage).filter(|first| ranks.iter().all(|rank| stage(rank) == *first));
+        sums.push(match own {
+            Some(stage) => {
+                time(costs.reduce_us(stage, bucket.bytes), || format!("the gradient reduction of stage {stage}"))?
+            }
+            None => time(costs.reduce_tied_us(ranks, bucket.bytes), || {
+                format!("the reduction of tied gradients over ranks {ranks:?}")
+            })?,
+        });
+    }
+    Ok(sums)
+}
+
+impl Clock for Prices {
+    fn compute(&self, rank: u32, compute: Compute) -> f64 {
+        match compute {
+            Compute::Forward(mb) => self.of_rows(rank, mb).forward_us,
+            Compute::Backward(mb) => self.of_rows(rank, mb).backward_us,
+        }
+    }
+    fn message(&self, message: Slot) -> f64 {
+        self.parcel(message).us
+    }
+    fn sum(&self, sum: u32) -> f64 {
+        self.sums_us[sum as usize]
+    }
+    fn update(&self, rank: u32) -> f64 {
+        self.updates_us[rank as usize]
+    }
+}

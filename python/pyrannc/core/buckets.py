@@ -1,0 +1,44 @@
+"""Which gradients are summed together, over which ranks and in which order, as the native core decided it.
+
+The classes mirror the core's JSON (crates/plan: ``Buckets``).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BucketFacts:
+    """Gradients that are summed together.
+
+    Attributes:
+        group: place of the ranks among the groups.
+        params: places of the parameters among the Graph's, in the order in which their gradients come.
+    """
+
+    group: int
+    params: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BucketsFacts:
+    """All gradients of a deployed model.
+
+    Attributes:
+        groups: of ranks, increasing: first those of each Stage, then others that hold the same parameters.
+        buckets: in the order in which they are summed.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    buckets: tuple[BucketFacts, ...]
+
+    @staticmethod
+    def from_json(text: str) -> BucketsFacts:
+        """Reads the core's ``Buckets``."""
+        found = json.loads(text)
+        return BucketsFacts(
+            groups=tuple(tuple(ranks) for ranks in found["groups"]),
+            buckets=tuple(BucketFacts(item["group"], tuple(item["params"])) for item in found["buckets"]),
+        )

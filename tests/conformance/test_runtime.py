@@ -1,0 +1,210 @@
+"""The list of Programs on which the machine's users agree, through the runtime: what it computes, holds, sends and sums
+is what the machine says."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pyrannc
+from pyrannc.core.program import AllReduce, RankProgram, Send
+from pyrannc.runtime.channels import Channels
+from pyrannc.runtime.seat import Seat
+from pyrannc.store import gradients
+from tests.ranks import RankPool
+from tests.runtime.plans import cut_plan, graph_of, scheduled
+
+Ranks = Callable[[int], RankPool]
+LIST = Path(__file__).with_name("programs.txt")
+WIDTH, FLOAT_BYTES = 6, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A Program of the list, and what the machine tells of each rank."""
+
+    model: str
+    replicas: tuple[int, ...]
+    microbatches: int
+    rows: tuple[int, ...]
+    schedule: str
+    call: str
+    told: tuple[str, ...]
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.replicas)
+
+    def __str__(self) -> str:
+        stages, rows = "+".join(map(str, self.replicas)), "+".join(map(str, self.rows))
+        return f"{self.model}-{stages}-{self.microbatches}mb-{rows}rows-{self.schedule}-{self.call}"
+
+
+def cases() -> list[Case]:
+    found: list[Case] = []
+    for block in LIST.read_text().split("\n\n", 1)[1].strip().splitlines():
+        if block[:1].isalpha():
+            model, replicas, microbatches, rows, schedule, call = (part.strip() for part in block.split(","))
+            counts = [tuple(map(int, numbers.split())) for numbers in (replicas, rows)]
+            found.append(Case(model, counts[0], int(microbatches), counts[1], schedule, call, ()))
+        elif block:
+            last = found.pop()
+            found.append(Case(**{**vars(last), "told": (*last.told, block)}))
+    return found
+
+
+class Model(nn.Module):
+    """Two Ops a Stage, of the kind that the list names."""
+
+    def __init__(self, kind: str, stages: int, inside: bool) -> None:
+        super().__init__()
+        self.kind, self.inside = kind, inside
+        self.left = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(stages))
+        self.right = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(stages if kind == "wide" else 0))
+        if kind == "tied":
+            self.left[-1].weight, self.left[-1].bias = self.left[0].weight, self.left[0].bias
+
+    def forward(self, x: Tensor) -> Any:
+        left = right = x
+        for stage, layer in enumerate(self.left):
+            left = layer(left)
+            if self.kind == "wide":
+                right = self.right[stage](right)
+            else:
+                left = right = left.tanh()
+        made = left + right if self.kind == "wide" else right
+        return made.square().mean() if self.inside else made
+
+
+@dataclass
+class Seen:
+    """What a rank does in one step."""
+
+    program: RankProgram | None = None
+    order: list[str] = field(default_factory=list)
+    held: int = 0
+    sent: list[tuple[int, str, int, int]] = field(default_factory=list)
+    summed: list[tuple[int, int]] = field(default_factory=list)
+    under_way: int = 0
+
+
+@contextmanager
+def watched(seen: Seen) -> Iterator[None]:
+    """Notes what the runtime does inside."""
+    forward, backward, seat_send = Seat.forward, Seat.backward, Seat.send
+    send, start_sum = Channels.send, gradients.start_sum
+
+    def note_held(seat: Any) -> None:
+        seen.program = seat._program
+        seen.held = max(seen.held, len(seat._live))
+
+    def watch_forward(seat: Any, microbatch: int) -> None:
+        seen.order.append(f"F{microbatch}")
+        forward(seat, microbatch)
+        note_held(seat)
+
+    def watch_backward(seat: Any, microbatch: int, *args: Any, **kwargs: Any) -> None:
+        seen.order.append(f"B{microbatch}")
+        backward(seat, microbatch, *args, **kwargs)
+
+    def watch_message(seat: Any, message: Send) -> None:
+        seen.sent.append((message.microbatch, message.kind, message.peer, 0))
+        seat_send(seat, message)
+
+    def watch_send(channels: Any, peer: int, tensors: Any, *, window: int | None) -> None:
+        send(channels, peer, tensors, window=window)
+        seen.sent[-1] = (*seen.sent[-1][:3], sum(tensor.nbytes for tensor in tensors))
+        if window is not None:
+            seen.under_way = max(seen.under_way, len(channels._sends[peer]))
+
+    def watch_sum(tensor: Tensor, group: Any) -> Any:
+        seen.summed.append((tensor.nbytes, torch.distributed.get_world_size(group)))
+        return start_sum(tensor, group)
+
+    patch = pytest.MonkeyPatch()
+    with patch.context() as inside:
+        inside.setattr(Seat, "forward", watch_forward)
+        inside.setattr(Seat, "backward", watch_backward)
+        inside.setattr(Seat, "send", watch_message)
+        inside.setattr(Channels, "send", watch_send)
+        inside.setattr(gradients, "start_sum", watch_sum)
+        yield
+
+
+def run(case: Case, folder: str) -> list[str]:
+    """What differs on this rank from what the machine tells."""
+    inside = case.call == "whole"
+    model = Model(case.model, len(case.replicas), inside)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(case.rows[pyrannc.get_rank()], WIDTH)
+    file = Path(folder) / f"plan{pyrannc.get_rank()}"
+    graph = graph_of(model, (torch.randn(sum(case.rows), WIDTH),), {}, sum(case.rows))
+    ends = [sum(case.replicas[: stage + 1]) for stage in range(len(case.replicas))]
+    ranks = [list(range(end - count, end)) for end, count in zip(ends, case.replicas, strict=True)]
+    cuts = [2 * stage for stage in range(1, len(case.replicas))]
+    listed = [order.strip() for order in case.schedule.split("/")]
+    plan = cut_plan(graph, cuts, ranks, case.microbatches)
+    scheduled(plan, listed if "F0" in case.schedule else case.schedule).write(file)
+    wrapped = pyrannc.RaNNCModule(model, optimizer, load_deployment=file)
+    seen = Seen()
+    with watched(seen):
+        if case.call == "forward":
+            with torch.no_grad():
+                wrapped(x)
+        else:
+            loss = wrapped(x)
+            (loss if inside else loss.square().mean()).backward()
+    wrapped.undeploy()
+    return differences(case, seen)
+
+
+def differences(case: Case, seen: Seen) -> list[str]:
+    drawn, counts = case.told[pyrannc.get_rank()].split(": ", 1)[1].split(" | ")
+    held, sent, summed = (int(count.split()[0]) for count in counts.split(", "))
+    program = seen.program
+    if program is None:
+        return [] if held == 0 else [f"{case}: nothing was computed"]
+    actions = [*program.forward, *program.backward]
+    messages = [
+        (
+            action.microbatch,
+            action.kind,
+            action.peer,
+            sum(piece.rows[1] - piece.rows[0] for piece in action.pieces) * WIDTH * FLOAT_BYTES,
+        )
+        for action in actions
+        if isinstance(action, Send)
+    ]
+    sums = [action.bytes for action in actions if isinstance(action, AllReduce)]
+    compared: dict[str, tuple[Any, Any]] = {
+        "order": (seen.order, [cell for cell in drawn.split() if cell != "."]),
+        "held": (seen.held, held),
+        "sent": (seen.sent, messages),
+        "number sent": (len(seen.sent), sent),
+        "summed": ([nbytes for nbytes, _ in seen.summed], sums),
+        "number summed": (len(seen.summed), summed),
+        "within the window": (seen.under_way <= 2, True),
+    }
+    rank = pyrannc.get_rank()
+    return [f"{case}, rank {rank}, {what}: {own} != {told}" for what, (own, told) in compared.items() if own != told]
+
+
+def run_all(chosen: list[Case], folder: str) -> list[str]:
+    return [line for case in chosen for line in run(case, folder)]
+
+
+def test_the_runtime_does_what_the_machine_says(ranks: Ranks, tmp_path: Path) -> None:
+    by_size: dict[int, list[Case]] = defaultdict(list)
+    for case in cases():
+        by_size[case.world_size].append(case)
+    assert len(by_size) > 2, "the list was read"
+    for world_size, chosen in sorted(by_size.items()):
+        assert ranks(world_size).run(run_all, chosen, str(tmp_path)) == [[]] * world_size
