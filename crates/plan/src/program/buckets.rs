@@ -15,8 +15,20 @@ use crate::partition::Partition;
 /// Size at which the first bucket of a Stage's gradients is full. It is small, so that sums begin early.
 pub const FIRST_BUCKET_BYTES: u64 = 1 << 20;
 
-/// Size at which any later bucket is full.
+/// Size at which the last buckets are full: their sums have nothing left to hide under.
 pub const BUCKET_BYTES: u64 = 25 << 20;
+
+/// Size at which any bucket is full: what is in it waits for its sum twice, as it came and in the bucket.
+const LARGEST_BUCKET_BYTES: u64 = 128 << 20;
+
+/// Between them a bucket is full with this part of what is still to come. Each bucket costs the host a few launches, and
+/// its sum starts when it is full.
+const PARTS_TO_COME: u64 = 4;
+
+/// Size at which a bucket is full that is not its Stage's first, with `to_come` bytes from its beginning on.
+fn full_bytes(to_come: u64) -> u64 {
+    (to_come / PARTS_TO_COME).clamp(BUCKET_BYTES, LARGEST_BUCKET_BYTES)
+}
 
 /// The gradient of a trainable Param.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -84,22 +96,31 @@ impl Buckets {
         let group_of: BTreeMap<&[u32], u32> =
             (0..).zip(&groups).map(|(number, ranks)| (ranks.as_slice(), number)).collect();
         let mut buckets: Vec<Bucket> = Vec::new();
-        let mut open: BTreeMap<(u32, DType), usize> = BTreeMap::new();
-        for Gradient { param, dtype, bytes, holders } in gradients.iter().rev() {
-            let Some(&group) = group_of.get(holders.as_slice()) else { continue };
-            let is_first = |place: usize| {
-                (group as usize) < stage_ranks.len()
-                    && buckets.iter().position(|other| other.group == group) == Some(place)
-            };
-            let limit = |place| if is_first(place) { FIRST_BUCKET_BYTES } else { BUCKET_BYTES };
-            let known = open.get(&(group, *dtype)).copied().filter(|&place| buckets[place].bytes < limit(place));
-            let place = known.unwrap_or(buckets.len());
-            if place == buckets.len() {
-                buckets.push(Bucket { group, params: Vec::new(), dtype: *dtype, bytes: 0 });
+        let mut to_come: BTreeMap<(u32, DType), u64> = BTreeMap::new();
+        let group = |gradient: &Gradient| group_of.get(gradient.holders.as_slice()).copied();
+        for gradient in &gradients {
+            if let Some(group) = group(gradient) {
+                let bytes = to_come.entry((group, gradient.dtype)).or_default();
+                *bytes = bytes.saturating_add(gradient.bytes);
             }
-            open.insert((group, *dtype), place);
-            buckets[place].params.push(*param);
-            buckets[place].bytes = buckets[place].bytes.saturating_add(*bytes);
+        }
+        // By group and type, the bucket that is being filled and the size at which it is full.
+        let mut open: BTreeMap<(u32, DType), (usize, u64)> = BTreeMap::new();
+        for gradient in gradients.iter().rev() {
+            let Some(group) = group(gradient) else { continue };
+            let key = (group, gradient.dtype);
+            let known = open.get(&key).copied().filter(|&(place, full)| buckets[place].bytes < full);
+            let (place, full) = known.unwrap_or_else(|| {
+                let is_first =
+                    (group as usize) < stage_ranks.len() && !buckets.iter().any(|other| other.group == group);
+                let full = if is_first { FIRST_BUCKET_BYTES } else { full_bytes(to_come[&key]) };
+                buckets.push(Bucket { group, params: Vec::new(), dtype: gradient.dtype, bytes: 0 });
+                (buckets.len() - 1, full)
+            });
+            open.insert(key, (place, full));
+            buckets[place].params.push(gradient.param);
+            buckets[place].bytes = buckets[place].bytes.saturating_add(gradient.bytes);
+            to_come.entry(key).and_modify(|bytes| *bytes = bytes.saturating_sub(gradient.bytes));
         }
         // A stable sort: the buckets of a group stay in the order in which they fill.
         buckets.sort_by_key(|bucket| bucket.group);
@@ -174,5 +195,45 @@ impl Sums {
         actions.splice(place..place, self.early);
         actions.extend(self.late);
         actions
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rannc_ir::Entity;
+
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn divided(sizes: impl IntoIterator<Item = u64>) -> (Vec<u64>, Vec<ParamId>) {
+        let gradient = |(number, bytes)| Gradient {
+            param: ParamId::new(number),
+            dtype: DType::Float32,
+            bytes,
+            holders: vec![0, 1],
+        };
+        let gradients = (0..).zip(sizes).map(gradient).collect();
+        let found = Buckets::new(gradients, &[vec![0, 1]]);
+        let params = found.buckets.iter().flat_map(|bucket| bucket.params.clone()).collect();
+        (found.buckets.iter().map(|bucket| bucket.bytes).collect(), params)
+    }
+
+    #[test]
+    fn buckets_are_small_at_both_ends_and_few() {
+        let (sizes, params) = divided(std::iter::repeat_n(3 * MIB, 400));
+        assert_eq!(params, (0..400).rev().map(ParamId::new).collect::<Vec<_>>());
+        assert_eq!(sizes.iter().sum::<u64>(), 1200 * MIB);
+        assert_eq!(sizes[0], 3 * MIB);
+        assert!(sizes[1..].iter().all(|&bytes| bytes <= LARGEST_BUCKET_BYTES + 3 * MIB), "{sizes:?}");
+        assert!(sizes[1..].is_sorted_by(|one, next| one >= next), "{sizes:?}");
+        assert!(*sizes.last().unwrap() <= BUCKET_BYTES + 3 * MIB, "{sizes:?}");
+        assert!(sizes.len() < 20, "{sizes:?}");
+    }
+
+    #[test]
+    fn small_models_have_buckets_of_the_least_size() {
+        let (sizes, _) = divided(std::iter::repeat_n(MIB, 80));
+        assert_eq!(sizes, [1, 25, 25, 25, 4].map(|mib| mib * MIB));
     }
 }
