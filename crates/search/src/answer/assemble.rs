@@ -34,7 +34,7 @@ impl Assembly<'_> {
         stages.reverse();
         prices.reverse();
         let &Self { crossings, order, pricing, .. } = self;
-        let linker = Linker { crossings, order, pricing, stages: &solution.found.stages };
+        let linker = Linker::new(crossings, order, pricing, &solution.found.stages);
         let StepPrediction { step_us, bubble, .. } = step_prediction(&linker, &stages, &prices);
         // Both are sums of the same times, in another order.
         let lower_bound_us = lower_bound_us.min(step_us);
@@ -68,7 +68,7 @@ impl Assembly<'_> {
         let pricing = self.pricing;
         let place = self.order.place_at(positions);
         let at = pricing.at(place);
-        let workspace_bytes = pricing.run_workspace_bytes(run.clone(), place.replicas);
+        let workspace_bytes = pricing.run_workspace_bytes(run.clone(), &at);
         let in_flight = pricing.step.in_flight(behind + 1);
         let priced = pricing.stage(run.clone(), &at, *saver, workspace_bytes);
         let recompute = self.recompute(stage, &at, workspace_bytes);
@@ -112,20 +112,15 @@ impl Assembly<'_> {
     }
 }
 
-/// What a step of these priced Stages takes; that no Plan takes less is not known of it.
+/// What a step of these priced Stages takes, and the share of the devices' time in which they neither run forward nor
+/// backward; that no Plan takes less is not known of it.
 pub(crate) fn step_prediction(linker: &Linker<'_>, stages: &[StagePlan], prices: &[Priced]) -> StepPrediction {
     let step = &linker.pricing.step;
     let replicas: Vec<usize> = stages.iter().map(|stage| stage.ranks.len()).collect();
     let step_us = step.longest_path_us(prices, &replicas, &linker.links());
-    StepPrediction { step_us, bubble: bubble(stages, step.microbatches, step_us), lower_bound_us: 0.0 }
-}
-
-/// The share of the devices' time in which they neither run forward nor backward.
-fn bubble(stages: &[StagePlan], microbatches: u64, step_us: f64) -> f64 {
-    let devices: usize = stages.iter().map(|stage| stage.ranks.len()).sum();
-    let busy = stages.iter().map(|stage| {
-        stage.ranks.len() as f64 * microbatches as f64 * (stage.predicted.forward_us + stage.predicted.backward_us)
-    });
-    let busy_us: f64 = busy.sum();
-    (1.0 - busy_us / (devices as f64 * step_us)).clamp(0.0, 1.0)
+    let busy_us = |(priced, &count): (&Priced, &usize)| count as f64 * linker.pricing.busy_us(priced);
+    let busy_us: f64 = prices.iter().zip(&replicas).map(busy_us).sum();
+    let devices: usize = replicas.iter().sum();
+    let bubble = (1.0 - busy_us / (devices as f64 * step_us)).clamp(0.0, 1.0);
+    StepPrediction { step_us, bubble, lower_bound_us: 0.0 }
 }

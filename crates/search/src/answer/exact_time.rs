@@ -1,6 +1,6 @@
 //! The longest path through a step, computation by computation: the time that a Plan is said to take.
 //!
-//! It follows the runtime, with as many rows on every Replica as on the largest:
+//! It follows the runtime, with as many rows of a microbatch on every Replica as on the largest:
 //!
 //! * A Replica computes in the order of its Stage's Schedule. It begins to receive for a computation when it is
 //!   done with the last but one before it.
@@ -15,7 +15,7 @@ use std::iter::Peekable;
 use rannc_plan::{Compute, GRAD_WINDOW};
 
 use super::links::ReplicaLink;
-use crate::price::{Priced, StepModel};
+use crate::price::{BySize, Priced, StepModel};
 
 impl StepModel {
     /// The time of a step of Stages with so many Replicas.
@@ -25,8 +25,9 @@ impl StepModel {
         let order = |stage| self.schedule.order(number(stage), number(stages.len()), microbatches);
         let stage_of: Vec<usize> =
             replicas.iter().enumerate().flat_map(|(stage, &count)| std::iter::repeat_n(stage, count)).collect();
-        let mut lines: Vec<Line<_>> = stage_of.iter().map(|&stage| Line::new(&stages[stage], order(stage))).collect();
-        let mut channels = connect(&mut lines, links);
+        let mut lines: Vec<Line<'_, _>> =
+            stage_of.iter().map(|&stage| Line::new(self, &stages[stage], order(stage))).collect();
+        let mut channels = connect(self, &mut lines, links);
         let mut moved = true;
         while std::mem::take(&mut moved) {
             for line in &mut lines {
@@ -35,7 +36,7 @@ impl StepModel {
                 }
             }
         }
-        let end_us = |(line, &stage): (&Line<_>, &usize)| {
+        let end_us = |(line, &stage): (&Line<'_, _>, &usize)| {
             let reduced_us = line.clock_us + stages[stage].reduce_us;
             line.sent_us(&channels).max(reduced_us) + stages[stage].update_us
         };
@@ -44,33 +45,38 @@ impl StepModel {
 }
 
 /// Makes the channels.
-fn connect<I: Iterator>(lines: &mut [Line<I>], links: &[ReplicaLink]) -> Vec<TimedChannel> {
+fn connect<'a, I: Iterator>(
+    step: &'a StepModel,
+    lines: &mut [Line<'a, I>],
+    links: &[ReplicaLink],
+) -> Vec<TimedChannel<'a>> {
     let mut channels = Vec::new();
     for &ReplicaLink { from, to, values_us, grads_us } in links {
         lines[from].forward.to.push(channels.len());
         lines[to].forward.from.push(channels.len());
-        channels.push(TimedChannel::new(values_us, usize::MAX));
+        channels.push(TimedChannel::new(step, values_us, usize::MAX));
         if let Some(grads_us) = grads_us {
             lines[to].backward.to.push(channels.len());
             lines[from].backward.from.push(channels.len());
-            channels.push(TimedChannel::new(grads_us, GRAD_WINDOW));
+            channels.push(TimedChannel::new(step, grads_us, GRAD_WINDOW));
         }
     }
     channels
 }
 
 /// The messages from one Replica to another, by microbatch.
-struct TimedChannel {
-    transfer_us: f64,
+struct TimedChannel<'a> {
+    step: &'a StepModel,
+    transfer_us: BySize<f64>,
     /// Most messages under way at a time.
     window: usize,
     sent_us: Vec<f64>,
     arrived_us: Vec<f64>,
 }
 
-impl TimedChannel {
-    fn new(transfer_us: f64, window: usize) -> Self {
-        Self { transfer_us, window, sent_us: Vec::new(), arrived_us: Vec::new() }
+impl<'a> TimedChannel<'a> {
+    fn new(step: &'a StepModel, transfer_us: BySize<f64>, window: usize) -> Self {
+        Self { step, transfer_us, window, sent_us: Vec::new(), arrived_us: Vec::new() }
     }
 
     /// When there is room for one more message; `None` while that is not known.
@@ -95,8 +101,9 @@ impl TimedChannel {
 
     /// When the next message arrives at a Replica that is ready for it since `posted_us`.
     fn receive(&mut self, posted_us: f64) -> f64 {
-        let sent_us = self.sent_us[self.arrived_us.len()];
-        let arrived_us = sent_us.max(posted_us).max(self.free_us()) + self.transfer_us;
+        let microbatch = self.arrived_us.len();
+        let transfer_us = self.transfer_us[self.step.size_of(microbatch as u64)];
+        let arrived_us = self.sent_us[microbatch].max(posted_us).max(self.free_us()) + transfer_us;
         self.arrived_us.push(arrived_us);
         arrived_us
     }
@@ -109,19 +116,20 @@ impl TimedChannel {
 
 /// A Replica's forward or backward of a microbatch, and its channels.
 struct Computation {
-    us: f64,
+    us: BySize<f64>,
     from: Vec<usize>,
     to: Vec<usize>,
 }
 
 impl Computation {
-    fn new(us: f64) -> Self {
+    fn new(us: BySize<f64>) -> Self {
         Self { us, from: Vec::new(), to: Vec::new() }
     }
 }
 
 /// A Replica and what it still has to compute.
-struct Line<I: Iterator> {
+struct Line<'a, I: Iterator> {
+    step: &'a StepModel,
     forward: Computation,
     backward: Computation,
     coming: Peekable<I>,
@@ -131,11 +139,12 @@ struct Line<I: Iterator> {
     posted_us: f64,
 }
 
-impl<I: Iterator<Item = Compute>> Line<I> {
-    fn new(stage: &Priced, order: I) -> Self {
+impl<'a, I: Iterator<Item = Compute>> Line<'a, I> {
+    fn new(step: &'a StepModel, stage: &Priced, order: I) -> Self {
         Self {
-            forward: Computation::new(stage.cost.forward_us),
-            backward: Computation::new(stage.cost.backward_us),
+            step,
+            forward: Computation::new(stage.by_size().map(|pass| pass.forward_us)),
+            backward: Computation::new(stage.by_size().map(|pass| pass.backward_us)),
             coming: order.peekable(),
             clock_us: 0.0,
             posted_us: 0.0,
@@ -143,10 +152,10 @@ impl<I: Iterator<Item = Compute>> Line<I> {
     }
 
     /// Computes once more, if something is left and all that it waits for is known.
-    fn advance(&mut self, channels: &mut [TimedChannel]) -> bool {
-        let work = match self.coming.peek() {
-            Some(Compute::Forward(_)) => &self.forward,
-            Some(Compute::Backward(_)) => &self.backward,
+    fn advance(&mut self, channels: &mut [TimedChannel<'_>]) -> bool {
+        let (work, microbatch) = match self.coming.peek() {
+            Some(&Compute::Forward(microbatch)) => (&self.forward, microbatch),
+            Some(&Compute::Backward(microbatch)) => (&self.backward, microbatch),
             None => return false,
         };
         let has_all = work.from.iter().all(|&channel| channels[channel].has_next());
@@ -157,13 +166,14 @@ impl<I: Iterator<Item = Compute>> Line<I> {
         let begun_us = arrived_us.fold(self.clock_us, f64::max);
         self.posted_us = self.clock_us;
         let send = |ready_us, &channel: &usize| channels[channel].send(ready_us);
-        self.clock_us = work.to.iter().fold(begun_us + work.us, send);
+        let work_us = work.us[self.step.size_of(u64::from(microbatch))];
+        self.clock_us = work.to.iter().fold(begun_us + work_us, send);
         self.coming.next();
         true
     }
 
     /// When the last gradient that it has sent has arrived.
-    fn sent_us(&self, channels: &[TimedChannel]) -> f64 {
+    fn sent_us(&self, channels: &[TimedChannel<'_>]) -> f64 {
         self.backward.to.iter().map(|&channel| channels[channel].free_us()).fold(0.0, f64::max)
     }
 }

@@ -7,5 +7,5 @@ pub(crate) mod links;
 mod outcome;
 mod plan_costs;
 
-pub use outcome::{Gain, Outcome, SearchReport, plan, plan_until};
+pub use outcome::{Gain, Outcome, PassedOver, SearchReport, plan, plan_until};
 pub use plan_costs::PlanCosts;

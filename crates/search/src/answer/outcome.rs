@@ -1,9 +1,10 @@
 //! The search as others call it: a graph and a cluster to Plans.
 
+use std::fmt;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use rannc_cost::{Blocks, Cluster, ModuleNames, Profile};
+use rannc_cost::{Blocks, Cluster, ModuleNames, Profile, counted};
 use rannc_ir::{Analysis, Graph, OpRun};
 use rannc_plan::{Plan, PlanFileError, Sharding};
 use serde::Serialize;
@@ -13,13 +14,18 @@ use super::count::plans;
 use crate::error::SearchError;
 use crate::price::{Model, Pricing, RankOrder, Saver};
 use crate::settings::{Savers, Settings};
-use crate::solve::{Solution, Solved, Solver, fits, shortage};
+use crate::solve::{Grain, SearchCase, Solution, Solved, Solver, fits, shortage};
 use crate::stop::{Clock, Stop};
 
 /// Most units of ranks that the search tells apart: its time grows with their square.
 const MAX_UNITS: u32 = 64;
 /// The same where a rough answer serves.
 const FEW_UNITS: u32 = 16;
+
+/// What a prediction from measured times may be off by: what differs by less is equally good.
+const MEASURED_ERROR: f64 = 0.02;
+/// The same of a prediction from the roofline.
+const ESTIMATED_ERROR: f64 = 0.05;
 
 /// What a search found, and how sure it is.
 #[derive(Clone, Debug)]
@@ -48,8 +54,10 @@ pub struct Gain {
 pub struct SearchReport {
     /// No Plan takes less under the same model.
     pub lower_bound_us: f64,
-    /// How far the best Plan may be above the optimum: its time by the bound, less 1.
+    /// How far the Plan may be above the optimum: its time by the bound, less 1.
     pub gap: f64,
+    /// A Plan that should be faster, by less than predictions may be off, and is less simple.
+    pub passed_over: Option<PassedOver>,
     /// Number of Plans that the answer covers.
     pub plans_covered: f64,
     /// Blocks of the chain.
@@ -64,8 +72,22 @@ pub struct SearchReport {
     pub stop: Stop,
 }
 
+/// A Plan that was not taken, because it is less simple than one that is about as fast.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct PassedOver {
+    /// Its step.
+    pub step_us: f64,
+    /// How much less that is than the step of the Plan that was taken, as a share of it.
+    pub faster: f64,
+    /// Replicas of its Stages.
+    pub replicas: Vec<usize>,
+    /// Its microbatches.
+    pub microbatches: u32,
+}
+
 /// Finds the Plan of a verified graph that takes the least time per step within the memory of the
-/// cluster's devices. Profiles of the cluster's kinds of device, by name, take the place of the roofline.
+/// cluster's devices; of those that differ by less than predictions may be off, the simplest: with the fewest Stages,
+/// then the fewest microbatches, then the most equal Stages. Profiles of the cluster's kinds of device, by name, take the place of the roofline.
 /// The same arguments give the same Plan, whatever the number of threads, unless a limit of time is met.
 pub fn plan(
     graph: &Graph,
@@ -135,20 +157,23 @@ impl<'a> Planner<'a> {
             Stop::Told => SearchError::Told,
         })?;
         self.go_on()?;
-        let (fastest, plan) = self.fastest(&solved)?;
+        let (fastest, fastest_plan) = self.fastest(self.settings, &solved)?;
+        let (taken, plan) = self.simplest(&solver, &cases, &solved, (fastest, &fastest_plan))?;
+        let passed_over = PassedOver::new(&fastest_plan, &plan);
         let elapsed = self.clock.begun.elapsed();
         let runners_up = match self.settings.runners_up {
             0 => Vec::new(),
-            count => solver.runners_up(&cases, fastest, count),
+            count => solver.runners_up(&cases, &taken, count),
         };
         self.go_on()?;
-        let runners_up = runners_up.iter().map(|other| self.assemble(other, solved.lower_bound_us));
+        let runners_up = runners_up.iter().map(|other| self.assemble(self.settings, other, solved.lower_bound_us));
         let mut runners_up = runners_up.collect::<Result<Vec<_>, _>>()?;
         runners_up.retain(|other| other.predicted.step_us >= plan.predicted.step_us);
         runners_up.sort_by(|left, right| left.predicted.step_us.total_cmp(&right.predicted.step_us));
         let report = SearchReport {
             lower_bound_us: plan.predicted.lower_bound_us,
             gap: plan.predicted.step_us / plan.predicted.lower_bound_us - 1.0,
+            passed_over,
             plans_covered: plans(self.model.chain.len(), &self.orders, &cases, self.settings),
             blocks: self.model.chain.len(),
             block_kinds: self.model.blocks.hashes.len(),
@@ -156,7 +181,7 @@ impl<'a> Planner<'a> {
             elapsed,
             stop: solved.stop,
         };
-        let gains = self.gains();
+        let gains = self.gains(plan.predicted.step_us);
         self.go_on()?;
         Ok(Outcome { runners_up, gains, report, plan })
     }
@@ -167,11 +192,11 @@ impl<'a> Planner<'a> {
     }
 
     /// The Plan of the best division, or of a finalist whose step is shorter when it is told exactly.
-    fn fastest<'s>(&self, solved: &'s Solved) -> Result<(&'s Solution, Plan), PlanFileError> {
-        let mut fastest = (&solved.best, self.assemble(&solved.best, solved.lower_bound_us)?);
+    fn fastest<'s>(&self, settings: &Settings, solved: &'s Solved) -> Result<(&'s Solution, Plan), PlanFileError> {
+        let mut fastest = (&solved.best, self.assemble(settings, &solved.best, solved.lower_bound_us)?);
         for finalist in &solved.finalists {
             if finalist.found.step_us < fastest.1.predicted.step_us {
-                let plan = self.assemble(finalist, solved.lower_bound_us)?;
+                let plan = self.assemble(settings, finalist, solved.lower_bound_us)?;
                 if plan.predicted.step_us < fastest.1.predicted.step_us {
                     fastest = (finalist, plan);
                 }
@@ -180,17 +205,46 @@ impl<'a> Planner<'a> {
         Ok(fastest)
     }
 
+    /// What differs by less than predictions may be off is equally good.
+    fn error(&self) -> f64 {
+        if self.model.measured_kinds() == self.model.blocks.hashes.len() { MEASURED_ERROR } else { ESTIMATED_ERROR }
+    }
+
+    /// The simplest of the Plans that are about as fast as the fastest one.
+    fn simplest(
+        &self,
+        solver: &Solver<'_>,
+        cases: &[SearchCase],
+        solved: &Solved,
+        (fastest, plan): (&Solution, &Plan),
+    ) -> Result<(Solution, Plan), PlanFileError> {
+        let limit_us = plan.predicted.step_us * (1.0 + self.error());
+        let mut simplest = (fastest.clone(), plan.clone());
+        let is_simplest = plan.stages.len() == 1 && plan.microbatches == 1;
+        let others = if is_simplest { Vec::new() } else { solver.simpler(cases, solved, limit_us) };
+        for other in others.iter().chain(&solved.finalists) {
+            if other.found.step_us < limit_us && is_simpler(other, &simplest.0) {
+                let plan = self.assemble(self.settings, other, solved.lower_bound_us)?;
+                if plan.predicted.step_us < limit_us {
+                    simplest = (other.clone(), plan);
+                }
+            }
+        }
+        Ok(simplest)
+    }
+
     fn solver<'s>(&'s self, settings: &'s Settings) -> Solver<'s> {
         Solver {
             problem: self.model.problem(self.cluster, settings),
             orders: &self.orders,
             rough: &self.rough,
+            grain: Grain::FINE,
             clock: self.clock,
         }
     }
 
-    fn assemble(&self, solution: &Solution, lower_bound_us: f64) -> Result<Plan, PlanFileError> {
-        let problem = self.model.problem(self.cluster, self.settings);
+    fn assemble(&self, settings: &Settings, solution: &Solution, lower_bound_us: f64) -> Result<Plan, PlanFileError> {
+        let problem = self.model.problem(self.cluster, settings);
         let pricing = Pricing::new(problem, solution.case.schedule, solution.case.microbatches);
         let assembly = Assembly {
             graph: self.graph,
@@ -204,7 +258,8 @@ impl<'a> Planner<'a> {
         assembly.plan(solution, lower_bound_us)
     }
 
-    fn gains(&self) -> Vec<Gain> {
+    /// Told as exactly as the best Plan, which such a runtime could carry out as well.
+    fn gains(&self, best_us: f64) -> Vec<Gain> {
         if !self.settings.gains {
             return Vec::new();
         }
@@ -213,7 +268,8 @@ impl<'a> Planner<'a> {
             let solver = self.solver(&settings);
             let counts = settings.microbatch_candidates().ok();
             let solved = counts.and_then(|counts| solver.solve(&solver.cases(&counts)).ok());
-            Gain { what, step_us: solved.map(|solved| solved.best.found.step_us) }
+            let fastest = solved.and_then(|solved| self.fastest(&settings, &solved).ok().map(|(_, plan)| plan));
+            Gain { what, step_us: fastest.map(|plan| plan.predicted.step_us.min(best_us)) }
         };
         more(self.settings.savers).into_iter().map(gain).collect()
     }
@@ -236,6 +292,43 @@ impl<'a> Planner<'a> {
             format!("{} (from {place})", names.summary(first, end).join(", "))
         })
     }
+}
+
+impl fmt::Display for PassedOver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let replicas: Vec<String> = self.replicas.iter().map(ToString::to_string).collect();
+        write!(
+            f,
+            "a plan of {} ({} replicas) with {} should be {:.1}% faster, which is less than predictions may be off: the \
+             simpler one is taken",
+            counted(self.replicas.len() as u64, "stage", "stages"),
+            replicas.join(" + "),
+            counted(u64::from(self.microbatches), "microbatch", "microbatches"),
+            self.faster * 100.0
+        )
+    }
+}
+
+impl PassedOver {
+    fn new(fastest: &Plan, taken: &Plan) -> Option<Self> {
+        let faster = 1.0 - fastest.predicted.step_us / taken.predicted.step_us;
+        (fastest != taken).then(|| Self {
+            step_us: fastest.predicted.step_us,
+            faster,
+            replicas: fastest.stages.iter().map(|stage| stage.ranks.len()).collect(),
+            microbatches: fastest.microbatches,
+        })
+    }
+}
+
+/// Fewer Stages, then fewer microbatches, then more equal Stages; then what is told faster.
+fn is_simpler(one: &Solution, other: &Solution) -> bool {
+    let key = |solution: &Solution| {
+        let replicas = solution.found.stages.iter().map(|stage| stage.positions.len());
+        let uneven = replicas.clone().max().unwrap_or(0) - replicas.clone().min().unwrap_or(0);
+        (replicas.count(), solution.case.microbatches, uneven)
+    };
+    key(one) < key(other)
 }
 
 /// Each capability that a runtime lacks, with those that it has.
