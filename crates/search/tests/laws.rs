@@ -89,7 +89,7 @@ fn threads_do_not_show() {
 #[test]
 fn a_limited_search_says_so_and_gives_what_it_has() {
     let graph = encoder(12, 256, 64, 5000);
-    let settings = settings(8, 32, 150);
+    let settings = settings(8, 32, 130);
     let complete = plan(&graph, &two_nodes(8), &[], &settings).expect("fits");
     assert_eq!(complete.report.stop, Stop::Complete);
     let few = |candidates: u64| (Limits { candidates, time_ms: None }, Stop::Candidates);

@@ -6,6 +6,8 @@ mod exact_time;
 pub(crate) mod links;
 mod outcome;
 mod plan_costs;
+mod simplest;
 
-pub use outcome::{Gain, Outcome, PassedOver, SearchReport, plan, plan_until};
+pub use outcome::{Gain, Outcome, SearchReport, plan, plan_until};
 pub use plan_costs::PlanCosts;
+pub use simplest::PassedOver;

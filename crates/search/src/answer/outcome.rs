@@ -1,16 +1,16 @@
 //! The search as others call it: a graph and a cluster to Plans.
 
-use std::fmt;
 use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
-use rannc_cost::{Blocks, Cluster, ModuleNames, Profile, counted};
+use rannc_cost::{Blocks, Cluster, ModuleNames, Profile};
 use rannc_ir::{Analysis, Graph, OpRun};
 use rannc_plan::{Plan, PlanFileError, Sharding};
 use serde::Serialize;
 
 use super::assemble::Assembly;
 use super::count::plans;
+use super::simplest::{ESTIMATED_ERROR, MEASURED_ERROR, PassedOver, is_simpler};
 use crate::error::SearchError;
 use crate::price::{Model, Pricing, RankOrder, Saver};
 use crate::settings::{Savers, Settings};
@@ -21,11 +21,6 @@ use crate::stop::{Clock, Stop};
 const MAX_UNITS: u32 = 64;
 /// The same where a rough answer serves.
 const FEW_UNITS: u32 = 16;
-
-/// What a prediction from measured times may be off by: what differs by less is equally good.
-const MEASURED_ERROR: f64 = 0.02;
-/// The same of a prediction from the roofline.
-const ESTIMATED_ERROR: f64 = 0.05;
 
 /// What a search found, and how sure it is.
 #[derive(Clone, Debug)]
@@ -70,19 +65,6 @@ pub struct SearchReport {
     pub elapsed: Duration,
     /// Why it ended.
     pub stop: Stop,
-}
-
-/// A Plan that was not taken, because it is less simple than one that is about as fast.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct PassedOver {
-    /// Its step.
-    pub step_us: f64,
-    /// How much less that is than the step of the Plan that was taken, as a share of it.
-    pub faster: f64,
-    /// Replicas of its Stages.
-    pub replicas: Vec<usize>,
-    /// Its microbatches.
-    pub microbatches: u32,
 }
 
 /// Finds the Plan of a verified graph that takes the least time per step within the memory of the
@@ -292,43 +274,6 @@ impl<'a> Planner<'a> {
             format!("{} (from {place})", names.summary(first, end).join(", "))
         })
     }
-}
-
-impl fmt::Display for PassedOver {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let replicas: Vec<String> = self.replicas.iter().map(ToString::to_string).collect();
-        write!(
-            f,
-            "a plan of {} ({} replicas) with {} should be {:.1}% faster, which is less than predictions may be off: the \
-             simpler one is taken",
-            counted(self.replicas.len() as u64, "stage", "stages"),
-            replicas.join(" + "),
-            counted(u64::from(self.microbatches), "microbatch", "microbatches"),
-            self.faster * 100.0
-        )
-    }
-}
-
-impl PassedOver {
-    fn new(fastest: &Plan, taken: &Plan) -> Option<Self> {
-        let faster = 1.0 - fastest.predicted.step_us / taken.predicted.step_us;
-        (fastest != taken).then(|| Self {
-            step_us: fastest.predicted.step_us,
-            faster,
-            replicas: fastest.stages.iter().map(|stage| stage.ranks.len()).collect(),
-            microbatches: fastest.microbatches,
-        })
-    }
-}
-
-/// Fewer Stages, then fewer microbatches, then more equal Stages; then what is told faster.
-fn is_simpler(one: &Solution, other: &Solution) -> bool {
-    let key = |solution: &Solution| {
-        let replicas = solution.found.stages.iter().map(|stage| stage.positions.len());
-        let uneven = replicas.clone().max().unwrap_or(0) - replicas.clone().min().unwrap_or(0);
-        (replicas.count(), solution.case.microbatches, uneven)
-    };
-    key(one) < key(other)
 }
 
 /// Each capability that a runtime lacks, with those that it has.

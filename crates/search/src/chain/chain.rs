@@ -104,9 +104,15 @@ impl Chain {
     }
 
     /// Kept by a run for the backward, received and sent Values included.
-    pub(crate) fn kept_bytes(&self, times: &[&Times], first: usize, end: usize, rows: u64) -> f64 {
-        let more = |times: &&Times| times.more_kept_bytes[end] - times.more_kept_bytes[first];
-        let more_bytes = times.iter().map(more).reduce(f64::max).unwrap_or(0.0);
+    pub(crate) fn kept_bytes<'t>(
+        &self,
+        times: impl Iterator<Item = &'t Times>,
+        first: usize,
+        end: usize,
+        rows: u64,
+    ) -> f64 {
+        let more = |times: &Times| times.more_kept_bytes[end] - times.more_kept_bytes[first];
+        let more_bytes = times.map(more).reduce(f64::max).unwrap_or(0.0);
         (self.kept_bytes.at(first, end, rows) + more_bytes).max(self.traffic.in_bytes.at(first, end, rows))
     }
 

@@ -18,6 +18,7 @@ pub(crate) fn extract(graph: &Graph, analysis: &Analysis, blocks: &Blocks, host:
         block_of: analysis.main_ops.iter().map(|_| 0).collect(),
         states: BTreeMap::new(),
         clones: BTreeMap::new(),
+        cloned_bytes: Vec::new(),
         uses: BTreeMap::new(),
         saved_by: BTreeMap::new(),
     };
@@ -45,6 +46,8 @@ struct Extractor<'a> {
     states: BTreeMap<ValueId, Vec<usize>>,
     /// Blocks that each batch-free op is cloned for.
     clones: BTreeMap<OpId, Vec<usize>>,
+    /// What each of them keeps that nobody else knows, by Block.
+    cloned_bytes: Vec<(usize, OpId, Affine)>,
     /// Blocks that use each Value of a main op, other than the one that makes it.
     uses: BTreeMap<ValueId, Vec<usize>>,
     /// Blocks that save each storage.
@@ -95,7 +98,9 @@ impl Extractor<'_> {
                     }
                     Some(_) => {}
                     None if note(self.clones.entry(op).or_default(), place) => {
-                        *private_bytes += self.op(place, op, block);
+                        let own_bytes = self.op(place, op, block);
+                        *private_bytes += own_bytes;
+                        self.cloned_bytes.push((place, op, self.affine(own_bytes)));
                         open.extend(self.graph.ops[op].operands());
                     }
                     None => {}
@@ -189,6 +194,11 @@ impl Extractor<'_> {
             }
         }
         spec.blocks.iter_mut().for_each(|block| block.left_bytes += block.private_bytes);
+        for &(place, op, Affine { fixed, per_row }) in &self.cloned_bytes {
+            if self.clones[&op].len() > 1 {
+                spec.blocks[place].left_bytes += Affine { fixed: -fixed, per_row: -per_row };
+            }
+        }
         for (place, root) in left {
             let bytes = self.affine(tensor_bytes(&self.graph.values[root]));
             spec.blocks[place].left_bytes += bytes;

@@ -7,7 +7,6 @@ use rannc_plan::{MemoryPrediction, Sharding};
 use super::at::{At, Pricing};
 use super::saver::Saver;
 use super::sizes::LARGER;
-use crate::chain::Times;
 
 /// Gradients in transfer at a time: one in use, one on its way.
 const GRADS_ON_THE_WAY: f64 = 2.0;
@@ -109,8 +108,8 @@ impl Pricing<'_> {
 
     /// What a run keeps for the backward of a microbatch, on the device that keeps most.
     pub(super) fn kept_bytes(&self, run: &Range<usize>, at: &At<'_>) -> f64 {
-        let times: Vec<&Times> = at.devices.iter().map(|device| &*device.times[LARGER]).collect();
-        self.chain.kept_bytes(&times, run.start, run.end, at.most_rows())
+        let times = at.devices.iter().map(|device| &*device.times[LARGER]);
+        self.chain.kept_bytes(times, run.start, run.end, at.most_rows())
     }
 
     /// Largest temporary memory of a Block.

@@ -372,7 +372,7 @@ proptest! {
                 let private: f64 = spec.blocks[first..end].iter().map(|b| b.private_bytes.at(rows)).sum();
                 let kept: f64 = spec.kept.iter().map(kept).sum::<f64>() + private;
                 let times = chain.times(0, &devices[0], None, rows);
-                prop_assert!((chain.kept_bytes(&[&times], first, end, rows) - kept.max(into)).abs() < 1.0);
+                prop_assert!((chain.kept_bytes([&times].into_iter(), first, end, rows) - kept.max(into)).abs() < 1.0);
                 let outputs: f64 = spec.blocks[first..end].iter().map(|b| b.output_bytes.at(rows)).sum();
                 prop_assert!((chain.output_bytes.at(first, end, rows) - outputs).abs() < 1.0);
             }
