@@ -17,8 +17,9 @@ from pyrannc.config import Config
 from pyrannc.errors import ClusterError, PlanFileError
 from pyrannc.planning import RankDevice, find_cluster
 from pyrannc.profile.cache import ProfileCache
+from pyrannc.profile.meter import Meter
 from pyrannc.profile.profiler import profile
-from tests.profile.models import CPU, WIDTH, Layers, subject
+from tests.profile.models import CPU, WIDTH, Layers, Skips, subject
 from tests.ranks import RankPool
 
 if sys.version_info >= (3, 11):
@@ -119,6 +120,23 @@ def test_the_search_uses_what_was_measured() -> None:
         # Where the Blocks add up, no Block is missing and none counts twice.
         by_hash = json.loads(measured.to_json())["blocks"]
         assert once == pytest.approx(sum(by_hash[block][-1][way] for block in whole.blocks.hashes))
+
+
+@pytest.mark.parametrize("module", [Layers(), Skips()], ids=["layers", "skips"])
+def test_the_blocks_together_keep_what_the_whole_model_keeps(module: nn.Module) -> None:
+    batch = torch.randn(64, WIDTH)
+    whole = subject(module, [batch], (1, 64))
+    (measured,) = profile(whole, CPU, ProfileCache(None))
+    settings = json.dumps({"batch_rows": 64, "microbatches": 1})
+    plan = Plan.search(
+        Graph.from_json(whole.source.captured.graph_json), Cluster.preset("cpu", 1, 1), [measured], settings
+    )
+    predicted = json.loads(plan.to_json())["stages"][0]["predicted"]["memory"]
+    with Meter(CPU).watch_memory() as memory:
+        output = module(batch)
+        kept_bytes = memory.held_bytes()
+    assert predicted["activations_bytes"] == pytest.approx(kept_bytes, rel=0.01)
+    assert output.requires_grad
 
 
 def test_a_plan_written_by_hand_is_checked_and_predicted() -> None:

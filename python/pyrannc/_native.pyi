@@ -97,6 +97,10 @@ class Plan:
     @staticmethod
     def search(graph: Graph, cluster: Cluster, profiles: Sequence[Profile], settings_json: str) -> Plan: ...
     @staticmethod
+    def search_with_remark(
+        graph: Graph, cluster: Cluster, profiles: Sequence[Profile], settings_json: str
+    ) -> tuple[Plan, str]: ...
+    @staticmethod
     def search_several(
         graph: Graph, cluster: Cluster, profiles: Sequence[Profile], settings_json: str
     ) -> tuple[list[Plan], str]: ...

@@ -141,6 +141,7 @@ class _Measured:
     """What one rank saw: medians over its last steps, and peaks of memory.
 
     Attributes:
+        rows: of all microbatches on this rank.
         most_rows: of a microbatch on this rank; times of one microbatch are means over those that have as many.
     """
 
@@ -148,6 +149,7 @@ class _Measured:
     steps: int
     batch_rows: int
     microbatches: int
+    rows: int
     most_rows: int
     step_us: float
     forward_us: float
@@ -190,6 +192,7 @@ def _measure(deployment: Deployment) -> _Measured:
         steps=len(steps),
         batch_rows=program.total_rows,
         microbatches=sum(rows > 0 for rows in program.microbatches),
+        rows=sum(sizes),
         most_rows=max(sizes),
         step_us=median(step.step_us for step in steps),
         forward_us=median(_microbatch_us(step, "forward", largest) for step in steps),
@@ -250,7 +253,8 @@ def _compare_stage(stage: StagePlan, number: int, everyone: Sequence[_Measured])
 def _compare_rank(plan: PlanFacts, rank: int, measured: _Measured) -> RankReport:
     step_us = plan.predicted.step_us
     predicted = plan.stages[measured.stage].predicted
-    computing_us = measured.microbatches * (predicted.forward_us + predicted.backward_us)
+    # Predicted for the largest microbatch.
+    computing_us = measured.rows / max(measured.most_rows, 1) * (predicted.forward_us + predicted.backward_us)
     reduce_us, update_us = predicted.reduce_us, predicted.update_us
     return RankReport(
         rank=rank,

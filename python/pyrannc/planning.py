@@ -89,7 +89,10 @@ def search(request: Request, cluster: Cluster, profiles: Sequence[Profile], worl
     )
     for measured in profiles[:1]:
         cluster = cluster.with_links(measured)
-    return Plan.search(request.variant.graph, cluster, list(profiles), settings.to_json())
+    plan, remark = Plan.search_with_remark(request.variant.graph, cluster, list(profiles), settings.to_json())
+    if remark:
+        phases.note(remark)
+    return plan
 
 
 def _state_bytes_per_param_byte(optimizer: Optimizer | None, default: float) -> float:

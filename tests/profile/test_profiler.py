@@ -160,7 +160,27 @@ def other_precision(layers: Subject, request: pytest.FixtureRequest) -> Subject:
     return layers
 
 
-@pytest.mark.parametrize("change", [other_graph, other_rows, other_version, other_precision])
+def other_links(layers: Subject, request: pytest.FixtureRequest) -> Subject:
+    request.getfixturevalue("monkeypatch").setenv("NCCL_P2P_DISABLE", "1")
+    return layers
+
+
+def other_threads(layers: Subject, request: pytest.FixtureRequest) -> Subject:
+    threads = torch.get_num_threads()
+    request.addfinalizer(lambda: torch.set_num_threads(threads))
+    torch.set_num_threads(threads + 1)
+    return layers
+
+
+def deterministic(layers: Subject, request: pytest.FixtureRequest) -> Subject:
+    request.addfinalizer(lambda: torch.use_deterministic_algorithms(mode=False))
+    torch.use_deterministic_algorithms(mode=True)
+    return layers
+
+
+@pytest.mark.parametrize(
+    "change", [other_graph, other_rows, other_version, other_precision, other_links, other_threads, deterministic]
+)
 def test_what_changes_the_cost_is_measured_anew(
     layers: Subject,
     tmp_path: Path,
@@ -175,6 +195,18 @@ def test_what_changes_the_cost_is_measured_anew(
     profile(changed, CPU, cache)
     assert count(lines(), "measured") >= 4
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_changes_no_cost_measures_nothing(
+    layers: Subject, tmp_path: Path, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = ProfileCache(tmp_path)
+    profile(layers, CPU, cache)
+    for name, value in (("NCCL_DEBUG", "INFO"), ("MASTER_PORT", "29511"), ("NCCL_COMM_ID", "10.0.0.1:1234")):
+        monkeypatch.setenv(name, value)
+    lines()
+    profile(layers, CPU, cache)
+    assert count(lines(), "measured") == 0
 
 
 def test_a_folder_that_cannot_be_written_is_no_failure(

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use anyhow::{Context as _, Result, anyhow, bail, ensure};
-use rannc_cost::{Cluster, CostError, Level, Node, Preset, presets};
+use rannc_cost::{Cluster, CostError, Level, MOST_DEVICES, Node, Preset, presets};
 
 use crate::kinds::{Kind, unreadable};
 
@@ -26,6 +26,7 @@ pub(crate) fn cluster(text: &str) -> Result<Cluster> {
 /// The first `devices` devices of the cluster, or as many more as it takes on further nodes like its last one.
 pub(crate) fn resized(cluster: &Cluster, devices: u32) -> Result<Cluster> {
     ensure!(devices > 0, "a cluster needs at least one device");
+    ensure!(devices <= MOST_DEVICES, "--devices may be at most {MOST_DEVICES}, not {devices}");
     let mut nodes: Vec<Node> = Vec::new();
     let last = *cluster.nodes.last().context("a checked cluster has nodes")?;
     let mut missing = devices;
@@ -145,6 +146,8 @@ mod tests {
         let one_node = Cluster::preset("H200", 1, 4).expect("4 devices");
         assert_eq!(resized(&one_node, 12).expect("possible").levels, Cluster::preset("H200", 3, 4).expect("12").levels);
         assert!(resized(&two_nodes, 0).is_err());
+        let refused = resized(&two_nodes, 4_000_000_000).expect_err("too many").to_string();
+        assert_eq!(refused, "--devices may be at most 1000000, not 4000000000");
     }
 
     #[test]

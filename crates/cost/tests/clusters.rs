@@ -61,7 +61,7 @@ fn clusters() -> impl Strategy<Value = Cluster> {
     (vec(device(), 1..4), 1..9_u32).prop_flat_map(|(kinds, nodes)| {
         let node = (0..kinds.len(), 1..6_u32).prop_map(|(kind, devices)| Node { kind, devices });
         (Just(kinds), vec(node, nodes as usize), levels(nodes), ".{0,20}")
-            .prop_map(|(kinds, nodes, levels, name)| Cluster { name, kinds, nodes, levels })
+            .prop_map(|(kinds, nodes, levels, name)| Cluster { name, kinds, nodes, levels, dealt: Vec::new() })
     })
 }
 

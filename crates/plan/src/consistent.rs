@@ -7,6 +7,11 @@ use crate::predicted::StepPrediction;
 use crate::saver::Recompute;
 use crate::schedule::{Order, Schedule};
 
+/// As many as a cluster may have: readers make lists of them.
+const MOST_RANKS: u32 = 1_000_000;
+/// Likewise.
+const MOST_MICROBATCHES: u32 = 1_000_000;
+
 /// How a Plan contradicts itself.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum PlanFault {
@@ -19,6 +24,20 @@ pub enum PlanFault {
     /// There is no row.
     #[error("its batch has no rows")]
     NoRows,
+    /// Microbatches without rows.
+    #[error("it has {microbatches} microbatches for a batch of {rows} rows; each needs at least one")]
+    FewRows {
+        /// Its microbatches.
+        microbatches: u32,
+        /// Rows of its batch.
+        rows: u64,
+    },
+    /// More microbatches than anybody can mean.
+    #[error("it has {0} microbatches; there can be at most {MOST_MICROBATCHES}")]
+    TooManyMicrobatches(u32),
+    /// More ranks than there can be.
+    #[error("it is for {0} ranks; there can be at most {MOST_RANKS}")]
+    TooManyRanks(u32),
     /// Ops are missing, repeated, or a Stage has none.
     #[error("stage {stage} has main ops {first}..{end}, but must begin at {expected} and have at least one")]
     Ops {
@@ -85,6 +104,15 @@ impl Plan {
         }
         if self.batch_rows == 0 {
             return Err(PlanFault::NoRows);
+        }
+        if u64::from(self.microbatches) > self.batch_rows {
+            return Err(PlanFault::FewRows { microbatches: self.microbatches, rows: self.batch_rows });
+        }
+        if self.microbatches > MOST_MICROBATCHES {
+            return Err(PlanFault::TooManyMicrobatches(self.microbatches));
+        }
+        if self.world_size > MOST_RANKS {
+            return Err(PlanFault::TooManyRanks(self.world_size));
         }
         let mut expected = 0;
         for (stage, StagePlan { ops, .. }) in self.stages.iter().enumerate() {

@@ -111,6 +111,11 @@ fn inconsistent_plans_are_refused() {
     assert_eq!(fault(|plan| plan.stages.clear()), PlanFault::NoStages);
     assert_eq!(fault(|plan| plan.microbatches = 0), PlanFault::NoMicrobatches);
     assert_eq!(fault(|plan| plan.batch_rows = 0), PlanFault::NoRows);
+    let few_rows = PlanFault::FewRows { microbatches: u32::MAX, rows: 12 };
+    assert_eq!(fault(|plan| plan.microbatches = u32::MAX), few_rows);
+    let many = |plan: &mut Plan| (plan.microbatches, plan.batch_rows) = (u32::MAX, u64::MAX);
+    assert_eq!(fault(many), PlanFault::TooManyMicrobatches(u32::MAX));
+    assert_eq!(fault(|plan| plan.world_size = u32::MAX), PlanFault::TooManyRanks(u32::MAX));
     let gap = PlanFault::Ops { stage: 1, first: 6, end: 9, expected: 5 };
     assert_eq!(fault(|plan| plan.stages[1].ops.first = 6), gap);
     let none = PlanFault::Ops { stage: 1, first: 5, end: 5, expected: 5 };

@@ -34,6 +34,20 @@ impl Plan {
         outcome(py, graph, cluster, &profiles, settings_json).map(|outcome| Self(outcome.plan))
     }
 
+    /// Like `search`, with a remark on what else there is, or an empty one.
+    #[staticmethod]
+    fn search_with_remark(
+        py: Python<'_>,
+        graph: &Graph,
+        cluster: &Cluster,
+        profiles: Vec<PyRef<'_, Profile>>,
+        settings_json: &str,
+    ) -> PyResult<(Self, String)> {
+        let outcome = outcome(py, graph, cluster, &profiles, settings_json)?;
+        let remark = outcome.report.passed_over.as_ref().map(ToString::to_string).unwrap_or_default();
+        Ok((Self(outcome.plan), remark))
+    }
+
     /// Like `search`, with the runners-up that the settings ask for behind the best Plan, and the search's report as
     /// JSON.
     #[staticmethod]

@@ -17,7 +17,7 @@ pub struct ClusterTables<'a> {
 
 impl Report for ClusterTables<'_> {
     fn text(&self, width: usize) -> String {
-        let Cluster { name, kinds, nodes, levels } = self.cluster;
+        let Cluster { name, kinds, nodes, levels, .. } = self.cluster;
         let devices = counted(u64::from(self.cluster.devices()), "device", "devices");
         let node_count = counted(nodes.len() as u64, "node", "nodes");
         let groups = nodes.chunk_by(|left, right| left == right);

@@ -3,7 +3,7 @@
 use rannc_cost::{Cluster, format_bytes, format_us, tensor_bytes};
 use rannc_ir::{Analysis, Graph, OpRun};
 use rannc_plan::{MemoryPrediction, Partition, PartitionError, Plan, StagePlan};
-use rannc_search::{Blocks, Gain, Outcome, SearchReport, Settings, Stop};
+use rannc_search::{Blocks, Gain, Outcome, PassedOver, SearchReport, Settings, Stop};
 use serde::Serialize;
 
 use crate::Report;
@@ -67,6 +67,8 @@ pub struct SearchFacts {
     pub block_kinds: usize,
     /// Different Blocks whose measured times were used.
     pub measured_kinds: usize,
+    /// A Plan that should be faster by less than predictions may be off, and is less simple.
+    pub passed_over: Option<PassedOver>,
     /// Time that the search took.
     pub elapsed_ms: f64,
     /// Why it ended.
@@ -76,7 +78,8 @@ pub struct SearchFacts {
 impl SearchFacts {
     fn new(report: &SearchReport) -> Self {
         let &SearchReport { gap, plans_covered, blocks, block_kinds, measured_kinds, elapsed, stop, .. } = report;
-        Self { gap, plans_covered, blocks, block_kinds, measured_kinds, elapsed_ms: elapsed.as_secs_f64() * 1e3, stop }
+        let (passed_over, elapsed_ms) = (report.passed_over.clone(), elapsed.as_secs_f64() * 1e3);
+        Self { gap, plans_covered, blocks, block_kinds, measured_kinds, passed_over, elapsed_ms, stop }
     }
 }
 
@@ -174,7 +177,10 @@ impl StepShares {
         let bottleneck = longest.unwrap_or(0);
         let stage = &plan.stages[bottleneck];
         let step_us = plan.predicted.step_us;
-        let work = (microbatch_us(stage) * f64::from(plan.microbatches) / step_us).min(1.0);
+        let rows = microbatch_rows(plan, plan.batch_rows);
+        // Of the largest microbatch, as the Stage's times are.
+        let largest = rows.iter().sum::<u64>() as f64 / rows.iter().max().copied().unwrap_or(1) as f64;
+        let work = (microbatch_us(stage) * largest / step_us).min(1.0);
         let end = ((stage.predicted.reduce_us + stage.predicted.update_us) / step_us).min(1.0 - work);
         Self { bottleneck, work, end, fill_and_drain: 1.0 - work - end }
     }
@@ -267,9 +273,10 @@ impl Explanation {
             Stop::Candidates => "; stopped at the limit of candidates",
             Stop::Time => "; stopped at the limit of time",
         };
+        let passed_over = self.search.passed_over.as_ref().map(|other| format!("; {other}")).unwrap_or_default();
         format!(
             "Searched: {plans_covered:.1e} plans of {} ({block_kinds} different, {measured_kinds} of them measured) in \
-             {}{stop}",
+             {}{stop}{passed_over}",
             counted(*blocks as u64, "block", "blocks"),
             format_us(elapsed_ms * 1e3),
         )

@@ -70,6 +70,8 @@ pub struct Shortage {
     pub largest: &'static str,
     /// What would help.
     pub advice: Advice,
+    /// Set when the Block ran out of memory while it was measured: rows that were too many.
+    pub measured_rows: Option<u64>,
     /// What the runtime cannot do yet, and with which the model would fit.
     pub would_fit: Vec<&'static str>,
 }
@@ -98,6 +100,14 @@ impl Shortage {
             [] => String::new(),
             some => format!(" (it would fit with {}, which this RaNNC cannot run yet)", some.join(", or with ")),
         };
+        if let Some(rows) = self.measured_rows {
+            return format!(
+                "the model does not fit into memory: in the best of all plans ({stages}, {microbatches}) a device has \
+                 {} of a microbatch, but {block} runs out of memory with so many, as was measured: it needs at least \
+                 {needed} of {usable} usable memory; {advice}{would_fit}",
+                counted(rows, "row", "rows")
+            );
+        }
         format!(
             "the model does not fit into memory: the best of all plans ({stages}, {microbatches}) is short of {short} \
              on the device that holds {block}: it needs {needed} of {usable} usable memory, most of it for {largest}; \
@@ -182,6 +192,7 @@ mod tests {
             microbatches: 6,
             largest: "the framework",
             advice: Advice::HigherLimit,
+            measured_rows: None,
             would_fit: vec!["recomputation", "optimizer state in host memory"],
         };
         let words = "the model does not fit into memory: the best of all plans (3 stages, 6 microbatches) is short of \

@@ -212,16 +212,6 @@ impl Settings {
         if self.gather_inputs { self.rank_rows() } else { self.batch_rows }
     }
 
-    /// Rows of the largest of so many microbatches: every rank gives its larger parts to the first ones.
-    pub(crate) fn largest_microbatch_rows(&self, microbatches: u64) -> u64 {
-        if !self.gather_inputs {
-            return self.batch_rows.div_ceil(microbatches);
-        }
-        let ranks = u64::from(self.world_size);
-        let (rows, longer) = (self.batch_rows / ranks, self.batch_rows % ranks);
-        longer * (rows + 1).div_ceil(microbatches) + (ranks - longer) * rows.div_ceil(microbatches)
-    }
-
     /// Memory that a Plan may use on a device that has `memory_bytes`.
     pub fn usable_bytes(&self, memory_bytes: u64) -> f64 {
         let limit_bytes = self.memory_limit_bytes.map_or(memory_bytes, |limit| limit.min(memory_bytes));
@@ -272,9 +262,6 @@ mod tests {
     fn microbatches_take_a_part_of_every_rank() {
         let gathered = Settings { world_size: 4, batch_rows: 21, ..Settings::default() };
         assert_eq!(gathered.microbatch_candidates().expect("valid"), [1, 2, 3, 4, 6]);
-        assert_eq!(gathered.largest_microbatch_rows(2), 3 + 3 * 3);
-        let from_one = Settings { gather_inputs: false, ..gathered };
-        assert_eq!(from_one.largest_microbatch_rows(2), 11);
     }
 
     #[test]

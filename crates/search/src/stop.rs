@@ -54,21 +54,47 @@ impl<'a> Clock<'a> {
     }
 }
 
+/// When the slow parts of a search must end, which follow no partial Plans.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Deadline<'a> {
+    clock: Clock<'a>,
+    until: Option<Instant>,
+}
+
+impl<'a> Deadline<'a> {
+    pub(crate) fn new(limits: &Limits, clock: Clock<'a>) -> Self {
+        Self { clock, until: limits.time_ms.map(|ms| clock.begun + Duration::from_millis(ms)) }
+    }
+
+    /// Only when nobody waits for the answer any more.
+    pub(crate) fn only_told(clock: Clock<'a>) -> Self {
+        Self { clock, until: None }
+    }
+
+    /// True when it is time to end.
+    pub(crate) fn is_over(&self) -> bool {
+        self.stop() != Stop::Complete
+    }
+
+    /// Why.
+    pub(crate) fn stop(&self) -> Stop {
+        self.clock.stop(self.until)
+    }
+}
+
 /// What a search may still spend.
 #[derive(Clone, Debug)]
 pub(crate) struct Budget<'a> {
-    clock: Clock<'a>,
+    deadline: Deadline<'a>,
     candidates: u64,
     next_look: u64,
-    until: Option<Instant>,
     stop: Stop,
 }
 
 impl<'a> Budget<'a> {
     pub(crate) fn new(limits: &Limits, clock: Clock<'a>) -> Self {
-        let until = limits.time_ms.map(|ms| clock.begun + Duration::from_millis(ms));
-        let stop = clock.stop(until);
-        Self { clock, candidates: limits.candidates, next_look: limits.candidates, until, stop }
+        let deadline = Deadline::new(limits, clock);
+        Self { deadline, candidates: limits.candidates, next_look: limits.candidates, stop: deadline.stop() }
     }
 
     /// Counts partial Plans.
@@ -78,7 +104,7 @@ impl<'a> Budget<'a> {
             self.stop = Stop::Candidates;
         } else if self.candidates <= self.next_look {
             self.next_look = self.candidates.saturating_sub(LOOKS);
-            self.stop = self.clock.stop(self.until);
+            self.stop = self.deadline.stop();
         }
     }
 

@@ -90,7 +90,7 @@ fn threads_do_not_show() {
 #[test]
 fn a_limited_search_says_so_and_gives_what_it_has() {
     let graph = encoder(12, 256, 64, 5000);
-    let settings = settings(8, 32, 150);
+    let settings = settings(8, 32, 130);
     let complete = plan(&graph, &two_nodes(8), &[], &settings).expect("fits");
     assert_eq!(complete.report.stop, Stop::Complete);
     let few = |candidates: u64| (Limits { candidates, time_ms: None }, Stop::Candidates);
@@ -124,6 +124,47 @@ fn a_search_ends_when_it_is_told_to() {
     assert!(since_told < Duration::from_secs(10), "{since_told:?}");
     let before = plan_until(&graph, &cluster, &[], &settings, &AtomicBool::new(true)).map(|_| ());
     assert!(matches!(before, Err(SearchError::Told)), "{before:?}");
+}
+
+/// By the formula of the search such a step is told shorter than it is, and every capability would seem to gain.
+#[test]
+fn what_changes_nothing_gains_nothing() {
+    let mut cluster = Cluster::preset("H200", 1, 4).expect("devices");
+    cluster.levels[0].send.bytes_per_s = 2e9;
+    let graph = encoder(10, 512, 128, 5000);
+    let forced = Settings {
+        world_size: 4,
+        batch_rows: 64,
+        stages: Some(4),
+        microbatches: Some(8),
+        gains: true,
+        ..Settings::default()
+    };
+    let outcome = plan(&graph, &cluster, &[], &forced).expect("fits");
+    let recomputed = outcome.gains.iter().find(|gain| gain.what == "recomputation").expect("it is one");
+    assert_eq!(recomputed.step_us, Some(outcome.plan.predicted.step_us));
+}
+
+/// Two Stages would be a little faster than one.
+#[test]
+fn the_simpler_of_plans_that_are_as_good_is_taken() {
+    let graph = encoder(12, 256, 64, 5000);
+    let mut simpler = 0;
+    for batch_rows in (8..200).step_by(8) {
+        let settings = Settings { world_size: 4, batch_rows, ..Settings::default() };
+        let outcome = plan(&graph, &two_nodes(4), &[], &settings).expect("fits");
+        let Some(other) = outcome.report.passed_over else { continue };
+        simpler += 1;
+        assert!((0.0..0.05).contains(&other.faster));
+        let taken = (outcome.plan.stages.len(), outcome.plan.microbatches);
+        assert!(taken <= (other.replicas.len(), other.microbatches));
+        // The gap is that of the Plan that was taken.
+        assert!(
+            (outcome.report.gap - (outcome.plan.predicted.step_us / outcome.report.lower_bound_us - 1.0)).abs() < 1e-12
+        );
+        assert!(outcome.report.lower_bound_us <= other.step_us * (1.0 + 1e-9));
+    }
+    assert!(simpler > 0);
 }
 
 #[test]

@@ -6,7 +6,7 @@ use encoder::encoder;
 use proptest::prelude::*;
 use rannc_cost::Cluster;
 use rannc_ir::{Graph, OpRun};
-use rannc_plan::{Batch, Buckets, Partition, Plan, Trained, build};
+use rannc_plan::{Batch, Buckets, Interval, Partition, Plan, Trained, build, split_even};
 use rannc_search::{PlanCosts, SearchError, Settings};
 use rannc_sim::{Timeline, simulate};
 
@@ -16,8 +16,8 @@ const TOLERANCE: f64 = 0.001;
 fn simulated(graph: &Graph, cluster: &Cluster, settings: &Settings, plan: &Plan) -> Timeline {
     let cuts: Vec<OpRun> = plan.stages.iter().map(|stage| stage.ops).collect();
     let partition = Partition::new(graph, &cuts).expect("the search cuts where it may");
-    let rows = plan.batch_rows / u64::from(plan.world_size);
-    let batch = Batch { rows_per_rank: vec![rows; plan.world_size as usize], gather_inputs: true };
+    let rows_per_rank = split_even(plan.batch_rows, plan.world_size as usize).into_iter().map(Interval::rows).collect();
+    let batch = Batch { rows_per_rank, gather_inputs: true };
     let costs = PlanCosts::new(graph, cluster, &[], settings, plan).expect("its own plan");
     let placement = plan.placement();
     let buckets = Buckets::of(graph, &partition, &placement.ranks, &Trained::captured(graph));
@@ -83,6 +83,49 @@ fn cases() -> impl Strategy<Value = Case> {
             bytes_per_s,
         },
     )
+}
+
+/// One rank has 33 rows: one microbatch of two rows and 31 of one.
+#[test]
+fn a_row_too_many_costs_a_row() {
+    let (graph, cluster) = (encoder(4, 1024, 256, 8000), Cluster::preset("H200", 1, 1).expect("a device"));
+    let plan = |batch_rows| {
+        let settings = Settings { batch_rows, microbatches: Some(32), min_microbatches: 32, ..Settings::default() };
+        rannc_search::plan(&graph, &cluster, &[], &settings).expect("fits").plan
+    };
+    let (even, uneven) = (plan(32), plan(33));
+    let (even_us, uneven_us) = (even.predicted.step_us, uneven.predicted.step_us);
+    assert!(uneven_us > even_us && uneven_us < even_us * 1.04, "{even_us} {uneven_us}");
+    assert!(uneven.predicted.lower_bound_us <= uneven_us && uneven.predicted.lower_bound_us > uneven_us * 0.99);
+    let settings = Settings { batch_rows: 33, ..Settings::default() };
+    let simulated_us = simulated(&graph, &cluster, &settings, &uneven).step_us;
+    assert!((uneven_us / simulated_us - 1.0).abs() < TOLERANCE, "{uneven_us} {simulated_us}");
+    // Nothing but the reduction and the optimizer is beside the computation, and memory is that of two rows.
+    let stage = &uneven.stages[0].predicted;
+    let idle_us = uneven.predicted.bubble * uneven_us - stage.reduce_us - stage.update_us;
+    assert!(idle_us.abs() < 1e-6 * uneven_us, "{idle_us}");
+    assert!(stage.memory.activations_bytes > 19 * even.stages[0].predicted.memory.activations_bytes / 10);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100))]
+
+    /// One Replica for each Stage, so that all rows of a microbatch are on it.
+    #[test]
+    fn uneven_rows_agree_with_the_simulator(case in cases(), more_rows in 1..200_u64) {
+        let case = Case { replicas: vec![1; case.replicas.len()], ..case };
+        let even = case.settings();
+        let settings = Settings { batch_rows: even.batch_rows / 12 + more_rows, ..even };
+        let (graph, cluster) = (encoder(case.layers, 1024, 256, 8000), case.cluster());
+        let found = rannc_search::plan(&graph, &cluster, &[], &settings);
+        prop_assume!(!matches!(found, Err(SearchError::DoesNotFit(_))));
+        let plan = found.expect("fits").plan;
+        let timeline = simulated(&graph, &cluster, &settings, &plan);
+        let (predicted_us, simulated_us) = (plan.predicted.step_us, timeline.step_us);
+        let error = predicted_us / simulated_us - 1.0;
+        prop_assert!(error.abs() <= 2.0 * TOLERANCE, "{error:+.4}: {predicted_us} {simulated_us}");
+        prop_assert!(plan.predicted.lower_bound_us <= simulated_us * (1.0 + 2.0 * TOLERANCE));
+    }
 }
 
 proptest! {

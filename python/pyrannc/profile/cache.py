@@ -13,7 +13,7 @@ from pyrannc._native import Profile
 from pyrannc.errors import ProfileError
 from pyrannc.job import phases
 from pyrannc.log import get_logger
-from pyrannc.profile.conditions import Conditions
+from pyrannc.profile.conditions import Conditions, Surroundings
 
 _log = get_logger("DPStaging")
 
@@ -28,6 +28,8 @@ class Key:
         row_counts: at which the Blocks were measured.
         ranks_per_node: how the ranks are spread, for the links.
         optimizer: what the time of the optimizer depends on.
+        conditions: on the devices.
+        surroundings: of all ranks, each once.
     """
 
     graph_hash: str
@@ -36,6 +38,7 @@ class Key:
     ranks_per_node: tuple[int, ...]
     optimizer: str
     conditions: Conditions
+    surroundings: tuple[Surroundings, ...]
 
     def file_name(self) -> str:
         """A name that no other key has."""

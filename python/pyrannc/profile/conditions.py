@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
 from pyrannc import _native
+
+_VARIABLES = (
+    "ATEN_",
+    "CUBLAS",
+    "CUDA_",
+    "CUDNN_",
+    "DNNL_",
+    "FI_",
+    "GLOO_",
+    "GOMP_",
+    "KMP_",
+    "LD_PRELOAD",
+    "MALLOC_",
+    "MKL_",
+    "NCCL_",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_",
+    "ONEDNN_",
+    "PYTORCH_",
+    "TORCH_ALLOW_TF32",
+    "TORCH_BLAS_",
+    "TORCH_CUDNN_",
+    "TORCH_NCCL_",
+    "UCC_",
+    "UCX_",
+)
+"""Beginnings of the names of environment variables by which a user chooses how devices and links work."""
+_OF_ONE_START = ("NCCL_COMM_ID", "NCCL_DEBUG")
+"""Among those, what tells a start apart or where to write, and changes no time."""
+
+Surroundings: TypeAlias = tuple[tuple[str, str], ...]
+"""Names and values."""
 
 
 @dataclass(frozen=True)
@@ -17,11 +52,13 @@ class Conditions:
         device: name of the device, as torch has it.
         precision: the switches that choose the precision of products.
         versions: of the software that computes, and which way it computes, by its name.
+        switches: the other switches of torch that choose kernels.
     """
 
     device: str
     precision: str
     versions: tuple[tuple[str, str], ...]
+    switches: str
 
 
 def conditions(device: torch.device, *, fused_dropout: bool) -> Conditions:
@@ -31,7 +68,29 @@ def conditions(device: torch.device, *, fused_dropout: bool) -> Conditions:
         versions["cuda"] = str(torch.version.cuda)
         versions["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]  # torch has no types for it
         versions["dropout"] = "fused" if fused_dropout else "not fused"
-    return Conditions(device_name(device), _precision(device), tuple(versions.items()))
+    return Conditions(device_name(device), _precision(device), tuple(versions.items()), _switches(device))
+
+
+def surroundings() -> Surroundings:
+    """What the times of devices and links depend on outside of torch: variables of the environment, and the host.
+
+    Ranks may differ in them and yet measure for each other.
+    """
+    chosen = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_VARIABLES) and not name.startswith(_OF_ONE_START)
+    }
+    return (*sorted(chosen.items()), ("host", f"{_processor()} x {len(os.sched_getaffinity(0))}"))
+
+
+def _processor() -> str:
+    """The model of the host's processor, as the system names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
 def device_name(device: torch.device) -> str:
@@ -57,6 +116,32 @@ def _precision(device: torch.device) -> str:
         switches["deterministic"] = _yes(cudnn.deterministic or torch.are_deterministic_algorithms_enabled())
     else:
         switches["products"] = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]  # likewise
+    return ", ".join(f"{name}: {state}" for name, state in switches.items())
+
+
+def _switches(device: torch.device) -> str:
+    switches = {"anomalies": _yes(torch.is_anomaly_enabled())}
+    if device.type == "cuda":
+        cuda, products = torch.backends.cuda, torch.backends.cuda.matmul
+        switches |= {
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]  # torch has no types for it
+            "cudnn": _yes(torch.backends.cudnn.enabled),
+            "blas": str(cuda.preferred_blas_library()),
+            "linear algebra": str(cuda.preferred_linalg_library()),
+            "reduced sums of float16": str(products.allow_fp16_reduced_precision_reduction),
+            "reduced sums of bfloat16": str(products.allow_bf16_reduced_precision_reduction),
+            "flash attention": _yes(cuda.flash_sdp_enabled()),
+            "lean attention": _yes(cuda.mem_efficient_sdp_enabled()),
+            "cudnn's attention": _yes(cuda.cudnn_sdp_enabled()),
+            "plain attention": _yes(cuda.math_sdp_enabled()),
+        }
+    else:
+        switches |= {
+            "threads": str(torch.get_num_threads()),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "mkldnn": _yes(torch.backends.mkldnn.enabled),
+            "deterministic": _yes(torch.are_deterministic_algorithms_enabled()),
+        }
     return ", ".join(f"{name}: {state}" for name, state in switches.items())
 
 

@@ -17,7 +17,7 @@ from pyrannc.job import agree, phases, process
 from pyrannc.log import get_logger
 from pyrannc.profile.block import BlockCode, BlockSource
 from pyrannc.profile.cache import Key, ProfileCache
-from pyrannc.profile.conditions import Conditions, conditions
+from pyrannc.profile.conditions import Conditions, Surroundings, conditions, surroundings
 from pyrannc.profile.links import measure_collective_slowdown, measure_links
 from pyrannc.profile.measure import BlockMeter
 from pyrannc.profile.progress import Bar
@@ -76,8 +76,11 @@ def profile(subject: Subject, device: torch.device, cache: ProfileCache) -> list
     Returns:
         On rank 0, in the order of the ranks that have those devices first; nothing on other ranks.
     """
-    everyone: list[Conditions] = agree.gather_objects(conditions(device, fused_dropout=subject.source.fused_dropout))
-    keys = [_key(subject, kind) for kind in dict.fromkeys(everyone)]
+    own = conditions(device, fused_dropout=subject.source.fused_dropout), surroundings()
+    told: list[tuple[Conditions, Surroundings]] = agree.gather_objects(own)
+    everyone = [kind for kind, _ in told]
+    around = tuple(dict.fromkeys(found for _, found in told))
+    keys = [_key(subject, kind, around) for kind in dict.fromkeys(everyone)]
     first = process.get_rank() == 0
     known = agree.together(lambda: [cache.find(key) for key in keys] if first else [])
     if agree.broadcast_object(None not in known):
@@ -100,7 +103,7 @@ def profile(subject: Subject, device: torch.device, cache: ProfileCache) -> list
     return agree.together(lambda: keep() if first else [])
 
 
-def _key(subject: Subject, kind: Conditions) -> Key:
+def _key(subject: Subject, kind: Conditions, around: tuple[Surroundings, ...]) -> Key:
     return Key(
         graph_hash=subject.graph_hash,
         blocks=tuple(subject.blocks.hashes),
@@ -108,6 +111,7 @@ def _key(subject: Subject, kind: Conditions) -> Key:
         ranks_per_node=tuple(subject.hosts.count(host) for host in dict.fromkeys(subject.hosts)),
         optimizer=describe(subject.optimizer),
         conditions=kind,
+        surroundings=around,
     )
 
 

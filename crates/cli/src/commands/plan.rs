@@ -37,6 +37,9 @@ pub(crate) fn run(args: PlanArgs, context: &Context) -> Result<Printer> {
         limit_bytes: Some(model.limit_bytes(settings.memory_limit_bytes)),
         workload: Some(Workload::new(graph, cluster, outcome.plan.world_size, batch)),
     });
+    if let Some(passed_over) = &outcome.report.passed_over {
+        printer.note(&passed_over.to_string());
+    }
     if let Some(output) = output {
         outcome.plan.write(&output)?;
         printer.note(&format!("Written to {}", output.display()));

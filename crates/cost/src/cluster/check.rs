@@ -6,7 +6,7 @@ use crate::error::{ClusterFault, CostError, Part};
 use crate::units::GIGA;
 
 /// More than any cluster has.
-pub(crate) const MOST_DEVICES: u32 = 1_000_000;
+pub const MOST_DEVICES: u32 = 1_000_000;
 
 impl Cluster {
     /// Finds descriptions that no cluster can have.

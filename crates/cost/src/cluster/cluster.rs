@@ -50,6 +50,24 @@ pub struct Cluster {
     pub nodes: Vec<Node>,
     /// From the links inside a node to those that reach all nodes.
     pub levels: Vec<Level>,
+    /// The node of each rank, where a launcher dealt the ranks out otherwise; empty where they count through the nodes.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub dealt: Vec<u32>,
+}
+
+impl Level {
+    /// A level as slow as either, by messages and by collectives, with the name of the one with slower collectives.
+    pub(super) fn slower(self, other: Self) -> Self {
+        let slower = |own: Link, other: Link| if other.bytes_per_s < own.bytes_per_s { other } else { own };
+        let (send, collective) = (slower(self.send, other.send), slower(self.collective, other.collective));
+        let named = if collective == self.collective { self } else { other };
+        Self { send, collective, ..named }
+    }
+}
+
+/// The levels as slow as either.
+pub(super) fn slower_levels(own: Vec<Level>, others: Vec<Level>) -> Vec<Level> {
+    own.into_iter().zip(others).map(|(own, other)| own.slower(other)).collect()
 }
 
 /// Where the members of a collective are, as far as its time depends on it.
@@ -73,7 +91,17 @@ impl Cluster {
 
     /// The node of a rank.
     pub fn node_of(&self, rank: u32) -> u32 {
-        self.ends().take_while(|&end| end <= rank).count() as u32
+        let dealt = self.dealt.get(rank as usize).copied();
+        dealt.unwrap_or_else(|| self.ends().take_while(|&end| end <= rank).count() as u32)
+    }
+
+    /// The node of each rank, for those who ask for many.
+    pub fn node_table(&self) -> Vec<u32> {
+        if !self.dealt.is_empty() {
+            return self.dealt.clone();
+        }
+        let nodes = (0..).zip(&self.nodes);
+        nodes.flat_map(|(number, node)| std::iter::repeat_n(number, node.devices as usize)).collect()
     }
 
     /// For each node one past its last rank.
@@ -99,16 +127,20 @@ impl Cluster {
         self.level_of_nodes(self.node_of(a), self.node_of(b))
     }
 
-    fn level_of_nodes(&self, a: u32, b: u32) -> usize {
+    /// The lowest level that joins two nodes.
+    pub fn level_of_nodes(&self, a: u32, b: u32) -> usize {
         let joined = |level: &Level| a / level.nodes == b / level.nodes;
         self.levels.iter().position(joined).unwrap_or(self.levels.len() - 1)
     }
 
     /// Where these ranks are; each stands once, in any order.
     pub fn group(&self, ranks: &[u32]) -> RankGroup {
-        let ends: Vec<u32> = self.ends().collect();
-        let node_of = |rank: u32| ends.partition_point(|&end| end <= rank) as u32;
-        let mut nodes: Vec<u32> = ranks.iter().map(|&rank| node_of(rank)).collect();
+        let table = self.node_table();
+        self.group_on(ranks.iter().map(|&rank| table[rank as usize]).collect())
+    }
+
+    /// What ranks on these nodes are together.
+    pub fn group_on(&self, mut nodes: Vec<u32>) -> RankGroup {
         nodes.sort_unstable();
         let per_node = nodes.chunk_by(|a, b| a == b);
         let level = match (nodes.first(), nodes.last()) {

@@ -32,7 +32,7 @@ use std::path::Path;
 use toml::Spanned;
 
 use super::check::MOST_DEVICES;
-use super::cluster::{Cluster, Level, Link, Node};
+use super::cluster::{Cluster, Level, Link, Node, slower_levels};
 use super::device::{COLLECTIVE_SLOWDOWN, Device, FlopRates};
 use super::efficiency::{Curve, Efficiency};
 use super::preset::{Preset, presets};
@@ -85,7 +85,7 @@ impl Reader<'_> {
         } else {
             self.levels(file.level, nodes.len() as u32)
         };
-        Ok(Cluster { name: file.name, kinds, nodes, levels })
+        Ok(Cluster { name: file.name, kinds, nodes, levels, dealt: Vec::new() })
     }
 
     fn preset(&self, name: &Spanned<String>) -> Result<&'static Preset, CostError> {
@@ -215,15 +215,7 @@ impl Reader<'_> {
                 return Err(self.placed(ClusterFault { part: Part::Device(place), field: "level", what }));
             };
             let levels = preset.levels(nodes);
-            if slowest.is_empty() {
-                slowest = levels;
-                continue;
-            }
-            for (slow, level) in slowest.iter_mut().zip(levels) {
-                if level.collective.bytes_per_s < slow.collective.bytes_per_s {
-                    *slow = level;
-                }
-            }
+            slowest = if slowest.is_empty() { levels } else { slower_levels(slowest, levels) };
         }
         Ok(slowest)
     }

@@ -12,6 +12,7 @@ mod shares;
 mod tables;
 mod text;
 
+pub use check::MOST_DEVICES;
 pub use cluster::{Cluster, Level, Link, Node, RankGroup};
 pub use device::{Device, FlopRates, update_us};
 pub use efficiency::{Curve, Efficiency, Products};

@@ -1,13 +1,14 @@
 //! The cluster that a running job has.
 
+use indexmap::IndexMap;
 use serde::{Deserialize, Serialize};
 
-use super::cluster::{Cluster, Level, Link, Node};
+use super::cluster::{Cluster, Link, Node, slower_levels};
 use super::device::Device;
 use crate::error::CostError;
 
 /// What one rank of a job says of itself.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct RankDevice {
     /// Name of its device, as torch reports it.
     pub name: String,
@@ -33,22 +34,32 @@ pub struct MeasuredLevel {
 
 impl Cluster {
     /// The cluster of a job's ranks, in their order, with the presets' figures of their devices.
-    /// Consecutive ranks with equal devices on one host are a node.
+    /// Ranks with equal devices on one host are a node, in whatever order a launcher gave them out.
     pub fn of_ranks(ranks: &[RankDevice]) -> Result<Self, CostError> {
-        let runs: Vec<&[RankDevice]> = ranks.chunk_by(|left, right| left == right).collect();
-        let count = runs.len() as u32;
-        let mut cluster = Self { name: "this machine".to_owned(), kinds: vec![], nodes: vec![], levels: vec![] };
-        for run in runs {
-            let RankDevice { name, memory_bytes, tf32, .. } = &run[0];
+        let mut nodes: IndexMap<&RankDevice, u32> = IndexMap::new();
+        let mut dealt = Vec::new();
+        for rank in ranks {
+            let entry = nodes.entry(rank);
+            dealt.push(entry.index() as u32);
+            *entry.or_default() += 1;
+        }
+        let count = nodes.len() as u32;
+        let (kinds, levels) = (Vec::new(), Vec::new());
+        let mut cluster = Self { name: "this machine".to_owned(), kinds, nodes: Vec::new(), levels, dealt: Vec::new() };
+        for (RankDevice { name, memory_bytes, tf32, .. }, devices) in nodes {
             let Self { mut kinds, levels, .. } = Self::preset(name, count, 1)?;
             let known = kinds.remove(0);
             let device = Device { memory_bytes: *memory_bytes, tf32: *tf32, ..known };
             let kind = cluster.kinds.iter().position(|kind| *kind == device).unwrap_or_else(|| {
                 cluster.kinds.push(device);
-                slowest(&mut cluster.levels, levels);
+                let known = std::mem::take(&mut cluster.levels);
+                cluster.levels = if known.is_empty() { levels } else { slower_levels(known, levels) };
                 cluster.kinds.len() - 1
             });
-            cluster.nodes.push(Node { kind, devices: run.len() as u32 });
+            cluster.nodes.push(Node { kind, devices });
+        }
+        if !dealt.is_sorted() {
+            cluster.dealt = dealt;
         }
         cluster.check()?;
         Ok(cluster)
@@ -66,22 +77,10 @@ impl Cluster {
     }
 }
 
-/// Keeps, of each level, the slower of two.
-fn slowest(known: &mut Vec<Level>, levels: Vec<Level>) {
-    if known.is_empty() {
-        *known = levels;
-        return;
-    }
-    for (slow, level) in known.iter_mut().zip(levels) {
-        if level.collective.bytes_per_s < slow.collective.bytes_per_s {
-            *slow = level;
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cluster::Level;
 
     fn rank(name: &str, host: &str) -> RankDevice {
         RankDevice { name: name.to_owned(), memory_bytes: 80 << 30, tf32: true, host: host.to_owned() }
@@ -96,6 +95,27 @@ mod tests {
         assert!(cluster.kinds.iter().all(|kind| kind.tf32 && kind.memory_bytes == 80 << 30));
         let slower = Cluster::preset("V100-32G", 2, 1).expect("two devices");
         assert_eq!(cluster.levels, slower.levels);
+    }
+
+    #[test]
+    fn ranks_that_hosts_take_in_turn_are_grouped_by_host() {
+        let hosts = ["a", "b", "a", "b", "a"];
+        let cluster = Cluster::of_ranks(&hosts.map(|host| rank("NVIDIA H200", host))).expect("five ranks");
+        assert_eq!(cluster.nodes, [Node { kind: 0, devices: 3 }, Node { kind: 0, devices: 2 }]);
+        assert_eq!([0, 1, 2, 3, 4].map(|rank| cluster.node_of(rank)), [0, 1, 0, 1, 0]);
+        assert_eq!((cluster.level_between(0, 2), cluster.level_between(0, 1)), (0, 1));
+        assert_eq!((cluster.group(&[0, 2, 4]).nodes, cluster.group(&[0, 1]).nodes), (1, 2));
+        let in_order = Cluster::of_ranks(&["a", "a", "b"].map(|host| rank("NVIDIA H200", host))).expect("three ranks");
+        assert!(in_order.dealt.is_empty());
+    }
+
+    #[test]
+    fn the_slower_of_each_link_counts() {
+        let [fast, slow] = [9e9, 1e9].map(|bytes_per_s| Link { latency_us: 1.0, bytes_per_s });
+        let level = |name: &str, send, collective| Level { name: name.to_owned(), nodes: 1, send, collective };
+        let (sends, sums) = (level("sends", fast, slow), level("sums", slow, fast));
+        assert_eq!(sends.clone().slower(sums.clone()), level("sends", slow, slow));
+        assert_eq!(sums.slower(sends), level("sends", slow, slow));
     }
 
     #[test]

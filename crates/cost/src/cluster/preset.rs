@@ -222,6 +222,7 @@ impl Cluster {
             kinds: vec![Device { name: device_name.to_owned(), ..preset.device() }],
             nodes: vec![Node { kind: 0, devices: devices_per_node }; nodes.min(MOST_DEVICES + 1) as usize],
             levels: preset.levels(nodes),
+            dealt: Vec::new(),
         };
         cluster.check()?;
         Ok(cluster)

@@ -28,7 +28,7 @@ impl Assembly<'_> {
         let ranks = self.used_ranks(solution);
         let (mut stages, mut prices) = (Vec::new(), Vec::new());
         let &Self { crossings, states, order, pricing, .. } = self;
-        let linker = Linker { crossings, states, order, pricing, stages: &solution.found.stages };
+        let linker = Linker::new(crossings, states, order, pricing, &solution.found.stages);
         let schedule = Schedule::Named(solution.case.schedule);
         for (stage, held) in solution.found.stages.iter().zip(linker.held(&schedule)) {
             let (stage, priced) = self.stage(stage, held, &ranks);
@@ -68,7 +68,7 @@ impl Assembly<'_> {
         let pricing = self.pricing;
         let place = self.order.place_at(positions);
         let at = pricing.at(place);
-        let workspace_bytes = pricing.run_workspace_bytes(run.clone(), place.replicas);
+        let workspace_bytes = pricing.run_workspace_bytes(run.clone(), &at);
         let priced = pricing.stage(run.clone(), &at, *saver, workspace_bytes);
         let recompute = self.recompute(stage, &at, workspace_bytes);
         let ops = self.ops(run.start, run.end);
@@ -111,8 +111,8 @@ impl Assembly<'_> {
     }
 }
 
-/// What a step of these priced Stages takes; that no Plan takes less is not known of it. What a Stage reduces with others
-/// is added to what it reduces.
+/// What a step of these priced Stages takes, and the share of the devices' time in which they neither run forward nor
+/// backward; that no Plan takes less is not known of it. What a Stage reduces with others is added to what it reduces.
 pub(crate) fn step_prediction(
     linker: &Linker<'_>,
     schedule: &Schedule,
@@ -127,15 +127,9 @@ pub(crate) fn step_prediction(
         planned.predicted.reduce_us += shared.map(|sum| sum.us).sum::<f64>();
     }
     let step_us = step.exact_us(schedule, prices, &replicas, &linker.links(), &tied);
-    StepPrediction { step_us, bubble: bubble(stages, step.microbatches, step_us), lower_bound_us: 0.0 }
-}
-
-/// The share of the devices' time in which they neither run forward nor backward.
-fn bubble(stages: &[StagePlan], microbatches: u64, step_us: f64) -> f64 {
-    let devices: usize = stages.iter().map(|stage| stage.ranks.len()).sum();
-    let busy = stages.iter().map(|stage| {
-        stage.ranks.len() as f64 * microbatches as f64 * (stage.predicted.forward_us + stage.predicted.backward_us)
-    });
-    let busy_us: f64 = busy.sum();
-    (1.0 - busy_us / (devices as f64 * step_us)).clamp(0.0, 1.0)
+    let busy_us = |(priced, &count): (&Priced, &usize)| count as f64 * linker.pricing.busy_us(priced);
+    let busy_us: f64 = prices.iter().zip(&replicas).map(busy_us).sum();
+    let devices: usize = replicas.iter().sum();
+    let bubble = (1.0 - busy_us / (devices as f64 * step_us)).clamp(0.0, 1.0);
+    StepPrediction { step_us, bubble, lower_bound_us: 0.0 }
 }

@@ -1,5 +1,5 @@
-//! The time that a Plan is said to take: its division run on the machine, with as many rows on every Replica as on the
-//! largest.
+//! The time that a Plan is said to take: its division run on the machine, with as many rows of a microbatch on
+//! every Replica as on the largest.
 
 use rannc_plan::{
     Call, Clock, Compute, Order, Payload, Schedule, Script, ScriptWriter, Slot, Step, Task, depths, run, with_messages,
@@ -7,7 +7,7 @@ use rannc_plan::{
 
 use super::links::ReplicaLink;
 use super::tied::TiedSum;
-use crate::price::{Priced, StepModel};
+use crate::price::{BySize, Priced, StepModel};
 
 impl StepModel {
     /// The time of a step of Stages with so many Replicas; infinite where they wait for each other for ever.
@@ -22,7 +22,8 @@ impl StepModel {
         let stage_of: Vec<usize> =
             replicas.iter().enumerate().flat_map(|(stage, &count)| std::iter::repeat_n(stage, count)).collect();
         let mut writer = ScriptWriter::new(stage_of.len(), Call::Whole);
-        let mut prices = Prices { stages, stage_of: &stage_of, messages_us: Vec::new(), sums_us: Vec::new() };
+        let mut prices =
+            Prices { step: self, stages, stage_of: &stage_of, messages_us: Vec::new(), sums_us: Vec::new() };
         let lines = connect(&mut writer, &mut prices, links);
         let sums = gather(&mut writer, &mut prices, tied);
         let microbatches = u32::try_from(self.microbatches).expect("as many as fit into a plan");
@@ -44,10 +45,11 @@ impl StepModel {
 
 /// How long everything takes.
 struct Prices<'a> {
+    step: &'a StepModel,
     stages: &'a [Priced],
     stage_of: &'a [usize],
     /// By channel.
-    messages_us: Vec<f64>,
+    messages_us: Vec<BySize<f64>>,
     sums_us: Vec<f64>,
 }
 
@@ -63,13 +65,15 @@ impl Prices<'_> {
 
 impl Clock for Prices<'_> {
     fn compute(&self, rank: u32, compute: Compute) -> f64 {
+        let pass = self.stage(rank).by_size()[self.step.size_of(u64::from(compute.microbatch()))];
         match compute {
-            Compute::Forward(_) => self.stage(rank).cost.forward_us,
-            Compute::Backward(_) => self.stage(rank).cost.backward_us,
+            Compute::Forward(_) => pass.forward_us,
+            Compute::Backward(_) => pass.backward_us,
         }
     }
     fn message(&self, message: Slot) -> f64 {
-        self.messages_us[message.channel as usize]
+        // A channel has a message for every microbatch.
+        self.messages_us[message.channel as usize][self.step.size_of(u64::from(message.place))]
     }
     fn sum(&self, sum: u32) -> f64 {
         self.sums_us[sum as usize]

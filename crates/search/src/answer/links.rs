@@ -6,7 +6,7 @@ use rannc_plan::{Overlap, Schedule, depths, overlaps, split_even};
 
 use super::tied::{TiedSum, tied_sums};
 use crate::chain::{CrossingSpec, StateSpec};
-use crate::price::{Pricing, RankOrder};
+use crate::price::{BySize, Pricing, RankOrder};
 use crate::solve::FoundStage;
 
 /// What one Replica sends to one of a later Stage for a microbatch, and gets back. Replicas are counted through
@@ -15,9 +15,9 @@ use crate::solve::FoundStage;
 pub(crate) struct ReplicaLink {
     pub(crate) from: usize,
     pub(crate) to: usize,
-    pub(crate) values_us: f64,
+    pub(crate) values_us: BySize<f64>,
     /// `None` when no gradient comes back.
-    pub(crate) grads_us: Option<f64>,
+    pub(crate) grads_us: Option<BySize<f64>>,
 }
 
 /// Finds the links of a division.
@@ -27,9 +27,22 @@ pub(crate) struct Linker<'a> {
     pub(crate) order: &'a RankOrder,
     pub(crate) pricing: &'a Pricing<'a>,
     pub(crate) stages: &'a [FoundStage],
+    /// Of each rank.
+    nodes: Vec<u32>,
 }
 
-impl Linker<'_> {
+impl<'a> Linker<'a> {
+    /// The links of these Stages.
+    pub(crate) fn new(
+        crossings: &'a [CrossingSpec],
+        states: &'a [StateSpec],
+        order: &'a RankOrder,
+        pricing: &'a Pricing<'a>,
+        stages: &'a [FoundStage],
+    ) -> Self {
+        Self { crossings, states, order, pricing, stages, nodes: pricing.problem.cluster.node_table() }
+    }
+
     /// The sums of gradients that several Stages hold.
     pub(crate) fn tied_sums(&self) -> Vec<TiedSum> {
         tied_sums(self.states, self.stages, self.order, self.pricing.problem.cluster)
@@ -71,22 +84,33 @@ impl Linker<'_> {
     /// A message takes as long as one with all that the Replica with more rows exchanges with the other Stage.
     fn stage_links(&self, from: usize, to: usize, values: &[&CrossingSpec]) -> Vec<ReplicaLink> {
         let [(first_sender, senders), (first_receiver, receivers)] = [from, to].map(|stage| self.replicas(stage));
-        let rows = self.pricing.replica_rows(1);
-        let [sender_rows, receiver_rows] = [senders, receivers].map(|ranks| split_even(rows, ranks.len()));
         let cluster = self.pricing.problem.cluster;
+        let [sender_nodes, receiver_nodes] =
+            [senders, receivers].map(|ranks| ranks.iter().map(|&rank| self.nodes[rank as usize]).collect::<Vec<_>>());
         let has_grads = values.iter().any(|value| value.requires_grad);
-        let link = |overlap: Overlap| {
-            let Overlap { from, to, .. } = overlap;
-            let rows = sender_rows[from].rows().max(receiver_rows[to].rows());
-            let level = cluster.level_between(senders[from], receivers[to]);
-            let send_us = |all: bool| {
-                let sent = values.iter().filter(|value| all || value.requires_grad);
-                cluster.send_us(level, sent.map(|value| value.bytes.at(rows)).sum())
-            };
-            let (from, to) = (first_sender + from, first_receiver + to);
-            ReplicaLink { from, to, values_us: send_us(true), grads_us: has_grads.then(|| send_us(false)) }
-        };
-        overlaps(&sender_rows, &receiver_rows).into_iter().map(link).collect()
+        let mut links: BTreeMap<(usize, usize), ReplicaLink> = BTreeMap::new();
+        for (size, &rows) in self.pricing.sizes.rows.iter().enumerate() {
+            let [sender_rows, receiver_rows] = [senders, receivers].map(|ranks| split_even(rows, ranks.len()));
+            for Overlap { from, to, .. } in overlaps(&sender_rows, &receiver_rows) {
+                let rows = sender_rows[from].rows().max(receiver_rows[to].rows());
+                let level = cluster.level_of_nodes(sender_nodes[from], receiver_nodes[to]);
+                let send_us = |all: bool| {
+                    let sent = values.iter().filter(|value| all || value.requires_grad);
+                    cluster.send_us(level, sent.map(|value| value.bytes.at(rows)).sum())
+                };
+                let link = links.entry((from, to)).or_insert_with(|| ReplicaLink {
+                    from: first_sender + from,
+                    to: first_receiver + to,
+                    values_us: [0.0; 3],
+                    grads_us: has_grads.then_some([0.0; 3]),
+                });
+                link.values_us[size] = send_us(true);
+                if let Some(grads_us) = &mut link.grads_us {
+                    grads_us[size] = send_us(false);
+                }
+            }
+        }
+        links.into_values().collect()
     }
 
     /// The number of a Stage's first Replica, and the ranks of all of them.

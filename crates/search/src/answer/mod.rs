@@ -6,7 +6,9 @@ mod exact_time;
 pub(crate) mod links;
 mod outcome;
 mod plan_costs;
+mod simplest;
 mod tied;
 
 pub use outcome::{Gain, Outcome, SearchReport, plan, plan_until};
 pub use plan_costs::PlanCosts;
+pub use simplest::PassedOver;

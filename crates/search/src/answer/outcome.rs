@@ -10,10 +10,11 @@ use serde::Serialize;
 
 use super::assemble::Assembly;
 use super::count::plans;
+use super::simplest::{ESTIMATED_ERROR, MEASURED_ERROR, PassedOver, is_simpler};
 use crate::error::SearchError;
 use crate::price::{Model, Pricing, RankOrder, Saver};
 use crate::settings::{Savers, Settings};
-use crate::solve::{Solution, Solved, Solver, fits, shortage};
+use crate::solve::{Grain, SearchCase, Solution, Solved, Solver, fits, shortage};
 use crate::stop::{Clock, Stop};
 
 /// Most units of ranks that the search tells apart: its time grows with their square.
@@ -48,8 +49,10 @@ pub struct Gain {
 pub struct SearchReport {
     /// No Plan takes less under the same model.
     pub lower_bound_us: f64,
-    /// How far the best Plan may be above the optimum: its time by the bound, less 1.
+    /// How far the Plan may be above the optimum: its time by the bound, less 1.
     pub gap: f64,
+    /// A Plan that should be faster, by less than predictions may be off, and is less simple.
+    pub passed_over: Option<PassedOver>,
     /// Number of Plans that the answer covers.
     pub plans_covered: f64,
     /// Blocks of the chain.
@@ -65,7 +68,8 @@ pub struct SearchReport {
 }
 
 /// Finds the Plan of a verified graph that takes the least time per step within the memory of the
-/// cluster's devices. Profiles of the cluster's kinds of device, by name, take the place of the roofline.
+/// cluster's devices; of those that differ by less than predictions may be off, the simplest: with the fewest Stages,
+/// then the fewest microbatches, then the most equal Stages. Profiles of the cluster's kinds of device, by name, take the place of the roofline.
 /// The same arguments give the same Plan, whatever the number of threads, unless a limit of time is met.
 pub fn plan(
     graph: &Graph,
@@ -135,20 +139,23 @@ impl<'a> Planner<'a> {
             Stop::Told => SearchError::Told,
         })?;
         self.go_on()?;
-        let (fastest, plan) = self.fastest(&solved)?;
+        let (fastest, fastest_plan) = self.fastest(self.settings, &solved)?;
+        let (taken, plan) = self.simplest(&solver, &cases, &solved, (fastest, &fastest_plan))?;
+        let passed_over = PassedOver::new(&fastest_plan, &plan);
         let elapsed = self.clock.begun.elapsed();
         let runners_up = match self.settings.runners_up {
             0 => Vec::new(),
-            count => solver.runners_up(&cases, fastest, count),
+            count => solver.runners_up(&cases, &taken, count),
         };
         self.go_on()?;
-        let runners_up = runners_up.iter().map(|other| self.assemble(other, solved.lower_bound_us));
+        let runners_up = runners_up.iter().map(|other| self.assemble(self.settings, other, solved.lower_bound_us));
         let mut runners_up = runners_up.collect::<Result<Vec<_>, _>>()?;
         runners_up.retain(|other| other.predicted.step_us >= plan.predicted.step_us);
         runners_up.sort_by(|left, right| left.predicted.step_us.total_cmp(&right.predicted.step_us));
         let report = SearchReport {
             lower_bound_us: plan.predicted.lower_bound_us,
             gap: plan.predicted.step_us / plan.predicted.lower_bound_us - 1.0,
+            passed_over,
             plans_covered: plans(self.model.chain.len(), &self.orders, &cases, self.settings),
             blocks: self.model.chain.len(),
             block_kinds: self.model.blocks.hashes.len(),
@@ -156,7 +163,7 @@ impl<'a> Planner<'a> {
             elapsed,
             stop: solved.stop,
         };
-        let gains = self.gains();
+        let gains = self.gains(plan.predicted.step_us);
         self.go_on()?;
         Ok(Outcome { runners_up, gains, report, plan })
     }
@@ -167,11 +174,11 @@ impl<'a> Planner<'a> {
     }
 
     /// The Plan of the best division, or of a finalist whose step is shorter when it is told exactly.
-    fn fastest<'s>(&self, solved: &'s Solved) -> Result<(&'s Solution, Plan), PlanFileError> {
-        let mut fastest = (&solved.best, self.assemble(&solved.best, solved.lower_bound_us)?);
+    fn fastest<'s>(&self, settings: &Settings, solved: &'s Solved) -> Result<(&'s Solution, Plan), PlanFileError> {
+        let mut fastest = (&solved.best, self.assemble(settings, &solved.best, solved.lower_bound_us)?);
         for finalist in &solved.finalists {
             if finalist.found.step_us < fastest.1.predicted.step_us {
-                let plan = self.assemble(finalist, solved.lower_bound_us)?;
+                let plan = self.assemble(settings, finalist, solved.lower_bound_us)?;
                 if plan.predicted.step_us < fastest.1.predicted.step_us {
                     fastest = (finalist, plan);
                 }
@@ -180,17 +187,46 @@ impl<'a> Planner<'a> {
         Ok(fastest)
     }
 
+    /// What differs by less than predictions may be off is equally good.
+    fn error(&self) -> f64 {
+        if self.model.measured_kinds() == self.model.blocks.hashes.len() { MEASURED_ERROR } else { ESTIMATED_ERROR }
+    }
+
+    /// The simplest of the Plans that are about as fast as the fastest one.
+    fn simplest(
+        &self,
+        solver: &Solver<'_>,
+        cases: &[SearchCase],
+        solved: &Solved,
+        (fastest, plan): (&Solution, &Plan),
+    ) -> Result<(Solution, Plan), PlanFileError> {
+        let limit_us = plan.predicted.step_us * (1.0 + self.error());
+        let mut simplest = (fastest.clone(), plan.clone());
+        let is_simplest = plan.stages.len() == 1 && plan.microbatches == 1;
+        let others = if is_simplest { Vec::new() } else { solver.simpler(cases, solved, limit_us) };
+        for other in others.iter().chain(&solved.finalists) {
+            if other.found.step_us < limit_us && is_simpler(other, &simplest.0) {
+                let plan = self.assemble(self.settings, other, solved.lower_bound_us)?;
+                if plan.predicted.step_us < limit_us {
+                    simplest = (other.clone(), plan);
+                }
+            }
+        }
+        Ok(simplest)
+    }
+
     fn solver<'s>(&'s self, settings: &'s Settings) -> Solver<'s> {
         Solver {
             problem: self.model.problem(self.cluster, settings),
             orders: &self.orders,
             rough: &self.rough,
+            grain: Grain::FINE,
             clock: self.clock,
         }
     }
 
-    fn assemble(&self, solution: &Solution, lower_bound_us: f64) -> Result<Plan, PlanFileError> {
-        let problem = self.model.problem(self.cluster, self.settings);
+    fn assemble(&self, settings: &Settings, solution: &Solution, lower_bound_us: f64) -> Result<Plan, PlanFileError> {
+        let problem = self.model.problem(self.cluster, settings);
         let pricing = Pricing::new(problem, solution.case.schedule, solution.case.microbatches);
         let assembly = Assembly {
             graph: self.graph,
@@ -205,7 +241,8 @@ impl<'a> Planner<'a> {
         assembly.plan(solution, lower_bound_us)
     }
 
-    fn gains(&self) -> Vec<Gain> {
+    /// Told as exactly as the best Plan, which such a runtime could carry out as well.
+    fn gains(&self, best_us: f64) -> Vec<Gain> {
         if !self.settings.gains {
             return Vec::new();
         }
@@ -214,7 +251,8 @@ impl<'a> Planner<'a> {
             let solver = self.solver(&settings);
             let counts = settings.microbatch_candidates().ok();
             let solved = counts.and_then(|counts| solver.solve(&solver.cases(&counts)).ok());
-            Gain { what, step_us: solved.map(|solved| solved.best.found.step_us) }
+            let fastest = solved.and_then(|solved| self.fastest(&settings, &solved).ok().map(|(_, plan)| plan));
+            Gain { what, step_us: fastest.map(|plan| plan.predicted.step_us.min(best_us)) }
         };
         more(self.settings.savers).into_iter().map(gain).collect()
     }

@@ -27,6 +27,8 @@ pub struct PlanCosts<'a> {
     stages: Vec<PlannedStage>,
     plan: &'a Plan,
     tied: Vec<TiedSum>,
+    /// Of each rank.
+    nodes: Vec<u32>,
     /// What has been priced already, by Stage and rows.
     known: RefCell<HashMap<(u32, Option<u64>), Priced>>,
 }
@@ -81,8 +83,9 @@ impl<'a> PlanCosts<'a> {
         let ranks: Vec<Vec<u32>> = plan.stages.iter().map(|stage| stage.ranks.clone()).collect();
         let order = RankOrder::of_stages(cluster, &ranks);
         let model = Model::new(graph, &analysis, blocks, cluster, profiles, &settings);
+        let nodes = cluster.node_table();
         let (tied, known) = (Vec::new(), RefCell::default());
-        let mut costs = Self { graph, cluster, settings, model, order, stages, plan, tied, known };
+        let mut costs = Self { graph, cluster, settings, model, order, stages, plan, nodes, tied, known };
         costs.tied = costs.linker(&costs.pricing(), &costs.found_stages()).tied_sums();
         Ok(costs)
     }
@@ -118,7 +121,7 @@ impl<'a> PlanCosts<'a> {
 
     fn linker<'l>(&'l self, pricing: &'l Pricing<'l>, stages: &'l [FoundStage]) -> Linker<'l> {
         let Model { crossings, states, .. } = &self.model;
-        Linker { crossings, states, order: &self.order, pricing, stages }
+        Linker::new(crossings, states, &self.order, pricing, stages)
     }
 
     fn found_stages(&self) -> Vec<FoundStage> {
@@ -151,11 +154,13 @@ impl<'a> PlanCosts<'a> {
         let PlannedStage { run, saver, again } = &self.stages[stage as usize];
         let place = self.order.place(stage, 1);
         let at = rows.map_or_else(|| pricing.at(place), |rows| pricing.at_fewer_rows(place, rows));
-        let workspace_bytes = pricing.run_workspace_bytes(run.clone(), place.replicas);
+        let workspace_bytes = pricing.run_workspace_bytes(run.clone(), &at);
         let mut priced = pricing.stage(run.clone(), &at, *saver, workspace_bytes);
         let mut held_again_bytes: f64 = 0.0;
         for saving in again.iter().map(|&block| pricing.saving(block, &at)) {
-            priced.cost.backward_us += saving.us;
+            for pass in [&mut priced.cost.larger, &mut priced.between, &mut priced.cost.smaller] {
+                pass.backward_us += saving.us;
+            }
             priced.memory.microbatch_bytes -= saving.bytes;
             held_again_bytes = held_again_bytes.max(saving.bytes);
         }
@@ -191,15 +196,16 @@ fn places(blocks: &Blocks, ops: OpRun) -> Range<usize> {
 
 impl Costs for PlanCosts<'_> {
     fn forward_us(&self, stage: u32, rows: u64) -> f64 {
-        self.priced(stage, Some(rows)).cost.forward_us
+        self.priced(stage, Some(rows)).cost.larger.forward_us
     }
 
     fn backward_us(&self, stage: u32, rows: u64) -> f64 {
-        self.priced(stage, Some(rows)).cost.backward_us
+        self.priced(stage, Some(rows)).cost.larger.backward_us
     }
 
     fn send_us(&self, src: u32, dst: u32, bytes: u64) -> f64 {
-        self.cluster.send_us(self.cluster.level_between(src, dst), bytes as f64)
+        let [src, dst] = [src, dst].map(|rank| self.nodes[rank as usize]);
+        self.cluster.send_us(self.cluster.level_of_nodes(src, dst), bytes as f64)
     }
 
     fn value_bytes(&self, value: ValueId, rows: u64) -> u64 {

@@ -6,7 +6,7 @@ use rannc_cost::{ComputeCost, Device};
 
 use super::interval::{IntervalSums, IntervalSumsBuilder};
 use super::measured::Measured;
-use super::spec::{Affine, BlockSpec, ChainSpec, KeptSpec, StateSpec};
+use super::spec::{Affine, BlockSpec, ChainSpec, CrossingSpec, KeptSpec, StateSpec};
 use super::sums::AffineSums;
 use super::traffic::Traffic;
 
@@ -31,8 +31,8 @@ pub(crate) struct Chain {
     pub(crate) traffic: Traffic,
     /// The part of it that is between a Stage and the very next one, whichever other Blocks these have.
     pub(crate) direct: Traffic,
-    /// Kept for the backward, received Values included.
-    pub(crate) kept_bytes: AffineSums,
+    /// Kept for the backward by the operators' own account, received and sent Values included.
+    kept_bytes: AffineSums,
     /// Kept by one Block alone and made in it, by Block.
     inside_bytes: Vec<Affine>,
     /// Outputs of the model.
@@ -106,9 +106,17 @@ impl Chain {
         self.blocks.len()
     }
 
-    /// Largest temporary memory of one Block.
-    pub(crate) fn workspace_bytes(&self, block: usize, rows: u64) -> f64 {
-        self.blocks[block].workspace_bytes.iter().map(|bytes| bytes.at(rows)).fold(0.0, f64::max)
+    /// Kept by a run for the backward, received and sent Values included.
+    pub(crate) fn kept_bytes<'t>(
+        &self,
+        times: impl Iterator<Item = &'t Times>,
+        first: usize,
+        end: usize,
+        rows: u64,
+    ) -> f64 {
+        let more = |times: &Times| times.more_kept_bytes[end] - times.more_kept_bytes[first];
+        let more_bytes = times.map(more).reduce(f64::max).unwrap_or(0.0);
+        (self.kept_bytes.at(first, end, rows) + more_bytes).max(self.traffic.in_bytes.at(first, end, rows))
     }
 
     /// What a Block alone keeps for the backward, less what it takes in.
@@ -130,10 +138,21 @@ impl Chain {
     /// Times of all Blocks on the device of a kind for `rows` rows: measured ones, else the roofline.
     pub(crate) fn times(&self, kind: usize, device: &Device, measured: Option<&Measured>, rows: u64) -> Times {
         let mut known: Vec<(u32, Option<ComputeCost>)> = Vec::new();
-        let with_clones = measured.is_none();
-        let (mut before, mut too_large) = (ComputeCost::default(), 0);
-        let mut times = Times { kind, with_clones, before: vec![before], too_large: vec![too_large] };
+        let (mut before, mut too_large, mut more_kept_bytes) = (ComputeCost::default(), 0, 0.0);
+        let mut times = Times {
+            kind,
+            clone_scale: measured.map_or(1.0, Measured::scale),
+            before: vec![before],
+            too_large: vec![too_large],
+            more_kept_bytes: vec![more_kept_bytes],
+            workspace_bytes: Vec::new(),
+        };
         for block in &self.blocks {
+            let measured_block = measured.and_then(|measured| measured.block(block.kind, rows));
+            let modelled = block.workspace_bytes.iter().map(|bytes| bytes.at(rows)).fold(0.0, f64::max);
+            times.workspace_bytes.push(measured_block.map_or(modelled, |block| block.workspace_bytes(rows)));
+            more_kept_bytes += measured_block.map_or(0.0, |own| own.saved_bytes(rows) - block.left_bytes.at(rows));
+            times.more_kept_bytes.push(more_kept_bytes);
             let cost = known.iter().find(|(kind, _)| *kind == block.kind).map(|(_, cost)| *cost).unwrap_or_else(|| {
                 let modelled = block.modelled(device, rows);
                 let cost = measured.map_or(Some(modelled), |measured| measured.cost(block.kind, rows, modelled));
@@ -151,27 +170,42 @@ impl Chain {
     /// What a run costs, batch-free ops included; infinite when a Block of it ran out of memory while it was
     /// measured.
     pub(crate) fn run_cost(&self, times: &Times, first: usize, end: usize) -> ComputeCost {
-        if times.too_large[first] < times.too_large[end] {
+        if times.is_too_large(first, end) {
             return ComputeCost { forward_us: f64::INFINITY, backward_us: f64::INFINITY, ..ComputeCost::default() };
         }
-        let run = times.blocks(first, end);
-        if times.with_clones { run + self.clones[times.kind].at(first, end) } else { run }
+        let clones = self.clones[times.kind].at(first, end);
+        let (forward_us, backward_us) = (clones.forward_us * times.clone_scale, clones.backward_us * times.clone_scale);
+        times.blocks(first, end) + ComputeCost { forward_us, backward_us, ..clones }
     }
 }
 
-/// Costs of the Blocks before each place of a chain.
+/// Costs of the Blocks before each place of a chain, and their memory, with some number of rows.
 #[derive(Clone, Debug)]
 pub(crate) struct Times {
     /// Kind of the device.
     kind: usize,
-    /// True when batch-free ops come on top; a measured Block has its own.
-    with_clones: bool,
+    /// What batch-free ops that several Blocks use take, by the roofline's time: no Block is measured with them.
+    clone_scale: f64,
     before: Vec<ComputeCost>,
     /// Blocks that ran out of memory.
     too_large: Vec<u32>,
+    /// What Blocks keep, as measured, beyond the operators' account.
+    more_kept_bytes: Vec<f64>,
+    /// By Block, its largest temporary memory.
+    workspace_bytes: Vec<f64>,
 }
 
 impl Times {
+    /// True when a Block of a run ran out of memory while it was measured.
+    pub(crate) fn is_too_large(&self, first: usize, end: usize) -> bool {
+        self.too_large[first] < self.too_large[end]
+    }
+
+    /// Largest temporary memory of one Block.
+    pub(crate) fn workspace_bytes(&self, block: usize) -> f64 {
+        self.workspace_bytes[block]
+    }
+
     /// The Blocks of a run.
     pub(crate) fn blocks(&self, first: usize, end: usize) -> ComputeCost {
         self.before[end] - self.before[first]
@@ -184,15 +218,17 @@ fn kept_sums(blocks: &[BlockSpec], kept: &[KeptSpec]) -> AffineSums {
         for (place, block) in blocks.iter().enumerate() {
             builder.add_once(0..len, &[place], part(block.private_bytes));
         }
-        for KeptSpec { bytes, saved_by, crossing } in kept {
-            let Some((made_by, used_by)) = crossing else {
+        for KeptSpec { bytes, saved_by, made_by, crossings } in kept {
+            let Some(made_by) = *made_by else {
                 builder.add_once(0..len, saved_by, part(*bytes));
                 continue;
             };
-            builder.add_once(0..made_by + 1, saved_by, part(*bytes));
-            let mut holders = [saved_by.as_slice(), used_by.as_slice()].concat();
-            holders.sort_unstable();
-            builder.add_once(made_by + 1..len, &holders, part(*bytes));
+            for last in kept_until(len, saved_by, crossings) {
+                builder.add_last(0..made_by + 1, last, part(*bytes));
+            }
+            for CrossingSpec { bytes, made_by, used_by, .. } in crossings {
+                builder.add_once(made_by + 1..len, used_by, part(*bytes));
+            }
         }
     })
 }
@@ -205,6 +241,22 @@ fn own_bytes(len: usize, states: &[StateSpec]) -> IntervalSums {
         }
     }
     builder.finish()
+}
+
+/// The last Blocks of runs that hold the maker of a storage and keep it: because they save it, or send something of it.
+fn kept_until(len: usize, saved_by: &[usize], crossings: &[CrossingSpec]) -> Vec<Range<usize>> {
+    let saved = saved_by.first().map(|&first| first..len);
+    let sent = crossings.iter().filter_map(|crossing| Some(crossing.made_by..*crossing.used_by.last()?));
+    let mut all: Vec<Range<usize>> = saved.into_iter().chain(sent).collect();
+    all.sort_by_key(|last| last.start);
+    let mut apart: Vec<Range<usize>> = Vec::new();
+    for last in all {
+        match apart.last_mut().filter(|before| last.start <= before.end) {
+            Some(before) => before.end = before.end.max(last.end),
+            None => apart.push(last),
+        }
+    }
+    apart
 }
 
 fn kinds_before(blocks: &[BlockSpec]) -> Vec<Vec<usize>> {
@@ -221,11 +273,11 @@ fn kinds_before(blocks: &[BlockSpec]) -> Vec<Vec<usize>> {
 
 fn inside_bytes(blocks: &[BlockSpec], kept: &[KeptSpec]) -> Vec<Affine> {
     let mut inside: Vec<Affine> = blocks.iter().map(|block| block.private_bytes).collect();
-    for KeptSpec { bytes, saved_by, crossing } in kept {
-        let [only] = saved_by[..] else { continue };
-        if crossing.as_ref().is_none_or(|(made_by, _)| *made_by == only) {
-            inside[only].fixed += bytes.fixed;
-            inside[only].per_row += bytes.per_row;
+    for KeptSpec { bytes, saved_by, crossings, .. } in kept {
+        if let [only] = saved_by[..]
+            && crossings.is_empty()
+        {
+            inside[only] += *bytes;
         }
     }
     inside

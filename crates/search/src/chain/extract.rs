@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use rannc_cost::{Blocks, OpWork, Operation, Poly, SavedTensors, tensor_bytes};
-use rannc_ir::{Analysis, Graph, OpId, ValueDef, ValueId};
+use rannc_ir::{Analysis, Entity as _, Graph, OpId, ValueDef, ValueId};
 
 use super::spec::{Affine, BlockSpec, ChainSpec, CloneSpec, CrossingSpec, KeptSpec, StateSpec};
 
@@ -18,6 +18,7 @@ pub(crate) fn extract(graph: &Graph, analysis: &Analysis, blocks: &Blocks, host:
         block_of: analysis.main_ops.iter().map(|_| 0).collect(),
         states: BTreeMap::new(),
         clones: BTreeMap::new(),
+        cloned_bytes: Vec::new(),
         uses: BTreeMap::new(),
         saved_by: BTreeMap::new(),
     };
@@ -45,6 +46,8 @@ struct Extractor<'a> {
     states: BTreeMap<ValueId, Vec<usize>>,
     /// Blocks that each batch-free op is cloned for.
     clones: BTreeMap<OpId, Vec<usize>>,
+    /// What each of them keeps that nobody else knows, by Block.
+    cloned_bytes: Vec<(usize, OpId, Affine)>,
     /// Blocks that use each Value of a main op, other than the one that makes it.
     uses: BTreeMap<ValueId, Vec<usize>>,
     /// Blocks that save each storage.
@@ -95,7 +98,9 @@ impl Extractor<'_> {
                     }
                     Some(_) => {}
                     None if note(self.clones.entry(op).or_default(), place) => {
-                        *private_bytes += self.op(place, op, block);
+                        let own_bytes = self.op(place, op, block);
+                        *private_bytes += own_bytes;
+                        self.cloned_bytes.push((place, op, self.affine(own_bytes)));
                         open.extend(self.graph.ops[op].operands());
                     }
                     None => {}
@@ -132,20 +137,72 @@ impl Extractor<'_> {
             }
         }
         let mut kept: BTreeMap<ValueId, KeptSpec> = BTreeMap::new();
-        for (&value, saved_by) in &self.saved_by {
-            let bytes = self.affine(tensor_bytes(&self.graph.values[value]));
-            kept.insert(value, KeptSpec { bytes, saved_by: saved_by.clone(), crossing: None });
+        for (&root, saved_by) in &self.saved_by {
+            kept.insert(root, KeptSpec { saved_by: saved_by.clone(), ..self.storage(root) });
         }
-        for crossing in self.uses.iter().filter_map(|(&value, blocks)| self.crossing(value, blocks)) {
-            let (value, crossing) = crossing;
-            let holder = kept.entry(value).or_default();
-            holder.bytes = crossing.bytes;
-            holder.crossing = Some((crossing.made_by, crossing.used_by.clone()));
+        for (value, crossing) in self.uses.iter().filter_map(|(&value, blocks)| self.crossing(value, blocks)) {
+            // A view of an input, a parameter or a batch-free result is a storage of its own to those who receive it.
+            let root = self.root(value);
+            let root = if self.made_by(root).is_some() { root } else { value };
+            kept.entry(root).or_insert_with(|| self.storage(root)).crossings.push(crossing.clone());
             spec.crossings.push(crossing);
         }
+        self.note_left(&mut spec, &kept);
         spec.kept = kept.into_values().collect();
         self.note_outputs(&mut spec);
         spec
+    }
+
+    fn storage(&self, root: ValueId) -> KeptSpec {
+        let bytes = self.affine(tensor_bytes(&self.graph.values[root]));
+        KeptSpec { bytes, made_by: self.made_by(root), ..KeptSpec::default() }
+    }
+
+    /// The earliest Value of a Value's storage.
+    fn root(&self, mut value: ValueId) -> ValueId {
+        while let Some(base) = self.graph.values[value].alias_of.filter(|base| base.index() < value.index()) {
+            value = base;
+        }
+        value
+    }
+
+    /// The Block whose main op makes a Value.
+    fn made_by(&self, value: ValueId) -> Option<usize> {
+        let ValueDef::Op { op, .. } = self.graph.values[value].def else { return None };
+        Some(self.block_of[self.analysis.main_index[op]? as usize])
+    }
+
+    /// What is left of the forward of each Block that runs alone, beside what is known to it alone.
+    fn note_left(&self, spec: &mut ChainSpec, kept: &BTreeMap<ValueId, KeptSpec>) {
+        let mut left: BTreeSet<(usize, ValueId)> = BTreeSet::new();
+        for (&root, storage) in kept {
+            let makers = storage.made_by.map(|place| (place, root));
+            let uses = storage.saved_by.iter().chain(storage.crossings.iter().map(|crossing| &crossing.made_by));
+            left.extend(makers.into_iter().filter(|(place, _)| uses.clone().any(|other| other == place)));
+        }
+        for &output in &self.graph.outputs {
+            let root = self.root(output);
+            left.extend(self.made_by(root).map(|place| (place, root)));
+        }
+        for (&root, saved_by) in &self.saved_by {
+            // Of batch-free ops, a Block runs alone with those that no other one uses.
+            if let ValueDef::Op { op, .. } = self.graph.values[root].def
+                && let Some([only]) = self.clones.get(&op).map(Vec::as_slice)
+                && saved_by.contains(only)
+            {
+                left.insert((*only, root));
+            }
+        }
+        spec.blocks.iter_mut().for_each(|block| block.left_bytes += block.private_bytes);
+        for &(place, op, Affine { fixed, per_row }) in &self.cloned_bytes {
+            if self.clones[&op].len() > 1 {
+                spec.blocks[place].left_bytes += Affine { fixed: -fixed, per_row: -per_row };
+            }
+        }
+        for (place, root) in left {
+            let bytes = self.affine(tensor_bytes(&self.graph.values[root]));
+            spec.blocks[place].left_bytes += bytes;
+        }
     }
 
     fn note_outputs(&self, spec: &mut ChainSpec) {
@@ -153,10 +210,7 @@ impl Extractor<'_> {
             let tensor = &self.graph.values[*value];
             let ValueDef::Op { op, .. } = tensor.def else { continue };
             let Some(made) = self.analysis.main_index[op] else { continue };
-            let bytes = self.affine(tensor_bytes(tensor));
-            let held = &mut spec.blocks[self.block_of[made as usize]].output_bytes;
-            held.fixed += bytes.fixed;
-            held.per_row += bytes.per_row;
+            spec.blocks[self.block_of[made as usize]].output_bytes += self.affine(tensor_bytes(tensor));
         }
     }
 

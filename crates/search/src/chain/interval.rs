@@ -41,6 +41,14 @@ impl IntervalSumsBuilder {
         }
     }
 
+    /// Counts `amount` in every run that begins in `starts` and ends with one of these places.
+    pub(crate) fn add_last(&mut self, starts: Range<usize>, last: Range<usize>, amount: f64) {
+        self.add(starts.clone(), last.start, amount);
+        if last.end < self.len {
+            self.add(starts, last.end, -amount);
+        }
+    }
+
     /// Counts `amount` in every run that holds `from` but not `until`, which comes later.
     pub(crate) fn add_open(&mut self, from: usize, until: usize, amount: f64) {
         self.add(0..from + 1, from, amount);
@@ -108,6 +116,20 @@ mod tests {
         for (first, end) in runs() {
             let counts = first <= 1 && (2..=4).contains(&end);
             assert_eq!(sums.at(first, end), if counts { 3.0 } else { 0.0 }, "{first}..{end}");
+        }
+    }
+
+    #[test]
+    fn a_last_term_counts_at_some_ends() {
+        for last in [1..4, 2..LEN] {
+            let mut builder = IntervalSumsBuilder::new(LEN);
+            builder.add_last(0..3, last.clone(), 3.0);
+            let sums = builder.finish();
+            for (first, end) in runs() {
+                let counts = first < 3 && last.contains(&(end - 1));
+                // No run ends before it begins.
+                assert_eq!(sums.at(first, end), if counts { 3.0 } else { 0.0 }, "{first}..{end} {last:?}");
+            }
         }
     }
 

@@ -26,11 +26,13 @@ impl Measured {
         specs: &[BlockSpec],
         rows: u64,
     ) -> Option<Self> {
-        let found: Vec<Option<BlockProfile>> =
-            blocks.hashes.iter().map(|hash| profile.block(hash).filter(|block| block.has_times()).cloned()).collect();
+        let found: Vec<Option<BlockProfile>> = blocks.hashes.iter().map(|hash| profile.block(hash).cloned()).collect();
         let (mut measured_us, mut modelled_us) = (0.0, 0.0);
         for spec in specs {
-            let Some(block) = found[spec.kind as usize].as_ref().filter(|block| block.fits(rows)) else { continue };
+            let Some(block) = found[spec.kind as usize].as_ref().filter(|block| block.has_times() && block.fits(rows))
+            else {
+                continue;
+            };
             let (measured, modelled) = (block.cost(rows), spec.modelled(device, rows));
             measured_us += measured.forward_us + measured.backward_us;
             modelled_us += modelled.forward_us + modelled.backward_us;
@@ -45,18 +47,29 @@ impl Measured {
 
     /// Kinds of Blocks that were measured.
     pub(crate) fn kinds(&self) -> usize {
-        self.blocks.iter().flatten().count()
+        self.blocks.iter().flatten().filter(|block| block.has_times()).count()
+    }
+
+    /// What was measured of a Block with at least so many rows, if it fitted.
+    pub(crate) fn block(&self, kind: u32, rows: u64) -> Option<&BlockProfile> {
+        self.blocks[kind as usize].as_ref().filter(|block| block.has_times() && block.fits(rows))
+    }
+
+    /// Time of the device by modelled time, for what was not measured.
+    pub(crate) fn scale(&self) -> f64 {
+        self.scale
     }
 
     /// The cost of a Block that costs `modelled` by the roofline; none if it ran out of memory.
     pub(crate) fn cost(&self, kind: u32, rows: u64, modelled: ComputeCost) -> Option<ComputeCost> {
-        let Some(block) = &self.blocks[kind as usize] else {
-            return Some(ComputeCost {
+        match &self.blocks[kind as usize] {
+            Some(block) if !block.fits(rows) => None,
+            Some(block) if block.has_times() => Some(block.cost(rows)),
+            _ => Some(ComputeCost {
                 forward_us: modelled.forward_us * self.scale,
                 backward_us: modelled.backward_us * self.scale,
                 ..modelled
-            });
-        };
-        block.fits(rows).then(|| block.cost(rows))
+            }),
+        }
     }
 }

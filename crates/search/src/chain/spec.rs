@@ -9,6 +9,13 @@ pub(crate) struct Affine {
     pub(crate) per_row: f64,
 }
 
+impl std::ops::AddAssign for Affine {
+    fn add_assign(&mut self, other: Self) {
+        self.fixed += other.fixed;
+        self.per_row += other.per_row;
+    }
+}
+
 impl Affine {
     pub(crate) fn at(self, rows: u64) -> f64 {
         self.fixed + self.per_row * rows as f64
@@ -25,6 +32,8 @@ pub(crate) struct BlockSpec {
     pub(crate) workspace_bytes: Vec<Affine>,
     /// Kept for the backward and known to this Block alone.
     pub(crate) private_bytes: Affine,
+    /// What is left of its forward when it runs alone: all that it makes and keeps, sends, or gives out.
+    pub(crate) left_bytes: Affine,
     /// Outputs of the model, which wait for the end of the step.
     pub(crate) output_bytes: Affine,
 }
@@ -54,14 +63,17 @@ pub(crate) struct CrossingSpec {
     pub(crate) used_by: Vec<usize>,
 }
 
-/// A tensor that is kept until the backward.
+/// A storage that is kept until the backward: a tensor with its views and what was made of it in place.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct KeptSpec {
     pub(crate) bytes: Affine,
-    /// Blocks that save it.
+    /// Blocks that save it, increasing.
     pub(crate) saved_by: Vec<usize>,
-    /// If it crosses Blocks: who makes and who uses it. A Stage that receives it keeps it.
-    pub(crate) crossing: Option<(usize, Vec<usize>)>,
+    /// The Block that makes it; `None` where each Stage has its own.
+    pub(crate) made_by: Option<usize>,
+    /// What of it goes from one Block to later ones. A Stage that receives it keeps it, each Value in a storage of its
+    /// own; the Stage that sends it keeps the whole.
+    pub(crate) crossings: Vec<CrossingSpec>,
 }
 
 /// Everything a chain is made from.

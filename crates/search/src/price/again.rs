@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
-use super::at::{At, Pricing};
+use super::at::{At, Pricing, Problem};
 use super::knapsack::{Choice, Saving, largest_bytes};
 use super::memory::StageMemory;
 use super::saver::Again;
-use super::time::RunTime;
+use super::step::PassCost;
 
 impl Pricing<'_> {
     /// Trades memory for time.
@@ -15,27 +15,33 @@ impl Pricing<'_> {
         run: &Range<usize>,
         at: &At<'_>,
         again: Again,
-        time: &mut RunTime,
+        passes: &mut [PassCost],
         memory: &mut StageMemory,
     ) {
-        let rows = at.rows;
+        let rows = at.most_rows();
         match again {
             Again::Nothing => {}
             Again::Everything => {
-                let kept_bytes = self.chain.kept_bytes.at(run.start, run.end, rows);
-                let in_bytes = self.chain.traffic.in_bytes.at(run.start, run.end, rows).min(kept_bytes);
-                memory.microbatch_bytes -= kept_bytes - in_bytes;
-                memory.workspace_bytes += kept_bytes - in_bytes;
-                time.backward_us += time.forward_us;
+                let traffic = &self.chain.traffic;
+                let passed_bytes =
+                    traffic.in_bytes.at(run.start, run.end, rows) + traffic.out_bytes.at(run.start, run.end, rows);
+                let inside_bytes = (self.kept_bytes(run, at) - passed_bytes).max(0.0);
+                memory.microbatch_bytes -= inside_bytes;
+                memory.workspace_bytes += inside_bytes;
+                passes.iter_mut().for_each(|pass| pass.backward_us += pass.forward_us);
             }
             Again::ToHold(in_flight) => {
                 let Some(choice) = self.savings(run, at, in_flight, memory) else { return };
-                let us = if self.problem.in_parts { choice.least_us() } else { choice.cheapest_us() };
+                let us = match self.problem {
+                    Problem { in_parts: true, .. } => choice.least_us(),
+                    Problem { direct: true, .. } => choice.sure_us(),
+                    _ => choice.cheapest_us(),
+                };
                 match us {
                     Some(us) => {
                         memory.microbatch_bytes -= choice.needed_bytes;
                         memory.workspace_bytes += largest_bytes(&choice.savings);
-                        time.backward_us += us;
+                        passes.iter_mut().for_each(|pass| pass.backward_us += us);
                     }
                     None => memory.microbatch_bytes = f64::INFINITY,
                 }

@@ -3,11 +3,13 @@
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
+use indexmap::IndexSet;
 use rannc_cost::{Cluster, Device};
 use rannc_plan::ScheduleKind;
 
 use super::knapsack::{Saving, cheapest_first};
 use super::place::Place;
+use super::sizes::{BySize, LARGER, MicrobatchSizes};
 use super::step::StepModel;
 use crate::chain::{Chain, Measured, Times};
 use crate::settings::Settings;
@@ -31,12 +33,11 @@ pub(crate) struct Pricing<'a> {
     pub(crate) problem: Problem<'a>,
     pub(crate) chain: &'a Chain,
     pub(crate) step: StepModel,
-    /// Rows of the largest microbatch.
-    rows: u64,
+    pub(crate) sizes: MicrobatchSizes,
     /// By kind of device, by place in the list of different row counts.
     times: Vec<Vec<Arc<Times>>>,
-    /// By the number of Replicas less one, place in the list of different row counts.
-    time_of: Vec<usize>,
+    /// By the number of Replicas less one, by size of the microbatch, place in the list of different row counts.
+    time_of: Vec<BySize<usize>>,
 }
 
 /// A place, with what does not depend on the Stage that is there.
@@ -44,74 +45,95 @@ pub(crate) struct At<'p> {
     pub(crate) place: &'p Place,
     /// Memory that a Plan may use on each device.
     pub(crate) usable_bytes: f64,
-    /// Rows of a microbatch on the largest Replica.
-    pub(super) rows: u64,
+    /// Rows of a microbatch of each size on the largest Replica.
+    pub(super) rows: BySize<u64>,
     /// For each kind of its devices.
-    pub(super) devices: Vec<(&'p Device, Arc<Times>)>,
+    pub(super) devices: Vec<DeviceTimes<'p>>,
     pub(super) framework_bytes: f64,
     /// What one Block of each kind surely frees when it is computed again, and what that takes at most; the
     /// cheapest memory first.
     pub(super) savings: Vec<Saving>,
 }
 
+/// A device, and what it takes for all Blocks with the rows of each size of microbatch.
+pub(super) struct DeviceTimes<'p> {
+    pub(super) device: &'p Device,
+    pub(super) times: BySize<Arc<Times>>,
+}
+
+impl At<'_> {
+    /// Rows of the largest microbatch on the largest Replica.
+    pub(crate) fn most_rows(&self) -> u64 {
+        self.rows[LARGER]
+    }
+
+    /// By how much what does not fit into any of its devices goes beyond what a Plan may use.
+    pub(crate) fn beyond_bytes(&self) -> f64 {
+        let least = self.devices.iter().map(|DeviceTimes { device, .. }| device.memory_bytes).min().unwrap_or(0);
+        (least as f64 - self.usable_bytes).max(1.0)
+    }
+}
+
 impl<'a> Pricing<'a> {
     pub(crate) fn new(problem: Problem<'a>, schedule: ScheduleKind, microbatches: u64) -> Self {
         let Problem { chain, cluster, measured, settings, .. } = problem;
-        let rows = settings.largest_microbatch_rows(microbatches);
-        let mut row_counts: Vec<u64> = Vec::new();
-        let mut time_of = Vec::new();
-        for replicas in 1..=u64::from(settings.world_size) {
-            let replica_rows = rows.div_ceil(replicas);
-            if row_counts.last() != Some(&replica_rows) {
-                row_counts.push(replica_rows);
-            }
-            time_of.push(row_counts.len() - 1);
-        }
+        let sizes = MicrobatchSizes::new(settings, microbatches);
+        let mut row_counts: IndexSet<u64> = IndexSet::new();
+        let mut place = |rows: u64| row_counts.insert_full(rows).0;
+        let replicas = 1..=u64::from(settings.world_size);
+        let time_of = replicas.map(|replicas| sizes.rows.map(|rows| place(rows.div_ceil(replicas)))).collect();
         let times = |(kind, device): (usize, &Device)| {
             let measured = measured[kind].as_ref();
             row_counts.iter().map(|&rows| Arc::new(chain.times(kind, device, measured, rows))).collect()
         };
-        // Further microbatches have no rows.
-        let microbatches = microbatches.min(settings.most_rank_rows());
         let times = cluster.kinds.iter().enumerate().map(times).collect();
-        Self { problem, chain, step: StepModel { schedule, microbatches }, rows, times, time_of }
+        Self { problem, chain, step: StepModel::new(schedule, sizes.counts), sizes, times, time_of }
     }
 
-    /// Rows of a microbatch on the largest Replica.
+    /// Rows of the largest microbatch on the largest Replica.
     pub(crate) fn replica_rows(&self, replicas: u32) -> u64 {
-        self.rows.div_ceil(u64::from(replicas))
+        self.sizes.most_rows().div_ceil(u64::from(replicas))
     }
 
     /// Numbers of Replicas that have equally many rows each, increasing.
     pub(crate) fn equal_replicas(&self) -> Vec<RangeInclusive<u32>> {
-        let mut equal: Vec<RangeInclusive<u32>> = Vec::new();
-        for (replicas, &time) in (1..).zip(&self.time_of) {
-            match equal.get_mut(time) {
-                Some(range) => *range = *range.start()..=replicas,
-                None => equal.push(replicas..=replicas),
-            }
-        }
-        equal
+        let mut end = 0;
+        let equal = self.time_of.chunk_by(|left, right| left == right).map(|alike| {
+            let start = end + 1;
+            end += u32::try_from(alike.len()).expect("fewer Replicas than 2^32");
+            start..=end
+        });
+        equal.collect()
     }
 
     /// Prepares a place.
     pub(crate) fn at<'p>(&'p self, place: &'p Place) -> At<'p> {
-        let time = self.time_of[place.replicas as usize - 1];
-        self.at_rows(place, self.replica_rows(place.replicas), |kind| Arc::clone(&self.times[kind][time]))
+        let times = self.time_of[place.replicas as usize - 1];
+        let rows = self.sizes.rows.map(|rows| rows.div_ceil(u64::from(place.replicas)));
+        self.at_rows(place, rows, |kind| times.map(|time| Arc::clone(&self.times[kind][time])))
     }
 
-    /// Prepares a place for Replicas with fewer rows.
+    /// Prepares a place for Replicas that have fewer rows of every microbatch.
     pub(crate) fn at_fewer_rows<'p>(&'p self, place: &'p Place, rows: u64) -> At<'p> {
         let Problem { chain, cluster, measured, .. } = self.problem;
-        let times = |kind: usize| chain.times(kind, &cluster.kinds[kind], measured[kind].as_ref(), rows);
-        self.at_rows(place, rows, |kind| Arc::new(times(kind)))
+        let times = |kind: usize| Arc::new(chain.times(kind, &cluster.kinds[kind], measured[kind].as_ref(), rows));
+        self.at_rows(place, [rows; 3], |kind| {
+            let times = times(kind);
+            [Arc::clone(&times), Arc::clone(&times), times]
+        })
     }
 
-    fn at_rows<'p>(&'p self, place: &'p Place, rows: u64, times: impl Fn(usize) -> Arc<Times>) -> At<'p> {
+    fn at_rows<'p>(
+        &'p self,
+        place: &'p Place,
+        rows: BySize<u64>,
+        times: impl Fn(usize) -> BySize<Arc<Times>>,
+    ) -> At<'p> {
         let Problem { cluster, settings, .. } = self.problem;
-        let devices: Vec<_> = place.kinds().map(|kind| (&cluster.kinds[kind], times(kind))).collect();
-        let usable = devices.iter().map(|(device, _)| settings.usable_bytes(device.memory_bytes));
-        let framework = devices.iter().map(|(device, _)| device.framework_bytes).max();
+        let of_kind = |kind: usize| DeviceTimes { device: &cluster.kinds[kind], times: times(kind) };
+        let devices: Vec<_> = place.kinds().map(of_kind).collect();
+        let usable = devices.iter().map(|DeviceTimes { device, .. }| settings.usable_bytes(device.memory_bytes));
+        let framework = devices.iter().map(|DeviceTimes { device, .. }| device.framework_bytes).max();
         let mut at = At {
             place,
             usable_bytes: usable.fold(f64::INFINITY, f64::min),
@@ -138,14 +160,14 @@ impl<'a> Pricing<'a> {
         cheapest_first(savings)
     }
 
-    /// What one Block frees, and what it costs.
+    /// What one Block frees, and what it costs, of every microbatch as of the largest.
     pub(crate) fn saving(&self, block: usize, at: &At<'_>) -> Saving {
-        let us = at.devices.iter().map(|(_, times)| {
-            let cost = times.blocks(block, block + 1);
+        let us = at.devices.iter().map(|DeviceTimes { times, .. }| {
+            let cost = times[LARGER].blocks(block, block + 1);
             cost.forward_us.max(cost.forward_host_us)
         });
         let us = us.fold(0.0, f64::max);
-        let bytes = self.chain.kept_inside_bytes(block, at.rows);
+        let bytes = self.chain.kept_inside_bytes(block, at.most_rows());
         Saving { kind: self.chain.kind(block), bytes, us, count: 1 }
     }
 }

@@ -8,7 +8,7 @@ use rannc_plan::{BUCKET_BYTES, Sharding};
 use super::at::{At, Pricing, Problem};
 use super::place::Place;
 use super::saver::Saver;
-use super::time::RunTime;
+use super::step::PassCost;
 
 /// What a Stage does once a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -32,8 +32,8 @@ const TWO: RankGroup = RankGroup { members: 2, nodes: 1, least_per_node: 2, leve
 
 impl Pricing<'_> {
     /// Gradient reduction and optimizer. Sharded parameters and gradients also travel with every
-    /// microbatch, beside its computation.
-    pub(super) fn end(&self, run: &Range<usize>, at: &At<'_>, saver: Saver, time: &mut RunTime) -> End {
+    /// microbatch, beside its computation. Of the passes, the last one is of the last microbatch.
+    pub(super) fn end(&self, run: &Range<usize>, at: &At<'_>, saver: Saver, passes: &mut [PassCost]) -> End {
         let (cluster, place) = (self.problem.cluster, at.place);
         let all_bytes = self.chain.trainable_bytes.at(run.start, run.end);
         let bytes = self.chain.own_bytes.at(run.start, run.end);
@@ -44,16 +44,19 @@ impl Pricing<'_> {
             gather_us = cluster.all_gather_us(place.group, bytes);
         }
         if saver.sharding >= Sharding::Gradients && self.step.microbatches > 1 {
-            time.backward_us = time.backward_us.max(reduction_us);
+            passes.iter_mut().for_each(|pass| pass.backward_us = pass.backward_us.max(reduction_us));
         }
         if saver.sharding == Sharding::Params {
-            time.forward_us = time.forward_us.max(gather_us);
-            time.backward_us = time.backward_us.max(gather_us + reduction_us);
+            for pass in &mut *passes {
+                pass.forward_us = pass.forward_us.max(gather_us);
+                pass.backward_us = pass.backward_us.max(gather_us + reduction_us);
+            }
             gather_us = 0.0;
         }
-        // Buckets are reduced while the backward runs; only the last one must wait for its end.
+        // Buckets are reduced while the last backward runs; only the last one must wait for its end.
+        let last_backward_us = passes.last().map_or(0.0, |pass| pass.backward_us);
         let last_us = if bytes > 0.0 { reduction_us * (BUCKET_BYTES as f64 / bytes).min(1.0) } else { 0.0 };
-        let exposed_us = (reduction_us - time.backward_us).max(last_us);
+        let exposed_us = (reduction_us - last_backward_us).max(last_us);
         let reduce_us = exposed_us + self.collective_slowdown(at.place) * (reduction_us - exposed_us);
         // Less than a byte is what rounding leaves of nothing.
         let tied_bytes = if all_bytes - bytes < 1.0 { 0.0 } else { all_bytes - bytes };

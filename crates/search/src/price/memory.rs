@@ -6,6 +6,7 @@ use rannc_plan::{MemoryPrediction, Sharding};
 
 use super::at::{At, Pricing};
 use super::saver::Saver;
+use super::sizes::LARGER;
 
 /// Gradients in transfer at a time: one in use, one on its way.
 const GRADS_ON_THE_WAY: f64 = 2.0;
@@ -71,7 +72,7 @@ impl Pricing<'_> {
     /// Memory with everything kept.
     pub(crate) fn memory(&self, run: &Range<usize>, at: &At<'_>, saver: Saver, workspace_bytes: f64) -> StageMemory {
         let Range { start: first, end } = *run;
-        let (chain, rows) = (self.chain, at.rows);
+        let chain = self.chain;
         let trainable_bytes = chain.trainable_bytes.at(first, end);
         let shared = |level| if saver.sharding >= level { f64::from(at.place.replicas) } else { 1.0 };
         let optimizer_bytes = trainable_bytes * self.problem.settings.optimizer_bytes_per_param_byte;
@@ -87,29 +88,42 @@ impl Pricing<'_> {
             grads_bytes: trainable_bytes / shared(Sharding::Gradients),
             optimizer_bytes: if saver.offload { 0.0 } else { optimizer_bytes / shared(Sharding::Optimizer) },
             workspace_bytes,
-            comm_bytes: self.comm_bytes(run, rows),
+            comm_bytes: self.comm_bytes(run, at),
             framework_bytes: at.framework_bytes,
-            microbatch_bytes: chain.kept_bytes.at(first, end, rows) + chain.traffic.out_bytes.at(first, end, rows),
+            microbatch_bytes: self.kept_bytes(run, at),
         }
     }
 
-    fn comm_bytes(&self, run: &Range<usize>, rows: u64) -> f64 {
+    fn comm_bytes(&self, run: &Range<usize>, at: &At<'_>) -> f64 {
         let Range { start: first, end } = *run;
-        let chain = self.chain;
+        let (chain, rows) = (self.chain, at.most_rows());
         let grads_bytes =
             chain.traffic.in_grad_bytes.at(first, end, rows) + chain.traffic.out_grad_bytes.at(first, end, rows);
-        let outputs_bytes = chain.output_bytes.at(first, end, rows) * self.step.microbatches as f64;
+        let outputs = at.rows.iter().zip(self.sizes.counts);
+        let outputs_bytes: f64 =
+            outputs.map(|(&rows, count)| chain.output_bytes.at(first, end, rows) * count as f64).sum();
         // One microbatch is received ahead.
         chain.traffic.in_bytes.at(first, end, rows) + GRADS_ON_THE_WAY * grads_bytes + outputs_bytes
     }
 
+    /// What a run keeps for the backward of a microbatch, on the device that keeps most.
+    pub(super) fn kept_bytes(&self, run: &Range<usize>, at: &At<'_>) -> f64 {
+        let times = at.devices.iter().map(|device| &*device.times[LARGER]);
+        self.chain.kept_bytes(times, run.start, run.end, at.most_rows())
+    }
+
     /// Largest temporary memory of a Block.
-    pub(crate) fn workspace_bytes(&self, block: usize, replicas: u32) -> f64 {
-        self.chain.workspace_bytes(block, self.replica_rows(replicas))
+    pub(crate) fn workspace_bytes(&self, block: usize, at: &At<'_>) -> f64 {
+        at.devices.iter().map(|device| device.times[LARGER].workspace_bytes(block)).fold(0.0, f64::max)
     }
 
     /// Largest temporary memory of the Blocks of a run.
-    pub(crate) fn run_workspace_bytes(&self, run: Range<usize>, replicas: u32) -> f64 {
-        run.map(|block| self.workspace_bytes(block, replicas)).fold(0.0, f64::max)
+    pub(crate) fn run_workspace_bytes(&self, run: Range<usize>, at: &At<'_>) -> f64 {
+        run.map(|block| self.workspace_bytes(block, at)).fold(0.0, f64::max)
+    }
+
+    /// True when a Block of a run ran out of memory while it was measured.
+    pub(crate) fn is_too_large(&self, run: &Range<usize>, at: &At<'_>) -> bool {
+        at.devices.iter().any(|device| device.times[LARGER].is_too_large(run.start, run.end))
     }
 }

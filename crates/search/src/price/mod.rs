@@ -8,6 +8,7 @@ pub(crate) mod memory;
 mod model;
 mod place;
 mod saver;
+mod sizes;
 mod stage;
 mod step;
 mod time;
@@ -19,5 +20,8 @@ pub(crate) use knapsack::CHEAPER;
 pub(crate) use model::Model;
 pub(crate) use place::{Place, RankOrder};
 pub(crate) use saver::{Again, Saver};
+pub(crate) use sizes::BySize;
 pub(crate) use stage::{PlainStage, Priced};
+#[cfg(test)]
+pub(crate) use step::PassCost;
 pub(crate) use step::{StageCost, StepModel, StepTime};

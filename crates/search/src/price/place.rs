@@ -1,6 +1,7 @@
 //! Where Stages stand: the order in which they take ranks, and what the links make of it.
 
 use std::cmp::Reverse;
+use std::collections::BTreeMap;
 use std::ops::{Range, RangeInclusive};
 
 use indexmap::IndexSet;
@@ -44,7 +45,7 @@ impl RankOrder {
     /// of Replicas are the units; otherwise there are at most `max_units`.
     pub(crate) fn all(cluster: &Cluster, world_size: u32, forced: Option<&[u32]>, max_units: u32) -> Vec<Self> {
         let units = units(world_size, forced, max_units);
-        let nodes = nodes(cluster, world_size);
+        let nodes: Vec<Vec<u32>> = nodes(cluster, world_size).into_values().collect();
         let kind = |node: &Vec<u32>| cluster.kind_of(node[0]);
         let mut node_orders = vec![nodes.clone()];
         if nodes.iter().any(|node| kind(node) != kind(&nodes[0])) {
@@ -67,17 +68,20 @@ impl RankOrder {
 
     /// The first of all orders.
     pub(crate) fn packed(cluster: &Cluster, world_size: u32, forced: Option<&[u32]>, max_units: u32) -> Self {
-        Self::new(cluster, (0..world_size).collect(), units(world_size, forced, max_units))
+        let ranks = nodes(cluster, world_size).into_values().flatten().collect();
+        Self::new(cluster, ranks, units(world_size, forced, max_units))
     }
 
     fn new(cluster: &Cluster, ranks: Vec<u32>, units: Vec<u32>) -> Self {
         let mut order = Self { ranks, units, places: Vec::new(), place_of: Vec::new() };
         let count = order.units();
+        let nodes = cluster.node_table();
+        let nodes: Vec<u32> = order.ranks.iter().map(|&rank| nodes[rank as usize]).collect();
         let mut places: IndexSet<Place> = IndexSet::new();
         order.place_of = vec![0; (count * count) as usize];
         for first in 0..count {
             for end in first + 1..=count {
-                let place = order.find_place(cluster, order.range(first, end));
+                let place = find_place(cluster, &nodes, order.range(first, end));
                 order.place_of[(first * count + end - first - 1) as usize] = places.insert_full(place).0;
             }
         }
@@ -138,26 +142,27 @@ impl RankOrder {
         let replicas: Vec<u32> = stages.iter().map(|ranks| index(ranks.len())).collect();
         Self::new(cluster, stages.concat(), forced_units(&replicas))
     }
+}
 
-    /// The neighbours of a Stage are taken to be as large as it is.
-    fn find_place(&self, cluster: &Cluster, positions: Range<u32>) -> Place {
-        let ranks = self.ranks(positions.clone());
-        let replicas = positions.len();
-        let level = |before: usize| {
-            let pairs = before.saturating_sub(replicas)..before;
-            let levels = pairs.filter_map(|position| {
-                let behind = self.ranks.get(position + replicas)?;
-                Some(cluster.level_between(self.ranks[position], *behind))
-            });
-            levels.max().unwrap_or(0)
-        };
-        Place {
-            replicas: index(replicas),
-            group: cluster.group(ranks),
-            in_level: level(positions.start as usize),
-            out_level: level(positions.end as usize),
-            kinds: ranks.iter().fold(0, |kinds, &rank| kinds | 1 << cluster.kind_of(rank).min(MAX_KINDS - 1)),
-        }
+/// The place of these positions, of which each has a node. The neighbours of a Stage are taken to be as large as it is.
+fn find_place(cluster: &Cluster, nodes: &[u32], positions: Range<u32>) -> Place {
+    let own = &nodes[positions.start as usize..positions.end as usize];
+    let replicas = positions.len();
+    let level = |before: usize| {
+        let pairs = before.saturating_sub(replicas)..before;
+        let levels = pairs.filter_map(|position| {
+            let behind = nodes.get(position + replicas)?;
+            Some(cluster.level_of_nodes(nodes[position], *behind))
+        });
+        levels.max().unwrap_or(0)
+    };
+    let kind = |&node: &u32| cluster.nodes[node as usize].kind.min(MAX_KINDS - 1);
+    Place {
+        replicas: index(replicas),
+        group: cluster.group_on(own.to_vec()),
+        in_level: level(positions.start as usize),
+        out_level: level(positions.end as usize),
+        kinds: own.iter().fold(0, |kinds, node| kinds | 1 << kind(node)),
     }
 }
 
@@ -183,16 +188,10 @@ impl Place {
 }
 
 /// The ranks of each node.
-fn nodes(cluster: &Cluster, world_size: u32) -> Vec<Vec<u32>> {
-    let mut nodes: Vec<Vec<u32>> = Vec::new();
-    let mut last = None;
-    for rank in 0..world_size {
-        let node = cluster.node_of(rank);
-        match nodes.last_mut().filter(|_| last == Some(node)) {
-            Some(ranks) => ranks.push(rank),
-            None => nodes.push(vec![rank]),
-        }
-        last = Some(node);
+fn nodes(cluster: &Cluster, world_size: u32) -> BTreeMap<u32, Vec<u32>> {
+    let mut nodes: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+    for (rank, node) in (0..world_size).zip(cluster.node_table()) {
+        nodes.entry(node).or_default().push(rank);
     }
     nodes
 }

@@ -8,13 +8,16 @@ use super::at::{At, Pricing};
 use super::end::End;
 use super::memory::StageMemory;
 use super::saver::Saver;
-use super::step::StageCost;
+use super::sizes::{BETWEEN, BySize, LARGER, SMALLER};
+use super::step::{PassCost, StageCost};
 use super::time::RunTime;
 
 /// A priced Stage.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Priced {
     pub(crate) cost: StageCost,
+    /// For the microbatch between the larger and the smaller ones.
+    pub(crate) between: PassCost,
     pub(crate) end: End,
     pub(crate) memory: StageMemory,
 }
@@ -30,7 +33,20 @@ impl Pricing<'_> {
     /// Time and memory of a Stage whose Blocks need `workspace_bytes`.
     pub(crate) fn stage(&self, run: Range<usize>, at: &At<'_>, saver: Saver, workspace_bytes: f64) -> Priced {
         let plain = self.plain(&run, at, saver, workspace_bytes);
-        self.with_saver(&run, at, saver, &plain)
+        let mut priced = self.with_saver(&run, at, saver, &plain);
+        if self.sizes.counts[BETWEEN] > 0 {
+            let mut passes = [self.pass(&run, at, BETWEEN)];
+            self.compute_again(&run, at, saver.again, &mut passes, &mut { plain.memory });
+            self.end(&run, at, saver, &mut passes);
+            [priced.between] = passes;
+        }
+        priced
+    }
+
+    /// Computation of a priced Stage in a step.
+    pub(crate) fn busy_us(&self, priced: &Priced) -> f64 {
+        let of_size = |(pass, count): (&PassCost, u64)| if count == 0 { 0.0 } else { count as f64 * pass.compute_us() };
+        priced.by_size().into_iter().zip(self.sizes.counts).map(of_size).sum()
     }
 
     /// What a Plan says of a priced Stage that holds so many microbatches, apart from tied parameters.
@@ -43,9 +59,9 @@ impl Pricing<'_> {
     ) -> StagePrediction {
         let rows = self.replica_rows(replicas);
         StagePrediction {
-            forward_us: priced.cost.forward_us,
-            backward_us: priced.cost.backward_us,
-            transfer_us: priced.cost.transfer_us(),
+            forward_us: priced.cost.larger.forward_us,
+            backward_us: priced.cost.larger.backward_us,
+            transfer_us: priced.cost.larger.transfer_us(),
             reduce_us: priced.end.reduce_us,
             update_us: priced.end.update_us,
             in_bytes: self.chain.traffic.in_bytes.at(run.start, run.end, rows) as u64,
@@ -56,24 +72,30 @@ impl Pricing<'_> {
 
     /// A Stage that computes nothing again, without the end of its step.
     pub(crate) fn plain(&self, run: &Range<usize>, at: &At<'_>, saver: Saver, workspace_bytes: f64) -> PlainStage {
-        let &At { place, rows, .. } = at;
-        let time = self.compute(run, at);
+        let smaller = self.pass(run, at, SMALLER);
+        let larger = if at.rows[LARGER] == at.rows[SMALLER] { smaller } else { self.pass(run, at, LARGER) };
+        let cost = StageCost { larger, smaller, end_us: 0.0 };
+        PlainStage { cost, memory: self.memory(run, at, saver, workspace_bytes) }
+    }
+
+    /// A microbatch of some size on a Stage that computes nothing again.
+    fn pass(&self, run: &Range<usize>, at: &At<'_>, size: usize) -> PassCost {
+        let (place, rows) = (at.place, at.rows[size]);
+        let RunTime { forward_us, backward_us } = self.compute(run, at, size);
         let traffic = if self.problem.direct { &self.chain.direct } else { &self.chain.traffic };
         // Less than a byte is what rounding leaves of nothing.
         let half_us = |level: usize, bytes: f64| match bytes {
             ..1.0 => 0.0,
             bytes => self.problem.cluster.send_us(level, bytes) / 2.0,
         };
-        let cost = StageCost {
-            forward_us: time.forward_us,
-            backward_us: time.backward_us,
+        PassCost {
+            forward_us,
+            backward_us,
             in_us: half_us(place.in_level, traffic.in_bytes.at(run.start, run.end, rows)),
             in_grad_us: half_us(place.in_level, traffic.in_grad_bytes.at(run.start, run.end, rows)),
             out_us: half_us(place.out_level, traffic.out_bytes.at(run.start, run.end, rows)),
             out_grad_us: half_us(place.out_level, traffic.out_grad_bytes.at(run.start, run.end, rows)),
-            end_us: 0.0,
-        };
-        PlainStage { cost, memory: self.memory(run, at, saver, workspace_bytes) }
+        }
     }
 
     /// The Stage that computes again what the saver asks for, otherwise as this plain one.
@@ -82,13 +104,20 @@ impl Pricing<'_> {
         run: &Range<usize>,
         at: &At<'_>,
         saver: Saver,
-        &PlainStage { cost: plain, mut memory }: &PlainStage,
+        &PlainStage { cost: StageCost { larger, smaller, .. }, mut memory }: &PlainStage,
     ) -> Priced {
-        let mut time = RunTime { forward_us: plain.forward_us, backward_us: plain.backward_us };
-        self.compute_again(run, at, saver.again, &mut time, &mut memory);
-        let end = self.end(run, at, saver, &mut time);
-        let RunTime { forward_us, backward_us } = time;
-        let cost = StageCost { forward_us, backward_us, end_us: end.us(), ..plain };
-        Priced { cost, end, memory }
+        let mut passes = [larger, smaller];
+        self.compute_again(run, at, saver.again, &mut passes, &mut memory);
+        let end = self.end(run, at, saver, &mut passes);
+        let [larger, smaller] = passes;
+        let cost = StageCost { larger, smaller, end_us: end.us() };
+        Priced { cost, between: smaller, end, memory }
+    }
+}
+
+impl Priced {
+    /// What a microbatch of each size takes.
+    pub(crate) fn by_size(&self) -> BySize<&PassCost> {
+        [&self.cost.larger, &self.between, &self.cost.smaller]
     }
 }

@@ -20,6 +20,11 @@
 //! *Fill-drain* is a permutation flow shop of Stages and channels, forward and back: the sum of all computations and
 //! transfers, and M - 1 times the longest of the forward and the longest of the backward.
 //!
+//! Microbatches have two sizes at most here, the larger ones first (see [`super::sizes`]). A flow shop of two sizes has
+//! the path of the larger ones up to some Stage and of the smaller ones from there on. For 1F1B the rounds are those of
+//! the smaller ones, all other paths go through what they are: the first microbatch on the way in, the last one on the
+//! way out, and all of a Stage that works all the time.
+//!
 //! Where nothing is sent to the next Stage, the Stages before and after have their steps side by side, and the longer
 //! one counts. Every term is a path, so nothing is overestimated as long as all that a Stage sends goes to the next one
 //! and gradients come back for it. Values that pass over Stages travel beside the others: there the formula may be above
@@ -27,10 +32,11 @@
 
 use rannc_plan::ScheduleKind;
 
-/// What one Stage takes for a microbatch and at the end of a step. A transfer between two Stages takes as long as
-/// the slower of them sees it.
+use super::sizes::{BETWEEN, BySize, LARGER, SMALLER};
+
+/// What one Stage takes for one microbatch. A transfer between two Stages takes as long as the slower of them sees it.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct StageCost {
+pub(crate) struct PassCost {
     pub(crate) forward_us: f64,
     pub(crate) backward_us: f64,
     /// Half of the Values from earlier Stages.
@@ -41,50 +47,106 @@ pub(crate) struct StageCost {
     pub(crate) out_us: f64,
     /// Half of the gradients from them.
     pub(crate) out_grad_us: f64,
-    /// Gradient reduction that the backward does not hide, and the optimizer.
-    pub(crate) end_us: f64,
 }
 
-impl StageCost {
+impl PassCost {
     /// Forward and backward.
     pub(crate) fn compute_us(&self) -> f64 {
         self.forward_us + self.backward_us
-    }
-
-    /// What the way of a microbatch through earlier Stages surely adds to the paths through this one.
-    pub(crate) fn behind_us(&self, earlier_us: f64) -> f64 {
-        if self.in_us > 0.0 { earlier_us } else { 0.0 }
     }
 
     /// Its share of all transfers.
     pub(crate) fn transfer_us(&self) -> f64 {
         self.in_us + self.in_grad_us + self.out_us + self.out_grad_us
     }
+}
 
-    /// The way of one microbatch through it.
+/// What one Stage takes for its microbatches and at the end of a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct StageCost {
+    /// For one of the first microbatches, which are at least as large as the others.
+    pub(crate) larger: PassCost,
+    /// For the last one.
+    pub(crate) smaller: PassCost,
+    /// Gradient reduction that the backward does not hide, and the optimizer.
+    pub(crate) end_us: f64,
+}
+
+impl StageCost {
+    /// True when it takes a finite time.
+    pub(crate) fn is_finite(&self) -> bool {
+        self.larger.compute_us().is_finite()
+    }
+
+    /// What the way of a microbatch through earlier Stages surely adds to the paths through this one.
+    pub(crate) fn behind_us(&self, earlier_us: f64) -> f64 {
+        if self.smaller.in_us > 0.0 { earlier_us } else { 0.0 }
+    }
+
+    /// The way of the first microbatch forward through it, and of the last one back.
     pub(crate) fn pass_us(&self) -> f64 {
-        self.compute_us() + self.transfer_us()
+        let Self { larger, smaller, .. } = self;
+        larger.forward_us
+            + larger.in_us
+            + larger.out_us
+            + smaller.backward_us
+            + smaller.in_grad_us
+            + smaller.out_grad_us
     }
 }
 
-/// The Schedule of a step and its number of microbatches.
+/// The Schedule of a step and its microbatches.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct StepModel {
     pub(crate) schedule: ScheduleKind,
     pub(crate) microbatches: u64,
+    /// How many there are of each size; the one between counts as a smaller one where only two are told apart.
+    counts: BySize<u64>,
+}
+
+/// A message's time between two Stages.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Transfer {
+    larger_us: f64,
+    smaller_us: f64,
+}
+
+impl Transfer {
+    const NEVER: Self = Self { larger_us: f64::INFINITY, smaller_us: f64::INFINITY };
+
+    /// As the slower of both ends sees it, who each tell a half.
+    fn between(self, other: Self) -> Self {
+        let Self { larger_us, smaller_us } = other;
+        Self { larger_us: 2.0 * self.larger_us.max(larger_us), smaller_us: 2.0 * self.smaller_us.max(smaller_us) }
+    }
+
+    fn least(self, other: Self) -> Self {
+        let Self { larger_us, smaller_us } = other;
+        Self { larger_us: self.larger_us.min(larger_us), smaller_us: self.smaller_us.min(smaller_us) }
+    }
+
+    fn is_at_most(&self, other: &Self) -> bool {
+        self.larger_us <= other.larger_us && self.smaller_us <= other.smaller_us
+    }
+}
+
+impl StageCost {
+    fn transfer(&self, part: fn(&PassCost) -> f64) -> Transfer {
+        Transfer { larger_us: part(&self.larger), smaller_us: part(&self.smaller) }
+    }
 }
 
 /// The last Stages of a step, as the Stage before them sees them. A smaller number is never worse.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct StepTime {
     /// Half of the Values that the first of them receives from that Stage.
-    in_us: f64,
+    values: Transfer,
     /// Half of the gradients that it sends back.
-    in_grad_us: f64,
+    grads: Transfer,
     /// The time of a step with no other Stages.
     step_us: f64,
     /// An [`Alternating`] or a [`Drained`], as the Schedule has it.
-    paths_us: [f64; 5],
+    paths_us: [f64; 7],
 }
 
 /// Paths of 1F1B.
@@ -92,58 +154,74 @@ pub(crate) struct StepTime {
 struct Alternating {
     /// The longest one from the first forward of the first Stage to its last backward.
     span_us: f64,
-    /// A microbatch's way to the last Stage and back.
+    /// The last microbatch's way to the last Stage and back.
     round_us: f64,
+    /// The same of the first one.
+    first_round_us: f64,
     /// The longest one from the first forward of the first Stage to the end of the step.
     all_us: f64,
 }
 
-/// Paths of fill-drain: sums and longest of the forwards and the transfers of Values, the same of the backwards and
-/// the gradients, and the end of the step counted from the first backward.
+/// Paths of fill-drain: of the forwards through the last Stages and of the backwards that come back.
 #[derive(Clone, Copy, Default)]
 struct Drained {
-    forward_us: f64,
-    longest_forward_us: f64,
-    backward_us: f64,
-    longest_backward_us: f64,
+    forwards: Passing,
+    backwards: Passing,
+    /// The end of the step, counted from the first backward.
     end_us: f64,
 }
 
-impl From<[f64; 5]> for Alternating {
-    fn from([span_us, round_us, all_us, ..]: [f64; 5]) -> Self {
-        Self { span_us, round_us, all_us }
+/// All microbatches on their way through Stages and transfers, one after another in each.
+#[derive(Clone, Copy, Default)]
+struct Passing {
+    /// One alone: on the way forward the last one, on the way back the first one.
+    one_us: f64,
+    /// The longest path of a part of them: on the way forward the smaller ones, on the way back the larger ones.
+    part_us: f64,
+    /// The longest path.
+    all_us: f64,
+}
+
+impl From<[f64; 7]> for Alternating {
+    fn from([span_us, round_us, all_us, first_round_us, ..]: [f64; 7]) -> Self {
+        Self { span_us, round_us, first_round_us, all_us }
     }
 }
 
-impl From<Alternating> for [f64; 5] {
-    fn from(Alternating { span_us, round_us, all_us }: Alternating) -> Self {
-        [span_us, round_us, all_us, 0.0, 0.0]
+impl From<Alternating> for [f64; 7] {
+    fn from(Alternating { span_us, round_us, first_round_us, all_us }: Alternating) -> Self {
+        [span_us, round_us, all_us, first_round_us, 0.0, 0.0, 0.0]
     }
 }
 
-impl From<[f64; 5]> for Drained {
-    fn from([forward_us, longest_forward_us, backward_us, longest_backward_us, end_us]: [f64; 5]) -> Self {
-        Self { forward_us, longest_forward_us, backward_us, longest_backward_us, end_us }
+impl From<[f64; 7]> for Drained {
+    fn from([last_us, smaller_us, forwards_us, first_us, larger_us, backwards_us, end_us]: [f64; 7]) -> Self {
+        Self {
+            forwards: Passing { one_us: last_us, part_us: smaller_us, all_us: forwards_us },
+            backwards: Passing { one_us: first_us, part_us: larger_us, all_us: backwards_us },
+            end_us,
+        }
     }
 }
 
-impl From<Drained> for [f64; 5] {
-    fn from(paths: Drained) -> Self {
-        let Drained { forward_us, longest_forward_us, backward_us, longest_backward_us, end_us } = paths;
-        [forward_us, longest_forward_us, backward_us, longest_backward_us, end_us]
+impl From<Drained> for [f64; 7] {
+    fn from(Drained { forwards, backwards, end_us }: Drained) -> Self {
+        let Passing { one_us: last_us, part_us: smaller_us, all_us: forwards_us } = forwards;
+        let Passing { one_us: first_us, part_us: larger_us, all_us: backwards_us } = backwards;
+        [last_us, smaller_us, forwards_us, first_us, larger_us, backwards_us, end_us]
     }
 }
 
 impl StepTime {
     /// Of Stages that cannot be.
     pub(crate) const NEVER: Self =
-        Self { in_us: f64::INFINITY, in_grad_us: f64::INFINITY, step_us: f64::INFINITY, paths_us: [f64::INFINITY; 5] };
+        Self { values: Transfer::NEVER, grads: Transfer::NEVER, step_us: f64::INFINITY, paths_us: [f64::INFINITY; 7] };
 
     /// As good as either in every part.
     pub(crate) fn least(self, other: Self) -> Self {
         Self {
-            in_us: self.in_us.min(other.in_us),
-            in_grad_us: self.in_grad_us.min(other.in_grad_us),
+            values: self.values.least(other.values),
+            grads: self.grads.least(other.grads),
             step_us: self.step_us.min(other.step_us),
             paths_us: std::array::from_fn(|path| self.paths_us[path].min(other.paths_us[path])),
         }
@@ -151,14 +229,30 @@ impl StepTime {
 
     /// True when no Plan that goes on from `other` is better than from this one.
     pub(crate) fn dominates(&self, other: &Self) -> bool {
-        self.in_us <= other.in_us
-            && self.in_grad_us <= other.in_grad_us
+        self.values.is_at_most(&other.values)
+            && self.grads.is_at_most(&other.grads)
             && self.step_us <= other.step_us
             && self.paths_us.iter().zip(&other.paths_us).all(|(own, other)| own <= other)
     }
 }
 
 impl StepModel {
+    pub(crate) fn new(schedule: ScheduleKind, counts: BySize<u64>) -> Self {
+        Self { schedule, microbatches: counts.iter().sum(), counts }
+    }
+
+    /// The size of a microbatch.
+    pub(crate) fn size_of(&self, microbatch: u64) -> usize {
+        let [larger, between, _] = self.counts;
+        if microbatch < larger {
+            LARGER
+        } else if microbatch < larger + between {
+            BETWEEN
+        } else {
+            SMALLER
+        }
+    }
+
     /// Numbers of microbatches that one of so many Stages may hold, increasing.
     pub(crate) fn held(&self, stages: usize) -> Vec<u64> {
         let mut held: Vec<u64> = (1..=stages).map(|from_end| self.in_flight(from_end)).collect();
@@ -173,11 +267,15 @@ impl StepModel {
 
     /// Computation of a Stage in a step.
     pub(crate) fn busy_us(&self, stage: &StageCost) -> f64 {
-        self.microbatches as f64 * stage.compute_us()
+        let (larger, smaller) = self.larger_and_smaller();
+        // Not 0 times what may be infinite.
+        let larger_us = if larger > 0.0 { larger * stage.larger.compute_us() } else { 0.0 };
+        smaller * stage.smaller.compute_us() + larger_us
     }
 
-    fn waits(&self) -> f64 {
-        (self.microbatches - 1) as f64
+    /// The numbers of larger and of smaller microbatches.
+    fn larger_and_smaller(&self) -> (f64, f64) {
+        (self.counts[LARGER] as f64, (self.microbatches - self.counts[LARGER]) as f64)
     }
 
     /// The step with one more Stage before its last `later_stages` ones.
@@ -189,31 +287,41 @@ impl StepModel {
     }
 
     fn prepend_1f1b(&self, later: StepTime, stage: &StageCost, later_stages: usize) -> StepTime {
-        let StepTime { in_us, in_grad_us, step_us, paths_us } = later;
-        let values_us = 2.0 * stage.out_us.max(in_us);
-        let grads_us = 2.0 * stage.out_grad_us.max(in_grad_us);
-        let later = if values_us > 0.0 { paths_us.into() } else { Alternating::default() };
-        let Alternating { span_us, round_us, all_us } = later;
-        let transfer_us = values_us + grads_us;
-        let round_us = round_us + transfer_us;
-        let own_us = self.own_us(stage, grads_us, round_us, later_stages as u64);
-        let span_us = own_us.max(stage.compute_us() + transfer_us + span_us);
-        let all_us = (span_us + stage.end_us).max(stage.forward_us + values_us + all_us);
-        let step_us = step_us.max(all_us);
-        let round_us = round_us + stage.compute_us();
-        let paths = Alternating { span_us, round_us, all_us };
-        StepTime { in_us: stage.in_us, in_grad_us: stage.in_grad_us, step_us, paths_us: paths.into() }
+        let StageCost { larger, smaller, end_us } = stage;
+        let values = stage.transfer(|pass| pass.out_us).between(later.values);
+        let grads = stage.transfer(|pass| pass.out_grad_us).between(later.grads);
+        let paths = if values.smaller_us > 0.0 { later.paths_us.into() } else { Alternating::default() };
+        let Alternating { span_us, round_us, first_round_us, all_us } = paths;
+        let round_us = round_us + (values.smaller_us + grads.smaller_us);
+        let first_round_us = first_round_us + (values.larger_us + grads.larger_us);
+        let mut own_us = self.own_us(stage, grads, round_us, later_stages as u64);
+        if self.counts[LARGER] > 0 {
+            own_us = own_us.max(self.uneven_us(stage, grads, [first_round_us, round_us], later_stages));
+        }
+        // The first microbatch goes forward through the Stage, and the last one back.
+        let span_us =
+            own_us.max(larger.forward_us + smaller.backward_us + (values.larger_us + grads.smaller_us) + span_us);
+        let all_us = (span_us + end_us).max(larger.forward_us + values.larger_us + all_us);
+        let round_us = round_us + smaller.compute_us();
+        let first_round_us = first_round_us + larger.compute_us();
+        let paths = Alternating { span_us, round_us, first_round_us, all_us };
+        StepTime {
+            values: stage.transfer(|pass| pass.in_us),
+            grads: stage.transfer(|pass| pass.in_grad_us),
+            step_us: later.step_us.max(all_us),
+            paths_us: paths.into(),
+        }
     }
 
     /// The longest path that begins with the Stage's first forward and ends with its last backward.
-    fn own_us(&self, stage: &StageCost, grads_us: f64, round_us: f64, later_stages: u64) -> f64 {
-        let &StageCost { forward_us, backward_us, .. } = stage;
+    fn own_us(&self, stage: &StageCost, grads: Transfer, round_us: f64, later_stages: u64) -> f64 {
+        let PassCost { forward_us, backward_us, in_us, .. } = stage.smaller;
         let (last, apart) = (self.microbatches - 1, later_stages + 1);
-        let (compute_us, rounds) = (stage.compute_us(), 1 + last / apart);
+        let (compute_us, rounds) = (forward_us + backward_us, 1 + last / apart);
         let pass_us = compute_us + round_us;
         // What the receives of Values and of gradients take more than what is computed beside them.
-        let values_us = (2.0 * stage.in_us - backward_us).max(0.0);
-        let grads_us = (grads_us - forward_us).max(0.0);
+        let values_us = (2.0 * in_us - backward_us).max(0.0);
+        let grads_us = (grads.smaller_us - forward_us).max(0.0);
         let period_us = compute_us + values_us.max(grads_us);
         let paired = last.saturating_sub(later_stages) as f64;
         let mut own_us = self.microbatches as f64 * compute_us + paired * (period_us - compute_us);
@@ -233,23 +341,75 @@ impl StepModel {
         own_us
     }
 
+    /// The longest of the same paths where the first microbatches are larger: those that go through computations of the
+    /// Stage alone, through its transfers, or once to the last Stage and back.
+    fn uneven_us(&self, stage: &StageCost, grads: Transfer, rounds_us: [f64; 2], later_stages: usize) -> f64 {
+        let (larger, smaller) = (&stage.larger, &stage.smaller);
+        let (last, count) = ((self.microbatches - 1) as f64, self.counts[LARGER] as f64);
+        let later = later_stages as f64;
+        let paired = (last - later).max(0.0);
+        let forwards_us = larger.forward_us - smaller.forward_us;
+        let backwards_us = larger.backward_us - smaller.backward_us;
+        let busy_us = self.busy_us(stage);
+        // Beside a backward the Values for the forward behind it arrive, and beside that the next gradients.
+        let (values, forwards) = ((count - later - 1.0).clamp(0.0, paired), (count - later - 1.0).clamp(0.0, paired));
+        let (gradients, backwards) = ((count - 1.0).min(paired), count.min(paired));
+        let values_us = paired * (2.0 * smaller.in_us - smaller.backward_us)
+            + values * 2.0 * (larger.in_us - smaller.in_us)
+            - backwards * backwards_us;
+        let grads_us = paired * (grads.smaller_us - smaller.forward_us)
+            + gradients * (grads.larger_us - grads.smaller_us)
+            - forwards * forwards_us;
+        let own_us = busy_us + values_us.max(grads_us).max(0.0);
+        // The first microbatch around, and behind it all backwards and the forwards that are paired with them.
+        let begins_us = rounds_us[0]
+            + self.microbatches as f64 * smaller.backward_us
+            + count * backwards_us
+            + (1.0 + paired) * smaller.forward_us
+            + (1.0 + forwards) * forwards_us;
+        // All forwards and the backwards that are paired with them, and then the last microbatch around.
+        let ends_us = rounds_us[1]
+            + self.microbatches as f64 * smaller.forward_us
+            + count * forwards_us
+            + (1.0 + paired) * smaller.backward_us
+            + backwards * backwards_us;
+        own_us.max(begins_us).max(ends_us)
+    }
+
     fn prepend_fill_drain(&self, later: StepTime, stage: &StageCost) -> StepTime {
-        let StepTime { in_us, in_grad_us, step_us, paths_us } = later;
-        let values_us = 2.0 * stage.out_us.max(in_us);
-        let grads_us = 2.0 * stage.out_grad_us.max(in_grad_us);
-        let later = if values_us > 0.0 { paths_us.into() } else { Drained::default() };
-        let Drained { forward_us, longest_forward_us, backward_us, longest_backward_us, end_us } = later;
-        let forward_us = forward_us + values_us + stage.forward_us;
-        let longest_forward_us = longest_forward_us.max(values_us).max(stage.forward_us);
-        let backward_us = backward_us + grads_us + stage.backward_us;
-        let longest_backward_us = longest_backward_us.max(grads_us).max(stage.backward_us);
-        let end_us = end_us.max(backward_us + self.waits() * longest_backward_us + stage.end_us);
+        let StageCost { larger, smaller, end_us: own_end_us } = stage;
+        let values = stage.transfer(|pass| pass.out_us).between(later.values);
+        let grads = stage.transfer(|pass| pass.out_grad_us).between(later.grads);
+        let later_paths = if values.smaller_us > 0.0 { later.paths_us.into() } else { Drained::default() };
+        let forwards = Transfer { larger_us: larger.forward_us, smaller_us: smaller.forward_us };
+        let forwards = self.before(self.before(later_paths.forwards, values), forwards);
+        let backwards = Transfer { larger_us: larger.backward_us, smaller_us: smaller.backward_us };
+        let backwards = self.behind(self.behind(later_paths.backwards, grads), backwards);
+        let end_us = later_paths.end_us.max(backwards.all_us + own_end_us);
         StepTime {
-            in_us: stage.in_us,
-            in_grad_us: stage.in_grad_us,
-            step_us: step_us.max(forward_us + self.waits() * longest_forward_us + end_us),
-            paths_us: Drained { forward_us, longest_forward_us, backward_us, longest_backward_us, end_us }.into(),
+            values: stage.transfer(|pass| pass.in_us),
+            grads: stage.transfer(|pass| pass.in_grad_us),
+            step_us: later.step_us.max(forwards.all_us + end_us),
+            paths_us: Drained { forwards, backwards, end_us }.into(),
         }
+    }
+
+    /// The way forward with one more Stage or transfer before it, which takes so long for each microbatch.
+    fn before(&self, Passing { one_us, part_us, all_us }: Passing, each: Transfer) -> Passing {
+        let Transfer { larger_us, smaller_us } = each;
+        let (larger, smaller) = self.larger_and_smaller();
+        let part_us = (smaller_us + part_us).max(smaller * smaller_us + one_us);
+        let all_us = if larger > 0.0 { (larger_us + all_us).max(larger * larger_us + part_us) } else { part_us };
+        Passing { one_us: smaller_us + one_us, part_us, all_us }
+    }
+
+    /// The way back with one more behind it.
+    fn behind(&self, Passing { one_us, part_us, all_us }: Passing, each: Transfer) -> Passing {
+        let Transfer { larger_us, smaller_us } = each;
+        let (larger, smaller) = self.larger_and_smaller();
+        let part_us = if larger > 0.0 { (part_us + larger_us).max(one_us + larger * larger_us) } else { one_us };
+        let all_us = (all_us + smaller_us).max(part_us + smaller * smaller_us);
+        Passing { one_us: one_us + larger_us, part_us, all_us }
     }
 
     /// The time of a whole step.
@@ -257,21 +417,20 @@ impl StepModel {
         time.step_us
     }
 
-    /// No step takes less that has these last Stages, and before them others through which a microbatch
-    /// passes in at least `pass_us`.
+    /// No step takes less that has these last Stages, and before them others through which the first microbatch
+    /// passes forward and the last one back in at least `pass_us`.
     pub(crate) fn bound_us(&self, later: StepTime, pass_us: f64) -> f64 {
-        let StepTime { in_us, in_grad_us, step_us, paths_us } = later;
-        let pass_us = if in_us > 0.0 { pass_us } else { 0.0 };
+        let StepTime { values, grads, step_us, paths_us } = later;
+        let pass_us = if values.smaller_us > 0.0 { pass_us } else { 0.0 };
         match self.schedule {
             ScheduleKind::OneForwardOneBackward => {
                 let Alternating { span_us, all_us, .. } = paths_us.into();
-                (in_us + in_grad_us + span_us + pass_us).max(in_us + all_us).max(step_us)
+                (values.larger_us + grads.smaller_us + span_us + pass_us).max(values.larger_us + all_us).max(step_us)
             }
             ScheduleKind::FillDrain => {
-                let Drained { forward_us, longest_forward_us, backward_us, longest_backward_us, end_us } =
-                    paths_us.into();
-                let drained_us = in_grad_us + backward_us + pass_us + self.waits() * longest_backward_us;
-                (in_us + forward_us + self.waits() * longest_forward_us + drained_us.max(end_us)).max(step_us)
+                let Drained { forwards, backwards, end_us } = paths_us.into();
+                let drained_us = grads.smaller_us + backwards.all_us + pass_us;
+                (values.larger_us + forwards.all_us + drained_us.max(end_us)).max(step_us)
             }
         }
     }

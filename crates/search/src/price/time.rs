@@ -1,12 +1,9 @@
 //! How long a run of Blocks computes.
 
-use std::ops::Range;
-use std::sync::Arc;
-
 use rannc_cost::{ComputeCost, Device};
+use std::ops::Range;
 
-use super::at::{At, Pricing};
-use crate::chain::Times;
+use super::at::{At, DeviceTimes, Pricing};
 
 /// Forward and backward of a run, for one microbatch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -36,10 +33,10 @@ impl RunTime {
 }
 
 impl Pricing<'_> {
-    /// Forward and backward of a run, on the slowest device of a place.
-    pub(super) fn compute(&self, run: &Range<usize>, at: &At<'_>) -> RunTime {
-        let on = |(device, times): &(&Device, Arc<Times>)| {
-            RunTime::new(self.chain.run_cost(times, run.start, run.end), device)
+    /// Forward and backward of a run for a microbatch of some size, on the slowest device of a place.
+    pub(super) fn compute(&self, run: &Range<usize>, at: &At<'_>, size: usize) -> RunTime {
+        let on = |device: &DeviceTimes<'_>| {
+            RunTime::new(self.chain.run_cost(&device.times[size], run.start, run.end), device.device)
         };
         at.devices.iter().map(on).fold(RunTime::default(), |slowest, time| RunTime {
             forward_us: slowest.forward_us.max(time.forward_us),

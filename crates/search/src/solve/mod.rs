@@ -6,6 +6,7 @@ mod solve;
 mod stages;
 pub(crate) mod table;
 
+pub(crate) use relax::Grain;
 pub(crate) use shortage::{fits, shortage};
 pub(crate) use solve::{SearchCase, Solution, Solved, Solver};
 pub(crate) use stages::FoundStage;

@@ -18,13 +18,24 @@ use rannc_cost::{Cluster, Link};
 
 use super::table::{Entry, StageKey, StageTable};
 use crate::price::{Place, Pricing, Saver, StepModel, StepTime};
+use crate::stop::Deadline;
 
-/// Stages from the end that are told apart with many ranks; further ones hold at least as many microbatches.
-const COUNTED: usize = 4;
-/// From so many ranks on there are many.
-const MANY_RANKS: u32 = 128;
-/// Most units of ranks that are told apart.
-const UNITS: usize = 512;
+/// How much is told apart: with less of it a bound is found sooner, and lower.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Grain {
+    /// Stages from the end, with many ranks; further ones hold at least as many microbatches.
+    pub(crate) counted: usize,
+    /// From so many ranks on there are many.
+    pub(crate) many_ranks: u32,
+    /// Most units of ranks.
+    pub(crate) units: usize,
+}
+
+impl Grain {
+    /// What serves a thousand ranks.
+    pub(crate) const FINE: Self = Self { counted: 4, many_ranks: 128, units: 512 };
+}
+
 /// Of a unit: what is below comes from rounding.
 const ROUNDING: f64 = 1e-6;
 
@@ -42,6 +53,10 @@ pub(crate) struct Relaxation {
     later: Vec<StepTime>,
     /// Least time in which a microbatch passes the first Stages.
     before_us: Vec<f64>,
+    /// False when it was time to end before all relaxed Plans were looked at.
+    is_complete: bool,
+    /// What no Plan takes less than even then.
+    least_us: f64,
 }
 
 /// Places between the Stages of a Plan: how many Stages are behind, the Block behind, and the most ranks that the
@@ -58,11 +73,11 @@ struct States {
 }
 
 impl States {
-    fn new(pricing: &Pricing<'_>) -> Self {
+    fn new(pricing: &Pricing<'_>, grain: Grain) -> Self {
         let (blocks, world_size) = (pricing.chain.len(), pricing.problem.settings.world_size);
-        let unit = (world_size as usize).div_ceil(UNITS);
+        let unit = (world_size as usize).div_ceil(grain.units);
         let ranks = world_size as usize / unit;
-        let most = if world_size < MANY_RANKS { blocks.min(ranks) } else { COUNTED };
+        let most = if world_size < grain.many_ranks { blocks.min(ranks) } else { grain.counted };
         let all_held = |&count: &usize| pricing.step.in_flight(count) == pricing.step.microbatches;
         Self { blocks, ranks, unit, counted: (1..most).find(all_held).unwrap_or(most) }
     }
@@ -106,23 +121,33 @@ impl States {
 
 impl Relaxation {
     /// Relaxed Plans that take less than `best_us`.
-    pub(crate) fn new(pricing: &Pricing<'_>, best_us: f64) -> Self {
-        let (states, equal, cluster) = (States::new(pricing), pricing.equal_replicas(), pricing.problem.cluster);
+    pub(crate) fn new(pricing: &Pricing<'_>, best_us: f64, grain: Grain, deadline: Deadline<'_>) -> Self {
+        let (states, equal, cluster) = (States::new(pricing, grain), pricing.equal_replicas(), pricing.problem.cluster);
         let of_kind = |kind: usize| equal.iter().map(move |replicas| Place::ideal(cluster, replicas, kind));
         let places: Vec<Place> = (0..cluster.kinds.len()).flat_map(of_kind).collect();
-        let table = StageTable::new(pricing, &places, |_| None, best_us);
+        let table = StageTable::new(pricing, &places, |_| None, best_us, deadline);
         let (later, before_us) = (vec![StepTime::NEVER; states.len()], vec![f64::INFINITY; states.len()]);
         let fewest = [Vec::new(), Vec::new()];
-        let mut relaxed = Self { step: pricing.step, states, equal, table, fewest, later, before_us };
+        let least_us = longest_block_us(pricing, &places);
+        let (step, is_complete) = (pricing.step, table.is_complete);
+        let mut relaxed = Self { step, states, equal, table, fewest, later, before_us, is_complete, least_us };
         relaxed.find_fewest(best_us);
         if relaxed.fewest[0][states.blocks] <= states.ranks {
-            relaxed.find_later(best_us);
+            relaxed.find_later(best_us, deadline);
         }
         relaxed
     }
 
+    /// False when it was time to end before all relaxed Plans were looked at: then nothing is known of those missing.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.is_complete
+    }
+
     /// No Plan takes less; infinite when none takes less than the time that was given.
     pub(crate) fn bound_us(&self) -> f64 {
+        if !self.is_complete {
+            return self.least_us;
+        }
         let States { counted, ranks, .. } = self.states;
         let of_count = |count| self.step.step_us(self.later[self.states.index(count, 0, ranks)]);
         (1..=counted).map(of_count).fold(f64::INFINITY, f64::min)
@@ -167,11 +192,15 @@ impl Relaxation {
     }
 
     /// From the last Stage to the first.
-    fn find_later(&mut self, best_us: f64) {
+    fn find_later(&mut self, best_us: f64, deadline: Deadline<'_>) {
         let States { blocks, counted, .. } = self.states;
         self.later[self.states.index(0, blocks, 0)] = StepTime::default();
         for end in (0..=blocks).rev() {
             for behind in 0..=counted {
+                if deadline.is_over() {
+                    self.is_complete = false;
+                    return;
+                }
                 let row = self.states.row(behind, end);
                 let better = better_with_more(&mut self.later[row], StepTime::NEVER, StepTime::least);
                 if end > 0 && !better.is_empty() {
@@ -204,12 +233,16 @@ impl Relaxation {
 
     /// From the first Stage to the last: finds the least time before each StageKey, and drops the Stages that make
     /// every relaxed Plan take `best_us` or more.
-    pub(crate) fn limit(&mut self, best_us: f64) {
+    pub(crate) fn limit(&mut self, best_us: f64, deadline: Deadline<'_>) {
         let States { blocks, counted, .. } = self.states;
         (0..=counted).for_each(|behind| self.before_us[self.states.index(behind, 0, 0)] = 0.0);
         // By Block, by number of Stages behind.
         let mut better: Vec<Vec<Vec<usize>>> = Vec::new();
         for end in 0..=blocks {
+            if deadline.is_over() {
+                self.is_complete = false;
+                return;
+            }
             if end > 0 {
                 self.put_behind(end, &better, best_us);
             }
@@ -220,7 +253,7 @@ impl Relaxation {
 
     /// Puts every Stage that ends at `end` behind the Stages before it.
     fn put_behind(&mut self, end: usize, better: &[Vec<Vec<usize>>], best_us: f64) {
-        let Self { step, states, equal, table, fewest: [_, fewest_behind], later, before_us } = self;
+        let Self { step, states, equal, table, fewest: [_, fewest_behind], later, before_us, .. } = self;
         let savers = table.savers.clone();
         let most = (states.ranks + 1).saturating_sub(fewest_behind[end]);
         table.retain(end, |stage, entry| {
@@ -246,6 +279,17 @@ impl Relaxation {
             useful
         });
     }
+}
+
+/// The Block that takes longest takes so long even alone on as many ranks of some kind as there are.
+fn longest_block_us(pricing: &Pricing<'_>, places: &[Place]) -> f64 {
+    let most = places.iter().filter(|place| place.replicas == pricing.problem.settings.world_size);
+    let ats: Vec<_> = most.map(|place| pricing.at(place)).collect();
+    let least_us = |block: usize| {
+        let busy_us = ats.iter().map(|at| pricing.plain(&(block..block + 1), at, Saver::PLAIN, 0.0).cost);
+        busy_us.map(|cost| pricing.step.busy_us(&cost)).fold(f64::INFINITY, f64::min)
+    };
+    (0..pricing.chain.len()).map(least_us).filter(|us| us.is_finite()).fold(0.0, f64::max)
 }
 
 /// Makes a state with more ranks as good as those with fewer; the numbers of ranks from which on it is better.

@@ -34,12 +34,14 @@ pub(crate) fn shortage(
     let at = pricing.at(place);
     let usable_bytes = at.usable_bytes;
     let memory_of = |run: Range<usize>| {
-        let workspace_bytes = pricing.run_workspace_bytes(run.clone(), place.replicas);
+        let workspace_bytes = pricing.run_workspace_bytes(run.clone(), &at);
         let memory = pricing.memory(&run, &at, Saver::PLAIN, workspace_bytes);
         memory.prediction(tightest.in_flight)
     };
     let alone_bytes = |block: usize| memory_of(block..block + 1).total_bytes();
-    let heaviest = (first..end).rev().max_by_key(|&block| alone_bytes(block)).unwrap_or(first);
+    let too_large = |&block: &usize| pricing.is_too_large(&(block..block + 1), &at);
+    let measured = (first..end).find(too_large);
+    let heaviest = measured.or((first..end).rev().max_by_key(|&block| alone_bytes(block))).unwrap_or(first);
     let memory = memory_of(first..end);
     SearchError::DoesNotFit(Shortage {
         block: describe(heaviest),
@@ -51,6 +53,7 @@ pub(crate) fn shortage(
         microbatches: pricing.step.microbatches,
         largest: largest_use(&memory),
         advice: advice(pricing, &memory, alone_bytes(heaviest) as f64 > usable_bytes),
+        measured_rows: measured.map(|_| at.most_rows()),
     })
 }
 
@@ -107,6 +110,8 @@ struct Fit<'a> {
 struct Need {
     short_bytes: f64,
     microbatch_bytes: f64,
+    /// At least so much beyond what it may use, by its measurement.
+    measured_bytes: f64,
 }
 
 impl<'a> Fit<'a> {
@@ -163,6 +168,7 @@ impl<'a> Fit<'a> {
             let needs = &self.memory[index][end * (end - 1) / 2..];
             for (first, need) in needs[..end].iter().enumerate() {
                 let short_bytes = need.short_bytes + need.microbatch_bytes * in_flight as f64;
+                let short_bytes = short_bytes.max(need.measured_bytes);
                 let stage = Tightest { short_bytes, first, end, place, in_flight, stages };
                 let whole = rest.map_or(stage, |rest| larger(rest, stage));
                 let state = &mut now[first * stride + (taken + units) as usize];
@@ -177,12 +183,20 @@ fn needs(pricing: &Pricing<'_>, place: &Place, saver: Saver) -> Vec<Need> {
     let at = pricing.at(place);
     let mut needs = Vec::new();
     for end in 1..=pricing.chain.len() {
-        for first in 0..end {
-            let workspace_bytes = pricing.run_workspace_bytes(first..end, place.replicas);
+        let mut workspace_bytes: f64 = 0.0;
+        let of_run = |first: usize| {
+            workspace_bytes = workspace_bytes.max(pricing.workspace_bytes(first, &at));
             let memory = pricing.stage(first..end, &at, saver, workspace_bytes).memory;
-            let short_bytes = memory.fixed_bytes() - at.usable_bytes;
-            needs.push(Need { short_bytes, microbatch_bytes: memory.microbatch_bytes });
-        }
+            // What ran out of memory needs more than there is.
+            let measured_bytes = if pricing.is_too_large(&(first..end), &at) { at.beyond_bytes() } else { f64::MIN };
+            Need {
+                short_bytes: memory.fixed_bytes() - at.usable_bytes,
+                microbatch_bytes: memory.microbatch_bytes,
+                measured_bytes,
+            }
+        };
+        let from_end: Vec<Need> = (0..end).rev().map(of_run).collect();
+        needs.extend(from_end.into_iter().rev());
     }
     needs
 }

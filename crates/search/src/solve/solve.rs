@@ -6,16 +6,18 @@
 //! of one Schedule and number of microbatches are searched side by side with the same Plan to beat, so the
 //! number of threads does not show in the answer.
 
+use std::collections::BTreeSet;
+
 use rannc_cost::Cluster;
 use rannc_plan::ScheduleKind;
 use rayon::prelude::*;
 
-use super::relax::{Relaxation, with_best_sends};
+use super::relax::{Grain, Relaxation, with_best_sends};
 use super::stages::{Found, StageSearch};
 use super::table::StageTable;
 use crate::price::{CHEAPER, Place, Pricing, Problem, RankOrder, Saver};
 use crate::settings::Limits;
-use crate::stop::{Budget, Clock, Stop};
+use crate::stop::{Budget, Clock, Deadline, Stop};
 
 /// A Plan must take less than this share of the time of another one to replace it.
 const BETTER: f64 = 1.0 - 1e-9;
@@ -56,6 +58,8 @@ pub(crate) struct Solved {
     pub(crate) finalists: Vec<Solution>,
     /// No Plan takes less.
     pub(crate) lower_bound_us: f64,
+    /// By Schedule and microbatches: no Plan with them takes less, or is better than the best one.
+    pub(crate) bounds: Vec<(ScheduleKind, u64, f64)>,
     pub(crate) stop: Stop,
 }
 
@@ -77,13 +81,6 @@ impl CaseGroup<'_> {
         let SearchCase { schedule, microbatches, .. } = self.cases[0];
         Pricing::new(problem, schedule, microbatches)
     }
-
-    /// Relaxed Plans of an ideal problem that take less than `best_us`.
-    fn relaxed(&self, ideal: Problem<'_>, best_us: f64) -> Relaxation {
-        let mut relaxed = Relaxation::new(&self.pricing(ideal), best_us);
-        relaxed.limit(best_us);
-        relaxed
-    }
 }
 
 fn groups(cases: &[SearchCase]) -> Vec<CaseGroup<'_>> {
@@ -91,21 +88,6 @@ fn groups(cases: &[SearchCase]) -> Vec<CaseGroup<'_>> {
         (left.schedule, left.microbatches) == (right.schedule, right.microbatches)
     };
     cases.chunk_by(alike).map(|cases| CaseGroup { cases, bound_us: 0.0 }).collect()
-}
-
-/// The cases with their lower bounds, the most promising first; as far as it came before it was told to end.
-fn bounded<'c>(ideal: Problem<'_>, cases: &'c [SearchCase], best_us: f64, clock: Clock<'_>) -> Vec<CaseGroup<'c>> {
-    let mut groups = groups(cases);
-    let bound = |group: &mut CaseGroup<'_>| {
-        if clock.is_told() {
-            return;
-        }
-        group.bound_us = Relaxation::new(&group.pricing(ideal), best_us).bound_us().min(best_us);
-    };
-    groups.par_iter_mut().for_each(bound);
-    // A stable sort: of equal bounds the first stays first.
-    groups.sort_by(|left, right| left.bound_us.total_cmp(&right.bound_us));
-    groups
 }
 
 /// The computation of a step with all Blocks on all ranks, whether they fit or not.
@@ -132,10 +114,17 @@ impl<'a> CaseSearch<'a> {
         order: &'a RankOrder,
         relaxed: &'a Relaxation,
         best_us: f64,
+        deadline: Deadline<'_>,
     ) -> Self {
         let pricing = Pricing::new(problem, case.schedule, case.microbatches);
-        let table = StageTable::new(&pricing, order.places(), |place| Some(relaxed.stages_at(place)), best_us);
+        let wanted = |place: &Place| Some(relaxed.stages_at(place));
+        let table = StageTable::new(&pricing, order.places(), wanted, best_us, deadline);
         Self { case, pricing, order, table, relaxed }
+    }
+
+    /// False when it was time to end before all of its Stages were known.
+    fn is_complete(&self) -> bool {
+        self.relaxed.is_complete() && self.table.is_complete
     }
 
     /// See [`StageSearch::run`].
@@ -158,6 +147,7 @@ pub(crate) struct Solver<'a> {
     pub(crate) orders: &'a [RankOrder],
     /// An order with few units, for a first Plan.
     pub(crate) rough: &'a RankOrder,
+    pub(crate) grain: Grain,
     pub(crate) clock: Clock<'a>,
 }
 
@@ -209,9 +199,33 @@ impl<'a> Solver<'a> {
         Problem { cluster, in_parts: true, direct: true, ..self.problem }
     }
 
+    fn deadline(&self) -> Deadline<'a> {
+        Deadline::new(&self.problem.settings.limits, self.clock)
+    }
+
+    /// Relaxed Plans of a group's cases that take less than `best_us`.
+    fn relaxed(&self, group: &CaseGroup<'_>, ideal: Problem<'_>, best_us: f64, deadline: Deadline<'_>) -> Relaxation {
+        let mut relaxed = Relaxation::new(&group.pricing(ideal), best_us, self.grain, deadline);
+        relaxed.limit(best_us, deadline);
+        relaxed
+    }
+
+    /// The cases with their lower bounds, the most promising first; as far as it came before it was time to end.
+    fn bounded<'c>(&self, ideal: Problem<'_>, cases: &'c [SearchCase], best_us: f64) -> Vec<CaseGroup<'c>> {
+        let mut groups = groups(cases);
+        let bound = |group: &mut CaseGroup<'_>| {
+            let relaxed = Relaxation::new(&group.pricing(ideal), best_us, self.grain, self.deadline());
+            group.bound_us = relaxed.bound_us().min(best_us);
+        };
+        groups.par_iter_mut().for_each(bound);
+        // A stable sort: of equal bounds the first stays first.
+        groups.sort_by(|left, right| left.bound_us.total_cmp(&right.bound_us));
+        groups
+    }
+
     /// The best division if it takes less than `limit_us`; beyond it when a limit of the search was met.
     fn solve_below(&self, ideal: Problem<'_>, cases: &[SearchCase], limit_us: f64) -> Result<Solved, Stop> {
-        let mut groups = bounded(ideal, cases, limit_us, self.clock);
+        let mut groups = self.bounded(ideal, cases, limit_us);
         let mut best: Option<Solution> = None;
         let mut finalists: Vec<Solution> = Vec::new();
         let mut stop = Stop::Complete;
@@ -235,7 +249,9 @@ impl<'a> Solver<'a> {
         }
         let best = best.ok_or(stop)?;
         let lower_bound_us = self.raised_us(ideal, &groups, best.found.step_us);
-        Ok(Solved { best, finalists, lower_bound_us, stop })
+        let bound = |group: &CaseGroup<'_>| (group.cases[0].schedule, group.cases[0].microbatches, group.bound_us);
+        let bounds = groups.iter().map(bound).collect();
+        Ok(Solved { best, finalists, lower_bound_us, bounds, stop })
     }
 
     /// The least of the bounds. Those far below `best_us` are raised by an exact search with ideal places and whole Blocks,
@@ -248,9 +264,9 @@ impl<'a> Solver<'a> {
             if group.bound_us >= best_us * TIGHT || !exact || self.clock.is_told() {
                 return group.bound_us;
             }
-            let relaxed = group.relaxed(ideal, best_us);
+            let relaxed = self.relaxed(group, ideal, best_us, self.deadline());
             let whole = Problem { in_parts: false, ..ideal };
-            let search = CaseSearch::new(whole, group.cases[0], order, &relaxed, best_us);
+            let search = CaseSearch::new(whole, group.cases[0], order, &relaxed, best_us, self.deadline());
             match self.run(&search, None, best_us) {
                 (found, Stop::Complete) => {
                     group.bound_us.max(found.map_or(best_us, |found| found.found.step_us) * CHEAPER)
@@ -268,8 +284,9 @@ impl<'a> Solver<'a> {
             return None;
         }
         let case = SearchCase { order: None, ..group.cases[0] };
-        let relaxed = group.relaxed(ideal, best_us);
-        let search = CaseSearch::new(self.problem, case, self.rough, &relaxed, best_us);
+        let deadline = Deadline::only_told(self.clock);
+        let relaxed = self.relaxed(group, ideal, best_us, deadline);
+        let search = CaseSearch::new(self.problem, case, self.rough, &relaxed, best_us, deadline);
         let mut budget = Budget::new(&Limits::default(), self.clock);
         search.run(self.problem.settings.forced_stages(), Some(1), best_us, &mut budget)
     }
@@ -281,7 +298,7 @@ impl<'a> Solver<'a> {
             let stop = if group.bound_us >= best_us { Stop::Complete } else { budget.stop() };
             return Looked { found: Vec::new(), stop };
         }
-        let relaxed = group.relaxed(ideal, best_us);
+        let relaxed = self.relaxed(group, ideal, best_us, self.deadline());
         group.bound_us = group.bound_us.max(relaxed.bound_us()).min(best_us);
         let look = |&case: &SearchCase| self.look_at(case, &relaxed, best_us);
         let looked: Vec<(Option<Solution>, Stop)> = group.cases.par_iter().map(look).collect();
@@ -291,7 +308,7 @@ impl<'a> Solver<'a> {
 
     /// The best division of a case that takes less than `best_us`.
     fn look_at(&self, case: SearchCase, relaxed: &Relaxation, best_us: f64) -> (Option<Solution>, Stop) {
-        let search = CaseSearch::new(self.problem, case, self.order(case), relaxed, best_us);
+        let search = CaseSearch::new(self.problem, case, self.order(case), relaxed, best_us, self.deadline());
         let (quick, _) = self.run(&search, Some(1), best_us);
         let (exact, stop) = self.run(&search, None, quick.as_ref().map_or(best_us, |found| found.found.step_us));
         (exact.or(quick), stop)
@@ -300,7 +317,51 @@ impl<'a> Solver<'a> {
     fn run(&self, search: &CaseSearch<'_>, width: Option<usize>, best_us: f64) -> (Option<Solution>, Stop) {
         let mut budget = Budget::new(&self.problem.settings.limits, self.clock);
         let found = search.run(self.problem.settings.forced_stages(), width, best_us, &mut budget);
-        (found, budget.stop())
+        let missing = if search.is_complete() { Stop::Complete } else { Stop::Time };
+        (found, budget.stop().max(missing))
+    }
+
+    /// Divisions that are simpler than the best one, with fewer Stages or as many and fewer microbatches, and take less
+    /// than `limit_us`. A quick search, which may miss some.
+    pub(crate) fn simpler(&self, cases: &[SearchCase], solved: &Solved, limit_us: f64) -> Vec<Solution> {
+        let (stages, best) = (solved.best.found.stages.len(), solved.best.case);
+        let promising = |group: &CaseGroup<'_>| {
+            let SearchCase { schedule, microbatches, .. } = group.cases[0];
+            let bound = |&&(known, count, _): &&(ScheduleKind, u64, f64)| (known, count) == (schedule, microbatches);
+            let bound_us = solved.bounds.iter().find(bound).map_or(0.0, |&(_, _, bound_us)| bound_us);
+            bound_us < limit_us && (stages > 1 || microbatches < best.microbatches)
+        };
+        let cluster = with_best_sends(self.problem.cluster);
+        let ideal = self.ideal(&cluster);
+        let of_group = |group: &CaseGroup<'_>| {
+            let fewer = group.cases[0].microbatches < best.microbatches;
+            let counts: BTreeSet<usize> = match self.problem.settings.forced_stages() {
+                Some(forced) => [forced].into_iter().filter(|_| fewer).collect(),
+                None => {
+                    [1, stages / 2, stages - 1, stages].into_iter().filter(|&count| count < stages || fewer).collect()
+                }
+            };
+            let most = self.problem.settings.max_stages.map_or(stages, |most| most as usize);
+            let counts = counts.into_iter().filter(|count| (1..=most).contains(count));
+            let relaxed = self.relaxed(group, ideal, limit_us, self.deadline());
+            if relaxed.bound_us() >= limit_us || self.deadline().is_over() {
+                return Vec::new();
+            }
+            let counts: Vec<usize> = counts.collect();
+            let of_case = |&case: &SearchCase| {
+                let order = self.order(case);
+                let search = CaseSearch::new(self.problem, case, order, &relaxed, limit_us, self.deadline());
+                let of_count = |&stages: &usize| {
+                    let mut budget = Budget::new(&self.problem.settings.limits, self.clock);
+                    search.run(Some(stages), Some(1), limit_us, &mut budget)
+                };
+                counts.iter().filter_map(of_count).collect::<Vec<_>>()
+            };
+            group.cases.iter().flat_map(of_case).collect()
+        };
+        let groups: Vec<CaseGroup<'_>> = groups(cases).into_iter().filter(promising).collect();
+        let found: Vec<Vec<Solution>> = groups.par_iter().map(of_group).collect();
+        found.into_iter().flatten().collect()
     }
 
     /// Other good divisions, at most `count`, best first: with other numbers of Stages or microbatches.
@@ -318,9 +379,9 @@ impl<'a> Solver<'a> {
             if self.clock.is_told() {
                 return Vec::new();
             }
-            let relaxed = group.relaxed(ideal, worst_us);
+            let relaxed = self.relaxed(group, ideal, worst_us, self.deadline());
             let of_case = |&case: &SearchCase| {
-                let search = CaseSearch::new(self.problem, case, self.order(case), &relaxed, worst_us);
+                let search = CaseSearch::new(self.problem, case, self.order(case), &relaxed, worst_us, self.deadline());
                 let of_count = |&stages: &usize| {
                     let mut budget = Budget::new(&self.problem.settings.limits, self.clock);
                     search.run(Some(stages), Some(RUNNER_UP_WIDTH), worst_us, &mut budget)

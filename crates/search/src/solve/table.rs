@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use crate::price::{Again, At, Place, PlainStage, Priced, Pricing, Saver, StageCost};
+use crate::stop::Deadline;
 
 /// A priced Stage.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -49,7 +50,7 @@ impl Entry {
     fn of(priced: &Priced, saver: Saver, usable_bytes: f64) -> Self {
         let memory = &priced.memory;
         let max_in_flight = match saver.again {
-            _ if !priced.cost.compute_us().is_finite() => 0,
+            _ if !priced.cost.is_finite() => 0,
             Again::ToHold(in_flight) if memory.microbatch_bytes.is_finite() => in_flight,
             Again::ToHold(_) => 0,
             Again::Nothing | Again::Everything => memory.room(usable_bytes),
@@ -62,6 +63,8 @@ impl Entry {
 pub(crate) struct StageTable {
     pub(crate) blocks: usize,
     pub(crate) savers: Vec<Saver>,
+    /// False when it was time to end before all Stages were priced.
+    pub(crate) is_complete: bool,
     /// By place, saver, end.
     ends: Vec<Runs>,
     entries: Vec<Entry>,
@@ -127,30 +130,35 @@ impl StageTable {
         places: &[Place],
         wanted: impl Fn(&Place) -> Option<(&'t Self, usize)>,
         best_us: f64,
+        deadline: Deadline<'_>,
     ) -> Self {
         let (blocks, world_size) = (pricing.chain.len(), pricing.problem.settings.world_size);
         let held = pricing.step.held(blocks.min(world_size as usize));
         let savers = Saver::all(&pricing.problem.settings.savers, &held);
-        let mut table = Self { blocks, savers, ends: Vec::new(), entries: Vec::new() };
+        let mut table = Self { blocks, savers, is_complete: true, ends: Vec::new(), entries: Vec::new() };
         for place in places {
             let at = &pricing.at(place);
-            let workspaces: Vec<f64> =
-                (0..blocks).map(|block| pricing.workspace_bytes(block, place.replicas)).collect();
+            let workspaces: Vec<f64> = (0..blocks).map(|block| pricing.workspace_bytes(block, at)).collect();
             let mut first = 0;
             for alike in table.savers.clone().chunk_by(Saver::is_again_of) {
                 let savers = first..first + alike.len();
-                table.fill(pricing, &Layers { savers, at, workspaces: &workspaces, wanted: wanted(place) }, best_us);
+                let layers = Layers { savers, at, workspaces: &workspaces, wanted: wanted(place) };
+                table.fill(pricing, &layers, best_us, deadline);
                 first += alike.len();
             }
         }
         table
     }
 
-    fn fill(&mut self, pricing: &Pricing<'_>, layers: &Layers<'_>, best_us: f64) {
+    fn fill(&mut self, pricing: &Pricing<'_>, layers: &Layers<'_>, best_us: f64, deadline: Deadline<'_>) {
         let first_layer = self.ends.len();
         self.ends.resize(first_layer + layers.savers.len() * self.blocks, Runs::default());
         let mut runs: Vec<Vec<Entry>> = vec![Vec::new(); layers.savers.len()];
         for end in 1..=self.blocks {
+            if !self.is_complete || deadline.is_over() {
+                self.is_complete = false;
+                return;
+            }
             self.price(pricing, layers, end, best_us, &mut runs);
             for (layer, runs) in runs.iter_mut().enumerate() {
                 self.ends[first_layer + layer * self.blocks + end - 1] = self.keep(end, runs);

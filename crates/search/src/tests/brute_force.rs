@@ -13,8 +13,8 @@ use crate::price::{CHEAPER, Pricing, Problem, RankOrder, Saver, StepTime};
 use crate::settings::{Limits, Savers, Settings};
 use crate::solve::relax::{Relaxation, with_best_sends};
 use crate::solve::table::Entry;
-use crate::solve::{FoundStage, SearchCase, Solved, Solver};
-use crate::stop::{Clock, Stop};
+use crate::solve::{FoundStage, Grain, SearchCase, Solved, Solver};
+use crate::stop::{Clock, Deadline, Stop};
 
 fn block() -> impl Strategy<Value = BlockSpec> {
     (1..200_u32, 1..200_u32, 0..50_u32, 0..20_u32).prop_map(|(fixed, flops, workspace, private)| BlockSpec {
@@ -33,6 +33,7 @@ fn block() -> impl Strategy<Value = BlockSpec> {
             Affine { fixed: 0.0, per_row: f64::from(workspace) * 1e3 },
         ],
         private_bytes: Affine { fixed: 0.0, per_row: f64::from(private) * 1e3 },
+        left_bytes: Affine::default(),
         output_bytes: Affine { fixed: f64::from(private) * 1e2, per_row: f64::from(workspace) * 1e2 },
     })
 }
@@ -55,9 +56,19 @@ fn kept(len: usize) -> impl Strategy<Value = KeptSpec> {
     (places(len), places(len), any::<bool>(), 1..100_u32).prop_map(|(saved_by, users, crosses, bytes)| {
         let bytes = Affine { fixed: 0.0, per_row: f64::from(bytes) * 1e3 };
         let made_by = saved_by[0].min(users[0]);
-        let used_by: Vec<usize> = users.into_iter().filter(|&user| user > made_by).collect();
-        let crossing = (crosses && !used_by.is_empty()).then_some((made_by, used_by));
-        KeptSpec { bytes, saved_by, crossing }
+        // The storage itself for some, a view of half of it that the first of them makes for the others.
+        let halved = Affine { per_row: bytes.per_row / 2.0, ..bytes };
+        let later = |made_by: usize, count| {
+            users.iter().copied().filter(move |&user| user > made_by).take(count).collect::<Vec<_>>()
+        };
+        let crossing = |bytes, made_by, used_by: Vec<usize>| {
+            (!used_by.is_empty()).then_some(CrossingSpec { bytes, requires_grad: true, made_by, used_by })
+        };
+        let whole = crossing(bytes, made_by, later(made_by, 2));
+        let viewer = whole.as_ref().map_or(made_by, |whole| whole.used_by[0]);
+        let crossings = whole.into_iter().chain(crossing(halved, viewer, later(viewer, 9)));
+        let crossings = if crosses { crossings.collect() } else { Vec::new() };
+        KeptSpec { bytes, saved_by, made_by: crosses.then_some(made_by), crossings }
     })
 }
 
@@ -163,9 +174,18 @@ fn cluster() -> impl Strategy<Value = Cluster> {
 }
 
 fn solve(problem: Problem<'_>, orders: &[RankOrder]) -> (Vec<SearchCase>, Result<Solved, Stop>) {
+    solve_with(Grain::FINE, problem, orders)
+}
+
+/// A bound that tells hardly anything apart, as with thousands of ranks.
+fn grain() -> impl Strategy<Value = Grain> {
+    (1..3_usize, 1..4_u32, 1..4_usize).prop_map(|(counted, many_ranks, units)| Grain { counted, many_ranks, units })
+}
+
+fn solve_with(grain: Grain, problem: Problem<'_>, orders: &[RankOrder]) -> (Vec<SearchCase>, Result<Solved, Stop>) {
     let rough = RankOrder::packed(problem.cluster, problem.settings.world_size, None, 2);
     let told = AtomicBool::new(false);
-    let solver = Solver { problem, orders, rough: &rough, clock: Clock::new(&told) };
+    let solver = Solver { problem, orders, rough: &rough, grain, clock: Clock::new(&told) };
     let cases = solver.cases(&problem.settings.microbatch_candidates().expect("free microbatches"));
     let solved = solver.solve(&cases);
     (cases, solved)
@@ -234,12 +254,13 @@ impl Division<'_> {
         let Some(ChainSpec { crossings, states, .. }) = spec else { return pricing.step.step_us(*time) };
         let priced = |FoundStage { run, positions, saver }: &FoundStage| {
             let place = order.place_at(positions);
-            let workspace_bytes = pricing.run_workspace_bytes(run.clone(), place.replicas);
-            pricing.stage(run.clone(), &pricing.at(place), *saver, workspace_bytes)
+            let at = pricing.at(place);
+            let workspace_bytes = pricing.run_workspace_bytes(run.clone(), &at);
+            pricing.stage(run.clone(), &at, *saver, workspace_bytes)
         };
         let prices: Vec<_> = stages.iter().map(priced).collect();
         let replicas: Vec<usize> = stages.iter().map(|stage| stage.positions.len()).collect();
-        let linker = Linker { crossings, states, order, pricing, stages };
+        let linker = Linker::new(crossings, states, order, pricing, stages);
         pricing.step.exact_us(&pricing.step.schedule.into(), &prices, &replicas, &linker.links(), &linker.tied_sums())
     }
 
@@ -250,7 +271,7 @@ impl Division<'_> {
         let replicas = u32::try_from(self.replicas[place]).expect("few devices");
         let (first, unit) = (end - length, last - replicas);
         let at = self.pricing.at(self.order.place(unit, replicas));
-        let workspace_bytes = self.pricing.run_workspace_bytes(first..end, replicas);
+        let workspace_bytes = self.pricing.run_workspace_bytes(first..end, &at);
         let in_flight = step.in_flight(place + 1);
         let with = |&saver: &Saver| {
             let entry = Entry::new(self.pricing, first..end, &at, saver, workspace_bytes);
@@ -338,12 +359,20 @@ proptest! {
                 let sent = |c: &&CrossingSpec| holds(&[c.made_by]) && c.used_by.iter().any(|&user| user >= end);
                 let out: f64 = spec.crossings.iter().filter(sent).map(|c| c.bytes.at(rows)).sum();
                 prop_assert!((chain.traffic.out_bytes.at(first, end, rows) - out).abs() < 1.0);
-                let is_kept = |k: &&KeptSpec| {
-                    holds(&k.saved_by) || k.crossing.as_ref().is_some_and(|(made_by, used_by)| received(*made_by, used_by))
+                let kept = |k: &KeptSpec| {
+                    let Some(made_by) = k.made_by else { return if holds(&k.saved_by) { k.bytes.at(rows) } else { 0.0 } };
+                    let whole = if holds(&[made_by]) && (holds(&k.saved_by) || k.crossings.iter().any(|c| sent(&c))) {
+                        k.bytes.at(rows)
+                    } else {
+                        0.0
+                    };
+                    let into = k.crossings.iter().filter(|c| received(c.made_by, &c.used_by));
+                    whole + into.map(|c| c.bytes.at(rows)).sum::<f64>()
                 };
                 let private: f64 = spec.blocks[first..end].iter().map(|b| b.private_bytes.at(rows)).sum();
-                let kept: f64 = spec.kept.iter().filter(is_kept).map(|k| k.bytes.at(rows)).sum::<f64>() + private;
-                prop_assert!((chain.kept_bytes.at(first, end, rows) - kept).abs() < 1.0);
+                let kept: f64 = spec.kept.iter().map(kept).sum::<f64>() + private;
+                let times = chain.times(0, &devices[0], None, rows);
+                prop_assert!((chain.kept_bytes([&times].into_iter(), first, end, rows) - kept.max(into)).abs() < 1.0);
                 let outputs: f64 = spec.blocks[first..end].iter().map(|b| b.output_bytes.at(rows)).sum();
                 prop_assert!((chain.output_bytes.at(first, end, rows) - outputs).abs() < 1.0);
             }
@@ -422,7 +451,9 @@ proptest! {
     #[test]
     fn no_plan_beats_the_bounds(
         spec in spec(5), settings in settings(4), cluster in cluster(), faster_between in 1.0..10_000.0_f64,
+        coarse in grain(),
     ) {
+        let told = AtomicBool::new(false);
         let mut cluster = cluster;
         if let Some(between) = cluster.levels.get_mut(1) {
             for link in [&mut between.send, &mut between.collective] {
@@ -441,8 +472,11 @@ proptest! {
             let ideal = Problem { cluster: &ideal_cluster, in_parts: true, direct: true, ..problem };
             let pricing = Pricing::new(ideal, case.schedule, case.microbatches);
             for best_us in [f64::INFINITY, 2.0 * least_us, SLACK * least_us] {
-                let bound_us = Relaxation::new(&pricing, best_us).bound_us();
-                prop_assert!(bound_us <= least_us * SLACK, "{case:?} {bound_us} {least_us}");
+                for grain in [Grain::FINE, coarse] {
+                    let deadline = Deadline::only_told(Clock::new(&told));
+                    let bound_us = Relaxation::new(&pricing, best_us, grain, deadline).bound_us();
+                    prop_assert!(bound_us <= least_us * SLACK, "{case:?} {bound_us} {least_us}");
+                }
             }
         }
     }
@@ -470,6 +504,42 @@ proptest! {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
+
+    /// The best Plan of few units may be worse; no Plan is better than the bound.
+    #[test]
+    fn no_plan_beats_the_bound_of_a_coarse_search(
+        spec in spec(4), settings in settings(4), cluster in cluster(), grain in grain(), units in 1..4_u32,
+    ) {
+        let settings = Settings { max_microbatches: 3, stages: None, ..settings };
+        let chain = Chain::new(spec, &cluster.kinds);
+        let measured = vec![None; cluster.kinds.len()];
+        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
+        let (cases, solved) = solve_with(grain, problem, &RankOrder::all(&cluster, settings.world_size, None, units));
+        let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
+        if let Ok(Solved { best, lower_bound_us, .. }) = solved {
+            let least_us = brute_force(problem, &orders, &cases, None).expect("one was found");
+            prop_assert!(lower_bound_us <= least_us * SLACK && least_us <= best.found.step_us * SLACK);
+        }
+    }
+
+    /// Whatever was looked at when time was over, no Plan is better than the bound.
+    #[test]
+    fn a_search_without_time_tells_the_truth(spec in spec(4), settings in settings(4), cluster in cluster()) {
+        let settings = Settings { max_microbatches: 3, ..settings };
+        let chain = Chain::new(spec, &cluster.kinds);
+        let measured = vec![None; cluster.kinds.len()];
+        let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
+        let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
+        let (cases, solved) = solve(problem, &orders);
+        let limited = Settings { limits: Limits { time_ms: Some(0), ..settings.limits }, ..settings.clone() };
+        let (_, quick) = solve(Problem { settings: &limited, ..problem }, &orders);
+        let least_us = brute_force(problem, &orders, &cases, None).unwrap_or(f64::INFINITY);
+        if let Ok(Solved { best, lower_bound_us, stop, .. }) = quick {
+            prop_assert!(lower_bound_us <= least_us * SLACK && least_us <= best.found.step_us * SLACK);
+            prop_assert!(stop == Stop::Time || best.found.step_us <= least_us * SLACK);
+            prop_assert!(solved.is_ok());
+        }
+    }
 
     #[test]
     fn no_plan_is_told_shorter_than_the_bound(spec in linked_spec(4), settings in settings(4), cluster in cluster()) {

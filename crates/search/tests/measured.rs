@@ -1,0 +1,152 @@
+//! Measured Blocks in the place of the roofline: their memory, what they share, and what did not fit.
+
+mod encoder;
+
+use encoder::encoder;
+use rannc_cost::{BlockPoint, BlockProfile, Blocks, Cluster, Profile};
+use rannc_ir::testing::GraphBuilder;
+use rannc_ir::{Analysis, Arg, DType, Dim, Graph};
+use rannc_plan::Plan;
+use rannc_search::{SearchError, Settings, plan};
+
+const ROWS: u64 = 8;
+
+fn point(rows: u64, saved_bytes: u64, workspace_bytes: u64) -> BlockPoint {
+    BlockPoint {
+        rows,
+        fits: true,
+        forward_us: 100.0,
+        backward_us: 200.0,
+        forward_host_us: 1.0,
+        backward_host_us: 2.0,
+        backward_input_us: 100.0,
+        backward_weight_us: 100.0,
+        saved_bytes,
+        workspace_bytes,
+    }
+}
+
+fn out_of_memory(rows: u64) -> BlockPoint {
+    BlockPoint {
+        fits: false,
+        forward_us: 0.0,
+        backward_us: 0.0,
+        forward_host_us: 0.0,
+        backward_host_us: 0.0,
+        backward_input_us: 0.0,
+        backward_weight_us: 0.0,
+        ..point(rows, 0, 0)
+    }
+}
+
+/// A Profile in which every kind of Block has these points.
+fn profile(graph: &Graph, cluster: &Cluster, settings: &Settings, points: &[BlockPoint]) -> Profile {
+    let rows = settings.batch_rows / u64::from(settings.world_size);
+    let blocks = Blocks::new(graph, &Analysis::new(graph), &cluster.kinds[0], settings.world_size, rows);
+    let mut profile = Profile::new(&graph.hash(), &cluster.kinds[0].name, "float32");
+    for hash in blocks.hashes {
+        profile.blocks.insert(hash, BlockProfile::new(points.to_vec()));
+    }
+    profile.seal().expect("figures agree")
+}
+
+fn one_stage() -> Settings {
+    Settings { batch_rows: ROWS, stages: Some(1), microbatches: Some(1), ..Settings::default() }
+}
+
+fn planned(graph: &Graph, points: &[BlockPoint]) -> Plan {
+    let cluster = Cluster::preset("H200", 1, 1).expect("a device");
+    let measured = profile(graph, &cluster, &one_stage(), points);
+    plan(graph, &cluster, &[measured], &one_stage()).expect("fits").plan
+}
+
+#[test]
+fn measured_memory_counts() {
+    let graph = encoder(2, 256, 64, 1000);
+    let memory = |saved_bytes, workspace_bytes| {
+        planned(&graph, &[point(ROWS, saved_bytes, workspace_bytes)]).stages[0].predicted.memory
+    };
+    let (little, more, temporary) = (memory(1 << 24, 1000), memory(1 << 26, 1000), memory(1 << 24, 123_456));
+    let blocks = Blocks::new(
+        &graph,
+        &Analysis::new(&graph),
+        &Cluster::preset("H200", 1, 1).expect("a device").kinds[0],
+        1,
+        ROWS,
+    );
+    let difference = (blocks.blocks.len() as u64) * ((1 << 26) - (1 << 24));
+    assert_eq!(more.activations_bytes - little.activations_bytes, difference);
+    assert_eq!((little.workspace_bytes, temporary.workspace_bytes), (1000, 123_456));
+}
+
+/// Several Blocks use the sum of two parameters, which each Stage computes once for each microbatch.
+#[test]
+fn shared_batch_free_ops_are_priced_beside_measured_blocks() {
+    let shared = |extra: bool| {
+        let mut builder = GraphBuilder::new("Shared");
+        let width = [Dim::fixed(4096), Dim::fixed(4096)];
+        let (first, second) = (builder.param("first", &[4096, 4096]), builder.param("second", &[4096, 4096]));
+        let mut weight = builder.op("aten.add.Tensor", vec![Arg::Value(first), Arg::Value(second)], &width);
+        for _ in 0..if extra { 50 } else { 0 } {
+            weight = builder.op("aten.exp.default", vec![Arg::Value(weight)], &width);
+        }
+        let mut state = builder.input(DType::Float32, &[Dim::rows(1), Dim::fixed(4096)]);
+        let shape = builder.shape(state);
+        for layer in 0..3 {
+            builder.module(&format!("layers.{layer}"));
+            state = builder.op("aten.linear.default", vec![Arg::Value(state), Arg::Value(weight)], &shape);
+        }
+        builder.finish(&[state])
+    };
+    let step_us = |extra| planned(&shared(extra), &[point(ROWS, 1000, 1000)]).stages[0].predicted.forward_us;
+    assert!(step_us(true) > 1.5 * step_us(false), "{} {}", step_us(true), step_us(false));
+}
+
+#[test]
+fn what_ran_out_of_memory_stays_excluded_and_is_told() {
+    let graph = encoder(2, 256, 64, 1000);
+    let cluster = Cluster::preset("H200", 1, 1).expect("a device");
+    for points in [vec![out_of_memory(ROWS)], vec![point(1, 1000, 1000), out_of_memory(ROWS)]] {
+        let measured = profile(&graph, &cluster, &one_stage(), &points);
+        let Err(SearchError::DoesNotFit(shortage)) = plan(&graph, &cluster, &[measured.clone()], &one_stage()) else {
+            panic!("nothing fits");
+        };
+        assert!(shortage.short_bytes > 0 && shortage.needed_bytes >= cluster.kinds[0].memory_bytes, "{shortage}");
+        assert_eq!(shortage.measured_rows, Some(ROWS));
+        assert!(shortage.to_string().contains("has 8 rows of a microbatch, but "), "{shortage}");
+        let free = Settings { microbatches: None, stages: None, ..one_stage() };
+        let fitting = plan(&graph, &cluster, &[measured], &free);
+        assert_eq!(fitting.is_ok(), points[0].fits || fitting.is_ok());
+    }
+}
+
+/// What goes to the next Stage is a view of what this one saves, or was made of it in place.
+#[test]
+fn views_and_results_in_place_are_kept_once() {
+    let model = |between: fn(&mut GraphBuilder, rannc_ir::ValueId) -> rannc_ir::ValueId| {
+        let mut builder = GraphBuilder::new("Model");
+        let input = builder.input(DType::Float32, &[Dim::rows(1), Dim::fixed(1024)]);
+        builder.module("first");
+        let hidden = builder.linear(input, 1024, "first");
+        let saved = builder.pointwise("aten.tanh.default", &[hidden]);
+        let sent = between(&mut builder, saved);
+        let result = builder.linear(sent, 1024, "second");
+        builder.finish(&[result])
+    };
+    let activations = |graph: &Graph| {
+        let cluster = Cluster::preset("cpu", 1, 2).expect("devices");
+        let two =
+            Settings { world_size: 2, batch_rows: 64, stages: Some(2), microbatches: Some(1), ..Settings::default() };
+        let found = plan(graph, &cluster, &[], &two).expect("fits").plan;
+        let stages = found.stages.iter().map(|stage| stage.predicted.memory.activations_bytes);
+        stages.collect::<Vec<_>>()
+    };
+    let plain = activations(&model(|_, saved| saved));
+    let viewed = activations(&model(|builder, saved| {
+        let shape = builder.shape(saved);
+        builder.view(saved, &shape)
+    }));
+    let changed = activations(&model(|builder, saved| builder.in_place("aten.relu_.default", saved)));
+    assert_eq!(viewed, plain);
+    assert_eq!(changed, plain);
+}
