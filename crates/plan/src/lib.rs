@@ -26,7 +26,7 @@ pub use predicted::{MemoryPrediction, StagePrediction, StepPrediction};
 pub use program::{
     Action, BUCKET_BYTES, Batch, Bucket, Buckets, FIRST_BUCKET_BYTES, Gradient, Interval, Message, Overlap, Payload,
     Piece, Program, ProgramError, RankProgram, RankView, Slice, Step, Trained, Transfer, WINDOW, build, overlaps,
-    plan_channels, split_even, with_messages,
+    plan_channels, split_even, stage_depths, with_messages,
 };
 pub use saver::{Recompute, Sharding};
 pub use schedule::{Call, Compute, Order, OrderError, Schedule, ScheduleKind, depths};

@@ -4,8 +4,8 @@ use proptest::prelude::*;
 use rannc_ir::OpRun;
 use rannc_ir::testing::{cases, damaged, mlp};
 use rannc_plan::{
-    MemoryPrediction, Plan, PlanFault, PlanFileError, Recompute, ScheduleKind, Sharding, StagePlan, StagePrediction,
-    StepPrediction,
+    MemoryPrediction, Plan, PlanFault, PlanFileError, Recompute, Schedule, ScheduleKind, Sharding, StagePlan,
+    StagePrediction, StepPrediction,
 };
 
 fn stage(first: u32, end: u32, ranks: &[u32]) -> StagePlan {
@@ -60,6 +60,34 @@ fn reads_what_it_writes_to_the_byte() {
     assert_eq!(again, plan);
     assert_eq!(again.to_json(), text);
     assert_eq!(again.seal().expect("still consistent").checksum, plan.checksum);
+}
+
+#[test]
+fn a_listed_schedule_has_every_computation_once() {
+    let listed = |orders: &[&str]| {
+        let orders = orders.iter().map(|text| text.parse().expect("an order")).collect();
+        move |plan: &mut Plan| {
+            plan.microbatches = 2;
+            plan.schedule = Schedule::Explicit(orders);
+        }
+    };
+    let faults = [
+        (vec!["F0 F1 B0 B1"], "its schedule lists 1 stages, but it has 2"),
+        (
+            vec!["F0 F1 B0 B1", "F0 B0 F1"],
+            "the order of stage 1 lacks a computation, or has one of a microbatch that the plan does not have",
+        ),
+    ];
+    for (orders, expected) in faults {
+        let mut plan = unsealed();
+        listed(&orders)(&mut plan);
+        let error = plan.seal().expect_err("it lacks something").to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+    let mut plan = unsealed();
+    listed(&["F0 F1 B0 B1", "F0 B0 F1 B1"])(&mut plan);
+    let sealed = plan.seal().expect("the plan is consistent");
+    assert_eq!(Plan::from_json(&sealed.to_json()).expect("the text is a plan"), sealed);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use rannc_cost::{Cluster, format_bytes, format_us, tensor_bytes};
 use rannc_ir::{Analysis, Graph, OpRun};
-use rannc_plan::{MemoryPrediction, Partition, PartitionError, Plan, StagePlan};
+use rannc_plan::{MemoryPrediction, Partition, PartitionError, Plan, StagePlan, stage_depths};
 use rannc_search::{Blocks, Gain, Outcome, PassedOver, SearchReport, Settings, Stop};
 use serde::Serialize;
 
@@ -155,7 +155,7 @@ impl Explanation {
             shape: PlanShape::new(other, Some(&workload)),
         });
         Ok(Self {
-            stages: stage_shares(&plan, &Partition::new(graph, &ops)?.depths(), step.bottleneck, question),
+            stages: stage_shares(&plan, &stage_depths(&Partition::new(graph, &ops)?), step.bottleneck, question),
             cuts: cuts(&plan, cut_bytes(graph, &ops, rows)?),
             median_cut_bytes: median(cut_bytes(graph, &possible(graph, cluster, settings), rows)?),
             runners_up: runners_up.collect(),

@@ -3,8 +3,6 @@
 use rannc_ir::{BufferId, ConstId, OpId, ParamId, RowDim, ValueId};
 use serde::{Deserialize, Serialize};
 
-use crate::schedule::depths;
-
 /// A Graph divided over Stages.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Partition {
@@ -16,17 +14,6 @@ pub struct Partition {
     pub outputs: Vec<OutputPart>,
     /// Params held by more than one Stage, by increasing id.
     pub tied: Vec<TiedParam>,
-}
-
-impl Partition {
-    /// By Stage, the number of Stages on the longest way from it to one that feeds no other, both included.
-    pub fn depths(&self) -> Vec<u32> {
-        let feeds = self
-            .crossings
-            .iter()
-            .flat_map(|crossing| crossing.to.iter().map(|&to| (crossing.from as usize, to as usize)));
-        depths(self.stages.len(), feeds)
-    }
 }
 
 /// One Stage.

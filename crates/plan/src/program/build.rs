@@ -11,9 +11,9 @@ use super::messages::mailboxes;
 use super::routes::{BatchSplit, Interval, overlaps, split_even};
 use super::{Program, RankProgram, Transfer};
 use crate::consistent::{PlanFault, check_ranks};
-use crate::partition::{OutputSource, Partition};
+use crate::partition::{Crossing, OutputSource, Partition};
 use crate::plan::Placement;
-use crate::schedule::{Call, Compute};
+use crate::schedule::{Call, Compute, depths};
 
 /// The rows that one call gives.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -83,7 +83,7 @@ pub enum ProgramError {
     TooManyRows,
 }
 
-/// Builds the Program of a batch. The result passes [`check`](crate::check()).
+/// Builds the Program of a batch. Under a Schedule with a name the result passes [`check`](crate::check()).
 ///
 /// # Errors
 /// When the arguments contradict each other, or the batch is empty.
@@ -125,6 +125,15 @@ pub fn build(
         buckets,
         ranks,
     })
+}
+
+/// By Stage, the number of Stages on the longest way from it to one that feeds no other, both included.
+pub fn stage_depths(partition: &Partition) -> Vec<u32> {
+    let feeds = |crossing: &Crossing| {
+        let from = crossing.from as usize;
+        crossing.to.iter().map(move |&to| (from, to as usize)).collect::<Vec<_>>()
+    };
+    depths(partition.stages.len(), partition.crossings.iter().flat_map(feeds))
 }
 
 /// Checks all that indexing relies on, and sums the batch's rows.
@@ -276,7 +285,7 @@ impl Router<'_> {
         let active: Vec<u32> =
             self.microbatches().filter(|&(_, index)| self.split.microbatches[index] > 0).map(|(mb, _)| mb).collect();
         let mut programs = Vec::with_capacity(mailboxes.len());
-        let depths = self.partition.depths();
+        let depths = stage_depths(self.partition);
         for (stage, ranks) in (0..).zip(&self.placement.ranks) {
             let order =
                 self.placement.schedule.order(stage as usize, depths[stage as usize], rank_number(active.len()));

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::action::{Action, Message, Payload, Piece, WINDOW};
 pub use self::buckets::{BUCKET_BYTES, Bucket, Buckets, FIRST_BUCKET_BYTES, Gradient, Trained};
-pub use self::build::{Batch, ProgramError, build};
+pub use self::build::{Batch, ProgramError, build, stage_depths};
 pub use self::messages::{Step, plan_channels, with_messages};
 pub use self::routes::{Interval, Overlap, Slice, overlaps, split_even};
 pub use self::view::RankView;

@@ -185,6 +185,18 @@ mod tests {
     }
 
     #[test]
+    fn the_closed_form_counts_what_an_order_holds() {
+        for kind in [ScheduleKind::FillDrain, ScheduleKind::OneForwardOneBackward] {
+            for (depth, microbatches) in (1..6).flat_map(|depth| (1..8).map(move |microbatches| (depth, microbatches)))
+            {
+                let order = Schedule::Named(kind).order(0, depth, microbatches);
+                assert_eq!(order.in_flight(), kind.in_flight(u64::from(depth), u64::from(microbatches)), "{order}");
+                assert_eq!(order.fault(microbatches), None);
+            }
+        }
+    }
+
+    #[test]
     fn depth_is_the_longest_way_to_an_end() {
         assert_eq!(depths(4, [(0, 1), (1, 2), (2, 3)]), [4, 3, 2, 1]);
         assert_eq!(depths(4, [(0, 3), (1, 2)]), [2, 2, 1, 1]);
