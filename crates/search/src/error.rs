@@ -71,7 +71,7 @@ pub struct Shortage {
     /// What would help.
     pub advice: Advice,
     /// Set when the Block ran out of memory while it was measured: rows that were too many.
-    pub measured_rows: Option<u64>,
+    pub measured_rows: Option<u32>,
     /// What the runtime cannot do yet, and with which the model would fit.
     pub would_fit: Vec<&'static str>,
 }
@@ -105,7 +105,7 @@ impl Shortage {
                 "the model does not fit into memory: in the best of all plans ({stages}, {microbatches}) a device has \
                  {} of a microbatch, but {block} runs out of memory with so many, as was measured: it needs at least \
                  {needed} of {usable} usable memory; {advice}{would_fit}",
-                counted(rows, "row", "rows")
+                counted(u64::from(rows), "row", "rows")
             );
         }
         format!(

@@ -108,11 +108,13 @@ fn what_ran_out_of_memory_stays_excluded_and_is_told() {
     let cluster = Cluster::preset("H200", 1, 1).expect("a device");
     for points in [vec![out_of_memory(ROWS)], vec![point(1, 1000, 1000), out_of_memory(ROWS)]] {
         let measured = profile(&graph, &cluster, &one_stage(), &points);
-        let Err(SearchError::DoesNotFit(shortage)) = plan(&graph, &cluster, &[measured.clone()], &one_stage()) else {
+        let Err(SearchError::DoesNotFit(shortage)) =
+            plan(&graph, &cluster, std::slice::from_ref(&measured), &one_stage())
+        else {
             panic!("nothing fits");
         };
         assert!(shortage.short_bytes > 0 && shortage.needed_bytes >= cluster.kinds[0].memory_bytes, "{shortage}");
-        assert_eq!(shortage.measured_rows, Some(ROWS));
+        assert_eq!(shortage.measured_rows.map(u64::from), Some(ROWS));
         assert!(shortage.to_string().contains("has 8 rows of a microbatch, but "), "{shortage}");
         let free = Settings { microbatches: None, stages: None, ..one_stage() };
         let fitting = plan(&graph, &cluster, &[measured], &free);

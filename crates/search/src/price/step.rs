@@ -20,10 +20,9 @@
 //! *Fill-drain* is a permutation flow shop of Stages and channels, forward and back: the sum of all computations and
 //! transfers, and M - 1 times the longest of the forward and the longest of the backward.
 //!
-//! Microbatches have two sizes at most here, the larger ones first (see [`super::sizes`]). A flow shop of two sizes has
-//! the path of the larger ones up to some Stage and of the smaller ones from there on. For 1F1B the rounds are those of
-//! the smaller ones, all other paths go through what they are: the first microbatch on the way in, the last one on the
-//! way out, and all of a Stage that works all the time.
+//! Microbatches have two sizes at most here, the larger ones first (see [`super::sizes`]). Rounds are those of the
+//! smaller ones, but for the first microbatch's; all other paths go through what they are: the first microbatch on the
+//! way in, the last one on the way out, and all of a Stage that works all the time.
 //!
 //! Where nothing is sent to the next Stage, the Stages before and after have their steps side by side, and the longer
 //! one counts. Every term is a path, so nothing is overestimated as long as all that a Stage sends goes to the next one
@@ -87,7 +86,7 @@ impl StageCost {
     pub(crate) fn pass_us(&self) -> f64 {
         let Self { larger, smaller, .. } = self;
         larger.forward_us
-            + larger.in_us
+            + smaller.in_us
             + larger.out_us
             + smaller.backward_us
             + smaller.in_grad_us
@@ -105,48 +104,32 @@ pub(crate) struct StepModel {
 }
 
 /// A message's time between two Stages.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug)]
 struct Transfer {
     larger_us: f64,
     smaller_us: f64,
 }
 
 impl Transfer {
-    const NEVER: Self = Self { larger_us: f64::INFINITY, smaller_us: f64::INFINITY };
-
-    /// As the slower of both ends sees it, who each tell a half.
-    fn between(self, other: Self) -> Self {
-        let Self { larger_us, smaller_us } = other;
-        Self { larger_us: 2.0 * self.larger_us.max(larger_us), smaller_us: 2.0 * self.smaller_us.max(smaller_us) }
-    }
-
-    fn least(self, other: Self) -> Self {
-        let Self { larger_us, smaller_us } = other;
-        Self { larger_us: self.larger_us.min(larger_us), smaller_us: self.smaller_us.min(smaller_us) }
-    }
-
-    fn is_at_most(&self, other: &Self) -> bool {
-        self.larger_us <= other.larger_us && self.smaller_us <= other.smaller_us
-    }
-}
-
-impl StageCost {
-    fn transfer(&self, part: fn(&PassCost) -> f64) -> Transfer {
-        Transfer { larger_us: part(&self.larger), smaller_us: part(&self.smaller) }
+    /// What a Stage sends or gets back as the slower end sees it, who each tell a half. Of larger microbatches, the later
+    /// end is not known, which takes at least as long as with a smaller one.
+    #[inline]
+    fn new(larger_us: f64, smaller_us: f64, later_us: f64) -> Self {
+        Self { larger_us: 2.0 * larger_us.max(later_us), smaller_us: 2.0 * smaller_us.max(later_us) }
     }
 }
 
 /// The last Stages of a step, as the Stage before them sees them. A smaller number is never worse.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct StepTime {
-    /// Half of the Values that the first of them receives from that Stage.
-    values: Transfer,
-    /// Half of the gradients that it sends back.
-    grads: Transfer,
+    /// Half of the Values that the first of them receives from that Stage for the last microbatch.
+    in_us: f64,
+    /// Half of the gradients that it sends back for it.
+    in_grad_us: f64,
     /// The time of a step with no other Stages.
     step_us: f64,
     /// An [`Alternating`] or a [`Drained`], as the Schedule has it.
-    paths_us: [f64; 7],
+    paths_us: [f64; 5],
 }
 
 /// Paths of 1F1B.
@@ -162,66 +145,56 @@ struct Alternating {
     all_us: f64,
 }
 
-/// Paths of fill-drain: of the forwards through the last Stages and of the backwards that come back.
+/// Paths of fill-drain.
 #[derive(Clone, Copy, Default)]
 struct Drained {
-    forwards: Passing,
-    backwards: Passing,
+    /// The last microbatch's forwards and Values.
+    last_forward_us: f64,
+    /// The longest one from the first forward of the first Stage to the last one of the last Stage.
+    forwards_us: f64,
+    /// The first microbatch's backwards and gradients.
+    first_backward_us: f64,
+    /// The longest one from the first backward of the last Stage to the last one of the first Stage.
+    backwards_us: f64,
     /// The end of the step, counted from the first backward.
     end_us: f64,
 }
 
-/// All microbatches on their way through Stages and transfers, one after another in each.
-#[derive(Clone, Copy, Default)]
-struct Passing {
-    /// One alone: on the way forward the last one, on the way back the first one.
-    one_us: f64,
-    /// The longest path of a part of them: on the way forward the smaller ones, on the way back the larger ones.
-    part_us: f64,
-    /// The longest path.
-    all_us: f64,
-}
-
-impl From<[f64; 7]> for Alternating {
-    fn from([span_us, round_us, all_us, first_round_us, ..]: [f64; 7]) -> Self {
+impl From<[f64; 5]> for Alternating {
+    fn from([span_us, round_us, all_us, first_round_us, ..]: [f64; 5]) -> Self {
         Self { span_us, round_us, first_round_us, all_us }
     }
 }
 
-impl From<Alternating> for [f64; 7] {
+impl From<Alternating> for [f64; 5] {
     fn from(Alternating { span_us, round_us, first_round_us, all_us }: Alternating) -> Self {
-        [span_us, round_us, all_us, first_round_us, 0.0, 0.0, 0.0]
+        [span_us, round_us, all_us, first_round_us, 0.0]
     }
 }
 
-impl From<[f64; 7]> for Drained {
-    fn from([last_us, smaller_us, forwards_us, first_us, larger_us, backwards_us, end_us]: [f64; 7]) -> Self {
-        Self {
-            forwards: Passing { one_us: last_us, part_us: smaller_us, all_us: forwards_us },
-            backwards: Passing { one_us: first_us, part_us: larger_us, all_us: backwards_us },
-            end_us,
-        }
+impl From<[f64; 5]> for Drained {
+    fn from([last_forward_us, forwards_us, first_backward_us, backwards_us, end_us]: [f64; 5]) -> Self {
+        Self { last_forward_us, forwards_us, first_backward_us, backwards_us, end_us }
     }
 }
 
-impl From<Drained> for [f64; 7] {
-    fn from(Drained { forwards, backwards, end_us }: Drained) -> Self {
-        let Passing { one_us: last_us, part_us: smaller_us, all_us: forwards_us } = forwards;
-        let Passing { one_us: first_us, part_us: larger_us, all_us: backwards_us } = backwards;
-        [last_us, smaller_us, forwards_us, first_us, larger_us, backwards_us, end_us]
+impl From<Drained> for [f64; 5] {
+    fn from(paths: Drained) -> Self {
+        let Drained { last_forward_us, forwards_us, first_backward_us, backwards_us, end_us } = paths;
+        [last_forward_us, forwards_us, first_backward_us, backwards_us, end_us]
     }
 }
 
 impl StepTime {
     /// Of Stages that cannot be.
     pub(crate) const NEVER: Self =
-        Self { values: Transfer::NEVER, grads: Transfer::NEVER, step_us: f64::INFINITY, paths_us: [f64::INFINITY; 7] };
+        Self { in_us: f64::INFINITY, in_grad_us: f64::INFINITY, step_us: f64::INFINITY, paths_us: [f64::INFINITY; 5] };
 
     /// As good as either in every part.
     pub(crate) fn least(self, other: Self) -> Self {
         Self {
-            values: self.values.least(other.values),
-            grads: self.grads.least(other.grads),
+            in_us: self.in_us.min(other.in_us),
+            in_grad_us: self.in_grad_us.min(other.in_grad_us),
             step_us: self.step_us.min(other.step_us),
             paths_us: std::array::from_fn(|path| self.paths_us[path].min(other.paths_us[path])),
         }
@@ -229,8 +202,8 @@ impl StepTime {
 
     /// True when no Plan that goes on from `other` is better than from this one.
     pub(crate) fn dominates(&self, other: &Self) -> bool {
-        self.values.is_at_most(&other.values)
-            && self.grads.is_at_most(&other.grads)
+        self.in_us <= other.in_us
+            && self.in_grad_us <= other.in_grad_us
             && self.step_us <= other.step_us
             && self.paths_us.iter().zip(&other.paths_us).all(|(own, other)| own <= other)
     }
@@ -267,15 +240,16 @@ impl StepModel {
 
     /// Computation of a Stage in a step.
     pub(crate) fn busy_us(&self, stage: &StageCost) -> f64 {
-        let (larger, smaller) = self.larger_and_smaller();
-        // Not 0 times what may be infinite.
-        let larger_us = if larger > 0.0 { larger * stage.larger.compute_us() } else { 0.0 };
-        smaller * stage.smaller.compute_us() + larger_us
+        self.sum_us(stage.larger.compute_us(), stage.smaller.compute_us())
     }
 
-    /// The numbers of larger and of smaller microbatches.
-    fn larger_and_smaller(&self) -> (f64, f64) {
-        (self.counts[LARGER] as f64, (self.microbatches - self.counts[LARGER]) as f64)
+    /// Of something that each microbatch takes, for all of them.
+    #[inline]
+    fn sum_us(&self, larger_us: f64, smaller_us: f64) -> f64 {
+        let [larger, rest] = [self.counts[LARGER], self.microbatches - self.counts[LARGER]];
+        // Not 0 times what may be infinite.
+        let of_larger_us = if larger == 0 { 0.0 } else { larger as f64 * larger_us };
+        rest as f64 * smaller_us + of_larger_us
     }
 
     /// The step with one more Stage before its last `later_stages` ones.
@@ -288,8 +262,8 @@ impl StepModel {
 
     fn prepend_1f1b(&self, later: StepTime, stage: &StageCost, later_stages: usize) -> StepTime {
         let StageCost { larger, smaller, end_us } = stage;
-        let values = stage.transfer(|pass| pass.out_us).between(later.values);
-        let grads = stage.transfer(|pass| pass.out_grad_us).between(later.grads);
+        let values = Transfer::new(larger.out_us, smaller.out_us, later.in_us);
+        let grads = Transfer::new(larger.out_grad_us, smaller.out_grad_us, later.in_grad_us);
         let paths = if values.smaller_us > 0.0 { later.paths_us.into() } else { Alternating::default() };
         let Alternating { span_us, round_us, first_round_us, all_us } = paths;
         let round_us = round_us + (values.smaller_us + grads.smaller_us);
@@ -306,8 +280,8 @@ impl StepModel {
         let first_round_us = first_round_us + larger.compute_us();
         let paths = Alternating { span_us, round_us, first_round_us, all_us };
         StepTime {
-            values: stage.transfer(|pass| pass.in_us),
-            grads: stage.transfer(|pass| pass.in_grad_us),
+            in_us: smaller.in_us,
+            in_grad_us: smaller.in_grad_us,
             step_us: later.step_us.max(all_us),
             paths_us: paths.into(),
         }
@@ -343,6 +317,7 @@ impl StepModel {
 
     /// The longest of the same paths where the first microbatches are larger: those that go through computations of the
     /// Stage alone, through its transfers, or once to the last Stage and back.
+    #[cold]
     fn uneven_us(&self, stage: &StageCost, grads: Transfer, rounds_us: [f64; 2], later_stages: usize) -> f64 {
         let (larger, smaller) = (&stage.larger, &stage.smaller);
         let (last, count) = ((self.microbatches - 1) as f64, self.counts[LARGER] as f64);
@@ -378,38 +353,30 @@ impl StepModel {
 
     fn prepend_fill_drain(&self, later: StepTime, stage: &StageCost) -> StepTime {
         let StageCost { larger, smaller, end_us: own_end_us } = stage;
-        let values = stage.transfer(|pass| pass.out_us).between(later.values);
-        let grads = stage.transfer(|pass| pass.out_grad_us).between(later.grads);
-        let later_paths = if values.smaller_us > 0.0 { later.paths_us.into() } else { Drained::default() };
-        let forwards = Transfer { larger_us: larger.forward_us, smaller_us: smaller.forward_us };
-        let forwards = self.before(self.before(later_paths.forwards, values), forwards);
-        let backwards = Transfer { larger_us: larger.backward_us, smaller_us: smaller.backward_us };
-        let backwards = self.behind(self.behind(later_paths.backwards, grads), backwards);
-        let end_us = later_paths.end_us.max(backwards.all_us + own_end_us);
+        let values = Transfer::new(larger.out_us, smaller.out_us, later.in_us);
+        let grads = Transfer::new(larger.out_grad_us, smaller.out_grad_us, later.in_grad_us);
+        let paths = if values.smaller_us > 0.0 { later.paths_us.into() } else { Drained::default() };
+        let Drained { last_forward_us, forwards_us, first_backward_us, backwards_us, end_us } = paths;
+        // Through the transfers, then through the Stage: the first microbatch on its way in, the last one on its way out.
+        let all_us = self.sum_us(values.larger_us, values.smaller_us);
+        let forwards_us = (values.larger_us + forwards_us).max(all_us + last_forward_us);
+        let last_forward_us = values.smaller_us + last_forward_us;
+        let all_us = self.sum_us(larger.forward_us, smaller.forward_us);
+        let forwards_us = (larger.forward_us + forwards_us).max(all_us + last_forward_us);
+        let last_forward_us = smaller.forward_us + last_forward_us;
+        let all_us = self.sum_us(grads.larger_us, grads.smaller_us);
+        let backwards_us = (backwards_us + grads.smaller_us).max(first_backward_us + all_us);
+        let first_backward_us = first_backward_us + grads.larger_us;
+        let all_us = self.sum_us(larger.backward_us, smaller.backward_us);
+        let backwards_us = (backwards_us + smaller.backward_us).max(first_backward_us + all_us);
+        let first_backward_us = first_backward_us + larger.backward_us;
+        let end_us = end_us.max(backwards_us + own_end_us);
         StepTime {
-            values: stage.transfer(|pass| pass.in_us),
-            grads: stage.transfer(|pass| pass.in_grad_us),
-            step_us: later.step_us.max(forwards.all_us + end_us),
-            paths_us: Drained { forwards, backwards, end_us }.into(),
+            in_us: smaller.in_us,
+            in_grad_us: smaller.in_grad_us,
+            step_us: later.step_us.max(forwards_us + end_us),
+            paths_us: Drained { last_forward_us, forwards_us, first_backward_us, backwards_us, end_us }.into(),
         }
-    }
-
-    /// The way forward with one more Stage or transfer before it, which takes so long for each microbatch.
-    fn before(&self, Passing { one_us, part_us, all_us }: Passing, each: Transfer) -> Passing {
-        let Transfer { larger_us, smaller_us } = each;
-        let (larger, smaller) = self.larger_and_smaller();
-        let part_us = (smaller_us + part_us).max(smaller * smaller_us + one_us);
-        let all_us = if larger > 0.0 { (larger_us + all_us).max(larger * larger_us + part_us) } else { part_us };
-        Passing { one_us: smaller_us + one_us, part_us, all_us }
-    }
-
-    /// The way back with one more behind it.
-    fn behind(&self, Passing { one_us, part_us, all_us }: Passing, each: Transfer) -> Passing {
-        let Transfer { larger_us, smaller_us } = each;
-        let (larger, smaller) = self.larger_and_smaller();
-        let part_us = if larger > 0.0 { (part_us + larger_us).max(one_us + larger * larger_us) } else { one_us };
-        let all_us = (all_us + smaller_us).max(part_us + smaller * smaller_us);
-        Passing { one_us: one_us + larger_us, part_us, all_us }
     }
 
     /// The time of a whole step.
@@ -420,17 +387,16 @@ impl StepModel {
     /// No step takes less that has these last Stages, and before them others through which the first microbatch
     /// passes forward and the last one back in at least `pass_us`.
     pub(crate) fn bound_us(&self, later: StepTime, pass_us: f64) -> f64 {
-        let StepTime { values, grads, step_us, paths_us } = later;
-        let pass_us = if values.smaller_us > 0.0 { pass_us } else { 0.0 };
+        let StepTime { in_us, in_grad_us, step_us, paths_us } = later;
+        let pass_us = if in_us > 0.0 { pass_us } else { 0.0 };
         match self.schedule {
             ScheduleKind::OneForwardOneBackward => {
                 let Alternating { span_us, all_us, .. } = paths_us.into();
-                (values.larger_us + grads.smaller_us + span_us + pass_us).max(values.larger_us + all_us).max(step_us)
+                (in_us + in_grad_us + span_us + pass_us).max(in_us + all_us).max(step_us)
             }
             ScheduleKind::FillDrain => {
-                let Drained { forwards, backwards, end_us } = paths_us.into();
-                let drained_us = grads.smaller_us + backwards.all_us + pass_us;
-                (values.larger_us + forwards.all_us + drained_us.max(end_us)).max(step_us)
+                let Drained { forwards_us, backwards_us, end_us, .. } = paths_us.into();
+                (in_us + forwards_us + (in_grad_us + backwards_us + pass_us).max(end_us)).max(step_us)
             }
         }
     }

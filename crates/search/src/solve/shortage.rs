@@ -53,7 +53,7 @@ pub(crate) fn shortage(
         microbatches: pricing.step.microbatches,
         largest: largest_use(&memory),
         advice: advice(pricing, &memory, alone_bytes(heaviest) as f64 > usable_bytes),
-        measured_rows: measured.map(|_| at.most_rows()),
+        measured_rows: measured.map(|_| u32::try_from(at.most_rows()).unwrap_or(u32::MAX)),
     })
 }
 
