@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from pyrannc._native import Plan
 from pyrannc.call.single_row import first_normalising
 from pyrannc.call.variant import Variant
@@ -58,3 +60,28 @@ def no_plan_for_both(missing: Sequence[str], left_out: Sequence[str]) -> str:
         "other way round: make the first call one that uses all of them, as a model does that computes both and "
         "chooses with torch.where, or call undeploy() in between"
     )
+
+
+def tell_of_whole_modules(variant: Variant, model: nn.Module) -> None:
+    """Warns of each kind of sub-module that is kept whole because the capture fails in it."""
+    whole, tail = variant.whole.captured, set(() if variant.tail is None else variant.tail.ops)
+    for kept in whole.kept_whole:
+        titles = {f"pyrannc.opaque.module.{path}" for path in kept.paths}
+        ops = [op for op, node in enumerate(whole.op_nodes) if getattr(node.target, "title", "") in titles]
+        inside = {id(param): param.numel() for path in kept.paths for param in model.get_submodule(path).parameters()}
+        share = sum(inside.values()) / max(1, sum(param.numel() for param in model.parameters()))
+        others = f" and {len(kept.paths) - 1} like it" if len(kept.paths) > 1 else ""
+        runs = (
+            "it runs once a step, on all rows, on every rank"
+            if tail.intersection(ops)
+            else "each row by itself, as trials with random rows say (tested, not proven)"
+        )
+        _log.warning(
+            "%s cannot be captured: %s. %s%s, with %.0f%% of the parameters, stays in one piece: %s",
+            kept.place,
+            kept.cause.splitlines()[0],
+            f"Sub-module '{kept.paths[0]}'" if kept.paths[0] else "The whole model",
+            others,
+            100 * share,
+            runs,
+        )

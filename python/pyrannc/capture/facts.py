@@ -33,7 +33,9 @@ def memory(node: fx.Node) -> set[int]:
 
 
 def writes_memory(node: fx.Node) -> bool:
-    """True for an operator that changes operands in place."""
+    """True for what changes operands in place."""
+    if getattr(node.target, "changes", ()):
+        return True
     return isinstance(node.target, OpOverload) and schema(node.target).is_mutable
 
 

@@ -37,6 +37,7 @@ from .torch_internals import (
     schema,
     unset_fake_temporarily,
 )
+from .untraceable import UntraceableError
 
 _BOOLEAN_READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::allclose")
 _REDRAWS = 16
@@ -83,6 +84,7 @@ class Oracle:
         device: that slices run on.
         batch: what questions are about.
         answered: answers to take where the same is asked again, instead of those of the batch.
+        assumes: answers that no later call can check are taken all the same.
 
     Attributes:
         assumptions: the answers so far.
@@ -90,7 +92,13 @@ class Oracle:
     """
 
     def __init__(
-        self, tracker: SourceTracker, device: torch.device, batch: Batch, answered: Sequence[Assumption] = ()
+        self,
+        tracker: SourceTracker,
+        device: torch.device,
+        batch: Batch,
+        answered: Sequence[Assumption] = (),
+        *,
+        assumes: bool = True,
     ) -> None:
         self.assumptions: list[Assumption] = []
         self.asked_rows: Place | None = None
@@ -98,6 +106,8 @@ class Oracle:
         self._device = device
         self._batch = batch
         self._answered = list(answered)
+        self._assumes = assumes
+        self._in_operator = False
         self._graph: fx.Graph | None = None
 
     def attach(
@@ -125,6 +135,15 @@ class Oracle:
     def attached(self) -> bool:
         """True once a trace is being served."""
         return self._graph is not None
+
+    @contextmanager
+    def in_operator(self) -> Iterator[None]:
+        """What an operator asks decides nothing that is captured: it asks again when it runs."""
+        before, self._in_operator = self._in_operator, True
+        try:
+            yield
+        finally:
+            self._in_operator = before
 
     def close(self) -> None:
         """Lets go of all tensors."""
@@ -179,9 +198,22 @@ class Oracle:
             except NoDataError:
                 answer = expr.subs({symbol: _usual_answer(node) for symbol, (node, _) in origins.items()})
                 assumed = True
+        if self._in_operator:
+            return answer
         again = question(expr, answer, slices, self._inputs, self._asked.run_node, self._device)
+        if again is None and not (assumed or self._assumes or self._by_chance(origins)):
+            cause = f"it decides by what it computes ({expr})"
+            raise UntraceableError(f"{here}: {cause}", here, cause, may_assume=True)
         self.assumptions.append(Assumption(str(expr), str(answer), here, assumed, again, answer))
         return answer
+
+    def _by_chance(self, origins: dict[sympy.Basic, Any]) -> bool:
+        """True for what random numbers alone decide."""
+        return all(
+            any(draws(ancestor) for ancestor in self._slice_of(node))
+            and not any(ancestor.op == "placeholder" for ancestor in self._slice_of(node))
+            for node, _ in origins.values()
+        )
 
     def _answer_before(self, expr: sympy.Basic, here: Place) -> sympy.Basic | None:
         """The answer to take, if the same was asked next at the same place."""
@@ -198,9 +230,12 @@ class Oracle:
             drawn = self._asked.anew()
             values = {symbol: read(self._value(node, drawn, seed)) for symbol, (node, read) in origins.items()}
             if expr.subs(values) != answer:
-                raise CaptureError(
-                    f"{self._tracker.here()} decides by a random number what to compute (layer drop or the like), "
-                    "which a captured graph cannot do; switch it off, or multiply by a random mask instead"
+                here, cause = self._tracker.here(), "it decides by a random number what to compute"
+                raise UntraceableError(
+                    f"{here} decides by a random number what to compute (layer drop or the like), which a captured "
+                    "graph cannot do; switch it off, or multiply by a random mask instead",
+                    here,
+                    cause,
                 )
 
     def _origin(self, symbol: sympy.Basic) -> tuple[fx.Node, Any]:
@@ -350,9 +385,11 @@ class BatchShapeEnv(ShapeQuestions):
         if self.batch_symbol is None or not self.is_fixed(self.batch_symbol):
             return
         place = self.tracker.here() if self.tracker is not None else Place("")
-        raise CaptureError(
+        cause = f"it needs the number of rows as a Python number ({expr})"
+        message = (
             f"{place} works for one batch size only: it needs the value of {expr}, where "
             f"{self.batch_symbol} is the batch size. Rows are split over devices, so the model must work for any "
             "number of rows: replace the Python number, such as `len(x)`, by `x.shape[0]` or -1, and a Python loop "
             "over the rows by a tensor operation."
         )
+        raise UntraceableError(message, place, cause, needs_rows=True)

@@ -44,6 +44,7 @@ from .torch_internals import (
     trace_before_dispatch,
     tracing_context,
 )
+from .untraceable import UntraceableError
 
 _ERROR_LINES = 4
 
@@ -79,6 +80,7 @@ class Trace:
     """A raw trace. Placeholders are parameters, buffers, inputs; outputs are result tensors, then buffer updates."""
 
     gm: fx.GraphModule
+    device: torch.device
     params: NamedTensors
     buffers: NamedTensors
     inputs: list[Tensor]
@@ -125,10 +127,8 @@ def trace(
         if isinstance(error, RaNNCError):
             raise
         place = session.tracker.failure or Place("")
-        raise CaptureError(
-            f"{place} cannot be captured: {type(error).__name__}: {_first_lines(error)}\n"
-            "If the model runs without RaNNC, keep this sub-module whole by naming it in leaf_modules."
-        ) from error
+        cause = f"{type(error).__name__}: {_first_lines(error)}"
+        raise UntraceableError(f"{place} cannot be captured: {cause}", place, cause) from error
 
 
 class _Session:
@@ -165,7 +165,7 @@ class _Session:
         self.attributes = AttributeLog(model, self.tracker)
         sample_device = self.inputs[0].device if self.inputs else torch.device("cpu")
         batch = Batch(self.inputs, has_rows, rows)
-        self.oracle = Oracle(self.tracker, sample_device, batch, answers.before)
+        self.oracle = Oracle(self.tracker, sample_device, batch, answers.before, assumes=answers.assumes)
         self.shape_env = BatchShapeEnv()
         self.shape_env.oracle = self.oracle
         self.shape_env.tracker = self.tracker
@@ -191,6 +191,7 @@ class _Session:
         self.oracle.close()
         return Trace(
             gm=gm,
+            device=self.device,
             params=self.params,
             buffers=self.buffers,
             inputs=self.inputs,
@@ -210,7 +211,9 @@ class _Session:
 
     def leaves(self) -> list[LeafModule]:
         return [
-            LeafModule(path, self.model.get_submodule(path), self.oracle, self.mode, self.sizes)
+            LeafModule(
+                path, self.model.get_submodule(path), self.oracle, self.mode, self.sizes, self.attributes.unwatched
+            )
             for path in self.leaf_paths
         ]
 
@@ -305,7 +308,7 @@ class _TracedCall:
 
 
 def _inside(path: str, outer: Sequence[str]) -> bool:
-    return any(path == name or path.startswith(f"{name}.") for name in outer)
+    return any(not name or path == name or path.startswith(f"{name}.") for name in outer)
 
 
 def _lone_slices(params: Sequence[Tensor]) -> set[int]:
