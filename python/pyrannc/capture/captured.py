@@ -160,7 +160,8 @@ def capture(
         row_wise: as an earlier capture has found; otherwise it is tried.
 
     Raises:
-        CaptureError: the call cannot be captured, and no sub-module helps by staying whole; the message names the place in the model and what to do.
+        CaptureError: the call cannot be captured, and no sub-module helps by staying whole; the message names the
+            place in the model and what to do.
         PartOfBatchError: the model asks for what only the whole batch tells.
     """
     whole = WholeModules(leaf_modules, allow_uncut=allow_uncut)
