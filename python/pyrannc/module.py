@@ -15,7 +15,7 @@ from pyrannc import config as configuration
 from pyrannc.call.agreed import AgreedCall
 from pyrannc.call.batch_arguments import BatchNames
 from pyrannc.call.stale import StaleAttributes
-from pyrannc.call.telling import no_plan_for_both, tell_of_mixing, tell_of_normalising, tell_of_whole_modules
+from pyrannc.call.telling import no_plan_for_both, tell_of_mixing, tell_of_normalising, tell_of_whole_parts
 from pyrannc.call.unwrap import unwrapped
 from pyrannc.call.variant import MOST_VARIANTS, CallKey, RowMixing, Variant, Variants
 from pyrannc.capture import flatten
@@ -242,7 +242,7 @@ class RaNNCModule(DeployedModel):
             )  # fmt: skip
         if process.get_rank() == 0:
             tell_of_mixing(variant)
-            tell_of_whole_modules(variant, self.model)
+            tell_of_whole_parts(variant)
         return variant
 
     def _follow(self, variant: Variant) -> bool:

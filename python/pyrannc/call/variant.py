@@ -89,18 +89,18 @@ class Variant:
     ) -> None:
         self._has_rows, self._leaf_modules = has_rows, leaf_modules
 
-        def divided_capture(*, apart: bool) -> tuple[Captured, Graph, Divided]:
+        def divided_capture(*, apart: bool) -> tuple[Captured, Graph, Divided, DividedFacts]:
             captured, graph = capture_alike(
                 model, args, kwargs, device, rows, has_rows, leaf_modules, batch, allow_uncut=allow_uncut, apart=apart
             )
-            return captured, graph, graph.divide_tail(row_mixing)
+            native = graph.divide_tail(row_mixing)
+            return captured, graph, native, DividedFacts.from_json(native.to_json())
 
-        captured, graph, native = divided_capture(apart=False)
-        if not native.body.op_texts():
+        captured, graph, native, divided = divided_capture(apart=False)
+        if not divided.ops:
             # Some Op has to divide its rows over the Replicas.
-            captured, graph, native = divided_capture(apart=True)
+            captured, graph, native, divided = divided_capture(apart=True)
         self.whole = Whole(captured, graph, GraphFacts.from_json(captured.graph_json, graph.row_dims()))
-        divided = DividedFacts.from_json(native.to_json())
         self.tail: TailPart | None = divided.tail if divided.tail.ops else None
         self.graph: Graph = native.body
         body_json = captured.graph_json if self.tail is None else native.body.to_json()

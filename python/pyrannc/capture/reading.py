@@ -62,7 +62,7 @@ def may_lack_rows(
         with warnings.catch_warnings():
             # Of shapes that the user's call does not have.
             warnings.simplefilter("ignore")
-            cleaned = WholeModules(leaf_modules).until_captured(model, attempt)
+            cleaned = WholeModules(leaf_modules, allow_uncut=True).until_captured(model, attempt)
     except CaptureError:
         return False
     tensor = cleaned.inputs[place]

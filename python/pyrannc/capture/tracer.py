@@ -22,12 +22,13 @@ from .facts import FactRecorder
 from .fallback import BatchSizes, OperatorFallbacks
 from .flatten import Structure, flatten
 from .hooks import refuse_hooks, watched_hooks
+from .kept_whole import Trials, WholeCall, whole_calls_installed
 from .lacking import without_guard
-from .leaf import LeafModule, captured_tensor_hooks, leaf_modules_installed, opaque_autograd_functions
+from .leaf import captured_tensor_hooks, opaque_autograd_functions
 from .oracle import Batch, BatchShapeEnv, Oracle, draws
 from .scripted import opaque_script_functions, scripted_modules
 from .sequences import ADVICE, runs_along_rows
-from .source import Place, SourceTracker
+from .source import Part, Place, SourceTracker
 from .torch_internals import (
     MODULE_TO,
     FakeTensorMode,
@@ -114,9 +115,9 @@ def trace(
     """
     refuse_hooks(model)
     modules = dict(model.named_modules())
-    for path in leaf_modules:
-        if path not in modules:
-            raise CaptureError(f"leaf_modules: the model has no sub-module '{path}'")
+    for part in map(Part.of, leaf_modules):
+        if part.path not in modules:
+            raise CaptureError(f"leaf_modules: the model has no sub-module '{part.path}'")
     session = _Session(model, args, kwargs, device, rows, has_rows, leaf_modules, answers)
     try:
         traced = session.run()
@@ -124,11 +125,15 @@ def trace(
         return traced
     except Exception as error:
         session.refuse_part_of_batch()
+        if isinstance(error, UntraceableError):
+            error.functions = session.tracker.functions
         if isinstance(error, RaNNCError):
             raise
         place = session.tracker.failure or Place("")
         cause = f"{type(error).__name__}: {_first_lines(error)}"
-        raise UntraceableError(f"{place} cannot be captured: {cause}", place, cause) from error
+        failure = UntraceableError(f"{place} cannot be captured: {cause}", place, cause)
+        failure.functions = session.tracker.functions
+        raise failure from error
 
 
 class _Session:
@@ -209,13 +214,21 @@ class _Session:
         if self.answers.part_of_batch and self.oracle.asked_rows is not None:
             raise PartOfBatchError(f"{self.oracle.asked_rows} asks for what only the whole batch tells")
 
-    def leaves(self) -> list[LeafModule]:
-        return [
-            LeafModule(
-                path, self.model.get_submodule(path), self.oracle, self.mode, self.sizes, self.attributes.unwatched
-            )
-            for path in self.leaf_paths
-        ]
+    def whole_calls(self) -> list[WholeCall]:
+        """What stays whole."""
+        trials = Trials(self.oracle, self.mode, self.sizes, self._apart)
+        return [WholeCall(self.model, Part.of(text), trials) for text in self.leaf_paths]
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """What runs here runs again at each call, and is not what is captured."""
+        before = self.tracker.after_calls
+        self.tracker.after_calls = lambda: None
+        try:
+            with self.attributes.unwatched():
+                yield
+        finally:
+            self.tracker.after_calls = before
 
     def _fake(self, name: str, tensor: Tensor, batched: bool) -> Tensor:
         if id(tensor) in self.lone_slices:
@@ -274,7 +287,7 @@ class _TracedCall:
         # Module calls are followed from here on: outside, the fx tracer replaces Module.__call__ itself.
         with (
             reparametrized(session.model, state),
-            leaf_modules_installed(session.leaves()),
+            whole_calls_installed(session.whole_calls()),
             session.tracker.following(),
             OtherGenerators(session.model).unused(session.tracker),
             watched_hooks(session.model, session.tracker),

@@ -235,6 +235,44 @@ def buffers_of_what_stays_whole(job: Job) -> None:
     fit(job, Returns(_Late(_Counting()), F.mse_loss), pairs)
 
 
+class _OwnMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale, self.shift = Chain(4), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def row_by_row(self, y: Tensor) -> Tensor:
+        return torch.stack([self.scale(y[row]) for row in range(len(y))])
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.row_by_row(self.shift(self.net(x))), target)
+
+
+@warned("method row_by_row of the model", settings=ONCE, instead="the method stays whole, with the parameters it uses")
+def loop_over_rows_in_a_method(job: Job) -> None:
+    """A method of the model, not one of its sub-modules, loops over rows."""
+    fit(job, _OwnMethod(), pairs)
+
+
+def _row_by_row(y: Tensor, target: Tensor) -> Tensor:
+    losses = [F.mse_loss(row, right) / (1 + row.detach().abs().max()) for row, right in zip(y, target, strict=True)]
+    return torch.stack(losses).mean()
+
+
+class _OwnFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Chain(4)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return _row_by_row(self.net(x), target)
+
+
+@warned("function _row_by_row", settings=ONCE, instead="the function stays whole")
+def loss_in_a_loop_over_rows(job: Job) -> None:
+    """A function that the model calls by its name loops over rows, as losses of detection do."""
+    fit(job, _OwnFunction(), pairs)
+
+
 class _RowsInRoot(nn.Module):
     def __init__(self, *, loss: bool) -> None:
         super().__init__()
