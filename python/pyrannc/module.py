@@ -67,6 +67,8 @@ class RaNNCModule(DeployedModel):
             captured inside of them runs as it is: on all rows, unless trials with parts of a batch show that it
             treats each row by itself. Where the capture fails, the smallest sub-module that holds the failure is kept
             whole by itself.
+        row_wise_modules: likewise, of sub-modules that treat each row by itself, as you know: each runs on the rows
+            in hand, and nothing is tried.
         allow_uncut: where nothing smaller helps, the whole model is kept whole: one Stage, on all rows unless trials
             show as much.
 
@@ -97,6 +99,7 @@ class RaNNCModule(DeployedModel):
         batch_arguments: BatchNames | None = None,
         leaf_modules: Sequence[str] = (),
         allow_uncut: bool = False,
+        row_wise_modules: Sequence[str] = (),
     ) -> None:
         options = {
             "gather_inputs": gather_inputs,
@@ -106,6 +109,7 @@ class RaNNCModule(DeployedModel):
             "batch_arguments": batch_arguments,
             "leaf_modules": leaf_modules,
             "allow_uncut": allow_uncut,
+            "row_wise_modules": row_wise_modules,
         }
         super().__init__(unwrapped(model), options)
         if row_mixing not in get_args(RowMixing):
@@ -120,6 +124,7 @@ class RaNNCModule(DeployedModel):
         self._batch_arguments = batch_arguments
         self._leaf_modules = tuple(leaf_modules)
         self._allow_uncut = allow_uncut
+        self._row_wise_modules = tuple(row_wise_modules)
         self._check_unused = check_unused_values
         try:
             self._config = _load_config()
@@ -227,7 +232,9 @@ class RaNNCModule(DeployedModel):
             )  # fmt: skip
         with phases.phase("Decomposer", "capture", "the capture of the model"):
             options = call.own_rows, call.has_rows, call.batch, self._row_mixing, self._leaf_modules
-            variant = Variant(self.model, args, kwargs, self.device, *options, self._allow_uncut)
+            variant = Variant(
+                self.model, args, kwargs, self.device, *options, self._allow_uncut, self._row_wise_modules
+            )
             elements = sum(param.numel() for param in self.name_to_param.values())
             ops, params = len(variant.whole.facts.ops), len(variant.whole.facts.params)
             phases.note(f"{type(self.model).__name__}: {ops} ops, {params} parameters with {elements:,} elements")

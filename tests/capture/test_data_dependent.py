@@ -163,3 +163,10 @@ def test_like_layers_are_kept_whole_at_once() -> None:
     net = nn.Sequential(Layer(), Layer(), nn.Linear(WIDTH, WIDTH))
     found = capture(net, (torch.randn(ROWS, WIDTH),), {}, device=CPU, rows=ROWS)
     assert [kept.paths for kept in found.kept_whole] == [("0.inner", "1.inner")]
+
+
+def test_a_capture_leaves_buffers_of_what_stays_whole_alone() -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Counts(), Counts(), Outer())
+    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    capture(net, (torch.randn(ROWS, WIDTH),), {}, device=CPU, rows=ROWS)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in net.named_buffers())

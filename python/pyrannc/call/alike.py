@@ -28,6 +28,7 @@ def capture_alike(
     *,
     allow_uncut: bool = False,
     apart: bool = False,
+    row_wise_modules: Sequence[str] = (),
 ) -> tuple[Captured, Graph]:
     """The captured call with its Graph. All ranks call it.
 
@@ -51,6 +52,7 @@ def capture_alike(
                 answers=answers,
                 allow_uncut=allow_uncut,
                 apart=apart,
+                row_wise_modules=row_wise_modules,
             )
         except PartOfBatchError:
             return None

@@ -60,6 +60,7 @@ class Variant:
         row_mixing: what Ops that mix rows work on.
         leaf_modules: paths of sub-modules that stay whole.
         allow_uncut: where nothing smaller helps, the whole model may stay whole.
+        row_wise_modules: paths of sub-modules that stay whole and treat each row by itself.
 
     Attributes:
         whole: body and tail together.
@@ -86,12 +87,23 @@ class Variant:
         row_mixing: RowMixing = "batch",
         leaf_modules: Sequence[str] = (),
         allow_uncut: bool = False,
+        row_wise_modules: Sequence[str] = (),
     ) -> None:
-        self._has_rows, self._leaf_modules = has_rows, leaf_modules
+        self._has_rows, self._leaf_modules = has_rows, [*leaf_modules, *row_wise_modules]
 
         def divided_capture(*, apart: bool) -> tuple[Captured, Graph, Divided, DividedFacts]:
             captured, graph = capture_alike(
-                model, args, kwargs, device, rows, has_rows, leaf_modules, batch, allow_uncut=allow_uncut, apart=apart
+                model,
+                args,
+                kwargs,
+                device,
+                rows,
+                has_rows,
+                leaf_modules,
+                batch,
+                allow_uncut=allow_uncut,
+                apart=apart,
+                row_wise_modules=row_wise_modules,
             )
             native = graph.divide_tail(row_mixing)
             return captured, graph, native, DividedFacts.from_json(native.to_json())

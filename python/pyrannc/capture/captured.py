@@ -140,6 +140,7 @@ def capture(
     allow_uncut: bool = False,
     apart: bool = False,
     row_wise: Sequence[bool] | None = None,
+    row_wise_modules: Sequence[str] = (),
 ) -> Captured:
     """Captures ``model(*args, **kwargs)`` as it would run on ``device``, for any number of rows.
 
@@ -158,13 +159,14 @@ def capture(
         allow_uncut: where nothing smaller helps, the whole model may be one opaque op.
         apart: an input with rows is copied first, so that some op treats each row by itself.
         row_wise: as an earlier capture has found; otherwise it is tried.
+        row_wise_modules: paths of sub-modules that stay whole, and treat each row by itself.
 
     Raises:
         CaptureError: the call cannot be captured, and no sub-module helps by staying whole; the message names the
             place in the model and what to do.
         PartOfBatchError: the model asks for what only the whole batch tells.
     """
-    whole = WholeModules(leaf_modules, allow_uncut=allow_uncut)
+    whole = WholeModules([*leaf_modules, *row_wise_modules], allow_uncut=allow_uncut)
 
     def attempt(leaves: Sequence[str]) -> tuple[Trace, CleanGraph, Lowered]:
         def once() -> tuple[Trace, CleanGraph, Lowered]:
@@ -172,11 +174,8 @@ def capture(
             traced = trace(model, tuple(args), kwargs, device, rows, batched, leaves, own)
             refuse_changed_tensors(model, _changed_constants(traced.gm))
             cleaned = clean(traced, apart=apart)
-            return (
-                traced,
-                cleaned,
-                lower(traced, cleaned, _qualified_name(model), model.training, max(1, rows), row_wise),
-            )
+            name, mode = _qualified_name(model), model.training
+            return traced, cleaned, lower(traced, cleaned, name, mode, max(1, rows), row_wise, row_wise_modules)
 
         first = once()
         if first[0].carried:

@@ -30,6 +30,7 @@ from .ops import (
     target_name,
 )
 from .row_trial import is_row_wise
+from .source import Part
 from .torch_internals import FakeTensor, OpOverload, known_data
 from .tracer import NamedTensors, Trace
 from .untraceable import UntraceableError
@@ -55,7 +56,13 @@ class Lowered:
 
 
 def lower(
-    trace: Trace, cleaned: CleanGraph, name: str, training: bool, rows: int, row_wise: Sequence[bool] | None = None
+    trace: Trace,
+    cleaned: CleanGraph,
+    name: str,
+    training: bool,
+    rows: int,
+    row_wise: Sequence[bool] | None = None,
+    row_wise_modules: Sequence[str] = (),
 ) -> Lowered:
     """Lowers a cleaned trace.
 
@@ -66,17 +73,21 @@ def lower(
         training: its mode.
         rows: of the batch.
         row_wise: as an earlier call has found; otherwise calls of the user are tried.
+        row_wise_modules: what stays whole and treats each row by itself, as the user says.
 
     Raises:
         CaptureError: an op, a shape or an argument has no form in the Graph.
     """
-    return _Lowering(trace, cleaned, None if row_wise is None else list(row_wise)).run(name, training, rows)
+    told = frozenset(f"pyrannc.opaque.{Part.of(text).title}" for text in row_wise_modules)
+    known = None if row_wise is None else list(row_wise)
+    return _Lowering(trace, cleaned, told, known).run(name, training, rows)
 
 
 @dataclass
 class _Lowering:
     trace: Trace
     cleaned: CleanGraph
+    told_row_wise: frozenset[str] = frozenset()
     known_row_wise: list[bool] | None = None
     row_wise: list[bool] = field(default_factory=list)
     keys: list[ValueKey] = field(default_factory=list)
@@ -228,7 +239,9 @@ class _Lowering:
         call = _call_of_the_user(node)
         if call is None:
             return False
-        if self.known_row_wise is None or len(self.row_wise) >= len(self.known_row_wise):
+        if target_name(node.target) in self.told_row_wise:
+            self.row_wise.append(True)
+        elif self.known_row_wise is None or len(self.row_wise) >= len(self.known_row_wise):
             self.row_wise.append(is_row_wise(call, self._operands(node), _device_of(node)))
         else:
             self.row_wise.append(self.known_row_wise[len(self.row_wise)])

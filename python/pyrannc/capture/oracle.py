@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from pyrannc.errors import CaptureError
 
 from .assumptions import Assumption
-from .facts import memory, writes_memory
+from .facts import memory, written_memory
 from .questions import question
 from .source import Place, SourceTracker
 from .torch_internals import (
@@ -251,7 +251,7 @@ class Oracle:
         """``node`` and what it is computed from, in graph order; ``known`` nodes and their ancestors are left out."""
         assert self._graph is not None
         before = list(takewhile(lambda candidate: candidate is not node, self._graph.nodes))
-        writes = [candidate for candidate in before if writes_memory(candidate) and candidate not in known]
+        writes = [candidate for candidate in before if written_memory(candidate) and candidate not in known]
         needed: set[fx.Node] = set()
         stack = [node]
         while stack:
@@ -262,7 +262,7 @@ class Oracle:
                     stack.extend(current.all_input_nodes)
             # Whoever reads memory depends on what was written there, be it through another view.
             read = {place for reader in needed for operand in reader.all_input_nodes for place in memory(operand)}
-            stack += [write for write in writes if write not in needed and memory(write) & read]
+            stack += [write for write in writes if write not in needed and written_memory(write) & read]
         return [candidate for candidate in (*before, node) if candidate in needed]
 
 
@@ -286,6 +286,7 @@ class _Samples:
         self._device = device
         self._sizes = sizes
         self._written: set[fx.Node] = set()
+        self._shared: set[fx.Node] = set()
 
     def anew(self) -> _Samples:
         """The same tensors with nothing computed."""
@@ -297,13 +298,21 @@ class _Samples:
         Raises:
             NoDataError: a tensor without data is needed.
         """
-        written = {place for node in nodes if writes_memory(node) for place in memory(node)}
+        written = {place for node in nodes for place in written_memory(node)}
         self._written = {node for node in nodes if memory(node) & written}
         for node in nodes:
+            self._keep_samples(node)
             value = self.run_node(node)
             if isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta):
                 raise NoDataError(str(node.target))
             self.known[node] = value
+
+    def _keep_samples(self, node: fx.Node) -> None:
+        """Copies what a node is to change and somebody else has."""
+        for operand in node.all_input_nodes:
+            if operand in self._shared and written_memory(node) & memory(operand):
+                self._shared.discard(operand)
+                self.known[operand] = self.known[operand].clone()
 
     def run_node(self, node: fx.Node) -> Any:
         """What one node gives, once those before it are known."""
@@ -312,7 +321,10 @@ class _Samples:
             if sample.is_meta or isinstance(sample, FakeTensor):
                 raise NoDataError(str(node.target))
             sample = sample.detach().to(self._device)
-            return sample.clone() if node in self._written else sample
+            if node in self._written:
+                return sample.clone()
+            self._shared.add(node)
+            return sample
         if node.op == "get_attr":
             value: Any = self._root
             for name in str(node.target).split("."):

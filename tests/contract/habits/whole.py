@@ -170,6 +170,36 @@ def loop_over_rows(job: Job) -> None:
     fit(job, Returns(_Late(_OverRows()), F.mse_loss), pairs)
 
 
+class _ByLookUp(nn.Module):
+    """Trials with random numbers end in an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not bool((x.detach().abs() <= 1).all()):
+            raise ValueError("the layer before it ends in tanh")
+        return self.inner(x * torch.from_numpy(np.cos(x.detach().numpy())))  # type: ignore[no-any-return]
+
+
+@equal(note="`RaNNCModule(..., row_wise_modules=[...])`: each runs on the rows in hand")
+def declared_row_by_row(job: Job) -> None:
+    """The script says of such a sub-module that it treats each row by itself, which trials would not show."""
+    net = Chain(5)
+    net.layers[1] = _ByLookUp()
+    chosen = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = job.wrap(Returns(net, F.mse_loss), chosen, row_wise_modules=["net.layers.1"])
+    for batch in job.batches(pairs):
+        chosen.zero_grad()
+        loss = model(*batch)
+        job.same("loss", loss)
+        loss.backward()
+        job.gradients(model)
+        chosen.step()
+    job.state(model)
+
+
 class _Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
