@@ -171,7 +171,7 @@ def _copy_constant(
         value: Any = owner
         for name in target.split("."):
             value = getattr(value, name)
-        if isinstance(value, fx.GraphModule):
+        if not isinstance(value, torch.Tensor):
             cause = "it calls an operator with a graph of its own (cond, while_loop, ...)"
             raise UntraceableError(f"{place_of(node)}: {cause}", place_of(node), cause)
         cleaned.gm.register_buffer(target, value, persistent=False)
