@@ -46,8 +46,8 @@ class Outcome:
     """What came of a model under one Plan.
 
     Attributes:
-        column: ``"cut"``, ``"in leaves"`` (10% of the parameters or more), ``"in tail"`` (half of them or more run on all
-            rows on every rank), ``"uncut"``, ``"chance"`` (it draws random numbers), ``"refused"``, ``"wrong"``,
+        column: ``"cut"``, ``"in leaves"`` (10% of the parameters or more), ``"in tail"`` (half of them or more run on
+            all rows on every rank), ``"uncut"``, ``"chance"`` (it draws random numbers), ``"refused"``, ``"wrong"``,
             ``"failed"`` (another error than RaNNC's), or ``"no case"`` (it does not run in one process as made).
         why: the cause, where it is not cut; of one that is, what stays whole.
         stages: of the Plan.
