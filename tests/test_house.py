@@ -46,7 +46,8 @@ PYTHON: Arrows = {
     "calibrate": ("planning", "runtime"),
     "distributed": ("job",),
     "proof_command": ("proof", "distributed"),
-    "command": ("capture", "calibrate", "proof_command"),
+    "zoo": ("module", "distributed"),
+    "command": ("capture", "calibrate", "proof_command", "zoo"),
     "__main__": ("command",),
     "__init__": ("distributed", "module"),
 }

@@ -1,4 +1,4 @@
-"""Entry point of the ``rannc`` command. Only ``capture``, ``calibrate`` and ``proof`` need torch."""
+"""Entry point of the ``rannc`` command. Only ``capture``, ``calibrate``, ``proof`` and ``zoo`` need torch."""
 
 import sys
 
@@ -32,6 +32,10 @@ def _run(argv: list[str]) -> int:
                 from pyrannc.proof_command import main as proof
 
                 return proof(rest)
+            case ["zoo", *rest]:
+                from pyrannc.zoo.command import main as zoo
+
+                return zoo(rest)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -15,7 +15,7 @@ from pyrannc import config as configuration
 from pyrannc.call.agreed import AgreedCall
 from pyrannc.call.batch_arguments import BatchNames
 from pyrannc.call.stale import StaleAttributes
-from pyrannc.call.telling import no_plan_for_both, tell_of_mixing, tell_of_normalising
+from pyrannc.call.telling import no_plan_for_both, tell_of_mixing, tell_of_normalising, tell_of_whole_parts
 from pyrannc.call.unwrap import unwrapped
 from pyrannc.call.variant import MOST_VARIANTS, CallKey, RowMixing, Variant, Variants
 from pyrannc.capture import flatten
@@ -64,7 +64,13 @@ class RaNNCModule(DeployedModel):
             all others having none. By default the first tensor has them, and others of that extent, if they must; of
             one that need not an error asks.
         leaf_modules: names of sub-modules that are kept whole, as ``model.named_modules()`` has them: what cannot be
-            captured inside of them, such as shapes that depend on data, runs as it is, for each part of the batch.
+            captured inside of them runs as it is: on all rows, unless trials with parts of a batch show that it
+            treats each row by itself. Where the capture fails, the smallest sub-module that holds the failure is kept
+            whole by itself.
+        row_wise_modules: likewise, of sub-modules that treat each row by itself, as you know: each runs on the rows
+            in hand, and nothing is tried.
+        allow_uncut: where nothing smaller helps, the whole model is kept whole: one Stage, on all rows unless trials
+            show as much.
 
     Attributes:
         ready: True once a Plan is deployed.
@@ -92,6 +98,8 @@ class RaNNCModule(DeployedModel):
         row_mixing: RowMixing = "batch",
         batch_arguments: BatchNames | None = None,
         leaf_modules: Sequence[str] = (),
+        allow_uncut: bool = False,
+        row_wise_modules: Sequence[str] = (),
     ) -> None:
         options = {
             "gather_inputs": gather_inputs,
@@ -100,6 +108,8 @@ class RaNNCModule(DeployedModel):
             "row_mixing": row_mixing,
             "batch_arguments": batch_arguments,
             "leaf_modules": leaf_modules,
+            "allow_uncut": allow_uncut,
+            "row_wise_modules": row_wise_modules,
         }
         super().__init__(unwrapped(model), options)
         if row_mixing not in get_args(RowMixing):
@@ -113,6 +123,8 @@ class RaNNCModule(DeployedModel):
         self._row_mixing = row_mixing
         self._batch_arguments = batch_arguments
         self._leaf_modules = tuple(leaf_modules)
+        self._allow_uncut = allow_uncut
+        self._row_wise_modules = tuple(row_wise_modules)
         self._check_unused = check_unused_values
         try:
             self._config = _load_config()
@@ -222,7 +234,9 @@ class RaNNCModule(DeployedModel):
             )  # fmt: skip
         with phases.phase("Decomposer", "capture", "the capture of the model"):
             options = call.own_rows, call.has_rows, call.batch, self._row_mixing, self._leaf_modules
-            variant = Variant(self.model, args, kwargs, self.device, *options)
+            variant = Variant(
+                self.model, args, kwargs, self.device, *options, self._allow_uncut, self._row_wise_modules
+            )
             elements = sum(param.numel() for param in self.name_to_param.values())
             ops, params = len(variant.whole.facts.ops), len(variant.whole.facts.params)
             phases.note(f"{type(self.model).__name__}: {ops} ops, {params} parameters with {elements:,} elements")
@@ -237,6 +251,7 @@ class RaNNCModule(DeployedModel):
             )  # fmt: skip
         if process.get_rank() == 0:
             tell_of_mixing(variant)
+            tell_of_whole_parts(variant)
         return variant
 
     def _follow(self, variant: Variant) -> bool:

@@ -80,8 +80,7 @@ def batch_size_result(x: Tensor) -> Any:
 @pytest.mark.parametrize(
     "function",
     [
-        fixed_view, python_loop, not_affine, not_affine_extent, halves, data_in_argument, data_dependent_shape,
-        through_numpy, layer_drop,
+        fixed_view, not_affine_extent, halves, data_dependent_shape,
     ],
 )  # fmt: skip
 def test_refusal_names_module_and_line(function: Callable[..., Any]) -> None:
@@ -91,6 +90,22 @@ def test_refusal_names_module_and_line(function: Callable[..., Any]) -> None:
     assert "'inner'" in message
     line = int(message.split(f"{__file__}:")[1].split(")")[0])
     assert "# here" in linecache.getline(__file__, line)
+
+
+@pytest.mark.parametrize("function", [python_loop, through_numpy, layer_drop])
+def test_what_cannot_be_traced_stays_whole(function: Callable[..., Any]) -> None:
+    captured = capture(Outer(function), (torch.randn(4, 3),), {}, device=CPU, rows=4)
+    (kept,) = captured.kept_whole
+    assert kept.paths == ("inner",)
+    assert kept.place.file == __file__
+    assert "# here" in linecache.getline(__file__, kept.place.line)
+
+
+@pytest.mark.parametrize("function", [not_affine, data_in_argument])
+def test_numbers_that_depend_on_the_batch_stay_with_what_takes_them(function: Callable[..., Any]) -> None:
+    captured = capture(Outer(function), (torch.randn(4, 3),), {}, device=CPU, rows=4)
+    (op,) = (op for op in json.loads(captured.graph_json)["ops"] if op.get("opaque"))
+    assert op["target"].startswith("pyrannc.opaque.data_dependent.")
 
 
 def test_batch_size_as_result_is_refused() -> None:

@@ -23,6 +23,7 @@ FOLDERS = {
     "proof",
     "runtime",
     "store",
+    "zoo",
 }
 OTHERS_PRIVATE = {"_getframe", "_replace"}
 """Of the standard library: of ``sys``, and of named tuples."""

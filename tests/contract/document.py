@@ -18,6 +18,7 @@ _SECTIONS = {
     "optimizers": "Optimizers",
     "changes": "Changes between calls",
     "questions": "Questions about data",
+    "whole": "What no graph holds",
     "rows": "Rows and arguments",
     "calls": "Who calls",
     "chance": "Random numbers",

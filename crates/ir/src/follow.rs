@@ -45,7 +45,7 @@ pub(crate) fn follow(graph: &Graph, op: &Op, states: &Arena<ValueId, RowState>) 
         return Ok(op.results.iter().map(|&value| by_extents(&graph.values[value])).collect());
     }
     if op.row_wise {
-        return call.confirmed(RowState::Rows(call.leading()?));
+        return call.row_wise();
     }
     if op.opaque {
         return Err(NO_RULE);
@@ -136,6 +136,24 @@ impl Call<'_> {
     fn leads_elsewhere(&self, value: ValueId) -> bool {
         let recurrent = packet(&self.op.target).and_then(row_rule) == Some(RowRule::Recurrent);
         recurrent && self.op.results.first() != Some(&value)
+    }
+
+    /// Rows in dimension 0 of all operands that have any and of all results, as many for each row as extents tell.
+    fn row_wise(&self) -> Result<Vec<RowState>, How> {
+        let mut any = false;
+        for value in self.op.operands() {
+            if let Some(rows) = self.rows_or_free(value)? {
+                if rows.dim != 0 {
+                    return Err(UNALIGNED);
+                }
+                any = true;
+            }
+        }
+        let result = |&value: &ValueId| match sole_batch_dim(&self.graph.values[value].shape) {
+            Some(rows) if any && rows.dim == 0 => Ok(RowState::Rows(rows)),
+            _ => Err(UNCONFIRMED),
+        };
+        self.op.results.iter().map(result).collect()
     }
 
     fn changes_what_has_no_rows(&self) -> bool {

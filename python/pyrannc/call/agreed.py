@@ -242,8 +242,8 @@ def _different_calls(model: nn.Module, tensors: list[Tensor]) -> str:
     lines = [f"  rank {rank}: {text}" for rank, text in enumerate(described)]
     return (
         "the ranks call the model with arguments of different shapes, types or Python values, in different modes, or "
-        "with different Python attributes of its sub-modules; pad rows to a length that all ranks agree on, and call "
-        "the model alike on all ranks:\n" + "\n".join(lines)
+        "with different Python attributes of its sub-modules; pad rows to a length that all ranks agree on, make one "
+        "tensor of a list with an item for each row, and call the model alike on all ranks:\n" + "\n".join(lines)
     )
 
 

@@ -25,6 +25,10 @@ def capture_alike(
     has_rows: Sequence[bool],
     leaf_modules: Sequence[str],
     batch: BatchRows,
+    *,
+    allow_uncut: bool = False,
+    apart: bool = False,
+    row_wise_modules: Sequence[str] = (),
 ) -> tuple[Captured, Graph]:
     """The captured call with its Graph. All ranks call it.
 
@@ -46,6 +50,9 @@ def capture_alike(
                 has_rows=has_rows,
                 leaf_modules=leaf_modules,
                 answers=answers,
+                allow_uncut=allow_uncut,
+                apart=apart,
+                row_wise_modules=row_wise_modules,
             )
         except PartOfBatchError:
             return None
@@ -59,11 +66,20 @@ def capture_alike(
         all_args, all_kwargs = structure.rebuild(batch.joined(tensors, has_rows, range(len(tensors))))
         found = agree.together(lambda: attempt(all_args, all_kwargs, batch.total, FROM_ARGUMENTS))
     assert found is not None, "the whole batch answers"
-    captured, graph = found
+    captured, graph = _as_all_have_tried(*found)
     hashes: list[str] = agree.gather_objects(graph.hash())
     if len(set(hashes)) > 1:
         raise MismatchError(_first_difference(graph, hashes))
     return captured, graph
+
+
+def _as_all_have_tried(captured: Captured, graph: Graph) -> tuple[Captured, Graph]:
+    """A call treats each row by itself if it does on all ranks, whose parameters may still differ."""
+    tried: list[tuple[bool, ...]] = agree.gather_objects(captured.row_wise)
+    if len(set(map(len, tried))) > 1 or len(set(tried)) == 1:
+        return captured, graph
+    captured = captured.with_row_wise([all(found) for found in zip(*tried, strict=True)])
+    return captured, Graph.from_json(captured.graph_json)
 
 
 def _first_difference(graph: Graph, hashes: Sequence[str]) -> str:

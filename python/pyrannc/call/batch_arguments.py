@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.call.equal import digest, names_inside
+from pyrannc.call.lists_of_rows import ADVICE, refuse_lists_of_rows
 from pyrannc.capture import Structure, batch_rows, by_extents, flatten, may_lack_rows
 from pyrannc.errors import InputError, MismatchError
 from pyrannc.job import agree, process
@@ -125,9 +126,11 @@ class BatchArguments:
         """
         if has_rows is None:
             try:
-                return batch_rows(call.tensors)
+                rows = batch_rows(call.tensors)
             except ValueError as error:
                 raise InputError(str(error)) from None
+            refuse_lists_of_rows(call.args, call.kwargs, call.tensors, rows)
+            return rows
         batched = [place for place, marked in enumerate(has_rows) if marked]
         if not batched:
             raise InputError("the batch size cannot be told: no argument in batch_arguments is a tensor with rows")
@@ -162,7 +165,7 @@ class BatchArguments:
             if other and not batched:
                 raise MismatchError(
                     f"argument {name} has another value on one rank than on another; give all ranks the same one "
-                    "(what differs from row to row is a tensor with the batch as dimension 0)"
+                    f"(what differs from row to row is a tensor with the batch as dimension 0){_of_list(name)}"
                 )
         # A single one is the batch, for there has to be one.
         open_places = [place for place, batched in enumerate(found) if batched and not differs[place]]
@@ -197,6 +200,10 @@ class BatchArguments:
             "batch or none; name the arguments that have them: RaNNCModule(..., batch_arguments=[...]), by name or "
             "position"
         )
+
+
+def _of_list(name: str) -> str:
+    return f". {ADVICE}" if "[" in name else ""
 
 
 def _positions(model: nn.Module) -> list[str]:

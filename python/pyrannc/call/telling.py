@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from pyrannc._native import Plan
 from pyrannc.call.single_row import first_normalising
 from pyrannc.call.variant import Variant
+from pyrannc.capture import KeptWhole, Part
 from pyrannc.core.plan import PlanFacts
 from pyrannc.log import get_logger
 
@@ -58,3 +60,42 @@ def no_plan_for_both(missing: Sequence[str], left_out: Sequence[str]) -> str:
         "other way round: make the first call one that uses all of them, as a model does that computes both and "
         "chooses with torch.where, or call undeploy() in between"
     )
+
+
+def tell_of_whole_parts(variant: Variant) -> None:
+    """Warns of each kind of part of the model that is kept whole because the capture fails in it."""
+    whole, tail = variant.whole.captured, set(() if variant.tail is None else variant.tail.ops)
+    for kept in whole.kept_whole:
+        ops = ops_of(variant, kept)
+        others = f" and {len(kept.paths) - 1} like it" if len(kept.paths) > 1 else ""
+        runs = (
+            "it runs once a step, on all rows, on every rank"
+            if tail.intersection(ops)
+            else "each row by itself, as trials with random rows say (tested, not proven)"
+        )
+        name = str(Part.of(kept.paths[0]))
+        _log.warning(
+            "%s cannot be captured: %s. %s%s, with %.0f%% of the parameters, stays in one piece: %s",
+            kept.place,
+            kept.cause.splitlines()[0],
+            f"The whole model{name.removeprefix('the model')}" if name.endswith("the model") else name,
+            others,
+            100 * share_of(variant, ops),
+            runs,
+        )
+
+
+def ops_of(variant: Variant, kept: KeptWhole) -> list[int]:
+    """The Ops that a part kept whole has become."""
+    titles = {f"pyrannc.opaque.{Part.of(path).title}" for path in kept.paths}
+    nodes = enumerate(variant.whole.captured.op_nodes)
+    return [op for op, node in nodes if getattr(node.target, "title", "") in titles]
+
+
+def share_of(variant: Variant, ops: Sequence[int]) -> float:
+    """Of all parameters that are used, by elements, those that some Ops take."""
+    facts = variant.whole.facts
+    sizes = {param.value: prod(facts.values[param.value].shape_at(0)) for param in facts.params}
+    taken = {value for op in ops for value in facts.ops[op].operands if value in sizes}
+    used = {value for op in facts.ops for value in op.operands if value in sizes}
+    return sum(sizes[value] for value in taken) / max(1, sum(sizes[value] for value in used))

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from pyrannc._native import Buckets, Graph, Partition, Plan, Program
+from pyrannc._native import Buckets, Divided, Graph, Partition, Plan, Program
 from pyrannc.blocks.randomness import draw_key
 from pyrannc.call.alike import capture_alike, first_difference
 from pyrannc.call.data_guards import DataGuards
@@ -59,6 +59,8 @@ class Variant:
         batch: the rows of all ranks.
         row_mixing: what Ops that mix rows work on.
         leaf_modules: paths of sub-modules that stay whole.
+        allow_uncut: where nothing smaller helps, the whole model may stay whole.
+        row_wise_modules: paths of sub-modules that stay whole and treat each row by itself.
 
     Attributes:
         whole: body and tail together.
@@ -84,12 +86,33 @@ class Variant:
         batch: BatchRows,
         row_mixing: RowMixing = "batch",
         leaf_modules: Sequence[str] = (),
+        allow_uncut: bool = False,
+        row_wise_modules: Sequence[str] = (),
     ) -> None:
-        self._has_rows, self._leaf_modules = has_rows, leaf_modules
-        captured, graph = capture_alike(model, args, kwargs, device, rows, has_rows, leaf_modules, batch)
+        self._has_rows, self._leaf_modules = has_rows, [*leaf_modules, *row_wise_modules]
+
+        def divided_capture(*, apart: bool) -> tuple[Captured, Graph, Divided, DividedFacts]:
+            captured, graph = capture_alike(
+                model,
+                args,
+                kwargs,
+                device,
+                rows,
+                has_rows,
+                leaf_modules,
+                batch,
+                allow_uncut=allow_uncut,
+                apart=apart,
+                row_wise_modules=row_wise_modules,
+            )
+            native = graph.divide_tail(row_mixing)
+            return captured, graph, native, DividedFacts.from_json(native.to_json())
+
+        captured, graph, native, divided = divided_capture(apart=False)
+        if not divided.ops:
+            # Some Op has to divide its rows over the Replicas.
+            captured, graph, native, divided = divided_capture(apart=True)
         self.whole = Whole(captured, graph, GraphFacts.from_json(captured.graph_json, graph.row_dims()))
-        native = graph.divide_tail(row_mixing)
-        divided = DividedFacts.from_json(native.to_json())
         self.tail: TailPart | None = divided.tail if divided.tail.ops else None
         self.graph: Graph = native.body
         body_json = captured.graph_json if self.tail is None else native.body.to_json()
@@ -125,11 +148,21 @@ class Variant:
         Raises:
             CaptureError: the model now computes something else, and no guard has seen why.
         """
-        has_rows, leaves = self._has_rows, self._leaf_modules
+        has_rows, captured = self._has_rows, self.whole.captured
         # This rank's rows are not those that have answered.
-        answers = Answering(before=self.whole.captured.assumptions)
+        answers = Answering(before=captured.assumptions)
+        leaves = [*self._leaf_modules, *(path for kept in captured.kept_whole for path in kept.paths)]
         again = capture(
-            model, args, kwargs, device=device, rows=rows, has_rows=has_rows, leaf_modules=leaves, answers=answers
+            model,
+            args,
+            kwargs,
+            device=device,
+            rows=rows,
+            has_rows=has_rows,
+            leaf_modules=leaves,
+            answers=answers,
+            apart=captured.apart,
+            row_wise=captured.row_wise,
         )
         graph = Graph.from_json(again.graph_json)
         if graph.hash() != self.whole.graph.hash():

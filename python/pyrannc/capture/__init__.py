@@ -8,7 +8,8 @@ from .captured import Captured, capture, signature
 from .dims import Dim
 from .flatten import Structure, batch_rows, by_extents, flatten
 from .reading import may_lack_rows
-from .source import Place
+from .source import Part, Place
+from .untraceable import KeptWhole
 
 __all__ = [
     "FROM_ARGUMENTS",
@@ -19,6 +20,8 @@ __all__ = [
     "CaptureError",
     "Captured",
     "Dim",
+    "KeptWhole",
+    "Part",
     "PartOfBatchError",
     "Place",
     "PythonState",

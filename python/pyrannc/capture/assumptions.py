@@ -54,10 +54,12 @@ class Answering:
     Attributes:
         part_of_batch: there are more rows than those of the arguments.
         before: answers to take where the same is asked again.
+        assumes: answers that no later call can check are taken all the same; otherwise they are errors.
     """
 
     part_of_batch: bool = False
     before: Sequence[Assumption] = ()
+    assumes: bool = True
 
 
 FROM_ARGUMENTS = Answering()

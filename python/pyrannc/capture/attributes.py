@@ -99,6 +99,7 @@ class AttributeLog:
         self._paths = {id(kept.module): kept.path for kept in self._kept}
         self._read_first: dict[_Key, bool] = {}
         self._where: dict[_Key, Place] = {}
+        self._watching = True
         self.written: list[Attribute] = []
         self.carried: list[Carried] = []
 
@@ -117,15 +118,26 @@ class AttributeLog:
         first = self._read_first
 
         def read(module: nn.Module, name: str) -> None:
-            first.setdefault((id(module), name), True)
+            if self._watching:
+                first.setdefault((id(module), name), True)
 
         def write(module: nn.Module, name: str) -> None:
             key = id(module), name
-            first.setdefault(key, False)
+            if self._watching:
+                first.setdefault(key, False)
             self._where[key] = self._tracker.here()
 
         with attribute_access(read, write):
             yield
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """What runs here runs at each call: what it reads decides then."""
+        before, self._watching = self._watching, False
+        try:
+            yield
+        finally:
+            self._watching = before
 
     def note_changes(self, depends_on_data: Callable[[Tensor], bool]) -> None:
         """Finds out what the call has changed, right after it.

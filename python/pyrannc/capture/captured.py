@@ -14,13 +14,14 @@ from pyrannc.errors import CaptureError, InputError, RaNNCError
 
 from .assumptions import FROM_ARGUMENTS, Answering, Assumption, PythonState
 from .attributes import assigned, carries_number, refuse_changed_tensors
-from .clean import clean, place_of
+from .clean import CleanGraph, clean, place_of
 from .dims import Dim
 from .flatten import Structure, batch_rows, by_extents, flatten
-from .lower import lower
+from .lower import Lowered, is_tried, lower
 from .ops import aliased_arguments, mutated_arguments
 from .source import Place
 from .tracer import Trace, trace
+from .untraceable import KeptWhole, WholeModules
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,9 @@ class Captured:
     ``gm`` takes parameters, buffers and input tensors, each in id order, and returns a flat tuple: the output
     tensors, then the new tensors of reassigned buffers. Gradient modes are not in ``gm`` but in the Graph's ops.
     ``op_numbers`` are those of the Ops before the call was divided. ``along_rows`` is where a layer first takes the
-    rows for the steps of a sequence.
+    rows for the steps of a sequence. ``kept_whole`` are the sub-modules in which nothing could be captured.
+    ``apart``: an input is copied first. ``row_wise`` says of each call that was tried whether it treats each row by
+    itself.
     """
 
     graph_json: str
@@ -47,6 +50,9 @@ class Captured:
     input_structure: Structure
     output_structure: Structure
     along_rows: Place | None
+    kept_whole: tuple[KeptWhole, ...]
+    apart: bool
+    row_wise: tuple[bool, ...]
 
     def input_tensors(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors of a call, in the order of the Graph's inputs.
@@ -79,6 +85,16 @@ class Captured:
             op_numbers=[self.op_numbers[op] for op in ops],
             values=[self.values[value] for value in values],
         )
+
+    def with_row_wise(self, row_wise: Sequence[bool]) -> Captured:
+        """The same, where fewer of the calls that were tried treat each row by itself."""
+        graph = json.loads(self.graph_json)
+        told = iter(row_wise)
+        for op, node in zip(graph["ops"], self.op_nodes, strict=True):
+            if is_tried(node) and not op.get("mutates") and not next(told):
+                op.pop("row_wise", None)
+        text = json.dumps(graph, separators=(",", ":"))
+        return replace(self, graph_json=text, row_wise=tuple(row_wise))
 
     def rebuild_outputs(self, leaves: Sequence[Tensor]) -> Any:
         """The model's result with ``leaves``, in the order of the Graph's outputs, as its tensors."""
@@ -121,6 +137,10 @@ def capture(
     leaf_modules: Sequence[str] = (),
     has_rows: Sequence[bool] | None = None,
     answers: Answering = FROM_ARGUMENTS,
+    allow_uncut: bool = False,
+    apart: bool = False,
+    row_wise: Sequence[bool] | None = None,
+    row_wise_modules: Sequence[str] = (),
 ) -> Captured:
     """Captures ``model(*args, **kwargs)`` as it would run on ``device``, for any number of rows.
 
@@ -136,26 +156,40 @@ def capture(
         has_rows: for each tensor of the arguments, whether the batch is its dimension 0; by default, where that has
             the extent ``rows``.
         answers: how the model's questions about data are answered.
+        allow_uncut: where nothing smaller helps, the whole model may be one opaque op.
+        apart: an input with rows is copied first, so that some op treats each row by itself.
+        row_wise: as an earlier capture has found; otherwise it is tried.
+        row_wise_modules: paths of sub-modules that stay whole, and treat each row by itself.
 
     Raises:
-        CaptureError: the call cannot be captured; the message names the place in the model and what to do.
+        CaptureError: the call cannot be captured, and no sub-module helps by staying whole; the message names the
+            place in the model and what to do.
         PartOfBatchError: the model asks for what only the whole batch tells.
     """
-    traced = None
+    whole = WholeModules([*leaf_modules, *row_wise_modules], allow_uncut=allow_uncut)
+
+    def attempt(leaves: Sequence[str]) -> tuple[Trace, CleanGraph, Lowered]:
+        def once() -> tuple[Trace, CleanGraph, Lowered]:
+            own = replace(answers, assumes=whole.assumes)
+            traced = trace(model, tuple(args), kwargs, device, rows, batched, leaves, own)
+            refuse_changed_tensors(model, _changed_constants(traced.gm))
+            cleaned = clean(traced, apart=apart)
+            name, mode = _qualified_name(model), model.training
+            return traced, cleaned, lower(traced, cleaned, name, mode, max(1, rows), row_wise, row_wise_modules)
+
+        first = once()
+        if first[0].carried:
+            with assigned(first[0].carried):
+                second = once()
+            _refuse_counting(first[0], second[0], same=first[2].graph == second[2].graph)
+        return first
+
     try:
         # Without rows there is nothing to capture for: this raises.
         tensors = flatten((tuple(args), kwargs))[0]
         batch_rows(tensors)
         batched = by_extents(tensors, rows) if has_rows is None else tuple(has_rows)
-        traced = trace(model, tuple(args), kwargs, device, rows, batched, leaf_modules, answers)
-        refuse_changed_tensors(model, _changed_constants(traced.gm))
-        cleaned = clean(traced)
-        lowered = lower(traced, cleaned, _qualified_name(model), model.training, max(1, rows))
-        if traced.carried:
-            with assigned(traced.carried):
-                second = trace(model, tuple(args), kwargs, device, rows, batched, leaf_modules, answers)
-                again = lower(second, clean(second), _qualified_name(model), model.training, max(1, rows))
-            _refuse_counting(traced, second, same=again.graph == lowered.graph)
+        traced, cleaned, lowered = whole.until_captured(model, attempt)
     except RaNNCError:
         raise
     except Exception as error:
@@ -175,6 +209,9 @@ def capture(
         input_structure=flatten((tuple(args), kwargs))[1],
         output_structure=traced.output,
         along_rows=traced.along_rows,
+        kept_whole=tuple(whole.found),
+        apart=apart,
+        row_wise=tuple(lowered.row_wise),
     )
 
 

@@ -12,9 +12,11 @@ from torch import fx
 
 from pyrannc.errors import CaptureError
 
+from .data_dependent import keep_together
 from .dims import Dim
-from .facts import FACTS, GRAD_ENABLED, PLACE
+from .facts import FACTS, GRAD_ENABLED, PLACE, TensorFacts
 from .functional import replace_in_place_ops
+from .leaf import Apart
 from .mean_losses import divide_mean_losses
 from .ops import has_effect, is_assertion, is_tuple_access
 from .plain_masks import drop_plain_masks
@@ -22,6 +24,7 @@ from .reciprocals import divide_by_rows
 from .source import Place
 from .torch_internals import SET_GRAD_ENABLED, expression
 from .tracer import Trace
+from .untraceable import UntraceableError
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -52,8 +55,12 @@ def grad_enabled(node: fx.Node) -> bool:
     return bool(node.meta.get(GRAD_ENABLED, True))
 
 
-def clean(trace: Trace) -> CleanGraph:
+def clean(trace: Trace, *, apart: bool = False) -> CleanGraph:
     """Flattens the placeholders, drops what no run needs, and sorts nodes into roles: all of :data:`PASSES`, in order.
+
+    Args:
+        trace: of a call.
+        apart: an input with rows is copied first.
 
     Raises:
         CaptureError: an integer argument is not affine in the batch size.
@@ -61,6 +68,8 @@ def clean(trace: Trace) -> CleanGraph:
     cleaned = CleanGraph(gm=fx.GraphModule(torch.nn.Module(), fx.Graph()))
     for run in PASSES:
         run(trace, cleaned)
+    if apart:
+        _copy_input(trace, cleaned)
     # Making a GraphModule keeps the graph's nodes, so the lists of nodes stay valid.
     cleaned.gm = fx.GraphModule(cleaned.gm, cleaned.gm.graph, class_name="Captured")
     return cleaned
@@ -96,12 +105,41 @@ def drop_unused(trace: Trace, cleaned: CleanGraph) -> None:
     cleaned.gm.graph.eliminate_dead_code(is_impure_node=has_effect)
 
 
+def keep_data_dependent(trace: Trace, cleaned: CleanGraph) -> None:
+    """Ops among which extents or numbers depend on data become one."""
+    keep_together(cleaned.gm.graph, trace.reader, trace.device)
+    _outputs_again(cleaned)
+
+
 def divide_means(trace: Trace, cleaned: CleanGraph) -> None:
     """Losses averaged over targets that are not ignored become sums by counts."""
     divide_mean_losses(cleaned.gm.graph)
+    _outputs_again(cleaned)
+
+
+def _outputs_again(cleaned: CleanGraph) -> None:
     results: Any = cleaned.gm.graph.output_node().args[0]
     cleaned.outputs = list(results[: len(cleaned.outputs)])
     cleaned.updates = dict(zip(cleaned.updates, results[len(cleaned.outputs) :], strict=True))
+
+
+def _copy_input(trace: Trace, cleaned: CleanGraph) -> None:
+    """The first input with rows that is used, by an Op that nothing is known of but that it keeps rows apart."""
+    for node in cleaned.inputs:
+        tensor = node.meta["val"]
+        extent = trace.reader.read(tensor.shape[0]) if tensor.dim() else None
+        users = [user for user in node.users if user.op != "output"]
+        if extent is None or not extent.per_row or not users:
+            continue
+        graph = cleaned.gm.graph
+        with graph.inserting_before(next(other for other in graph.nodes if other.op != "placeholder")):
+            copied = graph.call_function(Apart(), (node,))
+        facts: TensorFacts | None = node.meta.get(FACTS, {}).get(None)
+        copied.meta = {"val": tensor, FACTS: {None: TensorFacts(facts is None or facts.requires_grad, None)}}
+        for user in users:
+            user.replace_input_with(node, copied)
+        cleaned.ops.insert(0, copied)
+        return
 
 
 def _is_idle_detach(node: fx.Node) -> bool:
@@ -134,8 +172,9 @@ def _copy_constant(
         value: Any = owner
         for name in target.split("."):
             value = getattr(value, name)
-        if isinstance(value, fx.GraphModule):
-            raise CaptureError(f"{place_of(node)} calls a higher-order operator (cond, while_loop, ...), not supported")
+        if not isinstance(value, torch.Tensor):
+            cause = "it calls an operator with a graph of its own (cond, while_loop, ...)"
+            raise UntraceableError(f"{place_of(node)}: {cause}", place_of(node), cause)
         cleaned.gm.register_buffer(target, value, persistent=False)
         known = graph.get_attr(target)
         known.meta = node.meta
@@ -215,6 +254,7 @@ PASSES: tuple[Callable[[Trace, CleanGraph], None], ...] = (
     drop_unused,
     divide_means,
     drop_masks,
+    keep_data_dependent,
     sort_into_roles,
 )
 """From the raw trace to the graph that is lowered."""

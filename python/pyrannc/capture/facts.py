@@ -32,9 +32,14 @@ def memory(node: fx.Node) -> set[int]:
     return {found.storage for found in facts.values() if found.storage is not None}
 
 
-def writes_memory(node: fx.Node) -> bool:
-    """True for an operator that changes operands in place."""
-    return isinstance(node.target, OpOverload) and schema(node.target).is_mutable
+def written_memory(node: fx.Node) -> set[int]:
+    """The storages that a node changes in place."""
+    changes: tuple[int, ...] = getattr(node.target, "changes", ())
+    if changes:
+        operands = [node.args[place] for place in changes]
+        return {storage for operand in operands if isinstance(operand, fx.Node) for storage in memory(operand)}
+    is_mutable = isinstance(node.target, OpOverload) and schema(node.target).is_mutable
+    return memory(node) if is_mutable else set()
 
 
 class FactRecorder:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyrannc.errors import CaptureError
-
+from .dims import AffineReader
 from .oracle import Oracle, real_execution
 from .source import SourceTracker
 from .torch_internals import (
@@ -25,6 +24,7 @@ from .torch_internals import (
     pytree,
     track,
 )
+from .untraceable import UntraceableError
 
 _RECURRENT = (
     torch.ops.aten.lstm.input,
@@ -32,6 +32,14 @@ _RECURRENT = (
     torch.ops.aten.rnn_tanh.input,
     torch.ops.aten.rnn_relu.input,
 )
+_GIVE_LISTS = {
+    op
+    for name in ("unbind", "split", "split_with_sizes", "chunk", "tensor_split", "unsafe_chunk", "unsafe_split")
+    for packet in [getattr(torch.ops.aten, name)]
+    for op in [getattr(packet, overload) for overload in packet.overloads()]
+}
+_OF_KNOWN_SHAPE = (torch.ops.aten.ctc_loss.Tensor, torch.ops.aten.ctc_loss.IntList)
+"""Torch says that their shapes depend on data, which is so for a result of their insides only."""
 
 
 def insert_node(tracer: Any, target: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> Any:
@@ -55,36 +63,61 @@ class BatchSizes:
     def __init__(self, rows: int, symbol_size: torch.SymInt | None) -> None:
         self.rows = rows
         self.symbol_size = symbol_size
+        self.reader = AffineReader(None if symbol_size is None else expression(symbol_size))
 
     def at_two_sizes(self, run: Callable[[Sequence[Any]], Any], reals: Sequence[Any], fakes: Sequence[Any]) -> TwoSizes:
-        """What ``run`` gives for the samples, and for one row more if they can be given one."""
+        """What ``run`` gives for the samples, and for one row more if they can be given one.
+
+        Raises:
+            UnstableError: other rows, or more of them, give results of other shapes than these two tell.
+        """
         first = run(reals)
         try:
-            longer = [self._longer(real, fake) for real, fake in zip(reals, fakes, strict=True)]
+            longer = [self._longer(real, fake, 1) for real, fake in zip(reals, fakes, strict=True)]
+            longest = [self._longer(real, fake, 3) for real, fake in zip(reals, fakes, strict=True)]
         except ValueError:
             return TwoSizes(first, None)
-        return TwoSizes(first, run(longer))
+        if self.symbol_size is None or all(new is old for new, old in zip(longer, reals, strict=True)):
+            return TwoSizes(first, first)
+        made = TwoSizes(first, run(longer))
+        flipped = [self._flipped(real, fake) for real, fake in zip(reals, fakes, strict=True)]
+        for more, inputs in ((0, flipped), (3, longest)):
+            _refuse_unstable(made, run(inputs), more)
+        return made
 
-    def _longer(self, real: Any, fake: Any) -> Any:
+    def _longer(self, real: Any, fake: Any, more: int) -> Any:
+        """A sample with some rows more, the first ones again."""
+        for dim, per_row in self._batch_dims(fake):
+            index = torch.arange(more * per_row, device=real.device) % real.shape[dim]
+            real = torch.cat([real, real.index_select(dim, index)], dim)
+        return real
+
+    def _flipped(self, real: Any, fake: Any) -> Any:
+        dims = [dim for dim, _ in self._batch_dims(fake)]
+        return real.flip(dims) if dims else real
+
+    def _batch_dims(self, fake: Any) -> list[tuple[int, int]]:
+        """The dimensions that grow with the batch, and by how much."""
         if not isinstance(fake, Tensor):
-            return real
-        with_batch = [dim for dim, size in enumerate(fake.shape) if isinstance(size, torch.SymInt)]
-        if not with_batch:
-            return real
-        if with_batch != [0] or self.symbol_size is None or expression(fake.shape[0]) != expression(self.symbol_size):
-            raise ValueError("rows are not in dimension 0 alone")
-        return torch.cat([real, real[:1]])
+            return []
+        found = [(dim, self.reader.read(size)) for dim, size in enumerate(fake.shape)]
+        if any(extent is None for _, extent in found):
+            raise ValueError("an extent is not known")
+        return [(dim, extent.per_row) for dim, extent in found if extent is not None and extent.per_row]
 
-    def fakes(self, made: TwoSizes, device: torch.device, requires_grad: bool, mode: FakeTensorMode) -> tuple[Any, ...]:
+    def fakes(
+        self, made: TwoSizes, device: torch.device, requires_grad: bool | Sequence[bool], mode: FakeTensorMode
+    ) -> tuple[Any, ...]:
         """Empty tensors like the results, each of whose extents is told from two batch sizes, or else from one."""
         first = [made.first] if isinstance(made.first, Tensor) else list(made.first)
         second = first if made.second is None else [made.second] if isinstance(made.first, Tensor) else made.second
+        wants = [requires_grad] * len(first) if isinstance(requires_grad, bool) else requires_grad
         with disable_proxy_modes_tracing(), mode:
             if made.second is None:
-                return tuple(self.fake_like(real, device, requires_grad) for real in first)
+                return tuple(self.fake_like(real, device, grad) for real, grad in zip(first, wants, strict=True))
             return tuple(
-                self._between(*pair, device=device, requires_grad=requires_grad)
-                for pair in zip(first, second, strict=True)
+                self._between(*pair, device=device, requires_grad=grad)
+                for *pair, grad in zip(first, second, wants, strict=True)
             )
 
     def _between(self, first: Tensor, second: Tensor, *, device: torch.device, requires_grad: bool) -> Tensor:
@@ -110,6 +143,26 @@ class BatchSizes:
         return self.symbol_size * (size // self.rows)
 
 
+class UnstableError(ValueError):
+    """Shapes of results depend on data."""
+
+
+def _refuse_unstable(made: TwoSizes, again: Any, more: int) -> None:
+    first, second, third = (_shapes(result) for result in (made.first, made.second, again))
+    if not len(first) == len(second) == len(third):
+        raise UnstableError("the number of its results depends on data")
+    for one, two, other in zip(first, second, third, strict=True):
+        if not len(one) == len(two) == len(other):
+            raise UnstableError("the number of dimensions of a result depends on data")
+        sizes = zip(one, two, other, strict=True)
+        if any(size + more * (next_size - size) != found for size, next_size, found in sizes):
+            raise UnstableError(f"a result's shape depends on data: {one}, for other rows {other}")
+
+
+def _shapes(result: Any) -> list[tuple[int, ...]]:
+    return [tuple(item.shape) for item in ([result] if isinstance(result, Tensor) else result)]
+
+
 class OperatorFallbacks:
     """Takes over the operators that a trace on fake tensors would get wrong."""
 
@@ -128,12 +181,15 @@ class OperatorFallbacks:
             if func in _RECURRENT:
                 return self._recurrent(proxy_mode.tracer, func, args, kwargs)
             try:
-                return original(proxy_mode, func, pre_dispatch, args, kwargs)
+                # How many tensors there are decides what is captured.
+                with nullcontext() if func in _GIVE_LISTS else self._oracle.in_operator():
+                    return original(proxy_mode, func, pre_dispatch, args, kwargs)
             except DynamicOutputShapeException as error:
-                raise CaptureError(
-                    f"{self._tracker.here()} calls {func}, whose result has a shape that depends on the data; "
-                    "use a mask, or name the sub-module in leaf_modules"
-                ) from error
+                if func in _OF_KNOWN_SHAPE:
+                    return self._sampled(error, proxy_mode.tracer, func, args, kwargs)
+                here = self._tracker.here()
+                cause = f"{func} gives a result whose shape depends on data"
+                raise UntraceableError(f"{here}: {cause}", here, cause) from error
             except UnsupportedOperatorException as error:
                 return self._sampled(error, proxy_mode.tracer, func, args, kwargs)
 

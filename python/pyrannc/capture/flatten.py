@@ -32,6 +32,13 @@ class Structure:
         """How many tensors it has."""
         return 1 if self.key == _TENSOR_KEY else sum(child.leaf_count for child in self.children)
 
+    def constants(self) -> Iterator[Any]:
+        """The Python values in it that are hashable."""
+        if isinstance(self.key, tuple) and len(self.key) == 2 and not self.children:
+            yield self.key[1]
+        for child in self.children:
+            yield from child.constants()
+
     def rebuild(self, leaves: Sequence[Any]) -> Any:
         """The structure again, with ``leaves`` (in flattening order) as its tensors.
 

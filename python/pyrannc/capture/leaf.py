@@ -1,47 +1,64 @@
-"""Calls that stay whole in the graph: custom autograd functions, gradient hooks, chosen sub-modules."""
+"""Calls that stay whole in the graph: custom autograd functions, gradient hooks, and what else is opaque."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, fx, nn
+from torch import Tensor
 from torch.autograd.function import Function
 
 from pyrannc.errors import CaptureError
 
-from .fallback import BatchSizes, insert_node
-from .flatten import Structure, flatten
-from .oracle import Oracle, real_execution
+from .fallback import insert_node
+from .form import Form
 from .torch_internals import (
     FUNCTION_APPLY,
     REGISTER_HOOK,
-    FakeTensorMode,
     current_tracer,
     disable_proxy_modes_tracing,
-    forget_new_sizes,
     functorch_is_active,
     proxy_of,
-    reparametrized,
     version,
 )
 
 
 class OpaqueCall:
-    """A callable node target whose inside was not captured. Takes tensors by position."""
+    """A callable node target whose inside was not captured. Takes tensors by position.
+
+    Attributes:
+        title: its name in the Graph.
+        changes: the operands that it changes in place.
+        draws: it may draw random numbers.
+        form: the extents that its results must have.
+    """
 
     def __init__(self, name: str, call: Callable[..., Any], source_class: str) -> None:
         self.__name__ = self.__qualname__ = name
         self.__module__ = "pyrannc.opaque"
         self.title = f"pyrannc.opaque.{source_class}"
+        self.changes: tuple[int, ...] = ()
+        self.draws = True
+        self.form: Form | None = None
         self._call = call
 
     def __call__(self, *tensors: Any) -> Any:
         """Runs the call."""
-        return self._call(*tensors)
+        made = self._call(*tensors)
+        if self.form is not None:
+            self.form.check(tensors, made)
+        return made
+
+
+class Apart(OpaqueCall):
+    """A copy of a tensor with rows."""
+
+    def __init__(self) -> None:
+        super().__init__("apart", torch.clone, "apart")
+        self.draws = False
 
 
 class GradientHook(OpaqueCall):
@@ -124,102 +141,6 @@ def captured_tensor_hooks() -> Iterator[None]:
         yield
 
 
-class LeafModule:
-    """Makes calls of one sub-module opaque: a node that takes its parameters, buffers and tensor arguments."""
-
-    def __init__(self, path: str, module: nn.Module, oracle: Oracle, mode: FakeTensorMode, sizes: BatchSizes) -> None:
-        self._path = path
-        self._module = module
-        self._oracle = oracle
-        self._mode = mode
-        self._sizes = sizes
-        self._forward = module.forward
-        state = [*module.named_parameters(), *module.named_buffers()]
-        self._state_names = [name for name, _ in state]
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """The sub-module is opaque while active."""
-        had_own = self._module.__dict__.get("forward")
-        self._module.forward = self._traced_forward
-        try:
-            yield
-        finally:
-            del self._module.forward
-            if had_own is not None:
-                self._module.forward = had_own
-
-    def _traced_forward(self, *args: Any, **kwargs: Any) -> Any:
-        tracer = current_tracer()
-        if tracer is None:
-            return self._forward(*args, **kwargs)
-        current = dict([*self._module.named_parameters(), *self._module.named_buffers()])
-        state = [current[name] for name in self._state_names]
-        inputs, structure = flatten((args, kwargs))
-        operands = [*state, *inputs]
-        if not operands:
-            raise CaptureError(
-                f"sub-module '{self._path}' stays whole, but has neither parameters nor tensor arguments"
-            )
-        proxies = [proxy_of(operand, tracer) for operand in operands]
-        call = self._runtime_call(structure)
-        results, output = self._fake_results(call, structure, operands, proxies)
-        target = OpaqueCall(f"module_{self._path.replace('.', '_')}", call, f"module.{self._path}")
-        arguments = tuple(p if p is not None else o for p, o in zip(proxies, operands, strict=True))
-        insert_node(tracer, target, arguments, {}, results)
-        return output.rebuild(results)
-
-    def _runtime_call(self, structure: Structure) -> Callable[..., tuple[Tensor, ...]]:
-        names, module, forward = self._state_names, self._module, self._forward
-
-        def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-            args, kwargs = structure.rebuild(tensors[len(names) :])
-            with reparametrized(module, dict(zip(names, tensors[: len(names)], strict=True))):
-                return tuple(flatten(forward(*args, **kwargs))[0])
-
-        return call
-
-    def _fake_results(
-        self,
-        call: Callable[..., tuple[Tensor, ...]],
-        structure: Structure,
-        operands: list[Tensor],
-        proxies: list[fx.Proxy | None],
-    ) -> tuple[tuple[Tensor, ...], Structure]:
-        """Results without data, from a run of the sub-module on the real samples at two batch sizes."""
-        title = f"sub-module '{self._path}'"
-        if not isinstance(self._module, torch.jit.ScriptModule):
-            args, kwargs = structure.rebuild(operands[len(self._state_names) :])
-            try:
-                with disable_proxy_modes_tracing(), unchanged(operands, title):
-                    results, output = flatten(self._forward(*args, **kwargs))
-                # Sizes inside that depend on data are nobody's business.
-                forget_new_sizes(self._mode)
-                return tuple(results), output
-            except CaptureError:
-                raise
-            except Exception:  # it cannot run without data: learn the shapes from the real sample
-                pass
-        reals = [
-            self._oracle.sample_of(proxy.node) if proxy is not None else operand
-            for proxy, operand in zip(proxies, operands, strict=True)
-        ]
-        found: list[Structure] = []
-
-        def run(tensors: Sequence[Any]) -> list[Tensor]:
-            args, kwargs = structure.rebuild(tensors[len(self._state_names) :])
-            state = dict(zip(self._state_names, tensors[: len(self._state_names)], strict=True))
-            with reparametrized(self._module, state):
-                made, output = flatten(self._forward(*args, **kwargs))
-            found.append(output)
-            return list(made)
-
-        with real_execution(), unchanged(reals, title):
-            made = self._sizes.at_two_sizes(run, reals, operands)
-        wants_grad = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
-        return self._sizes.fakes(made, operands[0].device, wants_grad, self._mode), found[0]
-
-
 @contextmanager
 def unchanged(operands: Sequence[Any], title: str) -> Iterator[None]:
     """Raises CaptureError at the end if what stays whole has changed a tensor that it was given."""
@@ -231,12 +152,3 @@ def unchanged(operands: Sequence[Any], title: str) -> Iterator[None]:
             f"{title} stays whole and changes one of its buffers or arguments in place, which would be done once for "
             "each part of the batch; take that out of it, or do not keep it whole"
         )
-
-
-@contextmanager
-def leaf_modules_installed(leaves: Sequence[LeafModule]) -> Iterator[None]:
-    """All of ``leaves`` are opaque while active."""
-    with ExitStack() as stack:
-        for leaf in leaves:
-            stack.enter_context(leaf.installed())
-        yield

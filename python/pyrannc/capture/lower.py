@@ -17,7 +17,7 @@ from .clean import CleanGraph, grad_enabled, place_of
 from .contents import contents
 from .dims import AffineReader
 from .facts import FACTS, TensorFacts
-from .leaf import GradientHook, OpaqueCall
+from .leaf import Apart, GradientHook, OpaqueCall
 from .ops import (
     aliased_arguments,
     closes_region,
@@ -30,8 +30,10 @@ from .ops import (
     target_name,
 )
 from .row_trial import is_row_wise
+from .source import Part
 from .torch_internals import FakeTensor, OpOverload, known_data
 from .tracer import NamedTensors, Trace
+from .untraceable import UntraceableError
 
 _SCHEMA = 1
 _DTYPES = (
@@ -49,21 +51,45 @@ class Lowered:
     graph: dict[str, Any]
     values: list[ValueKey]
     constants: list[Tensor]
+    row_wise: list[bool]
+    """Of each call that was tried, in order, whether it treats each row by itself."""
 
 
-def lower(trace: Trace, cleaned: CleanGraph, name: str, training: bool, rows: int) -> Lowered:
+def lower(
+    trace: Trace,
+    cleaned: CleanGraph,
+    name: str,
+    training: bool,
+    rows: int,
+    row_wise: Sequence[bool] | None = None,
+    row_wise_modules: Sequence[str] = (),
+) -> Lowered:
     """Lowers a cleaned trace.
+
+    Args:
+        trace: of a call.
+        cleaned: the same.
+        name: of the model.
+        training: its mode.
+        rows: of the batch.
+        row_wise: as an earlier call has found; otherwise calls of the user are tried.
+        row_wise_modules: what stays whole and treats each row by itself, as the user says.
 
     Raises:
         CaptureError: an op, a shape or an argument has no form in the Graph.
     """
-    return _Lowering(trace, cleaned).run(name, training, rows)
+    told = frozenset(f"pyrannc.opaque.{Part.of(text).title}" for text in row_wise_modules)
+    known = None if row_wise is None else list(row_wise)
+    return _Lowering(trace, cleaned, told, known).run(name, training, rows)
 
 
 @dataclass
 class _Lowering:
     trace: Trace
     cleaned: CleanGraph
+    told_row_wise: frozenset[str] = frozenset()
+    known_row_wise: list[bool] | None = None
+    row_wise: list[bool] = field(default_factory=list)
     keys: list[ValueKey] = field(default_factory=list)
     values: list[dict[str, Any]] = field(default_factory=list)
     ids: dict[ValueKey, int] = field(default_factory=dict)
@@ -99,7 +125,7 @@ class _Lowering:
             "inputs": inputs,
             "outputs": [self._id(node) for node in cleaned.outputs],
         }
-        return Lowered(graph, self.keys, tensors)
+        return Lowered(graph, self.keys, tensors, self.row_wise)
 
     def _named(self, named: NamedTensors, nodes: Sequence[fx.Node], kind: str) -> list[dict[str, Any]]:
         records = []
@@ -172,7 +198,8 @@ class _Lowering:
         depth, region = 0, -1
         for node in self.cleaned.ops:
             if is_higher_order(node):
-                raise CaptureError(f"{place_of(node)} uses {target_name(node.target)}, which is not supported")
+                cause = f"{target_name(node.target)} is an operator with a graph of its own"
+                raise UntraceableError(f"{place_of(node)}: {cause}", place_of(node), cause)
             if opens_region(node):
                 region += depth == 0
                 depth += 1
@@ -200,8 +227,7 @@ class _Lowering:
             record["random"] = True
         if isinstance(node.target, OpaqueCall):
             record["opaque"] = True
-        call = _call_of_the_user(node)
-        if call is not None and is_row_wise(call, self._operands(node), _device_of(node)):
+        if isinstance(node.target, Apart) or (not mutates and self._is_row_wise(node)):
             record["row_wise"] = True
         if region is not None:
             record["region"] = region
@@ -209,14 +235,28 @@ class _Lowering:
             record["source"] = {"file": place.file, "line": place.line}
         return record
 
+    def _is_row_wise(self, node: fx.Node) -> bool:
+        call = _call_of_the_user(node)
+        if call is None:
+            return False
+        if target_name(node.target) in self.told_row_wise:
+            self.row_wise.append(True)
+        elif self.known_row_wise is None or len(self.row_wise) >= len(self.known_row_wise):
+            self.row_wise.append(is_row_wise(call, self._operands(node), _device_of(node)))
+        else:
+            self.row_wise.append(self.known_row_wise[len(self.row_wise)])
+        return self.row_wise[-1]
+
     def _operands(self, node: fx.Node) -> list[Any]:
         """What a call can be tried with."""
         known = dict(zip(self.cleaned.params, self.trace.params.tensors, strict=True))
         known |= dict(zip(self.cleaned.buffers, self.trace.buffers.tensors, strict=True))
 
         def operand(item: Any) -> Any:
-            if not isinstance(item, fx.Node) or item in self.cleaned.dims:
+            if not isinstance(item, fx.Node):
                 return item
+            if item in self.cleaned.dims:
+                return self.cleaned.dims[item]
             made = item.meta["val"]
             return known.get(item, made), [self.trace.reader.read(size) for size in made.shape], item in known
 
@@ -244,10 +284,8 @@ class _Lowering:
             return {"torch": argument.type}
         if isinstance(argument, (torch.dtype, torch.layout, torch.memory_format)):
             return {"torch": str(argument)}
-        raise CaptureError(
-            f"{place_of(node)} calls {target_name(node.target)} with an argument of type "
-            f"{type(argument).__qualname__}, which a captured graph cannot keep"
-        )
+        cause = f"{target_name(node.target)} is called with a {type(argument).__qualname__}, which a Graph cannot keep"
+        raise UntraceableError(f"{place_of(node)}: {cause}", place_of(node), cause)
 
     def _node_argument(self, argument: fx.Node) -> Any:
         if argument in self.cleaned.dims:
@@ -310,10 +348,15 @@ def _device_of(node: fx.Node) -> torch.device:
     return next((value.device for value in made if isinstance(value, Tensor)), torch.device("cpu"))
 
 
+def is_tried(node: fx.Node) -> bool:
+    """True for a call whose treatment of rows can only be tried."""
+    return _call_of_the_user(node) is not None
+
+
 def _call_of_the_user(node: fx.Node) -> Callable[..., Any] | None:
     """What the user's own code does here, whose treatment of rows can only be tried; it takes arguments by position."""
     target = node.target
-    own = isinstance(target, OpaqueCall) and not isinstance(target, GradientHook)
+    own = isinstance(target, OpaqueCall) and not isinstance(target, (Apart, GradientHook))
     if own or (isinstance(target, OpOverload) and target.namespace != "aten"):
         assert callable(target), "a call"
         return partial(target, **node.kwargs)

@@ -65,6 +65,8 @@ def has_effect(node: fx.Node) -> bool:
         # A dead random op stays, so that those after it draw the same numbers as in the plain model.
         has_side_effect = schema(target).is_mutable or bool(mutated_arguments(node)) or not schema(target).returns
         return has_side_effect or draws_random_numbers(node)
+    if isinstance(target, OpaqueCall) and target.changes:
+        return True
     return isinstance(target, GradientHook) or opens_region(node) or closes_region(node)
 
 
@@ -104,6 +106,8 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     """The tensors that the node writes in place."""
+    if isinstance(node.target, OpaqueCall):
+        return _nodes([node.args[place] for place in node.target.changes])
     if not isinstance(node.target, OpOverload):
         return []
     written = schema(node.target)
@@ -144,7 +148,7 @@ def may_return_view(node: fx.Node) -> bool:
 def draws_random_numbers(node: fx.Node) -> bool:
     """True when the node's result depends on the state of a random generator."""
     if isinstance(node.target, OpaqueCall):
-        return not isinstance(node.target, GradientHook)
+        return not isinstance(node.target, GradientHook) and node.target.draws
     if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     named = arguments(node)

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from pyrannc.errors import CaptureError
 
 from .assumptions import Assumption
-from .facts import memory, writes_memory
+from .facts import memory, written_memory
 from .questions import question
 from .source import Place, SourceTracker
 from .torch_internals import (
@@ -37,6 +37,7 @@ from .torch_internals import (
     schema,
     unset_fake_temporarily,
 )
+from .untraceable import UntraceableError
 
 _BOOLEAN_READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::allclose")
 _REDRAWS = 16
@@ -83,6 +84,7 @@ class Oracle:
         device: that slices run on.
         batch: what questions are about.
         answered: answers to take where the same is asked again, instead of those of the batch.
+        assumes: answers that no later call can check are taken all the same.
 
     Attributes:
         assumptions: the answers so far.
@@ -90,7 +92,13 @@ class Oracle:
     """
 
     def __init__(
-        self, tracker: SourceTracker, device: torch.device, batch: Batch, answered: Sequence[Assumption] = ()
+        self,
+        tracker: SourceTracker,
+        device: torch.device,
+        batch: Batch,
+        answered: Sequence[Assumption] = (),
+        *,
+        assumes: bool = True,
     ) -> None:
         self.assumptions: list[Assumption] = []
         self.asked_rows: Place | None = None
@@ -98,6 +106,8 @@ class Oracle:
         self._device = device
         self._batch = batch
         self._answered = list(answered)
+        self._assumes = assumes
+        self._in_operator = False
         self._graph: fx.Graph | None = None
 
     def attach(
@@ -125,6 +135,15 @@ class Oracle:
     def attached(self) -> bool:
         """True once a trace is being served."""
         return self._graph is not None
+
+    @contextmanager
+    def in_operator(self) -> Iterator[None]:
+        """What an operator asks decides nothing that is captured: it asks again when it runs."""
+        before, self._in_operator = self._in_operator, True
+        try:
+            yield
+        finally:
+            self._in_operator = before
 
     def close(self) -> None:
         """Lets go of all tensors."""
@@ -179,9 +198,22 @@ class Oracle:
             except NoDataError:
                 answer = expr.subs({symbol: _usual_answer(node) for symbol, (node, _) in origins.items()})
                 assumed = True
+        if self._in_operator:
+            return answer
         again = question(expr, answer, slices, self._inputs, self._asked.run_node, self._device)
+        if again is None and not (assumed or self._assumes or self._by_chance(origins)):
+            cause = f"it decides by what it computes ({expr})"
+            raise UntraceableError(f"{here}: {cause}", here, cause, may_assume=True)
         self.assumptions.append(Assumption(str(expr), str(answer), here, assumed, again, answer))
         return answer
+
+    def _by_chance(self, origins: dict[sympy.Basic, Any]) -> bool:
+        """True for what random numbers alone decide."""
+        return all(
+            any(draws(ancestor) for ancestor in self._slice_of(node))
+            and not any(ancestor.op == "placeholder" for ancestor in self._slice_of(node))
+            for node, _ in origins.values()
+        )
 
     def _answer_before(self, expr: sympy.Basic, here: Place) -> sympy.Basic | None:
         """The answer to take, if the same was asked next at the same place."""
@@ -198,9 +230,12 @@ class Oracle:
             drawn = self._asked.anew()
             values = {symbol: read(self._value(node, drawn, seed)) for symbol, (node, read) in origins.items()}
             if expr.subs(values) != answer:
-                raise CaptureError(
-                    f"{self._tracker.here()} decides by a random number what to compute (layer drop or the like), "
-                    "which a captured graph cannot do; switch it off, or multiply by a random mask instead"
+                here, cause = self._tracker.here(), "it decides by a random number what to compute"
+                raise UntraceableError(
+                    f"{here} decides by a random number what to compute (layer drop or the like), which a captured "
+                    "graph cannot do; switch it off, or multiply by a random mask instead",
+                    here,
+                    cause,
                 )
 
     def _origin(self, symbol: sympy.Basic) -> tuple[fx.Node, Any]:
@@ -216,7 +251,7 @@ class Oracle:
         """``node`` and what it is computed from, in graph order; ``known`` nodes and their ancestors are left out."""
         assert self._graph is not None
         before = list(takewhile(lambda candidate: candidate is not node, self._graph.nodes))
-        writes = [candidate for candidate in before if writes_memory(candidate) and candidate not in known]
+        writes = [candidate for candidate in before if written_memory(candidate) and candidate not in known]
         needed: set[fx.Node] = set()
         stack = [node]
         while stack:
@@ -227,7 +262,7 @@ class Oracle:
                     stack.extend(current.all_input_nodes)
             # Whoever reads memory depends on what was written there, be it through another view.
             read = {place for reader in needed for operand in reader.all_input_nodes for place in memory(operand)}
-            stack += [write for write in writes if write not in needed and memory(write) & read]
+            stack += [write for write in writes if write not in needed and written_memory(write) & read]
         return [candidate for candidate in (*before, node) if candidate in needed]
 
 
@@ -251,6 +286,7 @@ class _Samples:
         self._device = device
         self._sizes = sizes
         self._written: set[fx.Node] = set()
+        self._shared: set[fx.Node] = set()
 
     def anew(self) -> _Samples:
         """The same tensors with nothing computed."""
@@ -262,13 +298,21 @@ class _Samples:
         Raises:
             NoDataError: a tensor without data is needed.
         """
-        written = {place for node in nodes if writes_memory(node) for place in memory(node)}
+        written = {place for node in nodes for place in written_memory(node)}
         self._written = {node for node in nodes if memory(node) & written}
         for node in nodes:
+            self._keep_samples(node)
             value = self.run_node(node)
             if isinstance(value, FakeTensor) or (isinstance(value, Tensor) and value.is_meta):
                 raise NoDataError(str(node.target))
             self.known[node] = value
+
+    def _keep_samples(self, node: fx.Node) -> None:
+        """Copies what a node is to change and somebody else has."""
+        for operand in node.all_input_nodes:
+            if operand in self._shared and written_memory(node) & memory(operand):
+                self._shared.discard(operand)
+                self.known[operand] = self.known[operand].clone()
 
     def run_node(self, node: fx.Node) -> Any:
         """What one node gives, once those before it are known."""
@@ -277,7 +321,10 @@ class _Samples:
             if sample.is_meta or isinstance(sample, FakeTensor):
                 raise NoDataError(str(node.target))
             sample = sample.detach().to(self._device)
-            return sample.clone() if node in self._written else sample
+            if node in self._written:
+                return sample.clone()
+            self._shared.add(node)
+            return sample
         if node.op == "get_attr":
             value: Any = self._root
             for name in str(node.target).split("."):
@@ -350,9 +397,11 @@ class BatchShapeEnv(ShapeQuestions):
         if self.batch_symbol is None or not self.is_fixed(self.batch_symbol):
             return
         place = self.tracker.here() if self.tracker is not None else Place("")
-        raise CaptureError(
+        cause = f"it needs the number of rows as a Python number ({expr})"
+        message = (
             f"{place} works for one batch size only: it needs the value of {expr}, where "
             f"{self.batch_symbol} is the batch size. Rows are split over devices, so the model must work for any "
             "number of rows: replace the Python number, such as `len(x)`, by `x.shape[0]` or -1, and a Python loop "
             "over the rows by a tensor operation."
         )
+        raise UntraceableError(message, place, cause, needs_rows=True)

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from .assumptions import Question
-from .facts import memory, writes_memory
+from .facts import memory, written_memory
 from .torch_internals import OpOverload, schema
 
 _KEPT_ANSWERS = 256
@@ -85,7 +85,7 @@ def _function(
             owner.register_buffer(node.name, constant(node))
             copies[node] = graph.get_attr(node.name)
         else:
-            if _draws(node) or (writes_memory(node) and memory(node) & given):
+            if _draws(node) or written_memory(node) & given:
                 raise NotOfInputsError
             args, kwargs = map_aggregate(node.args, argument), map_aggregate(node.kwargs, argument)
             copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)

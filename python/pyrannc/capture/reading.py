@@ -12,10 +12,11 @@ from torch.fx.node import map_arg
 
 from pyrannc.errors import CaptureError
 
-from .clean import clean
+from .clean import CleanGraph, clean
 from .dims import Dim
 from .flatten import flatten
 from .tracer import trace
+from .untraceable import UntraceableError, WholeModules
 
 _LEAST_EXTENT = 2
 
@@ -29,6 +30,7 @@ def may_lack_rows(
     rows: int,
     has_rows: Sequence[bool],
     place: int,
+    leaf_modules: Sequence[str] = (),
 ) -> bool:
     """True when the model uses a tensor, and runs for any number of rows while that tensor stays as it is.
 
@@ -39,6 +41,7 @@ def may_lack_rows(
         rows: of the batch.
         has_rows: for each tensor of the arguments, whether the batch is its dimension 0.
         place: of the tensor in question.
+        leaf_modules: sub-modules that the user keeps whole.
     """
     tensors, structure = flatten((tuple(args), kwargs))
     without = [batched and index != place for index, batched in enumerate(has_rows)]
@@ -46,11 +49,20 @@ def may_lack_rows(
         # An extent of 1 would go with any.
         tensors[place] = tensors[place].detach().new_zeros(_LEAST_EXTENT, *tensors[place].shape[1:])
     tried_args, tried_kwargs = structure.rebuild(tensors)
+
+    def attempt(leaves: Sequence[str]) -> CleanGraph:
+        try:
+            return clean(trace(model, tried_args, tried_kwargs, device, rows, without, leaves))
+        except UntraceableError as error:
+            if error.needs_rows:
+                raise CaptureError(str(error)) from error
+            raise
+
     try:
         with warnings.catch_warnings():
             # Of shapes that the user's call does not have.
             warnings.simplefilter("ignore")
-            cleaned = clean(trace(model, tried_args, tried_kwargs, device, rows, without))
+            cleaned = WholeModules(leaf_modules, allow_uncut=True).until_captured(model, attempt)
     except CaptureError:
         return False
     tensor = cleaned.inputs[place]

@@ -12,6 +12,8 @@ from .dims import Dim
 
 ROWS = (4, 64)
 """Few, and enough for what begins at a number of rows."""
+LAWS = ((1.0, 0.0), (1.0, 1.0), (1.0, -1.0), (10.0, 0.0), (0.1, 0.0))
+"""Spread and mean of what is drawn, for what depends on a sign or a size."""
 _RELATIVE = {torch.float16: 1e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.float64: 1e-8}
 
 Operand = tuple[Tensor, list[Dim | None], bool]
@@ -42,18 +44,32 @@ def _holds(call: Callable[..., Any], operands: Sequence[Any], device: torch.devi
     own = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=own), torch.enable_grad():
         torch.manual_seed(0)
-        trials = (_Trial(call, operands, rows, device) for rows in ROWS)
+        trials = (_Trial(call, operands, rows, device, *law) for law in LAWS for rows in ROWS)
         return all(trial.holds(lo) for trial in trials for lo in (1, trial.rows // 2))
 
 
 class _Trial:
-    def __init__(self, call: Callable[..., Any], operands: Sequence[Any], rows: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        operands: Sequence[Any],
+        rows: int,
+        device: torch.device,
+        spread: float,
+        mean: float,
+    ) -> None:
         self._call = call
         self._device = device
+        self._law = spread, mean
         self.rows = rows
         self._rows: dict[int, Tensor] = {}
         self._fixed: dict[int, Any] = {}
+        self._sizes: dict[int, Dim] = {}
+        self._per_row: dict[int, int] = {}
         for place, operand in enumerate(operands):
+            if isinstance(operand, Dim):
+                self._sizes[place] = operand
+                continue
             if not isinstance(operand, tuple):
                 self._fixed[place] = operand
                 continue
@@ -63,18 +79,19 @@ class _Trial:
             dims = [dim for dim in extents if dim is not None]
             if any(dim.per_row for dim in dims):
                 self._rows[place] = self._batch(tensor, dims)
+                self._per_row[place] = dims[0].per_row
             else:
                 keep = stays and not tensor.is_meta
                 own = [dim.fixed for dim in dims]
-                fixed = tensor.detach().to(device, copy=True) if keep else _random(tensor, own, device)
+                fixed = tensor.detach().to(device, copy=True) if keep else _random(tensor, own, device, *self._law)
                 self._fixed[place] = fixed.requires_grad_(tensor.requires_grad and fixed.is_floating_point())
         if not self._rows:
             raise ValueError("it has no rows")
 
     def _batch(self, tensor: Tensor, dims: Sequence[Dim]) -> Tensor:
-        if dims[0] != Dim(1, 0) or any(dim.per_row for dim in dims[1:]):
+        if dims[0].per_row < 1 or dims[0].fixed or any(dim.per_row for dim in dims[1:]):
             raise ValueError("rows are not in dimension 0 alone")
-        return _random(tensor, [dim.at(self.rows) for dim in dims], self._device)
+        return _random(tensor, [dim.at(self.rows) for dim in dims], self._device, *self._law)
 
     def holds(self, cut: int) -> bool:
         """True when the rows before the cut and those after it can be computed apart."""
@@ -85,12 +102,15 @@ class _Trial:
         for index, result in enumerate(whole):
             found = [piece[index] for piece in pieces]
             there = [item for item in found if item is not None]
-            if result is None or len(there) < len(found):
-                if result is not None or there:
+            with_rows = index < self._with_rows
+            if result is None or not there or (with_rows and len(there) < len(found)):
+                # No gradient, or one of nothing but zeros, as of what no row has come to.
+                others = [item for item in (result, *there) if item is not None]
+                if any(bool(item.any()) for item in others):
                     return False
                 continue
             # Rows of results and of their gradients stand one after another, gradients of the rest are added.
-            joined = torch.cat(there) if index < self._with_rows else torch.stack(there).sum(0)
+            joined = torch.cat(there) if with_rows else torch.stack(there).sum(0)
             if joined.shape != result.shape or not _close(joined, result):
                 return False
         return True
@@ -98,13 +118,17 @@ class _Trial:
     def _run(self, part: tuple[int, int], seeds: list[Tensor]) -> list[Tensor | None]:
         """Results and gradients of what has rows, then the gradients of what has none."""
         lo, hi = part
-        rows = {place: _leaf(tensor[lo:hi]) for place, tensor in self._rows.items()}
-        tensors = {**self._fixed, **rows}
+        rows = {}
+        for place, tensor in self._rows.items():
+            per_row = self._per_row[place]
+            rows[place] = _leaf(tensor[per_row * lo : per_row * hi])
+        sizes = {place: dim.at(hi - lo) for place, dim in self._sizes.items()}
+        tensors = {**self._fixed, **rows, **sizes}
         # A function may change what it is given.
         given = [_copy(tensors[place]) for place in range(len(tensors))]
         made = self._call(*given)
         results = [made] if isinstance(made, Tensor) else [item for item in made if isinstance(item, Tensor)]
-        if any(result.dim() == 0 or result.shape[0] != hi - lo for result in results):
+        if any(result.dim() == 0 or result.shape[0] % (hi - lo) or not result.shape[0] for result in results):
             raise ValueError("a result has no rows in dimension 0")
         roots = [result for result in results if result.requires_grad]
         if not seeds:
@@ -113,15 +137,15 @@ class _Trial:
         leaves = [leaf for leaf in rows.values() if leaf.requires_grad]
         grads: Sequence[Tensor | None] = [None] * (len(leaves) + len(fixed))
         if roots and leaves + fixed:
-            own = [seed[lo:hi] for seed in seeds]
+            own = [seed[len(seed) // self.rows * lo : len(seed) // self.rows * hi] for seed in seeds]
             grads = torch.autograd.grad(roots, [*leaves, *fixed], own, allow_unused=True)
         self._with_rows = len(results) + len(leaves)
         return [*(result.detach() for result in results), *grads]
 
 
-def _random(like: Tensor, shape: Sequence[int], device: torch.device) -> Tensor:
+def _random(like: Tensor, shape: Sequence[int], device: torch.device, spread: float, mean: float) -> Tensor:
     if like.dtype.is_floating_point or like.dtype.is_complex:
-        return torch.randn(list(shape), dtype=like.dtype, device=device)
+        return torch.randn(list(shape), dtype=like.dtype, device=device) * spread + mean
     return torch.randint(0, 2, list(shape), device=device).to(like.dtype)
 
 

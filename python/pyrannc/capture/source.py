@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from types import CodeType, FrameType
 from typing import Any
 
@@ -36,6 +38,55 @@ class Place:
         return f"{module} ({self.file}:{self.line})" if self.file else module
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of the model that can stay whole.
+
+    Attributes:
+        path: of a sub-module.
+        method: of the sub-module, instead of its forward.
+        function: instead of a sub-module, a function: the Python module that it is called in, and its name there.
+    """
+
+    path: str
+    method: str = ""
+    function: tuple[str, str] | None = None
+
+    def __str__(self) -> str:
+        if self.function:
+            return f"function {self.function[1]}"
+        owner = f"sub-module '{self.path}'" if self.path else "the model"
+        return f"method {self.method} of {owner}" if self.method else owner
+
+    @property
+    def text(self) -> str:
+        """As a name that :meth:`of` reads."""
+        if self.function:
+            return "::".join(self.function)
+        return f"{self.path}:{self.method}" if self.method else self.path
+
+    @staticmethod
+    def of(text: str) -> Part:
+        """From the path of a sub-module, ``path:method``, or ``python.module::function``."""
+        module, _, function = text.partition("::")
+        if function:
+            return Part("", function=(module, function))
+        path, _, method = text.partition(":")
+        return Part(path, method)
+
+    @property
+    def title(self) -> str:
+        """In the Graph."""
+        if self.function:
+            return f"function.{'.'.join(self.function)}"
+        return f"module.{self.path}" + (f":{self.method}" if self.method else "")
+
+    @property
+    def identifier(self) -> str:
+        """In generated code."""
+        return re.sub(r"\W", "_", self.title)
+
+
 @cache
 def belongs_to_user(file: str) -> bool:
     """True for a source file of neither torch, the standard library nor the tracer."""
@@ -48,6 +99,7 @@ class SourceTracker:
 
     Attributes:
         failure: where an exception came from.
+        functions: of the user that it came through, the innermost first, up to the forward of the sub-module.
         before_calls: run before each call of a module, with what it is given.
         after_calls: runs after each call of a module.
         strangers: modules that were called and are no sub-modules of the model, by ``id``.
@@ -59,6 +111,7 @@ class SourceTracker:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._stack = [""]
         self.failure: Place | None = None
+        self.functions: tuple[Part, ...] = ()
         self.before_calls: list[Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]] = []
         self.after_calls: Callable[[], None] = lambda: None
         self.strangers: dict[int, nn.Module] = {}
@@ -106,6 +159,7 @@ class SourceTracker:
             except Exception as error:
                 if tracker.failure is None:
                     tracker.failure = tracker._place_of(error)
+                    tracker.functions = tracker._functions_of(error)
                 raise
             finally:
                 tracker._stack.pop()
@@ -126,3 +180,29 @@ class SourceTracker:
                 place = Place(self.module, file, traceback.tb_lineno)
             traceback = traceback.tb_next
         return place
+
+    def _functions_of(self, error: BaseException) -> tuple[Part, ...]:
+        frames: list[FrameType] = []
+        traceback = error.__traceback__
+        while traceback is not None:
+            frames.append(traceback.tb_frame)
+            traceback = traceback.tb_next
+        users = [(caller, frame) for caller, frame in pairwise(frames) if belongs_to_user(frame.f_code.co_filename)]
+        # The first is the forward itself.
+        found = [self._part(caller, frame) for caller, frame in users[1:]]
+        return tuple(part for part in reversed(found) if part is not None)
+
+    def _part(self, caller: FrameType, frame: FrameType) -> Part | None:
+        """The method of a sub-module, or the function, whose call a frame is, if its name is looked up at each call."""
+        code = frame.f_code
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            held = getattr(type(owner), code.co_name, None)
+            known = id(owner) in self._names and getattr(held, "__code__", None) is code and code.co_name != "forward"
+            return Part(self._names[id(owner)], method=code.co_name) if known else None
+        held = caller.f_globals.get(code.co_name)
+        # What stays whole stands there while it is tried.
+        held = getattr(getattr(held, "__self__", None), "original", held)
+        module = caller.f_globals.get("__name__")
+        known = getattr(held, "__code__", None) is code and isinstance(module, str) and module in sys.modules
+        return Part("", function=(str(module), code.co_name)) if known else None

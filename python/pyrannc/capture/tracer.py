@@ -22,12 +22,13 @@ from .facts import FactRecorder
 from .fallback import BatchSizes, OperatorFallbacks
 from .flatten import Structure, flatten
 from .hooks import refuse_hooks, watched_hooks
+from .kept_whole import Trials, WholeCall, whole_calls_installed
 from .lacking import without_guard
-from .leaf import LeafModule, captured_tensor_hooks, leaf_modules_installed, opaque_autograd_functions
+from .leaf import captured_tensor_hooks, opaque_autograd_functions
 from .oracle import Batch, BatchShapeEnv, Oracle, draws
 from .scripted import opaque_script_functions, scripted_modules
 from .sequences import ADVICE, runs_along_rows
-from .source import Place, SourceTracker
+from .source import Part, Place, SourceTracker
 from .torch_internals import (
     MODULE_TO,
     FakeTensorMode,
@@ -44,6 +45,7 @@ from .torch_internals import (
     trace_before_dispatch,
     tracing_context,
 )
+from .untraceable import UntraceableError
 
 _ERROR_LINES = 4
 
@@ -79,6 +81,7 @@ class Trace:
     """A raw trace. Placeholders are parameters, buffers, inputs; outputs are result tensors, then buffer updates."""
 
     gm: fx.GraphModule
+    device: torch.device
     params: NamedTensors
     buffers: NamedTensors
     inputs: list[Tensor]
@@ -112,9 +115,9 @@ def trace(
     """
     refuse_hooks(model)
     modules = dict(model.named_modules())
-    for path in leaf_modules:
-        if path not in modules:
-            raise CaptureError(f"leaf_modules: the model has no sub-module '{path}'")
+    for part in map(Part.of, leaf_modules):
+        if part.path not in modules:
+            raise CaptureError(f"leaf_modules: the model has no sub-module '{part.path}'")
     session = _Session(model, args, kwargs, device, rows, has_rows, leaf_modules, answers)
     try:
         traced = session.run()
@@ -122,13 +125,15 @@ def trace(
         return traced
     except Exception as error:
         session.refuse_part_of_batch()
+        if isinstance(error, UntraceableError):
+            error.functions = session.tracker.functions
         if isinstance(error, RaNNCError):
             raise
         place = session.tracker.failure or Place("")
-        raise CaptureError(
-            f"{place} cannot be captured: {type(error).__name__}: {_first_lines(error)}\n"
-            "If the model runs without RaNNC, keep this sub-module whole by naming it in leaf_modules."
-        ) from error
+        cause = f"{type(error).__name__}: {_first_lines(error)}"
+        failure = UntraceableError(f"{place} cannot be captured: {cause}", place, cause)
+        failure.functions = session.tracker.functions
+        raise failure from error
 
 
 class _Session:
@@ -165,7 +170,7 @@ class _Session:
         self.attributes = AttributeLog(model, self.tracker)
         sample_device = self.inputs[0].device if self.inputs else torch.device("cpu")
         batch = Batch(self.inputs, has_rows, rows)
-        self.oracle = Oracle(self.tracker, sample_device, batch, answers.before)
+        self.oracle = Oracle(self.tracker, sample_device, batch, answers.before, assumes=answers.assumes)
         self.shape_env = BatchShapeEnv()
         self.shape_env.oracle = self.oracle
         self.shape_env.tracker = self.tracker
@@ -191,6 +196,7 @@ class _Session:
         self.oracle.close()
         return Trace(
             gm=gm,
+            device=self.device,
             params=self.params,
             buffers=self.buffers,
             inputs=self.inputs,
@@ -208,11 +214,21 @@ class _Session:
         if self.answers.part_of_batch and self.oracle.asked_rows is not None:
             raise PartOfBatchError(f"{self.oracle.asked_rows} asks for what only the whole batch tells")
 
-    def leaves(self) -> list[LeafModule]:
-        return [
-            LeafModule(path, self.model.get_submodule(path), self.oracle, self.mode, self.sizes)
-            for path in self.leaf_paths
-        ]
+    def whole_calls(self) -> list[WholeCall]:
+        """What stays whole."""
+        trials = Trials(self.oracle, self.mode, self.sizes, self._apart)
+        return [WholeCall(self.model, Part.of(text), trials) for text in self.leaf_paths]
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """What runs here runs again at each call, and is not what is captured."""
+        before = self.tracker.after_calls
+        self.tracker.after_calls = lambda: None
+        try:
+            with self.attributes.unwatched():
+                yield
+        finally:
+            self.tracker.after_calls = before
 
     def _fake(self, name: str, tensor: Tensor, batched: bool) -> Tensor:
         if id(tensor) in self.lone_slices:
@@ -271,7 +287,7 @@ class _TracedCall:
         # Module calls are followed from here on: outside, the fx tracer replaces Module.__call__ itself.
         with (
             reparametrized(session.model, state),
-            leaf_modules_installed(session.leaves()),
+            whole_calls_installed(session.whole_calls()),
             session.tracker.following(),
             OtherGenerators(session.model).unused(session.tracker),
             watched_hooks(session.model, session.tracker),
@@ -305,7 +321,7 @@ class _TracedCall:
 
 
 def _inside(path: str, outer: Sequence[str]) -> bool:
-    return any(path == name or path.startswith(f"{name}.") for name in outer)
+    return any(not name or path == name or path.startswith(f"{name}.") for name in outer)
 
 
 def _lone_slices(params: Sequence[Tensor]) -> set[int]:

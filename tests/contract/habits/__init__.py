@@ -13,6 +13,7 @@ from . import (  # noqa: F401  # the order of the document
     questions,
     rows,
     state,
+    whole,
     wrappers,
 )
 

@@ -56,6 +56,50 @@ def nested_arguments(job: Job) -> None:
         job.gradients(model)
 
 
+class _OfSequences(nn.Module):
+    """Takes a sequence for each row, or tensors with all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain = Chain()
+
+    def forward(self, items: list[Tensor], shift: Tensor | None = None) -> Tensor:
+        x = torch.stack(items).sum(0)
+        return self.chain(x if shift is None else x + shift)  # type: ignore[no-any-return]
+
+
+@equal()
+def list_of_tensors_with_rows(job: Job) -> None:
+    """An argument is a list of tensors that have the batch as dimension 0, beside another tensor of that extent."""
+    model = job.wrap(_OfSequences())
+    for x, target in job.batches(pairs):
+        out = model([x, target], target)
+        job.rows("output", out)
+        (out.square().sum() / max(1, len(x))).backward()
+        job.gradients(model)
+
+
+@equal(note="alone, the list must be named: `batch_arguments=[0]`")
+def list_of_tensors_that_is_named(job: Job) -> None:
+    """The arguments are such a list alone, and the script names it."""
+    model = job.wrap(_OfSequences(), batch_arguments=["items"])
+    for x, target in job.batches(pairs):
+        out = model([x, target])
+        job.rows("output", out)
+        (out.square().sum() / max(1, len(x))).backward()
+        job.gradients(model)
+
+
+@refused(
+    "InputError|MismatchError", "torch.stack|item for each row", instead="make one tensor of it: `torch.stack(...)`"
+)
+def list_with_an_item_for_each_row(job: Job) -> None:
+    """An argument is a list with a tensor for each row of the batch, as of images."""
+    model = job.wrap(_OfSequences())
+    (x,) = job.batch(lambda rows, generator: (torch.randn(rows, 5, WIDTH, generator=generator),))
+    model(list(x.unbind(0)))
+
+
 def _labelled(rows: int, generator: Generator) -> tuple[Tensor, ...]:
     x, _ = pairs(rows, generator)
     return x, torch.randint(0, CLASSES, (rows,), generator=generator), torch.linspace(0.5, 2.0, CLASSES)

@@ -162,14 +162,6 @@ class _OnPositive(nn.Module):
         return self.inner(y)  # type: ignore[no-any-return]
 
 
-@refused("CaptureError", "leaf_modules", instead="name the sub-module in `leaf_modules`, or use `torch.where`")
-def shapes_depend_on_data(job: Job) -> None:
-    """A sub-module has shapes that depend on data (`x[x > 0]`)."""
-    net = Chain()
-    net.layers[1] = _OnPositive()
-    _learn(job, Returns(net, F.mse_loss))
-
-
 @equal()
 def leaf_modules(job: Job) -> None:
     """A sub-module with shapes that depend on data stays whole by `RaNNCModule(..., leaf_modules=[...])`."""

@@ -42,10 +42,10 @@ impl fmt::Display for PassedOver {
 }
 
 impl PassedOver {
-    /// The fastest Plan, if another one was taken.
+    /// The Plan that was found fastest, if a slower one was taken.
     pub(super) fn new(fastest: &Plan, taken: &Plan) -> Option<Self> {
         let faster = 1.0 - fastest.predicted.step_us / taken.predicted.step_us;
-        (fastest != taken).then(|| Self {
+        (faster > 0.0).then(|| Self {
             step_us: fastest.predicted.step_us,
             faster,
             replicas: fastest.stages.iter().map(|stage| stage.ranks.len()).collect(),

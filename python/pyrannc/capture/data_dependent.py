@@ -1,0 +1,307 @@
+"""Ops among which extents or numbers depend on data: they stay together as one opaque Op.
+
+``x[mask]``, ``nonzero``, ``.item()`` and the like make tensors whose extents only the data tell, which no Graph holds.
+All Ops from there to where extents are known again become one function, which runs them as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+
+from pyrannc.errors import CaptureError
+
+from .dims import AffineReader
+from .facts import FACTS, GRAD_ENABLED, PLACE, TensorFacts, memory
+from .form import Form
+from .leaf import OpaqueCall
+from .ops import closes_region, draws_random_numbers, mutated_arguments, opens_region, target_name
+from .source import Place
+from .torch_internals import SET_GRAD_ENABLED
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def keep_together(graph: fx.Graph, reader: AffineReader, device: torch.device) -> None:
+    """Rewrites a flat graph of calls so that each tensor and number left has extents that are known for any batch.
+
+    Args:
+        graph: may get another order.
+        reader: tells what is known.
+        device: where the trace ran; every device that the model named is replaced by it.
+
+    Raises:
+        CaptureError: the model returns a tensor whose extents depend on data.
+    """
+    unknown = {node for node in graph.nodes if node.op == "call_function" and _is_unknown(node, reader)}
+    if not unknown:
+        return
+    for node in unknown:
+        if any(user.op == "output" for user in node.users):
+            raise CaptureError(
+                f"{node.meta.get(PLACE) or Place('')} makes a tensor whose extents depend on data, and the model "
+                "returns it: each part of a batch would give another one; return it with extents that do not, such as "
+                "the full tensor beside a mask"
+            )
+    groups = _Groups(graph, unknown)
+    order = groups.order()
+    for root, members in groups.to_replace():
+        order[root] = _replaced(graph, members, unknown, reader, device)
+    _reorder(graph, [node for root in order for node in order[root]])
+
+
+def _is_unknown(node: fx.Node, reader: AffineReader) -> bool:
+    """True for what a Graph has no form for: a number, or a tensor with an extent, that depends on data."""
+    value = node.meta.get("val")
+    if isinstance(value, _NUMBERS):
+        return reader.read(value) is None
+    tensors = value if isinstance(value, (list, tuple)) else [value]
+    return any(reader.read(size) is None for tensor in tensors if isinstance(tensor, Tensor) for size in tensor.shape)
+
+
+class _Groups:
+    """Nodes that stay together, by union and find. Others may stand between none of a group's."""
+
+    def __init__(self, graph: fx.Graph, unknown: set[fx.Node]) -> None:
+        self._nodes: list[fx.Node] = list(graph.nodes)
+        self._place = {node: place for place, node in enumerate(self._nodes)}
+        self._unknown = unknown
+        self._root: dict[fx.Node, fx.Node] = {node: node for node in self._nodes}
+        self._touching: dict[int, list[fx.Node]] = defaultdict(list)
+        self._written: set[int] = set()
+        for node in self._calls():
+            for storage in {place for item in (node, *node.all_input_nodes) for place in memory(item)}:
+                self._touching[storage].append(node)
+            self._written.update(_writes(node))
+        self._join_regions()
+        for node in unknown:
+            self._join(node, *node.users)
+        self._before = self._order_of_pairs()
+        self._close()
+
+    def _calls(self) -> Iterator[fx.Node]:
+        return (node for node in self._nodes if node.op == "call_function")
+
+    def _find(self, node: fx.Node) -> fx.Node:
+        while self._root[node] is not node:
+            self._root[node] = self._root[self._root[node]]
+            node = self._root[node]
+        return node
+
+    def _join(self, *nodes: fx.Node) -> bool:
+        roots = sorted({self._find(node) for node in nodes}, key=self._place.__getitem__)
+        for root in roots[1:]:
+            self._root[root] = roots[0]
+        return len(roots) > 1
+
+    def _join_regions(self) -> None:
+        """An autocast block or a vmap level stays in one piece."""
+        depth, opened = 0, self._nodes[0]
+        for node in self._calls():
+            if opens_region(node):
+                opened = opened if depth else node
+                depth += 1
+            if depth:
+                self._join(opened, node)
+            depth -= closes_region(node)
+
+    def _order_of_pairs(self) -> dict[fx.Node, set[fx.Node]]:
+        """What must stand before each node: its operands, and where memory changes whoever has touched it before."""
+        before = {node: set(node.all_input_nodes) for node in self._nodes}
+        for storage in self._written:
+            last_writer, readers = None, list[fx.Node]()
+            for node in self._touching[storage]:
+                if last_writer is not None:
+                    before[node].add(last_writer)
+                if storage in _writes(node):
+                    before[node].update(readers)
+                    last_writer, readers = node, []
+                else:
+                    readers.append(node)
+        return before
+
+    def _members(self) -> dict[fx.Node, list[fx.Node]]:
+        members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in self._nodes:
+            members[self._find(node)].append(node)
+        return members
+
+    def _close(self) -> None:
+        """Joins what has to be joined until no group needs what needs the group."""
+        while self._join_results() or self._join_writers() or self._join_cycle():
+            pass
+
+    def to_replace(self) -> list[tuple[fx.Node, list[fx.Node]]]:
+        """The groups in which something is not known."""
+        return [(root, nodes) for root, nodes in self._members().items() if not self._unknown.isdisjoint(nodes)]
+
+    def _join_results(self) -> bool:
+        """What an Op with several results gives cannot leave a group as a whole."""
+        found = [
+            self._join(node, *node.users)
+            for _, nodes in self.to_replace()
+            for node in nodes
+            if isinstance(node.meta.get("val"), (list, tuple))
+        ]
+        return any(found)
+
+    def _join_writers(self) -> bool:
+        """Memory that a group changes is the group's own, or a buffer's."""
+        found = []
+        for _, nodes in self.to_replace():
+            written = {storage for node in nodes for storage in _writes(node)}
+            touching = [node for storage in written for node in self._touching[storage]]
+            found.append(bool(touching) and self._join(nodes[0], *touching))
+        return any(found)
+
+    def _edges(self) -> dict[fx.Node, set[fx.Node]]:
+        edges: dict[fx.Node, set[fx.Node]] = {self._find(node): set() for node in self._nodes}
+        for node, earlier in self._before.items():
+            root = self._find(node)
+            edges[root].update(other for item in earlier if (other := self._find(item)) is not root)
+        return edges
+
+    def _join_cycle(self) -> bool:
+        try:
+            TopologicalSorter(self._edges()).prepare()
+        except CycleError as error:
+            return self._join(*error.args[1])
+        return False
+
+    def order(self) -> dict[fx.Node, list[fx.Node]]:
+        """The groups, each after those that it needs, else as they stood."""
+        edges, members = self._edges(), self._members()
+        needed_by: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for root, earlier in edges.items():
+            for other in earlier:
+                needed_by[other].append(root)
+        waiting = {root: len(earlier) for root, earlier in edges.items()}
+        # Placeholders stay first, outputs last.
+        rank = {root: (root.op == "output", root.op != "placeholder", self._place[root]) for root in edges}
+        ready = [(rank[root], root) for root in edges if not waiting[root]]
+        heapq.heapify(ready)
+        found: dict[fx.Node, list[fx.Node]] = {}
+        while ready:
+            _, root = heapq.heappop(ready)
+            found[root] = members[root]
+            for later in needed_by[root]:
+                waiting[later] -= 1
+                if not waiting[later]:
+                    heapq.heappush(ready, (rank[later], later))
+        return found
+
+
+def _writes(node: fx.Node) -> set[int]:
+    return {storage for operand in mutated_arguments(node) for storage in memory(operand)}
+
+
+def _without(graph: fx.Graph, group: Sequence[fx.Node]) -> list[fx.Node]:
+    for node in reversed(group):
+        graph.erase_node(node)
+    return []
+
+
+def _replaced(
+    graph: fx.Graph, group: Sequence[fx.Node], unknown: set[fx.Node], reader: AffineReader, device: torch.device
+) -> list[fx.Node]:
+    """One node in the place of a group, and what reads its results from it."""
+    inside = set(group)
+    taken = list(dict.fromkeys(operand for node in group for operand in node.all_input_nodes if operand not in inside))
+    given = [node for node in group if node not in unknown and any(user not in inside for user in node.users)]
+    target = _target(group, taken, given, device)
+    results = [node.meta["val"] for node in given]
+    target.form = Form.of([node.meta.get("val") for node in taken], results, reader, "a part of the model")
+    if not given and not target.changes:
+        return _without(graph, group)
+    whole = graph.call_function(target, tuple(taken))
+    whole.meta = {
+        "val": tuple(node.meta["val"] for node in given),
+        FACTS: {place: found for place, node in enumerate(given) if (found := _facts(node)) is not None},
+        PLACE: next(node.meta.get(PLACE) or Place("") for node in group if node in unknown),
+        GRAD_ENABLED: True,
+    }
+    nodes = [whole]
+    for place, node in enumerate(given):
+        result = graph.call_function(operator.getitem, (whole, place))
+        result.meta = dict(node.meta)
+        node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside)
+        nodes.append(result)
+    _without(graph, group)
+    return nodes
+
+
+def _facts(node: fx.Node) -> TensorFacts | None:
+    facts: TensorFacts | None = node.meta.get(FACTS, {}).get(None)
+    return facts
+
+
+def _reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
+    last = order[0]
+    for node in order[1:]:
+        last.append(node)
+        last = node
+
+
+def _target(
+    group: Sequence[fx.Node], taken: Sequence[fx.Node], given: Sequence[fx.Node], device: torch.device
+) -> OpaqueCall:
+    """The group as a function of what it takes, named by its contents, which are the same on all ranks."""
+    inner = fx.Graph()
+    copies = {node: inner.placeholder(f"a{place}") for place, node in enumerate(taken)}
+    ambient, enabled = inner.call_function(torch.is_grad_enabled), True
+    contents: list[Any] = []
+    for node in group:
+        if bool(node.meta.get(GRAD_ENABLED, True)) != enabled:
+            enabled = not enabled
+            inner.call_function(SET_GRAD_ENABLED, (ambient if enabled else False,))
+        args, kwargs = map_aggregate((node.args, node.kwargs), lambda item: _copied(item, copies, device))
+        copies[node] = inner.call_function(_function(node), args, kwargs, name=node.name)
+        contents.append((target_name(node.target), enabled, _described((node.args, node.kwargs), copies)))
+    if not enabled:
+        inner.call_function(SET_GRAD_ENABLED, (ambient,))
+    inner.output(tuple(copies[node] for node in given))
+    contents.append([group.index(node) for node in given])
+    digest = hashlib.sha256(repr(contents).encode()).hexdigest()[:12]
+    module = fx.GraphModule(nn.Module(), inner)
+    call = OpaqueCall(f"data_dependent_{digest}", module.forward, f"data_dependent.{digest}")
+    call.changes = _changed(group, taken)
+    call.draws = any(draws_random_numbers(node) for node in group)
+    return call
+
+
+def _changed(group: Sequence[fx.Node], taken: Sequence[fx.Node]) -> tuple[int, ...]:
+    """The operands whose memory the group changes."""
+    written = {storage for node in group for storage in _writes(node)}
+    return tuple(place for place, node in enumerate(taken) if written & memory(node))
+
+
+def _function(node: fx.Node) -> Any:
+    # Kernels may lay out memory in other ways than without data, so that a view is not possible.
+    return torch.ops.aten.reshape.default if node.target is torch.ops.aten.view.default else node.target
+
+
+def _copied(item: Any, copies: dict[fx.Node, fx.Node], device: torch.device) -> Any:
+    if isinstance(item, torch.device):
+        return device
+    return copies[item] if isinstance(item, fx.Node) else item
+
+
+def _described(item: Any, copies: dict[fx.Node, fx.Node]) -> str:
+    """Arguments as text, without what is not the same in another process: names of nodes and the device's number."""
+    numbers = {copy: place for place, copy in enumerate(copies.values())}
+
+    def described(item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            return f"%{numbers[copies[item]]}"
+        return item.type if isinstance(item, torch.device) else item
+
+    return repr(map_aggregate(item, described))

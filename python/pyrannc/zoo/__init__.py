@@ -1,0 +1,1 @@
+"""The zoo: models of public libraries, trained on several ranks and held against one process."""

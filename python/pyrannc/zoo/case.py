@@ -1,0 +1,66 @@
+"""A model of a public library with the arguments of a training call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROWS = 4
+"""Rows of the global batch."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model to train.
+
+    Attributes:
+        library: ``"transformers"``, ``"timm"`` or ``"torchvision"``.
+        family: what models of one design share.
+        name: of the model, once in its library.
+        make: the model and the named arguments of a call with so many rows; same seed, same result.
+    """
+
+    library: str
+    family: str
+    name: str
+    make: Callable[[int], tuple[nn.Module, dict[str, Any]]]
+
+    def __str__(self) -> str:
+        return f"{self.library}/{self.name}"
+
+
+class NotByRuleError(Exception):
+    """The rules make no small model of this class, or no arguments that it takes."""
+
+
+def quiet(model: nn.Module) -> nn.Module:
+    """The model in training mode without what differs from call to call or by design: dropout, batch statistics."""
+    model.train()
+    for module in model.modules():
+        if getattr(module, "running_mean", None) is not None:
+            module.eval()
+        for name in ("p", "drop_prob", "attention_dropout", "dropout", "activation_dropout", "layerdrop"):
+            if isinstance(vars(module).get(name), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def loss_of(result: Any) -> Tensor:
+    """What a call is differentiated by: its loss, or else a mean of squares of all it returns."""
+    loss = getattr(result, "loss", None)
+    if loss is None and isinstance(result, dict):
+        loss = result.get("loss")
+    if isinstance(loss, Tensor) and loss.dim() == 0:
+        return loss
+    return torch.stack([leaf.pow(2).mean() for leaf in differentiable(result)]).sum()
+
+
+def differentiable(result: Any) -> list[Tensor]:
+    """The tensors of a result that lead back to parameters."""
+    from pyrannc.capture import flatten
+
+    return [leaf for leaf in flatten(result)[0] if leaf.requires_grad and leaf.is_floating_point()]

@@ -1,0 +1,78 @@
+"""Models of every task of torchvision."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .case import Case, NotByRuleError
+
+
+def cases() -> Iterator[Case]:
+    """All models but those that differ from another one in size alone."""
+    from torchvision import models
+
+    seen: set[str] = set()
+    for name in sorted(models.list_models(), key=_size):
+        builder = models.get_model_builder(name)
+        task = builder.__module__.removeprefix("torchvision.models.")
+        design = f"{task}.{re.sub(r'[0-9]+|_(tiny|small|base|large|huge|[bslx][0-9]*|[0-9]+[a-z]*).*', '', name)}"
+        if design not in seen:
+            seen.add(design)
+            yield Case("torchvision", task, name, partial(make, name))
+
+
+def _size(name: str) -> tuple[int, str]:
+    return int("".join(re.findall(r"\d+", name))[:6] or 0), name
+
+
+def make(name: str, rows: int) -> tuple[nn.Module, dict[str, Any]]:
+    """The model for few classes, and small images or clips.
+
+    Raises:
+        NotByRuleError: it is too large.
+    """
+    from torchvision import models
+
+    torch.manual_seed(0)
+    own = {"weights": None, "weights_backbone": None, "num_classes": 5, "aux_loss": False}
+    builder = models.get_model_builder(name)
+    known = inspect.signature(builder).parameters
+    options = {key: value for key, value in own.items() if key in known or key == "num_classes"}
+    if "raft" in name:
+        options.pop("num_classes")
+    if "init_weights" in known:
+        options["init_weights"] = False
+    model = models.get_model(name, **options)
+    elements = sum(param.numel() for param in model.parameters())
+    if elements > 70_000_000:
+        raise NotByRuleError(f"{elements:,} elements are not small")
+    task = builder.__module__.removeprefix("torchvision.models.")
+    generator = torch.Generator().manual_seed(1)
+    if task.startswith("detection"):
+        images = [torch.rand(3, 64, 64, generator=generator) for _ in range(rows)]
+        return model, {"images": images, "targets": [_target(name) for _ in range(rows)]}
+    if task.startswith("optical_flow"):
+        pair = [torch.rand(rows, 3, 128, 128, generator=generator) for _ in range(2)]
+        return model, {"image1": pair[0], "image2": pair[1], "num_flow_updates": 2}
+    first = next(iter(inspect.signature(model.forward).parameters))
+    if task.startswith("video"):
+        size = 224 if "mvit" in name or "swin" in name else 112
+        return model, {first: torch.rand(rows, 3, 16 if size == 224 else 8, size, size, generator=generator)}
+    size = 224 if "vit" in name or "maxvit" in name else 299 if "inception" in name else 64
+    return model, {first: torch.rand(rows, 3, size, size, generator=generator)}
+
+
+def _target(name: str) -> dict[str, torch.Tensor]:
+    target = {"boxes": torch.tensor([[4.0, 4.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
+    if "mask" in name:
+        target["masks"] = torch.ones(1, 64, 64, dtype=torch.uint8)
+    if "keypoint" in name:
+        target["keypoints"] = torch.ones(1, 17, 3)
+    return target

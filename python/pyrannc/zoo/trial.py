@@ -1,0 +1,255 @@
+"""One model on several ranks beside the same model in one process with the global batch."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyrannc.call.telling import ops_of, share_of
+from pyrannc.capture import flatten
+from pyrannc.core.plan import PlanFacts
+from pyrannc.distributed import get_rank
+from pyrannc.errors import RaNNCError
+from pyrannc.module import RaNNCModule
+
+from .case import ROWS, Case, NotByRuleError, loss_of, quiet
+
+LIBRARIES = ("transformers", "timm", "torchvision")
+STEPS = 2
+_EXACT, _SINGLE = 1e-10, 1e-4
+"""By how much numbers may differ; the second where the model itself computes in less than double precision."""
+_RATE = 0.01
+
+
+def cases(libraries: Sequence[str] = LIBRARIES) -> list[Case]:
+    """The models of the libraries that are installed, in a fixed order."""
+    found: list[Case] = []
+    for library in libraries:
+        try:
+            found += import_module(f".{library}_models", __package__).cases()
+        except ModuleNotFoundError as error:
+            if error.name != library:
+                raise
+    return found
+
+
+@dataclass
+class Outcome:
+    """What came of a model under one Plan.
+
+    Attributes:
+        column: ``"cut"``, ``"in leaves"`` (10% of the parameters or more), ``"in tail"`` (half of them or more run on
+            all rows on every rank), ``"uncut"``, ``"chance"`` (it draws random numbers), ``"refused"``, ``"wrong"``,
+            ``"failed"`` (another error than RaNNC's), or ``"no case"`` (it does not run in one process as made).
+        why: the cause, where it is not cut; of one that is, what stays whole.
+        stages: of the Plan.
+        in_leaves: share of the parameters in sub-modules that stay whole.
+        in_tail: share of the parameters in what runs on all rows.
+    """
+
+    column: str
+    why: str = ""
+    stages: int = 0
+    in_leaves: float = 0.0
+    in_tail: float = 0.0
+
+
+@dataclass
+class _Run:
+    """What the steps of a training came to."""
+
+    outputs: list[list[Tensor]] = field(default_factory=list)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+
+def run(case: Case, rows: Sequence[int], stages: int) -> Outcome:
+    """Holds one model against one process. All ranks call it; each gets the same outcome, but for differences.
+
+    Args:
+        case: the model.
+        rows: of each rank's batch.
+        stages: that the configuration asks for; with 1, an uncut model is allowed.
+    """
+    torch.set_default_dtype(torch.float64)
+    try:
+        try:
+            expected = _train_plain(case)
+        except NotByRuleError as error:
+            return Outcome("no case", str(error).splitlines()[0])
+        except Exception as error:
+            return Outcome("no case", _short(error))
+        return _beside(case, rows, stages, expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _made(case: Case) -> tuple[nn.Module, dict[str, Any]]:
+    model, arguments = case.make(ROWS)
+    tensors, structure = flatten(arguments)
+    doubled = [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
+    return quiet(model).double(), structure.rebuild(doubled)
+
+
+def _train_plain(case: Case) -> _Run:
+    model, arguments = _made(case)
+    found = _Run()
+    optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        _step(model, arguments, found)
+        if step == STEPS - 1:
+            found.gradients = {name: _kept(param.grad) for name, param in model.named_parameters()}
+        optimizer.step()
+    found.state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return found
+
+
+def _step(model: nn.Module, arguments: dict[str, Any], found: _Run) -> None:
+    result = model(**arguments)
+    # A loss inside of the model is among the outputs.
+    found.outputs.append([tensor.detach().clone() for tensor in flatten(result)[0]])
+    loss_of(result).backward()
+
+
+def _kept(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+def _beside(case: Case, rows: Sequence[int], stages: int, expected: _Run) -> Outcome:
+    model, arguments = _made(case)
+    rank = get_rank()
+    lo = sum(rows[:rank])
+    own = _rows_of(arguments, lo, lo + rows[rank])
+    optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+    wrapped = RaNNCModule(model, optimizer, allow_uncut=stages == 1)
+    found = _Run()
+    try:
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            _step(wrapped, own, found)
+            if step == STEPS - 1:
+                found.gradients = {name: wrapped.get_param_grad(name) for name in wrapped.name_to_param}
+            optimizer.step()
+        found.state = wrapped.state_dict(rank0_only=False)
+        outcome = _described(wrapped)
+        wrong = _differences(found, expected, (lo, lo + rows[rank]), _tolerance(wrapped))
+        if wrong:
+            drawn = _drawn(wrapped)
+            outcome = Outcome("chance", drawn) if drawn else Outcome("wrong", "; ".join(wrong[:3]))
+        return outcome
+    except RaNNCError as error:
+        return Outcome("refused", _short(error))
+    except Exception as error:
+        return Outcome("failed", _short(error))
+    finally:
+        if wrapped.ready:
+            wrapped.undeploy()
+
+
+def _rows_of(item: Any, lo: int, hi: int) -> Any:
+    """The part of arguments that has these rows of the batch."""
+    if isinstance(item, Tensor):
+        return item[lo:hi] if item.dim() and item.shape[0] == ROWS else item
+    if isinstance(item, dict):
+        return {name: _rows_of(value, lo, hi) for name, value in item.items()}
+    if isinstance(item, (list, tuple)) and len(item) == ROWS and any(isinstance(i, (dict, Tensor)) for i in item):
+        return item[lo:hi]
+    return item
+
+
+def _described(wrapped: RaNNCModule) -> Outcome:
+    variant = wrapped._variants.first
+    captured, params = variant.whole.captured, dict(wrapped.model.named_parameters())
+    total = max(1, sum(param.numel() for param in params.values()))
+    ops = [op for kept in captured.kept_whole for op in ops_of(variant, kept)]
+    names = (
+        [] if variant.tail is None else [variant.whole.facts.params[param].names[0] for param in variant.tail.params]
+    )
+    in_leaves, in_tail = share_of(variant, ops), sum(params[name].numel() for name in names) / total
+    stages = len(PlanFacts.of(wrapped._deployed("plan").plan).stages)
+    why = "; ".join(f"{kept.paths[0]}: {kept.cause.splitlines()[0]}" for kept in captured.kept_whole)[:300]
+    column = "uncut" if stages == 1 else "in tail" if in_tail >= 0.5 else "cut" if in_leaves < 0.1 else "in leaves"
+    return Outcome(column, why, stages, round(in_leaves, 3), round(in_tail, 3))
+
+
+def _drawn(wrapped: RaNNCModule) -> str:
+    """The operators that draw random numbers, other than those that stay whole."""
+    whole = wrapped._variants.first.whole
+    drawn = [
+        str(node.target)
+        for op, node in zip(whole.facts.ops, whole.captured.op_nodes, strict=True)
+        if op.random and not str(getattr(node.target, "title", "")).startswith("pyrannc.opaque.module")
+        and any(whole.facts.values[value].depends_on_rows for value in op.results)
+    ]  # fmt: skip
+    return ", ".join(f"{name} ({count})" for name, count in Counter(drawn).items())
+
+
+def _tolerance(wrapped: RaNNCModule) -> float:
+    types = {value.dtype for value in wrapped._variants.first.whole.facts.values}
+    return _SINGLE if types & {torch.float32, torch.bfloat16, torch.float16, torch.complex64} else _EXACT
+
+
+def _differences(found: _Run, expected: _Run, rows: tuple[int, int], tolerance: float) -> list[str]:
+    wrong = []
+    for step, (mine, right) in enumerate(zip(found.outputs, expected.outputs, strict=True)):
+        if len(mine) != len(right):
+            wrong.append(f"step {step}: {len(mine)} outputs instead of {len(right)}")
+            continue
+        for place, (tensor, whole) in enumerate(zip(mine, right, strict=True)):
+            wrong += _apart(f"step {step}, output {place}", tensor, _own(whole, tensor, rows), tolerance)
+    for name, grad in expected.gradients.items():
+        got = found.gradients.get(name)
+        if grad is None or got is None:
+            # One of zeros and none are the same to what follows here, plain descent.
+            if any(item is not None and bool(item.any()) for item in (grad, got)):
+                wrong.append(f"gradient of {name}: {'none' if got is None else 'one'} unlike one process")
+            continue
+        wrong += _apart(f"gradient of {name}", got, grad, tolerance)
+    for name, tensor in expected.state.items():
+        wrong += _apart(name, found.state[name], tensor, tolerance)
+    return wrong
+
+
+def _own(whole: Tensor, like: Tensor, rows: tuple[int, int]) -> Tensor:
+    """This rank's rows of a tensor that has some."""
+    if whole.shape == like.shape:
+        return whole
+    for dim, size in enumerate(whole.shape):
+        if size != like.shape[dim] and size % ROWS == 0:
+            per_row = size // ROWS
+            return whole.narrow(dim, rows[0] * per_row, (rows[1] - rows[0]) * per_row)
+    return whole
+
+
+def _apart(what: str, got: Tensor, right: Tensor, tolerance: float) -> list[str]:
+    if got.shape != right.shape:
+        return [f"{what} has shape {tuple(got.shape)} instead of {tuple(right.shape)}"]
+    if not right.is_floating_point():
+        return [] if torch.equal(got, right) else [f"{what} differs"]
+    scale = max(1.0, float(right.detach().abs().nan_to_num(0, 0, 0).max())) if right.numel() else 1.0
+    if torch.allclose(got.detach(), right.detach(), rtol=tolerance, atol=tolerance * scale, equal_nan=True):
+        return []
+    return [f"{what} differs by {float((got.detach() - right.detach()).abs().max()):.2g}"]
+
+
+def _short(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    user = [frame for frame in frames if "site-packages" in frame.filename or "pyrannc" not in frame.filename]
+    text = re.sub(r"/\S*site-packages/", "", str(error)).strip()
+    where = (
+        ""
+        if isinstance(error, RaNNCError) or not user
+        else f" at {user[-1].filename.split('site-packages/')[-1]}:{user[-1].lineno}"
+    )
+    return f"{type(error).__name__}: {' '.join(text.split())[:400]}{where}"

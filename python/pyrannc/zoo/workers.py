@@ -1,0 +1,121 @@
+"""Ranks that hold one model after another against one process; new ones after a model that has ended or hung them."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+import warnings
+from dataclasses import asdict
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for
+from typing import Any
+
+from .trial import Outcome
+
+_GRACE_S = 5.0
+
+
+class Workers:
+    """Processes that are the ranks of a job.
+
+    Args:
+        rows: of each rank's batch.
+        stages: that Plans have.
+    """
+
+    def __init__(self, rows: tuple[int, ...], stages: int) -> None:
+        self._rows = rows
+        self._stages = stages
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "torchvision", "timm", "transformers", "pyrannc.module"])
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def hold(self, library: str, name: str, timeout_s: float) -> Outcome:
+        """What came of a model, the worst of all ranks."""
+        if not self._ranks:
+            self._start()
+        for _, connection in self._ranks:
+            connection.send((library, name))
+        found = self._collect(timeout_s)
+        worst = sorted(found, key=lambda outcome: _BADNESS.index(outcome.column))[-1]
+        if worst.column in ("wrong", "failed", "refused", "hung"):
+            # Nobody knows what state such ranks are in.
+            self.close()
+        return worst
+
+    def _collect(self, timeout_s: float) -> list[Outcome]:
+        outcomes: list[Outcome] = []
+        waiting = [connection for _, connection in self._ranks]
+        end_s = time.monotonic() + timeout_s
+        while waiting and (ready := wait_for(waiting, max(0.0, end_s - time.monotonic()))):
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                waiting.remove(connection)
+                try:
+                    outcomes.append(Outcome(**connection.recv()))
+                except (EOFError, ConnectionResetError):
+                    outcomes.append(Outcome("failed", "the process has ended"))
+                if outcomes[-1].column == "failed":
+                    end_s = min(end_s, time.monotonic() + _GRACE_S)
+        if waiting and not any(outcome.column == "failed" for outcome in outcomes):
+            outcomes.append(Outcome("hung", f"no result after {timeout_s:.0f} s"))
+        return outcomes
+
+    def _start(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(len(self._rows)):
+            here, there = self._context.Pipe()
+            variables = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(self._rows)),
+                "LOCAL_WORLD_SIZE": str(len(self._rows)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "RANNC_PARTITION_NUM": str(self._stages), "RANNC_PROFILE": "never", "RANNC_LOG": "error",
+                "RANNC_PIPELINE_NUM": "1" if self._stages == 1 else "2", "CUDA_VISIBLE_DEVICES": "",
+            }  # fmt: skip
+            process = self._context.Process(
+                target=_serve, args=(there, variables, self._rows, self._stages), daemon=True
+            )
+            process.start()
+            there.close()
+            self._ranks.append((process, here))
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process, connection in self._ranks:
+            process.kill()
+            process.join()
+            connection.close()
+        self._ranks.clear()
+
+
+_BADNESS = ("cut", "in leaves", "in tail", "uncut", "chance", "no case", "refused", "failed", "hung", "wrong")
+
+
+def _serve(connection: Connection, variables: dict[str, str], rows: tuple[int, ...], stages: int) -> None:
+    os.environ.update(variables)
+    import torch
+
+    from .trial import cases, run
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    known = {}
+    while True:
+        try:
+            library, name = connection.recv()
+        except EOFError:
+            return
+        if library not in known:
+            known[library] = {case.name: case for case in cases([library])}
+        try:
+            outcome = run(known[library][name], rows, stages)
+        except BaseException as error:
+            traceback.print_exc()
+            outcome = Outcome("failed", f"{type(error).__name__}: {error}")
+        connection.send(asdict(outcome))

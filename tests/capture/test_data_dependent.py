@@ -1,0 +1,172 @@
+"""Extents and numbers that depend on data: what stays together, and what is found when shapes change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pyrannc.capture import Captured, capture
+from pyrannc.errors import CaptureError
+
+CPU, ROWS, WIDTH = torch.device("cpu"), 4, 3
+
+
+class Net(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, torch.tanh(self.first(x)))
+
+
+def masked_loss(net: Net, x: Tensor) -> Tensor:
+    chosen = x > 0
+    return F.mse_loss(net.last(x)[chosen], x[chosen])
+
+
+def written_by_index(net: Net, x: Tensor) -> Tensor:
+    made = torch.zeros_like(x)
+    before = made + 1
+    (rows,) = torch.where(x[:, 0] > 0)
+    made.index_add_(0, rows, net.last(x[rows]))
+    return (made * before).sum(1)
+
+
+def scaled_by_a_number(net: Net, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = x.abs().max().item()
+    return net.last(x / scale) + x.sum(1, keepdim=True)
+
+
+def two_apart(net: Net, x: Tensor) -> Tensor:
+    first = x[x > 0].sum()
+    return net.last(x * first)[x < first].sum()
+
+
+def in_an_autocast_block(net: Net, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        counted = net.last(x)[x > 0].sum()
+    return counted * x
+
+
+def captured(function: Callable[..., Any]) -> tuple[Net, Tensor, Captured]:
+    torch.manual_seed(0)
+    net, x = Net(function).double(), torch.randn(ROWS, WIDTH, dtype=torch.float64)
+    return net, x, capture(net, (x,), {}, device=CPU, rows=ROWS)
+
+
+def opaque(found: Captured) -> list[dict[str, Any]]:
+    return [op for op in json.loads(found.graph_json)["ops"] if op.get("opaque")]
+
+
+@pytest.mark.parametrize(
+    ("function", "groups"),
+    [(masked_loss, 1), (written_by_index, 1), (scaled_by_a_number, 1), (two_apart, 2), (in_an_autocast_block, 1)],
+)
+@pytest.mark.parametrize("rows", [ROWS, 7])
+def test_runs_as_the_model_with_other_data_and_rows(function: Callable[..., Any], groups: int, rows: int) -> None:
+    net, _, found = captured(function)
+    assert len(opaque(found)) == groups
+    params = list(net.parameters())
+    x = torch.randn(rows, WIDTH, dtype=torch.float64)
+    expected = net(x)
+    right = torch.autograd.grad(expected.sum(), params)
+    (got,) = found.gm(*params, x)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    for mine, theirs in zip(torch.autograd.grad(got.sum(), params), right, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_two_captures_give_the_same_graph() -> None:
+    assert captured(written_by_index)[2].graph_json == captured(written_by_index)[2].graph_json
+
+
+def test_what_is_returned_must_have_known_extents() -> None:
+    with pytest.raises(CaptureError, match="depend on data, and the model returns it"):
+        captured(lambda net, x: x[x > 0])
+
+
+class Trimmed(nn.Module):
+    """Gives as many columns as there are in the longest row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, : int(x.detach().numpy().argmax(1).max()) + 1]
+
+
+def test_a_result_whose_extents_depend_on_data_does_not_leave_what_stays_whole() -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Trimmed())
+    x = torch.eye(3).repeat(2, 1)[:ROWS]
+    nn.init.eye_(net[0].weight)
+    nn.init.zeros_(net[0].bias)
+    found = capture(net, (x,), {}, device=CPU, rows=ROWS, leaf_modules=["1"])
+    with pytest.raises(CaptureError, match="has made a tensor of shape"):
+        found.gm(net[0].weight, net[0].bias, torch.eye(3)[:1].repeat(ROWS, 1))
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + float(x.detach().numpy().mean())
+        return x - self.mean
+
+
+def test_buffers_that_what_stays_whole_assigns_are_declared() -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Counts())
+    found = capture(net, (torch.randn(ROWS, WIDTH),), {}, device=CPU, rows=ROWS)
+    (op,) = opaque(found)
+    graph = json.loads(found.graph_json)
+    assert op["mutates"] == [graph["buffers"][0]["value"]]
+    assert "row_wise" not in op
+
+
+class Numbers(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        return x, float(x.detach().numpy().sum())
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = Numbers(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, number = self.inner(x)
+        return self.last(y) * number  # type: ignore[no-any-return]
+
+
+def test_what_gives_numbers_is_widened_to_what_takes_them() -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Outer(), nn.Linear(WIDTH, WIDTH))
+    found = capture(net, (torch.randn(ROWS, WIDTH),), {}, device=CPU, rows=ROWS)
+    assert [kept.paths for kept in found.kept_whole] == [("1",)]
+
+
+def test_like_layers_are_kept_whole_at_once() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Counts()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.inner(x)  # type: ignore[no-any-return]
+
+    net = nn.Sequential(Layer(), Layer(), nn.Linear(WIDTH, WIDTH))
+    found = capture(net, (torch.randn(ROWS, WIDTH),), {}, device=CPU, rows=ROWS)
+    assert [kept.paths for kept in found.kept_whole] == [("0.inner", "1.inner")]
+
+
+def test_a_capture_leaves_buffers_of_what_stays_whole_alone() -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Counts(), Counts(), Outer())
+    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    capture(net, (torch.randn(ROWS, WIDTH),), {}, device=CPU, rows=ROWS)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in net.named_buffers())

@@ -1,0 +1,354 @@
+"""What no graph holds: shapes and numbers that depend on data, NumPy, loops over rows, branches on what is computed.
+
+The smallest part of the model that holds it runs as it is: on all rows, unless trials show that it treats each row by
+itself. A warning names the sub-module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from tests.contract.habit import equal, not_yet, refused, warned
+from tests.contract.job import Job
+from tests.contract.settings import ONCE, Setting
+from tests.contract.training import CLASSES, WIDTH, Chain, Returns, TokenChain, classes, fit, padded, pairs
+
+_KEPT = r"stays in one piece"
+_ONE_STAGE = (Setting((5, 3), 1, 1), Setting((3, 0, 5), 1, 1))
+
+
+class _Late(Chain):
+    """A chain with a sub-module before its last layers."""
+
+    def __init__(self, late: nn.Module) -> None:
+        super().__init__(5)
+        self.layers[3] = late
+
+
+class _OnPositive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.clone()
+        chosen = x > 0
+        y[chosen] = x[chosen] * 2
+        return self.inner(y)  # type: ignore[no-any-return]
+
+
+@equal()
+def shapes_depend_on_data(job: Job) -> None:
+    """A sub-module has shapes that depend on data (`x[x > 0]`)."""
+    fit(job, Returns(_Late(_OnPositive()), F.mse_loss), pairs)
+
+
+@equal()
+def loss_of_counted_tokens(job: Job) -> None:
+    """The loss is that of the tokens that count, by a mask: `F.cross_entropy(y[mask], labels[mask])`."""
+
+    def loss(y: Tensor, labels: Tensor) -> Tensor:
+        counted = labels != -100
+        return F.cross_entropy(y[counted], labels[counted])
+
+    fit(job, Returns(TokenChain(), loss), padded)
+
+
+@equal()
+def number_read_from_a_tensor(job: Job) -> None:
+    """The model scales what it computes by a number that it reads from a tensor (`x.abs().max().item()`)."""
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(y / y.detach().abs().max().item(), target)
+
+    fit(job, Returns(Chain(), loss), pairs)
+
+
+@equal()
+def connectionist_loss(job: Job) -> None:
+    """The model returns `F.ctc_loss` of labels without their padding (`masked_select`), as speech models do."""
+
+    def loss(y: Tensor, labels: Tensor) -> Tensor:
+        counted = labels > 0
+        steps = torch.full(size=(y.shape[0],), fill_value=y.shape[1], dtype=torch.long)
+        chances = F.log_softmax(y, -1).transpose(0, 1)
+        flat = labels.masked_select(counted)
+        return F.ctc_loss(chances, flat, steps, counted.sum(-1), blank=0, reduction="sum", zero_infinity=True)
+
+    def data(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        tokens, labels = padded(rows, generator)
+        labels = torch.where(labels > 0, labels, 0)
+        return tokens, labels[:, :3]
+
+    fit(job, Returns(TokenChain(), loss), data)
+
+
+class _Routed(nn.Module):
+    """Each row goes to one of some experts, whose weights are one parameter."""
+
+    def __init__(self, experts: int = 3) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, experts)
+        self.experts = nn.Parameter(torch.randn(experts, WIDTH, WIDTH))
+
+    def expert(self, expert: int, x: Tensor) -> Tensor:
+        return F.linear(x, self.experts[expert])
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        made = torch.zeros_like(x)
+        for expert in chosen.unique().tolist():
+            (rows,) = torch.where(chosen == expert)
+            made.index_add_(0, rows, self.expert(expert, x[rows]) * weights[rows, None])
+        return x + made
+
+
+@warned(_KEPT, "tested, not proven", instead="rows that do not meet stay on their Replica")
+def experts_in_a_loop(job: Job) -> None:
+    """A sub-module sends each row to an expert, in a loop over the experts that some row has chosen."""
+    net = Chain(5)
+    net.layers[1] = _Routed()
+    fit(job, Returns(net, F.mse_loss), pairs)
+
+
+class _RoutedModules(_Routed):
+    """The same with a module for each expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.experts
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def expert(self, expert: int, x: Tensor) -> Tensor:
+        return self.linears[expert](x)  # type: ignore[no-any-return]
+
+
+@not_yet("the gradient is zero, which an optimizer with weight decay or momentum takes for one")
+@warned(_KEPT, settings=ONCE, instead="")
+def expert_that_no_row_chooses(job: Job) -> None:
+    """In some steps, no row of the global batch chooses a certain expert, which has no gradient then (None)."""
+    net = Chain(5)
+    net.layers[1] = _RoutedModules()
+    fit(job, Returns(net, F.mse_loss), pairs)
+
+
+class _InNumpy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = np.asarray(x.detach().numpy()).mean(axis=0)
+        return self.inner(x - torch.from_numpy(mean))  # type: ignore[no-any-return]
+
+
+@warned(_KEPT, "on all rows", instead="torch's own operators can be divided")
+def numpy_inside(job: Job) -> None:
+    """A sub-module computes with NumPy what goes over all rows."""
+    fit(job, Returns(_Late(_InNumpy()), F.mse_loss), pairs)
+
+
+class _OverRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = [self.inner(x[row]) * (1 + row % 2) for row in range(len(x))]
+        return torch.stack(rows)
+
+
+@warned(_KEPT, "on all rows", instead="a tensor operation over all rows")
+def loop_over_rows(job: Job) -> None:
+    """A sub-module loops over the rows (`for row in range(len(x))`), and what it does depends on their numbers."""
+    fit(job, Returns(_Late(_OverRows()), F.mse_loss), pairs)
+
+
+class _ByLookUp(nn.Module):
+    """Trials with random numbers end in an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not bool((x.detach().abs() <= 1).all()):
+            raise ValueError("the layer before it ends in tanh")
+        return self.inner(x * torch.from_numpy(np.cos(x.detach().numpy())))  # type: ignore[no-any-return]
+
+
+@equal(note="`RaNNCModule(..., row_wise_modules=[...])`: each runs on the rows in hand")
+def declared_row_by_row(job: Job) -> None:
+    """The script says of such a sub-module that it treats each row by itself, which trials would not show."""
+    net = Chain(5)
+    net.layers[1] = _ByLookUp()
+    chosen = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = job.wrap(Returns(net, F.mse_loss), chosen, row_wise_modules=["net.layers.1"])
+    for batch in job.batches(pairs):
+        chosen.zero_grad()
+        loss = model(*batch)
+        job.same("loss", loss)
+        loss.backward()
+        job.gradients(model)
+        chosen.step()
+    job.state(model)
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return y * 2 if y.sum() > 0 else y - 1  # type: ignore[no-any-return]
+
+
+@warned(_KEPT, "on all rows", instead="`torch.where`")
+def branch_on_what_is_computed(job: Job) -> None:
+    """A sub-module branches on what it computes (`if y.sum() > 0`); batches take both branches."""
+    torch.manual_seed(5)
+    fit(job, Returns(_Late(_Branches()), F.mse_loss), pairs)
+
+
+class _Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.net(packed)[0], batch_first=True, total_length=x.shape[1])[0]
+
+
+class _Sequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.chain, self.packed = nn.Embedding(20, WIDTH), Chain(3), _Packed()
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return self.packed(self.chain(self.embedding(tokens)), (labels != -100).sum(1)).pow(2).mean()  # type: ignore[no-any-return]
+
+
+@warned(_KEPT, instead="")
+def packed_sequences(job: Job) -> None:
+    """A sub-module packs sequences of different lengths (`pack_padded_sequence`) for a recurrent layer."""
+    fit(job, _Sequences(), padded)
+
+
+class _Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.mean: Tensor
+        self.calls: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        if y.sum() > 0:
+            self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        self.calls += 1
+        return y - self.mean  # type: ignore[no-any-return]
+
+
+@warned(_KEPT, "on all rows", instead="")
+def buffers_of_what_stays_whole(job: Job) -> None:
+    """Such a sub-module changes buffers, one in place and one by assigning it anew."""
+    fit(job, Returns(_Late(_Counting()), F.mse_loss), pairs)
+
+
+class _OwnMethod(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale, self.shift = Chain(4), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def row_by_row(self, y: Tensor) -> Tensor:
+        return torch.stack([self.scale(y[row]) for row in range(len(y))])
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.row_by_row(self.shift(self.net(x))), target)
+
+
+@warned("method row_by_row of the model", settings=ONCE, instead="the method stays whole, with the parameters it uses")
+def loop_over_rows_in_a_method(job: Job) -> None:
+    """A method of the model, not one of its sub-modules, loops over rows."""
+    fit(job, _OwnMethod(), pairs)
+
+
+def _row_by_row(y: Tensor, target: Tensor) -> Tensor:
+    losses = [F.mse_loss(row, right) / (1 + row.detach().abs().max()) for row, right in zip(y, target, strict=True)]
+    return torch.stack(losses).mean()
+
+
+class _OwnFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Chain(4)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return _row_by_row(self.net(x), target)
+
+
+@warned("function _row_by_row", settings=ONCE, instead="the function stays whole")
+def loss_in_a_loop_over_rows(job: Job) -> None:
+    """A function that the model calls by its name loops over rows, as losses of detection do."""
+    fit(job, _OwnFunction(), pairs)
+
+
+class _RowsInRoot(nn.Module):
+    def __init__(self, *, loss: bool) -> None:
+        super().__init__()
+        self.net, self.loss = Chain(4, CLASSES), loss
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        logits = self.net(x)
+        made = [logits[row] / (1 + logits[row].abs().max()) for row in range(len(x))]
+        if labels is None:
+            return torch.stack(made)
+        return torch.stack([F.cross_entropy(y, label) for y, label in zip(made, labels, strict=True)]).mean()
+
+
+@refused("CaptureError", "allow_uncut", settings=ONCE, instead="a sub-module of its own for it, or `allow_uncut=True`")
+def loop_over_rows_in_the_model_itself(job: Job) -> None:
+    """The model's own forward loops over rows, not one of its sub-modules."""
+    fit(job, _RowsInRoot(loss=True), classes)
+
+
+@warned("The whole model", settings=_ONE_STAGE, instead="all ranks compute the loss of the global batch")
+def uncut_with_its_loss(job: Job) -> None:
+    """The same with `RaNNCModule(..., allow_uncut=True)`, the loss inside of the model."""
+    net = _RowsInRoot(loss=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer, allow_uncut=True)
+    for batch in job.batches(classes):
+        optimizer.zero_grad()
+        loss = model(*batch)
+        job.same("loss", loss)
+        loss.backward()
+        job.gradients(model)
+        optimizer.step()
+    job.state(model)
+
+
+@warned("The whole model", "tested, not proven", settings=_ONE_STAGE, instead="each rank computes its own rows")
+def uncut_with_the_criterion_outside(job: Job) -> None:
+    """The same with the criterion outside of the model."""
+    net = _RowsInRoot(loss=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer, allow_uncut=True)
+    for x, labels in job.batches(classes):
+        optimizer.zero_grad()
+        outputs = model(x)
+        job.rows("outputs", outputs)
+        F.cross_entropy(outputs, labels).backward()
+        job.gradients(model)
+        optimizer.step()
+    job.state(model)
