@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -112,38 +112,34 @@ def _precision(device: torch.device) -> str:
         cudnn = torch.backends.cudnn
         switches["products"] = torch.backends.cuda.matmul.fp32_precision
         switches["convolutions"] = cudnn.conv.fp32_precision  # type: ignore[attr-defined]  # it is made at import
-        switches["by trial"] = _yes(cudnn.benchmark)
-        switches["deterministic"] = _yes(cudnn.deterministic or torch.are_deterministic_algorithms_enabled())
+        switches["by trial"] = str(cudnn.benchmark)
+        switches["deterministic"] = str(cudnn.deterministic or torch.are_deterministic_algorithms_enabled())
     else:
         switches["products"] = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]  # likewise
     return ", ".join(f"{name}: {state}" for name, state in switches.items())
 
 
 def _switches(device: torch.device) -> str:
-    switches = {"anomalies": _yes(torch.is_anomaly_enabled())}
+    switches: dict[str, Any] = {"anomalies": torch.is_anomaly_enabled()}
     if device.type == "cuda":
-        cuda, products = torch.backends.cuda, torch.backends.cuda.matmul
+        cuda: Any = torch.backends.cuda
         switches |= {
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]  # torch has no types for it
-            "cudnn": _yes(torch.backends.cudnn.enabled),
-            "blas": str(cuda.preferred_blas_library()),
-            "linear algebra": str(cuda.preferred_linalg_library()),
-            "reduced sums of float16": str(products.allow_fp16_reduced_precision_reduction),
-            "reduced sums of bfloat16": str(products.allow_bf16_reduced_precision_reduction),
-            "flash attention": _yes(cuda.flash_sdp_enabled()),
-            "lean attention": _yes(cuda.mem_efficient_sdp_enabled()),
-            "cudnn's attention": _yes(cuda.cudnn_sdp_enabled()),
-            "plain attention": _yes(cuda.math_sdp_enabled()),
+            "cudnn": torch.backends.cudnn.enabled,
+            "blas": cuda.preferred_blas_library(),
+            "linear algebra": cuda.preferred_linalg_library(),
+            "reduced sums of float16": cuda.matmul.allow_fp16_reduced_precision_reduction,
+            "reduced sums of bfloat16": cuda.matmul.allow_bf16_reduced_precision_reduction,
+            "flash attention": cuda.flash_sdp_enabled(),
+            "lean attention": cuda.mem_efficient_sdp_enabled(),
+            "cudnn's attention": cuda.cudnn_sdp_enabled(),
+            "plain attention": cuda.math_sdp_enabled(),
         }
     else:
         switches |= {
-            "threads": str(torch.get_num_threads()),
+            "threads": torch.get_num_threads(),
             "instructions": torch.backends.cpu.get_cpu_capability(),
-            "mkldnn": _yes(torch.backends.mkldnn.enabled),
-            "deterministic": _yes(torch.are_deterministic_algorithms_enabled()),
+            "mkldnn": torch.backends.mkldnn.enabled,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
     return ", ".join(f"{name}: {state}" for name, state in switches.items())
-
-
-def _yes(switch: bool) -> str:
-    return "yes" if switch else "no"
