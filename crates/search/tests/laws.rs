@@ -148,7 +148,7 @@ fn what_changes_nothing_gains_nothing() {
 /// Two Stages would be a little faster than one.
 #[test]
 fn the_simpler_of_plans_that_are_as_good_is_taken() {
-    let graph = encoder(12, 256, 64, 5000);
+    let graph = encoder(12, 256, 64, 50);
     let mut simpler = 0;
     for batch_rows in (8..200).step_by(8) {
         let settings = Settings { world_size: 4, batch_rows, ..Settings::default() };
