@@ -178,6 +178,7 @@ def test_events_serve_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Timing, "_new_event", lambda timing: Tick())
     timing = Timing(torch.device("cpu"))
     view = {"rank": 0, "stage": 0, "call": "whole", "gather_inputs": True, "total_rows": 2, "microbatches": [1, 1]}
+    view |= {"value_window": None, "grad_window": 2}
     lists = ("rows", "global_rows", "slices", "inputs", "outputs", "forward", "backward")
     program = RankProgram.from_json(json.dumps(view | {key: [] for key in lists}))
     for _ in range(3 * KEPT_STEPS):

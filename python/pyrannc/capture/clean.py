@@ -16,6 +16,7 @@ from .data_dependent import keep_together
 from .dims import Dim
 from .facts import FACTS, GRAD_ENABLED, PLACE, TensorFacts
 from .functional import replace_in_place_ops
+from .layouts import pin_layouts
 from .leaf import Apart
 from .mean_losses import divide_mean_losses
 from .ops import has_effect, is_assertion, is_tuple_access
@@ -200,6 +201,11 @@ def divide_numbers(_trace: Trace, cleaned: CleanGraph) -> None:
     divide_by_rows(cleaned.gm.graph)
 
 
+def pin_strides(_trace: Trace, cleaned: CleanGraph) -> None:
+    """What is read by strides gets the layout that it was traced with."""
+    pin_layouts(cleaned.gm.graph)
+
+
 def drop_masks(trace: Trace, cleaned: CleanGraph) -> None:
     """Attention masks that hide nothing or the future only, and what made them."""
     drop_plain_masks(cleaned.gm.graph, trace.reader.read)
@@ -253,6 +259,7 @@ PASSES: tuple[Callable[[Trace, CleanGraph], None], ...] = (
     divide_numbers,
     drop_unused,
     divide_means,
+    pin_strides,
     drop_masks,
     keep_data_dependent,
     sort_into_roles,

@@ -415,3 +415,24 @@ def rows_mixed_by_microbatch(job: Job) -> None:
     job.rows("output", out)
     (out.square().sum() / len(x)).backward()
     job.gradients(model)
+
+
+class _Windows(nn.Module):
+    """Sums over neighbouring features, by strides of what a product and a permutation have left in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chain = Chain()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        turned = torch.stack([self.chain(x), x], 1).permute(2, 0, 1)
+        features, rows, kinds = turned.shape
+        down, across, along = turned.stride()
+        windows = turned.as_strided((features - 1, rows, kinds, 2), (down, across, along, down))
+        return F.mse_loss(windows.sum(-1).permute(1, 2, 0).sum(1), target[:, 1:])
+
+
+@equal()
+def memory_read_by_strides(job: Job) -> None:
+    """`tensor.as_strided(...)` of a tensor that is not contiguous, as in attention over windows."""
+    fit(job, _Windows(), pairs)
