@@ -18,7 +18,7 @@ from pyrannc.zoo.trial import Outcome
 
 SAMPLE = {
     "transformers/gpt2.GPT2LMHeadModel": "cut",
-    "transformers/ibert.IBertForMaskedLM": "cut",
+    "transformers/ibert.IBertForMaskedLM": "in tail",
     "transformers/mixtral.MixtralForCausalLM": "in leaves",
     "transformers/wav2vec2.Wav2Vec2ForCTC": "cut",
     "torchvision/resnet18": "cut",

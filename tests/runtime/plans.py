@@ -62,6 +62,7 @@ def cut_plan(graph: Graph, cuts: Sequence[int], ranks: Sequence[Sequence[int]], 
     form["predicted"] = _zeroed(form["predicted"])
     form["world_size"] = sum(len(members) for members in ranks)
     form["microbatches"] = microbatches
+    form["batch_rows"] = max(form["batch_rows"], microbatches)
     plan = Plan.from_json(sealed(form))
     plan.partition(graph)
     return plan

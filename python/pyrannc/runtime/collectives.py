@@ -9,7 +9,7 @@ from pyrannc.job.exchange import Group
 
 
 class Groups:
-    """Process groups by their ranks; all ranks ask for the same ones in the same order."""
+    """Process groups by their ranks, in whatever order; all ranks ask for new ones in the same order."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, ...], Group | None] = {}
@@ -18,9 +18,10 @@ class Groups:
         """The process group of some ranks; ``None`` for a single one, which needs none."""
         if len(ranks) == process.get_world_size():
             return process.world()
-        if ranks not in self._made:
-            self._made[ranks] = dist.new_group(list(ranks)) if len(ranks) > 1 else None
-        return self._made[ranks]
+        members = tuple(sorted(ranks))
+        if members not in self._made:
+            self._made[members] = dist.new_group(list(members)) if len(members) > 1 else None
+        return self._made[members]
 
     def close(self) -> None:
         """Destroys the communicators."""
