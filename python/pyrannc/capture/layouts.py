@@ -43,8 +43,8 @@ def _pin(graph: fx.Graph, node: fx.Node, written_later: set[int]) -> None:
     if not torch.ops.aten.is_non_overlapping_and_dense(tensor) or own & written_later:
         place = node.meta.get(PLACE, Place(""))
         raise CaptureError(
-            f"{place} reads memory by strides (as_strided) from a tensor that has gaps, or that is changed in place afterwards; "
-            "make it contiguous before, or name the sub-module in leaf_modules"
+            f"{place} reads memory by strides (as_strided) from a tensor that has gaps, or that is changed in place "
+            "afterwards; make it contiguous before, or name the sub-module in leaf_modules"
         )
     with graph.inserting_before(node):
         laid = base
