@@ -57,6 +57,13 @@ def in_an_autocast_block(net: Net, x: Tensor) -> Tensor:
     return counted * x
 
 
+def written_through_a_view(net: Net, x: Tensor) -> Tensor:
+    made = net.last(x).clone()
+    flat = made.view(-1)
+    flat[flat > 0] *= 2
+    return made.sum(1)
+
+
 def captured(function: Callable[..., Any]) -> tuple[Net, Tensor, Captured]:
     torch.manual_seed(0)
     net, x = Net(function).double(), torch.randn(ROWS, WIDTH, dtype=torch.float64)
@@ -69,7 +76,14 @@ def opaque(found: Captured) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("function", "groups"),
-    [(masked_loss, 1), (written_by_index, 1), (scaled_by_a_number, 1), (two_apart, 2), (in_an_autocast_block, 1)],
+    [
+        (masked_loss, 1),
+        (written_by_index, 1),
+        (scaled_by_a_number, 1),
+        (two_apart, 2),
+        (in_an_autocast_block, 1),
+        (written_through_a_view, 1),
+    ],
 )
 @pytest.mark.parametrize("rows", [ROWS, 7])
 def test_runs_as_the_model_with_other_data_and_rows(function: Callable[..., Any], groups: int, rows: int) -> None:
@@ -145,9 +159,10 @@ class Outer(nn.Module):
         return self.last(y) * number  # type: ignore[no-any-return]
 
 
-def test_what_gives_numbers_is_widened_to_what_takes_them() -> None:
+@pytest.mark.parametrize("named", [[], ["1.inner"]], ids=["found", "named"])
+def test_what_gives_numbers_is_widened_to_what_takes_them(named: list[str]) -> None:
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Outer(), nn.Linear(WIDTH, WIDTH))
-    found = capture(net, (torch.randn(ROWS, WIDTH),), {}, device=CPU, rows=ROWS)
+    found = capture(net, (torch.randn(ROWS, WIDTH),), {}, device=CPU, rows=ROWS, leaf_modules=named)
     assert [kept.paths for kept in found.kept_whole] == [("1",)]
 
 

@@ -46,6 +46,20 @@ class TokenChain(nn.Module):
         return self.chain(self.embedding(tokens))  # type: ignore[no-any-return]
 
 
+class OnPositive(nn.Module):
+    """A layer with shapes that depend on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.clone()
+        chosen = x > 0
+        y[chosen] = x[chosen] * 2
+        return self.inner(y)  # type: ignore[no-any-return]
+
+
 class Returns(nn.Module):
     """A model that returns ``result(outputs, *rest)``, as one with its loss inside."""
 

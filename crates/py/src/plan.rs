@@ -31,7 +31,7 @@ impl Plan {
         profiles: Vec<PyRef<'_, Profile>>,
         settings_json: &str,
     ) -> PyResult<Self> {
-        outcome(py, graph, cluster, &profiles, settings_json).map(|outcome| Self(outcome.plan))
+        Self::search_with_remark(py, graph, cluster, profiles, settings_json).map(|(plan, _)| plan)
     }
 
     /// Like `search`, with a remark on what else there is, or an empty one.

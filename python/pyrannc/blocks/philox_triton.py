@@ -20,6 +20,15 @@ _PLAIN = ["op", "salt", "outer", "lines", "per_row", "chunks", "threshold"]
 
 
 @triton.jit
+def _words_of(key_ptr, op, salt, block, TILE: tl.constexpr):
+    """The words of a stream's blocks of four, one after another."""
+    none = tl.zeros([TILE // 4], tl.uint32)
+    third, fourth = none + op.to(tl.uint32), none + salt.to(tl.uint32)
+    a, b, c, d = tl.philox(tl.load(key_ptr), block.to(tl.uint32), (block >> 32).to(tl.uint32), third, fourth)
+    return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+
+
+@triton.jit
 def _tile(key_ptr, rows_ptr, op, salt, outer, lines, per_row, inner, chunks, TILE: tl.constexpr, ALIGNED: tl.constexpr):
     """Words of a part of one line, where they lie in memory, and which of them do."""
     line = tl.program_id(0) // chunks
@@ -27,11 +36,7 @@ def _tile(key_ptr, rows_ptr, op, salt, outer, lines, per_row, inner, chunks, TIL
     within = line % lines
     in_batch = tl.load(rows_ptr + within // per_row) * per_row + within % per_row
     first = (in_batch * outer + line // lines) * inner
-    block = (first + start) // 4 + tl.arange(0, TILE // 4)
-    none = tl.zeros([TILE // 4], tl.uint32)
-    third, fourth = none + op.to(tl.uint32), none + salt.to(tl.uint32)
-    a, b, c, d = tl.philox(tl.load(key_ptr), block.to(tl.uint32), (block >> 32).to(tl.uint32), third, fourth)
-    words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+    words = _words_of(key_ptr, op, salt, (first + start) // 4 + tl.arange(0, TILE // 4), TILE)
     place = tl.arange(0, TILE)
     if not ALIGNED:
         place -= (first % 4).to(tl.int32)
@@ -69,11 +74,7 @@ def _masks_kernel(out_ptr, key_ptr, of_program_ptr, stretches_ptr, TILE: tl.cons
     threshold, first, count = tl.load(stretch + 2), tl.load(stretch + 3), tl.load(stretch + 4)
     start = (tl.program_id(0) - tl.load(stretch + 5)) * TILE
     base = tl.load(stretch + 6) + start
-    block = (first + start) // 4 + tl.arange(0, TILE // 4)
-    none = tl.zeros([TILE // 4], tl.uint32)
-    third, fourth = none + op.to(tl.uint32), none + salt.to(tl.uint32)
-    a, b, c, d = tl.philox(tl.load(key_ptr), block.to(tl.uint32), (block >> 32).to(tl.uint32), third, fourth)
-    words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+    words = _words_of(key_ptr, op, salt, (first + start) // 4 + tl.arange(0, TILE // 4), TILE)
     place = tl.arange(0, TILE)
     if ALIGNED:
         base = tl.multiple_of(base, 16)

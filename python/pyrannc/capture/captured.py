@@ -193,7 +193,7 @@ def capture(
     except RaNNCError:
         raise
     except Exception as error:
-        raise CaptureError(f"the model cannot be captured: {error}") from error
+        raise CaptureError(f"the model cannot be captured: {type(error).__name__}: {error}") from error
     return Captured(
         graph_json=json.dumps(lowered.graph, separators=(",", ":")),
         gm=cleaned.gm,

@@ -259,12 +259,13 @@ def _target(
     copies = {node: inner.placeholder(f"a{place}") for place, node in enumerate(taken)}
     ambient, enabled = inner.call_function(torch.is_grad_enabled), True
     contents: list[Any] = []
+    written = {storage for node in group for storage in _writes(node)}
     for node in group:
         if bool(node.meta.get(GRAD_ENABLED, True)) != enabled:
             enabled = not enabled
             inner.call_function(SET_GRAD_ENABLED, (ambient if enabled else False,))
         args, kwargs = map_aggregate((node.args, node.kwargs), lambda item: _copied(item, copies, device))
-        copies[node] = inner.call_function(_function(node), args, kwargs, name=node.name)
+        copies[node] = inner.call_function(_function(node, written), args, kwargs, name=node.name)
         contents.append((target_name(node.target), enabled, _described((node.args, node.kwargs), copies)))
     if not enabled:
         inner.call_function(SET_GRAD_ENABLED, (ambient,))
@@ -273,20 +274,17 @@ def _target(
     digest = hashlib.sha256(repr(contents).encode()).hexdigest()[:12]
     module = fx.GraphModule(nn.Module(), inner)
     call = OpaqueCall(f"data_dependent_{digest}", module.forward, f"data_dependent.{digest}")
-    call.changes = _changed(group, taken)
+    # The operands whose memory the group changes.
+    call.changes = tuple(place for place, node in enumerate(taken) if written & memory(node))
     call.draws = any(draws_random_numbers(node) for node in group)
     return call
 
 
-def _changed(group: Sequence[fx.Node], taken: Sequence[fx.Node]) -> tuple[int, ...]:
-    """The operands whose memory the group changes."""
-    written = {storage for node in group for storage in _writes(node)}
-    return tuple(place for place, node in enumerate(taken) if written & memory(node))
-
-
-def _function(node: fx.Node) -> Any:
+def _function(node: fx.Node, written: set[int]) -> Any:
+    """What computes a node; ``written``: the memory that changes in place."""
     # Kernels may lay out memory in other ways than without data, so that a view is not possible.
-    return torch.ops.aten.reshape.default if node.target is torch.ops.aten.view.default else node.target
+    may_copy = node.target is torch.ops.aten.view.default and not written & memory(node)
+    return torch.ops.aten.reshape.default if may_copy else node.target
 
 
 def _copied(item: Any, copies: dict[fx.Node, fx.Node], device: torch.device) -> Any:

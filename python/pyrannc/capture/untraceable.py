@@ -127,9 +127,10 @@ class WholeModules:
         self.found = [kept for kept in self.found if missed.isdisjoint(kept.paths)]
         parts, rest = self._with_others(model, wider[0]), wider[1:]
         place, cause = error.place, error.cause
-        if error.part is not None:
+        # What the user says is to stay whole is not among those found.
+        kept = next((kept for kept in self.found if error.part is not None and error.part.text in kept.paths), None)
+        if kept is not None:
             # What gave the reason at first says more than why a smaller part cannot stay whole.
-            kept = next(kept for kept in self.found if error.part.text in kept.paths)
             self.found.remove(kept)
             place, cause = kept.place, kept.cause
         texts = [part.text for part in parts]

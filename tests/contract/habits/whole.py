@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from tests.contract.habit import equal, not_yet, refused, warned
 from tests.contract.job import Job
 from tests.contract.settings import ONCE, Setting
-from tests.contract.training import CLASSES, WIDTH, Chain, Returns, TokenChain, classes, fit, padded, pairs
+from tests.contract.training import CLASSES, WIDTH, Chain, OnPositive, Returns, TokenChain, classes, fit, padded, pairs
 
 _KEPT = r"stays in one piece"
 _ONE_STAGE = (Setting((5, 3), 1, 1), Setting((3, 0, 5), 1, 1))
@@ -31,22 +31,10 @@ class _Late(Chain):
         self.layers[3] = late
 
 
-class _OnPositive(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.clone()
-        chosen = x > 0
-        y[chosen] = x[chosen] * 2
-        return self.inner(y)  # type: ignore[no-any-return]
-
-
 @equal()
 def shapes_depend_on_data(job: Job) -> None:
     """A sub-module has shapes that depend on data (`x[x > 0]`)."""
-    fit(job, Returns(_Late(_OnPositive()), F.mse_loss), pairs)
+    fit(job, Returns(_Late(OnPositive()), F.mse_loss), pairs)
 
 
 @equal()

@@ -14,7 +14,7 @@ import pyrannc
 from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
 from tests.contract.settings import ONCE
-from tests.contract.training import WIDTH, Chain, Returns, fit, learn, pairs, single
+from tests.contract.training import WIDTH, Chain, OnPositive, Returns, fit, learn, pairs, single
 
 
 def _learn(job: Job, net: nn.Module, **options: Any) -> None:
@@ -150,23 +150,11 @@ def autocast_outside(job: Job) -> None:
         model(*job.batch(pairs))
 
 
-class _OnPositive(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.clone()
-        chosen = x > 0
-        y[chosen] = x[chosen] * 2
-        return self.inner(y)  # type: ignore[no-any-return]
-
-
 @equal()
 def leaf_modules(job: Job) -> None:
     """A sub-module with shapes that depend on data stays whole by `RaNNCModule(..., leaf_modules=[...])`."""
     net = Chain()
-    net.layers[1] = _OnPositive()
+    net.layers[1] = OnPositive()
     _learn(job, Returns(net, F.mse_loss), leaf_modules=["net.layers.1"])
 
 

@@ -99,7 +99,7 @@ impl Pricing<'_> {
         let (chain, rows) = (self.chain, at.most_rows());
         let grads_bytes =
             chain.traffic.in_grad_bytes.at(first, end, rows) + chain.traffic.out_grad_bytes.at(first, end, rows);
-        let outputs = at.rows.iter().zip(self.sizes.counts);
+        let outputs = at.rows.iter().zip(self.sizes.counts).filter(|&(_, count)| count > 0);
         let outputs_bytes: f64 =
             outputs.map(|(&rows, count)| chain.output_bytes.at(first, end, rows) * count as f64).sum();
         // One microbatch is received ahead.

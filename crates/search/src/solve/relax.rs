@@ -34,6 +34,8 @@ pub(crate) struct Grain {
 impl Grain {
     /// What serves a thousand ranks.
     pub(crate) const FINE: Self = Self { counted: 4, many_ranks: 128, units: 512 };
+    /// What serves a quick search of a thousand ranks, which takes no more units either.
+    pub(crate) const COARSE: Self = Self { units: 64, ..Self::FINE };
 }
 
 /// Of a unit: what is below comes from rounding.

@@ -332,7 +332,7 @@ impl<'a> Solver<'a> {
             bound_us < limit_us && (stages > 1 || microbatches < best.microbatches)
         };
         let cluster = with_best_sends(self.problem.cluster);
-        let ideal = self.ideal(&cluster);
+        let (ideal, quick) = (self.ideal(&cluster), Self { grain: Grain::COARSE, ..*self });
         let of_group = |group: &CaseGroup<'_>| {
             let fewer = group.cases[0].microbatches < best.microbatches;
             let counts: BTreeSet<usize> = match self.problem.settings.forced_stages() {
@@ -343,7 +343,7 @@ impl<'a> Solver<'a> {
             };
             let most = self.problem.settings.max_stages.map_or(stages, |most| most as usize);
             let counts = counts.into_iter().filter(|count| (1..=most).contains(count));
-            let relaxed = self.relaxed(group, ideal, limit_us, self.deadline());
+            let relaxed = quick.relaxed(group, ideal, limit_us, self.deadline());
             if relaxed.bound_us() >= limit_us || self.deadline().is_over() {
                 return Vec::new();
             }
