@@ -97,6 +97,31 @@ def test_a_proof_leaves_no_attributes(ranks: Ranks) -> None:
     assert ranks(2).run(kept_attributes) == [(None, False)] * 2
 
 
+class Centred(nn.Sequential):
+    """Rows meet each other, so that what it returns is made for all of them at once."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # it gives more
+        made = super().forward(x)
+        centred = made - made.mean(0)
+        return centred.square().mean(), centred
+
+
+def prove_rows_that_meet() -> bool:
+    torch.manual_seed(0)
+    model = Centred(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2)).double()
+    x = torch.randn(sum(ROWS), WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    with environment({"RANNC_PARTITION_NUM": "2", "RANNC_VERIFY_PARTITIONING": "true"}):
+        module = pyrannc.RaNNCModule(model)
+    loss, centred = module(x[local_slice(ROWS)])
+    loss.backward()
+    module.undeploy()
+    return len(centred) == len(x[local_slice(ROWS)])
+
+
+def test_outputs_of_rows_that_meet_are_those_of_all_ranks(ranks: Ranks) -> None:
+    assert all(ranks(2).run(prove_rows_that_meet))
+
+
 def normalised() -> str:
     """What a proof says of batch normalisation over microbatches, which is not that over the batch."""
     torch.manual_seed(0)

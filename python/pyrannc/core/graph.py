@@ -29,6 +29,19 @@ class ValueFacts:
         """True when some extent does."""
         return any(per_row for per_row, _ in self.shape)
 
+    @property
+    def rows_by_shape(self) -> RowDim | None:
+        """The one dimension that is a multiple of the rows, proven or not."""
+        dims = [(dim, per_row, fixed) for dim, (per_row, fixed) in enumerate(self.shape) if per_row]
+        if len(dims) != 1 or dims[0][2]:
+            return None
+        return RowDim(dims[0][0], dims[0][1])
+
+    @property
+    def rows_of_output(self) -> RowDim | None:
+        """Where an output that each rank gets its own rows of has them: what the tail makes has them by its shape."""
+        return self.row_dim or self.rows_by_shape
+
     def shape_at(self, rows: int) -> list[int]:
         """The extents for ``rows`` rows."""
         return [per_row * rows + fixed for per_row, fixed in self.shape]

@@ -143,7 +143,7 @@ def weigh(variant: Variant, given: Mapping[int, Tensor], rows: tuple[int, ...]) 
     shares = torch.cat([torch.full((count,), count / total, dtype=torch.float64) for count in rows])
     weighted = {}
     for value, seed in given.items():
-        row_dim = facts.values[value].row_dim
+        row_dim = facts.values[value].rows_of_output
         if row_dim is None:
             weighted[value] = seed
             continue

@@ -76,7 +76,7 @@ def _own_seeds(variant: Variant, outputs: Mapping[int, Tensor], rows: tuple[int,
     own = sum(rows[:rank]), sum(rows[: rank + 1])
     found = []
     for value, seed in seeds(variant, sum(rows)).items():
-        row_dim = variant.whole.facts.values[value].row_dim
+        row_dim = variant.whole.facts.values[value].rows_of_output
         part = seed if row_dim is None else take_rows(seed, row_dim, own)
         found.append((outputs[value], part.to(outputs[value].device)))
     return found
@@ -117,6 +117,6 @@ def _joined_outputs(variant: Variant, found: Sequence[dict[int, Tensor]]) -> dic
     for value in dict.fromkeys(facts.outputs):
         if value in facts.inputs:
             continue
-        row_dim = facts.values[value].row_dim
+        row_dim = facts.values[value].rows_of_output
         joined[value] = found[0][value] if row_dim is None else torch.cat([own[value] for own in found], row_dim.dim)
     return joined

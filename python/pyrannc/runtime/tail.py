@@ -12,7 +12,6 @@ from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.call.variant import Whole
 from pyrannc.call.whole_batch import BatchRows
-from pyrannc.core.graph import ValueFacts
 from pyrannc.core.partition import RowDim, StagePart
 from pyrannc.core.tail import Joined, TailPart
 from pyrannc.runtime.join import Joiner
@@ -148,10 +147,10 @@ class TailStep:
         found = {}
         own = {value: self._inputs[value].detach() for value in {*wanted, *code.known_inputs}}
         for value in sorted(own):
-            if _row_dim(code.values[value]) is None:
+            if code.values[value].rows_by_shape is None:
                 own[value] = joiner.of_first(own[value])
         for value in sorted(wanted):
-            row_dim = _row_dim(code.values[value])
+            row_dim = code.values[value].rows_by_shape
             found[value] = own[value] if row_dim is None else self._joined_input(own[value], value, row_dim)
         if code.known:
             made = code.run_known(self._rows.own_count, own) if self._rows.own_count else None
@@ -239,7 +238,7 @@ class TailStep:
         return {value: tensor.detach() for value, tensor in results.items()}
 
     def _own_rows(self, value: int, tensor: Tensor) -> Tensor:
-        row_dim = _row_dim(self._code.values[value])
+        row_dim = self._code.values[value].rows_by_shape
         return tensor if row_dim is None else take_rows(tensor, row_dim, self._rows.own)
 
     def backward(self, grads: Mapping[int, Tensor | None], *, keep_graph: bool) -> TailGradients:
@@ -273,11 +272,3 @@ class TailStep:
     def own_rows_of_sum(self, grad: Tensor, row_dim: RowDim) -> Tensor:
         """This rank's rows of a gradient of all rows, summed over the ranks' losses."""
         return take_rows(self._joiner.summed(grad), row_dim, self._rows.own)
-
-
-def _row_dim(facts: ValueFacts) -> RowDim | None:
-    """The one dimension that is a multiple of the rows."""
-    dims = [(dim, per_row, fixed) for dim, (per_row, fixed) in enumerate(facts.shape) if per_row]
-    if len(dims) != 1 or dims[0][2]:
-        return None
-    return RowDim(dims[0][0], dims[0][1])
