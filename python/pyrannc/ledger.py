@@ -67,7 +67,8 @@ class RankReport:
             does.
         bubble: share of the step in which neither a forward nor a backward ran.
         peak_bytes: peak of the tensors on the device since deployment, or since the last
-            ``torch.cuda.reset_peak_memory_stats()``. The framework's own memory is in neither figure.
+            ``torch.cuda.reset_peak_memory_stats()``. The framework's own memory is in neither figure. Predicted: what
+            the Plan counts, and a second set of gradients where the script has made one necessary.
         reserved_bytes: peak of what torch's allocator held; measured only.
     """
 
@@ -143,6 +144,7 @@ class _Measured:
     Attributes:
         rows: of all microbatches on this rank.
         most_rows: of a microbatch on this rank; times of one microbatch are means over those that have as many.
+        second_bytes: of gradients that the Plan does not count.
     """
 
     stage: int
@@ -159,6 +161,7 @@ class _Measured:
     reduce_us: float
     rest_us: float
     bubble: float
+    second_bytes: int
     peak_bytes: int | None
     reserved_bytes: int | None
 
@@ -199,6 +202,7 @@ def _measure(deployment: Deployment) -> _Measured:
         backward_us=median(_microbatch_us(step, "backward", largest) for step in steps),
         **{name: median(part[name] for part in parts) for name in parts[0]},
         bubble=median(1 - part["computing_us"] / step.step_us for part, step in zip(parts, steps, strict=True)),
+        second_bytes=deployment.gradients.second_bytes,
         peak_bytes=torch.cuda.max_memory_allocated(deployment.device) if on_gpu else None,
         reserved_bytes=torch.cuda.max_memory_reserved(deployment.device) if on_gpu else None,
     )
@@ -264,7 +268,7 @@ def _compare_rank(plan: PlanFacts, rank: int, measured: _Measured) -> RankReport
         reduce_us=Compared(reduce_us, measured.reduce_us),
         rest_us=Compared(update_us, measured.rest_us),
         bubble=Compared(max(0.0, 1 - computing_us / step_us), measured.bubble),
-        peak_bytes=Compared(predicted.memory.tensors_bytes, measured.peak_bytes),
+        peak_bytes=Compared(predicted.memory.tensors_bytes + measured.second_bytes, measured.peak_bytes),
         reserved_bytes=Compared(None, measured.reserved_bytes),
     )
 

@@ -211,12 +211,16 @@ class RaNNCModule(DeployedModel):
     ) -> Callable[[Sequence[Tensor | None]], None]:
         """What a backward begins with, given the gradients of the call's outputs; it also says how it will end."""
         answered, optimizer, store = _answered(call, variant), self._user_optimizer, deployment.store
-        stages, share = deployment.stages, call.batch.own_count / call.batch.total
+        stages, share, delivery = (
+            deployment.stages,
+            call.batch.own_count / call.batch.total,
+            deployment.gradients.delivery,
+        )
 
         def begin(grads: Sequence[Tensor | None]) -> None:
             answered()
             scale = next((grad for grad in grads if grad is not None), None) if variant.loss_inside else None
-            at_end_of_backward(lambda: finish_backward(store, optimizer, share, scale, stages=stages))
+            at_end_of_backward(lambda: finish_backward(store, optimizer, delivery, share, scale, stages=stages))
 
         return begin
 

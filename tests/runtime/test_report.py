@@ -12,6 +12,7 @@ import torch
 
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import RaNNCError
+from pyrannc.job import process
 from pyrannc.ledger import Compared, Report
 from pyrannc.runtime.timing import KEPT_STEPS, Timing
 from tests.ranks import RankPool
@@ -94,6 +95,34 @@ def test_a_report_prints_and_reads_back(ranks: Ranks, tmp_path: Path) -> None:
     assert f"{measured(report.step_us) / 1e3:.2f}" in text
     assert "- / -" in text, "memory that is not measured"
     assert text.count("\n") < 40
+
+
+def held(case: Case, folder: str) -> tuple[list[float], int]:
+    """The predicted peak of this rank's memory before and after gradients were held; the bytes of its gradients."""
+    with double_precision():
+        twins = Twins(case, folder)
+        for step in range(3):
+            twins.step(step)
+        peaks = [own_peak(twins.module)]
+        twins.losses(3)[0].backward()
+        twins.losses(4)[0].backward()
+        grads = [param.grad for param in twins.module.parameters(from_global=False) if param.grad is not None]
+        for step in range(5, 8):
+            twins.step(step)
+        peaks.append(own_peak(twins.module))
+        twins.module.undeploy()
+        return peaks, sum(grad.nbytes for grad in grads)
+
+
+def own_peak(module: Any) -> float:
+    peak: float = module.report().ranks[process.get_rank()].peak_bytes.predicted
+    return peak
+
+
+def test_held_gradients_are_counted(ranks: Ranks, tmp_path: Path) -> None:
+    for peaks, grad_bytes in ranks(2).run(held, OUTSIDE, str(tmp_path)):
+        assert grad_bytes > 0
+        assert peaks[1] - peaks[0] == grad_bytes
 
 
 def refused(case: Case, folder: str) -> list[str]:

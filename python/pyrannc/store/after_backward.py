@@ -10,6 +10,7 @@ from torch import Tensor
 from pyrannc.job import agree, process
 from pyrannc.job.exchange import sum_over_ranks
 from pyrannc.job.faults import collective
+from pyrannc.store.delivery import Delivery
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.overflow import share_overflow
 from pyrannc.store.store import ParamStore
@@ -17,13 +18,20 @@ from pyrannc.store.store import ParamStore
 
 @torch.no_grad()
 def finish_backward(
-    store: ParamStore, optimizer: UserOptimizer | None, share: float, scale: Tensor | None, *, stages: int
+    store: ParamStore,
+    optimizer: UserOptimizer | None,
+    delivery: Delivery,
+    share: float,
+    scale: Tensor | None,
+    *,
+    stages: int,
 ) -> None:
     """Makes gradients right that a rank cannot know by itself. All ranks call it, at the end of a backward.
 
     Args:
         store: of the model that was called.
         optimizer: the model's.
+        delivery: of this rank's gradients.
         share: this rank's rows of the call, as a share of the global batch; over all ranks they make 1.
         scale: what the loss was multiplied by; None if that is not known.
         stages: of the Plan; the ranks of one Stage have the same gradients anyway.
@@ -37,7 +45,10 @@ def finish_backward(
         if everywhere:
             average(everywhere, share)
         if stages > 1:
-            share_overflow(_sets(store, optimizer), scale, process.own_device())
+            sets = _sets(store, optimizer)
+            # Where all gradients here are judged together, the delivery may have done that as it scaled them.
+            known = delivery.take_overflow()
+            share_overflow(sets, None if scale is None or sets[1] else known, scale, process.own_device())
 
 
 def average(params: Sequence[Tensor], share: float) -> None:

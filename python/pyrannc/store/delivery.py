@@ -35,7 +35,8 @@ class Delivery:
         self._nothing = nothing
         self._of_nothing = get_gradient_edge(nothing).node
         self._tokens: dict[frozenset[str], Tensor] = {}
-        self._given: list[tuple[int, GradientSet, Set[str]]] = []
+        self._given: list[tuple[int, GradientSet, Set[str], Tensor | None]] = []
+        self._overflow: Tensor | None = None
         self._spare: GradientSet | None = None
 
     def token(self, active: frozenset[str] | None) -> Tensor:
@@ -69,31 +70,45 @@ class Delivery:
         return token
 
     def take_spare(self) -> GradientSet | None:
-        """The gradients that were handed over last, to be written to anew, unless somebody holds some of them."""
+        """The gradients that were handed over last, to be written to anew unless somebody holds some of them."""
         spare, self._spare = self._spare, None
-        return None if spare is None or spare.is_held else spare
+        return spare
 
-    def give(self, gradients: GradientSet, active: Set[str]) -> None:
+    def give(self, gradients: GradientSet, active: Set[str], overflow: Tensor | None) -> None:
         """Sends gradients on to the parameters, in the backward that is running.
 
         Args:
             gradients: not to be written to while they are held.
             active: the parameters that get theirs.
+            overflow: 1 if the loss was scaled and some of them is not finite, else 0; ``None`` if nobody has looked.
         """
         task = graph_task()
         self._given = [given for given in self._given if given[0] == task]
-        self._given.append((task, gradients, active))
+        self._given.append((task, gradients, active, overflow))
+
+    def take_overflow(self) -> Tensor | None:
+        """At the end of a backward, once: 1 if the loss was scaled and gradients in ``.grad`` are not finite, else 0.
+
+        ``None`` if what was given does not tell, as with hooks, or with gradients from before.
+        """
+        overflow, self._overflow = self._overflow, None
+        return overflow
 
     def _deliver(self, names: list[str]) -> list[Tensor | None]:
         """Hands over what all calls have given in the backward that is running; returns what torch has to."""
         given, self._given = [item for item in self._given if item[0] == graph_task()], []
         if given:
             self._spare = given[0][1]
-        found = _sum([{name: item.views[name] for name in self._params if name in active} for _, item, active in given])
+        found = _sum(
+            [{name: item.views[name] for name in self._params if name in active} for _, item, active, _ in given]
+        )
+        self._overflow = given[0][3] if len(given) == 1 else None
         everything = runs_in_backward(self._of_nothing)
         # torch would do the same for each parameter, at a price: where nobody looks, it is done for all at once.
         if everything:
             self._set({name: found.pop(name) for name in list(found) if not any(tensor_hooks(self._params[name]))})
+        if found:
+            self._overflow = None
         gradients = [found.pop(name, None) for name in names]
         if everything and found:
             self._give_at_once(found)
@@ -106,6 +121,7 @@ class Delivery:
             if param.grad is None:
                 param.grad = new
         if known:
+            self._overflow = None
             add_each([grad for grad, _ in known], [new for _, new in known])
 
     def _give_at_once(self, gradients: Mapping[str, Tensor]) -> None:

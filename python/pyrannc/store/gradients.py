@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.job.exchange import Group, Work, start_sum, sum_over_ranks
+from pyrannc.log import get_logger
 from pyrannc.store.buckets import Bucket, SharedParam
 from pyrannc.store.delivery import Delivery
 from pyrannc.store.gradient_set import GradientSet
 from pyrannc.store.leaf import leaf_of
 from pyrannc.store.scale import scale_each
+
+_log = get_logger("ParamStorage")
 
 _LAST = 3
 """Of a bucket: autograd goes backwards through the forward, and an operator has one or two parameters."""
@@ -38,6 +41,8 @@ class Gradients:
         leaves: what Stages compute with, by name.
         delivery: the way to ``.grad``.
         pending: what stands in ``.grad`` has not been summed over ranks.
+        second_bytes: of a second set of gradients, which the Plan does not count: 0 until somebody holds the first one
+            while the next is filled.
         nothing: a parameter without elements, for scripts on a rank that holds none.
     """
 
@@ -61,6 +66,7 @@ class Gradients:
         self._due: deque[int] = deque()
         self._started: set[int] = set()
         self.pending = False
+        self.second_bytes = 0
         self.nothing = nn.Parameter(torch.zeros(0))
         self.delivery = Delivery(trainable, self.nothing)
         for index, leaves in enumerate(self._leaves_of):
@@ -73,13 +79,27 @@ class Gradients:
         """Room for the gradients of a new step; backwards write to it from now on."""
         if self._filling is not None:
             self._clear_leaves()
-        current = self.delivery.take_spare() or GradientSet(self._buckets)
+        current = self.delivery.take_spare()
+        if current is None or current.is_held:
+            if current is not None:
+                self._note_second(current)
+            current = GradientSet(self._buckets)
         current.begin()
         self._filling = weakref.ref(current)
         self._works.clear()
         self._due.clear()
         self._started.clear()
         return current
+
+    def _note_second(self, held: GradientSet) -> None:
+        """Tells once what it costs that a script still holds gradients."""
+        if not self.second_bytes and (held_bytes := sum(flat.nbytes for flat in held.flats.values())):
+            self.second_bytes = held_bytes
+            _log.info(
+                f"the gradients of a step are still held while the next step fills its own, which takes "
+                f"{held_bytes / 2**20:.1f} MiB more on this rank than the plan counts; unless gradients are to add up, "
+                "call optimizer.zero_grad() before the model, not between the model and loss.backward()"
+            )
 
     def _clear_leaves(self) -> None:
         """After a step that failed."""
@@ -200,9 +220,8 @@ class Gradients:
             self._share_out()
             self.pending = True
         given = current.copy() if keep else current
-        if scale is not None:
-            scale_each(given.flats.values(), scale)
-        self.delivery.give(given, active)
+        overflow = None if scale is None else scale_each(list(given.flats.values()), scale)
+        self.delivery.give(given, active, overflow)
 
     def _sum_all(self, current: GradientSet) -> None:
         for index, bucket in enumerate(self._buckets):

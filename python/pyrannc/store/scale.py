@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 
@@ -10,14 +10,27 @@ import torch
 from torch import Tensor
 
 
-def scale_each(flats: Iterable[Tensor], scale: Tensor) -> None:
-    """Multiplies flat tensors by a scalar without dimensions, in place; on a GPU the host does not wait for it."""
-    for flat in flats:
-        kernels = _kernels(flat.device) if flat.is_cuda and flat.is_floating_point() else None
-        if kernels is not None:
-            kernels.scale(flat, scale)
-        elif flat.is_cuda or scale.item() != 1:
+def scale_each(flats: Sequence[Tensor], scale: Tensor) -> Tensor | None:
+    """Multiplies flat tensors by a scalar without dimensions, in place; on a GPU the host does not wait for it.
+
+    Returns:
+        Where the scale is not 1: 1 if some element is not finite then, else 0, a scalar; ``None`` if nobody looked.
+    """
+    if not flats or not flats[0].is_cuda:
+        if scale.item() == 1:
+            return torch.zeros(())
+        for flat in flats:
             flat.mul_(scale)
+        return None
+    kernels = _kernels(flats[0].device) if all(flat.is_floating_point() for flat in flats) else None
+    if kernels is None:
+        for flat in flats:
+            flat.mul_(scale)
+        return None
+    overflow = torch.zeros((), device=flats[0].device)
+    for flat in flats:
+        kernels.scale(flat, scale, overflow)
+    return overflow
 
 
 @cache
@@ -26,7 +39,7 @@ def _kernels(device: torch.device) -> ModuleType | None:
     try:
         from pyrannc.store import scale_triton
 
-        scale_triton.scale(torch.ones(1, device=device), torch.ones((), device=device))
+        scale_triton.scale(*(torch.ones(shape, device=device) for shape in ((1,), (), ())))
     except Exception:  # a missing compiler shows in many ways, and this is only faster
         return None
     return scale_triton
