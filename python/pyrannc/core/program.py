@@ -6,7 +6,10 @@ The classes mirror the core's JSON (crates/plan: ``RankView``).
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 Rows: TypeAlias = tuple[int, int]
@@ -112,6 +115,11 @@ class RankProgram:
     grad_window: int | None
     forward: tuple[Action, ...]
     backward: tuple[Action, ...]
+
+    @cached_property
+    def value_messages(self) -> Mapping[int, int]:
+        """How many messages take Values of a microbatch to later Stages, by microbatch."""
+        return Counter(a.microbatch for a in self.forward if isinstance(a, Send) and a.kind == "value")
 
     @staticmethod
     def from_json(text: str) -> RankProgram:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pyrannc.core.partition import InputPart
 from pyrannc.core.program import Piece, RankProgram, Recv, Rows, Send
@@ -30,8 +31,13 @@ Seeds: TypeAlias = Callable[[int, int], Tensor | None]
 class _Microbatch:
     """A microbatch between its forward and its backward."""
 
-    feeds: dict[int, Tensor] = field(default_factory=dict)
-    results: dict[int, Tensor] = field(default_factory=dict)
+    feeds: dict[int, Tensor]
+    roots: dict[int, GradientEdge]
+    """Where a backward can start, by Value."""
+    results: dict[int, Tensor]
+    """What is still to be sent; autograd keeps what it needs by itself."""
+    unsent: int
+    """Messages that take something of ``results``."""
 
 
 _Arrivals = dict[tuple[int, str], list[tuple[int, Piece, Tensor, Work]]]
@@ -88,25 +94,32 @@ class Seat:
     def forward(self, microbatch: int) -> None:
         """Computes a microbatch from its inputs and what has arrived for it."""
         context = self._context
-        if not self._trains:
-            # What the one before has made was sent with it.
-            self._live.clear()
-        live = _Microbatch()
-        for part in self._part.inputs:
-            live.feeds[part.value] = self._input(part, microbatch)
+        feeds = {part.value: self._input(part, microbatch) for part in self._part.inputs}
         for value in self._part.receives:
-            live.feeds[value] = self._arrived_value(value, microbatch)
+            feeds[value] = self._arrived_value(value, microbatch)
         self._arrivals.pop((microbatch, "value"), None)
         context.randomness.at(self._program.global_rows[microbatch])
         before = {value: tensor.clone() for value, tensor in self._before.items()}
-        tensors = {**context.params, **context.buffers, **before, **live.feeds}
+        tensors = {**context.params, **context.buffers, **before, **feeds}
         with self._timed("forward", microbatch):
             with torch.set_grad_enabled(self._trains):
-                live.results = context.code(self._rows_in(microbatch), tensors)
-            self._store_updates(live.results, before)
+                results = context.code(self._rows_in(microbatch), tensors)
+            self._store_updates(results, before)
         for value in self._part.outputs:
-            self.outputs[microbatch, value] = live.results[value].detach()
-        self._live[microbatch] = live
+            self.outputs[microbatch, value] = results[value].detach()
+        self._keep(microbatch, feeds, results)
+
+    def _keep(self, microbatch: int, feeds: dict[int, Tensor], results: Mapping[int, Tensor]) -> None:
+        """Keeps of a forward what messages and its backward need."""
+        unsent = self._program.value_messages.get(microbatch, 0)
+        if self._trains or unsent:
+            ends = dict.fromkeys([*self._part.outputs, *self._part.sends]) if self._trains else {}
+            self._live[microbatch] = _Microbatch(
+                feeds={value: feed for value, feed in feeds.items() if feed.requires_grad},
+                roots={value: get_gradient_edge(results[value]) for value in ends if results[value].requires_grad},
+                results={value: results[value].detach() for value in self._part.sends} if unsent else {},
+                unsent=unsent,
+            )
 
     @torch.no_grad()
     def _store_updates(self, results: Mapping[int, Tensor], changed: Mapping[int, Tensor]) -> None:
@@ -141,14 +154,14 @@ class Seat:
         roots, grads = [], []
         for value in self._part.outputs:
             seed = seeds(microbatch, value)
-            if seed is not None and live.results[value].requires_grad:
-                roots.append(live.results[value])
+            if seed is not None and value in live.roots:
+                roots.append(live.roots[value])
                 grads.append(seed)
         for value in self._part.sends:
             if self._context.parts.crossings[value].requires_grad:
                 grad = self._arrived_gradient(value, microbatch)
-                if live.results[value].requires_grad and (self.reached is None or value in self.reached):
-                    roots.append(live.results[value])
+                if value in live.roots and (self.reached is None or value in self.reached):
+                    roots.append(live.roots[value])
                     grads.append(grad)
         self._arrivals.pop((microbatch, "grad"), None)
         with self._timed("backward", microbatch):
@@ -160,11 +173,10 @@ class Seat:
         """Takes the gradients of what came in off the leaves."""
         gradients = {}
         for value, feed in live.feeds.items():
-            if feed.requires_grad:
-                gradients[value] = torch.zeros_like(feed) if feed.grad is None else feed.grad
-                feed.grad = None
-                if value in self._input_parts:
-                    self._add_input_grad(microbatch, self._input_parts[value], gradients[value])
+            gradients[value] = torch.zeros_like(feed) if feed.grad is None else feed.grad
+            feed.grad = None
+            if value in self._input_parts:
+                self._add_input_grad(microbatch, self._input_parts[value], gradients[value])
         self._gradients = gradients
 
     def _add_input_grad(self, microbatch: int, part: InputPart, grad: Tensor) -> None:
@@ -189,14 +201,27 @@ class Seat:
     def send(self, message: Send) -> None:
         """Starts to send what the last computation of the message's microbatch made."""
         first = self._program.rows[message.microbatch][0]
-        source = self._live[message.microbatch].results if message.kind == "value" else self._gradients
-        window = self._program.value_window if message.kind == "value" else self._program.grad_window
+        if message.kind == "value":
+            source, window = self._live[message.microbatch].results, self._program.value_window
+        else:
+            source, window = self._gradients, self._program.grad_window
         tensors = []
         for piece in message.pieces:
             row_dim = self._context.parts.crossings[piece.value].row_dim
             rows = (piece.rows[0] - first, piece.rows[1] - first)
-            tensors.append(take_rows(source[piece.value].detach(), row_dim, rows).contiguous())
+            tensors.append(take_rows(source[piece.value], row_dim, rows).contiguous())
         self._context.channels.send(message.peer, tensors, window=window)
+        if message.kind == "value":
+            self._let_go_of_sent(message.microbatch)
+
+    def _let_go_of_sent(self, microbatch: int) -> None:
+        """After a message: what has gone out for the last time is not kept any longer."""
+        live = self._live[microbatch]
+        live.unsent -= 1
+        if not live.unsent:
+            live.results = {}
+            if not self._trains:
+                del self._live[microbatch]
 
     def receive(self, message: Recv) -> None:
         """Starts to receive; the computation of the message's microbatch waits for it."""
