@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use rannc_cost::Cluster;
 use rannc_ir::testing::mlp;
 use rannc_ir::{Analysis, Graph, OpRun};
-use rannc_plan::{Batch, Buckets, Call, Partition, Plan, Schedule, Sharding, Trained, build};
+use rannc_plan::{Batch, Buckets, Call, Partition, Plan, Schedule, ScheduleKind, Sharding, Trained, build};
 use rannc_search::{Limits, Outcome, Savers, SearchError, Settings, Stop, plan, plan_until};
 
 /// Two nodes of devices without framework memory, so that small models are tight.
@@ -165,6 +165,18 @@ fn the_simpler_of_plans_that_are_as_good_is_taken() {
         assert!(outcome.report.lower_bound_us <= other.step_us * (1.0 + 1e-9));
     }
     assert!(simpler > 0);
+}
+
+/// With all microbatches in flight messages hide a little better, which is not worth the memory.
+#[test]
+fn what_holds_fewer_microbatches_is_taken_when_it_is_as_good() {
+    let graph = encoder(12, 256, 64, 50);
+    let forced = Settings { stages: Some(2), microbatches: Some(8), ..settings(2, 64, 4000) };
+    let outcome = plan(&graph, &two_nodes(4), &[], &forced).expect("fits");
+    assert_eq!(outcome.plan.schedule, Schedule::Named(ScheduleKind::OneForwardOneBackward));
+    let outside = Settings { loss_inside: false, ..forced };
+    let outcome = plan(&graph, &two_nodes(4), &[], &outside).expect("fits");
+    assert_eq!(outcome.plan.schedule, Schedule::Named(ScheduleKind::FillDrain));
 }
 
 #[test]

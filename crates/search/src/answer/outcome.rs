@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::assemble::Assembly;
 use super::count::plans;
-use super::simplest::{ESTIMATED_ERROR, MEASURED_ERROR, PassedOver, is_simpler};
+use super::simplest::{ESTIMATED_ERROR, MEASURED_ERROR, PassedOver, is_simpler, leaner};
 use crate::error::SearchError;
 use crate::price::{Model, Pricing, RankOrder, Saver};
 use crate::settings::{Savers, Settings};
@@ -69,7 +69,8 @@ pub struct SearchReport {
 
 /// Finds the Plan of a verified graph that takes the least time per step within the memory of the
 /// cluster's devices; of those that differ by less than predictions may be off, the simplest: with the fewest Stages,
-/// then the fewest microbatches, then the most equal Stages. Profiles of the cluster's kinds of device, by name, take the place of the roofline.
+/// then the fewest microbatches, then the most equal Stages, and by the Schedule that holds the fewest microbatches.
+/// Profiles of the cluster's kinds of device, by name, take the place of the roofline.
 /// The same arguments give the same Plan, whatever the number of threads, unless a limit of time is met.
 pub fn plan(
     graph: &Graph,
@@ -212,7 +213,24 @@ impl<'a> Planner<'a> {
                 }
             }
         }
-        Ok(simplest)
+        self.holding_less(simplest, solved.lower_bound_us, limit_us)
+    }
+
+    /// The same division by a Schedule that holds fewer microbatches, if that is about as fast.
+    fn holding_less(
+        &self,
+        (division, plan): (Solution, Plan),
+        lower_bound_us: f64,
+        limit_us: f64,
+    ) -> Result<(Solution, Plan), PlanFileError> {
+        let Some(schedule) = leaner(self.settings.schedules(), division.case.schedule) else {
+            return Ok((division, plan));
+        };
+        let other = Solution { case: SearchCase { schedule, ..division.case }, ..division.clone() };
+        let held = self.assemble(self.settings, &other, lower_bound_us)?;
+        let peak_bytes = |plan: &Plan| plan.stages.iter().map(|stage| stage.predicted.memory.total_bytes()).max();
+        let holds_less = peak_bytes(&held) < peak_bytes(&plan);
+        Ok(if holds_less && held.predicted.step_us < limit_us { (other, held) } else { (division, plan) })
     }
 
     fn solver<'s>(&'s self, settings: &'s Settings) -> Solver<'s> {

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use rannc_cost::counted;
-use rannc_plan::Plan;
+use rannc_plan::{Plan, Schedule, ScheduleKind};
 use serde::Serialize;
 
 use crate::solve::Solution;
@@ -24,6 +24,8 @@ pub struct PassedOver {
     pub replicas: Vec<usize>,
     /// Its microbatches.
     pub microbatches: u32,
+    /// Its Schedule.
+    pub schedule: Schedule,
 }
 
 impl fmt::Display for PassedOver {
@@ -31,11 +33,12 @@ impl fmt::Display for PassedOver {
         let replicas: Vec<String> = self.replicas.iter().map(ToString::to_string).collect();
         write!(
             f,
-            "a plan of {} ({} replicas) with {} should be {:.1}% faster, which is less than predictions may be off: the \
-             simpler one is taken",
+            "a plan of {} ({} replicas) with {}, {}, should be {:.1}% faster, which is less than predictions may be off: \
+             the simpler one is taken",
             counted(self.replicas.len() as u64, "stage", "stages"),
             replicas.join(" + "),
             counted(u64::from(self.microbatches), "microbatch", "microbatches"),
+            self.schedule,
             self.faster * 100.0
         )
     }
@@ -50,6 +53,7 @@ impl PassedOver {
             faster,
             replicas: fastest.stages.iter().map(|stage| stage.ranks.len()).collect(),
             microbatches: fastest.microbatches,
+            schedule: fastest.schedule.clone(),
         })
     }
 }
@@ -62,4 +66,11 @@ pub(super) fn is_simpler(one: &Solution, other: &Solution) -> bool {
         (replicas.count(), solution.case.microbatches, uneven)
     };
     key(one) < key(other)
+}
+
+/// Of Schedules that may be used, the one that holds fewer microbatches than a given one, if there is one.
+pub(super) fn leaner(usable: Vec<ScheduleKind>, than: ScheduleKind) -> Option<ScheduleKind> {
+    (than == ScheduleKind::FillDrain)
+        .then_some(ScheduleKind::OneForwardOneBackward)
+        .filter(|schedule| usable.contains(schedule))
 }
