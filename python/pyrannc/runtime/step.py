@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyrannc.call.variant import Variant
 from pyrannc.call.whole_batch import BatchRows
+from pyrannc.capture.autocast import no_autocast
 from pyrannc.core.partition import OutputPart, RowDim
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import RaNNCError
@@ -191,6 +192,7 @@ class Step:
         facts = self._variant.whole.facts.values
         return [tensor for value, tensor in made.items() if not facts[value].requires_grad]
 
+    @no_autocast()
     def backward(self, grads: Sequence[Tensor | None], *, keep_graph: bool, for_params: bool) -> list[Tensor | None]:
         """Sends gradients on to the parameters, given those of the distinct outputs; returns those of the inputs."""
         self._refuse_backward()
