@@ -20,7 +20,7 @@ from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.position import ActionRecord
 from pyrannc.runtime.tail import TailCode
 from pyrannc.runtime.timing import Timing
-from pyrannc.store.buckets import own_buckets
+from pyrannc.store.buckets import SumTypes, own_buckets
 from pyrannc.store.gradients import Gradients
 from pyrannc.store.store import ParamStore
 
@@ -37,6 +37,7 @@ class Deployment:
         device: this rank's.
         sync_params: give every rank the parameters and buffers of rank 0.
         fused_dropout: as in the configuration.
+        reduce_dtype: likewise.
 
     Attributes:
         store: where parameters and buffers lie.
@@ -56,8 +57,10 @@ class Deployment:
         *,
         sync_params: bool,
         fused_dropout: bool,
+        reduce_dtype: str,
     ) -> None:
         self.plan = plan
+        self._sums = SumTypes(reduce_dtype, PlanFacts.of(plan).microbatches > 1)
         self._first = variant
         self.device = device
         stages = PlanFacts.of(plan).stages
@@ -108,7 +111,7 @@ class Deployment:
         for ranks in found.groups:
             self._groups.of(ranks)
         shared = self.store.shared([name for name in names if name in holders])
-        own = agree.together(lambda: own_buckets(found, names, shared))
+        own = agree.together(lambda: own_buckets(found, names, shared, self._sums))
         return Gradients(shared, own, self._groups.of)
 
     def context(self, variant: Variant) -> StageContext:

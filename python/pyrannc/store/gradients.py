@@ -56,7 +56,7 @@ class Gradients:
         self._place = {s.name: (i, p) for i, b in enumerate(self._buckets) for p, s in enumerate(b.params)}
         self._groups = {bucket.ranks: group(bucket.ranks) for bucket in self._buckets}
         self._filling: weakref.ref[GradientSet] | None = None
-        self._works: list[Work] = []
+        self._works: list[tuple[Work, Tensor, Tensor]] = []
         self._open: set[int] = set()
         self._due: deque[int] = deque()
         self._started: set[int] = set()
@@ -166,7 +166,9 @@ class Gradients:
         while self._due and self._due[0] not in self._open:
             index = self._due.popleft()
             bucket = self._buckets[index]
-            self._works.append(start_sum(current.bucket(index), self._groups[bucket.ranks]))
+            sums = current.bucket(index)
+            message = _message(bucket, sums)
+            self._works.append((start_sum(message, self._groups[bucket.ranks]), sums, message))
             self._started.add(index)
 
     def finish(self, current: GradientSet) -> None:
@@ -175,8 +177,10 @@ class Gradients:
             if index not in self._started:
                 current.bucket(index)
         self._filling = None
-        for work in self._works:
+        for work, sums, message in self._works:
             work.wait()
+            if message is not sums:
+                sums.copy_(message)
         self._works.clear()
 
     # For the user
@@ -202,12 +206,19 @@ class Gradients:
         given = current.copy() if keep else current
         if scale is not None:
             scale_each(given.flats.values(), scale)
+        given.settle()
         self.delivery.give(given, active)
 
     def _sum_all(self, current: GradientSet) -> None:
         for index, bucket in enumerate(self._buckets):
             if len(bucket.ranks) > 1:
-                sum_over_ranks(current.bucket(index), self._groups[bucket.ranks])
+                self._sum_now(bucket, current.bucket(index))
+
+    def _sum_now(self, bucket: Bucket, sums: Tensor) -> None:
+        message = _message(bucket, sums)
+        sum_over_ranks(message, self._groups[bucket.ranks])
+        if message is not sums:
+            sums.copy_(message)
 
     def reduce_delivered(self) -> None:
         """Sums over ranks what stands in ``.grad``."""
@@ -219,7 +230,7 @@ class Gradients:
             present = [(place, s.param.grad) for place, s in enumerate(bucket.params) if s.param.grad is not None]
             grads = [grad for _, grad in present]
             whole.put(index, [place for place, _ in present], grads)
-            sum_over_ranks(whole.bucket(index), self._groups[bucket.ranks])
+            self._sum_now(bucket, whole.bucket(index))
             whole.read(index, [place for place, _ in present], grads)
         self.pending = False
 
@@ -228,3 +239,8 @@ class Gradients:
         for shared in self._params:
             if shared.param.grad is not None:
                 shared.param.grad.div_(len(shared.ranks))
+
+
+def _message(bucket: Bucket, sums: Tensor) -> Tensor:
+    """What is summed over ranks: the bucket itself, or a copy in another type."""
+    return sums.to(bucket.message)

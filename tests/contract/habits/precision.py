@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from tests.contract.habit import equal, refused
 from tests.contract.job import Data, Job
@@ -269,6 +269,70 @@ def autocast_and_a_recurrent_layer(job: Job) -> None:
             return self.chain(hidden[:, -1])  # type: ignore[no-any-return]
 
     _train(job, Returns(Net(), F.mse_loss))
+
+
+@equal(tolerance=ROUNDING)
+def scaled_float16(job: Job) -> None:
+    """`torch.autocast` in float16 with `torch.amp.GradScaler`: scale, backward, unscale, clip, step, update."""
+    with _float32():
+        net = Returns(Chain().float(), F.mse_loss)
+        optimizer = AdamW(net.parameters(), lr=0.01)
+        model = job.wrap(net, optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+        for step in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = model(*job.batch(_data(pairs), step))
+            job.same("loss", loss)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            norm = clipped(model, 0.5)
+            job.same("norm", torch.where(norm.isfinite(), norm, -1.0).float())
+            scaler.step(optimizer)
+            scaler.update()
+        job.state(model)
+
+
+@equal(tolerance=ROUNDING, note="sums are made in float32, gradients end in bfloat16")
+def model_in_bfloat16(job: Job) -> None:
+    """The model is converted by `model.to(torch.bfloat16)`, its optimizer too; gradients of two calls are added."""
+    with _float32():
+        net = Returns(Chain().bfloat16(), F.mse_loss)
+        optimizer = SGD(net.parameters(), lr=0.1)
+        model = job.wrap(net, optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            for part in range(2):
+                loss = model(*job.batch(_data(pairs, torch.bfloat16), 2 * step + part))
+                job.same("loss", loss)
+                loss.backward()
+            job.gradients(model)
+            optimizer.step()
+        job.state(model)
+
+
+@equal(tolerance=ROUNDING)
+def norms_in_float32(job: Job) -> None:
+    """Layers are in bfloat16, norms in float32."""
+
+    class Net(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.norm(x.float()).bfloat16()).float()
+
+    with _float32():
+        net = Net().bfloat16()
+        net.norm.float()
+        model = job.wrap(Returns(net, F.mse_loss))
+        for step in range(2):
+            loss = model(*job.batch(_data(pairs), step))
+            job.same("loss", loss)
+            loss.backward()
+            job.gradients(model)
+            model.zero_grad()
 
 
 @refused("MismatchError", "autocast", settings=ONCE, instead="the same `torch.autocast` on all ranks")
