@@ -15,6 +15,7 @@ from torch import Generator, Tensor, nn
 from torch.optim import Adam
 
 import pyrannc
+from pyrannc.capture.torch_internals import TorchDispatchMode
 from tests.ranks import RankPool
 
 from .equivalence import environment
@@ -166,6 +167,38 @@ def check_bits() -> list[str]:
 
 def test_one_rank_and_one_microbatch_give_the_same_bits(ranks: Callable[[int], RankPool]) -> None:
     assert ranks(1).run(check_bits, timeout_s=200) == [[]]
+
+
+class Conversions(TorchDispatchMode):  # type: ignore[misc]  # torch has no types for it
+    """Counts the conversions of matrices of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.count += func is torch.ops.aten._to_copy.default and made.shape == (WIDTH, WIDTH)
+        return made
+
+
+def check_copies() -> int:
+    """Conversions in a step of three microbatches, after one that has captured."""
+    kind = Kind("autocast")
+    with environment({"RANNC_PIPELINE_NUM": "3", "RANNC_RECAPTURE_INTERVAL": "0"}):
+        module = pyrannc.RaNNCModule(net_of(kind, 0))
+    gradients(kind, module, batch_of(kind, 0))
+    x, labels = batch_of(kind, 1)
+    with Conversions() as conversions:
+        with kind.region():
+            loss = module(x[:23], labels[:23])
+        loss.backward()
+    module.undeploy()
+    return conversions.count
+
+
+def test_parameters_are_converted_once_a_call_and_not_by_microbatch(ranks: Callable[[int], RankPool]) -> None:
+    assert ranks(1).run(check_copies) == [0]
 
 
 def scaled_steps(module: bool, rows: tuple[int, ...], stages: int, microbatches: int) -> list[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from pyrannc.store.delivery import Delivery
 from pyrannc.store.gradient_set import GradientSet
 from pyrannc.store.leaf import leaf_of
 from pyrannc.store.scale import scale_each
+from pyrannc.store.working_copies import Key, WorkingCopies
 
 _LAST = 3
 """Of a bucket: autograd goes backwards through the forward, and an operator has one or two parameters."""
@@ -52,7 +53,8 @@ class Gradients:
         trainable = [shared for shared in params if shared.param.requires_grad]
         self._buckets = buckets
         self._index_of = {bucket.number: index for index, bucket in enumerate(buckets)}
-        self._leaves_of = [[self.leaves[shared.name] for shared in bucket.params] for bucket in self._buckets]
+        self._copies: Mapping[str, Tensor] = {}
+        self._leaves_of = self._leaves_with(self._copies)
         self._place = {s.name: (i, p) for i, b in enumerate(self._buckets) for p, s in enumerate(b.params)}
         self._groups = {bucket.ranks: group(bucket.ranks) for bucket in self._buckets}
         self._filling: weakref.ref[GradientSet] | None = None
@@ -61,18 +63,45 @@ class Gradients:
         self._due: deque[int] = deque()
         self._started: set[int] = set()
         self.pending = False
+        self.working = WorkingCopies(self.leaves)
         self.nothing = nn.Parameter(torch.zeros(0))
         self.delivery = Delivery(trainable, self.nothing)
-        for index, leaves in enumerate(self._leaves_of):
-            for leaf in leaves[-_LAST:]:
-                leaf.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]  # torch has no types for it
+        for name in self._place:
+            self._watch(name, self.leaves[name])
+
+    def _watch(self, name: str, leaf: Tensor) -> None:
+        index, place = self._place[name]
+        if place >= len(self._buckets[index].params) - _LAST:
+            leaf.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]  # torch has no types for it
+
+    def working_copies(self, keys: Collection[Key]) -> dict[str, Tensor]:
+        """What a Stage computes with in the place of leaves, by name: copies that are to be refreshed."""
+        made = {}
+        for key in keys:
+            is_new, name = key not in self.working, key[0]
+            made[name] = self.working.of(key)
+            if is_new and name in self._place:
+                self._watch(name, made[name])
+        return made
+
+    def _leaves_with(self, copies: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        """By bucket, where backwards leave gradients."""
+        return [
+            [copies.get(shared.name, self.leaves[shared.name]) for shared in bucket.params] for bucket in self._buckets
+        ]
 
     # While backwards run
 
-    def begin(self) -> GradientSet:
-        """Room for the gradients of a new step; backwards write to it from now on."""
+    def begin(self, copies: Mapping[str, Tensor]) -> GradientSet:
+        """Room for the gradients of a new step; backwards write to it from now on.
+
+        Args:
+            copies: the working copies that its Stage computes with, by name.
+        """
         if self._filling is not None:
             self._clear_leaves()
+        if copies is not self._copies:
+            self._copies, self._leaves_of = copies, self._leaves_with(copies)
         current = self.delivery.take_spare() or GradientSet(self._buckets)
         current.begin()
         self._filling = weakref.ref(current)
@@ -85,6 +114,7 @@ class Gradients:
         """After a step that failed."""
         for leaf in self.leaves.values():
             leaf.grad = None
+        self.working.clear()
 
     def expect(self) -> None:
         """Says that the backward of a microbatch comes now."""

@@ -272,6 +272,44 @@ def autocast_and_a_recurrent_layer(job: Job) -> None:
 
 
 @equal(tolerance=ROUNDING)
+def autocast_and_two_calls_before_backward(job: Job) -> None:
+    """Under `torch.autocast`, the model is called twice, then a loss of both results is differentiated."""
+    with _float32():
+        net = Chain().float()
+        optimizer = SGD(net.parameters(), lr=0.1)
+        model = job.wrap(net, optimizer)
+        for step in range(2):
+            x, target = job.batch(_data(pairs), step)
+            optimizer.zero_grad()
+            with _bf16():
+                first, second = model(x), model(target)
+                loss = F.mse_loss(first.float(), second.float())
+            loss.backward()
+            job.gradients(model)
+            optimizer.step()
+        job.state(model)
+
+
+@equal(tolerance=ROUNDING)
+def autocast_and_a_step_before_backward(job: Job) -> None:
+    """Under `torch.autocast`: call, `optimizer.step()`, another call, and only then `backward()` of the first."""
+    with _float32():
+        net = Chain().float()
+        optimizer = SGD(net.parameters(), lr=0.1)
+        model = job.wrap(net, optimizer)
+        x, target = job.batch(_data(pairs))
+        with _bf16():
+            F.mse_loss(model(x).float(), target).backward()
+            first = model(x)
+        optimizer.step()
+        with _bf16():
+            model(x)
+        optimizer.zero_grad()
+        first.float().square().mean().backward()
+        job.gradients(model)
+
+
+@equal(tolerance=ROUNDING)
 def scaled_float16(job: Job) -> None:
     """`torch.autocast` in float16 with `torch.amp.GradScaler`: scale, backward, unscale, clip, step, update."""
     with _float32():
