@@ -128,7 +128,12 @@ class Partition:
 class Buckets:
     @staticmethod
     def divide(
-        plan: Plan, partition: Partition, graph: Graph, trained: Sequence[int], everywhere: Sequence[int]
+        plan: Plan,
+        partition: Partition,
+        graph: Graph,
+        trained: Sequence[int],
+        everywhere: Sequence[int],
+        reduce_dtype: str,
     ) -> Buckets: ...
     def to_json(self) -> str: ...
 

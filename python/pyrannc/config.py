@@ -83,6 +83,9 @@ class Config:
             by its formula with a mask that no Plan changes, which costs the memory of all attention scores (two
             tensors of them, and a byte for each, in forward until backward) and the time to move them, several times
             that of the kernel. On the host, which has no such kernel, no Plan ever changes the mask.
+        reduce_dtype: Type in which gradients are summed over ranks: "float32", or a parameter's own where that is
+            wider; "bfloat16", which halves the messages and rounds each sum; or "param", each parameter's own. On a
+            rank, those of several microbatches are always added up in float32 at least.
         consolidate_grads: Has no effect any more.
         stall_timeout_s: The job ends when a rank is inside a collective call and no rank has come forward for so long.
         silence_timeout_s: A rank whose process has sent no sign of life for so long is taken for dead.
@@ -129,6 +132,7 @@ class Config:
     verify_partitioning: bool = _item(False)
     display_comm_value: bool = _item(False, later="no values are logged")
     fused_dropout: bool = _item(True)
+    reduce_dtype: str = _item("float32", choices=("float32", "bfloat16", "param"))
     recapture_interval: int = _item(1000, least=0)
     consolidate_grads: bool = _item(True, replaced_by="gradients are always reduced in buckets")
     stall_timeout_s: float = _item(600.0, least=1, below=_FOREVER_S)

@@ -19,6 +19,7 @@ from pyrannc.call.telling import no_plan_for_both, tell_of_mixing, tell_of_norma
 from pyrannc.call.unwrap import unwrapped
 from pyrannc.call.variant import MOST_VARIANTS, CallKey, RowMixing, Variant, Variants
 from pyrannc.capture import flatten
+from pyrannc.capture.autocast import no_autocast
 from pyrannc.capture.torch_internals import at_end_of_backward
 from pyrannc.core.program import Call, RankProgram
 from pyrannc.errors import ConfigError, PlanError, RaNNCError
@@ -173,7 +174,8 @@ class RaNNCModule(DeployedModel):
         if variant is None:
             variant = self._capture(args, kwargs, call)
             if not self._follow(variant):
-                self._deploy(variant, call)
+                with no_autocast():
+                    self._deploy(variant, call)
                 call = replace(call, key=(call.key[0], self._agreement.flags))
             if process.get_rank() == 0:
                 tell_of_normalising(variant, self._deployed("forward").plan)
@@ -190,7 +192,8 @@ class RaNNCModule(DeployedModel):
         options = StepOptions(reduce=not switches().delay_grad_allreduce, keep_graph=switches().keep_graph)
         context = deployment.context(variant)
         before = self._before_backward(deployment, variant, call)
-        step = Step(context, program, call.tensors, call.drawn, variant, options, call.batch, before)
+        with no_autocast():
+            step = Step(context, program, call.tensors, call.drawn, variant, options, call.batch, before)
         return variant.whole.captured.rebuild_outputs(step.results())
 
     def _prove(self, deployment: Deployment, variant: Variant, program: RankProgram, call: AgreedCall) -> None:

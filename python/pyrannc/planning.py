@@ -86,6 +86,7 @@ def search(request: Request, cluster: Cluster, profiles: Sequence[Profile], worl
         max_microbatches=config.max_pipeline,
         min_microbatch_rows=config.min_pipeline_bs,
         loss_inside=request.variant.loss_inside,
+        reduce_dtype=config.reduce_dtype,
     )
     for measured in profiles[:1]:
         cluster = cluster.with_links(measured)

@@ -179,19 +179,6 @@ def test_ambient_autocast_shows_in_types() -> None:
     assert graph["values"][graph["outputs"][0]]["dtype"] == "bfloat16"
 
 
-def test_autocast_block_is_one_region() -> None:
-    def block(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = x @ x.T.contiguous()
-        return y.float().sum(1)
-
-    captured = capture(Outer(block), (torch.randn(4, 3),), {}, device=CPU, rows=4)
-    regions = [op.get("region") for op in json.loads(captured.graph_json)["ops"]]
-    inside = [index for index, region in enumerate(regions) if region is not None]
-    assert set(regions) == {0, None}
-    assert inside == list(range(inside[0], inside[-1] + 1))
-
-
 def test_batch_rows_is_that_of_the_first_tensor_with_dimensions() -> None:
     tensors, _ = flatten(((torch.tensor(1.0), {"x": torch.zeros(5, 2)}), {"y": torch.zeros(3)}))
     assert batch_rows(tensors) == 5

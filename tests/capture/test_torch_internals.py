@@ -310,6 +310,39 @@ def test_EXIT_AUTOCAST() -> None:
     assert autocast_targets()[-1] is internals.EXIT_AUTOCAST
 
 
+def test_autocast_kernel() -> None:
+    linear, relu = torch.ops.aten.linear.default, torch.ops.aten.relu.default
+    assert internals.autocast_kernel(linear, "cpu") is None
+    with torch.autocast("cpu", torch.bfloat16):
+        kernel = internals.autocast_kernel(linear, "cpu")
+        assert kernel is not None
+        assert kernel(X, torch.ones(3, 2)).dtype == torch.bfloat16
+        assert internals.autocast_kernel(relu, "cpu") is None
+        assert internals.autocast_kernel(linear, "cuda") is None
+
+
+def test_autocast_kernel_calls_the_operator_again_in_the_trace() -> None:
+    aten, original = torch.ops.aten, internals.PROXY_CALL.original
+
+    def call(mode: Any, op: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
+        kernel = internals.autocast_kernel(op, "cpu")
+        if kernel is None:
+            return original(mode, op, pre_dispatch, args, kwargs)
+        with mode:
+            return kernel(*args, **kwargs)
+
+    with internals.PROXY_CALL.replaced_by(call), torch.autocast("cpu", torch.bfloat16):
+        found = targets(traced(lambda x: torch.mm(x, x.T), X))
+    assert found == [aten.numpy_T.default, aten.to.dtype, aten.to.dtype, aten.mm.default]
+
+
+def test_decomposition() -> None:
+    einsum = internals.decomposition(torch.ops.aten.einsum.default)
+    assert einsum is not None
+    assert torch.equal(einsum("ij->ji", [X]), X.T)
+    assert internals.decomposition(torch.ops.aten.mm.default) is None
+
+
 def vmap_names() -> list[str]:
     with internals.compiling_state():
         return [getattr(target, "__name__", "") for target in targets(traced(torch.vmap(torch.sin), X))]

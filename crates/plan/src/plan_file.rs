@@ -69,7 +69,7 @@ pub enum PlanFileError {
     /// Made for another Graph.
     #[error(
         "the plan was made for graph {plan_name} ({plan_hash}), this model's graph is {graph_name} ({graph_hash}); \
-         make a plan for this model"
+         make a plan for this model as it is called now: the types of its parameters and torch.autocast are part of it"
     )]
     OtherGraph {
         /// Name in the plan.

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use pyo3::prelude::*;
 use rannc_ir::ParamId;
-use rannc_plan::{Batch, Call, Trained};
+use rannc_plan::{Batch, Call, ReduceDType, Trained};
 
 use crate::errors::{ErrorClass, OrRaise, OrRaiseAs};
 use crate::graph::Graph;
@@ -16,7 +16,8 @@ pub struct Buckets(rannc_plan::Buckets);
 
 #[pymethods]
 impl Buckets {
-    /// Divides the gradients of a Graph: of the trained Params, those of `everywhere` are held by every rank.
+    /// Divides the gradients of a Graph: of the trained Params, those of `everywhere` are held by every rank. They are
+    /// summed over ranks in type `reduce_dtype`: "float32", "bfloat16" or "param".
     #[staticmethod]
     fn divide(
         py: Python<'_>,
@@ -25,13 +26,20 @@ impl Buckets {
         graph: &Graph,
         trained: Vec<u32>,
         everywhere: Vec<u32>,
+        reduce_dtype: &str,
     ) -> PyResult<Self> {
         let params = |numbers: Vec<u32>| -> PyResult<BTreeSet<ParamId>> {
             let known = |number| Some(ParamId(number)).filter(|&param| graph.0.params.get(param).is_some());
             let found: Option<BTreeSet<ParamId>> = numbers.into_iter().map(known).collect();
             found.ok_or_else(|| pyo3::exceptions::PyIndexError::new_err("the graph has no such parameter"))
         };
-        let trained = Trained { params: params(trained)?, everywhere: params(everywhere)? };
+        let reduce = match reduce_dtype {
+            "float32" => ReduceDType::Float32,
+            "bfloat16" => ReduceDType::Bfloat16,
+            "param" => ReduceDType::Param,
+            _ => return Err(pyo3::exceptions::PyValueError::new_err("reduce_dtype is float32, bfloat16 or param")),
+        };
+        let trained = Trained { params: params(trained)?, everywhere: params(everywhere)?, reduce };
         let ranks = plan.0.placement().ranks;
         Ok(py.detach(|| Self(rannc_plan::Buckets::of(&graph.0, &partition.0, &ranks, &trained))))
     }

@@ -1,7 +1,7 @@
 //! What a search is asked for.
 
 use rannc_cost::Cluster;
-use rannc_plan::{ScheduleKind, Sharding};
+use rannc_plan::{ReduceDType, ScheduleKind, Sharding};
 use serde::{Deserialize, Serialize};
 
 use crate::error::SearchError;
@@ -77,6 +77,8 @@ pub struct Settings {
     /// True when the model returns its loss: forward and backward may be interleaved. Otherwise all
     /// forwards run before the first backward.
     pub loss_inside: bool,
+    /// Type in which gradients are summed over ranks.
+    pub reduce_dtype: ReduceDType,
     /// What the runtime can do.
     #[serde(rename = "capabilities")]
     pub savers: Savers,
@@ -108,6 +110,7 @@ impl Default for Settings {
             max_microbatches: 32,
             min_microbatch_rows: 1,
             loss_inside: true,
+            reduce_dtype: ReduceDType::default(),
             savers: Savers::default(),
             limits: Limits::default(),
             threads: None,

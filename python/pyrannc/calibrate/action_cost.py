@@ -63,7 +63,9 @@ def _step_us(device: torch.device, microbatches: int) -> float:
     variant = request.variant
     plan = decide(request, None)
     variant.divide(plan.partition(variant.graph))
-    deployment = Deployment(model, variant, plan, device, None, sync_params=False, fused_dropout=True)
+    deployment = Deployment(
+        model, variant, plan, device, None, sync_params=False, fused_dropout=True, reduce_dtype="float32"
+    )
     batch = _batch()
     program = variant.program(plan, deployment.buckets, batch.per_rank, batch.gathered, "whole")
     options = StepOptions(reduce=True, keep_graph=False)

@@ -17,6 +17,7 @@ from pyrannc.call.param_guards import ParamGuards
 from pyrannc.call.variant import CallKey, Variant, Variants
 from pyrannc.call.whole_batch import BatchRows
 from pyrannc.capture import signature
+from pyrannc.capture.autocast import Autocast, no_autocast
 from pyrannc.errors import InputError, MismatchError
 from pyrannc.job import agree, process
 from pyrannc.switches import switches
@@ -127,7 +128,8 @@ class Agreement:
             own.has_rows = self._batch.find(own.call, own.rows, device)
             own.key = self._key(own.call, own.has_rows)
         batch = BatchRows(rows, self._gather_inputs)
-        self._answers = None if own.variant is None else self._ask(own.variant, own, batch)
+        with no_autocast():
+            self._answers = None if own.variant is None else self._ask(own.variant, own, batch)
         return AgreedCall(
             own.key, own.variant, own.call.tensors, own.has_rows, own.rows, batch, self._answers, everyone[0][-1]
         )
@@ -224,19 +226,20 @@ def _check_inputs(tensors: list[Tensor], device: torch.device) -> None:
                 f"tensor {index} of the arguments (shape {tuple(tensor.shape)}) is on {tensor.device}, but this "
                 f'rank computes on {device}; move it there: x.to("{device}")'
             )
-    if torch.is_autocast_enabled(device.type):
-        raise InputError("torch.autocast is not available yet; call the model outside it")
 
 
 def _switched() -> int:
     """What else must be the same on all ranks for a call, as one number."""
-    return torch.is_grad_enabled() + 2 * switches().delay_grad_allreduce + 4 * switches().keep_graph
+    switched = torch.is_grad_enabled() + 2 * switches().delay_grad_allreduce + 4 * switches().keep_graph
+    return switched + 8 * Autocast.now().number()
 
 
 def _different_calls(model: nn.Module, tensors: list[Tensor]) -> str:
     mode = "training mode" if model.training else "evaluation mode"
     if not torch.is_grad_enabled():
         mode += " without gradients"
+    if (autocast := Autocast.now()).dtypes:
+        mode += f", under torch.autocast ({autocast})"
     shapes = ", ".join(f"{tensor.dtype} {tuple(tensor.shape)}" for tensor in tensors)
     described: list[str] = agree.gather_objects(f"{shapes}, in {mode}")
     lines = [f"  rank {rank}: {text}" for rank, text in enumerate(described)]

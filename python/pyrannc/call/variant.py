@@ -197,8 +197,15 @@ class Variant:
 
     @property
     def loss_inside(self) -> bool:
-        """True when backwards may run before all parts of the batch have joined."""
-        return self.loss is not None and (self.tail is None or self.tail.linear)
+        """True when backwards may run before all parts of the batch have joined, and inside of the call.
+
+        Gradients in float16 need the scale of the loss, which comes with the script's backward.
+        """
+        return self.loss is not None and (self.tail is None or self.tail.linear) and not self._needs_scale
+
+    @cached_property
+    def _needs_scale(self) -> bool:
+        return any(value.requires_grad and value.dtype == torch.float16 for value in self.whole.facts.values)
 
     @property
     def trains(self) -> bool:

@@ -14,6 +14,7 @@ from pyrannc.errors import CaptureError, InputError, RaNNCError
 
 from .assumptions import FROM_ARGUMENTS, Answering, Assumption, PythonState
 from .attributes import assigned, carries_number, refuse_changed_tensors
+from .autocast import autocast_state, no_autocast
 from .clean import CleanGraph, clean, place_of
 from .dims import Dim
 from .flatten import Structure, batch_rows, by_extents, flatten
@@ -115,16 +116,12 @@ def signature(
         has_rows: as for :func:`capture`.
     """
     described = tuple(_describe(tensor, batched) for tensor, batched in zip(tensors, has_rows, strict=True))
-    return structure, described, model.training, _autocast_state()
+    return structure, described, model.training, autocast_state()
 
 
 def _describe(tensor: Tensor, batched: bool) -> Hashable:
     shape = tuple(tensor.shape)
     return batched, shape[1:] if batched else shape, tensor.dtype, tensor.requires_grad
-
-
-def _autocast_state() -> Hashable:
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
 
 
 def capture(
@@ -173,9 +170,10 @@ def capture(
             own = replace(answers, assumes=whole.assumes)
             traced = trace(model, tuple(args), kwargs, device, rows, batched, leaves, own)
             refuse_changed_tensors(model, _changed_constants(traced.gm))
-            cleaned = clean(traced, apart=apart)
             name, mode = _qualified_name(model), model.training
-            return traced, cleaned, lower(traced, cleaned, name, mode, max(1, rows), row_wise, row_wise_modules)
+            with no_autocast():
+                cleaned = clean(traced, apart=apart)
+                return traced, cleaned, lower(traced, cleaned, name, mode, max(1, rows), row_wise, row_wise_modules)
 
         first = once()
         if first[0].carried:

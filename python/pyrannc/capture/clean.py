@@ -12,6 +12,7 @@ from torch import fx
 
 from pyrannc.errors import CaptureError
 
+from .autocast import OF_ONE_OP, join_casts
 from .data_dependent import keep_together
 from .dims import Dim
 from .facts import FACTS, GRAD_ENABLED, PLACE, TensorFacts
@@ -23,7 +24,7 @@ from .ops import has_effect, is_assertion, is_tuple_access
 from .plain_masks import drop_plain_masks
 from .reciprocals import divide_by_rows
 from .source import Place
-from .torch_internals import SET_GRAD_ENABLED, expression
+from .torch_internals import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED, expression
 from .tracer import Trace
 from .untraceable import UntraceableError
 
@@ -90,7 +91,7 @@ def copy_what_runs(trace: Trace, cleaned: CleanGraph) -> None:
             _copy_constant(node, trace.gm, graph, env, cleaned)
         elif _is_idle_detach(node):
             env[node] = env[node.args[0]]
-        elif node.op == "call_function" and node.target is not SET_GRAD_ENABLED and not is_assertion(node):
+        elif node.op == "call_function" and not _is_for_trace_only(node):
             env[node] = graph.node_copy(node, lambda old: env[old])
             env[node].meta = node.meta
     _copy_outputs(trace, graph, env, cleaned)
@@ -99,6 +100,12 @@ def copy_what_runs(trace: Trace, cleaned: CleanGraph) -> None:
 def make_functional(trace: Trace, cleaned: CleanGraph) -> None:
     """In-place Ops, where the model cannot tell the difference."""
     replace_in_place_ops(cleaned.gm.graph, {*cleaned.params, *cleaned.buffers, *cleaned.constants})
+
+
+def convert_once(trace: Trace, cleaned: CleanGraph) -> None:
+    """Conversions of a parameter without gradients."""
+    pairs = zip(cleaned.params, trace.params.tensors, strict=True)
+    join_casts(cleaned.gm.graph, [node for node, param in pairs if not param.requires_grad])
 
 
 def drop_unused(trace: Trace, cleaned: CleanGraph) -> None:
@@ -141,6 +148,13 @@ def _copy_input(trace: Trace, cleaned: CleanGraph) -> None:
             user.replace_input_with(node, copied)
         cleaned.ops.insert(0, copied)
         return
+
+
+def _is_for_trace_only(node: fx.Node) -> bool:
+    """True for switches that have done their work while the model was traced, and for assertions."""
+    if node.target in (ENTER_AUTOCAST, EXIT_AUTOCAST):
+        return OF_ONE_OP not in node.meta
+    return node.target is SET_GRAD_ENABLED or is_assertion(node)
 
 
 def _is_idle_detach(node: fx.Node) -> bool:
@@ -256,6 +270,7 @@ PASSES: tuple[Callable[[Trace, CleanGraph], None], ...] = (
     drop_unused_in_trace,
     copy_what_runs,
     make_functional,
+    convert_once,
     divide_numbers,
     drop_unused,
     divide_means,

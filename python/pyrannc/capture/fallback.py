@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .autocast import CastsAsOps, region_of_one_op
 from .dims import AffineReader
 from .oracle import Oracle, real_execution
 from .source import SourceTracker
@@ -175,11 +176,15 @@ class OperatorFallbacks:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Operators are taken over while active."""
-        original = PROXY_CALL.original
+        original, casts = PROXY_CALL.original, CastsAsOps()
 
         def proxy_call(proxy_mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
             if func in _RECURRENT:
                 return self._recurrent(proxy_mode.tracer, func, args, kwargs)
+            converted = casts.made_of(func, args, kwargs)
+            if converted is not None:
+                with proxy_mode:
+                    return converted(*args, **kwargs)
             try:
                 # How many tensors there are decides what is captured.
                 with nullcontext() if func in _GIVE_LISTS else self._oracle.in_operator():
@@ -203,7 +208,8 @@ class OperatorFallbacks:
             initial = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
             states = [state.reshape(like.shape) for state, like in zip(states, initial, strict=True)]
         node_args, node_kwargs = self._proxied(tracer, args, kwargs)
-        return insert_node(tracer, func, node_args, node_kwargs, (output, *states))
+        with region_of_one_op(tracer, output.device):
+            return insert_node(tracer, func, node_args, node_kwargs, (output, *states))
 
     def _sampled(self, error: Exception, tracer: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Learns the shapes of the results from a run on the real samples."""

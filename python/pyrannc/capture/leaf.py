@@ -13,6 +13,7 @@ from torch.autograd.function import Function
 
 from pyrannc.errors import CaptureError
 
+from .autocast import Autocast
 from .fallback import insert_node
 from .form import Form
 from .torch_internals import (
@@ -34,6 +35,7 @@ class OpaqueCall:
         changes: the operands that it changes in place.
         draws: it may draw random numbers.
         form: the extents that its results must have.
+        autocast: under which it runs: as it was set where the call was made.
     """
 
     def __init__(self, name: str, call: Callable[..., Any], source_class: str) -> None:
@@ -43,11 +45,13 @@ class OpaqueCall:
         self.changes: tuple[int, ...] = ()
         self.draws = True
         self.form: Form | None = None
+        self.autocast = Autocast.now()
         self._call = call
 
     def __call__(self, *tensors: Any) -> Any:
         """Runs the call."""
-        made = self._call(*tensors)
+        with self.autocast.restored():
+            made = self._call(*tensors)
         if self.form is not None:
             self.form.check(tensors, made)
         return made

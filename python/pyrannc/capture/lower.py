@@ -210,7 +210,7 @@ class _Lowering:
     def _op(self, node: fx.Node, op: int, region: int | None) -> dict[str, Any]:
         place = place_of(node)
         record: dict[str, Any] = {
-            "target": target_name(node.target),
+            "target": _target(node),
             "args": [self._argument(node, argument) for argument in node.args],
             "results": [
                 self._add(node, result, {"op": {"op": op, "result": result or 0}}) for result in _results(node)
@@ -340,6 +340,12 @@ class _Lowering:
         for value, root in zip(self.values, self.roots, strict=True):
             if root in reached and "op" in value["def"] and getattr(torch, value["dtype"]).is_floating_point:
                 value["requires_grad"] = True
+
+
+def _target(node: fx.Node) -> str:
+    """The Op's name; of an opaque one with what it runs under, since that shows nowhere else."""
+    name, autocast = target_name(node.target), getattr(node.target, "autocast", None)
+    return f"{name} under autocast ({autocast})" if autocast is not None and autocast.dtypes else name
 
 
 def _device_of(node: fx.Node) -> torch.device:

@@ -48,12 +48,12 @@ class _Rewrite:
         """Puts sum / count where the mean was."""
         loss, scores = self._loss, self._given["self"]
         users = list(loss.users)
-        half = scores.meta["val"].dtype == torch.float16
+        half = scores.meta["val"].dtype in (torch.float16, torch.bfloat16)
         extra = loss.args[5:] if len(loss.args) > 5 else ()
         kwargs = {name: value for name, value in loss.kwargs.items() if name not in _NAMES}
         with self._graph.inserting_before(loss):
             if half:
-                # A sum over many targets is beyond what the type can hold.
+                # A sum over many targets is beyond what one of the types holds, and the other has few digits for it.
                 scores = self._add(_ATEN.to.dtype, scores, torch.float32)
             weight = self._given["weight"]
             if half and weight is not None:
@@ -61,13 +61,14 @@ class _Rewrite:
             loss.args = (scores, self._given["target"], weight, _SUM, self._given["ignore_index"], *extra)
             loss.kwargs = kwargs
             count = self._count(weight)
+        dtype = loss.meta["val"].dtype
         if half:
             loss.meta["val"] = loss.meta["val"].float()
         with self._graph.inserting_after(loss):
             mean = self._add(_ATEN.div.Tensor, loss, count)
         if half:
             with self._graph.inserting_after(mean):
-                mean = self._add(_ATEN.to.dtype, mean, torch.float16)
+                mean = self._add(_ATEN.to.dtype, mean, dtype)
         for user in users:
             user.replace_input_with(loss, mean)
 

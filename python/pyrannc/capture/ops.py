@@ -6,7 +6,7 @@ import operator
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from .leaf import GradientHook, OpaqueCall
 from .torch_internals import (
@@ -71,12 +71,12 @@ def has_effect(node: fx.Node) -> bool:
 
 
 def opens_region(node: fx.Node) -> bool:
-    """True for the start of an autocast block or a vmap level."""
+    """True for the start of an autocast region round one Op, or of a vmap level."""
     return node.target is ENTER_AUTOCAST or getattr(node.target, "__name__", "") == VMAP_BEGIN
 
 
 def closes_region(node: fx.Node) -> bool:
-    """True for the end of an autocast block or a vmap level."""
+    """True for the end of an autocast region round one Op, or of a vmap level."""
     return node.target is EXIT_AUTOCAST or getattr(node.target, "__name__", "") == VMAP_END
 
 
@@ -142,7 +142,11 @@ def aliased_arguments(node: fx.Node) -> list[fx.Node]:
 
 def may_return_view(node: fx.Node) -> bool:
     """True when the result is a view of the first operand for some shapes and strides."""
-    return isinstance(node.target, OpOverload) and schema(node.target).name in _MAY_RETURN_VIEW
+    if not isinstance(node.target, OpOverload) or schema(node.target).name not in _MAY_RETURN_VIEW:
+        return False
+    made, operand = node.meta.get("val"), next((item.meta.get("val") for item in node.all_input_nodes), None)
+    # A cast has memory of its own.
+    return not (isinstance(made, Tensor) and isinstance(operand, Tensor) and made.dtype != operand.dtype)
 
 
 def draws_random_numbers(node: fx.Node) -> bool:

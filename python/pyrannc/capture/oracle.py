@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from pyrannc.errors import CaptureError
 
 from .assumptions import Assumption
+from .autocast import no_autocast
 from .facts import memory, written_memory
 from .questions import question
 from .source import Place, SourceTracker
@@ -162,7 +163,7 @@ class Oracle:
 
     def _value(self, node: fx.Node, samples: _Samples, seed: int | None = None) -> Any:
         """``seed`` starts the random generator for the run."""
-        with real_execution():
+        with real_execution(), no_autocast():
             if seed is not None:
                 torch.manual_seed(seed)
             samples.run(self._slice_of(node, samples.known))

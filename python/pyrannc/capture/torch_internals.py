@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn
 
@@ -238,6 +239,31 @@ def schema(op: _OpOverload) -> torch.FunctionSchema:
 def overload_name(op: _OpOverload) -> str:
     """``"Tensor"`` of ``add.Tensor``. Public: the end of ``str(op)``."""
     return op._overloadname
+
+
+def autocast_kernel(op: _OpOverload, kind: str) -> Callable[..., Any] | None:
+    """What ``torch.autocast`` runs in an operator's place where it is on: conversions, and the operator again.
+
+    None where there is no such thing, or autocast is off for this type of device. Public: none.
+
+    Args:
+        kind: type of device.
+    """
+    key = _AUTOCAST_KEYS[kind]
+    off = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    if off or not torch._C._dispatch_has_kernel_for_dispatch_key(op._name, key):
+        return None
+    return partial(op.redispatch, torch._C.DispatchKeySet(key))
+
+
+_AUTOCAST_KEYS = {"cuda": torch._C.DispatchKey.AutocastCUDA, "cpu": torch._C.DispatchKey.AutocastCPU}
+
+
+def decomposition(op: _OpOverload) -> Callable[..., Any] | None:
+    """What makes an operator of others that autograd knows; None where it is one of these itself. Public: none."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    made = key in op.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(op._name, key)
+    return op.decompose if made else None
 
 
 def safe_softmax(scores: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from pyrannc.errors import CaptureError, RaNNCError
 
 from .assumptions import FROM_ARGUMENTS, Answering, Assumption, PartOfBatchError, PythonState
 from .attributes import AttributeLog, Carried
+from .autocast import Autocast, cached_casts
 from .chance import OtherGenerators
 from .dims import AffineReader
 from .facts import FactRecorder
@@ -166,6 +167,7 @@ class _Session:
             _with_rows(tensor, rows, self.trace_rows) if batched else tensor
             for tensor, batched in zip(_distinct(self.inputs), has_rows, strict=True)
         ]
+        self.autocast = Autocast.now()
         self.tracker = SourceTracker(model)
         self.attributes = AttributeLog(model, self.tracker)
         sample_device = self.inputs[0].device if self.inputs else torch.device("cpu")
@@ -291,6 +293,7 @@ class _TracedCall:
             session.tracker.following(),
             OtherGenerators(session.model).unused(session.tracker),
             watched_hooks(session.model, session.tracker),
+            cached_casts(session.autocast.cache),
         ):
             with session.attributes.listening():
                 result = session.model(*args, **kwargs)

@@ -35,6 +35,7 @@ class SearchSettings:
         max_microbatches: most microbatches.
         min_microbatch_rows: least rows of a microbatch.
         loss_inside: the model returns its loss, so that forwards and backwards may be interleaved.
+        reduce_dtype: type in which gradients are summed over ranks: "float32", "bfloat16" or "param".
         capabilities: what Plans may use to save memory.
         runners_up: number of other good Plans beside the best.
     """
@@ -53,6 +54,7 @@ class SearchSettings:
     max_microbatches: int | None = None
     min_microbatch_rows: int | None = None
     loss_inside: bool | None = None
+    reduce_dtype: str | None = None
     capabilities: Capabilities | None = None
     runners_up: int | None = None
 

@@ -99,6 +99,7 @@ class DeployedModel(StateOfModel):
                 watchdog(),
                 sync_params=switches().sync_params_on_init,
                 fused_dropout=self._config.fused_dropout,
+                reduce_dtype=self._config.reduce_dtype,
             )
         store = self._deployment.store
         deployment = self._deployment

@@ -159,7 +159,7 @@ def refuse_unavailable(amp: bool, zero: bool, offload: bool) -> None:
     if amp:
         raise RaNNCError(
             "apex is gone: instead of its arguments (enable_apex_amp, amp_master_param and the like), call the model "
-            "inside torch.autocast and scale the loss with torch.amp.GradScaler (mixed precision is not available yet)"
+            "inside torch.autocast, and in float16 scale the loss with torch.amp.GradScaler"
         )
     if zero:
         raise RaNNCError("enable_zero is not available yet; leave it out")

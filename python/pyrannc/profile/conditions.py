@@ -104,10 +104,7 @@ def uses_tf32(device: torch.device) -> bool:
 
 
 def _precision(device: torch.device) -> str:
-    autocast = "off"
-    if torch.is_autocast_enabled(device.type):
-        autocast = str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
-    switches = {"autocast": autocast}
+    switches = {}
     if device.type == "cuda":
         cudnn = torch.backends.cudnn
         switches["products"] = torch.backends.cuda.matmul.fp32_precision

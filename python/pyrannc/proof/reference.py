@@ -14,6 +14,7 @@ from pyrannc.blocks.randomness import Randomness
 from pyrannc.call.variant import Variant
 from pyrannc.capture import flatten
 from pyrannc.capture.attributes import AttributeLog
+from pyrannc.capture.autocast import no_autocast
 from pyrannc.capture.source import SourceTracker
 from pyrannc.core.partition import StagePart
 from pyrannc.proof.outcome import Outcome, seeds
@@ -129,7 +130,7 @@ def _run_graph(
     feeds |= {buffer.value: kept(state[buffer.name]) for buffer in facts.buffers}
     feeds |= {value: captured.constants[i].to(device) for i, value in enumerate(facts.constants)}
     feeds |= {value: tensor.clone() for value, tensor in zip(facts.inputs, tensors, strict=True)}
-    with randomness.borrowed():
+    with randomness.borrowed(), no_autocast():
         made = code(batch.total, feeds)
     with torch.no_grad():
         for buffer, update in code.updates.items():

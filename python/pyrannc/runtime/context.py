@@ -17,6 +17,7 @@ from pyrannc.runtime.position import ActionRecord
 from pyrannc.runtime.tail import TailCode
 from pyrannc.runtime.timing import Timing
 from pyrannc.store.gradients import Gradients
+from pyrannc.store.working_copies import Key
 
 
 @dataclass
@@ -26,7 +27,9 @@ class StageContext:
     Attributes:
         tail: of the captured call, if it has one.
         params: leaves by Value id.
-        stage_params: their first names.
+        copies: of them, the working copies, by first name of the parameter.
+        copied: what they are copies of, by Value id.
+        stage_params: first names of the Stage's parameters.
         buffers: the Stage's buffers and constants by Value id.
         stage_of: the Stage of each rank.
         rehearsed: programs whose kernels have been loaded, by ``id``.
@@ -38,6 +41,8 @@ class StageContext:
     code: StageCode
     tail: TailCode | None
     params: Mapping[int, Tensor]
+    copies: Mapping[str, Tensor]
+    copied: Mapping[int, Key]
     stage_params: frozenset[str]
     buffers: Mapping[int, Tensor]
     stage_of: Sequence[int]

@@ -20,7 +20,8 @@ from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.position import ActionRecord
 from pyrannc.runtime.tail import TailCode
 from pyrannc.runtime.timing import Timing
-from pyrannc.store.buckets import own_buckets
+from pyrannc.runtime.working_part import WorkingPart, working_part
+from pyrannc.store.buckets import SumTypes, own_buckets
 from pyrannc.store.gradients import Gradients
 from pyrannc.store.store import ParamStore
 
@@ -37,6 +38,7 @@ class Deployment:
         device: this rank's.
         sync_params: give every rank the parameters and buffers of rank 0.
         fused_dropout: as in the configuration.
+        reduce_dtype: likewise.
 
     Attributes:
         store: where parameters and buffers lie.
@@ -56,8 +58,10 @@ class Deployment:
         *,
         sync_params: bool,
         fused_dropout: bool,
+        reduce_dtype: str,
     ) -> None:
         self.plan = plan
+        self._sums = SumTypes(reduce_dtype, PlanFacts.of(plan).microbatches > 1)
         self._first = variant
         self.device = device
         stages = PlanFacts.of(plan).stages
@@ -103,12 +107,14 @@ class Deployment:
         names = [param.names[0] for param in facts.params]
         trained = [i for i, name in enumerate(names) if name in holders and self.store.params[name].requires_grad]
         everywhere = {i for i, name in enumerate(names) if name in _names_in_tail(variant)}
-        self.buckets = Buckets.divide(self.plan, variant.partition, variant.graph, trained, sorted(everywhere))
+        self.buckets = Buckets.divide(
+            self.plan, variant.partition, variant.graph, trained, sorted(everywhere), self._sums.reduce
+        )
         found = BucketsFacts.from_json(self.buckets.to_json())
         for ranks in found.groups:
             self._groups.of(ranks)
         shared = self.store.shared([name for name in names if name in holders])
-        own = agree.together(lambda: own_buckets(found, names, shared))
+        own = agree.together(lambda: own_buckets(found, names, shared, self._sums))
         return Gradients(shared, own, self._groups.of)
 
     def context(self, variant: Variant) -> StageContext:
@@ -121,12 +127,18 @@ class Deployment:
         return self._contexts[id(variant)]
 
     def _make_code(self, variant: Variant) -> StageCode:
-        part = variant.parts.stages[self.stage]
+        part = self._working_part(variant).part
         return StageCode(variant.captured, variant.facts, part, self.device, self._randomness)
+
+    def _working_part(self, variant: Variant) -> WorkingPart:
+        return working_part(variant.captured, variant.facts, variant.parts.stages[self.stage])
 
     def _make_context(self, variant: Variant, code: StageCode, tail: TailCode | None) -> StageContext:
         facts, part = variant.facts, variant.parts.stages[self.stage]
         params = {facts.params[i].value: self.gradients.leaves[facts.params[i].names[0]] for i in part.params}
+        taken = self._working_part(variant).copies
+        copies = self.gradients.working_copies(taken.values())
+        params |= {value: copies[name] for value, (name, _) in taken.items()}
         buffers = {facts.buffers[i].value: self.store.buffers[facts.buffers[i].name] for i in part.buffers}
         constants = {facts.constants[i]: variant.captured.constants[i].to(self.device) for i in part.constants}
         return StageContext(
@@ -136,6 +148,8 @@ class Deployment:
             code=code,
             tail=tail,
             params=params,
+            copies=copies,
+            copied=taken,
             stage_params=frozenset(facts.params[i].names[0] for i in part.params),
             buffers={**buffers, **constants},
             stage_of=self._stage_of,

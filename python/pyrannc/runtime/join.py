@@ -62,8 +62,7 @@ class Joiner:
             totals: what to reduce, by Value.
             parts: made on this rank: Value, contents and weight.
         """
-        # Integers are added, and averaged where all parts are the same, without loss up to 2**53.
-        kinds = {value: facts.dtype if _is_exact(facts.dtype) else torch.float64 for value, facts in totals.items()}
+        kinds = {value: _of_sums(facts.dtype) for value, facts in totals.items()}
         sums = {
             value: torch.zeros(facts.shape_at(0), dtype=kinds[value], device=self._device)
             for value, facts in totals.items()
@@ -72,7 +71,7 @@ class Joiner:
             sums[value].add_(tensor.detach().to(kinds[value]), alpha=weight)
         self._sum_packed(sums)
         return {
-            value: total if kinds[value] == totals[value].dtype else total.round().to(totals[value].dtype)
+            value: (total if _is_exact(totals[value].dtype) else total.round()).to(totals[value].dtype)
             for value, total in sums.items()
         }
 
@@ -87,6 +86,14 @@ class Joiner:
             sum_over_ranks(torch.view_as_real(flat) if flat.is_complex() else flat)
             for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
+
+
+def _of_sums(dtype: torch.dtype) -> torch.dtype:
+    """The type in which parts are added up."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return torch.float32
+    # Integers are added, and averaged where all parts are the same, without loss up to 2**53.
+    return dtype if _is_exact(dtype) else torch.float64
 
 
 def _is_exact(dtype: torch.dtype) -> bool:

@@ -41,7 +41,7 @@ def _rehearse(context: StageContext, program: RankProgram, inputs: Mapping[tuple
     buffers = {value: tensor.clone() for value, tensor in context.buffers.items()}
     alone = replace(context, channels=_NoChannels(context.device), buffers=buffers)
     seat = Seat(alone, program, inputs, None)
-    current = context.gradients.begin() if program.call != "forward" else None
+    current = context.gradients.begin(context.copies) if program.call != "forward" else None
 
     def seed(microbatch: int, value: int) -> Tensor | None:
         facts, (lo, hi) = context.facts.values[value], program.rows[microbatch]

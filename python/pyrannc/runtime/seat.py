@@ -77,6 +77,12 @@ class Seat:
         self.outputs: dict[tuple[int, int], Tensor] = {}
         self.input_grads: dict[tuple[int, int], Tensor] = {}
         self.reached: Set[int] | None = None
+        self._params = dict(context.params)
+        if program.call == "halves":
+            # Parameters may change before the backward.
+            with torch.enable_grad():
+                lent = {value: context.gradients.working.lend(key) for value, key in context.copied.items()}
+            self._params |= lent
         self._gradients: dict[int, Tensor] = {}
         alike = context.facts.buffers_changed_alike & context.buffers.keys()
         # Every microbatch finds the contents from before the call, and changes them to the same.
@@ -100,7 +106,7 @@ class Seat:
         self._arrivals.pop((microbatch, "value"), None)
         context.randomness.at(self._program.global_rows[microbatch])
         before = {value: tensor.clone() for value, tensor in self._before.items()}
-        tensors = {**context.params, **context.buffers, **before, **feeds}
+        tensors = {**self._params, **context.buffers, **before, **feeds}
         with self._timed("forward", microbatch):
             with torch.set_grad_enabled(self._trains):
                 results = context.code(self._rows_in(microbatch), tensors)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyrannc.call.variant import Variant
 from pyrannc.call.whole_batch import BatchRows
+from pyrannc.capture.autocast import no_autocast
 from pyrannc.core.partition import OutputPart, RowDim
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import RaNNCError
@@ -102,13 +103,14 @@ class Step:
         marks = context.timing.begin(program)
         with context.record.step(program), self._generator():
             own = self._batch.bring_inputs(self._inputs)
+            context.gradients.working.refresh(context.copied.values())
             rehearsal.rehearse_once(context, program, own)
             self._seat = Seat(context, program, own, marks)
             self._executor = Executor(context, self._seat, marks)
             self._tail = self._begin_tail()
             self._inside = self._gradients_inside()
             if program.call == "whole":
-                self._current = context.gradients.begin()
+                self._current = context.gradients.begin(context.copies)
             self._executor.run(program.forward, self._current, self._seed_inside, reduce=options.reduce)
             context.record.enter_outputs(program)
             totals = self._weights.totals(self._seat.outputs, self._joiner)
@@ -191,6 +193,7 @@ class Step:
         facts = self._variant.whole.facts.values
         return [tensor for value, tensor in made.items() if not facts[value].requires_grad]
 
+    @no_autocast()
     def backward(self, grads: Sequence[Tensor | None], *, keep_graph: bool, for_params: bool) -> list[Tensor | None]:
         """Sends gradients on to the parameters, given those of the distinct outputs; returns those of the inputs."""
         self._refuse_backward()
@@ -259,7 +262,7 @@ class Step:
             self._wanted = self._find_wanted(grads)
             reached = self._variant.reached_in_body(self._wanted)
             self._seat.reached = reached
-            self._current = context.gradients.begin()
+            self._current = context.gradients.begin(context.copies)
             seeds = self._seeds(grads, reached, keep_graph=keep_graph)
             self._executor.run(
                 program.backward,

@@ -1,9 +1,14 @@
-"""Buckets: gradients of parameters with the same ranks and type, one behind the other in a flat tensor."""
+"""Buckets: gradients of parameters with the same ranks and type, one behind the other in a flat tensor.
+
+What is added up is added up in float32 at least, unless the configuration asks for less; gradients end in the
+parameters' type.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +26,38 @@ class SharedParam:
     ranks: tuple[int, ...]
 
 
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class SumTypes:
+    """In which types gradients are summed.
+
+    Attributes:
+        reduce: over ranks: ``"float32"``, where the parameters have no wider type, ``"bfloat16"``, or ``"param"``, the
+            parameters' own.
+        several: there are several microbatches, whose gradients are added up in float32 at least.
+    """
+
+    reduce: str
+    several: bool
+
+    def of_sums(self, param: torch.dtype, ranks: int) -> torch.dtype:
+        """That of the sums on a rank. Where nothing is added, gradients keep the parameters' type."""
+        wide = self.several or (ranks > 1 and self.reduce == "float32")
+        return torch.float32 if param in _HALF and wide else param
+
+    def of_messages(self, param: torch.dtype, ranks: int) -> torch.dtype:
+        """That of what ranks sum over each other."""
+        if self.reduce == "bfloat16" and (param in _HALF or param == torch.float32):
+            return torch.bfloat16
+        return param if self.reduce == "param" else self.of_sums(param, ranks)
+
+
+Types: TypeAlias = tuple[torch.dtype, torch.dtype]
+"""That of the sums, and that of the parameters."""
+
+
 @dataclass
 class Bucket:
     """Parameters whose gradients lie one behind the other, in the order in which they come.
@@ -29,14 +66,17 @@ class Bucket:
         number: among all buckets of the job.
         numel: elements of all of them.
         ranks: that hold them.
-        start: of the bucket among all of its type.
+        types: of the sums and of the parameters.
+        message: type in which they are summed over ranks.
+        start: of the bucket among all of its types.
     """
 
     number: int
     params: list[SharedParam]
     numel: int
     ranks: tuple[int, ...]
-    dtype: torch.dtype
+    types: Types
+    message: torch.dtype
     device: torch.device
     start: int
 
@@ -48,19 +88,22 @@ class Bucket:
             start += shared.param.numel()
 
 
-def own_buckets(facts: BucketsFacts, names: Sequence[str], shared: Sequence[SharedParam]) -> list[Bucket]:
+def own_buckets(
+    facts: BucketsFacts, names: Sequence[str], shared: Sequence[SharedParam], sums: SumTypes
+) -> list[Bucket]:
     """The buckets of the parameters that this rank holds, in the order in which they are summed.
 
     Args:
         names: of the Graph's parameters.
         shared: the parameters that this rank holds.
+        sums: in which types.
 
     Raises:
         RaNNCError: types of parameters have changed since the model was captured, not all alike.
     """
     here = {param.name: param for param in shared}
     buckets: list[Bucket] = []
-    ends: dict[torch.dtype, int] = {}
+    ends: dict[Types, int] = {}
     for number, found in enumerate(facts.buckets):
         params = [here[names[param]] for param in found.params if names[param] in here]
         if not params:
@@ -73,10 +116,12 @@ def own_buckets(facts: BucketsFacts, names: Sequence[str], shared: Sequence[Shar
                 "type when the model was captured; convert the model before it is wrapped"
             )
         numel = sum(shared.param.numel() for shared in params)
-        start = ends.get(dtype, 0)
-        buckets.append(Bucket(number, params, numel, facts.groups[found.group], dtype, device, start))
+        ranks = facts.groups[found.group]
+        types = sums.of_sums(dtype, len(ranks)), dtype
+        start, message = ends.get(types, 0), sums.of_messages(dtype, len(ranks))
+        buckets.append(Bucket(number, params, numel, ranks, types, message, device, start))
         # Kernels and communication are fastest from places that are multiples of 16 bytes; these are.
-        ends[dtype] = start + -(-numel // _ALIGNED) * _ALIGNED
+        ends[types] = start + -(-numel // _ALIGNED) * _ALIGNED
     return buckets
 
 

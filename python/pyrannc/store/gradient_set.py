@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from pyrannc.capture.torch_internals import add_each, copy_each, storage_users, tensor_users
-from pyrannc.store.buckets import Bucket, like
+from pyrannc.store.buckets import Bucket, Types, like
 
 
 class GradientSet:
     """Memory for the gradients of the buckets' parameters; what is in it before :meth:`begin` is anything.
 
     Attributes:
-        flats: by type.
-        views: the gradients by the parameters' names, formed like them.
+        flats: the sums, by types.
+        views: the gradients by the parameters' names, formed like them; where the sums have another type, as of the
+            last :meth:`settle`.
         complete: names of parameters to which no backward of a microbatch adds.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets
         self.flats = _flats_of(buckets)
-        self._slices = [self.flats[bucket.dtype].narrow(0, bucket.start, bucket.numel) for bucket in buckets]
-        self._parts = [
-            [like(flat.narrow(0, start, shared.param.numel()), shared.param) for shared, start in bucket.placed()]
-            for bucket, flat in zip(buckets, self._slices, strict=True)
-        ]
+        self._given = {
+            types: flat if flat.dtype == types[1] else torch.empty_like(flat, dtype=types[1])
+            for types, flat in self.flats.items()
+        }
+        self._slices = [_slice(self.flats, bucket) for bucket in buckets]
+        self._parts = [_parts(bucket, flat) for bucket, flat in zip(buckets, self._slices, strict=True)]
         self.views = {
             shared.name: part
-            for bucket, parts in zip(buckets, self._parts, strict=True)
-            for shared, part in zip(bucket.params, parts, strict=True)
+            for bucket in buckets
+            for shared, part in zip(bucket.params, _parts(bucket, _slice(self._given, bucket)), strict=True)
         }
         self._fresh: list[set[int]] = [set() for _ in buckets]
         self.complete: set[str] = set()
@@ -41,7 +43,7 @@ class GradientSet:
     def _users(self) -> tuple[int, int, int]:
         views = self.views.values()
         in_python, in_torch = sum(map(sys.getrefcount, views)), sum(map(tensor_users, views))
-        return sum(map(storage_users, self.flats.values())), in_torch, in_python
+        return sum(map(storage_users, self._given.values())), in_torch, in_python
 
     @property
     def is_held(self) -> bool:
@@ -51,9 +53,16 @@ class GradientSet:
     def copy(self) -> GradientSet:
         """The same gradients in memory of their own."""
         made = GradientSet(self._buckets)
-        for dtype, flat in self.flats.items():
-            made.flats[dtype].copy_(flat)
+        for types, flat in self.flats.items():
+            made.flats[types].copy_(flat)
         return made
+
+    def settle(self) -> bool:
+        """Rounds the sums to the parameters' types; false if they have them."""
+        others = [(self._given[types], flat) for types, flat in self.flats.items() if self._given[types] is not flat]
+        for given, flat in others:
+            given.copy_(flat)
+        return bool(others)
 
     def begin(self) -> None:
         """Forgets what was written."""
@@ -91,10 +100,18 @@ class GradientSet:
             yield from (shared.name for place, shared in enumerate(bucket.params) if place not in fresh)
 
 
-def _flats_of(buckets: Sequence[Bucket]) -> dict[torch.dtype, Tensor]:
-    """A flat tensor for each type, in which every bucket has its place; what is in them is anything."""
-    sizes: dict[torch.dtype, int] = {}
+def _flats_of(buckets: Sequence[Bucket]) -> dict[Types, Tensor]:
+    """A flat tensor for the sums of each types, in which every bucket has its place; what is in them is anything."""
+    sizes: dict[Types, int] = {}
     for bucket in buckets:
-        sizes[bucket.dtype] = max(sizes.get(bucket.dtype, 0), bucket.start + bucket.numel)
+        sizes[bucket.types] = max(sizes.get(bucket.types, 0), bucket.start + bucket.numel)
     device = buckets[0].device if buckets else None
-    return {dtype: torch.empty(numel, dtype=dtype, device=device) for dtype, numel in sizes.items()}
+    return {types: torch.empty(numel, dtype=types[0], device=device) for types, numel in sizes.items()}
+
+
+def _slice(flats: Mapping[Types, Tensor], bucket: Bucket) -> Tensor:
+    return flats[bucket.types].narrow(0, bucket.start, bucket.numel)
+
+
+def _parts(bucket: Bucket, flat: Tensor) -> list[Tensor]:
+    return [like(flat.narrow(0, start, shared.param.numel()), shared.param) for shared, start in bucket.placed()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from pyrannc.store.delivery import Delivery
 from pyrannc.store.gradient_set import GradientSet
 from pyrannc.store.leaf import leaf_of
 from pyrannc.store.scale import scale_each
+from pyrannc.store.working_copies import Key, WorkingCopies
 
 _log = get_logger("ParamStorage")
 
@@ -57,28 +58,56 @@ class Gradients:
         trainable = [shared for shared in params if shared.param.requires_grad]
         self._buckets = buckets
         self._index_of = {bucket.number: index for index, bucket in enumerate(buckets)}
-        self._leaves_of = [[self.leaves[shared.name] for shared in bucket.params] for bucket in self._buckets]
+        self._copies: Mapping[str, Tensor] = {}
+        self._leaves_of = self._leaves_with(self._copies)
         self._place = {s.name: (i, p) for i, b in enumerate(self._buckets) for p, s in enumerate(b.params)}
         self._groups = {bucket.ranks: group(bucket.ranks) for bucket in self._buckets}
         self._filling: weakref.ref[GradientSet] | None = None
-        self._works: list[Work] = []
+        self._works: list[tuple[Work, Tensor, Tensor]] = []
         self._open: set[int] = set()
         self._due: deque[int] = deque()
         self._started: set[int] = set()
         self.pending = False
         self.second_bytes = 0
+        self.working = WorkingCopies(self.leaves)
         self.nothing = nn.Parameter(torch.zeros(0))
         self.delivery = Delivery(trainable, self.nothing)
-        for index, leaves in enumerate(self._leaves_of):
-            for leaf in leaves[-_LAST:]:
-                leaf.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]  # torch has no types for it
+        for name in self._place:
+            self._watch(name, self.leaves[name])
+
+    def _watch(self, name: str, leaf: Tensor) -> None:
+        index, place = self._place[name]
+        if place >= len(self._buckets[index].params) - _LAST:
+            leaf.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]  # torch has no types for it
+
+    def working_copies(self, keys: Collection[Key]) -> dict[str, Tensor]:
+        """What a Stage computes with in the place of leaves, by name: copies that are to be refreshed."""
+        made = {}
+        for key in keys:
+            is_new, name = key not in self.working, key[0]
+            made[name] = self.working.of(key)
+            if is_new and name in self._place:
+                self._watch(name, made[name])
+        return made
+
+    def _leaves_with(self, copies: Mapping[str, Tensor]) -> list[list[Tensor]]:
+        """By bucket, where backwards leave gradients."""
+        return [
+            [copies.get(shared.name, self.leaves[shared.name]) for shared in bucket.params] for bucket in self._buckets
+        ]
 
     # While backwards run
 
-    def begin(self) -> GradientSet:
-        """Room for the gradients of a new step; backwards write to it from now on."""
+    def begin(self, copies: Mapping[str, Tensor]) -> GradientSet:
+        """Room for the gradients of a new step; backwards write to it from now on.
+
+        Args:
+            copies: the working copies that its Stage computes with, by name.
+        """
         if self._filling is not None:
             self._clear_leaves()
+        if copies is not self._copies:
+            self._copies, self._leaves_of = copies, self._leaves_with(copies)
         current = self.delivery.take_spare()
         if current is None or current.is_held:
             if current is not None:
@@ -105,6 +134,7 @@ class Gradients:
         """After a step that failed."""
         for leaf in self.leaves.values():
             leaf.grad = None
+        self.working.clear()
 
     def expect(self) -> None:
         """Says that the backward of a microbatch comes now."""
@@ -186,7 +216,9 @@ class Gradients:
         while self._due and self._due[0] not in self._open:
             index = self._due.popleft()
             bucket = self._buckets[index]
-            self._works.append(start_sum(current.bucket(index), self._groups[bucket.ranks]))
+            sums = current.bucket(index)
+            message = _message(bucket, sums)
+            self._works.append((start_sum(message, self._groups[bucket.ranks]), sums, message))
             self._started.add(index)
 
     def finish(self, current: GradientSet) -> None:
@@ -195,8 +227,10 @@ class Gradients:
             if index not in self._started:
                 current.bucket(index)
         self._filling = None
-        for work in self._works:
+        for work, sums, message in self._works:
             work.wait()
+            if message is not sums:
+                sums.copy_(message)
         self._works.clear()
 
     # For the user
@@ -221,12 +255,19 @@ class Gradients:
             self.pending = True
         given = current.copy() if keep else current
         overflow = None if scale is None else scale_each(list(given.flats.values()), scale)
-        self.delivery.give(given, active, overflow)
+        rounded = given.settle()
+        self.delivery.give(given, active, None if rounded else overflow)
 
     def _sum_all(self, current: GradientSet) -> None:
         for index, bucket in enumerate(self._buckets):
             if len(bucket.ranks) > 1:
-                sum_over_ranks(current.bucket(index), self._groups[bucket.ranks])
+                self._sum_now(bucket, current.bucket(index))
+
+    def _sum_now(self, bucket: Bucket, sums: Tensor) -> None:
+        message = _message(bucket, sums)
+        sum_over_ranks(message, self._groups[bucket.ranks])
+        if message is not sums:
+            sums.copy_(message)
 
     def reduce_delivered(self) -> None:
         """Sums over ranks what stands in ``.grad``."""
@@ -238,7 +279,7 @@ class Gradients:
             present = [(place, s.param.grad) for place, s in enumerate(bucket.params) if s.param.grad is not None]
             grads = [grad for _, grad in present]
             whole.put(index, [place for place, _ in present], grads)
-            sum_over_ranks(whole.bucket(index), self._groups[bucket.ranks])
+            self._sum_now(bucket, whole.bucket(index))
             whole.read(index, [place for place, _ in present], grads)
         self.pending = False
 
@@ -247,3 +288,8 @@ class Gradients:
         for shared in self._params:
             if shared.param.grad is not None:
                 shared.param.grad.div_(len(shared.ranks))
+
+
+def _message(bucket: Bucket, sums: Tensor) -> Tensor:
+    """What is summed over ranks: the bucket itself, or a copy in another type."""
+    return sums.to(bucket.message)

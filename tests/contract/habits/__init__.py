@@ -10,6 +10,7 @@ from . import (  # noqa: F401  # the order of the document
     losses,
     models,
     optimizers,
+    precision,
     questions,
     rows,
     state,

@@ -119,37 +119,6 @@ def heads_used_in_turn(job: Job) -> None:
         job.gradients(model)
 
 
-class _Regions(Chain):
-    def __init__(self, enabled: bool) -> None:
-        super().__init__()
-        self.enabled = enabled
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.enabled):
-            hidden = torch.tanh(self.layers[0](x))
-        return super().forward(hidden)
-
-
-@equal()
-def autocast_switched_off_inside(job: Job) -> None:
-    """A part of the model runs under `torch.autocast(..., enabled=False)`."""
-    _learn(job, Returns(_Regions(False), F.mse_loss))
-
-
-@equal()
-def autocast_inside(job: Job) -> None:
-    """A part of the model runs under `torch.autocast`."""
-    _learn(job, Returns(_Regions(True), F.mse_loss))
-
-
-@refused("InputError", "autocast", instead="not available yet")
-def autocast_outside(job: Job) -> None:
-    """The script calls the model under `torch.autocast`."""
-    model = job.wrap(Returns(Chain(), F.mse_loss))
-    with torch.autocast("cpu", torch.bfloat16):
-        model(*job.batch(pairs))
-
-
 @equal()
 def leaf_modules(job: Job) -> None:
     """A sub-module with shapes that depend on data stays whole by `RaNNCModule(..., leaf_modules=[...])`."""

@@ -22,7 +22,7 @@ pub struct Profile {
     pub graph_hash: String,
     /// Name of the device, as torch reports it.
     pub device: String,
-    /// Precision in force, e.g. `float32`, `float32 with TF32`, `autocast bfloat16`.
+    /// Switches that choose how products of a type are computed, e.g. `products: tf32`; autocast is in the Blocks.
     pub precision: String,
     /// Versions of everything that has an influence on speed, by name.
     pub versions: BTreeMap<String, String>,

@@ -30,6 +30,30 @@ fn full_bytes(to_come: u64) -> u64 {
     (to_come / PARTS_TO_COME).clamp(BUCKET_BYTES, LARGEST_BUCKET_BYTES)
 }
 
+/// Type in which gradients are summed over ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ReduceDType {
+    /// Float32, or that of a Param where it is wider.
+    #[default]
+    Float32,
+    /// Bfloat16, but for wider types than float32.
+    Bfloat16,
+    /// That of the Param.
+    Param,
+}
+
+impl ReduceDType {
+    /// The type for gradients of a Param.
+    pub const fn of(self, param: DType) -> DType {
+        match (self, param) {
+            (Self::Float32, DType::Float16 | DType::Bfloat16) => DType::Float32,
+            (Self::Bfloat16, DType::Float16 | DType::Float32) => DType::Bfloat16,
+            _ => param,
+        }
+    }
+}
+
 /// The gradient of a trainable Param.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Gradient {
@@ -37,7 +61,7 @@ pub struct Gradient {
     pub param: ParamId,
     /// Its type.
     pub dtype: DType,
-    /// Its size.
+    /// The size of what is summed over ranks.
     pub bytes: u64,
     /// The ranks that hold the Param, increasing.
     pub holders: Vec<u32>,
@@ -52,7 +76,7 @@ pub struct Bucket {
     pub params: Vec<ParamId>,
     /// The type.
     pub dtype: DType,
-    /// The size.
+    /// The size of what is summed over ranks.
     pub bytes: u64,
 }
 
@@ -74,13 +98,19 @@ pub struct Trained {
     pub params: BTreeSet<ParamId>,
     /// Those of them that every rank holds, whatever its Stage.
     pub everywhere: BTreeSet<ParamId>,
+    /// In which type they are summed over ranks.
+    pub reduce: ReduceDType,
 }
 
 impl Trained {
     /// The Params that required gradients when the Graph was captured.
     pub fn captured(graph: &Graph) -> Self {
         let trained = graph.params.iter().filter(|(_, param)| graph.values[param.value].requires_grad);
-        Self { params: trained.map(|(id, _)| id).collect(), everywhere: BTreeSet::new() }
+        Self {
+            params: trained.map(|(id, _)| id).collect(),
+            everywhere: BTreeSet::new(),
+            reduce: ReduceDType::default(),
+        }
     }
 }
 
@@ -162,7 +192,7 @@ fn gradients(graph: &Graph, partition: &Partition, stage_ranks: &[Vec<u32>], tra
     let gradient = |param: ParamId| {
         let value = &graph.values[graph.params[param].value];
         let elements = value.shape.iter().map(|dim| u64::try_from(dim.fixed).unwrap_or(0));
-        let bytes = elements.fold(value.dtype.bytes(), u64::saturating_mul);
+        let bytes = elements.fold(trained.reduce.of(value.dtype).bytes(), u64::saturating_mul);
         Gradient { param, dtype: value.dtype, bytes, holders: holders(param) }
     };
     by_use.into_iter().map(gradient).filter(|gradient| !gradient.holders.is_empty()).collect()

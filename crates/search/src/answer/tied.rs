@@ -32,7 +32,7 @@ pub(crate) fn tied_sums(
         let mut holders: Vec<usize> = state.blocks.iter().map(stage_of).collect();
         holders.dedup();
         if holders.len() > 1 {
-            *bytes.entry(holders).or_default() += state.bytes;
+            *bytes.entry(holders).or_default() += state.message_bytes;
         }
     }
     let sum = |(holders, bytes): (Vec<usize>, f64)| {

@@ -23,7 +23,11 @@ pub(crate) struct Chain {
     pub(crate) state_bytes: IntervalSums,
     /// Trainable parameters, each once.
     pub(crate) trainable_bytes: IntervalSums,
-    /// Trainable parameters that no Block outside of the run uses.
+    /// Their gradients as they are summed over ranks, each once.
+    pub(crate) message_bytes: IntervalSums,
+    /// Those of them that are summed in another type than the parameters'.
+    pub(crate) other_sums_bytes: IntervalSums,
+    /// Those of parameters that no Block outside of the run uses.
     pub(crate) own_bytes: IntervalSums,
     /// Batch-free ops on each kind of device, each op once.
     clones: Vec<CloneTimes>,
@@ -84,6 +88,13 @@ impl Chain {
         let trainable = states.iter().filter(|state| state.trainable);
         Self {
             state_bytes: once(&mut states.iter().map(|state| (state.blocks.as_slice(), state.bytes))),
+            other_sums_bytes: once(
+                &mut trainable
+                    .clone()
+                    .filter(|state| state.message_bytes != state.bytes)
+                    .map(|state| (state.blocks.as_slice(), state.message_bytes)),
+            ),
+            message_bytes: once(&mut trainable.clone().map(|state| (state.blocks.as_slice(), state.message_bytes))),
             trainable_bytes: once(&mut trainable.map(|state| (state.blocks.as_slice(), state.bytes))),
             own_bytes: own_bytes(len, &states),
             clones: devices.iter().map(clone_times).collect(),
@@ -237,7 +248,7 @@ fn own_bytes(len: usize, states: &[StateSpec]) -> IntervalSums {
     let mut builder = IntervalSumsBuilder::new(len);
     for state in states.iter().filter(|state| state.trainable) {
         if let (Some(&first), Some(&last)) = (state.blocks.first(), state.blocks.last()) {
-            builder.add_once(0..first + 1, &[last], state.bytes);
+            builder.add_once(0..first + 1, &[last], state.message_bytes);
         }
     }
     builder.finish()

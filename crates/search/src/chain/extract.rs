@@ -4,17 +4,27 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use rannc_cost::{Blocks, OpWork, Operation, Poly, SavedTensors, tensor_bytes};
 use rannc_ir::{Analysis, Entity as _, Graph, OpId, ValueDef, ValueId};
+use rannc_plan::ReduceDType;
+
+use crate::settings::Settings;
 
 use super::spec::{Affine, BlockSpec, ChainSpec, CloneSpec, CrossingSpec, KeptSpec, StateSpec};
 
-/// Describes the Blocks of a graph for batches of up to `batch_rows` rows, on the host's processor or on
-/// accelerators.
-pub(crate) fn extract(graph: &Graph, analysis: &Analysis, blocks: &Blocks, host: bool, batch_rows: u64) -> ChainSpec {
+/// Describes the Blocks of a graph on the host's processor or on accelerators.
+pub(crate) fn extract(
+    graph: &Graph,
+    analysis: &Analysis,
+    blocks: &Blocks,
+    host: bool,
+    settings: &Settings,
+) -> ChainSpec {
+    let Settings { batch_rows, reduce_dtype: reduce, .. } = *settings;
     let mut extractor = Extractor {
         graph,
         analysis,
         host,
         batch_rows,
+        reduce,
         block_of: analysis.main_ops.iter().map(|_| 0).collect(),
         states: BTreeMap::new(),
         clones: BTreeMap::new(),
@@ -40,6 +50,7 @@ struct Extractor<'a> {
     /// True when ops run on the host's processor.
     host: bool,
     batch_rows: u64,
+    reduce: ReduceDType,
     /// Block of each main op.
     block_of: Vec<usize>,
     /// Blocks that read each parameter, buffer and constant.
@@ -217,7 +228,9 @@ impl Extractor<'_> {
     fn state(&self, value: ValueId, blocks: &[usize]) -> StateSpec {
         let tensor = &self.graph.values[value];
         let trainable = matches!(tensor.def, ValueDef::Param(_)) && tensor.requires_grad;
-        StateSpec { bytes: tensor_bytes(tensor).at(0), trainable, blocks: blocks.to_vec() }
+        let bytes = tensor_bytes(tensor).at(0);
+        let message_bytes = bytes / tensor.dtype.bytes() as f64 * self.reduce.of(tensor.dtype).bytes() as f64;
+        StateSpec { bytes, message_bytes, trainable, blocks: blocks.to_vec() }
     }
 
     fn crossing(&self, value: ValueId, blocks: &[usize]) -> Option<(ValueId, CrossingSpec)> {

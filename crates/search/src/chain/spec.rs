@@ -42,6 +42,8 @@ pub(crate) struct BlockSpec {
 #[derive(Clone, Debug)]
 pub(crate) struct StateSpec {
     pub(crate) bytes: f64,
+    /// What is summed over ranks of its gradient.
+    pub(crate) message_bytes: f64,
     pub(crate) trainable: bool,
     pub(crate) blocks: Vec<usize>,
 }

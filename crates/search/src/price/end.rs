@@ -35,7 +35,7 @@ impl Pricing<'_> {
     /// microbatch, beside its computation. Of the passes, the last one is of the last microbatch.
     pub(super) fn end(&self, run: &Range<usize>, at: &At<'_>, saver: Saver, passes: &mut [PassCost]) -> End {
         let (cluster, place) = (self.problem.cluster, at.place);
-        let all_bytes = self.chain.trainable_bytes.at(run.start, run.end);
+        let all_bytes = self.chain.message_bytes.at(run.start, run.end);
         let bytes = self.chain.own_bytes.at(run.start, run.end);
         let mut reduction_us = cluster.all_reduce_us(place.group, bytes);
         let mut gather_us = 0.0;
@@ -63,7 +63,7 @@ impl Pricing<'_> {
         End {
             reduce_us,
             tied_us: cluster.all_reduce_us(TWO, tied_bytes),
-            update_us: gather_us + self.update_us(all_bytes, at, saver),
+            update_us: gather_us + self.update_us(self.chain.trainable_bytes.at(run.start, run.end), at, saver),
         }
     }
 

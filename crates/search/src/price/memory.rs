@@ -85,7 +85,7 @@ impl Pricing<'_> {
         };
         StageMemory {
             params_bytes: frozen_bytes + trainable_bytes / shared(Sharding::Params) + gathered_bytes,
-            grads_bytes: trainable_bytes / shared(Sharding::Gradients),
+            grads_bytes: (trainable_bytes + chain.other_sums_bytes.at(first, end)) / shared(Sharding::Gradients),
             optimizer_bytes: if saver.offload { 0.0 } else { optimizer_bytes / shared(Sharding::Optimizer) },
             workspace_bytes,
             comm_bytes: self.comm_bytes(run, at),

@@ -27,7 +27,7 @@ impl Model {
         profiles: &[Profile],
         settings: &Settings,
     ) -> Self {
-        let spec = extract(graph, analysis, &blocks, cluster.kinds[0].host, settings.batch_rows);
+        let spec = extract(graph, analysis, &blocks, cluster.kinds[0].host, settings);
         let measured = cluster.kinds.iter().map(|device| {
             let profile = profiles.iter().find(|profile| profile.device == device.name)?;
             Measured::new(profile, device, &blocks, &spec.blocks, settings.rank_rows())

@@ -76,6 +76,7 @@ fn spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
     (1..=max_len).prop_flat_map(|len| {
         let states = (places(len), 1..300_u32, any::<bool>()).prop_map(|(blocks, bytes, trainable)| StateSpec {
             bytes: f64::from(bytes) * 1e4,
+            message_bytes: f64::from(bytes) * if bytes % 3 == 0 { 2e4 } else { 1e4 },
             trainable,
             blocks,
         });

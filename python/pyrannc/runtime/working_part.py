@@ -1,0 +1,63 @@
+"""Which parameters a Stage reads only to convert them, and what is left of its Ops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from pyrannc.capture import Captured
+from pyrannc.core.graph import GraphFacts
+from pyrannc.core.partition import StagePart
+from pyrannc.store.working_copies import Key
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class WorkingPart:
+    """A Stage that takes working copies of parameters.
+
+    Attributes:
+        part: without the conversions, whose results come in.
+        copies: by Value, what comes in.
+    """
+
+    part: StagePart
+    copies: dict[int, Key]
+
+
+def working_part(captured: Captured, facts: GraphFacts, part: StagePart) -> WorkingPart:
+    """Leaves the conversions of parameters to the Store where nothing else is done with them."""
+    users: dict[int, list[int]] = {}
+    for op in part.ops:
+        for value in set(facts.ops[op].operands):
+            users.setdefault(value, []).append(op)
+    wanted = {*part.sends, *part.outputs, *(buffer.update for buffer in facts.buffers)}
+    copies: dict[int, Key] = {}
+    dropped: set[int] = set()
+    kept = []
+    for number in part.params:
+        param = facts.params[number]
+        readers = users.get(param.value, [])
+        if len(readers) != 1 or not _is_conversion(captured, facts, readers[0], param.value):
+            kept.append(number)
+            continue
+        (result,) = facts.ops[readers[0]].results
+        if result in wanted or param.value in wanted or result in facts.mutated_roots:
+            kept.append(number)
+            continue
+        copies[result] = param.names[0], facts.values[result].dtype
+        dropped.add(readers[0])
+    ops = tuple(op for op in part.ops if op not in dropped)
+    return WorkingPart(replace(part, ops=ops, params=tuple(kept), receives=(*part.receives, *copies)), copies)
+
+
+def _is_conversion(captured: Captured, facts: GraphFacts, op: int, value: int) -> bool:
+    """True for a conversion to half the digits through which gradients come, if the parameter gets any."""
+    node, found = captured.op_nodes[op], facts.ops[op]
+    if node.target is not torch.ops.aten.to.dtype or len(node.args) != 2 or node.kwargs or found.in_region:
+        return False
+    before, after = facts.values[value], facts.values[found.results[0]]
+    gives_gradients = found.grad_enabled or not before.requires_grad
+    return before.dtype == torch.float32 and after.dtype in _HALF and gives_gradients
