@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.contract.habit import equal, not_yet, refused, warned
+from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
 from tests.contract.settings import ONCE, Setting
 from tests.contract.training import CLASSES, WIDTH, Chain, OnPositive, Returns, TokenChain, classes, fit, padded, pairs
@@ -117,7 +117,6 @@ class _RoutedModules(_Routed):
         return self.linears[expert](x)  # type: ignore[no-any-return]
 
 
-@not_yet("the gradient is zero, which an optimizer with weight decay or momentum takes for one")
 @warned(_KEPT, settings=ONCE, instead="")
 def expert_that_no_row_chooses(job: Job) -> None:
     """In some steps, no row of the global batch chooses a certain expert, which has no gradient then (None)."""
