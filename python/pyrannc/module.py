@@ -198,9 +198,7 @@ class RaNNCModule(DeployedModel):
         """Holds a captured call against the model itself, on a few rows."""
         if not (torch.is_grad_enabled() and variant.trains):
             return
-        with phases.phase(
-            "RaNNCModule", "comparison", "the comparison of the captured graph with the model", busy=True
-        ):
+        with phases.phase("RaNNCModule", "comparison", "the comparison of the captured graph", busy=True):
             compared = str(compare_once(self.model, variant, call.tensors, call.batch, self.device))
             phases.note(compared)
         self._compared = self._compared or compared

@@ -49,7 +49,7 @@ def of_many_rows(x: Tensor) -> Tensor:
 
 
 def chaotic(x: Tensor) -> Tensor:
-    return x + torch.sin((x.detach() * 1e20)) * (2 if torch.compiler.is_compiling() else 1)
+    return x + torch.sin(x.detach() * 1e20) * (2 if torch.compiler.is_compiling() else 1)
 
 
 class Inner(nn.Module):

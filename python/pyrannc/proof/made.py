@@ -1,4 +1,4 @@
-"""What the model and its captured Graph make of a few rows, each computed as the other: seeds, modes and state alike."""
+"""What the model and its captured Graph make of a few rows, from the same state and the same random numbers."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ class FewRows:
 
         def call() -> dict[int, Tensor]:
             args, kwargs = captured.input_structure.rebuild(self._inputs())
-            with AttributeLog(self._model, SourceTracker(self._model)).restoring(), _listening(self._model, heard):
-                with reparametrized(self._model, every):
-                    result = self._model(*args, **kwargs)
+            log = AttributeLog(self._model, SourceTracker(self._model))
+            with log.restoring(), _listening(self._model, heard), reparametrized(self._model, every):
+                result = self._model(*args, **kwargs)
             return dict(zip(facts.outputs, flatten(result)[0], strict=True))
 
         return self._made(call, state, lambda: every)
@@ -184,7 +184,7 @@ class FewRows:
         for param in facts.params:
             leaf = state[param.names[0]]
             if leaf.requires_grad:
-                leaf.register_post_accumulate_grad_hook(keeper(param.names[0]))
+                leaf.register_post_accumulate_grad_hook(keeper(param.names[0]))  # type: ignore[no-untyped-call]  # torch has no types for it
         roots = [
             (outputs[value], seed.to(self._device))
             for value, seed in seeds(self._variant, self._rows).items()

@@ -121,7 +121,7 @@ def _on_rows(
 ) -> Comparison | CaptureError:
     facts = variant.whole.facts
     given = [
-        tensor if facts.values[value].row_dim is None else take_rows(tensor, facts.values[value].row_dim, (0, rows))
+        tensor if (row_dim := facts.values[value].row_dim) is None else take_rows(tensor, row_dim, (0, rows))
         for value, tensor in zip(facts.inputs, tensors, strict=True)
     ]
     backward = torch.is_grad_enabled() and variant.trains
@@ -179,13 +179,10 @@ def differences(made: Made, expected: Made, allowed: float) -> Iterator[Differen
     for name, tensor in expected.buffers.items():
         yield Difference("buffer", name, _apart(made.buffers[name], tensor))
     for name in dict.fromkeys([*expected.gradients, *made.gradients]):
-        one, other = made.gradients.get(name), expected.gradients.get(name)
-        there = one if one is not None else other
         # One of zeros and none are the same.
-        nothing = torch.zeros_like(there) if there is not None else None
-        one, other = nothing if one is None else one, nothing if other is None else other
-        assert one is not None and other is not None, "one of them is there"
-        yield Difference("gradient", name, _apart(one, other))
+        other = expected.gradients.get(name)
+        one = made.gradients[name] if other is None else made.gradients.get(name, torch.zeros_like(other))
+        yield Difference("gradient", name, _apart(one, torch.zeros_like(one) if other is None else other))
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
@@ -239,10 +236,10 @@ def _refusal(
         path = path.rpartition(".")[0]
     keep = f"leaf_modules=['{path}'] keeps that sub-module whole" if path else "take it out of the model's forward"
     return CaptureError(
-        f"the model computes something else when it is captured than when it runs: on {rows} rows of this batch {first} "
-        f"is the first that differs (in the end {what}, by {worst.size:.1e} of its largest element). Code that asks "
-        "whether it is traced or compiled, or what kind of tensor it has, takes another path then: let both compute "
-        f"the same, or {keep}"
+        f"the model computes something else when it is captured than when it runs: on {rows} rows of this batch "
+        f"{first} is the first that differs (in the end {what}, by {worst.size:.1e} of its largest element). Code that "
+        "asks whether it is traced or compiled, or what kind of tensor it has, takes another path then: let both "
+        f"compute the same, or {keep}"
     )
 
 
