@@ -322,10 +322,11 @@ class Step:
                 own[body] = own[body] + grad
         # Where every rank has the same loss, it counts once.
         counts = self._program.gather_inputs or process.get_rank() == 0
-        for value, grad in found.params.items():
+        for value, total in found.params.items():
             name = context.tail.names[value]
             last = name not in context.stage_params
-            context.gradients.add(self._current, name, grad * (weight if counts else 0.0), last=last)
+            own_grad = None if total is None else total * (weight if counts else 0.0)
+            context.gradients.add(self._current, name, own_grad, last=last)
 
     def _of_own_input(self, grad: Tensor, join: object) -> Tensor:
         assert self._tail is not None, "it has gradients"
