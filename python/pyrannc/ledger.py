@@ -96,6 +96,7 @@ class Report:
         plan_rows: rows of the global batch that the Plan was made for; other batches take other times.
         step_us: the whole step.
         bubble: share of all devices' time in which neither a forward nor a backward ran.
+        compared: whether the captured graph was held against the model itself before it trained, or why not.
     """
 
     steps: int
@@ -106,6 +107,7 @@ class Report:
     bubble: Compared
     stages: tuple[StageReport, ...]
     ranks: tuple[RankReport, ...]
+    compared: str
 
     def to_dict(self) -> dict[str, Any]:
         """The report as dicts, lists and numbers."""
@@ -166,7 +168,7 @@ class _Measured:
     reserved_bytes: int | None
 
 
-def report(deployment: Deployment) -> Report:
+def report(deployment: Deployment, compared: str) -> Report:
     """Collects every rank's measurements and sets them beside the Plan's predictions. All ranks call it.
 
     Raises:
@@ -174,7 +176,7 @@ def report(deployment: Deployment) -> Report:
     """
     measured = agree.together(lambda: _measure(deployment))
     everyone: list[_Measured] = agree.gather_objects(measured)
-    return _compare(PlanFacts.of(deployment.plan), everyone)
+    return _compare(PlanFacts.of(deployment.plan), everyone, compared)
 
 
 def _measure(deployment: Deployment) -> _Measured:
@@ -230,7 +232,7 @@ def _microbatch_us(step: StepTimes, kind: Kind, microbatches: set[int]) -> float
 # Beside the predictions
 
 
-def _compare(plan: PlanFacts, everyone: Sequence[_Measured]) -> Report:
+def _compare(plan: PlanFacts, everyone: Sequence[_Measured], compared: str) -> Report:
     return Report(
         steps=min(rank.steps for rank in everyone),
         batch_rows=everyone[0].batch_rows,
@@ -240,6 +242,7 @@ def _compare(plan: PlanFacts, everyone: Sequence[_Measured]) -> Report:
         bubble=Compared(plan.predicted.bubble, fmean(rank.bubble for rank in everyone)),
         stages=tuple(_compare_stage(stage, number, everyone) for number, stage in enumerate(plan.stages)),
         ranks=tuple(_compare_rank(plan, rank, measured) for rank, measured in enumerate(everyone)),
+        compared=compared,
     )
 
 
@@ -286,6 +289,7 @@ def _tables(report: Report) -> str:
         _step_table(report),
         _stage_table(report),
         _rank_table(report),
+        paragraph(report.compared),
     ]
     if report.batch_rows != report.plan_rows:
         parts.append(

@@ -28,7 +28,7 @@ from pyrannc.face.state import refuse_unavailable
 from pyrannc.job import agree, phases, process
 from pyrannc.job.faults import collective
 from pyrannc.log import get_logger
-from pyrannc.proof import prove
+from pyrannc.proof import compare_once, prove
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.step import Step, StepOptions
@@ -173,6 +173,7 @@ class RaNNCModule(DeployedModel):
         variant = call.variant
         if variant is None:
             variant = self._capture(args, kwargs, call)
+            self._compare(variant, call)
             if not self._follow(variant):
                 with no_autocast():
                     self._deploy(variant, call)
@@ -195,6 +196,15 @@ class RaNNCModule(DeployedModel):
         with no_autocast():
             step = Step(context, program, call.tensors, call.drawn, variant, options, call.batch, before)
         return variant.whole.captured.rebuild_outputs(step.results())
+
+    def _compare(self, variant: Variant, call: AgreedCall) -> None:
+        """Holds a captured call against the model itself, on a few rows."""
+        if not (torch.is_grad_enabled() and variant.trains):
+            return
+        with phases.phase("RaNNCModule", "comparison", "the comparison of the captured graph", busy=True):
+            compared = str(compare_once(self.model, variant, call.tensors, call.batch, self.device))
+            phases.note(compared)
+        self._compared = self._compared or compared
 
     def _prove(self, deployment: Deployment, variant: Variant, program: RankProgram, call: AgreedCall) -> None:
         """Compares the call with one process, once."""

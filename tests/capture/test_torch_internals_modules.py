@@ -278,6 +278,13 @@ def test_SCRIPT_CALL() -> None:
     assert calls_seen(internals.SCRIPT_CALL, lambda: scripted(X)) == 1
 
 
+def test_CONTROL_FLOW() -> None:
+    branch, loop = internals.CONTROL_FLOW
+    assert calls_seen(branch, lambda: torch.cond(torch.tensor(True), torch.sin, torch.cos, (X,))) == 1
+    counted = (torch.tensor(0), X)
+    assert calls_seen(loop, lambda: torch.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, x + 1), counted)) == 1
+
+
 def test_REGISTER_HOOK() -> None:
     leaf = torch.ones(1, requires_grad=True)
     assert calls_seen(internals.REGISTER_HOOK, lambda: leaf.register_hook(lambda gradient: gradient)) == 1

@@ -92,7 +92,7 @@ impl Call<'_> {
             RowRule::Transpose | RowRule::Permute | RowRule::MoveDim => self.moved(rule),
             RowRule::Drop(slot) => self.without(slot),
             RowRule::Section(slot) => self.section(slot),
-            RowRule::Cat | RowRule::Stack => self.together(rule),
+            RowRule::Cat | RowRule::Stack | RowRule::Beside => self.together(rule),
             RowRule::Reduce { dims, keep, over } => self.reduced(dims, keep, over),
             RowRule::Along { dims, default } => self.along(dims, default),
             RowRule::Trailing(slot) => self.trailing(slot),
@@ -102,6 +102,12 @@ impl Call<'_> {
             RowRule::BatchNorm => self.leading().map(RowState::Rows),
             RowRule::Recurrent => self.recurrent(),
             RowRule::Pad => self.padded(),
+            RowRule::Cosine => self.cosine(),
+            RowRule::LookUp(place) => {
+                self.others_free(&[place])?;
+                self.rows_of(self.value(place).ok_or(NO_RULE)?).map(RowState::Rows)
+            }
+            RowRule::IndexSelect => self.selected(),
             RowRule::Embedding => self.looked_up(),
             RowRule::OneHot => self.rows_of(self.first()?).map(RowState::Rows),
             RowRule::Index => self.indexed(),
@@ -110,6 +116,8 @@ impl Call<'_> {
             RowRule::Matmul => self.product(0),
             RowRule::AddMatmul => self.sum_and_product(),
             RowRule::Einsum => self.einsum(),
+            RowRule::Tensordot => self.tensordot(),
+            RowRule::Outer => self.outer(),
             RowRule::Create => self.created(),
             RowRule::Arange => self.arange(),
             RowRule::Loss(slot) => self.loss(slot),
@@ -138,7 +146,8 @@ impl Call<'_> {
         recurrent && self.op.results.first() != Some(&value)
     }
 
-    /// Rows in dimension 0 of all operands that have any and of all results, as many for each row as extents tell.
+    /// Rows in dimension 0 of all operands that have any and of all results that have any, as many for each row as
+    /// extents tell. A result without is the same for all parts of the batch.
     fn row_wise(&self) -> Result<Vec<RowState>, How> {
         let mut any = false;
         for value in self.op.operands() {
@@ -151,9 +160,15 @@ impl Call<'_> {
         }
         let result = |&value: &ValueId| match sole_batch_dim(&self.graph.values[value].shape) {
             Some(rows) if any && rows.dim == 0 => Ok(RowState::Rows(rows)),
+            None if self.is_constant(value) => Ok(RowState::Free),
             _ => Err(UNCONFIRMED),
         };
         self.op.results.iter().map(result).collect()
+    }
+
+    fn is_constant(&self, value: ValueId) -> bool {
+        let facts = &self.graph.values[value];
+        !facts.requires_grad && facts.shape.iter().all(|dim| dim.per_row == 0)
     }
 
     fn changes_what_has_no_rows(&self) -> bool {

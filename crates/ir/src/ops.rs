@@ -42,6 +42,8 @@ pub(crate) enum RowRule {
     Section(Slot),
     /// Tensors one after another along a dimension.
     Cat,
+    /// Likewise, along the second dimension, or the only one.
+    Beside,
     /// Tensors beside each other along a new dimension.
     Stack,
     /// One value for all places of some dimensions; none given: of all.
@@ -76,6 +78,12 @@ pub(crate) enum RowRule {
     Recurrent,
     /// Padding of the last dimensions.
     Pad,
+    /// The angle between vectors along a dimension of two tensors, which are broadcast.
+    Cosine,
+    /// Each element of one operand by itself, looked up in others without rows.
+    LookUp(usize),
+    /// Places of a dimension, chosen by a list of numbers.
+    IndexSelect,
     /// A table looked up by indices.
     Embedding,
     /// A dimension more on the right.
@@ -92,6 +100,10 @@ pub(crate) enum RowRule {
     AddMatmul,
     /// A product by an equation.
     Einsum,
+    /// A product over pairs of dimensions, which are listed.
+    Tensordot,
+    /// All products of an element of one and an element of the other.
+    Outer,
     /// Made from extents alone.
     Create,
     /// The numbers from 0.
@@ -133,9 +145,10 @@ pub(crate) fn row_rule(packet: &str) -> Option<RowRule> {
 
 fn of_name(name: &str) -> Option<RowRule> {
     use RowRule::{
-        AddMatmul, Along, Arange, Attention, BatchNorm, Cat, ClassLoss, Convolution, Create, Drop, Einsum, Elementwise,
-        Embedding, Expand, Identity, Index, IndexPut, Last, Leading, Linear, Loss, Matmul, MoveDim, OneHot, Pad,
-        Permute, Recurrent, Reduce, Regroup, Repeat, RepeatInterleave, Section, Stack, Trailing, Transpose,
+        AddMatmul, Along, Arange, Attention, BatchNorm, Beside, Cat, ClassLoss, Convolution, Cosine, Create, Drop,
+        Einsum, Elementwise, Embedding, Expand, Identity, Index, IndexPut, IndexSelect, Last, Leading, Linear, LookUp,
+        Loss, Matmul, MoveDim, OneHot, Outer, Pad, Permute, Recurrent, Reduce, Regroup, Repeat, RepeatInterleave,
+        Section, Stack, Tensordot, Trailing, Transpose,
     };
     Some(match name {
         "alias" | "clone" | "contiguous" | "detach" | "double" | "expand_copy" | "float" | "half" | "lift"
@@ -337,6 +350,7 @@ fn of_name(name: &str) -> Option<RowRule> {
         }
         "cat" | "concat" | "concatenate" => Cat,
         "stack" => Stack,
+        "hstack" => Beside,
         "sum" | "nansum" => Reduce { dims: DIM1, keep: Some((2, "keepdim")), over: Over::Sum },
         "mean" => Reduce { dims: DIM1, keep: Some((2, "keepdim")), over: Over::Mean },
         "all" | "amax" | "amin" | "any" | "argmax" | "argmin" | "logsumexp" | "max" | "median" | "min" | "mode"
@@ -347,7 +361,10 @@ fn of_name(name: &str) -> Option<RowRule> {
             Reduce { dims: (2, "dim"), keep: Some((3, "keepdim")), over: Over::Other }
         }
         "std" | "std_mean" | "var" | "var_mean" => Reduce { dims: DIM1, keep: Some((3, "keepdim")), over: Over::Other },
-        "cosine_similarity" => Reduce { dims: (2, "dim"), keep: None, over: Over::Other },
+        "cosine_similarity" => Cosine,
+        "bucketize" => LookUp(0),
+        "searchsorted" => LookUp(1),
+        "index_select" => IndexSelect,
         "argsort"
         | "cumprod"
         | "cumsum"
@@ -359,7 +376,6 @@ fn of_name(name: &str) -> Option<RowRule> {
         | "index_add"
         | "index_copy"
         | "index_fill"
-        | "index_select"
         | "log_softmax"
         | "logcumsumexp"
         | "scatter"
@@ -376,6 +392,8 @@ fn of_name(name: &str) -> Option<RowRule> {
         "diff" | "topk" | "fft_fft" | "fft_hfft" | "fft_ifft" | "fft_ihfft" | "fft_irfft" | "fft_rfft" => {
             Along { dims: (2, "dim"), default: Some(-1) }
         }
+        "fft_fftn" | "fft_ifftn" | "fft_irfftn" | "fft_rfftn" | "fft_fft2" | "fft_ifft2" | "fft_irfft2"
+        | "fft_rfft2" => Along { dims: (2, "dim"), default: None },
         "roll" => Along { dims: (2, "dims"), default: None },
         "fft_fftshift" | "fft_ifftshift" => Along { dims: DIM1, default: None },
         "select_scatter" | "slice_scatter" => Along { dims: (2, "dim"), default: Some(0) },
@@ -452,6 +470,8 @@ fn of_name(name: &str) -> Option<RowRule> {
         "bmm" | "linalg_matmul" | "matmul" | "mm" | "mv" | "dot" => Matmul,
         "addmm" | "addmv" | "baddbmm" => AddMatmul,
         "einsum" => Einsum,
+        "tensordot" => Tensordot,
+        "outer" | "ger" => Outer,
         "empty" | "empty_permuted" | "empty_strided" | "eye" | "full" | "hann_window" | "linspace" | "logspace"
         | "new_empty" | "new_empty_strided" | "new_full" | "new_ones" | "new_zeros" | "ones" | "rand" | "randint"
         | "randn" | "scalar_tensor" | "tril_indices" | "triu_indices" | "zeros" => Create,

@@ -29,7 +29,7 @@ class StageCode:
         facts: its Graph.
         part: what belongs to the Stage.
         device: where it runs; every device that the model named is replaced by it.
-        randomness: where random numbers come from.
+        randomness: where random numbers come from; without it, torch's generators as they stand.
 
     A call returns the Values sent on, the outputs, and the new contents of buffers.
 
@@ -39,7 +39,12 @@ class StageCode:
     """
 
     def __init__(
-        self, captured: Captured, facts: GraphFacts, part: StagePart, device: torch.device, randomness: Randomness
+        self,
+        captured: Captured,
+        facts: GraphFacts,
+        part: StagePart,
+        device: torch.device,
+        randomness: Randomness | None,
     ) -> None:
         made = {value for op in part.ops for value in facts.ops[op].results}
         self.updates = {
@@ -51,7 +56,7 @@ class StageCode:
         writer = _Writer(captured, facts, device, randomness)
         self._feeds = writer.write(part, self._wanted)
         self.seeds_generator = writer.seeds_generator
-        self._draws_ahead = randomness.drawn_ahead if writer.draws else _nothing_ahead
+        self._draws_ahead = randomness.drawn_ahead if randomness is not None and writer.draws else _nothing_ahead
         self._module = fx.GraphModule(torch.nn.Module(), writer.graph)
 
     def __call__(self, rows: int, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -68,7 +73,9 @@ def _nothing_ahead(_: StageCode) -> AbstractContextManager[None]:
 class _Writer:
     """Copies Ops from the captured graph into a graph of their own."""
 
-    def __init__(self, captured: Captured, facts: GraphFacts, device: torch.device, randomness: Randomness) -> None:
+    def __init__(
+        self, captured: Captured, facts: GraphFacts, device: torch.device, randomness: Randomness | None
+    ) -> None:
         self.graph = fx.Graph()
         self.seeds_generator = self.draws = False
         self._captured = captured
@@ -117,7 +124,8 @@ class _Writer:
     def _write_op(self, op: int) -> None:
         original = self._captured.op_nodes[op]
         target, args, kwargs = original.target, original.args, original.kwargs
-        drawn = self._drawn(op) if self._facts.ops[op].random else None
+        randomness = self._randomness
+        drawn = self._drawn(op, randomness) if randomness is not None and self._facts.ops[op].random else None
         if drawn is not None:
             target, (args, kwargs) = drawn, drawn.arguments(original)
         if target is torch.ops.aten.view.default and self._may_copy(op):
@@ -136,19 +144,19 @@ class _Writer:
         facts = self._facts
         return not any(facts.root(value) in facts.mutated_roots for value in facts.ops[op].results)
 
-    def _drawn(self, op: int) -> DrawnOp | None:
+    def _drawn(self, op: int, randomness: Randomness) -> DrawnOp | None:
         """What draws an Op's numbers by their place in the batch; None once the generator is set for those of torch."""
         facts, values, number = self._facts.ops[op], self._facts.values, self._captured.op_numbers[op]
         by_rows = facts.in_region or any(values[value].depends_on_rows for value in facts.results)
         first = values[facts.results[0]] if facts.results else None
         if first is not None and not facts.in_region:
-            law = law_of(self._captured.op_nodes[op], first.dtype, self._randomness)
+            law = law_of(self._captured.op_nodes[op], first.dtype, randomness)
             if law is not None:
                 self.draws = True
-                return DrawnOp(law, Drawing(self._randomness, number, first.dtype, first.row_dim, by_rows))
+                return DrawnOp(law, Drawing(randomness, number, first.dtype, first.row_dim, by_rows))
         self.seeds_generator = True
         by_rows = by_rows or not facts.results or any(values[value].depends_on_rows for value in facts.operands)
-        self.graph.call_function(self._randomness.placer(number, by_rows=by_rows))
+        self.graph.call_function(randomness.placer(number, by_rows=by_rows))
         return None
 
     def _argument(self, item: Any) -> Any:

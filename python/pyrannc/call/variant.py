@@ -225,6 +225,12 @@ class Variant:
         return any(op.random for op in self.whole.facts.ops)
 
     @cached_property
+    def chooses_params(self) -> bool:
+        """True when code of the user stays whole, which may use other parameters at each call."""
+        titles = [str(getattr(node.target, "title", "")) for node in self.whole.captured.op_nodes]
+        return any(title.startswith(("pyrannc.opaque.module", "pyrannc.opaque.function")) for title in titles)
+
+    @cached_property
     def normalises_rows_in_hand(self) -> bool:
         """True when batch normalisation in training sees the rows of a microbatch on one Replica."""
         return first_normalising(self.captured) is not None

@@ -18,6 +18,7 @@ from .flatten import Structure, flatten
 from .form import Form
 from .leaf import OpaqueCall
 from .oracle import Oracle, real_execution
+from .plain_control_flow import plain_control_flow
 from .source import Part, Place
 from .torch_internals import (
     FakeTensorMode,
@@ -122,7 +123,7 @@ class WholeCall:
         """A call; buffers that are assigned anew get the new contents."""
         args, kwargs = structure.rebuild(tensors[len(names) :])
         state = dict(zip(names, tensors[: len(names)], strict=True))
-        with reparametrized(self._module, {**self._others(names), **state}):
+        with plain_control_flow(), reparametrized(self._module, {**self._others(names), **state}):
             made, output = flatten(self.original(*args, **kwargs))
             for name in self._buffers.intersection(names):
                 path, _, attribute = name.rpartition(".")
@@ -215,6 +216,8 @@ class _Tried:
 
 class _Used(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
     """Sees the tensors that operators take."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise

@@ -146,6 +146,27 @@ def captured_tensor_hooks() -> Iterator[None]:
 
 
 @contextmanager
+def traced_data() -> Iterator[None]:
+    """``x.data`` of a traced tensor is ``x.detach()``; it would be a tensor from nowhere."""
+    # It stands in the class that Tensor is made from.
+    owner: Any = Tensor
+    original = owner.data
+
+    def read(self: Tensor) -> Tensor:
+        tracer = current_tracer()
+        if tracer is None or functorch_is_active() or proxy_of(self, tracer) is None:
+            data: Tensor = original.__get__(self)
+            return data
+        return self.detach()
+
+    owner.data = property(read, original.__set__)
+    try:
+        yield
+    finally:
+        del owner.data
+
+
+@contextmanager
 def unchanged(operands: Sequence[Any], title: str) -> Iterator[None]:
     """Raises CaptureError at the end if what stays whole has changed a tensor that it was given."""
     tensors = [item for item in operands if isinstance(item, Tensor) and not item.is_inference()]

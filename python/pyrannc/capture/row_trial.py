@@ -23,7 +23,7 @@ Operand = tuple[Tensor, list[Dim | None], bool]
 def is_row_wise(call: Callable[..., Any], operands: Sequence[Any], device: torch.device) -> bool:
     """True when parts of a batch give parts of the results and of the gradients, in two divisions.
 
-    False too where the call cannot be tried.
+    A result without rows has to be the same number whatever the rows are. False too where the call cannot be tried.
 
     Args:
         call: takes the operands by position.
@@ -44,7 +44,8 @@ def _holds(call: Callable[..., Any], operands: Sequence[Any], device: torch.devi
     own = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=own), torch.enable_grad():
         torch.manual_seed(0)
-        trials = (_Trial(call, operands, rows, device, *law) for law in LAWS for rows in ROWS)
+        constants: list[Tensor] = []
+        trials = (_Trial(call, operands, rows, device, constants, *law) for law in LAWS for rows in ROWS)
         return all(trial.holds(lo) for trial in trials for lo in (1, trial.rows // 2))
 
 
@@ -55,11 +56,13 @@ class _Trial:
         operands: Sequence[Any],
         rows: int,
         device: torch.device,
+        constants: list[Tensor],
         spread: float,
         mean: float,
     ) -> None:
         self._call = call
         self._device = device
+        self._constants = constants
         self._law = spread, mean
         self.rows = rows
         self._rows: dict[int, Tensor] = {}
@@ -127,8 +130,11 @@ class _Trial:
         # A function may change what it is given.
         given = [_copy(tensors[place]) for place in range(len(tensors))]
         made = self._call(*given)
-        results = [made] if isinstance(made, Tensor) else [item for item in made if isinstance(item, Tensor)]
-        if any(result.dim() == 0 or result.shape[0] % (hi - lo) or not result.shape[0] for result in results):
+        made = [made] if isinstance(made, Tensor) else [item for item in made if isinstance(item, Tensor)]
+        results = [result for result in made if not self._is_constant(result)]
+        if not self._same([result for result in made if self._is_constant(result)]):
+            raise ValueError("a result without rows depends on them")
+        if any(result.shape[0] % (hi - lo) or not result.shape[0] for result in results):
             raise ValueError("a result has no rows in dimension 0")
         roots = [result for result in results if result.requires_grad]
         if not seeds:
@@ -141,6 +147,17 @@ class _Trial:
             grads = torch.autograd.grad(roots, [*leaves, *fixed], own, allow_unused=True)
         self._with_rows = len(results) + len(leaves)
         return [*(result.detach() for result in results), *grads]
+
+    @staticmethod
+    def _is_constant(result: Tensor) -> bool:
+        # What is true of all drawn numbers may be false of a batch, as that there is no infinite one.
+        return result.dim() == 0 and not result.requires_grad and result.dtype is not torch.bool
+
+    def _same(self, found: list[Tensor]) -> bool:
+        """True when these are what the trials before have given."""
+        if not self._constants:
+            self._constants += found
+        return len(found) == len(self._constants) and all(map(torch.equal, found, self._constants))
 
 
 def _random(like: Tensor, shape: Sequence[int], device: torch.device, spread: float, mean: float) -> Tensor:

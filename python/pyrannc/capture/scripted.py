@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,10 +49,20 @@ def opaque_script_functions(oracle: Oracle, mode: FakeTensorMode, sizes: BatchSi
             oracle.sample_of(proxy.node) if proxy is not None else operand
             for proxy, operand in zip(proxies, operands, strict=True)
         ]
-        with real_execution(), unchanged(reals, f"the scripted function {name}"):
-            made = sizes.at_two_sizes(lambda tensors: _results(run(*tensors), name), reals, operands)
-        wants_grad = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
-        fakes = sizes.fakes(made, operands[0].device, wants_grad, mode)
+        wants: list[bool] = []
+
+        def tried(tensors: Sequence[Any]) -> Any:
+            given = [
+                item.detach().requires_grad_(like.requires_grad) for item, like in zip(tensors, operands, strict=True)
+            ]
+            found = _results(run(*given), name)
+            wants[:] = [item.requires_grad for item in ([found] if isinstance(found, Tensor) else found)]
+            return found.detach() if isinstance(found, Tensor) else tuple(item.detach() for item in found)
+
+        enabled = torch.is_grad_enabled()
+        with real_execution(), unchanged(reals, f"the scripted function {name}"), torch.set_grad_enabled(enabled):
+            made = sizes.at_two_sizes(tried, reals, operands)
+        fakes = sizes.fakes(made, operands[0].device, wants, mode)
         arguments = tuple(p if p is not None else o for p, o in zip(proxies, operands, strict=True))
         whole = isinstance(made.first, Tensor)
         return insert_node(

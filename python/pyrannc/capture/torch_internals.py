@@ -552,6 +552,9 @@ FUNCTION_APPLY = PatchPoint(Function, "apply")
 SCRIPT_CALL = PatchPoint(torch.jit.ScriptFunction, "__call__")
 """Scripted functions stay whole. Public: none."""
 
+CONTROL_FLOW = tuple(PatchPoint(torch, name) for name in ("cond", "while_loop") if hasattr(torch, name))
+"""Branches and loops run without the compiler inside of what stays whole. Public: none."""
+
 REGISTER_HOOK = PatchPoint(Tensor, "register_hook")
 """Gradient hooks become nodes. Public: a mode of torch functions, which some calls pass by."""
 

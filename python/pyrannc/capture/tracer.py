@@ -25,7 +25,7 @@ from .flatten import Structure, flatten
 from .hooks import refuse_hooks, watched_hooks
 from .kept_whole import Trials, WholeCall, whole_calls_installed
 from .lacking import without_guard
-from .leaf import captured_tensor_hooks, opaque_autograd_functions
+from .leaf import captured_tensor_hooks, opaque_autograd_functions, traced_data
 from .oracle import Batch, BatchShapeEnv, Oracle, draws
 from .scripted import opaque_script_functions, scripted_modules
 from .sequences import ADVICE, runs_along_rows
@@ -259,6 +259,7 @@ class _Session:
             stack.enter_context(opaque_autograd_functions())
             stack.enter_context(opaque_script_functions(self.oracle, self.mode, self.sizes))
             stack.enter_context(captured_tensor_hooks())
+            stack.enter_context(traced_data())
             stack.enter_context(idle_module_moves())
             stack.enter_context(recorder.recording())
             yield

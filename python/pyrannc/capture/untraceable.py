@@ -161,7 +161,7 @@ class WholeModules:
         path = error.place.module if error.part is None else error.part.path
         while path:
             part = Part(path)
-            if part not in known and _has_forward(model.get_submodule(path)):
+            if part not in known and has_own_forward(model.get_submodule(path)):
                 found.append(part)
             path = path.rpartition(".")[0]
         found += [Part("")] * self.allow_uncut
@@ -181,7 +181,7 @@ def _is_inside(part: Part, outer: Part) -> bool:
     return part.path == outer.path or part.path.startswith(f"{outer.path}.")
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_own_forward(module: nn.Module) -> bool:
     """True for a module whose forward the user, or a package, has written; torch's own do as they are told."""
     return not type(module).__module__.startswith("torch.nn")
 

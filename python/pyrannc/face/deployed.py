@@ -50,6 +50,7 @@ class DeployedModel(StateOfModel):
     _agreement: Agreement
     _user_optimizer: UserOptimizer | None = None
     _later: LaterOptimizers | None = None
+    _compared: str = ""
 
     def _new_agreement(self) -> Agreement:
         return Agreement(
@@ -134,7 +135,7 @@ class DeployedModel(StateOfModel):
         Raises:
             RaNNCError: there have not been two training steps in a row yet.
         """
-        return report(self._deployed("report"))
+        return report(self._deployed("report"), self._compared)
 
     @announced("undeploy()")
     def undeploy(self) -> None:
@@ -161,6 +162,7 @@ class DeployedModel(StateOfModel):
         self._stale.clear()
         self._agreement = self._new_agreement()
         self.used_param_ids = set()
+        self._compared = ""
 
     def save_deployment(self, file: str | Path) -> None:
         """Writes the Plan to a file."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from pyrannc.call.variant import Variant
 from pyrannc.proof.outcome import Outcome
 
-_ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
+ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Differences by rounding, relative to the largest element of a tensor."""
 _KINDS = ("Value", "output", "buffer", "gradient")
 
@@ -106,7 +106,7 @@ def compare(variant: Variant, here: Outcome, expected: Outcome) -> Verdict:
 
 
 def _difference(kind: str, name: str, where: str, here: Tensor | None, expected: Tensor | None) -> Difference:
-    allowed = _ALLOWED.get(expected.dtype, 0.0) if expected is not None else 0.0
+    allowed = ALLOWED.get(expected.dtype, 0.0) if expected is not None else 0.0
     if here is None or expected is None:
         # An untouched parameter of a model that is spread has zeros where one process has nothing.
         rest = here if here is not None else expected

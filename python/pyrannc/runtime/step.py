@@ -94,6 +94,7 @@ class Step:
         self._wanted = frozenset(() if self._loss is None else (self._loss,))
         self._done = False
         self._summed = False
+        self._active: frozenset[str] = frozenset()
         self._made = _made(context.parts.outputs)
         self._givers = giving_weights(self._inputs, program)
         self._weights = Weights(context.facts, program, self._made, variant.joins, context.device)
@@ -165,7 +166,8 @@ class Step:
         if self._program.call != "forward":
             kept = {output.untyped_storage().data_ptr() for output in self._seat.outputs.values()}
             own = {value: self._apart(value, tensor, kept) for value, tensor in made.items()}
-            params = self._context.gradients.delivery.token(self._variant.active.get(self._wanted))
+            active = None if self._variant.chooses_params else self._variant.active.get(self._wanted)
+            params = self._context.gradients.delivery.token(active)
             sources = [self._inputs[value] for value in self._sources]
             handed = hand_over(list(own.values()), self._constant(own), sources, params, self.backward)
             made = dict(zip(made, handed, strict=True))
@@ -234,8 +236,9 @@ class Step:
 
     def _deliver(self, scale: Tensor | None, *, keep: bool, sum_now: bool) -> None:
         assert self._current is not None, "a call that trains has gradients"
-        active = self._variant.active[self._wanted]
-        self._context.gradients.deliver(self._current, active, scale, keep=keep, summed=self._summed, sum_now=sum_now)
+        self._context.gradients.deliver(
+            self._current, self._active, scale, keep=keep, summed=self._summed, sum_now=sum_now
+        )
         self._summed = self._summed or sum_now
 
     def _for_giver(self, value: int, grad: Tensor | None) -> Tensor | None:
@@ -322,10 +325,11 @@ class Step:
                 own[body] = own[body] + grad
         # Where every rank has the same loss, it counts once.
         counts = self._program.gather_inputs or process.get_rank() == 0
-        for value, grad in found.params.items():
+        for value, total in found.params.items():
             name = context.tail.names[value]
             last = name not in context.stage_params
-            context.gradients.add(self._current, name, grad * (weight if counts else 0.0), last=last)
+            own_grad = None if total is None else total * (weight if counts else 0.0)
+            context.gradients.add(self._current, name, own_grad, last=last)
 
     def _of_own_input(self, grad: Tensor, join: object) -> Tensor:
         assert self._tail is not None, "it has gradients"
@@ -343,10 +347,11 @@ class Step:
         self._input_grads = self._batch.bring_input_grads(self._inputs, self._seat.input_grads)
         for value, grad in self._tail_grads.items():
             self._input_grads[value] = self._input_grads[value] + grad
-        if self._wanted not in self._variant.active:
+        if self._wanted not in self._variant.active or self._variant.chooses_params:
             assert self._current is not None, "the backward has begun"
             found: list[set[str]] = agree.gather_objects(set(self._current.touched()))
             self._variant.active[self._wanted] = frozenset(self._reached_params() & set().union(*found))
+        self._active = self._variant.active[self._wanted]
 
     def _reached_params(self) -> set[str]:
         reached = self._variant.reached(self._wanted)

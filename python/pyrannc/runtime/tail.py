@@ -112,7 +112,7 @@ class TailGradients:
     """What the backward of a tail gives: gradients of joined Values and of parameters, both by Value."""
 
     joined: dict[int, Tensor]
-    params: dict[int, Tensor]
+    params: dict[int, Tensor | None]
 
 
 class TailStep:
@@ -242,7 +242,7 @@ class TailStep:
         return tensor if row_dim is None else take_rows(tensor, row_dim, self._rows.own)
 
     def backward(self, grads: Mapping[int, Tensor | None], *, keep_graph: bool) -> TailGradients:
-        """This rank's gradients, given those of the tail's outputs; zeros where none came."""
+        """This rank's gradients, given those of the tail's outputs; of what has joined, zeros where none came."""
         joined = {value: leaf for value, leaf in self._leaves.items() if leaf.requires_grad}
         params = {value: leaf for value, leaf in self._code.params.items() if leaf.requires_grad}
         pairs = [(self._results[value], grads.get(value)) for value in self._code.part.outputs]
@@ -259,10 +259,10 @@ class TailStep:
             )
         if not keep_graph:
             self._leaves, self._results = {}, {}
-        whole = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(targets, found, strict=True)]
+        own = zip(joined.items(), found, strict=False)
         return TailGradients(
-            joined=dict(zip(joined, whole, strict=False)),
-            params=dict(zip(params, whole[len(joined) :], strict=True)),
+            joined={value: torch.zeros_like(leaf) if grad is None else grad for (value, leaf), grad in own},
+            params=dict(zip(params, found[len(joined) :], strict=True)),
         )
 
     def release(self) -> None:

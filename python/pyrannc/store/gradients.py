@@ -166,14 +166,16 @@ class Gradients:
             return 0
         return sum(shared.name in current.complete for shared in self._buckets[index].params)
 
-    def add(self, current: GradientSet, name: str, grad: Tensor, *, last: bool) -> None:
+    def add(self, current: GradientSet, name: str, grad: Tensor | None, *, last: bool) -> None:
         """Adds a gradient that does not come from the backward of a microbatch.
 
         Args:
+            grad: none where none came.
             last: no such backward adds to it.
         """
         index, place = self._place[name]
-        current.put(index, [place], [grad])
+        if grad is not None:
+            current.put(index, [place], [grad])
         if last:
             current.complete.add(name)
 

@@ -27,6 +27,8 @@ STEPS = 2
 _EXACT, _SINGLE = 1e-10, 1e-4
 """By how much numbers may differ; the second where the model itself computes in less than double precision."""
 _RATE = 0.01
+_LITTLE = 0.1
+"""Share of the parameters below which a part that is not cut needs no word."""
 
 
 def cases(libraries: Sequence[str] = LIBRARIES) -> list[Case]:
@@ -178,8 +180,11 @@ def _described(wrapped: RaNNCModule) -> Outcome:
     )
     in_leaves, in_tail = share_of(variant, ops), sum(params[name].numel() for name in names) / total
     stages = len(PlanFacts.of(wrapped._deployed("plan").plan).stages)
-    why = "; ".join(f"{kept.paths[0]}: {kept.cause.splitlines()[0]}" for kept in captured.kept_whole)[:300]
-    column = "uncut" if stages == 1 else "in tail" if in_tail >= 0.5 else "cut" if in_leaves < 0.1 else "in leaves"
+    causes = [f"{kept.paths[0]}: {kept.cause.splitlines()[0]}" for kept in captured.kept_whole]
+    if in_tail >= _LITTLE:
+        causes.append(f"tail: {variant.first_mixing()}")
+    why = "; ".join(causes)[:300]
+    column = "uncut" if stages == 1 else "in tail" if in_tail >= 0.5 else "cut" if in_leaves < _LITTLE else "in leaves"
     return Outcome(column, why, stages, round(in_leaves, 3), round(in_tail, 3))
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.contract.habit import equal, not_yet, refused, warned
+from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
 from tests.contract.settings import ONCE, Setting
 from tests.contract.training import CLASSES, WIDTH, Chain, OnPositive, Returns, TokenChain, classes, fit, padded, pairs
@@ -117,7 +117,6 @@ class _RoutedModules(_Routed):
         return self.linears[expert](x)  # type: ignore[no-any-return]
 
 
-@not_yet("the gradient is zero, which an optimizer with weight decay or momentum takes for one")
 @warned(_KEPT, settings=ONCE, instead="")
 def expert_that_no_row_chooses(job: Job) -> None:
     """In some steps, no row of the global batch chooses a certain expert, which has no gradient then (None)."""
@@ -134,6 +133,24 @@ class _InNumpy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         mean = np.asarray(x.detach().numpy()).mean(axis=0)
         return self.inner(x - torch.from_numpy(mean))  # type: ignore[no-any-return]
+
+
+class _Unseen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return y + 0.1 if torch.compiler.is_compiling() else y
+
+
+@refused(
+    "CaptureError", "another path", "leaf_modules", settings=ONCE, instead="`leaf_modules=[...]` for that sub-module"
+)
+def other_path_when_traced(job: Job) -> None:
+    """A sub-module computes something else when it is traced (`if torch.compiler.is_compiling()`)."""
+    fit(job, Returns(_Late(_Unseen()), F.mse_loss), pairs)
 
 
 @warned(_KEPT, "on all rows", instead="torch's own operators can be divided")
@@ -203,6 +220,25 @@ def branch_on_what_is_computed(job: Job) -> None:
     """A sub-module branches on what it computes (`if y.sum() > 0`); batches take both branches."""
     torch.manual_seed(5)
     fit(job, Returns(_Late(_Branches()), F.mse_loss), pairs)
+
+
+class _Conditional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        y = torch.cond(y.sum() > 0, lambda y: y * 2, lambda y: y - 1, (y,))
+        _, grown = torch.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y * 1.5), (torch.tensor(0), y.detach()))
+        return y + grown  # type: ignore[no-any-return]
+
+
+@warned(_KEPT, "on all rows", settings=ONCE, instead="torch's own compiler is not used for them")
+def higher_order_operators(job: Job) -> None:
+    """A sub-module branches by `torch.cond` and loops by `torch.while_loop`."""
+    torch.manual_seed(5)
+    fit(job, Returns(_Late(_Conditional()), F.mse_loss), pairs)
 
 
 class _Packed(nn.Module):

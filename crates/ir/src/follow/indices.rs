@@ -14,6 +14,19 @@ impl Call<'_> {
         self.rows_of(indices).map(RowState::Rows)
     }
 
+    /// Places of one dimension, by a list of numbers.
+    pub(super) fn selected(&self) -> Result<RowState, How> {
+        let (source, index) = (self.first()?, self.value(2).ok_or(NO_RULE)?);
+        let dim = self.dims((1, "dim"), self.rank(source))?.ok_or(NO_RULE)?[0];
+        match (self.rows_or_free(source)?, self.rows_or_free(index)?) {
+            (Some(rows), None) if rows.dim as usize == dim => Err("it takes rows out of the batch"),
+            (Some(rows), None) => Ok(RowState::Rows(rows)),
+            (None, Some(rows)) => row_state(dim, rows.per_row),
+            (Some(_), Some(_)) => Err("it takes rows of the batch by other rows"),
+            (None, None) => Err(UNCONFIRMED),
+        }
+    }
+
     fn indices(&self) -> Result<Vec<Option<ValueId>>, How> {
         let Some(Arg::List(items)) = self.argument((1, "indices")) else { return Err(NO_RULE) };
         let one = |item: &Arg| match item {

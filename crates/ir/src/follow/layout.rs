@@ -131,7 +131,11 @@ impl Call<'_> {
         }
         let (rows, rank) = found.ok_or(NO_RULE)?;
         let stacks = usize::from(rule == RowRule::Stack);
-        let dim = self.dims((1, "dim"), rank + stacks)?.map_or(0, |dims| dims[0]);
+        let dim = if rule == RowRule::Beside {
+            usize::from(rank > 1)
+        } else {
+            self.dims((1, "dim"), rank + stacks)?.map_or(0, |dims| dims[0])
+        };
         if stacks == 1 {
             return row_state(rows.dim as usize + usize::from(dim <= rows.dim as usize), rows.per_row);
         }

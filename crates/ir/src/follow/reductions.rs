@@ -150,29 +150,81 @@ impl Call<'_> {
             return Err(NO_RULE);
         };
         let equation: String = equation.chars().filter(|c| !c.is_whitespace()).collect();
-        let (inputs, output) = equation.split_once("->").filter(|_| !equation.contains('.')).ok_or(NO_RULE)?;
-        let mut letter: Option<(char, u64)> = None;
+        let (inputs, output) = equation.split_once("->").ok_or(NO_RULE)?;
+        let mut axis: Option<(Axis, u64)> = None;
         let mut free = Vec::new();
-        for (axes, item) in inputs.split(',').zip(items) {
+        let mut broadcast = 0;
+        for (text, item) in inputs.split(',').zip(items) {
             let Arg::Value(value) = *item else { return Err(NO_RULE) };
+            let (axes, more) = axes_of(text, |letters| self.rank(value).checked_sub(letters))?;
+            broadcast = broadcast.max(more);
             match self.rows_or_free(value)? {
                 Some(rows) => {
-                    let own = (axes.chars().nth(rows.dim as usize).ok_or(NO_RULE)?, rows.per_row);
-                    if letter.is_some_and(|known| known != own) || axes.matches(own.0).count() != 1 {
+                    let own = (*axes.get(rows.dim as usize).ok_or(NO_RULE)?, rows.per_row);
+                    if axis.is_some_and(|known| known != own) || axes.iter().filter(|&&a| a == own.0).count() != 1 {
                         return Err("it multiplies rows with rows");
                     }
-                    letter = Some(own);
+                    axis = Some(own);
                 }
-                None => free.push(axes),
+                None => free.extend(axes),
             }
         }
-        let (letter, per_row) = letter.ok_or(UNCONFIRMED)?;
-        if free.iter().any(|axes| axes.contains(letter)) {
+        let (axis, per_row) = axis.ok_or(UNCONFIRMED)?;
+        // Under an ellipsis, what has no rows has an extent of 1 there.
+        if matches!(axis, Axis::Letter(_)) && free.contains(&axis) {
             return Err(ROW_AXIS);
         }
-        match output.chars().position(|c| c == letter) {
+        match axes_of(output, |_| Some(broadcast))?.0.iter().position(|&own| own == axis) {
             Some(place) => row_state(place, per_row),
             None => Ok(RowState::Partial(Join::Sum)),
+        }
+    }
+
+    /// Two tensors broadcast, then one number in the place of a dimension.
+    pub(super) fn cosine(&self) -> Result<RowState, How> {
+        let (a, b) = (self.first()?, self.value(1).ok_or(NO_RULE)?);
+        let rank = self.rank(a).max(self.rank(b));
+        let dim = wrapped(self.integer((2, "dim"), 1)?, rank)?;
+        let mut found: Option<(usize, u64)> = None;
+        for value in [a, b] {
+            if let Some(rows) = self.rows_or_free(value)? {
+                let own = (rank - self.rank(value) + rows.dim as usize, rows.per_row);
+                if found.is_some_and(|known| known != own) {
+                    return Err(UNALIGNED);
+                }
+                found = Some(own);
+            }
+        }
+        match found.ok_or(UNCONFIRMED)? {
+            (place, _) if place == dim => Err(ROW_AXIS),
+            (place, per_row) => row_state(place - usize::from(dim < place), per_row),
+        }
+    }
+
+    pub(super) fn tensordot(&self) -> Result<RowState, How> {
+        let (a, b) = (self.first()?, self.value(1).ok_or(NO_RULE)?);
+        let (rank_a, rank_b) = (self.rank(a), self.rank(b));
+        let summed_a = self.dims((2, "dims_self"), rank_a)?.unwrap_or_default();
+        let summed_b = self.dims((3, "dims_other"), rank_b)?.unwrap_or_default();
+        let left = |summed: &[usize], dim: usize| (0..dim).filter(|place| !summed.contains(place)).count();
+        match (self.rows_or_free(a)?, self.rows_or_free(b)?) {
+            (Some(rows), None) if !summed_a.contains(&(rows.dim as usize)) => {
+                row_state(left(&summed_a, rows.dim as usize), rows.per_row)
+            }
+            (None, Some(rows)) if !summed_b.contains(&(rows.dim as usize)) => {
+                row_state(left(&summed_a, rank_a) + left(&summed_b, rows.dim as usize), rows.per_row)
+            }
+            (Some(_), None) | (None, Some(_)) => Err(ROW_AXIS),
+            _ => Err("it multiplies rows with rows"),
+        }
+    }
+
+    pub(super) fn outer(&self) -> Result<RowState, How> {
+        let (a, b) = (self.first()?, self.value(1).ok_or(NO_RULE)?);
+        match (self.rows_or_free(a)?, self.rows_or_free(b)?) {
+            (Some(rows), None) => row_state(0, rows.per_row),
+            (None, Some(rows)) => row_state(1, rows.per_row),
+            _ => Err("it multiplies rows with rows"),
         }
     }
 
@@ -211,4 +263,20 @@ impl Call<'_> {
             _ => Err(NO_RULE),
         }
     }
+}
+
+/// A dimension in an equation of products: by its letter, or under the ellipsis by its place from the right.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Axis {
+    Letter(char),
+    Under(usize),
+}
+
+/// The dimensions of one tensor, and how many are under the ellipsis; `under` says so for a number of letters.
+fn axes_of(text: &str, under: impl Fn(usize) -> Option<usize>) -> Result<(Vec<Axis>, usize), How> {
+    let letters = |text: &str| text.chars().map(Axis::Letter).collect::<Vec<_>>();
+    let Some((before, after)) = text.split_once("...") else { return Ok((letters(text), 0)) };
+    let more = under(before.chars().count() + after.chars().count()).ok_or(NO_RULE)?;
+    let axes = [letters(before), (0..more).rev().map(Axis::Under).collect(), letters(after)].concat();
+    Ok((axes, more))
 }

@@ -1,0 +1,248 @@
+"""What the model and its captured Graph make of a few rows, from the same state and the same random numbers."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyrannc.blocks.function import StageCode
+from pyrannc.call.variant import Variant
+from pyrannc.capture import flatten
+from pyrannc.capture.attributes import AttributeLog
+from pyrannc.capture.source import SourceTracker
+from pyrannc.capture.torch_internals import reparametrized
+from pyrannc.core.partition import StagePart
+from pyrannc.proof.outcome import seeds
+
+_PIECES = 4096
+"""Parts of a gradient whose norms and sums stand for it."""
+
+
+@dataclass
+class Made:
+    """Of a few rows.
+
+    Attributes:
+        outputs: by Value of the whole.
+        buffers: their contents afterwards, by name.
+        gradients: by first name of the parameter, norms and sums of parts of it.
+        chance: the states of torch's generators after the forward.
+        drew: they were others before.
+        values: more Values of the whole, if asked for.
+    """
+
+    outputs: dict[int, Tensor]
+    buffers: dict[str, Tensor]
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    chance: tuple[Tensor, ...] = ()
+    drew: bool = False
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+
+class FewRows:
+    """A part of the batch, and what can be computed of it here.
+
+    Args:
+        model: the user's, which has all of its parameters here.
+        variant: its captured form.
+        tensors: of the arguments, on ``device``.
+        rows: that they have.
+        device: where to compute.
+        backward: with gradients of the parameters.
+    """
+
+    def __init__(
+        self, model: nn.Module, variant: Variant, tensors: Sequence[Tensor], rows: int, device: torch.device, *,
+        backward: bool,
+    ) -> None:  # fmt: skip
+        self._model = model
+        self._variant = variant
+        self._tensors = tensors
+        self._rows = rows
+        self._device = device
+        self._backward = backward
+
+    def by_model(self, *, nudged: bool = False, heard: Callable[[str, list[Tensor]], None] | None = None) -> Made:
+        """By the user's code.
+
+        Args:
+            nudged: parameters are other ones by a rounding.
+            heard: takes the path of each sub-module that has run, and its results.
+        """
+        captured, facts = self._variant.whole.captured, self._variant.whole.facts
+        state = self._state(nudged=nudged)
+        names = {id(tensor): name for name, tensor in self._model.named_parameters()}
+        names |= {id(tensor): name for name, tensor in self._model.named_buffers()}
+        every = {
+            name: state[names[id(tensor)]]
+            for found in (self._model.named_parameters, self._model.named_buffers)
+            for name, tensor in found(remove_duplicate=False)
+        }
+
+        def call() -> dict[int, Tensor]:
+            args, kwargs = captured.input_structure.rebuild(self._inputs())
+            log = AttributeLog(self._model, SourceTracker(self._model))
+            with log.restoring(), _listening(self._model, heard), reparametrized(self._model, every):
+                result = self._model(*args, **kwargs)
+            return dict(zip(facts.outputs, flatten(result)[0], strict=True))
+
+        return self._made(call, state, lambda: every)
+
+    def by_graph(self, *, values: Sequence[int] = ()) -> Made:
+        """By the captured Graph, uncut, which draws as torch does.
+
+        Args:
+            values: Values of the whole to keep.
+        """
+        captured, facts = self._variant.whole.captured, self._variant.whole.facts
+        state = self._state()
+        outputs = tuple(value for value in dict.fromkeys([*facts.outputs, *values]) if value not in facts.inputs)
+        part = StagePart(
+            ops=tuple(range(len(facts.ops))),
+            inputs=(),
+            receives=facts.inputs,
+            sends=(),
+            outputs=outputs,
+            params=tuple(range(len(facts.params))),
+            buffers=tuple(range(len(facts.buffers))),
+            constants=tuple(range(len(facts.constants))),
+            mutated_buffers=(),
+        )
+        code = StageCode(captured, facts, part, self._device, None)
+        feeds = {param.value: state[param.names[0]] for param in facts.params}
+        feeds |= {buffer.value: state[buffer.name] for buffer in facts.buffers}
+        feeds |= {value: captured.constants[i].to(self._device) for i, value in enumerate(facts.constants)}
+        found: dict[int, Tensor] = {}
+
+        def call() -> dict[int, Tensor]:
+            own = dict(zip(facts.inputs, self._inputs(), strict=True))
+            found.update(code(self._rows, feeds | own))
+            return {value: own[value] if value in own else found[value] for value in facts.outputs}
+
+        def after() -> Mapping[str, Tensor]:
+            updates = {buffer.name: found[code.updates[buffer.value]] for buffer in facts.buffers
+                       if buffer.value in code.updates}  # fmt: skip
+            return state | updates
+
+        made = self._made(call, state, after)
+        made.values = {value: found[value].detach() for value in values}
+        return made
+
+    def _state(self, *, nudged: bool = False) -> dict[str, Tensor]:
+        """Parameters as leaves of their own, copies of buffers."""
+        found = {name: _leaf(param, self._device, nudged=nudged) for name, param in self._model.named_parameters()}
+        buffers = self._model.named_buffers()
+        return found | {name: buffer.detach().to(self._device, copy=True) for name, buffer in buffers}
+
+    def _inputs(self) -> list[Tensor]:
+        return [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in self._tensors]
+
+    def _made(
+        self,
+        call: Callable[[], dict[int, Tensor]],
+        state: Mapping[str, Tensor],
+        after: Callable[[], Mapping[str, Tensor]],
+    ) -> Made:
+        facts, gradients = self._variant.whole.facts, dict[str, Tensor]()
+        names = [buffer.name for buffer in facts.buffers]
+        with same_chance(self._device), torch.set_grad_enabled(self._backward):
+            before = _states(self._device)
+            outputs = call()
+            chance = _states(self._device)
+            if self._backward:
+                self._differentiate(outputs, state, gradients)
+        buffers = after()
+        return Made(
+            {value: tensor.detach() for value, tensor in outputs.items()},
+            {name: buffers[name].detach() for name in names},
+            gradients,
+            chance,
+            not all(map(torch.equal, before, chance)),
+        )
+
+    def _differentiate(
+        self, outputs: Mapping[int, Tensor], state: Mapping[str, Tensor], found: dict[str, Tensor]
+    ) -> None:
+        facts = self._variant.whole.facts
+
+        def keeper(name: str) -> Callable[[Tensor], None]:
+            def keep(leaf: Tensor) -> None:
+                # One gradient at a time is what this costs.
+                assert leaf.grad is not None, "it has just come"
+                found[name] = _digest(leaf.grad)
+                leaf.grad = None
+
+            return keep
+
+        for param in facts.params:
+            leaf = state[param.names[0]]
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(keeper(param.names[0]))  # type: ignore[no-untyped-call]  # torch has no types for it
+        roots = [
+            (outputs[value], seed.to(self._device))
+            for value, seed in seeds(self._variant, self._rows).items()
+            if outputs[value].requires_grad
+        ]
+        if roots:
+            torch.autograd.backward([root for root, _ in roots], [seed for _, seed in roots])
+
+
+@contextmanager
+def same_chance(device: torch.device) -> Iterator[None]:
+    """Whatever is drawn inside is drawn again afterwards: by torch, Python and NumPy."""
+    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
+    before, before_numpy = random.getstate(), None if numpy is None else numpy.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(before)
+            if numpy is not None:
+                numpy.set_state(before_numpy)
+
+
+def _states(device: torch.device) -> tuple[Tensor, ...]:
+    own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return torch.get_rng_state(), *own
+
+
+def _leaf(param: Tensor, device: torch.device, *, nudged: bool) -> Tensor:
+    own = param.detach().to(device)
+    if nudged and own.is_floating_point():
+        signs = 1 - 2 * (torch.arange(own.numel(), device=device) % 2).view(own.shape)
+        own = own + signs * torch.finfo(own.dtype).eps * own
+    # It shares the parameter's memory, where that is on the device, and has a gradient of its own.
+    return own.detach().requires_grad_(param.requires_grad)
+
+
+def _digest(gradient: Tensor) -> Tensor:
+    """Norms and sums of parts of a gradient."""
+    flat = (gradient.to_dense() if gradient.is_sparse else gradient).detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    size = max(1, -(-flat.numel() // _PIECES))
+    parts = nn.functional.pad(flat.double(), (0, -flat.numel() % size)).view(-1, size)
+    return torch.cat([parts.norm(dim=1), parts.sum(1) / size**0.5])
+
+
+@contextmanager
+def _listening(model: nn.Module, heard: Callable[[str, list[Tensor]], None] | None) -> Iterator[None]:
+    handles = []
+    if heard is not None:
+        for path, module in model.named_modules():
+
+            def hook(_module: nn.Module, _args: Any, result: Any, path: str = path) -> None:
+                heard(path, [tensor.detach().clone() for tensor in flatten(result)[0]])
+
+            handles.append(module.register_forward_hook(hook))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

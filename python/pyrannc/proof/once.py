@@ -1,0 +1,274 @@
+"""The captured Graph beside the model itself, once, on a few rows of the batch: one that differs never trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pyrannc.call.variant import Variant
+from pyrannc.call.whole_batch import BatchRows
+from pyrannc.capture.lacking import Lacking
+from pyrannc.capture.untraceable import has_own_forward
+from pyrannc.errors import CaptureError
+from pyrannc.job import agree, process
+from pyrannc.proof.made import FewRows, Made
+from pyrannc.proof.verdict import ALLOWED
+from pyrannc.runtime.rows import take_rows
+
+_FEW = 2
+_ROUNDING = 10.0
+"""A difference below so many times what rounding of the parameters alone makes says nothing."""
+_SHARE_OF_FREE = 0.5
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came of it.
+
+    Attributes:
+        rows: that were computed; 0 where nothing was.
+        why_not: it could not be compared.
+        with_gradients: the backward too.
+    """
+
+    rows: int = 0
+    why_not: str = ""
+    with_gradients: bool = False
+
+    def __str__(self) -> str:
+        if self.why_not:
+            return f"The captured graph was not compared with the model: {self.why_not}."
+        what = "outputs and gradients" if self.with_gradients else "outputs"
+        rows = f"{self.rows} row{'s' * (self.rows > 1)}"
+        return f"The captured graph was compared with the model on {rows} of the first batch: equal {what}."
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two tensors that should be equal.
+
+    Attributes:
+        kind: "output", "buffer" or "gradient".
+        name: the output's Value; of a buffer or parameter its own.
+        size: of the largest element's.
+    """
+
+    kind: str
+    name: str | int
+    size: float
+
+
+def compare_once(
+    model: nn.Module, variant: Variant, tensors: Sequence[Tensor], batch: BatchRows, device: torch.device
+) -> Comparison:
+    """Runs a few rows through the model as it is, and through its captured Graph. All ranks call it.
+
+    One rank computes, which has rows and all parameters. Parameters, buffers, attributes and generators are afterwards
+    as they were.
+
+    Args:
+        tensors: of this rank's arguments.
+
+    Raises:
+        CaptureError: they differ by more than rounding.
+    """
+    whole = not any(isinstance(item, Lacking) or item.is_meta for item in (*model.parameters(), *model.buffers()))
+    able = [able for (able,) in agree.gather_numbers((int(whole and batch.own_count > 0),))]
+    if not any(able):
+        return Comparison(why_not="no rank has all parameters")
+    rank = able.index(1)
+    mine = process.get_rank() == rank
+    rows = batch.per_rank[rank]
+    found = agree.together(lambda: _compare(model, variant, tensors, rows, device) if mine else None)
+    comparison: Comparison | CaptureError = agree.gather_objects(found)[rank]
+    if isinstance(comparison, CaptureError):
+        raise comparison
+    return comparison
+
+
+def _compare(
+    model: nn.Module, variant: Variant, tensors: Sequence[Tensor], rows: int, device: torch.device
+) -> Comparison | CaptureError:
+    lacks = _lacks_memory(model, device)
+    if lacks:
+        return Comparison(why_not=lacks)
+    why = ""
+    for few in dict.fromkeys((min(_FEW, rows), rows)):
+        found = _on_rows(model, variant, tensors, few, device)
+        if isinstance(found, CaptureError) or not found.why_not:
+            return found
+        why = why or found.why_not
+    return Comparison(why_not=why)
+
+
+def _lacks_memory(model: nn.Module, device: torch.device) -> str:
+    """Why a rank cannot hold the whole model beside what is there; none where it lies there already."""
+    away = {id(item): item.nbytes for item in (*model.parameters(), *model.buffers()) if item.device != device}
+    if device.type != "cuda" or not away:
+        return ""
+    free, _ = torch.cuda.mem_get_info(device)
+    needed = sum(away.values())
+    if needed <= _SHARE_OF_FREE * free:
+        return ""
+    return f"its parameters have {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free on the device of one rank"
+
+
+def _on_rows(
+    model: nn.Module, variant: Variant, tensors: Sequence[Tensor], rows: int, device: torch.device
+) -> Comparison | CaptureError:
+    facts = variant.whole.facts
+    given = [
+        tensor if (row_dim := facts.values[value].row_dim) is None else take_rows(tensor, row_dim, (0, rows))
+        for value, tensor in zip(facts.inputs, tensors, strict=True)
+    ]
+    backward = torch.is_grad_enabled() and variant.trains
+    piece = FewRows(model, variant, given, rows, device, backward=backward)
+    if not _same_answers(variant, given):
+        return Comparison(why_not="the model asks its data, and so few rows answer in another way than the batch")
+    try:
+        expected = piece.by_model()
+    except Exception as error:  # whatever the user's code raises
+        return Comparison(why_not=f"the model does not run on {rows} rows alone: {_line(error)}")
+    finally:
+        _give_back(device)
+    try:
+        made = piece.by_graph()
+    except torch.OutOfMemoryError:
+        return Comparison(why_not="the device has not enough memory")
+    finally:
+        _give_back(device)
+    allowed = _allowed(variant)
+    worst = [item for item in differences(made, expected, allowed) if item.size > allowed]
+    if worst:
+        why = _explained(piece, expected, made, worst[0])
+        if why:
+            return Comparison(why_not=why)
+        return _refusal(model, variant, piece, worst[0], rows, allowed)
+    return Comparison(rows=rows, with_gradients=backward)
+
+
+def _give_back(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _same_answers(variant: Variant, tensors: Sequence[Tensor]) -> bool:
+    """True when so few rows answer what the model asks its data as the batch does; what cannot be asked may not."""
+    if not variant.questions:
+        return True
+    try:
+        variant.questions.ask(tensors).check()
+    except Exception:  # a question that such a piece cannot be asked, or another answer
+        return False
+    return True
+
+
+def _allowed(variant: Variant) -> float:
+    types = {value.dtype for value in variant.whole.facts.values}
+    types |= {torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+    return max((ALLOWED[dtype] for dtype in types & ALLOWED.keys()), default=0.0)
+
+
+def differences(made: Made, expected: Made, allowed: float) -> Iterator[Difference]:
+    """How far apart two computations are: outputs, then buffers, then gradients."""
+    for value, tensor in expected.outputs.items():
+        yield Difference("output", value, _apart(made.outputs[value], tensor))
+    for name, tensor in expected.buffers.items():
+        yield Difference("buffer", name, _apart(made.buffers[name], tensor))
+    for name in dict.fromkeys([*expected.gradients, *made.gradients]):
+        # One of zeros and none are the same.
+        other = expected.gradients.get(name)
+        one = made.gradients[name] if other is None else made.gradients.get(name, torch.zeros_like(other))
+        yield Difference("gradient", name, _apart(one, torch.zeros_like(one) if other is None else other))
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    """The largest difference, relative to the largest element; infinite for tensors that cannot be compared."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return float("inf")
+    if not other.numel() or torch.equal(one, other):
+        return 0.0
+    wide = torch.complex128 if other.is_complex() else torch.float64
+    one, other = one.to(wide), other.to(wide)
+    if not torch.equal(one.isfinite(), other.isfinite()):
+        return float("inf")
+    one, other = (torch.where(item.isfinite(), item, 0) for item in (one, other))
+    scale = float(other.abs().max())
+    return float((one - other).abs().max()) / (scale or 1.0)
+
+
+def _explained(piece: FewRows, expected: Made, made: Made, first: Difference) -> str:
+    """What else than another graph may be the cause of a difference."""
+    again = piece.by_model()
+    if _size_of(again, expected, first) * _ROUNDING > first.size:
+        return "two calls of the model itself differ"
+    nudged = piece.by_model(nudged=True)
+    if _size_of(nudged, expected, first) * _ROUNDING > first.size:
+        return "rounding alone changes what it computes as much"
+    if not all(map(torch.equal, made.chance, expected.chance)) and made.drew and expected.drew:
+        return "it draws random numbers in another order"
+    return ""
+
+
+def _size_of(one: Made, other: Made, first: Difference) -> float:
+    return next(
+        (item.size for item in differences(one, other, 0.0) if (item.kind, item.name) == (first.kind, first.name)), 0.0
+    )
+
+
+def _refusal(
+    model: nn.Module, variant: Variant, piece: FewRows, worst: Difference, rows: int, allowed: float
+) -> CaptureError:
+    """The error, which names the sub-module that differs first."""
+    facts = variant.whole.facts
+    path = _first_apart(variant, piece, allowed)
+    if worst.kind == "output":
+        what = f'output "{facts.values[int(worst.name)].name}"'
+    else:
+        what = f'{worst.kind} "{worst.name}"'
+        path = str(worst.name).rpartition(".")[0] if path is None else path
+    path = path or ""
+    first = f"sub-module '{path}' ({type(model.get_submodule(path)).__name__})" if path else "the model itself"
+    while path and not has_own_forward(model.get_submodule(path)):
+        path = path.rpartition(".")[0]
+    keep = f"leaf_modules=['{path}'] keeps that sub-module whole" if path else "take it out of the model's forward"
+    return CaptureError(
+        f"the model computes something else when it is captured than when it runs: on {rows} rows of this batch "
+        f"{first} is the first that differs (in the end {what}, by {worst.size:.1e} of its largest element). Code that "
+        "asks whether it is traced or compiled, or what kind of tensor it has, takes another path then: let both "
+        f"compute the same, or {keep}"
+    )
+
+
+def _first_apart(variant: Variant, piece: FewRows, allowed: float) -> str | None:
+    """Path of the first sub-module to end from which the Graph has something come that it has not returned."""
+    heard: dict[str, list[Tensor]] = {}
+    piece.by_model(heard=lambda path, results: heard.setdefault(path, []).extend(results))
+    facts, captured = variant.whole.facts, variant.whole.captured
+    places = [captured.place(op).module for op in range(len(facts.ops))]
+    maker = {value: places[op] for op, made in enumerate(facts.ops) for value in made.results}
+    users: dict[int, list[str]] = {value: [] for value in maker}
+    for place, op in zip(places, facts.ops, strict=True):
+        for value in op.operands:
+            users.get(value, []).append(place)
+    for value in facts.outputs:
+        users.get(value, []).append("")
+    values = piece.by_graph(values=[*maker]).values
+    for path, results in heard.items():
+        inside = f"{path}." if path else ""
+        for value, tensor in values.items():
+            leaves = _is_in(maker[value], path, inside) and not all(_is_in(u, path, inside) for u in users[value])
+            if leaves and not any(_apart(tensor, result) <= allowed for result in results):
+                return path
+    return None
+
+
+def _is_in(place: str, path: str, inside: str) -> bool:
+    return place == path or place.startswith(inside)
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

@@ -1,0 +1,118 @@
+"""The captured Graph is held against the model before it trains: a model that is traced into another one is refused."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import pyrannc
+from pyrannc.errors import RaNNCError
+from tests.ranks import RankPool
+
+from .equivalence import environment, local_slice
+
+Ranks = Callable[[int], RankPool]
+ROWS = (3, 4)
+WIDTH = 8
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def when_traced(x: Tensor) -> Tensor:
+    return x + 1e-2 if torch.compiler.is_compiling() else x
+
+
+def kind_of_tensor(x: Tensor) -> Tensor:
+    return x if type(x) is Tensor else 2 * x
+
+
+def gradient_alone(x: Tensor) -> Tensor:
+    return x.detach() + (x - x.detach()) * 0.5 if torch.compiler.is_compiling() else x
+
+
+def thrice_before(x: Tensor) -> Tensor:
+    return functional.dropout(x, 0.3, training=not torch.compiler.is_compiling())
+
+
+def of_many_rows(x: Tensor) -> Tensor:
+    if x.shape[0] < 3:
+        raise ValueError("too few")
+    return x
+
+
+def chaotic(x: Tensor) -> Tensor:
+    return x + torch.sin(x.detach() * 1e20) * (2 if torch.compiler.is_compiling() else 1)
+
+
+class Inner(nn.Module):
+    def __init__(self, special: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.norm, self.dropout = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
+        self.special = special
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.special(self.dropout(torch.tanh(self.first(x))))
+
+
+class Net(nn.Module):
+    """Dropout, a buffer that is assigned anew, and something special in the middle."""
+
+    def __init__(self, special: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(Inner(as_it_is), Inner(special), Inner(as_it_is), nn.Linear(WIDTH, WIDTH))
+        self.register_buffer("calls", torch.zeros(()))
+        self.calls: Tensor
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return functional.mse_loss(self.layers(x), target)
+
+
+def train(special: Callable[[Tensor], Tensor]) -> str:
+    """What report() says of the comparison, or the error."""
+    torch.manual_seed(0)
+    random.seed(0)
+    model = Net(special)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with environment({"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "2"}):
+        module = pyrannc.RaNNCModule(model, optimizer, check_unused_values=False)
+    own = local_slice(ROWS)
+    before = random.getstate()
+    try:
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(torch.randn(sum(ROWS), WIDTH)[own], torch.randn(sum(ROWS), WIDTH)[own]).backward()
+            optimizer.step()
+    except RaNNCError as error:
+        assert all(param.grad is None for param in model.parameters())
+        return str(error)
+    assert random.getstate() == before
+    assert float(module.state_dict(rank0_only=False)["calls"]) == 3
+    compared: str = module.report().compared
+    module.undeploy()
+    return compared
+
+
+CASES = {
+    as_it_is: "compared with the model on 2 rows of the first batch: equal outputs and gradients",
+    when_traced: r"sub-module 'layers.1' \(Inner\) is the first that differs.* leaf_modules=\['layers.1'\]",
+    kind_of_tensor: r"sub-module 'layers.1' \(Inner\) is the first that differs",
+    gradient_alone: r"'layers.1.first' .*the first that differs.* gradient .*leaf_modules=\['layers.1'\]",
+    thrice_before: "not compared with the model: it draws random numbers in another order",
+    of_many_rows: "compared with the model on 3 rows of the first batch",
+    chaotic: "not compared with the model: rounding alone",
+}
+
+
+@pytest.mark.parametrize("special", CASES, ids=lambda special: special.__name__)
+def test_a_model_that_is_traced_otherwise_never_trains(ranks: Ranks, special: Callable[[Tensor], Tensor]) -> None:
+    for told in ranks(2).run(train, special):
+        assert re.search(CASES[special], told), told
