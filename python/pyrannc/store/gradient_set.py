@@ -50,6 +50,11 @@ class GradientSet:
         """True while anything but this set has its views, as a ``.grad`` does, or shares its memory."""
         return self._users() != self._unheld
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its memory."""
+        return sum({flat.data_ptr(): flat.nbytes for flat in (*self.flats.values(), *self._given.values())}.values())
+
     def copy(self) -> GradientSet:
         """The same gradients in memory of their own."""
         made = GradientSet(self._buckets)

@@ -122,11 +122,11 @@ class Gradients:
 
     def _note_second(self, held: GradientSet) -> None:
         """Tells once what it costs that a script still holds gradients."""
-        if not self.second_bytes and (held_bytes := sum(flat.nbytes for flat in held.flats.values())):
-            self.second_bytes = held_bytes
+        if not self.second_bytes and held.nbytes:
+            self.second_bytes = held.nbytes
             _log.info(
                 f"the gradients of a step are still held while the next step fills its own, which takes "
-                f"{held_bytes / 2**20:.1f} MiB more on this rank than the plan counts; unless gradients are to add up, "
+                f"{held.nbytes / 2**20:.1f} MiB more on this rank than the plan counts; unless gradients are to add up, "
                 "call optimizer.zero_grad() before the model, not between the model and loss.backward()"
             )
 
