@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -72,7 +73,7 @@ class StageCode:
         values = {value: graph.placeholder(f"v{value}") for value in self._feeds}
         for span in spans:
             function = self.functions[span.hash]
-            arguments = [rows, *function.numbers(captured, span), *(values[value] for value in span.takes)]
+            arguments: list[Any] = [rows, *function.numbers(captured, span), *(values[value] for value in span.takes)]
             results = graph.call_function(function.call, tuple(arguments))
             if len(span.gives) == 1:
                 values[span.gives[0]] = results
