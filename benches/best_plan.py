@@ -15,6 +15,7 @@ import random
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -182,6 +183,9 @@ class Drawing:
         reach = int(_REACH * stages[-1]["ops"]["end"] / len(stages))
         for before, after in pairwise(stages):
             before["ops"]["end"] = after["ops"]["first"] = after["ops"]["first"] + self._random.randint(-reach, reach)
+        blocks = [block for stage in stages for block in stage["blocks"]]
+        for stage in stages:
+            stage["blocks"] = _cut_blocks(blocks, stage["ops"]["first"], stage["ops"]["end"])
         plan = Plan.seal(json.dumps(found))
         plan.partition(self._graph)
         return plan.predicted(self._graph, self._cluster, [self._profile], self._settings().to_json())
@@ -210,6 +214,12 @@ class Drawing:
             memory_margin=_MARGIN,
             loss_inside=loss_is_inside(options.model),
         )
+
+
+def _cut_blocks(blocks: Sequence[dict[str, Any]], first: int, end: int) -> list[dict[str, Any]]:
+    """The Blocks between two main Ops, cut there."""
+    runs = [(max(first, block["ops"]["first"]), min(end, block["ops"]["end"]), block) for block in blocks]
+    return [{**block, "ops": {"first": begin, "end": stop}} for begin, stop, block in runs if begin < stop]
 
 
 def identity(plan: Plan) -> str:

@@ -19,6 +19,7 @@ def describe(plan: PlanFacts) -> str:
 
 
 def _stage(stage: StagePlan) -> str:
-    recompute = {"none": "", "stage": " recomputed"}.get(str(stage.recompute), " partly recomputed")
+    again = stage.recompute
+    recompute = " recomputed" if "stage" in again else " partly recomputed" if "block" in again else ""
     sharding = "" if stage.sharding == "none" else f" sharded {stage.sharding}"
     return f"{len(stage.ranks)}{recompute}{sharding}{' offloaded' if stage.offload else ''}"

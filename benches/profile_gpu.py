@@ -49,7 +49,7 @@ def main() -> None:
     cluster = find_cluster(request.config, ranks)
     profiles = find_profiles(request, cluster, [rank.host for rank in ranks])
     profiled = time.monotonic()
-    blocks = request.variant.graph.blocks(cluster, process.get_world_size(), request.batch_rows).hashes
+    blocks = request.variant.graph.blocks().hashes
     if process.get_rank() == 0:
         distinct = f"{len(blocks)} blocks, {len(set(blocks))} distinct"
         print(f"{distinct}; capture {captured - start:.1f} s, profiling {profiled - captured:.1f} s")

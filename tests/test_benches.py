@@ -8,7 +8,6 @@ from argparse import Namespace
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import best_plan
 import jobs
@@ -145,8 +144,8 @@ def test_a_plan_that_ends_its_run_does_not_end_the_others(monkeypatch: pytest.Mo
 def test_plans_are_described_in_a_few_characters() -> None:
     nothing = StagePrediction(0, 0, 0, 0, MemoryPrediction(0, 0, 0, 0, 0, 0, 0))
 
-    def stage(ranks: int, recompute: Any, sharding: str, offload: bool) -> StagePlan:
-        return StagePlan((), tuple(range(ranks)), recompute, sharding, offload, nothing)
+    def stage(ranks: int, recompute: str, sharding: str, offload: bool) -> StagePlan:
+        return StagePlan((), tuple(range(ranks)), ("none", recompute), sharding, offload, nothing)
 
     def described(stages: Sequence[StagePlan], microbatches: int, schedule: str) -> str:
         world_size = sum(len(stage.ranks) for stage in stages)
@@ -155,7 +154,7 @@ def test_plans_are_described_in_a_few_characters() -> None:
     stages = [
         stage(2, "none", "none", False),
         stage(1, "stage", "optimizer", False),
-        stage(1, {"blocks": []}, "none", True),
+        stage(1, "block", "none", True),
     ]
     assert described(stages, 4, "1f1b") == ("2+1 recomputed sharded optimizer+1 partly recomputed offloaded, 4 mb")
     assert described(stages[:1], 1, "fill_drain") == "2, 1 mb, fill-drain"

@@ -53,7 +53,7 @@ UNREAD = {
         "constants[].data",
     },
     "divided": set(),
-    "partition": {"outputs[].index", "tied"},
+    "partition": {"outputs[].index", "tied", "stages[].spans[].recompute"},
     "buckets": {"gradients", "buckets[].dtype", "buckets[].bytes"},
     "rank view": {"replica"},
     "plan": {
@@ -62,7 +62,8 @@ UNREAD = {
         "graph_hash",
         "graph_name",
         "stages[].ops",
-        "stages[].blocks",
+        "stages[].blocks[].ops",
+        "stages[].blocks[].hash",
         "stages[].predicted.transfer_us",
         "stages[].predicted.in_bytes",
         "stages[].predicted.out_bytes",

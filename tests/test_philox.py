@@ -201,9 +201,9 @@ def test_an_op_gives_what_torch_gives_but_for_the_numbers(op: Any) -> None:
     source = randomness()
     law = law_of(node, right.dtype, source)
     assert law is not None
-    drawn = DrawnOp(law, Drawing(source, 1, right.dtype, RowDim(0, 1), by_rows=True))
+    drawn = DrawnOp(law, source, right.dtype, RowDim(0, 1), by_rows=True)
     args, kwargs = drawn.arguments(node)
-    found = drawn(*args, **kwargs)
+    found = drawn(1, *args, **kwargs)
     found = found[0] if isinstance(found, tuple) else found
     assert (found.shape, found.stride(), found.dtype) == (right.shape, right.stride(), right.dtype)
     if op._schema.is_mutable:
@@ -224,9 +224,9 @@ def run_op(op: Any, *args: Any, runs: list[Rows] | None = None, rows: RowDim = B
     node = fx.Graph().call_function(op, args)
     law = law_of(node, torch.float64, source)
     assert law is not None
-    drawn = DrawnOp(law, Drawing(source, 1, torch.float64, rows, by_rows=True))
+    drawn = DrawnOp(law, source, torch.float64, rows, by_rows=True)
     places, names = drawn.arguments(node)
-    return drawn(*places, **names)
+    return drawn(1, *places, **names)
 
 
 def test_gradients_of_dropout() -> None:

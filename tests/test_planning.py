@@ -148,7 +148,9 @@ def test_a_plan_written_by_hand_is_checked_and_predicted() -> None:
     best_us = content["predicted"]["step_us"]
     assert json.loads(found.predicted(graph, cluster, [], settings).to_json())["stages"] == content["stages"]
     first, last = content["stages"]
-    first["ops"]["end"] = last["ops"]["first"] = last["ops"]["end"] - 1
+    *others, moved_block = [*first["blocks"], *last["blocks"]]
+    first["blocks"], last["blocks"] = others, [moved_block]
+    first["ops"]["end"] = last["ops"]["first"] = moved_block["ops"]["first"]
     moved = json.loads(Plan.seal(json.dumps(content)).predicted(graph, cluster, [], settings).to_json())
     assert moved["predicted"]["step_us"] > best_us
     first["ops"]["end"] += 1

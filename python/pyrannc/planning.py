@@ -245,7 +245,7 @@ def find_profiles(request: Request, cluster: Cluster, hosts: Sequence[str]) -> l
 
 def _subject(request: Request, cluster: Cluster, hosts: Sequence[str]) -> Subject:
     variant, world_size = request.variant, process.get_world_size()
-    blocks = variant.graph.blocks(cluster, world_size, request.batch_rows)
+    blocks = variant.graph.blocks()
     parts = Parts.from_json(blocks.partition_json())
     return Subject(
         graph_hash=variant.graph.hash(),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from pyrannc._native import Cluster, Graph
+from pyrannc._native import Graph
 from pyrannc.capture import capture
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts
@@ -118,7 +118,7 @@ def subject(model: nn.Module, samples: Sequence[Tensor], row_counts: tuple[int, 
     """A model's Blocks, as planning gives them to the profiler."""
     captured = capture(model, samples, {}, device=CPU, rows=samples[0].shape[0])
     graph = Graph.from_json(captured.graph_json)
-    blocks = graph.blocks(Cluster.preset("cpu", 1, 1), 1, samples[0].shape[0])
+    blocks = graph.blocks()
     parts = Parts.from_json(blocks.partition_json())
     return Subject(
         graph_hash=graph.hash(),

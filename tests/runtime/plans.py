@@ -56,7 +56,7 @@ def cut_plan(graph: Graph, cuts: Sequence[int], ranks: Sequence[Sequence[int]], 
     whole["predicted"] = _zeroed(whole["predicted"])
     ends = [0, *cuts, whole["ops"]["end"]]
     form["stages"] = [
-        {**whole, "ops": {"first": first, "end": end}, "ranks": list(members)}
+        {**whole, **_run(first, end), "ranks": list(members), "blocks": _blocks(whole["blocks"], first, end)}
         for (first, end), members in zip(pairwise(ends), ranks, strict=True)
     ]
     form["predicted"] = _zeroed(form["predicted"])
@@ -66,6 +66,16 @@ def cut_plan(graph: Graph, cuts: Sequence[int], ranks: Sequence[Sequence[int]], 
     plan = Plan.from_json(sealed(form))
     plan.partition(graph)
     return plan
+
+
+def _run(first: int, end: int) -> dict[str, Any]:
+    return {"ops": {"first": first, "end": end}}
+
+
+def _blocks(blocks: Sequence[dict[str, Any]], first: int, end: int) -> list[dict[str, Any]]:
+    """The Blocks between two Ops, cut there."""
+    runs = [(max(first, block["ops"]["first"]), min(end, block["ops"]["end"]), block) for block in blocks]
+    return [{**block, **_run(begin, stop)} for begin, stop, block in runs if begin < stop]
 
 
 def possible_cuts(graph: Graph) -> list[int]:

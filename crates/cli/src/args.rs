@@ -58,6 +58,12 @@ bubble is all other idle time. Ranks that differ by less than 1% share a row.")]
     /// Shows a plan file: stages, ranks, predicted time and memory.
     #[command(after_help = "Example: rannc show plan.json --batch 256")]
     Show(ShowArgs),
+    /// Makes a plan file of this version of one of the version before.
+    #[command(after_help = "\
+Example: rannc upgrade old-plan.json bert.json -o plan.json
+
+Stages, ranks and predictions stay; what the old file lacks comes from the graph.")]
+    Upgrade(UpgradeArgs),
     /// Shows what differs between two plan files.
     #[command(after_help = "\
 Example: rannc diff plan-40gb.json plan-80gb.json
@@ -244,6 +250,19 @@ pub(crate) struct ShowArgs {
     /// Show how a global batch of so many rows is divided.
     #[arg(long, value_name = "ROWS", value_parser = rows, allow_negative_numbers = true)]
     pub(crate) batch: Option<u64>,
+    #[command(flatten)]
+    pub(crate) format: FormatArgs,
+}
+
+#[derive(Debug, clap::Args)]
+pub(crate) struct UpgradeArgs {
+    /// A plan of the version before.
+    pub(crate) plan: PathBuf,
+    /// The captured graph that it was made for.
+    pub(crate) graph: PathBuf,
+    /// Write the plan to this file.
+    #[arg(short, long, value_name = "FILE")]
+    pub(crate) output: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) format: FormatArgs,
 }

@@ -8,7 +8,7 @@ mod op;
 mod profile;
 mod units;
 
-pub use block::{Block, Blocks, ModuleNames};
+pub use block::{Block, Blocks, ModuleNames, nominal_us};
 pub use cluster::{
     Cluster, Curve, Device, Efficiency, FlopRates, Level, Link, MOST_DEVICES, MeasuredLevel, Node, Preset, Products,
     RankDevice, RankGroup, presets, update_us,

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 
 use sha2::{Digest, Sha256};
 
+use crate::analysis::Analysis;
 use crate::graph::{Arg, Dim, Graph, Op, OpId, Value, ValueDef, ValueId};
 
 /// SHA-256 of a text, in hexadecimal.
@@ -75,6 +76,70 @@ pub fn block_hash(graph: &Graph, ops: &[OpId]) -> String {
         }
     }
     encoder.finish()
+}
+
+/// A run of Ops as a function.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Signature {
+    /// SHA-256, in hexadecimal: functions with the same compute the same of their arguments.
+    pub hash: String,
+    /// Its arguments: Values that the Ops read and none of them makes, by first use.
+    pub takes: Vec<ValueId>,
+    /// Its results, in an order that depends on the function alone.
+    pub gives: Vec<ValueId>,
+}
+
+/// Tells `ops` as a function of all that comes from outside, Params, Buffers and Constants too. Its results are the
+/// Values that are `wanted` of those that the Ops make, and of inputs of the Graph that they change.
+pub fn signature(graph: &Graph, analysis: &Analysis, ops: &[OpId], wanted: impl Fn(ValueId) -> bool) -> Signature {
+    let mut encoder = Encoder::new("rannc function 1");
+    let mut numbers: HashMap<ValueId, u64> = HashMap::new();
+    let mut regions: HashMap<u32, u32> = HashMap::new();
+    let (mut takes, mut gives) = (Vec::new(), Vec::new());
+    encoder.count(ops.len());
+    for (id, op) in ops.iter().map(|&id| (id, &graph.ops[id])) {
+        let fresh = u32::try_from(regions.len()).unwrap_or(u32::MAX);
+        let region = op.region.map(|region| *regions.entry(region).or_insert(fresh));
+        if op.opaque {
+            // Its name does not tell what it computes.
+            encoder.number(u64::from(id.0));
+        }
+        encoder.op(op, region, &mut |encoder, value| {
+            if let Some(&number) = numbers.get(&value) {
+                return encoder.number(number);
+            }
+            let number = numbers.len() as u64;
+            numbers.insert(value, number);
+            encoder.number(number);
+            let tensor = &graph.values[value];
+            let changed = analysis.storages.is_changed(value);
+            let changed_input = changed && matches!(tensor.def, ValueDef::Input(_));
+            encoder.tensor(tensor);
+            encoder.flag(changed);
+            encoder.flag(changed_input);
+            let row_dim = analysis.row_dims[value];
+            encoder.flag(row_dim.is_some());
+            if let Some(rows) = row_dim {
+                encoder.number(u64::from(rows.dim));
+                encoder.number(rows.per_row);
+            }
+            let made = op.results.contains(&value);
+            if let ValueDef::Op { result, .. } = tensor.def
+                && made
+            {
+                encoder.number(u64::from(result));
+            }
+            if !made {
+                takes.push(value);
+            }
+            if (made || changed_input) && wanted(value) {
+                gives.push((value, number));
+            }
+        });
+    }
+    encoder.count(gives.len());
+    gives.iter().for_each(|&(_, number)| encoder.number(number));
+    Signature { hash: encoder.finish(), takes, gives: gives.into_iter().map(|(value, _)| value).collect() }
 }
 
 /// Feeds a hash so that no two different structures give the same bytes: every sequence is preceded

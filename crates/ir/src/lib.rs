@@ -11,6 +11,7 @@ mod hash;
 mod json;
 mod ops;
 mod parse;
+mod paths;
 mod problem;
 mod row_state;
 mod rows;
@@ -32,7 +33,8 @@ pub use graph::{
     Arg, Buffer, BufferId, ConstId, Constant, Dim, Graph, Op, OpId, OpPlace, Param, ParamId, SCHEMA, Source, Value,
     ValueDef, ValueId,
 };
-pub use hash::{block_hash, text_hash};
+pub use hash::{Signature, block_hash, signature, text_hash};
+pub use paths::{is_index, repeated_module, unit_path};
 pub use problem::{GraphPlace, GraphProblem, VerifyError, VerifyErrors};
 pub use row_state::{Join, Mixing, RowDim, RowState};
 pub use rows::{Rows, row_dims};

@@ -2,7 +2,7 @@
 
 use thiserror::Error;
 
-use crate::plan::{Plan, StagePlan};
+use crate::plan::{BlockPlan, Plan, StagePlan};
 use crate::predicted::StepPrediction;
 use crate::saver::Recompute;
 use crate::schedule::{Order, Schedule};
@@ -69,8 +69,11 @@ pub enum PlanFault {
     /// A rank has no work.
     #[error("rank {0} is in no stage")]
     RankUnused(u32),
-    /// Runs of Ops to compute again that are not runs of the Stage.
-    #[error("stage {0} computes main ops again that are not its own, or in no order")]
+    /// Blocks that are not what the Stage is made of.
+    #[error("the blocks of stage {0} do not make up its main ops in their order")]
+    Blocks(usize),
+    /// A Stage that is computed again as a whole, but not all of it.
+    #[error("stage {0} computes all of it again, but not all of its blocks say so")]
     Recompute(usize),
     /// Orders of computations for other Stages than there are.
     #[error("its schedule lists {listed} stages, but it has {stages}")]
@@ -123,7 +126,7 @@ impl Plan {
             }
             expected = ops.end;
         }
-        check_recompute(&self.stages)?;
+        check_blocks(&self.stages)?;
         check_schedule(&self.schedule, self.stages.len(), self.microbatches)?;
         check_ranks(self.stages.iter().map(|stage| stage.ranks.as_slice()), self.world_size)?;
         let StepPrediction { step_us, bubble, lower_bound_us } = self.predicted;
@@ -138,16 +141,22 @@ impl Plan {
     }
 }
 
-/// Checks that runs to compute again increase and lie in their Stage.
-fn check_recompute(stages: &[StagePlan]) -> Result<(), PlanFault> {
-    for (stage, StagePlan { ops, recompute, .. }) in stages.iter().enumerate() {
-        let Recompute::Blocks(runs) = recompute else { continue };
-        let mut free = ops.first;
-        for run in runs {
-            if run.first < free || run.end <= run.first || run.end > ops.end {
-                return Err(PlanFault::Recompute(stage));
+/// Checks that Blocks make up their Stages, and agree on what is computed again as a whole.
+fn check_blocks(stages: &[StagePlan]) -> Result<(), PlanFault> {
+    for (stage, planned) in stages.iter().enumerate() {
+        let mut expected = planned.ops.first;
+        for BlockPlan { ops, .. } in &planned.blocks {
+            if ops.first != expected || ops.end <= ops.first {
+                return Err(PlanFault::Blocks(stage));
             }
-            free = run.end;
+            expected = ops.end;
+        }
+        if expected != planned.ops.end {
+            return Err(PlanFault::Blocks(stage));
+        }
+        let together = planned.blocks.iter().filter(|block| block.recompute == Recompute::Stage).count();
+        if together != 0 && together != planned.blocks.len() {
+            return Err(PlanFault::Recompute(stage));
         }
     }
     Ok(())

@@ -3,6 +3,7 @@
 mod check;
 mod consistent;
 mod machine;
+mod old_plan;
 mod partition;
 mod plan;
 mod plan_file;
@@ -17,10 +18,12 @@ pub use machine::{
     Blocked, Channel, Clock, Deadlock, Halt, Memory, Observer, Pause, ProgramScript, Script, ScriptWriter, Slot, Span,
     Stuck, Task, Ticks, grid, in_flight, run,
 };
+pub use old_plan::OldPlan;
 pub use partition::{
-    Crossing, InputPart, OutputPart, OutputSource, Partition, PartitionError, PartitionFault, StagePart, TiedParam,
+    Crossing, InputPart, OutputPart, OutputSource, Partition, PartitionError, PartitionFault, SpanPart, StagePart,
+    TiedParam,
 };
-pub use plan::{PLAN_SCHEMA, Placement, Plan, StagePlan};
+pub use plan::{BlockPlan, PLAN_SCHEMA, Placement, Plan, StagePlan};
 pub use plan_file::PlanFileError;
 pub use predicted::{MemoryPrediction, StagePrediction, StepPrediction};
 pub use program::{

@@ -8,7 +8,10 @@ use crate::saver::{Recompute, Sharding};
 use crate::schedule::Schedule;
 
 /// Version of the plan file that this crate writes and reads.
-pub const PLAN_SCHEMA: u32 = 2;
+pub const PLAN_SCHEMA: u32 = 3;
+
+/// The one before, of files that can be upgraded.
+pub(crate) const OLD_SCHEMA: u32 = 2;
 
 /// The decision: Stages, their ranks, microbatches, Schedule, and what is expected of them.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -48,16 +51,43 @@ pub struct StagePlan {
     pub modules: Vec<String>,
     /// The rank of each Replica.
     pub ranks: Vec<u32>,
-    /// Number of Blocks.
-    pub blocks: u32,
-    /// What is computed again for the backward.
-    pub recompute: Recompute,
+    /// Its Blocks in order; none where it has no main Ops.
+    pub blocks: Vec<BlockPlan>,
     /// What its Replicas divide among them.
     pub sharding: Sharding,
     /// True when the optimizer's state stays in host memory.
     pub offload: bool,
     /// Expected cost.
     pub predicted: StagePrediction,
+}
+
+/// One Block of a Stage.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BlockPlan {
+    /// Its main Ops.
+    pub ops: OpRun,
+    /// Structural hash: Blocks with the same compute the same up to names.
+    pub hash: String,
+    /// What of it is computed again for the backward.
+    pub recompute: Recompute,
+}
+
+impl StagePlan {
+    /// True when all of the Stage is computed again from what it receives.
+    pub fn recomputes_all(&self) -> bool {
+        self.blocks.iter().any(|block| block.recompute == Recompute::Stage)
+    }
+
+    /// Number of Blocks that are computed again, each from what it takes in.
+    pub fn blocks_again(&self) -> usize {
+        self.blocks.iter().filter(|block| block.recompute == Recompute::Block).count()
+    }
+
+    /// True when anything is computed again.
+    pub fn recomputes(&self) -> bool {
+        self.blocks.iter().any(|block| block.recompute != Recompute::None)
+    }
 }
 
 /// Where the Replicas of each Stage run, how often, and in which order.

@@ -4,12 +4,13 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use rannc_ir::Graph;
 use rannc_ir::sealed::{self, SealError, Sealed};
+use rannc_ir::{Graph, OpRun};
 use thiserror::Error;
 
 use crate::consistent::PlanFault;
-use crate::plan::{PLAN_SCHEMA, Plan, StagePlan};
+use crate::partition::{Partition, PartitionError};
+use crate::plan::{OLD_SCHEMA, PLAN_SCHEMA, Plan};
 use crate::saver::{Recompute, Sharding};
 
 /// Why a plan file cannot be used.
@@ -38,9 +39,7 @@ pub enum PlanFileError {
     #[error("the plan's JSON does not have the form of a plan ({0}); make the plan again")]
     Form(#[source] serde_json::Error),
     /// Another version of the file format.
-    #[error(
-        "the plan file has schema {found}, this RaNNC reads schema {PLAN_SCHEMA}; make the plan again with this version"
-    )]
+    #[error("the plan file has schema {found}, this RaNNC reads schema {PLAN_SCHEMA}; {}", renewal(found))]
     Schema {
         /// What the file says.
         found: String,
@@ -89,6 +88,15 @@ pub enum PlanFileError {
         /// Ranks of the job.
         actual: u32,
     },
+}
+
+fn renewal(found: &str) -> &'static str {
+    if found == OLD_SCHEMA.to_string() {
+        "make a file of this schema of it with `rannc upgrade PLAN GRAPH` (`python -m pyrannc capture` writes the \
+         model's graph), or make the plan again with this version"
+    } else {
+        "make the plan again with this version"
+    }
 }
 
 fn ranks(count: u32) -> String {
@@ -146,16 +154,20 @@ impl Plan {
 
     /// Checks that the Plan was made for this Graph.
     pub fn check_graph(&self, graph: &Graph) -> Result<(), PlanFileError> {
-        let graph_hash = graph.hash();
-        if graph_hash == self.graph_hash {
-            return Ok(());
-        }
-        Err(PlanFileError::OtherGraph {
-            plan_name: self.graph_name.clone(),
-            plan_hash: self.graph_hash.clone(),
-            graph_name: graph.name.clone(),
-            graph_hash,
-        })
+        check_graph(&self.graph_name, &self.graph_hash, graph)
+    }
+
+    /// Divides the Graph that the Plan was made for, with Spans, and proves that it means the same.
+    ///
+    /// # Errors
+    /// When the Stages or Blocks are not of this Graph.
+    pub fn partition(&self, graph: &Graph) -> Result<Partition, PartitionError> {
+        let stages: Vec<OpRun> = self.stages.iter().map(|stage| stage.ops).collect();
+        let blocks = self.stages.iter().flat_map(|stage| &stage.blocks);
+        let blocks: Vec<(OpRun, Recompute)> = blocks.map(|block| (block.ops, block.recompute)).collect();
+        let partition = Partition::new(graph, &stages)?.with_spans(graph, &blocks)?;
+        partition.verify(graph)?;
+        Ok(partition)
     }
 
     /// Checks that the Plan is for this number of ranks.
@@ -168,11 +180,11 @@ impl Plan {
 
     /// Checks that the Plan asks for nothing that the runtime cannot do yet.
     pub fn check_runnable(&self) -> Result<(), PlanFileError> {
-        for (stage, StagePlan { recompute, sharding, offload, .. }) in self.stages.iter().enumerate() {
+        for (stage, planned) in self.stages.iter().enumerate() {
             let asked = [
-                (*recompute != Recompute::None, "recomputation"),
-                (*sharding != Sharding::None, "sharding"),
-                (*offload, "offload"),
+                (planned.recomputes(), "recomputation"),
+                (planned.sharding != Sharding::None, "sharding"),
+                (planned.offload, "offload"),
             ];
             if let Some(&(_, what)) = asked.iter().find(|(asked, _)| *asked) {
                 return Err(PlanFileError::NotRunnable { stage, what });
@@ -180,4 +192,18 @@ impl Plan {
         }
         Ok(())
     }
+}
+
+/// Checks that a Plan of the Graph with this name and hash was made for `graph`.
+pub(crate) fn check_graph(plan_name: &str, plan_hash: &str, graph: &Graph) -> Result<(), PlanFileError> {
+    let graph_hash = graph.hash();
+    if graph_hash == plan_hash {
+        return Ok(());
+    }
+    Err(PlanFileError::OtherGraph {
+        plan_name: plan_name.to_owned(),
+        plan_hash: plan_hash.to_owned(),
+        graph_name: graph.name.clone(),
+        graph_hash,
+    })
 }

@@ -1,20 +1,19 @@
-//! What a Stage gives up to save memory.
+//! What a Stage or a Block gives up to save memory.
 
-use rannc_ir::OpRun;
 use serde::{Deserialize, Serialize};
 
-/// What of a forward is computed again for the backward instead of being kept (Chen et al., Training Deep
+/// What of a Block's forward is computed again for the backward instead of being kept (Chen et al., Training Deep
 /// Nets with Sublinear Memory Cost, 2016).
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Recompute {
     /// Nothing.
     #[default]
     None,
-    /// The whole Stage: only what it receives is kept.
+    /// The Block by itself: what it takes in is kept.
+    Block,
+    /// All of its Stage together, so that only what the Stage receives is kept; then all its Blocks say so.
     Stage,
-    /// These runs of its main Ops, increasing: of each only what it takes in is kept.
-    Blocks(Vec<OpRun>),
 }
 
 /// What the Replicas of a Stage divide among them instead of holding it whole (Rajbhandari et al., ZeRO,

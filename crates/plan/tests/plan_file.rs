@@ -4,9 +4,13 @@ use proptest::prelude::*;
 use rannc_ir::OpRun;
 use rannc_ir::testing::{cases, damaged, mlp};
 use rannc_plan::{
-    MemoryPrediction, Plan, PlanFault, PlanFileError, Recompute, Schedule, ScheduleKind, Sharding, StagePlan,
-    StagePrediction, StepPrediction,
+    BlockPlan, MemoryPrediction, Plan, PlanFault, PlanFileError, Recompute, Schedule, ScheduleKind, Sharding,
+    StagePlan, StagePrediction, StepPrediction,
 };
+
+fn block(first: u32, end: u32) -> BlockPlan {
+    BlockPlan { ops: OpRun { first, end }, hash: "b1".into(), recompute: Recompute::None }
+}
 
 fn stage(first: u32, end: u32, ranks: &[u32]) -> StagePlan {
     let memory = MemoryPrediction { params_bytes: 1 << 30, grads_bytes: 7, ..MemoryPrediction::default() };
@@ -15,8 +19,7 @@ fn stage(first: u32, end: u32, ranks: &[u32]) -> StagePlan {
         ops: OpRun { first, end },
         modules: vec!["net.0-3".into()],
         ranks: ranks.to_vec(),
-        blocks: 2,
-        recompute: Recompute::None,
+        blocks: if end == 0 { vec![] } else { vec![block(first, first + 2), block(first + 2, end)] },
         sharding: Sharding::None,
         offload: false,
         predicted,
@@ -97,7 +100,7 @@ fn the_head_of_the_file_is_plain() {
     assert_eq!(
         head.join("\n"),
         r#"{
-  "schema": 2,
+  "schema": 3,
   "pyrannc": "0.1.0",
   "graph_hash": "abc",
   "graph_name": "Net",
@@ -129,8 +132,8 @@ fn edited_and_damaged_files_are_refused() {
     assert!(matches!(error(&text[..text.len() / 2]), PlanFileError::NotJson(_)));
     assert!(matches!(error("[]"), PlanFileError::Schema { .. }));
     assert_eq!(
-        error(&text.replace("\"schema\": 2", "\"schema\": 3")).to_string(),
-        "the plan file has schema 3, this RaNNC reads schema 2; make the plan again with this version"
+        error(&text.replace("\"schema\": 3", "\"schema\": 4")).to_string(),
+        "the plan file has schema 4, this RaNNC reads schema 3; make the plan again with this version"
     );
 }
 
@@ -194,15 +197,20 @@ fn a_model_without_main_ops_is_one_stage() {
 }
 
 #[test]
-fn runs_to_compute_again_lie_in_their_stage() {
+fn blocks_make_up_their_stage() {
     let run = |first, end| OpRun { first, end };
-    for runs in [vec![run(4, 6)], vec![run(5, 5)], vec![run(7, 8), run(6, 7)], vec![run(8, 10)]] {
-        let found = fault(|plan| plan.stages[1].recompute = Recompute::Blocks(runs.clone()));
-        assert_eq!(found, PlanFault::Recompute(1));
+    for runs in
+        [vec![run(4, 9)], vec![run(5, 5), run(5, 9)], vec![run(5, 8)], vec![run(5, 7), run(6, 9)], vec![run(5, 10)]]
+    {
+        let blocks = runs.into_iter().map(|OpRun { first, end }| block(first, end)).collect::<Vec<_>>();
+        let found = fault(|plan| plan.stages[1].blocks = blocks.clone());
+        assert_eq!(found, PlanFault::Blocks(1));
     }
+    let found = fault(|plan| plan.stages[1].blocks[1].recompute = Recompute::Stage);
+    assert_eq!(found, PlanFault::Recompute(1));
     let mut plan = unsealed();
-    plan.stages[1].recompute = Recompute::Blocks(vec![run(5, 6), run(7, 9)]);
-    let plan = plan.seal().expect("runs of its own");
+    plan.stages[1].blocks[1].recompute = Recompute::Block;
+    let plan = plan.seal().expect("a block of its own");
     assert_eq!(Plan::from_json(&plan.to_json()).expect("just written"), plan);
     let error = plan.check_runnable().expect_err("cannot be run yet");
     assert!(error.to_string().starts_with("stage 1 of the plan asks for recomputation"), "{error}");

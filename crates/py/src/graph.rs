@@ -1,10 +1,9 @@
 //! Graph and its Blocks for Python.
 
 use pyo3::prelude::*;
-use rannc_cost::{ComputeCost, OpWork, Operation};
+use rannc_cost::nominal_us;
 use rannc_ir::{Analysis, Entity, Mixing, OpId, OpRun};
 
-use crate::cluster::Cluster;
 use crate::errors::{ErrorClass, OrRaise, OrRaiseAs};
 
 /// A verified Graph.
@@ -49,9 +48,9 @@ impl Graph {
         py.detach(|| self.0.to_text())
     }
 
-    /// The Blocks that a search for `world_size` of the cluster's devices and a batch of so many rows cuts between.
-    fn blocks(&self, py: Python<'_>, cluster: &Cluster, world_size: u32, batch_rows: u64) -> PyResult<Blocks> {
-        py.detach(|| Blocks::new(&self.0, &cluster.0, world_size, batch_rows))
+    /// The Blocks, which a search cuts between.
+    fn blocks(&self, py: Python<'_>) -> PyResult<Blocks> {
+        py.detach(|| Blocks::new(&self.0))
     }
 
     /// For each Value the dimension that runs over the batch and its extent for one row, where that is proven.
@@ -95,18 +94,13 @@ pub struct Blocks {
 }
 
 impl Blocks {
-    fn new(graph: &rannc_ir::Graph, cluster: &rannc_cost::Cluster, world_size: u32, batch_rows: u64) -> PyResult<Self> {
-        let analysis = Analysis::new(graph);
-        let device = &cluster.kinds[0];
-        let rows = batch_rows.div_ceil(u64::from(world_size.max(1)));
-        let found = rannc_search::Blocks::new(graph, &analysis, device, world_size, rows);
+    fn new(graph: &rannc_ir::Graph) -> PyResult<Self> {
+        let found = rannc_search::Blocks::new(graph, &Analysis::new(graph));
         let stages: Vec<OpRun> = found.blocks.iter().map(|block| block.ops).collect();
-        let cost = |&op: &OpId| OpWork::new(&Operation::new(graph, op)).at(device, rows);
-        let us = |block: &rannc_search::Block| block.own_ops.iter().map(cost).sum::<ComputeCost>().us();
         let hash = |block: &rannc_search::Block| found.hashes[block.kind as usize].clone();
         Ok(Self {
             hashes: found.blocks.iter().map(hash).collect(),
-            times_us: found.blocks.iter().map(us).collect(),
+            times_us: found.blocks.iter().map(|block| nominal_us(graph, &block.own_ops)).collect(),
             partition: rannc_plan::Partition::new(graph, &stages).or_raise()?,
             ops: found.blocks.into_iter().map(|block| block.own_ops).collect(),
         })
@@ -121,7 +115,7 @@ impl Blocks {
         self.hashes.clone()
     }
 
-    /// Estimated time of each Block, forward and backward, when all ranks share the batch.
+    /// Estimated time of each Block, forward and backward, on a usual device.
     #[getter]
     fn times_us(&self) -> Vec<f64> {
         self.times_us.clone()

@@ -6,8 +6,10 @@ use std::sync::atomic::AtomicBool;
 
 use pyo3::prelude::*;
 use rannc_cli::{Kind, Terminal};
+use rannc_ir::Analysis;
+use rannc_plan::{PartitionError, Recompute};
 use rannc_report::{PlanTables, Report as _};
-use rannc_search::{PlanCosts, SearchError, SettingNames, Settings};
+use rannc_search::{Blocks, PlanCosts, SearchError, SettingNames, Settings};
 
 use crate::cluster::Cluster;
 use crate::errors::{ErrorClass, OrRaise, OrRaiseAs, Raised, read_file};
@@ -130,8 +132,7 @@ impl Plan {
 
     /// Divides the Graph that the Plan was made for.
     fn partition(&self, py: Python<'_>, graph: &Graph) -> PyResult<Partition> {
-        let ops: Vec<_> = self.0.stages.iter().map(|stage| stage.ops).collect();
-        py.detach(|| rannc_plan::Partition::new(&graph.0, &ops)).or_raise().map(Partition)
+        py.detach(|| self.0.partition(&graph.0)).or_raise().map(Partition)
     }
 
     /// Directed rank pairs between which any batch may send.
@@ -181,7 +182,13 @@ pub struct Partition(pub rannc_plan::Partition);
 impl Partition {
     /// Divides a second Graph of the same model like this one divides `own`.
     fn follow(&self, py: Python<'_>, own: &Graph, other: &Graph) -> PyResult<Self> {
-        py.detach(|| self.0.follow(&own.0, &other.0)).or_raise().map(Self)
+        py.detach(|| {
+            let blocks = Blocks::new(&other.0, &Analysis::new(&other.0)).blocks;
+            let blocks: Vec<_> = blocks.iter().map(|block| (block.ops, Recompute::None)).collect();
+            let divided = self.0.follow(&own.0, &other.0).or_raise()?.with_spans(&other.0, &blocks).or_raise()?;
+            divided.verify(&other.0).map_err(PartitionError::from).or_raise()?;
+            Ok(Self(divided))
+        })
     }
 
     /// The JSON form.

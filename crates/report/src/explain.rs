@@ -145,7 +145,7 @@ impl Explanation {
         unlimited_step_us: Option<f64>,
     ) -> Result<Self, PartitionError> {
         let Outcome { plan, runners_up, gains, report } = outcome;
-        let Question { graph, cluster, settings } = question;
+        let Question { graph, cluster, .. } = question;
         let rows = microbatch_rows(&plan, plan.batch_rows).into_iter().max().unwrap_or(0);
         let ops: Vec<OpRun> = plan.stages.iter().map(|stage| stage.ops).collect();
         let step = StepShares::new(&plan);
@@ -157,7 +157,7 @@ impl Explanation {
         Ok(Self {
             stages: stage_shares(&plan, &stage_depths(&Partition::new(graph, &ops)?), step.bottleneck, question),
             cuts: cuts(&plan, cut_bytes(graph, &ops, rows)?),
-            median_cut_bytes: median(cut_bytes(graph, &possible(graph, cluster, settings), rows)?),
+            median_cut_bytes: median(cut_bytes(graph, &possible(graph), rows)?),
             runners_up: runners_up.collect(),
             search: SearchFacts::new(&report),
             step,
@@ -211,9 +211,8 @@ fn largest_use(memory: &MemoryPrediction) -> &'static str {
     memory.uses().into_iter().max_by_key(|&(_, bytes)| bytes).map_or("", |(name, _)| name)
 }
 
-fn possible(graph: &Graph, cluster: &Cluster, settings: &Settings) -> Vec<OpRun> {
-    let rows = settings.batch_rows.div_ceil(u64::from(settings.world_size));
-    let blocks = Blocks::new(graph, &Analysis::new(graph), &cluster.kinds[0], settings.world_size, rows);
+fn possible(graph: &Graph) -> Vec<OpRun> {
+    let blocks = Blocks::new(graph, &Analysis::new(graph));
     blocks.blocks.into_iter().map(|block| block.ops).collect()
 }
 

@@ -1,7 +1,7 @@
 //! Amounts and counts in words.
 
 pub(crate) use rannc_cost::counted;
-use rannc_plan::{Recompute, Sharding, StagePlan};
+use rannc_plan::{Sharding, StagePlan};
 
 /// A share, 0 to 1, in percent.
 pub(crate) fn percent(share: f64) -> String {
@@ -36,10 +36,10 @@ pub(crate) fn decimal(amount: f64) -> String {
 
 /// What a Stage does to save memory: `recompute, ZeRO 1, offload`; empty if nothing.
 pub(crate) fn savers(stage: &StagePlan) -> String {
-    let recompute = match &stage.recompute {
-        Recompute::None => None,
-        Recompute::Stage => Some("recompute".to_owned()),
-        Recompute::Blocks(runs) => Some(format!("recompute {}", counted(runs.len() as u64, "run", "runs"))),
+    let recompute = match stage.blocks_again() {
+        _ if stage.recomputes_all() => Some("recompute".to_owned()),
+        0 => None,
+        count => Some(format!("recompute {}", counted(count as u64, "block", "blocks"))),
     };
     let offload = stage.offload.then_some("offload");
     let all = [recompute, sharding(stage.sharding).map(str::to_owned), offload.map(str::to_owned)];

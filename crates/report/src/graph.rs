@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::iter::Sum;
 
-use rannc_cost::{Cluster, OpWork, Operation, SavedTensors, base_name, format_bytes, tensor_bytes};
+use rannc_cost::{OpWork, Operation, SavedTensors, base_name, format_bytes, tensor_bytes};
 use rannc_ir::{Analysis, Graph, ValueId};
 use rannc_search::Blocks;
 use serde::Serialize;
@@ -91,8 +91,7 @@ impl GraphSummary {
     pub fn new(graph: &Graph) -> Self {
         let analysis = Analysis::new(graph);
         let cuts = analysis.cuts.iter().filter(|refusal| refusal.is_none()).count().saturating_sub(2);
-        let host = &Cluster::preset("cpu", 1, 1).expect("one node with one device").kinds[0];
-        let blocks = Blocks::new(graph, &analysis, host, 1, graph.sample_rows);
+        let blocks = Blocks::new(graph, &analysis);
         let rows = graph.sample_rows;
         let work = graph.ops.ids().map(|op| OpWork::new(&Operation::new(graph, op)));
         let flops: Vec<[f64; 2]> =

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use rannc_cost::{format_bytes, format_us};
-use rannc_plan::{Plan, Recompute, Schedule, Sharding, StagePlan};
+use rannc_plan::{Plan, Schedule, Sharding, StagePlan};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -110,7 +110,7 @@ impl PlanShape {
             replicas: stages.iter().map(|stage| stage.ranks.len()).collect(),
             idle_devices: idle_devices(plan),
             cuts: stages.windows(2).map(|pair| cut(&pair[0], &pair[1])).collect(),
-            recomputing: stages.iter().filter(|stage| stage.recompute != Recompute::None).count(),
+            recomputing: stages.iter().filter(|stage| stage.recomputes()).count(),
             sharding: stages.iter().map(|stage| stage.sharding).max().unwrap_or_default(),
             offloading: stages.iter().filter(|stage| stage.offload).count(),
         }

@@ -8,8 +8,8 @@ use rannc_cost::Cluster;
 use rannc_ir::testing::GraphBuilder;
 use rannc_ir::{Arg, DType, Dim, Graph, OpRun, ValueId};
 use rannc_plan::{
-    Action, Batch, Buckets, Call, Partition, Placement, Plan, Program, Recompute, Schedule, Sharding, StagePlan,
-    StagePrediction, StepPrediction, Trained, build, check, grid, in_flight,
+    Action, Batch, BlockPlan, Buckets, Call, Partition, Placement, Plan, Program, Recompute, Schedule, Sharding,
+    StagePlan, StagePrediction, StepPrediction, Trained, build, check, grid, in_flight,
 };
 use rannc_search::{PlanCosts, Settings};
 use rannc_sim::{Costs, Timeline, What, simulate};
@@ -103,8 +103,7 @@ impl Case {
             ops,
             modules: vec!["net".to_owned()],
             ranks,
-            blocks: 1,
-            recompute: Recompute::None,
+            blocks: vec![BlockPlan { ops, hash: String::new(), recompute: Recompute::None }],
             sharding: Sharding::None,
             offload: false,
             predicted: StagePrediction::default(),

@@ -40,9 +40,8 @@ fn out_of_memory(rows: u64) -> BlockPoint {
 }
 
 /// A Profile in which every kind of Block has these points.
-fn profile(graph: &Graph, cluster: &Cluster, settings: &Settings, points: &[BlockPoint]) -> Profile {
-    let rows = settings.batch_rows / u64::from(settings.world_size);
-    let blocks = Blocks::new(graph, &Analysis::new(graph), &cluster.kinds[0], settings.world_size, rows);
+fn profile(graph: &Graph, cluster: &Cluster, points: &[BlockPoint]) -> Profile {
+    let blocks = Blocks::new(graph, &Analysis::new(graph));
     let mut profile = Profile::new(&graph.hash(), &cluster.kinds[0].name, "float32");
     for hash in blocks.hashes {
         profile.blocks.insert(hash, BlockProfile::new(points.to_vec()));
@@ -56,7 +55,7 @@ fn one_stage() -> Settings {
 
 fn planned(graph: &Graph, points: &[BlockPoint]) -> Plan {
     let cluster = Cluster::preset("H200", 1, 1).expect("a device");
-    let measured = profile(graph, &cluster, &one_stage(), points);
+    let measured = profile(graph, &cluster, points);
     plan(graph, &cluster, &[measured], &one_stage()).expect("fits").plan
 }
 
@@ -67,16 +66,23 @@ fn measured_memory_counts() {
         planned(&graph, &[point(ROWS, saved_bytes, workspace_bytes)]).stages[0].predicted.memory
     };
     let (little, more, temporary) = (memory(1 << 24, 1000), memory(1 << 26, 1000), memory(1 << 24, 123_456));
-    let blocks = Blocks::new(
-        &graph,
-        &Analysis::new(&graph),
-        &Cluster::preset("H200", 1, 1).expect("a device").kinds[0],
-        1,
-        ROWS,
-    );
+    let blocks = Blocks::new(&graph, &Analysis::new(&graph));
     let difference = (blocks.blocks.len() as u64) * ((1 << 26) - (1 << 24));
     assert_eq!(more.activations_bytes - little.activations_bytes, difference);
     assert_eq!((little.workspace_bytes, temporary.workspace_bytes), (1000, 123_456));
+}
+
+#[test]
+fn what_was_measured_for_some_devices_serves_any_number() {
+    let graph = encoder(48, 256, 64, 1000);
+    let points: Vec<BlockPoint> = [1, 4, 16].map(|rows| point(rows, 1000 * rows, 1000)).into();
+    let measured = profile(&graph, &Cluster::preset("H200", 1, 2).expect("two devices"), &points);
+    for (nodes, devices, batch_rows) in [(1, 2, 32), (1, 4, 64), (1, 4, 20), (16, 8, 1024)] {
+        let cluster = Cluster::preset("H200", nodes, devices).expect("devices");
+        let settings = Settings { world_size: nodes * devices, batch_rows, ..Settings::default() };
+        let report = plan(&graph, &cluster, std::slice::from_ref(&measured), &settings).expect("fits").report;
+        assert_eq!(report.measured_kinds, report.block_kinds);
+    }
 }
 
 /// Several Blocks use the sum of two parameters, which each Stage computes once for each microbatch.
@@ -107,7 +113,7 @@ fn what_ran_out_of_memory_stays_excluded_and_is_told() {
     let graph = encoder(2, 256, 64, 1000);
     let cluster = Cluster::preset("H200", 1, 1).expect("a device");
     for points in [vec![out_of_memory(ROWS)], vec![point(1, 1000, 1000), out_of_memory(ROWS)]] {
-        let measured = profile(&graph, &cluster, &one_stage(), &points);
+        let measured = profile(&graph, &cluster, &points);
         let Err(SearchError::DoesNotFit(shortage)) =
             plan(&graph, &cluster, std::slice::from_ref(&measured), &one_stage())
         else {

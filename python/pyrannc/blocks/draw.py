@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -28,7 +28,7 @@ _SELU_FLOOR = 1.7580993408473766  # of the scaled exponential linear unit, with 
 
 @dataclass(frozen=True, eq=False)
 class Drawing:
-    """One drawing Op of a Stage.
+    """One drawing Op.
 
     Attributes:
         dtype: of its result.
@@ -61,18 +61,32 @@ _Law: TypeAlias = Callable[..., Any]
 
 @dataclass(eq=False)
 class DrawnOp:
-    """What generated code calls instead of a drawing Op, with the Op's own arguments."""
+    """What generated code calls instead of drawing Ops that are alike, with the Op's number and its own arguments.
+
+    Attributes:
+        dtype: of the Op's result.
+        row_dim: the dimension of its result that is proven to run over the batch.
+        by_rows: its result depends on the batch.
+    """
 
     law: _Law
-    drawing: Drawing
+    randomness: Randomness
+    dtype: torch.dtype
+    row_dim: RowDim | None
+    by_rows: bool
+    _drawings: dict[int, Drawing] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.__name__ = self.__qualname__ = f"draw_{self.drawing.op}"
+        self.__name__ = self.__qualname__ = f"draw{self.law.__name__}"
         self.__module__ = __name__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, op: int, *args: Any, **kwargs: Any) -> Any:
         """The Op's results."""
-        return self.law(self.drawing, *args, **kwargs)
+        drawing = self._drawings.get(op)
+        if drawing is None:
+            drawing = Drawing(self.randomness, op, self.dtype, self.row_dim, self.by_rows)
+            self._drawings[op] = drawing
+        return self.law(drawing, *args, **kwargs)
 
     @staticmethod
     def arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -110,9 +110,9 @@ class Randomness:
         """Draws at once what ``who`` will ask for inside."""
         return nullcontext() if self._ahead is None else self._ahead.drawn(who, self._key, self._rows)
 
-    def placer(self, op: int, *, by_rows: bool) -> Callable[[], None]:
-        """What a Stage calls right before an Op that draws from the device's generator."""
-        return _Placer(self, op, by_rows)
+    def placer(self, *, by_rows: bool) -> Callable[[int], None]:
+        """What generated code calls, with an Op's number, right before it draws from the device's generator."""
+        return _Placer(self, by_rows)
 
     def place(self, op: int, *, by_rows: bool) -> None:
         """Sets the generator for the Op: for the rows in hand, or alike for all."""
@@ -133,12 +133,11 @@ class _Placer:
     """A callable that generated code can name."""
 
     randomness: Randomness
-    op: int
     by_rows: bool
 
     def __post_init__(self) -> None:
-        self.__name__ = self.__qualname__ = f"place_generator_{self.op}"
+        self.__name__ = self.__qualname__ = "place_generator"
         self.__module__ = __name__
 
-    def __call__(self) -> None:
-        self.randomness.place(self.op, by_rows=self.by_rows)
+    def __call__(self, op: int) -> None:
+        self.randomness.place(op, by_rows=self.by_rows)

@@ -96,7 +96,7 @@ def _ops_us(device: torch.device) -> float:
     request = replace(request, config=Config(profile="always", profile_cache=False))
     world_size = process.get_world_size()
     cluster = find_cluster(request.config, [own_device(device)] * world_size)
-    blocks = request.variant.graph.blocks(cluster, world_size, request.batch_rows).hashes
+    blocks = request.variant.graph.blocks().hashes
     profiles = [ProfileFacts.of(found) for found in find_profiles(request, cluster, [""] * world_size)]
     points = [known.blocks[block][0] for known in profiles for block in blocks]
     return float(sum(us for point in points for us in (point.forward_us, point.backward_us)))

@@ -50,8 +50,29 @@ class OutputPart:
 
 
 @dataclass(frozen=True)
+class SpanPart:
+    """Ops that run as one function; all numbers are the Graph's ids.
+
+    Attributes:
+        takes: the Values that are its arguments, parameters, buffers and constants too.
+        gives: the Values that are its results.
+        hash: functions with the same compute the same of their arguments.
+    """
+
+    ops: tuple[int, ...]
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
+    hash: str
+
+
+@dataclass(frozen=True)
 class StagePart:
-    """What one Stage holds, takes in and gives out; all numbers are the Graph's ids."""
+    """What one Stage holds, takes in and gives out; all numbers are the Graph's ids.
+
+    Attributes:
+        prologue: its batch-free Ops, if they run before all others.
+        spans: its other Ops in the order in which they run; none where the core was not asked for Spans.
+    """
 
     ops: tuple[int, ...]
     inputs: tuple[InputPart, ...]
@@ -62,6 +83,8 @@ class StagePart:
     buffers: tuple[int, ...]
     constants: tuple[int, ...]
     mutated_buffers: tuple[int, ...]
+    prologue: SpanPart | None = None
+    spans: tuple[SpanPart, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,8 +121,14 @@ def _output_part(item: dict[str, Any]) -> OutputPart:
 
 
 def _stage_part(item: dict[str, Any]) -> StagePart:
-    lists = {name: tuple(item[name]) for name in StagePart.__dataclass_fields__ if name != "inputs"}
+    parted = ("inputs", "prologue", "spans")
+    lists = {name: tuple(item[name]) for name in StagePart.__dataclass_fields__ if name not in parted}
     inputs = tuple(
         InputPart(part["index"], part["value"], part["has_rows"], part["requires_grad"]) for part in item["inputs"]
     )
-    return StagePart(inputs=inputs, **lists)
+    prologue = None if item["prologue"] is None else _span(item["prologue"])
+    return StagePart(inputs=inputs, prologue=prologue, spans=tuple(map(_span, item["spans"])), **lists)
+
+
+def _span(item: dict[str, Any]) -> SpanPart:
+    return SpanPart(tuple(item["ops"]), tuple(item["takes"]), tuple(item["gives"]), item["hash"])

@@ -62,14 +62,15 @@ class StagePlan:
     Attributes:
         modules: short names of what it runs.
         ranks: of its Replicas.
-        recompute: ``"none"``, ``"stage"``, or the runs of Ops that are computed again.
+        recompute: what of each of its Blocks is computed again for the backward: ``"none"``, ``"block"``, or
+            ``"stage"`` where all of the Stage is, together.
         sharding: what its Replicas divide among them.
         offload: its parameters lie on the host.
     """
 
     modules: tuple[str, ...]
     ranks: tuple[int, ...]
-    recompute: str | dict[str, Any]
+    recompute: tuple[str, ...]
     sharding: str
     offload: bool
     predicted: StagePrediction
@@ -116,7 +117,7 @@ def _stage(item: dict[str, Any]) -> StagePlan:
     return StagePlan(
         modules=tuple(item["modules"]),
         ranks=tuple(item["ranks"]),
-        recompute=item["recompute"],
+        recompute=tuple(block["recompute"] for block in item["blocks"]),
         sharding=item["sharding"],
         offload=item["offload"],
         predicted=StagePrediction(

@@ -125,8 +125,8 @@ class Gradients:
         if not self.second_bytes and held.nbytes:
             self.second_bytes = held.nbytes
             _log.info(
-                f"the gradients of a step are still held while the next step fills its own, which takes "
-                f"{held.nbytes / 2**20:.1f} MiB more on this rank than the plan counts; unless gradients are to add up, "
+                "the gradients of a step are still held while the next step fills its own, which takes "
+                f"{held.nbytes / 2**20:.1f} MiB more on this rank than the plan counts; unless they are to add up, "
                 "call optimizer.zero_grad() before the model, not between the model and loss.backward()"
             )
 

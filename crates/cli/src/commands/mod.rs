@@ -8,6 +8,7 @@ mod graph;
 mod plan;
 mod show;
 mod simulate;
+mod upgrade;
 mod whatif;
 
 use anyhow::Result;
@@ -25,6 +26,7 @@ pub(crate) fn execute(args: Args, context: &Context) -> Result<Printer> {
         Command::WhatIf(args) => whatif::run(args, context),
         Command::Simulate(args) => simulate::run(args, context),
         Command::Show(args) => show::run(args, context),
+        Command::Upgrade(args) => upgrade::run(args, context),
         Command::Diff(args) => diff::run(args, context),
         Command::Cluster(args) => cluster::run(args, context),
         Command::Graph(args) => graph::run(args, context),

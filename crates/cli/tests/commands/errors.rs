@@ -13,7 +13,7 @@ fn files_that_cannot_be_used() {
     folder.write("empty.json", "");
     folder.write("cut.json", &folder.read("graph.json")[..100]);
     folder.write("old.json", r#"{"schema": 0}"#);
-    folder.write("other.json", r#"{"schema": 2}"#);
+    folder.write("other.json", r#"{"schema": 3}"#);
     assert_snapshot!(folder.errors(&[
         "graph missing.json",
         "graph empty.json",

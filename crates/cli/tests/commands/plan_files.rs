@@ -2,7 +2,8 @@
 
 use rannc_ir::{Graph, OpRun};
 use rannc_plan::{
-    MemoryPrediction, PLAN_SCHEMA, Plan, Recompute, ScheduleKind, Sharding, StagePlan, StagePrediction, StepPrediction,
+    BlockPlan, MemoryPrediction, PLAN_SCHEMA, Plan, Recompute, ScheduleKind, Sharding, StagePlan, StagePrediction,
+    StepPrediction,
 };
 
 use crate::folder::Folder;
@@ -34,16 +35,20 @@ pub fn write_plan(folder: &Folder, file: &str, stages: &[(u32, u32)], change: im
     folder.write(file, &plan.seal().expect("consistent").to_json());
 }
 
+fn block(op: u32) -> BlockPlan {
+    let ops = OpRun { first: op, end: op + 1 };
+    BlockPlan { ops, hash: format!("kind {}", op % 2), recompute: Recompute::None }
+}
+
 fn stage(ops: OpRun, ranks: Vec<u32>) -> StagePlan {
-    let blocks = ops.end - ops.first;
-    let layers = u64::from(blocks);
-    let us = f64::from(blocks) / ranks.len() as f64;
+    let ops_count = ops.end - ops.first;
+    let layers = u64::from(ops_count);
+    let us = f64::from(ops_count) / ranks.len() as f64;
     StagePlan {
         ops,
         modules: vec![format!("layers.{}-{}", ops.first / 2, (ops.end - 1) / 2)],
         ranks,
-        blocks,
-        recompute: Recompute::None,
+        blocks: (ops.first..ops.end).map(block).collect(),
         sharding: Sharding::None,
         offload: false,
         predicted: StagePrediction {

@@ -1,7 +1,6 @@
 //! `rannc plan`, `show` and `diff`.
 
 use insta::assert_snapshot;
-use rannc_ir::OpRun;
 use rannc_plan::{Plan, Recompute, Sharding};
 
 use crate::folder::Folder;
@@ -25,10 +24,12 @@ fn a_plan_file_is_shown() {
 fn ways_to_save_memory_are_shown() {
     let folder = Folder::new("saving");
     write_plan(&folder, "plan.json", &[(4, 1), (8, 2), (13, 4)], |plan| {
-        plan.stages[0].recompute = Recompute::Stage;
+        plan.stages[0].blocks.iter_mut().for_each(|block| block.recompute = Recompute::Stage);
         plan.stages[1].sharding = Sharding::Optimizer;
         plan.stages[1].offload = true;
-        plan.stages[2].recompute = Recompute::Blocks(vec![OpRun { first: 9, end: 10 }, OpRun { first: 11, end: 13 }]);
+        for block in [1, 3, 4] {
+            plan.stages[2].blocks[block].recompute = Recompute::Block;
+        }
     });
     assert_snapshot!(folder.rannc("show plan.json").output());
 }
@@ -46,7 +47,7 @@ fn plans_differ() {
     write_plan(&folder, "other.json", &[(4, 1), (8, 1), (13, 1)], |plan| {
         plan.microbatches = 8;
         plan.predicted.step_us = 2750.0;
-        plan.stages[0].recompute = Recompute::Stage;
+        plan.stages[0].blocks.iter_mut().for_each(|block| block.recompute = Recompute::Stage);
     });
     assert_snapshot!(folder.rannc("diff plan.json other.json").output());
     assert_snapshot!(folder.rannc("diff plan.json other.json --json").output());
@@ -73,4 +74,31 @@ fn a_plan_is_searched_written_and_shown() {
     let plan = Plan::from_json(&folder.read("plan.json")).expect("a plan");
     assert_eq!((plan.stages.len(), plan.world_size, plan.batch_rows), (2, 4, 24));
     assert_eq!(folder.rannc(&format!("{line} --json")).output(), folder.read("plan.json"));
+}
+
+#[test]
+fn a_plan_of_the_version_before_is_upgraded() {
+    let folder = Folder::new("upgrade");
+    folder.write("old.json", include_str!("old-plan.json"));
+    assert!(folder.rannc("show old.json").error().contains("`rannc upgrade PLAN GRAPH`"));
+    let seen = folder.rannc("upgrade old.json graph.json -o plan.json");
+    assert_eq!((seen.code, seen.err.as_str()), (0, "Written to plan.json\n"));
+    assert_snapshot!(seen.out);
+    let plan = Plan::from_json(&folder.read("plan.json")).expect("a plan");
+    let again: Vec<Vec<bool>> = plan
+        .stages
+        .iter()
+        .map(|stage| stage.blocks.iter().map(|b| b.recompute == Recompute::Block).collect())
+        .collect();
+    let hashes: Vec<&str> =
+        plan.stages.iter().flat_map(|stage| &stage.blocks).map(|block| block.hash.as_str()).collect();
+    assert_eq!(hashes.len(), again.iter().map(Vec::len).sum::<usize>());
+    assert!(again[0].contains(&true) && !again[1].contains(&true), "{again:?}");
+    assert_eq!(hashes[0], hashes[2]);
+    let seen = folder.rannc("upgrade plan.json graph.json");
+    assert_eq!((seen.code, seen.err.as_str()), (0, "plan.json is of this version\n"));
+    folder.write("cut.json", &include_str!("old-plan.json").replace("\"microbatches\": 2", "\"microbatches\": 3"));
+    assert!(folder.rannc("upgrade cut.json graph.json").error().contains("checksum"));
+    folder.write("other.json", &rannc_ir::testing::mlp(5, 2048).to_json());
+    assert!(folder.rannc("upgrade old.json other.json").error().contains("was made for graph"));
 }

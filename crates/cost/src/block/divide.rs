@@ -10,35 +10,38 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use rannc_ir::{Analysis, Graph, OpId, OpRun, ValueDef, ValueId};
+use rannc_ir::{Analysis, Graph, OpId, OpRun, ValueDef, ValueId, unit_path};
 
 use super::atoms::atoms;
 use super::blocks::{Blocks, index};
-use super::paths::unit_path;
 use crate::cluster::Device;
 use crate::op::{ComputeCost, OpWork, Operation, tensor_bytes};
 
-/// Fewest Blocks to aim for.
-const MIN_BLOCKS: usize = 128;
-/// Most Blocks: the search's time and memory grow with their square.
-const MAX_BLOCKS: usize = 192;
-/// Blocks to aim for, for each device.
-const BLOCKS_PER_DEVICE: usize = 4;
+/// Blocks to aim for: the search's time and memory grow with their square.
+const MOST_BLOCKS: usize = 128;
+/// Rows at which times are taken.
+const NOMINAL_ROWS: u64 = 16;
 /// Levels of nested repeated modules that are told apart.
 const MAX_LEVEL: usize = 3;
 
 impl Blocks {
-    /// Divides a verified graph for so many devices of one kind; times are taken at `rows` rows.
-    pub fn new(graph: &Graph, analysis: &Analysis, device: &Device, devices: u32, rows: u64) -> Self {
-        let target = (BLOCKS_PER_DEVICE * devices as usize).clamp(MIN_BLOCKS, MAX_BLOCKS);
-        let measured = measure(graph, analysis, device, rows);
-        let ranges = merge(&measured, target);
+    /// Divides a verified graph. Nothing but the graph counts, so that what is known of a Block serves any number and
+    /// kind of devices and any batch.
+    pub fn new(graph: &Graph, analysis: &Analysis) -> Self {
+        let ranges = merge(&measure(graph, analysis), MOST_BLOCKS);
         Self::of(
             graph,
             analysis,
             ranges.into_iter().map(|range| OpRun { first: index(range.start), end: index(range.end) }),
         )
     }
+}
+
+/// Time of Ops, forward and backward, on a usual device at a usual number of rows: to compare Ops of one Graph.
+pub fn nominal_us(graph: &Graph, ops: &[OpId]) -> f64 {
+    let device = Device::nominal();
+    let cost = |&op: &OpId| OpWork::new(&Operation::new(graph, op)).at(&device, NOMINAL_ROWS);
+    ops.iter().map(cost).sum::<ComputeCost>().us()
 }
 
 /// An Atom as merging sees it.
@@ -50,11 +53,10 @@ struct TimedAtom {
     module: String,
 }
 
-fn measure(graph: &Graph, analysis: &Analysis, device: &Device, rows: u64) -> Vec<TimedAtom> {
+fn measure(graph: &Graph, analysis: &Analysis) -> Vec<TimedAtom> {
     let crossing_bytes = crossing_bytes(graph, analysis);
-    let cost = |&op: &OpId| OpWork::new(&Operation::new(graph, op)).at(device, rows);
     let measured = atoms(analysis).into_iter().map(|ops| TimedAtom {
-        us: analysis.main_ops[ops.clone()].iter().map(cost).sum::<ComputeCost>().us(),
+        us: nominal_us(graph, &analysis.main_ops[ops.clone()]),
         end_bytes: crossing_bytes[ops.end],
         module: graph.ops[analysis.main_ops[ops.start]].module.clone(),
         ops,
@@ -186,24 +188,22 @@ mod tests {
     use rannc_ir::testing::{graphs, mlp};
 
     use super::*;
-    use crate::cluster::Cluster;
 
-    fn divided(graph: &Graph, devices: u32) -> Blocks {
-        let device = Cluster::preset("cpu", 1, 1).expect("one device").kinds.remove(0);
-        Blocks::new(graph, &Analysis::new(graph), &device, devices, 4)
+    fn divided(graph: &Graph) -> Blocks {
+        Blocks::new(graph, &Analysis::new(graph))
     }
 
     #[test]
     fn few_atoms_are_the_blocks() {
-        let blocks = divided(&mlp(5, 8), 1);
+        let blocks = divided(&mlp(5, 8));
         assert_eq!(blocks.blocks.len(), 11);
         assert_eq!(blocks.blocks[2].kind, blocks.blocks[4].kind);
     }
 
     #[test]
     fn repeated_layers_give_equal_blocks() {
-        let blocks = divided(&mlp(80, 8), 1);
-        assert!(blocks.blocks.len() <= MIN_BLOCKS && blocks.blocks.len() >= 80, "{}", blocks.blocks.len());
+        let blocks = divided(&mlp(80, 8));
+        assert!(blocks.blocks.len() <= MOST_BLOCKS && blocks.blocks.len() >= 80, "{}", blocks.blocks.len());
         assert!(blocks.hashes.len() <= 4, "{}", blocks.hashes.len());
         let cuts_layers = blocks.blocks.iter().filter(|block| block.ops.first % 2 == 0).count();
         assert!(cuts_layers >= 80);
@@ -211,16 +211,16 @@ mod tests {
 
     #[test]
     fn many_layers_are_gathered_whole() {
-        let blocks = divided(&mlp(300, 8), 1);
-        assert!((65..=MIN_BLOCKS).contains(&blocks.blocks.len()), "{}", blocks.blocks.len());
+        let blocks = divided(&mlp(300, 8));
+        assert!((65..=MOST_BLOCKS).contains(&blocks.blocks.len()), "{}", blocks.blocks.len());
         assert!(blocks.blocks.iter().all(|block| block.ops.first % 2 == 0));
     }
 
     proptest! {
         #[test]
-        fn blocks_cover_the_main_ops(graph in graphs(), devices in 1..40_u32) {
+        fn blocks_cover_the_main_ops(graph in graphs()) {
             let analysis = Analysis::new(&graph);
-            let blocks = divided(&graph, devices);
+            let blocks = divided(&graph);
             let mut expected = 0;
             for block in &blocks.blocks {
                 prop_assert_eq!(block.ops.first, expected);
@@ -228,13 +228,13 @@ mod tests {
                 expected = block.ops.end;
             }
             prop_assert_eq!(expected as usize, analysis.main_ops.len());
-            prop_assert_eq!(&blocks, &divided(&graph, devices));
+            prop_assert_eq!(&blocks, &divided(&graph));
         }
 
         #[test]
-        fn batch_free_ops_belong_to_their_only_block(graph in graphs(), devices in 1..40_u32) {
+        fn batch_free_ops_belong_to_their_only_block(graph in graphs()) {
             let analysis = Analysis::new(&graph);
-            let blocks = divided(&graph, devices).blocks;
+            let blocks = divided(&graph).blocks;
             let makers = |values: Vec<ValueId>| values.into_iter().filter_map(|value| match graph.values[value].def {
                 ValueDef::Op { op, .. } if analysis.batch_free[op] => Some(op),
                 _ => None,

@@ -4,7 +4,7 @@ mod atoms;
 mod blocks;
 mod divide;
 mod names;
-mod paths;
 
 pub use blocks::{Block, Blocks};
+pub use divide::nominal_us;
 pub use names::ModuleNames;

@@ -2,9 +2,8 @@
 
 use std::collections::HashMap;
 
-use rannc_ir::{Graph, OpId};
+use rannc_ir::{Graph, OpId, is_index, unit_path};
 
-use super::paths::{is_index, unit_path};
 use crate::op::base_name;
 
 /// Most names of a Stage.

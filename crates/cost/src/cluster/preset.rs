@@ -166,6 +166,13 @@ pub fn presets() -> &'static [Preset] {
     &PRESETS
 }
 
+impl Device {
+    /// What times of Ops are compared by where no device is given: their shares differ little between accelerators.
+    pub(crate) fn nominal() -> Self {
+        AVERAGE.device()
+    }
+}
+
 impl Preset {
     /// The preset of a device, by its short name or by torch's.
     pub fn find(device_name: &str) -> Option<&'static Self> {

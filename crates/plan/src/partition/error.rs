@@ -3,6 +3,8 @@
 use rannc_ir::{OpPlace, ValueId};
 use thiserror::Error;
 
+use super::verify::PartitionFault;
+
 /// Why a Graph cannot be divided so.
 #[derive(Debug, Error)]
 pub enum PartitionError {
@@ -39,6 +41,23 @@ pub enum PartitionError {
         /// What forbids it, with places.
         reason: String,
     },
+    /// Blocks that are not what the Graph is made of.
+    #[error("the blocks of the plan do not make up the graph's {main_ops} main ops in their order")]
+    Blocks {
+        /// Main Ops of the Graph.
+        main_ops: usize,
+    },
+    /// A Block may not begin there.
+    #[error("a block of the plan may not begin at {place}: {reason}")]
+    BlockCut {
+        /// Its first main Op.
+        place: Box<OpPlace>,
+        /// What forbids it, with places.
+        reason: String,
+    },
+    /// What was divided does not mean what the Graph means.
+    #[error("{0}; this is an error of RaNNC")]
+    Fault(#[from] PartitionFault),
     /// An input depends on the batch other than by rows.
     #[error(
         "input {index} ({name}), used by {place}, depends on the batch size but not by rows of its first dimension"

@@ -5,8 +5,9 @@ mod error;
 mod follow;
 mod leaves;
 mod parts;
+mod spans;
 mod verify;
 
 pub use self::error::PartitionError;
-pub use self::parts::{Crossing, InputPart, OutputPart, OutputSource, Partition, StagePart, TiedParam};
+pub use self::parts::{Crossing, InputPart, OutputPart, OutputSource, Partition, SpanPart, StagePart, TiedParam};
 pub use self::verify::PartitionFault;

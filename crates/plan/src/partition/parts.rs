@@ -3,6 +3,8 @@
 use rannc_ir::{BufferId, ConstId, OpId, ParamId, RowDim, ValueId};
 use serde::{Deserialize, Serialize};
 
+use crate::saver::Recompute;
+
 /// A Graph divided over Stages.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Partition {
@@ -37,6 +39,32 @@ pub struct StagePart {
     pub constants: Vec<ConstId>,
     /// Buffers that it changes.
     pub mutated_buffers: Vec<BufferId>,
+    /// Its batch-free Ops, if they run before all others.
+    pub prologue: Option<SpanPart>,
+    /// Its other Ops in execution order; empty where nobody has asked for Spans.
+    pub spans: Vec<SpanPart>,
+}
+
+impl StagePart {
+    /// The prologue and the Spans, in the order in which they run.
+    pub fn functions(&self) -> impl Iterator<Item = &SpanPart> {
+        self.prologue.iter().chain(&self.spans)
+    }
+}
+
+/// A run of a Stage's Ops as one function.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SpanPart {
+    /// Its Ops in execution order.
+    pub ops: Vec<OpId>,
+    /// Values that it uses and does not make, Params, Buffers and Constants too: its arguments.
+    pub takes: Vec<ValueId>,
+    /// Values that it makes, and inputs of the Graph that it changes, as far as anybody else uses them: its results.
+    pub gives: Vec<ValueId>,
+    /// Functions with the same compute the same of their arguments.
+    pub hash: String,
+    /// What of it is computed again for the backward.
+    pub recompute: Recompute,
 }
 
 /// An input of the Graph, as a Stage uses it.

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use rannc_ir::{Analysis, Graph, OpId, ValueDef, ValueId};
+use rannc_ir::{Analysis, Graph, Op, OpId, ValueDef, ValueId};
 use thiserror::Error;
 
 use super::parts::{OutputSource, Partition, StagePart};
@@ -20,7 +20,8 @@ fn require(holds: bool, fault: impl FnOnce() -> String) -> Result<(), PartitionF
 impl Partition {
     /// Checks what holds for every Partition of `graph`, however it was made: each main Op runs in one Stage, Ops that
     /// stay together in the same; a Stage holds and receives what its Ops use, and nothing else; Values cross only
-    /// where their rows are told; Ops read, and the Graph gives out, what they do undivided; tied Params are told.
+    /// where their rows are told; Ops read, and the Graph gives out, what they do undivided; tied Params are told. Where
+    /// there are Spans, they hold each Op of their Stage once and in order, and take and give what they say.
     ///
     /// # Errors
     /// The first of these that does not hold.
@@ -29,6 +30,7 @@ impl Partition {
         check_ids(graph, self)?;
         let stage_of = check_complete(graph, self, &analysis)?;
         self.stages.iter().try_for_each(|part| check_closed(graph, part))?;
+        self.stages.iter().try_for_each(|part| check_spans(graph, &analysis, part))?;
         check_crossings(graph, self, &analysis, &stage_of)?;
         check_outputs(graph, self)?;
         check_stored(graph, self, &analysis)?;
@@ -46,6 +48,10 @@ fn check_ids(graph: &Graph, partition: &Partition) -> Result<(), PartitionFault>
             && part.params.iter().all(|&param| graph.params.get(param).is_some())
             && part.buffers.iter().chain(&part.mutated_buffers).all(|&buffer| graph.buffers.get(buffer).is_some())
             && part.constants.iter().all(|&constant| graph.constants.get(constant).is_some())
+            && part.functions().all(|span| {
+                span.ops.iter().all(|&op| graph.ops.get(op).is_some())
+                    && span.takes.iter().chain(&span.gives).all(|&value| graph.values.get(value).is_some())
+            })
             && values.copied().all(|value| graph.values.get(value).is_some());
         require(exists, || format!("stage {stage} has what the graph does not have"))?;
     }
@@ -98,6 +104,40 @@ fn check_closed(graph: &Graph, part: &StagePart) -> Result<(), PartitionFault> {
     }
     require(used.iter().all(|value| made.contains(value)), || format!("{part:?} lacks what it gives"))?;
     require(known.iter().all(|value| used.contains(value)), || format!("{part:?} holds what it does not use"))
+}
+
+/// Spans hold the Stage's Ops once; each takes what was there before it, all that it uses and nothing else; what the
+/// Stage gives is there in the end.
+fn check_spans(graph: &Graph, analysis: &Analysis, part: &StagePart) -> Result<(), PartitionFault> {
+    if part.functions().next().is_none() {
+        return Ok(());
+    }
+    let mut ops: Vec<OpId> = part.functions().flat_map(|span| &span.ops).copied().collect();
+    let main: Vec<OpId> = ops.iter().copied().filter(|&op| !analysis.batch_free[op]).collect();
+    require(main.is_sorted(), || "the spans are in no order".to_owned())?;
+    ops.sort_unstable();
+    require(ops == part.ops, || format!("the spans hold {ops:?}, the stage {:?}", part.ops))?;
+    let mut there: BTreeSet<ValueId> = part.receives.iter().copied().collect();
+    there.extend(part.inputs.iter().map(|input| input.value));
+    there.extend(part.params.iter().map(|&param| graph.params[param].value));
+    there.extend(part.buffers.iter().map(|&buffer| graph.buffers[buffer].value));
+    there.extend(part.constants.iter().map(|&constant| graph.constants[constant].value));
+    for span in part.functions() {
+        let makes: BTreeSet<ValueId> = span.ops.iter().flat_map(|&op| graph.ops[op].results.iter().copied()).collect();
+        let uses: BTreeSet<ValueId> = span.ops.iter().flat_map(|&op| graph.ops[op].operands()).collect();
+        let takes: BTreeSet<ValueId> = span.takes.iter().copied().collect();
+        let free = || span.ops.iter().all(|&op| analysis.batch_free[op]);
+        require(part.prologue.as_ref() != Some(span) || free(), || "the prologue has main ops".to_owned())?;
+        let right = takes.len() == span.takes.len() && uses.difference(&makes).eq(&takes);
+        require(right, || format!("a span takes {takes:?}, but uses {uses:?}"))?;
+        require(takes.is_subset(&there), || format!("a span takes {takes:?} before all of it is there"))?;
+        let known = |value: &ValueId| makes.contains(value) || takes.contains(value);
+        require(span.gives.iter().all(known), || "a span gives what it does not have".to_owned())?;
+        there.extend(&span.gives);
+    }
+    let updates = part.mutated_buffers.iter().filter_map(|&buffer| graph.buffers[buffer].update);
+    let given = part.sends.iter().chain(&part.outputs).copied().chain(updates).all(|value| there.contains(&value));
+    require(given, || "a stage's result is given by no span".to_owned())
 }
 
 fn check_crossings(
@@ -210,12 +250,44 @@ impl Interpreter {
                 self.contents[self.storage[value]] = mix((id, "changed", place, &read));
             }
             for (place, &result) in op.results.iter().enumerate() {
-                match graph.values[result].alias_of {
-                    Some(base) => drop(self.storage.insert(result, self.storage[&base])),
+                match self.shared(graph, op, result) {
+                    Some(storage) => drop(self.storage.insert(result, storage)),
                     None => self.hold(result, mix((id, "made", place, &read))),
                 }
             }
             self.read.insert(id, read);
+        }
+    }
+
+    /// The storage of an operand that a result shares.
+    fn shared(&self, graph: &Graph, op: &Op, result: ValueId) -> Option<usize> {
+        let base = graph.values[result].alias_of?;
+        let root = |mut value: ValueId| {
+            while let Some(base) = graph.values[value].alias_of {
+                value = base;
+            }
+            value
+        };
+        let near = || op.operands().into_iter().find(|&operand| root(operand) == root(base));
+        self.storage.get(&base).copied().or_else(|| self.storage.get(&near()?).copied())
+    }
+
+    /// Runs each Span with nothing but what it takes. What several Values share of a storage is parted by that, so that a
+    /// change in one Span is not seen in another unless it is given.
+    fn run_spans(&mut self, graph: &Graph, part: &StagePart) {
+        for span in part.functions() {
+            let mut own = Self::default();
+            span.takes.iter().for_each(|&value| own.hold(value, self.content(value)));
+            own.run(graph, span.ops.iter().copied());
+            self.read.extend(own.read.drain());
+            for &value in &span.gives {
+                self.hold(value, own.content(value));
+            }
+            // Buffers are changed where they lie.
+            let buffers = part.mutated_buffers.iter().map(|&buffer| graph.buffers[buffer].value);
+            for value in buffers.filter(|value| span.takes.contains(value)) {
+                self.hold(value, own.content(value));
+            }
         }
     }
 }
@@ -241,7 +313,11 @@ fn check_meaning(graph: &Graph, partition: &Partition) -> Result<(), PartitionFa
             let content = content.ok_or_else(|| PartitionFault(format!("{value} is received before it is sent")))?;
             stage.hold(*value, content);
         }
-        stage.run(graph, part.ops.iter().copied());
+        if part.functions().next().is_some() {
+            stage.run_spans(graph, part);
+        } else {
+            stage.run(graph, part.ops.iter().copied());
+        }
         for (op, read) in &stage.read {
             require(read == &whole.read[op], || format!("{op} reads something else"))?;
         }

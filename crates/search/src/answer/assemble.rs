@@ -1,8 +1,10 @@
 //! From a division to a Plan.
 
+use std::ops::Range;
+
 use rannc_cost::{Blocks, ModuleNames};
 use rannc_ir::{Graph, OpRun};
-use rannc_plan::{PLAN_SCHEMA, Plan, PlanFileError, Recompute, Schedule, StagePlan, StepPrediction};
+use rannc_plan::{BlockPlan, PLAN_SCHEMA, Plan, PlanFileError, Recompute, Schedule, StagePlan, StepPrediction};
 
 use super::links::Linker;
 use crate::chain::{CrossingSpec, StateSpec};
@@ -77,8 +79,7 @@ impl Assembly<'_> {
             ops,
             modules: self.names.summary(ops.first, ops.end),
             ranks: self.order.ranks(positions.clone()).iter().filter_map(number).collect(),
-            blocks: u32::try_from(run.len()).unwrap_or(u32::MAX),
-            recompute,
+            blocks: self.block_plans(run.clone(), &recompute),
             sharding: saver.sharding,
             offload: saver.offload,
             predicted: pricing.prediction(run, place.replicas, &priced, held),
@@ -86,28 +87,37 @@ impl Assembly<'_> {
         (planned, priced)
     }
 
+    fn block_plans(&self, run: Range<usize>, recompute: &[Recompute]) -> Vec<BlockPlan> {
+        let planned = self.blocks.blocks[run].iter().zip(recompute).map(|(block, &recompute)| BlockPlan {
+            ops: block.ops,
+            hash: self.blocks.hashes[block.kind as usize].clone(),
+            recompute,
+        });
+        planned.collect()
+    }
+
     fn ops(&self, first: usize, end: usize) -> OpRun {
         OpRun { first: self.blocks.blocks[first].ops.first, end: self.blocks.blocks[end - 1].ops.end }
     }
 
-    /// What the Stage, whose Blocks need `workspace_bytes`, computes again.
-    fn recompute(&self, stage: &FoundStage, at: &At<'_>, workspace_bytes: f64) -> Recompute {
+    /// What each Block of the Stage, which need `workspace_bytes`, computes again.
+    fn recompute(&self, stage: &FoundStage, at: &At<'_>, workspace_bytes: f64) -> Vec<Recompute> {
+        let FoundStage { run, saver, .. } = stage;
         let pricing = self.pricing;
-        match stage.saver.again {
-            Again::Nothing => Recompute::None,
-            Again::Everything => Recompute::Stage,
-            Again::ToHold(in_flight) => {
-                let kept = pricing.memory(&stage.run, at, stage.saver, workspace_bytes);
-                let Some(choice) = pricing.savings(&stage.run, at, in_flight, &kept) else { return Recompute::None };
-                let mut runs = Vec::new();
-                for (saving, count) in choice.savings.iter().zip(choice.cheapest().unwrap_or_default()) {
-                    let of_kind = stage.run.clone().filter(|&block| pricing.chain.kind(block) == saving.kind);
-                    runs.extend(of_kind.take(count).map(|block| self.ops(block, block + 1)));
-                }
-                runs.sort_unstable_by_key(|run: &OpRun| run.first);
-                Recompute::Blocks(runs)
+        let in_flight = match saver.again {
+            Again::Nothing => return vec![Recompute::None; run.len()],
+            Again::Everything => return vec![Recompute::Stage; run.len()],
+            Again::ToHold(in_flight) => in_flight,
+        };
+        let mut recompute = vec![Recompute::None; run.len()];
+        let kept = pricing.memory(run, at, *saver, workspace_bytes);
+        if let Some(choice) = pricing.savings(run, at, in_flight, &kept) {
+            for (saving, count) in choice.savings.iter().zip(choice.cheapest().unwrap_or_default()) {
+                let of_kind = run.clone().filter(|&block| pricing.chain.kind(block) == saving.kind);
+                of_kind.take(count).for_each(|block| recompute[block - run.start] = Recompute::Block);
             }
         }
+        recompute
     }
 }
 

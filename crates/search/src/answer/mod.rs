@@ -8,7 +8,9 @@ mod outcome;
 mod plan_costs;
 mod simplest;
 mod tied;
+mod upgrade;
 
 pub use outcome::{Gain, Outcome, SearchReport, plan, plan_until};
 pub use plan_costs::PlanCosts;
 pub use simplest::PassedOver;
+pub use upgrade::upgrade;

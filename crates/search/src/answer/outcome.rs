@@ -120,7 +120,7 @@ impl<'a> Planner<'a> {
         if analysis.main_ops.is_empty() {
             return Err(SearchError::Empty { graph: graph.name.clone() });
         }
-        let blocks = Blocks::new(graph, &analysis, &cluster.kinds[0], settings.world_size, settings.rank_rows());
+        let blocks = Blocks::new(graph, &analysis);
         let model = Model::new(graph, &analysis, blocks, cluster, profiles, settings);
         if let Some(wanted) = settings.forced_stages().filter(|&wanted| wanted > model.chain.len()) {
             return Err(SearchError::TooFewBlocks { wanted, possible: model.chain.len() });

@@ -65,18 +65,19 @@ impl<'a> PlanCosts<'a> {
         cluster.check()?;
         settings.check(cluster)?;
         let analysis = Analysis::new(graph);
-        let blocks = Blocks::new(graph, &analysis, &cluster.kinds[0], settings.world_size, settings.rank_rows());
-        let blocks = Blocks::of(graph, &analysis, runs(&blocks, plan).into_iter());
+        let planned = plan.stages.iter().flat_map(|stage| stage.blocks.iter().map(|block| block.ops));
+        let blocks = Blocks::of(graph, &analysis, planned);
         let stages = plan.stages.iter().map(|stage| PlannedStage {
             run: places(&blocks, stage.ops),
             saver: Saver {
-                again: if stage.recompute == Recompute::Stage { Again::Everything } else { Again::Nothing },
+                again: if stage.recomputes_all() { Again::Everything } else { Again::Nothing },
                 sharding: stage.sharding,
                 offload: stage.offload,
             },
-            again: match &stage.recompute {
-                Recompute::Blocks(runs) => runs.iter().flat_map(|&ops| places(&blocks, ops)).collect(),
-                Recompute::None | Recompute::Stage => Vec::new(),
+            again: {
+                let again = places(&blocks, stage.ops).zip(&stage.blocks);
+                let again = again.filter(|(_, block)| block.recompute == Recompute::Block);
+                again.map(|(place, _)| place).collect()
             },
         });
         let stages = stages.collect();
@@ -172,20 +173,6 @@ impl<'a> PlanCosts<'a> {
 /// The part of a time that some of all bytes take.
 fn share(us: f64, bytes: u64, all_bytes: f64) -> f64 {
     if all_bytes > 0.0 { us * (bytes as f64 / all_bytes).min(1.0) } else { 0.0 }
-}
-
-/// The search's Blocks, cut where the Plan cuts as well.
-fn runs(blocks: &Blocks, plan: &Plan) -> Vec<OpRun> {
-    let again = plan.stages.iter().flat_map(|stage| match &stage.recompute {
-        Recompute::Blocks(runs) => runs.clone(),
-        Recompute::None | Recompute::Stage => Vec::new(),
-    });
-    let planned = plan.stages.iter().map(|stage| stage.ops).chain(again);
-    let all = blocks.blocks.iter().map(|block| block.ops).chain(planned);
-    let mut places: Vec<u32> = all.flat_map(|ops| [ops.first, ops.end]).collect();
-    places.sort_unstable();
-    places.dedup();
-    places.windows(2).map(|pair| OpRun { first: pair[0], end: pair[1] }).collect()
 }
 
 /// The Blocks that are a run of main ops.

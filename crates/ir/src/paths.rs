@@ -1,7 +1,7 @@
 //! Paths of modules that a model repeats.
 
 /// A module path up to its `level`-th index; the whole path if it has none.
-pub(super) fn unit_path(module: &str, level: usize) -> &str {
+pub fn unit_path(module: &str, level: usize) -> &str {
     let mut end = module.len();
     let (mut position, mut indices) = (0, 0);
     for part in module.split('.') {
@@ -18,7 +18,13 @@ pub(super) fn unit_path(module: &str, level: usize) -> &str {
     &module[..end]
 }
 
-pub(super) fn is_index(part: &str) -> bool {
+/// The path up to its `level`-th index, if the module stands in one that is repeated.
+pub fn repeated_module(module: &str, level: usize) -> Option<&str> {
+    module.split('.').any(is_index).then(|| unit_path(module, level))
+}
+
+/// True for a part of a module path that counts repetitions.
+pub fn is_index(part: &str) -> bool {
     !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit())
 }
 

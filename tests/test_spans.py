@@ -1,0 +1,147 @@
+"""Stages that run as Spans: the same bits as one long function, in a few functions that equal layers share."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pyrannc._native import Graph
+from pyrannc.blocks.function import StageCode
+from pyrannc.blocks.randomness import Randomness
+from pyrannc.capture import Captured, capture
+from pyrannc.core.graph import GraphFacts
+from pyrannc.core.partition import Parts, StagePart
+from tests.runtime.plans import searched_plan
+
+CPU = torch.device("cpu")
+ROWS, WIDTH = 4, 8
+
+
+class Layer(nn.Module):
+    """Attention and two linear layers, with dropout everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        x = x + nn.functional.dropout(self.out(attended.transpose(1, 2).flatten(2)), 0.3)
+        return x + nn.functional.dropout(self.down(torch.relu(self.up(self.norm(x)))), 0.3)
+
+
+class Encoder(nn.Module):
+    """Layers with dropout, whose weights are made by Ops, between an embedding and a loss."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, scale = self.embedding(x), torch.exp(self.scale)
+        for layer in self.layers:
+            x = layer(x) * scale
+        self.calls += 1
+        with torch.no_grad():
+            shift = x.mean(dim=(1, 2), keepdim=True)
+        return nn.functional.dropout(x - shift, 0.2).square()
+
+
+class Noisy(nn.Module):
+    """Layers that change their input in place and draw from torch's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        for layer in self.layers:
+            x = nn.functional.rrelu(layer(x), training=True)
+            x = x + torch.poisson(x.detach().abs())
+        return x
+
+
+def captured_part(model: nn.Module, *inputs: Tensor) -> tuple[Captured, GraphFacts, StagePart]:
+    captured = capture(model, inputs, {}, device=CPU, rows=ROWS)
+    graph = Graph.from_json(captured.graph_json)
+    partition = searched_plan(graph, [1], 1, ROWS).partition(graph)
+    (part,) = Parts.from_json(partition.to_json()).stages
+    return captured, GraphFacts.from_json(captured.graph_json, graph.row_dims()), part
+
+
+def run(model: nn.Module, captured: Captured, facts: GraphFacts, part: StagePart, x: Tensor) -> list[Tensor]:
+    """Outputs, gradients of parameters and buffers afterwards."""
+    randomness = Randomness(CPU)
+    randomness.begin(17)
+    randomness.at([(0, ROWS)])
+    code = StageCode(captured, facts, part, CPU, randomness)
+    params = {param.value: model.get_parameter(param.names[0]).detach().requires_grad_() for param in facts.params}
+    buffers = {buffer.value: model.get_buffer(buffer.name).clone() for buffer in facts.buffers}
+    constants = dict(zip(facts.constants, captured.constants, strict=True))
+    with randomness.borrowed():
+        results = code(ROWS, {**params, **buffers, **constants, facts.inputs[0]: x})
+    outputs = [results[value] for value in part.outputs]
+    grads = torch.autograd.grad(sum(output.sum() for output in outputs), list(params.values()))
+    return [*outputs, *grads, *buffers.values(), *(results[value] for value in code.updates.values())]
+
+
+@pytest.mark.parametrize("make", [lambda: Encoder(3), Noisy], ids=["encoder", "noisy"])
+def test_spans_give_the_bits_of_one_function(make: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = make()
+    x = torch.randn(ROWS, 5, WIDTH)
+    before = x.clone()
+    captured, facts, part = captured_part(model, x.clone())
+    assert len(part.spans) >= 4
+    spans = run(model, captured, facts, part, x)
+    whole = run(model, captured, facts, replace(part, prologue=None, spans=()), x)
+    assert all(torch.equal(one, other) for one, other in zip(spans, whole, strict=True))
+    assert torch.equal(x, before)
+
+
+def test_many_layers_are_a_handful_of_functions() -> None:
+    found = []
+    for layers in (4, 24):
+        captured, facts, part = captured_part(Encoder(layers), torch.randn(ROWS, 5, WIDTH))
+        assert len(part.spans) >= layers
+        found.append(StageCode(captured, facts, part, CPU, Randomness(CPU)).functions)
+    few, many = found
+    assert few.keys() == many.keys()
+    assert len(many) <= 6
+
+
+def test_what_no_later_span_takes_is_let_go() -> None:
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    captured, facts, part = captured_part(model, torch.randn(ROWS, WIDTH))
+    code = StageCode(captured, facts, part, CPU, Randomness(CPU))
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            if result.shape == (ROWS, WIDTH):
+                made.append(weakref.ref(result))
+                alive.append(sum(ref() is not None for ref in made))
+            return result
+
+    feeds = {param.value: model.get_parameter(param.names[0]).detach() for param in facts.params}
+    feeds[facts.inputs[0]] = torch.randn(ROWS, WIDTH)
+    with torch.no_grad(), Watch():
+        code(ROWS, feeds)
+    gc.collect()
+    assert len(made) >= 4
+    assert max(alive) <= 2
