@@ -94,6 +94,7 @@ class Report:
         steps: how many were measured: the last ones that brought as many rows as the last.
         batch_rows: rows of their global batches.
         plan_rows: rows of the global batch that the Plan was made for; other batches take other times.
+        precision: types of parameters, products and sums of the call that the Plan was made for.
         step_us: the whole step.
         bubble: share of all devices' time in which neither a forward nor a backward ran.
         compared: whether the captured graph was held against the model itself before it trained, or why not.
@@ -103,6 +104,7 @@ class Report:
     batch_rows: int
     plan_rows: int
     microbatches: int
+    precision: str
     step_us: Compared
     bubble: Compared
     stages: tuple[StageReport, ...]
@@ -176,7 +178,7 @@ def report(deployment: Deployment, compared: str) -> Report:
     """
     measured = agree.together(lambda: _measure(deployment))
     everyone: list[_Measured] = agree.gather_objects(measured)
-    return _compare(PlanFacts.of(deployment.plan), everyone, compared)
+    return _compare(PlanFacts.of(deployment.plan), deployment.precision, everyone, compared)
 
 
 def _measure(deployment: Deployment) -> _Measured:
@@ -232,12 +234,13 @@ def _microbatch_us(step: StepTimes, kind: Kind, microbatches: set[int]) -> float
 # Beside the predictions
 
 
-def _compare(plan: PlanFacts, everyone: Sequence[_Measured], compared: str) -> Report:
+def _compare(plan: PlanFacts, precision: str, everyone: Sequence[_Measured], compared: str) -> Report:
     return Report(
         steps=min(rank.steps for rank in everyone),
         batch_rows=everyone[0].batch_rows,
         plan_rows=plan.batch_rows,
         microbatches=everyone[0].microbatches,
+        precision=precision,
         step_us=Compared(plan.predicted.step_us, max(rank.step_us for rank in everyone)),
         bubble=Compared(plan.predicted.bubble, fmean(rank.bubble for rank in everyone)),
         stages=tuple(_compare_stage(stage, number, everyone) for number, stage in enumerate(plan.stages)),
@@ -286,6 +289,7 @@ def _tables(report: Report) -> str:
             f"{rows} in {microbatches}, median of {_counted(report.steps, 'step')}: predicted / measured (error of the "
             "prediction)"
         ),
+        paragraph(f"{report.precision[:1].upper()}{report.precision[1:]}."),
         _step_table(report),
         _stage_table(report),
         _rank_table(report),

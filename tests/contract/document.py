@@ -16,6 +16,7 @@ _SECTIONS = {
     "models": "Models",
     "loops": "Training loops",
     "optimizers": "Optimizers",
+    "precision": "Mixed precision",
     "changes": "Changes between calls",
     "questions": "Questions about data",
     "whole": "What no graph holds",

@@ -182,6 +182,20 @@ class Conversions(TorchDispatchMode):  # type: ignore[misc]  # torch has no type
         return made
 
 
+def check_proof(stages: int, microbatches: int, rows: tuple[int, ...]) -> None:
+    """A call under autocast that is compared with one process first."""
+    kind = Kind("autocast")
+    plan = {"RANNC_PARTITION_NUM": str(stages), "RANNC_PIPELINE_NUM": str(microbatches)}
+    with environment({**plan, "RANNC_VERIFY_PARTITIONING": "1"}):
+        module = pyrannc.RaNNCModule(net_of(kind, 0))
+    gradients(kind, module, own(batch_of(kind, 0), rows))
+    module.undeploy()
+
+
+def test_a_proof_allows_the_rounding_of_the_type_that_computes(ranks: Callable[[int], RankPool]) -> None:
+    ranks(2).run(check_proof, *PLANS[3])
+
+
 def check_copies() -> int:
     """Conversions in a step of three microbatches, after one that has captured."""
     kind = Kind("autocast")

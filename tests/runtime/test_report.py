@@ -93,6 +93,9 @@ def test_a_report_prints_and_reads_back(ranks: Ranks, tmp_path: Path) -> None:
     text = str(report)
     assert "6 rows in 3 microbatches, median of 2 steps" in text
     assert f"{measured(report.step_us) / 1e3:.2f}" in text
+    assert "Parameters in float64, products in float64, gradients summed over ranks in float64." in " ".join(
+        text.split()
+    )
     assert "- / -" in text, "memory that is not measured"
     assert text.count("\n") < 40
 

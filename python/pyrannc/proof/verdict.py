@@ -12,7 +12,7 @@ from pyrannc.call.variant import Variant
 from pyrannc.proof.outcome import Outcome
 
 ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Differences by rounding, relative to the largest element of a tensor."""
+"""Differences by rounding, relative to the largest element of a tensor, where a model computes in a type."""
 _KINDS = ("Value", "output", "buffer", "gradient")
 
 
@@ -83,6 +83,9 @@ def compare(variant: Variant, here: Outcome, expected: Outcome) -> Verdict:
     stage_of = {op: stage for stage, part in enumerate(variant.parts.stages) for op in part.ops}
     maker = {value: op for op, facts in enumerate(body.ops) for value in facts.results}
     found: list[Difference] = []
+    # What is stored in a wide type may have been computed in a narrow one.
+    computed = (value.dtype for value in whole.values if value.requires_grad)
+    rounding = max((ALLOWED.get(dtype, 0.0) for dtype in computed), default=0.0)
 
     def place(op: int | None) -> str:
         return "no Op" if op is None else f"Stage {stage_of[op]}, {variant.captured.place(op)}"
@@ -90,23 +93,28 @@ def compare(variant: Variant, here: Outcome, expected: Outcome) -> Verdict:
     for value in sorted(expected.values):
         where = place(maker.get(value))
         found.append(
-            _difference("Value", body.values[value].name, where, here.values.get(value), expected.values[value])
+            _difference(
+                "Value", body.values[value].name, where, here.values.get(value), expected.values[value], rounding
+            )
         )
     for value, tensor in expected.outputs.items():
         own = variant.body_of.get(value)
         where = "after all rows have joined" if own is None else place(maker.get(own))
-        found.append(_difference("output", whole.values[value].name, where, here.outputs[value], tensor))
+        found.append(_difference("output", whole.values[value].name, where, here.outputs[value], tensor, rounding))
     users = {p.names[0]: body.first_use.get(p.value) for p in body.params}
     for name, buffer in expected.buffers.items():
-        found.append(_difference("buffer", name, "after the call", here.buffers[name], buffer))
+        found.append(_difference("buffer", name, "after the call", here.buffers[name], buffer, rounding))
     for name in sorted(expected.gradients, key=lambda name: users.get(name) or 0):
         where = f"first used by {place(users.get(name))}"
-        found.append(_difference("gradient", name, where, here.gradients[name], expected.gradients[name]))
+        mine, right = here.gradients[name], expected.gradients[name]
+        found.append(_difference("gradient", name, where, mine, right, rounding))
     return Verdict(tuple(found), tuple(_notes(variant)))
 
 
-def _difference(kind: str, name: str, where: str, here: Tensor | None, expected: Tensor | None) -> Difference:
-    allowed = ALLOWED.get(expected.dtype, 0.0) if expected is not None else 0.0
+def _difference(
+    kind: str, name: str, where: str, here: Tensor | None, expected: Tensor | None, rounding: float
+) -> Difference:
+    allowed = max(rounding, ALLOWED[expected.dtype]) if expected is not None and expected.dtype in ALLOWED else 0.0
     if here is None or expected is None:
         # An untouched parameter of a model that is spread has zeros where one process has nothing.
         rest = here if here is not None else expected

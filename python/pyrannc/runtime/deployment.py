@@ -18,6 +18,7 @@ from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.collectives import Groups
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.position import ActionRecord
+from pyrannc.runtime.precision import precision
 from pyrannc.runtime.tail import TailCode
 from pyrannc.runtime.timing import Timing
 from pyrannc.runtime.working_part import WorkingPart, working_part
@@ -84,6 +85,11 @@ class Deployment:
     def stages(self) -> int:
         """Number of Stages."""
         return len(self._stage_ranks)
+
+    @property
+    def precision(self) -> str:
+        """In which types the call that the Plan was made for computes, in words."""
+        return precision(self._first, self._sums, max(map(len, self._stage_ranks)))
 
     def _stage_of_rank(self, rank: int) -> int:
         return next(stage for stage, ranks in enumerate(self._stage_ranks) if rank in ranks)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, replace
 
 import torch
 
 from pyrannc.capture import Captured
 from pyrannc.core.graph import GraphFacts
-from pyrannc.core.partition import StagePart
+from pyrannc.core.partition import SpanPart, StagePart
 from pyrannc.store.working_copies import Key
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -49,8 +50,32 @@ def working_part(captured: Captured, facts: GraphFacts, part: StagePart) -> Work
             continue
         copies[result] = param.names[0], facts.values[result].dtype
         dropped.add(readers[0])
-    ops = tuple(op for op in part.ops if op not in dropped)
-    return WorkingPart(replace(part, ops=ops, params=tuple(kept), receives=(*part.receives, *copies)), copies)
+    left = replace(
+        part,
+        ops=tuple(op for op in part.ops if op not in dropped),
+        params=tuple(kept),
+        receives=(*part.receives, *copies),
+        prologue=None if part.prologue is None else _without(facts, part.prologue, dropped),
+        spans=tuple(_without(facts, span, dropped) for span in part.spans),
+    )
+    return WorkingPart(left, copies)
+
+
+def _without(facts: GraphFacts, span: SpanPart, dropped: Set[int]) -> SpanPart:
+    """A Span that takes what some of its Ops would have made."""
+    places = [place for place, op in enumerate(span.ops) if op in dropped]
+    if not places:
+        return span
+    ops = [op for op in span.ops if op not in dropped]
+    made = {facts.ops[span.ops[place]].results[0] for place in places}
+    converted = {facts.ops[span.ops[place]].operands[0] for place in places}
+    used = dict.fromkeys(value for op in ops for value in facts.ops[op].operands)
+    return SpanPart(
+        ops=tuple(ops),
+        takes=(*(value for value in span.takes if value not in converted), *(value for value in used if value in made)),
+        gives=tuple(value for value in span.gives if value not in made),
+        hash=f"{span.hash} without {places}",
+    )
 
 
 def _is_conversion(captured: Captured, facts: GraphFacts, op: int, value: int) -> bool:

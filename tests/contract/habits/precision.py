@@ -1,4 +1,7 @@
-"""Mixed precision: `torch.autocast`, models in bfloat16, and scaled losses. Numbers are float32, but where said."""
+"""`torch.autocast`, `torch.amp.GradScaler`, and models in bfloat16.
+
+Here *equal* is to the rounding of the narrow type: parts of a batch are rounded each, and added up in float32.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from tests.contract.habit import equal, refused
 from tests.contract.job import Data, Job
-from tests.contract.settings import ONCE
+from tests.contract.settings import ONCE, PIPELINE, REPLICAS
 from tests.contract.training import WIDTH, Chain, Returns, classes, clipped, padded, pairs
 
+SOME = (REPLICAS, PIPELINE)
 ROUNDING = 0.03
 """Of bfloat16, over three steps: parts of a batch are rounded each."""
 
@@ -109,7 +113,7 @@ class _Decorated(Chain):
         return super().forward(x)
 
 
-@equal(tolerance=ROUNDING)
+@equal(SOME, tolerance=ROUNDING)
 def autocast_as_a_decorator(job: Job) -> None:
     """The model's `forward` is decorated with `@torch.autocast(...)`."""
     _train(job, Returns(_Decorated(), lambda y, t: F.mse_loss(y.float(), t)), region=lambda: _bf16(False))
@@ -130,7 +134,7 @@ class _Regions(Chain):
             return super().forward(self.norm(hidden.float()))
 
 
-@equal(tolerance=ROUNDING)
+@equal(SOME, tolerance=ROUNDING)
 def autocast_inside(job: Job) -> None:
     """A part of the model runs under `torch.autocast`."""
     _train(job, Returns(_Regions(True, False), F.mse_loss), region=lambda: _bf16(False))
@@ -142,7 +146,7 @@ def autocast_switched_off_inside(job: Job) -> None:
     _train(job, Returns(_Regions(True, False), F.mse_loss))
 
 
-@equal(tolerance=ROUNDING)
+@equal(SOME, tolerance=ROUNDING)
 def autocast_in_two_types(job: Job) -> None:
     """`torch.set_autocast_dtype` chooses the type, and a region of another one is inside."""
 
@@ -161,7 +165,7 @@ def autocast_in_two_types(job: Job) -> None:
         torch.set_autocast_dtype("cpu", before)
 
 
-@equal(tolerance=ROUNDING)
+@equal(SOME, tolerance=ROUNDING)
 def autocast_and_tied_weights(job: Job) -> None:
     """Under `torch.autocast`, layers far apart share a weight."""
     net = Chain()
@@ -169,7 +173,7 @@ def autocast_and_tied_weights(job: Job) -> None:
     _train(job, Returns(net, F.mse_loss))
 
 
-@equal(tolerance=ROUNDING)
+@equal(SOME, tolerance=ROUNDING)
 def autocast_without_cache(job: Job) -> None:
     """`torch.autocast(..., cache_enabled=False)` round a model that uses a weight several times."""
     net = Chain()
@@ -184,7 +188,7 @@ def autocast_and_accumulation(job: Job) -> None:
     _train(job, Returns(Chain(), F.mse_loss), parts=2, most=0.1)
 
 
-@equal(tolerance=ROUNDING)
+@equal(SOME, tolerance=ROUNDING)
 def autocast_and_attention(job: Job) -> None:
     """An encoder layer with attention, norms, dropout of 0 and a token loss under `torch.autocast`."""
 
@@ -206,7 +210,7 @@ def autocast_and_attention(job: Job) -> None:
     _train(job, Net(), padded)
 
 
-@equal(tolerance=ROUNDING)
+@equal(SOME, tolerance=ROUNDING)
 def autocast_in_evaluation_only(job: Job) -> None:
     """Evaluation runs under `torch.autocast`, training without."""
     with _float32():
@@ -240,7 +244,7 @@ class _Doubled(torch.autograd.Function):
         return grad * 2
 
 
-@equal(tolerance=ROUNDING)
+@equal(SOME, tolerance=ROUNDING)
 def autocast_and_custom_functions(job: Job) -> None:
     """An `autograd.Function` with `torch.amp.custom_fwd` and `custom_bwd` under `torch.autocast`."""
 
@@ -251,7 +255,7 @@ def autocast_and_custom_functions(job: Job) -> None:
     _train(job, Returns(Net(), F.mse_loss))
 
 
-@equal(tolerance=ROUNDING)
+@equal(SOME, tolerance=ROUNDING)
 def autocast_and_a_recurrent_layer(job: Job) -> None:
     """An `nn.LSTM` under `torch.autocast`."""
 
@@ -290,7 +294,7 @@ def autocast_and_two_calls_before_backward(job: Job) -> None:
         job.state(model)
 
 
-@equal(tolerance=ROUNDING)
+@equal(SOME, tolerance=ROUNDING)
 def autocast_and_a_step_before_backward(job: Job) -> None:
     """Under `torch.autocast`: call, `optimizer.step()`, another call, and only then `backward()` of the first."""
     with _float32():
@@ -349,7 +353,7 @@ def model_in_bfloat16(job: Job) -> None:
         job.state(model)
 
 
-@equal(tolerance=ROUNDING)
+@equal(SOME, tolerance=ROUNDING)
 def norms_in_float32(job: Job) -> None:
     """Layers are in bfloat16, norms in float32."""
 
