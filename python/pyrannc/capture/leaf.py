@@ -34,6 +34,7 @@ class OpaqueCall:
         changes: the operands that it changes in place.
         draws: it may draw random numbers.
         form: the extents that its results must have.
+        may_be_tried: made-up operands can show what it does to rows.
     """
 
     def __init__(self, name: str, call: Callable[..., Any], source_class: str) -> None:
@@ -43,6 +44,7 @@ class OpaqueCall:
         self.changes: tuple[int, ...] = ()
         self.draws = True
         self.form: Form | None = None
+        self.may_be_tried = True
         self._call = call
 
     def __call__(self, *tensors: Any) -> Any:

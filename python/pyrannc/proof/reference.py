@@ -14,6 +14,7 @@ from pyrannc.blocks.randomness import Randomness
 from pyrannc.call.variant import Variant
 from pyrannc.capture import flatten
 from pyrannc.capture.attributes import AttributeLog
+from pyrannc.capture.row_lists import unpacked
 from pyrannc.capture.source import SourceTracker
 from pyrannc.core.partition import StagePart
 from pyrannc.proof.outcome import Outcome, seeds
@@ -92,7 +93,7 @@ class Reference:
 
     def _run_module(self, state: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         captured, facts = self._variant.whole.captured, self._variant.whole.facts
-        args, kwargs = captured.input_structure.rebuild([tensor.clone() for tensor in tensors])
+        args, kwargs = unpacked(captured.input_structure.rebuild([tensor.clone() for tensor in tensors]))
         # This rank's model must not have made a call that no other rank's has.
         with AttributeLog(self._model, SourceTracker(self._model)).restoring():
             result = functional_call(self._model, dict(state), args, kwargs, tie_weights=True)
