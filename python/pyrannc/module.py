@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from pyrannc import config as configuration
 from pyrannc.call.agreed import AgreedCall
 from pyrannc.call.batch_arguments import BatchNames
+from pyrannc.call.row_lists import RowLists
 from pyrannc.call.stale import StaleAttributes
 from pyrannc.call.telling import no_plan_for_both, tell_of_mixing, tell_of_normalising, tell_of_whole_parts
 from pyrannc.call.unwrap import unwrapped
@@ -136,6 +137,7 @@ class RaNNCModule(DeployedModel):
         self._user_optimizer = UserOptimizer.of(optimizer) if optimizer is not None else None
         self._variants = Variants()
         self._stale = StaleAttributes()
+        self._row_lists = RowLists()
         self._agreement = self._new_agreement()
         self._proven = False
         self._made = True
@@ -165,6 +167,7 @@ class RaNNCModule(DeployedModel):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.device = process.ensure_process_group().device
+        args, kwargs = self._row_lists.packed(args, kwargs, self.device)
         call = self._agreement.agree(args, kwargs, self.device)
         if call is None:
             self._follow_trainable()

@@ -12,6 +12,7 @@ from torch import nn
 from pyrannc._native import Graph
 from pyrannc.call.whole_batch import BatchRows
 from pyrannc.capture import FROM_ARGUMENTS, Answering, Captured, PartOfBatchError, capture, flatten
+from pyrannc.capture.row_lists import has_row_lists
 from pyrannc.errors import MismatchError
 from pyrannc.job import agree
 
@@ -59,7 +60,9 @@ def capture_alike(
         return captured, Graph.from_json(captured.graph_json)
 
     answers = Answering(part_of_batch=batch.in_parts)
-    found = agree.together(lambda: attempt(args, kwargs, rows, answers))
+    # Items without elements are none that a model can be tried with.
+    none_here = 0 in batch.per_rank and has_row_lists((args, kwargs))
+    found = None if none_here else agree.together(lambda: attempt(args, kwargs, rows, answers))
     if any(asks for (asks,) in agree.gather_numbers((found is None,))):
         tensors, structure = flatten((args, kwargs))
         batch.refuse_other_shapes(tensors, has_rows)

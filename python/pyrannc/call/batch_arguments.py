@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pyrannc.call.equal import digest, names_inside
 from pyrannc.call.lists_of_rows import ADVICE, refuse_lists_of_rows
 from pyrannc.capture import Structure, batch_rows, by_extents, flatten, may_lack_rows
+from pyrannc.capture.row_lists import RowList
 from pyrannc.errors import InputError, MismatchError
 from pyrannc.job import agree, process
 
@@ -56,6 +57,13 @@ class Arguments:
         named += [(f'"{key}"', item, count) for (key, item), count in zip(self.kwargs.items(), by_name, strict=True)]
         return [name for place, item, count in named for name in _names(place, item, count)]
 
+    @cached_property
+    def in_row_lists(self) -> tuple[bool, ...]:
+        """Of each tensor, whether it stands for a list with an item for each row."""
+        lists = [item for item in (*self.args, *self.kwargs.values()) if isinstance(item, RowList)]
+        places = {id(tensor) for rows in lists for tensor in rows.tensors}
+        return tuple(id(tensor) in places for tensor in self.tensors)
+
     @property
     def counts(self) -> tuple[list[int], list[int]]:
         """How many tensors are in each argument: those by position, and those by name."""
@@ -69,7 +77,7 @@ class Arguments:
 
 
 def _names(place: str, item: Any, count: int) -> list[str]:
-    inside = list(names_inside(place, item))
+    inside = [] if isinstance(item, RowList) else list(names_inside(place, item))
     return inside if len(inside) == count else [place] * count
 
 
@@ -116,6 +124,7 @@ class BatchArguments:
         for key, count in zip(call.kwargs, by_name, strict=True):
             position = self._positions.index(key) if key in self._positions else None
             marked += [key in named or position in named] * count
+        marked = [mark or is_list for mark, is_list in zip(marked, call.in_row_lists, strict=True)]
         return tuple(mark and tensor.dim() > 0 for mark, tensor in zip(marked, call.tensors, strict=True))
 
     def rows(self, call: Arguments, has_rows: HasRows | None) -> int:
@@ -168,7 +177,8 @@ class BatchArguments:
                     f"(what differs from row to row is a tensor with the batch as dimension 0){_of_list(name)}"
                 )
         # A single one is the batch, for there has to be one.
-        open_places = [place for place, batched in enumerate(found) if batched and not differs[place]]
+        certain = [differ or is_list for differ, is_list in zip(differs, call.in_row_lists, strict=True)]
+        open_places = [place for place, batched in enumerate(found) if batched and not certain[place]]
         open_places = open_places if sum(found) > 1 else []
         self._refuse_unproven(call, rows, device, found, open_places)
         self._found[call.key] = found

@@ -24,7 +24,7 @@ from .dims import AffineReader
 from .facts import FACTS, GRAD_ENABLED, PLACE, TensorFacts, memory
 from .form import Form
 from .leaf import OpaqueCall
-from .ops import closes_region, draws_random_numbers, mutated_arguments, opens_region, target_name
+from .ops import aliased_arguments, closes_region, draws_random_numbers, mutated_arguments, opens_region, target_name
 from .source import Place
 from .torch_internals import SET_GRAD_ENABLED
 
@@ -52,6 +52,7 @@ def keep_together(graph: fx.Graph, reader: AffineReader, device: torch.device) -
                 "returns it: each part of a batch would give another one; return it with extents that do not, such as "
                 "the full tensor beside a mask"
             )
+    _share_views(graph, unknown)
     groups = _Groups(graph, unknown)
     order = groups.order()
     for root, members in groups.to_replace():
@@ -66,6 +67,19 @@ def _is_unknown(node: fx.Node, reader: AffineReader) -> bool:
         return reader.read(value) is None
     tensors = value if isinstance(value, (list, tuple)) else [value]
     return any(reader.read(size) is None for tensor in tensors if isinstance(tensor, Tensor) for size in tensor.shape)
+
+
+def _share_views(graph: fx.Graph, unknown: set[fx.Node]) -> None:
+    """Gives equal views of a mask or of indices as one: made-up ones would not go together."""
+    known: dict[str, fx.Node] = {}
+    near = unknown | {user for node in unknown for user in node.users}
+    for node in [node for node in graph.nodes if node in near]:
+        for operand in node.all_input_nodes:
+            made = operand.meta.get("val")
+            whole = not isinstance(made, Tensor) or made.is_floating_point() or made.is_complex()
+            if not whole and aliased_arguments(operand) and not mutated_arguments(operand):
+                first = known.setdefault(repr((operand.target, operand.args, operand.kwargs)), operand)
+                node.replace_input_with(operand, first)
 
 
 class _Groups:

@@ -19,6 +19,7 @@ from .form import Form
 from .leaf import OpaqueCall
 from .oracle import Oracle, real_execution
 from .plain_control_flow import plain_control_flow
+from .row_lists import has_row_lists, unpacked
 from .source import Part, Place
 from .torch_internals import (
     FakeTensorMode,
@@ -107,6 +108,8 @@ class WholeCall:
         call = self._runtime_call(names, structure, trial.output)
         target = OpaqueCall(self._part.identifier, call, self._part.title)
         target.changes = trial.changes
+        # Their extents are no numbers to make up.
+        target.may_be_tried = not has_row_lists((args, kwargs))
         target.form = Form.of(operands, results, sizes.reader, str(self._part))
         proxies = (proxy_of(operand, tracer) for operand in operands)
         arguments = tuple(p if p is not None else o for p, o in zip(proxies, operands, strict=True))
@@ -124,7 +127,8 @@ class WholeCall:
         args, kwargs = structure.rebuild(tensors[len(names) :])
         state = dict(zip(names, tensors[: len(names)], strict=True))
         with plain_control_flow(), reparametrized(self._module, {**self._others(names), **state}):
-            made, output = flatten(self.original(*args, **kwargs))
+            own_args, own_kwargs = unpacked((args, kwargs))
+            made, output = flatten(self.original(*own_args, **own_kwargs))
             for name in self._buffers.intersection(names):
                 path, _, attribute = name.rpartition(".")
                 now = own_buffers(self._module.get_submodule(path)).get(attribute)

@@ -16,6 +16,7 @@ from pyrannc.blocks.function import StageCode
 from pyrannc.call.variant import Variant
 from pyrannc.capture import flatten
 from pyrannc.capture.attributes import AttributeLog
+from pyrannc.capture.row_lists import unpacked
 from pyrannc.capture.source import SourceTracker
 from pyrannc.capture.torch_internals import reparametrized
 from pyrannc.core.partition import StagePart
@@ -87,7 +88,7 @@ class FewRows:
         }
 
         def call() -> dict[int, Tensor]:
-            args, kwargs = captured.input_structure.rebuild(self._inputs())
+            args, kwargs = unpacked(captured.input_structure.rebuild(self._inputs()))
             log = AttributeLog(self._model, SourceTracker(self._model))
             with log.restoring(), _listening(self._model, heard), reparametrized(self._model, every):
                 result = self._model(*args, **kwargs)

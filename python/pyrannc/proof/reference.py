@@ -15,6 +15,7 @@ from pyrannc.call.variant import Variant
 from pyrannc.capture import flatten
 from pyrannc.capture.attributes import AttributeLog
 from pyrannc.capture.autocast import no_autocast
+from pyrannc.capture.row_lists import unpacked
 from pyrannc.capture.source import SourceTracker
 from pyrannc.core.partition import StagePart
 from pyrannc.proof.outcome import Outcome, seeds
@@ -93,7 +94,7 @@ class Reference:
 
     def _run_module(self, state: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         captured, facts = self._variant.whole.captured, self._variant.whole.facts
-        args, kwargs = captured.input_structure.rebuild([tensor.clone() for tensor in tensors])
+        args, kwargs = unpacked(captured.input_structure.rebuild([tensor.clone() for tensor in tensors]))
         # This rank's model must not have made a call that no other rank's has.
         with AttributeLog(self._model, SourceTracker(self._model)).restoring():
             result = functional_call(self._model, dict(state), args, kwargs, tie_weights=True)

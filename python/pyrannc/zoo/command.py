@@ -28,7 +28,10 @@ def main(argv: Sequence[str]) -> int:
     todo = [case for case in chosen if str(case) not in results.found]
     print(f"{len(chosen)} models, {len(chosen) - len(todo)} of them known from {options.results}", flush=True)
     rows = tuple(ROWS // options.stages + (rank < ROWS % options.stages) for rank in range(options.stages))
-    cut, uncut = Workers(rows, options.stages), Workers((ROWS // 2, ROWS - ROWS // 2), 1)
+    halves = ROWS // 2, ROWS - ROWS // 2
+    cut, uncut = (
+        Workers(own, stages, as_they_are=options.as_they_are) for own, stages in ((rows, options.stages), (halves, 1))
+    )
     try:
         for case in todo:
             start_s = time.monotonic()
@@ -115,6 +118,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", metavar="REGEX", help="models whose name, with the library's, matches")
     parser.add_argument("--shard", type=_shard, default=(0, 1), metavar="I/N", help="part I of N, counted from 0")
     parser.add_argument("--stages", type=int, default=2, choices=(2, 3), help="Stages, each on one process")
+    parser.add_argument(
+        "--as-they-are",
+        action="store_true",
+        help="with the dropout and batch statistics that they train with by default, in one microbatch; of one that "
+        "draws random numbers, the captured graph is held against the model with the same numbers",
+    )
     parser.add_argument("--results", type=Path, help="file of results; models in it are not run again")
     parser.add_argument("--timeout", type=float, default=180.0, metavar="SECONDS", help="for one model")
     return parser

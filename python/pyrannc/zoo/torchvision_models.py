@@ -22,14 +22,20 @@ def cases() -> Iterator[Case]:
     for name in sorted(models.list_models(), key=_size):
         builder = models.get_model_builder(name)
         task = builder.__module__.removeprefix("torchvision.models.")
-        design = f"{task}.{re.sub(r'[0-9]+|_(tiny|small|base|large|huge|[bslx][0-9]*|[0-9]+[a-z]*).*', '', name)}"
+        design = f"{task}.{_SIZE.sub('', name)}"
         if design not in seen:
             seen.add(design)
             yield Case("torchvision", task, name, partial(make, name))
 
 
-def _size(name: str) -> tuple[int, str]:
-    return int("".join(re.findall(r"\d+", name))[:6] or 0), name
+_SIZE = re.compile(r"[0-9]+|_(tiny|small|base|large|huge|[bslx][0-9]*|[tmh](?=_|$)|[0-9]+[a-z]*).*")
+_LARGE = ("_s", "_small", "_m", "_b", "_base", "_l", "_large", "_h", "_huge")
+"""Ends of names, in the order of size; none of them is the smallest."""
+
+
+def _size(name: str) -> tuple[int, int, str]:
+    digits = int("".join(re.findall(r"\d+", name))[:6] or 0)
+    return digits, 1 + next((place for place, end in enumerate(_LARGE) if name.endswith(end)), -1), name
 
 
 def make(name: str, rows: int) -> tuple[nn.Module, dict[str, Any]]:

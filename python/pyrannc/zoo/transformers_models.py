@@ -166,12 +166,13 @@ def _smaller(name: str, value: Any) -> Any:
         return VOCABULARY - 1 - sum(map(ord, name)) % 40 if high else value
     if name == "attention_window":
         return [4] * len(value) if isinstance(value, list) else 4
-    if isinstance(value, list) and value and all(type(item) is int for item in value):
+    if isinstance(value, (list, tuple)) and value and all(type(item) is int for item in value):
         if re.search(r"depths|num_blocks|layers$", name):
-            return [min(item, 2) for item in value]
+            return type(value)(min(item, 2) for item in value)
         if re.search(r"hidden_sizes|embed_dims?$|channels|dims$|widths|conv_dim", name):
-            return [item if item < 32 else max(16, item // 8) for item in value]
-        return [PATCH] * len(value) if name == "patch_size" else value
+            return type(value)(item if item < 32 else max(16, item // 8) for item in value)
+        limits = {"patch_size": PATCH, "image_size": IMAGE}
+        return type(value)(min(item, limits.get(name, item)) for item in value)
     if isinstance(value, dict) and "mrope_section" in value:
         return {**value, "mrope_section": [2, 1, 1]}
     if isinstance(value, int):

@@ -73,36 +73,37 @@ class _Run:
     state: dict[str, Tensor] = field(default_factory=dict)
 
 
-def run(case: Case, rows: Sequence[int], stages: int) -> Outcome:
+def run(case: Case, rows: Sequence[int], stages: int, *, as_they_are: bool = False) -> Outcome:
     """Holds one model against one process. All ranks call it; each gets the same outcome, but for differences.
 
     Args:
         case: the model.
         rows: of each rank's batch.
         stages: that the configuration asks for; with 1, an uncut model is allowed.
+        as_they_are: the model keeps its dropout and batch statistics.
     """
     torch.set_default_dtype(torch.float64)
     try:
         try:
-            expected = _train_plain(case)
+            expected = _train_plain(case, as_they_are)
         except NotByRuleError as error:
             return Outcome("no case", str(error).splitlines()[0])
         except Exception as error:
             return Outcome("no case", _short(error))
-        return _beside(case, rows, stages, expected)
+        return _beside(case, rows, stages, expected, as_they_are)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def _made(case: Case) -> tuple[nn.Module, dict[str, Any]]:
+def _made(case: Case, as_they_are: bool) -> tuple[nn.Module, dict[str, Any]]:
     model, arguments = case.make(ROWS)
     tensors, structure = flatten(arguments)
     doubled = [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
-    return quiet(model).double(), structure.rebuild(doubled)
+    return (model.train() if as_they_are else quiet(model)).double(), structure.rebuild(doubled)
 
 
-def _train_plain(case: Case) -> _Run:
-    model, arguments = _made(case)
+def _train_plain(case: Case, as_they_are: bool) -> _Run:
+    model, arguments = _made(case, as_they_are)
     found = _Run()
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
     for step in range(STEPS):
@@ -127,8 +128,8 @@ def _kept(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().clone()
 
 
-def _beside(case: Case, rows: Sequence[int], stages: int, expected: _Run) -> Outcome:
-    model, arguments = _made(case)
+def _beside(case: Case, rows: Sequence[int], stages: int, expected: _Run, as_they_are: bool) -> Outcome:
+    model, arguments = _made(case, as_they_are)
     rank = get_rank()
     lo = sum(rows[:rank])
     own = _rows_of(arguments, lo, lo + rows[rank])
@@ -148,7 +149,9 @@ def _beside(case: Case, rows: Sequence[int], stages: int, expected: _Run) -> Out
         wrong = _differences(found, expected, (lo, lo + rows[rank]), _tolerance(wrapped))
         if wrong:
             drawn = _drawn(wrapped)
-            outcome = Outcome("chance", drawn) if drawn else Outcome("wrong", "; ".join(wrong[:3]))
+            outcome = (
+                Outcome("chance", f"{drawn}. {wrapped._compared}") if drawn else Outcome("wrong", "; ".join(wrong[:3]))
+            )
         return outcome
     except RaNNCError as error:
         return Outcome("refused", _short(error))

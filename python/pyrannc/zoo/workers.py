@@ -25,11 +25,13 @@ class Workers:
     Args:
         rows: of each rank's batch.
         stages: that Plans have.
+        as_they_are: models keep their dropout and batch statistics.
     """
 
-    def __init__(self, rows: tuple[int, ...], stages: int) -> None:
+    def __init__(self, rows: tuple[int, ...], stages: int, *, as_they_are: bool = False) -> None:
         self._rows = rows
         self._stages = stages
+        self._as_they_are = as_they_are
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "torchvision", "timm", "transformers", "pyrannc.module"])
         self._ranks: list[tuple[Any, Connection]] = []
@@ -75,10 +77,11 @@ class Workers:
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(self._rows)),
                 "LOCAL_WORLD_SIZE": str(len(self._rows)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                 "RANNC_PARTITION_NUM": str(self._stages), "RANNC_PROFILE": "never", "RANNC_LOG": "error",
-                "RANNC_PIPELINE_NUM": "1" if self._stages == 1 else "2", "CUDA_VISIBLE_DEVICES": "",
+                "RANNC_PIPELINE_NUM": "1" if self._stages == 1 or self._as_they_are else "2",
+                "CUDA_VISIBLE_DEVICES": "",
             }  # fmt: skip
             process = self._context.Process(
-                target=_serve, args=(there, variables, self._rows, self._stages), daemon=True
+                target=_serve, args=(there, variables, self._rows, self._stages, self._as_they_are), daemon=True
             )
             process.start()
             there.close()
@@ -96,7 +99,9 @@ class Workers:
 _BADNESS = ("cut", "in leaves", "in tail", "uncut", "chance", "no case", "refused", "failed", "hung", "wrong")
 
 
-def _serve(connection: Connection, variables: dict[str, str], rows: tuple[int, ...], stages: int) -> None:
+def _serve(
+    connection: Connection, variables: dict[str, str], rows: tuple[int, ...], stages: int, as_they_are: bool
+) -> None:
     os.environ.update(variables)
     import torch
 
@@ -114,7 +119,7 @@ def _serve(connection: Connection, variables: dict[str, str], rows: tuple[int, .
         if library not in known:
             known[library] = {case.name: case for case in cases([library])}
         try:
-            outcome = run(known[library][name], rows, stages)
+            outcome = run(known[library][name], rows, stages, as_they_are=as_they_are)
         except BaseException as error:
             traceback.print_exc()
             outcome = Outcome("failed", f"{type(error).__name__}: {error}")

@@ -376,3 +376,77 @@ def uncut_with_the_criterion_outside(job: Job) -> None:
         job.gradients(model)
         optimizer.step()
     job.state(model)
+
+
+def _boxes(rows: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs, and for each row some boxes, of which the first ones count."""
+    x = torch.randn(rows, WIDTH, generator=generator)
+    boxes, counts = torch.rand(rows, 3, 4, generator=generator), torch.randint(1, 4, (rows,), generator=generator)
+    return x, boxes, counts
+
+
+def _targets(boxes: Tensor, counts: Tensor) -> list[dict[str, Tensor]]:
+    """A dict for each row."""
+    pairs = zip(boxes, counts.tolist(), strict=True)
+    return [{"boxes": own[:count], "labels": torch.arange(count), "area": own.sum()} for own, count in pairs]
+
+
+class _Detector(nn.Module):
+    """Predicts three boxes of a row; its loss is over those that the row has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Chain(4, 12)
+
+    def loss(self, made: Tensor, targets: list[dict[str, Tensor]]) -> Tensor:
+        boxes = [target["boxes"] for target in targets]
+        own = [F.l1_loss(y[target["labels"]], target["boxes"]) for y, target in zip(made, targets, strict=True)]
+        return torch.stack(own).sum() / sum(map(len, boxes))
+
+    def forward(self, x: Tensor, targets: list[dict[str, Tensor]]) -> Tensor:
+        return self.loss(self.net(x).view(-1, 3, 4), targets)
+
+
+@warned("method loss", instead="lists of dicts of tensors beside a batch are taken for one dict a row")
+def targets_in_a_list_of_dicts(job: Job) -> None:
+    """`targets` is a list with a dict of tensors for each row, of different extents, as for detection."""
+    net = _Detector()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    for x, boxes, counts in job.batches(_boxes):
+        optimizer.zero_grad()
+        loss = model(x, targets=_targets(boxes, counts))
+        job.same("loss", loss)
+        loss.backward()
+        job.gradients(model)
+        optimizer.step()
+    job.state(model)
+
+
+class _OfSizes(nn.Module):
+    """Takes images of different sizes apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.detector = _Detector()
+
+    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Tensor:
+        rows = [F.adaptive_avg_pool2d(image, (1, WIDTH)).flatten() for image in images]
+        return self.detector(torch.stack(rows), targets)  # type: ignore[no-any-return]
+
+
+@warned("The whole model", settings=_ONE_STAGE, instead="`allow_uncut=True`: all ranks compute the global batch")
+def images_of_different_sizes(job: Job) -> None:
+    """`images` is a list with a tensor for each row, of different sizes, beside a list of dicts."""
+    net = _OfSizes()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer, allow_uncut=True)
+    for x, boxes, counts in job.batches(_boxes):
+        images = [row.view(1, 1, -1).repeat(1, count, count) for row, count in zip(x, counts.tolist(), strict=True)]
+        optimizer.zero_grad()
+        loss = model(images, _targets(boxes, counts))
+        job.same("loss", loss)
+        loss.backward()
+        job.gradients(model)
+        optimizer.step()
+    job.state(model)
