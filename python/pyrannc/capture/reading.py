@@ -21,6 +21,23 @@ from .untraceable import UntraceableError, WholeModules
 _LEAST_EXTENT = 2
 
 
+def _is_traced_with(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    rows: int,
+    has_rows: Sequence[bool],
+    leaves: Sequence[str],
+) -> bool:
+    """True when nothing more has to stay whole while all tensors in question have rows."""
+    try:
+        trace(model, tuple(args), kwargs, device, rows, has_rows, leaves)
+    except CaptureError:
+        return False
+    return True
+
+
 def may_lack_rows(
     model: nn.Module,
     args: Sequence[Any],
@@ -54,7 +71,7 @@ def may_lack_rows(
         try:
             return clean(trace(model, tried_args, tried_kwargs, device, rows, without, leaves))
         except UntraceableError as error:
-            if error.needs_rows:
+            if error.needs_rows or _is_traced_with(model, args, kwargs, device, rows, has_rows, leaves):
                 raise CaptureError(str(error)) from error
             raise
 

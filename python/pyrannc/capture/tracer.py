@@ -193,9 +193,12 @@ class _Session:
         self.sizes = BatchSizes(self.trace_rows, batch if isinstance(batch, torch.SymInt) else None)
         recorder = FactRecorder(self.tracker)
         call = _TracedCall(self, recorder)
-        with self.attributes.restoring(), self._environment(recorder), torch.enable_grad():
-            gm = trace_before_dispatch(call, fake_params, fake_buffers, fake_inputs)
-        self.oracle.close()
+        try:
+            with self.attributes.restoring(), self._environment(recorder), torch.enable_grad():
+                gm = trace_before_dispatch(call, fake_params, fake_buffers, fake_inputs)
+        finally:
+            # What was computed for real may be as large as a whole forward, and an error keeps the session.
+            self.oracle.close()
         return Trace(
             gm=gm,
             device=self.device,
