@@ -104,7 +104,8 @@ def watched(seen: Seen) -> Iterator[None]:
 
     def note_held(seat: Any) -> None:
         seen.program = seat._program
-        seen.held = max(seen.held, len(seat._live))
+        # Of a call without backwards, what is sent at once is held no longer than it is computed.
+        seen.held = max(seen.held, 1, len(seat._live))
 
     def watch_forward(seat: Any, microbatch: int) -> None:
         seen.order.append(f"F{microbatch}")

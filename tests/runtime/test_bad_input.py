@@ -234,7 +234,7 @@ def test_bad_plan_files(ranks: Ranks, tmp_path: Path) -> None:
     files = {
         "the plan is for 3 ranks, this job has 2": plan_text(world_size=3),
         "make a plan for this model": plan_text(model="skip"),
-        "has schema 7, this RaNNC reads schema 2": changed(schema=7),
+        "has schema 7, this RaNNC reads schema 3": changed(schema=7),
         "the file was damaged or edited": plan_text().replace('"microbatches": 2', '"microbatches": 3'),
         "the file is cut short": plan_text()[:300],
         "does not have the form of a plan": changed(stages="none"),

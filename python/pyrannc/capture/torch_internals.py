@@ -552,7 +552,7 @@ FUNCTION_APPLY = PatchPoint(Function, "apply")
 SCRIPT_CALL = PatchPoint(torch.jit.ScriptFunction, "__call__")
 """Scripted functions stay whole. Public: none."""
 
-CONTROL_FLOW = tuple(PatchPoint(torch, name) for name in ("cond", "while_loop") if hasattr(torch, name))
+CONTROL_FLOW = tuple(PatchPoint(torch, _name) for _name in ("cond", "while_loop") if hasattr(torch, _name))
 """Branches and loops run without the compiler inside of what stays whole. Public: none."""
 
 REGISTER_HOOK = PatchPoint(Tensor, "register_hook")
