@@ -294,7 +294,9 @@ def test_randomness_does_not_depend_on_profiling(ranks: Ranks, tmp_path: Path) -
     def outputs(profile: str) -> Any:
         return ranks(2).run(run_dropout, env={"RANNC_PROFILE": profile, "XDG_CACHE_HOME": str(tmp_path)})
 
-    assert outputs("always") == outputs("never")
+    # Measured times may lead to another plan, which rounds otherwise; other masks would show in whole terms.
+    for measured, estimated in zip(outputs("always"), outputs("never"), strict=True):
+        assert measured == pytest.approx(estimated, rel=1e-5)
 
 
 def run_dropout() -> list[float]:
