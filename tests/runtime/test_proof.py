@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pyrannc
+from pyrannc.proof.verdict import difference
 from tests.ranks import RankPool
 
 from .equivalence import environment, local_slice
@@ -98,7 +99,10 @@ def test_a_proof_leaves_no_attributes(ranks: Ranks) -> None:
 
 
 class Centred(nn.Sequential):
-    """Rows meet each other, so that what it returns is made for all of them at once."""
+    """Rows meet each other, so that what it returns is made for all of them at once.
+
+    Terms of the last bias's gradient cancel each other: what is left of it are rounding errors.
+    """
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]  # it gives more
         made = super().forward(x)
@@ -108,8 +112,7 @@ class Centred(nn.Sequential):
 
 def prove_rows_that_meet() -> bool:
     torch.manual_seed(0)
-    # With a bias in the end there would be a gradient of rounding errors alone.
-    model = Centred(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2, bias=False)).double()
+    model = Centred(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2)).double()
     x = torch.randn(sum(ROWS), WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with environment({"RANNC_PARTITION_NUM": "2", "RANNC_VERIFY_PARTITIONING": "true"}):
         module = pyrannc.RaNNCModule(model)
@@ -121,6 +124,14 @@ def prove_rows_that_meet() -> bool:
 
 def test_outputs_of_rows_that_meet_are_those_of_all_ranks(ranks: Ranks) -> None:
     assert all(ranks(2).run(prove_rows_that_meet))
+
+
+@pytest.mark.parametrize(("here", "is_real"), [(2e-17, False), (3e-15, True), (-0.5, True)])
+def test_rounding_errors_that_are_left_of_a_gradient_are_no_difference(here: float, is_real: bool) -> None:
+    found = difference("gradient", "bias", "", torch.full((2,), here).double(), torch.zeros(2).double(), 0.0, noise=1.0)
+    assert found.is_real is is_real
+    alone = difference("gradient", "bias", "", torch.full((2,), here).double(), torch.ones(2).double() * 1e-17, 0.0)
+    assert alone.is_real
 
 
 def normalised() -> str:

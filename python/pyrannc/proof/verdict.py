@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from pyrannc.proof.outcome import Outcome
 
 ALLOWED = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Differences by rounding, relative to the largest element of a tensor, where a model computes in a type."""
+_NOISE = 8.0
+"""A gradient that is nothing but rounding of terms that cancel each other has so many roundings of the largest ones."""
 _KINDS = ("Value", "output", "buffer", "gradient")
 
 
@@ -93,27 +96,38 @@ def compare(variant: Variant, here: Outcome, expected: Outcome) -> Verdict:
     for value in sorted(expected.values):
         where = place(maker.get(value))
         found.append(
-            _difference(
+            difference(
                 "Value", body.values[value].name, where, here.values.get(value), expected.values[value], rounding
             )
         )
     for value, tensor in expected.outputs.items():
         own = variant.body_of.get(value)
         where = "after all rows have joined" if own is None else place(maker.get(own))
-        found.append(_difference("output", whole.values[value].name, where, here.outputs[value], tensor, rounding))
+        found.append(difference("output", whole.values[value].name, where, here.outputs[value], tensor, rounding))
     users = {p.names[0]: body.first_use.get(p.value) for p in body.params}
     for name, buffer in expected.buffers.items():
-        found.append(_difference("buffer", name, "after the call", here.buffers[name], buffer, rounding))
+        found.append(difference("buffer", name, "after the call", here.buffers[name], buffer, rounding))
+    largest = max((float(grad.abs().max()) for grad in expected.gradients.values() if _has_elements(grad)), default=0.0)
     for name in sorted(expected.gradients, key=lambda name: users.get(name) or 0):
         where = f"first used by {place(users.get(name))}"
         mine, right = here.gradients[name], expected.gradients[name]
-        found.append(_difference("gradient", name, where, mine, right, rounding))
+        found.append(difference("gradient", name, where, mine, right, rounding, noise=largest))
     return Verdict(tuple(found), tuple(_notes(variant)))
 
 
-def _difference(
-    kind: str, name: str, where: str, here: Tensor | None, expected: Tensor | None, rounding: float
+def _has_elements(grad: Tensor | None) -> TypeGuard[Tensor]:
+    return grad is not None and grad.numel() > 0
+
+
+def difference(
+    kind: str, name: str, where: str, here: Tensor | None, expected: Tensor | None, rounding: float, noise: float = 0.0
 ) -> Difference:
+    """Two tensors, either of which may be missing.
+
+    Args:
+        rounding: allowed whatever type they are stored in.
+        noise: the largest element of all tensors of their kind, where terms may cancel each other; else 0.
+    """
     allowed = max(rounding, ALLOWED[expected.dtype]) if expected is not None and expected.dtype in ALLOWED else 0.0
     if here is None or expected is None:
         # An untouched parameter of a model that is spread has zeros where one process has nothing.
@@ -129,6 +143,8 @@ def _difference(
     wide = torch.complex128 if expected.is_complex() else torch.float64
     one, other = here.to(wide), expected.to(wide)
     scale = float(other.abs().max())
+    if noise and allowed:
+        scale = max(scale, _NOISE * torch.finfo(expected.dtype).eps * noise / allowed)
     size = float((one - other).abs().max()) / (scale or 1.0)
     return Difference(kind, name, where, size, allowed)
 
