@@ -47,9 +47,12 @@ def test_each_phase_of_the_first_call_has_a_line(script: Path, tmp_path: Path) -
     asked = {"RANNC_PROFILE": "always", "RANNC_PROFILE_CACHE_DIR": cache, "RANNC_SAVE_DEPLOYMENT": 1}
     first = start(*TORCHRUN, script, RANNC_DEPLOYMENT_FILE=missing, **asked)
     told = phases(first)
-    assert list(told) == ["join", "capture", "profile", "plan", "parameters"]
+    assert list(told) == ["join", "capture", "comparison", "profile", "plan", "parameters"]
     assert told["join"] == "rank 0 of 2 on cpu, started by torchrun"
     assert told["capture"] == "Sequential: 3 ops, 4 parameters with 2,099,712 elements"
+    assert told["comparison"].endswith(
+        "compared with the model on 2 rows of the first batch: equal outputs and gradients."
+    )
     (kept,) = cache.iterdir()
     assert re.fullmatch(rf"measured \d distinct blocks of \d; kept in {kept}", told["profile"])
     assert told["plan"] == "searched for 2 ranks and a global batch of 128 rows"
