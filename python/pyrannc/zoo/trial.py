@@ -198,7 +198,6 @@ def _drawn(wrapped: RaNNCModule) -> str:
         str(node.target)
         for op, node in zip(whole.facts.ops, whole.captured.op_nodes, strict=True)
         if op.random and not str(getattr(node.target, "title", "")).startswith("pyrannc.opaque.module")
-        and any(whole.facts.values[value].depends_on_rows for value in op.results)
     ]  # fmt: skip
     return ", ".join(f"{name} ({count})" for name, count in Counter(drawn).items())
 
