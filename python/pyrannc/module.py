@@ -227,11 +227,8 @@ class RaNNCModule(DeployedModel):
     ) -> Callable[[Sequence[Tensor | None]], None]:
         """What a backward begins with, given the gradients of the call's outputs; it also says how it will end."""
         answered, optimizer, store = _answered(call, variant), self._user_optimizer, deployment.store
-        stages, share, delivery = (
-            deployment.stages,
-            call.batch.own_count / call.batch.total,
-            deployment.gradients.delivery,
-        )
+        stages, share = deployment.stages, call.batch.own_count / call.batch.total
+        delivery = deployment.gradients.delivery
 
         def begin(grads: Sequence[Tensor | None]) -> None:
             answered()

@@ -21,23 +21,6 @@ from .untraceable import UntraceableError, WholeModules
 _LEAST_EXTENT = 2
 
 
-def _is_traced_with(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    device: torch.device,
-    rows: int,
-    has_rows: Sequence[bool],
-    leaves: Sequence[str],
-) -> bool:
-    """True when nothing more has to stay whole while all tensors in question have rows."""
-    try:
-        trace(model, tuple(args), kwargs, device, rows, has_rows, leaves)
-    except CaptureError:
-        return False
-    return True
-
-
 def may_lack_rows(
     model: nn.Module,
     args: Sequence[Any],
@@ -67,11 +50,19 @@ def may_lack_rows(
         tensors[place] = tensors[place].detach().new_zeros(_LEAST_EXTENT, *tensors[place].shape[1:])
     tried_args, tried_kwargs = structure.rebuild(tensors)
 
+    def is_traced_with(leaves: Sequence[str]) -> bool:
+        """True when nothing more has to stay whole while the tensor has rows."""
+        try:
+            trace(model, tuple(args), kwargs, device, rows, has_rows, leaves)
+        except CaptureError:
+            return False
+        return True
+
     def attempt(leaves: Sequence[str]) -> CleanGraph:
         try:
             return clean(trace(model, tried_args, tried_kwargs, device, rows, without, leaves))
         except UntraceableError as error:
-            if error.needs_rows or _is_traced_with(model, args, kwargs, device, rows, has_rows, leaves):
+            if error.needs_rows or is_traced_with(leaves):
                 raise CaptureError(str(error)) from error
             raise
 

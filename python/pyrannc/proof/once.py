@@ -15,7 +15,7 @@ from pyrannc.capture.untraceable import has_own_forward
 from pyrannc.errors import CaptureError
 from pyrannc.job import agree, process
 from pyrannc.proof.made import FewRows, Made
-from pyrannc.proof.verdict import ALLOWED
+from pyrannc.proof.verdict import ALLOWED, relative
 from pyrannc.runtime.rows import take_rows
 
 _FEW = 2
@@ -191,13 +191,10 @@ def _apart(one: Tensor, other: Tensor) -> float:
         return float("inf")
     if not other.numel() or torch.equal(one, other):
         return 0.0
-    wide = torch.complex128 if other.is_complex() else torch.float64
-    one, other = one.to(wide), other.to(wide)
     if not torch.equal(one.isfinite(), other.isfinite()):
         return float("inf")
     one, other = (torch.where(item.isfinite(), item, 0) for item in (one, other))
-    scale = float(other.abs().max())
-    return float((one - other).abs().max()) / (scale or 1.0)
+    return relative(one, other)
 
 
 def _explained(piece: FewRows, expected: Made, made: Made, first: Difference) -> str:

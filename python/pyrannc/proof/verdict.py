@@ -140,13 +140,17 @@ def difference(
         )
     if here.numel() == 0 or torch.equal(here, expected):
         return Difference(kind, name, where, 0.0, allowed)
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    one, other = here.to(wide), expected.to(wide)
-    scale = float(other.abs().max())
-    if noise and allowed:
-        scale = max(scale, _NOISE * torch.finfo(expected.dtype).eps * noise / allowed)
-    size = float((one - other).abs().max()) / (scale or 1.0)
-    return Difference(kind, name, where, size, allowed)
+    least = _NOISE * torch.finfo(expected.dtype).eps * noise / allowed if noise and allowed else 0.0
+    return Difference(kind, name, where, relative(here, expected, least), allowed)
+
+
+def relative(one: Tensor, other: Tensor, least: float = 0.0) -> float:
+    """The largest difference of elements, relative to the largest element of ``other``, or to ``least`` if that is
+    more."""
+    wide = torch.complex128 if other.is_complex() else torch.float64
+    one, other = one.to(wide), other.to(wide)
+    scale = max(float(other.abs().max()), least)
+    return float((one - other).abs().max()) / (scale or 1.0)
 
 
 def _notes(variant: Variant) -> Iterator[str]:

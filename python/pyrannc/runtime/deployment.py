@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -21,10 +23,11 @@ from pyrannc.runtime.position import ActionRecord
 from pyrannc.runtime.precision import precision
 from pyrannc.runtime.tail import TailCode
 from pyrannc.runtime.timing import Timing
-from pyrannc.runtime.working_part import WorkingPart, working_part
+from pyrannc.runtime.working_part import working_part
 from pyrannc.store.buckets import SumTypes, own_buckets
 from pyrannc.store.gradients import Gradients
 from pyrannc.store.store import ParamStore
+from pyrannc.store.working_copies import Key
 
 
 class Deployment:
@@ -127,22 +130,22 @@ class Deployment:
         """This rank's Stage for a captured call. All ranks call it for the same calls in the same order."""
         if id(variant) not in self._contexts:
             # Code is written before the first message, so that no rank waits for one that fails.
-            code, tail = agree.together(lambda: (self._make_code(variant), self._make_tail(variant)))
+            code, taken, tail = agree.together(lambda: (*self._make_code(variant), self._make_tail(variant)))
             self._channels.open(self.plan.channels(variant.partition))
-            self._contexts[id(variant)] = self._make_context(variant, code, tail)
+            self._contexts[id(variant)] = self._make_context(variant, code, taken, tail)
         return self._contexts[id(variant)]
 
-    def _make_code(self, variant: Variant) -> StageCode:
-        part = self._working_part(variant).part
-        return StageCode(variant.captured, variant.facts, part, self.device, self._randomness)
+    def _make_code(self, variant: Variant) -> tuple[StageCode, Mapping[int, Key]]:
+        """The Stage's code, and the working copies that it takes, by Value."""
+        captured, facts = variant.captured, variant.facts
+        working = working_part(captured, facts, variant.parts.stages[self.stage])
+        return StageCode(captured, facts, working.part, self.device, self._randomness), working.copies
 
-    def _working_part(self, variant: Variant) -> WorkingPart:
-        return working_part(variant.captured, variant.facts, variant.parts.stages[self.stage])
-
-    def _make_context(self, variant: Variant, code: StageCode, tail: TailCode | None) -> StageContext:
+    def _make_context(
+        self, variant: Variant, code: StageCode, taken: Mapping[int, Key], tail: TailCode | None
+    ) -> StageContext:
         facts, part = variant.facts, variant.parts.stages[self.stage]
         params = {facts.params[i].value: self.gradients.leaves[facts.params[i].names[0]] for i in part.params}
-        taken = self._working_part(variant).copies
         copies = self.gradients.working_copies(taken.values())
         params |= {value: copies[name] for value, (name, _) in taken.items()}
         buffers = {facts.buffers[i].value: self.store.buffers[facts.buffers[i].name] for i in part.buffers}

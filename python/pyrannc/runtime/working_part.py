@@ -20,7 +20,7 @@ class WorkingPart:
     """A Stage that takes working copies of parameters.
 
     Attributes:
-        part: without the conversions, whose results come in.
+        part: its Ops and Spans without the conversions, whose results come in.
         copies: by Value, what comes in.
     """
 
@@ -37,24 +37,17 @@ def working_part(captured: Captured, facts: GraphFacts, part: StagePart) -> Work
     wanted = {*part.sends, *part.outputs, *(buffer.update for buffer in facts.buffers)}
     copies: dict[int, Key] = {}
     dropped: set[int] = set()
-    kept = []
-    for number in part.params:
-        param = facts.params[number]
+    for param in (facts.params[number] for number in part.params):
         readers = users.get(param.value, [])
         if len(readers) != 1 or not _is_conversion(captured, facts, readers[0], param.value):
-            kept.append(number)
             continue
         (result,) = facts.ops[readers[0]].results
-        if result in wanted or param.value in wanted or result in facts.mutated_roots:
-            kept.append(number)
-            continue
-        copies[result] = param.names[0], facts.values[result].dtype
-        dropped.add(readers[0])
+        if not wanted & {result, param.value} and result not in facts.mutated_roots:
+            copies[result] = param.names[0], facts.values[result].dtype
+            dropped.add(readers[0])
     left = replace(
         part,
         ops=tuple(op for op in part.ops if op not in dropped),
-        params=tuple(kept),
-        receives=(*part.receives, *copies),
         prologue=None if part.prologue is None else _without(facts, part.prologue, dropped),
         spans=tuple(_without(facts, span, dropped) for span in part.spans),
     )

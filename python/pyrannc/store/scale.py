@@ -16,18 +16,18 @@ def scale_each(flats: Sequence[Tensor], scale: Tensor) -> Tensor | None:
     Returns:
         Where the scale is not 1: 1 if some element is not finite then, else 0, a scalar; ``None`` if nobody looked.
     """
-    if not flats or not flats[0].is_cuda:
-        if scale.item() == 1:
-            return torch.zeros(())
-        for flat in flats:
-            flat.mul_(scale)
+    if not flats:
         return None
-    kernels = _kernels(flats[0].device) if all(flat.is_floating_point() for flat in flats) else None
+    device = flats[0].device
+    on_gpu = device.type == "cuda"
+    if not on_gpu and scale.item() == 1:
+        return torch.zeros(())
+    kernels = _kernels(device) if on_gpu and all(flat.is_floating_point() for flat in flats) else None
     if kernels is None:
         for flat in flats:
             flat.mul_(scale)
         return None
-    overflow = torch.zeros((), device=flats[0].device)
+    overflow = torch.zeros((), device=device)
     for flat in flats:
         kernels.scale(flat, scale, overflow)
     return overflow
