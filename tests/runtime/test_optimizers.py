@@ -12,10 +12,13 @@ from torch import nn
 from torch.optim import ASGD, SGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 import pyrannc
+from pyrannc.core.buckets import BucketFacts, BucketsFacts
 from pyrannc.errors import InputError, MismatchError, RaNNCError
 from pyrannc.job import process
+from pyrannc.store.buckets import SharedParam, SumTypes, own_buckets
 from pyrannc.store.by_parameter import refuse_across
 from pyrannc.store.carry import Route, carry
+from pyrannc.store.gradient_set import GradientSet
 from pyrannc.store.overflow import share_overflow
 from tests.ranks import RankPool
 
@@ -100,6 +103,23 @@ def test_overflow_of_one_rank_is_that_of_all(ranks: Ranks) -> None:
     assert first == [[fine, fine], [there, fine], [fine, there], [fine, fine], [there, there]]
     assert second == [[fine, fine], [here, fine], [fine, here], [here, here], [here, here]]
     assert third == [[fine, []], [there, []], [fine, []], [fine, []], [there, []]]
+
+
+def test_what_lies_between_buckets_is_no_overflow() -> None:
+    params = [SharedParam(f"p{numel}", nn.Parameter(torch.ones(numel)), (0,)) for numel in (3, 64, 5)]
+    facts = BucketsFacts(groups=((0,),), buckets=tuple(BucketFacts(0, (place,)) for place in range(3)))
+    torch.use_deterministic_algorithms(True)
+    try:
+        # What is allocated and not written is NaN then.
+        made = GradientSet(own_buckets(facts, [shared.name for shared in params], params, SumTypes("float32", False)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    made.begin()
+    for index in range(3):
+        assert made.bucket(index).isfinite().all()
+    (flat,) = made.flats.values()
+    assert flat.numel() > 3 + 64 + 5
+    assert flat.isfinite().all()
 
 
 # Whether an optimizer treats each parameter by itself

@@ -80,6 +80,12 @@ class Bucket:
     device: torch.device
     start: int
 
+    @property
+    def room(self) -> int:
+        """Elements from its start to where the next one may start."""
+        # Kernels and communication are fastest from places that are multiples of 16 bytes; these are.
+        return -(-self.numel // _ALIGNED) * _ALIGNED
+
     def placed(self) -> Iterator[tuple[SharedParam, int]]:
         """The parameters, and where each begins in the bucket."""
         start = 0
@@ -120,8 +126,7 @@ def own_buckets(
         types = sums.of_sums(dtype, len(ranks)), dtype
         start, message = ends.get(types, 0), sums.of_messages(dtype, len(ranks))
         buckets.append(Bucket(number, params, numel, ranks, types, message, device, start))
-        # Kernels and communication are fastest from places that are multiples of 16 bytes; these are.
-        ends[types] = start + -(-numel // _ALIGNED) * _ALIGNED
+        ends[types] = start + buckets[-1].room
     return buckets
 
 

@@ -106,12 +106,17 @@ class GradientSet:
 
 
 def _flats_of(buckets: Sequence[Bucket]) -> dict[Types, Tensor]:
-    """A flat tensor for the sums of each types, in which every bucket has its place; what is in them is anything."""
+    """A flat tensor for the sums of each types, in which every bucket has its place; what is in those is anything."""
     sizes: dict[Types, int] = {}
     for bucket in buckets:
         sizes[bucket.types] = max(sizes.get(bucket.types, 0), bucket.start + bucket.numel)
     device = buckets[0].device if buckets else None
-    return {types: torch.empty(numel, dtype=types[0], device=device) for types, numel in sizes.items()}
+    flats = {types: torch.empty(numel, dtype=types[0], device=device) for types, numel in sizes.items()}
+    for bucket in buckets:
+        if bucket.room > bucket.numel:
+            # Who looks for overflow reads what lies between buckets too.
+            flats[bucket.types][bucket.start + bucket.numel : bucket.start + bucket.room].zero_()
+    return flats
 
 
 def _slice(flats: Mapping[Types, Tensor], bucket: Bucket) -> Tensor:
