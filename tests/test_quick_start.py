@@ -55,7 +55,8 @@ def test_each_phase_of_the_first_call_has_a_line(script: Path, tmp_path: Path) -
     )
     (kept,) = cache.iterdir()
     assert re.fullmatch(rf"measured \d distinct blocks of \d; kept in {kept}", told["profile"])
-    assert told["plan"] == "searched for 2 ranks and a global batch of 128 rows"
+    # What follows depends on what was measured: a plan that is barely faster is told.
+    assert re.match(r"searched for 2 ranks and a global batch of 128 rows(;|$)", told["plan"])
     assert re.fullmatch(r"this rank holds [48]\.0 MiB", told["parameters"])
     # All of the training went on, although the plan could not be kept.
     assert first.stderr.count(f"[warning] [rank 0] cannot write the plan file {missing}") == 1
