@@ -232,7 +232,17 @@ def test_every_field_of_the_partition_is_read_or_known(graph: Graph, plan: Plan,
 
 def all_buckets(graph: Graph, plan: Plan) -> Buckets:
     params = range(len(json.loads(graph.to_json())["params"]))
-    return Buckets.divide(plan, plan.partition(graph), graph, params, [], "float32")
+    return Buckets.divide(
+        plan,
+        plan.partition(graph),
+        graph,
+        trained=params,
+        everywhere=[],
+        reduce_dtype="float32",
+        undivided=[],
+        whole_gradients=[],
+        by_element=True,
+    )
 
 
 def test_every_field_of_the_buckets_is_read_or_known(graph: Graph, plan: Plan, read: Any) -> None:

@@ -131,9 +131,13 @@ class Buckets:
         plan: Plan,
         partition: Partition,
         graph: Graph,
+        *,
         trained: Sequence[int],
         everywhere: Sequence[int],
         reduce_dtype: str,
+        undivided: Sequence[int],
+        whole_gradients: Sequence[int],
+        by_element: bool,
     ) -> Buckets: ...
     def to_json(self) -> str: ...
 

@@ -17,7 +17,7 @@ import pyrannc
 from pyrannc.job import process
 
 from .models import RECIPES, Batch, Recipe
-from .plans import graph_of, scheduled, searched_plan
+from .plans import divided, graph_of, scheduled, searched_plan
 from .reference import OPTIMIZERS, Division, Reference, take
 
 STEPS = 5
@@ -37,6 +37,7 @@ class Case:
         input_grads: floating-point inputs require gradients.
         optimizer: name of the optimizer.
         schedule: of the plan with ``replicas``; the search's choice when empty.
+        sharding: what the Replicas of the plan with ``replicas`` divide.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Case:
     input_grads: bool = False
     optimizer: str = "adam"
     schedule: str = ""
+    sharding: str = "none"
 
     @property
     def gather_inputs(self) -> bool:
@@ -178,7 +180,8 @@ class Twins:
             args, kwargs, _ = self.local(make_batch(self.recipe, self.case.total_rows, 0))
             graph = graph_of(model, args, kwargs, self.case.rows[0])
             plan = searched_plan(graph, self.case.replicas, self.case.microbatches, self.case.total_rows)
-            (scheduled(plan, self.case.schedule) if self.case.schedule else plan).write(file)
+            plan = scheduled(plan, self.case.schedule) if self.case.schedule else plan
+            divided(plan, self.case.sharding).write(file)
         return file
 
     def rewrap(self, case: Case, folder: str) -> None:

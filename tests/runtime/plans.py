@@ -38,6 +38,13 @@ def scheduled(plan: Plan, schedule: str | list[str]) -> Plan:
     return Plan.from_json(sealed({**json.loads(plan.to_json()), "schedule": schedule}))
 
 
+def divided(plan: Plan, sharding: str) -> Plan:
+    """The same Plan, with what the Replicas of each Stage divide."""
+    form = json.loads(plan.to_json())
+    stages = [{**stage, "sharding": sharding if len(stage["ranks"]) > 1 else "none"} for stage in form["stages"]]
+    return Plan.from_json(sealed({**form, "stages": stages}))
+
+
 def main_op_count(graph: Graph) -> int:
     """Number of Ops that a Plan divides."""
     whole = json.loads(searched_plan(graph, [1], 1, 1).to_json())

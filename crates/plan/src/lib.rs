@@ -27,9 +27,9 @@ pub use plan::{BlockPlan, PLAN_SCHEMA, Placement, Plan, StagePlan};
 pub use plan_file::PlanFileError;
 pub use predicted::{MemoryPrediction, StagePrediction, StepPrediction};
 pub use program::{
-    Action, BUCKET_BYTES, Batch, Bucket, Buckets, FIRST_BUCKET_BYTES, Gradient, Interval, Message, Overlap, Payload,
-    Piece, Program, ProgramError, RankProgram, RankView, ReduceDType, Slice, Step, Trained, Transfer, WINDOW, build,
-    overlaps, plan_channels, split_even, stage_depths, with_messages,
+    Action, BUCKET_BYTES, Batch, Bucket, Buckets, Division, FIRST_BUCKET_BYTES, Gradient, Interval, Message, Overlap,
+    Payload, Piece, Program, ProgramError, RankProgram, RankView, ReduceDType, Slice, Step, Trained, Transfer, WINDOW,
+    build, overlaps, plan_channels, split_even, stage_depths, with_messages,
 };
 pub use saver::{Recompute, Sharding};
 pub use schedule::{Call, Compute, Order, OrderError, Schedule, ScheduleKind, depths};

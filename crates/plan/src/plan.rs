@@ -99,13 +99,17 @@ pub struct Placement {
     pub microbatches: u32,
     /// Order of forwards and backwards.
     pub schedule: Schedule,
+    /// By Stage, what its Replicas divide among them; nothing where it is missing.
+    pub sharding: Vec<Sharding>,
 }
 
 impl Plan {
-    /// The ranks of the Stages, the number of microbatches and the Schedule: all that a Program needs of the Plan.
+    /// The ranks of the Stages and what they divide, the number of microbatches and the Schedule: all that a Program
+    /// needs of the Plan.
     pub fn placement(&self) -> Placement {
         Placement {
             ranks: self.stages.iter().map(|stage| stage.ranks.clone()).collect(),
+            sharding: self.stages.iter().map(|stage| stage.sharding).collect(),
             microbatches: self.microbatches,
             schedule: self.schedule.clone(),
         }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use pyo3::prelude::*;
 use rannc_ir::ParamId;
-use rannc_plan::{Batch, Call, ReduceDType, Trained};
+use rannc_plan::{Batch, Call, Division, ReduceDType, Trained};
 
 use crate::errors::{ErrorClass, OrRaise, OrRaiseAs};
 use crate::graph::Graph;
@@ -17,8 +17,12 @@ pub struct Buckets(rannc_plan::Buckets);
 #[pymethods]
 impl Buckets {
     /// Divides the gradients of a Graph: of the trained Params, those of `everywhere` are held by every rank. They are
-    /// summed over ranks in type `reduce_dtype`: "float32", "bfloat16" or "param".
+    /// summed over ranks in type `reduce_dtype`: "float32", "bfloat16" or "param". Of `undivided` Params nothing is
+    /// divided among Replicas, and of `whole_gradients` not the gradients. With `by_element` buckets are divided
+    /// anywhere, else between Params.
     #[staticmethod]
+    #[allow(clippy::too_many_arguments, reason = "in Python they have names")]
+    #[pyo3(signature = (plan, partition, graph, *, trained, everywhere, reduce_dtype, undivided, whole_gradients, by_element))]
     fn divide(
         py: Python<'_>,
         plan: &Plan,
@@ -27,6 +31,9 @@ impl Buckets {
         trained: Vec<u32>,
         everywhere: Vec<u32>,
         reduce_dtype: &str,
+        undivided: Vec<u32>,
+        whole_gradients: Vec<u32>,
+        by_element: bool,
     ) -> PyResult<Self> {
         let params = |numbers: Vec<u32>| -> PyResult<BTreeSet<ParamId>> {
             let known = |number| Some(ParamId(number)).filter(|&param| graph.0.params.get(param).is_some());
@@ -39,9 +46,16 @@ impl Buckets {
             "param" => ReduceDType::Param,
             _ => return Err(pyo3::exceptions::PyValueError::new_err("reduce_dtype is float32, bfloat16 or param")),
         };
-        let trained = Trained { params: params(trained)?, everywhere: params(everywhere)?, reduce };
-        let ranks = plan.0.placement().ranks;
-        Ok(py.detach(|| Self(rannc_plan::Buckets::of(&graph.0, &partition.0, &ranks, &trained))))
+        let trained = Trained {
+            params: params(trained)?,
+            everywhere: params(everywhere)?,
+            reduce,
+            undivided: params(undivided)?,
+            whole_gradients: params(whole_gradients)?,
+            division: if by_element { Division::Elements } else { Division::Params },
+        };
+        let placement = plan.0.placement();
+        Ok(py.detach(|| Self(rannc_plan::Buckets::of(&graph.0, &partition.0, &placement, &trained))))
     }
 
     /// The JSON form.

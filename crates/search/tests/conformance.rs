@@ -214,7 +214,7 @@ fn conform(case: &Case) -> String {
     let partition = Partition::new(&graph, &case.cuts()).expect("the cuts are allowed");
     let plan = case.plan(&graph);
     let placement: Placement = plan.placement();
-    let buckets = Buckets::of(&graph, &partition, &placement.ranks, &Trained::captured(&graph));
+    let buckets = Buckets::of(&graph, &partition, &placement, &Trained::captured(&graph));
     let batch = Batch { rows_per_rank: case.rows.clone(), gather_inputs: true };
     let program = build(&placement, &partition, &buckets, &batch, case.call).expect("the case is sound");
     assert_eq!(check(&program, &partition, &buckets.gradients), Ok(()), "{case:?}");

@@ -57,7 +57,7 @@ fn assert_valid(graph: &Graph, plan: &Plan, settings: &Settings) {
     let ranks = u64::from(plan.world_size);
     let rows_per_rank = (0..ranks).map(|rank| (plan.batch_rows + ranks - 1 - rank) / ranks).collect();
     let batch = Batch { rows_per_rank, gather_inputs: true };
-    let buckets = Buckets::of(graph, &partition, &plan.placement().ranks, &Trained::captured(graph));
+    let buckets = Buckets::of(graph, &partition, &plan.placement(), &Trained::captured(graph));
     for call in [Call::Forward, Call::Whole, Call::Halves] {
         build(&plan.placement(), &partition, &buckets, &batch, call).expect("a program");
     }

@@ -20,7 +20,7 @@ fn simulated(graph: &Graph, cluster: &Cluster, settings: &Settings, plan: &Plan)
     let batch = Batch { rows_per_rank, gather_inputs: true };
     let costs = PlanCosts::new(graph, cluster, &[], settings, plan).expect("its own plan");
     let placement = plan.placement();
-    let buckets = Buckets::of(graph, &partition, &placement.ranks, &Trained::captured(graph));
+    let buckets = Buckets::of(graph, &partition, &placement, &Trained::captured(graph));
     let program = build(&placement, &partition, &buckets, &batch, costs.call()).expect("a program");
     simulate(&program, &costs).expect("runs")
 }

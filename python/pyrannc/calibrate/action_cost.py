@@ -64,7 +64,7 @@ def _step_us(device: torch.device, microbatches: int) -> float:
     plan = decide(request, None)
     variant.divide(plan.partition(variant.graph))
     deployment = Deployment(
-        model, variant, plan, device, None, sync_params=False, fused_dropout=True, reduce_dtype="float32"
+        model, variant, plan, None, device, None, sync_params=False, fused_dropout=True, reduce_dtype="float32"
     )
     batch = _batch()
     program = variant.program(plan, deployment.buckets, batch.per_rank, batch.gathered, "whole")

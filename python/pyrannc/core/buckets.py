@@ -16,10 +16,14 @@ class BucketFacts:
     Attributes:
         group: place of the ranks among the groups.
         params: places of the parameters among the Graph's, in the order in which their gradients come.
+        sharding: what the group divides among its ranks: ``"none"``, ``"optimizer"``, ``"gradients"`` or ``"params"``.
+        parts: where anything is divided, how many elements each rank of the group has; together at least all.
     """
 
     group: int
     params: tuple[int, ...]
+    sharding: str
+    parts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -40,5 +44,8 @@ class BucketsFacts:
         found = json.loads(text)
         return BucketsFacts(
             groups=tuple(tuple(ranks) for ranks in found["groups"]),
-            buckets=tuple(BucketFacts(item["group"], tuple(item["params"])) for item in found["buckets"]),
+            buckets=tuple(
+                BucketFacts(item["group"], tuple(item["params"]), item["sharding"], tuple(item["parts"]))
+                for item in found["buckets"]
+            ),
         )

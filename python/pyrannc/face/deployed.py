@@ -85,7 +85,9 @@ class DeployedModel(StateOfModel):
         if self._config.partitioning_dry_run_np:
             dry_run(request)
         plan = decide(request, self._plan_file)
-        agree.together(lambda: refuse_across(self.optimizer, len(PlanFacts.of(plan).stages), self.device))
+        stages = PlanFacts.of(plan).stages
+        divided = any(stage.sharding != "none" for stage in stages)
+        agree.together(lambda: refuse_across(self.optimizer, len(stages), self.device, divided=divided))
         return plan
 
     def _put_in_force(self, plan: Plan, variant: Variant) -> None:
@@ -96,6 +98,7 @@ class DeployedModel(StateOfModel):
                 self.model,
                 variant,
                 plan,
+                self._user_optimizer,
                 self.device,
                 watchdog(),
                 sync_params=switches().sync_params_on_init,
@@ -181,7 +184,11 @@ class DeployedModel(StateOfModel):
         """Takes over that ``requires_grad`` of some parameters has changed; all ranks do."""
         deployment = self._deployed("forward")
         agree_on_trainable(deployment.store.params, deployment.store.local_params())
+        if self._user_optimizer is not None:
+            self._user_optimizer.join_parts(deployment.store)
         deployment.renew_gradients()
+        if self._user_optimizer is not None:
+            self._user_optimizer.divide_anew(deployment.store)
         self._guard_params(deployment)
 
     def _guard_params(self, deployment: Deployment) -> None:

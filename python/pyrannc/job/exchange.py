@@ -47,6 +47,24 @@ def start_sum(tensor: Tensor, group: Group | None) -> Work:
     return work
 
 
+def gather_parts(flat: Tensor, parts: Sequence[int], ranks: Sequence[int], group: Group | None) -> list[Work]:
+    """Starts to fill in the parts of a flat tensor that the other ranks of a group have.
+
+    Args:
+        parts: elements of each rank, one behind the other.
+        ranks: of the group, increasing.
+    """
+    place = ranks.index(process.get_rank())
+    pieces = [as_sent(piece) for piece in torch.split(flat.narrow(0, 0, sum(parts)), list(parts))]
+    if len(set(parts)) == 1:
+        whole = as_sent(flat.narrow(0, 0, sum(parts)))
+        works = [dist.all_gather_into_tensor(whole, pieces[place], group=group, async_op=True)] if parts[0] else []
+    else:
+        shares = [(piece, rank) for piece, rank in zip(pieces, ranks, strict=True) if piece.numel()]
+        works = [dist.broadcast(piece, rank, group=group, async_op=True) for piece, rank in shares]
+    return [work for work in works if work is not None]
+
+
 def give_to_others(tensor: Tensor, owner: int, group: Group | None = None) -> None:
     """Overwrites a contiguous tensor with that of rank ``owner``, on the ranks of a group or, without one, on all."""
     dist.broadcast(tensor, owner, group=process.world() if group is None else group)

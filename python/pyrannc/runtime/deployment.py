@@ -25,7 +25,9 @@ from pyrannc.runtime.tail import TailCode
 from pyrannc.runtime.timing import Timing
 from pyrannc.runtime.working_part import working_part
 from pyrannc.store.buckets import SumTypes, own_buckets
+from pyrannc.store.divided import DividedParams, all_parts
 from pyrannc.store.gradients import Gradients
+from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.store import ParamStore
 from pyrannc.store.working_copies import Key
 
@@ -39,6 +41,7 @@ class Deployment:
         model: the user's model; the tensors that this rank's Stage holds move to ``device``.
         variant: the captured call that the Plan was made for, divided already.
         plan: the Plan.
+        optimizer: the user's, if there is one.
         device: this rank's.
         sync_params: give every rank the parameters and buffers of rank 0.
         fused_dropout: as in the configuration.
@@ -57,6 +60,7 @@ class Deployment:
         model: nn.Module,
         variant: Variant,
         plan: Plan,
+        optimizer: UserOptimizer | None,
         device: torch.device,
         watchdog: Watchdog | None,
         *,
@@ -65,6 +69,7 @@ class Deployment:
         reduce_dtype: str,
     ) -> None:
         self.plan = plan
+        self._optimizer = optimizer
         self._sums = SumTypes(reduce_dtype, PlanFacts.of(plan).microbatches > 1)
         self._first = variant
         self.device = device
@@ -116,14 +121,30 @@ class Deployment:
         names = [param.names[0] for param in facts.params]
         trained = [i for i, name in enumerate(names) if name in holders and self.store.params[name].requires_grad]
         everywhere = {i for i, name in enumerate(names) if name in _names_in_tail(variant)}
+        listed = set() if self._optimizer is None else set(map(id, self._optimizer.all()))
+        divides = any(stage.sharding != "none" for stage in PlanFacts.of(self.plan).stages)
         self.buckets = Buckets.divide(
-            self.plan, variant.partition, variant.graph, trained, sorted(everywhere), self._sums.reduce
+            self.plan,
+            variant.partition,
+            variant.graph,
+            trained=trained,
+            everywhere=sorted(everywhere),
+            reduce_dtype=self._sums.reduce,
+            undivided=[i for i in trained if id(self.store.params[names[i]]) not in listed],
+            whole_gradients=[],
+            by_element=divides and self._optimizer is not None and self._optimizer.is_by_element,
         )
         found = BucketsFacts.from_json(self.buckets.to_json())
         for ranks in found.groups:
             self._groups.of(ranks)
         shared = self.store.shared([name for name in names if name in holders])
         own = agree.together(lambda: own_buckets(found, names, shared, self._sums))
+        parts = all_parts(found, names, {name: param.numel() for name, param in self.store.params.items()})
+        divided = None
+        if self._optimizer is not None and parts:
+            optimizer = self._optimizer.optimizer
+            divided = agree.together(lambda: DividedParams(own, parts, self._groups.of, optimizer))
+        self.store.divided = divided
         return Gradients(shared, own, self._groups.of)
 
     def context(self, variant: Variant) -> StageContext:

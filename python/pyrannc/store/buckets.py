@@ -69,6 +69,7 @@ class Bucket:
         types: of the sums and of the parameters.
         message: type in which they are summed over ranks.
         start: of the bucket among all of its types.
+        parts: where anything is divided, how many elements each of ``ranks`` has, one behind the other.
     """
 
     number: int
@@ -79,12 +80,13 @@ class Bucket:
     message: torch.dtype
     device: torch.device
     start: int
+    parts: tuple[int, ...]
 
     @property
     def room(self) -> int:
         """Elements from its start to where the next one may start."""
         # Kernels and communication are fastest from places that are multiples of 16 bytes; these are.
-        return -(-self.numel // _ALIGNED) * _ALIGNED
+        return -(-max(self.numel, sum(self.parts)) // _ALIGNED) * _ALIGNED
 
     def placed(self) -> Iterator[tuple[SharedParam, int]]:
         """The parameters, and where each begins in the bucket."""
@@ -125,7 +127,7 @@ def own_buckets(
         ranks = facts.groups[found.group]
         types = sums.of_sums(dtype, len(ranks)), dtype
         start, message = ends.get(types, 0), sums.of_messages(dtype, len(ranks))
-        buckets.append(Bucket(number, params, numel, ranks, types, message, device, start))
+        buckets.append(Bucket(number, params, numel, ranks, types, message, device, start, found.parts))
         ends[types] = start + buckets[-1].room
     return buckets
 

@@ -20,7 +20,7 @@ _OTHER_SCALES = (1.0, 1e3, 1e-3, 50.0)
 """What the other parameters' gradients are multiplied by, step by step: no rate that is the same throughout."""
 
 
-def refuse_across(optimizer: Optimizer | None, stages: int, device: torch.device) -> None:
+def refuse_across(optimizer: Optimizer | None, stages: int, device: torch.device, *, divided: bool = False) -> None:
     """Raises RaNNCError when the update of a parameter may depend on others, which may lie on other ranks.
 
     An attribute ``by_parameter`` of the optimizer or its class decides, if there is one. Otherwise an optimizer of
@@ -28,16 +28,20 @@ def refuse_across(optimizer: Optimizer | None, stages: int, device: torch.device
 
     Args:
         stages: of the Plan; of one, every rank has all parameters.
+        divided: Replicas update other parameters, or parts of them.
         device: where this rank computes.
     """
     stated = getattr(optimizer, "by_parameter", None)
-    if optimizer is None or stages == 1 or stated:
+    if optimizer is None or (stages == 1 and not divided) or stated:
         return
     reason = "by_parameter is False" if stated is not None else _across(optimizer, device)
     if reason is not None:
+        over = f"the {stages} Stages of the plan" if stages > 1 else "the Replicas of the plan's Stage"
+        one_stage, whole = "one Stage with RANNC_PARTITION_NUM=1", "whole parameters with RANNC_ENABLE_ZERO=off"
+        instead = one_stage if stages > 1 else whole
         raise RaNNCError(
-            f"{type(optimizer).__name__} cannot be divided over the {stages} Stages of the plan, where each rank "
-            f"updates its own parameters: {reason}. Force one Stage with RANNC_PARTITION_NUM=1, or use another "
+            f"{type(optimizer).__name__} cannot be divided over {over}, where each rank "
+            f"updates its own parameters: {reason}. Force {instead}, or use another "
             "optimizer; if it does treat each parameter by itself, say so by `optimizer.by_parameter = True` before "
             "the first call of the model"
         )
@@ -115,23 +119,31 @@ def _trial(
     optimizer: Optimizer, device: torch.device, generator: Generator, with_state: bool
 ) -> tuple[Optimizer, list[Tensor]]:
     """An optimizer of the same class and settings with two made-up parameters in each group, and the first of these."""
+    trial = tried(optimizer)
+    firsts: list[Tensor] = []
+    for group, own in zip(optimizer.param_groups, trial.param_groups, strict=True):
+        params: list[Tensor] = group["params"]
+        likes = [params[0], params[-1]] if params else []
+        made = [_made_up(like, device, generator) for like in likes]
+        if with_state:
+            trial.state.update({param: _small(optimizer, like) for param, like in zip(made, likes, strict=True)})
+        own["params"] = made
+        firsts += made[:1]
+    return trial, firsts
+
+
+def tried(optimizer: Optimizer) -> Optimizer:
+    """An optimizer of the same class and settings without parameters and state, whose steps have an effect."""
     trial: Optimizer = object.__new__(type(optimizer))
     # What a scheduler or RaNNC has put in the place of methods belongs to the given one.
     own = {name: value for name, value in vars(optimizer).items() if name != "state" and not callable(value)}
     hooks: dict[str, Any] = {name: OrderedDict() for name in own if name.endswith("_hooks")}
     vars(trial).update(copy.deepcopy({**own, **hooks, "param_groups": []}))
     trial.state = defaultdict(dict)
-    firsts: list[Tensor] = []
     for group in optimizer.param_groups:
-        params: list[Tensor] = group["params"]
-        likes = [params[0], params[-1]] if params else []
-        made = [_made_up(like, device, generator) for like in likes]
-        if with_state:
-            trial.state.update({param: _small(optimizer, like) for param, like in zip(made, likes, strict=True)})
         settings = {"lr": 0.01} if isinstance(group.get("lr"), float) and group["lr"] == 0 else {}
-        trial.param_groups.append({**copy.deepcopy(_settings(group)), **settings, "params": made})
-        firsts += made[:1]
-    return trial, firsts
+        trial.param_groups.append({**copy.deepcopy(_settings(group)), **settings, "params": []})
+    return trial
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:

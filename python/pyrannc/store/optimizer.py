@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +16,9 @@ from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
 from pyrannc.job.exchange import give_to_others
 from pyrannc.job.faults import collective
+from pyrannc.store.by_element import is_by_element
 from pyrannc.store.carry import Route, carry
+from pyrannc.store.divided import DividedParams, part_of_state, whole_state
 from pyrannc.store.elsewhere import is_elsewhere
 from pyrannc.store.optimizer_state import by_number, drop_state, of_no_param, placed, put_state, refuse_misfit
 from pyrannc.store.own_listed import own_listed, step_with_own
@@ -75,6 +78,11 @@ class UserOptimizer:
         """The parameters that no Stage computes with; none while no model is deployed."""
         return [] if self._lists is None else self._lists.everywhere
 
+    @cached_property
+    def is_by_element(self) -> bool:
+        """Each element of a parameter is updated by itself."""
+        return is_by_element(self.optimizer, process.own_device())
+
     def listed(self) -> list[Tensor]:
         """The parameters that this rank updates."""
         return [param for param in _listed(self.optimizer) if not is_elsewhere(param)]
@@ -129,7 +137,7 @@ class UserOptimizer:
 
     def _leave_own(self, moved: list[Listed]) -> None:
         """Drops the state of what is of other ranks, and puts that of the others where it belongs."""
-        step_with_own(self.optimizer)
+        step_with_own(self.optimizer, self._divided)
         rank = process.get_rank()
         drop_state(self.optimizer, [item.param for item in moved if rank not in item.ranks])
         for item in moved:
@@ -156,7 +164,62 @@ class UserOptimizer:
         state = self.optimizer.state
         if item.param in state:
             settings = self.optimizer.param_groups[item.group]
-            put_state(self.optimizer, item.param, placed(item.param, state[item.param], settings))
+            put_state(self.optimizer, item.param, placed(item.param, _own_part(item, state[item.param]), settings))
+
+    def _divided(self) -> list[DividedParams]:
+        return [] if self._lists is None else self._lists.divided
+
+    def join_parts(self, store: ParamStore) -> None:
+        """Before a model's parameters are divided otherwise: gives every rank the whole state of those that it holds.
+
+        All ranks call it, and :meth:`divide_anew` after it.
+        """
+        for item, state in self._joined(store):
+            put_state(self.optimizer, item.param, state)
+
+    def _joined(self, store: ParamStore) -> list[tuple[Listed, Any]]:
+        lists = self._lists
+        if lists is None or store not in lists.stores or not lists.divided:
+            return []
+        ids = set(map(id, store.params.values()))
+        items = [item for item in lists.all() if item.parts and id(item.param) in ids]
+        holders = {id(param): store.holders.get(name, ()) for name, param in store.params.items()}
+        found = self._collect(self.optimizer.state, items, lambda item: holders[id(item.param)])
+        return [(item, found[item.number]) for item in items if item.number in found]
+
+    def divide_anew(self, store: ParamStore) -> None:
+        """Leaves each rank its part of the state."""
+        if self._lists is not None and store in self._lists.stores:
+            ids = set(map(id, store.params.values()))
+            self._leave_own([item for item in self._lists.all() if id(item.param) in ids])
+
+    def _collect(
+        self, state: Mapping[Any, Any], items: Sequence[Listed], receivers: Callable[[Listed], tuple[int, ...]]
+    ) -> dict[int, Any]:
+        """The whole state of parameters, by number, for the ranks that get it. All ranks call it."""
+        sources = [(item, part) for item in items for part in item.parts or (None,)]
+        routes = [
+            Route(key, item.ranks[0] if part is None else part.rank, receivers(item))
+            for key, (item, part) in enumerate(sources)
+        ]
+        own = {
+            route.key: state[item.param]
+            for route, (item, _) in zip(routes, sources, strict=True)
+            if route.source == process.get_rank() and item.param in state
+        }
+        arrived = carry(own, routes, process.own_device())
+        found: dict[int, Any] = {}
+        parts: dict[int, list[Any]] = {}
+        for key, (item, part) in enumerate(sources):
+            if key in arrived and part is not None:
+                parts.setdefault(item.number, []).append((part, arrived[key]))
+            elif key in arrived:
+                found[item.number] = arrived[key]
+        by_number = {item.number: item for item in items}
+        return found | {
+            number: whole_state(states, by_number[number].param, torch.device("cpu"))
+            for number, states in parts.items()
+        }
 
     def widen(self, store: ParamStore) -> None:
         """A model is taken back: gives every rank its parameters, with their state on the host. All ranks call it."""
@@ -167,8 +230,7 @@ class UserOptimizer:
         held = {id(param) for name, param in store.params.items() if name in store.holders}
         items = [item for item in lists.all() if id(item.param) in held]
         everyone = tuple(range(process.get_world_size()))
-        own = {item.number: self.optimizer.state[item.param] for item in items if item.param in self.optimizer.state}
-        found = carry(own, [Route(item.number, item.ranks[0], everyone) for item in items], process.own_device())
+        found = self._collect(self.optimizer.state, items, lambda _: everyone)
         for item in items:
             if item.number in found:
                 put_state(self.optimizer, item.param, found[item.number])
@@ -237,10 +299,9 @@ class UserOptimizer:
     def _whole_state_dict(self, lists: ParamLists) -> dict[str, Any]:
         lists.follow()
         local = agree.together(self._plain_state_dict)
-        state = by_number(local)
-        routes = [Route(item.number, item.ranks[0], (0,)) for item in lists.all()]
-        own = {route.key: state[route.key] for route in routes if route.key in state}
-        found = carry(own, routes, process.own_device())
+        state, items = by_number(local), lists.all()
+        own = {item.param: state[item.number] for item in items if item.number in state}
+        found = self._collect(own, items, lambda _: (0,))
         if process.get_rank() != 0:
             return {}
         return {**local, "state": {**dict(sorted(found.items())), **of_no_param(local)}}
@@ -276,6 +337,8 @@ class UserOptimizer:
         receivers = [item.ranks if self._lists is not None else (0,) for item in items]
         routes = [Route(item.number, 0, ranks) for item, ranks in zip(items, receivers, strict=True)]
         found = carry(by_number(state_dict) if first else {}, routes, process.own_device())
+        if self._lists is not None:
+            found = {item.number: _own_part(item, found[item.number]) for item in items if item.number in found}
         state = {**local["state"], **found}
         ends = list(accumulate(lists.sizes))
         groups = [
@@ -284,6 +347,12 @@ class UserOptimizer:
         ]
         agree.together(lambda: self._plain_load_state_dict({**local, "state": state, "param_groups": groups}))
         self._first_has_state = self._lists is None
+
+
+def _own_part(item: Listed, state: Any) -> Any:
+    """Of the state of a whole parameter what this rank keeps."""
+    part = item.part_on(process.get_rank())
+    return state if part is None or not isinstance(state, Mapping) else part_of_state(state, item.param, part)
 
 
 def _listed(optimizer: Optimizer) -> list[Tensor]:

@@ -110,7 +110,9 @@ def _expected(optimizer: Optimizer, item: Listed, key: str) -> torch.Size | None
         return item.param.shape
     present = optimizer.state.get(item.param)
     value = present.get(key) if isinstance(present, Mapping) else None
-    return value.shape if isinstance(value, Tensor) else None
+    if not isinstance(value, Tensor):
+        return None
+    return item.param.shape if item.parts and value.dim() else value.shape
 
 
 def _goes_into(shape: torch.Size, known: torch.Size) -> bool:

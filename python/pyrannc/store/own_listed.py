@@ -1,20 +1,36 @@
-"""An optimizer lists the parameters of all ranks, and works with this rank's."""
+"""An optimizer lists the parameters of all ranks, and works with what this rank updates of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary, WeakMethod
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from pyrannc.store.divided import DividedParams, Piece
 from pyrannc.store.elsewhere import is_elsewhere
 
 _KEYS = ("params", "param_names")
+
+Divided: TypeAlias = Callable[[], Sequence[DividedParams]]
+
+
+@dataclass
+class _Hidden:
+    """What an optimizer lists otherwise: by group, all of it and what has been put in its place."""
+
+    groups: list[tuple[dict[str, Any], dict[str, Any], list[Any]]] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+
+
 _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
-_hidden: WeakKeyDictionary[Optimizer, list[tuple[dict[str, Any], dict[str, Any], list[Any]]]] = WeakKeyDictionary()
+_divided: WeakKeyDictionary[Optimizer, WeakMethod[Divided]] = WeakKeyDictionary()
+_hidden: WeakKeyDictionary[Optimizer, _Hidden] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -23,15 +39,21 @@ def own_listed(optimizer: Optimizer) -> Iterator[None]:
     if optimizer in _hidden:
         yield
         return
-    _hide(optimizer)
+    _hide(optimizer, {})
     try:
         yield
     finally:
         _show(optimizer)
 
 
-def step_with_own(optimizer: Optimizer) -> None:
-    """From now on steps work with what this rank holds."""
+def step_with_own(optimizer: Optimizer, divided: Divided) -> None:
+    """From now on steps work with what this rank updates.
+
+    Args:
+        divided: a method that tells which parameters the optimizer updates in parts; what the other ranks have updated
+            is here after each step.
+    """
+    _divided[optimizer] = WeakMethod(divided)
     if optimizer not in _hooks:
         _hooks[optimizer] = optimizer.register_step_pre_hook(_before)
         optimizer.register_step_post_hook(_after)
@@ -44,29 +66,88 @@ def hide_last(optimizer: Optimizer) -> None:
         _hooks[optimizer] = optimizer.register_step_pre_hook(_before)
 
 
-def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     # A step that failed has left it so.
     _show(optimizer)
-    _hide(optimizer)
+    _hide(optimizer, _pieces(optimizer))
+    closures = [item for item in (*args[1:], *kwargs.values()) if callable(item)]
+    if not closures:
+        return None
+    whole = {id(closure): _with_all_listed(optimizer, closure) for closure in closures}
+    return (
+        tuple(whole.get(id(item), item) for item in args),
+        {name: whole.get(id(item), item) for name, item in kwargs.items()},
+    )
+
+
+def _with_all_listed(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """The script's closure, which finds all parameters listed."""
+
+    def call() -> Any:
+        _show(optimizer)
+        try:
+            return closure()
+        finally:
+            _hide(optimizer, _pieces(optimizer))
+
+    return call
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _show(optimizer)
+    for params in _divided_by(optimizer):
+        params.gather()
 
 
-def _hide(optimizer: Optimizer) -> None:
-    hidden = []
+def _divided_by(optimizer: Optimizer) -> Sequence[DividedParams]:
+    method = _divided[optimizer]() if optimizer in _divided else None
+    return () if method is None else method()
+
+
+def _pieces(optimizer: Optimizer) -> dict[int, Piece]:
+    return {key: piece for params in _divided_by(optimizer) for key, piece in params.pieces.items()}
+
+
+def _hide(optimizer: Optimizer, pieces: dict[int, Piece]) -> None:
+    hidden = _hidden[optimizer] = _Hidden()
     for group in optimizer.param_groups:
-        kept = [place for place, param in enumerate(group["params"]) if not is_elsewhere(param)]
-        if len(kept) < len(group["params"]):
-            all_of_them = {key: group[key] for key in _KEYS if key in group}
-            group.update({key: [listed[place] for place in kept] for key, listed in all_of_them.items()})
-            hidden.append((group, all_of_them, group["params"]))
-    _hidden[optimizer] = hidden
+        params: list[Tensor] = group["params"]
+        works = [_work(param, pieces) for param in params]
+        if all(work is param for work, param in zip(works, params, strict=True)):
+            continue
+        all_of_them = {key: group[key] for key in _KEYS if key in group}
+        kept = [place for place, work in enumerate(works) if work is not None]
+        group.update({key: [listed[place] for place in kept] for key, listed in all_of_them.items()})
+        group["params"] = [works[place] for place in kept]
+        hidden.groups.append((group, all_of_them, group["params"]))
+        hidden.pieces += [pieces[id(param)] for param in params if id(param) in pieces]
+    for piece in hidden.pieces:
+        piece.come_home()
+        piece.take_gradient()
+        _move_state(optimizer, piece.param, piece.tensor)
+
+
+def _work(param: Tensor, pieces: dict[int, Piece]) -> Tensor | None:
+    """What is updated here of a parameter that an optimizer lists."""
+    if is_elsewhere(param):
+        return None
+    return pieces[id(param)].tensor if id(param) in pieces else param
 
 
 def _show(optimizer: Optimizer) -> None:
-    for group, all_of_them, own in _hidden.pop(optimizer, []):
+    hidden = _hidden.pop(optimizer, None)
+    if hidden is None:
+        return
+    for group, all_of_them, own in hidden.groups:
         # Otherwise it was the script's will to list others.
         if group["params"] is own:
             group.update(all_of_them)
+    for piece in hidden.pieces:
+        piece.drop_gradient()
+        _move_state(optimizer, piece.tensor, piece.param)
+
+
+def _move_state(optimizer: Optimizer, source: Tensor | None, target: Tensor | None) -> None:
+    """State is listed under the parameter, but kept by an optimizer under what it works with."""
+    if source is not None and target is not None and source is not target and source in optimizer.state:
+        optimizer.state[target] = optimizer.state.pop(source)

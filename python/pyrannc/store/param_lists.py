@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from pyrannc.errors import MismatchError
 from pyrannc.job import agree, process
+from pyrannc.store.divided import DividedParams, Part
 from pyrannc.store.store import ParamStore
 
 Label: TypeAlias = "tuple[int, str, int]"
@@ -25,12 +26,18 @@ class Listed:
     Attributes:
         group: place of its group.
         ranks: that update it, and keep its state; the first of them owns it.
+        parts: where each rank updates and keeps another part of it, these.
     """
 
     number: int
     group: int
     param: Tensor
     ranks: tuple[int, ...]
+    parts: tuple[Part, ...] = ()
+
+    def part_on(self, rank: int) -> Part | None:
+        """What a rank updates, unless it is all of it or nothing."""
+        return next((part for part in self.parts if part.rank == rank), None)
 
 
 class ParamLists:
@@ -75,10 +82,24 @@ class ParamLists:
     def _find_everywhere(self) -> None:
         self.everywhere = [item.param for item in self.all() if self._held(item.param) is None]
 
-    def ranks_of(self, param: Tensor) -> tuple[int, ...]:
-        """The ranks that update a parameter."""
-        held = self._held(param)
-        return tuple(range(process.get_world_size())) if held is None else held
+    def _listed(self, number: int, group: int, param: Tensor) -> Listed:
+        held, parts = self._held(param), self._parts_of(param)
+        if parts:
+            return Listed(number, group, param, tuple(part.rank for part in parts), parts)
+        return Listed(number, group, param, tuple(range(process.get_world_size())) if held is None else held)
+
+    def _parts_of(self, param: Tensor) -> tuple[Part, ...]:
+        if id(param) not in self._known:
+            return ()
+        place, name, _ = self._known[id(param)][0]
+        divided = self.stores[place].divided
+        return divided.parts.get(name, ()) if divided is not None and divided.updated_by(self._optimizer) else ()
+
+    @property
+    def divided(self) -> list[DividedParams]:
+        """What the optimizer updates in parts."""
+        found = [store.divided for store in self.stores]
+        return [params for params in found if params is not None and params.updated_by(self._optimizer)]
 
     def _held(self, param: Tensor) -> tuple[int, ...] | None:
         return self._known[id(param)][1] if id(param) in self._known else None
@@ -86,7 +107,7 @@ class ParamLists:
     def all(self) -> list[Listed]:
         """The parameters of all ranks, by number."""
         pairs = [(place, param) for place, params in enumerate(self._full) for param in params]
-        return [Listed(number, place, param, self.ranks_of(param)) for number, (place, param) in enumerate(pairs)]
+        return [self._listed(number, place, param) for number, (place, param) in enumerate(pairs)]
 
     @property
     def sizes(self) -> list[int]:
@@ -95,9 +116,9 @@ class ParamLists:
 
     @property
     def is_spread(self) -> bool:
-        """True when some rank lacks some parameter."""
+        """True when some rank lacks some parameter, or a part of its state."""
         everyone = process.get_world_size()
-        return any(len(item.ranks) < everyone for item in self.all())
+        return any(item.parts or len(item.ranks) < everyone for item in self.all())
 
     # What the ranks must agree on
 

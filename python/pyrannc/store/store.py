@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from pyrannc.job import agree, phases, process
 from pyrannc.job.exchange import Group, from_first, from_owner, give_to_others, sum_over_ranks, to_first
 from pyrannc.store.buckets import SharedParam
+from pyrannc.store.divided import DividedParams
 from pyrannc.store.elsewhere import bring_here, send_away
 
 
@@ -29,6 +30,7 @@ class ParamStore:
         params: all parameters by first name, in the model's order.
         buffers: all buffers likewise.
         holders: as given.
+        divided: those that Replicas update in parts; ``None`` if there are none.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class ParamStore:
         self.params = dict(model.named_parameters())
         self.buffers = dict(model.named_buffers())
         self.holders = holders
+        self.divided: DividedParams | None = None
         self._device = device
         self._own_buffers: Set[str] = frozenset()
         if process.get_world_size() > 1:

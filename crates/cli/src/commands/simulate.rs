@@ -65,6 +65,6 @@ pub(crate) fn run(args: SimulateArgs, context: &Context) -> Result<Printer> {
 fn program(graph: &Graph, plan: &Plan, partition: &Partition, batch_rows: u64, call: Call) -> Result<Program> {
     let rows_per_rank = split_even(batch_rows, plan.world_size as usize).into_iter().map(Interval::rows).collect();
     let placement = plan.placement();
-    let buckets = Buckets::of(graph, partition, &placement.ranks, &Trained::captured(graph));
+    let buckets = Buckets::of(graph, partition, &placement, &Trained::captured(graph));
     Ok(rannc_plan::build(&placement, partition, &buckets, &Batch { rows_per_rank, gather_inputs: true }, call)?)
 }

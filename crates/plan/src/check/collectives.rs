@@ -6,6 +6,7 @@ use rannc_ir::ParamId;
 
 use super::{ActionFault, CheckError};
 use crate::program::{Action, Bucket, Gradient, Program, RankProgram};
+use crate::saver::Sharding;
 
 /// Checks that the buckets hold every gradient once, over the ranks that hold its Param.
 pub(super) fn check_buckets(program: &Program, gradients: &[Gradient]) -> Result<(), CheckError> {
@@ -21,9 +22,9 @@ pub(super) fn check_buckets(program: &Program, gradients: &[Gradient]) -> Result
     }
     let known: BTreeMap<ParamId, &Gradient> = gradients.iter().map(|gradient| (gradient.param, gradient)).collect();
     let mut summed: BTreeSet<ParamId> = BTreeSet::new();
-    for Bucket { group, params, dtype, bytes } in &program.buckets {
+    for Bucket { group, params, dtype, bytes, sharding, parts } in &program.buckets {
         let ranks = program.groups.get(*group as usize).ok_or(CheckError::Shape("a bucket's group does not exist"))?;
-        let mut sum: u64 = 0;
+        let (mut sum, mut elements): (u64, u64) = (0, 0);
         for &param in params {
             let Some(gradient) = known.get(&param) else { return fault(param, "is summed, but there is none") };
             if !summed.insert(param) {
@@ -35,7 +36,16 @@ pub(super) fn check_buckets(program: &Program, gradients: &[Gradient]) -> Result
             if gradient.dtype != *dtype {
                 return fault(param, "is in a bucket of another type");
             }
+            if gradient.sharding != *sharding {
+                return fault(param, "is in a bucket of which something else is divided");
+            }
             sum = sum.saturating_add(gradient.bytes);
+            elements = elements.saturating_add(gradient.elements);
+        }
+        let held = parts.iter().fold(0, |held: u64, &part| held.saturating_add(part));
+        let divided = *sharding != Sharding::None;
+        if divided != !parts.is_empty() || (divided && (parts.len() != ranks.len() || held < elements)) {
+            return Err(CheckError::Shape("a bucket's parts are not those of its ranks, or do not hold its gradients"));
         }
         if sum != *bytes {
             return Err(CheckError::Shape("a bucket is not as large as its gradients"));

@@ -11,6 +11,8 @@ use serde::{Deserialize, Serialize};
 
 use super::action::Action;
 use crate::partition::Partition;
+use crate::plan::Placement;
+use crate::saver::Sharding;
 
 /// Size at which the first bucket of a Stage's gradients is full. It is small, so that sums begin early.
 pub const FIRST_BUCKET_BYTES: u64 = 1 << 20;
@@ -61,10 +63,14 @@ pub struct Gradient {
     pub param: ParamId,
     /// Its type.
     pub dtype: DType,
+    /// Its elements.
+    pub elements: u64,
     /// The size of what is summed over ranks.
     pub bytes: u64,
     /// The ranks that hold the Param, increasing.
     pub holders: Vec<u32>,
+    /// What these ranks divide among them.
+    pub sharding: Sharding,
 }
 
 /// Gradients of one type and of the same ranks, one behind the other.
@@ -78,6 +84,44 @@ pub struct Bucket {
     pub dtype: DType,
     /// The size of what is summed over ranks.
     pub bytes: u64,
+    /// What the group divides among its ranks.
+    pub sharding: Sharding,
+    /// Where anything is divided, how many elements each rank of the group has, one behind the other; together at least
+    /// those of the Params.
+    pub parts: Vec<u64>,
+}
+
+/// Parts of the same size are multiples of so many elements: kernels and messages are fastest from aligned places.
+const ALIGNED: u64 = 16;
+
+/// Where buckets may be divided.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Division {
+    /// Anywhere, into parts of the same size.
+    #[default]
+    Elements,
+    /// Between Params.
+    Params,
+}
+
+impl Division {
+    /// How many elements each of `ranks` has of Params with these elements.
+    fn parts(self, elements: &[u64], ranks: usize) -> Vec<u64> {
+        let count = ranks as u64;
+        let all = elements.iter().fold(0, |sum: u64, &own| sum.saturating_add(own));
+        if self == Self::Elements {
+            return vec![all.div_ceil(count).next_multiple_of(ALIGNED); ranks];
+        }
+        let mut parts = vec![0; ranks];
+        let mut before: u64 = 0;
+        for &own in elements {
+            // A Param goes where its middle lies.
+            let rank = (2 * u128::from(before) + u128::from(own)) * u128::from(count) / (2 * u128::from(all.max(1)));
+            parts[(rank as usize).min(ranks - 1)] += own;
+            before = before.saturating_add(own);
+        }
+        parts
+    }
 }
 
 /// All gradients of a deployed model, and how they are summed.
@@ -100,57 +144,65 @@ pub struct Trained {
     pub everywhere: BTreeSet<ParamId>,
     /// In which type they are summed over ranks.
     pub reduce: ReduceDType,
+    /// Those whose Replicas divide nothing of them, whatever the Plan says.
+    pub undivided: BTreeSet<ParamId>,
+    /// Those whose gradients every Replica has whole, whatever the Plan says.
+    pub whole_gradients: BTreeSet<ParamId>,
+    /// Where buckets may be divided.
+    pub division: Division,
 }
 
 impl Trained {
     /// The Params that required gradients when the Graph was captured.
     pub fn captured(graph: &Graph) -> Self {
         let trained = graph.params.iter().filter(|(_, param)| graph.values[param.value].requires_grad);
-        Self {
-            params: trained.map(|(id, _)| id).collect(),
-            everywhere: BTreeSet::new(),
-            reduce: ReduceDType::default(),
-        }
+        Self { params: trained.map(|(id, _)| id).collect(), ..Self::default() }
     }
 }
 
 impl Buckets {
     /// Divides the gradients of a Graph whose Stages run on these ranks.
-    pub fn of(graph: &Graph, partition: &Partition, stage_ranks: &[Vec<u32>], trained: &Trained) -> Self {
-        Self::new(gradients(graph, partition, stage_ranks, trained), stage_ranks)
+    pub fn of(graph: &Graph, partition: &Partition, placement: &Placement, trained: &Trained) -> Self {
+        Self::new(gradients(graph, partition, placement, trained), &placement.ranks, trained.division)
     }
 
     /// Divides gradients, given in the order in which the forward first uses their Params.
-    pub fn new(gradients: Vec<Gradient>, stage_ranks: &[Vec<u32>]) -> Self {
+    pub fn new(gradients: Vec<Gradient>, stage_ranks: &[Vec<u32>], division: Division) -> Self {
         let groups = groups(&gradients, stage_ranks);
         let group_of: BTreeMap<&[u32], u32> =
             (0..).zip(&groups).map(|(number, ranks)| (ranks.as_slice(), number)).collect();
         let mut buckets: Vec<Bucket> = Vec::new();
-        let mut to_come: BTreeMap<(u32, DType), u64> = BTreeMap::new();
+        let mut to_come: BTreeMap<Alike, u64> = BTreeMap::new();
         let group = |gradient: &Gradient| group_of.get(gradient.holders.as_slice()).copied();
         for gradient in &gradients {
             if let Some(group) = group(gradient) {
-                let bytes = to_come.entry((group, gradient.dtype)).or_default();
+                let bytes = to_come.entry((group, gradient.dtype, gradient.sharding)).or_default();
                 *bytes = bytes.saturating_add(gradient.bytes);
             }
         }
-        // By group and type, the bucket that is being filled and the size at which it is full.
-        let mut open: BTreeMap<(u32, DType), (usize, u64)> = BTreeMap::new();
+        // The bucket that is being filled and the size at which it is full.
+        let mut open: BTreeMap<Alike, (usize, u64)> = BTreeMap::new();
         for gradient in gradients.iter().rev() {
             let Some(group) = group(gradient) else { continue };
-            let key = (group, gradient.dtype);
+            let key = (group, gradient.dtype, gradient.sharding);
             let known = open.get(&key).copied().filter(|&(place, full)| buckets[place].bytes < full);
             let (place, full) = known.unwrap_or_else(|| {
                 let is_first =
                     (group as usize) < stage_ranks.len() && !buckets.iter().any(|other| other.group == group);
                 let full = if is_first { FIRST_BUCKET_BYTES } else { full_bytes(to_come[&key]) };
-                buckets.push(Bucket { group, params: Vec::new(), dtype: gradient.dtype, bytes: 0 });
+                let (dtype, sharding) = (gradient.dtype, gradient.sharding);
+                buckets.push(Bucket { group, params: Vec::new(), dtype, bytes: 0, sharding, parts: Vec::new() });
                 (buckets.len() - 1, full)
             });
             open.insert(key, (place, full));
             buckets[place].params.push(gradient.param);
             buckets[place].bytes = buckets[place].bytes.saturating_add(gradient.bytes);
             to_come.entry(key).and_modify(|bytes| *bytes = bytes.saturating_sub(gradient.bytes));
+        }
+        let elements: BTreeMap<ParamId, u64> = gradients.iter().map(|found| (found.param, found.elements)).collect();
+        for bucket in buckets.iter_mut().filter(|bucket| bucket.sharding != Sharding::None) {
+            let own: Vec<u64> = bucket.params.iter().map(|param| elements[param]).collect();
+            bucket.parts = division.parts(&own, groups[bucket.group as usize].len());
         }
         // A stable sort: the buckets of a group stay in the order in which they fill.
         buckets.sort_by_key(|bucket| bucket.group);
@@ -171,8 +223,12 @@ impl Buckets {
     }
 }
 
+/// Gradients that may share a bucket: their group, type, and what is divided.
+type Alike = (u32, DType, Sharding);
+
 /// The gradients of a Graph's Params that some rank holds.
-fn gradients(graph: &Graph, partition: &Partition, stage_ranks: &[Vec<u32>], trained: &Trained) -> Vec<Gradient> {
+fn gradients(graph: &Graph, partition: &Partition, placement: &Placement, trained: &Trained) -> Vec<Gradient> {
+    let stage_ranks = &placement.ranks;
     let mut first_use: BTreeMap<ValueId, usize> = BTreeMap::new();
     for (place, op) in graph.ops.values().enumerate() {
         for value in op.operands() {
@@ -189,11 +245,23 @@ fn gradients(graph: &Graph, partition: &Partition, stage_ranks: &[Vec<u32>], tra
         let ranks: BTreeSet<u32> = holding.flat_map(|(_, ranks)| ranks).copied().collect();
         ranks.into_iter().collect()
     };
+    // What several Stages hold, or all ranks for the tail, stays whole.
+    let sharding = |param: ParamId, holders: &[u32]| {
+        let mut own = (0..).zip(&partition.stages).filter(|(_, part)| part.params.contains(&param));
+        let stage = own.next().map(|(stage, _): (usize, _)| stage).filter(|_| own.next().is_none());
+        let divided = holders.len() > 1 && !trained.undivided.contains(&param);
+        let stage = stage.filter(|&stage| divided && stage_ranks[stage].len() == holders.len());
+        let asked = stage.and_then(|stage| placement.sharding.get(stage).copied()).unwrap_or_default();
+        if trained.whole_gradients.contains(&param) { asked.min(Sharding::Optimizer) } else { asked }
+    };
     let gradient = |param: ParamId| {
         let value = &graph.values[graph.params[param].value];
-        let elements = value.shape.iter().map(|dim| u64::try_from(dim.fixed).unwrap_or(0));
-        let bytes = elements.fold(trained.reduce.of(value.dtype).bytes(), u64::saturating_mul);
-        Gradient { param, dtype: value.dtype, bytes, holders: holders(param) }
+        let extents = value.shape.iter().map(|dim| u64::try_from(dim.fixed).unwrap_or(0));
+        let elements = extents.fold(1, u64::saturating_mul);
+        let bytes = trained.reduce.of(value.dtype).bytes().saturating_mul(elements);
+        let holders = holders(param);
+        let sharding = sharding(param, &holders);
+        Gradient { param, dtype: value.dtype, elements, bytes, holders, sharding }
     };
     by_use.into_iter().map(gradient).filter(|gradient| !gradient.holders.is_empty()).collect()
 }
@@ -240,11 +308,13 @@ mod tests {
         let gradient = |(number, bytes)| Gradient {
             param: ParamId::new(number),
             dtype: DType::Float32,
+            elements: bytes / 4,
             bytes,
             holders: vec![0, 1],
+            sharding: Sharding::None,
         };
         let gradients = (0..).zip(sizes).map(gradient).collect();
-        let found = Buckets::new(gradients, &[vec![0, 1]]);
+        let found = Buckets::new(gradients, &[vec![0, 1]], Division::Elements);
         let params = found.buckets.iter().flat_map(|bucket| bucket.params.clone()).collect();
         (found.buckets.iter().map(|bucket| bucket.bytes).collect(), params)
     }
@@ -265,5 +335,14 @@ mod tests {
     fn small_models_have_buckets_of_the_least_size() {
         let (sizes, _) = divided(std::iter::repeat_n(MIB, 80));
         assert_eq!(sizes, [1, 25, 25, 25, 4].map(|mib| mib * MIB));
+    }
+
+    #[test]
+    fn parts_hold_all_elements() {
+        assert_eq!(Division::Elements.parts(&[5, 30], 4), [16; 4]);
+        assert_eq!(Division::Elements.parts(&[0], 3), [0; 3]);
+        assert_eq!(Division::Params.parts(&[5, 30, 5, 10], 2), [35, 15]);
+        assert_eq!(Division::Params.parts(&[7], 3), [0, 7, 0]);
+        assert_eq!(Division::Params.parts(&[0, 0], 2), [0, 0]);
     }
 }

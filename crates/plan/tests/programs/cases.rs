@@ -4,8 +4,8 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use rannc_ir::{DType, ParamId, RowDim, ValueId};
 use rannc_plan::{
-    Batch, Buckets, Call, CheckError, Crossing, Gradient, InputPart, OutputPart, OutputSource, Partition, Placement,
-    Program, ProgramError, ScheduleKind, StagePart, build, check,
+    Batch, Buckets, Call, CheckError, Crossing, Division, Gradient, InputPart, OutputPart, OutputSource, Partition,
+    Placement, Program, ProgramError, ScheduleKind, Sharding, StagePart, build, check,
 };
 
 pub const ROWS: RowDim = RowDim { dim: 0, per_row: 1 };
@@ -50,7 +50,7 @@ impl Given {
             OutputPart { index: 0, value: ValueId(last), source: OutputSource::Stage(last), row_dim: Some(ROWS) };
         partition.outputs.push(output);
         let batch = Batch { rows_per_rank: rows_per_rank.to_vec(), gather_inputs: true };
-        let placement = Placement { ranks, microbatches, schedule: schedule.into() };
+        let placement = Placement { ranks, microbatches, schedule: schedule.into(), sharding: Vec::new() };
         Self { placement, partition, params: Vec::new(), batch, call }
     }
 
@@ -60,13 +60,15 @@ impl Given {
             let mut holders: Vec<u32> =
                 stages.iter().flat_map(|&stage| &self.placement.ranks[stage as usize]).copied().collect();
             holders.sort_unstable();
-            Gradient { param: ParamId(param), dtype: *dtype, bytes: *bytes, holders }
+            let elements = bytes / dtype.bytes();
+            let (dtype, bytes, sharding) = (*dtype, *bytes, Sharding::None);
+            Gradient { param: ParamId(param), dtype, elements, bytes, holders, sharding }
         };
         (0..).zip(&self.params).map(gradient).collect()
     }
 
     pub fn try_build(&self) -> Result<Program, ProgramError> {
-        let buckets = Buckets::new(self.gradients(), &self.placement.ranks);
+        let buckets = Buckets::new(self.gradients(), &self.placement.ranks, Division::Elements);
         build(&self.placement, &self.partition, &buckets, &self.batch, self.call)
     }
 
@@ -104,7 +106,7 @@ pub fn cases() -> impl Strategy<Value = Given> {
         let placement = placement.prop_map(move |(shuffled, microbatches, schedule)| {
             let mut rest = shuffled.into_iter();
             let ranks = replicas.iter().map(|&count| rest.by_ref().take(count).collect()).collect();
-            Placement { ranks, microbatches, schedule: schedule.into() }
+            Placement { ranks, microbatches, schedule: schedule.into(), sharding: Vec::new() }
         });
         (placement, partitions(stages), params(stages), batches(world), calls())
             .prop_map(|(placement, partition, params, batch, call)| Given { placement, partition, params, batch, call })

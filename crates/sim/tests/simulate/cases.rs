@@ -98,9 +98,9 @@ pub fn program(graph: &Graph, cuts: &[u32], replicas: &[usize], microbatches: u3
     let mut rows_per_rank = vec![0; replicas.iter().sum()];
     rows_per_rank[0] = rows;
     let batch = Batch { rows_per_rank, gather_inputs: true };
-    let buckets = Buckets::of(graph, &partition, &ranks, &Trained::captured(graph));
-    build(&Placement { ranks, microbatches, schedule: schedule.into() }, &partition, &buckets, &batch, call)
-        .expect("the case is sound")
+    let placement = Placement { ranks, microbatches, schedule: schedule.into(), sharding: Vec::new() };
+    let buckets = Buckets::of(graph, &partition, &placement, &Trained::captured(graph));
+    build(&placement, &partition, &buckets, &batch, call).expect("the case is sound")
 }
 
 /// A chain of Stages, each of which sends one Value to the next.

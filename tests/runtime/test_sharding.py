@@ -1,0 +1,224 @@
+"""What Replicas divide among them (ZeRO): equal to one process, and whole for whom it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
+
+from pyrannc.store.by_element import is_by_element
+from tests.ranks import RankPool
+
+from .equivalence import Case, Twins, check, double_precision
+from .reference import OPTIMIZERS
+from .test_training import accumulate, backward_twice, clip, delay, losses_in_other_orders
+
+Ranks = Callable[[int], RankPool]
+HOST = torch.device("cpu")
+
+ONE_STAGE = Case("loss_inside", (2, 3, 1), replicas=(3,), microbatches=2, optimizer="adamw")
+TWO_STAGES = Case("tied", (3, 2, 2), replicas=(2, 1), microbatches=2)
+UNEVEN = Case("loss_inside", (1, 0, 1), replicas=(1, 2), microbatches=3, schedule="1f1b", optimizer="sgd")
+CASES = [ONE_STAGE, TWO_STAGES, UNEVEN]
+LEVELS = ["optimizer"]
+
+ALL = pytest.mark.parametrize("sharding", LEVELS)
+EACH = pytest.mark.parametrize("case", CASES, ids=["one_stage", "two_stages", "uneven"])
+HABITS: dict[str, Callable[[Case, str], list[str]]] = {
+    "steps": check,
+    "accumulate": accumulate,
+    "delay": lambda case, folder: delay(case, folder, explicitly=True),
+    "backward_twice": backward_twice,
+    "clip": lambda case, folder: clip(case, folder, 0.25),
+    "orders": losses_in_other_orders,
+}
+
+
+def habits(case: Case, folder: str) -> dict[str, list[str]]:
+    return {name: habit(case, folder) for name, habit in HABITS.items()}
+
+
+@ALL
+@EACH
+def test_equals_one_process(case: Case, sharding: str, ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks(3).run(habits, replace(case, sharding=sharding), str(tmp_path)):
+        assert {name: told for name, told in found.items() if told} == {}
+        assert found.keys() == HABITS.keys()
+
+
+def muon(params: Any) -> Optimizer:
+    return Muon([param for param in params if param.dim() == 2], lr=0.01)
+
+
+WHOLE: dict[str, Callable[[Any], Optimizer]] = {"adafactor": lambda params: Adafactor(params, lr=0.01), "muon": muon}
+
+
+def with_optimizer(case: Case, folder: str, optimizer: str) -> tuple[list[str], int]:
+    OPTIMIZERS[optimizer] = WHOLE[optimizer]
+    with double_precision():
+        twins = Twins(case, folder)
+        for number in range(4):
+            twins.step(number)
+        twins.compare_state("after the steps")
+        kept = sum(_numel(state) for state in twins.optimizer.state.values())
+        twins.module.undeploy()
+        return twins.differences.found, kept
+
+
+def _numel(state: dict[str, Any]) -> int:
+    return sum(value.numel() for value in state.values() if isinstance(value, Tensor) and value.dim())
+
+
+@pytest.mark.parametrize("optimizer", list(WHOLE))
+def test_optimizers_that_need_whole_parameters(optimizer: str, ranks: Ranks, tmp_path: Path) -> None:
+    case = replace(ONE_STAGE, optimizer=optimizer, sharding="optimizer")
+    everyone = ranks(3).run(with_optimizer, case, str(tmp_path), optimizer)
+    assert [found for found, _ in everyone] == [[], [], []]
+    # Each rank has the state of other parameters.
+    assert all(kept < sum(kept for _, kept in everyone) for _, kept in everyone)
+
+
+def saved_and_loaded(case: Case, folder: str) -> tuple[list[str], list[int]]:
+    with double_precision():
+        twins = Twins(case, folder)
+        twins.step(0)
+        sizes = [_numel(state) for state in twins.optimizer.state.values()]
+        twins.step(1)
+        right = twins.reference.optimizer.state_dict()
+        with pytest.raises(RuntimeError, match="from_global=True"):
+            twins.optimizer.state_dict()
+        mine = twins.optimizer.state_dict(from_global=True)
+        if mine:
+            twins.differences.compare("saved", mine["state"], right["state"])
+        twins.step(2)
+        twins.optimizer.load_state_dict(mine, from_global=True)
+        twins.reference.optimizer.load_state_dict(right)
+        twins.step(3)
+        # Frozen and thawed: the parts become others.
+        for frozen in (True, False):
+            for model in (twins.module.model, twins.reference.model):
+                next(iter(model.parameters())).requires_grad_(not frozen)
+            twins.module.zero_grad()
+            twins.step(4)
+        twins.compare_state("after all that")
+        twins.module.undeploy()
+        after = {number: twins.optimizer.state[param] for number, param in enumerate(_params(twins.optimizer))}
+        twins.differences.compare("undeployed", after, twins.reference.optimizer.state_dict()["state"])
+        twins.rewrap(replace(case, sharding="none", replicas=(3,)), folder)
+        twins.step(5)
+        twins.compare_state("deployed anew")
+        twins.module.undeploy()
+        return twins.differences.found, sizes
+
+
+def _params(optimizer: Optimizer) -> list[Any]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+@ALL
+def test_state_is_that_of_whole_parameters(sharding: str, ranks: Ranks, tmp_path: Path) -> None:
+    case = replace(ONE_STAGE, sharding=sharding)
+    everyone = ranks(3).run(saved_and_loaded, case, str(tmp_path))
+    assert [found for found, _ in everyone] == [[], [], []]
+    # Two moments of each element, once over all ranks.
+    whole = 2 * sum(param.numel() for param in _model_params(case))
+    assert sum(sum(sizes) for _, sizes in everyone) == whole
+
+
+def _model_params(case: Case) -> list[nn.Parameter]:
+    from .models import RECIPES
+
+    return list(RECIPES[case.model].make().parameters())
+
+
+def changed_by_hand(case: Case, folder: str) -> list[str]:
+    """New data between backward and step, and in the place of an optimizer's step."""
+    with double_precision():
+        twins = Twins(case, folder)
+        for number in range(2):
+            twins.step(number)
+            mine, right = twins.losses(7)
+            mine.backward()
+            right.backward()
+            for model in (twins.module.model, twins.reference.model):
+                for param in model.parameters():
+                    param.data = param.data.clone() * 0.9
+            twins.optimizer.step()
+            twins.reference.optimizer.step()
+            twins.reference.optimizer.zero_grad()
+            twins.module.zero_grad()
+        twins.step(3)
+        twins.compare_state("with other data")
+        twins.module.undeploy()
+        return twins.differences.found
+
+
+@ALL
+def test_data_that_a_script_replaces(sharding: str, ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(3).run(changed_by_hand, replace(ONE_STAGE, sharding=sharding), str(tmp_path)) == [[], [], []]
+
+
+def with_closure(case: Case, folder: str) -> list[str]:
+    with double_precision():
+        twins = Twins(case, folder)
+        listed = len(_params(twins.optimizer))
+        for number in range(3):
+            pairs = zip((twins.optimizer, twins.reference.optimizer), (0, 1), strict=True)
+            for optimizer, which in pairs:
+
+                def closure(optimizer: Optimizer = optimizer, which: int = which, number: int = number) -> Tensor:
+                    optimizer.zero_grad()
+                    loss = twins.losses(number)[which]
+                    loss.backward()
+                    twins.differences.demand(len(_params(optimizer)) == listed, "all parameters are listed")
+                    return loss
+
+                optimizer.step(closure)
+        twins.compare_state("after steps with closures")
+        twins.module.undeploy()
+        return twins.differences.found
+
+
+@ALL
+@EACH
+def test_steps_with_closures(case: Case, sharding: str, ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(3).run(with_closure, replace(case, sharding=sharding), str(tmp_path)) == [[], [], []]
+
+
+class Clipped(SGD):
+    """Divides each update by the gradient's norm."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.sub_(group["lr"] * param.grad / param.grad.norm())
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda p: Adam(p), True),
+        (lambda p: AdamW(p, amsgrad=True, fused=True), True),
+        (lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True), True),
+        (lambda p: torch.optim.Adagrad(p), True),
+        (lambda p: torch.optim.RMSprop(p, centered=True), True),
+        (lambda p: torch.optim.Rprop(p), True),
+        (lambda p: torch.optim.NAdam(p), True),
+        (lambda p: Adafactor(p), False),
+        (lambda p: Muon(p), False),
+        (lambda p: Clipped(p, lr=0.1), False),
+    ],
+)
+def test_by_element(make: Callable[[Any], Optimizer], expected: bool) -> None:
+    params = [nn.Parameter(torch.randn(4, 5)), nn.Parameter(torch.randn(3, 2))]
+    optimizer = make(params)
+    before = [param.detach().clone() for param in params]
+    assert is_by_element(optimizer, HOST) is expected
+    assert all(torch.equal(param, then) for param, then in zip(params, before, strict=True))
+    assert not optimizer.state
