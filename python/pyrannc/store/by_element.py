@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
@@ -24,23 +27,29 @@ def is_by_element(optimizer: Optimizer, device: torch.device) -> bool:
     stated = getattr(optimizer, "by_element", None)
     if stated is not None:
         return bool(stated)
-    try:
-        whole, parts = _updated(optimizer, device, in_parts=False), _updated(optimizer, device, in_parts=True)
-    except Exception:  # what cannot be tried is updated whole
-        return False
-    # The same operators may round otherwise at the end of a part.
-    return torch.allclose(whole, parts, rtol=1e-9, atol=1e-12, equal_nan=True)
+    # Some make the state of their parameters at once, and need it.
+    for with_state in (False, True):
+        try:
+            whole, parts = (_updated(optimizer, device, in_parts, with_state) for in_parts in (False, True))
+        except Exception:  # what cannot be tried is updated whole
+            continue
+        # The same operators may round otherwise at the end of a part.
+        return torch.allclose(whole, parts, rtol=1e-9, atol=1e-12, equal_nan=True)
+    return False
 
 
-def _updated(optimizer: Optimizer, device: torch.device, *, in_parts: bool) -> Tensor:
-    """Made-up parameters after some steps, one behind the other."""
+def _updated(optimizer: Optimizer, device: torch.device, in_parts: bool, with_state: bool) -> Tensor:
+    """Made-up parameters of all numbers of dimensions after some steps, one behind the other."""
     generator = Generator().manual_seed(0)
     trial = tried(optimizer)
     made: list[Tensor] = []
     for group, own in zip(optimizer.param_groups, trial.param_groups, strict=True):
-        for dims in sorted({param.dim() for param in group["params"]}):
-            data = torch.randn([_EXTENT] * dims, generator=generator, dtype=torch.float64)
-            own["params"] += [nn.Parameter(part.to(device, copy=True)) for part in _divided(data, in_parts=in_parts)]
+        for like in {param.dim(): param for param in group["params"]}.values():
+            data = torch.randn([_EXTENT] * like.dim(), generator=generator, dtype=torch.float64)
+            for part in data.flatten().tensor_split(2) if in_parts and like.dim() else [data]:
+                own["params"].append(nn.Parameter(part.to(device, copy=True)))
+                if with_state:
+                    trial.state[own["params"][-1]] = _state_like(optimizer.state.get(like, {}), like, part)
         made += own["params"]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
@@ -53,7 +62,12 @@ def _updated(optimizer: Optimizer, device: torch.device, *, in_parts: bool) -> T
     return torch.cat([param.detach().flatten() for param in made]) if made else torch.zeros(0)
 
 
-def _divided(data: Tensor, *, in_parts: bool) -> list[Tensor]:
-    if not in_parts or data.numel() < 2:
-        return [data]
-    return list(data.flatten().tensor_split(2))
+def _state_like(state: dict[str, Any], param: Tensor, made: Tensor) -> dict[str, Any]:
+    """The state of a parameter for a made-up one."""
+    shaped = {name for name, value in state.items() if isinstance(value, Tensor) and value.shape == param.shape}
+    return {
+        name: torch.full_like(made, value.double().mean().item(), device=value.device)
+        if name in shaped and value.numel()
+        else copy.deepcopy(value)
+        for name, value in state.items()
+    }

@@ -63,6 +63,8 @@ class UserOptimizer:
         optimizer.load_state_dict = self._load_state_dict  # type: ignore[method-assign]  # likewise
         optimizer.add_param_group = self._add_param_group  # type: ignore[method-assign]  # all ranks call it
         optimizer.zero_grad = self._zero_grad  # type: ignore[method-assign]  # it costs nothing for other ranks' parameters
+        # A model may be deployed within a step, whose closure calls it first.
+        step_with_own(optimizer, self._divided)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UserOptimizer:
         return UserOptimizer.of(copy.deepcopy(self.optimizer, memo))
@@ -137,7 +139,6 @@ class UserOptimizer:
 
     def _leave_own(self, moved: list[Listed]) -> None:
         """Drops the state of what is of other ranks, and puts that of the others where it belongs."""
-        step_with_own(self.optimizer, self._divided)
         rank = process.get_rank()
         drop_state(self.optimizer, [item.param for item in moved if rank not in item.ranks])
         for item in moved:
