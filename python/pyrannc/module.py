@@ -229,11 +229,14 @@ class RaNNCModule(DeployedModel):
         answered, optimizer, store = _answered(call, variant), self._user_optimizer, deployment.store
         stages, share = deployment.stages, call.batch.own_count / call.batch.total
         delivery = deployment.gradients.delivery
+        spread = store.divided is not None and bool(store.divided.spread)
 
         def begin(grads: Sequence[Tensor | None]) -> None:
             answered()
             scale = next((grad for grad in grads if grad is not None), None) if variant.loss_inside else None
-            at_end_of_backward(lambda: finish_backward(store, optimizer, delivery, share, scale, stages=stages))
+            at_end_of_backward(
+                lambda: finish_backward(store, optimizer, delivery, share, scale, stages=stages, spread=spread)
+            )
 
         return begin
 

@@ -25,6 +25,11 @@ class BucketFacts:
     sharding: str
     parts: tuple[int, ...]
 
+    @property
+    def is_spread(self) -> bool:
+        """Each rank keeps a part of the sums."""
+        return self.sharding in ("gradients", "params")
+
 
 @dataclass(frozen=True)
 class BucketsFacts:

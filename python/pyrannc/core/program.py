@@ -72,7 +72,19 @@ class AllReduce:
     bytes: int
 
 
-Action: TypeAlias = Forward | Backward | Send | Recv | AllReduce
+@dataclass(frozen=True)
+class ReduceScatter:
+    """Sums a microbatch's gradients of a bucket over a group of ranks, each rank its part: under the backward that
+    follows, as soon as that has filled the bucket, or at once where the rank has no rows of the microbatch. The rank
+    waits for it before its next backward, and at the end of its list."""
+
+    group: int
+    bucket: int
+    microbatch: int
+    bytes: int
+
+
+Action: TypeAlias = Forward | Backward | Send | Recv | AllReduce | ReduceScatter
 
 
 @dataclass(frozen=True)
@@ -160,5 +172,7 @@ def _action(item: dict[str, Any]) -> Action:
         return Backward(item["mb"])
     if kind == "all_reduce":
         return AllReduce(item["group"], item["bucket"], item["bytes"])
+    if kind == "reduce_scatter":
+        return ReduceScatter(item["group"], item["bucket"], item["mb"], item["bytes"])
     pieces = tuple(Piece(piece["value"], _rows(piece["rows"])) for piece in item["pieces"])
     return (Send if kind == "send" else Recv)(item["mb"], item["peer"], item["kind"], pieces)

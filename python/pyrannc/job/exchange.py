@@ -65,6 +65,32 @@ def gather_parts(flat: Tensor, parts: Sequence[int], ranks: Sequence[int], group
     return [work for work in works if work is not None]
 
 
+def scatter_sum(
+    flat: Tensor, parts: Sequence[int], ranks: Sequence[int], group: Group | None
+) -> tuple[Tensor, list[Work]]:
+    """Starts to sum a flat tensor over the ranks of a group, each its part; what is there then of others is anything.
+
+    Args:
+        parts: elements of each rank, one behind the other.
+        ranks: of the group, increasing.
+
+    Returns:
+        This rank's part, and what is under way.
+    """
+    pieces = torch.split(flat.narrow(0, 0, sum(parts)), list(parts))
+    own = pieces[ranks.index(process.get_rank())]
+    if len(set(parts)) == 1:
+        whole = flat.narrow(0, 0, sum(parts))
+        scattered = parts[0] > 0
+        works = (
+            [dist.reduce_scatter_tensor(as_sent(own), as_sent(whole), group=group, async_op=True)] if scattered else []
+        )
+    else:
+        shares = [(as_sent(piece), rank) for piece, rank in zip(pieces, ranks, strict=True) if piece.numel()]
+        works = [dist.reduce(piece, rank, group=group, async_op=True) for piece, rank in shares]
+    return own, [work for work in works if work is not None]
+
+
 def give_to_others(tensor: Tensor, owner: int, group: Group | None = None) -> None:
     """Overwrites a contiguous tensor with that of rank ``owner``, on the ranks of a group or, without one, on all."""
     dist.broadcast(tensor, owner, group=process.world() if group is None else group)

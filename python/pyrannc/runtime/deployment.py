@@ -11,6 +11,7 @@ from pyrannc._native import Buckets, Plan, Watchdog
 from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.call.variant import Variant
+from pyrannc.capture.torch_internals import tensor_hooks
 from pyrannc.core.buckets import BucketsFacts
 from pyrannc.core.plan import PlanFacts, StagePlan
 from pyrannc.core.program import RankProgram
@@ -25,7 +26,7 @@ from pyrannc.runtime.tail import TailCode
 from pyrannc.runtime.timing import Timing
 from pyrannc.runtime.working_part import working_part
 from pyrannc.store.buckets import SumTypes, own_buckets
-from pyrannc.store.divided import DividedParams, all_parts
+from pyrannc.store.divided import DividedParams, all_parts, spread_names
 from pyrannc.store.gradients import Gradients
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.store import ParamStore
@@ -123,6 +124,7 @@ class Deployment:
         everywhere = {i for i, name in enumerate(names) if name in _names_in_tail(variant)}
         listed = set() if self._optimizer is None else set(map(id, self._optimizer.all()))
         divides = any(stage.sharding != "none" for stage in PlanFacts.of(self.plan).stages)
+        hooked = self._hooked() if divides else set()
         self.buckets = Buckets.divide(
             self.plan,
             variant.partition,
@@ -131,7 +133,7 @@ class Deployment:
             everywhere=sorted(everywhere),
             reduce_dtype=self._sums.reduce,
             undivided=[i for i in trained if id(self.store.params[names[i]]) not in listed],
-            whole_gradients=[],
+            whole_gradients=[i for i in trained if names[i] in hooked],
             by_element=divides and self._optimizer is not None and self._optimizer.is_by_element,
         )
         found = BucketsFacts.from_json(self.buckets.to_json())
@@ -143,9 +145,17 @@ class Deployment:
         divided = None
         if self._optimizer is not None and parts:
             optimizer = self._optimizer.optimizer
-            divided = agree.together(lambda: DividedParams(own, parts, self._groups.of, optimizer))
+            divided = agree.together(
+                lambda: DividedParams(own, parts, spread_names(found, names), self._groups.of, optimizer)
+            )
         self.store.divided = divided
         return Gradients(shared, own, self._groups.of)
+
+    def _hooked(self) -> set[str]:
+        """Names of the parameters that have hooks on some rank, which get whole gradients. All ranks call it."""
+        own = {name for name, param in self.store.params.items() if any(tensor_hooks(param))}
+        found: list[set[str]] = agree.gather_objects(own)
+        return set().union(*found)
 
     def context(self, variant: Variant) -> StageContext:
         """This rank's Stage for a captured call. All ranks call it for the same calls in the same order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pyrannc.core.program import Action, AllReduce, Backward, Forward, Recv, Send
+from pyrannc.core.program import Action, AllReduce, Backward, Forward, Recv, ReduceScatter, Send
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.seat import Seat, Seeds
 from pyrannc.runtime.timing import StepMarks
@@ -42,7 +42,7 @@ class Executor:
             seeds: the gradient of an output of a microbatch, by microbatch and Value.
             first_record: place of the first Action in the record.
             keep_graph: backwards leave the autograd graph alive.
-            reduce: sum gradients over ranks.
+            reduce: sum gradients over ranks, but for what is summed in parts, which always is.
         """
         gradients = self._context.gradients
         last_backward = max((i for i, action in enumerate(actions) if isinstance(action, Backward)), default=-1)
@@ -52,7 +52,7 @@ class Executor:
                 self._seat.forward(action.microbatch)
             elif isinstance(action, Backward):
                 assert current is not None, "a run with backwards has gradients"
-                gradients.expect()
+                gradients.expect(current)
                 self._seat.backward(action.microbatch, seeds, keep_graph=keep_graph)
                 gradients.collect(current)
             elif isinstance(action, Send):
@@ -62,6 +62,9 @@ class Executor:
             elif isinstance(action, AllReduce) and reduce:
                 assert current is not None, "a run with sums has gradients"
                 gradients.sum(current, action.bucket, filled=index > last_backward)
+            elif isinstance(action, ReduceScatter):
+                assert current is not None, "a run with sums has gradients"
+                gradients.scatter(current, action.bucket, filled=not self._seat.has_rows(action.microbatch))
         if current is not None:
             gradients.finish(current)
         self._context.channels.finish()

@@ -93,6 +93,10 @@ class Seat:
     def _timed(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
         return nullcontext() if self._marks is None else self._marks.span(kind, microbatch)
 
+    def has_rows(self, microbatch: int) -> bool:
+        """True when this Replica computes something of a microbatch."""
+        return self._rows_in(microbatch) > 0
+
     def _rows_in(self, microbatch: int) -> int:
         lo, hi = self._program.rows[microbatch]
         return hi - lo

@@ -13,6 +13,7 @@ from pyrannc.job.faults import collective
 from pyrannc.store.delivery import Delivery
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.overflow import share_overflow
+from pyrannc.store.spread_gradient import own_gradient
 from pyrannc.store.store import ParamStore
 
 
@@ -25,6 +26,7 @@ def finish_backward(
     scale: Tensor | None,
     *,
     stages: int,
+    spread: bool,
 ) -> None:
     """Makes gradients right that a rank cannot know by itself. All ranks call it, at the end of a backward.
 
@@ -34,17 +36,18 @@ def finish_backward(
         delivery: of this rank's gradients.
         share: this rank's rows of the call, as a share of the global batch; over all ranks they make 1.
         scale: what the loss was multiplied by; None if that is not known.
-        stages: of the Plan; the ranks of one Stage have the same gradients anyway.
+        stages: of the Plan; the ranks of one Stage have the same gradients anyway,
+        spread: unless each keeps a part of some.
     """
     if process.get_world_size() == 1:
         return
     everywhere = [] if optimizer is None else [p for p in optimizer.everywhere() if p.requires_grad]
-    if not everywhere and stages == 1:
+    if not everywhere and stages == 1 and not spread:
         return
     with collective("loss.backward()"):
         if everywhere:
             average(everywhere, share)
-        if stages > 1:
+        if stages > 1 or spread:
             sets = _sets(store, optimizer)
             # Where all gradients here are judged together, the delivery may have done that as it scaled them.
             known = delivery.take_overflow()
@@ -76,4 +79,5 @@ def _sets(store: ParamStore, optimizer: UserOptimizer | None) -> list[list[Tenso
     others = {id(param): param for param in store.local_params().values()}
     for param in listed:
         others.pop(id(param), None)
-    return [[p.grad for p in params if p.grad is not None] for params in (listed, others.values())]
+    own = [[own_gradient(param) for param in params] for params in (listed, others.values())]
+    return [[grad for grad in grads if grad is not None and grad.numel()] for grads in own]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pyrannc.core.buckets import BucketsFacts
 from pyrannc.errors import RaNNCError
+from pyrannc.job import process
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class Bucket:
         message: type in which they are summed over ranks.
         start: of the bucket among all of its types.
         parts: where anything is divided, how many elements each of ``ranks`` has, one behind the other.
+        is_spread: each of them keeps only its part of the sums.
+        kept: the elements that this rank keeps of the sums, from and to.
     """
 
     number: int
@@ -81,12 +84,18 @@ class Bucket:
     device: torch.device
     start: int
     parts: tuple[int, ...]
+    is_spread: bool
+    kept: tuple[int, int]
 
     @property
     def room(self) -> int:
-        """Elements from its start to where the next one may start."""
-        # Kernels and communication are fastest from places that are multiples of 16 bytes; these are.
-        return -(-max(self.numel, sum(self.parts)) // _ALIGNED) * _ALIGNED
+        """Elements of all parts, up to where something else may start."""
+        return aligned(max(self.numel, sum(self.parts)))
+
+    @property
+    def kept_room(self) -> int:
+        """Likewise of what this rank keeps of the sums."""
+        return self.room if not self.is_spread else aligned(self.kept[1] - self.kept[0])
 
     def placed(self) -> Iterator[tuple[SharedParam, int]]:
         """The parameters, and where each begins in the bucket."""
@@ -127,9 +136,19 @@ def own_buckets(
         ranks = facts.groups[found.group]
         types = sums.of_sums(dtype, len(ranks)), dtype
         start, message = ends.get(types, 0), sums.of_messages(dtype, len(ranks))
-        buckets.append(Bucket(number, params, numel, ranks, types, message, device, start, found.parts))
-        ends[types] = start + buckets[-1].room
+        spread, kept = found.is_spread, (0, numel)
+        if spread:
+            before = sum(found.parts[: ranks.index(process.get_rank())])
+            kept = before, before + found.parts[ranks.index(process.get_rank())]
+        made = Bucket(number, params, numel, ranks, types, message, device, start, found.parts, spread, kept)
+        buckets.append(made)
+        ends[types] = start + made.kept_room
     return buckets
+
+
+def aligned(numel: int) -> int:
+    """As many elements or a few more: kernels and messages are fastest from places that are multiples of 16 bytes."""
+    return -(-numel // _ALIGNED) * _ALIGNED
 
 
 _ALIGNED = 16
@@ -143,3 +162,16 @@ def like(flat: Tensor, param: Tensor) -> Tensor:
 def strides_of(param: Tensor) -> tuple[int, ...]:
     """Strides of the parameter's gradient: its own where it is dense."""
     return (param if torch.ops.aten.is_non_overlapping_and_dense(param) else torch.empty_like(param)).stride()
+
+
+def laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A tensor with these strides, which leave no gaps; itself where it has them."""
+    if tensor.stride() == strides:
+        return tensor
+    made = torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
+
+
+def elements(tensor: Tensor, start: int, end: int) -> Tensor:
+    """Elements of a tensor without gaps, as they lie in memory, which it shares."""
+    return tensor.as_strided((end - start,), (1,), tensor.storage_offset() + start)

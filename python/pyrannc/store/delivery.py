@@ -18,8 +18,10 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from pyrannc.capture.torch_internals import add_each, graph_task, runs_in_backward, tensor_hooks
+from pyrannc.errors import RaNNCError
 from pyrannc.store.buckets import SharedParam
 from pyrannc.store.gradient_set import GradientSet
+from pyrannc.store.spread_gradient import own_gradient, spread_gradient
 
 
 class Delivery:
@@ -27,11 +29,15 @@ class Delivery:
 
     Args:
         params: that get gradients.
+        spread: of those of which each rank keeps a part, the ranks.
         nothing: a parameter without elements, behind every call too; gets a gradient where there is no other.
     """
 
-    def __init__(self, params: Sequence[SharedParam], nothing: nn.Parameter) -> None:
+    def __init__(
+        self, params: Sequence[SharedParam], spread: Mapping[str, tuple[int, ...]], nothing: nn.Parameter
+    ) -> None:
         self._params = {shared.name: shared.param for shared in params}
+        self._spread = spread
         self._nothing = nothing
         self._of_nothing = get_gradient_edge(nothing).node
         self._tokens: dict[frozenset[str], Tensor] = {}
@@ -104,6 +110,7 @@ class Delivery:
         )
         self._overflow = given[0][3] if len(given) == 1 else None
         everything = runs_in_backward(self._of_nothing)
+        self._refuse_parts(found, everything)
         # torch would do the same for each parameter, at a price: where nobody looks, it is done for all at once.
         if everything:
             self._set({name: found.pop(name) for name in list(found) if not any(tensor_hooks(self._params[name]))})
@@ -114,12 +121,28 @@ class Delivery:
             self._give_at_once(found)
         return gradients
 
+    def _refuse_parts(self, found: Mapping[str, Tensor], everything: bool) -> None:
+        """Raises where torch, or a hook, would take a part of a gradient for the whole."""
+        for name in found.keys() & self._spread.keys():
+            param = self._params[name]
+            asked = not everything and runs_in_backward(get_gradient_edge(param).node)
+            if asked or any(tensor_hooks(param)):
+                what = "a hook on it, registered after the model was called," if everything else "this backward"
+                raise RaNNCError(
+                    f'the gradient of parameter "{name}" is divided among ranks, so {what} cannot have it whole: '
+                    "register hooks before the model is called, use loss.backward() instead of autograd.grad() or "
+                    "backward(inputs=...), or keep gradients whole with RANNC_ENABLE_ZERO=1"
+                )
+
     def _set(self, gradients: Mapping[str, Tensor]) -> None:
-        known = [(grad, new) for name, new in gradients.items() if (grad := self._params[name].grad) is not None]
+        known = [
+            (grad, new) for name, new in gradients.items() if (grad := own_gradient(self._params[name])) is not None
+        ]
         for name, new in gradients.items():
             param = self._params[name]
             if param.grad is None:
-                param.grad = new
+                ranks = self._spread.get(name)
+                param.grad = new if ranks is None else spread_gradient(param, name, ranks, new)
         if known:
             self._overflow = None
             add_each([grad for grad, _ in known], [new for _, new in known])

@@ -8,7 +8,7 @@ without a copy.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from pyrannc.core.buckets import BucketsFacts
 from pyrannc.job import process
 from pyrannc.job.exchange import Group, gather_parts
-from pyrannc.store.buckets import Bucket, like, strides_of
+from pyrannc.store.buckets import Bucket, elements, laid_out, like, strides_of
+from pyrannc.store.spread_gradient import SpreadGradient
 
 
 @dataclass(frozen=True)
@@ -37,19 +38,23 @@ class Piece:
     Attributes:
         param: the whole parameter.
         part: which elements.
-        tensor: a parameter of these elements, in one dimension, in the memory of the whole; the whole itself if it is
-            all of them, ``None`` if it is none of them.
+        tensor: a parameter of these elements in the memory of the whole: in one dimension, or formed like the whole if
+            it is all of them; ``None`` if it is none of them.
     """
 
-    def __init__(self, param: nn.Parameter, part: Part, elements: Tensor) -> None:
+    def __init__(self, param: nn.Parameter, part: Part, home: Tensor) -> None:
         self.param = param
         self.part = part
-        self._home = elements
+        self._home = home
+        self._strides = strides_of(param)
+        self._is_whole = part.end - part.start == param.numel()
         self.tensor: nn.Parameter | None = None
-        if part.end - part.start == param.numel():
-            self.tensor = param
-        elif part.end > part.start:
-            self.tensor = nn.Parameter(_range(param.detach(), part), param.requires_grad)
+        if part.end > part.start:
+            self.tensor = nn.Parameter(self._own(param.detach()), param.requires_grad)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """Of a tensor that is laid out like the parameter."""
+        return tensor if self._is_whole else elements(tensor, self.part.start, self.part.end)
 
     def come_home(self) -> None:
         """Takes over data that the script has given the parameter elsewhere."""
@@ -60,13 +65,17 @@ class Piece:
 
     def take_gradient(self) -> None:
         """Gives the tensor its part of the parameter's gradient."""
-        if self.tensor is not None and self.tensor is not self.param:
-            grad = self.param.grad
-            self.tensor.grad = None if grad is None else _range(in_memory_order(grad, self.param), self.part)
+        if self.tensor is None:
+            return
+        grad = self.param.grad
+        if grad is None or isinstance(grad, SpreadGradient):
+            self.tensor.grad = None if grad is None else grad.piece
+        else:
+            self.tensor.grad = self._own(laid_out(grad, self._strides))
 
     def drop_gradient(self) -> None:
         """Leaves the gradient to the parameter."""
-        if self.tensor is not None and self.tensor is not self.param:
+        if self.tensor is not None:
             self.tensor.grad = None
 
 
@@ -76,18 +85,21 @@ class DividedParams:
     Args:
         buckets: of this rank's gradients.
         parts: of the divided parameters of all ranks, by first name.
+        spread: names of those of whose gradients each rank keeps a part.
         group: the process group of some ranks.
         optimizer: that updates the parts.
 
     Attributes:
         pieces: this rank's, by ``id`` of the parameter.
         parts: as given.
+        spread: those of ``spread``.
     """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
         parts: Mapping[str, tuple[Part, ...]],
+        spread: Set[str],
         group: Callable[[tuple[int, ...]], Group | None],
         optimizer: Optimizer,
     ) -> None:
@@ -96,19 +108,20 @@ class DividedParams:
         self._group = group
         self.pieces: dict[int, Piece] = {}
         self.parts = parts
+        self.spread = {name: found for name, found in parts.items() if name in spread}
         self._flats = [self._place(bucket) for bucket in self._buckets]
 
     @torch.no_grad()
     def _place(self, bucket: Bucket) -> Tensor:
         flat = torch.zeros(bucket.room, dtype=bucket.types[1], device=bucket.device)
         for shared, start in bucket.placed():
-            elements = flat.narrow(0, start, shared.param.numel())
-            home = like(elements, shared.param)
+            flat_home = flat.narrow(0, start, shared.param.numel())
+            home = like(flat_home, shared.param)
             home.copy_(shared.param)
             shared.param.data = home
             rank = process.get_rank()
             own = next((part for part in self.parts[shared.name] if part.rank == rank), Part(rank, 0, 0))
-            self.pieces[id(shared.param)] = Piece(shared.param, own, elements)
+            self.pieces[id(shared.param)] = Piece(shared.param, own, flat_home)
         return flat
 
     def updated_by(self, optimizer: Optimizer) -> bool:
@@ -145,6 +158,11 @@ def all_parts(facts: BucketsFacts, names: Sequence[str], sizes: Mapping[str, int
     return found
 
 
+def spread_names(facts: BucketsFacts, names: Sequence[str]) -> frozenset[str]:
+    """Names of the parameters of all ranks of whose gradients each rank keeps a part."""
+    return frozenset(names[param] for bucket in facts.buckets if bucket.is_spread for param in bucket.params)
+
+
 def _parts_of(shares: Sequence[tuple[int, int]], start: int, numel: int) -> Iterator[Part]:
     """The parts of a parameter that begins at an element of a bucket, of which each rank has so many elements."""
     begin = 0
@@ -153,20 +171,6 @@ def _parts_of(shares: Sequence[tuple[int, int]], start: int, numel: int) -> Iter
         if first < end:
             yield Part(rank, first, end)
         begin += size
-
-
-def in_memory_order(tensor: Tensor, param: Tensor) -> Tensor:
-    """A tensor of the parameter's shape with its elements laid out like the parameter's; itself where it is so."""
-    strides = strides_of(param)
-    if tensor.stride() == strides:
-        return tensor
-    laid_out = torch.empty_strided(param.size(), strides, dtype=tensor.dtype, device=tensor.device)
-    return laid_out.copy_(tensor)
-
-
-def _range(tensor: Tensor, part: Part) -> Tensor:
-    """Elements of a tensor without gaps, as they lie in memory, which it shares."""
-    return tensor.as_strided((part.end - part.start,), (1,), tensor.storage_offset() + part.start)
 
 
 def part_of_state(state: Mapping[str, object], param: Tensor, part: Part) -> dict[str, object]:
@@ -178,7 +182,7 @@ def part_of_state(state: Mapping[str, object], param: Tensor, part: Part) -> dic
         if not _has_shape(value, param):
             return value
         assert isinstance(value, Tensor)
-        return _range(in_memory_order(value, param), part).clone()
+        return elements(laid_out(value, strides_of(param)), part.start, part.end).clone()
 
     return {key: own(value) for key, value in state.items()}
 
@@ -196,7 +200,7 @@ def whole_state(
             whole = torch.empty_strided(param.size(), strides_of(param), dtype=first.dtype, device=device)
             for (part, _), value in zip(parts, values, strict=True):
                 assert isinstance(value, Tensor)
-                _range(whole, part).copy_(value)
+                elements(whole, part.start, part.end).copy_(value)
             found[key] = whole
     return found
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ class Home:
         device: this rank's.
         strides: as on these ranks.
         plain: the class of the tensor there.
+        spread: each of these ranks has a part of it.
     """
 
     kind: str
@@ -41,8 +42,11 @@ class Home:
     device: torch.device
     strides: tuple[int, ...]
     plain: type[Tensor] = Tensor
+    spread: bool = False
 
     def __str__(self) -> str:
+        if self.spread:
+            return f'{self.kind} "{self.name}" is divided among ranks {_list(self.ranks)}'
         where = "rank " + " and ".join(map(str, self.ranks)) if len(self.ranks) < 3 else f"ranks {_list(self.ranks)}"
         return f'{self.kind} "{self.name}" is on {where}, not on rank {process.get_rank()}'
 
@@ -52,6 +56,11 @@ class Home:
 
     @property
     def _instead(self) -> str:
+        if self.spread:
+            return (
+                "Use model.get_param_grad(name) or model.clip_grad_norm(max_norm), which all ranks call, or keep "
+                "gradients whole with RANNC_ENABLE_ZERO=1"
+            )
         if "gradient" in self.kind:
             calls = "model.get_param_grad(name) or model.clip_grad_norm(max_norm), which all ranks call"
         else:
@@ -66,6 +75,11 @@ class _Guarded(Lacking):
     """What both classes of tensors share."""
 
     _home: Home
+
+    @property
+    def home(self) -> Home:
+        """Where its contents are."""
+        return self._home
 
     @classmethod
     def __torch_function__(
@@ -100,6 +114,9 @@ class ElsewhereParameter(_Guarded, nn.Parameter):  # type: ignore[misc]  # its t
 
 class ElsewhereTensor(_Guarded, Tensor):  # type: ignore[misc]  # likewise
     """A buffer of other ranks, or what was computed of what other ranks hold."""
+
+
+Made = TypeVar("Made", bound=ElsewhereTensor)
 
 
 def send_away(tensor: Tensor, kind: str, name: str, ranks: tuple[int, ...], device: torch.device) -> None:
@@ -143,11 +160,12 @@ def is_elsewhere(tensor: Tensor) -> bool:
 # What scripts may do.
 
 
-def _named(names: str) -> frozenset[str]:
+def named(names: str) -> frozenset[str]:
+    """Names of functions, as :func:`function_name` tells them."""
     return frozenset(names.split())
 
 
-_OF_SHAPE = _named(
+_OF_SHAPE = named(
     "shape.get size numel nelement dim ndim.get ndimension stride dtype.get layout.get is_floating_point is_complex "
     "is_signed is_contiguous element_size itemsize.get nbytes.get is_sparse.get is_sparse_csr.get is_quantized.get "
     "is_nested.get is_mkldnn.get is_conj is_neg is_same_size __len__ storage_offset"
@@ -161,7 +179,7 @@ _OF_DEVICE = {
     "is_meta.get": lambda device: False,
     "get_device": lambda device: -1 if device.index is None else device.index,
 }
-_OF_AUTOGRAD = _named(
+_OF_AUTOGRAD = named(
     "requires_grad.get requires_grad.set requires_grad_ is_leaf.get grad_fn.get _version.get is_inference "
     "retains_grad.get register_hook register_post_accumulate_grad_hook detach_ __hash__ "
     "_backward_hooks.get _post_accumulate_grad_hooks.get"
@@ -169,14 +187,14 @@ _OF_AUTOGRAD = _named(
 METADATA = _OF_SHAPE | _OF_DEVICE.keys() | {"requires_grad.get", "is_leaf.get", "_version.get", "__hash__"}
 """What only reads form and place of a tensor, by :func:`function_name`."""
 
-_IN_PLACE = _named(
+_IN_PLACE = named(
     "zero_ fill_ copy_ add_ sub_ subtract_ mul_ multiply_ div_ divide_ true_divide_ pow_ sqrt_ rsqrt_ square_ neg_ "
     "abs_ sign_ exp_ log_ clamp_ clamp_min_ clamp_max_ clip_ lerp_ addcmul_ addcdiv_ masked_fill_ nan_to_num_ "
     "__iadd__ __isub__ __imul__ __idiv__ __itruediv__ __ipow__ __setitem__ "
     "_foreach_zero_ _foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_clamp_min_ "
     "_foreach_clamp_max_ _foreach_lerp_ _foreach_addcmul_ _foreach_addcdiv_ _foreach_copy_"
 )
-_EACH_BY_ITSELF = _named(
+_EACH_BY_ITSELF = named(
     "add sub subtract rsub mul multiply div divide true_divide pow sqrt rsqrt square neg negative abs sign exp log "
     "clamp clamp_min clamp_max clip lerp addcmul addcdiv maximum minimum where masked_fill nan_to_num reciprocal "
     "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __div__ __rdiv__ __truediv__ __rtruediv__ __pow__ __rpow__ "
@@ -253,8 +271,13 @@ def _gradient(param: Any) -> Any:
 def _value(made: Any, home: Home) -> Any:
     if not isinstance(made, Tensor):
         return made
-    found = _blank(made, home.device).as_subclass(ElsewhereTensor)
-    found._home = replace(home, strides=made.stride())
+    return made_elsewhere(made, home, ElsewhereTensor)
+
+
+def made_elsewhere(like: Tensor, home: Home, kind: type[Made]) -> Made:
+    """A guarded tensor of the form of another."""
+    found = _blank(like, home.device).as_subclass(kind)
+    found._home = replace(home, strides=like.stride())
     return found
 
 

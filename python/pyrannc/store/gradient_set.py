@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyrannc.capture.torch_internals import add_each, copy_each, storage_users, tensor_users
 from pyrannc.store.buckets import Bucket, Types, like
+from pyrannc.store.spread_sums import SpreadSums
 
 
 class GradientSet:
@@ -17,8 +18,9 @@ class GradientSet:
 
     Attributes:
         flats: the sums, by types.
-        views: the gradients by the parameters' names, formed like them; where the sums have another type, as of the
-            last :meth:`settle`.
+        views: the gradients by the parameters' names, formed like them; of a spread bucket this rank's pieces, in one
+            dimension where they are not whole. Where the sums have another type, as of the last :meth:`settle`.
+        spread: by place, the buckets of which each rank keeps a part.
         complete: names of parameters to which no backward of a microbatch adds.
     """
 
@@ -31,6 +33,9 @@ class GradientSet:
         }
         self._slices = [_slice(self.flats, bucket) for bucket in buckets]
         self._parts = [_parts(bucket, flat) for bucket, flat in zip(buckets, self._slices, strict=True)]
+        self.spread = {
+            index: SpreadSums(bucket, self._slices[index]) for index, bucket in enumerate(buckets) if bucket.is_spread
+        }
         self.views = {
             shared.name: part
             for bucket in buckets
@@ -73,16 +78,29 @@ class GradientSet:
         """Forgets what was written."""
         self._fresh = [set(range(len(bucket.params))) for bucket in self._buckets]
         self.complete.clear()
+        for sums in self.spread.values():
+            sums.begin()
 
     def bucket(self, index: int) -> Tensor:
-        """The gradients of a bucket; zeros where nothing was written."""
+        """The gradients of a bucket that is not spread; zeros where nothing was written."""
         for place in self._fresh[index]:
             self._parts[index][place].zero_()
         return self._slices[index]
 
+    def clear(self, index: int) -> None:
+        """A bucket gets no more: zeros where nothing was written."""
+        if index in self.spread:
+            self.spread[index].finish()
+        else:
+            self.bucket(index)
+
     def put(self, index: int, places: Sequence[int], grads: Sequence[Tensor]) -> None:
         """Writes gradients of parameters of a bucket, or adds them to what was written."""
         parts, fresh = self._parts[index], self._fresh[index]
+        if index in self.spread:
+            self.spread[index].put(places, grads)
+            fresh.difference_update(places)
+            return
         if len(places) == len(fresh) == len(parts):
             copy_each(parts, list(grads))
             fresh.clear()
@@ -109,19 +127,25 @@ def _flats_of(buckets: Sequence[Bucket]) -> dict[Types, Tensor]:
     """A flat tensor for the sums of each types, in which every bucket has its place; what is in those is anything."""
     sizes: dict[Types, int] = {}
     for bucket in buckets:
-        sizes[bucket.types] = max(sizes.get(bucket.types, 0), bucket.start + bucket.numel)
+        sizes[bucket.types] = max(sizes.get(bucket.types, 0), bucket.start + bucket.kept[1] - bucket.kept[0])
     device = buckets[0].device if buckets else None
     flats = {types: torch.empty(numel, dtype=types[0], device=device) for types, numel in sizes.items()}
     for bucket in buckets:
-        if bucket.room > bucket.numel:
-            # Who looks for overflow reads what lies between buckets too.
-            flats[bucket.types][bucket.start + bucket.numel : bucket.start + bucket.room].zero_()
+        # Who looks for overflow reads what lies between buckets too.
+        flats[bucket.types][bucket.start + bucket.kept[1] - bucket.kept[0] : bucket.start + bucket.kept_room].zero_()
     return flats
 
 
 def _slice(flats: Mapping[Types, Tensor], bucket: Bucket) -> Tensor:
-    return flats[bucket.types].narrow(0, bucket.start, bucket.numel)
+    return flats[bucket.types].narrow(0, bucket.start, bucket.kept[1] - bucket.kept[0])
 
 
 def _parts(bucket: Bucket, flat: Tensor) -> list[Tensor]:
-    return [like(flat.narrow(0, start, shared.param.numel()), shared.param) for shared, start in bucket.placed()]
+    """What is kept of each parameter's gradient: formed like it if that is all of it, else in one dimension."""
+    found = []
+    first, end = bucket.kept
+    for shared, start in bucket.placed():
+        stop = start + shared.param.numel()
+        kept = flat.narrow(0, min(max(start - first, 0), end - first), max(min(stop, end) - max(start, first), 0))
+        found.append(like(kept, shared.param) if kept.numel() == shared.param.numel() else kept)
+    return found

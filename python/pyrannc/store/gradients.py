@@ -22,6 +22,7 @@ from pyrannc.store.delivery import Delivery
 from pyrannc.store.gradient_set import GradientSet
 from pyrannc.store.leaf import leaf_of
 from pyrannc.store.scale import scale_each
+from pyrannc.store.spread_sums import SpreadSums
 from pyrannc.store.working_copies import Key, WorkingCopies
 
 _log = get_logger("ParamStorage")
@@ -41,6 +42,7 @@ class Gradients:
     Attributes:
         leaves: what Stages compute with, by name.
         delivery: the way to ``.grad``.
+        spread: names of parameters of whose gradients each rank keeps a part, and these ranks.
         pending: what stands in ``.grad`` has not been summed over ranks.
         second_bytes: of a second set of gradients, which the Plan does not count: 0 until somebody holds the first one
             while the next is filled.
@@ -64,6 +66,7 @@ class Gradients:
         self._groups = {bucket.ranks: group(bucket.ranks) for bucket in self._buckets}
         self._filling: weakref.ref[GradientSet] | None = None
         self._works: list[tuple[Work, Tensor, Tensor]] = []
+        self._scattering: list[SpreadSums] = []
         self._open: set[int] = set()
         self._due: deque[int] = deque()
         self._started: set[int] = set()
@@ -71,7 +74,8 @@ class Gradients:
         self.second_bytes = 0
         self.working = WorkingCopies(self.leaves)
         self.nothing = nn.Parameter(torch.zeros(0))
-        self.delivery = Delivery(trainable, self.nothing)
+        self.spread = {shared.name: b.ranks for b in buckets if b.is_spread for shared in b.params}
+        self.delivery = Delivery(trainable, self.spread, self.nothing)
         for name in self._place:
             self._watch(name, self.leaves[name])
 
@@ -116,6 +120,7 @@ class Gradients:
         current.begin()
         self._filling = weakref.ref(current)
         self._works.clear()
+        self._scattering.clear()
         self._due.clear()
         self._started.clear()
         return current
@@ -136,8 +141,9 @@ class Gradients:
             leaf.grad = None
         self.working.clear()
 
-    def expect(self) -> None:
-        """Says that the backward of a microbatch comes now."""
+    def expect(self, current: GradientSet) -> None:
+        """Says that the backward of a microbatch comes now; waits for what the last one has left to sum in parts."""
+        self._finish_scattering(current)
         self._open = set(range(len(self._buckets)))
 
     def collect(self, current: GradientSet) -> None:
@@ -202,6 +208,19 @@ class Gradients:
 
     # Sums over ranks
 
+    def scatter(self, current: GradientSet, bucket: int, *, filled: bool) -> None:
+        """Starts the sum of what a microbatch adds to a spread bucket, likewise.
+
+        Args:
+            filled: this rank has no rows of the microbatch.
+        """
+        self.sum(current, bucket, filled=filled)
+
+    def _finish_scattering(self, current: GradientSet) -> None:
+        for sums in self._scattering:
+            sums.finish()
+        self._scattering.clear()
+
     def sum(self, current: GradientSet, bucket: int, *, filled: bool) -> None:
         """Starts the sum of a bucket over the ranks that hold its parameters, in the order of the calls.
 
@@ -218,6 +237,11 @@ class Gradients:
         while self._due and self._due[0] not in self._open:
             index = self._due.popleft()
             bucket = self._buckets[index]
+            if index in current.spread:
+                current.spread[index].start(self._groups[bucket.ranks])
+                self._scattering.append(current.spread[index])
+                self._started.add(index)
+                continue
             sums = current.bucket(index)
             message = _message(bucket, sums)
             self._works.append((start_sum(message, self._groups[bucket.ranks]), sums, message))
@@ -225,9 +249,10 @@ class Gradients:
 
     def finish(self, current: GradientSet) -> None:
         """Ends the filling, and waits for all sums (on a GPU: makes the stream wait)."""
+        self._finish_scattering(current)
         for index in range(len(self._buckets)):
             if index not in self._started:
-                current.bucket(index)
+                current.clear(index)
         self._filling = None
         for work, sums, message in self._works:
             work.wait()
@@ -262,7 +287,7 @@ class Gradients:
 
     def _sum_all(self, current: GradientSet) -> None:
         for index, bucket in enumerate(self._buckets):
-            if len(bucket.ranks) > 1:
+            if len(bucket.ranks) > 1 and not bucket.is_spread:
                 self._sum_now(bucket, current.bucket(index))
 
     def _sum_now(self, bucket: Bucket, sums: Tensor) -> None:
@@ -272,11 +297,11 @@ class Gradients:
             sums.copy_(message)
 
     def reduce_delivered(self) -> None:
-        """Sums over ranks what stands in ``.grad``."""
+        """Sums over ranks what stands in ``.grad``, but for what is summed in parts, at once."""
         whole = GradientSet(self._buckets)
         whole.begin()
         for index, bucket in enumerate(self._buckets):
-            if len(bucket.ranks) == 1:
+            if len(bucket.ranks) == 1 or bucket.is_spread:
                 continue
             present = [(place, s.param.grad) for place, s in enumerate(bucket.params) if s.param.grad is not None]
             grads = [grad for _, grad in present]
@@ -288,7 +313,7 @@ class Gradients:
     def _share_out(self) -> None:
         """Divides what is summed already by the number of ranks, so that the reduction to come restores it."""
         for shared in self._params:
-            if shared.param.grad is not None:
+            if shared.param.grad is not None and shared.name not in self.spread:
                 shared.param.grad.div_(len(shared.ranks))
 
 

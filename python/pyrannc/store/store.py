@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from pyrannc.job import agree, phases, process
 from pyrannc.job.exchange import Group, from_first, from_owner, give_to_others, sum_over_ranks, to_first
-from pyrannc.store.buckets import SharedParam
-from pyrannc.store.divided import DividedParams
+from pyrannc.store.buckets import SharedParam, elements
+from pyrannc.store.divided import DividedParams, Part
 from pyrannc.store.elsewhere import bring_here, send_away
+from pyrannc.store.spread_gradient import own_gradient
 
 
 class ParamStore:
@@ -123,11 +124,29 @@ class ParamStore:
 
     def full_grad(self, name: str, param: nn.Parameter) -> Tensor | None:
         """A parameter's gradient, like :meth:`full`; ``None`` where its owner has none."""
+        if self.divided is not None and name in self.divided.spread:
+            return self._joined_grad(name, param, self.divided.spread[name])
         owner = self._owner(name)
         grad = param.grad if process.get_rank() == owner else None
         if agree.gather_numbers((int(grad is None),))[owner][0]:
             return None
         return self.full(name, param if grad is None else grad)
+
+    @torch.no_grad()
+    def _joined_grad(self, name: str, param: nn.Parameter, parts: Sequence[Part]) -> Tensor | None:
+        """A gradient of which ranks keep parts, like :meth:`full`."""
+        rank = process.get_rank()
+        here = self.is_local(name) and param.grad is not None
+        if not any(found for (found,) in agree.gather_numbers((int(here),))):
+            return None
+        strides = param.stride()
+        whole = torch.empty_strided(param.size(), strides, dtype=param.dtype)
+        for part in parts:
+            size = part.end - part.start
+            own = own_gradient(param) if rank == part.rank else None
+            given = torch.empty(size, dtype=param.dtype) if own is None else elements(own, 0, size)
+            elements(whole, part.start, part.end).copy_(from_owner(given, part.rank, self._device))
+        return whole
 
     @torch.no_grad()
     def on_first(self, name: str, tensor: Tensor) -> Tensor | None:
@@ -179,13 +198,26 @@ class ParamStore:
         Returns:
             The norm before, a scalar on this rank's device.
         """
-        owned = [param.grad for param in self.owned().values() if param.grad is not None]
-        norm = nn.utils.get_total_norm(owned).to(device=self._device, dtype=torch.float64)
+        spread = {} if self.divided is None else self.divided.spread
+        counted = [param for name, param in self.owned().items() if name not in spread]
+        counted += [param for name, param in self.local_params().items() if name in spread]
+        norm = nn.utils.get_total_norm([grad for grad in map(own_gradient, counted) if grad is not None])
+        norm = norm.to(device=self._device, dtype=torch.float64)
         total = norm**2
         sum_over_ranks(total)
         total = total.sqrt()
         # The script may compute with those that no Stage uses.
         here = [param for name, param in self.params.items() if self.is_local(name) or name not in self.holders]
-        local = [param for param in here if param.grad is not None]
-        nn.utils.clip_grads_with_norm_(local, max_norm, total)
+        nn.utils.clip_grads_with_norm_([_with_own_gradient(param) for param in here], max_norm, total)
         return total
+
+
+def _with_own_gradient(param: nn.Parameter) -> Tensor:
+    """Something whose ``.grad`` is what this rank has of a parameter's gradient."""
+    grad = own_gradient(param)
+    if grad is param.grad:
+        return param
+    assert grad is not None, "it is another than the parameter's"
+    stand_in = torch.empty_like(grad)
+    stand_in.grad = grad
+    return stand_in
