@@ -87,12 +87,16 @@ def run(model: nn.Module, captured: Captured, facts: GraphFacts, part: StagePart
     randomness = Randomness(CPU)
     randomness.begin(17)
     randomness.at([(0, ROWS)])
-    code = StageCode(captured, facts, part, CPU, randomness)
+    once, each = part.apart()
+    first = None if once is None else StageCode(captured, facts, once, CPU, randomness)
+    code = StageCode(captured, facts, each, CPU, randomness)
     params = {param.value: model.get_parameter(param.names[0]).detach().requires_grad_() for param in facts.params}
     buffers = {buffer.value: model.get_buffer(buffer.name).clone() for buffer in facts.buffers}
     constants = dict(zip(facts.constants, captured.constants, strict=True))
     with randomness.borrowed():
-        results = code(ROWS, {**params, **buffers, **constants, facts.inputs[0]: x})
+        state = {**params, **buffers, **constants}
+        made = {} if first is None else first(ROWS, state)
+        results = made | code(ROWS, {**state, **made, facts.inputs[0]: x})
     outputs = [results[value] for value in part.outputs]
     grads = torch.autograd.grad(sum(output.sum() for output in outputs), list(params.values()))
     return [*outputs, *grads, *buffers.values(), *(results[value] for value in code.updates.values())]
@@ -117,7 +121,8 @@ def test_many_layers_are_a_handful_of_functions() -> None:
     for layers in (4, 24):
         captured, facts, part = captured_part(Encoder(layers), torch.randn(ROWS, 5, WIDTH))
         assert len(part.spans) >= layers
-        found.append(StageCode(captured, facts, part, CPU, Randomness(CPU)).functions)
+        _, each = part.apart()
+        found.append(StageCode(captured, facts, each, CPU, Randomness(CPU)).functions)
     few, many = found
     assert few.keys() == many.keys()
     assert len(many) <= 6

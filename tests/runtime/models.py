@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
+from torch.nn.utils import parametrizations
 
 WIDTH = 6
 CLASSES = 5
@@ -117,6 +118,42 @@ class Tied(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.middle(torch.tanh(self.first(x))))
         return self.last(torch.tanh(self.again(torch.tanh(self.between(x)))))  # type: ignore[no-any-return]
+
+
+class Parametrized(nn.Module):
+    """Weights that are made of parameters and buffers, some of which are used as they are as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        parametrizations.spectral_norm(self.layers[0])
+        parametrizations.weight_norm(self.layers[2])
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("smoothed", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide, old = torch.exp(self.scale), self.smoothed
+        self.calls += 1
+        self.smoothed = 0.9 * old + 0.1 * self.scale.detach()
+        x = x * self.smoothed + old / self.calls
+        for layer in self.layers:
+            x = torch.tanh(layer(x) * wide) * self.scale
+        tied = self.last.weight + self.last.weight.t()
+        return F.linear(self.last(x), tied) + torch.zeros(x.shape[0])[:, None]
+
+
+class Penalized(nn.Module):
+    """The loss has a penalty on weights, which is a result by itself too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Parametrized()
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        penalty = 0.1 * self.inner.scale.square().sum() + self.inner.last.weight.abs().mean()
+        return {"loss": F.mse_loss(self.inner(x), y) + penalty, "penalty": penalty}
 
 
 class Skip(nn.Module):
@@ -431,6 +468,8 @@ RECIPES = {
     "fork_join": Recipe(ForkJoin, dense_batch, squared_error),
     "shared_input": Recipe(SharedInput, dense_batch, squared_error),
     "tied": Recipe(Tied, dense_batch, squared_error),
+    "parametrized": Recipe(Parametrized, dense_batch, squared_error),
+    "penalized": Recipe(Penalized, pair_batch, its_loss),
     "skip": Recipe(Skip, dense_batch, squared_error),
     "conv_net": Recipe(ConvNet, image_batch(5), cross_entropy, batch_norm=True),
     "embedding": Recipe(Embedding, token_batch, cross_entropy),

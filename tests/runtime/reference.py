@@ -74,7 +74,10 @@ class Reference:
             for name, count in counts.items():
                 # What does not depend on rows changes once a step.
                 buffers[name].copy_(count)
-            output = functional_call(self.model, buffers, args, kwargs)
+            if division is None:
+                output = self.model(*args, **kwargs)
+            else:
+                output = functional_call(self.model, buffers, args, kwargs)
             loss = self.recipe.criterion(output, target)
             (loss * (len(rows) / total_rows)).backward()
             outputs.append(output)

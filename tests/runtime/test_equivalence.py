@@ -15,6 +15,8 @@ CASES = [
     # One rank: only microbatches.
     Case("chain", (7,), microbatches=3, optimizer="sgd"),
     Case("bert", (3,), microbatches=2, optimizer="adamw"),
+    Case("parametrized", (7,), microbatches=3, optimizer="sgd"),
+    Case("penalized", (7,), microbatches=3, optimizer="sgd"),
     Case("resnet50", (4,), microbatches=2, optimizer="sgd"),
     # Two ranks.
     Case("chain", (4, 4), stages=2, microbatches=8),
@@ -28,6 +30,8 @@ CASES = [
     Case("two_scalars", (3, 1), stages=2, microbatches=2),
     Case("dict_output", (6, 2), stages=2, inputs="first", microbatches=3),
     Case("bert", (3, 2), stages=2, microbatches=3),
+    Case("parametrized", (4, 4), stages=2, microbatches=4, input_grads=True),
+    Case("penalized", (5, 2), stages=1, microbatches=2),
     # Three ranks.
     Case("chain", (5, 3, 2), replicas=(2, 1), microbatches=3, input_grads=True),
     Case("skip", (2, 4, 1), stages=3, microbatches=3, optimizer="adamw"),
@@ -39,6 +43,8 @@ CASES = [
     Case("transposed_output", (2, 3, 3), replicas=(2, 1), microbatches=2, input_grads=True),
     Case("conv_net", (4, 3, 4), stages=1, microbatches=2),
     Case("gpt2", (2, 2, 3), replicas=(1, 2), microbatches=2, optimizer="adamw"),
+    Case("parametrized", (5, 3, 2), replicas=(2, 1), microbatches=3),
+    Case("penalized", (2, 3, 3), replicas=(1, 2), microbatches=3, optimizer="sgd"),
     # Four ranks.
     Case("chain", (2, 2, 2, 2), stages=4, microbatches=3, optimizer="adamw"),
     Case("chain", (1, 3, 0, 2), replicas=(3, 1), microbatches=2, inputs="gathered", input_grads=True),
@@ -49,6 +55,7 @@ CASES = [
     Case("in_place", (3, 2, 2, 2), stages=4, microbatches=2),
     Case("dict_output", (2, 2, 3, 2), replicas=(1, 3), microbatches=2),
     Case("loss_inside", (1, 0, 0, 1), replicas=(1, 2, 1), microbatches=8),
+    Case("parametrized", (1, 0, 0, 1), replicas=(1, 2, 1), microbatches=8),
     Case("embedding", (5, 1, 1, 1), replicas=(2, 1, 1), microbatches=3, inputs="first"),
     Case("frozen", (2, 2, 2, 2), replicas=(2, 1, 1), microbatches=2, optimizer="adamw"),
     Case("shared_input", (2, 2, 2, 2), stages=4, microbatches=3, inputs="first", input_grads=True),

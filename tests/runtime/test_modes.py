@@ -50,6 +50,7 @@ def train_and_evaluate(case: Case, folder: str) -> list[str]:
         Case("bert", (2, 1, 3), replicas=(2, 1), microbatches=2),
         Case("dict_output", (1, 0, 3), stages=3, microbatches=2),
         Case("loss_inside", (4, 2), stages=2, microbatches=2),
+        Case("parametrized", (1, 4), stages=2, microbatches=3),
     ],
     ids=str,
 )

@@ -9,6 +9,7 @@ use thiserror::Error;
 use crate::batch_free::batch_free;
 use crate::entity::Arena;
 use crate::graph::{Graph, OpId, ValueDef, ValueId};
+use crate::once::once_ops;
 use crate::row_state::{Mixing, RowDim};
 use crate::rows::Rows;
 use crate::storages::Storages;
@@ -83,6 +84,9 @@ pub struct Analysis {
     pub row_dims: Arena<ValueId, Option<RowDim>>,
     /// See [`crate::batch_free_ops`].
     pub batch_free: Arena<OpId, bool>,
+    /// Ops that are the same for every part of a batch and may run before all others: main ops among them draw, or change
+    /// buffers.
+    pub once: Arena<OpId, bool>,
     /// See [`crate::main_ops`].
     pub main_ops: Vec<OpId>,
     /// Place of each main op in `main_ops`; `None` for batch-free ops.
@@ -105,6 +109,7 @@ impl Analysis {
     pub fn with_mixing(graph: &Graph, mixing: Mixing) -> Self {
         let storages = Storages::new(graph);
         let batch_free = batch_free(graph, &storages);
+        let once = once_ops(graph, &storages);
         let rows = Rows::new(graph, &storages, mixing);
         let row_dims = rows.row_dims();
         let main_ops: Vec<OpId> = graph.ops.ids().filter(|&op| !batch_free[op]).collect();
@@ -114,7 +119,7 @@ impl Analysis {
         }
         let groups = groups(graph, &storages, &main_index);
         let mut analysis =
-            Self { rows, row_dims, batch_free, main_ops, main_index, storages, groups, cuts: Vec::new() };
+            Self { rows, row_dims, batch_free, once, main_ops, main_index, storages, groups, cuts: Vec::new() };
         analysis.cuts = analysis.refusals(graph);
         analysis
     }

@@ -9,6 +9,7 @@ mod follow;
 mod graph;
 mod hash;
 mod json;
+mod once;
 mod ops;
 mod parse;
 mod paths;

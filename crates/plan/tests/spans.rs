@@ -131,7 +131,7 @@ fn blocks_that_are_computed_again_are_spans_of_their_own() {
 }
 
 #[test]
-fn batch_free_ops_are_the_prologue() {
+fn batch_free_ops_run_once() {
     let mut builder = GraphBuilder::new("Tied");
     let mut hidden = builder.input_with_grad(&[B, Dim::fixed(8)]);
     let (left, right) = (builder.param("left", &[8]), builder.param("right", &[8]));
@@ -168,6 +168,65 @@ fn what_changes_between_its_readers_stays_in_order() {
     let part = &partition.stages[0];
     assert!(part.prologue.is_none());
     assert_eq!(part.spans[0].ops, part.ops);
+}
+
+/// A weight divided by a norm that a buffer estimates, and the buffer counts calls; positions as long as the batch.
+fn normed() -> Graph {
+    let mut builder = GraphBuilder::new("Normed");
+    let input = builder.input_with_grad(&[B, Dim::fixed(8)]);
+    let (weight, counter) = (builder.param("weight", &[8]), builder.buffer("counter", DType::Float32, &[8]));
+    builder.in_place("aten.add_.Scalar", counter);
+    let rolled = builder.pointwise("aten.lerp.Scalar", &[counter, weight]);
+    let noise = builder.pointwise("aten.rand_like.default", &[weight]);
+    builder.last_op().random = true;
+    let scaled = builder.pointwise("aten.div.Tensor", &[weight, rolled]);
+    let noisy = builder.pointwise("aten.add.Tensor", &[scaled, noise]);
+    let positions = builder.op("aten.arange.default", vec![Arg::Dim(B)], &[B, Dim::fixed(1)]);
+    let hidden = builder.pointwise("aten.mul.Tensor", &[input, noisy]);
+    let result = builder.pointwise("aten.add.Tensor", &[hidden, positions]);
+    builder.finish(&[result])
+}
+
+#[test]
+fn what_draws_and_changes_buffers_runs_once_and_what_counts_rows_does_not() {
+    let graph = normed();
+    let analysis = Analysis::new(&graph);
+    let partition = spanned(&graph, &[0, u32::try_from(analysis.main_ops.len()).expect("few")]);
+    let part = &partition.stages[0];
+    let prologue: Vec<u32> = part.prologue.iter().flat_map(|span| &span.ops).map(|op| op.0).collect();
+    assert_eq!(prologue, [0, 1, 2, 3, 4]);
+    assert_eq!(part.spans[0].ops, [OpId(5)]);
+}
+
+#[test]
+fn a_prologue_that_would_have_to_run_again_is_found() {
+    let graph = normed();
+    let end = u32::try_from(Analysis::new(&graph).main_ops.len()).expect("few");
+    let sound = spanned(&graph, &[0, end]);
+    // What counts rows goes ahead.
+    let mut damaged = sound.clone();
+    let part = &mut damaged.stages[0];
+    let counted = part.spans.remove(0);
+    let prologue = part.prologue.as_mut().expect("there is one");
+    prologue.ops.extend(counted.ops);
+    prologue.gives.extend(counted.gives);
+    assert!(damaged.verify(&graph).is_err());
+    // A part of the batch changes what the next one would find.
+    let mut damaged = graph;
+    let (noisy, last) = (ValueId(7), damaged.ops.len() - 1);
+    damaged.ops[OpId(u32::try_from(last).expect("few"))].mutates = vec![noisy];
+    assert!(sound.verify(&damaged).is_err());
+}
+
+#[test]
+fn what_others_read_before_it_changes_does_not_run_ahead() {
+    let mut builder = GraphBuilder::new("Counted");
+    let input = builder.input_with_grad(&[B, Dim::fixed(8)]);
+    let counter = builder.buffer("counter", DType::Float32, &[8]);
+    let result = builder.pointwise("aten.mul.Tensor", &[input, counter]);
+    builder.in_place("aten.add_.Scalar", counter);
+    let graph = builder.finish(&[result]);
+    assert!(spanned(&graph, &[0, 2]).stages[0].prologue.is_none());
 }
 
 /// A view of a view may be told as one of what both are views of, which its own Span does not know.

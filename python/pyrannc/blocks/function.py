@@ -1,4 +1,4 @@
-"""The Ops of one Stage as Python functions: one for each Span, and one that calls them in their order."""
+"""Ops of one Stage as Python functions: one for each Span, and one that calls them in their order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StageCode:
     Args:
         captured: the captured model.
         facts: its Graph.
-        part: what belongs to the Stage; without Spans, all its Ops are one.
+        part: what belongs to the Stage, without a prologue; without Spans, all its Ops are one.
         device: where it runs; every device that the model named is replaced by it.
         randomness: where random numbers come from; without it, torch's generators as they stand.
 
@@ -51,8 +51,8 @@ class StageCode:
         }
         self._wanted = tuple(dict.fromkeys([*part.sends, *part.outputs, *self.updates.values()]))
         inputs = {entry.value for entry in part.inputs}
-        first = () if part.prologue is None else (part.prologue,)
-        spans = (*first, *part.spans) or (_whole(facts, part.ops, inputs, self._wanted),)
+        assert part.prologue is None, "what runs once a step is a code of its own"
+        spans = part.spans or (_whole(facts, part.ops, inputs, self._wanted),)
         self.functions: dict[str, SpanFunction] = {}
         for span in spans:
             if span.hash not in self.functions:

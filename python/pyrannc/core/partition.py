@@ -6,7 +6,7 @@ The classes mirror the core's JSON (crates/plan: ``Partition``).
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -70,7 +70,7 @@ class StagePart:
     """What one Stage holds, takes in and gives out; all numbers are the Graph's ids.
 
     Attributes:
-        prologue: its batch-free Ops, if they run before all others.
+        prologue: its Ops that run once a step, before all others.
         spans: its other Ops in the order in which they run; none where the core was not asked for Spans.
     """
 
@@ -85,6 +85,16 @@ class StagePart:
     mutated_buffers: tuple[int, ...]
     prologue: SpanPart | None = None
     spans: tuple[SpanPart, ...] = ()
+
+    def apart(self) -> tuple[StagePart | None, StagePart]:
+        """What runs once a step, whose outputs are what it gives, and what runs for each microbatch."""
+        first = self.prologue
+        if first is None:
+            return None, self
+        nothing: dict[str, tuple[()]] = dict.fromkeys(("inputs", "receives", "sends"), ())
+        once = replace(self, ops=first.ops, outputs=first.gives, prologue=None, spans=(first,), **nothing)
+        left = tuple(op for op in self.ops if op not in set(first.ops))
+        return once, replace(self, ops=left, prologue=None)
 
 
 @dataclass(frozen=True)

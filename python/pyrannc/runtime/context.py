@@ -14,6 +14,7 @@ from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts
 from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.position import ActionRecord
+from pyrannc.runtime.prologue import PrologueCode
 from pyrannc.runtime.tail import TailCode
 from pyrannc.runtime.timing import Timing
 from pyrannc.store.gradients import Gradients
@@ -25,6 +26,8 @@ class StageContext:
     """What a rank's Stage works with, from deployment to deployment.
 
     Attributes:
+        code: what runs for each microbatch.
+        prologue: what runs once a step.
         tail: of the captured call, if it has one.
         params: leaves by Value id.
         copies: of them, the working copies, by first name of the parameter.
@@ -39,6 +42,7 @@ class StageContext:
     parts: Parts
     stage: int
     code: StageCode
+    prologue: PrologueCode | None
     tail: TailCode | None
     params: Mapping[int, Tensor]
     copies: Mapping[str, Tensor]
@@ -53,3 +57,10 @@ class StageContext:
     timing: Timing
     device: torch.device
     rehearsed: set[int] = field(default_factory=set)
+
+    @property
+    def seeds_generator(self) -> bool:
+        """True when some Op draws from the device's generator."""
+        codes = [self.code, *([] if self.prologue is None else [self.prologue.code])]
+        tail = self.tail is not None and self.tail.seeds_generator
+        return tail or any(code.seeds_generator for code in codes)

@@ -22,6 +22,7 @@ from pyrannc.runtime.collectives import Groups
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.position import ActionRecord
 from pyrannc.runtime.precision import precision
+from pyrannc.runtime.prologue import PrologueCode
 from pyrannc.runtime.tail import TailCode
 from pyrannc.runtime.timing import Timing
 from pyrannc.runtime.working_part import working_part
@@ -161,19 +162,31 @@ class Deployment:
         """This rank's Stage for a captured call. All ranks call it for the same calls in the same order."""
         if id(variant) not in self._contexts:
             # Code is written before the first message, so that no rank waits for one that fails.
-            code, taken, tail = agree.together(lambda: (*self._make_code(variant), self._make_tail(variant)))
+            codes, tail = agree.together(lambda: (self._make_code(variant), self._make_tail(variant)))
             self._channels.open(self.plan.channels(variant.partition))
-            self._contexts[id(variant)] = self._make_context(variant, code, taken, tail)
+            self._contexts[id(variant)] = self._make_context(variant, *codes, tail)
         return self._contexts[id(variant)]
 
-    def _make_code(self, variant: Variant) -> tuple[StageCode, Mapping[int, Key]]:
-        """The Stage's code, and the working copies that it takes, by Value."""
+    def _make_code(self, variant: Variant) -> tuple[StageCode, PrologueCode | None, Mapping[int, Key]]:
+        """The Stage's code, what of it runs once a step, and the working copies that both take, by Value."""
         captured, facts = variant.captured, variant.facts
         working = working_part(captured, facts, variant.parts.stages[self.stage])
-        return StageCode(captured, facts, working.part, self.device, self._randomness), working.copies
+        once, each = working.part.apart()
+        code = StageCode(captured, facts, each, self.device, self._randomness)
+        if once is None:
+            return code, None, working.copies
+        names = {facts.params[i].value: facts.params[i].names[0] for i in each.params}
+        names |= {value: name for value, (name, _) in working.copies.items()}
+        first = StageCode(captured, facts, once, self.device, self._randomness)
+        return code, PrologueCode(first, facts, once, names), working.copies
 
     def _make_context(
-        self, variant: Variant, code: StageCode, taken: Mapping[int, Key], tail: TailCode | None
+        self,
+        variant: Variant,
+        code: StageCode,
+        prologue: PrologueCode | None,
+        taken: Mapping[int, Key],
+        tail: TailCode | None,
     ) -> StageContext:
         facts, part = variant.facts, variant.parts.stages[self.stage]
         params = {facts.params[i].value: self.gradients.leaves[facts.params[i].names[0]] for i in part.params}
@@ -186,6 +199,7 @@ class Deployment:
             parts=variant.parts,
             stage=self.stage,
             code=code,
+            prologue=prologue,
             tail=tail,
             params=params,
             copies=copies,

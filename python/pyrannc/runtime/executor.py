@@ -24,6 +24,8 @@ class Executor:
         self._context = context
         self._seat = seat
         self._marks = marks
+        once = context.prologue
+        self._late = frozenset() if once is None else context.gradients.buckets_of(once.params)
 
     def run(
         self,
@@ -52,8 +54,9 @@ class Executor:
                 self._seat.forward(action.microbatch)
             elif isinstance(action, Backward):
                 assert current is not None, "a run with backwards has gradients"
-                gradients.expect(current)
-                self._seat.backward(action.microbatch, seeds, keep_graph=keep_graph)
+                last = index == last_backward
+                gradients.expect(current, self._late if last else frozenset())
+                self._seat.backward(action.microbatch, seeds, keep_graph=keep_graph, last=last)
                 gradients.collect(current)
             elif isinstance(action, Send):
                 self._seat.send(action)

@@ -20,6 +20,7 @@ from pyrannc.core.partition import InputPart
 from pyrannc.core.program import Piece, RankProgram, Recv, Rows, Send
 from pyrannc.job.exchange import Work
 from pyrannc.runtime.context import StageContext
+from pyrannc.runtime.prologue import Prologue
 from pyrannc.runtime.rows import join_rows, take_rows
 from pyrannc.runtime.timing import Kind, StepMarks
 
@@ -84,11 +85,13 @@ class Seat:
                 lent = {value: context.gradients.working.lend(key) for value, key in context.copied.items()}
             self._params |= lent
         self._gradients: dict[int, Tensor] = {}
-        alike = context.facts.buffers_changed_alike & context.buffers.keys()
+        once = frozenset() if context.prologue is None else context.prologue.changed
+        alike = (context.facts.buffers_changed_alike & context.buffers.keys()) - once
         # Every microbatch finds the contents from before the call, and changes them to the same.
         several = len(program.rows) > 1
         self._before = {value: context.buffers[value].clone() if several else context.buffers[value] for value in alike}
         self._changed = False
+        self._prologue: Prologue | None = None
 
     def _timed(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
         return nullcontext() if self._marks is None else self._marks.span(kind, microbatch)
@@ -108,16 +111,27 @@ class Seat:
         for value in self._part.receives:
             feeds[value] = self._arrived_value(value, microbatch)
         self._arrivals.pop((microbatch, "value"), None)
-        context.randomness.at(self._program.global_rows[microbatch])
         before = {value: tensor.clone() for value, tensor in self._before.items()}
-        tensors = {**self._params, **context.buffers, **before, **feeds}
         with self._timed("forward", microbatch):
             with torch.set_grad_enabled(self._trains):
+                tensors = {**self._params, **context.buffers, **self._once(), **before, **feeds}
+                context.randomness.at(self._program.global_rows[microbatch])
                 results = context.code(self._rows_in(microbatch), tensors)
             self._store_updates(results, before)
         for value in self._part.outputs:
             self.outputs[microbatch, value] = results[value].detach()
         self._keep(microbatch, feeds, results)
+
+    def _once(self) -> Mapping[int, Tensor]:
+        """What is computed once a step, by the first microbatch that comes."""
+        code = self._context.prologue
+        if code is None:
+            return {}
+        if self._prologue is None:
+            self._context.randomness.at(())
+            made, seen = code.run(self._params, self._context.buffers)
+            self._prologue = Prologue(made, seen, trains=self._trains)
+        return self._prologue.tensors
 
     def _keep(self, microbatch: int, feeds: dict[int, Tensor], results: Mapping[int, Tensor]) -> None:
         """Keeps of a forward what messages and its backward need."""
@@ -154,11 +168,12 @@ class Seat:
         joined = join_rows(pieces, crossing.row_dim)
         return joined.requires_grad_() if self._trains and crossing.requires_grad else joined
 
-    def backward(self, microbatch: int, seeds: Seeds, *, keep_graph: bool) -> None:
+    def backward(self, microbatch: int, seeds: Seeds, *, keep_graph: bool, last: bool) -> None:
         """Computes a microbatch's gradients, from those of its outputs and those that have arrived.
 
         Args:
             keep_graph: leave the autograd graph alive.
+            last: the step's last one, after which the gradients of what is computed once are complete.
         """
         live = self._live[microbatch] if keep_graph else self._live.pop(microbatch)
         roots, grads = [], []
@@ -178,6 +193,10 @@ class Seat:
             if roots:
                 torch.autograd.backward(roots, grads, retain_graph=keep_graph)
             self._collect_gradients(microbatch, live)
+            if self._prologue is not None:
+                self._prologue.collect()
+                if last:
+                    self._prologue.backward(keep_graph=keep_graph)
 
     def _collect_gradients(self, microbatch: int, live: _Microbatch) -> None:
         """Takes the gradients of what came in off the leaves."""
@@ -246,5 +265,6 @@ class Seat:
         """Drops all tensors."""
         self._inputs = {}
         self._live.clear()
+        self._prologue = None
         self.outputs.clear()
         self.input_grads.clear()

@@ -124,8 +124,7 @@ class Step:
 
     def _generator(self) -> Any:
         context = self._context
-        tail = context.tail is not None and context.tail.seeds_generator
-        return context.randomness.borrowed() if tail or context.code.seeds_generator else nullcontext()
+        return context.randomness.borrowed() if context.seeds_generator else nullcontext()
 
     def _begin_tail(self) -> TailStep | None:
         context = self._context

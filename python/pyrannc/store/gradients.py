@@ -68,6 +68,7 @@ class Gradients:
         self._works: list[tuple[Work, Tensor, Tensor]] = []
         self._scattering: list[SpreadSums] = []
         self._open: set[int] = set()
+        self._late: Set[int] = frozenset()
         self._due: deque[int] = deque()
         self._started: set[int] = set()
         self.pending = False
@@ -141,10 +142,18 @@ class Gradients:
             leaf.grad = None
         self.working.clear()
 
-    def expect(self, current: GradientSet) -> None:
-        """Says that the backward of a microbatch comes now; waits for what the last one has left to sum in parts."""
+    def buckets_of(self, names: Collection[str]) -> frozenset[int]:
+        """The buckets of some parameters, as far as these are trained."""
+        return frozenset(self._place[name][0] for name in names if name in self._place)
+
+    def expect(self, current: GradientSet, late: Set[int]) -> None:
+        """Says that the backward of a microbatch comes now; waits for what the last one has left to sum in parts.
+
+        Args:
+            late: buckets to which a second backward adds, before :meth:`collect`.
+        """
         self._finish_scattering(current)
-        self._open = set(range(len(self._buckets)))
+        self._open, self._late = set(range(len(self._buckets))), late
 
     def collect(self, current: GradientSet) -> None:
         """Takes what the backward of a microbatch has left on the leaves, and starts the sums that are due."""
@@ -198,7 +207,7 @@ class Gradients:
 
     def _note_arrival(self, index: int) -> None:
         current = self._filling() if self._filling is not None else None
-        if current is None or index not in self._open:
+        if current is None or index not in self._open or index in self._late:
             return
         # Those that come last show cheaply that others are still missing.
         if self._leaves_of[index][-1].grad is None or not self._take(current, index, whole=True):

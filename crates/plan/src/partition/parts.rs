@@ -39,9 +39,9 @@ pub struct StagePart {
     pub constants: Vec<ConstId>,
     /// Buffers that it changes.
     pub mutated_buffers: Vec<BufferId>,
-    /// Its batch-free Ops, if they run before all others.
+    /// Its Ops that run once a step, before all others, whatever part of the batch comes.
     pub prologue: Option<SpanPart>,
-    /// Its other Ops in execution order; empty where nobody has asked for Spans.
+    /// Its other Ops, first batch-free ones; empty where nobody has asked for Spans.
     pub spans: Vec<SpanPart>,
 }
 

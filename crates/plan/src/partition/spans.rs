@@ -77,11 +77,13 @@ struct Divider<'g> {
 
 impl Divider<'_> {
     fn spans(&self, part: &StagePart, level: usize) -> Spans {
-        let (free, main): (Vec<OpId>, Vec<OpId>) = part.ops.iter().partition(|&&op| self.analysis.batch_free[op]);
-        let (free, runs) = if self.may_run_before(&free, &main) {
-            (free, self.runs(main, level))
+        let (once, each): (Vec<OpId>, Vec<OpId>) = part.ops.iter().partition(|&&op| self.analysis.once[op]);
+        let (free, main): (Vec<OpId>, Vec<OpId>) = each.iter().partition(|&&op| self.analysis.batch_free[op]);
+        let runs = if self.may_run_before(&free, &main) {
+            let first = (!free.is_empty()).then_some((free, Recompute::None));
+            first.into_iter().chain(self.runs(main, level)).collect()
         } else {
-            (Vec::new(), vec![(part.ops.clone(), self.recompute_of_all(&main))])
+            vec![(each, self.recompute_of_all(&main))]
         };
         let mut wanted: BTreeSet<ValueId> = part.sends.iter().chain(&part.outputs).copied().collect();
         wanted.extend(part.mutated_buffers.iter().filter_map(|&buffer| self.graph.buffers[buffer].update));
@@ -94,7 +96,7 @@ impl Divider<'_> {
             SpanPart { ops, takes, gives, hash, recompute }
         };
         Spans {
-            prologue: (!free.is_empty()).then(|| span(free, Recompute::None)),
+            prologue: (!once.is_empty()).then(|| span(once, Recompute::None)),
             spans: runs.into_iter().map(|(ops, recompute)| span(ops, recompute)).collect(),
         }
     }

@@ -3,10 +3,10 @@
 use std::collections::{BTreeSet, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use rannc_ir::{Analysis, Graph, Op, OpId, ValueDef, ValueId};
+use rannc_ir::{Analysis, Arg, Graph, Op, OpId, ValueDef, ValueId};
 use thiserror::Error;
 
-use super::parts::{OutputSource, Partition, StagePart};
+use super::parts::{OutputSource, Partition, SpanPart, StagePart};
 
 /// How a Partition is not one of its Graph.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -34,7 +34,7 @@ impl Partition {
         check_crossings(graph, self, &analysis, &stage_of)?;
         check_outputs(graph, self)?;
         check_stored(graph, self, &analysis)?;
-        check_meaning(graph, self)
+        check_meaning(graph, &analysis, self)
     }
 }
 
@@ -113,8 +113,8 @@ fn check_spans(graph: &Graph, analysis: &Analysis, part: &StagePart) -> Result<(
         return Ok(());
     }
     let mut ops: Vec<OpId> = part.functions().flat_map(|span| &span.ops).copied().collect();
-    let main: Vec<OpId> = ops.iter().copied().filter(|&op| !analysis.batch_free[op]).collect();
-    require(main.is_sorted(), || "the spans are in no order".to_owned())?;
+    let each = part.spans.iter().flat_map(|span| &span.ops);
+    require(each.filter(|&&op| !analysis.batch_free[op]).is_sorted(), || "the spans are in no order".to_owned())?;
     ops.sort_unstable();
     require(ops == part.ops, || format!("the spans hold {ops:?}, the stage {:?}", part.ops))?;
     let mut there: BTreeSet<ValueId> = part.receives.iter().copied().collect();
@@ -126,8 +126,6 @@ fn check_spans(graph: &Graph, analysis: &Analysis, part: &StagePart) -> Result<(
         let makes: BTreeSet<ValueId> = span.ops.iter().flat_map(|&op| graph.ops[op].results.iter().copied()).collect();
         let uses: BTreeSet<ValueId> = span.ops.iter().flat_map(|&op| graph.ops[op].operands()).collect();
         let takes: BTreeSet<ValueId> = span.takes.iter().copied().collect();
-        let free = || span.ops.iter().all(|&op| analysis.batch_free[op]);
-        require(part.prologue.as_ref() != Some(span) || free(), || "the prologue has main ops".to_owned())?;
         let right = takes.len() == span.takes.len() && uses.difference(&makes).eq(&takes);
         require(right, || format!("a span takes {takes:?}, but uses {uses:?}"))?;
         require(takes.is_subset(&there), || format!("a span takes {takes:?} before all of it is there"))?;
@@ -135,9 +133,28 @@ fn check_spans(graph: &Graph, analysis: &Analysis, part: &StagePart) -> Result<(
         require(span.gives.iter().all(known), || "a span gives what it does not have".to_owned())?;
         there.extend(&span.gives);
     }
+    check_prologue_kept(graph, analysis, part)?;
     let updates = part.mutated_buffers.iter().filter_map(|&buffer| graph.buffers[buffer].update);
     let given = part.sends.iter().chain(&part.outputs).copied().chain(updates).all(|value| there.contains(&value));
     require(given, || "a stage's result is given by no span".to_owned())
+}
+
+/// No Span changes what the prologue reads or makes: it does not run again for the next part of the batch.
+fn check_prologue_kept(graph: &Graph, analysis: &Analysis, part: &StagePart) -> Result<(), PartitionFault> {
+    let touched = part.prologue.iter().flat_map(|span| span.takes.iter().chain(&span.gives));
+    let touched: BTreeSet<ValueId> = touched.map(|&value| analysis.storages.root[value]).collect();
+    let makes = |op: OpId| part.spans.iter().any(|span| span.ops.contains(&op));
+    let assigned = part.mutated_buffers.iter().filter(|&&buffer| match graph.buffers[buffer].update {
+        Some(update) => matches!(graph.values[update].def, ValueDef::Op { op, .. } if makes(op)),
+        None => false,
+    });
+    let assigned = assigned.map(|&buffer| graph.buffers[buffer].value);
+    let changed = part.spans.iter().flat_map(|span| &span.ops).flat_map(|&op| graph.ops[op].mutates.iter().copied());
+    for value in changed.chain(assigned) {
+        let kept = !touched.contains(&analysis.storages.root[value]);
+        require(kept, || format!("{value}, which the prologue reads or makes, is changed after it"))?;
+    }
+    Ok(())
 }
 
 fn check_crossings(
@@ -216,6 +233,8 @@ fn check_stored(graph: &Graph, partition: &Partition, analysis: &Analysis) -> Re
 /// Runs Ops on storages whose contents are hashes of all that went into them.
 #[derive(Default)]
 struct Interpreter {
+    /// Which part of a batch it works on: what depends on the part's rows differs by it.
+    batch_part: u32,
     contents: Vec<u64>,
     storage: HashMap<ValueId, usize>,
     /// What each Op read.
@@ -234,8 +253,9 @@ impl Interpreter {
         self.contents.push(content);
     }
 
-    fn hold_leaf(&mut self, value: ValueId) {
-        self.hold(value, mix(value));
+    fn hold_leaf(&mut self, graph: &Graph, value: ValueId) {
+        let is_input = matches!(graph.values[value].def, ValueDef::Input(_));
+        self.hold(value, mix((value, is_input.then_some(self.batch_part))));
     }
 
     fn content(&self, value: ValueId) -> u64 {
@@ -245,7 +265,10 @@ impl Interpreter {
     fn run(&mut self, graph: &Graph, ops: impl IntoIterator<Item = OpId>) {
         for id in ops {
             let op = &graph.ops[id];
-            let read: Vec<u64> = op.operands().into_iter().map(|value| self.content(value)).collect();
+            let mut read: Vec<u64> = op.operands().into_iter().map(|value| self.content(value)).collect();
+            if depends_on_rows(graph, op) {
+                read.push(self.batch_part.into());
+            }
             for (place, value) in op.mutates.iter().enumerate() {
                 self.contents[self.storage[value]] = mix((id, "changed", place, &read));
             }
@@ -272,11 +295,22 @@ impl Interpreter {
         self.storage.get(&base).copied().or_else(|| self.storage.get(&near()?).copied())
     }
 
-    /// Runs each Span with nothing but what it takes. What several Values share of a storage is parted by that, so that a
+    /// Holds what a prologue has left, and given, when it ran for the part of the batch before.
+    fn take_over(&mut self, graph: &Graph, analysis: &Analysis, part: &StagePart, prologue: &SpanPart, before: &Self) {
+        let buffers = part.mutated_buffers.iter().map(|&buffer| graph.buffers[buffer].value);
+        let mutates = |op: &OpId| graph.ops[*op].mutates.iter().map(|&value| analysis.storages.root[value]);
+        let changes = |value: &ValueId| prologue.ops.iter().flat_map(mutates).any(|root| root == *value);
+        for value in prologue.gives.iter().copied().chain(buffers.filter(changes)) {
+            self.hold(value, before.content(value));
+        }
+        self.read.extend(prologue.ops.iter().map(|op| (*op, before.read[op].clone())));
+    }
+
+    /// Runs Spans, each with nothing but what it takes. What several Values share of a storage is parted by that, so that a
     /// change in one Span is not seen in another unless it is given.
-    fn run_spans(&mut self, graph: &Graph, part: &StagePart) {
-        for span in part.functions() {
-            let mut own = Self::default();
+    fn run_spans<'s>(&mut self, graph: &Graph, part: &StagePart, spans: impl IntoIterator<Item = &'s SpanPart>) {
+        for span in spans {
+            let mut own = Self { batch_part: self.batch_part, ..Self::default() };
             span.takes.iter().for_each(|&value| own.hold(value, self.content(value)));
             own.run(graph, span.ops.iter().copied());
             self.read.extend(own.read.drain());
@@ -292,47 +326,95 @@ impl Interpreter {
     }
 }
 
-/// Every Op, cloned ones included, reads in its Stage what it reads in the whole Graph, and outputs and buffers end up
-/// the same.
-fn check_meaning(graph: &Graph, partition: &Partition) -> Result<(), PartitionFault> {
-    let mut whole = Interpreter::default();
-    let leaves = graph.values.iter().filter(|(_, value)| !matches!(value.def, ValueDef::Op { .. }));
-    leaves.for_each(|(id, _)| whole.hold_leaf(id));
-    whole.run(graph, graph.ops.ids());
-
-    let mut sent: HashMap<ValueId, u64> = HashMap::new();
-    let mut stages = Vec::new();
-    for part in &partition.stages {
-        let mut stage = Interpreter::default();
-        part.inputs.iter().for_each(|input| stage.hold_leaf(input.value));
-        part.params.iter().for_each(|&param| stage.hold_leaf(graph.params[param].value));
-        part.buffers.iter().for_each(|&buffer| stage.hold_leaf(graph.buffers[buffer].value));
-        part.constants.iter().for_each(|&constant| stage.hold_leaf(graph.constants[constant].value));
-        for value in &part.receives {
-            let content = sent.get(value).copied();
-            let content = content.ok_or_else(|| PartitionFault(format!("{value} is received before it is sent")))?;
-            stage.hold(*value, content);
+/// True when an Op's results may differ between parts of a batch with equal operands.
+fn depends_on_rows(graph: &Graph, op: &Op) -> bool {
+    fn of_batch_size(arg: &Arg) -> bool {
+        match arg {
+            Arg::Dim(dim) => dim.per_row != 0,
+            Arg::List(items) => items.iter().any(of_batch_size),
+            _ => false,
         }
-        if part.functions().next().is_some() {
-            stage.run_spans(graph, part);
-        } else {
-            stage.run(graph, part.ops.iter().copied());
-        }
-        for (op, read) in &stage.read {
-            require(read == &whole.read[op], || format!("{op} reads something else"))?;
-        }
-        sent.extend(part.sends.iter().map(|&value| (value, stage.content(value))));
-        for buffer in part.mutated_buffers.iter().map(|&buffer| &graph.buffers[buffer]) {
-            let stored = buffer.update.unwrap_or(buffer.value);
-            let right = stage.content(stored) == whole.content(stored);
-            require(right, || format!("{} ends up as something else", buffer.name))?;
-        }
-        stages.push(stage);
     }
+    let rows = |value: &ValueId| graph.values[*value].shape.iter().any(|dim| dim.per_row != 0);
+    op.opaque
+        || op.region.is_some()
+        || op.args.iter().chain(op.kwargs.values()).any(of_batch_size)
+        || op.results.iter().any(rows)
+}
+
+/// The whole Graph on a part of a batch.
+fn run_whole(graph: &Graph, batch_part: u32) -> Interpreter {
+    let mut whole = Interpreter { batch_part, ..Interpreter::default() };
+    let leaves = graph.values.iter().filter(|(_, value)| !matches!(value.def, ValueDef::Op { .. }));
+    leaves.for_each(|(id, _)| whole.hold_leaf(graph, id));
+    whole.run(graph, graph.ops.ids());
+    whole
+}
+
+/// Every Op, cloned ones included, reads in its Stage what it reads in the whole Graph, and outputs and buffers end up
+/// the same: with the first part of a batch, and with the next, for which the prologues do not run again.
+fn check_meaning(graph: &Graph, analysis: &Analysis, partition: &Partition) -> Result<(), PartitionFault> {
+    let mut prologues: Vec<Interpreter> = Vec::new();
+    for batch_part in 0..2 {
+        let whole = run_whole(graph, batch_part);
+        let mut sent: HashMap<ValueId, u64> = HashMap::new();
+        let mut stages = Vec::new();
+        for (number, part) in partition.stages.iter().enumerate() {
+            let mut stage = Interpreter { batch_part, ..Interpreter::default() };
+            part.inputs.iter().for_each(|input| stage.hold_leaf(graph, input.value));
+            part.params.iter().for_each(|&param| stage.hold_leaf(graph, graph.params[param].value));
+            part.buffers.iter().for_each(|&buffer| stage.hold_leaf(graph, graph.buffers[buffer].value));
+            part.constants.iter().for_each(|&constant| stage.hold_leaf(graph, graph.constants[constant].value));
+            for value in &part.receives {
+                let content = sent.get(value).copied();
+                let content =
+                    content.ok_or_else(|| PartitionFault(format!("{value} is received before it is sent")))?;
+                stage.hold(*value, content);
+            }
+            if part.functions().next().is_none() {
+                stage.run(graph, part.ops.iter().copied());
+            } else {
+                if batch_part == 0 {
+                    stage.run_spans(graph, part, &part.prologue);
+                } else if let Some(prologue) = &part.prologue {
+                    stage.take_over(graph, analysis, part, prologue, &prologues[number]);
+                }
+                stage.run_spans(graph, part, &part.spans);
+            }
+            check_stage(graph, part, &stage, &whole)?;
+            sent.extend(part.sends.iter().map(|&value| (value, stage.content(value))));
+            stages.push(stage);
+        }
+        check_given(partition, &stages, &whole)?;
+        prologues = stages;
+    }
+    Ok(())
+}
+
+/// A Stage's Ops read, and its buffers end up as, what they do in the whole Graph.
+fn check_stage(
+    graph: &Graph,
+    part: &StagePart,
+    stage: &Interpreter,
+    whole: &Interpreter,
+) -> Result<(), PartitionFault> {
+    for (op, read) in &stage.read {
+        require(read == &whole.read[op], || format!("{op} reads something else"))?;
+    }
+    for buffer in part.mutated_buffers.iter().map(|&buffer| &graph.buffers[buffer]) {
+        let stored = buffer.update.unwrap_or(buffer.value);
+        let right = stage.content(stored) == whole.content(stored);
+        require(right, || format!("{} ends up as something else", buffer.name))?;
+    }
+    Ok(())
+}
+
+/// The outputs are those of the whole Graph.
+fn check_given(partition: &Partition, stages: &[Interpreter], whole: &Interpreter) -> Result<(), PartitionFault> {
     for output in &partition.outputs {
         let content = match output.source {
             OutputSource::Stage(stage) => stages[stage as usize].content(output.value),
-            OutputSource::Input(_) => mix(output.value),
+            OutputSource::Input(_) => mix((output.value, Some(whole.batch_part))),
         };
         require(content == whole.content(output.value), || format!("output {} is something else", output.index))?;
     }
