@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -17,6 +17,25 @@ from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import SpanPart, StagePart
 
 
+class Watch(Protocol):
+    """Is told of each Span of a Stage."""
+
+    def before(self, span: int) -> None:
+        """The Span at a place is about to compute."""
+
+    def after(self, span: int, results: Any) -> None:
+        """It has: one Value by itself, others as a tuple."""
+
+    def backward(self) -> AbstractContextManager[None]:
+        """A backward of the Stage runs inside."""
+
+    def pass_by(self, *, backward: bool) -> None:
+        """Others compute a forward or backward."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Inside, this rank computes by itself."""
+
+
 class StageCode:
     """A Stage's Ops, generated from the captured graph.
 
@@ -26,6 +45,7 @@ class StageCode:
         part: what belongs to the Stage, without a prologue; without Spans, all its Ops are one.
         device: where it runs; every device that the model named is replaced by it.
         randomness: where random numbers come from; without it, torch's generators as they stand.
+        watch: is told of each Span before it computes, and after it.
 
     A call returns the Values sent on, the outputs, and the new contents of buffers.
 
@@ -42,7 +62,9 @@ class StageCode:
         part: StagePart,
         device: torch.device,
         randomness: Randomness | None,
+        watch: Watch | None = None,
     ) -> None:
+        self.watch = watch
         made = {value for op in part.ops for value in facts.ops[op].results}
         self.updates = {
             facts.buffers[buffer].value: update
@@ -76,15 +98,19 @@ class StageCode:
         graph = fx.Graph()
         rows = graph.placeholder("rows")
         values = {value: graph.placeholder(f"v{value}") for value in self._feeds}
-        for span in spans:
+        for place, span in enumerate(spans):
             function = self.functions[span.hash]
+            if self.watch is not None:
+                graph.call_function(self.watch.before, (place,))
             arguments: list[Any] = [rows, *function.numbers(captured, span), *(values[value] for value in span.takes)]
             results = graph.call_function(function.call, tuple(arguments))
+            if self.watch is not None:
+                graph.call_function(self.watch.after, (place, results))
             if len(span.gives) == 1:
                 values[span.gives[0]] = results
             else:
-                for place, value in enumerate(span.gives):
-                    values[value] = graph.call_function(operator.getitem, (results, place))
+                for index, value in enumerate(span.gives):
+                    values[value] = graph.call_function(operator.getitem, (results, index))
         graph.output(tuple(values[value] for value in self._wanted))
         return graph
 

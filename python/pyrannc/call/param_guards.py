@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter, getitem, is_
 from typing import Any
 
 from torch import Tensor, nn
 
-from pyrannc.capture.torch_internals import own_buffers, own_params
+from pyrannc.capture.lacking import Lacking
+from pyrannc.capture.torch_internals import own_buffers, own_params, tensor_hooks
 from pyrannc.errors import InputError, MismatchError
 from pyrannc.job import agree
 
@@ -24,6 +25,7 @@ class ParamGuards:
         leaves: what it computes with in their place.
         buffers: that this rank holds, by first name.
         trainable: whether each parameter of the model that some rank holds requires gradients.
+        spread: parameters of whose gradients each rank keeps a part; none has hooks.
     """
 
     def __init__(
@@ -33,11 +35,16 @@ class ParamGuards:
         leaves: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         trainable: Iterable[bool],
+        spread: Sequence[Tensor] = (),
     ) -> None:
         self.flags = tuple(trainable)
         self._names = list(params)
         self._params = list(params.values())
-        self._leaves = [leaves[name] for name in params]
+        # Those that are kept in parts have no data that a script could replace.
+        whole = {name: param for name, param in params.items() if not isinstance(param, Lacking)}
+        self._whole, self._whole_names = list(whole.values()), list(whole)
+        self._leaves = [leaves[name] for name in whole]
+        self._spread = spread
         self._homes = [own_params(model.get_submodule(name.rpartition(".")[0])) for name in params]
         self._keys = [name.rpartition(".")[2] for name in params]
         self._pointers = list(map(Tensor.data_ptr, self._leaves))
@@ -48,7 +55,9 @@ class ParamGuards:
         self._buffer_keys = [name.rpartition(".")[2] for name in buffers]
 
     def check(self) -> bool:
-        """False when ``requires_grad`` of some parameter has changed. New ``.data`` is taken over.
+        """False when ``requires_grad`` of some parameter has changed, or one has a hook that may not.
+
+        New ``.data`` is taken over.
 
         Raises:
             InputError: a parameter or buffer was replaced, or its data has another form.
@@ -61,12 +70,13 @@ class ParamGuards:
             kept = False
         if not kept:
             raise InputError(self._replaced())
-        if list(map(Tensor.data_ptr, self._params)) != self._pointers:
+        if list(map(Tensor.data_ptr, self._whole)) != self._pointers:
             self._take_over_data()
-        return list(map(_requires_grad, self._params)) == self._own_flags
+        hooked = any(any(tensor_hooks(param)) for param in self._spread)
+        return not hooked and list(map(_requires_grad, self._params)) == self._own_flags
 
     def _take_over_data(self) -> None:
-        for place, (name, param, leaf) in enumerate(zip(self._names, self._params, self._leaves, strict=True)):
+        for place, (name, param, leaf) in enumerate(zip(self._whole_names, self._whole, self._leaves, strict=True)):
             if param.data_ptr() == self._pointers[place]:
                 continue
             form, known = _form(param), _form(leaf)

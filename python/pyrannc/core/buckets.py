@@ -6,6 +6,7 @@ The classes mirror the core's JSON (crates/plan: ``Buckets``).
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -29,6 +30,15 @@ class BucketFacts:
     def is_spread(self) -> bool:
         """Each rank keeps a part of the sums."""
         return self.sharding in ("gradients", "params")
+
+    @property
+    def is_gathered(self) -> bool:
+        """Each rank keeps a part of the parameters."""
+        return self.sharding == "params"
+
+    def of(self, names: Sequence[str]) -> list[str]:
+        """The names of its parameters, given those of the Graph's."""
+        return [names[param] for param in self.params]
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,19 @@ class ReduceScatter:
     bytes: int
 
 
-Action: TypeAlias = Forward | Backward | Send | Recv | AllReduce | ReduceScatter
+@dataclass(frozen=True)
+class AllGather:
+    """Gives every rank of a group the parameters of a bucket, of which each has a part, for the forward or backward of
+    a microbatch that follows; where the rank has no rows of it, for the others."""
+
+    group: int
+    bucket: int
+    microbatch: int
+    direction: Literal["forward", "backward"]
+    bytes: int
+
+
+Action: TypeAlias = Forward | Backward | Send | Recv | AllReduce | ReduceScatter | AllGather
 
 
 @dataclass(frozen=True)
@@ -174,5 +186,7 @@ def _action(item: dict[str, Any]) -> Action:
         return AllReduce(item["group"], item["bucket"], item["bytes"])
     if kind == "reduce_scatter":
         return ReduceScatter(item["group"], item["bucket"], item["mb"], item["bytes"])
+    if kind == "all_gather":
+        return AllGather(item["group"], item["bucket"], item["mb"], item["pass"], item["bytes"])
     pieces = tuple(Piece(piece["value"], _rows(piece["rows"])) for piece in item["pieces"])
     return (Send if kind == "send" else Recv)(item["mb"], item["peer"], item["kind"], pieces)

@@ -183,19 +183,23 @@ class DeployedModel(StateOfModel):
     def _follow_trainable(self) -> None:
         """Takes over that ``requires_grad`` of some parameters has changed; all ranks do."""
         deployment = self._deployed("forward")
-        agree_on_trainable(deployment.store.params, deployment.store.local_params())
-        if self._user_optimizer is not None:
-            self._user_optimizer.join_parts(deployment.store)
+        store, optimizer = deployment.store, self._user_optimizer
+        agree_on_trainable(store.params, store.local_params())
+        grads = store.take_spread_grads()
+        if optimizer is not None:
+            optimizer.join_parts(store)
         deployment.renew_gradients()
-        if self._user_optimizer is not None:
-            self._user_optimizer.divide_anew(deployment.store)
+        store.put_grads(grads)
+        if optimizer is not None:
+            optimizer.divide_anew(store)
         self._guard_params(deployment)
 
     def _guard_params(self, deployment: Deployment) -> None:
         store, leaves = deployment.store, deployment.gradients.leaves
         own = {name: param for name, param in store.local_params().items() if name in leaves}
+        spread = [] if store.divided is None else [store.params[name] for name in store.divided.spread]
         trainable = [param.requires_grad for name, param in store.params.items() if name in store.holders]
-        self._agreement.params = ParamGuards(self.model, own, leaves, store.local_buffers(), trainable)
+        self._agreement.params = ParamGuards(self.model, own, leaves, store.local_buffers(), trainable, spread)
 
     def _give_up_deployment(self) -> None:
         """Like ``undeploy()``, but gradients stay."""

@@ -9,14 +9,19 @@ from pyrannc.job.exchange import Group
 
 
 class Groups:
-    """Process groups by their ranks, in whatever order; all ranks ask for new ones in the same order."""
+    """Process groups by their ranks, in whatever order; all ranks ask for new ones in the same order.
 
-    def __init__(self) -> None:
+    Args:
+        apart: also that of all ranks is a new one, whose messages wait for no others.
+    """
+
+    def __init__(self, *, apart: bool = False) -> None:
+        self._apart = apart
         self._made: dict[tuple[int, ...], Group | None] = {}
 
     def of(self, ranks: tuple[int, ...]) -> Group | None:
         """The process group of some ranks; ``None`` for a single one, which needs none."""
-        if len(ranks) == process.get_world_size():
+        if len(ranks) == process.get_world_size() and not self._apart:
             return process.world()
         members = tuple(sorted(ranks))
         if members not in self._made:

@@ -13,6 +13,8 @@ from pyrannc.blocks.randomness import Randomness
 from pyrannc.call.variant import Variant
 from pyrannc.capture.torch_internals import tensor_hooks
 from pyrannc.core.buckets import BucketsFacts
+from pyrannc.core.graph import GraphFacts
+from pyrannc.core.partition import StagePart
 from pyrannc.core.plan import PlanFacts, StagePlan
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import PlanError
@@ -23,11 +25,12 @@ from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.position import ActionRecord
 from pyrannc.runtime.precision import precision
 from pyrannc.runtime.prologue import PrologueCode
+from pyrannc.runtime.span_gathers import SpanGathers
 from pyrannc.runtime.tail import TailCode
 from pyrannc.runtime.timing import Timing
 from pyrannc.runtime.working_part import working_part
-from pyrannc.store.buckets import SumTypes, own_buckets
-from pyrannc.store.divided import DividedParams, all_parts, spread_names
+from pyrannc.store.buckets import Bucket, SumTypes, own_buckets
+from pyrannc.store.divided import DividedParams
 from pyrannc.store.gradients import Gradients
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.store import ParamStore
@@ -80,7 +83,7 @@ class Deployment:
         self._stage_of = [self._stage_of_rank(rank) for rank in range(process.get_world_size())]
         self.stage = self._stage_of[process.get_rank()]
         self.store = ParamStore(model, self._find_holders(variant), device, sync_params=sync_params)
-        self._groups = Groups()
+        self._groups, self._gathering_groups = Groups(), Groups(apart=True)
         self.gradients = self._make_gradients(variant)
         self._channels = Channels(device)
         self._randomness = Randomness(device, fused_dropout=fused_dropout)
@@ -142,15 +145,19 @@ class Deployment:
             self._groups.of(ranks)
         shared = self.store.shared([name for name in names if name in holders])
         own = agree.together(lambda: own_buckets(found, names, shared, self._sums))
-        parts = all_parts(found, names, {name: param.numel() for name, param in self.store.params.items()})
-        divided = None
-        if self._optimizer is not None and parts:
-            optimizer = self._optimizer.optimizer
-            divided = agree.together(
-                lambda: DividedParams(own, parts, spread_names(found, names), self._groups.of, optimizer)
-            )
-        self.store.divided = divided
-        return Gradients(shared, own, self._groups.of)
+        self.store.divided = self._divide(found, own, names)
+        gathered = {} if self.store.divided is None else self.store.divided.gathered
+        return Gradients(shared, own, gathered, self._groups.of)
+
+    def _divide(self, facts: BucketsFacts, own: list[Bucket], names: list[str]) -> DividedParams | None:
+        """Leaves each Replica its parts of parameters."""
+        if self._optimizer is None or not any(bucket.parts for bucket in facts.buckets):
+            return None
+        for ranks in facts.groups if any(bucket.is_gathered for bucket in facts.buckets) else ():
+            self._gathering_groups.of(ranks)
+        optimizer, sizes = self._optimizer.optimizer, {name: p.numel() for name, p in self.store.params.items()}
+        groups = self._groups.of, self._gathering_groups.of
+        return agree.together(lambda: DividedParams(own, facts, names, sizes, groups, optimizer))
 
     def _hooked(self) -> set[str]:
         """Names of the parameters that have hooks on some rank, which get whole gradients. All ranks call it."""
@@ -172,13 +179,40 @@ class Deployment:
         captured, facts = variant.captured, variant.facts
         working = working_part(captured, facts, variant.parts.stages[self.stage])
         once, each = working.part.apart()
-        code = StageCode(captured, facts, each, self.device, self._randomness)
+        gathers = self._make_gathers(facts, once, each, working.copies)
+        code = StageCode(captured, facts, each, self.device, self._randomness, gathers)
         if once is None:
             return code, None, working.copies
         names = {facts.params[i].value: facts.params[i].names[0] for i in each.params}
         names |= {value: name for value, (name, _) in working.copies.items()}
         first = StageCode(captured, facts, once, self.device, self._randomness)
         return code, PrologueCode(first, facts, once, names), working.copies
+
+    def _make_gathers(
+        self, facts: GraphFacts, once: StagePart | None, each: StagePart, copies: Mapping[int, Key]
+    ) -> SpanGathers | None:
+        """What each Span computes with of parameters that are kept in parts."""
+        gathered = self.gradients.gathered
+        if not gathered:
+            return None
+        keys: dict[int, tuple[str, torch.dtype | None]] = {
+            facts.params[i].value: (facts.params[i].names[0], None) for i in each.params
+        }
+        keys |= copies
+        early = [] if once is None else [value for op in once.ops for value in facts.ops[op].operands if value in keys]
+        refused = [keys[value][0] for value in early if keys[value][0] in gathered]
+        if refused:
+            raise PlanError(
+                f'this call computes with parameter "{refused[0]}" once a step, which the call that the plan was made '
+                "for did not, so it cannot be kept in parts; keep parameters whole with RANNC_ENABLE_ZERO=2"
+            )
+        needs = []
+        for span in each.spans:
+            used = [keys[value] for value in span.takes if value in keys and keys[value][0] in gathered]
+            for name, dtype in used:
+                gathered[name].use(name, dtype)
+            needs.append(list(dict.fromkeys(gathered[name] for name, _ in used)))
+        return SpanGathers(needs)
 
     def _make_context(
         self,
@@ -231,7 +265,7 @@ class Deployment:
         """Raises PlanError when every rank must hold something for a captured call, and not all do."""
         everyone = tuple(range(process.get_world_size()))
         for name in _names_in_tail(variant):
-            if self.store.holders.get(name) != everyone:
+            if self.store.holders.get(name) != everyone or self.store.is_in_parts(name):
                 raise PlanError(
                     f'this call uses "{name}" together with all rows of the batch, which the call that the plan was '
                     "made for did not, so not every rank holds it"
@@ -241,6 +275,7 @@ class Deployment:
         """Follows ``requires_grad`` of the parameters, which is equal on all ranks. All ranks call it."""
         if self.gradients.pending:
             self.gradients.reduce_delivered()
+        self.store.make_whole()
         self.gradients = self._make_gradients(self._first)
         self._contexts.clear()
 
@@ -267,6 +302,7 @@ class Deployment:
         self.store.bring_back()
         self._channels.close()
         self._groups.close()
+        self._gathering_groups.close()
 
 
 def _names_in_tail(variant: Variant) -> list[str]:

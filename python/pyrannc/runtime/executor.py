@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pyrannc.core.program import Action, AllReduce, Backward, Forward, Recv, ReduceScatter, Send
+from pyrannc.core.program import Action, AllGather, AllReduce, Backward, Forward, Recv, ReduceScatter, Send
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.seat import Seat, Seeds
 from pyrannc.runtime.timing import StepMarks
@@ -25,6 +25,7 @@ class Executor:
         self._seat = seat
         self._marks = marks
         once = context.prologue
+        self._passed: set[tuple[int, str]] = set()
         self._late = frozenset() if once is None else context.gradients.buckets_of(once.params)
 
     def run(
@@ -68,8 +69,17 @@ class Executor:
             elif isinstance(action, ReduceScatter):
                 assert current is not None, "a run with sums has gradients"
                 gradients.scatter(current, action.bucket, filled=not self._seat.has_rows(action.microbatch))
+            elif isinstance(action, AllGather):
+                self._gather(action)
         if current is not None:
             gradients.finish(current)
         self._context.channels.finish()
         if current is not None and self._marks is not None:
             self._marks.finish()
+
+    def _gather(self, action: AllGather) -> None:
+        """Where there is something to compute, its Spans gather what they need, one after another."""
+        key = action.microbatch, action.direction
+        if not self._seat.has_rows(action.microbatch) and key not in self._passed:
+            self._passed.add(key)
+            self._seat.pass_by(backward=action.direction == "backward")

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import ClassVar
 
 from pyrannc._native import Watchdog
-from pyrannc.core.program import Action, Backward, Forward, Message, RankProgram, Send
+from pyrannc.core.program import Action, AllGather, Backward, Forward, Message, RankProgram, Send
 
 
 class ActionRecord:
@@ -67,4 +67,6 @@ def describe(action: Action, stage: str) -> str:
         direction = "send to" if isinstance(action, Send) else "receive from"
         values = ", ".join(f"v{piece.value}" for piece in action.pieces)
         return f"{direction} rank {action.peer}: {what} {values} of microbatch {action.microbatch}, {stage}"
+    if isinstance(action, AllGather):
+        return f"gathering of parameters (bucket {action.bucket}, {action.bytes} bytes), {stage}"
     return f"sum of gradients (bucket {action.bucket}, {action.bytes} bytes), {stage}"

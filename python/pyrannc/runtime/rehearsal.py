@@ -8,12 +8,13 @@ wait for ever, so every kernel of a step is launched once while nothing is under
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from pyrannc.core.program import Message, RankProgram, ReduceScatter
+from pyrannc.core.program import AllGather, Message, RankProgram, ReduceScatter
 from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.executor import Executor
@@ -50,8 +51,11 @@ def _rehearse(context: StageContext, program: RankProgram, inputs: Mapping[tuple
         return torch.zeros(facts.shape_at(hi - lo), dtype=facts.dtype, device=context.device)
 
     executor = Executor(alone, seat, None)
-    actions = [action for action in (*program.forward, *program.backward) if not isinstance(action, ReduceScatter)]
-    executor.run(actions, current, seed, reduce=False)
+    actions = [
+        action for action in (*program.forward, *program.backward) if not isinstance(action, (ReduceScatter, AllGather))
+    ]
+    with nullcontext() if context.code.watch is None else context.code.watch.alone():
+        executor.run(actions, current, seed, reduce=False)
     seat.release()
 
 

@@ -93,6 +93,10 @@ class Seat:
         self._changed = False
         self._prologue: Prologue | None = None
 
+    def _watched(self) -> AbstractContextManager[None]:
+        watch = self._context.code.watch
+        return nullcontext() if watch is None else watch.backward()
+
     def _timed(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
         return nullcontext() if self._marks is None else self._marks.span(kind, microbatch)
 
@@ -168,6 +172,11 @@ class Seat:
         joined = join_rows(pieces, crossing.row_dim)
         return joined.requires_grad_() if self._trains and crossing.requires_grad else joined
 
+    def pass_by(self, *, backward: bool) -> None:
+        """Takes part in what the other Replicas gather for a microbatch of which this one has no rows."""
+        if self._context.code.watch is not None:
+            self._context.code.watch.pass_by(backward=backward)
+
     def backward(self, microbatch: int, seeds: Seeds, *, keep_graph: bool, last: bool) -> None:
         """Computes a microbatch's gradients, from those of its outputs and those that have arrived.
 
@@ -190,8 +199,9 @@ class Seat:
                     grads.append(grad)
         self._arrivals.pop((microbatch, "grad"), None)
         with self._timed("backward", microbatch):
-            if roots:
-                torch.autograd.backward(roots, grads, retain_graph=keep_graph)
+            with self._watched():
+                if roots:
+                    torch.autograd.backward(roots, grads, retain_graph=keep_graph)
             self._collect_gradients(microbatch, live)
             if self._prologue is not None:
                 self._prologue.collect()

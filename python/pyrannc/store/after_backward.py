@@ -13,7 +13,7 @@ from pyrannc.job.faults import collective
 from pyrannc.store.delivery import Delivery
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.overflow import share_overflow
-from pyrannc.store.spread_gradient import own_gradient
+from pyrannc.store.spread_tensor import own_gradient
 from pyrannc.store.store import ParamStore
 
 

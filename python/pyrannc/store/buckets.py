@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pyrannc.capture.lacking import Lacking
 from pyrannc.core.buckets import BucketsFacts
 from pyrannc.errors import RaNNCError
 from pyrannc.job import process
@@ -72,6 +73,7 @@ class Bucket:
         start: of the bucket among all of its types.
         parts: where anything is divided, how many elements each of ``ranks`` has, one behind the other.
         is_spread: each of them keeps only its part of the sums.
+        is_gathered: and of the parameters.
         kept: the elements that this rank keeps of the sums, from and to.
     """
 
@@ -85,7 +87,13 @@ class Bucket:
     start: int
     parts: tuple[int, ...]
     is_spread: bool
+    is_gathered: bool
     kept: tuple[int, int]
+
+    def kept_of(self, start: int, numel: int) -> tuple[int, int]:
+        """Of a parameter that begins at an element of the bucket, the elements that this rank keeps, from and to."""
+        first, end = (min(max(place - start, 0), numel) for place in self.kept)
+        return first, end
 
     @property
     def room(self) -> int:
@@ -140,7 +148,8 @@ def own_buckets(
         if spread:
             before = sum(found.parts[: ranks.index(process.get_rank())])
             kept = before, before + found.parts[ranks.index(process.get_rank())]
-        made = Bucket(number, params, numel, ranks, types, message, device, start, found.parts, spread, kept)
+        gathered = found.sharding == "params"
+        made = Bucket(number, params, numel, ranks, types, message, device, start, found.parts, spread, gathered, kept)
         buckets.append(made)
         ends[types] = start + made.kept_room
     return buckets
@@ -161,7 +170,9 @@ def like(flat: Tensor, param: Tensor) -> Tensor:
 
 def strides_of(param: Tensor) -> tuple[int, ...]:
     """Strides of the parameter's gradient: its own where it is dense."""
-    return (param if torch.ops.aten.is_non_overlapping_and_dense(param) else torch.empty_like(param)).stride()
+    if isinstance(param, Lacking) or torch.ops.aten.is_non_overlapping_and_dense(param):
+        return param.stride()
+    return torch.empty_like(param).stride()
 
 
 def laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:

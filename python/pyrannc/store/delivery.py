@@ -21,7 +21,7 @@ from pyrannc.capture.torch_internals import add_each, graph_task, runs_in_backwa
 from pyrannc.errors import RaNNCError
 from pyrannc.store.buckets import SharedParam
 from pyrannc.store.gradient_set import GradientSet
-from pyrannc.store.spread_gradient import own_gradient, spread_gradient
+from pyrannc.store.spread_tensor import own_gradient, spread_gradient
 
 
 class Delivery:
@@ -29,12 +29,12 @@ class Delivery:
 
     Args:
         params: that get gradients.
-        spread: of those of which each rank keeps a part, the ranks.
+        spread: of those of which each rank keeps a part, the ranks and where this rank's begins.
         nothing: a parameter without elements, behind every call too; gets a gradient where there is no other.
     """
 
     def __init__(
-        self, params: Sequence[SharedParam], spread: Mapping[str, tuple[int, ...]], nothing: nn.Parameter
+        self, params: Sequence[SharedParam], spread: Mapping[str, tuple[tuple[int, ...], int]], nothing: nn.Parameter
     ) -> None:
         self._params = {shared.name: shared.param for shared in params}
         self._spread = spread
@@ -141,8 +141,8 @@ class Delivery:
         for name, new in gradients.items():
             param = self._params[name]
             if param.grad is None:
-                ranks = self._spread.get(name)
-                param.grad = new if ranks is None else spread_gradient(param, name, ranks, new)
+                spread = self._spread.get(name)
+                param.grad = new if spread is None else spread_gradient(param, name, spread[0], new, spread[1])
         if known:
             self._overflow = None
             add_each([grad for grad, _ in known], [new for _, new in known])

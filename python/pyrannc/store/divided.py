@@ -8,8 +8,9 @@ without a copy.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,10 @@ from pyrannc.core.buckets import BucketsFacts
 from pyrannc.job import process
 from pyrannc.job.exchange import Group, gather_parts
 from pyrannc.store.buckets import Bucket, elements, laid_out, like, strides_of
-from pyrannc.store.spread_gradient import SpreadGradient
+from pyrannc.store.gathered import GatheredBucket
+from pyrannc.store.spread_tensor import SpreadTensor, is_spread, own_gradient, spread_gradient, spread_param
+
+GroupOf: TypeAlias = Callable[[tuple[int, ...]], Group | None]
 
 
 @dataclass(frozen=True)
@@ -35,29 +39,32 @@ class Part:
 class Piece:
     """This rank's part of a parameter, as its optimizer sees it.
 
-    Attributes:
-        param: the whole parameter.
+    Args:
+        param: the whole parameter, in form at least.
         part: which elements.
-        tensor: a parameter of these elements in the memory of the whole: in one dimension, or formed like the whole if
-            it is all of them; ``None`` if it is none of them.
+        own: these, in one dimension.
+        home: where the parameter's elements lie; ``None`` where it is not whole.
+
+    Attributes:
+        param: as given.
+        tensor: a parameter of these elements, in the same memory: in one dimension, or formed like the whole if it is
+            all of them; ``None`` if it is none of them.
     """
 
-    def __init__(self, param: nn.Parameter, part: Part, home: Tensor) -> None:
+    def __init__(self, param: nn.Parameter, part: Part, own: Tensor, home: Tensor | None) -> None:
         self.param = param
-        self.part = part
+        self._part = part
         self._home = home
         self._strides = strides_of(param)
         self._is_whole = part.end - part.start == param.numel()
         self.tensor: nn.Parameter | None = None
         if part.end > part.start:
-            self.tensor = nn.Parameter(self._own(param.detach()), param.requires_grad)
-
-    def _own(self, tensor: Tensor) -> Tensor:
-        """Of a tensor that is laid out like the parameter."""
-        return tensor if self._is_whole else elements(tensor, self.part.start, self.part.end)
+            self.tensor = nn.Parameter(like(own, param) if self._is_whole else own, param.requires_grad)
 
     def come_home(self) -> None:
         """Takes over data that the script has given the parameter elsewhere."""
+        if self._home is None:
+            return
         home = like(self._home, self.param)
         if self.param.data_ptr() != home.data_ptr():
             home.copy_(self.param.detach())
@@ -68,10 +75,11 @@ class Piece:
         if self.tensor is None:
             return
         grad = self.param.grad
-        if grad is None or isinstance(grad, SpreadGradient):
-            self.tensor.grad = None if grad is None else grad.piece
+        if grad is None or is_spread(grad):
+            self.tensor.grad = own_gradient(self.param)
         else:
-            self.tensor.grad = self._own(laid_out(grad, self._strides))
+            grad = laid_out(grad, self._strides)
+            self.tensor.grad = grad if self._is_whole else elements(grad, self._part.start, self._part.end)
 
     def drop_gradient(self) -> None:
         """Leaves the gradient to the parameter."""
@@ -84,61 +92,104 @@ class DividedParams:
 
     Args:
         buckets: of this rank's gradients.
-        parts: of the divided parameters of all ranks, by first name.
-        spread: names of those of whose gradients each rank keeps a part.
-        group: the process group of some ranks.
+        facts: the buckets of all ranks.
+        names: of the Graph's parameters.
+        sizes: elements of each parameter, by first name.
+        groups: the process groups of some ranks: for sums, and for gathering under them.
         optimizer: that updates the parts.
 
     Attributes:
         pieces: this rank's, by ``id`` of the parameter.
-        parts: as given.
-        spread: those of ``spread``.
+        parts: of the divided parameters of all ranks, by first name, those that are not empty.
+        spread: those of parameters of whose gradients each rank keeps a part.
+        gathered: by first name, the parameters of this rank of which each rank keeps a part.
+        elsewhere: names of all such parameters.
     """
 
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        parts: Mapping[str, tuple[Part, ...]],
-        spread: Set[str],
-        group: Callable[[tuple[int, ...]], Group | None],
+        facts: BucketsFacts,
+        names: Sequence[str],
+        sizes: Mapping[str, int],
+        groups: tuple[GroupOf, GroupOf],
         optimizer: Optimizer,
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._buckets = [bucket for bucket in buckets if bucket.parts]
-        self._group = group
+        self._group_of, self._gathering_group_of = groups
         self.pieces: dict[int, Piece] = {}
-        self.parts = parts
-        self.spread = {name: found for name, found in parts.items() if name in spread}
-        self._flats = [self._place(bucket) for bucket in self._buckets]
+        self.parts = all_parts(facts, names, sizes)
+        self.spread = {
+            name: self.parts[name] for bucket in facts.buckets if bucket.is_spread for name in bucket.of(names)
+        }
+        self.elsewhere = {name for bucket in facts.buckets if bucket.is_gathered for name in bucket.of(names)}
+        self.gathered: dict[str, GatheredBucket] = {}
+        self._flats: list[tuple[Bucket, Tensor]] = []
+        for bucket in [bucket for bucket in buckets if bucket.parts]:
+            if bucket.is_gathered:
+                self._part(bucket)
+            else:
+                self._place(bucket)
 
     @torch.no_grad()
-    def _place(self, bucket: Bucket) -> Tensor:
+    def _place(self, bucket: Bucket) -> None:
+        """Puts parameters one behind the other."""
         flat = torch.zeros(bucket.room, dtype=bucket.types[1], device=bucket.device)
         for shared, start in bucket.placed():
-            flat_home = flat.narrow(0, start, shared.param.numel())
-            home = like(flat_home, shared.param)
-            home.copy_(shared.param)
-            shared.param.data = home
-            rank = process.get_rank()
-            own = next((part for part in self.parts[shared.name] if part.rank == rank), Part(rank, 0, 0))
-            self.pieces[id(shared.param)] = Piece(shared.param, own, flat_home)
-        return flat
+            param, part = shared.param, self._own_part(shared.name)
+            home = flat.narrow(0, start, param.numel())
+            like(home, param).copy_(param)
+            param.data = like(home, param)
+            own = elements(param.detach(), part.start, part.end)
+            self.pieces[id(param)] = Piece(param, part, own, home)
+        self._flats.append((bucket, flat))
+
+    def _part(self, bucket: Bucket) -> None:
+        """Leaves this rank its parts of parameters."""
+        gathered = GatheredBucket(bucket, self._gathering_group_of(bucket.ranks))
+        for shared, start in bucket.placed():
+            param, part = shared.param, self._own_part(shared.name)
+            own = (
+                gathered.own[:0]
+                if part.start == part.end
+                else gathered.own.narrow(0, start + part.start - bucket.kept[0], part.end - part.start)
+            )
+            self.gathered[shared.name] = gathered
+            spread_param(param, shared.name, bucket.ranks, own.detach(), part.start)
+            self.pieces[id(param)] = Piece(param, part, own.detach(), None)
+
+    def _own_part(self, name: str) -> Part:
+        rank = process.get_rank()
+        return next((part for part in self.parts[name] if part.rank == rank), Part(rank, 0, 0))
 
     def updated_by(self, optimizer: Optimizer) -> bool:
         """True for the optimizer that updates the parts; another one updates whole parameters, on every Replica."""
         return self._optimizer() is optimizer
 
     def gather(self) -> None:
-        """After an update: gives every Replica the others' parts. All ranks of the Stage call it."""
+        """After an update: gives every Replica the others' parts of what is whole. All ranks of the Stage call it."""
         works = [
             work
-            for bucket, flat in zip(self._buckets, self._flats, strict=True)
-            for work in gather_parts(flat, bucket.parts, bucket.ranks, self._group(bucket.ranks))
+            for bucket, flat in self._flats
+            for work in gather_parts(flat, bucket.parts, bucket.ranks, self._group_of(bucket.ranks))
         ]
         for work in works:
             work.wait()
         # Who needs what was there before must notice, as after any change in place.
-        increment_version([shared.param for bucket in self._buckets for shared in bucket.params])
+        increment_version([shared.param for bucket, _ in self._flats for shared in bucket.params])
+
+    def own_gradient(self, name: str, param: Tensor, whole: Tensor) -> SpreadTensor:
+        """What stands in a parameter's ``.grad``, of a whole gradient."""
+        part = self._own_part(name)
+        own = elements(laid_out(whole, strides_of(param)), part.start, part.end).clone()
+        ranks = tuple(found.rank for found in self.parts[name])
+        piece = like(own, param) if own.numel() == param.numel() else own
+        return spread_gradient(param, name, ranks, piece, part.start)
+
+    def own_elements(self, param: Tensor) -> Tensor:
+        """This rank's part of a parameter, in one dimension."""
+        tensor = self.pieces[id(param)].tensor
+        return torch.empty(0, dtype=param.dtype) if tensor is None else elements(tensor.detach(), 0, tensor.numel())
 
 
 def all_parts(facts: BucketsFacts, names: Sequence[str], sizes: Mapping[str, int]) -> dict[str, tuple[Part, ...]]:
@@ -151,16 +202,11 @@ def all_parts(facts: BucketsFacts, names: Sequence[str], sizes: Mapping[str, int
     found = {}
     for bucket in facts.buckets:
         start = 0
-        for name in [names[param] for param in bucket.params] if bucket.parts else []:
+        for name in bucket.of(names) if bucket.parts else []:
             shares = zip(facts.groups[bucket.group], bucket.parts, strict=True)
             found[name] = tuple(_parts_of(list(shares), start, sizes[name]))
             start += sizes[name]
     return found
-
-
-def spread_names(facts: BucketsFacts, names: Sequence[str]) -> frozenset[str]:
-    """Names of the parameters of all ranks of whose gradients each rank keeps a part."""
-    return frozenset(names[param] for bucket in facts.buckets if bucket.is_spread for param in bucket.params)
 
 
 def _parts_of(shares: Sequence[tuple[int, int]], start: int, numel: int) -> Iterator[Part]:

@@ -56,22 +56,20 @@ class Home:
 
     @property
     def _instead(self) -> str:
-        if self.spread:
-            return (
-                "Use model.get_param_grad(name) or model.clip_grad_norm(max_norm), which all ranks call, or keep "
-                "gradients whole with RANNC_ENABLE_ZERO=1"
-            )
         if "gradient" in self.kind:
             calls = "model.get_param_grad(name) or model.clip_grad_norm(max_norm), which all ranks call"
         else:
             calls = (
                 "model.state_dict() or model.get_param(name), which all ranks call, or compute in the model's forward"
             )
+        if self.spread:
+            kept, level = ("gradients", 1) if "gradient" in self.kind else ("parameters", 2)
+            return f"Use {calls}; RANNC_ENABLE_ZERO={level} keeps {kept} whole"
         what = "buffers" if self.kind.endswith("buffer") else "parameters"
         return f"Use {calls}; model.named_{what}(from_global=False) lists what is on this rank"
 
 
-class _Guarded(Lacking):
+class Guarded(Lacking):
     """What both classes of tensors share."""
 
     _home: Home
@@ -88,6 +86,7 @@ class _Guarded(Lacking):
         return _answer(func, args, dict(kwargs or {}))
 
     def stand_in(self) -> Tensor:
+        """A meta tensor of the same form."""
         assert isinstance(self, Tensor)
         with DisableTorchFunctionSubclass():
             made = torch.empty_strided(self.shape, self._home.strides, dtype=self.dtype, device="meta")
@@ -108,11 +107,11 @@ class _Guarded(Lacking):
         self._home.refuse("copy.deepcopy()")
 
 
-class ElsewhereParameter(_Guarded, nn.Parameter):  # type: ignore[misc]  # its text is another
+class ElsewhereParameter(Guarded, nn.Parameter):  # type: ignore[misc]  # its text is another
     """A parameter of other ranks."""
 
 
-class ElsewhereTensor(_Guarded, Tensor):  # type: ignore[misc]  # likewise
+class ElsewhereTensor(Guarded, Tensor):  # type: ignore[misc]  # likewise
     """A buffer of other ranks, or what was computed of what other ranks hold."""
 
 
@@ -121,13 +120,18 @@ Made = TypeVar("Made", bound=ElsewhereTensor)
 
 def send_away(tensor: Tensor, kind: str, name: str, ranks: tuple[int, ...], device: torch.device) -> None:
     """Frees a parameter or buffer that other ranks hold, and guards it; the object stays the same."""
-    if isinstance(tensor, _Guarded):
+    if isinstance(tensor, Guarded):
         return
+    home = Home(kind, name, ranks, device, tensor.stride(), type(tensor))
+    guard(tensor, home, ElsewhereParameter if isinstance(tensor, nn.Parameter) else ElsewhereTensor)
+
+
+def guard(tensor: Tensor, home: Home, kind: type[ElsewhereParameter] | type[ElsewhereTensor]) -> None:
+    """Frees a tensor, and guards it; the object stays the same."""
     tensor.grad = None
-    strides = tensor.stride()
-    tensor.data = _blank(tensor, device)
-    tensor._home = Home(kind, name, ranks, device, strides, type(tensor))  # type: ignore[attr-defined]  # of the class it gets
-    tensor.__class__ = ElsewhereParameter if isinstance(tensor, nn.Parameter) else ElsewhereTensor
+    tensor.data = _blank(tensor, home.device)
+    tensor._home = home  # type: ignore[attr-defined]  # of the class it gets
+    tensor.__class__ = kind
 
 
 def _blank(like: Tensor, device: torch.device) -> Tensor:
@@ -146,7 +150,8 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 def bring_here(tensor: Tensor, contents: Tensor) -> None:
     """Takes the guard off, and gives the parameter or buffer contents."""
     if is_elsewhere(tensor):
-        vars(tensor).pop("_gradient", None)
+        for name in ("_gradient", "piece", "start"):
+            vars(tensor).pop(name, None)
         home: Home = vars(tensor).pop("_home")
         tensor.__class__ = home.plain
     tensor.data = contents
@@ -154,7 +159,7 @@ def bring_here(tensor: Tensor, contents: Tensor) -> None:
 
 def is_elsewhere(tensor: Tensor) -> bool:
     """True for a parameter or buffer that other ranks hold."""
-    return isinstance(tensor, _Guarded)
+    return isinstance(tensor, Guarded)
 
 
 # What scripts may do.
@@ -179,7 +184,7 @@ _OF_DEVICE = {
     "is_meta.get": lambda device: False,
     "get_device": lambda device: -1 if device.index is None else device.index,
 }
-_OF_AUTOGRAD = named(
+OF_AUTOGRAD = named(
     "requires_grad.get requires_grad.set requires_grad_ is_leaf.get grad_fn.get _version.get is_inference "
     "retains_grad.get register_hook register_post_accumulate_grad_hook detach_ __hash__ "
     "_backward_hooks.get _post_accumulate_grad_hooks.get"
@@ -211,16 +216,16 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if name.startswith("grad."):
         return _gradient(args[0]) if name == "grad.get" else None
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    guarded: list[Any] = [tensor for tensor in tensors if isinstance(tensor, _Guarded)]
-    first: _Guarded = guarded[0]
+    guarded: list[Any] = [tensor for tensor in tensors if isinstance(tensor, Guarded)]
+    first: Guarded = guarded[0]
     home = first._home
     if name == UNSCALE:
-        return unscale_own(func, [grad for grad in args[0] if not isinstance(grad, _Guarded)], *args[1:])
-    if not isinstance(tensors[0], _Guarded):
+        return unscale_own(func, [grad for grad in args[0] if not isinstance(grad, Guarded)], *args[1:])
+    if not isinstance(tensors[0], Guarded):
         if name in _LIKE_ANOTHER:
             return func(args[0], first.stand_in())
         home.refuse(_title(name))
-    if name in _OF_AUTOGRAD:
+    if name in OF_AUTOGRAD:
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     if name in _OF_DEVICE:
@@ -229,7 +234,7 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return func(first.stand_in(), *args[1:], **kwargs)
     if name == "data.set":
         return None
-    if name in _IN_PLACE and args and all(isinstance(item, _Guarded) for item in pytree.tree_leaves(args[0])):
+    if name in _IN_PLACE and args and all(isinstance(item, Guarded) for item in pytree.tree_leaves(args[0])):
         return _changed(first, args[0])
     if name in _EACH_BY_ITSELF and "device" not in kwargs and len(guarded) == len(tensors):
         return _computed(func, args, kwargs, home)
@@ -249,7 +254,7 @@ def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any], home: Home
     kind = home.kind if home.kind.startswith("what ") else f"what was computed of {home.kind}"
 
     def plain(item: Any) -> Any:
-        return item.stand_in() if isinstance(item, _Guarded) else item
+        return item.stand_in() if isinstance(item, Guarded) else item
 
     plain_args, plain_kwargs = pytree.tree_map(plain, (tuple(args), kwargs))
     with torch.no_grad():

@@ -143,9 +143,9 @@ def _slice(flats: Mapping[Types, Tensor], bucket: Bucket) -> Tensor:
 def _parts(bucket: Bucket, flat: Tensor) -> list[Tensor]:
     """What is kept of each parameter's gradient: formed like it if that is all of it, else in one dimension."""
     found = []
-    first, end = bucket.kept
     for shared, start in bucket.placed():
-        stop = start + shared.param.numel()
-        kept = flat.narrow(0, min(max(start - first, 0), end - first), max(min(stop, end) - max(start, first), 0))
-        found.append(like(kept, shared.param) if kept.numel() == shared.param.numel() else kept)
+        numel = shared.param.numel()
+        first, end = bucket.kept_of(start, numel)
+        kept = flat.narrow(0, start + first - bucket.kept[0], end - first) if end > first else flat[:0]
+        found.append(like(kept, shared.param) if end - first == numel else kept)
     return found

@@ -19,6 +19,7 @@ from pyrannc.job.exchange import Group, Work, start_sum, sum_over_ranks
 from pyrannc.log import get_logger
 from pyrannc.store.buckets import Bucket, SharedParam
 from pyrannc.store.delivery import Delivery
+from pyrannc.store.gathered import GatheredBucket
 from pyrannc.store.gradient_set import GradientSet
 from pyrannc.store.leaf import leaf_of
 from pyrannc.store.scale import scale_each
@@ -37,12 +38,14 @@ class Gradients:
     Args:
         params: all that this rank holds, in the order in which the model's forward first uses them.
         buckets: of those that are trained, in the order in which they are summed.
+        gathered: by name, parameters of which each rank keeps a part.
         group: the process group of some ranks.
 
     Attributes:
         leaves: what Stages compute with, by name.
         delivery: the way to ``.grad``.
-        spread: names of parameters of whose gradients each rank keeps a part, and these ranks.
+        spread: by name, parameters of whose gradients each rank keeps a part: the ranks, and where this one's begins.
+        gathered: as given.
         pending: what stands in ``.grad`` has not been summed over ranks.
         second_bytes: of a second set of gradients, which the Plan does not count: 0 until somebody holds the first one
             while the next is filled.
@@ -53,10 +56,14 @@ class Gradients:
         self,
         params: Sequence[SharedParam],
         buckets: Sequence[Bucket],
+        gathered: Mapping[str, GatheredBucket],
         group: Callable[[tuple[int, ...]], Group | None],
     ) -> None:
         self._params = params
-        self.leaves = {shared.name: leaf_of(shared.param) for shared in params}
+        self.leaves = {
+            name: gathered[name].leaves[name] if name in gathered else leaf_of(param)
+            for name, param in [(shared.name, shared.param) for shared in params]
+        }
         trainable = [shared for shared in params if shared.param.requires_grad]
         self._buckets = buckets
         self._index_of = {bucket.number: index for index, bucket in enumerate(buckets)}
@@ -73,9 +80,15 @@ class Gradients:
         self._started: set[int] = set()
         self.pending = False
         self.second_bytes = 0
-        self.working = WorkingCopies(self.leaves)
+        self.working = WorkingCopies(self.leaves, gathered)
+        self.gathered = gathered
         self.nothing = nn.Parameter(torch.zeros(0))
-        self.spread = {shared.name: b.ranks for b in buckets if b.is_spread for shared in b.params}
+        self.spread = {
+            shared.name: (bucket.ranks, bucket.kept_of(start, shared.param.numel())[0])
+            for bucket in buckets
+            if bucket.is_spread
+            for shared, start in bucket.placed()
+        }
         self.delivery = Delivery(trainable, self.spread, self.nothing)
         for name in self._place:
             self._watch(name, self.leaves[name])
@@ -140,6 +153,8 @@ class Gradients:
         """After a step that failed."""
         for leaf in self.leaves.values():
             leaf.grad = None
+        for bucket in self.gathered.values():
+            bucket.clear()
         self.working.clear()
 
     def buckets_of(self, names: Collection[str]) -> frozenset[int]:

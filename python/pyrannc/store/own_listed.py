@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pyrannc.store.divided import DividedParams, Piece
 from pyrannc.store.elsewhere import is_elsewhere
+from pyrannc.store.spread_tensor import is_spread
 
 _KEYS = ("params", "param_names")
 
@@ -69,6 +70,7 @@ def hide_last(optimizer: Optimizer) -> None:
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     # A step that failed has left it so.
     _show(optimizer)
+    _refuse_parts(optimizer)
     _hide(optimizer, _pieces(optimizer))
     closures = [item for item in (*args[1:], *kwargs.values()) if callable(item)]
     if not closures:
@@ -129,9 +131,9 @@ def _hide(optimizer: Optimizer, pieces: dict[int, Piece]) -> None:
 
 def _work(param: Tensor, pieces: dict[int, Piece]) -> Tensor | None:
     """What is updated here of a parameter that an optimizer lists."""
-    if is_elsewhere(param):
-        return None
-    return pieces[id(param)].tensor if id(param) in pieces else param
+    if id(param) in pieces:
+        return pieces[id(param)].tensor
+    return None if is_elsewhere(param) and not is_spread(param) else param
 
 
 def _show(optimizer: Optimizer) -> None:
@@ -145,6 +147,14 @@ def _show(optimizer: Optimizer) -> None:
     for piece in hidden.pieces:
         piece.drop_gradient()
         _move_state(optimizer, piece.tensor, piece.param)
+
+
+def _refuse_parts(optimizer: Optimizer) -> None:
+    """Raises RaNNCError where an optimizer lists what another one updates in parts."""
+    pieces = _pieces(optimizer)
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if id(param) not in pieces and is_spread(param):
+            param.home.refuse(f"{type(optimizer).__name__}, which was not given to RaNNCModule,")
 
 
 def _move_state(optimizer: Optimizer, source: Tensor | None, target: Tensor | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from pyrannc.job import agree, phases, process
 from pyrannc.job.exchange import Group, from_first, from_owner, give_to_others, sum_over_ranks, to_first
 from pyrannc.store.buckets import SharedParam, elements
-from pyrannc.store.divided import DividedParams, Part
+from pyrannc.store.divided import DividedParams
 from pyrannc.store.elsewhere import bring_here, send_away
-from pyrannc.store.spread_gradient import own_gradient
+from pyrannc.store.spread_tensor import is_spread, own_gradient
 
 
 class ParamStore:
@@ -114,43 +114,92 @@ class ParamStore:
 
     @torch.no_grad()
     def full(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor of the parameter's or buffer's shape, from the rank that owns it, on the host of every rank.
+        """A tensor of the parameter's or buffer's shape, from the ranks that have it, on the host of every rank.
 
         Args:
             name: first name of the parameter or buffer.
             tensor: on the owner, what to give; elsewhere, its shape and type.
         """
+        if self.is_in_parts(name):
+            whole = self._joined(name, tensor, self._own_elements, from_owner)
+            assert whole is not None, "every rank gets it"
+            return whole
         return from_owner(tensor, self._owner(name), self._device)
 
+    def is_in_parts(self, name: str) -> bool:
+        """True for a parameter of which each Replica keeps a part."""
+        return self.divided is not None and name in self.divided.elsewhere
+
+    def _own_elements(self, param: Tensor) -> Tensor:
+        assert self.divided is not None, "it is divided"
+        return self.divided.own_elements(param)
+
+    def _joined(
+        self,
+        name: str,
+        param: Tensor,
+        own: Callable[[Tensor], Tensor | None],
+        carry: Callable[[Tensor, int, torch.device], Tensor | None],
+    ) -> Tensor | None:
+        """What ranks have parts of, one after another.
+
+        Args:
+            own: this rank's part of it, in one dimension.
+            carry: takes a part from its rank to where the whole is wanted, or to nowhere.
+        """
+        assert self.divided is not None, "it is divided"
+        whole = torch.empty_strided(param.size(), param.stride(), dtype=param.dtype)
+        arrived = None
+        for part in self.divided.parts[name]:
+            given = own(param) if process.get_rank() == part.rank else None
+            size = part.end - part.start
+            given = torch.empty(size, dtype=param.dtype) if given is None else elements(given, 0, size)
+            arrived = carry(given, part.rank, self._device)
+            if arrived is not None:
+                elements(whole, part.start, part.end).copy_(arrived)
+        return whole if arrived is not None else None
+
     def full_grad(self, name: str, param: nn.Parameter) -> Tensor | None:
-        """A parameter's gradient, like :meth:`full`; ``None`` where its owner has none."""
+        """A parameter's gradient, like :meth:`full`; ``None`` where its owners have none."""
         if self.divided is not None and name in self.divided.spread:
-            return self._joined_grad(name, param, self.divided.spread[name])
+            grad = param.grad if self.is_local(name) else None
+            flags = agree.gather_numbers((int(grad is not None), int(grad is not None and not is_spread(grad))))
+            has, has_whole = (any(column) for column in zip(*flags, strict=True))
+            if has and not has_whole:
+                return self._joined(name, param, own_gradient, from_owner)
+            return self._full_plain_grad(name, param) if has else None
+        return self._full_plain_grad(name, param)
+
+    def take_spread_grads(self) -> dict[str, Tensor]:
+        """Before parameters are divided otherwise: whole gradients of which ranks keep parts. All ranks call it."""
+        names = [] if self.divided is None else list(self.divided.spread)
+        found = {name: self.full_grad(name, self.params[name]) for name in names}
+        for name in names:
+            self.params[name].grad = None
+        return {name: grad for name, grad in found.items() if grad is not None}
+
+    def put_grads(self, grads: Mapping[str, Tensor]) -> None:
+        """Gives ranks their parts of whole gradients."""
+        for name, grad in grads.items():
+            if self.is_local(name) and self.params[name].requires_grad:
+                whole = grad.to(self._device)
+                if self.divided is not None and name in self.divided.spread:
+                    whole = self.divided.own_gradient(name, self.params[name], whole)
+                self.params[name].grad = whole
+
+    def _full_plain_grad(self, name: str, param: nn.Parameter) -> Tensor | None:
+        """That of a gradient which its owner has whole."""
         owner = self._owner(name)
         grad = param.grad if process.get_rank() == owner else None
         if agree.gather_numbers((int(grad is None),))[owner][0]:
             return None
-        return self.full(name, param if grad is None else grad)
-
-    @torch.no_grad()
-    def _joined_grad(self, name: str, param: nn.Parameter, parts: Sequence[Part]) -> Tensor | None:
-        """A gradient of which ranks keep parts, like :meth:`full`."""
-        rank = process.get_rank()
-        here = self.is_local(name) and param.grad is not None
-        if not any(found for (found,) in agree.gather_numbers((int(here),))):
-            return None
-        strides = param.stride()
-        whole = torch.empty_strided(param.size(), strides, dtype=param.dtype)
-        for part in parts:
-            size = part.end - part.start
-            own = own_gradient(param) if rank == part.rank else None
-            given = torch.empty(size, dtype=param.dtype) if own is None else elements(own, 0, size)
-            elements(whole, part.start, part.end).copy_(from_owner(given, part.rank, self._device))
-        return whole
+        return from_owner(param if grad is None else grad, owner, self._device)
 
     @torch.no_grad()
     def on_first(self, name: str, tensor: Tensor) -> Tensor | None:
         """Like :meth:`full`, but on rank 0 alone; ``None`` elsewhere."""
+        if self.is_in_parts(name):
+            return self._joined(name, tensor, self._own_elements, to_first)
         return to_first(tensor, self._owner(name), self._device)
 
     @torch.no_grad()
@@ -185,12 +234,21 @@ class ParamStore:
         self._own_buffers = own | missed
 
     @torch.no_grad()
+    def make_whole(self) -> None:
+        """Gives every Replica the parameters of its Stage whole, without gradients. All ranks call it."""
+        for name, param in self.params.items():
+            if self.is_in_parts(name):
+                whole = self.full(name, param)
+                if self.is_local(name):
+                    bring_here(param, whole.to(self._device))
+
+    @torch.no_grad()
     def bring_back(self) -> None:
         """Gives every rank the whole model, on the host, without gradients."""
         for name, tensor in self.tensors():
+            tensor.grad = None
             if name in self.holders:
                 bring_here(tensor, self.full(name, tensor))
-            tensor.grad = None
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their global L2 norm is at most ``max_norm``.

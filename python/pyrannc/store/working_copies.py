@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyrannc.capture.torch_internals import copy_each, version
+from pyrannc.store.gathered import GatheredBucket
 
 Key = tuple[str, torch.dtype]
 """A parameter's first name, and the type of its copy."""
@@ -22,10 +23,12 @@ class WorkingCopies:
 
     Args:
         leaves: the parameters' leaves, by first name.
+        gathered: by name, parameters of which each rank keeps a part.
     """
 
-    def __init__(self, leaves: Mapping[str, Tensor]) -> None:
+    def __init__(self, leaves: Mapping[str, Tensor], gathered: Mapping[str, GatheredBucket]) -> None:
         self._leaves = leaves
+        self._gathered = gathered
         self._copies: dict[Key, Tensor] = {}
         self._contents: dict[Key, Tensor] = {}
         self._versions: dict[Key, int] = {}
@@ -36,7 +39,9 @@ class WorkingCopies:
 
     def of(self, key: Key) -> Tensor:
         """The copy: a leaf, whose contents are anything until they are refreshed."""
-        if key not in self._copies:
+        if key not in self._copies and key[0] in self._gathered:
+            self._copies[key] = self._gathered[key[0]].use(*key)
+        elif key not in self._copies:
             name, dtype = key
             leaf = self._leaves[name]
             self._copies[key] = torch.empty_like(leaf, dtype=dtype).requires_grad_(leaf.requires_grad)
@@ -47,6 +52,10 @@ class WorkingCopies:
     @torch.no_grad()
     def refresh(self, keys: Collection[Key]) -> None:
         """Makes copies anew, which are there."""
+        gathered = [self._gathered[name] for name, _ in keys if name in self._gathered]
+        for bucket in dict.fromkeys(gathered):
+            bucket.refresh()
+        keys = [key for key in keys if key[0] not in self._gathered]
         if not keys:
             return
         for key in keys:
@@ -59,8 +68,10 @@ class WorkingCopies:
 
     def lend(self, key: Key) -> Tensor:
         """A copy whose contents stay as they are, even if its backward comes after the parameter has changed."""
-        self._lent.add(key)
         copy = self._copies[key]
+        if key[0] in self._gathered:
+            return copy
+        self._lent.add(key)
         return copy.view_as(copy)
 
     def clear(self) -> None:

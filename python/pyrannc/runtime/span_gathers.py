@@ -1,0 +1,132 @@
+"""Parameters that are kept in parts are gathered before a Span computes with them, one Span ahead, and freed after it.
+
+In a forward, code of the Stage says which Span comes; in a backward, the gradients of what a Span has given do. Ranks
+gather in the same order, whatever they compute: what a backward does not come to is gathered at its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyrannc.store.gathered import GatheredBucket
+
+Versions = tuple[tuple[int, ...], ...]
+
+
+class SpanGathers:
+    """Those of one Stage.
+
+    Args:
+        needs: by Span, the buckets that it computes with.
+    """
+
+    def __init__(self, needs: Sequence[Sequence[GatheredBucket]]) -> None:
+        self._needs = needs
+        self._spans = [place for place, buckets in enumerate(needs) if buckets]
+        self._order: list[int] = []
+        self._issued = 0
+        self._backward = False
+
+    # In a forward
+
+    def before(self, span: int) -> None:
+        """A Span is about to compute."""
+        if span == 0:
+            self._begin(self._spans)
+        if self._needs[span]:
+            self._reach(self._order.index(span))
+
+    def after(self, span: int, results: Any) -> None:
+        """It has, with these results."""
+        if torch.is_grad_enabled():
+            versions = self._versions(span)
+            for result in results if isinstance(results, tuple) else (results,):
+                if isinstance(result, Tensor) and result.requires_grad:
+                    result.register_hook(lambda _: self._enter(span, versions))  # type: ignore[no-untyped-call]  # torch has no types for it
+        if span == len(self._needs) - 1:
+            self._end()
+
+    def _versions(self, span: int) -> Versions:
+        return tuple(bucket.versions for bucket in self._needs[span])
+
+    # In a backward
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """A backward of the Stage runs inside."""
+        self._begin(self._spans[::-1])
+        self._backward = True
+        try:
+            yield
+        finally:
+            self._backward = False
+            self._reach_all()
+
+    def _enter(self, span: int, versions: Versions) -> None:
+        """The backward comes to a Span, maybe not for the first time."""
+        if not self._backward or not self._needs[span]:
+            return
+        for bucket, before in zip(self._needs[span], versions, strict=True):
+            bucket.refuse_changed(before)
+        place = self._order.index(span)
+        if place + 1 >= self._issued:
+            self._reach(place)
+
+    # Without rows
+
+    def pass_by(self, *, backward: bool) -> None:
+        """Takes part in what the other ranks gather for a microbatch of which this one has no rows."""
+        self._begin(self._spans[::-1] if backward else self._spans)
+        self._reach_all()
+
+    # The gathering
+
+    def _begin(self, order: Sequence[int]) -> None:
+        self._end()
+        self._order, self._issued = list(order), 0
+
+    def _reach(self, place: int) -> None:
+        """Gathers all up to the Span after a place of the order, and frees what lies before it."""
+        while self._issued < min(place + 2, len(self._order)):
+            for bucket in self._needs[self._order[self._issued]]:
+                bucket.start()
+            self._issued += 1
+            if self._issued > 2:
+                self._free(self._issued - 3)
+        for bucket in self._needs[self._order[place]]:
+            bucket.wait()
+
+    def _free(self, place: int) -> None:
+        """Frees what a Span needs, unless the two after it do."""
+        coming = [bucket for span in self._order[place + 1 : place + 3] for bucket in self._needs[span]]
+        for bucket in self._needs[self._order[place]]:
+            if bucket not in coming:
+                bucket.release()
+
+    def _reach_all(self) -> None:
+        for place in range(max(self._issued - 1, 0), len(self._order)):
+            self._reach(place)
+        self._end()
+
+    def _end(self) -> None:
+        for span in self._order:
+            for bucket in self._needs[span]:
+                bucket.release()
+        self._order = []
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nothing is gathered inside: what is computed is not of use."""
+        buckets = {id(bucket): bucket for found in self._needs for bucket in found}.values()
+        for bucket in buckets:
+            bucket.is_alone = True
+        try:
+            yield
+        finally:
+            for bucket in buckets:
+                bucket.is_alone = False

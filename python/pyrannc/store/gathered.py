@@ -1,0 +1,136 @@
+"""Parameters of which each Replica keeps a part, and which are whole only while a Span computes with them (ZeRO 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from pyrannc.capture.torch_internals import version
+from pyrannc.errors import RaNNCError
+from pyrannc.job.exchange import Group, Work, gather_parts
+from pyrannc.store.buckets import Bucket, like
+
+
+class GatheredBucket:
+    """One bucket's parameters.
+
+    Args:
+        bucket: which; its parameters are whole.
+        group: the process group of its ranks, for gathering alone.
+
+    Attributes:
+        own: this rank's part, in one dimension.
+        leaves: what Stages compute with, by first name.
+        is_alone: nothing is gathered; what comes into the others' places is anything.
+    """
+
+    is_alone = False
+
+    @torch.no_grad()
+    def __init__(self, bucket: Bucket, group: Group | None) -> None:
+        self._bucket = bucket
+        self._group = group
+        self._dtype = bucket.types[1]
+        self._wholes: dict[torch.dtype, Tensor] = {}
+        self._parts: dict[torch.dtype, Tensor] = {}
+        self._versions: dict[torch.dtype, int] = {}
+        self._works: list[Work] = []
+        self._is_started = False
+        self.leaves = self._leaves(self._dtype)
+        for shared in bucket.params:
+            self.leaves[shared.name].data.copy_(shared.param)
+        whole = self._wholes[self._dtype]
+        whole[bucket.numel :].zero_()
+        self.own = whole[slice(*bucket.kept)].clone()
+        self._copies: dict[torch.dtype, dict[str, Tensor]] = {}
+        self._needed: set[torch.dtype] = set()
+        self._empty()
+
+    def _leaves(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Tensors of a type in memory that is there from a gathering to its release."""
+        whole = self._wholes[dtype] = torch.empty(self._bucket.room, dtype=dtype, device=self._bucket.device)
+        leaves = {}
+        for shared, start in self._bucket.placed():
+            leaf = torch.empty(0, dtype=dtype, device=self._bucket.device)
+            # It must not share the counter of changes: autograd would take a gathering for one.
+            leaf.data = like(whole.narrow(0, start, shared.param.numel()), shared.param)
+            leaves[shared.name] = leaf.requires_grad_(shared.param.requires_grad)
+        return leaves
+
+    def _empty(self) -> None:
+        for whole in self._wholes.values():
+            whole.untyped_storage().resize_(0)
+
+    def use(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """What a Stage computes with in the place of a parameter.
+
+        Args:
+            dtype: of a working copy.
+        """
+        kind = self._dtype if dtype is None else dtype
+        self._needed.add(kind)
+        if kind == self._dtype:
+            return self.leaves[name]
+        if kind not in self._copies:
+            self._copies[kind] = self._leaves(kind)
+            self._parts[kind] = torch.empty_like(self.own, dtype=kind)
+            self._empty()
+        return self._copies[kind][name]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Before a call: working copies are made of the parameters as they are."""
+        for kind, part in self._parts.items():
+            part.copy_(self.own)
+            self._versions[kind] = version(self.own)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """What was gathered last, if this is gathered now; contents of equal versions are equal."""
+        return tuple(self._versions.get(kind, version(self.own)) for kind in sorted(self._needed, key=str))
+
+    def refuse_changed(self, before: tuple[int, ...]) -> None:
+        """Raises RaNNCError if a backward would compute with other parameters than its forward."""
+        if self.versions != before:
+            name = self._bucket.params[0].name
+            raise RaNNCError(
+                f'parameter "{name}" has changed between a call of the model and its backward, and is not kept whole: '
+                "call backward() before optimizer.step() and before the next call, or keep parameters whole with "
+                "RANNC_ENABLE_ZERO=2"
+            )
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Starts to gather what the other ranks have."""
+        if self._is_started:
+            return
+        self._is_started = True
+        bucket = self._bucket
+        for kind in sorted(self._needed, key=str):
+            whole = self._wholes[kind]
+            whole.untyped_storage().resize_(whole.nbytes)
+            whole[slice(*bucket.kept)].copy_(self._parts.get(kind, self.own))
+            if not self.is_alone:
+                self._works += gather_parts(whole, bucket.parts, bucket.ranks, self._group)
+
+    def wait(self) -> None:
+        """Waits until all is here (on a GPU: makes the stream wait)."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+    def release(self) -> None:
+        """Frees what was gathered."""
+        if self._is_started:
+            self.wait()
+            self._empty()
+            self._is_started = False
+
+    def clear(self) -> None:
+        """Drops gradients that a failed step has left, and what it has gathered."""
+        leaves: Iterable[Tensor] = (leaf for kind in (self.leaves, *self._copies.values()) for leaf in kind.values())
+        for leaf in leaves:
+            leaf.grad = None
+        self.release()

@@ -1,0 +1,151 @@
+"""Tensors of which each Replica keeps a part: whole in form, this rank's piece in contents.
+
+What a script does to every element alike, such as ``param.grad.mul_(0.5)``, is done to the pieces; what would need the
+whole raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pyrannc.capture.torch_internals import DisableTorchFunctionSubclass, pytree
+from pyrannc.store.buckets import elements, laid_out
+from pyrannc.store.elsewhere import (
+    METADATA,
+    OF_AUTOGRAD,
+    ElsewhereParameter,
+    ElsewhereTensor,
+    Guarded,
+    Home,
+    function_name,
+    guard,
+    is_elsewhere,
+    made_elsewhere,
+    named,
+)
+from pyrannc.store.unscale import UNSCALE, unscale_own
+
+
+class Spread(Guarded):
+    """What both classes of tensors share.
+
+    Attributes:
+        piece: this rank's part, possibly without elements.
+        start: its place among the elements as they lie in memory.
+    """
+
+    piece: Tensor
+    start: int
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = function_name(func)
+        if name.startswith("grad.") and isinstance(args[0], Spread):
+            with DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if name in METADATA or name in OF_AUTOGRAD:
+            return super().__torch_function__(func, types, args, kwargs)
+        return _done_to_pieces(func, name, args, dict(kwargs or {}))
+
+
+class SpreadTensor(Spread, ElsewhereTensor):  # type: ignore[misc]  # their text is another
+    """A gradient, or a parameter's data."""
+
+
+class SpreadParameter(Spread, ElsewhereParameter):  # type: ignore[misc]  # likewise
+    """A parameter."""
+
+
+def spread_gradient(param: Tensor, name: str, ranks: tuple[int, ...], piece: Tensor, start: int) -> SpreadTensor:
+    """What stands in a parameter's ``.grad``.
+
+    Args:
+        name: first name of the parameter.
+        ranks: that have the pieces.
+        piece: this rank's.
+        start: place of its first element.
+    """
+    home = Home("the gradient of parameter", name, ranks, param.device, param.stride(), spread=True)
+    return _made(param, home, piece, start)
+
+
+def spread_param(param: nn.Parameter, name: str, ranks: tuple[int, ...], piece: Tensor, start: int) -> None:
+    """Leaves a parameter its form and a piece; the object stays the same."""
+    home = Home("parameter", name, ranks, param.device, param.stride(), type(param), spread=True)
+    guard(param, home, SpreadParameter)
+    assert isinstance(param, SpreadParameter)
+    param.piece, param.start = piece, start
+
+
+def own_gradient(param: Tensor) -> Tensor | None:
+    """What this rank has of a parameter's gradient."""
+    grad = param.grad
+    return grad.piece if isinstance(grad, Spread) else grad
+
+
+def is_spread(tensor: Tensor) -> bool:
+    """True for what this rank has a piece of."""
+    return isinstance(tensor, Spread)
+
+
+_IN_PLACE = named(
+    "zero_ fill_ copy_ add_ sub_ subtract_ mul_ multiply_ div_ divide_ true_divide_ neg_ clamp_ clamp_min_ clamp_max_ "
+    "clip_ nan_to_num_ lerp_ addcmul_ addcdiv_ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ _foreach_zero_ "
+    "_foreach_copy_ _foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_clamp_min_ _foreach_clamp_max_ "
+    "_foreach_lerp_ _foreach_addcmul_ _foreach_addcdiv_"
+)
+_COPIES = named("clone detach data.get")
+
+
+def _done_to_pieces(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Does to the pieces what a script does to tensors, where that is to each element alike."""
+    leaves = pytree.tree_leaves((tuple(args), kwargs))
+    first = next(leaf for leaf in leaves if isinstance(leaf, Spread))
+    if name == UNSCALE:
+        own = [_piece(grad) for grad in args[0] if isinstance(grad, Spread) or not is_elsewhere(grad)]
+        return unscale_own(func, [grad for grad in own if grad.numel()], *args[1:])
+    if name in _COPIES:
+        with DisableTorchFunctionSubclass():
+            return _made(first, first.home, func(first.piece, *args[1:], **kwargs), first.start)
+    targets = pytree.tree_leaves(args[0])
+    fits = name in _IN_PLACE and all(isinstance(item, Spread) or not is_elsewhere(item) for item in targets)
+    if not fits or not all(_can_be_taken(item, first) for item in leaves):
+        first.home.refuse(f"{name.removesuffix('.set')}()")
+    if torch.is_grad_enabled() and any(item.requires_grad for item in targets):
+        # torch refuses a change in place of what requires gradients, and says why.
+        first.stand_in().mul_(1)
+    plain_args, plain_kwargs = pytree.tree_map(lambda item: _taken(item, first), (tuple(args), kwargs))
+    with torch.no_grad():
+        func(*plain_args, **plain_kwargs)
+    return args[0]
+
+
+def _can_be_taken(item: Any, first: Spread) -> bool:
+    """True for what can be done to pieces with: pieces, numbers, and whole tensors of the same form."""
+    if not isinstance(item, Tensor) or isinstance(item, Spread) or not item.dim():
+        return True
+    assert isinstance(first, Tensor)
+    return not is_elsewhere(item) and item.shape == first.shape
+
+
+def _taken(item: Any, first: Spread) -> Any:
+    if isinstance(item, Spread) or not isinstance(item, Tensor) or not item.dim():
+        return _piece(item)
+    own = elements(laid_out(item.detach(), first.home.strides), first.start, first.start + first.piece.numel())
+    return own.view_as(first.piece)
+
+
+def _piece(item: Any) -> Any:
+    return item.piece if isinstance(item, Spread) else item
+
+
+def _made(like: Any, home: Home, piece: Tensor, start: int) -> SpreadTensor:
+    made = made_elsewhere(like.stand_in() if isinstance(like, Guarded) else like, home, SpreadTensor)
+    made.piece, made.start = piece, start
+    return made
