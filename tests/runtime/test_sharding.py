@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
 
+from pyrannc.errors import RaNNCError
 from pyrannc.store.by_element import is_by_element
 from tests.ranks import RankPool
 
@@ -27,7 +28,7 @@ ONE_STAGE = Case("loss_inside", (2, 3, 1), replicas=(3,), microbatches=2, optimi
 TWO_STAGES = Case("tied", (3, 2, 2), replicas=(2, 1), microbatches=2)
 UNEVEN = Case("loss_inside", (1, 0, 1), replicas=(1, 2), microbatches=3, schedule="1f1b", optimizer="sgd")
 CASES = [ONE_STAGE, TWO_STAGES, UNEVEN]
-LEVELS = ["none", "optimizer"]
+LEVELS = ["optimizer", "gradients", "params"]
 
 ALL = pytest.mark.parametrize("sharding", LEVELS)
 EACH = pytest.mark.parametrize("case", CASES, ids=["one_stage", "two_stages", "uneven"])
@@ -92,9 +93,8 @@ def saved_and_loaded(case: Case, folder: str) -> tuple[list[str], list[int]]:
         sizes = [_numel(state) for state in twins.optimizer.state.values()]
         twins.step(1)
         right = copy.deepcopy(twins.reference.optimizer.state_dict())
-        if case.sharding != "none":
-            with pytest.raises(RuntimeError, match="from_global=True"):
-                twins.optimizer.state_dict()
+        with pytest.raises(RuntimeError, match="from_global=True"):
+            twins.optimizer.state_dict()
         mine = twins.optimizer.state_dict(from_global=True)
         if mine:
             twins.differences.compare("saved", mine["state"], right["state"])
@@ -128,9 +128,8 @@ def test_state_is_that_of_whole_parameters(sharding: str, ranks: Ranks, tmp_path
     case = replace(ONE_STAGE, sharding=sharding)
     everyone = ranks(3).run(saved_and_loaded, case, str(tmp_path))
     assert [found for found, _ in everyone] == [[], [], []]
-    # Two moments of each element: of divided ones, once over all ranks.
-    copies = 3 if sharding == "none" else 1
-    whole = 2 * copies * sum(param.numel() for param in _model_params(case))
+    # Two moments of each element, once over all ranks.
+    whole = 2 * sum(param.numel() for param in _model_params(case))
     assert sum(sum(sizes) for _, sizes in everyone) == whole
 
 
@@ -193,6 +192,103 @@ def with_closure(case: Case, folder: str) -> list[str]:
 @EACH
 def test_steps_with_closures(case: Case, sharding: str, ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(3).run(with_closure, replace(case, sharding=sharding), str(tmp_path)) == [[], [], []]
+
+
+def met(job: Callable[[], Any]) -> str:
+    """The error that a script meets, or nothing."""
+    try:
+        job()
+    except RaNNCError as error:
+        return str(error)
+    return ""
+
+
+def seen(case: Case, folder: str) -> tuple[list[str], dict[str, str]]:
+    """The table of docs/sharding.md."""
+    with double_precision():
+        twins = Twins(case, folder)
+        twins.step(0)
+        model, reference = twins.module.model, twins.reference.model
+        param, right = (net.get_parameter("chain.layers.1.weight") for net in (model, reference))
+        found = {
+            "contents": met(lambda: param.sum()),
+            "average": met(lambda: torch.optim.swa_utils.AveragedModel(model)),
+            "another optimizer": met(SGD([param], lr=0.0).step),
+            "state": met(lambda: twins.optimizer.state_dict()),
+        }
+        twins.differences.demand(param.shape == right.shape and param.numel() == right.numel(), "shapes are whole")
+        twins.optimizer.zero_grad()
+        for loss in twins.losses(1):
+            loss.backward()
+        grads = [p.grad for p in model.parameters()]
+        found["gradient"] = met(lambda: param.grad.norm())
+        found["clipping"] = met(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+        found["norm"] = met(lambda: nn.utils.get_total_norm(grads))
+        for one in (param, right):
+            assert one.grad is not None
+            one.grad.mul_(0.5)
+            one.grad.add_(one.data, alpha=0.1)
+            one.data.mul_(0.9)
+        torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
+        torch._foreach_mul_([p.grad for p in reference.parameters()], 0.5)
+        twins.compare_gradients("changed by hand")
+        twins.optimizer.step()
+        twins.reference.optimizer.step()
+        twins.reference.optimizer.zero_grad()
+        twins.optimizer.zero_grad()
+        found["autograd.grad"] = met(lambda: torch.autograd.grad(twins.losses(2)[0], param))
+        twins.step(3)
+        twins.compare_state("at the end")
+        twins.module.undeploy()
+        return twins.differences.found, found
+
+
+FROM_2 = ("gradient", "clipping", "norm", "autograd.grad", "another optimizer")
+FROM_3 = ("contents", "average")
+
+
+@ALL
+def test_what_a_script_sees(sharding: str, ranks: Ranks, tmp_path: Path) -> None:
+    case = replace(ONE_STAGE, sharding=sharding)
+    raises = {"state", *(FROM_2 if sharding != "optimizer" else ()), *(FROM_3 if sharding == "params" else ())}
+    for differences, found in ranks(3).run(seen, case, str(tmp_path)):
+        assert differences == []
+        assert {name for name, error in found.items() if error} == raises
+        assert all("RANNC_ENABLE_ZERO" in error or "from_global" in error for error in found.values() if error)
+
+
+def hooked(case: Case, folder: str) -> tuple[list[str], list[int]]:
+    """Hooks from the beginning, from later on, and between a call and its backward."""
+    with double_precision():
+        twins = Twins(case, folder)
+        told: list[list[Tensor]] = [[], []]
+        nets = (twins.module.model, twins.reference.model)
+        for net, notes in zip(nets, told, strict=True):
+            net.get_parameter("chain.layers.0.weight").register_hook(lambda grad, notes=notes: notes.append(grad * 2))
+        twins.step(0)
+        for net, notes in zip(nets, told, strict=True):
+            net.get_parameter("chain.layers.2.bias").register_post_accumulate_grad_hook(
+                lambda param, notes=notes: notes.append(param.grad.clone())
+            )
+        for number in (1, 2):
+            twins.step(number)
+        twins.differences.compare("what hooks saw", told[0], told[1])
+        counts = [len(notes) for notes in told]
+        mine, _ = twins.losses(3)
+        handle = twins.module.model.get_parameter("chain.layers.1.bias").register_hook(lambda grad: None)
+        twins.optimizer.zero_grad()
+        error = met(mine.backward)
+        twins.differences.demand(("hook" in error) == (case.sharding != "optimizer"), f"a late hook: {error}")
+        handle.remove()
+        twins.module.undeploy()
+        return twins.differences.found, counts
+
+
+@ALL
+def test_hooks_get_whole_gradients(sharding: str, ranks: Ranks, tmp_path: Path) -> None:
+    for differences, counts in ranks(3).run(hooked, replace(ONE_STAGE, sharding=sharding), str(tmp_path)):
+        assert differences == []
+        assert counts == [5, 5]
 
 
 class Clipped(SGD):
