@@ -20,8 +20,8 @@ pub use machine::{
 };
 pub use old_plan::OldPlan;
 pub use partition::{
-    Crossing, InputPart, OutputPart, OutputSource, Partition, PartitionError, PartitionFault, SpanPart, StagePart,
-    TiedParam,
+    Crossing, InputPart, LONGER_SPANS, OutputPart, OutputSource, Partition, PartitionError, PartitionFault,
+    SPAN_LEVELS, SpanPart, StagePart, TiedParam,
 };
 pub use plan::{BlockPlan, PLAN_SCHEMA, Placement, Plan, StagePlan};
 pub use plan_file::PlanFileError;
@@ -29,7 +29,7 @@ pub use predicted::{MemoryPrediction, StagePrediction, StepPrediction};
 pub use program::{
     Action, BUCKET_BYTES, Batch, Bucket, Buckets, Division, FIRST_BUCKET_BYTES, Gradient, Interval, Message, Overlap,
     Payload, Piece, Program, ProgramError, RankProgram, RankView, ReduceDType, Slice, Step, Trained, Transfer, WINDOW,
-    build, overlaps, plan_channels, split_even, stage_depths, with_messages,
+    build, full_bytes, overlaps, plan_channels, split_even, stage_depths, with_messages,
 };
 pub use saver::{Recompute, Sharding};
 pub use schedule::{Call, Compute, Order, OrderError, Schedule, ScheduleKind, depths};

@@ -14,6 +14,8 @@ pub struct Savers {
     pub recompute: bool,
     /// The most that Replicas may divide among them.
     pub sharding: Sharding,
+    /// The least that several Replicas of a Stage divide.
+    pub least_sharding: Sharding,
     /// Keeping the optimizer's state in host memory.
     pub offload: bool,
 }
@@ -21,7 +23,7 @@ pub struct Savers {
 impl Default for Savers {
     /// What this RaNNC's runtime can do.
     fn default() -> Self {
-        Self { recompute: false, sharding: Sharding::None, offload: false }
+        Self { recompute: false, sharding: Sharding::None, least_sharding: Sharding::None, offload: false }
     }
 }
 
@@ -147,6 +149,9 @@ impl Settings {
         }
         if self.memory_limit_bytes == Some(0) {
             return Err(invalid("memory_limit_bytes", "must not be 0; leave it out for the device's own memory"));
+        }
+        if self.savers.least_sharding > self.savers.sharding {
+            return Err(invalid("capabilities", "must not have a least_sharding above sharding"));
         }
         self.check_stages()?;
         self.microbatch_candidates().map(|_| ())

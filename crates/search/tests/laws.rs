@@ -70,7 +70,7 @@ fn assert_valid(graph: &Graph, plan: &Plan, settings: &Settings) {
 #[test]
 fn threads_do_not_show() {
     let graph = encoder(8, 256, 64, 5000);
-    let savers = Savers { recompute: true, sharding: Sharding::Optimizer, offload: false };
+    let savers = Savers { recompute: true, sharding: Sharding::Params, ..Savers::default() };
     let limited = Limits { candidates: 2000, ..Limits::default() };
     for (memory_mib, limits) in [(150, Limits::default()), (150, limited), (800, Limits::default())] {
         let with_threads = |threads: usize| {

@@ -10,4 +10,5 @@ mod verify;
 
 pub use self::error::PartitionError;
 pub use self::parts::{Crossing, InputPart, OutputPart, OutputSource, Partition, SpanPart, StagePart, TiedParam};
+pub use self::spans::{LEVELS as SPAN_LEVELS, LONGER as LONGER_SPANS};
 pub use self::verify::PartitionFault;

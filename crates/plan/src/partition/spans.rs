@@ -9,9 +9,9 @@ use super::parts::{Partition, SpanPart, StagePart};
 use crate::saver::Recompute;
 
 /// Levels of nested repeated modules that may be Spans.
-const LEVELS: std::ops::RangeInclusive<usize> = 1..=3;
+pub const LEVELS: std::ops::RangeInclusive<usize> = 1..=3;
 /// Code may be so many times as long as the shortest for the sake of longer Spans.
-const LONGER: usize = 2;
+pub const LONGER: usize = 2;
 
 impl Partition {
     /// Tells Spans for every Stage. `blocks` are the Graph's Blocks in order, with what is computed again of each; a

@@ -28,7 +28,7 @@ const LARGEST_BUCKET_BYTES: u64 = 128 << 20;
 const PARTS_TO_COME: u64 = 4;
 
 /// Size at which a bucket is full that is not its Stage's first, with `to_come` bytes from its beginning on.
-fn full_bytes(to_come: u64) -> u64 {
+pub fn full_bytes(to_come: u64) -> u64 {
     (to_come / PARTS_TO_COME).clamp(BUCKET_BYTES, LARGEST_BUCKET_BYTES)
 }
 

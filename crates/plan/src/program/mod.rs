@@ -11,7 +11,9 @@ use rannc_ir::ValueId;
 use serde::{Deserialize, Serialize};
 
 pub use self::action::{Action, Message, Payload, Piece, WINDOW};
-pub use self::buckets::{BUCKET_BYTES, Bucket, Buckets, Division, FIRST_BUCKET_BYTES, Gradient, ReduceDType, Trained};
+pub use self::buckets::{
+    BUCKET_BYTES, Bucket, Buckets, Division, FIRST_BUCKET_BYTES, Gradient, ReduceDType, Trained, full_bytes,
+};
 pub use self::build::{Batch, ProgramError, build, stage_depths};
 pub use self::messages::{Step, plan_channels, with_messages};
 pub use self::routes::{Interval, Overlap, Slice, overlaps, split_even};

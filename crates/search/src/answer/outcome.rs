@@ -283,7 +283,7 @@ impl<'a> Planner<'a> {
         let more = more(settings.savers).into_iter();
         let would_fit = more.filter(|(_, savers)| {
             let with = Saver::most(savers);
-            fits(&pricing, &self.rough, with)
+            fits(&pricing, &self.rough, &with)
         });
         let would_fit = would_fit.map(|(what, _)| what).collect();
         shortage(&pricing, &self.rough, would_fit, |block| {

@@ -201,7 +201,7 @@ impl Costs for PlanCosts<'_> {
 
     fn reduce_us(&self, stage: u32, bytes: u64) -> f64 {
         let run = &self.stages[stage as usize].run;
-        share(self.priced(stage, None).end.reduce_us, bytes, self.model.chain.own_bytes.at(run.start, run.end))
+        share(self.priced(stage, None).end.reduce_us, bytes, self.model.chain.own.message_bytes.at(run.start, run.end))
     }
 
     fn reduce_tied_us(&self, ranks: &[u32], bytes: u64) -> f64 {

@@ -2,10 +2,11 @@
 
 use std::ops::Range;
 
-use rannc_cost::{ComputeCost, Device};
+use rannc_cost::{ComputeCost, Device, OpWork};
 
 use super::interval::{IntervalSums, IntervalSumsBuilder};
 use super::measured::Measured;
+use super::own::OwnParams;
 use super::spec::{Affine, BlockSpec, ChainSpec, CrossingSpec, KeptSpec, StateSpec};
 use super::sums::AffineSums;
 use super::traffic::Traffic;
@@ -25,10 +26,14 @@ pub(crate) struct Chain {
     pub(crate) trainable_bytes: IntervalSums,
     /// Their gradients as they are summed over ranks, each once.
     pub(crate) message_bytes: IntervalSums,
-    /// Those of them that are summed in another type than the parameters'.
-    pub(crate) other_sums_bytes: IntervalSums,
-    /// Those of parameters that no Block outside of the run uses.
-    pub(crate) own_bytes: IntervalSums,
+    /// Their gradients, as far as they stay, each once.
+    pub(crate) grad_bytes: IntervalSums,
+    /// Working copies of parameters, each once.
+    pub(crate) copy_bytes: IntervalSums,
+    /// Parameters that no Block outside of the run uses.
+    pub(crate) own: OwnParams,
+    /// Time to make working copies on each kind of device.
+    conversion_us: Vec<IntervalSums>,
     /// Batch-free ops on each kind of device, each op once.
     clones: Vec<CloneTimes>,
     /// What moves between Blocks.
@@ -66,7 +71,7 @@ impl CloneTimes {
 impl Chain {
     /// A chain that may run on these kinds of devices.
     pub(crate) fn new(spec: ChainSpec, devices: &[Device]) -> Self {
-        let ChainSpec { blocks, states, clones, crossings, kept } = spec;
+        let ChainSpec { blocks, states, clones, conversions, crossings, kept } = spec;
         let len = blocks.len();
         let once = |terms: &mut dyn Iterator<Item = (&[usize], f64)>| {
             let mut builder = IntervalSumsBuilder::new(len);
@@ -85,18 +90,24 @@ impl Chain {
                 backward_host_us: sums(|cost| cost.backward_host_us),
             }
         };
+        let conversion_us = |device: &Device| {
+            let cost = |work: &OpWork| work.at(device, CLONE_ROWS).forward_us;
+            once(&mut conversions.iter().map(|conversion| (&conversion.blocks[..], cost(&conversion.work))))
+        };
+        let of = |amount: fn(&StateSpec) -> f64, states: &mut dyn Iterator<Item = &StateSpec>| {
+            let mut builder = IntervalSumsBuilder::new(len);
+            states.for_each(|state| builder.add_once(0..len, &state.blocks, amount(state)));
+            builder.finish()
+        };
         let trainable = states.iter().filter(|state| state.trainable);
         Self {
-            state_bytes: once(&mut states.iter().map(|state| (state.blocks.as_slice(), state.bytes))),
-            other_sums_bytes: once(
-                &mut trainable
-                    .clone()
-                    .filter(|state| state.message_bytes != state.bytes)
-                    .map(|state| (state.blocks.as_slice(), state.message_bytes)),
-            ),
-            message_bytes: once(&mut trainable.clone().map(|state| (state.blocks.as_slice(), state.message_bytes))),
-            trainable_bytes: once(&mut trainable.map(|state| (state.blocks.as_slice(), state.bytes))),
-            own_bytes: own_bytes(len, &states),
+            state_bytes: of(|state| state.bytes, &mut states.iter()),
+            grad_bytes: of(StateSpec::grad_bytes, &mut trainable.clone()),
+            message_bytes: of(|state| state.message_bytes, &mut trainable.clone()),
+            trainable_bytes: of(|state| state.bytes, &mut trainable.clone()),
+            copy_bytes: of(|state| state.copy_bytes, &mut states.iter()),
+            own: OwnParams::new(&blocks, &states),
+            conversion_us: devices.iter().map(conversion_us).collect(),
             clones: devices.iter().map(clone_times).collect(),
             traffic: Traffic::whole(len, &crossings),
             direct: Traffic::direct(len, &crossings),
@@ -133,6 +144,11 @@ impl Chain {
     /// What a Block alone keeps for the backward, less what it takes in.
     pub(crate) fn kept_inside_bytes(&self, block: usize, rows: u64) -> f64 {
         (self.inside_bytes[block].at(rows) - self.traffic.in_bytes.at(block, block + 1, rows)).max(0.0)
+    }
+
+    /// Time to make the working copies of a run on the device of a kind.
+    pub(crate) fn conversion_us(&self, kind: usize, run: &Range<usize>) -> f64 {
+        self.conversion_us[kind].at(run.start, run.end)
     }
 
     /// The kind of a Block.
@@ -242,16 +258,6 @@ fn kept_sums(blocks: &[BlockSpec], kept: &[KeptSpec]) -> AffineSums {
             }
         }
     })
-}
-
-fn own_bytes(len: usize, states: &[StateSpec]) -> IntervalSums {
-    let mut builder = IntervalSumsBuilder::new(len);
-    for state in states.iter().filter(|state| state.trainable) {
-        if let (Some(&first), Some(&last)) = (state.blocks.first(), state.blocks.last()) {
-            builder.add_once(0..first + 1, &[last], state.message_bytes);
-        }
-    }
-    builder.finish()
 }
 
 /// The last Blocks of runs that hold the maker of a storage and keep it: because they save it, or send something of it.

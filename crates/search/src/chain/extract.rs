@@ -8,7 +8,9 @@ use rannc_plan::ReduceDType;
 
 use crate::settings::Settings;
 
-use super::spec::{Affine, BlockSpec, ChainSpec, CloneSpec, CrossingSpec, KeptSpec, StateSpec};
+use super::conversions::{Conversions, conversions};
+use super::spans::spans;
+use super::spec::{Affine, BlockSpec, ChainSpec, CloneSpec, ConversionSpec, CrossingSpec, KeptSpec, StateSpec};
 
 /// Describes the Blocks of a graph on the host's processor or on accelerators.
 pub(crate) fn extract(
@@ -31,14 +33,17 @@ pub(crate) fn extract(
         cloned_bytes: Vec::new(),
         uses: BTreeMap::new(),
         saved_by: BTreeMap::new(),
+        conversions: conversions(graph, analysis),
+        converted: BTreeMap::new(),
     };
     for (place, block) in blocks.blocks.iter().enumerate() {
         extractor.block_of[block.ops.first as usize..block.ops.end as usize].fill(place);
     }
     let mut spec = ChainSpec::default();
+    let spans = spans(graph, analysis, blocks);
     for (place, block) in blocks.blocks.iter().enumerate() {
         let ops = &analysis.main_ops[block.ops.first as usize..block.ops.end as usize];
-        spec.blocks.push(BlockSpec { kind: block.kind, ..extractor.block(place, ops) });
+        spec.blocks.push(BlockSpec { kind: block.kind, span: spans[place], ..extractor.block(place, ops) });
     }
     extractor.outputs(blocks.blocks.len());
     extractor.finish(spec)
@@ -63,9 +68,18 @@ struct Extractor<'a> {
     uses: BTreeMap<ValueId, Vec<usize>>,
     /// Blocks that save each storage.
     saved_by: BTreeMap<ValueId, Vec<usize>>,
+    /// The ops that make working copies.
+    conversions: Conversions,
+    /// Blocks that use the result of each of them.
+    converted: BTreeMap<OpId, Vec<usize>>,
 }
 
 impl Extractor<'_> {
+    /// True for a working copy, which the Stage has anyway.
+    fn is_copy(&self, value: ValueId) -> bool {
+        matches!(self.graph.values[value].def, ValueDef::Op { op, .. } if self.conversions.param_of.contains_key(&op))
+    }
+
     fn affine(&self, amount: Poly) -> Affine {
         let (fixed, per_row) = amount.chord(self.batch_rows);
         Affine { fixed, per_row }
@@ -89,7 +103,9 @@ impl Extractor<'_> {
         block.workspace_bytes.push(self.affine(operation.workspace_bytes()));
         let saved = SavedTensors::new(&operation, self.host);
         for value in saved.values {
-            note(self.saved_by.entry(value).or_default(), place);
+            if !self.is_copy(value) {
+                note(self.saved_by.entry(value).or_default(), place);
+            }
         }
         saved.private_bytes
     }
@@ -108,6 +124,10 @@ impl Extractor<'_> {
                         note(self.uses.entry(value).or_default(), place);
                     }
                     Some(_) => {}
+                    None if let Some(&param) = self.conversions.param_of.get(&op) => {
+                        note(self.states.entry(param).or_default(), place);
+                        note(self.converted.entry(op).or_default(), place);
+                    }
                     None if note(self.clones.entry(op).or_default(), place) => {
                         let own_bytes = self.op(place, op, block);
                         *private_bytes += own_bytes;
@@ -146,6 +166,12 @@ impl Extractor<'_> {
                 [block] => spec.blocks[block].work.push(work),
                 _ => spec.clones.push(CloneSpec { work, blocks: blocks.clone() }),
             }
+        }
+        for (&op, blocks) in &self.converted {
+            // One kernel makes many copies.
+            let mut work = OpWork::new(&Operation::new(self.graph, op));
+            work.forward.launches = 0.0;
+            spec.conversions.push(ConversionSpec { work, blocks: blocks.clone() });
         }
         let mut kept: BTreeMap<ValueId, KeptSpec> = BTreeMap::new();
         for (&root, saved_by) in &self.saved_by {
@@ -230,7 +256,9 @@ impl Extractor<'_> {
         let trainable = matches!(tensor.def, ValueDef::Param(_)) && tensor.requires_grad;
         let bytes = tensor_bytes(tensor).at(0);
         let message_bytes = bytes / tensor.dtype.bytes() as f64 * self.reduce.of(tensor.dtype).bytes() as f64;
-        StateSpec { bytes, message_bytes, trainable, blocks: blocks.to_vec() }
+        let copy_bytes =
+            self.conversions.copy_of.get(&value).map_or(0.0, |&copy| tensor_bytes(&self.graph.values[copy]).at(0));
+        StateSpec { bytes, message_bytes, copy_bytes, trainable, blocks: blocks.to_vec() }
     }
 
     fn crossing(&self, value: ValueId, blocks: &[usize]) -> Option<(ValueId, CrossingSpec)> {

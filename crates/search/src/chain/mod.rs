@@ -1,14 +1,20 @@
 //! The chain of Blocks: what any run of it costs, composed from sums.
 
 mod chain;
+mod conversions;
 mod extract;
 mod interval;
+mod largest;
 mod measured;
+mod own;
+mod spans;
 pub(crate) mod spec;
 mod sums;
 mod traffic;
 
 pub(crate) use chain::{Chain, Times};
 pub(crate) use extract::extract;
+pub(crate) use interval::IntervalSums;
+pub(crate) use largest::Largest;
 pub(crate) use measured::Measured;
 pub(crate) use spec::{CrossingSpec, StateSpec};

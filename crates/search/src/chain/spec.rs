@@ -27,6 +27,8 @@ impl Affine {
 pub(crate) struct BlockSpec {
     /// Blocks of one kind do the same.
     pub(crate) kind: u32,
+    /// Its Span, if the whole chain were one Stage; increasing.
+    pub(crate) span: usize,
     pub(crate) work: Vec<OpWork>,
     /// Memory of each op's temporary tensors.
     pub(crate) workspace_bytes: Vec<Affine>,
@@ -44,13 +46,34 @@ pub(crate) struct StateSpec {
     pub(crate) bytes: f64,
     /// What is summed over ranks of its gradient.
     pub(crate) message_bytes: f64,
+    /// Of its working copy; 0 where it has none.
+    pub(crate) copy_bytes: f64,
     pub(crate) trainable: bool,
     pub(crate) blocks: Vec<usize>,
+}
+
+impl StateSpec {
+    /// What its Replicas send each other of it where each has a part: the working copy, if there is one.
+    pub(crate) fn gathered_bytes(&self) -> f64 {
+        if self.copy_bytes > 0.0 { self.copy_bytes } else { self.bytes }
+    }
+
+    /// What its gradient takes: in its own type and, where that is another, in that of the sums.
+    pub(crate) fn grad_bytes(&self) -> f64 {
+        self.bytes + if self.message_bytes == self.bytes { 0.0 } else { self.message_bytes }
+    }
 }
 
 /// A batch-free op that several Blocks use: it is cloned for each Stage that holds one of them.
 #[derive(Clone, Debug)]
 pub(crate) struct CloneSpec {
+    pub(crate) work: OpWork,
+    pub(crate) blocks: Vec<usize>,
+}
+
+/// What makes a working copy: once a step, on each Stage that holds one of these Blocks.
+#[derive(Clone, Debug)]
+pub(crate) struct ConversionSpec {
     pub(crate) work: OpWork,
     pub(crate) blocks: Vec<usize>,
 }
@@ -84,6 +107,7 @@ pub(crate) struct ChainSpec {
     pub(crate) blocks: Vec<BlockSpec>,
     pub(crate) states: Vec<StateSpec>,
     pub(crate) clones: Vec<CloneSpec>,
+    pub(crate) conversions: Vec<ConversionSpec>,
     pub(crate) crossings: Vec<CrossingSpec>,
     pub(crate) kept: Vec<KeptSpec>,
 }

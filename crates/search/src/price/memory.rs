@@ -2,16 +2,18 @@
 
 use std::ops::Range;
 
-use rannc_plan::{MemoryPrediction, Sharding};
+use rannc_plan::{MemoryPrediction, Sharding, full_bytes};
 
 use super::at::{At, Pricing};
 use super::saver::Saver;
 use super::sizes::LARGER;
+use crate::chain::{IntervalSums, Largest};
 
 /// Gradients in transfer at a time: one in use, one on its way.
 const GRADS_ON_THE_WAY: f64 = 2.0;
-/// Blocks whose sharded parameters are whole at a time: one in use, one ahead.
-const GATHERED_BLOCKS: f64 = 2.0;
+/// Spans whose sharded parameters are whole at a time: one in use, one ahead. Likewise their gradients: one that fills,
+/// one whose sum is on its way.
+const WHOLE_SPANS: f64 = 2.0;
 
 /// Memory of a device that runs a Stage.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -68,30 +70,76 @@ impl StageMemory {
     }
 }
 
+/// How many Replicas divide something.
+#[derive(Clone, Copy)]
+struct Held {
+    replicas: u32,
+}
+
+impl Held {
+    /// What one of them holds of all, of which a part is divided.
+    fn bytes(self, all_bytes: f64, divided_bytes: f64) -> f64 {
+        let divided_bytes = divided_bytes.min(all_bytes);
+        all_bytes - divided_bytes + divided_bytes / f64::from(self.replicas)
+    }
+}
+
 impl Pricing<'_> {
     /// Memory with everything kept.
     pub(crate) fn memory(&self, run: &Range<usize>, at: &At<'_>, saver: Saver, workspace_bytes: f64) -> StageMemory {
         let Range { start: first, end } = *run;
-        let chain = self.chain;
-        let trainable_bytes = chain.trainable_bytes.at(first, end);
-        let shared = |level| if saver.sharding >= level { f64::from(at.place.replicas) } else { 1.0 };
-        let optimizer_bytes = trainable_bytes * self.problem.settings.optimizer_bytes_per_param_byte;
-        let frozen_bytes = chain.state_bytes.at(first, end) - trainable_bytes;
-        let gathered_bytes = if saver.sharding == Sharding::Params {
-            let block_bytes = run.clone().map(|block| chain.trainable_bytes.at(block, block + 1)).fold(0.0, f64::max);
-            (GATHERED_BLOCKS * block_bytes).min(trainable_bytes)
-        } else {
-            0.0
-        };
+        let sharding = at.place.divides(saver.sharding);
+        let held = |level: Sharding| Held { replicas: if sharding >= level { at.place.replicas } else { 1 } };
+        let bytes = |sums: &IntervalSums| sums.at(first, end);
+        let (chain, own) = (self.chain, &self.chain.own);
+        let states = bytes(&chain.state_bytes) + bytes(&chain.copy_bytes);
+        let params_bytes = held(Sharding::Params).bytes(states, bytes(&own.bytes) + bytes(&own.copy_bytes));
+        let grads_bytes = held(Sharding::Gradients).bytes(bytes(&chain.grad_bytes), bytes(&own.grad_bytes));
+        let updated_bytes = held(Sharding::Optimizer).bytes(bytes(&chain.trainable_bytes), bytes(&own.bytes));
+        let (whole_params_bytes, whole_grads_bytes) = self.whole_bytes(run, sharding);
+        let optimizer_bytes = updated_bytes * self.problem.settings.optimizer_bytes_per_param_byte;
         StageMemory {
-            params_bytes: frozen_bytes + trainable_bytes / shared(Sharding::Params) + gathered_bytes,
-            grads_bytes: (trainable_bytes + chain.other_sums_bytes.at(first, end)) / shared(Sharding::Gradients),
-            optimizer_bytes: if saver.offload { 0.0 } else { optimizer_bytes / shared(Sharding::Optimizer) },
+            params_bytes: params_bytes + whole_params_bytes,
+            grads_bytes: grads_bytes + whole_grads_bytes,
+            optimizer_bytes: if saver.offload { 0.0 } else { optimizer_bytes },
             workspace_bytes,
             comm_bytes: self.comm_bytes(run, at),
             framework_bytes: at.framework_bytes,
             microbatch_bytes: self.kept_bytes(run, at),
         }
+    }
+
+    /// Parameters and gradients that are whole for a while although Replicas divide them.
+    fn whole_bytes(&self, run: &Range<usize>, sharding: Sharding) -> (f64, f64) {
+        let Range { start: first, end } = *run;
+        let own = &self.chain.own;
+        let message_bytes = own.message_bytes.at(first, end);
+        match sharding {
+            Sharding::None | Sharding::Optimizer => (0.0, 0.0),
+            Sharding::Gradients => {
+                let bucket_bytes = full_bytes(message_bytes as u64) as f64 + own.largest_message.at(first, end);
+                (0.0, message_bytes.min(WHOLE_SPANS * bucket_bytes))
+            }
+            Sharding::Params => {
+                let spans_bytes = |of_largest: &Largest| WHOLE_SPANS * of_largest.at(first, end);
+                let params_bytes = own.gathered_bytes.at(first, end).min(spans_bytes(&own.largest_gathered));
+                (params_bytes, message_bytes.min(spans_bytes(&own.largest_summed)))
+            }
+        }
+    }
+
+    /// No run with this one in it needs less for parameters, gradients and optimizer state.
+    pub(crate) fn least_model_bytes(&self, run: &Range<usize>, at: &At<'_>, saver: Saver) -> f64 {
+        let sharding = at.place.divides(saver.sharding);
+        let held = |level: Sharding| Held { replicas: if sharding >= level { at.place.replicas } else { 1 } };
+        let bytes = |sums: &IntervalSums| sums.at(run.start, run.end);
+        let trainable_bytes = bytes(&self.chain.trainable_bytes);
+        let grad_bytes = bytes(&self.chain.grad_bytes);
+        let factor = if saver.offload { 0.0 } else { self.problem.settings.optimizer_bytes_per_param_byte };
+        // Parameters that other Blocks use too are divided as soon as the run has these.
+        held(Sharding::Params).bytes(bytes(&self.chain.state_bytes), trainable_bytes)
+            + held(Sharding::Gradients).bytes(grad_bytes, grad_bytes)
+            + held(Sharding::Optimizer).bytes(trainable_bytes, trainable_bytes) * factor
     }
 
     fn comm_bytes(&self, run: &Range<usize>, at: &At<'_>) -> f64 {

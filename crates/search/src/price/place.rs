@@ -180,6 +180,11 @@ impl Place {
         Self { replicas: most, group, in_level: 0, out_level: 0, kinds: 1 << kind.min(MAX_KINDS - 1) }
     }
 
+    /// Replicas: of an ideal place, the fewest.
+    pub(crate) const fn fewest(&self) -> u32 {
+        self.group.members
+    }
+
     /// The kinds of its devices.
     pub(crate) fn kinds(&self) -> impl Iterator<Item = usize> {
         let kinds = self.kinds;

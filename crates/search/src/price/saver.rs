@@ -2,6 +2,7 @@
 
 use rannc_plan::Sharding;
 
+use super::place::Place;
 use crate::settings::Savers;
 
 /// Most microbatches in flight for which Blocks to compute again are chosen one by one; Stages that hold
@@ -25,14 +26,21 @@ pub(crate) struct Saver {
     pub(crate) offload: bool,
 }
 
+/// What Replicas may divide; nothing is first, as that is all that one Replica may.
+fn levels(savers: &Savers) -> impl Iterator<Item = Sharding> + use<> {
+    let asked = savers.least_sharding..=savers.sharding;
+    let all = [Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::Params];
+    all.into_iter().filter(move |level| *level == Sharding::None || asked.contains(level))
+}
+
 impl Saver {
     /// Nothing is saved.
     pub(crate) const PLAIN: Self = Self { again: Again::Nothing, sharding: Sharding::None, offload: false };
 
-    /// The way that saves most memory.
-    pub(crate) fn most(savers: &Savers) -> Self {
+    /// Ways of which one saves most memory.
+    pub(crate) fn most(savers: &Savers) -> Vec<Self> {
         let again = if savers.recompute { Again::Everything } else { Again::Nothing };
-        Self { again, sharding: savers.sharding, offload: savers.offload }
+        levels(savers).map(|sharding| Self { again, sharding, offload: savers.offload }).collect()
     }
 
     /// All ways that a runtime has when Stages hold these numbers of microbatches, the plain one first.
@@ -42,16 +50,22 @@ impl Saver {
             again.push(Again::Everything);
             again.extend(held.iter().filter(|&&held| held <= MAX_FITTED).map(|&held| Again::ToHold(held)));
         }
-        let levels = [Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::Params];
-        let levels = levels.into_iter().filter(|level| *level <= savers.sharding);
         let offload: &[bool] = if savers.offload { &[false, true] } else { &[false] };
-        let mut savers = Vec::new();
-        for sharding in levels {
+        let mut ways = Vec::new();
+        for sharding in levels(savers) {
             for &offload in offload {
-                savers.extend(again.iter().map(|&again| Self { again, sharding, offload }));
+                ways.extend(again.iter().map(|&again| Self { again, sharding, offload }));
             }
         }
-        savers
+        ways
+    }
+
+    /// True when a Stage at this place may be run so: one Replica divides nothing, several what they are asked to.
+    pub(crate) fn may_be_at(&self, place: &Place, savers: &Savers) -> bool {
+        match self.sharding {
+            Sharding::None => savers.least_sharding == Sharding::None || place.fewest() == 1,
+            _ => place.replicas > 1,
+        }
     }
 
     /// True when only what is computed again differs.

@@ -37,7 +37,7 @@ impl Pricing<'_> {
         if self.sizes.counts[BETWEEN] > 0 {
             let mut passes = [self.pass(&run, at, BETWEEN)];
             self.compute_again(&run, at, saver.again, &mut passes, &mut { plain.memory });
-            self.end(&run, at, saver, &mut passes);
+            self.share_out(&run, at, saver.sharding, &mut passes);
             [priced.between] = passes;
         }
         priced
@@ -70,12 +70,16 @@ impl Pricing<'_> {
         }
     }
 
-    /// A Stage that computes nothing again, without the end of its step.
+    /// A Stage that computes nothing again, without the end of its step and what its Replicas send each other.
     pub(crate) fn plain(&self, run: &Range<usize>, at: &At<'_>, saver: Saver, workspace_bytes: f64) -> PlainStage {
+        PlainStage { cost: self.plain_cost(run, at), memory: self.memory(run, at, saver, workspace_bytes) }
+    }
+
+    /// Time of such a Stage: the same whatever is divided.
+    pub(crate) fn plain_cost(&self, run: &Range<usize>, at: &At<'_>) -> StageCost {
         let smaller = self.pass(run, at, SMALLER);
         let larger = if at.rows[LARGER] == at.rows[SMALLER] { smaller } else { self.pass(run, at, LARGER) };
-        let cost = StageCost { larger, smaller, end_us: 0.0 };
-        PlainStage { cost, memory: self.memory(run, at, saver, workspace_bytes) }
+        StageCost { larger, smaller, end_us: 0.0 }
     }
 
     /// A microbatch of some size on a Stage that computes nothing again.
@@ -108,8 +112,9 @@ impl Pricing<'_> {
     ) -> Priced {
         let mut passes = [larger, smaller];
         self.compute_again(run, at, saver.again, &mut passes, &mut memory);
-        let end = self.end(run, at, saver, &mut passes);
+        self.share_out(run, at, saver.sharding, &mut passes);
         let [larger, smaller] = passes;
+        let end = self.end(run, at, saver, &smaller);
         let cost = StageCost { larger, smaller, end_us: end.us() };
         Priced { cost, between: smaller, end, memory }
     }

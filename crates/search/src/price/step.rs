@@ -54,6 +54,16 @@ impl PassCost {
         self.forward_us + self.backward_us
     }
 
+    /// True when no part of it takes more than that of another one.
+    fn is_within(&self, other: &Self) -> bool {
+        self.forward_us <= other.forward_us
+            && self.backward_us <= other.backward_us
+            && self.in_us <= other.in_us
+            && self.in_grad_us <= other.in_grad_us
+            && self.out_us <= other.out_us
+            && self.out_grad_us <= other.out_grad_us
+    }
+
     /// Its share of all transfers.
     pub(crate) fn transfer_us(&self) -> f64 {
         self.in_us + self.in_grad_us + self.out_us + self.out_grad_us
@@ -75,6 +85,11 @@ impl StageCost {
     /// True when it takes a finite time.
     pub(crate) fn is_finite(&self) -> bool {
         self.larger.compute_us().is_finite()
+    }
+
+    /// True when no part of it takes more than that of another one.
+    pub(crate) fn is_within(&self, other: &Self) -> bool {
+        self.larger.is_within(&other.larger) && self.smaller.is_within(&other.smaller) && self.end_us <= other.end_us
     }
 
     /// What the way of a microbatch through earlier Stages surely adds to the paths through this one.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use rannc_plan::MemoryPrediction;
 
 use crate::error::{Advice, SearchError, Shortage};
-use crate::price::{Place, Pricing, RankOrder, Saver};
+use crate::price::{At, Place, Pricing, RankOrder, Saver, StageMemory};
 
 /// A Stage of the Plan that comes closest, the one that misses most.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -26,7 +26,8 @@ pub(crate) fn shortage(
     would_fit: Vec<&'static str>,
     describe: impl Fn(usize) -> String,
 ) -> SearchError {
-    let Some(tightest) = Fit::new(pricing, order, Saver::PLAIN).tightest() else {
+    let savers = Saver::most(&pricing.problem.settings.savers);
+    let Some(tightest) = Fit::new(pricing, order, &savers).tightest() else {
         let wanted = pricing.problem.settings.forced_stages().unwrap_or(1);
         return SearchError::TooFewBlocks { wanted, possible: pricing.chain.len() };
     };
@@ -35,8 +36,7 @@ pub(crate) fn shortage(
     let usable_bytes = at.usable_bytes;
     let memory_of = |run: Range<usize>| {
         let workspace_bytes = pricing.run_workspace_bytes(run.clone(), &at);
-        let memory = pricing.memory(&run, &at, Saver::PLAIN, workspace_bytes);
-        memory.prediction(tightest.in_flight)
+        leanest(pricing, &run, &at, &savers, workspace_bytes).prediction(tightest.in_flight)
     };
     let alone_bytes = |block: usize| memory_of(block..block + 1).total_bytes();
     let too_large = |&block: &usize| pricing.is_too_large(&(block..block + 1), &at);
@@ -57,9 +57,9 @@ pub(crate) fn shortage(
     })
 }
 
-/// True when some division fits if every Stage is run so.
-pub(crate) fn fits(pricing: &Pricing<'_>, order: &RankOrder, saver: Saver) -> bool {
-    Fit::new(pricing, order, saver).tightest().is_some_and(|tightest| tightest.short_bytes <= 0.0)
+/// True when some division fits if every Stage is run in one of these ways.
+pub(crate) fn fits(pricing: &Pricing<'_>, order: &RankOrder, savers: &[Saver]) -> bool {
+    Fit::new(pricing, order, savers).tightest().is_some_and(|tightest| tightest.short_bytes <= 0.0)
 }
 
 fn model_bytes(memory: &MemoryPrediction) -> u64 {
@@ -115,12 +115,12 @@ struct Need {
 }
 
 impl<'a> Fit<'a> {
-    fn new(pricing: &'a Pricing<'a>, order: &'a RankOrder, saver: Saver) -> Self {
+    fn new(pricing: &'a Pricing<'a>, order: &'a RankOrder, savers: &[Saver]) -> Self {
         let (blocks, units) = (pricing.chain.len(), order.units());
         let settings = pricing.problem.settings;
         let limit = settings.forced_stages().or(settings.max_stages.map(|stages| stages as usize));
         let most_stages = limit.unwrap_or(usize::MAX).min(blocks).min(units as usize);
-        let memory = order.places().iter().map(|place| needs(pricing, place, saver)).collect();
+        let memory = order.places().iter().map(|place| needs(pricing, place, savers)).collect();
         Self { pricing, order, blocks, units, most_stages, memory }
     }
 
@@ -179,14 +179,14 @@ impl<'a> Fit<'a> {
 }
 
 /// By end and first.
-fn needs(pricing: &Pricing<'_>, place: &Place, saver: Saver) -> Vec<Need> {
+fn needs(pricing: &Pricing<'_>, place: &Place, savers: &[Saver]) -> Vec<Need> {
     let at = pricing.at(place);
     let mut needs = Vec::new();
     for end in 1..=pricing.chain.len() {
         let mut workspace_bytes: f64 = 0.0;
         let of_run = |first: usize| {
             workspace_bytes = workspace_bytes.max(pricing.workspace_bytes(first, &at));
-            let memory = pricing.stage(first..end, &at, saver, workspace_bytes).memory;
+            let memory = leanest(pricing, &(first..end), &at, savers, workspace_bytes);
             // What ran out of memory needs more than there is.
             let measured_bytes = if pricing.is_too_large(&(first..end), &at) { at.beyond_bytes() } else { f64::MIN };
             Need {
@@ -199,6 +199,21 @@ fn needs(pricing: &Pricing<'_>, place: &Place, saver: Saver) -> Vec<Need> {
         needs.extend(from_end.into_iter().rev());
     }
     needs
+}
+
+/// Memory of a Stage that is run in that of these ways which needs least beside its microbatches.
+fn leanest(
+    pricing: &Pricing<'_>,
+    run: &Range<usize>,
+    at: &At<'_>,
+    savers: &[Saver],
+    workspace_bytes: f64,
+) -> StageMemory {
+    let asked = &pricing.problem.settings.savers;
+    let allowed = savers.iter().filter(|saver| saver.may_be_at(at.place, asked));
+    let memories = allowed.map(|&saver| pricing.stage(run.clone(), at, saver, workspace_bytes).memory);
+    let leaner = memories.min_by(|left, right| left.fixed_bytes().total_cmp(&right.fixed_bytes()));
+    leaner.expect("one of them may be anywhere")
 }
 
 fn larger<'a>(rest: Tightest<'a>, stage: Tightest<'a>) -> Tightest<'a> {

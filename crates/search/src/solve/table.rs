@@ -11,6 +11,8 @@ pub(crate) struct Entry {
     pub(crate) cost: StageCost,
     /// Microbatches in flight that its memory allows; 0 when it does not fit at all.
     pub(crate) max_in_flight: u64,
+    /// A saver with which it is as good in every respect.
+    beaten_by: Option<u16>,
 }
 
 impl Entry {
@@ -55,7 +57,12 @@ impl Entry {
             Again::ToHold(_) => 0,
             Again::Nothing | Again::Everything => memory.room(usable_bytes),
         };
-        Self { cost: priced.cost, max_in_flight }
+        Self { cost: priced.cost, max_in_flight, beaten_by: None }
+    }
+
+    /// True when no Plan of so many microbatches is better with `other` in its place.
+    fn is_as_good_as(&self, other: &Self, microbatches: u64) -> bool {
+        self.max_in_flight >= other.max_in_flight.min(microbatches) && self.cost.is_within(&other.cost)
     }
 }
 
@@ -99,9 +106,11 @@ impl Runs {
     }
 }
 
-/// The savers that only differ in what is computed again, at one place.
+/// All savers at one place.
 struct Layers<'a> {
-    savers: Range<usize>,
+    /// Those that only differ in what is computed again, for each way to differ otherwise that the place allows.
+    alike: Vec<Range<usize>>,
+    savers: usize,
     at: &'a At<'a>,
     /// Of each Block.
     workspaces: &'a [f64],
@@ -117,7 +126,7 @@ impl Layers<'_> {
     /// The first Block of the longest run with this end that may be wanted.
     fn longest(&self, end: usize) -> usize {
         let Some((table, place)) = self.wanted else { return 0 };
-        let runs = self.savers.clone().map(|saver| table.runs(place, saver, end));
+        let runs = self.alike.iter().cloned().flatten().map(|saver| table.runs(place, saver, end));
         runs.filter(|runs| runs.count > 0).map(|runs| runs.first).min().unwrap_or(end)
     }
 }
@@ -139,21 +148,26 @@ impl StageTable {
         for place in places {
             let at = &pricing.at(place);
             let workspaces: Vec<f64> = (0..blocks).map(|block| pricing.workspace_bytes(block, at)).collect();
-            let mut first = 0;
-            for alike in table.savers.clone().chunk_by(Saver::is_again_of) {
-                let savers = first..first + alike.len();
-                let layers = Layers { savers, at, workspaces: &workspaces, wanted: wanted(place) };
-                table.fill(pricing, &layers, best_us, deadline);
-                first += alike.len();
-            }
+            let (alike, savers) = (table.alike(pricing, place), table.savers.len());
+            let layers = Layers { alike, savers, at, workspaces: &workspaces, wanted: wanted(place) };
+            table.fill(pricing, &layers, best_us, deadline);
         }
         table
     }
 
+    fn alike(&self, pricing: &Pricing<'_>, place: &Place) -> Vec<Range<usize>> {
+        let mut start = 0;
+        let alike = self.savers.chunk_by(Saver::is_again_of).map(|alike| {
+            let end = start + alike.len();
+            std::mem::replace(&mut start, end)..end
+        });
+        alike.filter(|alike| self.savers[alike.start].may_be_at(place, &pricing.problem.settings.savers)).collect()
+    }
+
     fn fill(&mut self, pricing: &Pricing<'_>, layers: &Layers<'_>, best_us: f64, deadline: Deadline<'_>) {
         let first_layer = self.ends.len();
-        self.ends.resize(first_layer + layers.savers.len() * self.blocks, Runs::default());
-        let mut runs: Vec<Vec<Entry>> = vec![Vec::new(); layers.savers.len()];
+        self.ends.resize(first_layer + layers.savers * self.blocks, Runs::default());
+        let mut runs: Vec<Vec<Entry>> = vec![Vec::new(); layers.savers];
         for end in 1..=self.blocks {
             if !self.is_complete || deadline.is_over() {
                 self.is_complete = false;
@@ -170,23 +184,34 @@ impl StageTable {
     /// Prices the runs with this end for each of the savers, the shortest first.
     fn price(&self, pricing: &Pricing<'_>, layers: &Layers<'_>, end: usize, best_us: f64, runs: &mut [Vec<Entry>]) {
         let mut workspace_bytes: f64 = 0.0;
-        let savers = layers.savers.clone();
+        let mut open = layers.alike.clone();
         for first in (layers.longest(end)..end).rev() {
             let run = first..end;
             workspace_bytes = workspace_bytes.max(layers.workspaces[first]);
-            if !savers.clone().any(|saver| layers.wants(saver, &run)) {
-                runs.iter_mut().for_each(|runs| runs.push(Entry::default()));
+            // Both this and the time of what is plain only grow with the run, and every saver adds time.
+            open.retain(|alike| {
+                pricing.least_model_bytes(&run, layers.at, self.savers[alike.start]) <= layers.at.usable_bytes
+            });
+            let wanted = |saver: usize| layers.wants(saver, &run);
+            if !open.iter().cloned().flatten().any(wanted) {
+                open.iter().cloned().flatten().for_each(|saver| runs[saver].push(Entry::default()));
                 continue;
             }
-            let plain = pricing.plain(&run, layers.at, self.savers[savers.start], workspace_bytes);
-            // Both only grow with the run, and computing again adds time.
-            if pricing.step.busy_us(&plain.cost) >= best_us || plain.memory.model_bytes() > layers.at.usable_bytes {
+            let cost = pricing.plain_cost(&run, layers.at);
+            if open.is_empty() || pricing.step.busy_us(&cost) >= best_us {
                 break;
             }
-            for (saver, runs) in savers.clone().zip(&mut *runs) {
-                let wanted = layers.wants(saver, &run);
-                let price = || Entry::beside(pricing, &run, layers.at, self.savers[saver], &plain);
-                runs.push(if wanted { price() } else { Entry::default() });
+            for alike in &open {
+                let memory = pricing.memory(&run, layers.at, self.savers[alike.start], workspace_bytes);
+                let plain = PlainStage { cost, memory };
+                for saver in alike.clone() {
+                    let price = || Entry::beside(pricing, &run, layers.at, self.savers[saver], &plain);
+                    runs[saver].push(if wanted(saver) { price() } else { Entry::default() });
+                }
+            }
+            note_beaten(&open, runs, pricing.step.microbatches);
+            if layers.wanted.is_some() {
+                drop_beaten(&open, runs);
             }
         }
     }
@@ -225,11 +250,12 @@ impl StageTable {
         runs.firsts().zip(&self.entries[runs.entries()]).filter(|(_, entry)| entry.fits())
     }
 
-    /// All Stages with this last Block that are worth looking at.
+    /// All Stages with this last Block that are worth looking at, but for those that others stand for.
     pub(crate) fn all_ending(&self, end: usize) -> impl Iterator<Item = (StageKey, &Entry)> {
         self.layers().flat_map(move |(place, saver)| {
             let stage = move |first| StageKey { place, saver, first };
-            self.ending(place, saver, end).map(move |(first, entry)| (stage(first), entry))
+            let unbeaten = self.ending(place, saver, end).filter(|(_, entry)| entry.beaten_by.is_none());
+            unbeaten.map(move |(first, entry)| (stage(first), entry))
         })
     }
 
@@ -238,22 +264,78 @@ impl StageTable {
         (0..self.ends.len() / self.blocks).map(move |layer| (layer / savers, layer % savers))
     }
 
-    /// Drops those of the Stages with this last Block that are not useful.
+    /// Drops those of the Stages with this last Block that are not useful, and those for which they stand: another Stage may
+    /// be better at a place that is less good.
     pub(crate) fn retain(&mut self, end: usize, mut useful: impl FnMut(StageKey, &Entry) -> bool) {
         for (place, saver) in self.layers() {
             let runs = self.runs(place, saver, end);
-            let entries = &mut self.entries[runs.entries()];
-            for (first, entry) in runs.firsts().zip(entries.iter_mut()) {
-                if entry.fits() && !useful(StageKey { place, saver, first }, entry) {
+            for (first, entry) in runs.firsts().zip(&mut self.entries[runs.entries()]) {
+                let stands = entry.fits() && entry.beaten_by.is_none();
+                if stands && !useful(StageKey { place, saver, first }, entry) {
                     *entry = Entry::default();
                 }
             }
+        }
+        for (place, saver) in self.layers() {
+            let runs = self.runs(place, saver, end);
+            for first in runs.firsts() {
+                if !self.is_stood_for(place, saver, &(first..end)) {
+                    self.entries[runs.start + first - runs.first] = Entry::default();
+                }
+            }
+        }
+        for (place, saver) in self.layers() {
+            let runs = self.runs(place, saver, end);
+            let entries = &self.entries[runs.entries()];
             let kept = entries.iter().position(Entry::fits).zip(entries.iter().rposition(Entry::fits));
             let index = self.index(place, saver, end);
             self.ends[index] = kept.map_or(Runs::default(), |(longest, shortest)| {
                 let count = shortest - longest + 1;
                 Runs { start: runs.start + longest, first: runs.first + longest, count }
             });
+        }
+    }
+
+    /// True for a Stage that is there, and for one that another one is as good as that is there.
+    fn is_stood_for(&self, place: usize, mut saver: usize, run: &Range<usize>) -> bool {
+        loop {
+            let runs = self.runs(place, saver, run.end);
+            let entry = runs.firsts().contains(&run.start).then(|| self.entries[runs.start + run.start - runs.first]);
+            match entry.filter(Entry::fits).map(|entry| entry.beaten_by) {
+                Some(Some(by)) => saver = usize::from(by),
+                Some(None) => return true,
+                None => return false,
+            }
+        }
+    }
+}
+
+/// Marks those of the entries that were priced last that are not better than another one with as much computed again.
+fn note_beaten(open: &[Range<usize>], runs: &mut [Vec<Entry>], microbatches: u64) {
+    let last = |runs: &[Vec<Entry>], saver: usize| *runs[saver].last().expect("it was priced");
+    for (place, alike) in open.iter().enumerate() {
+        for (again, saver) in alike.clone().enumerate() {
+            let own = last(runs, saver);
+            if !own.fits() {
+                continue;
+            }
+            let others = open.iter().enumerate().filter(|&(other, _)| other != place);
+            let beats = |&(other, other_alike): &(usize, &Range<usize>)| {
+                let entry = last(runs, other_alike.start + again);
+                let as_good = entry.fits() && entry.beaten_by.is_none() && entry.is_as_good_as(&own, microbatches);
+                as_good && (other < place || !own.is_as_good_as(&entry, microbatches))
+            };
+            let by = others.clone().find(beats).map(|(_, alike)| alike.start + again);
+            let own = runs[saver].last_mut().expect("it was priced");
+            own.beaten_by = by.map(|saver| u16::try_from(saver).expect("few savers"));
+        }
+    }
+}
+
+fn drop_beaten(open: &[Range<usize>], runs: &mut [Vec<Entry>]) {
+    for saver in open.iter().cloned().flatten() {
+        if let Some(entry) = runs[saver].last_mut().filter(|entry| entry.beaten_by.is_some()) {
+            *entry = Entry::default();
         }
     }
 }

@@ -8,7 +8,7 @@ use rannc_plan::Sharding;
 
 use crate::answer::links::Linker;
 use crate::chain::Chain;
-use crate::chain::spec::{Affine, BlockSpec, ChainSpec, CloneSpec, CrossingSpec, KeptSpec, StateSpec};
+use crate::chain::spec::{Affine, BlockSpec, ChainSpec, CloneSpec, ConversionSpec, CrossingSpec, KeptSpec, StateSpec};
 use crate::price::{CHEAPER, Pricing, Problem, RankOrder, Saver, StepTime};
 use crate::settings::{Limits, Savers, Settings};
 use crate::solve::relax::{Relaxation, with_best_sends};
@@ -19,6 +19,7 @@ use crate::stop::{Clock, Deadline, Stop};
 fn block() -> impl Strategy<Value = BlockSpec> {
     (1..200_u32, 1..200_u32, 0..50_u32, 0..20_u32).prop_map(|(fixed, flops, workspace, private)| BlockSpec {
         kind: 0,
+        span: 0,
         work: vec![OpWork {
             forward: Work {
                 flops: Poly::affine(f64::from(fixed) * 1e6, f64::from(flops) * 1e6),
@@ -72,32 +73,48 @@ fn kept(len: usize) -> impl Strategy<Value = KeptSpec> {
     })
 }
 
+/// Each Block a kind of its own; whether it begins a Span is drawn.
+fn with_kinds_and_spans(blocks: Vec<(BlockSpec, bool)>) -> Vec<BlockSpec> {
+    let mut span = 0;
+    let spec = |(kind, (block, begins)): (u32, (BlockSpec, bool))| {
+        span += usize::from(begins);
+        BlockSpec { kind, span, ..block }
+    };
+    (0..).zip(blocks).map(spec).collect()
+}
+
 fn spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
     (1..=max_len).prop_flat_map(|len| {
-        let states = (places(len), 1..300_u32, any::<bool>()).prop_map(|(blocks, bytes, trainable)| StateSpec {
-            bytes: f64::from(bytes) * 1e4,
-            message_bytes: f64::from(bytes) * if bytes % 3 == 0 { 2e4 } else { 1e4 },
-            trainable,
-            blocks,
-        });
-        let clones = (places(len), 1..100_u32).prop_map(|(blocks, us)| CloneSpec {
-            work: OpWork {
-                forward: Work { bytes: Poly::affine(f64::from(us) * 1e4, 0.0), launches: 1.0, ..Work::default() },
-                ..OpWork::default()
-            },
-            blocks,
-        });
+        let states =
+            (places(len), 1..300_u32, any::<(bool, bool)>()).prop_map(|(blocks, bytes, (trainable, copied))| {
+                StateSpec {
+                    bytes: f64::from(bytes) * 1e4,
+                    message_bytes: f64::from(bytes) * if bytes % 3 == 0 { 2e4 } else { 1e4 },
+                    copy_bytes: if copied { f64::from(bytes) * 5e3 } else { 0.0 },
+                    trainable,
+                    blocks,
+                }
+            });
+        let work = |us: u32| OpWork {
+            forward: Work { bytes: Poly::affine(f64::from(us) * 1e4, 0.0), launches: 1.0, ..Work::default() },
+            ..OpWork::default()
+        };
+        let clones = (places(len), 1..100_u32).prop_map(move |(blocks, us)| CloneSpec { work: work(us), blocks });
+        let conversions =
+            (places(len), 1..100_u32).prop_map(move |(blocks, us)| ConversionSpec { work: work(us), blocks });
         (
-            prop::collection::vec(block(), len),
+            prop::collection::vec((block(), any::<bool>()), len),
             prop::collection::vec(states, 0..6),
             prop::collection::vec(clones, 0..3),
+            prop::collection::vec(conversions, 0..3),
             prop::collection::vec(crossing(len), 0..6),
             prop::collection::vec(kept(len), 0..6),
         )
-            .prop_map(|(blocks, states, clones, crossings, kept)| ChainSpec {
-                blocks: (0..).zip(blocks).map(|(kind, block)| BlockSpec { kind, ..block }).collect(),
+            .prop_map(|(blocks, states, clones, conversions, crossings, kept)| ChainSpec {
+                blocks: with_kinds_and_spans(blocks),
                 states,
                 clones,
+                conversions,
                 crossings: crossings.into_iter().flatten().collect(),
                 kept,
             })
@@ -123,9 +140,11 @@ fn linked_spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
 
 fn savers() -> impl Strategy<Value = Savers> {
     let levels = vec![Sharding::None, Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::Params];
-    (any::<(bool, bool)>(), prop::sample::select(levels)).prop_map(|((recompute, offload), sharding)| Savers {
+    let drawn = (any::<(bool, bool)>(), prop::sample::select(levels.clone()), prop::sample::select(levels));
+    drawn.prop_map(|((recompute, offload), sharding, least)| Savers {
         recompute,
         sharding,
+        least_sharding: if recompute { Sharding::None } else { least.min(sharding) },
         offload,
     })
 }
@@ -274,7 +293,12 @@ impl Division<'_> {
         let at = self.pricing.at(self.order.place(unit, replicas));
         let workspace_bytes = self.pricing.run_workspace_bytes(first..end, &at);
         let in_flight = step.in_flight(place + 1);
+        let asked = self.pricing.problem.settings.savers.least_sharding;
         let with = |&saver: &Saver| {
+            let may_be = if replicas == 1 { saver.sharding == Sharding::None } else { saver.sharding >= asked };
+            if !may_be {
+                return None;
+            }
             let entry = Entry::new(self.pricing, first..end, &at, saver, workspace_bytes);
             if !saver.serves(in_flight) || entry.max_in_flight < in_flight {
                 return None;

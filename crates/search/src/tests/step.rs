@@ -4,7 +4,7 @@ use proptest::prelude::*;
 use rannc_plan::ScheduleKind;
 
 use crate::answer::links::ReplicaLink;
-use crate::price::memory::StageMemory;
+use crate::price::StageMemory;
 use crate::price::{End, PassCost, Priced, StageCost, StepModel, StepTime};
 
 fn step_us(model: &StepModel, stages: &[StageCost]) -> f64 {

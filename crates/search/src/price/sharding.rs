@@ -1,0 +1,92 @@
+//! What Replicas send each other because each holds a part of gradients or parameters (Rajbhandari et al., ZeRO, 2020).
+
+use std::ops::Range;
+
+use rannc_plan::Sharding;
+
+use super::at::{At, Pricing};
+use super::place::Place;
+use super::step::PassCost;
+
+/// Times of a Stage's collectives over its Replicas.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Collectives {
+    /// Sums all gradients of its own parameters.
+    pub(super) reduction_us: f64,
+    /// The last of these sums, which waits for the end of a backward.
+    pub(super) last_us: f64,
+    /// True when each microbatch's gradients are summed beside its backward.
+    pub(super) each_microbatch: bool,
+}
+
+impl Place {
+    /// What its Replicas divide where they are asked to: one alone has no other.
+    pub(super) fn divides(&self, sharding: Sharding) -> Sharding {
+        if self.replicas > 1 { sharding } else { Sharding::None }
+    }
+}
+
+/// A computation with collectives beside it, which slow it down by a share of the time that is hidden.
+fn beside(compute_us: f64, collectives_us: f64, slowdown: f64) -> f64 {
+    compute_us.max(collectives_us) + slowdown * compute_us.min(collectives_us)
+}
+
+impl Pricing<'_> {
+    /// How gradients of a run's own parameters are summed. `full_bytes` are those of a full bucket that is the last one.
+    pub(super) fn collectives(
+        &self,
+        run: &Range<usize>,
+        at: &At<'_>,
+        sharding: Sharding,
+        full_bytes: f64,
+    ) -> Collectives {
+        let (cluster, group, own) = (self.problem.cluster, at.place.group, &self.chain.own);
+        let bytes = own.message_bytes.at(run.start, run.end);
+        let share = |us: f64, of_bytes: f64| if bytes > 0.0 { us * (of_bytes / bytes).min(1.0) } else { 0.0 };
+        match at.place.divides(sharding) {
+            Sharding::None | Sharding::Optimizer => {
+                let reduction_us = cluster.all_reduce_us(group, bytes);
+                Collectives { reduction_us, last_us: share(reduction_us, full_bytes), each_microbatch: false }
+            }
+            Sharding::Gradients => {
+                let reduction_us = cluster.reduce_scatter_us(group, bytes);
+                let each_microbatch = self.step.microbatches > 1;
+                Collectives { reduction_us, last_us: share(reduction_us, full_bytes), each_microbatch }
+            }
+            Sharding::Params => {
+                let spans = own.spans(run) as f64;
+                let reduction_us = spans * cluster.reduce_scatter_us(group, bytes / spans);
+                let last_bytes = own.largest_summed.at(run.start, run.end).min(bytes);
+                let last_us = cluster.reduce_scatter_us(group, last_bytes);
+                Collectives { reduction_us, last_us, each_microbatch: true }
+            }
+        }
+    }
+
+    /// Adds to forward and backward what happens beside them for every microbatch.
+    pub(super) fn share_out(&self, run: &Range<usize>, at: &At<'_>, sharding: Sharding, passes: &mut [PassCost]) {
+        let sharding = at.place.divides(sharding);
+        if sharding < Sharding::Gradients {
+            return;
+        }
+        let Collectives { reduction_us, each_microbatch, .. } = self.collectives(run, at, sharding, 0.0);
+        let (first_us, others_us) = if sharding == Sharding::Params { self.gathers_us(run, at) } else { (0.0, 0.0) };
+        let slowdown = self.collective_slowdown(at.place);
+        let sums_us = if each_microbatch { reduction_us } else { 0.0 };
+        for pass in passes {
+            pass.forward_us = first_us + beside(pass.forward_us, others_us, slowdown);
+            pass.backward_us = first_us + beside(pass.backward_us, others_us + sums_us, slowdown);
+        }
+    }
+
+    /// Time to make the parameters of all Spans whole: of the first one, which nothing hides, and of the others. Where
+    /// Spans are of different sizes, the first one is taken to be the largest.
+    fn gathers_us(&self, run: &Range<usize>, at: &At<'_>) -> (f64, f64) {
+        let (cluster, group, own) = (self.problem.cluster, at.place.group, &self.chain.own);
+        let bytes = own.gathered_bytes.at(run.start, run.end);
+        let spans = own.spans(run) as f64;
+        let all_us = spans * cluster.all_gather_us(group, bytes / spans);
+        let first_us = cluster.all_gather_us(group, own.largest_gathered.at(run.start, run.end).min(bytes));
+        (first_us, (all_us - first_us).max(0.0))
+    }
+}
