@@ -180,6 +180,32 @@ def test_like_layers_are_kept_whole_at_once() -> None:
     assert [kept.paths for kept in found.kept_whole] == [("0.inner", "1.inner")]
 
 
+class Experts(nn.Module):
+    """Runs those of its layers that some row chooses: next time it may be others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(2, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = F.one_hot((x[:, 0] > 0).long(), 2)
+        made = torch.zeros_like(x)
+        for expert in chosen.sum(0).nonzero():
+            (rows,) = torch.where(chosen[:, expert[0]])
+            made = made.index_add(0, rows, x[rows] @ self.weights[expert[0]])
+        return made
+
+
+def test_a_loop_over_what_meets_a_condition_stays_whole_however_large() -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Experts(), nn.Linear(WIDTH, 1))
+    found = capture(net, (torch.randn(ROWS, WIDTH),), {}, device=CPU, rows=ROWS)
+    assert [kept.paths for kept in found.kept_whole] == [("1",)]
+    assert "as a loop over them does" in found.kept_whole[0].cause
+    assert not found.assumptions
+    with pytest.raises(CaptureError, match="how many elements of a tensor meet a condition"):
+        capture(Experts(), (torch.randn(ROWS, WIDTH),), {}, device=CPU, rows=ROWS)
+
+
 def test_a_capture_leaves_buffers_of_what_stays_whole_alone() -> None:
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Counts(), Counts(), Outer())
     before = {name: buffer.clone() for name, buffer in net.named_buffers()}

@@ -202,6 +202,10 @@ class Oracle:
         if self._in_operator:
             return answer
         again = question(expr, answer, slices, self._inputs, self._asked.run_node, self._device)
+        if again is None and any(_is_extent(node) for node, _ in origins.values()):
+            # Other data give another number of steps of a loop, say: no answer of this batch would do for them.
+            cause = f"it decides by how many elements of a tensor meet a condition ({expr}), as a loop over them does"
+            raise UntraceableError(f"{here}: {cause}", here, cause)
         if again is None and not (assumed or self._assumes or self._by_chance(origins)):
             cause = f"it decides by what it computes ({expr})"
             raise UntraceableError(f"{here}: {cause}", here, cause, may_assume=True)
@@ -367,6 +371,11 @@ def _reader(node: fx.Node, symbol: sympy.Basic) -> Any:
             if isinstance(size, torch.SymInt) and expression(size) == symbol:
                 return lambda real, index=index, dim=dim: (real if index is None else real[index]).shape[dim]
     return None
+
+
+def _is_extent(node: fx.Node) -> bool:
+    """True where the symbol that a node defines is an extent of a tensor, not a number read from one."""
+    return not isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def draws(node: fx.Node) -> bool:
