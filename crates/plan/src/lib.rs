@@ -15,8 +15,8 @@ mod schedule;
 pub use check::{ActionFault, CheckError, check};
 pub use consistent::PlanFault;
 pub use machine::{
-    Blocked, Channel, Clock, Deadlock, Halt, Memory, Observer, Pause, ProgramScript, Script, ScriptWriter, Slot, Span,
-    Stuck, Task, Ticks, grid, in_flight, run,
+    Blocked, BucketSum, Channel, Clock, Deadlock, Halt, Memory, Observer, Pause, ProgramScript, Script, ScriptWriter,
+    Slot, Span, Stuck, Task, Ticks, grid, in_flight, run,
 };
 pub use old_plan::OldPlan;
 pub use partition::{

@@ -144,6 +144,9 @@ impl Costs for Ticks {
     fn reduce_us(&self, _: u32, _: u64) -> f64 {
         0.0
     }
+    fn reduce_scatter_us(&self, _: u32, _: u64) -> f64 {
+        0.0
+    }
     fn reduce_tied_us(&self, _: &[u32], _: u64) -> f64 {
         0.0
     }

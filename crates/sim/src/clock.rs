@@ -1,6 +1,6 @@
 //! The machine's clock at given costs.
 
-use rannc_plan::{Action, CheckError, Clock, Compute, Interval, Program, RankProgram, Script, Slot};
+use rannc_plan::{Action, BucketSum, CheckError, Clock, Compute, Interval, Program, ProgramScript, RankProgram, Slot};
 
 use crate::costs::{Costs, RowCostTable, RowCosts, time};
 use crate::error::SimError;
@@ -12,22 +12,22 @@ pub(crate) struct Prices {
     rows: Vec<Vec<Option<RowCosts>>>,
     /// By channel, its messages in order.
     parcels: Vec<Vec<Parcel>>,
-    /// By bucket.
+    /// By sum of the script.
     sums_us: Vec<f64>,
     /// By rank.
     updates_us: Vec<f64>,
 }
 
 impl Prices {
-    pub(crate) fn new(program: &Program, script: &Script, costs: &dyn Costs) -> Result<Self, SimError> {
+    pub(crate) fn new(program: &Program, script: &ProgramScript, costs: &dyn Costs) -> Result<Self, SimError> {
         let mut table = RowCostTable::new(costs);
         let rows = program.ranks.iter().map(|own| of_rank(program, own, &mut table)).collect::<Result<_, _>>()?;
         let update =
             |own: &RankProgram| time(costs.update_us(own.stage), || format!("the update of stage {}", own.stage));
         Ok(Self {
             rows,
-            parcels: parcels(program, script, costs)?,
-            sums_us: sums_us(program, costs)?,
+            parcels: parcels(program, &script.script, costs)?,
+            sums_us: sums_us(program, &script.sums, costs)?,
             updates_us: program.ranks.iter().map(update).collect::<Result<_, _>>()?,
         })
     }
@@ -59,22 +59,25 @@ fn of_rank(
     Ok(found)
 }
 
-fn sums_us(program: &Program, costs: &dyn Costs) -> Result<Vec<f64>, SimError> {
-    let mut sums = Vec::with_capacity(program.buckets.len());
-    for bucket in &program.buckets {
-        let ranks = &program.groups[bucket.group as usize];
-        let stage = |rank: &u32| program.ranks[*rank as usize].stage;
-        let own = ranks.first().map(stage).filter(|first| ranks.iter().all(|rank| stage(rank) == *first));
-        sums.push(match own {
-            Some(stage) => {
-                time(costs.reduce_us(stage, bucket.bytes), || format!("the gradient reduction of stage {stage}"))?
-            }
-            None => time(costs.reduce_tied_us(ranks, bucket.bytes), || {
-                format!("the reduction of tied gradients over ranks {ranks:?}")
-            })?,
+fn sums_us(program: &Program, sums: &[BucketSum], costs: &dyn Costs) -> Result<Vec<f64>, SimError> {
+    sums.iter().map(|&sum| sum_us(program, sum, costs)).collect()
+}
+
+fn sum_us(program: &Program, BucketSum { bucket, mb }: BucketSum, costs: &dyn Costs) -> Result<f64, SimError> {
+    let bucket = &program.buckets[bucket as usize];
+    let ranks = &program.groups[bucket.group as usize];
+    let stage = |rank: &u32| program.ranks[*rank as usize].stage;
+    let own = ranks.first().map(stage).filter(|first| ranks.iter().all(|rank| stage(rank) == *first));
+    let Some(stage) = own else {
+        return time(costs.reduce_tied_us(ranks, bucket.bytes), || {
+            format!("the reduction of tied gradients over ranks {ranks:?}")
         });
-    }
-    Ok(sums)
+    };
+    let us = match mb {
+        None => costs.reduce_us(stage, bucket.bytes),
+        Some(_) => costs.reduce_scatter_us(stage, bucket.bytes),
+    };
+    time(us, || format!("the gradient reduction of stage {stage}"))
 }
 
 impl Clock for Prices {

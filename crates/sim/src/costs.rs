@@ -22,6 +22,9 @@ pub trait Costs {
     /// What a sum of `bytes` of the gradients of a Stage's own Params, over its ranks, adds after the last backward; what
     /// overlaps with that is not counted.
     fn reduce_us(&self, stage: u32, bytes: u64) -> f64;
+    /// What a sum of `bytes` of one microbatch's gradients of a Stage's own Params, of which each rank gets its part, adds
+    /// after the microbatch's backward; what overlaps with that is not counted.
+    fn reduce_scatter_us(&self, stage: u32, bytes: u64) -> f64;
     /// A sum of `bytes` of gradients over ranks of several Stages, which nothing overlaps with.
     fn reduce_tied_us(&self, ranks: &[u32], bytes: u64) -> f64;
     /// The optimizer's update.

@@ -16,7 +16,7 @@ use crate::timeline::{Event, RankTimeline, Timeline, What};
 /// not a time.
 pub fn simulate(program: &Program, costs: &dyn Costs) -> Result<Timeline, SimError> {
     let script = ProgramScript::new(program).map_err(CheckError::from)?;
-    let prices = Prices::new(program, &script.script, costs)?;
+    let prices = Prices::new(program, &script, costs)?;
     let mut recorder = Recorder::new(program, &script.script, &prices, costs);
     let step_us = run(&script.script, &prices, &mut recorder)
         .map_err(|stuck| CheckError::from(script.deadlock(program, &stuck)))?;

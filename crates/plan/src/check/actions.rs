@@ -79,7 +79,7 @@ impl Walk<'_> {
     fn check_list(&self, position: usize, action: &Action) -> Result<(), ActionFault> {
         let of_backward = match action {
             Action::Forward { .. } => false,
-            Action::Backward { .. } | Action::AllReduce { .. } => true,
+            Action::Backward { .. } | Action::AllReduce { .. } | Action::ReduceScatter { .. } => true,
             Action::Send(message) | Action::Recv(message) => message.kind == Payload::Grad,
         };
         let in_backward = position >= self.own.forward.len();
@@ -95,7 +95,7 @@ impl Walk<'_> {
     fn check_action(&mut self, action: &Action) -> Result<(), ActionFault> {
         match action {
             // Sums are checked together, over all ranks.
-            Action::AllReduce { .. } => {}
+            Action::AllReduce { .. } | Action::ReduceScatter { .. } => {}
             Action::Forward { mb } => {
                 self.check_has_rows(*mb)?;
                 if !self.forwards.insert(*mb) {

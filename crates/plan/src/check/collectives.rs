@@ -1,6 +1,6 @@
 //! Is every gradient summed once over those who hold its Param, and do all members of a group do the same?
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 use rannc_ir::ParamId;
 
@@ -59,54 +59,102 @@ pub(super) fn check_buckets(program: &Program, gradients: &[Gradient]) -> Result
 
 /// Checks that every rank sums its buckets once and in the order of its groups' other members.
 pub(super) fn check_sums(program: &Program) -> Result<(), CheckError> {
-    let mut orders: BTreeMap<u32, Vec<(u32, Vec<u32>)>> = BTreeMap::new();
+    let mut orders: BTreeMap<u32, (u32, Vec<&Action>)> = BTreeMap::new();
     for own in &program.ranks {
-        let mut summed: BTreeSet<u32> = BTreeSet::new();
-        let mut by_group: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
-        let backwards = actions(own).filter(|action| matches!(action, Action::Backward { .. })).count();
-        let mut done = 0;
+        let mut summed: HashSet<&Action> = HashSet::new();
+        let mut by_group: BTreeMap<u32, Vec<&Action>> = BTreeMap::new();
+        let mut passed = Backwards::of(own);
         for (position, action) in actions(own).enumerate() {
-            done += usize::from(matches!(action, Action::Backward { .. }));
-            let &Action::AllReduce { group, bucket, bytes } = action else { continue };
-            let found = check_sum(program, own.rank, group, bucket, bytes).and_then(|()| match () {
-                () if !summed.insert(bucket) => Err(ActionFault::Repeated),
-                () if done + 1 < backwards => Err(ActionFault::NotFilled),
-                () => Ok(()),
-            });
+            if let Action::Backward { mb } = action {
+                passed.pass(*mb);
+            }
+            let Some(group) = action.group() else { continue };
+            let found = check_sum(program, own.rank, action)
+                .and_then(|()| if summed.insert(action) { Ok(()) } else { Err(ActionFault::Repeated) })
+                .and_then(|()| passed.check(action));
             found.map_err(|fault| CheckError::Action { rank: own.rank, position, action: action.clone(), fault })?;
-            by_group.entry(group).or_default().push(bucket);
+            by_group.entry(group).or_default().push(action);
         }
         check_all_summed(program, own, &summed)?;
-        by_group.into_iter().for_each(|(group, buckets)| orders.entry(group).or_default().push((own.rank, buckets)));
-    }
-    for (group, members) in orders {
-        let (first, others) = &members[0];
-        if let Some((rank, own)) = members.iter().find(|(_, own)| own != others) {
-            let (own, others) = (own.clone(), others.clone());
-            return Err(CheckError::Order { group, rank: *rank, own, other: *first, others });
+        for (group, found) in by_group {
+            let (first, others) = orders.entry(group).or_insert_with(|| (own.rank, found.clone()));
+            if let Some((&own_action, &other)) = found.iter().zip(others.iter()).find(|(own, other)| own != other) {
+                let (own_action, others) = (own_action.clone(), other.clone());
+                return Err(CheckError::Order { rank: own.rank, own: own_action, other: *first, others });
+            }
         }
     }
     Ok(())
 }
 
-fn check_sum(program: &Program, rank: u32, group: u32, bucket: u32, bytes: u64) -> Result<(), ActionFault> {
-    let found = program.buckets.get(bucket as usize).filter(|found| found.group == group);
-    let member = program.groups.get(group as usize).is_some_and(|ranks| ranks.contains(&rank));
-    match found {
-        Some(found) if member && found.bytes == bytes => Ok(()),
-        Some(found) if member => Err(ActionFault::WrongBytes(found.bytes)),
-        _ => Err(ActionFault::WrongGroup),
+/// A rank's backwards, those that it has done and those to come.
+struct Backwards {
+    done: BTreeSet<u32>,
+    to_come: BTreeSet<u32>,
+}
+
+impl Backwards {
+    fn of(own: &RankProgram) -> Self {
+        let backward = |action: &Action| if let Action::Backward { mb } = action { Some(*mb) } else { None };
+        Self { done: BTreeSet::new(), to_come: actions(own).filter_map(backward).collect() }
+    }
+
+    fn pass(&mut self, mb: u32) {
+        self.to_come.remove(&mb);
+        self.done.insert(mb);
+    }
+
+    /// Checks that a sum stands behind all backwards that add to it but the one that fills it.
+    fn check(&self, action: &Action) -> Result<(), ActionFault> {
+        match action {
+            Action::ReduceScatter { mb, .. } if self.to_come.first().is_some_and(|next| next < mb) => {
+                Err(ActionFault::NotFilled)
+            }
+            Action::ReduceScatter { mb, .. } if self.done.last().is_some_and(|last| last >= mb) => {
+                Err(ActionFault::Overfilled)
+            }
+            Action::AllReduce { .. } if self.to_come.len() > 1 => Err(ActionFault::NotFilled),
+            _ => Ok(()),
+        }
     }
 }
 
+fn check_sum(program: &Program, rank: u32, action: &Action) -> Result<(), ActionFault> {
+    let (group, bucket, mb, bytes) = match *action {
+        Action::AllReduce { group, bucket, bytes } => (group, bucket, None, bytes),
+        Action::ReduceScatter { group, bucket, mb, bytes } => (group, bucket, Some(mb), bytes),
+        _ => return Ok(()),
+    };
+    let found = program.buckets.get(bucket as usize).filter(|found| found.group == group);
+    let member = program.groups.get(group as usize).is_some_and(|ranks| ranks.contains(&rank));
+    let Some(found) = found.filter(|_| member) else { return Err(ActionFault::WrongGroup) };
+    if found.bytes != bytes {
+        return Err(ActionFault::WrongBytes(found.bytes));
+    }
+    if mb.is_some() != (found.sharding >= Sharding::Gradients) {
+        return Err(ActionFault::WrongSharding(found.sharding));
+    }
+    let has_rows = |mb: u32| program.microbatches.get(mb as usize).is_some_and(|&rows| rows > 0);
+    if mb.is_none_or(has_rows) { Ok(()) } else { Err(ActionFault::NoRows) }
+}
+
 /// Demands that a rank of a Program that trains sums all that others hold too.
-fn check_all_summed(program: &Program, own: &RankProgram, summed: &BTreeSet<u32>) -> Result<(), CheckError> {
-    for (number, &Bucket { group, bytes, .. }) in (0..).zip(&program.buckets) {
+fn check_all_summed(program: &Program, own: &RankProgram, summed: &HashSet<&Action>) -> Result<(), CheckError> {
+    let check = |action| {
+        let rank = own.rank;
+        if summed.contains(&action) { Ok(()) } else { Err(CheckError::Missing { rank, action }) }
+    };
+    for (number, &Bucket { group, bytes, sharding, .. }) in (0..).zip(&program.buckets) {
         let ranks = &program.groups[group as usize];
-        let shared = program.call.trains() && ranks.len() > 1 && ranks.contains(&own.rank);
-        if shared && !summed.contains(&number) {
-            let action = Action::AllReduce { group, bucket: number, bytes };
-            return Err(CheckError::Missing { rank: own.rank, action });
+        if !program.call.trains() || ranks.len() < 2 || !ranks.contains(&own.rank) {
+            continue;
+        }
+        if sharding < Sharding::Gradients {
+            check(Action::AllReduce { group, bucket: number, bytes })?;
+            continue;
+        }
+        for (mb, _) in (0..).zip(&program.microbatches).filter(|&(_, &rows)| rows > 0) {
+            check(Action::ReduceScatter { group, bucket: number, mb, bytes })?;
         }
     }
     Ok(())

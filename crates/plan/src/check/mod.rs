@@ -11,7 +11,8 @@
 //! 5. Nothing is sent before it is computed, or by a rank that does not have it.
 //! 6. On each channel Sends and Recvs agree in number, order, rows and packing.
 //! 7. Every gradient is summed in exactly one bucket, over exactly the ranks that hold its Param, after everything that
-//!    adds to it; the members of a group sum the same buckets of the same size in the same order.
+//!    adds to it: once a batch, or where the ranks divide gradients, once for each microbatch. The members of a group sum
+//!    the same buckets of the same size in the same order.
 //! 8. All ranks come to their end (see [`machine`](crate::machine) for what blocks).
 
 mod actions;
@@ -25,6 +26,7 @@ use thiserror::Error;
 use crate::machine::{Deadlock, Halt, ticks};
 use crate::partition::Partition;
 use crate::program::{Action, Gradient, Interval, Program, Transfer};
+use crate::saver::Sharding;
 use crate::schedule::Call;
 
 /// What is wrong with an Action.
@@ -45,6 +47,12 @@ pub enum ActionFault {
     /// A sum of gradients that are not complete.
     #[error("backwards behind the next one still add to these gradients")]
     NotFilled,
+    /// A sum of gradients that another backward has come after.
+    #[error("the backward that fills it for this microbatch comes earlier")]
+    Overfilled,
+    /// A whole bucket of which ranks must get parts, or the reverse.
+    #[error("the ranks divide {0:?} of this bucket")]
+    WrongSharding(Sharding),
     /// A bucket, or a group of it, that does not exist, or of which the rank is no member.
     #[error("it is no sum of this rank")]
     WrongGroup,
@@ -192,19 +200,17 @@ pub enum CheckError {
         /// What is wrong with it.
         problem: &'static str,
     },
-    /// Two members of a group that sum in different orders.
-    #[error("rank {rank} sums the buckets {own:?} of group {group}, rank {other} the buckets {others:?}")]
+    /// Two members of a group that do what they do together in different orders.
+    #[error("rank {rank} comes to {own} where rank {other} of its group comes to {others}")]
     Order {
-        /// The group.
-        group: u32,
         /// A member.
         rank: u32,
-        /// Its buckets.
-        own: Vec<u32>,
+        /// The first in which the members differ.
+        own: Action,
         /// The first member.
         other: u32,
-        /// Its buckets.
-        others: Vec<u32>,
+        /// What it does there.
+        others: Action,
     },
     /// Ranks wait for each other.
     #[error(transparent)]

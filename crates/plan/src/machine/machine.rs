@@ -106,6 +106,7 @@ impl<C: Clock, O: Observer> Machine<'_, C, O> {
                 self.transfer(channel);
             }
             Task::Sum { sum } => self.gather(rank, sum),
+            Task::Await => return self.settle_sums(rank),
             Task::Settle => return self.settle(rank),
             Task::Update => {
                 let us = self.clock.update(rank);
@@ -225,14 +226,33 @@ impl<C: Clock, O: Observer> Machine<'_, C, O> {
         self.gatherings[*last as usize].span
     }
 
-    /// Waits for all that is under way; false when it is not known yet when that ends.
-    fn settle(&mut self, rank: u32) -> bool {
+    /// Waits for its sums; false when it is not known yet when they end.
+    fn settle_sums(&mut self, rank: u32) -> bool {
+        let known = self.add_sums(rank);
+        if known {
+            self.ranks[rank as usize].settled = self.ranks[rank as usize].sums.len();
+            self.pause(rank);
+        }
+        known
+    }
+
+    /// Puts the sums that a rank has not waited for into `spans`; false when one is not known.
+    fn add_sums(&mut self, rank: u32) -> bool {
         let state = &self.ranks[rank as usize];
         if state.done < state.sums.len() {
             return false;
         }
         let sums = state.sums[state.settled..].iter().filter_map(|&sum| self.gatherings[sum as usize].span);
         self.spans.extend(sums.map(|span| (span, Pause::Sum)));
+        true
+    }
+
+    /// Waits for all that is under way; false when it is not known yet when that ends.
+    fn settle(&mut self, rank: u32) -> bool {
+        if !self.add_sums(rank) {
+            return false;
+        }
+        let state = &self.ranks[rank as usize];
         for &Slot { channel, place } in &state.sent {
             let Some(&span) = self.traffic[channel as usize].moved.get(place as usize) else {
                 self.spans.clear();
@@ -255,11 +275,11 @@ impl<C: Clock, O: Observer> Machine<'_, C, O> {
 }
 
 impl RankState {
-    /// The task that waits; where it is the end of a list, the sum that does not end.
+    /// The task that waits; where that waits for sums, the sum that does not end.
     fn waits_in(&self, tasks: &[Task]) -> Option<usize> {
         let waiting = tasks.get(self.next)?;
         let mut sums = (0..self.next).filter(|&task| matches!(tasks[task], Task::Sum { .. }));
-        let sum = if *waiting == Task::Settle { sums.nth(self.done) } else { None };
+        let sum = if matches!(waiting, Task::Await | Task::Settle) { sums.nth(self.done) } else { None };
         Some(sum.unwrap_or(self.next))
     }
 

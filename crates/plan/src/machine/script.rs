@@ -1,6 +1,6 @@
 //! What the machine runs: by rank its tasks, channels and sums, without rows.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 
 use super::blocked::{Blocked, Deadlock, Halt, Stuck};
 use crate::program::{Action, Message, Payload, Program, RankProgram};
@@ -36,6 +36,8 @@ pub enum Task {
         /// The sum.
         sum: u32,
     },
+    /// Waits until all sums that it is ready for are done.
+    Await,
     /// Waits until all that was sent has arrived, and all sums that it is ready for are done.
     Settle,
     /// Updates parameters.
@@ -143,11 +145,22 @@ impl ScriptWriter {
     }
 }
 
+/// A sum of gradients of a Program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BucketSum {
+    /// Place among the Program's buckets.
+    pub bucket: u32,
+    /// The microbatch, where each rank gets its part of one microbatch's sum.
+    pub mb: Option<u32>,
+}
+
 /// The script of a Program, and by rank and task the place of its Action among the rank's.
 #[derive(Clone, Debug)]
 pub struct ProgramScript {
-    /// The script. Its sums are the Program's buckets.
+    /// The script.
     pub script: Script,
+    /// What its sums are.
+    pub sums: Vec<BucketSum>,
     positions: Vec<Vec<usize>>,
 }
 
@@ -162,8 +175,10 @@ impl ProgramScript {
         }
         let mut translator = Translator {
             writer: ScriptWriter::new(program.ranks.len(), program.call),
+            program,
             channels: HashMap::new(),
-            ranks: program.ranks.len(),
+            sums: Vec::new(),
+            known_sums: HashMap::new(),
         };
         for bucket in &program.buckets {
             let members =
@@ -171,10 +186,9 @@ impl ProgramScript {
             if members.iter().any(|&rank| rank as usize >= program.ranks.len()) {
                 return Err(Halt::Shape("a group has a rank that does not exist"));
             }
-            translator.writer.sum(members.clone());
         }
         let positions = program.ranks.iter().map(|own| translator.rank(own)).collect::<Result<_, _>>()?;
-        Ok(Self { script: translator.writer.finish(), positions })
+        Ok(Self { script: translator.writer.finish(), sums: translator.sums, positions })
     }
 
     /// The Actions at which the ranks of a Program wait.
@@ -189,13 +203,15 @@ impl ProgramScript {
     }
 }
 
-struct Translator {
+struct Translator<'a> {
     writer: ScriptWriter,
+    program: &'a Program,
     channels: HashMap<(u32, u32), u32>,
-    ranks: usize,
+    sums: Vec<BucketSum>,
+    known_sums: HashMap<BucketSum, u32>,
 }
 
-impl Translator {
+impl Translator<'_> {
     /// Writes a rank's tasks; returns the place of each one's Action.
     fn rank(&mut self, own: &RankProgram) -> Result<Vec<usize>, Halt> {
         let mut positions = Vec::new();
@@ -203,7 +219,9 @@ impl Translator {
         let actions = || own.forward.iter().chain(&own.backward);
         let backwards = actions().enumerate().filter(|(_, action)| matches!(action, Action::Backward { .. }));
         let last_backward = backwards.last().map(|(position, _)| position);
-        let mut under_way: Vec<(usize, u32)> = Vec::new();
+        let backward_of: HashMap<u32, usize> = actions().enumerate().filter_map(of_backward).collect();
+        let mut under_way: VecDeque<Started> = VecDeque::new();
+        let mut divided = None;
         for (position, action) in actions().enumerate() {
             match action {
                 Action::Forward { mb } => self.writer.compute(own.rank, Compute::Forward(*mb)),
@@ -217,19 +235,24 @@ impl Translator {
                     self.writer.receive(channel, *kind, *mb);
                 }
                 Action::AllReduce { bucket, .. } => {
-                    if *bucket as usize >= self.writer.script.sums.len() {
-                        return Err(Halt::Shape("a bucket does not exist"));
+                    let sum = self.sum(BucketSum { bucket: *bucket, mb: None })?;
+                    under_way.push_back(Started { position, sum, filled: last_backward });
+                }
+                Action::ReduceScatter { bucket, mb, .. } => {
+                    if divided.replace(*mb).is_some_and(|before| before != *mb) {
+                        self.writer.add(own.rank, Task::Await);
                     }
-                    under_way.push((position, *bucket));
+                    let sum = self.sum(BucketSum { bucket: *bucket, mb: Some(*mb) })?;
+                    under_way.push_back(Started { position, sum, filled: backward_of.get(mb).copied() });
                 }
             }
             positions.resize(self.writer.script.ranks[own.rank as usize].len(), position);
-            // What stands before the last backward is ready as soon as that has filled it.
-            if last_backward.is_none_or(|last| position >= last) {
-                for (position, sum) in under_way.drain(..) {
-                    self.writer.add(own.rank, Task::Sum { sum });
-                    positions.push(position);
-                }
+            // What stands before a backward is ready as soon as that has filled it; sums keep their order.
+            while let Some(Started { position, sum, .. }) =
+                under_way.pop_front_if(|next| next.filled.is_none_or(|filled| position >= filled))
+            {
+                self.writer.add(own.rank, Task::Sum { sum });
+                positions.push(position);
             }
             let list_ends = position + 1 == own.forward.len() || position + 1 == all;
             if list_ends {
@@ -244,13 +267,38 @@ impl Translator {
         Ok(positions)
     }
 
+    /// The number of a sum.
+    fn sum(&mut self, sum: BucketSum) -> Result<u32, Halt> {
+        if let Some(&known) = self.known_sums.get(&sum) {
+            return Ok(known);
+        }
+        let bucket = self.program.buckets.get(sum.bucket as usize).ok_or(Halt::Shape("a bucket does not exist"))?;
+        let number = self.writer.sum(self.program.groups[bucket.group as usize].clone());
+        self.sums.push(sum);
+        self.known_sums.insert(sum, number);
+        Ok(number)
+    }
+
     fn channel(&mut self, src: u32, dst: u32) -> Result<u32, Halt> {
-        if src.max(dst) as usize >= self.ranks {
+        if src.max(dst) as usize >= self.program.ranks.len() {
             return Err(Halt::Shape("a message comes from or goes to a rank that does not exist"));
         }
         let writer = &mut self.writer;
         Ok(*self.channels.entry((src, dst)).or_insert_with(|| writer.channel(src, dst)))
     }
+}
+
+/// A sum that a rank has come to.
+struct Started {
+    /// Place of its Action.
+    position: usize,
+    sum: u32,
+    /// Place of the backward that fills the bucket, if one does.
+    filled: Option<usize>,
+}
+
+fn of_backward((position, action): (usize, &Action)) -> Option<(u32, usize)> {
+    if let Action::Backward { mb } = action { Some((*mb, position)) } else { None }
 }
 
 fn number(place: usize) -> u32 {

@@ -42,7 +42,7 @@ impl Payload {
 }
 
 /// A message between two ranks, as either of them sees it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Message {
     /// The microbatch.
     pub mb: u32,
@@ -55,7 +55,7 @@ pub struct Message {
 }
 
 /// One thing that a rank does.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "action", rename_all = "snake_case")]
 pub enum Action {
     /// Forward of the rank's rows of a microbatch.
@@ -82,6 +82,30 @@ pub enum Action {
         /// Their size.
         bytes: u64,
     },
+    /// Sums a bucket's gradients of one microbatch over a group of ranks, of which each gets its part of the bucket. It
+    /// starts under the microbatch's backward that follows, as soon as that has filled the bucket; a rank without rows of
+    /// the microbatch adds nothing and starts at once. Before a rank starts the first of a microbatch, which is before
+    /// its backward, it waits for those of the microbatch before; at the end of its list it waits for all.
+    ReduceScatter {
+        /// Place of the ranks among the Program's groups.
+        group: u32,
+        /// Place of the gradients among the Program's buckets.
+        bucket: u32,
+        /// The microbatch.
+        mb: u32,
+        /// The size of the whole bucket.
+        bytes: u64,
+    },
+}
+
+impl Action {
+    /// The group of ranks that do it together.
+    pub const fn group(&self) -> Option<u32> {
+        match self {
+            Self::AllReduce { group, .. } | Self::ReduceScatter { group, .. } => Some(*group),
+            Self::Forward { .. } | Self::Backward { .. } | Self::Send(_) | Self::Recv(_) => None,
+        }
+    }
 }
 
 impl fmt::Display for Action {
@@ -91,6 +115,9 @@ impl fmt::Display for Action {
             Self::Backward { mb } => return write!(f, "Backward(mb {mb})"),
             Self::AllReduce { group, bucket, bytes } => {
                 return write!(f, "AllReduce(bucket {bucket}, {bytes} bytes over group {group})");
+            }
+            Self::ReduceScatter { group, bucket, mb, bytes } => {
+                return write!(f, "ReduceScatter(mb {mb}, bucket {bucket}, {bytes} bytes over group {group})");
             }
             Self::Send(message) => ("Send", message, "to"),
             Self::Recv(message) => ("Recv", message, "from"),

@@ -9,7 +9,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use rannc_ir::{DType, Graph, ParamId, ValueId};
 use serde::{Deserialize, Serialize};
 
-use super::action::Action;
 use crate::partition::Partition;
 use crate::plan::Placement;
 use crate::saver::Sharding;
@@ -208,19 +207,6 @@ impl Buckets {
         buckets.sort_by_key(|bucket| bucket.group);
         Self { gradients, groups, buckets }
     }
-
-    /// The sums that a rank takes part in, when its Stage's ranks are group `stage`.
-    pub(super) fn sums_of(&self, rank: u32, stage: u32) -> Sums {
-        let mut sums = Sums::default();
-        for (number, bucket) in (0..).zip(&self.buckets) {
-            let ranks = &self.groups[bucket.group as usize];
-            if ranks.len() > 1 && ranks.binary_search(&rank).is_ok() {
-                let sum = Action::AllReduce { group: bucket.group, bucket: number, bytes: bucket.bytes };
-                if bucket.group == stage { sums.early.push(sum) } else { sums.late.push(sum) }
-            }
-        }
-        sums
-    }
 }
 
 /// Gradients that may share a bucket: their group, type, and what is divided.
@@ -252,7 +238,9 @@ fn gradients(graph: &Graph, partition: &Partition, placement: &Placement, traine
         let divided = holders.len() > 1 && !trained.undivided.contains(&param);
         let stage = stage.filter(|&stage| divided && stage_ranks[stage].len() == holders.len());
         let asked = stage.and_then(|stage| placement.sharding.get(stage).copied()).unwrap_or_default();
-        if trained.whole_gradients.contains(&param) { asked.min(Sharding::Optimizer) } else { asked }
+        // What the tail adds comes with no microbatch.
+        let whole = trained.whole_gradients.contains(&param) || trained.everywhere.contains(&param);
+        if whole { asked.min(Sharding::Optimizer) } else { asked }
     };
     let gradient = |param: ParamId| {
         let value = &graph.values[graph.params[param].value];
@@ -274,26 +262,6 @@ fn groups(gradients: &[Gradient], stage_ranks: &[Vec<u32>]) -> Vec<Vec<u32>> {
     let others: Vec<Vec<u32>> = shared.into_iter().filter(|ranks| !groups.contains(ranks)).cloned().collect();
     groups.extend(others);
     groups
-}
-
-/// Sums of one rank, in their order.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Sums {
-    /// Of the Stage's own Params.
-    early: Vec<Action>,
-    /// Of Params that other Stages hold too.
-    late: Vec<Action>,
-}
-
-impl Sums {
-    /// Puts the sums into a list of Actions.
-    pub(super) fn within(self, mut actions: Vec<Action>) -> Vec<Action> {
-        let last = actions.iter().rposition(|action| matches!(action, Action::Backward { .. }));
-        let place = last.unwrap_or(actions.len());
-        actions.splice(place..place, self.early);
-        actions.extend(self.late);
-        actions
-    }
 }
 
 #[cfg(test)]

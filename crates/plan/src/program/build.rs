@@ -7,6 +7,7 @@ use rannc_ir::ValueId;
 use thiserror::Error;
 
 use super::buckets::{Bucket, Buckets};
+use super::collectives::Collectives;
 use super::messages::mailboxes;
 use super::routes::{BatchSplit, Interval, overlaps, split_even};
 use super::{Program, RankProgram, Transfer};
@@ -295,8 +296,8 @@ impl Router<'_> {
                 let rows = |mb: u32| self.stage_rows[stage as usize][mb as usize][replica as usize];
                 let computes: Vec<Compute> =
                     order.iter().copied().filter(|compute| !rows(compute.microbatch()).is_empty()).collect();
-                let sums = self.buckets.sums_of(rank, stage);
-                let (forward, backward) = mailboxes[rank as usize].lists(call, &computes, sums);
+                let collectives = Collectives::of(self.buckets, rank, stage, &order);
+                let (forward, backward) = mailboxes[rank as usize].lists(call, &computes, &collectives);
                 programs.push(RankProgram { rank, stage, replica, forward, backward });
             }
         }

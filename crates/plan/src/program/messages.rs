@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use rannc_ir::ValueId;
 
 use super::action::{Action, Message, Payload, Piece};
-use super::buckets::Sums;
+use super::collectives::Collectives;
 use super::routes::{Interval, overlaps};
 use crate::partition::Partition;
 use crate::plan::Placement;
@@ -74,15 +74,19 @@ impl Mailbox {
         }
     }
 
-    /// The forward and the backward list of the rank, with these computations in their order and these sums of
-    /// gradients: `early` ones under the last backward, `late` ones behind everything.
-    pub(super) fn lists(&mut self, call: Call, computes: &[Compute], sums: Sums) -> (Vec<Action>, Vec<Action>) {
+    /// The forward and the backward list of the rank, with these computations in their order.
+    pub(super) fn lists(
+        &mut self,
+        call: Call,
+        computes: &[Compute],
+        collectives: &Collectives<'_>,
+    ) -> (Vec<Action>, Vec<Action>) {
         let (forwards, backwards): (Vec<Compute>, Vec<Compute>) =
             computes.iter().partition(|compute| matches!(compute, Compute::Forward(_)));
         match call {
             Call::Forward => (self.actions(&forwards), Vec::new()),
-            Call::Whole => (sums.within(self.actions(computes)), Vec::new()),
-            Call::Halves => (self.actions(&forwards), sums.within(self.actions(&backwards))),
+            Call::Whole => (collectives.within(self.actions(computes)), Vec::new()),
+            Call::Halves => (self.actions(&forwards), collectives.within(self.actions(&backwards))),
         }
     }
 

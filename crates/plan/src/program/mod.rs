@@ -3,6 +3,7 @@
 mod action;
 mod buckets;
 mod build;
+mod collectives;
 mod messages;
 mod routes;
 mod view;

@@ -98,7 +98,10 @@ impl Program {
             pairs.extend(program.forward.iter().chain(&program.backward).filter_map(|action| match action {
                 Action::Send(message) => Some((program.rank, message.peer)),
                 Action::Recv(message) => Some((message.peer, program.rank)),
-                Action::Forward { .. } | Action::Backward { .. } | Action::AllReduce { .. } => None,
+                Action::Forward { .. }
+                | Action::Backward { .. }
+                | Action::AllReduce { .. }
+                | Action::ReduceScatter { .. } => None,
             }));
         }
         pairs.sort_unstable();

@@ -26,6 +26,15 @@ pub struct Held {
     pub dtype: DType,
     pub bytes: u64,
     pub stages: Vec<u32>,
+    /// True when its Stage's Replicas divide of it what the Placement says.
+    pub divided: bool,
+}
+
+impl Held {
+    /// A Param of which nothing is divided.
+    pub fn whole(dtype: DType, bytes: u64, stages: &[u32]) -> Self {
+        Self { dtype, bytes, stages: stages.to_vec(), divided: false }
+    }
 }
 
 impl Given {
@@ -56,12 +65,15 @@ impl Given {
 
     /// Gradients of the Params, in the order in which the forward uses them.
     pub fn gradients(&self) -> Vec<Gradient> {
-        let gradient = |(param, Held { dtype, bytes, stages }): (u32, &Held)| {
+        let gradient = |(param, Held { dtype, bytes, stages, divided }): (u32, &Held)| {
             let mut holders: Vec<u32> =
                 stages.iter().flat_map(|&stage| &self.placement.ranks[stage as usize]).copied().collect();
             holders.sort_unstable();
             let elements = bytes / dtype.bytes();
-            let (dtype, bytes, sharding) = (*dtype, *bytes, Sharding::None);
+            let stage =
+                if *divided && stages.len() == 1 && holders.len() > 1 { Some(stages[0] as usize) } else { None };
+            let asked = stage.and_then(|stage| self.placement.sharding.get(stage));
+            let (dtype, bytes, sharding) = (*dtype, *bytes, asked.copied().unwrap_or_default());
             Gradient { param: ParamId(param), dtype, elements, bytes, holders, sharding }
         };
         (0..).zip(&self.params).map(gradient).collect()
@@ -102,25 +114,29 @@ pub fn cases() -> impl Strategy<Value = Given> {
         let world: usize = replicas.iter().sum();
         let stages = replicas.len();
         let ranks: Vec<u32> = (0..).take(world).collect();
-        let placement = (Just(ranks).prop_shuffle(), 1..=9u32, schedules());
-        let placement = placement.prop_map(move |(shuffled, microbatches, schedule)| {
+        let placement = (Just(ranks).prop_shuffle(), 1..=9u32, schedules(), vec(shardings(), stages));
+        let placement = placement.prop_map(move |(shuffled, microbatches, schedule, sharding)| {
             let mut rest = shuffled.into_iter();
             let ranks = replicas.iter().map(|&count| rest.by_ref().take(count).collect()).collect();
-            Placement { ranks, microbatches, schedule: schedule.into(), sharding: Vec::new() }
+            Placement { ranks, microbatches, schedule: schedule.into(), sharding }
         });
         (placement, partitions(stages), params(stages), batches(world), calls())
             .prop_map(|(placement, partition, params, batch, call)| Given { placement, partition, params, batch, call })
     })
 }
 
+fn shardings() -> impl Strategy<Value = Sharding> {
+    prop_oneof![Just(Sharding::None), Just(Sharding::Optimizer), Just(Sharding::Gradients), Just(Sharding::Params)]
+}
+
 /// Params of a few bytes to more than a bucket, each on one Stage or several.
 pub fn params(stages: usize) -> impl Strategy<Value = Vec<Held>> {
     let dtype = prop_oneof![4 => Just(DType::Float32), 1 => Just(DType::Float64)];
     let bytes = prop_oneof![1..100_u64, Just(1 << 20), Just(20 << 20), Just(30 << 20)];
-    let held = (dtype, bytes, 0..stages, vec(prop::bool::weighted(0.2), stages));
-    let held = held.prop_map(move |(dtype, bytes, first, also)| {
+    let held = (dtype, bytes, 0..stages, vec(prop::bool::weighted(0.2), stages), prop::bool::weighted(0.7));
+    let held = held.prop_map(move |(dtype, bytes, first, also, divided)| {
         let holds = |&stage: &usize| stage == first || also[stage];
-        Held { dtype, bytes, stages: (0..stages).filter(holds).map(stage_number).collect() }
+        Held { dtype, bytes, stages: (0..stages).filter(holds).map(stage_number).collect(), divided }
     });
     vec(held, 0..8)
 }

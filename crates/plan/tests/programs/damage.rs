@@ -35,6 +35,8 @@ enum Damage {
     OtherBytes,
     SwapSums,
     EarlySum,
+    LateSum,
+    OtherSum,
     DropParam,
     RepeatParam,
     MoveParam,
@@ -42,7 +44,7 @@ enum Damage {
     LargerBucket,
 }
 
-const DAMAGES: [Damage; 29] = [
+const DAMAGES: [Damage; 31] = [
     Damage::DropAction,
     Damage::RepeatAction,
     Damage::OtherMicrobatch,
@@ -67,6 +69,8 @@ const DAMAGES: [Damage; 29] = [
     Damage::OtherBytes,
     Damage::SwapSums,
     Damage::EarlySum,
+    Damage::LateSum,
+    Damage::OtherSum,
     Damage::DropParam,
     Damage::RepeatParam,
     Damage::MoveParam,
@@ -115,6 +119,7 @@ fn damage_actions(program: &mut Program, damage: Damage, list: Index, place: Ind
         _ => match &mut list[at] {
             Action::Forward { mb } | Action::Backward { mb } => *mb += 1,
             Action::Send(message) | Action::Recv(message) => message.mb += 1,
+            Action::ReduceScatter { mb, .. } => *mb += 1,
             Action::AllReduce { .. } => return None,
         },
     }
@@ -178,8 +183,12 @@ fn damage_rows(program: &mut Program, damage: Damage, which: Index, place: Index
 
 /// The places of a list's sums.
 fn sums(list: &[Action]) -> Vec<usize> {
-    let is_sum = |place: &usize| matches!(list[*place], Action::AllReduce { .. });
-    (0..list.len()).filter(is_sum).collect()
+    (0..list.len()).filter(|&place| list[place].group().is_some()).collect()
+}
+
+/// The places of a list's backwards.
+fn backwards(list: &[Action]) -> Vec<usize> {
+    (0..list.len()).filter(|&place| matches!(list[place], Action::Backward { .. })).collect()
 }
 
 /// Breaks one rank's sums.
@@ -187,21 +196,39 @@ fn damage_sums(program: &mut Program, damage: Damage, which: Index, place: Index
     let (buckets, groups) = (program.buckets.len(), program.groups.len());
     let list = pick(lists(program).filter(|list| !sums(list).is_empty()), which)?;
     let at = *pick(sums(list).iter(), place)?;
-    let Action::AllReduce { group, bucket, bytes } = &mut list[at] else { return None };
+    let divided = matches!(list[at], Action::ReduceScatter { .. });
+    let (Action::AllReduce { group, bucket, bytes } | Action::ReduceScatter { group, bucket, bytes, .. }) =
+        &mut list[at]
+    else {
+        return None;
+    };
     match damage {
         Damage::OtherBucket => *bucket = other(*bucket, buckets, which)?,
         Damage::OtherGroup => *group = other(*group, groups, which)?,
         Damage::OtherBytes => *bytes += 1,
         Damage::SwapSums => {
             let own = *group;
-            let of_group = |at: &usize| matches!(list[*at], Action::AllReduce { group, .. } if group == own);
+            let of_group = |at: &usize| list[*at].group() == Some(own);
             let next = *sums(list).iter().filter(|other| **other > at).find(|at| of_group(at))?;
             list.swap(at, next);
         }
+        Damage::OtherSum => {
+            let (group, bucket, bytes) = (*group, *bucket, *bytes);
+            list[at] = if divided {
+                Action::AllReduce { group, bucket, bytes }
+            } else {
+                Action::ReduceScatter { group, bucket, mb: 0, bytes }
+            };
+        }
+        Damage::LateSum => {
+            // Sums of whole buckets may come late.
+            let next = backwards(list).into_iter().find(|&backward| divided && backward > at)?;
+            let sum = list.remove(at);
+            list.insert(next, sum);
+        }
         _ => {
-            let backwards =
-                |actions: &[Action]| actions.iter().filter(|a| matches!(a, Action::Backward { .. })).count();
-            if backwards(list) < 2 {
+            let before = backwards(list).into_iter().filter(|&backward| backward < at).count();
+            if (divided && before == 0) || backwards(list).len() < 2 {
                 return None;
             }
             let sum = list.remove(at);
@@ -265,9 +292,13 @@ fn apply(program: &mut Program, damage: Damage, which: Index, place: Index) -> O
         | Damage::ShiftStageRows
         | Damage::MoreRows
         | Damage::LongerMicrobatch => damage_rows,
-        Damage::OtherBucket | Damage::OtherGroup | Damage::OtherBytes | Damage::SwapSums | Damage::EarlySum => {
-            damage_sums
-        }
+        Damage::OtherBucket
+        | Damage::OtherGroup
+        | Damage::OtherBytes
+        | Damage::SwapSums
+        | Damage::EarlySum
+        | Damage::LateSum
+        | Damage::OtherSum => damage_sums,
         Damage::DropParam | Damage::RepeatParam | Damage::MoveParam | Damage::OtherMembers | Damage::LargerBucket => {
             damage_buckets
         }
@@ -383,7 +414,7 @@ fn the_third_unread_gradient_waits() {
 #[test]
 fn errors_name_rank_and_action() {
     let mut case = Given::chain(&[1, 2], 2, &[2, 2, 2], Call::Whole, ScheduleKind::OneForwardOneBackward);
-    case.params.push(Held { dtype: DType::Float32, bytes: 8, stages: vec![1] });
+    case.params.push(Held::whole(DType::Float32, 8, &[1]));
     let error_after = |damage: &dyn Fn(&mut Program)| {
         let mut program = case.build();
         damage(&mut program);

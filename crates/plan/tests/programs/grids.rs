@@ -1,7 +1,7 @@
 //! Programs drawn.
 
 use rannc_ir::DType;
-use rannc_plan::{Action, Call, CheckError, Crossing, Order, Schedule, ScheduleKind, grid};
+use rannc_plan::{Action, Call, CheckError, Crossing, Order, Schedule, ScheduleKind, Sharding, grid};
 
 use crate::cases::{Given, Held};
 
@@ -209,7 +209,7 @@ fn a_listed_order_is_run_as_it_stands() {
 #[test]
 fn gradients_are_summed_over_all_who_hold_them() {
     let mut case = Given::chain(&[2, 1], 2, &[2, 2, 2], Call::Whole, ScheduleKind::OneForwardOneBackward);
-    let held = |bytes, stages: &[u32]| Held { dtype: DType::Float32, bytes, stages: stages.to_vec() };
+    let held = |bytes, stages: &[u32]| Held::whole(DType::Float32, bytes, stages);
     case.params = vec![held(8, &[0, 1]), held(1 << 20, &[0]), held(12, &[0]), held(16, &[1])];
     let program = case.build();
     assert_eq!(case.check(&program), Ok(()));
@@ -227,4 +227,28 @@ AllReduce(bucket 2, 8 bytes over group 2)
     );
     assert!(tail(2, 1).starts_with("AllReduce(bucket 2"), "a group of one rank sums nothing");
     assert_eq!(program.groups, [vec![0, 1], vec![2], vec![0, 1, 2]]);
+}
+
+/// The second Replica has rows of the first microbatch only, and does its part of the second's sum at the end.
+#[test]
+fn divided_gradients_are_summed_for_each_microbatch() {
+    let mut case = Given::chain(&[2], 2, &[2, 1], Call::Whole, ScheduleKind::OneForwardOneBackward);
+    let held = |dtype, divided| Held { divided, ..Held::whole(dtype, 8, &[0]) };
+    case.params = vec![held(DType::Float32, true), held(DType::Float32, false), held(DType::Float64, true)];
+    case.placement.sharding = vec![Sharding::Gradients];
+    let program = case.build();
+    assert_eq!(case.check(&program), Ok(()));
+    let first = "\
+Forward(mb 0)
+ReduceScatter(mb 0, bucket 0, 8 bytes over group 0)
+ReduceScatter(mb 0, bucket 2, 8 bytes over group 0)
+Backward(mb 0)
+";
+    let second = "\
+ReduceScatter(mb 1, bucket 0, 8 bytes over group 0)
+AllReduce(bucket 1, 8 bytes over group 0)
+ReduceScatter(mb 1, bucket 2, 8 bytes over group 0)
+";
+    assert_eq!(list(&program.ranks[0].forward), format!("{first}Forward(mb 1)\n{second}Backward(mb 1)\n"));
+    assert_eq!(list(&program.ranks[1].forward), format!("{first}{second}"));
 }

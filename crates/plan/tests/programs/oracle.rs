@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use rannc_ir::{ParamId, ValueId};
-use rannc_plan::{Action, Interval, Message, OutputSource, Payload, Piece, Program};
+use rannc_plan::{Action, Interval, Message, OutputSource, Payload, Piece, Program, Sharding};
 
 use crate::cases::Given;
 
@@ -174,20 +174,33 @@ struct RankState {
     has: BTreeMap<(Payload, u32), Vec<Token>>,
     forwards: BTreeSet<u32>,
     backwards: BTreeSet<u32>,
-    /// Buckets in the order in which it is ready for their sums, with the backwards that it had done then.
-    sums: VecDeque<(u32, usize)>,
+    /// Its sums that are not done, in order.
+    sums: VecDeque<Sum>,
+    /// Which microbatch it divided last.
+    divided: Option<u32>,
+    /// By bucket, the microbatches whose gradients are in it.
+    filled: BTreeMap<u32, BTreeSet<u32>>,
+}
+
+/// A sum that a rank has come to: of a bucket, and of one microbatch where ranks get parts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Sum {
+    bucket: u32,
+    mb: Option<u32>,
 }
 
 struct Execution<'a> {
     oracle: &'a Oracle<'a>,
     ranks: Vec<RankState>,
     channels: BTreeMap<(u32, u32), Pipe>,
+    /// What has been summed, by Param and microbatch, over which ranks.
+    summed: BTreeMap<(ParamId, Option<u32>), Vec<u32>>,
 }
 
 impl<'a> Execution<'a> {
     fn new(oracle: &'a Oracle<'a>) -> Self {
         let ranks = oracle.computes.iter().map(|_| RankState::default()).collect();
-        Self { oracle, ranks, channels: BTreeMap::new() }
+        Self { oracle, ranks, channels: BTreeMap::new(), summed: BTreeMap::new() }
     }
 
     fn run(mut self) -> Result<(), Failure> {
@@ -205,44 +218,99 @@ impl<'a> Execution<'a> {
                     moved = true;
                 }
             }
+            moved |= self.sum()?;
         }
         if (0..lists.len()).any(|rank| self.ranks[rank].position < lists[rank].len()) {
             return Err(Failure::Stuck);
         }
-        self.check_end()?;
-        self.sum()
-    }
-
-    /// Lets the ranks sum, each in its own order, and demands that every gradient is summed over its holders.
-    fn sum(&mut self) -> Result<(), Failure> {
-        let program = self.oracle.program;
-        let mut found: BTreeMap<ParamId, Vec<u32>> = BTreeMap::new();
-        for state in &self.ranks {
-            let late = |&(_, done): &(u32, usize)| done + 1 >= state.backwards.len();
-            require(state.sums.iter().all(late), || "a sum of what is not complete".into())?;
-        }
-        while let Some(&(bucket, _)) = self.ranks.iter().filter_map(|state| state.sums.front()).find(|(bucket, _)| {
-            let members = &program.groups[program.buckets[*bucket as usize].group as usize];
-            members.iter().all(|&rank| self.ranks[rank as usize].sums.front().is_some_and(|(next, _)| next == bucket))
-        }) {
-            let own = &program.buckets[bucket as usize];
-            let members = &program.groups[own.group as usize];
-            for &rank in members {
-                self.ranks[rank as usize].sums.pop_front();
-            }
-            for param in &own.params {
-                require(found.insert(*param, members.clone()).is_none(), || format!("{param} is summed twice"))?;
-            }
-        }
         if self.ranks.iter().any(|state| !state.sums.is_empty()) {
             return Err(Failure::Stuck);
         }
-        for gradient in self.oracle.case.gradients() {
-            let shared = self.oracle.case.call.trains() && gradient.holders.len() > 1;
-            let expected = shared.then_some(&gradient.holders);
-            require(found.get(&gradient.param) == expected, || format!("{} is not summed", gradient.param))?;
+        self.check_end()?;
+        self.check_summed()
+    }
+
+    /// The buckets of several ranks, one of them this.
+    fn buckets_of(&self, rank: usize) -> Vec<u32> {
+        let program = self.oracle.program;
+        let holds = |members: &Vec<u32>| members.len() > 1 && members.contains(&(rank as u32));
+        let buckets = (0..).zip(&program.buckets);
+        buckets.filter(|(_, bucket)| holds(&program.groups[bucket.group as usize])).map(|(number, _)| number).collect()
+    }
+
+    /// True when a rank has put all into a bucket that it will for this sum.
+    fn is_filled(&self, rank: usize, sum: Sum) -> bool {
+        let has_rows = |&mb: &u32| !self.oracle.rows(rank, mb as usize).is_empty();
+        let all: Vec<u32> = (0..self.oracle.case.placement.microbatches).filter(has_rows).collect();
+        let done = |mb: &u32| self.ranks[rank].backwards.contains(mb);
+        match sum.mb {
+            Some(mb) => !has_rows(&mb) || done(&mb),
+            None => all.iter().all(done),
         }
-        Ok(())
+    }
+
+    /// Lets the ranks sum, each in its own order; true when any did.
+    fn sum(&mut self) -> Result<bool, Failure> {
+        let program = self.oracle.program;
+        let mut any = false;
+        let members = |sum: &Sum| &program.groups[program.buckets[sum.bucket as usize].group as usize];
+        let next = |this: &Self, rank: u32| this.ranks[rank as usize].sums.front().copied();
+        let ready = |this: &Self, sum: &Sum| {
+            let come = |rank: u32| next(this, rank) == Some(*sum) && this.is_filled(rank as usize, *sum);
+            members(sum).iter().all(|&rank| come(rank))
+        };
+        while let Some(sum) =
+            (0..self.ranks.len() as u32).filter_map(|rank| next(self, rank)).find(|sum| ready(self, sum))
+        {
+            any = true;
+            for &rank in members(&sum) {
+                let has_rows = |mb: &u32| !self.oracle.rows(rank as usize, *mb as usize).is_empty();
+                let state = &mut self.ranks[rank as usize];
+                state.sums.pop_front();
+                let all = 0..self.oracle.case.placement.microbatches;
+                let expected = all.filter(|mb| sum.mb.is_none_or(|own| own == *mb)).filter(has_rows).collect();
+                let found = state.filled.remove(&sum.bucket).unwrap_or_default();
+                require(found == expected, || format!("rank {rank} has {found:?} in bucket {}", sum.bucket))?;
+            }
+            for param in &program.buckets[sum.bucket as usize].params {
+                let again = self.summed.insert((*param, sum.mb), members(&sum).clone()).is_some();
+                require(!again, || format!("{param} is summed twice"))?;
+            }
+        }
+        Ok(any)
+    }
+
+    /// Demands that every gradient was summed over its holders, and nothing else.
+    fn check_summed(&self) -> Result<(), Failure> {
+        let case = self.oracle.case;
+        let mut expected: BTreeMap<(ParamId, Option<u32>), Vec<u32>> = BTreeMap::new();
+        for gradient in case.gradients() {
+            if !case.call.trains() || gradient.holders.len() < 2 {
+                continue;
+            }
+            let has_rows = |mb: &u32| !self.oracle.microbatches[*mb as usize].is_empty();
+            let each: Vec<Option<u32>> = match gradient.sharding {
+                Sharding::None | Sharding::Optimizer => vec![None],
+                _ => (0..case.placement.microbatches).filter(has_rows).map(Some).collect(),
+            };
+            expected.extend(each.into_iter().map(|mb| ((gradient.param, mb), gradient.holders.clone())));
+        }
+        require(self.summed == expected, || format!("summed are {:?}", self.summed))?;
+        require(self.ranks.iter().all(|state| state.filled.is_empty()), || "gradients that nobody sums".into())
+    }
+
+    /// Comes to a sum; false when it must wait.
+    fn gather(&mut self, rank: usize, sum: Sum) -> bool {
+        let of_others = sum.mb.is_some() && self.ranks[rank].divided.is_some_and(|before| Some(before) != sum.mb);
+        let all: Vec<Sum> = self.ranks[rank].sums.iter().copied().collect();
+        // It waits for what it is ready for; of the rest nothing can start before it goes on.
+        if of_others && all.first().is_some_and(|&next| self.is_filled(rank, next)) {
+            return false;
+        }
+        let state = &mut self.ranks[rank];
+        state.divided = sum.mb.or(state.divided);
+        state.sums.push_back(sum);
+        true
     }
 
     fn step(&mut self, rank: usize, action: &Action) -> Result<bool, Failure> {
@@ -256,11 +324,8 @@ impl<'a> Execution<'a> {
                 self.ranks[rank].pending.push_back((message.peer, message.clone()));
                 Ok(true)
             }
-            Action::AllReduce { bucket, .. } => {
-                let state = &mut self.ranks[rank];
-                state.sums.push_back((*bucket, state.backwards.len()));
-                Ok(true)
-            }
+            Action::AllReduce { bucket, .. } => Ok(self.gather(rank, Sum { bucket: *bucket, mb: None })),
+            Action::ReduceScatter { bucket, mb, .. } => Ok(self.gather(rank, Sum { bucket: *bucket, mb: Some(*mb) })),
         }
     }
 
@@ -319,6 +384,11 @@ impl<'a> Execution<'a> {
         let done = if payload == Payload::Value { &mut state.forwards } else { &mut state.backwards };
         require(done.insert(mb), || "computed twice".into())?;
         require(state.forwards.contains(&mb), || "backward first".into())?;
+        if payload == Payload::Grad {
+            for bucket in self.buckets_of(rank) {
+                self.ranks[rank].filled.entry(bucket).or_default().insert(mb);
+            }
+        }
         Ok(true)
     }
 

@@ -204,6 +204,11 @@ impl Costs for PlanCosts<'_> {
         share(self.priced(stage, None).end.reduce_us, bytes, self.model.chain.own.message_bytes.at(run.start, run.end))
     }
 
+    fn reduce_scatter_us(&self, stage: u32, bytes: u64) -> f64 {
+        // Backwards of Stages that divide gradients are priced with what they hide.
+        self.reduce_us(stage, bytes)
+    }
+
     fn reduce_tied_us(&self, ranks: &[u32], bytes: u64) -> f64 {
         let known = self.tied.iter().find(|sum| sum.ranks == ranks);
         known.map_or(0.0, |sum| share(sum.us, bytes, sum.bytes))

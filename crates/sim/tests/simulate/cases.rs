@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use rannc_ir::testing::{graphs, mlp};
 use rannc_ir::{Analysis, Graph, OpRun, ValueId};
-use rannc_plan::{Batch, Buckets, Call, Partition, Placement, Program, ScheduleKind, Trained, build};
+use rannc_plan::{Batch, Buckets, Call, Partition, Placement, Program, ScheduleKind, Sharding, Trained, build};
 use rannc_sim::{Costs, Timeline, simulate};
 
 /// Costs of a Stage; times and bytes of rows are for each row.
@@ -66,6 +66,9 @@ impl Costs for TableCosts {
     fn reduce_us(&self, stage: u32, _: u64) -> f64 {
         self.stage(stage).reduce_us
     }
+    fn reduce_scatter_us(&self, stage: u32, _: u64) -> f64 {
+        self.stage(stage).reduce_us / 2.0
+    }
     fn reduce_tied_us(&self, ranks: &[u32], _: u64) -> f64 {
         self.tied_us * ranks.len() as f64
     }
@@ -88,6 +91,19 @@ pub type Way = (Call, ScheduleKind);
 
 /// The Program of a Graph cut before these main Ops, with the ranks in order and `rows` rows in all.
 pub fn program(graph: &Graph, cuts: &[u32], replicas: &[usize], microbatches: u32, rows: u64, way: Way) -> Program {
+    divided_program(graph, cuts, replicas, &[], microbatches, rows, way)
+}
+
+/// The same where the Replicas of each Stage divide so much.
+pub fn divided_program(
+    graph: &Graph,
+    cuts: &[u32],
+    replicas: &[usize],
+    sharding: &[Sharding],
+    microbatches: u32,
+    rows: u64,
+    way: Way,
+) -> Program {
     let (call, schedule) = way;
     let end = u32::try_from(Analysis::new(graph).main_ops.len()).expect("small");
     let ends: Vec<u32> = [0].into_iter().chain(cuts.iter().copied()).chain([end]).collect();
@@ -98,7 +114,7 @@ pub fn program(graph: &Graph, cuts: &[u32], replicas: &[usize], microbatches: u3
     let mut rows_per_rank = vec![0; replicas.iter().sum()];
     rows_per_rank[0] = rows;
     let batch = Batch { rows_per_rank, gather_inputs: true };
-    let placement = Placement { ranks, microbatches, schedule: schedule.into(), sharding: Vec::new() };
+    let placement = Placement { ranks, microbatches, schedule: schedule.into(), sharding: sharding.to_vec() };
     let buckets = Buckets::of(graph, &partition, &placement, &Trained::captured(graph));
     build(&placement, &partition, &buckets, &batch, call).expect("the case is sound")
 }
@@ -115,17 +131,22 @@ pub fn ways() -> impl Strategy<Value = Way> {
     (calls, prop_oneof![Just(ScheduleKind::FillDrain), Just(ScheduleKind::OneForwardOneBackward)])
 }
 
+fn shardings() -> impl Strategy<Value = Sharding> {
+    prop_oneof![Just(Sharding::None), Just(Sharding::Optimizer), Just(Sharding::Gradients), Just(Sharding::Params)]
+}
+
 /// Random graphs cut where it is allowed, with up to three Replicas a Stage and rows that do not divide.
 pub fn programs() -> impl Strategy<Value = Program> {
     let replicas = vec(1..=3_usize, 5);
-    (graphs(), vec(any::<Index>(), 0..5), replicas, 1..=6_u32, 1..=40_u64, ways()).prop_map(
-        |(graph, picks, replicas, microbatches, rows, way)| {
+    let sharding = vec(shardings(), 5);
+    (graphs(), vec(any::<Index>(), 0..5), replicas, sharding, 1..=6_u32, 1..=40_u64, ways()).prop_map(
+        |(graph, picks, replicas, sharding, microbatches, rows, way)| {
             let cuts = Analysis::new(&graph).cuts;
             let end = u32::try_from(cuts.len() - 1).expect("small");
             let allowed: Vec<u32> = (1..end).filter(|&cut| cuts[cut as usize].is_none()).collect();
             let chosen = picks.iter().filter(|_| !allowed.is_empty()).map(|pick| *pick.get(&allowed));
             let chosen: Vec<u32> = chosen.collect::<BTreeSet<u32>>().into_iter().take(4).collect();
-            program(&graph, &chosen, &replicas[..=chosen.len()], microbatches, rows, way)
+            divided_program(&graph, &chosen, &replicas[..=chosen.len()], &sharding, microbatches, rows, way)
         },
     )
 }

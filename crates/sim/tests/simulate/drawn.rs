@@ -1,11 +1,11 @@
 //! Small steps, worked out by hand.
 
-use rannc_ir::testing::GraphBuilder;
+use rannc_ir::testing::{GraphBuilder, mlp};
 use rannc_ir::{Arg, DType, Dim};
-use rannc_plan::{Call, Payload, ScheduleKind};
+use rannc_plan::{Call, Payload, ScheduleKind, Sharding};
 use rannc_sim::{Timeline, What};
 
-use crate::cases::{TableCosts, chain, program};
+use crate::cases::{TableCosts, chain, divided_program, program};
 
 /// One line a rank: what it does, from when to when.
 fn draw(timeline: &Timeline) -> String {
@@ -122,6 +122,22 @@ fn tied_gradients_wait_for_all_holders() {
 1: v0<0 4-6, F0 6-8, v0>3 8-10, g0<3 20-22, B0 22-25, g0>0 25-27, R 25-29, U 29-30
 2: v0<0 4-6, F0 6-8, v0>3 8-10, g0<3 20-22, B0 22-25, R 25-29, g0>0 25-27, U 29-30
 3: v0<1 8-10, v0<2 8-10, F0 10-14, B0 14-20, g0>1 20-22, g0>2 20-22, R 33-39, U 39-40
+"
+    );
+}
+
+/// Each Replica's part of a microbatch's gradients is summed under the next forward; the next backward waits for that.
+#[test]
+fn divided_gradients_are_summed_between_backwards() {
+    let way = (Call::Whole, ScheduleKind::OneForwardOneBackward);
+    let dividing = |way| divided_program(&mlp(1, 4), &[], &[2], &[Sharding::Gradients], 2, 3, way);
+    let mut costs = costs(1, 2, 1.0);
+    costs.stages[0].reduce_us = 10.0;
+    assert_eq!(
+        draw(&costs.run(&dividing(way))),
+        "\
+0: F0 0-2, B0 2-5, F1 5-7, R 5-10, B1 10-13, R 13-18, U 18-19
+1: F0 0-2, B0 2-5, R 5-10, R 13-18, U 18-19
 "
     );
 }
