@@ -183,7 +183,7 @@ impl Plan {
         for (stage, planned) in self.stages.iter().enumerate() {
             let asked = [
                 (planned.recomputes(), "recomputation"),
-                (planned.sharding > Sharding::Optimizer, "sharding of gradients or parameters"),
+                (planned.sharding > Sharding::Gradients, "sharding of parameters"),
                 (planned.offload, "offload"),
             ];
             if let Some(&(_, what)) = asked.iter().find(|(asked, _)| *asked) {
