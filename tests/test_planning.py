@@ -53,10 +53,12 @@ def test_a_dry_run_plans_for_the_cluster_of_a_file(ranks: Ranks, tmp_path: Path)
         "RANNC_PARTITIONING_DRY_RUN_NP": "16",
         "RANNC_SAVE_DEPLOYMENT": "1",
         "RANNC_DEPLOYMENT_FILE": str(plan),
+        "RANNC_ENABLE_ZERO": "2",
     }
     assert ranks(2).run(call_once, env=env) == ["exit 0", "exit 0"]
     found = json.loads(plan.read_text())
     assert (found["world_size"], found["batch_rows"]) == (16, 128)
+    assert all((stage["sharding"] == "gradients") == (len(stage["ranks"]) > 1) for stage in found["stages"])
     # An H100 takes microseconds, and its framework memory.
     assert found["predicted"]["step_us"] < 2000
     assert found["stages"][0]["predicted"]["memory"]["framework_bytes"] > GIB

@@ -83,6 +83,9 @@ class Config:
             by its formula with a mask that no Plan changes, which costs the memory of all attention scores (two
             tensors of them, and a byte for each, in forward until backward) and the time to move them, several times
             that of the kernel. On the host, which has no such kernel, no Plan ever changes the mask.
+        enable_zero: What the Replicas of a Stage divide among them (ZeRO): "off", nothing; "1", the optimizer's state;
+            "2", also gradients; "3", also parameters; each of them for every Stage that has several Replicas; "auto",
+            for each Stage what the search finds best.
         reduce_dtype: Type in which gradients are summed over ranks: "float32", or a parameter's own where that is
             wider; "bfloat16", which halves the messages and rounds each sum; or "param", each parameter's own. On a
             rank, those of several microbatches are always added up in float32 at least.
@@ -132,6 +135,7 @@ class Config:
     verify_partitioning: bool = _item(False)
     display_comm_value: bool = _item(False, later="no values are logged")
     fused_dropout: bool = _item(True)
+    enable_zero: str = _item("off", choices=("off", "auto", "1", "2", "3"))
     reduce_dtype: str = _item("float32", choices=("float32", "bfloat16", "param"))
     recapture_interval: int = _item(1000, least=0)
     consolidate_grads: bool = _item(True, replaced_by="gradients are always reduced in buckets")
@@ -214,6 +218,8 @@ def _meant(source: str, name: str, known: Mapping[str, object]) -> str:
 def _convert(item: Field[Any], raw: object, source: str) -> Value:
     """``raw`` as the item's type. Only the environment needs text parsed; a file's values have types already."""
     kind = type(item.default)
+    if type(raw) is int and str(raw) in item.metadata["choices"]:
+        raw = str(raw)
     value = _parse(kind, raw) if isinstance(raw, str) and source.startswith("environment") else _cast(kind, raw)
     if value is None:
         wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind]

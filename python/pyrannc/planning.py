@@ -16,7 +16,7 @@ from pyrannc._native import Cluster, Plan, Profile
 from pyrannc.call.variant import Variant
 from pyrannc.config import Config
 from pyrannc.core.partition import Parts
-from pyrannc.core.settings import SearchSettings
+from pyrannc.core.settings import Capabilities, SearchSettings
 from pyrannc.errors import PlanFileError, ProfileError
 from pyrannc.job import agree, phases, process
 from pyrannc.log import get_logger
@@ -87,6 +87,7 @@ def search(request: Request, cluster: Cluster, profiles: Sequence[Profile], worl
         min_microbatch_rows=config.min_pipeline_bs,
         loss_inside=request.variant.loss_inside,
         reduce_dtype=config.reduce_dtype,
+        capabilities=Capabilities.of_zero(config.enable_zero),
     )
     for measured in profiles[:1]:
         cluster = cluster.with_links(measured)

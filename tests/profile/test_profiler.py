@@ -68,7 +68,11 @@ def test_a_profile_survives_its_file(layers: Subject, tmp_path: Path) -> None:
     again = Profile.read(file)
     assert again.to_json() == measured.to_json()
     assert (again.graph_hash, again.device) == (layers.graph_hash, "cpu")
-    assert again.versions == {"pyrannc": pyrannc.__version__, "torch": torch.__version__}
+    assert again.versions == {
+        "pyrannc": pyrannc.__version__,
+        "torch": torch.__version__,
+        "working copies": "once a step",
+    }
     points = json.loads(again.to_json())["blocks"]
     assert all([point["rows"] for point in block] == [1, 4] for block in points.values())
 

@@ -11,9 +11,26 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What Plans may use to save memory."""
+    """What Plans may use to save memory.
+
+    Attributes:
+        recompute: computing parts of a forward again for the backward.
+        sharding: the most that Replicas may divide among them: "none", "optimizer", "gradients" or "params", each with
+            those before it.
+        least_sharding: the least that several Replicas of a Stage divide.
+    """
 
     recompute: bool = False
+    sharding: str = "none"
+    least_sharding: str = "none"
+
+    @staticmethod
+    def of_zero(level: str) -> Capabilities:
+        """What ``enable_zero`` of the configuration asks for."""
+        if level == "auto":
+            return Capabilities(sharding="params")
+        name = {"off": "none", "1": "optimizer", "2": "gradients", "3": "params"}[level]
+        return Capabilities(sharding=name, least_sharding=name)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from pyrannc.blocks.conversion import conversions
 from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture import Captured
@@ -36,6 +38,11 @@ class BlockSource:
     samples: Sequence[Tensor]
     fused_dropout: bool
 
+    @cached_property
+    def conversions(self) -> dict[int, int]:
+        """Ops that make working copies: by Op, the parameter's Value."""
+        return conversions(self.captured, self.facts)
+
 
 @dataclass(frozen=True)
 class Run:
@@ -60,7 +67,7 @@ class BlockCode:
     """A Block that can be run on any number of rows.
 
     Batch-free Ops that other Blocks use too are not part of it: a Stage runs them once for all of its Blocks. Their
-    results come in from outside here.
+    results come in from outside here, and so do working copies of parameters, which a Stage makes once a call.
 
     Args:
         source: where the Block comes from.
@@ -78,6 +85,8 @@ class BlockCode:
         self._device = device
         self._randomness = Randomness(device, fused_dropout=source.fused_dropout)
         self._generator = torch.Generator(device).manual_seed(0)
+        part = replace(part, ops=tuple(op for op in part.ops if op not in source.conversions))
+        ops = [op for op in ops if op not in source.conversions]
         own = set(ops)
         clones = tuple(op for op in part.ops if op not in own)
         self._shared = self._results_used_by(ops, clones)
@@ -97,11 +106,13 @@ class BlockCode:
         return tuple(dict.fromkeys(value for value in used if value in made))
 
     def _make_state(self, part: StagePart) -> dict[int, Tensor]:
-        """Parameters, buffers and constants by Value."""
+        """Parameters, or their working copies, buffers and constants by Value."""
         facts = self._source.facts
+        copy_of = {value: facts.ops[op].results[0] for op, value in self._source.conversions.items()}
         state = {}
         for param in part.params:
             value = facts.params[param].value
+            value = copy_of.get(value, value)
             state[value] = self._random(value, rows=1).mul_(_PARAM_STD)
             state[value].requires_grad_(facts.values[value].requires_grad)
         for buffer in part.buffers:

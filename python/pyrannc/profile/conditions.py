@@ -63,7 +63,7 @@ class Conditions:
 
 def conditions(device: torch.device, *, fused_dropout: bool) -> Conditions:
     """Those in force on ``device`` now."""
-    versions = {"pyrannc": _native.version, "torch": torch.__version__}
+    versions = {"pyrannc": _native.version, "torch": torch.__version__, "working copies": "once a step"}
     if device.type == "cuda":
         versions["cuda"] = str(torch.version.cuda)
         versions["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]  # torch has no types for it

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass, replace
 
-import torch
-
+from pyrannc.blocks.conversion import is_conversion
 from pyrannc.capture import Captured
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import SpanPart, StagePart
 from pyrannc.store.working_copies import Key
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ def working_part(captured: Captured, facts: GraphFacts, part: StagePart) -> Work
     dropped: set[int] = set()
     for param in (facts.params[number] for number in part.params):
         readers = users.get(param.value, [])
-        if len(readers) != 1 or not _is_conversion(captured, facts, readers[0], param.value):
+        if len(readers) != 1 or not is_conversion(captured, facts, readers[0], param.value):
             continue
         (result,) = facts.ops[readers[0]].results
         if not wanted & {result, param.value} and result not in facts.mutated_roots:
@@ -69,13 +66,3 @@ def _without(facts: GraphFacts, span: SpanPart, dropped: Set[int]) -> SpanPart:
         gives=tuple(value for value in span.gives if value not in made),
         hash=f"{span.hash} without {places}",
     )
-
-
-def _is_conversion(captured: Captured, facts: GraphFacts, op: int, value: int) -> bool:
-    """True for a conversion to half the digits through which gradients come, if the parameter gets any."""
-    node, found = captured.op_nodes[op], facts.ops[op]
-    if node.target is not torch.ops.aten.to.dtype or len(node.args) != 2 or node.kwargs or found.in_region:
-        return False
-    before, after = facts.values[value], facts.values[found.results[0]]
-    gives_gradients = found.grad_enabled or not before.requires_grad
-    return before.dtype == torch.float32 and after.dtype in _HALF and gives_gradients

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::assemble::Assembly;
 use super::count::plans;
-use super::simplest::{ESTIMATED_ERROR, MEASURED_ERROR, PassedOver, is_simpler, leaner};
+use super::simplest::{ESTIMATED_ERROR, MEASURED_ERROR, PassedOver, dividing_less, is_simpler, leaner};
 use crate::error::SearchError;
 use crate::price::{Model, Pricing, RankOrder, Saver};
 use crate::settings::{Savers, Settings};
@@ -69,7 +69,8 @@ pub struct SearchReport {
 
 /// Finds the Plan of a verified graph that takes the least time per step within the memory of the
 /// cluster's devices; of those that differ by less than predictions may be off, the simplest: with the fewest Stages,
-/// then the fewest microbatches, then the most equal Stages, and by the Schedule that holds the fewest microbatches.
+/// then the fewest microbatches, then the most equal Stages, by the Schedule that holds the fewest microbatches, and with
+/// Replicas that divide least.
 /// Profiles of the cluster's kinds of device, by name, take the place of the roofline.
 /// The same arguments give the same Plan, whatever the number of threads, unless a limit of time is met.
 pub fn plan(
@@ -213,7 +214,26 @@ impl<'a> Planner<'a> {
                 }
             }
         }
-        self.holding_less(simplest, solved.lower_bound_us, limit_us)
+        let simplest = self.holding_less(simplest, solved.lower_bound_us, limit_us)?;
+        self.dividing_less(simplest, solved.lower_bound_us, limit_us)
+    }
+
+    /// The same division where Replicas divide less, if that is about as fast.
+    fn dividing_less(
+        &self,
+        (division, plan): (Solution, Plan),
+        lower_bound_us: f64,
+        limit_us: f64,
+    ) -> Result<(Solution, Plan), PlanFileError> {
+        let SearchCase { schedule, microbatches, .. } = division.case;
+        if plan.stages.iter().all(|stage| stage.sharding == Sharding::None) {
+            return Ok((division, plan));
+        }
+        let pricing = Pricing::new(self.model.problem(self.cluster, self.settings), schedule, microbatches);
+        let order = self.solver(self.settings).order(division.case);
+        let less = dividing_less(&pricing, order, &division, self.error());
+        let divided = self.assemble(self.settings, &less, lower_bound_us)?;
+        Ok(if divided.predicted.step_us < limit_us { (less, divided) } else { (division, plan) })
     }
 
     /// The same division by a Schedule that holds fewer microbatches, if that is about as fast.

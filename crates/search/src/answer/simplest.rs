@@ -6,8 +6,12 @@ use rannc_cost::counted;
 use rannc_plan::{Plan, Schedule, ScheduleKind};
 use serde::Serialize;
 
-use crate::solve::Solution;
+use crate::price::{Pricing, RankOrder, Saver, StageCost, StepTime};
+use crate::solve::{Entry, FoundStage, Solution};
 
+/// Plans that only differ in what Replicas divide are told apart by this part of what predictions may be off: the rest is
+/// common to them.
+const OF_THEIRS: f64 = 0.25;
 /// What a prediction from measured times may be off by: what differs by less is equally good.
 pub(super) const MEASURED_ERROR: f64 = 0.02;
 /// The same of a prediction from the roofline.
@@ -48,7 +52,11 @@ impl PassedOver {
     /// The Plan that was found fastest, if a slower one was taken.
     pub(super) fn new(fastest: &Plan, taken: &Plan) -> Option<Self> {
         let faster = 1.0 - fastest.predicted.step_us / taken.predicted.step_us;
-        (faster > 0.0).then(|| Self {
+        let shape = |plan: &Plan| {
+            let ranks = plan.stages.iter().map(|stage| stage.ranks.len());
+            (ranks.collect::<Vec<_>>(), plan.microbatches, plan.schedule.clone())
+        };
+        (faster > 0.0 && shape(fastest) != shape(taken)).then(|| Self {
             step_us: fastest.predicted.step_us,
             faster,
             replicas: fastest.stages.iter().map(|stage| stage.ranks.len()).collect(),
@@ -66,6 +74,43 @@ pub(super) fn is_simpler(one: &Solution, other: &Solution) -> bool {
         (replicas.count(), solution.case.microbatches, uneven)
     };
     key(one) < key(other)
+}
+
+/// The same division where Replicas divide as little as they may, as long as it is about as fast by the formula.
+pub(super) fn dividing_less(pricing: &Pricing<'_>, order: &RankOrder, division: &Solution, error: f64) -> Solution {
+    let count = division.found.stages.len();
+    let savers = &pricing.problem.settings.savers;
+    let priced = |place: usize, saver: Saver| {
+        let FoundStage { run, positions, .. } = &division.found.stages[place];
+        let at = pricing.at(order.place_at(positions));
+        let workspace_bytes = pricing.run_workspace_bytes(run.clone(), &at);
+        let entry = Entry::new(pricing, run.clone(), &at, saver, workspace_bytes);
+        let fits = saver.may_be_at(at.place, savers) && entry.max_in_flight >= pricing.step.in_flight(count - place);
+        fits.then_some(entry.cost)
+    };
+    let step_us = |costs: &[StageCost]| {
+        let later = |(time, later): (StepTime, usize), cost| (pricing.step.prepend(time, cost, later), later + 1);
+        pricing.step.step_us(costs.iter().rev().fold((StepTime::default(), 0), later).0)
+    };
+    let mut less = division.clone();
+    let known: Option<Vec<StageCost>> = (0..count).map(|place| priced(place, less.found.stages[place].saver)).collect();
+    let Some(mut costs) = known else { return less };
+    let limit_us = step_us(&costs) * (1.0 + error * OF_THEIRS);
+    for place in 0..count {
+        let saver = less.found.stages[place].saver;
+        for lower in Saver::all(savers, &[]).into_iter().filter(|other| other.sharding < saver.sharding) {
+            let lower = Saver { sharding: lower.sharding, ..saver };
+            let Some(cost) = priced(place, lower) else { continue };
+            let before = std::mem::replace(&mut costs[place], cost);
+            if step_us(&costs) <= limit_us {
+                less.found.stages[place].saver = lower;
+                break;
+            }
+            costs[place] = before;
+        }
+    }
+    less.found.step_us = step_us(&costs);
+    less
 }
 
 /// Of Schedules that may be used, the one that holds fewer microbatches than a given one, if there is one.

@@ -10,3 +10,4 @@ pub(crate) use relax::Grain;
 pub(crate) use shortage::{fits, shortage};
 pub(crate) use solve::{SearchCase, Solution, Solved, Solver};
 pub(crate) use stages::FoundStage;
+pub(crate) use table::Entry;

@@ -11,13 +11,12 @@ pub(crate) struct Entry {
     pub(crate) cost: StageCost,
     /// Microbatches in flight that its memory allows; 0 when it does not fit at all.
     pub(crate) max_in_flight: u64,
-    /// A saver with which it is as good in every respect.
+    /// See [`Mark::BeatenBy`].
     beaten_by: Option<u16>,
 }
 
 impl Entry {
     /// Prices a Stage whose Blocks need `workspace_bytes`.
-    #[cfg(test)]
     pub(crate) fn new(
         pricing: &Pricing<'_>,
         run: Range<usize>,
@@ -74,7 +73,19 @@ pub(crate) struct StageTable {
     pub(crate) is_complete: bool,
     /// By place, saver, end.
     ends: Vec<Runs>,
+    marks: Vec<Mark>,
     entries: Vec<Entry>,
+}
+
+/// What became of a Stage.
+#[derive(Clone, Copy, Debug)]
+enum Mark {
+    /// It does not fit, or is not worth looking at.
+    Out,
+    /// With this saver, which stands for it, it is as good in every respect.
+    BeatenBy(u16),
+    /// Place among the entries.
+    At(u32),
 }
 
 /// Which of the Stages with some end an entry is.
@@ -88,7 +99,7 @@ pub(crate) struct StageKey {
 /// The runs with some end that are worth looking at.
 #[derive(Clone, Copy, Debug, Default)]
 struct Runs {
-    /// Place of the longest one in the entries.
+    /// Place of the longest one in the marks.
     start: usize,
     /// First Block of the longest one.
     first: usize,
@@ -101,7 +112,7 @@ impl Runs {
         self.first..self.first + self.count
     }
 
-    fn entries(&self) -> Range<usize> {
+    fn marks(&self) -> Range<usize> {
         self.start..self.start + self.count
     }
 }
@@ -144,7 +155,8 @@ impl StageTable {
         let (blocks, world_size) = (pricing.chain.len(), pricing.problem.settings.world_size);
         let held = pricing.step.held(blocks.min(world_size as usize));
         let savers = Saver::all(&pricing.problem.settings.savers, &held);
-        let mut table = Self { blocks, savers, is_complete: true, ends: Vec::new(), entries: Vec::new() };
+        let mut table =
+            Self { blocks, savers, is_complete: true, ends: Vec::new(), marks: Vec::new(), entries: Vec::new() };
         for place in places {
             let at = &pricing.at(place);
             let workspaces: Vec<f64> = (0..blocks).map(|block| pricing.workspace_bytes(block, at)).collect();
@@ -210,9 +222,6 @@ impl StageTable {
                 }
             }
             note_beaten(&open, runs, pricing.step.microbatches);
-            if layers.wanted.is_some() {
-                drop_beaten(&open, runs);
-            }
         }
     }
 
@@ -220,8 +229,18 @@ impl StageTable {
     fn keep(&mut self, end: usize, runs: &[Entry]) -> Runs {
         let fit = runs.iter().position(Entry::fits).zip(runs.iter().rposition(Entry::fits));
         let Some((shortest, longest)) = fit else { return Runs::default() };
-        let start = self.entries.len();
-        self.entries.extend(runs[shortest..=longest].iter().rev());
+        let start = self.marks.len();
+        for entry in runs[shortest..=longest].iter().rev() {
+            let mark = match entry.beaten_by {
+                _ if !entry.fits() => Mark::Out,
+                Some(saver) => Mark::BeatenBy(saver),
+                None => {
+                    self.entries.push(*entry);
+                    Mark::At(u32::try_from(self.entries.len() - 1).expect("fewer Stages than 2^32"))
+                }
+            };
+            self.marks.push(mark);
+        }
         Runs { start, first: end - 1 - longest, count: longest - shortest + 1 }
     }
 
@@ -233,13 +252,17 @@ impl StageTable {
         self.ends[self.index(place, saver, end)]
     }
 
-    fn has(&self, place: usize, saver: usize, run: &Range<usize>) -> bool {
+    fn mark(&self, place: usize, saver: usize, run: &Range<usize>) -> Mark {
         let runs = self.runs(place, saver, run.end);
-        runs.firsts().contains(&run.start) && self.entries[runs.start + run.start - runs.first].fits()
+        if runs.firsts().contains(&run.start) { self.marks[runs.start + run.start - runs.first] } else { Mark::Out }
+    }
+
+    fn has(&self, place: usize, saver: usize, run: &Range<usize>) -> bool {
+        !matches!(self.mark(place, saver, run), Mark::Out)
     }
 
     /// The Stages with this place, saver and last Block that are worth looking at, with their first Blocks,
-    /// increasing.
+    /// increasing; without those for which others stand.
     pub(crate) fn ending(
         &self,
         place: usize,
@@ -247,15 +270,17 @@ impl StageTable {
         end: usize,
     ) -> impl DoubleEndedIterator<Item = (usize, &Entry)> {
         let runs = self.runs(place, saver, end);
-        runs.firsts().zip(&self.entries[runs.entries()]).filter(|(_, entry)| entry.fits())
+        runs.firsts().zip(&self.marks[runs.marks()]).filter_map(|(first, mark)| match *mark {
+            Mark::At(entry) => Some((first, &self.entries[entry as usize])),
+            Mark::Out | Mark::BeatenBy(_) => None,
+        })
     }
 
-    /// All Stages with this last Block that are worth looking at, but for those that others stand for.
+    /// All Stages with this last Block that are worth looking at, without those for which others stand.
     pub(crate) fn all_ending(&self, end: usize) -> impl Iterator<Item = (StageKey, &Entry)> {
         self.layers().flat_map(move |(place, saver)| {
             let stage = move |first| StageKey { place, saver, first };
-            let unbeaten = self.ending(place, saver, end).filter(|(_, entry)| entry.beaten_by.is_none());
-            unbeaten.map(move |(first, entry)| (stage(first), entry))
+            self.ending(place, saver, end).map(move |(first, entry)| (stage(first), entry))
         })
     }
 
@@ -264,15 +289,16 @@ impl StageTable {
         (0..self.ends.len() / self.blocks).map(move |layer| (layer / savers, layer % savers))
     }
 
-    /// Drops those of the Stages with this last Block that are not useful, and those for which they stand: another Stage may
-    /// be better at a place that is less good.
+    /// Drops those of the Stages with this last Block that are not useful, and those for which they stand. These are there
+    /// for tables of other places, where what stands for them may be worse.
     pub(crate) fn retain(&mut self, end: usize, mut useful: impl FnMut(StageKey, &Entry) -> bool) {
         for (place, saver) in self.layers() {
             let runs = self.runs(place, saver, end);
-            for (first, entry) in runs.firsts().zip(&mut self.entries[runs.entries()]) {
-                let stands = entry.fits() && entry.beaten_by.is_none();
-                if stands && !useful(StageKey { place, saver, first }, entry) {
-                    *entry = Entry::default();
+            for (first, mark) in runs.firsts().zip(&mut self.marks[runs.marks()]) {
+                if let Mark::At(entry) = *mark
+                    && !useful(StageKey { place, saver, first }, &self.entries[entry as usize])
+                {
+                    *mark = Mark::Out;
                 }
             }
         }
@@ -280,31 +306,27 @@ impl StageTable {
             let runs = self.runs(place, saver, end);
             for first in runs.firsts() {
                 if !self.is_stood_for(place, saver, &(first..end)) {
-                    self.entries[runs.start + first - runs.first] = Entry::default();
+                    self.marks[runs.start + first - runs.first] = Mark::Out;
                 }
             }
-        }
-        for (place, saver) in self.layers() {
-            let runs = self.runs(place, saver, end);
-            let entries = &self.entries[runs.entries()];
-            let kept = entries.iter().position(Entry::fits).zip(entries.iter().rposition(Entry::fits));
+            let kept = |mark: &Mark| !matches!(mark, Mark::Out);
+            let marks = &self.marks[runs.marks()];
             let index = self.index(place, saver, end);
-            self.ends[index] = kept.map_or(Runs::default(), |(longest, shortest)| {
+            let ends = marks.iter().position(kept).zip(marks.iter().rposition(kept));
+            self.ends[index] = ends.map_or(Runs::default(), |(longest, shortest)| {
                 let count = shortest - longest + 1;
                 Runs { start: runs.start + longest, first: runs.first + longest, count }
             });
         }
     }
 
-    /// True for a Stage that is there, and for one that another one is as good as that is there.
+    /// True for a Stage that is there, and for one for which such a one stands.
     fn is_stood_for(&self, place: usize, mut saver: usize, run: &Range<usize>) -> bool {
         loop {
-            let runs = self.runs(place, saver, run.end);
-            let entry = runs.firsts().contains(&run.start).then(|| self.entries[runs.start + run.start - runs.first]);
-            match entry.filter(Entry::fits).map(|entry| entry.beaten_by) {
-                Some(Some(by)) => saver = usize::from(by),
-                Some(None) => return true,
-                None => return false,
+            match self.mark(place, saver, run) {
+                Mark::BeatenBy(by) => saver = usize::from(by),
+                Mark::At(_) => return true,
+                Mark::Out => return false,
             }
         }
     }
@@ -328,14 +350,6 @@ fn note_beaten(open: &[Range<usize>], runs: &mut [Vec<Entry>], microbatches: u64
             let by = others.clone().find(beats).map(|(_, alike)| alike.start + again);
             let own = runs[saver].last_mut().expect("it was priced");
             own.beaten_by = by.map(|saver| u16::try_from(saver).expect("few savers"));
-        }
-    }
-}
-
-fn drop_beaten(open: &[Range<usize>], runs: &mut [Vec<Entry>]) {
-    for saver in open.iter().cloned().flatten() {
-        if let Some(entry) = runs[saver].last_mut().filter(|entry| entry.beaten_by.is_some()) {
-            *entry = Entry::default();
         }
     }
 }

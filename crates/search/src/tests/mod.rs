@@ -1,4 +1,5 @@
 //! Tests of the whole: brute force, laws, the formula of a step.
 
 mod brute_force;
+mod sharding;
 mod step;

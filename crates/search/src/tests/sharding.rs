@@ -1,0 +1,150 @@
+//! What Replicas divide: the arithmetic of its memory and time, and what the search makes of it.
+
+use rannc_cost::Cluster;
+use rannc_ir::testing::mlp;
+use rannc_plan::{Plan, ScheduleKind, Sharding, full_bytes};
+
+use crate::answer::plan;
+use crate::chain::Chain;
+use crate::chain::spec::{BlockSpec, ChainSpec, StateSpec};
+use crate::price::{Priced, Pricing, Problem, RankOrder, Saver};
+use crate::settings::{Savers, Settings};
+
+const LEVELS: [Sharding; 4] = [Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::Params];
+const MIB: f64 = (1 << 20) as f64;
+
+/// Four Blocks in two Spans; a parameter of each Span, with a working copy, and one that the first and the last Block use.
+fn spec() -> ChainSpec {
+    let block = |kind: u32| BlockSpec { kind, span: kind as usize / 2, ..BlockSpec::default() };
+    let state = |mib: f64, copy_mib: f64, blocks: &[usize]| StateSpec {
+        bytes: mib * MIB,
+        message_bytes: mib * MIB,
+        copy_bytes: copy_mib * MIB,
+        trainable: true,
+        blocks: blocks.to_vec(),
+    };
+    ChainSpec {
+        blocks: (0..4).map(block).collect(),
+        states: vec![state(400.0, 200.0, &[0, 1]), state(800.0, 400.0, &[2]), state(160.0, 0.0, &[0, 3])],
+        ..ChainSpec::default()
+    }
+}
+
+/// Devices whose host takes no time, and whose collectives slow nothing down.
+fn cluster() -> Cluster {
+    let mut cluster = Cluster::preset("H200", 1, 4).expect("4 devices");
+    (cluster.kinds[0].action_us, cluster.kinds[0].collective_slowdown) = (0.0, 0.0);
+    cluster
+}
+
+fn priced(run: std::ops::Range<usize>, replicas: u32, microbatches: u64, sharding: Sharding) -> Priced {
+    let cluster = cluster();
+    let chain = Chain::new(spec(), &cluster.kinds);
+    let settings = Settings { world_size: 4, batch_rows: 16, ..Settings::default() };
+    let problem = Problem {
+        chain: &chain,
+        cluster: &cluster,
+        measured: &[None],
+        settings: &settings,
+        in_parts: false,
+        direct: false,
+    };
+    let pricing = Pricing::new(problem, ScheduleKind::FillDrain, microbatches);
+    let order = RankOrder::packed(&cluster, 4, None, 4);
+    let at = pricing.at(order.place(0, replicas));
+    pricing.stage(run, &at, Saver { sharding, ..Saver::PLAIN }, 0.0)
+}
+
+#[test]
+fn each_level_divides_what_it_says() {
+    let mib = |sharding: Sharding| {
+        let memory = priced(0..4, 4, 2, sharding).memory;
+        [memory.params_bytes, memory.grads_bytes, memory.optimizer_bytes].map(|bytes| bytes / MIB)
+    };
+    assert_eq!(mib(Sharding::None), [1960.0, 1360.0, 2720.0]);
+    assert_eq!(mib(Sharding::Optimizer), [1960.0, 1360.0, 680.0]);
+    // Two buckets on their way, each with a parameter more than a full one.
+    let bucket_mib = full_bytes((1360.0 * MIB) as u64) as f64 / MIB + 800.0;
+    assert_eq!(mib(Sharding::Gradients), [1960.0, 340.0 + (2.0 * bucket_mib).min(1360.0), 680.0]);
+    // Of the larger Span a copy and the shared parameter are gathered, or both Spans where these are less.
+    let gathered = (2.0 * (400.0 + 160.0_f64)).min(200.0 + 400.0 + 2.0 * 160.0);
+    assert_eq!(mib(Sharding::Params), [490.0 + gathered, 340.0 + 1360.0, 680.0]);
+}
+
+#[test]
+fn what_other_stages_use_too_stays_whole() {
+    let memory = priced(0..2, 4, 2, Sharding::Params).memory;
+    let mib = [memory.params_bytes, memory.optimizer_bytes].map(|bytes| bytes / MIB);
+    assert_eq!(mib, [160.0 + 600.0 / 4.0 + 200.0, 2.0 * (160.0 + 400.0 / 4.0)]);
+}
+
+#[test]
+fn one_replica_divides_nothing() {
+    for microbatches in [1, 4] {
+        let plain = priced(0..4, 1, microbatches, Sharding::None);
+        for sharding in LEVELS {
+            let divided = priced(0..4, 1, microbatches, sharding);
+            assert_eq!((divided.cost, divided.end, divided.memory), (plain.cost, plain.end, plain.memory));
+        }
+    }
+}
+
+#[test]
+fn collectives_happen_as_often_as_each_level_says() {
+    let cluster = cluster();
+    let order = RankOrder::packed(&cluster, 4, None, 4);
+    let group = order.place(0, 4).group;
+    let gather_us = cluster.all_gather_us(group, 1360.0 * MIB);
+    let [none, optimizer, gradients, params] = LEVELS.map(|sharding| priced(0..4, 4, 4, sharding));
+    // The Blocks compute nothing: all that is seen of a pass is sent beside it.
+    assert_eq!(none.cost.larger, optimizer.cost.larger);
+    assert_eq!(none.end.reduce_us, optimizer.end.reduce_us);
+    let saved_us = none.end.update_us - optimizer.end.update_us + gather_us;
+    assert!(saved_us > 0.0 && optimizer.end.update_us > gather_us);
+    assert_eq!(gradients.end.update_us, optimizer.end.update_us);
+    let sums_us = cluster.reduce_scatter_us(group, 1360.0 * MIB);
+    assert!((gradients.cost.larger.backward_us - sums_us).abs() < sums_us / 100.0);
+    assert_eq!(gradients.cost.larger.forward_us, none.cost.larger.forward_us);
+    // Copies travel instead of parameters, the shared parameter for either Span; gradients do not.
+    let copies_us = 2.0 * cluster.all_gather_us(group, (200.0 + 400.0 + 2.0 * 160.0) / 2.0 * MIB);
+    assert!((params.cost.larger.forward_us - copies_us).abs() < copies_us / 100.0);
+    assert!(params.cost.larger.backward_us > copies_us + sums_us);
+    assert!(params.end.update_us < optimizer.end.update_us - 0.99 * gather_us);
+    // The sums of one microbatch have the end of the step.
+    let one = priced(0..4, 4, 1, Sharding::Gradients);
+    assert_eq!(one.cost.larger, none.cost.larger);
+    assert!((one.end.reduce_us - sums_us).abs() < sums_us / 100.0);
+}
+
+fn planned(savers: Savers, memory_mib: Option<u64>) -> Plan {
+    let mut cluster = Cluster::preset("H200", 1, 4).expect("devices");
+    cluster.kinds[0].framework_bytes = 0;
+    let memory_limit_bytes = memory_mib.map(|mib| mib << 20);
+    let settings = Settings { world_size: 4, batch_rows: 64, memory_limit_bytes, savers, ..Settings::default() };
+    plan(&mlp(12, 2048), &cluster, &[], &settings).expect("it fits").plan
+}
+
+#[test]
+fn plans_divide_what_was_asked_for() {
+    for level in LEVELS {
+        let exactly = planned(Savers { sharding: level, least_sharding: level, ..Savers::default() }, None);
+        for stage in &exactly.stages {
+            assert_eq!(stage.sharding, if stage.ranks.len() > 1 { level } else { Sharding::None });
+        }
+    }
+    let refused =
+        Settings { savers: Savers { least_sharding: Sharding::Params, ..Savers::default() }, ..Settings::default() };
+    let refused = refused.check(&Cluster::preset("cpu", 1, 1).expect("a device")).expect_err("nothing is as much");
+    assert!(refused.to_string().contains("least_sharding"), "{refused}");
+}
+
+#[test]
+fn replicas_divide_no_more_than_serves() {
+    let savers = Savers { sharding: Sharding::Params, ..Savers::default() };
+    let levels = |plan: &Plan| plan.stages.iter().map(|stage| stage.sharding).max();
+    let (free, tight) = (planned(savers, None), planned(savers, Some(400)));
+    // With one microbatch half of an all-reduce is saved; parameters would be gathered twice.
+    assert!(levels(&free) <= Some(Sharding::Gradients), "{:?}", levels(&free));
+    assert!(levels(&tight) >= levels(&free));
+    assert!(tight.predicted.step_us >= free.predicted.step_us);
+}
