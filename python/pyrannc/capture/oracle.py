@@ -42,6 +42,7 @@ from .untraceable import UntraceableError
 
 _BOOLEAN_READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::allclose")
 _REDRAWS = 16
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class NoDataError(LookupError):
@@ -202,7 +203,7 @@ class Oracle:
         if self._in_operator:
             return answer
         again = question(expr, answer, slices, self._inputs, self._asked.run_node, self._device)
-        if again is None and any(_is_extent(node) for node, _ in origins.values()):
+        if again is None and not all(self._is_number(symbol) for symbol in origins):
             # Other data give another number of steps of a loop, say: no answer of this batch would do for them.
             cause = f"it decides by how many elements of a tensor meet a condition ({expr}), as a loop over them does"
             raise UntraceableError(f"{here}: {cause}", here, cause)
@@ -251,6 +252,12 @@ class Oracle:
             if read is not None:
                 return node, read
         raise CaptureError(f"{self._tracker.here()} asks for {symbol}, whose origin is not in the captured graph")
+
+    def _is_number(self, symbol: sympy.Basic) -> bool:
+        """True for what is read from a tensor, be it an extent of others too; False for what is an extent alone."""
+        assert self._graph is not None
+        made = (node.meta.get("val") for node in self._graph.nodes)
+        return any(isinstance(value, _NUMBERS) and symbol in expression(value).free_symbols for value in made)
 
     def _slice_of(self, node: fx.Node, known: Container[fx.Node] = ()) -> list[fx.Node]:
         """``node`` and what it is computed from, in graph order; ``known`` nodes and their ancestors are left out."""
@@ -346,7 +353,7 @@ class _Samples:
     def _real_argument(self, argument: Any) -> Any:
         if isinstance(argument, fx.Node):
             return self.known[argument]
-        if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if isinstance(argument, _NUMBERS):
             size = expression(argument).subs(self._sizes)
             return int(size) if size.is_Integer else hint(argument)
         return self._device if isinstance(argument, torch.device) else argument
@@ -355,7 +362,7 @@ class _Samples:
 def _reader(node: fx.Node, symbol: sympy.Basic) -> Any:
     """How to read ``symbol`` from the value of ``node``; None if the node does not define it."""
     value = node.meta.get("val")
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    if isinstance(value, _NUMBERS):
         if expression(value) == symbol:
             return lambda real: real
         target = node.target
@@ -371,11 +378,6 @@ def _reader(node: fx.Node, symbol: sympy.Basic) -> Any:
             if isinstance(size, torch.SymInt) and expression(size) == symbol:
                 return lambda real, index=index, dim=dim: (real if index is None else real[index]).shape[dim]
     return None
-
-
-def _is_extent(node: fx.Node) -> bool:
-    """True where the symbol that a node defines is an extent of a tensor, not a number read from one."""
-    return not isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def draws(node: fx.Node) -> bool:
