@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import pyrannc
 from pyrannc.runtime.loss import Weights
+from pyrannc.store.spread_tensor import own_gradient
 from tests.ranks import RankPool, run_ranks
 
 from .equivalence import Case, Differences, Twins, check, double_precision
@@ -40,7 +41,7 @@ def accumulate(case: Case, folder: str) -> list[str]:
         for seed in range(3, 5):
             twins.module.zero_grad(set_to_none=False)
             twins.reference.optimizer.zero_grad(set_to_none=False)
-            held = [param.grad for param in twins.module.parameters(from_global=False) if param.numel()]
+            held = [own_gradient(param) for param in twins.module.parameters(from_global=False) if param.numel()]
             twins.differences.demand(all(grad is not None and not grad.any() for grad in held), "gradients are zero")
             mine, right = twins.losses(seed)
             mine.backward()

@@ -80,7 +80,8 @@ def scatter_sum(
     pieces = torch.split(flat.narrow(0, 0, sum(parts)), list(parts))
     own = pieces[ranks.index(process.get_rank())]
     if len(set(parts)) == 1:
-        whole = flat.narrow(0, 0, sum(parts))
+        # Gloo reads what it has written already where both share memory.
+        own, whole = torch.empty_like(own), flat.narrow(0, 0, sum(parts))
         scattered = parts[0] > 0
         works = (
             [dist.reduce_scatter_tensor(as_sent(own), as_sent(whole), group=group, async_op=True)] if scattered else []

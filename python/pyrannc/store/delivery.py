@@ -125,8 +125,7 @@ class Delivery:
         """Raises where torch, or a hook, would take a part of a gradient for the whole."""
         for name in found.keys() & self._spread.keys():
             param = self._params[name]
-            asked = not everything and runs_in_backward(get_gradient_edge(param).node)
-            if asked or any(tensor_hooks(param)):
+            if (not everything and _may_run(param)) or any(tensor_hooks(param)):
                 what = "a hook on it, registered after the model was called," if everything else "this backward"
                 raise RaNNCError(
                     f'the gradient of parameter "{name}" is divided among ranks, so {what} cannot have it whole: '
@@ -151,6 +150,15 @@ class Delivery:
         """For parameters that are not behind the token: a backward of their own."""
         token = self._before(list(gradients), lambda: list(gradients.values()))
         torch.autograd.backward([token], [torch.zeros_like(token)])
+
+
+def _may_run(param: Tensor) -> bool:
+    """False if the backward that is running gives the parameter no gradient for sure."""
+    try:
+        return runs_in_backward(get_gradient_edge(param).node)
+    except RuntimeError:
+        # torch does not tell while it runs ``autograd.grad``.
+        return True
 
 
 def _sum(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

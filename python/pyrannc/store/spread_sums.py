@@ -56,6 +56,9 @@ class SpreadSums:
 
     def start(self, group: Group | None) -> None:
         """Starts to sum what the microbatch has left over the ranks of the bucket: zeros if there is nothing."""
+        if self._arriving is not None:
+            # Of a microbatch without rows here no backward has waited.
+            self.finish()
         bucket, came = self._bucket, self._came
         if came is None:
             came = torch.zeros(bucket.room, dtype=bucket.types[0], device=bucket.device)

@@ -108,41 +108,68 @@ def _done_to_pieces(func: Callable[..., Any], name: str, args: Sequence[Any], kw
     leaves = pytree.tree_leaves((tuple(args), kwargs))
     first = next(leaf for leaf in leaves if isinstance(leaf, Spread))
     if name == UNSCALE:
-        own = [_piece(grad) for grad in args[0] if isinstance(grad, Spread) or not is_elsewhere(grad)]
+        own = [
+            grad.piece if isinstance(grad, Spread) else grad
+            for grad in args[0]
+            if isinstance(grad, Spread) or not is_elsewhere(grad)
+        ]
         return unscale_own(func, [grad for grad in own if grad.numel()], *args[1:])
     if name in _COPIES:
         with DisableTorchFunctionSubclass():
             return _made(first, first.home, func(first.piece, *args[1:], **kwargs), first.start)
-    targets = pytree.tree_leaves(args[0])
-    fits = name in _IN_PLACE and all(isinstance(item, Spread) or not is_elsewhere(item) for item in targets)
-    if not fits or not all(_can_be_taken(item, first) for item in leaves):
+    if name not in _IN_PLACE:
         first.home.refuse(f"{name.removesuffix('.set')}()")
-    if torch.is_grad_enabled() and any(item.requires_grad for item in targets):
-        # torch refuses a change in place of what requires gradients, and says why.
-        first.stand_in().mul_(1)
-    plain_args, plain_kwargs = pytree.tree_map(lambda item: _taken(item, first), (tuple(args), kwargs))
-    with torch.no_grad():
-        func(*plain_args, **plain_kwargs)
+    if not isinstance(args[0], (list, tuple)):
+        _change(func, name, args, kwargs)
+    else:
+        for place in range(len(args[0])):
+            _change(func, name, [_at(place, arg) for arg in args], kwargs)
     return args[0]
 
 
-def _can_be_taken(item: Any, first: Spread) -> bool:
-    """True for what can be done to pieces with: pieces, numbers, and whole tensors of the same form."""
-    if not isinstance(item, Tensor) or isinstance(item, Spread) or not item.dim():
+def _at(place: int, arg: Any) -> Any:
+    """Of an argument of a function that works on lists, what belongs to one target, as lists again."""
+    return [arg[place]] if isinstance(arg, (list, tuple)) else arg
+
+
+def _change(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Changes one target in place."""
+    (target,) = pytree.tree_leaves(args[0])
+    leaves = pytree.tree_leaves((tuple(args[1:]), kwargs))
+    if not isinstance(target, Spread):
+        wrong = next((leaf for leaf in (target, *leaves) if isinstance(leaf, Guarded)), None)
+        if wrong is not None:
+            wrong.home.refuse(f"{name}()")
+        func(*args, **kwargs)
+        return
+    if not all(_can_be_taken(leaf, target) for leaf in leaves):
+        target.home.refuse(f"{name}()")
+    assert isinstance(target, Tensor)
+    if torch.is_grad_enabled() and target.requires_grad:
+        # torch refuses a change in place of what requires gradients, and says why.
+        target.stand_in().mul_(1)
+    plain_args, plain_kwargs = pytree.tree_map(lambda item: _taken(item, target), (tuple(args), kwargs))
+    with torch.no_grad():
+        func(*plain_args, **plain_kwargs)
+
+
+def _can_be_taken(item: Any, target: Spread) -> bool:
+    """True for what pieces can be changed with: pieces of the same elements, numbers, whole tensors of that form."""
+    if not isinstance(item, Tensor) or (not item.dim() and not is_elsewhere(item)):
         return True
-    assert isinstance(first, Tensor)
-    return not is_elsewhere(item) and item.shape == first.shape
+    assert isinstance(target, Tensor)
+    if isinstance(item, Spread):
+        return (item.start, item.piece.numel(), item.shape) == (target.start, target.piece.numel(), target.shape)
+    return not is_elsewhere(item) and item.shape == target.shape
 
 
-def _taken(item: Any, first: Spread) -> Any:
-    if isinstance(item, Spread) or not isinstance(item, Tensor) or not item.dim():
-        return _piece(item)
-    own = elements(laid_out(item.detach(), first.home.strides), first.start, first.start + first.piece.numel())
-    return own.view_as(first.piece)
-
-
-def _piece(item: Any) -> Any:
-    return item.piece if isinstance(item, Spread) else item
+def _taken(item: Any, target: Spread) -> Any:
+    """Of a tensor the elements of the target's piece, in one dimension; others as they are."""
+    if isinstance(item, Spread):
+        return elements(item.piece, 0, item.piece.numel())
+    if not isinstance(item, Tensor) or not item.dim():
+        return item
+    return elements(laid_out(item.detach(), target.home.strides), target.start, target.start + target.piece.numel())
 
 
 def _made(like: Any, home: Home, piece: Tensor, start: int) -> SpreadTensor:
