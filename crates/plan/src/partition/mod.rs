@@ -4,10 +4,12 @@ mod divide;
 mod error;
 mod follow;
 mod leaves;
+mod only_span;
 mod parts;
 mod spans;
 mod verify;
 
 pub use self::error::PartitionError;
+pub(crate) use self::only_span::only_span;
 pub use self::parts::{Crossing, InputPart, OutputPart, OutputSource, Partition, SpanPart, StagePart, TiedParam};
 pub use self::verify::PartitionFault;
