@@ -15,8 +15,8 @@ mod schedule;
 pub use check::{ActionFault, CheckError, check};
 pub use consistent::PlanFault;
 pub use machine::{
-    Blocked, BucketSum, Channel, Clock, Deadlock, Halt, Memory, Observer, Pause, ProgramScript, Script, ScriptWriter,
-    Slot, Span, Stuck, Task, Ticks, grid, in_flight, run,
+    Blocked, Channel, Clock, Collective, CollectiveKind, Deadlock, Halt, Joint, Lane, Memory, Observer, Pause,
+    ProgramScript, Script, ScriptWriter, Slot, Span, Stuck, Task, Ticks, grid, in_flight, run,
 };
 pub use old_plan::OldPlan;
 pub use partition::{
@@ -28,8 +28,8 @@ pub use plan_file::PlanFileError;
 pub use predicted::{MemoryPrediction, StagePrediction, StepPrediction};
 pub use program::{
     Action, BUCKET_BYTES, Batch, Bucket, Buckets, Division, FIRST_BUCKET_BYTES, Gradient, Interval, Message, Overlap,
-    Payload, Piece, Program, ProgramError, RankProgram, RankView, ReduceDType, Slice, Step, Trained, Transfer, WINDOW,
-    build, full_bytes, overlaps, plan_channels, split_even, stage_depths, with_messages,
+    Pass, Payload, Piece, Program, ProgramError, RankProgram, RankView, ReduceDType, Slice, Step, Trained, Transfer,
+    WINDOW, build, full_bytes, overlaps, plan_channels, split_even, stage_depths, with_messages,
 };
 pub use saver::{Recompute, Sharding};
 pub use schedule::{Call, Compute, Order, OrderError, Schedule, ScheduleKind, depths};

@@ -181,11 +181,7 @@ impl Plan {
     /// Checks that the Plan asks for nothing that the runtime cannot do yet.
     pub fn check_runnable(&self) -> Result<(), PlanFileError> {
         for (stage, planned) in self.stages.iter().enumerate() {
-            let asked = [
-                (planned.recomputes(), "recomputation"),
-                (planned.sharding > Sharding::Gradients, "sharding of parameters"),
-                (planned.offload, "offload"),
-            ];
+            let asked = [(planned.recomputes(), "recomputation"), (planned.offload, "offload")];
             if let Some(&(_, what)) = asked.iter().find(|(asked, _)| *asked) {
                 return Err(PlanFileError::NotRunnable { stage, what });
             }

@@ -5,7 +5,7 @@ use std::collections::{BTreeSet, HashMap};
 use proptest::prelude::*;
 use rannc_ir::testing::{GraphBuilder, graphs, mlp};
 use rannc_ir::{Analysis, Arg, DType, Dim, Graph, OpId, OpRun, ValueId};
-use rannc_plan::{Partition, PartitionError, Recompute, SpanPart};
+use rannc_plan::{Buckets, Partition, PartitionError, Placement, Recompute, ScheduleKind, Sharding, SpanPart, Trained};
 
 const B: Dim = Dim::rows(1);
 
@@ -309,4 +309,35 @@ fn damage_is_found() {
         damage(&mut partition.stages[0].spans);
         assert!(partition.verify(&graph).is_err(), "damage {number} passes");
     }
+}
+
+/// A Param that two Spans use, and one that a batch-free Op other than a conversion uses, stay whole.
+#[test]
+fn params_of_one_span_are_divided() {
+    let mut builder = GraphBuilder::new("Spans");
+    let wide = [B, Dim::fixed(4)];
+    let input = builder.input(DType::Float32, &wide);
+    let params = ["own", "shared", "turned", "converted"].map(|name| builder.param(name, &[4, 4]));
+    let turned = builder.op("aten.t.default", vec![Arg::Value(params[2])], &[Dim::fixed(4), Dim::fixed(4)]);
+    let half = vec![Arg::Value(params[3]), Arg::Str("bfloat16".into())];
+    let converted = builder.op("aten.to.dtype", half, &[Dim::fixed(4), Dim::fixed(4)]);
+    let mut last = input;
+    for (layer, weight) in [params[0], params[1], turned, params[1], converted].into_iter().enumerate() {
+        builder.module(&format!("layers.{layer}"));
+        last = builder.op("aten.linear.default", vec![Arg::Value(last), Arg::Value(weight)], &wide);
+    }
+    let graph = builder.finish(&[last]);
+    let ends = u32::try_from(Analysis::new(&graph).main_ops.len()).expect("few");
+    let partition = spanned(&graph, &[0, ends]);
+    let schedule = ScheduleKind::FillDrain.into();
+    let placement = Placement { ranks: vec![vec![0, 1]], microbatches: 1, schedule, sharding: vec![Sharding::Params] };
+    let buckets = Buckets::of(&graph, &partition, &placement, &Trained::captured(&graph));
+    let found = buckets.gradients.iter().map(|gradient| (gradient.param.0, gradient.sharding, gradient.span));
+    let mut found: Vec<_> = found.collect();
+    found.sort_unstable();
+    let spans = partition.stages[0].spans.len() as u32;
+    let (whole, divided) = (Sharding::Gradients, Sharding::Params);
+    let last = Some(spans - 1);
+    assert_eq!(found, [(0, divided, Some(0)), (1, whole, None), (2, whole, None), (3, divided, last)]);
+    assert!(buckets.buckets.iter().all(|bucket| bucket.span.is_some() == (bucket.sharding == divided)));
 }

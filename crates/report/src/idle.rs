@@ -62,6 +62,7 @@ pub(crate) fn name(what: What) -> String {
         What::Send { mb, peer, payload } => format!("{} {mb} to rank {peer}", content(payload)),
         What::Recv { mb, peer, payload } => format!("{} {mb} from rank {peer}", content(payload)),
         What::Reduce => "reduce".to_owned(),
+        What::Gather => "gather".to_owned(),
         What::Update => "optimizer".to_owned(),
     }
 }
@@ -89,7 +90,7 @@ fn add(gaps: &mut Vec<Gap>, rank: &RankTimeline, start_us: f64, next: &Event) {
     let ends_it = |event: &&Event| is_message(event) && (event.end_us - end_us).abs() <= LEAST_US;
     let last = rank.events.iter().filter(ends_it).max_by(|left, right| left.start_us.total_cmp(&right.start_us));
     let Some(message) = last else {
-        let cause = if next.what == What::Reduce { Cause::Replicas } else { Cause::End };
+        let cause = if matches!(next.what, What::Reduce | What::Gather) { Cause::Replicas } else { Cause::End };
         gaps.push(Gap { start_us, end_us, cause });
         return;
     };

@@ -49,7 +49,7 @@ fn line(rank: &RankTimeline, step_us: f64, cells: usize) -> Vec<char> {
         let (fill, number) = match what {
             What::Forward { mb } => (FORWARD, mb.to_string()),
             What::Backward { mb } => (BACKWARD, mb.to_string()),
-            What::Reduce => (REDUCE, String::new()),
+            What::Reduce | What::Gather => (REDUCE, String::new()),
             What::Update => (UPDATE, String::new()),
             What::Send { .. } | What::Recv { .. } => continue,
         };

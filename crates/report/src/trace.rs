@@ -168,6 +168,7 @@ const fn category(what: What) -> &'static str {
         What::Backward { .. } => "backward",
         What::Send { .. } | What::Recv { .. } => "message",
         What::Reduce => "reduce",
+        What::Gather => "gather",
         What::Update => "optimizer",
     }
 }

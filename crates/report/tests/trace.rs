@@ -49,6 +49,9 @@ impl Costs for Rows {
     fn reduce_scatter_us(&self, _: u32, _: u64) -> f64 {
         1.5
     }
+    fn gather_us(&self, _: u32, _: u64) -> f64 {
+        0.0
+    }
     fn reduce_tied_us(&self, _: &[u32], _: u64) -> f64 {
         0.0
     }

@@ -1,6 +1,8 @@
 //! The machine's clock at given costs.
 
-use rannc_plan::{Action, BucketSum, CheckError, Clock, Compute, Interval, Program, ProgramScript, RankProgram, Slot};
+use rannc_plan::{
+    Action, CheckError, Clock, Collective, CollectiveKind, Compute, Interval, Program, ProgramScript, RankProgram, Slot,
+};
 
 use crate::costs::{Costs, RowCostTable, RowCosts, time};
 use crate::error::SimError;
@@ -59,11 +61,11 @@ fn of_rank(
     Ok(found)
 }
 
-fn sums_us(program: &Program, sums: &[BucketSum], costs: &dyn Costs) -> Result<Vec<f64>, SimError> {
+fn sums_us(program: &Program, sums: &[Collective], costs: &dyn Costs) -> Result<Vec<f64>, SimError> {
     sums.iter().map(|&sum| sum_us(program, sum, costs)).collect()
 }
 
-fn sum_us(program: &Program, BucketSum { bucket, mb }: BucketSum, costs: &dyn Costs) -> Result<f64, SimError> {
+fn sum_us(program: &Program, Collective { bucket, kind }: Collective, costs: &dyn Costs) -> Result<f64, SimError> {
     let bucket = &program.buckets[bucket as usize];
     let ranks = &program.groups[bucket.group as usize];
     let stage = |rank: &u32| program.ranks[*rank as usize].stage;
@@ -73,9 +75,13 @@ fn sum_us(program: &Program, BucketSum { bucket, mb }: BucketSum, costs: &dyn Co
             format!("the reduction of tied gradients over ranks {ranks:?}")
         });
     };
-    let us = match mb {
-        None => costs.reduce_us(stage, bucket.bytes),
-        Some(_) => costs.reduce_scatter_us(stage, bucket.bytes),
+    let us = match kind {
+        CollectiveKind::AllReduce => costs.reduce_us(stage, bucket.bytes),
+        CollectiveKind::ReduceScatter(_) => costs.reduce_scatter_us(stage, bucket.bytes),
+        CollectiveKind::AllGather(..) => {
+            let us = costs.gather_us(stage, bucket.parts.iter().sum::<u64>().saturating_mul(bucket.dtype.bytes()));
+            return time(us, || format!("the gathering of parameters of stage {stage}"));
+        }
     };
     time(us, || format!("the gradient reduction of stage {stage}"))
 }

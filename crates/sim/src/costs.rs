@@ -25,6 +25,9 @@ pub trait Costs {
     /// What a sum of `bytes` of one microbatch's gradients of a Stage's own Params, of which each rank gets its part, adds
     /// after the microbatch's backward; what overlaps with that is not counted.
     fn reduce_scatter_us(&self, stage: u32, bytes: u64) -> f64;
+    /// What gathering `bytes` of a Stage's own Params, of which each rank has its part, adds before a computation; what
+    /// overlaps with that is not counted.
+    fn gather_us(&self, stage: u32, bytes: u64) -> f64;
     /// A sum of `bytes` of gradients over ranks of several Stages, which nothing overlaps with.
     fn reduce_tied_us(&self, ranks: &[u32], bytes: u64) -> f64;
     /// The optimizer's update.

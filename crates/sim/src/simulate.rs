@@ -1,7 +1,7 @@
 //! Runs a Program on the machine and writes down what happens.
 
 use rannc_plan::{
-    Channel, CheckError, Compute, Memory, Observer, Pause, Program, ProgramScript, Script, Slot, Span, run,
+    Channel, CheckError, Compute, Joint, Lane, Memory, Observer, Pause, Program, ProgramScript, Script, Slot, Span, run,
 };
 
 use crate::clock::Prices;
@@ -94,9 +94,9 @@ impl Observer for Recorder<'_> {
     }
 
     fn summed(&mut self, sum: u32, span: Span) {
-        for &member in &self.script.sums[sum as usize] {
-            self.note(member, span, What::Reduce);
-        }
+        let Joint { members, lane } = &self.script.sums[sum as usize];
+        let what = if *lane == Lane::Gathers { What::Gather } else { What::Reduce };
+        members.iter().for_each(|&member| self.note(member, span, what));
     }
 
     fn updated(&mut self, rank: u32, span: Span) {

@@ -36,7 +36,7 @@ pub struct RankTimeline {
     pub busy_us: f64,
     /// Exposed communication: idle while a message that it waits for is under way.
     pub waiting_us: f64,
-    /// Gradient reduction.
+    /// Gradient reduction, and gathering of parameters.
     pub reduce_us: f64,
     /// The optimizer's update.
     pub update_us: f64,
@@ -94,6 +94,8 @@ pub enum What {
     },
     /// Gradients are summed over the Replicas.
     Reduce,
+    /// Parameters are gathered from the Replicas.
+    Gather,
     /// The optimizer updates.
     Update,
 }

@@ -7,7 +7,7 @@ use rannc_ir::ValueId;
 use super::layout::computed_rows;
 use super::{ActionFault, CheckError, covers_once, within};
 use crate::partition::Partition;
-use crate::program::{Action, Interval, Message, Payload, Program, RankProgram};
+use crate::program::{Action, Interval, Message, Pass, Payload, Program, RankProgram};
 use crate::schedule::Call;
 
 /// What goes between which Stages.
@@ -79,6 +79,7 @@ impl Walk<'_> {
     fn check_list(&self, position: usize, action: &Action) -> Result<(), ActionFault> {
         let of_backward = match action {
             Action::Forward { .. } => false,
+            Action::AllGather { pass, .. } => *pass == Pass::Backward,
             Action::Backward { .. } | Action::AllReduce { .. } | Action::ReduceScatter { .. } => true,
             Action::Send(message) | Action::Recv(message) => message.kind == Payload::Grad,
         };
@@ -94,8 +95,8 @@ impl Walk<'_> {
 
     fn check_action(&mut self, action: &Action) -> Result<(), ActionFault> {
         match action {
-            // Sums are checked together, over all ranks.
-            Action::AllReduce { .. } | Action::ReduceScatter { .. } => {}
+            // These are checked together, over all ranks.
+            Action::AllReduce { .. } | Action::ReduceScatter { .. } | Action::AllGather { .. } => {}
             Action::Forward { mb } => {
                 self.check_has_rows(*mb)?;
                 if !self.forwards.insert(*mb) {

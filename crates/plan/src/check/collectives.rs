@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 use rannc_ir::ParamId;
 
 use super::{ActionFault, CheckError};
-use crate::program::{Action, Bucket, Gradient, Program, RankProgram};
+use crate::program::{Action, Bucket, Gradient, Pass, Program, RankProgram};
 use crate::saver::Sharding;
 
 /// Checks that the buckets hold every gradient once, over the ranks that hold its Param.
@@ -22,7 +22,7 @@ pub(super) fn check_buckets(program: &Program, gradients: &[Gradient]) -> Result
     }
     let known: BTreeMap<ParamId, &Gradient> = gradients.iter().map(|gradient| (gradient.param, gradient)).collect();
     let mut summed: BTreeSet<ParamId> = BTreeSet::new();
-    for Bucket { group, params, dtype, bytes, sharding, parts } in &program.buckets {
+    for Bucket { group, params, dtype, bytes, sharding, parts, span } in &program.buckets {
         let ranks = program.groups.get(*group as usize).ok_or(CheckError::Shape("a bucket's group does not exist"))?;
         let (mut sum, mut elements): (u64, u64) = (0, 0);
         for &param in params {
@@ -39,6 +39,9 @@ pub(super) fn check_buckets(program: &Program, gradients: &[Gradient]) -> Result
             if gradient.sharding != *sharding {
                 return fault(param, "is in a bucket of which something else is divided");
             }
+            if gradient.span != *span {
+                return fault(param, "is in a bucket of another span");
+            }
             sum = sum.saturating_add(gradient.bytes);
             elements = elements.saturating_add(gradient.elements);
         }
@@ -46,6 +49,9 @@ pub(super) fn check_buckets(program: &Program, gradients: &[Gradient]) -> Result
         let divided = *sharding != Sharding::None;
         if divided != !parts.is_empty() || (divided && (parts.len() != ranks.len() || held < elements)) {
             return Err(CheckError::Shape("a bucket's parts are not those of its ranks, or do not hold its gradients"));
+        }
+        if span.is_some() != (*sharding == Sharding::Params) {
+            return Err(CheckError::Shape("a bucket has a span and no divided parameters, or the reverse"));
         }
         if sum != *bytes {
             return Err(CheckError::Shape("a bucket is not as large as its gradients"));
@@ -64,14 +70,20 @@ pub(super) fn check_sums(program: &Program) -> Result<(), CheckError> {
         let mut summed: HashSet<&Action> = HashSet::new();
         let mut by_group: BTreeMap<u32, Vec<&Action>> = BTreeMap::new();
         let mut passed = Backwards::of(own);
+        let mut gathered = Gathered::default();
         for (position, action) in actions(own).enumerate() {
             if let Action::Backward { mb } = action {
                 passed.pass(*mb);
+                gathered.computed.insert((*mb, Pass::Backward));
+            }
+            if let Action::Forward { mb } = action {
+                gathered.computed.insert((*mb, Pass::Forward));
             }
             let Some(group) = action.group() else { continue };
             let found = check_sum(program, own.rank, action)
                 .and_then(|()| if summed.insert(action) { Ok(()) } else { Err(ActionFault::Repeated) })
-                .and_then(|()| passed.check(action));
+                .and_then(|()| passed.check(action))
+                .and_then(|()| gathered.check(program, action));
             found.map_err(|fault| CheckError::Action { rank: own.rank, position, action: action.clone(), fault })?;
             by_group.entry(group).or_default().push(action);
         }
@@ -119,19 +131,49 @@ impl Backwards {
     }
 }
 
+/// A rank's computations so far, and what it has gathered for the one to come.
+#[derive(Default)]
+struct Gathered {
+    computed: HashSet<(u32, Pass)>,
+    last: Option<((u32, Pass), Option<u32>)>,
+}
+
+impl Gathered {
+    /// Checks that a gather stands before its computation, in the order of the Spans.
+    fn check(&mut self, program: &Program, action: &Action) -> Result<(), ActionFault> {
+        let &Action::AllGather { bucket, mb, pass, .. } = action else { return Ok(()) };
+        if self.computed.contains(&(mb, pass)) {
+            return Err(ActionFault::TooLate);
+        }
+        let span = program.buckets[bucket as usize].span;
+        let before = self.last.replace(((mb, pass), span)).filter(|(of, _)| *of == (mb, pass));
+        let in_order =
+            before.is_none_or(|(_, before)| if pass == Pass::Forward { before <= span } else { span <= before });
+        if in_order { Ok(()) } else { Err(ActionFault::WrongSpan) }
+    }
+}
+
 fn check_sum(program: &Program, rank: u32, action: &Action) -> Result<(), ActionFault> {
     let (group, bucket, mb, bytes) = match *action {
         Action::AllReduce { group, bucket, bytes } => (group, bucket, None, bytes),
-        Action::ReduceScatter { group, bucket, mb, bytes } => (group, bucket, Some(mb), bytes),
+        Action::ReduceScatter { group, bucket, mb, bytes } | Action::AllGather { group, bucket, mb, bytes, .. } => {
+            (group, bucket, Some(mb), bytes)
+        }
         _ => return Ok(()),
     };
     let found = program.buckets.get(bucket as usize).filter(|found| found.group == group);
     let member = program.groups.get(group as usize).is_some_and(|ranks| ranks.contains(&rank));
     let Some(found) = found.filter(|_| member) else { return Err(ActionFault::WrongGroup) };
-    if found.bytes != bytes {
-        return Err(ActionFault::WrongBytes(found.bytes));
+    let (gathers, sums_parts) = match action {
+        Action::AllGather { .. } => (true, false),
+        _ => (false, mb.is_some()),
+    };
+    let size = if gathers { gathered_bytes(found) } else { found.bytes };
+    if size != bytes {
+        return Err(ActionFault::WrongBytes(size));
     }
-    if mb.is_some() != (found.sharding >= Sharding::Gradients) {
+    let divided = found.sharding >= Sharding::Gradients;
+    if (gathers && found.sharding != Sharding::Params) || (!gathers && sums_parts != divided) {
         return Err(ActionFault::WrongSharding(found.sharding));
     }
     let has_rows = |mb: u32| program.microbatches.get(mb as usize).is_some_and(|&rows| rows > 0);
@@ -144,20 +186,39 @@ fn check_all_summed(program: &Program, own: &RankProgram, summed: &HashSet<&Acti
         let rank = own.rank;
         if summed.contains(&action) { Ok(()) } else { Err(CheckError::Missing { rank, action }) }
     };
-    for (number, &Bucket { group, bytes, sharding, .. }) in (0..).zip(&program.buckets) {
+    let trains = program.call.trains();
+    let has_rows = || (0..).zip(&program.microbatches).filter(|&(_, &rows)| rows > 0).map(|(mb, _)| mb);
+    for (bucket, found) in (0..).zip(&program.buckets) {
+        let &Bucket { group, bytes, sharding, .. } = found;
         let ranks = &program.groups[group as usize];
-        if !program.call.trains() || ranks.len() < 2 || !ranks.contains(&own.rank) {
+        if ranks.len() < 2 || !ranks.contains(&own.rank) {
+            continue;
+        }
+        let passes: &[Pass] = match sharding {
+            Sharding::Params if trains => &[Pass::Forward, Pass::Backward],
+            Sharding::Params => &[Pass::Forward],
+            _ => &[],
+        };
+        for (&pass, mb) in passes.iter().flat_map(|pass| has_rows().map(move |mb| (pass, mb))) {
+            check(Action::AllGather { group, bucket, mb, pass, bytes: gathered_bytes(found) })?;
+        }
+        if !trains {
             continue;
         }
         if sharding < Sharding::Gradients {
-            check(Action::AllReduce { group, bucket: number, bytes })?;
+            check(Action::AllReduce { group, bucket, bytes })?;
             continue;
         }
-        for (mb, _) in (0..).zip(&program.microbatches).filter(|&(_, &rows)| rows > 0) {
-            check(Action::ReduceScatter { group, bucket: number, mb, bytes })?;
+        for mb in has_rows() {
+            check(Action::ReduceScatter { group, bucket, mb, bytes })?;
         }
     }
     Ok(())
+}
+
+/// The size of a bucket's parts, in the type of its Params.
+fn gathered_bytes(bucket: &Bucket) -> u64 {
+    bucket.parts.iter().fold(0, |sum: u64, &part| sum.saturating_add(part)).saturating_mul(bucket.dtype.bytes())
 }
 
 fn actions(own: &RankProgram) -> impl Iterator<Item = &Action> {

@@ -13,7 +13,9 @@
 //! 7. Every gradient is summed in exactly one bucket, over exactly the ranks that hold its Param, after everything that
 //!    adds to it: once a batch, or where the ranks divide gradients, once for each microbatch. The members of a group sum
 //!    the same buckets of the same size in the same order.
-//! 8. All ranks come to their end (see [`machine`](crate::machine) for what blocks).
+//! 8. Where ranks divide Params, each computation stands behind the gathers of all of them, in the order of its Spans;
+//!    these have their place in the order of what the members of a group do together.
+//! 9. All ranks come to their end (see [`machine`](crate::machine) for what blocks).
 
 mod actions;
 mod collectives;
@@ -50,6 +52,9 @@ pub enum ActionFault {
     /// A sum of gradients that another backward has come after.
     #[error("the backward that fills it for this microbatch comes earlier")]
     Overfilled,
+    /// Params that are gathered in another order than their Spans need them.
+    #[error("a span that needs it comes later")]
+    WrongSpan,
     /// A whole bucket of which ranks must get parts, or the reverse.
     #[error("the ranks divide {0:?} of this bucket")]
     WrongSharding(Sharding),

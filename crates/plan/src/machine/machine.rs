@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 
 use super::blocked::Stuck;
 use super::clock::{Clock, Observer, Pause, Span};
-use super::script::{Channel, Script, Slot, Task};
+use super::script::{Channel, Joint, Lane, Script, Slot, Task};
 use crate::program::WINDOW;
 
 /// Runs a script to its end, and returns when that is.
@@ -27,7 +27,7 @@ pub fn run(script: &Script, clock: &impl Clock, observer: &mut impl Observer) ->
         machine.advance(rank);
     }
     let ends = (0..).zip(machine.ranks.iter().zip(&script.ranks));
-    let stuck = ends.filter_map(|(rank, (state, tasks))| Some((rank, state.waits_in(tasks)?)));
+    let stuck = ends.filter_map(|(rank, (state, tasks))| Some((rank, state.waits_in(script, tasks)?)));
     let stuck: Vec<Stuck> = stuck.collect();
     if stuck.is_empty() { Ok(machine.ranks.iter().map(|state| state.now).fold(0.0, f64::max)) } else { Err(stuck) }
 }
@@ -56,11 +56,25 @@ struct RankState {
     now: f64,
     /// What it has sent since it last settled.
     sent: Vec<Slot>,
-    /// The sums that it has been ready for, in order.
-    sums: Vec<u32>,
+    /// Its sums and its gathers, each in order.
+    sums: Queue,
+    gathers: Queue,
+}
+
+/// The sums that a rank has been ready for, in order.
+#[derive(Default)]
+struct Queue {
+    all: Vec<u32>,
     /// How many of them are done, and how many it has waited for.
     done: usize,
     settled: usize,
+}
+
+impl Queue {
+    /// The one that it is ready for and that comes next.
+    fn next(&self) -> Option<u32> {
+        self.all.get(self.done).copied()
+    }
 }
 
 struct Machine<'a, C, O> {
@@ -106,7 +120,7 @@ impl<C: Clock, O: Observer> Machine<'_, C, O> {
                 self.transfer(channel);
             }
             Task::Sum { sum } => self.gather(rank, sum),
-            Task::Await => return self.settle_sums(rank),
+            Task::Await { lane } => return self.settle_sums(rank, lane),
             Task::Settle => return self.settle(rank),
             Task::Update => {
                 let us = self.clock.update(rank);
@@ -184,75 +198,72 @@ impl<C: Clock, O: Observer> Machine<'_, C, O> {
 
     /// Notes that a rank is ready for a sum. A rank's sums run one after another, in its own order.
     fn gather(&mut self, rank: u32, sum: u32) {
+        let lane = self.script.sums[sum as usize].lane;
         let state = &mut self.ranks[rank as usize];
-        state.sums.push(sum);
+        state.queue_mut(lane).all.push(sum);
         let gathering = &mut self.gatherings[sum as usize];
         gathering.arrived += 1;
         gathering.ready = gathering.ready.max(state.now);
         let mut open = vec![sum];
         while let Some(sum) = open.pop() {
             if self.run_sum(sum) {
-                let members = &self.script.sums[sum as usize];
-                open.extend(members.iter().filter_map(|&member| self.ranks[member as usize].next_sum()));
+                let members = &self.script.sums[sum as usize].members;
+                open.extend(members.iter().filter_map(|&member| self.ranks[member as usize].queue(lane).next()));
             }
         }
     }
 
     /// Runs a sum if all its members have come to it.
     fn run_sum(&mut self, sum: u32) -> bool {
-        let members = &self.script.sums[sum as usize];
+        let Joint { members, lane } = &self.script.sums[sum as usize];
         let Gathering { arrived, ready, span } = self.gatherings[sum as usize];
-        let state = |member: u32| &self.ranks[member as usize];
-        if span.is_some() || arrived < members.len() || members.iter().any(|&rank| state(rank).next_sum() != Some(sum))
-        {
+        let next = |member: u32| self.ranks[member as usize].queue(*lane).next();
+        if span.is_some() || arrived < members.len() || members.iter().any(|&rank| next(rank) != Some(sum)) {
             return false;
         }
-        let before = members.iter().filter_map(|&member| self.last_sum(member)).map(|span| span.end);
+        let before = members.iter().filter_map(|&member| self.last_sum(member, *lane)).map(|span| span.end);
         let start = before.fold(ready, f64::max);
         let span = Span { start, end: start + self.clock.sum(sum) };
         self.gatherings[sum as usize].span = Some(span);
         self.observer.summed(sum, span);
         for &member in members {
-            self.ranks[member as usize].done += 1;
+            self.ranks[member as usize].queue_mut(*lane).done += 1;
             self.wake(member);
         }
         true
     }
 
     /// The last sum of a rank that is done.
-    fn last_sum(&self, rank: u32) -> Option<Span> {
-        let state = &self.ranks[rank as usize];
-        let last = state.sums[..state.done].last()?;
+    fn last_sum(&self, rank: u32, lane: Lane) -> Option<Span> {
+        let queue = self.ranks[rank as usize].queue(lane);
+        let last = queue.all[..queue.done].last()?;
         self.gatherings[*last as usize].span
     }
 
     /// Waits for its sums; false when it is not known yet when they end.
-    fn settle_sums(&mut self, rank: u32) -> bool {
-        let known = self.add_sums(rank);
-        if known {
-            self.ranks[rank as usize].settled = self.ranks[rank as usize].sums.len();
-            self.pause(rank);
-        }
-        known
-    }
-
-    /// Puts the sums that a rank has not waited for into `spans`; false when one is not known.
-    fn add_sums(&mut self, rank: u32) -> bool {
-        let state = &self.ranks[rank as usize];
-        if state.done < state.sums.len() {
+    fn settle_sums(&mut self, rank: u32, lane: Lane) -> bool {
+        if self.ranks[rank as usize].queue(lane).next().is_some() {
             return false;
         }
-        let sums = state.sums[state.settled..].iter().filter_map(|&sum| self.gatherings[sum as usize].span);
-        self.spans.extend(sums.map(|span| (span, Pause::Sum)));
+        self.add_sums(rank, lane);
+        self.pause(rank);
         true
+    }
+
+    /// Puts the sums that a rank waits for into `spans`; all are known.
+    fn add_sums(&mut self, rank: u32, lane: Lane) {
+        let queue = self.ranks[rank as usize].queue_mut(lane);
+        let settled = std::mem::replace(&mut queue.settled, queue.all.len());
+        let sums = queue.all[settled..].iter().filter_map(|&sum| self.gatherings[sum as usize].span);
+        self.spans.extend(sums.map(|span| (span, Pause::Sum)));
     }
 
     /// Waits for all that is under way; false when it is not known yet when that ends.
     fn settle(&mut self, rank: u32) -> bool {
-        if !self.add_sums(rank) {
+        let state = &self.ranks[rank as usize];
+        if Lane::ALL.iter().any(|&lane| state.queue(lane).next().is_some()) {
             return false;
         }
-        let state = &self.ranks[rank as usize];
         for &Slot { channel, place } in &state.sent {
             let Some(&span) = self.traffic[channel as usize].moved.get(place as usize) else {
                 self.spans.clear();
@@ -260,9 +271,8 @@ impl<C: Clock, O: Observer> Machine<'_, C, O> {
             };
             self.spans.push((span, Pause::Message));
         }
-        let state = &mut self.ranks[rank as usize];
-        state.settled = state.sums.len();
-        state.sent.clear();
+        self.ranks[rank as usize].sent.clear();
+        Lane::ALL.iter().for_each(|&lane| self.add_sums(rank, lane));
         self.pause(rank);
         true
     }
@@ -276,16 +286,32 @@ impl<C: Clock, O: Observer> Machine<'_, C, O> {
 
 impl RankState {
     /// The task that waits; where that waits for sums, the sum that does not end.
-    fn waits_in(&self, tasks: &[Task]) -> Option<usize> {
+    fn waits_in(&self, script: &Script, tasks: &[Task]) -> Option<usize> {
         let waiting = tasks.get(self.next)?;
-        let mut sums = (0..self.next).filter(|&task| matches!(tasks[task], Task::Sum { .. }));
-        let sum = if matches!(waiting, Task::Await | Task::Settle) { sums.nth(self.done) } else { None };
+        let lane = match waiting {
+            Task::Await { lane } => Some(*lane),
+            Task::Settle => Lane::ALL.into_iter().find(|&lane| self.queue(lane).next().is_some()),
+            _ => None,
+        };
+        let is_sum =
+            |task: &Task, lane: Lane| matches!(task, Task::Sum { sum } if script.sums[*sum as usize].lane == lane);
+        let sum =
+            lane.and_then(|lane| (0..self.next).filter(|&task| is_sum(&tasks[task], lane)).nth(self.queue(lane).done));
         Some(sum.unwrap_or(self.next))
     }
 
-    /// The sum that it is ready for and that comes next.
-    fn next_sum(&self) -> Option<u32> {
-        self.sums.get(self.done).copied()
+    fn queue(&self, lane: Lane) -> &Queue {
+        match lane {
+            Lane::Sums => &self.sums,
+            Lane::Gathers => &self.gathers,
+        }
+    }
+
+    fn queue_mut(&mut self, lane: Lane) -> &mut Queue {
+        match lane {
+            Lane::Sums => &mut self.sums,
+            Lane::Gathers => &mut self.gathers,
+        }
     }
 }
 

@@ -10,6 +10,7 @@
 //! * A Send never blocks, except that gradients, and without training Values, wait while [`WINDOW`](crate::WINDOW) earlier messages
 //!   of the same channel have not arrived.
 //! * A sum runs once all its members are ready for it and the sum before it on each of them is done.
+//! * Gathers are sums that follow each other alone; before a rank goes on to something else, it waits for all of them.
 //! * Before the first sum of another microbatch that is divided among its members, a rank waits for all its sums.
 //! * At the end of a list of Actions a rank waits for all that it has sent and all its sums.
 
@@ -26,6 +27,8 @@ pub use self::clock::{Clock, Observer, Pause, Span, Ticks};
 pub use self::grid::grid;
 pub use self::machine::run;
 pub use self::memory::Memory;
-pub use self::script::{BucketSum, Channel, ProgramScript, Script, ScriptWriter, Slot, Task};
+pub use self::script::{
+    Channel, Collective, CollectiveKind, Joint, Lane, ProgramScript, Script, ScriptWriter, Slot, Task,
+};
 pub use self::ticks::in_flight;
 pub(crate) use self::ticks::ticks;

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 
 use super::blocked::{Blocked, Deadlock, Halt, Stuck};
-use crate::program::{Action, Message, Payload, Program, RankProgram};
+use crate::program::{Action, Message, Pass, Payload, Program, RankProgram};
 use crate::schedule::{Call, Compute};
 
 /// What a rank does next.
@@ -36,8 +36,11 @@ pub enum Task {
         /// The sum.
         sum: u32,
     },
-    /// Waits until all sums that it is ready for are done.
-    Await,
+    /// Waits until all sums or gathers that it is ready for are done.
+    Await {
+        /// Which.
+        lane: Lane,
+    },
     /// Waits until all that was sent has arrived, and all sums that it is ready for are done.
     Settle,
     /// Updates parameters.
@@ -62,6 +65,29 @@ pub struct Slot {
     pub place: u32,
 }
 
+/// Which of the sums of a rank follow each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Lane {
+    /// Of gradients.
+    Sums,
+    /// What is no sum: parts of Params are gathered.
+    Gathers,
+}
+
+impl Lane {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Sums, Self::Gathers];
+}
+
+/// What several ranks do together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Joint {
+    /// The ranks that take part.
+    pub members: Vec<u32>,
+    /// What it follows.
+    pub lane: Lane,
+}
+
 /// What all ranks do.
 #[derive(Clone, Debug, Default)]
 pub struct Script {
@@ -69,8 +95,8 @@ pub struct Script {
     pub ranks: Vec<Vec<Task>>,
     /// All channels.
     pub channels: Vec<Channel>,
-    /// By sum, the ranks that take part.
-    pub sums: Vec<Vec<u32>>,
+    /// All sums, and gathers.
+    pub sums: Vec<Joint>,
     /// Messages that computations wait for.
     pub(super) awaited: Vec<Slot>,
 }
@@ -102,7 +128,12 @@ impl ScriptWriter {
 
     /// One more sum of these ranks.
     pub fn sum(&mut self, members: Vec<u32>) -> u32 {
-        self.script.sums.push(members);
+        self.joint(Joint { members, lane: Lane::Sums })
+    }
+
+    /// One more thing that several ranks do together.
+    pub fn joint(&mut self, joint: Joint) -> u32 {
+        self.script.sums.push(joint);
         number(self.script.sums.len() - 1)
     }
 
@@ -145,13 +176,24 @@ impl ScriptWriter {
     }
 }
 
-/// A sum of gradients of a Program.
+/// What ranks of a Program do together with a bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct BucketSum {
+pub struct Collective {
     /// Place among the Program's buckets.
     pub bucket: u32,
-    /// The microbatch, where each rank gets its part of one microbatch's sum.
-    pub mb: Option<u32>,
+    /// What.
+    pub kind: CollectiveKind,
+}
+
+/// What ranks do together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum CollectiveKind {
+    /// Sum.
+    AllReduce,
+    /// Sum one microbatch's gradients, so that each rank gets its part.
+    ReduceScatter(u32),
+    /// Gather all parts for a computation of a microbatch.
+    AllGather(u32, Pass),
 }
 
 /// The script of a Program, and by rank and task the place of its Action among the rank's.
@@ -160,7 +202,7 @@ pub struct ProgramScript {
     /// The script.
     pub script: Script,
     /// What its sums are.
-    pub sums: Vec<BucketSum>,
+    pub sums: Vec<Collective>,
     positions: Vec<Vec<usize>>,
 }
 
@@ -207,8 +249,8 @@ struct Translator<'a> {
     writer: ScriptWriter,
     program: &'a Program,
     channels: HashMap<(u32, u32), u32>,
-    sums: Vec<BucketSum>,
-    known_sums: HashMap<BucketSum, u32>,
+    sums: Vec<Collective>,
+    known_sums: HashMap<Collective, u32>,
 }
 
 impl Translator<'_> {
@@ -222,7 +264,12 @@ impl Translator<'_> {
         let backward_of: HashMap<u32, usize> = actions().enumerate().filter_map(of_backward).collect();
         let mut under_way: VecDeque<Started> = VecDeque::new();
         let mut divided = None;
+        let mut gathering = None;
         for (position, action) in actions().enumerate() {
+            if gathering.take_if(|before| *before != gathered_for(action)).is_some() {
+                self.writer.add(own.rank, Task::Await { lane: Lane::Gathers });
+                positions.push(position);
+            }
             match action {
                 Action::Forward { mb } => self.writer.compute(own.rank, Compute::Forward(*mb)),
                 Action::Backward { mb } => self.writer.compute(own.rank, Compute::Backward(*mb)),
@@ -235,14 +282,19 @@ impl Translator<'_> {
                     self.writer.receive(channel, *kind, *mb);
                 }
                 Action::AllReduce { bucket, .. } => {
-                    let sum = self.sum(BucketSum { bucket: *bucket, mb: None })?;
+                    let sum = self.sum(Collective { bucket: *bucket, kind: CollectiveKind::AllReduce })?;
                     under_way.push_back(Started { position, sum, filled: last_backward });
+                }
+                Action::AllGather { bucket, mb, pass, .. } => {
+                    gathering = Some(gathered_for(action));
+                    let sum = self.sum(Collective { bucket: *bucket, kind: CollectiveKind::AllGather(*mb, *pass) })?;
+                    self.writer.add(own.rank, Task::Sum { sum });
                 }
                 Action::ReduceScatter { bucket, mb, .. } => {
                     if divided.replace(*mb).is_some_and(|before| before != *mb) {
-                        self.writer.add(own.rank, Task::Await);
+                        self.writer.add(own.rank, Task::Await { lane: Lane::Sums });
                     }
-                    let sum = self.sum(BucketSum { bucket: *bucket, mb: Some(*mb) })?;
+                    let sum = self.sum(Collective { bucket: *bucket, kind: CollectiveKind::ReduceScatter(*mb) })?;
                     under_way.push_back(Started { position, sum, filled: backward_of.get(mb).copied() });
                 }
             }
@@ -268,12 +320,14 @@ impl Translator<'_> {
     }
 
     /// The number of a sum.
-    fn sum(&mut self, sum: BucketSum) -> Result<u32, Halt> {
+    fn sum(&mut self, sum: Collective) -> Result<u32, Halt> {
         if let Some(&known) = self.known_sums.get(&sum) {
             return Ok(known);
         }
         let bucket = self.program.buckets.get(sum.bucket as usize).ok_or(Halt::Shape("a bucket does not exist"))?;
-        let number = self.writer.sum(self.program.groups[bucket.group as usize].clone());
+        let members = self.program.groups[bucket.group as usize].clone();
+        let lane = if matches!(sum.kind, CollectiveKind::AllGather(..)) { Lane::Gathers } else { Lane::Sums };
+        let number = self.writer.joint(Joint { members, lane });
         self.sums.push(sum);
         self.known_sums.insert(sum, number);
         Ok(number)
@@ -295,6 +349,11 @@ struct Started {
     sum: u32,
     /// Place of the backward that fills the bucket, if one does.
     filled: Option<usize>,
+}
+
+/// The computation for which Params are gathered.
+fn gathered_for(action: &Action) -> Option<(u32, Pass)> {
+    if let Action::AllGather { mb, pass, .. } = action { Some((*mb, *pass)) } else { None }
 }
 
 fn of_backward((position, action): (usize, &Action)) -> Option<(u32, usize)> {

@@ -96,13 +96,49 @@ pub enum Action {
         /// The size of the whole bucket.
         bytes: u64,
     },
+    /// Each rank of a group gets the Params of a bucket, of which each holds its part, for one computation. Within that a
+    /// Span's Params are whole from their gather, which starts one Span ahead, to the Span's end. A rank without rows of
+    /// the microbatch gives its part too. What stands next waits for all the gathers of a computation.
+    AllGather {
+        /// Place of the ranks among the Program's groups.
+        group: u32,
+        /// Place of the Params among the Program's buckets.
+        bucket: u32,
+        /// The microbatch.
+        mb: u32,
+        /// Which computation of it.
+        pass: Pass,
+        /// The size of all parts of the bucket, in the type of the Params.
+        bytes: u64,
+    },
+}
+
+/// Which computation of a microbatch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Pass {
+    /// Its forward.
+    Forward,
+    /// Its backward.
+    Backward,
+}
+
+impl fmt::Display for Pass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+        })
+    }
 }
 
 impl Action {
     /// The group of ranks that do it together.
     pub const fn group(&self) -> Option<u32> {
         match self {
-            Self::AllReduce { group, .. } | Self::ReduceScatter { group, .. } => Some(*group),
+            Self::AllReduce { group, .. } | Self::ReduceScatter { group, .. } | Self::AllGather { group, .. } => {
+                Some(*group)
+            }
             Self::Forward { .. } | Self::Backward { .. } | Self::Send(_) | Self::Recv(_) => None,
         }
     }
@@ -118,6 +154,9 @@ impl fmt::Display for Action {
             }
             Self::ReduceScatter { group, bucket, mb, bytes } => {
                 return write!(f, "ReduceScatter(mb {mb}, bucket {bucket}, {bytes} bytes over group {group})");
+            }
+            Self::AllGather { group, bucket, mb, pass, bytes } => {
+                return write!(f, "AllGather({pass} of mb {mb}, bucket {bucket}, {bytes} bytes over group {group})");
             }
             Self::Send(message) => ("Send", message, "to"),
             Self::Recv(message) => ("Recv", message, "from"),

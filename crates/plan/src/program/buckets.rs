@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use rannc_ir::{DType, Graph, ParamId, ValueId};
 use serde::{Deserialize, Serialize};
 
-use crate::partition::Partition;
+use crate::partition::{Partition, only_span};
 use crate::plan::Placement;
 use crate::saver::Sharding;
 
@@ -70,6 +70,8 @@ pub struct Gradient {
     pub holders: Vec<u32>,
     /// What these ranks divide among them.
     pub sharding: Sharding,
+    /// Where they divide the Param, the place of the Span that alone uses it among its Stage's.
+    pub span: Option<u32>,
 }
 
 /// Gradients of one type and of the same ranks, one behind the other.
@@ -88,6 +90,16 @@ pub struct Bucket {
     /// Where anything is divided, how many elements each rank of the group has, one behind the other; together at least
     /// those of the Params.
     pub parts: Vec<u64>,
+    /// Where the Params are divided, the place of the Span that alone uses them among its Stage's.
+    pub span: Option<u32>,
+}
+
+impl Bucket {
+    /// The size of all parts, in the type of the Params.
+    pub(super) fn gathered_bytes(&self) -> u64 {
+        let elements = self.parts.iter().fold(0, |sum: u64, &part| sum.saturating_add(part));
+        elements.saturating_mul(self.dtype.bytes())
+    }
 }
 
 /// Parts of the same size are multiples of so many elements: kernels and messages are fastest from aligned places.
@@ -175,7 +187,7 @@ impl Buckets {
         let group = |gradient: &Gradient| group_of.get(gradient.holders.as_slice()).copied();
         for gradient in &gradients {
             if let Some(group) = group(gradient) {
-                let bytes = to_come.entry((group, gradient.dtype, gradient.sharding)).or_default();
+                let bytes = to_come.entry(alike(group, gradient)).or_default();
                 *bytes = bytes.saturating_add(gradient.bytes);
             }
         }
@@ -183,14 +195,18 @@ impl Buckets {
         let mut open: BTreeMap<Alike, (usize, u64)> = BTreeMap::new();
         for gradient in gradients.iter().rev() {
             let Some(group) = group(gradient) else { continue };
-            let key = (group, gradient.dtype, gradient.sharding);
+            let key = alike(group, gradient);
             let known = open.get(&key).copied().filter(|&(place, full)| buckets[place].bytes < full);
             let (place, full) = known.unwrap_or_else(|| {
                 let is_first =
                     (group as usize) < stage_ranks.len() && !buckets.iter().any(|other| other.group == group);
-                let full = if is_first { FIRST_BUCKET_BYTES } else { full_bytes(to_come[&key]) };
-                let (dtype, sharding) = (gradient.dtype, gradient.sharding);
-                buckets.push(Bucket { group, params: Vec::new(), dtype, bytes: 0, sharding, parts: Vec::new() });
+                let full = match () {
+                    () if gradient.span.is_some() => LARGEST_BUCKET_BYTES,
+                    () if is_first => FIRST_BUCKET_BYTES,
+                    () => full_bytes(to_come[&key]),
+                };
+                let &Gradient { dtype, sharding, span, .. } = gradient;
+                buckets.push(Bucket { group, params: Vec::new(), dtype, bytes: 0, sharding, parts: Vec::new(), span });
                 (buckets.len() - 1, full)
             });
             open.insert(key, (place, full));
@@ -209,8 +225,12 @@ impl Buckets {
     }
 }
 
-/// Gradients that may share a bucket: their group, type, and what is divided.
-type Alike = (u32, DType, Sharding);
+/// Gradients that may share a bucket: their group, type, what is divided, and by which Span it is gathered.
+type Alike = (u32, DType, Sharding, Option<u32>);
+
+fn alike(group: u32, &Gradient { dtype, sharding, span, .. }: &Gradient) -> Alike {
+    (group, dtype, sharding, span)
+}
 
 /// The gradients of a Graph's Params that some rank holds.
 fn gradients(graph: &Graph, partition: &Partition, placement: &Placement, trained: &Trained) -> Vec<Gradient> {
@@ -232,7 +252,7 @@ fn gradients(graph: &Graph, partition: &Partition, placement: &Placement, traine
         ranks.into_iter().collect()
     };
     // What several Stages hold, or all ranks for the tail, stays whole.
-    let sharding = |param: ParamId, holders: &[u32]| {
+    let shared = |param: ParamId, holders: &[u32]| {
         let mut own = (0..).zip(&partition.stages).filter(|(_, part)| part.params.contains(&param));
         let stage = own.next().map(|(stage, _): (usize, _)| stage).filter(|_| own.next().is_none());
         let divided = holders.len() > 1 && !trained.undivided.contains(&param);
@@ -240,7 +260,13 @@ fn gradients(graph: &Graph, partition: &Partition, placement: &Placement, traine
         let asked = stage.and_then(|stage| placement.sharding.get(stage).copied()).unwrap_or_default();
         // What the tail adds comes with no microbatch.
         let whole = trained.whole_gradients.contains(&param) || trained.everywhere.contains(&param);
-        if whole { asked.min(Sharding::Optimizer) } else { asked }
+        let asked = if whole { asked.min(Sharding::Optimizer) } else { asked };
+        let part = stage.map(|stage| &partition.stages[stage]).filter(|_| asked == Sharding::Params);
+        let Some(part) = part else { return (asked, None) };
+        match only_span(graph, part, graph.params[param].value) {
+            Some(span) => (asked, Some(span)),
+            None => (Sharding::Gradients, None),
+        }
     };
     let gradient = |param: ParamId| {
         let value = &graph.values[graph.params[param].value];
@@ -248,8 +274,8 @@ fn gradients(graph: &Graph, partition: &Partition, placement: &Placement, traine
         let elements = extents.fold(1, u64::saturating_mul);
         let bytes = trained.reduce.of(value.dtype).bytes().saturating_mul(elements);
         let holders = holders(param);
-        let sharding = sharding(param, &holders);
-        Gradient { param, dtype: value.dtype, elements, bytes, holders, sharding }
+        let (sharding, span) = shared(param, &holders);
+        Gradient { param, dtype: value.dtype, elements, bytes, holders, sharding, span }
     };
     by_use.into_iter().map(gradient).filter(|gradient| !gradient.holders.is_empty()).collect()
 }
@@ -280,6 +306,7 @@ mod tests {
             bytes,
             holders: vec![0, 1],
             sharding: Sharding::None,
+            span: None,
         };
         let gradients = (0..).zip(sizes).map(gradient).collect();
         let found = Buckets::new(gradients, &[vec![0, 1]], Division::Elements);

@@ -1,6 +1,6 @@
 //! What ranks do together with their buckets, and the places of that among a rank's Actions.
 
-use super::action::Action;
+use super::action::{Action, Pass};
 use super::buckets::{Bucket, Buckets};
 use crate::saver::Sharding;
 use crate::schedule::Compute;
@@ -27,16 +27,22 @@ impl<'a> Collectives<'a> {
         Self { own, late, order }
     }
 
-    /// Puts the sums of gradients into a list with all of the rank's backwards.
+    /// Puts what ranks do together into a list of Actions with some of the Stage's computations, and where it has all
+    /// backwards of a batch, the sums of gradients.
     ///
     /// The members of a group must come to its collectives in one order. So a rank without rows of a microbatch does its
     /// part where the others do theirs, and sums of whole buckets stand where the last microbatch divides others.
-    pub(super) fn within(&self, actions: Vec<Action>) -> Vec<Action> {
+    pub(super) fn within(
+        &self,
+        actions: Vec<Action>,
+        is_listed: impl Fn(&Compute) -> bool,
+        has_backwards: bool,
+    ) -> Vec<Action> {
         let is_backward = |compute: &Compute| matches!(compute, Compute::Backward(_));
         let rest = actions.iter().filter_map(computation).filter(is_backward).last();
         let divides = self.own.iter().any(|(_, bucket)| bucket.sharding >= Sharding::Gradients);
         let last = if divides { self.order.iter().copied().filter(is_backward).last() } else { rest };
-        let mut coming = self.order.iter().copied();
+        let mut coming = self.order.iter().copied().filter(is_listed);
         let mut found = Vec::with_capacity(actions.len());
         for action in actions {
             if let Some(own) = computation(&action) {
@@ -50,15 +56,16 @@ impl<'a> Collectives<'a> {
             found.push(action);
         }
         coming.for_each(|compute| self.before(compute, last, &mut found));
-        if last.is_none() {
-            found.extend(self.own.iter().map(|&own| all_reduce(own)));
+        if has_backwards {
+            let own = self.own.iter().filter(|_| last.is_none());
+            found.extend(own.chain(&self.late).map(|&bucket| all_reduce(bucket)));
         }
-        found.extend(self.late.iter().map(|&late| all_reduce(late)));
         found
     }
 
     /// What stands before a computation, and what before the `last` backward.
     fn before(&self, compute: Compute, last: Option<Compute>, actions: &mut Vec<Action>) {
+        actions.extend(self.gathers(compute));
         let Compute::Backward(mb) = compute else { return };
         for &(number, bucket) in &self.own {
             if bucket.sharding >= Sharding::Gradients {
@@ -68,6 +75,28 @@ impl<'a> Collectives<'a> {
                 actions.push(all_reduce((number, bucket)));
             }
         }
+    }
+
+    /// In the order in which a computation comes to the Spans.
+    fn gathers(&self, compute: Compute) -> Vec<Action> {
+        let mut gathered: Vec<(u32, &Bucket)> =
+            self.own.iter().copied().filter(|(_, bucket)| bucket.sharding == Sharding::Params).collect();
+        gathered.sort_by_key(|(_, bucket)| std::cmp::Reverse(bucket.span));
+        let (mb, pass) = match compute {
+            Compute::Forward(mb) => (mb, Pass::Forward),
+            Compute::Backward(mb) => (mb, Pass::Backward),
+        };
+        if pass == Pass::Forward {
+            gathered.reverse();
+        }
+        let gather = |(number, bucket): (u32, &Bucket)| Action::AllGather {
+            group: bucket.group,
+            bucket: number,
+            mb,
+            pass,
+            bytes: bucket.gathered_bytes(),
+        };
+        gathered.into_iter().map(gather).collect()
     }
 }
 

@@ -81,12 +81,16 @@ impl Mailbox {
         computes: &[Compute],
         collectives: &Collectives<'_>,
     ) -> (Vec<Action>, Vec<Action>) {
+        let is_forward = |compute: &Compute| matches!(compute, Compute::Forward(_));
         let (forwards, backwards): (Vec<Compute>, Vec<Compute>) =
-            computes.iter().partition(|compute| matches!(compute, Compute::Forward(_)));
+            computes.iter().partition(|compute| is_forward(compute));
         match call {
-            Call::Forward => (self.actions(&forwards), Vec::new()),
-            Call::Whole => (collectives.within(self.actions(computes)), Vec::new()),
-            Call::Halves => (self.actions(&forwards), collectives.within(self.actions(&backwards))),
+            Call::Forward => (collectives.within(self.actions(&forwards), is_forward, false), Vec::new()),
+            Call::Whole => (collectives.within(self.actions(computes), |_| true, true), Vec::new()),
+            Call::Halves => (
+                collectives.within(self.actions(&forwards), is_forward, false),
+                collectives.within(self.actions(&backwards), |compute| !is_forward(compute), true),
+            ),
         }
     }
 

@@ -11,7 +11,7 @@ mod view;
 use rannc_ir::ValueId;
 use serde::{Deserialize, Serialize};
 
-pub use self::action::{Action, Message, Payload, Piece, WINDOW};
+pub use self::action::{Action, Message, Pass, Payload, Piece, WINDOW};
 pub use self::buckets::{
     BUCKET_BYTES, Bucket, Buckets, Division, FIRST_BUCKET_BYTES, Gradient, ReduceDType, Trained, full_bytes,
 };

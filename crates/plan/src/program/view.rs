@@ -101,7 +101,8 @@ impl Program {
                 Action::Forward { .. }
                 | Action::Backward { .. }
                 | Action::AllReduce { .. }
-                | Action::ReduceScatter { .. } => None,
+                | Action::ReduceScatter { .. }
+                | Action::AllGather { .. } => None,
             }));
         }
         pairs.sort_unstable();

@@ -28,12 +28,14 @@ pub struct Held {
     pub stages: Vec<u32>,
     /// True when its Stage's Replicas divide of it what the Placement says.
     pub divided: bool,
+    /// The Span that alone uses it; without one its Stage's Replicas have it whole.
+    pub span: Option<u32>,
 }
 
 impl Held {
     /// A Param of which nothing is divided.
     pub fn whole(dtype: DType, bytes: u64, stages: &[u32]) -> Self {
-        Self { dtype, bytes, stages: stages.to_vec(), divided: false }
+        Self { dtype, bytes, stages: stages.to_vec(), divided: false, span: None }
     }
 }
 
@@ -65,7 +67,7 @@ impl Given {
 
     /// Gradients of the Params, in the order in which the forward uses them.
     pub fn gradients(&self) -> Vec<Gradient> {
-        let gradient = |(param, Held { dtype, bytes, stages, divided }): (u32, &Held)| {
+        let gradient = |(param, Held { dtype, bytes, stages, divided, span }): (u32, &Held)| {
             let mut holders: Vec<u32> =
                 stages.iter().flat_map(|&stage| &self.placement.ranks[stage as usize]).copied().collect();
             holders.sort_unstable();
@@ -73,8 +75,11 @@ impl Given {
             let stage =
                 if *divided && stages.len() == 1 && holders.len() > 1 { Some(stages[0] as usize) } else { None };
             let asked = stage.and_then(|stage| self.placement.sharding.get(stage));
-            let (dtype, bytes, sharding) = (*dtype, *bytes, asked.copied().unwrap_or_default());
-            Gradient { param: ParamId(param), dtype, elements, bytes, holders, sharding }
+            let most = if span.is_some() { Sharding::Params } else { Sharding::Gradients };
+            let sharding = asked.copied().unwrap_or_default().min(most);
+            let span = span.filter(|_| sharding == Sharding::Params);
+            let (dtype, bytes) = (*dtype, *bytes);
+            Gradient { param: ParamId(param), dtype, elements, bytes, holders, sharding, span }
         };
         (0..).zip(&self.params).map(gradient).collect()
     }
@@ -134,9 +139,10 @@ pub fn params(stages: usize) -> impl Strategy<Value = Vec<Held>> {
     let dtype = prop_oneof![4 => Just(DType::Float32), 1 => Just(DType::Float64)];
     let bytes = prop_oneof![1..100_u64, Just(1 << 20), Just(20 << 20), Just(30 << 20)];
     let held = (dtype, bytes, 0..stages, vec(prop::bool::weighted(0.2), stages), prop::bool::weighted(0.7));
-    let held = held.prop_map(move |(dtype, bytes, first, also, divided)| {
+    let held = (held, prop::option::weighted(0.8, 0..3u32));
+    let held = held.prop_map(move |((dtype, bytes, first, also, divided), span)| {
         let holds = |&stage: &usize| stage == first || also[stage];
-        Held { dtype, bytes, stages: (0..stages).filter(holds).map(stage_number).collect(), divided }
+        Held { dtype, bytes, stages: (0..stages).filter(holds).map(stage_number).collect(), divided, span }
     });
     vec(held, 0..8)
 }

@@ -3,7 +3,9 @@
 use proptest::prelude::*;
 use proptest::sample::Index;
 use rannc_ir::{DType, ValueId};
-use rannc_plan::{Action, Call, CheckError, Crossing, Deadlock, Interval, Message, Program, ScheduleKind, Transfer};
+use rannc_plan::{
+    Action, Call, CheckError, Crossing, Deadlock, Interval, Message, Pass, Program, ScheduleKind, Transfer,
+};
 
 use crate::cases::{Given, Held, ROWS, cases};
 use crate::oracle::{self, Failure};
@@ -37,6 +39,8 @@ enum Damage {
     EarlySum,
     LateSum,
     OtherSum,
+    OtherPass,
+    OtherSpan,
     DropParam,
     RepeatParam,
     MoveParam,
@@ -44,7 +48,7 @@ enum Damage {
     LargerBucket,
 }
 
-const DAMAGES: [Damage; 31] = [
+const DAMAGES: [Damage; 33] = [
     Damage::DropAction,
     Damage::RepeatAction,
     Damage::OtherMicrobatch,
@@ -71,6 +75,8 @@ const DAMAGES: [Damage; 31] = [
     Damage::EarlySum,
     Damage::LateSum,
     Damage::OtherSum,
+    Damage::OtherPass,
+    Damage::OtherSpan,
     Damage::DropParam,
     Damage::RepeatParam,
     Damage::MoveParam,
@@ -119,7 +125,7 @@ fn damage_actions(program: &mut Program, damage: Damage, list: Index, place: Ind
         _ => match &mut list[at] {
             Action::Forward { mb } | Action::Backward { mb } => *mb += 1,
             Action::Send(message) | Action::Recv(message) => message.mb += 1,
-            Action::ReduceScatter { mb, .. } => *mb += 1,
+            Action::ReduceScatter { mb, .. } | Action::AllGather { mb, .. } => *mb += 1,
             Action::AllReduce { .. } => return None,
         },
     }
@@ -197,8 +203,10 @@ fn damage_sums(program: &mut Program, damage: Damage, which: Index, place: Index
     let list = pick(lists(program).filter(|list| !sums(list).is_empty()), which)?;
     let at = *pick(sums(list).iter(), place)?;
     let divided = matches!(list[at], Action::ReduceScatter { .. });
-    let (Action::AllReduce { group, bucket, bytes } | Action::ReduceScatter { group, bucket, bytes, .. }) =
-        &mut list[at]
+    let gathered = if let Action::AllGather { mb, pass, .. } = list[at] { Some((mb, pass)) } else { None };
+    let (Action::AllReduce { group, bucket, bytes }
+    | Action::ReduceScatter { group, bucket, bytes, .. }
+    | Action::AllGather { group, bucket, bytes, .. }) = &mut list[at]
     else {
         return None;
     };
@@ -214,7 +222,7 @@ fn damage_sums(program: &mut Program, damage: Damage, which: Index, place: Index
         }
         Damage::OtherSum => {
             let (group, bucket, bytes) = (*group, *bucket, *bytes);
-            list[at] = if divided {
+            list[at] = if divided || gathered.is_some() {
                 Action::AllReduce { group, bucket, bytes }
             } else {
                 Action::ReduceScatter { group, bucket, mb: 0, bytes }
@@ -222,19 +230,36 @@ fn damage_sums(program: &mut Program, damage: Damage, which: Index, place: Index
         }
         Damage::LateSum => {
             // Sums of whole buckets may come late.
-            let next = backwards(list).into_iter().find(|&backward| divided && backward > at)?;
+            let late = |action: &Action| match (action, gathered) {
+                (Action::Backward { .. }, None) => divided,
+                (Action::Backward { mb }, Some((of, Pass::Backward))) => *mb == of,
+                (Action::Forward { mb }, Some((of, Pass::Forward))) => *mb == of,
+                _ => false,
+            };
+            let next = (at..list.len()).find(|&next| late(&list[next]))?;
             let sum = list.remove(at);
             list.insert(next, sum);
         }
         _ => {
             let before = backwards(list).into_iter().filter(|&backward| backward < at).count();
-            if (divided && before == 0) || backwards(list).len() < 2 {
+            if gathered.is_some() || (divided && before == 0) || backwards(list).len() < 2 {
                 return None;
             }
             let sum = list.remove(at);
             list.insert(0, sum);
         }
     }
+    Some(())
+}
+
+/// Gathers for the other computation of a microbatch.
+fn damage_gather(program: &mut Program, _: Damage, which: Index, _: Index) -> Option<()> {
+    let passes = lists(program).flatten().filter_map(|action| match action {
+        Action::AllGather { pass, .. } => Some(pass),
+        _ => None,
+    });
+    let pass = pick(passes, which)?;
+    *pass = if *pass == Pass::Forward { Pass::Backward } else { Pass::Forward };
     Some(())
 }
 
@@ -255,6 +280,10 @@ fn damage_buckets(program: &mut Program, damage: Damage, which: Index, place: In
             }
         }
         Damage::LargerBucket => pick(program.buckets.iter_mut(), which)?.bytes += 1,
+        Damage::OtherSpan => {
+            let span = &mut pick(program.buckets.iter_mut(), which)?.span;
+            *span = if span.is_some() { None } else { Some(0) };
+        }
         _ => {
             let from = which.index(count.max(1));
             let params = &mut program.buckets.get_mut(from)?.params;
@@ -299,9 +328,13 @@ fn apply(program: &mut Program, damage: Damage, which: Index, place: Index) -> O
         | Damage::EarlySum
         | Damage::LateSum
         | Damage::OtherSum => damage_sums,
-        Damage::DropParam | Damage::RepeatParam | Damage::MoveParam | Damage::OtherMembers | Damage::LargerBucket => {
-            damage_buckets
-        }
+        Damage::OtherPass => damage_gather,
+        Damage::DropParam
+        | Damage::RepeatParam
+        | Damage::MoveParam
+        | Damage::OtherMembers
+        | Damage::LargerBucket
+        | Damage::OtherSpan => damage_buckets,
     };
     broken(program, damage, which, place)
 }

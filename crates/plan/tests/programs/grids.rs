@@ -252,3 +252,31 @@ ReduceScatter(mb 1, bucket 2, 8 bytes over group 0)
     assert_eq!(list(&program.ranks[0].forward), format!("{first}Forward(mb 1)\n{second}Backward(mb 1)\n"));
     assert_eq!(list(&program.ranks[1].forward), format!("{first}{second}"));
 }
+
+/// Spans are gathered in the order in which a computation comes to them, by the Replica without rows too.
+#[test]
+fn divided_params_are_gathered_for_each_computation() {
+    let mut case = Given::chain(&[2], 2, &[2, 1], Call::Whole, ScheduleKind::OneForwardOneBackward);
+    let held = |span| Held { divided: true, span: Some(span), ..Held::whole(DType::Float32, 8, &[0]) };
+    case.params = vec![held(0), held(1)];
+    case.placement.sharding = vec![Sharding::Params];
+    let program = case.build();
+    assert_eq!(case.check(&program), Ok(()));
+    let forward = |mb| {
+        format!(
+            "AllGather(forward of mb {mb}, bucket 1, 128 bytes over group 0)\n\
+             AllGather(forward of mb {mb}, bucket 0, 128 bytes over group 0)\n"
+        )
+    };
+    let backward = |mb| {
+        format!(
+            "AllGather(backward of mb {mb}, bucket 0, 128 bytes over group 0)\n\
+             AllGather(backward of mb {mb}, bucket 1, 128 bytes over group 0)\n\
+             ReduceScatter(mb {mb}, bucket 0, 8 bytes over group 0)\n\
+             ReduceScatter(mb {mb}, bucket 1, 8 bytes over group 0)\n"
+        )
+    };
+    let with_rows = |mb| format!("{}Forward(mb {mb})\n{}Backward(mb {mb})\n", forward(mb), backward(mb));
+    assert_eq!(list(&program.ranks[0].forward), format!("{}{}", with_rows(0), with_rows(1)));
+    assert_eq!(list(&program.ranks[1].forward), format!("{}{}{}", with_rows(0), forward(1), backward(1)));
+}

@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use rannc_ir::{ParamId, ValueId};
-use rannc_plan::{Action, Interval, Message, OutputSource, Payload, Piece, Program, Sharding};
+use rannc_plan::{Action, Interval, Message, OutputSource, Pass, Payload, Piece, Program, Sharding};
 
 use crate::cases::Given;
 
@@ -178,8 +178,20 @@ struct RankState {
     sums: VecDeque<Sum>,
     /// Which microbatch it divided last.
     divided: Option<u32>,
+    /// Its gathers that are not done, in order.
+    gathers: VecDeque<Gather>,
+    /// What it has gathered and not used.
+    whole: BTreeSet<Gather>,
     /// By bucket, the microbatches whose gradients are in it.
     filled: BTreeMap<u32, BTreeSet<u32>>,
+}
+
+/// A gather of a bucket for a computation of a microbatch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Gather {
+    bucket: u32,
+    mb: u32,
+    pass: Pass,
 }
 
 /// A sum that a rank has come to: of a bucket, and of one microbatch where ranks get parts.
@@ -218,12 +230,12 @@ impl<'a> Execution<'a> {
                     moved = true;
                 }
             }
-            moved |= self.sum()?;
+            moved |= self.sum()? | self.gather_params();
         }
         if (0..lists.len()).any(|rank| self.ranks[rank].position < lists[rank].len()) {
             return Err(Failure::Stuck);
         }
-        if self.ranks.iter().any(|state| !state.sums.is_empty()) {
+        if self.ranks.iter().any(|state| !state.sums.is_empty() || !state.gathers.is_empty()) {
             return Err(Failure::Stuck);
         }
         self.check_end()?;
@@ -296,7 +308,32 @@ impl<'a> Execution<'a> {
             expected.extend(each.into_iter().map(|mb| ((gradient.param, mb), gradient.holders.clone())));
         }
         require(self.summed == expected, || format!("summed are {:?}", self.summed))?;
+        require(self.ranks.iter().all(|state| state.whole.is_empty()), || "parameters that nobody uses".into())?;
         require(self.ranks.iter().all(|state| state.filled.is_empty()), || "gradients that nobody sums".into())
+    }
+
+    /// Lets the ranks gather, each in its own order; true when any did.
+    fn gather_params(&mut self) -> bool {
+        let program = self.oracle.program;
+        let members = |gather: &Gather| &program.groups[program.buckets[gather.bucket as usize].group as usize];
+        let next = |this: &Self, rank: u32| this.ranks[rank as usize].gathers.front().copied();
+        let ready =
+            |this: &Self, gather: &Gather| members(gather).iter().all(|&rank| next(this, rank) == Some(*gather));
+        let mut any = false;
+        while let Some(gather) =
+            (0..self.ranks.len() as u32).filter_map(|rank| next(self, rank)).find(|gather| ready(self, gather))
+        {
+            any = true;
+            for &rank in members(&gather) {
+                let has_rows = !self.oracle.rows(rank as usize, gather.mb as usize).is_empty();
+                let state = &mut self.ranks[rank as usize];
+                state.gathers.pop_front();
+                if has_rows {
+                    state.whole.insert(gather);
+                }
+            }
+        }
+        any
     }
 
     /// Comes to a sum; false when it must wait.
@@ -315,6 +352,13 @@ impl<'a> Execution<'a> {
 
     fn step(&mut self, rank: usize, action: &Action) -> Result<bool, Failure> {
         self.deliver(rank)?;
+        let same = |last: &Gather| match action {
+            Action::AllGather { mb, pass, .. } => (last.mb, last.pass) == (*mb, *pass),
+            _ => false,
+        };
+        if self.ranks[rank].gathers.back().is_some_and(|last| !same(last)) {
+            return Ok(false);
+        }
         match action {
             Action::Forward { mb } => self.compute(rank, Payload::Value, *mb),
             Action::Backward { mb } => self.compute(rank, Payload::Grad, *mb),
@@ -322,6 +366,10 @@ impl<'a> Execution<'a> {
             Action::Recv(message) => {
                 self.channels.entry((message.peer, rank as u32)).or_default().posted += 1;
                 self.ranks[rank].pending.push_back((message.peer, message.clone()));
+                Ok(true)
+            }
+            &Action::AllGather { bucket, mb, pass, .. } => {
+                self.ranks[rank].gathers.push_back(Gather { bucket, mb, pass });
                 Ok(true)
             }
             Action::AllReduce { bucket, .. } => Ok(self.gather(rank, Sum { bucket: *bucket, mb: None })),
@@ -384,6 +432,12 @@ impl<'a> Execution<'a> {
         let done = if payload == Payload::Value { &mut state.forwards } else { &mut state.backwards };
         require(done.insert(mb), || "computed twice".into())?;
         require(state.forwards.contains(&mb), || "backward first".into())?;
+        let pass = if payload == Payload::Grad { Pass::Backward } else { Pass::Forward };
+        for bucket in self.buckets_of(rank) {
+            let is_divided = self.oracle.program.buckets[bucket as usize].sharding == Sharding::Params;
+            let whole = self.ranks[rank].whole.remove(&Gather { bucket, mb, pass });
+            require(whole == is_divided, || format!("rank {rank} does not have bucket {bucket} whole"))?;
+        }
         if payload == Payload::Grad {
             for bucket in self.buckets_of(rank) {
                 self.ranks[rank].filled.entry(bucket).or_default().insert(mb);

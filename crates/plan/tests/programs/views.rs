@@ -1,6 +1,6 @@
 //! What a rank is handed.
 
-use rannc_plan::{Action, Call, ScheduleKind, plan_channels};
+use rannc_plan::{Action, Call, Pass, ScheduleKind, plan_channels};
 
 use crate::cases::Given;
 
@@ -31,6 +31,9 @@ fn the_json_of_a_view() {
     let sum = Action::AllReduce { group: 1, bucket: 2, bytes: 3 };
     let json = serde_json::to_string(&sum).expect("plain data");
     assert_eq!(json, r#"{"action":"all_reduce","group":1,"bucket":2,"bytes":3}"#);
+    let gather = Action::AllGather { group: 1, bucket: 2, mb: 4, pass: Pass::Forward, bytes: 3 };
+    let json = serde_json::to_string(&gather).expect("plain data");
+    assert_eq!(json, r#"{"action":"all_gather","group":1,"bucket":2,"mb":4,"pass":"forward","bytes":3}"#);
     let sum = Action::ReduceScatter { group: 1, bucket: 2, mb: 4, bytes: 3 };
     let json = serde_json::to_string(&sum).expect("plain data");
     assert_eq!(json, r#"{"action":"reduce_scatter","group":1,"bucket":2,"mb":4,"bytes":3}"#);

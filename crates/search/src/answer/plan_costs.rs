@@ -209,6 +209,11 @@ impl Costs for PlanCosts<'_> {
         self.reduce_us(stage, bytes)
     }
 
+    fn gather_us(&self, _: u32, _: u64) -> f64 {
+        // Passes of Stages that divide parameters are priced with what they hide.
+        0.0
+    }
+
     fn reduce_tied_us(&self, ranks: &[u32], bytes: u64) -> f64 {
         let known = self.tied.iter().find(|sum| sum.ranks == ranks);
         known.map_or(0.0, |sum| share(sum.us, bytes, sum.bytes))

@@ -7,7 +7,9 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use rannc_ir::testing::{graphs, mlp};
 use rannc_ir::{Analysis, Graph, OpRun, ValueId};
-use rannc_plan::{Batch, Buckets, Call, Partition, Placement, Program, ScheduleKind, Sharding, Trained, build};
+use rannc_plan::{
+    Batch, Buckets, Call, Partition, Placement, Program, Recompute, ScheduleKind, Sharding, Trained, build,
+};
 use rannc_sim::{Costs, Timeline, simulate};
 
 /// Costs of a Stage; times and bytes of rows are for each row.
@@ -69,6 +71,9 @@ impl Costs for TableCosts {
     fn reduce_scatter_us(&self, stage: u32, _: u64) -> f64 {
         self.stage(stage).reduce_us / 2.0
     }
+    fn gather_us(&self, stage: u32, _: u64) -> f64 {
+        self.stage(stage).reduce_us / 4.0
+    }
     fn reduce_tied_us(&self, ranks: &[u32], _: u64) -> f64 {
         self.tied_us * ranks.len() as f64
     }
@@ -108,7 +113,11 @@ pub fn divided_program(
     let end = u32::try_from(Analysis::new(graph).main_ops.len()).expect("small");
     let ends: Vec<u32> = [0].into_iter().chain(cuts.iter().copied()).chain([end]).collect();
     let runs: Vec<OpRun> = ends.windows(2).map(|ends| OpRun { first: ends[0], end: ends[1] }).collect();
-    let partition = Partition::new(graph, &runs).expect("the cuts are allowed");
+    // A Graph may have nothing that depends on the batch.
+    let blocks: Vec<(OpRun, Recompute)> =
+        runs.iter().filter(|ops| ops.first < ops.end).map(|&ops| (ops, Recompute::None)).collect();
+    let partition = Partition::new(graph, &runs).and_then(|found| found.with_spans(graph, &blocks));
+    let partition = partition.expect("the cuts are allowed");
     let mut ranks = 0..;
     let ranks: Vec<Vec<u32>> = replicas.iter().map(|&count| ranks.by_ref().take(count).collect()).collect();
     let mut rows_per_rank = vec![0; replicas.iter().sum()];

@@ -19,6 +19,7 @@ fn draw(timeline: &Timeline) -> String {
                 What::Send { mb, peer, payload } => format!("{}{mb}>{peer}", letter(payload)),
                 What::Recv { mb, peer, payload } => format!("{}{mb}<{peer}", letter(payload)),
                 What::Reduce => "R".to_owned(),
+                What::Gather => "G".to_owned(),
                 What::Update => "U".to_owned(),
             };
             format!("{name} {}-{}", event.start_us, event.end_us)
@@ -138,6 +139,20 @@ fn divided_gradients_are_summed_between_backwards() {
         "\
 0: F0 0-2, B0 2-5, F1 5-7, R 5-10, B1 10-13, R 13-18, U 18-19
 1: F0 0-2, B0 2-5, R 5-10, R 13-18, U 18-19
+"
+    );
+}
+
+/// A Replica without rows gives its part of the parameters where the other computes.
+#[test]
+fn divided_params_are_gathered_before_computations() {
+    let way = (Call::Whole, ScheduleKind::OneForwardOneBackward);
+    let program = divided_program(&mlp(1, 4), &[], &[2], &[Sharding::Params], 2, 3, way);
+    assert_eq!(
+        draw(&costs(1, 2, 1.0).run(&program)),
+        "\
+0: G 0-1, F0 1-3, G 3-4, B0 4-7, R 7-9, G 7-8, F1 8-10, G 10-11, B1 11-14, R 14-16, U 16-17
+1: G 0-1, F0 1-3, G 3-4, B0 4-7, R 7-9, G 7-8, G 10-11, R 14-16, U 16-17
 "
     );
 }

@@ -27,7 +27,7 @@ fn slow_down(costs: &mut TableCosts, which: usize, by: f64) {
 
 /// Start and end of all that keeps a rank's device from computing something else.
 fn computations(rank: &RankTimeline) -> Vec<(f64, f64)> {
-    let moves = |what: &What| matches!(what, What::Send { .. } | What::Recv { .. } | What::Reduce);
+    let moves = |what: &What| matches!(what, What::Send { .. } | What::Recv { .. } | What::Reduce | What::Gather);
     let on_device = rank.events.iter().filter(|event| !moves(&event.what));
     on_device.map(|event| (event.start_us, event.end_us)).collect()
 }
@@ -77,7 +77,7 @@ fn check_accounts(timeline: &Timeline, rank: &RankTimeline) {
     assert!(computations.windows(2).all(|pair| pair[0].1 <= pair[1].0), "computations overlap");
     let device_us: f64 = computations.iter().map(|(start_us, end_us)| end_us - start_us).sum();
     assert_close(timeline.step_us - device_us, rank.waiting_us + rank.reduce_us + rank.bubble_us);
-    let sums = rank.events.iter().filter(|event| event.what == What::Reduce);
+    let sums = rank.events.iter().filter(|event| matches!(event.what, What::Reduce | What::Gather));
     let sum_us: f64 = sums.map(|event| event.end_us - event.start_us).sum();
     assert!(rank.reduce_us <= sum_us + 1e-9);
     let messages = rank.events.iter().filter(|event| matches!(event.what, What::Send { .. } | What::Recv { .. }));
