@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
 
 from pyrannc.errors import RaNNCError
 from pyrannc.store.by_element import is_by_element
+from pyrannc.store.gathered import GatheredBucket
 from tests.ranks import RankPool
 
 from .equivalence import Case, Twins, check, double_precision
@@ -162,7 +164,7 @@ def changed_by_hand(case: Case, folder: str) -> list[str]:
         return twins.differences.found
 
 
-@ALL
+@pytest.mark.parametrize("sharding", ["optimizer", "gradients"])
 def test_data_that_a_script_replaces(sharding: str, ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(3).run(changed_by_hand, replace(ONE_STAGE, sharding=sharding), str(tmp_path)) == [[], [], []]
 
@@ -255,6 +257,44 @@ def test_what_a_script_sees(sharding: str, ranks: Ranks, tmp_path: Path) -> None
         assert differences == []
         assert {name for name, error in found.items() if error} == raises
         assert all("RANNC_ENABLE_ZERO" in error or "from_global" in error for error in found.values() if error)
+
+
+def held_bytes(case: Case, folder: str) -> tuple[list[str], int, int]:
+    """Bytes of parameters on this rank between steps, and of what is gathered in a step at most."""
+    with double_precision():
+        twins = Twins(case, folder)
+        most = [0]
+        start = GatheredBucket.start
+
+        def watched(bucket: GatheredBucket) -> None:
+            start(bucket)
+            most[0] = max(most[0], sum(found.nbytes for found in buckets))
+
+        twins.step(0)
+        deployed = twins.module._deployment
+        assert deployed is not None
+        buckets = set(deployed.gradients.gathered.values())
+        GatheredBucket.start = watched  # type: ignore[method-assign]  # to look on
+        try:
+            twins.step(1)
+        finally:
+            GatheredBucket.start = start  # type: ignore[method-assign]  # likewise
+        twins.differences.demand(not any(bucket.nbytes for bucket in buckets), "all is freed after a step")
+        own = sum(bucket.own.nbytes for bucket in buckets)
+        twins.module.undeploy()
+        return twins.differences.found, own, most[0]
+
+
+def test_parameters_are_whole_two_spans_at_a_time(ranks: Ranks, tmp_path: Path) -> None:
+    case = replace(ONE_STAGE, sharding="params")
+    everyone = ranks(3).run(held_bytes, case, str(tmp_path))
+    sizes = [param.numel() * 8 for param in _model_params(case)]
+    layer = max(one + other for one, other in pairwise(sizes))
+    padding = 3 * 16 * 8
+    for found, own, most in everyone:
+        assert found == []
+        assert sum(sizes) / 3 <= own <= sum(sizes) / 3 + len(sizes) * padding
+        assert layer <= most <= 2 * (layer + padding)
 
 
 def hooked(case: Case, folder: str) -> tuple[list[str], list[int]]:

@@ -11,7 +11,7 @@ use thiserror::Error;
 use crate::consistent::PlanFault;
 use crate::partition::{Partition, PartitionError};
 use crate::plan::{OLD_SCHEMA, PLAN_SCHEMA, Plan};
-use crate::saver::{Recompute, Sharding};
+use crate::saver::Recompute;
 
 /// Why a plan file cannot be used.
 #[derive(Debug, Error)]

@@ -63,6 +63,11 @@ class GatheredBucket:
         for whole in self._wholes.values():
             whole.untyped_storage().resize_(0)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is gathered now."""
+        return sum(whole.untyped_storage().nbytes() for whole in self._wholes.values())
+
     def use(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """What a Stage computes with in the place of a parameter.
 
