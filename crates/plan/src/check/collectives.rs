@@ -47,7 +47,7 @@ pub(super) fn check_buckets(program: &Program, gradients: &[Gradient]) -> Result
         }
         let held = parts.iter().fold(0, |held: u64, &part| held.saturating_add(part));
         let divided = *sharding != Sharding::None;
-        if divided != !parts.is_empty() || (divided && (parts.len() != ranks.len() || held < elements)) {
+        if divided == parts.is_empty() || (divided && (parts.len() != ranks.len() || held < elements)) {
             return Err(CheckError::Shape("a bucket's parts are not those of its ranks, or do not hold its gradients"));
         }
         if span.is_some() != (*sharding == Sharding::Params) {

@@ -272,7 +272,10 @@ impl<C: Clock, O: Observer> Machine<'_, C, O> {
             self.spans.push((span, Pause::Message));
         }
         self.ranks[rank as usize].sent.clear();
+        // Of what starts together, sums count first.
+        let messages = std::mem::take(&mut self.spans);
         Lane::ALL.iter().for_each(|&lane| self.add_sums(rank, lane));
+        self.spans.extend(messages);
         self.pause(rank);
         true
     }

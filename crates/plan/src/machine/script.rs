@@ -1,6 +1,6 @@
 //! What the machine runs: by rank its tasks, channels and sums, without rows.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 
 use super::blocked::{Blocked, Deadlock, Halt, Stuck};
 use crate::program::{Action, Message, Pass, Payload, Program, RankProgram};
@@ -262,7 +262,7 @@ impl Translator<'_> {
         let backwards = actions().enumerate().filter(|(_, action)| matches!(action, Action::Backward { .. }));
         let last_backward = backwards.last().map(|(position, _)| position);
         let backward_of: HashMap<u32, usize> = actions().enumerate().filter_map(of_backward).collect();
-        let mut under_way: VecDeque<Started> = VecDeque::new();
+        let mut under_way: Vec<Started> = Vec::new();
         let mut divided = None;
         let mut gathering = None;
         for (position, action) in actions().enumerate() {
@@ -283,7 +283,7 @@ impl Translator<'_> {
                 }
                 Action::AllReduce { bucket, .. } => {
                     let sum = self.sum(Collective { bucket: *bucket, kind: CollectiveKind::AllReduce })?;
-                    under_way.push_back(Started { position, sum, filled: last_backward });
+                    under_way.push(Started { position, sum, filled: last_backward });
                 }
                 Action::AllGather { bucket, mb, pass, .. } => {
                     gathering = Some(gathered_for(action));
@@ -295,14 +295,14 @@ impl Translator<'_> {
                         self.writer.add(own.rank, Task::Await { lane: Lane::Sums });
                     }
                     let sum = self.sum(Collective { bucket: *bucket, kind: CollectiveKind::ReduceScatter(*mb) })?;
-                    under_way.push_back(Started { position, sum, filled: backward_of.get(mb).copied() });
+                    under_way.push(Started { position, sum, filled: backward_of.get(mb).copied() });
                 }
             }
             positions.resize(self.writer.script.ranks[own.rank as usize].len(), position);
             // What stands before a backward is ready as soon as that has filled it; sums keep their order.
-            while let Some(Started { position, sum, .. }) =
-                under_way.pop_front_if(|next| next.filled.is_none_or(|filled| position >= filled))
-            {
+            let is_ready = |next: &&Started| next.filled.is_none_or(|filled| position >= filled);
+            let ready = under_way.iter().take_while(is_ready).count();
+            for Started { position, sum, .. } in under_way.drain(..ready) {
                 self.writer.add(own.rank, Task::Sum { sum });
                 positions.push(position);
             }

@@ -39,9 +39,9 @@ impl<'a> Collectives<'a> {
         has_backwards: bool,
     ) -> Vec<Action> {
         let is_backward = |compute: &Compute| matches!(compute, Compute::Backward(_));
-        let rest = actions.iter().filter_map(computation).filter(is_backward).last();
+        let rest = actions.iter().filter_map(computation).rfind(is_backward);
         let divides = self.own.iter().any(|(_, bucket)| bucket.sharding >= Sharding::Gradients);
-        let last = if divides { self.order.iter().copied().filter(is_backward).last() } else { rest };
+        let last = if divides { self.order.iter().copied().rfind(is_backward) } else { rest };
         let mut coming = self.order.iter().copied().filter(is_listed);
         let mut found = Vec::with_capacity(actions.len());
         for action in actions {
