@@ -56,7 +56,8 @@ class RaNNCModule(DeployedModel):
         load_deployment: path of a plan file to use instead of searching.
         enable_apex_amp: gone; raises.
         allreduce_amp_master_params: gone; raises.
-        enable_zero: not available yet; raises.
+        enable_zero: what Replicas divide among them (ZeRO) is the search's choice, unless the configuration's
+            ``enable_zero`` says how much.
         check_unused_values: warn about parameters that the model does not use.
         offload_params: not available yet; raises.
         row_mixing: where the model lets rows of the batch meet other than in a sum or a mean, what they are:
@@ -106,6 +107,7 @@ class RaNNCModule(DeployedModel):
         options = {
             "gather_inputs": gather_inputs,
             "load_deployment": load_deployment,
+            "enable_zero": enable_zero,
             "check_unused_values": check_unused_values,
             "row_mixing": row_mixing,
             "batch_arguments": batch_arguments,
@@ -116,7 +118,7 @@ class RaNNCModule(DeployedModel):
         super().__init__(unwrapped(model), options)
         if row_mixing not in get_args(RowMixing):
             raise RaNNCError(f'row_mixing is "batch" or "microbatch", not {row_mixing!r}')
-        refuse_unavailable(enable_apex_amp or allreduce_amp_master_params, enable_zero, offload_params)
+        refuse_unavailable(enable_apex_amp or allreduce_amp_master_params, offload_params)
         self.optimizer = optimizer
         self.device = process.own_device()
         self.name_to_param = dict(self.model.named_parameters())
@@ -133,6 +135,8 @@ class RaNNCModule(DeployedModel):
         except ConfigError as error:
             # What reads the files says nothing to the script's author.
             raise error.with_traceback(None) from None
+        if enable_zero and self._config.enable_zero == "off":
+            self._config = replace(self._config, enable_zero="auto")
         self._plan_file = Path(load_deployment) if load_deployment is not None else _configured_plan_file(self._config)
         self._user_optimizer = UserOptimizer.of(optimizer) if optimizer is not None else None
         self._variants = Variants()

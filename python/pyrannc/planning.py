@@ -37,6 +37,7 @@ class Request:
         samples: the tensors of the call that was captured.
         batch_rows: rows of the global batch.
         gather_inputs: the batch is all ranks' rows together, instead of rank 0's alone.
+        zero: what Replicas may divide, as ``enable_zero`` of the configuration says it.
     """
 
     variant: Variant
@@ -46,6 +47,7 @@ class Request:
     device: torch.device
     batch_rows: int
     gather_inputs: bool
+    zero: str = "off"
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def search(request: Request, cluster: Cluster, profiles: Sequence[Profile], worl
         min_microbatch_rows=config.min_pipeline_bs,
         loss_inside=request.variant.loss_inside,
         reduce_dtype=config.reduce_dtype,
-        capabilities=Capabilities.of_zero(config.enable_zero),
+        capabilities=Capabilities.of_zero(request.zero),
     )
     for measured in profiles[:1]:
         cluster = cluster.with_links(measured)

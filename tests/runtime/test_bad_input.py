@@ -293,7 +293,6 @@ def test_typo_in_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("enable_apex_amp", "torch.autocast"),
         ("allreduce_amp_master_params", "torch.amp.GradScaler"),
-        ("enable_zero", "not available yet"),
         ("offload_params", "not available yet"),
     ],
 )

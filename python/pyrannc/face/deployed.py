@@ -23,7 +23,7 @@ from pyrannc.ledger import Report, report
 from pyrannc.log import get_logger
 from pyrannc.planning import Request, decide, dry_run, save_if_asked
 from pyrannc.runtime.deployment import Deployment
-from pyrannc.store.by_parameter import refuse_across
+from pyrannc.store.by_parameter import refuse_across, why_across
 from pyrannc.store.former import Former
 from pyrannc.store.later import LaterOptimizers
 from pyrannc.store.optimizer import UserOptimizer
@@ -81,6 +81,7 @@ class DeployedModel(StateOfModel):
             device=self.device,
             batch_rows=call.batch.total,
             gather_inputs=self._gather_inputs,
+            zero=agree.together(self._zero),
         )
         if self._config.partitioning_dry_run_np:
             dry_run(request)
@@ -89,6 +90,13 @@ class DeployedModel(StateOfModel):
         divided = any(stage.sharding != "none" for stage in stages)
         agree.together(lambda: refuse_across(self.optimizer, len(stages), self.device, divided=divided))
         return plan
+
+    def _zero(self) -> str:
+        """What Replicas may divide: nothing without an optimizer that updates parameters one by one."""
+        level = self._config.enable_zero
+        if self.optimizer is None or (level == "auto" and why_across(self.optimizer, self.device) is not None):
+            return "off"
+        return level
 
     def _put_in_force(self, plan: Plan, variant: Variant) -> None:
         with phases.phase("ParamStorage", "parameters", "the deployment of the Plan"):

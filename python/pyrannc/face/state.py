@@ -48,7 +48,7 @@ class StateOfModel(LoadsItself, ShownModel):
             name: of the parameter.
             amp_master_param: gone; raises.
         """
-        refuse_unavailable(amp_master_param, zero=False, offload=False)
+        refuse_unavailable(amp_master_param, offload=False)
         param = self._find_param(name)
         if self._deployment is None:
             return param.detach()
@@ -62,7 +62,7 @@ class StateOfModel(LoadsItself, ShownModel):
             name: of the parameter.
             amp_master_grad: gone; raises.
         """
-        refuse_unavailable(amp_master_grad, zero=False, offload=False)
+        refuse_unavailable(amp_master_grad, offload=False)
         param = self._find_param(name)
         if self._deployment is None:
             return param.grad
@@ -154,14 +154,12 @@ def rebuilt(kind: type[StateOfModel], model: nn.Module, optimizer: Any, options:
     return made
 
 
-def refuse_unavailable(amp: bool, zero: bool, offload: bool) -> None:
+def refuse_unavailable(amp: bool, offload: bool) -> None:
     """Raises RaNNCError of arguments that are gone or not available yet."""
     if amp:
         raise RaNNCError(
             "apex is gone: instead of its arguments (enable_apex_amp, amp_master_param and the like), call the model "
             "inside torch.autocast, and in float16 scale the loss with torch.amp.GradScaler"
         )
-    if zero:
-        raise RaNNCError("enable_zero is not available yet; leave it out")
     if offload:
         raise RaNNCError("offload_params is not available yet; leave it out")

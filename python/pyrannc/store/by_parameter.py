@@ -23,18 +23,14 @@ _OTHER_SCALES = (1.0, 1e3, 1e-3, 50.0)
 def refuse_across(optimizer: Optimizer | None, stages: int, device: torch.device, *, divided: bool = False) -> None:
     """Raises RaNNCError when the update of a parameter may depend on others, which may lie on other ranks.
 
-    An attribute ``by_parameter`` of the optimizer or its class decides, if there is one. Otherwise an optimizer of
-    its class and settings is tried on small made-up parameters.
-
     Args:
         stages: of the Plan; of one, every rank has all parameters.
         divided: Replicas update other parameters, or parts of them.
         device: where this rank computes.
     """
-    stated = getattr(optimizer, "by_parameter", None)
-    if optimizer is None or (stages == 1 and not divided) or stated:
+    if optimizer is None or (stages == 1 and not divided):
         return
-    reason = "by_parameter is False" if stated is not None else _across(optimizer, device)
+    reason = why_across(optimizer, device)
     if reason is not None:
         over = f"the {stages} Stages of the plan" if stages > 1 else "the Replicas of the plan's Stage"
         one_stage, whole = "one Stage with RANNC_PARTITION_NUM=1", "whole parameters with RANNC_ENABLE_ZERO=off"
@@ -47,8 +43,15 @@ def refuse_across(optimizer: Optimizer | None, stages: int, device: torch.device
         )
 
 
-def _across(optimizer: Optimizer, device: torch.device) -> str | None:
-    """Why an optimizer cannot be divided, or None."""
+def why_across(optimizer: Optimizer, device: torch.device) -> str | None:
+    """Why an optimizer cannot be divided, or None.
+
+    An attribute ``by_parameter`` of the optimizer or its class decides, if there is one. Otherwise an optimizer of
+    its class and settings is tried on small made-up parameters.
+    """
+    stated = getattr(optimizer, "by_parameter", None)
+    if stated is not None:
+        return None if stated else "by_parameter is False"
     if _needs_closure(optimizer):
         return "its step() needs a closure, with which it evaluates the loss for all parameters together"
     kept = _keeps_params_in(optimizer)

@@ -210,10 +210,15 @@ def apex(job: Job) -> None:
     job.wrap(Chain(), enable_apex_amp=True)
 
 
-@refused("RaNNCError", "not available yet", settings=ONCE, instead="leave it out")
+@equal()
 def zero(job: Job) -> None:
     """`RaNNCModule(..., enable_zero=True)`."""
-    job.wrap(Chain(), enable_zero=True)
+    net = Returns(Chain(), F.mse_loss)
+    optimizer = Adam(net.parameters(), lr=0.01)
+    model = job.wrap(net, optimizer, enable_zero=True)
+    for step in range(3):
+        learn(job, model, optimizer, step=step)
+    job.state(model)
 
 
 @refused("CaptureError", "number computed from the batch size", instead="return a tensor, or count rows in the script")
