@@ -54,7 +54,7 @@ UNREAD = {
     },
     "divided": set(),
     "partition": {"outputs[].index", "tied", "stages[].prologue.recompute", "stages[].spans[].recompute"},
-    "buckets": {"gradients", "buckets[].dtype", "buckets[].bytes"},
+    "buckets": {"gradients", "buckets[].dtype", "buckets[].bytes", "buckets[].span"},
     "rank view": {"replica"},
     "plan": {
         "schema",
@@ -81,7 +81,7 @@ UNREAD = {
         "checksum",
     },
     "settings": {"may_idle", "limits", "threads", "gains"},
-    "capabilities": {"sharding", "offload"},
+    "capabilities": {"offload"},
 }
 """What the native core writes, or takes, and no class reads, or gives."""
 
