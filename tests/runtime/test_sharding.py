@@ -231,8 +231,9 @@ def seen(case: Case, folder: str) -> tuple[list[str], dict[str, str]]:
             one.grad.mul_(0.5)
             one.grad.add_(one.data, alpha=0.1)
             one.data.mul_(0.9)
-        torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
-        torch._foreach_mul_([p.grad for p in reference.parameters()], 0.5)
+        for net in (model, reference):
+            torch._foreach_mul_([p.grad for p in net.parameters()], 0.5)
+            nn.utils.clip_grad_value_(net.parameters(), 0.01)
         twins.compare_gradients("changed by hand")
         twins.optimizer.step()
         twins.reference.optimizer.step()
@@ -362,3 +363,29 @@ def test_by_element(make: Callable[[Any], Optimizer], expected: bool) -> None:
     assert is_by_element(optimizer, HOST) is expected
     assert all(torch.equal(param, then) for param, then in zip(params, before, strict=True))
     assert all(_numel(state) == param.numel() for param, state in optimizer.state.items())
+
+
+def second_sets(case: Case, folder: str) -> list[int]:
+    """Bytes of second sets of gradients in a plain loop, and when a script keeps gradients."""
+    with double_precision():
+        twins = Twins(case, folder)
+        for number in range(3):
+            twins.step(number)
+            twins.optimizer.zero_grad()
+        deployed = twins.module._deployment
+        assert deployed is not None
+        plain = deployed.gradients.second_bytes
+        twins.step(3)
+        kept = [param.grad for param in twins.module.parameters()]
+        twins.step(4)
+        assert all(grad is not None for grad in kept)
+        held = deployed.gradients.second_bytes
+        twins.module.undeploy()
+        return [plain, held]
+
+
+@ALL
+def test_gradients_are_written_to_anew_unless_somebody_holds_them(sharding: str, ranks: Ranks, tmp_path: Path) -> None:
+    for plain, held in ranks(3).run(second_sets, replace(ONE_STAGE, sharding=sharding), str(tmp_path)):
+        assert plain == 0
+        assert held > 0

@@ -21,7 +21,7 @@ from pyrannc.capture.torch_internals import add_each, graph_task, runs_in_backwa
 from pyrannc.errors import RaNNCError
 from pyrannc.store.buckets import SharedParam
 from pyrannc.store.gradient_set import GradientSet
-from pyrannc.store.spread_tensor import own_gradient, spread_gradient
+from pyrannc.store.spread_tensor import own_piece
 
 
 class Delivery:
@@ -29,13 +29,11 @@ class Delivery:
 
     Args:
         params: that get gradients.
-        spread: of those of which each rank keeps a part, the ranks and where this rank's begins.
+        spread: names of those of which each rank keeps a part.
         nothing: a parameter without elements, behind every call too; gets a gradient where there is no other.
     """
 
-    def __init__(
-        self, params: Sequence[SharedParam], spread: Mapping[str, tuple[tuple[int, ...], int]], nothing: nn.Parameter
-    ) -> None:
+    def __init__(self, params: Sequence[SharedParam], spread: Set[str], nothing: nn.Parameter) -> None:
         self._params = {shared.name: shared.param for shared in params}
         self._spread = spread
         self._nothing = nothing
@@ -123,7 +121,7 @@ class Delivery:
 
     def _refuse_parts(self, found: Mapping[str, Tensor], everything: bool) -> None:
         """Raises where torch, or a hook, would take a part of a gradient for the whole."""
-        for name in found.keys() & self._spread.keys():
+        for name in found.keys() & self._spread:
             param = self._params[name]
             if (not everything and _may_run(param)) or any(tensor_hooks(param)):
                 what = "a hook on it, registered after the model was called," if everything else "this backward"
@@ -134,17 +132,14 @@ class Delivery:
                 )
 
     def _set(self, gradients: Mapping[str, Tensor]) -> None:
-        known = [
-            (grad, new) for name, new in gradients.items() if (grad := own_gradient(self._params[name])) is not None
-        ]
+        known = [(grad, new) for name, new in gradients.items() if (grad := self._params[name].grad) is not None]
         for name, new in gradients.items():
             param = self._params[name]
             if param.grad is None:
-                spread = self._spread.get(name)
-                param.grad = new if spread is None else spread_gradient(param, name, spread[0], new, spread[1])
+                param.grad = new
         if known:
             self._overflow = None
-            add_each([grad for grad, _ in known], [new for _, new in known])
+            add_each([own_piece(grad) for grad, _ in known], [own_piece(new) for _, new in known])
 
     def _give_at_once(self, gradients: Mapping[str, Tensor]) -> None:
         """For parameters that are not behind the token: a backward of their own."""
@@ -167,7 +162,7 @@ def _sum(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     for part in parts:
         again = [name for name in part if name in found]
         if again:
-            add_each([found[name] for name in again], [part[name] for name in again])
+            add_each([own_piece(found[name]) for name in again], [own_piece(part[name]) for name in again])
         found = {**part, **found}
     return found
 

@@ -8,9 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pyrannc.capture.torch_internals import add_each, copy_each, storage_users, tensor_users
+from pyrannc.capture.torch_internals import (
+    DisableTorchFunctionSubclass,
+    add_each,
+    copy_each,
+    storage_users,
+    tensor_users,
+)
 from pyrannc.store.buckets import Bucket, Types, like
 from pyrannc.store.spread_sums import SpreadSums
+from pyrannc.store.spread_tensor import is_spread, own_piece, spread_gradient
 
 
 class GradientSet:
@@ -18,8 +25,8 @@ class GradientSet:
 
     Attributes:
         flats: the sums, by types.
-        views: the gradients by the parameters' names, formed like them; of a spread bucket this rank's pieces, in one
-            dimension where they are not whole. Where the sums have another type, as of the last :meth:`settle`.
+        views: the gradients by the parameters' names, as they stand in ``.grad``: of spread buckets this rank has
+            pieces. Where the sums have another type, as of the last :meth:`settle`.
         spread: by place, the buckets of which each rank keeps a part.
         complete: names of parameters to which no backward of a microbatch adds.
     """
@@ -37,17 +44,17 @@ class GradientSet:
             index: SpreadSums(bucket, self._slices[index]) for index, bucket in enumerate(buckets) if bucket.is_spread
         }
         self.views = {
-            shared.name: part
-            for bucket in buckets
-            for shared, part in zip(bucket.params, _parts(bucket, _slice(self._given, bucket)), strict=True)
+            name: view for bucket in buckets for name, view in _shown(bucket, _slice(self._given, bucket)).items()
         }
         self._fresh: list[set[int]] = [set() for _ in buckets]
         self.complete: set[str] = set()
         self._unheld = self._users()
 
     def _users(self) -> tuple[int, int, int]:
-        views = self.views.values()
-        in_python, in_torch = sum(map(sys.getrefcount, views)), sum(map(tensor_users, views))
+        views = list(self.views.values())
+        views += [own_piece(view) for view in views if is_spread(view)]
+        with DisableTorchFunctionSubclass():
+            in_python, in_torch = sum(map(sys.getrefcount, views)), sum(map(tensor_users, views))
         return sum(map(storage_users, self._given.values())), in_torch, in_python
 
     @property
@@ -138,6 +145,15 @@ def _flats_of(buckets: Sequence[Bucket]) -> dict[Types, Tensor]:
 
 def _slice(flats: Mapping[Types, Tensor], bucket: Bucket) -> Tensor:
     return flats[bucket.types].narrow(0, bucket.start, bucket.kept[1] - bucket.kept[0])
+
+
+def _shown(bucket: Bucket, flat: Tensor) -> dict[str, Tensor]:
+    """What stands in ``.grad``, by the parameters' names."""
+    found = dict(zip([shared.name for shared in bucket.params], _parts(bucket, flat), strict=True))
+    for shared, start in bucket.placed() if bucket.is_spread else ():
+        first, _ = bucket.kept_of(start, shared.param.numel())
+        found[shared.name] = spread_gradient(shared.param, shared.name, bucket.ranks, found[shared.name], first)
+    return found
 
 
 def _parts(bucket: Bucket, flat: Tensor) -> list[Tensor]:

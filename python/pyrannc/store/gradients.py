@@ -44,7 +44,7 @@ class Gradients:
     Attributes:
         leaves: what Stages compute with, by name.
         delivery: the way to ``.grad``.
-        spread: by name, parameters of whose gradients each rank keeps a part: the ranks, and where this one's begins.
+        spread: names of parameters of whose gradients each rank keeps a part.
         gathered: as given.
         pending: what stands in ``.grad`` has not been summed over ranks.
         second_bytes: of a second set of gradients, which the Plan does not count: 0 until somebody holds the first one
@@ -83,12 +83,7 @@ class Gradients:
         self.working = WorkingCopies(self.leaves, gathered)
         self.gathered = gathered
         self.nothing = nn.Parameter(torch.zeros(0))
-        self.spread = {
-            shared.name: (bucket.ranks, bucket.kept_of(start, shared.param.numel())[0])
-            for bucket in buckets
-            if bucket.is_spread
-            for shared, start in bucket.placed()
-        }
+        self.spread = {shared.name for bucket in buckets if bucket.is_spread for shared in bucket.params}
         self.delivery = Delivery(trainable, self.spread, self.nothing)
         for name in self._place:
             self._watch(name, self.leaves[name])

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from pyrannc.job.faults import collective
 from pyrannc.store.divided import DividedParams, Piece
 from pyrannc.store.elsewhere import is_elsewhere
 from pyrannc.store.spread_tensor import is_spread
@@ -97,8 +98,11 @@ def _with_all_listed(optimizer: Optimizer, closure: Callable[[], Any]) -> Callab
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _show(optimizer)
-    for params in _divided_by(optimizer):
-        params.gather()
+    divided = _divided_by(optimizer)
+    if divided:
+        with collective("optimizer.step()"):
+            for params in divided:
+                params.gather()
 
 
 def _divided_by(optimizer: Optimizer) -> Sequence[DividedParams]:

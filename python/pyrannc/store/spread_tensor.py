@@ -85,8 +85,12 @@ def spread_param(param: nn.Parameter, name: str, ranks: tuple[int, ...], piece: 
 
 def own_gradient(param: Tensor) -> Tensor | None:
     """What this rank has of a parameter's gradient."""
-    grad = param.grad
-    return grad.piece if isinstance(grad, Spread) else grad
+    return None if param.grad is None else own_piece(param.grad)
+
+
+def own_piece(tensor: Tensor) -> Tensor:
+    """This rank's piece of a tensor, or the whole."""
+    return tensor.piece if isinstance(tensor, Spread) else tensor
 
 
 def is_spread(tensor: Tensor) -> bool:
