@@ -1,0 +1,186 @@
+"""RaNNC beside what a user would take instead, on the same models, weights and batches; prints a table.
+
+    python benches/compete.py --ranks 2 --results /tmp/compete.jsonl --minutes 9
+
+Cells of one row run in turns on this machine, several rounds of them; rows come by priority. What has ended is kept in
+the results file, and a later start goes on from there. Numbers of a system whose losses over ten steps are not those of
+the row's first system are marked: they do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from competitors import SYSTEMS, Task
+from jobs import Done, Job, run_jobs
+from models import loss_of, make_batch, make_model
+from rich.console import Console
+from rich.table import Table
+from torch.utils.flop_counter import FlopCounterMode
+
+_PEAK_FLOPS = 989e12
+"""Of an H100 or H200 in bfloat16, without sparsity."""
+
+_TOLERANCES = {"float32": 1e-4, "autocast": 2e-2, "bfloat16": 4e-2}
+"""By how much losses may differ, relative to their size, by precision."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: a task, and who takes part beside RaNNC."""
+
+    name: str
+    task: Task
+    systems: tuple[str, ...]
+
+
+_EAGER = ("ddp", "fsdp2-kept", "fsdp2-freed", "torch-1f1b")
+_WITHOUT_STAGES = ("ddp", "fsdp2-kept", "fsdp2-freed")
+
+ROWS = [
+    Row("bert-48", Task("bert", (48, 1600, 512), 32), (*_EAGER, "ddp-compiled", "fsdp2-compiled")),
+    Row("bert-96", Task("bert", (96, 2048, 512), 32), _EAGER),
+    Row("bert-96 64 GiB", Task("bert", (96, 2048, 512), 32, limit_gib=64), _EAGER),
+    Row("bert-96 48 GiB", Task("bert", (96, 2048, 512), 32, limit_gib=48), _EAGER),
+    Row("bert-96 32 GiB", Task("bert", (96, 2048, 512), 32, limit_gib=32), _EAGER),
+    Row("gpt2-24", Task("gpt2", (24, 1280, 512), 32), _EAGER),
+    Row("t5-24", Task("t5", (24, 1024, 4096, 16, 64, 512), 32), _WITHOUT_STAGES),
+    Row("bert-48 bfloat16", Task("bert", (48, 1600, 512), 32, "bfloat16"), (*_EAGER, "ddp-compiled")),
+    Row("resnet152x4", Task("resnet152", (4, 224), 64, "float32", "sgd"), ("ddp",)),
+    Row("tiny-bert", Task("bert", (2, 64, 32), 8, "float32"), _EAGER),
+    Row("tiny-gpt2", Task("gpt2", (2, 64, 32), 8, "float32"), _EAGER),
+]
+"""By priority; the tiny ones are for trying this script without a GPU."""
+
+
+def main() -> int:
+    options = parse()
+    until = time.monotonic() + options.minutes * 60
+    known = list(read(options.results))
+    for row in [row for row in ROWS if row.name in options.rows]:
+        for round_, system in [(r, s) for r in range(options.rounds) for s in systems_of(row, options)]:
+            cell = {"row": row.name, "system": system, "round": round_, "ranks": options.ranks}
+            if time.monotonic() < until and not any(cell.items() <= done.items() for done in known):
+                known.append(cell | run(row, system, options, until - time.monotonic()))
+                with options.results.open("a") as file:
+                    file.write(json.dumps(known[-1]) + "\n")
+    Console(width=150).print(table(known, options.ranks))
+    return 0 if known else 1
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--results", type=Path, required=True, help="a file of JSON lines, which is added to")
+    known = [row.name for row in ROWS]
+    parser.add_argument("--rows", nargs="+", choices=known, default=[name for name in known if "tiny" not in name])
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
+    parser.add_argument("--rounds", type=int, default=2, help="how often each cell runs")
+    parser.add_argument("--minutes", type=float, default=60, help="after so many no cell is started")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for one cell")
+    return parser.parse_args()
+
+
+def systems_of(row: Row, options: argparse.Namespace) -> list[str]:
+    return [system for system in (row.systems[0], "rannc", *row.systems[1:]) if system in options.systems]
+
+
+def read(results: Path) -> Iterator[dict[str, Any]]:
+    """What has ended before."""
+    if results.exists():
+        yield from map(json.loads, results.read_text().splitlines())
+
+
+def run(row: Row, system: str, options: argparse.Namespace, left_s: float) -> dict[str, Any]:
+    """What a cell comes to: its figures, or why there are none."""
+    form = json.dumps(asdict(row.task))
+    job = Job(f"{row.name}: {system}", options.ranks, ("compete_cell.py", system, form))
+    (done,) = run_jobs([job], options.ranks, options.timeout, left_s, lambda _: None)
+    print(f"{row.name}: {system}: {told(done)} ({done.seconds:.0f} s)", file=sys.stderr)
+    return done.results[-1] if done.results else {"failure": done.failure}
+
+
+def told(done: Done) -> str:
+    return f"{median(done.results[-1]['ms']):.1f} ms" if done.results else done.failure
+
+
+_COLUMNS = (
+    *("row", "system", "ms a step", "(best)", "samples/s", "MFU"),
+    *("of best peer", "reserved GiB", "losses", "plan"),
+)
+
+
+def table(cells: Sequence[dict[str, Any]], ranks: int) -> Table:
+    """All cells that have figures, with the best peer of each row."""
+    columns = (
+        "row",
+        "system",
+        "ms a step",
+        "(best)",
+        "samples/s",
+        "MFU",
+        "of best peer",
+        "reserved GiB",
+        "losses",
+        "plan",
+    )
+    found = Table(*columns, title=f"{ranks} ranks; medians of all rounds")
+    for row in ROWS:
+        own = [cell for cell in cells if cell["row"] == row.name and cell["ranks"] == ranks]
+        flops = flops_of(row.task) if any("ms" in cell for cell in own) else 0.0
+        times = {system: _times(own, system) for system in dict.fromkeys(cell["system"] for cell in own)}
+        peers = [median(found) for system, found in times.items() if found and system != "rannc"]
+        for system, milliseconds in times.items():
+            mine = [cell for cell in own if cell["system"] == system]
+            if not milliseconds:
+                found.add_row(row.name, system, "-", "", "", "", "", "", "", mine[-1]["failure"][:60])
+                continue
+            ms = median(milliseconds)
+            found.add_row(
+                row.name,
+                system,
+                f"{ms:.1f}",
+                f"{min(milliseconds):.1f}",
+                f"{row.task.rows / ms * 1e3:.1f}",
+                f"{flops / (ms / 1e3) / ranks / _PEAK_FLOPS:.1%}",
+                f"{ms / min(peers):.3f}" if peers else "",
+                f"{max(cell.get('reserved_gib', 0.0) for cell in mine):.1f}",
+                _agreement(own, mine, row.task.precision),
+                mine[-1].get("plan", ""),
+            )
+    return found
+
+
+def _times(cells: Sequence[dict[str, Any]], system: str) -> list[float]:
+    return [ms for cell in cells if cell["system"] == system for ms in cell.get("ms", [])]
+
+
+def _agreement(row: Sequence[dict[str, Any]], mine: Sequence[dict[str, Any]], precision: str) -> str:
+    """Whether losses are those of the row's first system that has some."""
+    right = next(cell["losses"] for cell in row if "losses" in cell)
+    pairs = [pair for cell in mine if "losses" in cell for pair in zip(cell["losses"], right, strict=True)]
+    apart = max(abs(loss - other) / max(abs(other), 1e-9) for loss, other in pairs)
+    return "equal" if apart <= _TOLERANCES[precision] else f"DIFFER by {apart:.1%}"
+
+
+def flops_of(task: Task) -> float:
+    """Floating-point operations of a step: of one row forward and backward, times the rows."""
+    with torch.device("meta"):
+        module = make_model(task.model, list(task.sizes), 0)
+    batch = {name: tensor.to("meta") for name, tensor in make_batch(task.model, 1, list(task.sizes), 0, 0).items()}
+    with FlopCounterMode(display=False) as counter:
+        loss_of(module(**batch)).backward()
+    return float(counter.get_total_flops()) * task.rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
