@@ -389,3 +389,33 @@ def test_gradients_are_written_to_anew_unless_somebody_holds_them(sharding: str,
     for plain, held in ranks(3).run(second_sets, replace(ONE_STAGE, sharding=sharding), str(tmp_path)):
         assert plain == 0
         assert held > 0
+
+
+def used_outside(case: Case, folder: str) -> list[str]:
+    """A penalty outside of the model, in one backward with the loss, before it and after it."""
+    with double_precision():
+        twins = Twins(case, folder)
+        twins.step(0)
+        for number, order in enumerate(("together", "before", "after"), start=1):
+            for model, optimizer, which in (
+                (twins.module.model, twins.optimizer, 0),
+                (twins.reference.model, twins.reference.optimizer, 1),
+            ):
+                optimizer.zero_grad()
+                for _ in range(2):
+                    loss = twins.losses(number)[which]
+                    penalty = sum(param.square().sum() for param in model.parameters())
+                    together = [loss + penalty]
+                    for part in {"together": together, "before": [penalty, loss], "after": [loss, penalty]}[order]:
+                        part.backward()
+            twins.compare_gradients(order)
+            twins.optimizer.step()
+            twins.reference.optimizer.step()
+        twins.compare_state("after steps with penalties")
+        twins.module.undeploy()
+        return twins.differences.found
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", "gradients"])
+def test_parameters_used_outside_of_the_model(sharding: str, ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(3).run(used_outside, replace(ONE_STAGE, sharding=sharding), str(tmp_path)) == [[], [], []]

@@ -15,13 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
-from pyrannc.capture.torch_internals import add_each, graph_task, runs_in_backward, tensor_hooks
+from pyrannc.capture.torch_internals import (
+    add_each,
+    at_end_of_backward,
+    graph_task,
+    runs_in_backward,
+    tensor_hooks,
+)
 from pyrannc.errors import RaNNCError
 from pyrannc.store.buckets import SharedParam
 from pyrannc.store.gradient_set import GradientSet
-from pyrannc.store.spread_tensor import own_piece
+from pyrannc.store.spread_tensor import is_spread, own_piece
 
 
 class Delivery:
@@ -38,10 +44,41 @@ class Delivery:
         self._spread = spread
         self._nothing = nothing
         self._of_nothing = get_gradient_edge(nothing).node
+        self._set_aside: dict[str, Tensor] = {}
+        self._doors = [self._watch(name) for name in self._params if name in spread]
         self._tokens: dict[frozenset[str], Tensor] = {}
         self._given: list[tuple[int, GradientSet, Set[str], Tensor | None]] = []
         self._overflow: Tensor | None = None
         self._spare: GradientSet | None = None
+
+    # A script may compute with a parameter outside of the model too: torch adds up whole gradients only.
+
+    def _watch(self, name: str) -> Node:
+        """The node by which torch gives a parameter, of whose gradient this rank has a piece, a gradient."""
+        node, owner = get_gradient_edge(self._params[name]).node, weakref.ref(self)
+
+        def before(grads: tuple[Tensor | None, ...]) -> None:
+            delivery = owner()
+            if delivery is not None and grads[0] is not None:
+                delivery._make_room(name)
+
+        node.register_prehook(before)
+        return node
+
+    def _make_room(self, name: str) -> None:
+        """Puts a piece aside, until the backward has ended."""
+        param = self._params[name]
+        if param.grad is not None and is_spread(param.grad):
+            if not self._set_aside:
+                at_end_of_backward(self._put_back)
+            self._set_aside[name], param.grad = param.grad, None
+            self._overflow = None
+
+    def _put_back(self) -> None:
+        """Adds to the pieces what has come to whole gradients."""
+        aside, self._set_aside = self._set_aside, {}
+        for name, grad in aside.items():
+            _add_whole(self._params[name], grad)
 
     def token(self, active: frozenset[str] | None) -> Tensor:
         """What a call's node takes so that the parameters are behind it.
@@ -132,11 +169,17 @@ class Delivery:
                 )
 
     def _set(self, gradients: Mapping[str, Tensor]) -> None:
-        known = [(grad, new) for name, new in gradients.items() if (grad := self._params[name].grad) is not None]
+        known = [
+            (grad, new)
+            for name, new in gradients.items()
+            if (grad := self._params[name].grad) is not None and is_spread(grad) == is_spread(new)
+        ]
         for name, new in gradients.items():
             param = self._params[name]
             if param.grad is None:
                 param.grad = new
+            elif is_spread(new) and not is_spread(param.grad):
+                _add_whole(param, new)
         if known:
             self._overflow = None
             add_each([own_piece(grad) for grad, _ in known], [own_piece(new) for _, new in known])
@@ -145,6 +188,14 @@ class Delivery:
         """For parameters that are not behind the token: a backward of their own."""
         token = self._before(list(gradients), lambda: list(gradients.values()))
         torch.autograd.backward([token], [torch.zeros_like(token)])
+
+
+@torch.no_grad()
+def _add_whole(param: Tensor, piece: Tensor) -> None:
+    """Adds to a piece what stands whole in ``.grad``, alike on all ranks, and puts it there instead."""
+    if param.grad is not None:
+        piece.add_(param.grad)
+    param.grad = piece
 
 
 def _may_run(param: Tensor) -> bool:
