@@ -74,7 +74,7 @@ def test_truth_in_the_file(folder: Path, text: str, value: bool) -> None:
 
 def test_every_item_can_be_given_its_default_in_the_environment(folder: Path) -> None:
     environ = {f"RANNC_{item.name.upper()}": str(item.default) for item in fields(Config)}
-    assert len(environ) == 40
+    assert len(environ) == 41
     assert load(environ, folder).config == Config()
 
 
@@ -96,6 +96,8 @@ def test_every_item_can_be_given_its_default_in_the_environment(folder: Path) ->
             'profile = "alwys"',
             "'profile' in {path} must be one of auto, always, never, not 'alwys'; did you mean 'always'?",
         ),
+        ("enable_zero = 4", "'enable_zero' in {path} must be a text, not 4"),
+        ('enable_zero = "on"', "'enable_zero' in {path} must be one of off, auto, 1, 2, 3, not 'on'"),
         ("min_pipeline =", "cannot read the configuration file {path}"),
     ],
 )

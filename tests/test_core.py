@@ -61,6 +61,7 @@ UNREAD = {
         "pyrannc",
         "graph_hash",
         "graph_name",
+        "precision",
         "stages[].ops",
         "stages[].blocks[].ops",
         "stages[].blocks[].hash",
@@ -81,7 +82,7 @@ UNREAD = {
         "checksum",
     },
     "settings": {"may_idle", "limits", "threads", "gains"},
-    "capabilities": {"sharding", "offload"},
+    "capabilities": {"offload"},
 }
 """What the native core writes, or takes, and no class reads, or gives."""
 
