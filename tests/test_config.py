@@ -96,6 +96,8 @@ def test_every_item_can_be_given_its_default_in_the_environment(folder: Path) ->
             'profile = "alwys"',
             "'profile' in {path} must be one of auto, always, never, not 'alwys'; did you mean 'always'?",
         ),
+        ("enable_zero = 4", "'enable_zero' in {path} must be a text, not 4"),
+        ('enable_zero = "on"', "'enable_zero' in {path} must be one of off, auto, 1, 2, 3, not 'on'"),
         ("min_pipeline =", "cannot read the configuration file {path}"),
     ],
 )

@@ -61,6 +61,7 @@ UNREAD = {
         "pyrannc",
         "graph_hash",
         "graph_name",
+        "precision",
         "stages[].ops",
         "stages[].blocks[].ops",
         "stages[].blocks[].hash",

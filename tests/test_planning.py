@@ -124,6 +124,18 @@ def test_the_search_uses_what_was_measured() -> None:
         assert once == pytest.approx(sum(by_hash[block][-1][way] for block in whole.blocks.hashes))
 
 
+def test_working_copies_are_made_and_held_once() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = subject(Layers(), [torch.randn(64, WIDTH)], (1, 64))
+    graph = Graph.from_json(whole.source.captured.graph_json)
+    numel = sum(param.numel() for param in Layers().parameters())
+    plan = Plan.search(graph, Cluster.preset("cpu", 1, 1), [], json.dumps({"batch_rows": 64, "microbatches": 1}))
+    memory = json.loads(plan.to_json())["stages"][0]["predicted"]["memory"]
+    assert memory["params_bytes"] == (4 + 2) * numel
+    # A microbatch keeps what its layers take in, in half the digits, and no copy of a weight.
+    assert memory["activations_bytes"] <= 64 * 2 * 9 * WIDTH
+
+
 @pytest.mark.parametrize("module", [Layers(), Skips()], ids=["layers", "skips"])
 def test_the_blocks_together_keep_what_the_whole_model_keeps(module: nn.Module) -> None:
     batch = torch.randn(64, WIDTH)

@@ -65,6 +65,15 @@ def test_memory_is_exact(meter: BlockMeter, layers: Subject) -> None:
     assert linear[-1].workspace_bytes == linear[-1].rows * WIDTH * 4 + WIDTH * WIDTH * 4
 
 
+def test_working_copies_are_no_part_of_a_block(meter: BlockMeter) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        converted = subject(Layers(), [torch.randn(4, WIDTH)], (64,))
+    assert len(converted.source.conversions) == len(list(Layers().parameters()))
+    (linear,) = points(meter, converted, 3) or []
+    assert linear.saved_bytes == linear.rows * WIDTH * 2
+    assert linear.workspace_bytes == linear.rows * WIDTH * 2 + WIDTH * WIDTH * 2
+
+
 def test_backwards_by_input_and_by_weight(meter: BlockMeter, layers: Subject) -> None:
     def parts_are_less() -> bool:
         (*_, linear) = points(meter, layers, 2) or []

@@ -220,6 +220,10 @@ pub(crate) struct SearchArgs {
     /// The loss is computed outside the model: all forwards run before the first backward.
     #[arg(long)]
     pub(crate) loss_outside: bool,
+    /// What the replicas of a stage divide: nothing, what is best, or the optimizer's state (1), also gradients (2), also
+    /// parameters (3), on every stage with several replicas.
+    #[arg(long, value_name = "LEVEL", value_enum, default_value_t = ZeroArg::Off)]
+    pub(crate) zero: ZeroArg,
     /// Plan as if the runtime could save memory in these ways; it refuses such a plan until it can.
     #[arg(long, value_name = "WHAT", value_delimiter = ',', value_enum)]
     pub(crate) assume: Vec<SaverArg>,
@@ -231,15 +235,24 @@ pub(crate) struct SearchArgs {
     pub(crate) threads: Option<usize>,
 }
 
-/// Computing activations again for the backward; dividing optimizer state, gradients and parameters over
-/// replicas; keeping optimizer state in host memory.
+/// What replicas divide.
+#[derive(Clone, Copy, Debug, ValueEnum)]
+pub(crate) enum ZeroArg {
+    Off,
+    Auto,
+    #[value(name = "1")]
+    Optimizer,
+    #[value(name = "2")]
+    Gradients,
+    #[value(name = "3")]
+    Params,
+}
+
+/// Computing activations again for the backward; keeping optimizer state in host memory.
 // Variants without help of their own: a list of them fits on one line.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum SaverArg {
     Recompute,
-    Zero1,
-    Zero2,
-    Zero3,
     Offload,
 }
 

@@ -5,7 +5,7 @@ use rannc_cost::Cluster;
 use rannc_plan::Sharding;
 use rannc_search::{Limits, Savers, SearchError, SettingNames, Settings};
 
-use crate::args::{Gib, SaverArg, SearchArgs};
+use crate::args::{Gib, SaverArg, SearchArgs, ZeroArg};
 
 /// Settings for all devices of the cluster.
 pub(crate) fn settings(args: &SearchArgs, cluster: &Cluster, batch_rows: u64, memory: Option<Gib>) -> Settings {
@@ -17,6 +17,7 @@ pub(crate) fn settings(args: &SearchArgs, cluster: &Cluster, batch_rows: u64, me
         microbatches,
         max_microbatches,
         loss_outside,
+        zero,
         ref assume,
         time_limit,
         threads,
@@ -32,22 +33,26 @@ pub(crate) fn settings(args: &SearchArgs, cluster: &Cluster, batch_rows: u64, me
         microbatches,
         max_microbatches,
         loss_inside: !loss_outside,
-        savers: savers(assume),
+        savers: savers(zero, assume),
         limits: Limits { time_ms: time_limit.map(|seconds| (seconds * 1e3) as u64), ..Limits::default() },
         threads,
         ..Settings::default()
     }
 }
 
-/// What the runtime can do, and what it is assumed to do.
-fn savers(assumed: &[SaverArg]) -> Savers {
-    let mut savers = Savers::default();
+/// What Replicas divide, what else the runtime can do, and what it is assumed to do.
+fn savers(zero: ZeroArg, assumed: &[SaverArg]) -> Savers {
+    let (least_sharding, sharding) = match zero {
+        ZeroArg::Off => (Sharding::None, Sharding::None),
+        ZeroArg::Auto => (Sharding::None, Sharding::Params),
+        ZeroArg::Optimizer => (Sharding::Optimizer, Sharding::Optimizer),
+        ZeroArg::Gradients => (Sharding::Gradients, Sharding::Gradients),
+        ZeroArg::Params => (Sharding::Params, Sharding::Params),
+    };
+    let mut savers = Savers { sharding, least_sharding, ..Savers::default() };
     for saver in assumed {
         match saver {
             SaverArg::Recompute => savers.recompute = true,
-            SaverArg::Zero1 => savers.sharding = savers.sharding.max(Sharding::Optimizer),
-            SaverArg::Zero2 => savers.sharding = savers.sharding.max(Sharding::Gradients),
-            SaverArg::Zero3 => savers.sharding = savers.sharding.max(Sharding::Params),
             SaverArg::Offload => savers.offload = true,
         }
     }

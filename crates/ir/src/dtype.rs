@@ -79,6 +79,25 @@ impl DType {
             Self::Bool => "bool",
         }
     }
+    /// Its name in torch.
+    pub const fn torch_name(self) -> &'static str {
+        match self {
+            Self::Float64 => "float64",
+            Self::Float32 => "float32",
+            Self::Float16 => "float16",
+            Self::Bfloat16 => "bfloat16",
+            Self::Float8E4m3fn => "float8_e4m3fn",
+            Self::Float8E5m2 => "float8_e5m2",
+            Self::Complex128 => "complex128",
+            Self::Complex64 => "complex64",
+            Self::Int64 => "int64",
+            Self::Int32 => "int32",
+            Self::Int16 => "int16",
+            Self::Int8 => "int8",
+            Self::Uint8 => "uint8",
+            Self::Bool => "bool",
+        }
+    }
     /// The type with this short name.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.iter().copied().find(|dtype| dtype.name() == name)

@@ -103,6 +103,7 @@ impl OldPlan {
             pyrannc: self.pyrannc,
             graph_hash: self.graph_hash,
             graph_name: self.graph_name,
+            precision: String::new(),
             world_size: self.world_size,
             batch_rows: self.batch_rows,
             microbatches: self.microbatches,

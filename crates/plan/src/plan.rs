@@ -25,6 +25,9 @@ pub struct Plan {
     pub graph_hash: String,
     /// Name of that Graph.
     pub graph_name: String,
+    /// In which types the model computes and sums, in words; empty where that was not told.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub precision: String,
     /// Number of ranks.
     pub world_size: u32,
     /// Rows of the global batch that it was made for.

@@ -32,6 +32,7 @@ fn unsealed() -> Plan {
         pyrannc: "0.1.0".into(),
         graph_hash: "abc".into(),
         graph_name: "Net".into(),
+        precision: "parameters in float32".into(),
         world_size: 3,
         batch_rows: 12,
         microbatches: 4,
@@ -96,7 +97,7 @@ fn a_listed_schedule_has_every_computation_once() {
 #[test]
 fn the_head_of_the_file_is_plain() {
     let text = sealed().to_json();
-    let head: Vec<&str> = text.lines().take(17).collect();
+    let head: Vec<&str> = text.lines().take(18).collect();
     assert_eq!(
         head.join("\n"),
         r#"{
@@ -104,6 +105,7 @@ fn the_head_of_the_file_is_plain() {
   "pyrannc": "0.1.0",
   "graph_hash": "abc",
   "graph_name": "Net",
+  "precision": "parameters in float32",
   "world_size": 3,
   "batch_rows": 12,
   "microbatches": 4,

@@ -3,12 +3,12 @@
 use rannc_cost::{Cluster, format_bytes, format_us, tensor_bytes};
 use rannc_ir::{Analysis, Graph, OpRun};
 use rannc_plan::{MemoryPrediction, Partition, PartitionError, Plan, StagePlan, stage_depths};
-use rannc_search::{Blocks, Gain, Outcome, PassedOver, SearchReport, Settings, Stop};
+use rannc_search::{Blocks, Gain, Outcome, PassedOver, SearchReport, Settings, Stop, Undivided};
 use serde::Serialize;
 
 use crate::Report;
 use crate::figures::Workload;
-use crate::format::{counted, paragraph, percent, runs, savers, signed_percent};
+use crate::format::{counted, paragraph, percent, runs, savers, signed_percent, zero_level};
 use crate::plan::{microbatch_rows, summary};
 use crate::table::{amount, table, text};
 use crate::whatif::PlanShape;
@@ -48,6 +48,8 @@ pub struct Explanation {
     pub median_cut_bytes: u64,
     /// Step of the best Plan if memory had no limit; missing if that was not found out.
     pub unlimited_step_us: Option<f64>,
+    /// What the Plan would be if the Replicas of a Stage that divide anything divided nothing.
+    pub undivided: Vec<Undivided>,
     /// Other good Plans, best first.
     pub runners_up: Vec<RunnerUp>,
     /// What capabilities that the runtime lacks would gain.
@@ -143,6 +145,7 @@ impl Explanation {
         question: Question<'_>,
         outcome: Outcome,
         unlimited_step_us: Option<f64>,
+        undivided: Vec<Undivided>,
     ) -> Result<Self, PartitionError> {
         let Outcome { plan, runners_up, gains, report } = outcome;
         let Question { graph, cluster, .. } = question;
@@ -162,6 +165,7 @@ impl Explanation {
             search: SearchFacts::new(&report),
             step,
             unlimited_step_us,
+            undivided,
             gains,
             shape: PlanShape::new(&plan, Some(&workload)),
             workload,
@@ -254,11 +258,15 @@ impl Report for Explanation {
             text += &paragraph(&format!("Cuts; half of the possible ones are crossed by at most {median}"), width);
             text += &self.cut_table(width);
         }
+        if !self.undivided.is_empty() {
+            text +=
+                &format!("\nWhat replicas divide, beside the same plan without it\n{}", self.undivided_table(width));
+        }
         if !self.runners_up.is_empty() {
             text += &format!("\nRunners-up\n{}", self.runner_up_table(width));
         }
         if !self.gains.is_empty() {
-            text += &format!("\nWith what the runtime cannot do yet\n{}", self.gain_table(width));
+            text += &format!("\nWith what was not allowed\n{}", self.gain_table(width));
         }
         text
     }
@@ -383,6 +391,33 @@ impl Explanation {
         let rows: Vec<Vec<String>> = std::iter::once(row("best".to_owned(), &self.shape)).chain(others).collect();
         let columns = without_speeds(PlanShape::COLUMNS.to_vec());
         table(&[vec![amount("Loses")], columns].concat(), &rows, width)
+    }
+
+    fn undivided_table(&self, width: usize) -> String {
+        let step_us = self.plan.predicted.step_us;
+        let rows = self.undivided.iter().map(|&Undivided { stage, step_us: without_us, memory_bytes }| {
+            let (planned, shares) = (&self.plan.stages[stage], &self.stages[stage]);
+            let fits = if memory_bytes > shares.usable_bytes { "does not fit" } else { "" };
+            vec![
+                stage.to_string(),
+                format!("ZeRO {}", zero_level(planned.sharding)),
+                format_bytes(shares.memory_bytes),
+                format_bytes(memory_bytes),
+                format_us(without_us),
+                signed_percent(without_us / step_us - 1.0),
+                fits.to_owned(),
+            ]
+        });
+        let columns = [
+            text("Stage"),
+            text("Divides"),
+            amount("Memory"),
+            amount("Without"),
+            amount("Step without").begins(),
+            amount("Change"),
+            text("Remark"),
+        ];
+        table(&columns, &rows.collect::<Vec<_>>(), width)
     }
 
     fn gain_table(&self, width: usize) -> String {

@@ -42,18 +42,24 @@ pub(crate) fn savers(stage: &StagePlan) -> String {
         count => Some(format!("recompute {}", counted(count as u64, "block", "blocks"))),
     };
     let offload = stage.offload.then_some("offload");
-    let all = [recompute, sharding(stage.sharding).map(str::to_owned), offload.map(str::to_owned)];
+    let all = [recompute, sharding(stage.sharding), offload.map(str::to_owned)];
     all.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
-/// The usual name of what Replicas divide.
-pub(crate) const fn sharding(sharding: Sharding) -> Option<&'static str> {
+/// The number by which it is known what Replicas divide; 0 for nothing.
+pub(crate) const fn zero_level(sharding: Sharding) -> u8 {
     match sharding {
-        Sharding::None => None,
-        Sharding::Optimizer => Some("ZeRO 1"),
-        Sharding::Gradients => Some("ZeRO 2"),
-        Sharding::Params => Some("ZeRO 3"),
+        Sharding::None => 0,
+        Sharding::Optimizer => 1,
+        Sharding::Gradients => 2,
+        Sharding::Params => 3,
     }
+}
+
+/// `ZeRO 1`; nothing where Replicas divide nothing.
+fn sharding(sharding: Sharding) -> Option<String> {
+    let level = zero_level(sharding);
+    (level > 0).then(|| format!("ZeRO {level}"))
 }
 
 /// Increasing numbers with their runs shortened: `0-3, 6`.

@@ -101,12 +101,18 @@ pub(crate) fn summary(plan: &Plan, workload: Option<&Workload>, width: usize) ->
     let figures = StepFigures::predicted(plan, workload);
     let rank = figures.rank().map(|rank| format!("; {rank}")).unwrap_or_default();
     format!(
-        "{}{}{}{}",
+        "{}{}{}{}{}",
         title(plan, plan.batch_rows, width),
+        precision(plan, width),
         paragraph(&format!("Predicted: {}{rank}", figures.speed()), width),
         figures.devices(width),
         Deployment::new(plan, plan.batch_rows).remarks(width),
     )
+}
+
+/// In which types the model computes, if the Plan tells.
+fn precision(plan: &Plan, width: usize) -> String {
+    if plan.precision.is_empty() { String::new() } else { paragraph(&format!("Precision: {}", plan.precision), width) }
 }
 
 /// A Plan to show with its predictions: times of one microbatch on the largest Replica of each Stage, memory of one

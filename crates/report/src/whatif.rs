@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::Report;
 use crate::figures::{StepFigures, Workload};
-use crate::format::{decimal, each, percent, sharding};
+use crate::format::{decimal, each, percent, zero_level};
 use crate::plan::idle_devices;
 use crate::table::{Column, amount, table, text};
 
@@ -93,6 +93,8 @@ pub struct PlanShape {
     pub recomputing: usize,
     /// Most that Replicas of a Stage divide.
     pub sharding: Sharding,
+    /// What the Replicas of each Stage divide, as the number of its ZeRO level.
+    pub zero: Vec<u8>,
     /// Stages whose optimizer state is in host memory.
     pub offloading: usize,
 }
@@ -112,19 +114,24 @@ impl PlanShape {
             cuts: stages.windows(2).map(|pair| cut(&pair[0], &pair[1])).collect(),
             recomputing: stages.iter().filter(|stage| stage.recomputes()).count(),
             sharding: stages.iter().map(|stage| stage.sharding).max().unwrap_or_default(),
+            zero: stages.iter().map(|stage| zero_level(stage.sharding)).collect(),
             offloading: stages.iter().filter(|stage| stage.offload).count(),
         }
     }
 
-    /// What it does to save memory: `2 recompute, ZeRO 1, 1 offload`, by number of Stages; empty if nothing.
+    /// What it does to save memory: `2 recompute, ZeRO 1, 1 offload`, by number of Stages; `ZeRO 1 + 3` where Stages divide
+    /// differently; empty if nothing.
     fn saving(&self) -> String {
         let counted = |stages: usize, what: &str| (stages > 0).then(|| format!("{stages} {what}"));
-        let all = [
-            counted(self.recomputing, "recompute"),
-            sharding(self.sharding).map(str::to_owned),
-            counted(self.offloading, "offload"),
-        ];
+        let all = [counted(self.recomputing, "recompute"), self.zero_text(), counted(self.offloading, "offload")];
         all.into_iter().flatten().collect::<Vec<_>>().join(", ")
+    }
+
+    fn zero_text(&self) -> Option<String> {
+        let levels: Vec<usize> = self.zero.iter().map(|&level| usize::from(level)).collect();
+        let (first, most) = (levels.first()?, levels.iter().max()?);
+        let text = if levels.iter().all(|level| level == first) { first.to_string() } else { each(&levels) };
+        (*most > 0).then(|| format!("ZeRO {text}"))
     }
 
     /// The Schedule, if it tells anything: of one Stage or one microbatch all are alike.

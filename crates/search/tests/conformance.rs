@@ -113,6 +113,7 @@ impl Case {
             pyrannc: String::new(),
             graph_hash: graph.hash(),
             graph_name: graph.name.clone(),
+            precision: String::new(),
             world_size: u32::try_from(self.rows.len()).expect("few"),
             batch_rows: self.rows.iter().sum(),
             microbatches: self.microbatches,

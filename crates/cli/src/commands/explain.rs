@@ -3,7 +3,7 @@
 use anyhow::Result;
 use rannc_cost::Cluster;
 use rannc_report::{Explanation, Question};
-use rannc_search::Settings;
+use rannc_search::{PlanCosts, Settings};
 
 use crate::args::{ExplainArgs, ModelArgs};
 use crate::context::Context;
@@ -20,10 +20,12 @@ pub(crate) fn run(args: ExplainArgs, context: &Context) -> Result<Printer> {
     let Model { graph, cluster, profiles } = &model;
     let outcome = rannc_search::plan(graph, cluster, profiles, &settings).map_err(in_words)?;
     let unlimited_step_us = unlimited_step_us(&model, &settings);
+    let undivided =
+        PlanCosts::new(graph, cluster, profiles, &settings, &outcome.plan).map_err(in_words)?.undivided()?;
     drop(progress);
     let question = Question { graph, cluster, settings: &settings };
     let mut printer = Printer::new(format, context);
-    printer.report(&Explanation::new(question, outcome, unlimited_step_us)?);
+    printer.report(&Explanation::new(question, outcome, unlimited_step_us, undivided)?);
     Ok(printer)
 }
 

@@ -18,6 +18,7 @@ pub fn write_plan(folder: &Folder, file: &str, stages: &[(u32, u32)], change: im
         pyrannc: "0.1.0".to_owned(),
         graph_hash: graph.hash(),
         graph_name: graph.name.clone(),
+        precision: "parameters in float32, products in bfloat16".to_owned(),
         world_size: stages.iter().map(|(_, replicas)| replicas).sum(),
         batch_rows: 24,
         microbatches: 4,

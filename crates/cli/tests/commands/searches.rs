@@ -121,5 +121,28 @@ fn what_the_runtime_cannot_do_may_be_assumed() {
     let folder = Folder::new("assume");
     let line = "plan graph.json --cluster cluster.toml --batch 512 --memory-gb 0.7";
     assert!(folder.rannc(line).error().contains("cannot run yet"));
-    assert_eq!(folder.rannc(&format!("{line} --assume recompute,zero3,offload")).code, 0);
+    assert_eq!(folder.rannc(&format!("{line} --zero auto --assume recompute,offload")).code, 0);
+}
+
+#[test]
+fn what_replicas_divide_is_told() {
+    let folder = Folder::new("zero");
+    let line = "graph.json --cluster cluster.toml --batch 512";
+    let names = [("off", "none"), ("1", "optimizer"), ("2", "gradients"), ("3", "params")];
+    for (level, name) in names {
+        let json: serde_json::Value =
+            serde_json::from_str(&folder.rannc(&format!("plan {line} --zero {level} --json")).out).expect("JSON");
+        for stage in json["stages"].as_array().expect("a list") {
+            let several = stage["ranks"].as_array().is_some_and(|ranks| ranks.len() > 1);
+            assert_eq!(stage["sharding"], if several { name } else { "none" });
+        }
+    }
+    let told = folder.rannc(&format!("explain {line} --zero 3")).out;
+    assert!(told.contains("ZeRO 3") && told.contains("What replicas divide"), "{told}");
+    assert!(told.contains("Precision: parameters in float32"), "{told}");
+    let json = folder.rannc(&format!("explain {line} --zero 3 --json")).out;
+    let json: serde_json::Value = serde_json::from_str(&json).expect("JSON");
+    let divided = json["shape"]["zero"].as_array().expect("a list").iter().filter(|level| **level == 3).count();
+    assert_eq!(json["undivided"].as_array().map(Vec::len), Some(divided));
+    assert!(divided > 0);
 }

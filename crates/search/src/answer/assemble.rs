@@ -7,6 +7,7 @@ use rannc_ir::{Graph, OpRun};
 use rannc_plan::{BlockPlan, PLAN_SCHEMA, Plan, PlanFileError, Recompute, Schedule, StagePlan, StepPrediction};
 
 use super::links::Linker;
+use super::precision::precision;
 use crate::chain::{CrossingSpec, StateSpec};
 use crate::price::{Again, At, Priced, Pricing, RankOrder};
 use crate::solve::{FoundStage, Solution};
@@ -46,6 +47,7 @@ impl Assembly<'_> {
             pyrannc: env!("CARGO_PKG_VERSION").to_owned(),
             graph_hash: self.graph_hash.to_owned(),
             graph_name: self.graph.name.clone(),
+            precision: precision(self.graph, settings.reduce_dtype),
             world_size: u32::try_from(ranks.len()).unwrap_or(u32::MAX),
             batch_rows: settings.batch_rows,
             microbatches: settings.microbatches.unwrap_or(microbatches),

@@ -6,11 +6,12 @@ mod exact_time;
 pub(crate) mod links;
 mod outcome;
 mod plan_costs;
+mod precision;
 mod simplest;
 mod tied;
 mod upgrade;
 
 pub use outcome::{Gain, Outcome, SearchReport, plan, plan_until};
-pub use plan_costs::PlanCosts;
+pub use plan_costs::{PlanCosts, Undivided};
 pub use simplest::PassedOver;
 pub use upgrade::upgrade;

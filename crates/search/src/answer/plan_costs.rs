@@ -6,8 +6,9 @@ use std::ops::Range;
 
 use rannc_cost::{Blocks, Cluster, Profile, tensor_bytes};
 use rannc_ir::{Analysis, Graph, OpRun, ValueId};
-use rannc_plan::{Call, Plan, PlanFileError, Recompute, Schedule, ScheduleKind};
+use rannc_plan::{Call, Plan, PlanFileError, Recompute, Schedule, ScheduleKind, Sharding};
 use rannc_sim::Costs;
+use serde::Serialize;
 
 use super::assemble::step_prediction;
 use super::links::Linker;
@@ -39,6 +40,17 @@ struct PlannedStage {
     saver: Saver,
     /// Blocks to compute again.
     again: Vec<usize>,
+}
+
+/// A Stage whose Replicas would divide nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Undivided {
+    /// Its number.
+    pub stage: usize,
+    /// Time of a step then.
+    pub step_us: f64,
+    /// Peak memory of a device of the Stage then.
+    pub memory_bytes: u64,
 }
 
 impl<'a> PlanCosts<'a> {
@@ -109,6 +121,26 @@ impl<'a> PlanCosts<'a> {
         }
         plan.predicted = step_prediction(&linker, &self.plan.schedule, &mut plan.stages, &prices);
         plan.seal()
+    }
+
+    /// For each Stage whose Replicas divide anything: the same Plan where they divide nothing.
+    ///
+    /// # Errors
+    /// When its figures are none.
+    pub fn undivided(&mut self) -> Result<Vec<Undivided>, PlanFileError> {
+        let mut found = Vec::new();
+        for stage in 0..self.stages.len() {
+            let sharding = std::mem::take(&mut self.stages[stage].saver.sharding);
+            if sharding > Sharding::None {
+                self.known.borrow_mut().clear();
+                let plan = self.predicted()?;
+                let memory_bytes = plan.stages[stage].predicted.memory.total_bytes();
+                found.push(Undivided { stage, step_us: plan.predicted.step_us, memory_bytes });
+            }
+            self.stages[stage].saver.sharding = sharding;
+        }
+        self.known.borrow_mut().clear();
+        Ok(found)
     }
 
     /// How the call comes whose steps are simulated: as often as it can. With fill-drain it may come in halves, between
