@@ -11,6 +11,6 @@ mod tied;
 mod upgrade;
 
 pub use outcome::{Gain, Outcome, SearchReport, plan, plan_until};
-pub use plan_costs::PlanCosts;
+pub use plan_costs::{PlanCosts, check_plan};
 pub use simplest::PassedOver;
 pub use upgrade::upgrade;
