@@ -146,8 +146,7 @@ class _Measured:
     """What one rank saw: medians over its last steps, and peaks of memory.
 
     Attributes:
-        rows: of all microbatches on this rank.
-        most_rows: of a microbatch on this rank; times of one microbatch are means over those that have as many.
+        sizes: rows of each microbatch on this rank; times of one microbatch are means over those that have most.
         second_bytes: of gradients that the Plan does not count.
     """
 
@@ -155,8 +154,7 @@ class _Measured:
     steps: int
     batch_rows: int
     microbatches: int
-    rows: int
-    most_rows: int
+    sizes: tuple[int, ...]
     step_us: float
     forward_us: float
     backward_us: float
@@ -168,6 +166,11 @@ class _Measured:
     second_bytes: int
     peak_bytes: int | None
     reserved_bytes: int | None
+
+    @property
+    def most_rows(self) -> int:
+        """Of a microbatch on this rank."""
+        return max(self.sizes)
 
 
 def report(deployment: Deployment, compared: str) -> Report:
@@ -199,8 +202,7 @@ def _measure(deployment: Deployment) -> _Measured:
         steps=len(steps),
         batch_rows=program.total_rows,
         microbatches=sum(rows > 0 for rows in program.microbatches),
-        rows=sum(sizes),
-        most_rows=max(sizes),
+        sizes=tuple(sizes),
         step_us=median(step.step_us for step in steps),
         forward_us=median(_microbatch_us(step, "forward", largest) for step in steps),
         backward_us=median(_microbatch_us(step, "backward", largest) for step in steps),
@@ -263,8 +265,7 @@ def _compare_stage(stage: StagePlan, number: int, everyone: Sequence[_Measured])
 def _compare_rank(plan: PlanFacts, rank: int, measured: _Measured) -> RankReport:
     step_us = plan.predicted.step_us
     predicted = plan.stages[measured.stage].predicted
-    # Predicted for the largest microbatch.
-    computing_us = measured.rows / max(measured.most_rows, 1) * (predicted.forward_us + predicted.backward_us)
+    computing_us = predicted.computing_us(measured.sizes)
     reduce_us, update_us = predicted.reduce_us, predicted.update_us
     return RankReport(
         rank=rank,

@@ -23,7 +23,7 @@ from pyrannc.job.phases import phase
 from pyrannc.profile.cache import ProfileCache, default_folder
 from pyrannc.profile.profiler import Subject, profile
 from tests.ranks import RankPool
-from tests.runtime.equivalence import Case, check
+from tests.runtime.equivalence import Case, check, environment
 
 from .models import CPU, WIDTH, Layers, subject
 
@@ -146,8 +146,8 @@ def other_graph(layers: Subject, request: pytest.FixtureRequest) -> Subject:
     return subject(Layers(7), [torch.randn(4, WIDTH)], (1, 4))
 
 
-def other_rows(layers: Subject, request: pytest.FixtureRequest) -> Subject:
-    return replace(layers, row_counts=(1, 2))
+def more_rows(layers: Subject, request: pytest.FixtureRequest) -> Subject:
+    return replace(layers, row_counts=(1, 8))
 
 
 def other_version(layers: Subject, request: pytest.FixtureRequest) -> Subject:
@@ -164,8 +164,8 @@ def other_precision(layers: Subject, request: pytest.FixtureRequest) -> Subject:
     return layers
 
 
-def other_links(layers: Subject, request: pytest.FixtureRequest) -> Subject:
-    request.getfixturevalue("monkeypatch").setenv("NCCL_P2P_DISABLE", "1")
+def other_kernels(layers: Subject, request: pytest.FixtureRequest) -> Subject:
+    request.getfixturevalue("monkeypatch").setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     return layers
 
 
@@ -183,7 +183,7 @@ def deterministic(layers: Subject, request: pytest.FixtureRequest) -> Subject:
 
 
 @pytest.mark.parametrize(
-    "change", [other_graph, other_rows, other_version, other_precision, other_links, other_threads, deterministic]
+    "change", [other_graph, more_rows, other_version, other_precision, other_kernels, other_threads, deterministic]
 )
 def test_what_changes_the_cost_is_measured_anew(
     layers: Subject,
@@ -198,7 +198,7 @@ def test_what_changes_the_cost_is_measured_anew(
     lines()
     profile(changed, CPU, cache)
     assert count(lines(), "measured") >= 4
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == (1 if change is more_rows else 2)
 
 
 def test_what_changes_no_cost_measures_nothing(
@@ -206,10 +206,12 @@ def test_what_changes_no_cost_measures_nothing(
 ) -> None:
     cache = ProfileCache(tmp_path)
     profile(layers, CPU, cache)
-    for name, value in (("NCCL_DEBUG", "INFO"), ("MASTER_PORT", "29511"), ("NCCL_COMM_ID", "10.0.0.1:1234")):
+    told = {"NCCL_DEBUG": "INFO", "MASTER_PORT": "29511", "NCCL_COMM_ID": "10.0.0.1:1234"}
+    for name, value in (told | {"NCCL_P2P_DISABLE": "1"}).items():
         monkeypatch.setenv(name, value)
     lines()
     profile(layers, CPU, cache)
+    profile(replace(layers, row_counts=(1, 2)), CPU, cache)
     assert count(lines(), "measured") == 0
 
 
@@ -253,7 +255,7 @@ ALWAYS = {"RANNC_PROFILE": "always"}
 Ranks = Callable[[int], RankPool]
 
 
-def measure_together(folder: str) -> tuple[int, str]:
+def measure_together(folder: str, links: str = "") -> tuple[int, str]:
     """How many Blocks this rank has measured, and rank 0's Profile."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler(logging.DEBUG)
@@ -266,7 +268,8 @@ def measure_together(folder: str) -> tuple[int, str]:
         torch.manual_seed(0)
         whole = subject(Layers(), [torch.randn(4, WIDTH)], (1, 4))
         hosts = ("here",) * process.get_world_size()
-        found = profile(replace(whole, hosts=hosts), CPU, ProfileCache(Path(folder)))
+        with environment({"GLOO_MODE": links} if links else {}):
+            found = profile(replace(whole, hosts=hosts), CPU, ProfileCache(Path(folder)))
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.ERROR)
@@ -285,13 +288,20 @@ def test_ranks_share_the_work(ranks: Ranks, tmp_path: Path) -> None:
     assert all(figure > 0 for figure in figures)
     again = ranks(2).run(measure_together, str(tmp_path))
     assert again == [(0, text), (0, "")]
+    (_, others), _ = ranks(2).run(measure_together, str(tmp_path), "other")
+    assert json.loads(others)["blocks"] == measured["blocks"]
+    assert json.loads(others)["levels"] != measured["levels"], "links of another environment are measured anew"
+    ((alone, on_one),) = ranks(1).run(measure_together, str(tmp_path))
+    assert (alone, json.loads(on_one)["blocks"]) == (0, measured["blocks"]), "Blocks are known on one device as well"
+    assert json.loads(on_one)["levels"] == []
 
 
 def test_a_model_trains_as_ever_under_a_measured_plan(ranks: Ranks, tmp_path: Path) -> None:
     for case in (Case("chain", (4, 4), stages=2, microbatches=2), Case("bert", (3, 2), stages=2, microbatches=3)):
         env = {**ALWAYS, "XDG_CACHE_HOME": str(tmp_path)}
         assert ranks(2).run(check, case, str(tmp_path), env=env) == [[], []]
-    assert len(list((tmp_path / "pyrannc").iterdir())) == 2
+    # One for each model, and one of the links.
+    assert len(list((tmp_path / "pyrannc").iterdir())) == 3
 
 
 def test_randomness_does_not_depend_on_profiling(ranks: Ranks, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from pyrannc.core.plan import MemoryPrediction, PassPrediction, StagePrediction
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import RaNNCError
 from pyrannc.job import process
@@ -65,6 +66,17 @@ def test_times_are_there_and_add_up(case: Case, ranks: Ranks, tmp_path: Path) ->
         assert rank.peak_bytes.predicted
     assert report.step_us.predicted
     assert 0 <= (report.bubble.predicted or 0.0) <= 1
+
+
+def test_microbatches_are_predicted_by_their_size() -> None:
+    memory = MemoryPrediction(0, 0, 0, 0, 0, 0, 0)
+    sizes = (PassPrediction(6, 30.0, 60.0), PassPrediction(4, 25.0, 45.0), PassPrediction(3, 20.0, 40.0))
+    uneven = StagePrediction(30.0, 60.0, 0.0, 0.0, memory, sizes)
+    assert uneven.computing_us([6, 4, 3, 3]) == 90.0 + 70.0 + 2 * 60.0
+    assert uneven.computing_us([5, 2, 0]) == 80.0 + 50.0
+    even = StagePrediction(30.0, 60.0, 0.0, 0.0, memory)
+    assert even.computing_us([6, 6]) == 180.0
+    assert even.computing_us([]) == 0.0
 
 
 def measured(figure: Compared) -> float:

@@ -94,6 +94,9 @@ pub enum PlanFault {
     /// A prediction is not a number.
     #[error("a predicted time is infinite or not a number")]
     NotFinite,
+    /// Sizes of microbatches do not fall.
+    #[error("a stage's sizes of microbatches are not listed from the largest to the smallest")]
+    Sizes,
 }
 
 impl Plan {
@@ -133,11 +136,13 @@ impl Plan {
         let stage_times = self.stages.iter().flat_map(|StagePlan { predicted: p, .. }| {
             [p.forward_us, p.backward_us, p.transfer_us, p.reduce_us, p.update_us]
         });
-        if stage_times.chain([step_us, bubble, lower_bound_us]).all(f64::is_finite) {
-            Ok(())
-        } else {
-            Err(PlanFault::NotFinite)
+        let sizes = || self.stages.iter().map(|stage| &stage.predicted.sizes);
+        let pass_times = sizes().flatten().flat_map(|pass| [pass.forward_us, pass.backward_us]);
+        if !stage_times.chain(pass_times).chain([step_us, bubble, lower_bound_us]).all(f64::is_finite) {
+            return Err(PlanFault::NotFinite);
         }
+        let falling = sizes().all(|sizes| sizes.is_sorted_by(|one, next| one.rows > next.rows));
+        if falling { Ok(()) } else { Err(PlanFault::Sizes) }
     }
 }
 

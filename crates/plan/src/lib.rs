@@ -25,7 +25,7 @@ pub use partition::{
 };
 pub use plan::{BlockPlan, PLAN_SCHEMA, Placement, Plan, StagePlan};
 pub use plan_file::PlanFileError;
-pub use predicted::{MemoryPrediction, StagePrediction, StepPrediction};
+pub use predicted::{MemoryPrediction, PassPrediction, StagePrediction, StepPrediction};
 pub use program::{
     Action, BUCKET_BYTES, Batch, Bucket, Buckets, Division, FIRST_BUCKET_BYTES, Gradient, Interval, Message, Overlap,
     Pass, Payload, Piece, Program, ProgramError, RankProgram, RankView, ReduceDType, Slice, Step, Trained, Transfer,

@@ -5,12 +5,12 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use rannc_ir::sealed::{self, SealError, Sealed};
-use rannc_ir::{Graph, OpRun};
+use rannc_ir::{Graph, OpPlace, OpRun};
 use thiserror::Error;
 
 use crate::consistent::PlanFault;
 use crate::partition::{Partition, PartitionError};
-use crate::plan::{OLD_SCHEMA, PLAN_SCHEMA, Plan};
+use crate::plan::{OLD_SCHEMA, PLAN_SCHEMA, Plan, StagePlan};
 use crate::saver::Recompute;
 
 /// Why a plan file cannot be used.
@@ -79,6 +79,24 @@ pub enum PlanFileError {
         graph_name: String,
         /// Hash of the Graph.
         graph_hash: String,
+    },
+    /// A Block is not what it was when the Plan was made.
+    #[error(
+        "block {block} of the plan's stage {stage}, which begins at {place}, has hash {found} in the file and {computed} \
+         in this model's graph: the file was edited, or made by a version that divides a graph otherwise; make the plan \
+         again with this version"
+    )]
+    OtherBlock {
+        /// The Stage.
+        stage: usize,
+        /// Place of the Block among those of the Stage.
+        block: usize,
+        /// Its first main Op.
+        place: Box<OpPlace>,
+        /// Hash in the plan.
+        found: String,
+        /// Hash in the Graph.
+        computed: String,
     },
     /// Made for another number of ranks.
     #[error("the plan is for {0}, this job has {actual}; start {0} or make a plan for {actual}", ranks(*plan))]
@@ -155,6 +173,28 @@ impl Plan {
     /// Checks that the Plan was made for this Graph.
     pub fn check_graph(&self, graph: &Graph) -> Result<(), PlanFileError> {
         check_graph(&self.graph_name, &self.graph_hash, graph)
+    }
+
+    /// Checks that the Plan's Blocks have these hashes, given in order, which those of its Graph have.
+    pub fn check_blocks<'h>(
+        &self,
+        graph: &Graph,
+        hashes: impl IntoIterator<Item = &'h String>,
+    ) -> Result<(), PlanFileError> {
+        let numbered = |(stage, planned): (usize, &'_ StagePlan)| {
+            (0..planned.blocks.len()).map(move |block| (stage, block)).collect::<Vec<_>>()
+        };
+        let numbers = self.stages.iter().enumerate().flat_map(numbered);
+        for ((stage, block), computed) in numbers.zip(hashes) {
+            let planned = &self.stages[stage].blocks[block];
+            if planned.hash != *computed {
+                let main_ops = rannc_ir::main_ops(graph);
+                let place = Box::new(graph.place(main_ops[planned.ops.first as usize]));
+                let (found, computed) = (planned.hash.clone(), computed.clone());
+                return Err(PlanFileError::OtherBlock { stage, block, place, found, computed });
+            }
+        }
+        Ok(())
     }
 
     /// Divides the Graph that the Plan was made for, with Spans, and proves that it means the same.

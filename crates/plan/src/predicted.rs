@@ -22,6 +22,21 @@ pub struct StagePrediction {
     pub out_bytes: u64,
     /// Peak memory of a step.
     pub memory: MemoryPrediction,
+    /// Each size of microbatch that there is, the largest first; none where all are equal.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub sizes: Vec<PassPrediction>,
+}
+
+/// Expected cost of one microbatch on the largest Replica of a Stage.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PassPrediction {
+    /// Its rows there.
+    pub rows: u64,
+    /// Its forward.
+    pub forward_us: f64,
+    /// Its backward, recomputation included.
+    pub backward_us: f64,
 }
 
 /// Expected peak memory of one device, by use.

@@ -9,7 +9,7 @@ use rannc_cli::{Kind, Terminal};
 use rannc_ir::Analysis;
 use rannc_plan::{PartitionError, Recompute};
 use rannc_report::{PlanTables, Report as _};
-use rannc_search::{Blocks, PlanCosts, SearchError, SettingNames, Settings};
+use rannc_search::{Blocks, PlanCosts, SearchError, SettingNames, Settings, check_plan};
 
 use crate::cluster::Cluster;
 use crate::errors::{ErrorClass, OrRaise, OrRaiseAs, Raised, read_file};
@@ -114,7 +114,7 @@ impl Plan {
     fn check(&self, graph: &Graph, world_size: u32) -> PyResult<()> {
         self.0.check_runnable().or_raise()?;
         self.0.check_world(world_size).or_raise()?;
-        self.0.check_graph(&graph.0).or_raise()
+        check_plan(&self.0, &graph.0).or_raise()
     }
 
     /// Tables of the Stages with predicted times and memory, as wide as the terminal; `limit_bytes` is what a device

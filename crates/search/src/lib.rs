@@ -19,7 +19,9 @@ mod stop;
 #[cfg(test)]
 mod tests;
 
-pub use answer::{Gain, Outcome, PassedOver, PlanCosts, SearchReport, Undivided, plan, plan_until, upgrade};
+pub use answer::{
+    Gain, Outcome, PassedOver, PlanCosts, SearchReport, Undivided, check_plan, plan, plan_until, upgrade,
+};
 pub use error::{Advice, SearchError, SettingNames, Shortage};
 pub use rannc_cost::{Block, Blocks};
 pub use settings::{Limits, Savers, Settings};

@@ -71,6 +71,13 @@ impl<'a> Deadline<'a> {
         Self { clock, until: None }
     }
 
+    /// None.
+    #[cfg(test)]
+    pub(crate) fn never() -> Deadline<'static> {
+        static TOLD: AtomicBool = AtomicBool::new(false);
+        Deadline::only_told(Clock::new(&TOLD))
+    }
+
     /// True when it is time to end.
     pub(crate) fn is_over(&self) -> bool {
         self.stop() != Stop::Complete

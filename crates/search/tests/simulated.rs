@@ -104,6 +104,11 @@ fn a_row_too_many_costs_a_row() {
     let stage = &uneven.stages[0].predicted;
     let idle_us = uneven.predicted.bubble * uneven_us - stage.reduce_us - stage.update_us;
     assert!(idle_us.abs() < 1e-6 * uneven_us, "{idle_us}");
+    let [two, one] = stage.sizes[..] else { panic!("{:?}", stage.sizes) };
+    assert_eq!((two.rows, one.rows, two.forward_us, two.backward_us), (2, 1, stage.forward_us, stage.backward_us));
+    let computing_us = two.forward_us + two.backward_us + 31.0 * (one.forward_us + one.backward_us);
+    assert!((computing_us + stage.reduce_us + stage.update_us - uneven_us).abs() < 1e-6 * uneven_us);
+    assert!(even.stages[0].predicted.sizes.is_empty());
     assert!(stage.memory.activations_bytes > 19 * even.stages[0].predicted.memory.activations_bytes / 10);
 }
 

@@ -6,6 +6,7 @@ The classes mirror the core's JSON (crates/plan: ``Plan``).
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,14 +38,52 @@ class MemoryPrediction:
 
 
 @dataclass(frozen=True)
+class PassPrediction:
+    """Expected forward and backward of a microbatch with so many rows."""
+
+    rows: int
+    forward_us: float
+    backward_us: float
+
+    @property
+    def computing_us(self) -> float:
+        """Both."""
+        return self.forward_us + self.backward_us
+
+
+@dataclass(frozen=True)
 class StagePrediction:
-    """Expected cost of a Stage, per microbatch on its largest Replica; reduction and update once a step."""
+    """Expected cost of a Stage, per microbatch on its largest Replica; reduction and update once a step.
+
+    Attributes:
+        sizes: its microbatches by their rows, the largest first; none where all are equal.
+    """
 
     forward_us: float
     backward_us: float
     reduce_us: float
     update_us: float
     memory: MemoryPrediction
+    sizes: tuple[PassPrediction, ...] = ()
+
+    def computing_us(self, rows: Sequence[int]) -> float:
+        """Forwards and backwards of microbatches with so many rows, of which the largest is the largest predicted.
+
+        Between two sizes, and below the smallest, times lie on the line through the two nearest.
+        """
+        most = max(rows, default=0)
+        known = self.sizes or (PassPrediction(most, self.forward_us, self.backward_us),)
+        return sum(_computing_us(known, count) for count in rows if count)
+
+
+def _computing_us(known: Sequence[PassPrediction], rows: int) -> float:
+    largest, *smaller = known
+    if not smaller:
+        return largest.computing_us * rows / max(largest.rows, 1)
+    pairs = zip(known, smaller, strict=False)
+    above, below = next(((one, next_one) for one, next_one in pairs if rows >= next_one.rows), known[-2:])
+    slope = (above.computing_us - below.computing_us) / (above.rows - below.rows)
+    return max(0.0, below.computing_us + slope * (rows - below.rows))
 
 
 @dataclass(frozen=True)
@@ -126,5 +165,6 @@ def _stage(item: dict[str, Any]) -> StagePlan:
             reduce_us=predicted["reduce_us"],
             update_us=predicted["update_us"],
             memory=MemoryPrediction(**{name: memory[name] for name in MemoryPrediction.__dataclass_fields__}),
+            sizes=tuple(PassPrediction(**size) for size in predicted.get("sizes", ())),
         ),
     )

@@ -6,7 +6,7 @@ The classes mirror the core's JSON (crates/cost: ``Profile``).
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from pyrannc._native import Profile
@@ -84,6 +84,29 @@ class ProfileFacts:
             blocks={block: tuple(_point(item) for item in points) for block, points in content["blocks"].items()},
             levels=tuple(_level(item) for item in content["levels"]),
         )
+
+
+@dataclass(frozen=True)
+class Links:
+    """What was measured between ranks.
+
+    Attributes:
+        levels: from the inner one out.
+        collective_slowdown: see :func:`pyrannc.profile.links.measure_collective_slowdown`.
+    """
+
+    levels: tuple[LevelPoint, ...] = ()
+    collective_slowdown: float | None = None
+
+    @staticmethod
+    def of(profile: Profile) -> Links:
+        """Those of a Profile."""
+        content = json.loads(profile.to_json())
+        return Links(tuple(_level(item) for item in content["levels"]), content["collective_slowdown"])
+
+    def joined_to(self, profile: Profile) -> Profile:
+        """The Profile with these links."""
+        return Profile.seal(json.dumps(json.loads(profile.to_json()) | asdict(self)))
 
 
 def _point(item: dict[str, Any]) -> BlockPoint:

@@ -39,6 +39,8 @@ _VARIABLES = (
 """Beginnings of the names of environment variables by which a user chooses how devices and links work."""
 _OF_ONE_START = ("NCCL_COMM_ID", "NCCL_DEBUG")
 """Among those, what tells a start apart or where to write, and changes no time."""
+_OF_LINKS = ("FI_", "GLOO_", "NCCL_", "TORCH_NCCL_", "UCC_", "UCX_")
+"""Among those, what chooses how links work, and nothing of what a device computes alone."""
 
 Surroundings: TypeAlias = tuple[tuple[str, str], ...]
 """Names and values."""
@@ -82,6 +84,11 @@ def surroundings() -> Surroundings:
         if name.startswith(_VARIABLES) and not name.startswith(_OF_ONE_START)
     }
     return (*sorted(chosen.items()), ("host", f"{_processor()} x {len(os.sched_getaffinity(0))}"))
+
+
+def of_devices(around: Surroundings) -> Surroundings:
+    """Those that change what a device computes alone."""
+    return tuple((name, value) for name, value in around if not name.startswith(_OF_LINKS))
 
 
 def _processor() -> str:

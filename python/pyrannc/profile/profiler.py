@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from pyrannc._native import Blocks, Profile
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.core.partition import Parts
-from pyrannc.core.profile import BlockPoint, LevelPoint
+from pyrannc.core.profile import BlockPoint, Links
 from pyrannc.job import agree, phases, process
 from pyrannc.log import get_logger
 from pyrannc.profile.block import BlockCode, BlockSource
-from pyrannc.profile.cache import Key, ProfileCache
-from pyrannc.profile.conditions import Conditions, Surroundings, conditions, surroundings
+from pyrannc.profile.cache import BlocksKey, LinksKey, ProfileCache
+from pyrannc.profile.conditions import Conditions, Surroundings, conditions, of_devices, surroundings
 from pyrannc.profile.links import measure_collective_slowdown, measure_links
 from pyrannc.profile.measure import BlockMeter
 from pyrannc.profile.progress import Bar
@@ -78,24 +78,27 @@ def profile(subject: Subject, device: torch.device, cache: ProfileCache) -> list
     """
     own = conditions(device, fused_dropout=subject.source.fused_dropout), surroundings()
     told: list[tuple[Conditions, Surroundings]] = agree.gather_objects(own)
+    blocks = _profiles_of_blocks(subject, device, cache, told)
+    links = _links(subject, device, cache, told)
+    return agree.together(lambda: [links.joined_to(profile) for profile in blocks])
+
+
+_Told = Sequence[tuple[Conditions, Surroundings]]
+
+
+def _profiles_of_blocks(subject: Subject, device: torch.device, cache: ProfileCache, told: _Told) -> list[Profile]:
+    """Profiles without links. All ranks call it; only rank 0 gets them."""
     everyone = [kind for kind, _ in told]
-    around = tuple(dict.fromkeys(found for _, found in told))
-    keys = [_key(subject, kind, around) for kind in dict.fromkeys(everyone)]
+    keys = [_blocks_key(subject, kind, told) for kind in dict.fromkeys(everyone)]
     first = process.get_rank() == 0
-    known = agree.together(lambda: [cache.find(key) for key in keys] if first else [])
+    known = agree.together(lambda: [cache.find(key, subject.row_counts) for key in keys] if first else [])
     if agree.broadcast_object(None not in known):
         return [found for found in known if found is not None]
     points = _measure_blocks(subject, device, everyone)
     updates: list[UpdatePoint | None] = agree.gather_objects(measure_update(subject.optimizer, device))
-    several = process.get_world_size() > 1
-    levels = measure_links(subject.hosts, subject.level_names, device) if several else []
-    slowdown = measure_collective_slowdown(device) if several else None
 
     def keep() -> list[Profile]:
-        profiles = [
-            _seal(key, points[key.conditions], updates[everyone.index(key.conditions)], slowdown, levels)
-            for key in keys
-        ]
+        profiles = [_seal(key, points[key.conditions], updates[everyone.index(key.conditions)]) for key in keys]
         for key, measured in zip(keys, profiles, strict=True):
             cache.keep(key, measured)
         return profiles
@@ -103,15 +106,33 @@ def profile(subject: Subject, device: torch.device, cache: ProfileCache) -> list
     return agree.together(lambda: keep() if first else [])
 
 
-def _key(subject: Subject, kind: Conditions, around: tuple[Surroundings, ...]) -> Key:
-    return Key(
+def _links(subject: Subject, device: torch.device, cache: ProfileCache, told: _Told) -> Links:
+    """What is between the ranks. All ranks call it; rank 0 needs it."""
+    if process.get_world_size() == 1:
+        return Links()
+    key = LinksKey(
+        ranks_per_node=tuple(subject.hosts.count(host) for host in dict.fromkeys(subject.hosts)),
+        level_names=subject.level_names,
+        conditions=tuple(dict.fromkeys(kind for kind, _ in told)),
+        surroundings=tuple(dict.fromkeys(around for _, around in told)),
+    )
+    first = process.get_rank() == 0
+    known = agree.together(lambda: cache.find_links(key) if first else None)
+    if agree.broadcast_object(known is not None):
+        return known or Links()
+    levels = measure_links(subject.hosts, subject.level_names, device)
+    measured = Links(tuple(levels), measure_collective_slowdown(device))
+    agree.together(lambda: cache.keep_links(key, measured) if first else None)
+    return measured
+
+
+def _blocks_key(subject: Subject, kind: Conditions, told: _Told) -> BlocksKey:
+    return BlocksKey(
         graph_hash=subject.graph_hash,
         blocks=tuple(subject.blocks.hashes),
-        row_counts=subject.row_counts,
-        ranks_per_node=tuple(subject.hosts.count(host) for host in dict.fromkeys(subject.hosts)),
         optimizer=describe(subject.optimizer),
         conditions=kind,
-        surroundings=around,
+        surroundings=tuple(dict.fromkeys(of_devices(around) for other, around in told if other == kind)),
     )
 
 
@@ -178,13 +199,7 @@ def _maker(subject: Subject, place: int, device: torch.device) -> Callable[[], B
     return lambda: BlockCode(subject.source, place, part, ops, device)
 
 
-def _seal(
-    key: Key,
-    blocks: Mapping[str, Sequence[BlockPoint]],
-    update: UpdatePoint | None,
-    collective_slowdown: float | None,
-    levels: Sequence[LevelPoint],
-) -> Profile:
+def _seal(key: BlocksKey, blocks: Mapping[str, Sequence[BlockPoint]], update: UpdatePoint | None) -> Profile:
     content = {
         "graph_hash": key.graph_hash,
         "device": key.conditions.device,
@@ -192,7 +207,5 @@ def _seal(
         "versions": dict(key.conditions.versions),
         "blocks": {block: [asdict(point) for point in points] for block, points in blocks.items()},
         "update": None if update is None else asdict(update),
-        "collective_slowdown": collective_slowdown,
-        "levels": [asdict(level) for level in levels],
     }
-    return Profile.seal(json.dumps(content))
+    return Profile.seal(json.dumps(content | asdict(Links())))

@@ -6,7 +6,7 @@ use anyhow::{Result, anyhow, ensure};
 use rannc_ir::{Graph, OpRun};
 use rannc_plan::{Batch, Buckets, Call, Interval, Partition, Plan, Program, Trained, split_even};
 use rannc_report::{Simulation, TracedStep, Workload, chrome_trace, draw};
-use rannc_search::{PlanCosts, Settings};
+use rannc_search::{PlanCosts, Settings, check_plan};
 
 use crate::args::{ModelArgs, SimulateArgs};
 use crate::context::Context;
@@ -29,7 +29,7 @@ pub(crate) fn run(args: SimulateArgs, context: &Context) -> Result<Printer> {
     let plan = read_plan(&plan_path)?;
     let model = Model::read(&graph, &cluster, &profile)?;
     let Model { graph, cluster, profiles } = &model;
-    plan.check_graph(graph).map_err(|error| anyhow!("{}: {error}", plan_path.display()))?;
+    check_plan(&plan, graph).map_err(|error| anyhow!("{}: {error}", plan_path.display()))?;
     let devices = cluster.devices();
     ensure!(plan.world_size <= devices, "the plan is for {} ranks, the cluster has {devices} devices", plan.world_size);
     let batch_rows = batch.unwrap_or(plan.batch_rows);

@@ -69,6 +69,7 @@ fn stage(ops: OpRun, ranks: Vec<u32>) -> StagePlan {
                 comm_bytes: MIB / 2,
                 framework_bytes: 512 * MIB,
             },
+            sizes: Vec::new(),
         },
     }
 }

@@ -10,7 +10,8 @@ use rannc_ir::{Analysis, Graph, OpId, OpRun, ValueDef, ValueId, block_hash};
 pub struct Block {
     /// Its main ops.
     pub ops: OpRun,
-    /// What it computes for itself: its main ops and the batch-free ops that no other Block uses, increasing.
+    /// What it computes for itself of each microbatch: its main ops and the batch-free ops that no other Block uses, but
+    /// for those that run once a step; increasing.
     pub own_ops: Vec<OpId>,
     /// Blocks with the same kind compute the same up to names.
     pub kind: u32,
@@ -38,7 +39,7 @@ impl Blocks {
     }
 }
 
-/// Main ops of each run, and the batch-free ops that only this run uses.
+/// Main ops of each run, and the batch-free ops that only this run uses, as far as they run for each microbatch.
 fn own_ops(graph: &Graph, analysis: &Analysis, runs: &[OpRun]) -> Vec<Vec<OpId>> {
     let main_ops = |ops: &OpRun| analysis.main_ops[ops.first as usize..ops.end as usize].to_vec();
     let mut own_ops: Vec<Vec<OpId>> = runs.iter().map(main_ops).collect();
@@ -69,7 +70,10 @@ fn own_ops(graph: &Graph, analysis: &Analysis, runs: &[OpRun]) -> Vec<Vec<OpId>>
             own_ops[place].push(op);
         }
     }
-    own_ops.iter_mut().for_each(|ops| ops.sort_unstable());
+    for ops in &mut own_ops {
+        ops.retain(|&op| !analysis.once[op]);
+        ops.sort_unstable();
+    }
     own_ops
 }
 

@@ -12,6 +12,6 @@ mod tied;
 mod upgrade;
 
 pub use outcome::{Gain, Outcome, SearchReport, plan, plan_until};
-pub use plan_costs::{PlanCosts, Undivided};
+pub use plan_costs::{PlanCosts, Undivided, check_plan};
 pub use simplest::PassedOver;
 pub use upgrade::upgrade;

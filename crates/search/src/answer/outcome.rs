@@ -15,7 +15,7 @@ use crate::error::SearchError;
 use crate::price::{Model, Pricing, RankOrder, Saver};
 use crate::settings::{Savers, Settings};
 use crate::solve::{Grain, SearchCase, Solution, Solved, Solver, fits, shortage};
-use crate::stop::{Clock, Stop};
+use crate::stop::{Clock, Deadline, Stop};
 
 /// Most units of ranks that the search tells apart: its time grows with their square.
 const MAX_UNITS: u32 = 64;
@@ -127,7 +127,8 @@ impl<'a> Planner<'a> {
             return Err(SearchError::TooFewBlocks { wanted, possible: model.chain.len() });
         }
         let forced = settings.replicas.as_deref();
-        let orders = RankOrder::all(cluster, settings.world_size, forced, MAX_UNITS);
+        let deadline = Deadline::new(&settings.limits, clock);
+        let orders = RankOrder::all(cluster, settings.world_size, forced, MAX_UNITS, deadline);
         let rough = RankOrder::packed(cluster, settings.world_size, forced, FEW_UNITS);
         Ok(Self { graph, graph_hash: graph.hash(), cluster, settings, analysis, model, orders, rough, clock })
     }

@@ -79,6 +79,7 @@ impl<'a> PlanCosts<'a> {
         let analysis = Analysis::new(graph);
         let planned = plan.stages.iter().flat_map(|stage| stage.blocks.iter().map(|block| block.ops));
         let blocks = Blocks::of(graph, &analysis, planned);
+        plan.check_blocks(graph, hashes(&blocks))?;
         let stages = plan.stages.iter().map(|stage| PlannedStage {
             run: places(&blocks, stage.ops),
             saver: Saver {
@@ -200,6 +201,25 @@ impl<'a> PlanCosts<'a> {
         priced.memory.workspace_bytes += held_again_bytes;
         priced
     }
+}
+
+/// Checks that a Plan was made for a verified graph, and that its Blocks are still what they were then.
+///
+/// # Errors
+/// When the graph is another one, or a Block of it.
+pub fn check_plan(plan: &Plan, graph: &Graph) -> Result<(), PlanFileError> {
+    plan.check_graph(graph)?;
+    let analysis = Analysis::new(graph);
+    let main_ops = analysis.main_ops.len();
+    let runs = plan.stages.iter().flat_map(|stage| stage.blocks.iter().map(|block| block.ops));
+    // Of Blocks that go beyond the graph, the division tells more.
+    let blocks = Blocks::of(graph, &analysis, runs.take_while(|ops| ops.end as usize <= main_ops));
+    plan.check_blocks(graph, hashes(&blocks))
+}
+
+/// The hash of each Block.
+fn hashes(blocks: &Blocks) -> impl Iterator<Item = &String> {
+    blocks.blocks.iter().map(|block| &blocks.hashes[block.kind as usize])
 }
 
 /// The part of a time that some of all bytes take.

@@ -11,7 +11,7 @@ use super::spec::{Affine, BlockSpec, ChainSpec, CrossingSpec, KeptSpec, StateSpe
 use super::sums::AffineSums;
 use super::traffic::Traffic;
 
-/// Rows at which batch-free ops that several Blocks use are priced: their results hardly ever depend on the batch.
+/// Rows at which ops beside those of Blocks are priced: their results hardly ever depend on the batch.
 const CLONE_ROWS: u64 = 1;
 
 /// A chain of Blocks. All sums are over runs `first..end` of Blocks.
@@ -34,8 +34,10 @@ pub(crate) struct Chain {
     pub(crate) own: OwnParams,
     /// Time to make working copies on each kind of device.
     conversion_us: Vec<IntervalSums>,
-    /// Batch-free ops on each kind of device, each op once.
+    /// Batch-free ops that several Blocks use, on each kind of device, each op once.
     clones: Vec<CloneTimes>,
+    /// The same of ops that run once a step.
+    once: Vec<CloneTimes>,
     /// What moves between Blocks.
     pub(crate) traffic: Traffic,
     /// The part of it that is between a Stage and the very next one, whichever other Blocks these have.
@@ -48,7 +50,7 @@ pub(crate) struct Chain {
     pub(crate) output_bytes: AffineSums,
 }
 
-/// What batch-free ops cost.
+/// What ops beside those of Blocks cost.
 #[derive(Clone, Debug)]
 struct CloneTimes {
     forward_us: IntervalSums,
@@ -78,9 +80,9 @@ impl Chain {
             terms.for_each(|(places, amount)| builder.add_once(0..len, places, amount));
             builder.finish()
         };
-        let clone_times = |device: &Device| {
-            let costs: Vec<_> =
-                clones.iter().map(|clone| (&clone.blocks[..], clone.work.at(device, CLONE_ROWS))).collect();
+        let clone_times = |device: &Device, once_a_step: bool| {
+            let clones = clones.iter().filter(|clone| clone.once == once_a_step);
+            let costs: Vec<_> = clones.map(|clone| (&clone.blocks[..], clone.work.at(device, CLONE_ROWS))).collect();
             let sums =
                 |part: fn(&ComputeCost) -> f64| once(&mut costs.iter().map(|(blocks, cost)| (*blocks, part(cost))));
             CloneTimes {
@@ -108,7 +110,8 @@ impl Chain {
             copy_bytes: of(|state| state.copy_bytes, &mut states.iter()),
             own: OwnParams::new(&blocks, &states),
             conversion_us: devices.iter().map(conversion_us).collect(),
-            clones: devices.iter().map(clone_times).collect(),
+            clones: devices.iter().map(|device| clone_times(device, false)).collect(),
+            once: devices.iter().map(|device| clone_times(device, true)).collect(),
             traffic: Traffic::whole(len, &crossings),
             direct: Traffic::direct(len, &crossings),
             kept_bytes: kept_sums(&blocks, &kept),
@@ -194,15 +197,26 @@ impl Chain {
         times
     }
 
-    /// What a run costs, batch-free ops included; infinite when a Block of it ran out of memory while it was
-    /// measured.
-    pub(crate) fn run_cost(&self, times: &Times, first: usize, end: usize) -> ComputeCost {
+    /// What a run costs for one of so many microbatches, with its part of what runs once a step; infinite when a Block
+    /// of it ran out of memory while it was measured.
+    pub(crate) fn run_cost(&self, times: &Times, first: usize, end: usize, microbatches: u64) -> ComputeCost {
         if times.is_too_large(first, end) {
             return ComputeCost { forward_us: f64::INFINITY, backward_us: f64::INFINITY, ..ComputeCost::default() };
         }
-        let clones = self.clones[times.kind].at(first, end);
-        let (forward_us, backward_us) = (clones.forward_us * times.clone_scale, clones.backward_us * times.clone_scale);
-        times.blocks(first, end) + ComputeCost { forward_us, backward_us, ..clones }
+        let scaled = |cost: ComputeCost| ComputeCost {
+            forward_us: cost.forward_us * times.clone_scale,
+            backward_us: cost.backward_us * times.clone_scale,
+            ..cost
+        };
+        let once = scaled(self.once[times.kind].at(first, end));
+        let part = 1.0 / microbatches as f64;
+        let once = ComputeCost {
+            forward_us: once.forward_us * part,
+            backward_us: once.backward_us * part,
+            forward_host_us: once.forward_host_us * part,
+            backward_host_us: once.backward_host_us * part,
+        };
+        times.blocks(first, end) + scaled(self.clones[times.kind].at(first, end)) + once
     }
 }
 

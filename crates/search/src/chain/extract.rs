@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use rannc_cost::{Blocks, OpWork, Operation, Poly, SavedTensors, tensor_bytes};
+use rannc_cost::{Blocks, OpWork, Operation, Poly, SavedTensors, base_name, tensor_bytes};
 use rannc_ir::{Analysis, Entity as _, Graph, OpId, ValueDef, ValueId};
 use rannc_plan::ReduceDType;
 
@@ -60,7 +60,7 @@ struct Extractor<'a> {
     block_of: Vec<usize>,
     /// Blocks that read each parameter, buffer and constant.
     states: BTreeMap<ValueId, Vec<usize>>,
-    /// Blocks that each batch-free op is cloned for.
+    /// Blocks that each batch-free op is cloned for, and that of each other op that runs once a step.
     clones: BTreeMap<OpId, Vec<usize>>,
     /// What each of them keeps that nobody else knows, by Block.
     cloned_bytes: Vec<(usize, OpId, Affine)>,
@@ -89,8 +89,12 @@ impl Extractor<'_> {
         let mut block = BlockSpec::default();
         let mut private_bytes = Poly::default();
         for &op in ops {
-            block.work.push(OpWork::new(&Operation::new(self.graph, op)));
-            private_bytes += self.op(place, op, &mut block);
+            if self.analysis.once[op] {
+                note(self.clones.entry(op).or_default(), place);
+            } else {
+                block.work.push(OpWork::new(&Operation::new(self.graph, op)));
+                private_bytes += self.op(place, op, &mut block);
+            }
             self.operands(place, op, &mut private_bytes, &mut block);
         }
         block.private_bytes = self.affine(private_bytes);
@@ -129,10 +133,13 @@ impl Extractor<'_> {
                         note(self.converted.entry(op).or_default(), place);
                     }
                     None if note(self.clones.entry(op).or_default(), place) => {
+                        open.extend(self.graph.ops[op].operands());
+                        if self.analysis.once[op] {
+                            continue;
+                        }
                         let own_bytes = self.op(place, op, block);
                         *private_bytes += own_bytes;
                         self.cloned_bytes.push((place, op, self.affine(own_bytes)));
-                        open.extend(self.graph.ops[op].operands());
                     }
                     None => {}
                 },
@@ -162,9 +169,17 @@ impl Extractor<'_> {
         spec.states = self.states.iter().map(|(&value, blocks)| self.state(value, blocks)).collect();
         for (&op, blocks) in &self.clones {
             let work = OpWork::new(&Operation::new(self.graph, op));
+            let once = self.analysis.once[op];
             match blocks[..] {
-                [block] => spec.blocks[block].work.push(work),
-                _ => spec.clones.push(CloneSpec { work, blocks: blocks.clone() }),
+                [block] if !once => spec.blocks[block].work.push(work),
+                _ => spec.clones.push(CloneSpec { work, blocks: blocks.clone(), once }),
+            }
+            if once {
+                spec.states.push(StateSpec {
+                    bytes: self.once_bytes(op),
+                    blocks: blocks.clone(),
+                    ..StateSpec::default()
+                });
             }
         }
         for (&op, blocks) in &self.converted {
@@ -174,7 +189,7 @@ impl Extractor<'_> {
             spec.conversions.push(ConversionSpec { work, blocks: blocks.clone() });
         }
         let mut kept: BTreeMap<ValueId, KeptSpec> = BTreeMap::new();
-        for (&root, saved_by) in &self.saved_by {
+        for (&root, saved_by) in self.saved_by.iter().filter(|(root, _)| !self.is_made_once(**root)) {
             kept.insert(root, KeptSpec { saved_by: saved_by.clone(), ..self.storage(root) });
         }
         for (value, crossing) in self.uses.iter().filter_map(|(&value, blocks)| self.crossing(value, blocks)) {
@@ -188,6 +203,25 @@ impl Extractor<'_> {
         spec.kept = kept.into_values().collect();
         self.note_outputs(&mut spec);
         spec
+    }
+
+    /// True for what is there for a whole step, and counts as state.
+    fn is_made_once(&self, value: ValueId) -> bool {
+        matches!(self.graph.values[value].def, ValueDef::Op { op, .. } if self.analysis.once[op])
+    }
+
+    /// What an op that runs once a step holds until its end: what it makes and saves, and gradients that are summed there.
+    /// Those of converted parameters are taken as they come.
+    fn once_bytes(&self, op: OpId) -> f64 {
+        let operation = Operation::new(self.graph, op);
+        let converts = matches!(base_name(&self.graph.ops[op].target), "to" | "_to_copy");
+        let made = self.graph.ops[op].results.iter().filter(|&&value| self.root(value) == value);
+        let made = made.map(|&value| {
+            let tensor = &self.graph.values[value];
+            let times = if tensor.requires_grad && !converts { 2.0 } else { 1.0 };
+            times * tensor_bytes(tensor).at(0)
+        });
+        made.sum::<f64>() + SavedTensors::new(&operation, self.host).private_bytes.at(0)
     }
 
     fn storage(&self, root: ValueId) -> KeptSpec {
@@ -221,7 +255,7 @@ impl Extractor<'_> {
             let root = self.root(output);
             left.extend(self.made_by(root).map(|place| (place, root)));
         }
-        for (&root, saved_by) in &self.saved_by {
+        for (&root, saved_by) in self.saved_by.iter().filter(|(root, _)| !self.is_made_once(**root)) {
             // Of batch-free ops, a Block runs alone with those that no other one uses.
             if let ValueDef::Op { op, .. } = self.graph.values[root].def
                 && let Some([only]) = self.clones.get(&op).map(Vec::as_slice)

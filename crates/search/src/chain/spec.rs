@@ -40,8 +40,8 @@ pub(crate) struct BlockSpec {
     pub(crate) output_bytes: Affine,
 }
 
-/// A parameter, buffer or constant, with the Blocks that read it.
-#[derive(Clone, Debug)]
+/// A parameter, buffer or constant, or what is made once a step, with the Blocks that read it.
+#[derive(Clone, Debug, Default)]
 pub(crate) struct StateSpec {
     pub(crate) bytes: f64,
     /// What is summed over ranks of its gradient.
@@ -64,11 +64,13 @@ impl StateSpec {
     }
 }
 
-/// A batch-free op that several Blocks use: it is cloned for each Stage that holds one of them.
+/// An op that each Stage has once that holds one of its Blocks, and that none of these is measured with.
 #[derive(Clone, Debug)]
 pub(crate) struct CloneSpec {
     pub(crate) work: OpWork,
     pub(crate) blocks: Vec<usize>,
+    /// It runs once a step, not once for each microbatch.
+    pub(crate) once: bool,
 }
 
 /// What makes a working copy: once a step, on each Stage that holds one of these Blocks.

@@ -7,6 +7,8 @@ use std::ops::{Range, RangeInclusive};
 use indexmap::IndexSet;
 use rannc_cost::{Cluster, RankGroup};
 
+use crate::stop::Deadline;
+
 /// With more nodes, they are dealt out all together or not at all.
 const FEW_NODES: usize = 8;
 /// Kinds of devices that a set of them can tell apart.
@@ -42,8 +44,14 @@ impl RankOrder {
     /// The orders to try for the first `world_size` ranks of a cluster: along the nodes, where the Replicas of
     /// a Stage are close to each other; with several nodes dealt out in turn, where a Replica is close to
     /// those before and behind it; nodes of different kinds also sorted by kind, either way. Forced numbers
-    /// of Replicas are the units; otherwise there are at most `max_units`.
-    pub(crate) fn all(cluster: &Cluster, world_size: u32, forced: Option<&[u32]>, max_units: u32) -> Vec<Self> {
+    /// of Replicas are the units; otherwise there are at most `max_units`. After the deadline only the first.
+    pub(crate) fn all(
+        cluster: &Cluster,
+        world_size: u32,
+        forced: Option<&[u32]>,
+        max_units: u32,
+        deadline: Deadline<'_>,
+    ) -> Vec<Self> {
         let units = units(world_size, forced, max_units);
         let nodes: Vec<Vec<u32>> = nodes(cluster, world_size).into_values().collect();
         let kind = |node: &Vec<u32>| cluster.kind_of(node[0]);
@@ -63,7 +71,8 @@ impl RankOrder {
         for nodes in node_orders {
             orders.extend((1..=count).filter(tried).map(|together| nodes.chunks(together).flat_map(dealt).collect()));
         }
-        orders.into_iter().map(|ranks| Self::new(cluster, ranks, units.clone())).collect()
+        let tried = orders.into_iter().enumerate().take_while(|(place, _)| *place == 0 || !deadline.is_over());
+        tried.map(|(_, ranks)| Self::new(cluster, ranks, units.clone())).collect()
     }
 
     /// The first of all orders.
@@ -232,12 +241,15 @@ fn index(place: usize) -> u32 {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicBool;
+
     use super::*;
+    use crate::stop::Clock;
 
     #[test]
     fn nodes_are_kept_together_or_dealt_out() {
         let cluster = Cluster::preset("H200", 2, 4).expect("8 devices");
-        let orders = RankOrder::all(&cluster, 8, None, 64);
+        let orders = RankOrder::all(&cluster, 8, None, 64, Deadline::never());
         let ranks: Vec<&[u32]> = orders.iter().map(|order| order.ranks(0..8)).collect();
         assert_eq!(ranks, [&[0, 1, 2, 3, 4, 5, 6, 7], &[0, 4, 1, 5, 2, 6, 3, 7]]);
         let together = orders[0].place(4, 4);
@@ -247,9 +259,17 @@ mod tests {
     }
 
     #[test]
+    fn after_the_deadline_one_order_is_enough() {
+        let cluster = Cluster::preset("H200", 2, 4).expect("8 devices");
+        let (told, all) = (AtomicBool::new(true), RankOrder::all(&cluster, 8, None, 64, Deadline::never()));
+        let late = RankOrder::all(&cluster, 8, None, 64, Deadline::only_told(Clock::new(&told)));
+        assert_eq!(late, all[..1]);
+    }
+
+    #[test]
     fn many_ranks_are_taken_in_units() {
         let cluster = Cluster::preset("H200", 20, 8).expect("160 devices");
-        let order = &RankOrder::all(&cluster, 150, None, 64)[0];
+        let order = &RankOrder::all(&cluster, 150, None, 64, Deadline::never())[0];
         assert_eq!((order.units(), order.positions()), (64, 150));
         assert_eq!(order.range(0, 64), 0..150);
         assert!((0..64).all(|unit| (2..=3).contains(&order.range(unit, unit + 1).len())));

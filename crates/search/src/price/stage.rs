@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use rannc_plan::StagePrediction;
+use rannc_plan::{PassPrediction, StagePrediction};
 
 use super::at::{At, Pricing};
 use super::end::End;
@@ -67,7 +67,21 @@ impl Pricing<'_> {
             in_bytes: self.chain.traffic.in_bytes.at(run.start, run.end, rows) as u64,
             out_bytes: self.chain.traffic.out_bytes.at(run.start, run.end, rows) as u64,
             memory: priced.memory.prediction(in_flight),
+            sizes: self.pass_predictions(replicas, priced),
         }
+    }
+
+    /// What each size of microbatch takes, if there are several on the largest Replica.
+    fn pass_predictions(&self, replicas: u32, priced: &Priced) -> Vec<PassPrediction> {
+        let sizes = self.sizes.rows.into_iter().zip(self.sizes.counts).zip(priced.by_size());
+        let found = sizes.filter(|((_, count), _)| *count > 0).map(|((rows, _), pass)| PassPrediction {
+            rows: rows.div_ceil(u64::from(replicas)),
+            forward_us: pass.forward_us,
+            backward_us: pass.backward_us,
+        });
+        let mut found: Vec<PassPrediction> = found.collect();
+        found.dedup_by_key(|pass| pass.rows);
+        if found.len() > 1 { found } else { Vec::new() }
     }
 
     /// A Stage that computes nothing again, without the end of its step and what its Replicas send each other.

@@ -35,8 +35,9 @@ impl RunTime {
 impl Pricing<'_> {
     /// Forward and backward of a run for a microbatch of some size, on the slowest device of a place.
     pub(super) fn compute(&self, run: &Range<usize>, at: &At<'_>, size: usize) -> RunTime {
+        let microbatches = self.sizes.counts.iter().sum();
         let on = |device: &DeviceTimes<'_>| {
-            RunTime::new(self.chain.run_cost(&device.times[size], run.start, run.end), device.device)
+            RunTime::new(self.chain.run_cost(&device.times[size], run.start, run.end, microbatches), device.device)
         };
         at.devices.iter().map(on).fold(RunTime::default(), |slowest, time| RunTime {
             forward_us: slowest.forward_us.max(time.forward_us),

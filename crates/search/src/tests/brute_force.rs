@@ -99,7 +99,11 @@ fn spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
             forward: Work { bytes: Poly::affine(f64::from(us) * 1e4, 0.0), launches: 1.0, ..Work::default() },
             ..OpWork::default()
         };
-        let clones = (places(len), 1..100_u32).prop_map(move |(blocks, us)| CloneSpec { work: work(us), blocks });
+        let clones = (places(len), 1..100_u32, any::<bool>()).prop_map(move |(blocks, us, once)| CloneSpec {
+            work: work(us),
+            blocks,
+            once,
+        });
         let conversions =
             (places(len), 1..100_u32).prop_map(move |(blocks, us)| ConversionSpec { work: work(us), blocks });
         (
@@ -216,7 +220,7 @@ fn best_us(spec: &ChainSpec, cluster: &Cluster, settings: &Settings) -> f64 {
     let chain = Chain::new(spec.clone(), &cluster.kinds);
     let measured = vec![None; cluster.kinds.len()];
     let problem = Problem { chain: &chain, cluster, measured: &measured, settings, in_parts: false, direct: false };
-    let orders = RankOrder::all(cluster, settings.world_size, None, 64);
+    let orders = RankOrder::all(cluster, settings.world_size, None, 64, Deadline::never());
     solve(problem, &orders).1.map_or(f64::INFINITY, |solved| solved.best.found.step_us)
 }
 
@@ -353,7 +357,7 @@ proptest! {
         let chain = Chain::new(spec, &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
         let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
-        let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
+        let orders = RankOrder::all(&cluster, settings.world_size, None, 64, Deadline::never());
         let (cases, solved) = solve(problem, &orders);
         let expected = brute_force(problem, &orders, &cases, None);
         match (&expected, &solved) {
@@ -372,9 +376,15 @@ proptest! {
     fn sums_count_every_tensor_once(spec in spec(7), rows in 1..9_u64) {
         let devices = Cluster::preset("cpu", 1, 1).expect("one device").kinds;
         let chain = Chain::new(spec.clone(), &devices);
+        let times = chain.times(0, &devices[0], None, rows);
         for first in 0..chain.len() {
             for end in first + 1..=chain.len() {
                 let holds = |places: &[usize]| places.iter().any(|place| (first..end).contains(place));
+                let clones: f64 = spec.clones.iter().filter(|clone| holds(&clone.blocks)).map(|clone| {
+                    clone.work.at(&devices[0], 1).forward_us / if clone.once { 4.0 } else { 1.0 }
+                }).sum();
+                let all_us = chain.run_cost(&times, first, end, 4).forward_us;
+                prop_assert!((all_us - times.blocks(first, end).forward_us - clones).abs() <= 1e-6 * all_us);
                 let states: f64 = spec.states.iter().filter(|s| holds(&s.blocks)).map(|s| s.bytes).sum();
                 prop_assert!((chain.state_bytes.at(first, end) - states).abs() < 1.0);
                 let received = |made_by: usize, used_by: &[usize]| made_by < first && holds(used_by);
@@ -489,7 +499,7 @@ proptest! {
         let chain = Chain::new(spec, &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
         let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
-        let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
+        let orders = RankOrder::all(&cluster, settings.world_size, None, 64, Deadline::never());
         let (cases, _) = solve(problem, &orders);
         let ideal_cluster = with_best_sends(&cluster);
         for case in cases {
@@ -514,7 +524,7 @@ proptest! {
         let chain = Chain::new(spec, &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
         let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
-        let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
+        let orders = RankOrder::all(&cluster, settings.world_size, None, 64, Deadline::never());
         let (cases, solved) = solve(problem, &orders);
         let least_us = brute_force(problem, &orders, &cases, None).unwrap_or(f64::INFINITY);
         match solved {
@@ -539,8 +549,8 @@ proptest! {
         let chain = Chain::new(spec, &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
         let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
-        let (cases, solved) = solve_with(grain, problem, &RankOrder::all(&cluster, settings.world_size, None, units));
-        let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
+        let (cases, solved) = solve_with(grain, problem, &RankOrder::all(&cluster, settings.world_size, None, units, Deadline::never()));
+        let orders = RankOrder::all(&cluster, settings.world_size, None, 64, Deadline::never());
         if let Ok(Solved { best, lower_bound_us, .. }) = solved {
             let least_us = brute_force(problem, &orders, &cases, None).expect("one was found");
             prop_assert!(lower_bound_us <= least_us * SLACK && least_us <= best.found.step_us * SLACK);
@@ -554,7 +564,7 @@ proptest! {
         let chain = Chain::new(spec, &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
         let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
-        let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
+        let orders = RankOrder::all(&cluster, settings.world_size, None, 64, Deadline::never());
         let (cases, solved) = solve(problem, &orders);
         let limited = Settings { limits: Limits { time_ms: Some(0), ..settings.limits }, ..settings.clone() };
         let (_, quick) = solve(Problem { settings: &limited, ..problem }, &orders);
@@ -572,7 +582,7 @@ proptest! {
         let chain = Chain::new(spec.clone(), &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
         let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
-        let orders = RankOrder::all(&cluster, settings.world_size, None, 64);
+        let orders = RankOrder::all(&cluster, settings.world_size, None, 64, Deadline::never());
         let (cases, solved) = solve(problem, &orders);
         if let Ok(Solved { lower_bound_us, .. }) = solved {
             let least_us = brute_force(problem, &orders, &cases, Some(&spec)).expect("one was found");
