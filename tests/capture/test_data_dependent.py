@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyrannc.capture import Captured, capture
+from pyrannc.capture.row_trial import within
 from pyrannc.errors import CaptureError
 
 CPU, ROWS, WIDTH = torch.device("cpu"), 4, 3
@@ -204,6 +205,13 @@ def test_a_loop_over_what_meets_a_condition_stays_whole_however_large() -> None:
     assert not found.assumptions
     with pytest.raises(CaptureError, match="how many elements of a tensor meet a condition"):
         capture(Experts(), (torch.randn(ROWS, WIDTH),), {}, device=CPU, rows=ROWS)
+
+
+def test_trials_that_take_too_long_find_nothing() -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Experts(), nn.Linear(WIDTH, 1))
+    for seconds, found in ((600.0, (True,)), (0.0, (False,))):
+        with within(seconds):
+            assert capture(net, (torch.randn(ROWS, WIDTH),), {}, device=CPU, rows=ROWS).row_wise == found
 
 
 def test_a_capture_leaves_buffers_of_what_stays_whole_alone() -> None:

@@ -6,12 +6,14 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaModel
 
 from pyrannc.call.guards import ModuleGuards
 from pyrannc.capture import Captured, capture
@@ -215,6 +217,23 @@ def test_hooks_of_modules_that_are_no_sub_modules_are_refused(kind: str) -> None
             captured(lambda _, x: UNREGISTERED(x))
     finally:
         handle.remove()
+
+
+def test_outputs_that_transformers_collects_by_hooks_are_captured_each_time() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    model = LlamaModel(LlamaConfig(**sizes, num_attention_heads=2, attn_implementation="eager")).double()
+    call = {"input_ids": torch.randint(9, (3, 4)), "output_hidden_states": True, "use_cache": False}
+    expected = deepcopy(model)(**call)
+    assert len(expected.hidden_states) == 3
+    state = dict([*model.named_parameters(), *model.named_buffers()])
+    # The second capture finds the hooks there; the third has some on what stays whole.
+    for leaves in ([], [], ["layers.1.self_attn"]):
+        own = {**call, "output_attentions": bool(leaves)}
+        found = capture(model, (), own, device=torch.device("cpu"), rows=3, leaf_modules=leaves)
+        made = found.gm(*(state[name] for name in (*found.params, *found.buffers)), *found.input_tensors((), own))
+        outputs = found.rebuild_outputs(made)
+        torch.testing.assert_close(outputs.hidden_states, expected.hidden_states)
+        assert len(outputs.get("attentions") or ()) == 2 * len(leaves)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")

@@ -75,7 +75,7 @@ def tell_of_whole_parts(variant: Variant) -> None:
         )
         name = str(Part.of(kept.paths[0]))
         _log.warning(
-            "%s cannot be captured: %s. %s%s, with %.0f%% of the parameters, stays in one piece: %s",
+            "%s cannot be captured piece by piece: %s. %s%s, with %.0f%% of the parameters, stays in one piece: %s",
             kept.place,
             kept.cause.splitlines()[0],
             f"The whole model{name.removeprefix('the model')}" if name.endswith("the model") else name,

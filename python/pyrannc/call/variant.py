@@ -10,11 +10,12 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from pyrannc._native import Buckets, Divided, Graph, Partition, Plan, Program
+from pyrannc._native import Buckets, Graph, Partition, Plan, Program
 from pyrannc.blocks.randomness import draw_key
 from pyrannc.call.alike import capture_alike, first_difference
 from pyrannc.call.data_guards import DataGuards
 from pyrannc.call.guards import ModuleGuards
+from pyrannc.call.mixing_parts import DividedCapture, without_mixing
 from pyrannc.call.single_row import first_normalising, refuse_single_rows
 from pyrannc.call.whole_batch import BatchRows
 from pyrannc.capture import Answering, Captured, capture
@@ -91,7 +92,7 @@ class Variant:
     ) -> None:
         self._has_rows, self._leaf_modules = has_rows, [*leaf_modules, *row_wise_modules]
 
-        def divided_capture(*, apart: bool) -> tuple[Captured, Graph, Divided, DividedFacts]:
+        def divided_capture(whole: Sequence[str] = (), *, apart: bool = False) -> DividedCapture:
             captured, graph = capture_alike(
                 model,
                 args,
@@ -99,19 +100,20 @@ class Variant:
                 device,
                 rows,
                 has_rows,
-                leaf_modules,
+                [*leaf_modules, *whole],
                 batch,
                 allow_uncut=allow_uncut,
                 apart=apart,
                 row_wise_modules=row_wise_modules,
             )
             native = graph.divide_tail(row_mixing)
-            return captured, graph, native, DividedFacts.from_json(native.to_json())
+            return DividedCapture(captured, graph, native, DividedFacts.from_json(native.to_json()))
 
-        captured, graph, native, divided = divided_capture(apart=False)
-        if not divided.ops:
+        found = without_mixing(model, divided_capture(), divided_capture)
+        if not found.divided.ops:
             # Some Op has to divide its rows over the Replicas.
-            captured, graph, native, divided = divided_capture(apart=True)
+            found = divided_capture(apart=True)
+        captured, graph, native, divided = found.captured, found.graph, found.native, found.divided
         self.whole = Whole(captured, graph, GraphFacts.from_json(captured.graph_json, graph.row_dims()))
         self.tail: TailPart | None = divided.tail if divided.tail.ops else None
         self.graph: Graph = native.body

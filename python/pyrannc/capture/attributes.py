@@ -21,8 +21,10 @@ from .source import Place, SourceTracker
 from .torch_internals import FakeTensor, attribute_access
 
 _Key = tuple[int, str]
-INTERNAL = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes that torch itself keeps in every module."""
+_HOOKED = "_output_capturing_hooks_installed"
+"""Where transformers notes that a call has put hooks on sub-modules. They stay, and so does the note."""
+INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {_HOOKED}
+"""Attributes that torch itself keeps in every module, and that note."""
 _CONTAINERS = (dict, list, set)
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, range, slice,
@@ -49,8 +51,10 @@ class _Kept:
     contents: dict[str, Any]
 
     def put_back(self) -> None:
-        vars(self.module).clear()
-        vars(self.module).update(self.attributes)
+        now = vars(self.module)
+        self.attributes.update({_HOOKED: now[_HOOKED]} if _HOOKED in now else {})
+        now.clear()
+        now.update(self.attributes)
         for name, content in self.contents.items():
             container = self.attributes[name]
             container.clear()

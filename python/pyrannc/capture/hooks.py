@@ -13,10 +13,12 @@ from pyrannc.errors import CaptureError
 
 from .holdings import Holdings, TooMuchError
 from .source import SourceTracker
-from .torch_internals import has_backward_hooks, hooks_of_all_calls, hooks_of_calls
+from .torch_internals import current_tracer, has_backward_hooks, hooks_of_all_calls, hooks_of_calls
 
 _Hooks = dict[int, Callable[..., Any]]
 _NAMED = 3
+_COLLECTORS = "transformers.utils.output_capturing"
+"""Its hooks hand what sub-modules return to the call of the model that is running, which returns it."""
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -25,7 +27,7 @@ def refuse_hooks(model: nn.Module) -> None:
     Those of torch, such as ``torch.nn.utils.weight_norm``, compute parameters and are captured as part of the forward.
     """
     for hook in (hook for hooks in hooks_of_all_calls() for hook in hooks.values()):
-        if not _is_of_torch(hook):
+        if not _is_of_the_call(hook):
             raise CaptureError(f"the hook {_name(hook)} on the calls of all modules {_ADVICE}")
     for path, module in model.named_modules():
         if has_backward_hooks(module):
@@ -60,15 +62,17 @@ def watched_hooks(model: nn.Module, tracker: SourceTracker) -> Iterator[None]:
 
     What it returns is captured; what it keeps would be kept once, from tensors without data.
     """
-    own = list(_own_hooks(model))
-    hooks_here = [(path, hook) for path, hooks in own for hook in hooks.values()]
+    own = [(path, hooks) for path, module in model.named_modules() for hooks in hooks_of_calls(module) if hooks]
+    hooks_here = [(path, hook) for path, hooks in own for hook in hooks.values() if not _is_of_the_call(hook)]
     watched = frozenset(map(id, model.modules()))
     used: dict[int, bool] = {}
     before = _holdings(hooks_here, watched)
     kept = [(hooks, dict(hooks)) for _, hooks in own]
     for hooks, originals in kept:
         for key, hook in originals.items():
-            if not _is_of_torch(hook):
+            if _defined_in(hook) == _COLLECTORS:
+                hooks[key] = _outside_of_trials(hook)
+            elif not _is_of_the_call(hook):
                 hooks[key] = _noting(hook, used)
 
     def look(module: nn.Module, _args: Any, _kwargs: Any) -> None:
@@ -102,7 +106,7 @@ def _holdings(hooks: Sequence[tuple[str, Callable[..., Any]]], watched: Set[int]
 
 def _refuse_hooks_of_stranger(module: nn.Module) -> None:
     """Raises CaptureError for hooks of a module that the model calls and does not have as a sub-module."""
-    for hook in (hook for hooks in hooks_of_calls(module) for hook in hooks.values() if not _is_of_torch(hook)):
+    for hook in (hook for hooks in hooks_of_calls(module) for hook in hooks.values() if not _is_of_the_call(hook)):
         raise CaptureError(
             f"the hook {_name(hook)} is on a {type(module).__name__} that is no sub-module of the model, so it would "
             "run while the model is captured and never again; make that module an attribute of the model or of one of "
@@ -121,11 +125,20 @@ def _noting(hook: Callable[..., Any], used: dict[int, bool]) -> Callable[..., An
     return call
 
 
+def _outside_of_trials(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """The hook; what a part that stays whole gives is what the trace is told, not what trials of it make."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return None if current_tracer() is None else hook(*args, **kwargs)
+
+    return call
+
+
 def _own_hooks(model: nn.Module) -> Iterator[tuple[str, _Hooks]]:
-    """Sub-modules with hooks that are not torch's."""
+    """Sub-modules with hooks that no capture has as part of the forward."""
     for path, module in model.named_modules():
         for hooks in hooks_of_calls(module):
-            if any(not _is_of_torch(hook) for hook in hooks.values()):
+            if any(not _is_of_the_call(hook) for hook in hooks.values()):
                 yield path, hooks
 
 
@@ -140,8 +153,10 @@ _ADVICE = (
 )
 
 
-def _is_of_torch(hook: Callable[..., Any]) -> bool:
-    return _defined_in(hook).partition(".")[0] == "torch"
+def _is_of_the_call(hook: Callable[..., Any]) -> bool:
+    """True for those that are captured as part of the forward."""
+    where = _defined_in(hook)
+    return where == _COLLECTORS or where.partition(".")[0] == "torch"
 
 
 def _defined_in(hook: Any) -> str:

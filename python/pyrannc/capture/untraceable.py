@@ -193,11 +193,15 @@ def _share(model: nn.Module, parts: Sequence[Part]) -> float:
     return sum(inside.values()) / max(1, sum(param.numel() for param in model.parameters()))
 
 
+def alike(model: nn.Module, path: str) -> list[str]:
+    """The path of a sub-module, and those of its class whose paths differ in numbers only, as in repeated layers."""
+    pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(path)))
+    kind = type(model.get_submodule(path))
+    found = [name for name, module in model.named_modules() if type(module) is kind and pattern.fullmatch(name)]
+    return sorted({path, *found})
+
+
 def _alike(model: nn.Module, part: Part) -> list[Part]:
-    """``part``, and those of sub-modules of its class whose paths differ in numbers only, as in repeated layers."""
     if not part.path or part.function:
         return [part]
-    pattern = re.compile(re.sub(r"\d+", r"\\d+", re.escape(part.path)))
-    kind = type(model.get_submodule(part.path))
-    found = [name for name, module in model.named_modules() if type(module) is kind and pattern.fullmatch(name)]
-    return [Part(path, part.method) for path in sorted({part.path, *found})]
+    return [Part(path, part.method) for path in alike(model, part.path)]

@@ -19,6 +19,7 @@ _COUNTS: tuple[tuple[str, int], ...] = (
     (r"^num_queries$", 6),
     (r"^(n_group|topk_group)$", 1),
     (r"chunk_size$", 8),
+    (r"^max_length$", 128),
     (r"^(num|n)_shared_experts$", 1),
     (r"^prediction_length$", 4),
 )  # fmt: skip
@@ -92,6 +93,9 @@ class Scale:
             return type(value)(self._list_item(name, item) for item in value)
         if isinstance(value, dict) and "mrope_section" in value and self.tiny:
             return {**value, "mrope_section": [2, 1, 1]}
+        if isinstance(value, str):
+            # All is computed in double precision.
+            return {"resnet50": "resnet10t", "float32": "float64"}.get(value, value)
         return self._number(name, value) if isinstance(value, int) else value
 
     def _filled(self, name: str) -> Any:

@@ -105,6 +105,24 @@ def experts_in_a_loop(job: Job) -> None:
     fit(job, Returns(net, F.mse_loss), pairs)
 
 
+class _Sorted(_Routed):
+    """The same with the rows sorted by expert, computed, and put back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).max(-1)
+        order = chosen.argsort()
+        made = torch.einsum("ri,roi->ro", x[order], self.experts[chosen[order]])
+        return x + made[order.argsort()] * weights[:, None]
+
+
+@warned(_KEPT, "tested, not proven", instead="rows that are sorted and put back stay on their Replica")
+def experts_sorted(job: Job) -> None:
+    """A sub-module sorts all rows by expert, computes, and puts each row back."""
+    net = Chain(5)
+    net.layers[1] = _Sorted()
+    fit(job, Returns(net, F.mse_loss), pairs)
+
+
 class _RoutedModules(_Routed):
     """The same with a module for each expert."""
 

@@ -1,0 +1,114 @@
+"""Sub-modules in which rows of the batch meet, though each row of what they return depends on that row alone.
+
+A mixture of experts sorts all tokens by expert, and puts them back. As one opaque Op that treats each row by itself,
+as trials say, such a part keeps what follows it out of the tail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from torch import nn
+
+from pyrannc._native import Divided, Graph
+from pyrannc.capture import Captured, KeptWhole
+from pyrannc.capture.row_trial import within
+from pyrannc.capture.untraceable import alike, has_own_forward
+from pyrannc.core.graph import GraphFacts
+from pyrannc.core.tail import DividedFacts
+from pyrannc.errors import CaptureError
+
+_LARGE_TAIL = 0.2
+"""Share of the parameters from which on a tail is worth another capture."""
+_LARGE_OP = 0.5
+"""Share of the parameters above which one Op is no better than a tail."""
+_MOST_TRIES = 4
+_TRIALS_S = 60.0
+_MOST_ELEMENTS = 1 << 24
+"""Of the parameters of a part: trials run on the host, and those of larger ones would outlast what they save."""
+
+
+@dataclass(frozen=True)
+class DividedCapture:
+    """A captured call, divided into body and tail."""
+
+    captured: Captured
+    graph: Graph
+    native: Divided
+    divided: DividedFacts
+
+    @cached_property
+    def _facts(self) -> GraphFacts:
+        return GraphFacts.from_json(self.captured.graph_json, self.graph.row_dims())
+
+    @cached_property
+    def _sizes(self) -> dict[int, int]:
+        return {param.value: prod(self._facts.values[param.value].shape_at(0)) for param in self._facts.params}
+
+    def _share(self, values: Iterable[int]) -> float:
+        return sum(self._sizes.get(value, 0) for value in values) / max(1, sum(self._sizes.values()))
+
+    @cached_property
+    def in_tail(self) -> float:
+        """Share of the parameters, by elements, that the tail uses."""
+        return self._share(self._facts.params[param].value for param in self.divided.tail.params)
+
+    @cached_property
+    def in_one_op(self) -> float:
+        """The largest share that one Op uses, which no cut divides."""
+        return max((self._share(set(op.operands)) for op in self._facts.ops), default=0.0)
+
+
+def without_mixing(
+    model: nn.Module, first: DividedCapture, again: Callable[[Sequence[str]], DividedCapture]
+) -> DividedCapture:
+    """The capture with the smallest tail that parts which stay whole give. All ranks call it.
+
+    Args:
+        first: with no such part.
+        again: captures with sub-modules of these paths whole.
+    """
+    best, own = first, list[KeptWhole]()
+    tries = 0
+    while best.in_tail >= _LARGE_TAIL and best.divided.tail.mixing:
+        for kept in _parts_round(model, best, own):
+            if tries == _MOST_TRIES:
+                break
+            tries += 1
+            try:
+                with within(_TRIALS_S):
+                    found = again([path for part in (*own, kept) for path in part.paths])
+            except CaptureError:
+                continue
+            if found.in_tail < best.in_tail and found.in_one_op <= max(best.in_one_op, _LARGE_OP):
+                outside = [part for part in own if not _is_inside(part, kept)]
+                best, own = found, [*outside, kept]
+                break
+        else:
+            break
+        if tries == _MOST_TRIES:
+            break
+    captured = replace(best.captured, kept_whole=(*best.captured.kept_whole, *own))
+    return replace(best, captured=captured)
+
+
+def _is_inside(part: KeptWhole, outer: KeptWhole) -> bool:
+    return any(part.paths[0].startswith(f"{path}.") for path in outer.paths)
+
+
+def _parts_round(model: nn.Module, found: DividedCapture, own: Sequence[KeptWhole]) -> Iterator[KeptWhole]:
+    """What may stay whole with the first Op that mixes rows, the smallest first."""
+    op, how = found.divided.tail.mixing[0]
+    place = found.captured.place(op)
+    known = {path for kept in (*own, *found.captured.kept_whole) for path in kept.paths}
+    path = place.module
+    while path:
+        module = model.get_submodule(path)
+        if sum(param.numel() for param in module.parameters()) > _MOST_ELEMENTS:
+            return
+        if path not in known and has_own_forward(module):
+            yield KeptWhole(tuple(alike(model, path)), place, f"rows of the batch meet in it ({how})")
+        path = path.rpartition(".")[0]
