@@ -14,18 +14,23 @@ class Setting:
         rows: of each rank's batch, :data:`~tests.contract.job.ROWS` together; its length is the number of ranks.
         stages: forced number of Stages; 0 leaves it to the search.
         microbatches: forced number of microbatches; 0 leaves it to the search.
+        zero: what Replicas divide, as ``enable_zero`` of the configuration says it.
     """
 
     rows: tuple[int, ...]
     stages: int
     microbatches: int
+    zero: str = "off"
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"RANNC_PARTITION_NUM": str(self.stages), "RANNC_PIPELINE_NUM": str(self.microbatches)}
+        forced = {"RANNC_PARTITION_NUM": str(self.stages), "RANNC_PIPELINE_NUM": str(self.microbatches)}
+        return forced if self.zero == "off" else {**forced, "RANNC_ENABLE_ZERO": self.zero}
 
     def __str__(self) -> str:
-        return f"{self.stages} Stages, {self.microbatches} microbatches, rows {'+'.join(map(str, self.rows))}"
+        divided = "" if self.zero == "off" else f", ZeRO {self.zero}"
+        rows = "+".join(map(str, self.rows))
+        return f"{self.stages} Stages, {self.microbatches} microbatches, rows {rows}{divided}"
 
 
 REPLICAS = Setting((5, 3), 1, 2)
