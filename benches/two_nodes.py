@@ -49,6 +49,7 @@ def parse() -> argparse.Namespace:
 @contextmanager
 def nodes(mbits: float) -> Iterator[None]:
     """Two namespaces that are there inside, with a link of this bandwidth."""
+    forget_nodes()
     try:
         for name in _NODES:
             run("ip", "netns", "add", name)
@@ -63,8 +64,13 @@ def nodes(mbits: float) -> Iterator[None]:
             run(*inside, "tc", "qdisc", "add", "dev", link, "root", *shape)
         yield
     finally:
-        for name in _NODES:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+        forget_nodes()
+
+
+def forget_nodes() -> None:
+    """Those of a run that was killed as well."""
+    for name in _NODES:
+        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
 def run(*command: str) -> None:
