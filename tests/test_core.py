@@ -197,7 +197,8 @@ def graph(graph_json: str) -> Graph:
 
 @pytest.fixture(scope="module")
 def plan(graph: Graph) -> Plan:
-    settings = SearchSettings(world_size=2, batch_rows=ROWS, microbatches=2, stages=2)
+    # Rows that do not divide make microbatches of two sizes.
+    settings = SearchSettings(world_size=2, batch_rows=ROWS + 2, microbatches=2, stages=2)
     return Plan.search(graph, Cluster.preset("cpu", 1, 2), [], settings.to_json())
 
 

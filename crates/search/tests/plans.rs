@@ -41,6 +41,19 @@ fn a_model_that_fits_gets_one_stage() {
 }
 
 #[test]
+fn blocks_of_a_plan_are_those_of_its_graph() {
+    let graph = mlp(4, 64);
+    let plan = plan(&graph, &cluster("NVIDIA H200", 1), &settings(1, 8)).expect("fits");
+    assert!(rannc_search::check_plan(&plan, &graph).is_ok());
+    let mut edited = plan;
+    edited.stages[0].blocks[2].hash = "0".repeat(64);
+    let edited = edited.seal().expect("it is consistent");
+    let error = rannc_search::check_plan(&edited, &graph).expect_err("a block is another one").to_string();
+    assert!(error.starts_with("block 2 of the plan's stage 0, which begins at op"), "{error}");
+    assert!(error.ends_with("make the plan again with this version"), "{error}");
+}
+
+#[test]
 fn a_model_that_does_not_fit_is_cut() {
     let graph = mlp(100, 5000);
     let limited = Settings { memory_limit_bytes: Some(40 << 30), loss_inside: false, ..settings(8, 512) };

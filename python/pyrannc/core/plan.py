@@ -165,6 +165,9 @@ def _stage(item: dict[str, Any]) -> StagePlan:
             reduce_us=predicted["reduce_us"],
             update_us=predicted["update_us"],
             memory=MemoryPrediction(**{name: memory[name] for name in MemoryPrediction.__dataclass_fields__}),
-            sizes=tuple(PassPrediction(**size) for size in predicted.get("sizes", ())),
+            sizes=tuple(
+                PassPrediction(size["rows"], size["forward_us"], size["backward_us"])
+                for size in predicted.get("sizes", ())
+            ),
         ),
     )
