@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 from .case import Case, NotByRuleError
 
 _MOST_ELEMENTS = 60_000_000
+_SIDES = (64, 96, 128, 160, 224)
 _SMALL = ("atto", "femto", "pico", "nano", "test", "tiny", "xxs", "xs", "small", "_s", "mini", "0", "1")
 
 
@@ -38,43 +39,43 @@ def make(name: str, rows: int) -> tuple[nn.Module, dict[str, Any]]:
     """The model for few classes, on the smallest images that it takes.
 
     Raises:
-        NotByRuleError: it is too large.
+        NotByRuleError: it is too large, or runs on none.
     """
-    model = _created(name)
-    elements = sum(param.numel() for param in model.parameters())
-    if elements > _MOST_ELEMENTS:
-        raise NotByRuleError(f"{elements:,} elements are not small")
-    settings: dict[str, Any] = vars(model).get("default_cfg") or {}
-    channels, height, width = settings.get("input_size", (3, 224, 224))
-    patches = getattr(model, "patch_embed", None)
-    if getattr(patches, "img_size", None) is not None:
-        height, width = patches.img_size  # type: ignore[union-attr]  # a pair
-    elif not settings.get("fixed_input_size"):
-        height = width = _smallest(model, channels, height)
-    image = torch.randn(rows, channels, height, width, generator=torch.Generator().manual_seed(1))
-    return _created(name), {"x": image}
+    own, size = _rung(name)
+    image = torch.randn(rows, *size, generator=torch.Generator().manual_seed(1))
+    return _created(name, own), {"x": image}
 
 
-def _created(name: str) -> nn.Module:
-    import timm
+_OPTIONS: tuple[dict[str, Any], ...] = ({"img_size": 64}, {}, {"img_size": 64, "depth": 4}, {"depth": 4})
 
-    options: list[dict[str, Any]] = [{"img_size": 64}, {}]
-    for own in options:
-        torch.manual_seed(0)
+
+@cache
+def _rung(name: str) -> tuple[dict[str, Any], tuple[int, int, int]]:
+    """The first options, and the smallest size of images, with which the model runs."""
+    why = "it cannot be made"
+    for own in _OPTIONS:
         try:
-            return timm.create_model(name, pretrained=False, num_classes=5, **own)
+            model = _created(name, own)
         except Exception:  # whatever a model says to an option that it does not take
             continue
-    raise NotByRuleError("it cannot be made")
-
-
-def _smallest(model: nn.Module, channels: int, usual: int) -> int:
-    """A size of images that the model takes."""
-    for size in (64, 96, 128, 160):
-        try:
-            with torch.no_grad():
-                model.eval()(torch.zeros(1, channels, size, size))
-            return min(size, usual)
-        except Exception:  # whatever a model says to other sizes
+        elements = sum(param.numel() for param in model.parameters())
+        if elements > _MOST_ELEMENTS:
+            why = f"{elements:,} elements are not small"
             continue
-    return usual
+        settings: dict[str, Any] = vars(model).get("default_cfg") or {}
+        channels, *usual = settings.get("input_size", (3, 224, 224))
+        for height, width in (*((side, side) for side in _SIDES if side <= min(usual)), tuple(usual)):
+            try:
+                with torch.no_grad():
+                    model.eval()(torch.zeros(1, channels, height, width))
+                return own, (channels, height, width)
+            except Exception as error:  # whatever a model says to other sizes
+                why = f"{type(error).__name__}: {error}"
+    raise NotByRuleError(why)
+
+
+def _created(name: str, own: dict[str, Any]) -> nn.Module:
+    import timm
+
+    torch.manual_seed(0)
+    return timm.create_model(name, pretrained=False, num_classes=5, **own)

@@ -93,9 +93,8 @@ class Scale:
             return type(value)(self._list_item(name, item) for item in value)
         if isinstance(value, dict) and "mrope_section" in value and self.tiny:
             return {**value, "mrope_section": [2, 1, 1]}
-        if isinstance(value, str):
-            # All is computed in double precision.
-            return {"resnet50": "resnet10t", "float32": "float64"}.get(value, value)
+        if name == "backbone" and value == "resnet50":
+            return "resnet10t"
         return self._number(name, value) if isinstance(value, int) else value
 
     def _filled(self, name: str) -> Any:
