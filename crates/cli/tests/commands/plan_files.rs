@@ -1,6 +1,7 @@
 //! Plans made by hand: what a search finds may change.
 
-use rannc_ir::{Graph, OpRun};
+use rannc_cost::Blocks;
+use rannc_ir::{Analysis, Graph, OpRun};
 use rannc_plan::{
     BlockPlan, MemoryPrediction, PLAN_SCHEMA, Plan, Recompute, ScheduleKind, Sharding, StagePlan, StagePrediction,
     StepPrediction,
@@ -29,19 +30,23 @@ pub fn write_plan(folder: &Folder, file: &str, stages: &[(u32, u32)], change: im
     };
     let (mut first, mut rank) = (0, 0);
     for &(end, replicas) in stages {
-        plan.stages.push(stage(OpRun { first, end }, (rank..rank + replicas).collect()));
+        let ops = OpRun { first, end };
+        plan.stages.push(stage(ops, (rank..rank + replicas).collect(), blocks_of(&graph, ops)));
         (first, rank) = (end, rank + replicas);
     }
     change(&mut plan);
     folder.write(file, &plan.seal().expect("consistent").to_json());
 }
 
-fn block(op: u32) -> BlockPlan {
-    let ops = OpRun { first: op, end: op + 1 };
-    BlockPlan { ops, hash: format!("kind {}", op % 2), recompute: Recompute::None }
+/// Each op a Block.
+fn blocks_of(graph: &Graph, ops: OpRun) -> Vec<BlockPlan> {
+    let runs = (ops.first..ops.end).map(|op| OpRun { first: op, end: op + 1 });
+    let found = Blocks::of(graph, &Analysis::new(graph), runs.clone());
+    let hash = |place: usize| found.hashes[found.blocks[place].kind as usize].clone();
+    runs.enumerate().map(|(place, ops)| BlockPlan { ops, hash: hash(place), recompute: Recompute::None }).collect()
 }
 
-fn stage(ops: OpRun, ranks: Vec<u32>) -> StagePlan {
+fn stage(ops: OpRun, ranks: Vec<u32>, blocks: Vec<BlockPlan>) -> StagePlan {
     let ops_count = ops.end - ops.first;
     let layers = u64::from(ops_count);
     let us = f64::from(ops_count) / ranks.len() as f64;
@@ -49,7 +54,7 @@ fn stage(ops: OpRun, ranks: Vec<u32>) -> StagePlan {
         ops,
         modules: vec![format!("layers.{}-{}", ops.first / 2, (ops.end - 1) / 2)],
         ranks,
-        blocks: (ops.first..ops.end).map(block).collect(),
+        blocks,
         sharding: Sharding::None,
         offload: false,
         predicted: StagePrediction {
