@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node, get_gradient_edge
 
 from pyrannc.capture.torch_internals import (
+    DisableTorchFunctionSubclass,
     add_each,
     at_end_of_backward,
     graph_task,
@@ -45,7 +46,10 @@ class Delivery:
         self._nothing = nothing
         self._of_nothing = get_gradient_edge(nothing).node
         self._set_aside: dict[str, Tensor] = {}
-        self._doors = [self._watch(name) for name in self._params if name in spread]
+        # Nobody can compute with what is not whole.
+        self._doors = [
+            self._watch(name) for name in self._params if name in spread and not is_spread(self._params[name])
+        ]
         self._tokens: dict[frozenset[str], Tensor] = {}
         self._given: list[tuple[int, GradientSet, Set[str], Tensor | None]] = []
         self._overflow: Tensor | None = None
@@ -201,7 +205,8 @@ def _add_whole(param: Tensor, piece: Tensor) -> None:
 def _may_run(param: Tensor) -> bool:
     """False if the backward that is running gives the parameter no gradient for sure."""
     try:
-        return runs_in_backward(get_gradient_edge(param).node)
+        with DisableTorchFunctionSubclass():
+            return runs_in_backward(get_gradient_edge(param).node)
     except RuntimeError:
         # torch does not tell while it runs ``autograd.grad``.
         return True

@@ -118,7 +118,7 @@ def _done_to_pieces(func: Callable[..., Any], name: str, args: Sequence[Any], kw
             if isinstance(grad, Spread) or not is_elsewhere(grad)
         ]
         return unscale_own(func, [grad for grad in own if grad.numel()], *args[1:])
-    if name in _COPIES:
+    if name in _COPIES and (name == "data.get" or not isinstance(first, SpreadParameter)):
         with DisableTorchFunctionSubclass():
             return _made(first, first.home, func(first.piece, *args[1:], **kwargs), first.start)
     if name not in _IN_PLACE:
