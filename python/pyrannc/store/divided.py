@@ -155,7 +155,10 @@ class DividedParams:
                 else gathered.own.narrow(0, start + part.start - bucket.kept[0], part.end - part.start)
             )
             self.gathered[shared.name] = gathered
+            grad = param.grad
             spread_param(param, shared.name, bucket.ranks, own.detach(), part.start)
+            # What stood there before, as from another deployment, stays.
+            param.grad = None if grad is None else self.own_gradient(shared.name, param, grad)
             self.pieces[id(param)] = Piece(param, part, own.detach(), None)
 
     def _own_part(self, name: str) -> Part:
