@@ -19,6 +19,7 @@ from pyrannc.call.mixing_parts import DividedCapture, without_mixing
 from pyrannc.call.single_row import first_normalising, refuse_single_rows
 from pyrannc.call.whole_batch import BatchRows
 from pyrannc.capture import Answering, Captured, capture
+from pyrannc.capture.lacking import Lacking
 from pyrannc.capture.sequences import ADVICE
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts
@@ -150,6 +151,9 @@ class Variant:
         Raises:
             CaptureError: the model now computes something else, and no guard has seen why.
         """
+        if self.chooses_params and any(isinstance(param, Lacking) for param in model.parameters()):
+            # What stays whole is tried on what comes to it, which takes the contents of all parameters before it.
+            return
         has_rows, captured = self._has_rows, self.whole.captured
         # This rank's rows are not those that have answered.
         answers = Answering(before=captured.assumptions)
