@@ -6,12 +6,12 @@ use std::path::PathBuf;
 
 use rannc_cost::Cluster;
 use rannc_ir::testing::GraphBuilder;
-use rannc_ir::{Arg, DType, Dim, Graph, OpRun, ValueId};
+use rannc_ir::{Analysis, Arg, DType, Dim, Graph, OpRun, ValueId};
 use rannc_plan::{
     Action, Batch, BlockPlan, Buckets, Call, Partition, Placement, Plan, Program, Recompute, Schedule, Sharding,
     StagePlan, StagePrediction, StepPrediction, Trained, build, check, grid, in_flight,
 };
-use rannc_search::{PlanCosts, Settings};
+use rannc_search::{Blocks, PlanCosts, Settings};
 use rannc_sim::{Costs, Timeline, What, simulate};
 
 const WIDTH: i64 = 256;
@@ -99,11 +99,16 @@ impl Case {
 
     /// The Plan, without expectations.
     fn plan(&self, graph: &Graph) -> Plan {
+        let blocks = Blocks::of(graph, &Analysis::new(graph), self.cuts().into_iter());
+        let hash = |ops: OpRun| {
+            let block = blocks.blocks.iter().find(|block| block.ops == ops).expect("each Stage is a Block");
+            blocks.hashes[block.kind as usize].clone()
+        };
         let stage = |(ranks, ops): (Vec<u32>, OpRun)| StagePlan {
             ops,
             modules: vec!["net".to_owned()],
             ranks,
-            blocks: vec![BlockPlan { ops, hash: String::new(), recompute: Recompute::None }],
+            blocks: vec![BlockPlan { ops, hash: hash(ops), recompute: Recompute::None }],
             sharding: Sharding::None,
             offload: false,
             predicted: StagePrediction::default(),

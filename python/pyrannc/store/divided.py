@@ -103,7 +103,7 @@ class DividedParams:
         parts: of the divided parameters of all ranks, by first name, those that are not empty.
         spread: those of parameters of whose gradients each rank keeps a part.
         gathered: by first name, the parameters of this rank of which each rank keeps a part.
-        elsewhere: names of all such parameters.
+        in_parts: names of all such parameters, on all ranks.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class DividedParams:
         self.spread = {
             name: self.parts[name] for bucket in facts.buckets if bucket.is_spread for name in bucket.of(names)
         }
-        self.elsewhere = {name for bucket in facts.buckets if bucket.is_gathered for name in bucket.of(names)}
+        self.in_parts = {name for bucket in facts.buckets if bucket.is_gathered for name in bucket.of(names)}
         self.gathered: dict[str, GatheredBucket] = {}
         self._flats: list[tuple[Bucket, Tensor]] = []
         for bucket in [bucket for bucket in buckets if bucket.parts]:

@@ -128,7 +128,7 @@ class ParamStore:
 
     def is_in_parts(self, name: str) -> bool:
         """True for a parameter of which each Replica keeps a part."""
-        return self.divided is not None and name in self.divided.elsewhere
+        return self.divided is not None and name in self.divided.in_parts
 
     def _own_elements(self, param: Tensor) -> Tensor:
         assert self.divided is not None, "it is divided"
