@@ -28,7 +28,7 @@ class _Watched:
     def __init__(self, code: StageCode) -> None:
         self._code = code
         self.made: list[dict[int, Tensor]] = []
-        self.updates = code.updates
+        self.updates, self.watch = code.updates, code.watch
         self.seeds_generator = code.seeds_generator
 
     def __call__(self, rows: int, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
