@@ -34,7 +34,8 @@ GIB = 1 << 30
 def call_once() -> str:
     """How the first call ends."""
     torch.manual_seed(0)
-    module = pyrannc.RaNNCModule(nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]))
+    net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    module = pyrannc.RaNNCModule(net, torch.optim.SGD(net.parameters(), lr=0.1))
     try:
         module(torch.randn(8, 64))
     except SystemExit as end:

@@ -21,7 +21,7 @@ from pyrannc.store.carry import Route, carry
 from pyrannc.store.divided import DividedParams, part_of_state, whole_state
 from pyrannc.store.elsewhere import is_elsewhere
 from pyrannc.store.optimizer_state import by_number, drop_state, of_no_param, placed, put_state, refuse_misfit
-from pyrannc.store.own_listed import own_listed, step_with_own
+from pyrannc.store.own_listed import begin_sharing, own_listed, step_with_own
 from pyrannc.store.param_lists import Listed, ParamLists
 from pyrannc.store.store import ParamStore
 from pyrannc.switches import switches
@@ -139,6 +139,7 @@ class UserOptimizer:
 
     def _leave_own(self, moved: list[Listed]) -> None:
         """Drops the state of what is of other ranks, and puts that of the others where it belongs."""
+        begin_sharing(self.optimizer)
         rank = process.get_rank()
         drop_state(self.optimizer, [item.param for item in moved if rank not in item.ranks])
         for item in moved:

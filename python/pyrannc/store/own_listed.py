@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary, WeakMethod
+from weakref import WeakKeyDictionary, WeakMethod, WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -31,6 +31,7 @@ class _Hidden:
 
 
 _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
+_shared: WeakSet[Optimizer] = WeakSet()
 _divided: WeakKeyDictionary[Optimizer, WeakMethod[Divided]] = WeakKeyDictionary()
 _hidden: WeakKeyDictionary[Optimizer, _Hidden] = WeakKeyDictionary()
 
@@ -58,7 +59,13 @@ def step_with_own(optimizer: Optimizer, divided: Divided) -> None:
     _divided[optimizer] = WeakMethod(divided)
     if optimizer not in _hooks:
         _hooks[optimizer] = optimizer.register_step_pre_hook(_before)
+
+
+def begin_sharing(optimizer: Optimizer) -> None:
+    """From now on other ranks may hold what the optimizer lists."""
+    if optimizer not in _shared:
         optimizer.register_step_post_hook(_after)
+        _shared.add(optimizer)
 
 
 def hide_last(optimizer: Optimizer) -> None:
@@ -71,8 +78,9 @@ def hide_last(optimizer: Optimizer) -> None:
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     # A step that failed has left it so.
     _show(optimizer)
-    _refuse_parts(optimizer)
-    _hide(optimizer, _pieces(optimizer))
+    if optimizer in _shared:
+        _refuse_parts(optimizer)
+        _hide(optimizer, _pieces(optimizer))
     closures = [item for item in (*args[1:], *kwargs.values()) if callable(item)]
     if not closures:
         return None
@@ -91,7 +99,8 @@ def _with_all_listed(optimizer: Optimizer, closure: Callable[[], Any]) -> Callab
         try:
             return closure()
         finally:
-            _hide(optimizer, _pieces(optimizer))
+            if optimizer in _shared:
+                _hide(optimizer, _pieces(optimizer))
 
     return call
 
