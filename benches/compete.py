@@ -173,7 +173,7 @@ def _agreement(row: Sequence[dict[str, Any]], mine: Sequence[dict[str, Any]], pr
 
 
 def flops_of(task: Task) -> float:
-    """Floating-point operations of a step: of one row forward and backward, times the rows; 0 if they cannot be told."""
+    """Floating-point operations of a step, those of one row times the rows; 0 if they cannot be told."""
     with torch.device("meta"):
         module = make_model(task.model, list(task.sizes), 0)
     batch = {name: tensor.to("meta") for name, tensor in make_batch(task.model, 1, list(task.sizes), 0, 0).items()}
