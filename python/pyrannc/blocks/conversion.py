@@ -7,7 +7,8 @@ import torch
 from pyrannc.capture import Captured
 from pyrannc.core.graph import GraphFacts
 
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
+"""Types with half the digits."""
 
 
 def conversions(captured: Captured, facts: GraphFacts) -> dict[int, int]:
@@ -33,4 +34,4 @@ def is_conversion(captured: Captured, facts: GraphFacts, op: int, value: int) ->
         return False
     before, after = facts.values[value], facts.values[found.results[0]]
     gives_gradients = found.grad_enabled or not before.requires_grad
-    return before.dtype == torch.float32 and after.dtype in _HALF and gives_gradients
+    return before.dtype == torch.float32 and after.dtype in HALF and gives_gradients

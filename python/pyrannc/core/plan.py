@@ -126,6 +126,11 @@ class PlanFacts:
     stages: tuple[StagePlan, ...]
     predicted: StepPrediction
 
+    @property
+    def divides(self) -> bool:
+        """Replicas of some Stage divide something among them."""
+        return any(stage.sharding != "none" for stage in self.stages)
+
     @staticmethod
     def of(plan: Plan) -> PlanFacts:
         """Reads a Plan."""

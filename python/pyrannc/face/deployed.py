@@ -86,9 +86,8 @@ class DeployedModel(StateOfModel):
         if self._config.partitioning_dry_run_np:
             dry_run(request)
         plan = decide(request, self._plan_file)
-        stages = PlanFacts.of(plan).stages
-        divided = any(stage.sharding != "none" for stage in stages)
-        agree.together(lambda: refuse_across(self.optimizer, len(stages), self.device, divided=divided))
+        facts = PlanFacts.of(plan)
+        agree.together(lambda: refuse_across(self.optimizer, len(facts.stages), self.device, divided=facts.divides))
         return plan
 
     def _zero(self) -> str:

@@ -54,11 +54,10 @@ def gather_parts(flat: Tensor, parts: Sequence[int], ranks: Sequence[int], group
         parts: elements of each rank, one behind the other.
         ranks: of the group, increasing.
     """
-    place = ranks.index(process.get_rank())
-    pieces = [as_sent(piece) for piece in torch.split(flat.narrow(0, 0, sum(parts)), list(parts))]
+    whole, pieces = _in_parts(flat, parts)
     if len(set(parts)) == 1:
-        whole = as_sent(flat.narrow(0, 0, sum(parts)))
-        works = [dist.all_gather_into_tensor(whole, pieces[place], group=group, async_op=True)] if parts[0] else []
+        own = pieces[ranks.index(process.get_rank())]
+        works = [dist.all_gather_into_tensor(whole, own, group=group, async_op=True)] if parts[0] else []
     else:
         shares = [(piece, rank) for piece, rank in zip(pieces, ranks, strict=True) if piece.numel()]
         works = [dist.broadcast(piece, rank, group=group, async_op=True) for piece, rank in shares]
@@ -77,19 +76,23 @@ def scatter_sum(
     Returns:
         This rank's part, and what is under way.
     """
-    pieces = torch.split(flat.narrow(0, 0, sum(parts)), list(parts))
-    own = pieces[ranks.index(process.get_rank())]
+    whole, pieces = _in_parts(flat, parts)
+    place = ranks.index(process.get_rank())
+    own = torch.split(flat.narrow(0, 0, sum(parts)), list(parts))[place]
     if len(set(parts)) == 1:
-        # Gloo reads what it has written already where both share memory.
-        own, whole = torch.empty_like(own), flat.narrow(0, 0, sum(parts))
-        scattered = parts[0] > 0
-        works = (
-            [dist.reduce_scatter_tensor(as_sent(own), as_sent(whole), group=group, async_op=True)] if scattered else []
-        )
+        # What is written shares no memory with what the others still read.
+        own = torch.empty_like(own)
+        works = [dist.reduce_scatter_tensor(as_sent(own), whole, group=group, async_op=True)] if parts[0] else []
     else:
-        shares = [(as_sent(piece), rank) for piece, rank in zip(pieces, ranks, strict=True) if piece.numel()]
+        shares = [(piece, rank) for piece, rank in zip(pieces, ranks, strict=True) if piece.numel()]
         works = [dist.reduce(piece, rank, group=group, async_op=True) for piece, rank in shares]
     return own, [work for work in works if work is not None]
+
+
+def _in_parts(flat: Tensor, parts: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+    """All parts of a flat tensor together, and each by itself, as they are sent."""
+    whole = flat.narrow(0, 0, sum(parts))
+    return as_sent(whole), [as_sent(piece) for piece in torch.split(whole, list(parts))]
 
 
 def give_to_others(tensor: Tensor, owner: int, group: Group | None = None) -> None:

@@ -75,10 +75,12 @@ class Deployment:
     ) -> None:
         self.plan = plan
         self._optimizer = optimizer
-        self._sums = SumTypes(reduce_dtype, PlanFacts.of(plan).microbatches > 1)
+        facts = PlanFacts.of(plan)
+        stages = facts.stages
+        self._sums = SumTypes(reduce_dtype, facts.microbatches > 1)
+        self._divides = facts.divides
         self._first = variant
         self.device = device
-        stages = PlanFacts.of(plan).stages
         self._stage_ranks = [stage.ranks for stage in stages]
         self._stage_of = [self._stage_of_rank(rank) for rank in range(process.get_world_size())]
         self.stage = self._stage_of[process.get_rank()]
@@ -127,8 +129,7 @@ class Deployment:
         trained = [i for i, name in enumerate(names) if name in holders and self.store.params[name].requires_grad]
         everywhere = {i for i, name in enumerate(names) if name in _names_in_tail(variant)}
         listed = set() if self._optimizer is None else set(map(id, self._optimizer.all()))
-        divides = any(stage.sharding != "none" for stage in PlanFacts.of(self.plan).stages)
-        hooked = self._hooked() if divides else set()
+        hooked = self._hooked() if self._divides else set()
         self.buckets = Buckets.divide(
             self.plan,
             variant.partition,
@@ -138,7 +139,7 @@ class Deployment:
             reduce_dtype=self._sums.reduce,
             undivided=[i for i in trained if id(self.store.params[names[i]]) not in listed],
             whole_gradients=[i for i in trained if names[i] in hooked],
-            by_element=divides and self._optimizer is not None and self._optimizer.is_by_element,
+            by_element=self._divides and self._optimizer is not None and self._optimizer.is_by_element,
         )
         found = BucketsFacts.from_json(self.buckets.to_json())
         for ranks in found.groups:

@@ -56,7 +56,7 @@ class Executor:
             elif isinstance(action, Backward):
                 assert current is not None, "a run with backwards has gradients"
                 last = index == last_backward
-                gradients.expect(current, self._late if last else frozenset())
+                gradients.expect(self._late if last else frozenset())
                 self._seat.backward(action.microbatch, seeds, keep_graph=keep_graph, last=last)
                 gradients.collect(current)
             elif isinstance(action, Send):
@@ -68,7 +68,7 @@ class Executor:
                 gradients.sum(current, action.bucket, filled=index > last_backward)
             elif isinstance(action, ReduceScatter):
                 assert current is not None, "a run with sums has gradients"
-                gradients.scatter(current, action.bucket, filled=not self._seat.has_rows(action.microbatch))
+                gradients.sum(current, action.bucket, filled=not self._seat.has_rows(action.microbatch))
             elif isinstance(action, AllGather):
                 self._gather(action)
         if current is not None:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pyrannc.blocks.conversion import HALF
 from pyrannc.blocks.function import StageCode
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import StagePart
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class PrologueCode:
@@ -80,7 +79,7 @@ class Prologue:
     def collect(self) -> None:
         """Takes what the backward of a microbatch has left, where a sum needs more digits than the gradients have."""
         for value, leaf in self._leaves.items():
-            if leaf.grad is not None and leaf.dtype in _HALF:
+            if leaf.grad is not None and leaf.dtype in HALF:
                 known = self._sums.get(value)
                 grad = leaf.grad.to_dense().float()
                 self._sums[value] = grad if known is None else known.add_(grad)

@@ -122,7 +122,7 @@ class SpanGathers:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Nothing is gathered inside: what is computed is not of use."""
-        buckets = {id(bucket): bucket for found in self._needs for bucket in found}.values()
+        buckets = {bucket for found in self._needs for bucket in found}
         for bucket in buckets:
             bucket.is_alone = True
         try:

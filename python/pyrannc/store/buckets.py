@@ -13,6 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from pyrannc.blocks.conversion import HALF
 from pyrannc.capture.lacking import Lacking
 from pyrannc.core.buckets import BucketsFacts
 from pyrannc.errors import RaNNCError
@@ -26,9 +27,6 @@ class SharedParam:
     name: str
     param: nn.Parameter
     ranks: tuple[int, ...]
-
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -47,11 +45,11 @@ class SumTypes:
     def of_sums(self, param: torch.dtype, ranks: int) -> torch.dtype:
         """That of the sums on a rank. Where nothing is added, gradients keep the parameters' type."""
         wide = self.several or (ranks > 1 and self.reduce == "float32")
-        return torch.float32 if param in _HALF and wide else param
+        return torch.float32 if param in HALF and wide else param
 
     def of_messages(self, param: torch.dtype, ranks: int) -> torch.dtype:
         """That of what ranks sum over each other."""
-        if self.reduce == "bfloat16" and (param in _HALF or param == torch.float32):
+        if self.reduce == "bfloat16" and (param in HALF or param == torch.float32):
             return torch.bfloat16
         return param if self.reduce == "param" else self.of_sums(param, ranks)
 
@@ -92,8 +90,7 @@ class Bucket:
 
     def kept_of(self, start: int, numel: int) -> tuple[int, int]:
         """Of a parameter that begins at an element of the bucket, the elements that this rank keeps, from and to."""
-        first, end = (min(max(place - start, 0), numel) for place in self.kept)
-        return first, end
+        return within(self.kept, start, numel)
 
     @property
     def room(self) -> int:
@@ -144,15 +141,20 @@ def own_buckets(
         ranks = facts.groups[found.group]
         types = sums.of_sums(dtype, len(ranks)), dtype
         start, message = ends.get(types, 0), sums.of_messages(dtype, len(ranks))
-        spread, kept = found.is_spread, (0, numel)
+        spread, gathered, kept = found.is_spread, found.is_gathered, (0, numel)
         if spread:
-            before = sum(found.parts[: ranks.index(process.get_rank())])
-            kept = before, before + found.parts[ranks.index(process.get_rank())]
-        gathered = found.sharding == "params"
+            place = ranks.index(process.get_rank())
+            kept = sum(found.parts[:place]), sum(found.parts[: place + 1])
         made = Bucket(number, params, numel, ranks, types, message, device, start, found.parts, spread, gathered, kept)
         buckets.append(made)
         ends[types] = start + made.kept_room
     return buckets
+
+
+def within(run: tuple[int, int], start: int, numel: int) -> tuple[int, int]:
+    """Of a parameter that begins at an element of a bucket, the elements that lie in a run of the bucket's."""
+    first, end = (min(max(place - start, 0), numel) for place in run)
+    return first, end
 
 
 def aligned(numel: int) -> int:

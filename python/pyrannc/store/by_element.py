@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import torch
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
-from pyrannc.store.by_parameter import tried
+from pyrannc.store.by_parameter import state_like, tried
 
 _STEPS = 3
 _EXTENT = 3
@@ -49,7 +46,7 @@ def _updated(optimizer: Optimizer, device: torch.device, in_parts: bool, with_st
             for part in data.flatten().tensor_split(2) if in_parts and like.dim() else [data]:
                 own["params"].append(nn.Parameter(part.to(device, copy=True)))
                 if with_state:
-                    trial.state[own["params"][-1]] = _state_like(optimizer.state.get(like, {}), like, part)
+                    trial.state[own["params"][-1]] = state_like(optimizer, like, part, part.dtype)
         made += own["params"]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(0)
@@ -60,14 +57,3 @@ def _updated(optimizer: Optimizer, device: torch.device, in_parts: bool, with_st
                 param.grad = grad.view_as(param).to(device, copy=True)
             trial.step()
     return torch.cat([param.detach().flatten() for param in made]) if made else torch.zeros(0)
-
-
-def _state_like(state: dict[str, Any], param: Tensor, made: Tensor) -> dict[str, Any]:
-    """The state of a parameter for a made-up one."""
-    shaped = {name for name, value in state.items() if isinstance(value, Tensor) and value.shape == param.shape}
-    return {
-        name: torch.full_like(made, value.double().mean().item(), device=value.device)
-        if name in shaped and value.numel()
-        else copy.deepcopy(value)
-        for name, value in state.items()
-    }

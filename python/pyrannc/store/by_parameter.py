@@ -129,7 +129,8 @@ def _trial(
         likes = [params[0], params[-1]] if params else []
         made = [_made_up(like, device, generator) for like in likes]
         if with_state:
-            trial.state.update({param: _small(optimizer, like) for param, like in zip(made, likes, strict=True)})
+            pairs = zip(made, likes, strict=True)
+            trial.state.update({param: state_like(optimizer, like, param) for param, like in pairs})
         own["params"] = made
         firsts += made[:1]
     return trial, firsts
@@ -158,10 +159,14 @@ def _made_up(like: Tensor, device: torch.device, generator: Generator) -> Tensor
     return nn.Parameter(data.to(device=device, dtype=like.dtype))
 
 
-def _small(optimizer: Optimizer, like: Tensor) -> dict[str, Any]:
-    """The state of a parameter for a made-up one."""
+def state_like(optimizer: Optimizer, param: Tensor, made: Tensor, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """The state of a parameter for a made-up one; ``dtype``: of what has its shape, where that is to be another."""
     small = {}
-    for name, value in optimizer.state.get(like, {}).items():
-        shaped = isinstance(value, Tensor) and value.shape == like.shape and value.numel()
-        small[name] = value.new_full([_EXTENT] * like.dim(), value.mean().item()) if shaped else copy.deepcopy(value)
+    for name, value in optimizer.state.get(param, {}).items():
+        shaped = isinstance(value, Tensor) and value.shape == param.shape and value.numel()
+        small[name] = (
+            value.new_full(made.shape, value.double().mean().item(), dtype=dtype or value.dtype)
+            if shaped
+            else copy.deepcopy(value)
+        )
     return small

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from pyrannc.core.buckets import BucketsFacts
 from pyrannc.job import process
 from pyrannc.job.exchange import Group, gather_parts
-from pyrannc.store.buckets import Bucket, elements, laid_out, like, strides_of
+from pyrannc.store.buckets import Bucket, elements, laid_out, like, strides_of, within
 from pyrannc.store.gathered import GatheredBucket
 from pyrannc.store.spread_tensor import SpreadTensor, is_spread, own_gradient, spread_gradient, spread_param
 
@@ -34,6 +34,10 @@ class Part:
     rank: int
     start: int
     end: int
+
+    def of(self, tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+        """These elements of a tensor of the parameter's shape, given the parameter's strides: in one dimension."""
+        return elements(laid_out(tensor, strides), self.start, self.end)
 
 
 class Piece:
@@ -78,8 +82,7 @@ class Piece:
         if grad is None or is_spread(grad):
             self.tensor.grad = own_gradient(self.param)
         else:
-            grad = laid_out(grad, self._strides)
-            self.tensor.grad = grad if self._is_whole else elements(grad, self._part.start, self._part.end)
+            self.tensor.grad = self._part.of(grad, self._strides).as_strided(self.tensor.size(), self.tensor.stride())
 
     def drop_gradient(self) -> None:
         """Leaves the gradient to the parameter."""
@@ -184,7 +187,7 @@ class DividedParams:
     def own_gradient(self, name: str, param: Tensor, whole: Tensor) -> SpreadTensor:
         """What stands in a parameter's ``.grad``, of a whole gradient."""
         part = self._own_part(name)
-        own = elements(laid_out(whole, strides_of(param)), part.start, part.end).clone()
+        own = part.of(whole, strides_of(param)).clone()
         ranks = tuple(found.rank for found in self.parts[name])
         piece = like(own, param) if own.numel() == param.numel() else own
         return spread_gradient(param, name, ranks, piece, part.start)
@@ -216,7 +219,7 @@ def _parts_of(shares: Sequence[tuple[int, int]], start: int, numel: int) -> Iter
     """The parts of a parameter that begins at an element of a bucket, of which each rank has so many elements."""
     begin = 0
     for rank, size in shares:
-        first, end = (min(max(place - start, 0), numel) for place in (begin, begin + size))
+        first, end = within((begin, begin + size), start, numel)
         if first < end:
             yield Part(rank, first, end)
         begin += size
@@ -231,7 +234,7 @@ def part_of_state(state: Mapping[str, object], param: Tensor, part: Part) -> dic
         if not _has_shape(value, param):
             return value
         assert isinstance(value, Tensor)
-        return elements(laid_out(value, strides_of(param)), part.start, part.end).clone()
+        return part.of(value, strides_of(param)).clone()
 
     return {key: own(value) for key, value in state.items()}
 

@@ -48,13 +48,12 @@ class GradientSet:
         }
         self._fresh: list[set[int]] = [set() for _ in buckets]
         self.complete: set[str] = set()
+        self._lent = [*self.views.values(), *(own_piece(view) for view in self.views.values() if is_spread(view))]
         self._unheld = self._users()
 
     def _users(self) -> tuple[int, int, int]:
-        views = list(self.views.values())
-        views += [own_piece(view) for view in views if is_spread(view)]
         with DisableTorchFunctionSubclass():
-            in_python, in_torch = sum(map(sys.getrefcount, views)), sum(map(tensor_users, views))
+            in_python, in_torch = sum(map(sys.getrefcount, self._lent)), sum(map(tensor_users, self._lent))
         return sum(map(storage_users, self._given.values())), in_torch, in_python
 
     @property

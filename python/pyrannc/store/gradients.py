@@ -156,13 +156,13 @@ class Gradients:
         """The buckets of some parameters, as far as these are trained."""
         return frozenset(self._place[name][0] for name in names if name in self._place)
 
-    def expect(self, current: GradientSet, late: Set[int]) -> None:
+    def expect(self, late: Set[int]) -> None:
         """Says that the backward of a microbatch comes now; waits for what the last one has left to sum in parts.
 
         Args:
             late: buckets to which a second backward adds, before :meth:`collect`.
         """
-        self._finish_scattering(current)
+        self._finish_scattering()
         self._open, self._late = set(range(len(self._buckets))), late
 
     def collect(self, current: GradientSet) -> None:
@@ -227,21 +227,15 @@ class Gradients:
 
     # Sums over ranks
 
-    def scatter(self, current: GradientSet, bucket: int, *, filled: bool) -> None:
-        """Starts the sum of what a microbatch adds to a spread bucket, likewise.
-
-        Args:
-            filled: this rank has no rows of the microbatch.
-        """
-        self.sum(current, bucket, filled=filled)
-
-    def _finish_scattering(self, current: GradientSet) -> None:
+    def _finish_scattering(self) -> None:
         for sums in self._scattering:
             sums.finish()
         self._scattering.clear()
 
     def sum(self, current: GradientSet, bucket: int, *, filled: bool) -> None:
         """Starts the sum of a bucket over the ranks that hold its parameters, in the order of the calls.
+
+        Of a spread bucket it is that of what one microbatch adds.
 
         Args:
             bucket: number among all of the job.
@@ -256,19 +250,18 @@ class Gradients:
         while self._due and self._due[0] not in self._open:
             index = self._due.popleft()
             bucket = self._buckets[index]
+            self._started.add(index)
             if index in current.spread:
                 current.spread[index].start(self._groups[bucket.ranks])
                 self._scattering.append(current.spread[index])
-                self._started.add(index)
                 continue
             sums = current.bucket(index)
             message = _message(bucket, sums)
             self._works.append((start_sum(message, self._groups[bucket.ranks]), sums, message))
-            self._started.add(index)
 
     def finish(self, current: GradientSet) -> None:
         """Ends the filling, and waits for all sums (on a GPU: makes the stream wait)."""
-        self._finish_scattering(current)
+        self._finish_scattering()
         for index in range(len(self._buckets)):
             if index not in self._started:
                 current.clear(index)

@@ -19,10 +19,10 @@ from pyrannc.job.faults import collective
 from pyrannc.store.by_element import is_by_element
 from pyrannc.store.carry import Route, carry
 from pyrannc.store.divided import DividedParams, part_of_state, whole_state
-from pyrannc.store.elsewhere import is_elsewhere
 from pyrannc.store.optimizer_state import by_number, drop_state, of_no_param, placed, put_state, refuse_misfit
 from pyrannc.store.own_listed import begin_sharing, own_listed, step_with_own
 from pyrannc.store.param_lists import Listed, ParamLists
+from pyrannc.store.spread_tensor import is_absent
 from pyrannc.store.store import ParamStore
 from pyrannc.switches import switches
 
@@ -87,7 +87,7 @@ class UserOptimizer:
 
     def listed(self) -> list[Tensor]:
         """The parameters that this rank updates."""
-        return [param for param in _listed(self.optimizer) if not is_elsewhere(param)]
+        return [param for param in _listed(self.optimizer) if not is_absent(param)]
 
     # Deployment
 

@@ -14,8 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pyrannc.job.faults import collective
 from pyrannc.store.divided import DividedParams, Piece
-from pyrannc.store.elsewhere import is_elsewhere
-from pyrannc.store.spread_tensor import is_spread
+from pyrannc.store.spread_tensor import is_absent, is_spread
 
 _KEYS = ("params", "param_names")
 
@@ -79,8 +78,9 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     # A step that failed has left it so.
     _show(optimizer)
     if optimizer in _shared:
-        _refuse_parts(optimizer)
-        _hide(optimizer, _pieces(optimizer))
+        pieces = _pieces(optimizer)
+        _refuse_parts(optimizer, pieces)
+        _hide(optimizer, pieces)
     closures = [item for item in (*args[1:], *kwargs.values()) if callable(item)]
     if not closures:
         return None
@@ -146,7 +146,7 @@ def _work(param: Tensor, pieces: dict[int, Piece]) -> Tensor | None:
     """What is updated here of a parameter that an optimizer lists."""
     if id(param) in pieces:
         return pieces[id(param)].tensor
-    return None if is_elsewhere(param) and not is_spread(param) else param
+    return None if is_absent(param) else param
 
 
 def _show(optimizer: Optimizer) -> None:
@@ -162,9 +162,8 @@ def _show(optimizer: Optimizer) -> None:
         _move_state(optimizer, piece.tensor, piece.param)
 
 
-def _refuse_parts(optimizer: Optimizer) -> None:
+def _refuse_parts(optimizer: Optimizer, pieces: dict[int, Piece]) -> None:
     """Raises RaNNCError where an optimizer lists what another one updates in parts."""
-    pieces = _pieces(optimizer)
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if id(param) not in pieces and is_spread(param):
             param.home.refuse(f"{type(optimizer).__name__}, which was not given to RaNNCModule,")

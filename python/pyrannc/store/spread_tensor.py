@@ -98,6 +98,11 @@ def is_spread(tensor: Tensor) -> bool:
     return isinstance(tensor, Spread)
 
 
+def is_absent(tensor: Tensor) -> bool:
+    """True for what this rank has nothing of."""
+    return is_elsewhere(tensor) and not is_spread(tensor)
+
+
 _IN_PLACE = named(
     "zero_ fill_ copy_ add_ sub_ subtract_ mul_ multiply_ div_ divide_ true_divide_ neg_ clamp_ clamp_min_ clamp_max_ "
     "clip_ nan_to_num_ lerp_ addcmul_ addcdiv_ __iadd__ __isub__ __imul__ __idiv__ __itruediv__ _foreach_zero_ "
@@ -112,11 +117,7 @@ def _done_to_pieces(func: Callable[..., Any], name: str, args: Sequence[Any], kw
     leaves = pytree.tree_leaves((tuple(args), kwargs))
     first = next(leaf for leaf in leaves if isinstance(leaf, Spread))
     if name == UNSCALE:
-        own = [
-            grad.piece if isinstance(grad, Spread) else grad
-            for grad in args[0]
-            if isinstance(grad, Spread) or not is_elsewhere(grad)
-        ]
+        own = [own_piece(grad) for grad in args[0] if not is_absent(grad)]
         return unscale_own(func, [grad for grad in own if grad.numel()], *args[1:])
     if name in _COPIES and (name == "data.get" or not isinstance(first, SpreadParameter)):
         with DisableTorchFunctionSubclass():
