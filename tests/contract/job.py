@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 import pyrannc
+from pyrannc.job.process import own_device
 
 ROWS = 8
 """Rows of the global batch."""
@@ -80,7 +80,7 @@ class Job:
 
 
 class RankJob(Job):
-    """One of RaNNC's ranks with its own rows."""
+    """One of RaNNC's ranks with its own rows, on its GPU if this machine has some."""
 
     def __init__(self, rank: int, rows: tuple[int, ...]) -> None:
         super().__init__()
@@ -94,7 +94,14 @@ class RankJob(Job):
         whole = tensor.shape[dim]
         assert whole % ROWS == 0, "the rows of all ranks are a multiple of those that settings divide"
         parts = [count * whole // ROWS for count in self._rows]
-        return tensor.narrow(dim, sum(parts[: self.rank]), parts[self.rank]).clone()
+        return tensor.narrow(dim, sum(parts[: self.rank]), parts[self.rank]).clone().to(own_device())
+
+    def batch(self, data: Data, step: int = 0, rows: int = ROWS) -> tuple[Any, ...]:
+        device = own_device()
+        parts: tuple[Any, ...] = pytree.tree_map(
+            lambda item: item.to(device) if isinstance(item, Tensor) else item, super().batch(data, step, rows)
+        )
+        return parts
 
     def gradients(self, model: nn.Module) -> None:
         if not isinstance(model, pyrannc.RaNNCModule):
@@ -110,4 +117,4 @@ class RankJob(Job):
 
 
 def _kept(value: Any) -> Any:
-    return pytree.tree_map(lambda item: item.detach().clone() if isinstance(item, torch.Tensor) else item, value)
+    return pytree.tree_map(lambda item: item.detach().clone().cpu() if isinstance(item, Tensor) else item, value)

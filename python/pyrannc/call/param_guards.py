@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pyrannc.capture.lacking import Lacking
-from pyrannc.capture.torch_internals import own_buffers, own_params, tensor_hooks
+from pyrannc.capture.torch_internals import DisableTorchFunctionSubclass, own_buffers, own_params, tensor_hooks
 from pyrannc.errors import InputError, MismatchError
 from pyrannc.job import agree
 
@@ -72,8 +72,9 @@ class ParamGuards:
             raise InputError(self._replaced())
         if list(map(Tensor.data_ptr, self._whole)) != self._pointers:
             self._take_over_data()
-        hooked = any(any(tensor_hooks(param)) for param in self._spread)
-        return not hooked and list(map(_requires_grad, self._params)) == self._own_flags
+        with DisableTorchFunctionSubclass():
+            hooked = any(any(tensor_hooks(param)) for param in self._spread)
+            return not hooked and list(map(_requires_grad, self._params)) == self._own_flags
 
     def _take_over_data(self) -> None:
         for place, (name, param, leaf) in enumerate(zip(self._whole_names, self._whole, self._leaves, strict=True)):

@@ -47,18 +47,24 @@ def start_sum(tensor: Tensor, group: Group | None) -> Work:
     return work
 
 
-def gather_parts(flat: Tensor, parts: Sequence[int], ranks: Sequence[int], group: Group | None) -> list[Work]:
+def gather_parts(
+    flat: Tensor, parts: Sequence[int], ranks: Sequence[int], group: Group | None, own: Tensor | None = None
+) -> list[Work]:
     """Starts to fill in the parts of a flat tensor that the other ranks of a group have.
 
     Args:
         parts: elements of each rank, one behind the other.
         ranks: of the group, increasing.
+        own: this rank's part, if that is not yet in its place.
     """
     whole, pieces = _in_parts(flat, parts)
+    mine = pieces[ranks.index(process.get_rank())]
     if len(set(parts)) == 1:
-        own = pieces[ranks.index(process.get_rank())]
-        works = [dist.all_gather_into_tensor(whole, own, group=group, async_op=True)] if parts[0] else []
+        source = mine if own is None else as_sent(own)
+        works = [dist.all_gather_into_tensor(whole, source, group=group, async_op=True)] if parts[0] else []
     else:
+        if own is not None:
+            mine.copy_(as_sent(own))
         shares = [(piece, rank) for piece, rank in zip(pieces, ranks, strict=True) if piece.numel()]
         works = [dist.broadcast(piece, rank, group=group, async_op=True) for piece, rank in shares]
     return [work for work in works if work is not None]

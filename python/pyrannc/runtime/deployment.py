@@ -93,6 +93,7 @@ class Deployment:
         self.timing = Timing(device)
         if device.type == "cuda":
             # Peaks are those of the steps: spreading the parameters, and what came before, does not count.
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         self._contexts: dict[int, StageContext] = {}
 

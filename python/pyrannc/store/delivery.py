@@ -8,7 +8,7 @@ what they always mean.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -149,10 +149,12 @@ class Delivery:
         )
         self._overflow = given[0][3] if len(given) == 1 else None
         everything = runs_in_backward(self._of_nothing)
-        self._refuse_parts(found, everything)
+        with DisableTorchFunctionSubclass():
+            hooked = {name for name in found if any(tensor_hooks(self._params[name]))}
+        self._refuse_parts(found, hooked, everything)
         # torch would do the same for each parameter, at a price: where nobody looks, it is done for all at once.
         if everything:
-            self._set({name: found.pop(name) for name in list(found) if not any(tensor_hooks(self._params[name]))})
+            self._set({name: found.pop(name) for name in list(found) if name not in hooked})
         if found:
             self._overflow = None
         gradients = [found.pop(name, None) for name in names]
@@ -160,11 +162,10 @@ class Delivery:
             self._give_at_once(found)
         return gradients
 
-    def _refuse_parts(self, found: Mapping[str, Tensor], everything: bool) -> None:
+    def _refuse_parts(self, found: Collection[str], hooked: Set[str], everything: bool) -> None:
         """Raises where torch, or a hook, would take a part of a gradient for the whole."""
-        for name in found.keys() & self._spread:
-            param = self._params[name]
-            if (not everything and _may_run(param)) or any(tensor_hooks(param)):
+        for name in self._spread & set(hooked if everything else found):
+            if name in hooked or _may_run(self._params[name]):
                 what = "a hook on it, registered after the model was called," if everything else "this backward"
                 raise RaNNCError(
                     f'the gradient of parameter "{name}" is divided among ranks, so {what} cannot have it whole: '
@@ -173,16 +174,16 @@ class Delivery:
                 )
 
     def _set(self, gradients: Mapping[str, Tensor]) -> None:
-        known = [
-            (grad, new)
-            for name, new in gradients.items()
-            if (grad := self._params[name].grad) is not None and is_spread(grad) == is_spread(new)
-        ]
+        known = []
         for name, new in gradients.items():
             param = self._params[name]
-            if param.grad is None:
-                param.grad = new
-            elif is_spread(new) and not is_spread(param.grad):
+            with DisableTorchFunctionSubclass():
+                grad = param.grad
+                if grad is None:
+                    param.grad = new
+            if grad is not None and is_spread(grad) == is_spread(new):
+                known.append((grad, new))
+            elif grad is not None and is_spread(new):
                 _add_whole(param, new)
         if known:
             self._overflow = None

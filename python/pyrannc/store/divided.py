@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from pyrannc.capture.torch_internals import DisableTorchFunctionSubclass
 from pyrannc.core.buckets import BucketsFacts
 from pyrannc.job import process
 from pyrannc.job.exchange import Group, gather_parts
 from pyrannc.store.buckets import Bucket, elements, laid_out, like, strides_of, within
 from pyrannc.store.gathered import GatheredBucket
-from pyrannc.store.spread_tensor import SpreadTensor, is_spread, own_gradient, spread_gradient, spread_param
+from pyrannc.store.spread_tensor import SpreadTensor, is_spread, own_piece, spread_gradient, spread_param
 
 GroupOf: TypeAlias = Callable[[tuple[int, ...]], Group | None]
 
@@ -78,9 +79,10 @@ class Piece:
         """Gives the tensor its part of the parameter's gradient."""
         if self.tensor is None:
             return
-        grad = self.param.grad
+        with DisableTorchFunctionSubclass():
+            grad = self.param.grad
         if grad is None or is_spread(grad):
-            self.tensor.grad = own_gradient(self.param)
+            self.tensor.grad = None if grad is None else own_piece(grad)
         else:
             self.tensor.grad = self._part.of(grad, self._strides).as_strided(self.tensor.size(), self.tensor.stride())
 

@@ -116,9 +116,11 @@ class GatheredBucket:
         for kind in sorted(self._needed, key=str):
             whole = self._wholes[kind]
             whole.untyped_storage().resize_(whole.nbytes)
-            whole[slice(*bucket.kept)].copy_(self._parts.get(kind, self.own))
-            if not self.is_alone:
-                self._works += gather_parts(whole, bucket.parts, bucket.ranks, self._group)
+            own = self._parts.get(kind, self.own)
+            if self.is_alone:
+                whole[slice(*bucket.kept)].copy_(own)
+            else:
+                self._works += gather_parts(whole, bucket.parts, bucket.ranks, self._group, own)
 
     def wait(self) -> None:
         """Waits until all is here (on a GPU: makes the stream wait)."""

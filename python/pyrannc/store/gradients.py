@@ -73,7 +73,7 @@ class Gradients:
         self._groups = {bucket.ranks: group(bucket.ranks) for bucket in self._buckets}
         self._filling: weakref.ref[GradientSet] | None = None
         self._works: list[tuple[Work, Tensor, Tensor]] = []
-        self._scattering: list[SpreadSums] = []
+        self._scattering: deque[SpreadSums] = deque()
         self._open: set[int] = set()
         self._late: Set[int] = frozenset()
         self._due: deque[int] = deque()
@@ -224,13 +224,15 @@ class Gradients:
             return
         self._open.remove(index)
         self._start_due(current)
+        # Others start these sums in backwards too, which wait for nothing that this rank does later.
+        self._finish_scattering(leave=1)
 
     # Sums over ranks
 
-    def _finish_scattering(self) -> None:
-        for sums in self._scattering:
-            sums.finish()
-        self._scattering.clear()
+    def _finish_scattering(self, leave: int = 0) -> None:
+        """Waits for sums in parts, all but the last so many, and lets go of what was summed."""
+        while len(self._scattering) > leave:
+            self._scattering.popleft().finish()
 
     def sum(self, current: GradientSet, bucket: int, *, filled: bool) -> None:
         """Starts the sum of a bucket over the ranks that hold its parameters, in the order of the calls.

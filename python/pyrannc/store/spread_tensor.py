@@ -85,7 +85,9 @@ def spread_param(param: nn.Parameter, name: str, ranks: tuple[int, ...], piece: 
 
 def own_gradient(param: Tensor) -> Tensor | None:
     """What this rank has of a parameter's gradient."""
-    return None if param.grad is None else own_piece(param.grad)
+    with DisableTorchFunctionSubclass():
+        grad = param.grad
+    return None if grad is None else own_piece(grad)
 
 
 def own_piece(tensor: Tensor) -> Tensor:

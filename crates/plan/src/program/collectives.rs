@@ -64,17 +64,27 @@ impl<'a> Collectives<'a> {
     }
 
     /// What stands before a computation, and what before the `last` backward.
+    ///
+    /// A rank without rows starts its part of a microbatch's sums at once, and before it gathers: the others wait for
+    /// some of these sums before they have gathered all. Sums of whole buckets follow, which nobody waits for so early.
     fn before(&self, compute: Compute, last: Option<Compute>, actions: &mut Vec<Action>) {
-        actions.extend(self.gathers(compute));
-        let Compute::Backward(mb) = compute else { return };
-        for &(number, bucket) in &self.own {
-            if bucket.sharding >= Sharding::Gradients {
-                let &Bucket { group, bytes, .. } = bucket;
-                actions.push(Action::ReduceScatter { group, bucket: number, mb, bytes });
-            } else if last == Some(compute) {
-                actions.push(all_reduce((number, bucket)));
-            }
+        if let Compute::Backward(mb) = compute {
+            actions.extend(self.divided(true).map(|&(number, &Bucket { group, bytes, .. })| Action::ReduceScatter {
+                group,
+                bucket: number,
+                mb,
+                bytes,
+            }));
         }
+        actions.extend(self.gathers(compute));
+        if last == Some(compute) {
+            actions.extend(self.divided(false).map(|&bucket| all_reduce(bucket)));
+        }
+    }
+
+    /// Own buckets whose sums are divided among the members, or are not.
+    fn divided(&self, is_divided: bool) -> impl Iterator<Item = &(u32, &'a Bucket)> {
+        self.own.iter().filter(move |(_, bucket)| (bucket.sharding >= Sharding::Gradients) == is_divided)
     }
 
     /// In the order in which a computation comes to the Spans.

@@ -246,8 +246,8 @@ Backward(mb 0)
 ";
     let second = "\
 ReduceScatter(mb 1, bucket 0, 8 bytes over group 0)
-AllReduce(bucket 1, 8 bytes over group 0)
 ReduceScatter(mb 1, bucket 2, 8 bytes over group 0)
+AllReduce(bucket 1, 8 bytes over group 0)
 ";
     assert_eq!(list(&program.ranks[0].forward), format!("{first}Forward(mb 1)\n{second}Backward(mb 1)\n"));
     assert_eq!(list(&program.ranks[1].forward), format!("{first}{second}"));
@@ -270,10 +270,10 @@ fn divided_params_are_gathered_for_each_computation() {
     };
     let backward = |mb| {
         format!(
-            "AllGather(backward of mb {mb}, bucket 0, 128 bytes over group 0)\n\
-             AllGather(backward of mb {mb}, bucket 1, 128 bytes over group 0)\n\
-             ReduceScatter(mb {mb}, bucket 0, 8 bytes over group 0)\n\
-             ReduceScatter(mb {mb}, bucket 1, 8 bytes over group 0)\n"
+            "ReduceScatter(mb {mb}, bucket 0, 8 bytes over group 0)\n\
+             ReduceScatter(mb {mb}, bucket 1, 8 bytes over group 0)\n\
+             AllGather(backward of mb {mb}, bucket 0, 128 bytes over group 0)\n\
+             AllGather(backward of mb {mb}, bucket 1, 128 bytes over group 0)\n"
         )
     };
     let with_rows = |mb| format!("{}Forward(mb {mb})\n{}Backward(mb {mb})\n", forward(mb), backward(mb));
