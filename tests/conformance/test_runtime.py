@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 import pyrannc
-from pyrannc.core.program import AllReduce, RankProgram, Send
+from pyrannc.core.program import AllGather, AllReduce, RankProgram, ReduceScatter, Send
 from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.seat import Seat
-from pyrannc.store import gradients
+from pyrannc.store import gathered, gradients
+from pyrannc.store.spread_sums import SpreadSums
 from tests.ranks import RankPool
-from tests.runtime.plans import cut_plan, graph_of, scheduled
+from tests.runtime.plans import cut_plan, divided, graph_of, scheduled
 
 Ranks = Callable[[int], RankPool]
 LIST = Path(__file__).with_name("programs.txt")
@@ -37,6 +38,7 @@ class Case:
     rows: tuple[int, ...]
     schedule: str
     call: str
+    divided: tuple[str, ...]
     told: tuple[str, ...]
 
     @property
@@ -45,16 +47,19 @@ class Case:
 
     def __str__(self) -> str:
         stages, rows = "+".join(map(str, self.replicas)), "+".join(map(str, self.rows))
-        return f"{self.model}-{stages}-{self.microbatches}mb-{rows}rows-{self.schedule}-{self.call}"
+        divided = "+".join(self.divided)
+        return f"{self.model}-{stages}-{self.microbatches}mb-{rows}rows-{self.schedule}-{self.call}-{divided}"
 
 
 def cases() -> list[Case]:
     found: list[Case] = []
     for block in LIST.read_text().split("\n\n", 1)[1].strip().splitlines():
         if block[:1].isalpha():
-            model, replicas, microbatches, rows, schedule, call = (part.strip() for part in block.split(","))
+            fields = [part.strip() for part in block.split(",")]
+            model, replicas, microbatches, rows, schedule, call = fields[:6]
             counts = [tuple(map(int, numbers.split())) for numbers in (replicas, rows)]
-            found.append(Case(model, counts[0], int(microbatches), counts[1], schedule, call, ()))
+            divided = tuple(fields[6].split()) if len(fields) > 6 else ("none",) * len(counts[0])
+            found.append(Case(model, counts[0], int(microbatches), counts[1], schedule, call, divided, ()))
         elif block:
             last = found.pop()
             found.append(Case(**{**vars(last), "told": (*last.told, block)}))
@@ -92,7 +97,9 @@ class Seen:
     order: list[str] = field(default_factory=list)
     held: int = 0
     sent: list[tuple[int, str, int, int]] = field(default_factory=list)
-    summed: list[tuple[int, int]] = field(default_factory=list)
+    summed: list[int] = field(default_factory=list)
+    scattered: list[tuple[int, int]] = field(default_factory=list)
+    gathered: list[int] = field(default_factory=list)
     under_way: int = 0
 
 
@@ -101,6 +108,7 @@ def watched(seen: Seen) -> Iterator[None]:
     """Notes what the runtime does inside."""
     forward, backward, seat_send = Seat.forward, Seat.backward, Seat.send
     send, start_sum = Channels.send, gradients.start_sum
+    scatter, gather_parts = SpreadSums.start, gathered.gather_parts
 
     def note_held(seat: Any) -> None:
         seen.program = seat._program
@@ -127,8 +135,16 @@ def watched(seen: Seen) -> Iterator[None]:
             seen.under_way = max(seen.under_way, len(channels._sends[peer]))
 
     def watch_sum(tensor: Tensor, group: Any) -> Any:
-        seen.summed.append((tensor.nbytes, torch.distributed.get_world_size(group)))
+        seen.summed.append(tensor.nbytes)
         return start_sum(tensor, group)
+
+    def watch_scatter(sums: Any, group: Any) -> None:
+        seen.scattered.append((sums._bucket.number, sums._bucket.numel * FLOAT_BYTES))
+        scatter(sums, group)
+
+    def watch_gather(whole: Tensor, parts: Any, ranks: Any, group: Any) -> Any:
+        seen.gathered.append(whole.nbytes)
+        return gather_parts(whole, parts, ranks, group)
 
     patch = pytest.MonkeyPatch()
     with patch.context() as inside:
@@ -137,6 +153,8 @@ def watched(seen: Seen) -> Iterator[None]:
         inside.setattr(Seat, "send", watch_message)
         inside.setattr(Channels, "send", watch_send)
         inside.setattr(gradients, "start_sum", watch_sum)
+        inside.setattr(SpreadSums, "start", watch_scatter)
+        inside.setattr(gathered, "gather_parts", watch_gather)
         yield
 
 
@@ -152,7 +170,7 @@ def run(case: Case, folder: str) -> list[str]:
     ranks = [list(range(end - count, end)) for end, count in zip(ends, case.replicas, strict=True)]
     cuts = [2 * stage for stage in range(1, len(case.replicas))]
     listed = [order.strip() for order in case.schedule.split("/")]
-    plan = cut_plan(graph, cuts, ranks, case.microbatches)
+    plan = divided(cut_plan(graph, cuts, ranks, case.microbatches), case.divided)
     scheduled(plan, listed if "F0" in case.schedule else case.schedule).write(file)
     wrapped = pyrannc.RaNNCModule(model, optimizer, load_deployment=file)
     seen = Seen()
@@ -169,10 +187,10 @@ def run(case: Case, folder: str) -> list[str]:
 
 def differences(case: Case, seen: Seen) -> list[str]:
     drawn, counts = case.told[pyrannc.get_rank()].split(": ", 1)[1].split(" | ")
-    held, sent, summed = (int(count.split()[0]) for count in counts.split(", "))
+    numbers = {count.split()[1]: int(count.split()[0]) for count in counts.split(", ")}
     program = seen.program
     if program is None:
-        return [] if held == 0 else [f"{case}: nothing was computed"]
+        return [] if numbers["held"] == 0 else [f"{case}: nothing was computed"]
     actions = [*program.forward, *program.backward]
     messages = [
         (
@@ -185,13 +203,19 @@ def differences(case: Case, seen: Seen) -> list[str]:
         if isinstance(action, Send)
     ]
     sums = [action.bytes for action in actions if isinstance(action, AllReduce)]
+    scattered = [(action.bucket, action.bytes) for action in actions if isinstance(action, ReduceScatter)]
+    gathers = [action.bytes for action in actions if isinstance(action, AllGather)]
     compared: dict[str, tuple[Any, Any]] = {
         "order": (seen.order, [cell for cell in drawn.split() if cell != "."]),
-        "held": (seen.held, held),
+        "held": (seen.held, numbers["held"]),
         "sent": (seen.sent, messages),
-        "number sent": (len(seen.sent), sent),
-        "summed": ([nbytes for nbytes, _ in seen.summed], sums),
-        "number summed": (len(seen.summed), summed),
+        "number sent": (len(seen.sent), numbers["sent"]),
+        "summed": (seen.summed, sums),
+        "number summed": (len(seen.summed), numbers["summed"]),
+        "scattered": (seen.scattered, scattered),
+        "number scattered": (len(seen.scattered), numbers.get("scattered", 0)),
+        "gathered": (seen.gathered, gathers),
+        "number gathered": (len(seen.gathered), numbers.get("gathered", 0)),
         "within the window": (seen.under_way <= 2, True),
     }
     rank = pyrannc.get_rank()

@@ -38,10 +38,14 @@ def scheduled(plan: Plan, schedule: str | list[str]) -> Plan:
     return Plan.from_json(sealed({**json.loads(plan.to_json()), "schedule": schedule}))
 
 
-def divided(plan: Plan, sharding: str) -> Plan:
-    """The same Plan, with what the Replicas of each Stage divide."""
+def divided(plan: Plan, sharding: str | Sequence[str]) -> Plan:
+    """The same Plan, with what the Replicas of each Stage divide; one Replica divides nothing."""
     form = json.loads(plan.to_json())
-    stages = [{**stage, "sharding": sharding if len(stage["ranks"]) > 1 else "none"} for stage in form["stages"]]
+    levels = [sharding] * len(form["stages"]) if isinstance(sharding, str) else sharding
+    stages = [
+        {**stage, "sharding": level if len(stage["ranks"]) > 1 else "none"}
+        for stage, level in zip(form["stages"], levels, strict=True)
+    ]
     return Plan.from_json(sealed({**form, "stages": stages}))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,13 +12,15 @@ from torch import Generator, Tensor, nn
 from torch.optim import SGD
 
 import pyrannc
-from pyrannc.job import process
+from pyrannc.job import agree, process
+from pyrannc.runtime.seat import Seat
 from tests.ranks import RankPool
 
 from .equivalence import Differences, double_precision, environment, local_slice
 from .loss_models import RECIPES, WIDTH, Arguments, Recipe
 
 STEPS = 2
+SLOW_S = 1.0
 PLANS = [
     # Stages, microbatches, rows of each rank, rows of all ranks count.
     (1, 2, (5, 2), True),
@@ -32,6 +36,39 @@ def test_losses_are_those_of_the_global_batch(ranks: Callable[[int], RankPool]) 
 
 def test_one_process_with_microbatches(ranks: Callable[[int], RankPool]) -> None:
     assert ranks(1).run(check_alone, timeout_s=200) == [[]]
+
+
+def test_the_loss_waits_for_no_backward_of_others(ranks: Callable[[int], RankPool]) -> None:
+    (first, _), (last, outcome) = ranks(2).run(time_calls)
+    assert outcome == "equal losses"
+    # The last Stage has handed on all gradients long before the first one has done what it does with them.
+    assert first - last > SLOW_S / 2
+
+
+def time_calls() -> tuple[float, str]:
+    """When the second call has come back on this rank, where the first Stage's last backward takes long."""
+    recipe, rows = RECIPES["mse_sum"], (4, 4)
+    with environment({"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "2"}):
+        model = recipe.make()
+        module = pyrannc.RaNNCModule(model, SGD(model.parameters(), lr=0.1))
+    backward = Seat.backward
+
+    def slow(seat: Seat, microbatch: int, *args: Any, **kwargs: Any) -> None:
+        backward(seat, microbatch, *args, **kwargs)
+        if microbatch == 1 and process.get_rank() == 0:
+            time.sleep(SLOW_S)
+
+    losses = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Seat, "backward", slow)
+        for step in range(2):
+            output = module(**_own(recipe.batch(8, Generator().manual_seed(step)), 8, rows, True))
+            ended = time.monotonic()
+            losses.append(output.item())
+            recipe.loss(output, {}).backward()
+    equal = agree.gather_objects(losses)
+    module.undeploy()
+    return ended, "equal losses" if equal[0] == equal[1] else str(equal)
 
 
 def check_all() -> list[str]:

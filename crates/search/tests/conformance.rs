@@ -8,8 +8,8 @@ use rannc_cost::Cluster;
 use rannc_ir::testing::GraphBuilder;
 use rannc_ir::{Analysis, Arg, DType, Dim, Graph, OpRun, ValueId};
 use rannc_plan::{
-    Action, Batch, BlockPlan, Buckets, Call, Partition, Placement, Plan, Program, Recompute, Schedule, Sharding,
-    StagePlan, StagePrediction, StepPrediction, Trained, build, check, grid, in_flight,
+    Action, Batch, BlockPlan, Buckets, Call, Placement, Plan, Program, Recompute, Schedule, Sharding, StagePlan,
+    StagePrediction, StepPrediction, Trained, build, check, grid, in_flight,
 };
 use rannc_search::{Blocks, PlanCosts, Settings};
 use rannc_sim::{Costs, Timeline, What, simulate};
@@ -17,6 +17,9 @@ use rannc_sim::{Costs, Timeline, What, simulate};
 const WIDTH: i64 = 256;
 /// How far an exact time may be from the simulator's where all rows are equal: tensors are priced in whole bytes there.
 const TOLERANCE: f64 = 1e-6;
+/// By how much it may be shorter where Replicas have fewer rows than the largest: where hosts are slower than their
+/// devices, fewer rows move time from backward to forward.
+const MOVED: f64 = 1e-5;
 
 /// A line of the list.
 #[derive(Debug)]
@@ -27,15 +30,18 @@ struct Case {
     rows: Vec<u64>,
     schedule: Schedule,
     call: Call,
+    /// By Stage.
+    sharding: Vec<Sharding>,
 }
 
 impl Case {
     fn parse(line: &str) -> Self {
         let fields: Vec<&str> = line.split(',').map(str::trim).collect();
-        let [model, replicas, microbatches, rows, schedule, call] = fields[..] else { panic!("six fields in {line}") };
+        let (fields, divided) = fields.split_at(6);
+        let [model, replicas, microbatches, rows, schedule, call] = fields else { panic!("six fields in {line}") };
         let named = |name: &str| serde_json::Value::from(name);
         Self {
-            model: model.to_owned(),
+            model: (*model).to_owned(),
             replicas: replicas.split(' ').map(|count| count.parse().expect("a count")).collect(),
             microbatches: microbatches.parse().expect("a count"),
             rows: rows.split(' ').map(|count| count.parse().expect("a count")).collect(),
@@ -46,6 +52,12 @@ impl Case {
                 None => serde_json::from_value(named(schedule)).expect("a schedule"),
             },
             call: serde_json::from_value(named(call)).expect("a call"),
+            sharding: match divided {
+                [] => vec![Sharding::None; replicas.split(' ').count()],
+                levels => {
+                    levels[0].split(' ').map(|level| serde_json::from_value(named(level)).expect("a level")).collect()
+                }
+            },
         }
     }
 
@@ -99,17 +111,18 @@ impl Case {
 
     /// The Plan, without expectations.
     fn plan(&self, graph: &Graph) -> Plan {
-        let blocks = Blocks::of(graph, &Analysis::new(graph), self.cuts().into_iter());
-        let hash = |ops: OpRun| {
-            let block = blocks.blocks.iter().find(|block| block.ops == ops).expect("each Stage is a Block");
-            blocks.hashes[block.kind as usize].clone()
+        let each_op = |stage: OpRun| (stage.first..stage.end).map(|first| OpRun { first, end: first + 1 });
+        let blocks = Blocks::of(graph, &Analysis::new(graph), self.cuts().into_iter().flat_map(each_op));
+        let block = |ops: OpRun| {
+            let block = blocks.blocks.iter().find(|block| block.ops == ops).expect("each op is a Block");
+            BlockPlan { ops, hash: blocks.hashes[block.kind as usize].clone(), recompute: Recompute::None }
         };
-        let stage = |(ranks, ops): (Vec<u32>, OpRun)| StagePlan {
+        let stage = |((ranks, ops), &sharding): ((Vec<u32>, OpRun), &Sharding)| StagePlan {
             ops,
             modules: vec!["net".to_owned()],
             ranks,
-            blocks: vec![BlockPlan { ops, hash: hash(ops), recompute: Recompute::None }],
-            sharding: Sharding::None,
+            blocks: each_op(ops).map(block).collect(),
+            sharding,
             offload: false,
             predicted: StagePrediction::default(),
         };
@@ -123,7 +136,7 @@ impl Case {
             batch_rows: self.rows.iter().sum(),
             microbatches: self.microbatches,
             schedule: self.schedule.clone(),
-            stages: self.ranks().into_iter().zip(self.cuts()).map(stage).collect(),
+            stages: self.ranks().into_iter().zip(self.cuts()).zip(&self.sharding).map(stage).collect(),
             predicted: StepPrediction::default(),
             checksum: String::new(),
         };
@@ -215,7 +228,13 @@ fn told(program: &Program) -> String {
             |is: fn(&Action) -> bool| own.forward.iter().chain(&own.backward).filter(|&action| is(action)).count();
         let messages = count(|action| matches!(action, Action::Send(_)));
         let sums = count(|action| matches!(action, Action::AllReduce { .. }));
-        writeln!(text, "{line} | {held} held, {messages} sent, {sums} summed").expect("a String takes any text");
+        let scattered = count(|action| matches!(action, Action::ReduceScatter { .. }));
+        let gathered = count(|action| matches!(action, Action::AllGather { .. }));
+        write!(text, "{line} | {held} held, {messages} sent, {sums} summed").expect("a String takes any text");
+        if program.buckets.iter().any(|bucket| bucket.sharding >= Sharding::Gradients) {
+            write!(text, ", {scattered} scattered, {gathered} gathered").expect("a String takes any text");
+        }
+        text += "\n";
     }
     text
 }
@@ -223,8 +242,8 @@ fn told(program: &Program) -> String {
 /// Runs a case through all that know it; returns what the machine tells of it.
 fn conform(case: &Case) -> String {
     let graph = case.graph();
-    let partition = Partition::new(&graph, &case.cuts()).expect("the cuts are allowed");
     let plan = case.plan(&graph);
+    let partition = plan.partition(&graph).expect("the cuts are allowed");
     let placement: Placement = plan.placement();
     let buckets = Buckets::of(&graph, &partition, &placement, &Trained::captured(&graph));
     let batch = Batch { rows_per_rank: case.rows.clone(), gather_inputs: true };
@@ -245,8 +264,8 @@ fn conform(case: &Case) -> String {
         let exact_us = costs.predicted().expect("figures").predicted.step_us;
         let simulated_us = simulate(&program, &costs).expect("checked programs run").step_us;
         let error = exact_us / simulated_us - 1.0;
-        let largest = if case.has_equal_rows() { TOLERANCE } else { f64::INFINITY };
-        assert!((-TOLERANCE..=largest).contains(&error), "{case:?}: {exact_us} {simulated_us}");
+        let allowed = if case.has_equal_rows() { -TOLERANCE..=TOLERANCE } else { -MOVED..=f64::INFINITY };
+        assert!(allowed.contains(&error), "{case:?}: {exact_us} {simulated_us}");
     }
     told
 }

@@ -5,17 +5,16 @@ mod encoder;
 use encoder::encoder;
 use proptest::prelude::*;
 use rannc_cost::Cluster;
-use rannc_ir::{Graph, OpRun};
-use rannc_plan::{Batch, Buckets, Interval, Partition, Plan, Trained, build, split_even};
-use rannc_search::{PlanCosts, SearchError, Settings};
+use rannc_ir::Graph;
+use rannc_plan::{Batch, Buckets, Interval, Plan, Sharding, Trained, build, split_even};
+use rannc_search::{PlanCosts, Savers, SearchError, Settings};
 use rannc_sim::{Timeline, simulate};
 
 /// How far a prediction may be from the simulated step.
 const TOLERANCE: f64 = 0.001;
 
 fn simulated(graph: &Graph, cluster: &Cluster, settings: &Settings, plan: &Plan) -> Timeline {
-    let cuts: Vec<OpRun> = plan.stages.iter().map(|stage| stage.ops).collect();
-    let partition = Partition::new(graph, &cuts).expect("the search cuts where it may");
+    let partition = plan.partition(graph).expect("the search cuts where it may");
     let rows_per_rank = split_even(plan.batch_rows, plan.world_size as usize).into_iter().map(Interval::rows).collect();
     let batch = Batch { rows_per_rank, gather_inputs: true };
     let costs = PlanCosts::new(graph, cluster, &[], settings, plan).expect("its own plan");
@@ -38,6 +37,8 @@ struct Case {
     nodes: u32,
     /// Of links inside a node; those between nodes have a quarter. `None` for the device's own.
     bytes_per_s: Option<f64>,
+    /// What several Replicas divide.
+    sharding: Sharding,
 }
 
 impl Case {
@@ -61,6 +62,7 @@ impl Case {
             replicas: Some(self.replicas.clone()),
             microbatches: Some(self.microbatches),
             loss_inside: self.loss_inside,
+            savers: Savers { sharding: self.sharding, least_sharding: self.sharding, ..Savers::default() },
             ..Settings::default()
         }
     }
@@ -71,16 +73,21 @@ impl Case {
 fn cases() -> impl Strategy<Value = Case> {
     let batch = (prop::collection::vec(1..5_u32, 1..9), 0..4_u32, any::<bool>(), 1..3_u64);
     let links = (1..3_u32, prop::option::of((9.0..10.5_f64).prop_map(|exponent| 10.0_f64.powf(exponent))));
-    (8..16_u32, batch, prop::sample::select(vec!["H200", "A100-40G", "V100-32G"]), links).prop_map(
-        |(layers, (replicas, doublings, loss_inside, rows), device, (nodes, bytes_per_s))| Case {
+    let none = vec![Sharding::None; 3];
+    let levels = [none, vec![Sharding::Optimizer, Sharding::Gradients, Sharding::Params]].concat();
+    let devices = prop::sample::select(vec!["H200", "A100-40G", "V100-32G"]);
+    (8..16_u32, batch, devices, links, prop::sample::select(levels)).prop_map(
+        |(layers, (replicas, doublings, loss_inside, rows), device, (nodes, bytes_per_s), sharding)| Case {
             layers,
-            replicas,
             microbatches: 4 << doublings,
             loss_inside,
             rows,
             device,
             nodes,
             bytes_per_s,
+            // One Replica alone has nobody to divide with.
+            sharding: if replicas.iter().all(|&count| count == 1) { Sharding::None } else { sharding },
+            replicas,
         },
     )
 }
@@ -118,7 +125,7 @@ proptest! {
     /// One Replica for each Stage, so that all rows of a microbatch are on it.
     #[test]
     fn uneven_rows_agree_with_the_simulator(case in cases(), more_rows in 1..200_u64) {
-        let case = Case { replicas: vec![1; case.replicas.len()], ..case };
+        let case = Case { replicas: vec![1; case.replicas.len()], sharding: Sharding::None, ..case };
         let even = case.settings();
         let settings = Settings { batch_rows: even.batch_rows / 12 + more_rows, ..even };
         let (graph, cluster) = (encoder(case.layers, 1024, 256, 8000), case.cluster());

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 
 from pyrannc.job import process
-from pyrannc.job.exchange import Group
+from pyrannc.job.exchange import Group, sum_over_ranks
 
 
 class Groups:
@@ -31,5 +32,24 @@ class Groups:
     def close(self) -> None:
         """Destroys the communicators."""
         for group in self._made.values():
-            if group is not None:
-                dist.destroy_process_group(group)
+            close(group)
+
+
+def beside_all(device: torch.device) -> Group:
+    """One more process group of all ranks, ready for messages of few numbers while others are under way."""
+    if device.type != "cuda":
+        on_host: Group = dist.new_group(backend="gloo")
+        return on_host
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = 1
+    made: Group = dist.new_group(backend="nccl", pg_options=options)
+    # NCCL connects at first use, which must not be inside a step.
+    sum_over_ranks(torch.zeros(1, device=device), made)
+    torch.cuda.synchronize(device)
+    return made
+
+
+def close(group: Group | None) -> None:
+    """Destroys a communicator, if it is one."""
+    if group is not None:
+        dist.destroy_process_group(group)

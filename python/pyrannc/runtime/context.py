@@ -12,6 +12,7 @@ from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts
+from pyrannc.job.exchange import Group
 from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.position import ActionRecord
 from pyrannc.runtime.prologue import PrologueCode
@@ -35,6 +36,7 @@ class StageContext:
         stage_params: first names of the Stage's parameters.
         buffers: the Stage's buffers and constants by Value id.
         stage_of: the Stage of each rank.
+        totals: over which outputs without rows are summed, beside all other messages; without it after them.
         rehearsed: programs whose kernels have been loaded, by ``id``.
     """
 
@@ -56,6 +58,7 @@ class StageContext:
     record: ActionRecord
     timing: Timing
     device: torch.device
+    totals: Group | None
     rehearsed: set[int] = field(default_factory=set)
 
     @property

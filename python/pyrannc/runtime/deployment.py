@@ -20,7 +20,7 @@ from pyrannc.core.program import RankProgram
 from pyrannc.errors import PlanError
 from pyrannc.job import agree, process
 from pyrannc.runtime.channels import Channels
-from pyrannc.runtime.collectives import Groups
+from pyrannc.runtime.collectives import Groups, beside_all, close
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.position import ActionRecord
 from pyrannc.runtime.precision import precision
@@ -88,6 +88,8 @@ class Deployment:
         self._groups, self._gathering_groups = Groups(), Groups(apart=True)
         self.gradients = self._make_gradients(variant)
         self._channels = Channels(device)
+        # Ranks of one Stage wait for each other's gradients anyway.
+        self._totals = beside_all(device) if len(stages) > 1 else None
         self._randomness = Randomness(device, fused_dropout=fused_dropout)
         self._record = ActionRecord(watchdog, [_title(number, stage) for number, stage in enumerate(stages)])
         self.timing = Timing(device)
@@ -249,6 +251,7 @@ class Deployment:
             record=self._record,
             timing=self.timing,
             device=self.device,
+            totals=self._totals,
         )
 
     def _make_tail(self, variant: Variant) -> TailCode | None:
@@ -305,6 +308,7 @@ class Deployment:
         self._channels.close()
         self._groups.close()
         self._gathering_groups.close()
+        close(self._totals)
 
 
 def _names_in_tail(variant: Variant) -> list[str]:

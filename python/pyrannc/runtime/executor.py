@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pyrannc.core.program import Action, AllGather, AllReduce, Backward, Forward, Recv, ReduceScatter, Send
 from pyrannc.runtime.context import StageContext
@@ -37,6 +37,7 @@ class Executor:
         first_record: int = 0,
         keep_graph: bool = False,
         reduce: bool = True,
+        when_forward: Callable[[], None] | None = None,
     ) -> None:
         """Runs Actions in order.
 
@@ -46,10 +47,15 @@ class Executor:
             first_record: place of the first Action in the record.
             keep_graph: backwards leave the autograd graph alive.
             reduce: sum gradients over ranks, but for what is summed in parts, which always is.
+            when_forward: what to do once all forwards have been done and their Values are on their way; where no other
+                ranks wait for messages of this kind, at the end.
         """
         gradients = self._context.gradients
         last_backward = max((i for i, action in enumerate(actions) if isinstance(action, Backward)), default=-1)
+        forwards_end = self._forwards_end(actions)
         for index, action in enumerate(actions):
+            if when_forward is not None and index == forwards_end:
+                when_forward()
             self._context.record.enter(first_record + index)
             if isinstance(action, Forward):
                 self._seat.forward(action.microbatch)
@@ -74,8 +80,19 @@ class Executor:
         if current is not None:
             gradients.finish(current)
         self._context.channels.finish()
+        if when_forward is not None and forwards_end >= len(actions):
+            when_forward()
         if current is not None and self._marks is not None:
             self._marks.finish()
+
+    def _forwards_end(self, actions: Sequence[Action]) -> int:
+        """The place behind the last forward and what it sends. Messages without a group of their own come last."""
+        if self._context.totals is None:
+            return len(actions)
+        end = max((place for place, action in enumerate(actions, 1) if isinstance(action, Forward)), default=0)
+        while end < len(actions) and isinstance(actions[end], Send):
+            end += 1
+        return end
 
     def _gather(self, action: AllGather) -> None:
         """Where there is something to compute, its Spans gather what they need, one after another."""

@@ -11,7 +11,7 @@ from pyrannc.call.whole_batch import BatchRows
 from pyrannc.core.graph import ValueFacts
 from pyrannc.core.partition import RowDim
 from pyrannc.job import process
-from pyrannc.job.exchange import give_to_others, sum_over_ranks
+from pyrannc.job.exchange import Group, Work, as_sent, give_to_others, start_sum, sum_over_ranks
 from pyrannc.runtime.rows import take_rows
 
 
@@ -62,30 +62,54 @@ class Joiner:
             totals: what to reduce, by Value.
             parts: made on this rank: Value, contents and weight.
         """
-        kinds = {value: _of_sums(facts.dtype) for value, facts in totals.items()}
-        sums = {
-            value: torch.zeros(facts.shape_at(0), dtype=kinds[value], device=self._device)
-            for value, facts in totals.items()
+        started = Reductions(totals, parts, self._device)
+        started.send(None)
+        return started.finish()
+
+
+class Reductions:
+    """Reductions of the global batch on their way.
+
+    Args:
+        totals: what to reduce, by Value.
+        parts: made on this rank: Value, contents and weight.
+        device: this rank's.
+    """
+
+    def __init__(
+        self, totals: Mapping[int, ValueFacts], parts: Iterable[tuple[int, Tensor, float]], device: torch.device
+    ) -> None:
+        self._types = {value: facts.dtype for value, facts in totals.items()}
+        kinds = {value: _of_sums(dtype) for value, dtype in self._types.items()}
+        self._sums = {
+            value: torch.zeros(facts.shape_at(0), dtype=kinds[value], device=device) for value, facts in totals.items()
         }
         for value, tensor, weight in parts:
-            sums[value].add_(tensor.detach().to(kinds[value]), alpha=weight)
-        self._sum_packed(sums)
-        return {
-            value: (total if _is_exact(totals[value].dtype) else total.round()).to(totals[value].dtype)
-            for value, total in sums.items()
-        }
+            self._sums[value].add_(tensor.detach().to(kinds[value]), alpha=weight)
+        self._messages = [self._packed(dtype) for dtype in dict.fromkeys(kinds.values())]
+        self._works: list[Work] = []
 
-    @staticmethod
-    def _sum_packed(sums: Mapping[int, Tensor]) -> None:
-        """Sums over ranks, in one message for each type."""
-        if process.get_world_size() == 1:
-            return
-        for dtype in dict.fromkeys(tensor.dtype for tensor in sums.values()):
-            tensors = [tensor for tensor in sums.values() if tensor.dtype == dtype]
-            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            sum_over_ranks(torch.view_as_real(flat) if flat.is_complex() else flat)
-            for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+    def _packed(self, dtype: torch.dtype) -> Tensor:
+        return torch.cat([tensor.reshape(-1) for tensor in self._sums.values() if tensor.dtype == dtype])
+
+    def send(self, group: Group | None) -> None:
+        """Starts to sum over the ranks of a group, or of all: one message for each type. All ranks call it."""
+        if process.get_world_size() > 1:
+            members = process.world() if group is None else group
+            self._works = [start_sum(as_sent(message), members) for message in self._messages]
+
+    def finish(self) -> dict[int, Tensor]:
+        """What was reduced, by Value, once it is there (on a GPU: for what comes later on the stream)."""
+        for work in self._works:
+            work.wait()
+        for message in self._messages:
+            tensors = [tensor for tensor in self._sums.values() if tensor.dtype == message.dtype]
+            for tensor, part in zip(tensors, torch.split(message, [t.numel() for t in tensors]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
+        return {
+            value: (total if _is_exact(self._types[value]) else total.round()).to(self._types[value])
+            for value, total in self._sums.items()
+        }
 
 
 def _of_sums(dtype: torch.dtype) -> torch.dtype:

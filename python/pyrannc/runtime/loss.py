@@ -19,7 +19,7 @@ from pyrannc.core.tail import Join
 from pyrannc.errors import RaNNCError
 from pyrannc.job import process
 from pyrannc.job.exchange import sum_over_ranks
-from pyrannc.runtime.join import Joiner
+from pyrannc.runtime.join import Reductions
 from pyrannc.runtime.rows import take_rows
 
 
@@ -56,8 +56,8 @@ class Weights:
     def _of_part(self, microbatch: int, value: int) -> float:
         return 1.0 if self._joins.get(value) == "sum" else self.share(microbatch)
 
-    def totals(self, outputs: Mapping[tuple[int, int], Tensor], joiner: Joiner) -> dict[int, Tensor]:
-        """Outputs without rows, of the global batch. All ranks call it.
+    def totals(self, outputs: Mapping[tuple[int, int], Tensor]) -> Reductions:
+        """Outputs without rows, of the global batch: to be sent.
 
         Args:
             outputs: made on this rank, by microbatch and Value.
@@ -68,7 +68,7 @@ class Weights:
             for (microbatch, value), tensor in outputs.items()
             if value in facts
         ]
-        return joiner.reductions(facts, parts)
+        return Reductions(facts, parts, self._device)
 
     # With the loss inside of the call
 

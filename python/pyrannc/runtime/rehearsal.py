@@ -18,6 +18,7 @@ from pyrannc.core.program import AllGather, Message, RankProgram, ReduceScatter
 from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.executor import Executor
+from pyrannc.runtime.loss import Weights
 from pyrannc.runtime.seat import Seat
 
 
@@ -27,18 +28,23 @@ def is_needed(context: StageContext, program: RankProgram) -> bool:
     return context.device.type == "cuda" and any(isinstance(action, Message) for action in actions)
 
 
-def rehearse_once(context: StageContext, program: RankProgram, inputs: Mapping[tuple[int, int], Tensor]) -> None:
+def rehearse_once(
+    context: StageContext, program: RankProgram, inputs: Mapping[tuple[int, int], Tensor], weights: Weights
+) -> None:
     """Computes what a program does, with zeros for what other ranks would send; only kernels remain of it.
 
     Args:
         inputs: the Stage's inputs by microbatch and Value.
+        weights: of the outputs.
     """
     if id(program) not in context.rehearsed and is_needed(context, program):
-        _rehearse(context, program, inputs)
+        _rehearse(context, program, inputs, weights)
         context.rehearsed.add(id(program))
 
 
-def _rehearse(context: StageContext, program: RankProgram, inputs: Mapping[tuple[int, int], Tensor]) -> None:
+def _rehearse(
+    context: StageContext, program: RankProgram, inputs: Mapping[tuple[int, int], Tensor], weights: Weights
+) -> None:
     buffers = {value: tensor.clone() for value, tensor in context.buffers.items()}
     alone = replace(context, channels=_NoChannels(context.device), buffers=buffers)
     seat = Seat(alone, program, inputs, None)
@@ -56,6 +62,7 @@ def _rehearse(context: StageContext, program: RankProgram, inputs: Mapping[tuple
     ]
     with nullcontext() if context.code.watch is None else context.code.watch.alone():
         executor.run(actions, current, seed, reduce=False)
+    weights.totals(seat.outputs).finish()
     seat.release()
 
 

@@ -25,7 +25,7 @@ from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.executor import Executor
 from pyrannc.runtime.givers import Giving, giving_weights
 from pyrannc.runtime.handover import hand_over, no_view
-from pyrannc.runtime.join import Joiner
+from pyrannc.runtime.join import Joiner, Reductions
 from pyrannc.runtime.loss import Weights, scale_of
 from pyrannc.runtime.seat import Seat
 from pyrannc.runtime.tail import TailStep
@@ -105,17 +105,23 @@ class Step:
         with context.record.step(program), self._generator():
             own = self._batch.bring_inputs(self._inputs)
             context.gradients.working.refresh(context.copied.values())
-            rehearsal.rehearse_once(context, program, own)
+            rehearsal.rehearse_once(context, program, own, self._weights)
             self._seat = Seat(context, program, own, marks)
             self._executor = Executor(context, self._seat, marks)
             self._tail = self._begin_tail()
             self._inside = self._gradients_inside()
             if program.call == "whole":
                 self._current = context.gradients.begin(context.copies)
-            self._executor.run(program.forward, self._current, self._seed_inside, reduce=options.reduce)
+            sent: list[Reductions] = []
+            self._executor.run(
+                program.forward,
+                self._current,
+                self._seed_inside,
+                reduce=options.reduce,
+                when_forward=lambda: sent.append(self._send_totals()),
+            )
             context.record.enter_outputs(program)
-            totals = self._weights.totals(self._seat.outputs, self._joiner)
-            made = self._batch.bring_outputs(self._seat.outputs, totals)
+            made = self._batch.bring_outputs(self._seat.outputs, sent.pop().finish())
             self._shapes = [(tensor.shape, tensor.dtype) for tensor in made]
             self._values = self._run_tail(made)
             if program.call == "whole":
@@ -125,6 +131,12 @@ class Step:
     def _generator(self) -> Any:
         context = self._context
         return context.randomness.borrowed() if context.seeds_generator else nullcontext()
+
+    def _send_totals(self) -> Reductions:
+        """Starts to sum outputs without rows over the ranks, of which none waits before it needs them."""
+        totals = self._weights.totals(self._seat.outputs)
+        totals.send(self._context.totals)
+        return totals
 
     def _begin_tail(self) -> TailStep | None:
         context = self._context

@@ -2,7 +2,8 @@
 //! every Replica as on the largest.
 
 use rannc_plan::{
-    Call, Clock, Compute, Order, Payload, Schedule, Script, ScriptWriter, Slot, Step, Task, depths, run, with_messages,
+    Call, Clock, Compute, Joint, Lane, Order, Payload, Schedule, Script, ScriptWriter, Sharding, Slot, Step, Task,
+    depths, run, with_messages,
 };
 
 use super::links::ReplicaLink;
@@ -25,16 +26,18 @@ impl StepModel {
         let mut prices =
             Prices { step: self, stages, stage_of: &stage_of, messages_us: Vec::new(), sums_us: Vec::new() };
         let lines = connect(&mut writer, &mut prices, links);
-        let sums = gather(&mut writer, &mut prices, tied);
+        let together = Together::of_stages(&mut writer, &mut prices, tied);
         let microbatches = u32::try_from(self.microbatches).expect("as many as fit into a plan");
         let depths = depths(stages.len(), links.iter().map(|link| (stage_of[link.from], stage_of[link.to])));
         let order = |stage: usize| schedule.order(stage, depths[stage], microbatches);
         let orders: Vec<Order> = (0..stages.len()).map(order).collect();
         for ((rank, line), &stage) in (0..).zip(&lines).zip(&stage_of) {
-            with_messages(orders[stage].0.iter().copied(), |step| line.write(&mut writer, rank, step));
-            for &(_, sum) in sums.iter().filter(|(members, _)| members.contains(&stage)) {
-                writer.add(rank, Task::Sum { sum });
-            }
+            let mut has_sums = false;
+            with_messages(orders[stage].0.iter().copied(), |step| match step {
+                Step::Compute(compute) => together[stage].write(&mut writer, rank, compute, &mut has_sums),
+                Step::Receive(_) | Step::Send(_) => line.write(&mut writer, step),
+            });
+            together[stage].last.iter().for_each(|&sum| writer.add(rank, Task::Sum { sum }));
             writer.add(rank, Task::Settle);
             writer.add(rank, Task::Update);
         }
@@ -93,7 +96,7 @@ struct Line {
 }
 
 impl Line {
-    fn write(&self, writer: &mut ScriptWriter, rank: u32, step: Step) {
+    fn write(&self, writer: &mut ScriptWriter, step: Step) {
         match step {
             Step::Receive(Compute::Forward(mb)) => {
                 self.values_in.iter().for_each(|&channel| writer.receive(channel, Payload::Value, mb));
@@ -101,7 +104,7 @@ impl Line {
             Step::Receive(Compute::Backward(mb)) => {
                 self.grads_in.iter().for_each(|&channel| writer.receive(channel, Payload::Grad, mb));
             }
-            Step::Compute(compute) => writer.compute(rank, compute),
+            Step::Compute(_) => {}
             Step::Send(Compute::Forward(_)) => {
                 self.values_out.iter().for_each(|&channel| writer.send(channel, Payload::Value));
             }
@@ -130,16 +133,65 @@ fn connect(writer: &mut ScriptWriter, prices: &mut Prices<'_>, links: &[ReplicaL
     lines
 }
 
-/// Makes the sums: what every Stage's own adds after its last backward, then the tied ones. Returns the Stages of each.
-fn gather(writer: &mut ScriptWriter, prices: &mut Prices<'_>, tied: &[TiedSum]) -> Vec<(Vec<usize>, u32)> {
-    let own = prices.stages.iter().enumerate().map(|(stage, priced)| (vec![stage], priced.end.reduce_us));
-    let tied = tied.iter().map(|sum| (sum.stages.clone(), sum.us));
-    let mut sums = Vec::new();
-    for (stages, us) in own.chain(tied).collect::<Vec<_>>() {
-        sums.push((stages.clone(), writer.sum(prices.ranks_of(&stages))));
-        prices.sums_us.push(us);
+/// What the Replicas of a Stage do together.
+#[derive(Default)]
+struct Together {
+    /// By microbatch, what they gather for its forward and for its backward, where they divide parameters.
+    gathers: Vec<[u32; 2]>,
+    /// By microbatch, the sum of its gradients, where they divide these.
+    each: Vec<u32>,
+    /// Behind all backwards: the sum of its own gradients, where they are whole, and the tied ones.
+    last: Vec<u32>,
+}
+
+impl Together {
+    /// By Stage, with the tied sums behind every Stage's own.
+    fn of_stages(writer: &mut ScriptWriter, prices: &mut Prices<'_>, tied: &[TiedSum]) -> Vec<Self> {
+        let mut stages: Vec<Self> = Vec::new();
+        for (stage, priced) in prices.stages.iter().enumerate() {
+            let members = prices.ranks_of(&[stage]);
+            let mut joint = |lane: Lane, us: f64| {
+                prices.sums_us.push(us);
+                writer.joint(Joint { members: members.clone(), lane })
+            };
+            let microbatches = 0..prices.step.microbatches;
+            let mut own = Self::default();
+            if priced.end.divides == Sharding::Params {
+                // The passes are priced with what they hide, and with what they do not: here Replicas only meet.
+                own.gathers =
+                    microbatches.clone().map(|_| [joint(Lane::Gathers, 0.0), joint(Lane::Gathers, 0.0)]).collect();
+            }
+            if priced.end.divides >= Sharding::Gradients {
+                own.each = microbatches.map(|_| joint(Lane::Sums, priced.end.reduce_us)).collect();
+            } else {
+                own.last.push(joint(Lane::Sums, priced.end.reduce_us));
+            }
+            stages.push(own);
+        }
+        for sum in tied {
+            let number = writer.sum(prices.ranks_of(&sum.stages));
+            prices.sums_us.push(sum.us);
+            sum.stages.iter().for_each(|&stage| stages[stage].last.push(number));
+        }
+        stages
     }
-    sums
+
+    /// A computation of a Replica, which before a backward waits for the sums that it has begun.
+    fn write(&self, writer: &mut ScriptWriter, rank: u32, compute: Compute, has_sums: &mut bool) {
+        let (microbatch, pass) = (compute.microbatch() as usize, usize::from(matches!(compute, Compute::Backward(_))));
+        if let Some(gathers) = self.gathers.get(microbatch) {
+            writer.add(rank, Task::Sum { sum: gathers[pass] });
+            writer.add(rank, Task::Await { lane: Lane::Gathers });
+        }
+        let sum = self.each.get(microbatch).filter(|_| pass == 1);
+        if sum.is_some() && std::mem::replace(has_sums, true) {
+            writer.add(rank, Task::Await { lane: Lane::Sums });
+        }
+        writer.compute(rank, compute);
+        if let Some(&sum) = sum {
+            writer.add(rank, Task::Sum { sum });
+        }
+    }
 }
 
 fn number(place: usize) -> u32 {

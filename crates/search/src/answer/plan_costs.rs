@@ -257,12 +257,12 @@ impl Costs for PlanCosts<'_> {
     }
 
     fn reduce_scatter_us(&self, stage: u32, bytes: u64) -> f64 {
-        // Backwards of Stages that divide gradients are priced with what they hide.
+        // Backwards of Stages that divide gradients are priced with what they hide, here is the rest.
         self.reduce_us(stage, bytes)
     }
 
     fn gather_us(&self, _: u32, _: u64) -> f64 {
-        // Passes of Stages that divide parameters are priced with what they hide.
+        // Passes of Stages that divide parameters are priced with all of it, here ranks only meet.
         0.0
     }
 

@@ -12,10 +12,13 @@ use super::sharding::Collectives;
 use super::step::PassCost;
 use crate::chain::IntervalSums;
 
-/// What a Stage does once a step.
+/// What a Stage does at the end of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct End {
+    /// What its Replicas divide of its own parameters.
+    pub(crate) divides: Sharding,
     /// Reduction of the gradients of its own parameters that the backward does not hide, and what it costs the backward.
+    /// Where gradients are divided, behind the backward of every microbatch.
     pub(crate) reduce_us: f64,
     /// At least this for those that other Stages hold too, after all backwards.
     pub(crate) tied_us: f64,
@@ -56,7 +59,9 @@ impl Pricing<'_> {
         } else {
             0.0
         };
+        let has_own = bytes(&self.chain.own.message_bytes) > 0.0;
         End {
+            divides: if has_own { sharding } else { Sharding::None },
             reduce_us,
             tied_us: cluster.all_reduce_us(TWO, tied_bytes),
             update_us: gather_us + self.update_us(run, at, Saver { sharding, ..saver }),

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use rannc_plan::Sharding;
+use rannc_plan::{BUCKET_BYTES, Sharding};
 
 use super::at::{At, Pricing};
 use super::place::Place;
@@ -13,7 +13,7 @@ use super::step::PassCost;
 pub(super) struct Collectives {
     /// Sums all gradients of its own parameters.
     pub(super) reduction_us: f64,
-    /// The last of these sums, which waits for the end of a backward.
+    /// The last of these sums, which nothing of a backward hides.
     pub(super) last_us: f64,
     /// True when each microbatch's gradients are summed beside its backward.
     pub(super) each_microbatch: bool,
@@ -63,16 +63,18 @@ impl Pricing<'_> {
         }
     }
 
-    /// Adds to forward and backward what happens beside them for every microbatch.
+    /// Adds to forward and backward what happens beside them for every microbatch: all but its last sum, which starts
+    /// when the backward has ended.
     pub(super) fn share_out(&self, run: &Range<usize>, at: &At<'_>, sharding: Sharding, passes: &mut [PassCost]) {
         let sharding = at.place.divides(sharding);
         if sharding < Sharding::Gradients {
             return;
         }
-        let Collectives { reduction_us, each_microbatch, .. } = self.collectives(run, at, sharding, 0.0);
+        let Collectives { reduction_us, last_us, each_microbatch } =
+            self.collectives(run, at, sharding, BUCKET_BYTES as f64);
         let (first_us, others_us) = if sharding == Sharding::Params { self.gathers_us(run, at) } else { (0.0, 0.0) };
         let slowdown = self.collective_slowdown(at.place);
-        let sums_us = if each_microbatch { reduction_us } else { 0.0 };
+        let sums_us = if each_microbatch { (reduction_us - last_us).max(0.0) } else { 0.0 };
         for pass in passes {
             pass.forward_us = first_us + beside(pass.forward_us, others_us, slowdown);
             pass.backward_us = first_us + beside(pass.backward_us, others_us + sums_us, slowdown);

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use rannc_plan::{PassPrediction, StagePrediction};
+use rannc_plan::{PassPrediction, Sharding, StagePrediction};
 
 use super::at::{At, Pricing};
 use super::end::End;
@@ -93,7 +93,7 @@ impl Pricing<'_> {
     pub(crate) fn plain_cost(&self, run: &Range<usize>, at: &At<'_>) -> StageCost {
         let smaller = self.pass(run, at, SMALLER);
         let larger = if at.rows[LARGER] == at.rows[SMALLER] { smaller } else { self.pass(run, at, LARGER) };
-        StageCost { larger, smaller, end_us: 0.0 }
+        StageCost { larger, smaller, ..StageCost::default() }
     }
 
     /// A microbatch of some size on a Stage that computes nothing again.
@@ -129,7 +129,8 @@ impl Pricing<'_> {
         self.share_out(run, at, saver.sharding, &mut passes);
         let [larger, smaller] = passes;
         let end = self.end(run, at, saver, &smaller);
-        let cost = StageCost { larger, smaller, end_us: end.us() };
+        let wait_us = if end.divides >= Sharding::Gradients { end.reduce_us } else { 0.0 };
+        let cost = StageCost { larger, smaller, wait_us, end_us: end.us() };
         Priced { cost, between: smaller, end, memory }
     }
 }

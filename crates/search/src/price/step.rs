@@ -77,6 +77,8 @@ pub(crate) struct StageCost {
     pub(crate) larger: PassCost,
     /// For the last one.
     pub(crate) smaller: PassCost,
+    /// Before another backward, for the sums of the one before it.
+    pub(crate) wait_us: f64,
     /// Gradient reduction that the backward does not hide, and the optimizer.
     pub(crate) end_us: f64,
 }
@@ -89,7 +91,10 @@ impl StageCost {
 
     /// True when no part of it takes more than that of another one.
     pub(crate) fn is_within(&self, other: &Self) -> bool {
-        self.larger.is_within(&other.larger) && self.smaller.is_within(&other.smaller) && self.end_us <= other.end_us
+        self.larger.is_within(&other.larger)
+            && self.smaller.is_within(&other.smaller)
+            && self.wait_us <= other.wait_us
+            && self.end_us <= other.end_us
     }
 
     /// What the way of a microbatch through earlier Stages surely adds to the paths through this one.
@@ -276,7 +281,7 @@ impl StepModel {
     }
 
     fn prepend_1f1b(&self, later: StepTime, stage: &StageCost, later_stages: usize) -> StepTime {
-        let StageCost { larger, smaller, end_us } = stage;
+        let StageCost { larger, smaller, wait_us, end_us } = stage;
         let values = Transfer::new(larger.out_us, smaller.out_us, later.in_us);
         let grads = Transfer::new(larger.out_grad_us, smaller.out_grad_us, later.in_grad_us);
         let paths = if values.smaller_us > 0.0 { later.paths_us.into() } else { Alternating::default() };
@@ -286,6 +291,10 @@ impl StepModel {
         let mut own_us = self.own_us(stage, grads, round_us, later_stages as u64);
         if self.counts[LARGER] > 0 {
             own_us = own_us.max(self.uneven_us(stage, grads, [first_round_us, round_us], later_stages));
+        }
+        if *wait_us > 0.0 {
+            let backwards_us = self.sum_us(larger.backward_us, smaller.backward_us);
+            own_us = own_us.max(larger.forward_us + backwards_us + (self.microbatches - 1) as f64 * wait_us);
         }
         // The first microbatch goes forward through the Stage, and the last one back.
         let span_us =
@@ -367,7 +376,7 @@ impl StepModel {
     }
 
     fn prepend_fill_drain(&self, later: StepTime, stage: &StageCost) -> StepTime {
-        let StageCost { larger, smaller, end_us: own_end_us } = stage;
+        let StageCost { larger, smaller, wait_us, end_us: own_end_us } = stage;
         let values = Transfer::new(larger.out_us, smaller.out_us, later.in_us);
         let grads = Transfer::new(larger.out_grad_us, smaller.out_grad_us, later.in_grad_us);
         let paths = if values.smaller_us > 0.0 { later.paths_us.into() } else { Drained::default() };
@@ -382,7 +391,7 @@ impl StepModel {
         let all_us = self.sum_us(grads.larger_us, grads.smaller_us);
         let backwards_us = (backwards_us + grads.smaller_us).max(first_backward_us + all_us);
         let first_backward_us = first_backward_us + grads.larger_us;
-        let all_us = self.sum_us(larger.backward_us, smaller.backward_us);
+        let all_us = self.sum_us(larger.backward_us, smaller.backward_us) + (self.microbatches - 1) as f64 * wait_us;
         let backwards_us = (backwards_us + smaller.backward_us).max(first_backward_us + all_us);
         let first_backward_us = first_backward_us + larger.backward_us;
         let end_us = end_us.max(backwards_us + own_end_us);

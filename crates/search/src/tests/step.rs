@@ -1,7 +1,7 @@
 //! The formula of a step against the longest path through it.
 
 use proptest::prelude::*;
-use rannc_plan::ScheduleKind;
+use rannc_plan::{ScheduleKind, Sharding};
 
 use crate::answer::links::ReplicaLink;
 use crate::price::StageMemory;
@@ -19,7 +19,11 @@ fn path_us(model: &StepModel, stages: &[StageCost]) -> f64 {
         cost,
         // As small as the formula takes it to be.
         between: cost.smaller,
-        end: End { reduce_us: cost.end_us, ..End::default() },
+        end: End {
+            divides: if cost.wait_us > 0.0 { Sharding::Gradients } else { Sharding::None },
+            reduce_us: cost.end_us,
+            ..End::default()
+        },
         memory: StageMemory::default(),
     };
     let both = |pair: &[StageCost], us: fn(&PassCost, &PassCost) -> f64| {
@@ -95,6 +99,16 @@ fn stages(
     })
 }
 
+/// The same Stages, of which some have sums behind every backward.
+fn some_divided(stages: impl Strategy<Value = Vec<StageCost>>) -> impl Strategy<Value = Vec<StageCost>> {
+    (stages, prop::collection::vec(prop::bool::weighted(0.3), 9)).prop_map(|(mut stages, divided)| {
+        for (stage, _) in stages.iter_mut().zip(divided).filter(|(_, divided)| *divided) {
+            stage.wait_us = stage.end_us;
+        }
+        stages
+    })
+}
+
 fn counts(microbatches: u64) -> impl Strategy<Value = [u64; 3]> {
     let first = prop_oneof![Just(0), 0..microbatches];
     (first, any::<bool>()).prop_map(move |(larger, between)| {
@@ -106,7 +120,7 @@ fn counts(microbatches: u64) -> impl Strategy<Value = [u64; 3]> {
 /// A Schedule with microbatches, and Stages for them: where all are equal, nothing takes more.
 fn uneven_step() -> impl Strategy<Value = (StepModel, Vec<StageCost>)> {
     let schedules = prop::sample::select(vec![ScheduleKind::OneForwardOneBackward, ScheduleKind::FillDrain]);
-    let stages = stages(0.9, 2.0, &[1.0, 2.0, 4.0], 0.8, 1.0);
+    let stages = some_divided(stages(0.9, 2.0, &[1.0, 2.0, 4.0], 0.8, 1.0));
     (schedules, (1..40_u64).prop_flat_map(counts), stages).prop_map(|(schedule, counts, mut stages)| {
         if counts[0] == 0 {
             stages.iter_mut().for_each(|stage| stage.larger = stage.smaller);
@@ -126,7 +140,7 @@ fn equal_stages_take_the_known_time() {
     let sends = PassCost { out_us: hardly_us, out_grad_us: hardly_us, ..PassCost::default() };
     let stage = |sends| {
         let pass = PassCost { forward_us: 1.0, backward_us: 2.0, ..sends };
-        StageCost { larger: pass, smaller: pass, end_us: 0.0 }
+        StageCost { larger: pass, smaller: pass, ..StageCost::default() }
     };
     for schedule in [ScheduleKind::OneForwardOneBackward, ScheduleKind::FillDrain] {
         for (count, microbatches) in [(1, 1), (1, 7), (4, 1), (4, 2), (4, 8), (8, 32)] {
@@ -148,7 +162,9 @@ proptest! {
     }
 
     #[test]
-    fn fill_drain_is_exact(stages in stages(0.9, 2.0, &[1.0, 2.0, 4.0], 0.8, 0.0), microbatches in 1..40_u64) {
+    fn fill_drain_is_exact(
+        stages in some_divided(stages(0.9, 2.0, &[1.0, 2.0, 4.0], 0.8, 0.0)), microbatches in 1..40_u64,
+    ) {
         let model = StepModel::new(ScheduleKind::FillDrain, [0, 0, microbatches]);
         let (closed_us, path_us) = (step_us(&model, &stages), path_us(&model, &stages));
         prop_assert!((closed_us - path_us).abs() <= 1e-9 * path_us, "{closed_us} {path_us}");
@@ -170,10 +186,10 @@ proptest! {
         rows in 1..6_u32, counts in (8..40_u64).prop_flat_map(counts),
     ) {
         let growth = f64::from(rows + 1) / f64::from(rows);
-        let more = |StageCost { smaller, end_us, .. }: StageCost| {
+        let more = |StageCost { smaller, wait_us, end_us, .. }: StageCost| {
             let PassCost { forward_us, backward_us, .. } = smaller;
             let more = PassCost { forward_us: growth * forward_us, backward_us: growth * backward_us, ..smaller };
-            StageCost { larger: if counts[0] > 0 { more } else { smaller }, smaller, end_us }
+            StageCost { larger: if counts[0] > 0 { more } else { smaller }, smaller, wait_us, end_us }
         };
         let (model, stages) = (StepModel::new(schedule, counts), stages.into_iter().map(more).collect::<Vec<_>>());
         let (closed_us, path_us) = (step_us(&model, &stages), path_us(&model, &stages));
