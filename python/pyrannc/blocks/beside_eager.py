@@ -82,7 +82,7 @@ def _outcome(code: SpanCode, takes: Sequence[Tensor], seeds: Sequence[Tensor], *
     ]
     _place(code)
     with randomness.borrowed(), torch.set_grad_enabled(form.trains):
-        found = code(_numbers(code), leaves) if compiled else code.plain(form.rows, *_numbers(code), *leaves)
+        found = code(_numbers(code), leaves, set()) if compiled else code.plain(form.rows, *_numbers(code), *leaves)
     results = results_of(found)
     made = [result for result, item in zip(results, joint.given, strict=True) if not item.taken]
     grads: Sequence[Tensor | None] = ()

@@ -54,18 +54,20 @@ class SpanCode:
             backward = compiled_by_inductor(joint.backward, len(joint.differentiated), joint.mode, "backward", device)
         return SpanCode(form, joint, forward, backward, plain, numbers, randomness)
 
-    def __call__(self, numbers: Sequence[int], takes: Sequence[Tensor]) -> Any:
-        """What the Span gives: one Value by itself, others as a tuple."""
-        return self.run(takes, self.joint.lifted.draw(self.randomness, numbers))
+    def __call__(self, numbers: Sequence[int], takes: Sequence[Tensor], came: set[tuple[bool, ...]]) -> Any:
+        """What the Span gives: one Value by itself, others as a tuple.
 
-    def run(self, takes: Sequence[Tensor], drawn: Sequence[Tensor]) -> Any:
-        """Likewise, given what is drawn."""
+        Args:
+            numbers: of the Ops that draw.
+            came: backwards with other gradients than expected say here which came, by what is made.
+        """
         joint = self.joint
+        drawn = joint.lifted.draw(self.randomness, numbers)
         if self.backward is None:
             with torch.no_grad():
                 results = self.forward([*takes, *drawn])
         else:
-            results = _SpanNode.apply(self, *takes, *drawn)  # type: ignore[no-untyped-call]  # torch has no types for it
+            results = _SpanNode.apply(self, came, *takes, *drawn)  # type: ignore[no-untyped-call]  # torch has no types for it
         made = len(joint.made)
         if joint.changed:
             with torch.no_grad():
@@ -108,13 +110,13 @@ class _SpanNode(Function):
     """Forward and backward of a Span."""
 
     @staticmethod
-    def forward(ctx: Any, code: SpanCode, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, code: SpanCode, came: set[tuple[bool, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
         results = tuple(code.forward(list(tensors)))
         joint = code.joint
         given = len(joint.made) + len(joint.changed)
         made, kept = results[:given], results[given:]
         ctx.set_materialize_grads(False)
-        ctx.code, ctx.kept, ctx.count = code, len(kept), len(tensors)
+        ctx.code, ctx.came, ctx.kept, ctx.count = code, came, len(kept), len(tensors)
         ctx.save_for_backward(*kept, *(tensors if code.may_be_recomputed else ()))
         without = [tensor for tensor, meta in zip(made, joint.made, strict=False) if not meta.requires_grad]
         ctx.mark_non_differentiable(*without, *made[len(joint.made) :])
@@ -125,20 +127,22 @@ class _SpanNode(Function):
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         code: SpanCode = ctx.code
         joint = code.joint
-        found: list[Tensor | None] = [None] * (1 + ctx.count)
-        grads = grads[: len(joint.made)]
-        saved = ctx.saved_tensors
-        if code.is_recomputed_for([grad is not None for grad in grads]):
-            if any(grad is not None for grad in grads):
-                found[1 : 1 + len(code.form.takes)] = code.recompute(saved[ctx.kept :], grads)
+        found: list[Tensor | None] = [None] * (2 + ctx.count)
+        grads, saved = grads[: len(joint.made)], ctx.saved_tensors
+        came = tuple(grad is not None for grad in grads)
+        if not any(came):
             return tuple(found)
-        kept = list(saved[: ctx.kept])
-        del saved
-        kept += [_laid_out(grads[place], joint.made[place]) for place in joint.wanted]
-        del grads
+        if code.is_recomputed_for(came):
+            ctx.came.add(came)
+            found[2 : 2 + len(code.form.takes)] = code.recompute(saved[ctx.kept :], grads)
+            return tuple(found)
+        kept = [*saved[: ctx.kept], *(_laid_out(grads[place], joint.made[place]) for place in joint.wanted)]
+        del saved, grads
+        # What is kept goes as the kernels have read it, unless the graph stays.
+        ctx.maybe_clear_saved_tensors()
         assert code.backward is not None, "it trains"
         for place, grad in zip(joint.differentiated, code.backward(kept), strict=True):
-            found[1 + place] = grad
+            found[2 + place] = grad
         return tuple(found)
 
 

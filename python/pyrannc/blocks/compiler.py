@@ -18,7 +18,7 @@ from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.graphs import NotCompilable
 from pyrannc.blocks.joint import Seen, see, trace
 from pyrannc.blocks.placed import Fitted, PlacedSpan
-from pyrannc.capture.torch_internals import has_compiler_of_host
+from pyrannc.capture.torch_internals import default_compiler_folder, has_compiler_of_host
 from pyrannc.core.graph import GraphFacts
 from pyrannc.log import get_logger
 
@@ -45,12 +45,15 @@ class Compiler:
 
     Args:
         folder: where compiled code is kept from start to start; None for as long as the process lives.
+
+    Attributes:
+        unable: why nothing can be compiled here; empty if it can.
     """
 
     def __init__(self, device: torch.device, folder: Path | None) -> None:
         self._device = device
         self._folder = folder
-        self.unable = None if has_compiler_of_host() else "there is no C++ compiler (set CXX, or install g++)"
+        self.unable = "" if has_compiler_of_host() else "there is no C++ compiler (set CXX, or install g++)"
 
     def tasks(
         self,
@@ -97,6 +100,16 @@ class Compiler:
                 seen[form] = f"it cannot run without data ({_first_line(error)})"
         return seen[form]
 
+    def better(self, code: StageCode) -> list[Task]:
+        """The Spans whose code is not for what steps have shown."""
+        found = []
+        for span in code.spans:
+            for key in list(span.fitted):
+                form = span.better_form(key)
+                if form is not None:
+                    found.append(Task(span, form, self._see(span, form, code)))
+        return found
+
     def compile(self, task: Task, code: StageCode) -> str | None:
         """Compiles a Span unless it has been, and puts its code in place.
 
@@ -111,13 +124,14 @@ class Compiler:
             return found
         key = task.form.rows, task.form.trains, torch.are_deterministic_algorithms_enabled()
         task.span.fitted[key] = Fitted(found, [None] * len(task.form.takes))
+        task.span.missed.pop(key, None)
         return None
 
     def _compiled(self, task: Task, code: StageCode) -> SpanCode | str:
         function, numbers, randomness = task.span.function, len(task.span.numbers), code.randomness
         assert randomness is not None, "the code is not for training"
-        if isinstance(task.seen, str):
-            return task.seen
+        if self.unable or isinstance(task.seen, str):
+            return self.unable or str(task.seen)
         if function.obstacle:
             return function.obstacle
         try:
@@ -157,7 +171,7 @@ def _first_line(error: Exception) -> str:
 def _kept_in(folder: Path | None) -> Iterator[None]:
     """The compiler keeps its code there, unless the user has said where."""
     before = os.environ.get(_FOLDER)
-    if folder is None or before is not None:
+    if folder is None or before not in (None, default_compiler_folder()):
         yield
         return
     triton = os.environ.get(_FOLDER_OF_TRITON)
@@ -165,7 +179,10 @@ def _kept_in(folder: Path | None) -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[_FOLDER]
+        if before is None:
+            del os.environ[_FOLDER]
+        else:
+            os.environ[_FOLDER] = before
         if triton is None:
             os.environ.pop(_FOLDER_OF_TRITON, None)
 

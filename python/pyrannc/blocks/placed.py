@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyrannc.blocks.compiled import SpanCode
-from pyrannc.blocks.form import Meta
+from pyrannc.blocks.form import Form, Meta
 from pyrannc.blocks.span import SpanFunction
 from pyrannc.core.partition import SpanPart
 
@@ -21,10 +21,12 @@ class Fitted:
 
     Attributes:
         known: what came in last, of what stays from step to step.
+        came: of results, which got gradients in backwards that took others than the code is for.
     """
 
     code: SpanCode
     known: list[Tensor | None]
+    came: set[tuple[bool, ...]] = field(default_factory=set)
 
     def fits(self, takes: Sequence[Tensor]) -> bool:
         """True when the code is for such tensors."""
@@ -67,6 +69,20 @@ class PlacedSpan:
             fitted = self.fitted.get(key)
             if fitted is not None:
                 if fitted.fits(takes):
-                    return fitted.code(self.numbers, takes)
+                    return fitted.code(self.numbers, takes, fitted.came)
                 self.missed[key] = tuple(map(Meta.of, takes))
         return self.function.call(rows, *self.numbers, *takes)
+
+    def better_form(self, key: tuple[int, bool, bool]) -> Form | None:
+        """For what its code should have been compiled, as steps have shown; None where it is right."""
+        fitted = self.fitted.get(key)
+        if fitted is None:
+            return None
+        form, given = fitted.code.form, fitted.code.joint.given
+        if len(fitted.came) == 1:
+            (came,) = fitted.came
+            wanted = tuple(item.taken or came[item.place] for item in given)
+            form = replace(form, wanted=wanted)
+        if key in self.missed:
+            form = replace(form, takes=self.missed[key])
+        return None if form == fitted.code.form else form

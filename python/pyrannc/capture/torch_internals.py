@@ -674,3 +674,10 @@ def has_compiler_of_host() -> bool:
         return bool(get_cpp_compiler())
     except RuntimeError:
         return False
+
+
+def default_compiler_folder() -> str:
+    """Where the compiler keeps its code if nobody says where; it says so in the environment itself. Public: none."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return default_cache_dir()

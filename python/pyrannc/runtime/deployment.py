@@ -294,7 +294,9 @@ class Deployment:
 
     def forget(self, variant: Variant) -> None:
         """Lets go of what was made for a captured call."""
-        self._contexts.pop(id(variant), None)
+        context = self._contexts.pop(id(variant), None)
+        if context is not None and self.compiling is not None:
+            self.compiling.forget(context)
 
     def sync_buffers(self, variant: Variant, program: RankProgram) -> None:
         """Gives the first Replica's buffers to the others of the Stage, unless the captured call changes them by rows.
