@@ -89,6 +89,11 @@ class Config:
         reduce_dtype: Type in which gradients are summed over ranks: "float32", or a parameter's own where that is
             wider; "bfloat16", which halves the messages and rounds each sum; or "param", each parameter's own. On a
             rank, those of several microbatches are always added up in float32 at least.
+        compile_spans: Whether runs of operators are compiled by torch's compiler, forward and backward, when a Plan is
+            deployed: "on", "off", or "auto", which compiles on GPUs. Each distinct one is compiled once for each number
+            of rows and held against the operators themselves; one that differs by more than rounding, or that cannot
+            be compiled, runs as it is, which a line says, as does ``report()``. Compiled code is kept in
+            ``profile_cache_dir``, unless TORCHINDUCTOR_CACHE_DIR says where.
         consolidate_grads: Has no effect any more.
         stall_timeout_s: The job ends when a rank is inside a collective call and no rank has come forward for so long.
         silence_timeout_s: A rank whose process has sent no sign of life for so long is taken for dead.
@@ -138,6 +143,7 @@ class Config:
     enable_zero: str = _item("off", choices=("off", "auto", "1", "2", "3"))
     reduce_dtype: str = _item("float32", choices=("float32", "bfloat16", "param"))
     recapture_interval: int = _item(1000, least=0)
+    compile_spans: str = _item("auto", choices=("auto", "on", "off"))
     consolidate_grads: bool = _item(True, replaced_by="gradients are always reduced in buckets")
     stall_timeout_s: float = _item(600.0, least=1, below=_FOREVER_S)
     silence_timeout_s: float = _item(20.0, least=2, below=_FOREVER_S)
@@ -152,6 +158,10 @@ class Config:
     def mem_limit_bytes(self) -> int | None:
         """``mem_limit_gb`` in bytes; None when the device is the limit."""
         return int(self.mem_limit_gb * 2**30) or None
+
+    def compiles_on(self, device_type: str) -> bool:
+        """True when Spans are compiled for devices of a type."""
+        return self.compile_spans == "on" or (self.compile_spans == "auto" and device_type != "cpu")
 
     def lines(self) -> list[str]:
         """One line ``item: value`` for each item."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -14,6 +14,7 @@ from pyrannc._native import paragraph, table
 from pyrannc.core.plan import PlanFacts, StagePlan
 from pyrannc.errors import RaNNCError
 from pyrannc.job import agree
+from pyrannc.runtime.compiling import Outcome
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.runtime.timing import Kind, StepTimes
 
@@ -98,6 +99,7 @@ class Report:
         step_us: the whole step.
         bubble: share of all devices' time in which neither a forward nor a backward ran.
         compared: whether the captured graph was held against the model itself before it trained, or why not.
+        compiled: how many Spans run compiled, and why others do not; nothing where compiling is off.
     """
 
     steps: int
@@ -110,6 +112,7 @@ class Report:
     stages: tuple[StageReport, ...]
     ranks: tuple[RankReport, ...]
     compared: str
+    compiled: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The report as dicts, lists and numbers."""
@@ -181,7 +184,10 @@ def report(deployment: Deployment, compared: str) -> Report:
     """
     measured = agree.together(lambda: _measure(deployment))
     everyone: list[_Measured] = agree.gather_objects(measured)
-    return _compare(PlanFacts.of(deployment.plan), deployment.precision, everyone, compared)
+    found = _compare(PlanFacts.of(deployment.plan), deployment.precision, everyone, compared)
+    if deployment.compiling is None:
+        return found
+    return replace(found, compiled=str(Outcome.joined(agree.gather_objects(deployment.compiling.own))))
 
 
 def _measure(deployment: Deployment) -> _Measured:
@@ -295,6 +301,7 @@ def _tables(report: Report) -> str:
         _stage_table(report),
         _rank_table(report),
         paragraph(report.compared),
+        *([paragraph(f"{report.compiled}.")] if report.compiled else []),
     ]
     if report.batch_rows != report.plan_rows:
         parts.append(

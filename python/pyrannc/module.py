@@ -198,9 +198,9 @@ class RaNNCModule(DeployedModel):
         if self._config.verify_partitioning and not self._proven and program.call != "forward":
             self._prove(deployment, variant, program, call)
         options = StepOptions(reduce=not switches().delay_grad_allreduce, keep_graph=switches().keep_graph)
-        context = deployment.context(variant)
         before = self._before_backward(deployment, variant, call)
         with no_autocast():
+            context = deployment.prepare(variant, program)
             step = Step(context, program, call.tensors, call.drawn, variant, options, call.batch, before)
         return variant.whole.captured.rebuild_outputs(step.results())
 

@@ -246,6 +246,13 @@ def find_profiles(request: Request, cluster: Cluster, hosts: Sequence[str]) -> l
     return profiles
 
 
+def compiled_folder(config: Config) -> Path | None:
+    """Where compiled code is kept; None where nothing is."""
+    if not config.profile_cache:
+        return None
+    return (Path(config.profile_cache_dir) if config.profile_cache_dir else default_folder()) / "compiled"
+
+
 def _subject(request: Request, cluster: Cluster, hosts: Sequence[str]) -> Subject:
     variant, world_size = request.variant, process.get_world_size()
     blocks = variant.graph.blocks()

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from pyrannc.blocks.placed import PlacedSpan
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.blocks.span import SpanFunction
 from pyrannc.capture import Captured
@@ -51,6 +52,8 @@ class StageCode:
 
     Attributes:
         functions: by hash, what Spans that are alike share.
+        spans: in the order in which they run.
+        randomness: as given.
         updates: the new contents of buffers: the Value to store, by the buffer's Value.
         seeds_generator: True when some Op draws from the device's generator.
     """
@@ -79,12 +82,17 @@ class StageCode:
         for span in spans:
             if span.hash not in self.functions:
                 self.functions[span.hash] = SpanFunction(captured, facts, span, inputs, device, randomness)
+        self.randomness = randomness
+        self.spans = [
+            PlacedSpan(span, self.functions[span.hash], self.functions[span.hash].numbers(captured, span))
+            for span in spans
+        ]
         functions = self.functions.values()
         self.seeds_generator = any(function.seeds_generator for function in functions)
         draws = any(function.draws for function in functions)
         self._draws_ahead = randomness.drawn_ahead if randomness is not None and draws else _nothing_ahead
         self._feeds = _feeds(spans, self._wanted)
-        graph = self._write(captured, spans)
+        graph = self._write()
         self._call = fx.GraphModule(torch.nn.Module(), graph).forward
 
     def __call__(self, rows: int, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -93,17 +101,16 @@ class StageCode:
             results = self._call(rows, *[tensors[value] for value in self._feeds])
         return dict(zip(self._wanted, results, strict=True))
 
-    def _write(self, captured: Captured, spans: Sequence[SpanPart]) -> fx.Graph:
+    def _write(self) -> fx.Graph:
         """A function that calls those of the Spans; what none of the later ones takes is let go."""
         graph = fx.Graph()
         rows = graph.placeholder("rows")
         values = {value: graph.placeholder(f"v{value}") for value in self._feeds}
-        for place, span in enumerate(spans):
-            function = self.functions[span.hash]
+        for place, placed in enumerate(self.spans):
+            span = placed.part
             if self.watch is not None:
                 graph.call_function(self.watch.before, (place,))
-            arguments: list[Any] = [rows, *function.numbers(captured, span), *(values[value] for value in span.takes)]
-            results = graph.call_function(function.call, tuple(arguments))
+            results = graph.call_function(placed, (rows, *(values[value] for value in span.takes)))
             if self.watch is not None:
                 graph.call_function(self.watch.after, (place, results))
             if len(span.gives) == 1:

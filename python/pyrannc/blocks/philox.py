@@ -6,10 +6,11 @@ key. The host computes it in Rust, GPUs in Triton, with the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +23,21 @@ ALWAYS = 1 << 32
 
 _WORD = ALWAYS - 1
 
+Source: TypeAlias = "Callable[[Draw, int | None], Tensor]"
+"""Gives the words of a draw, or with a threshold what :func:`keep` gives, from elsewhere."""
+_source: Source | None = None
+
+
+@contextmanager
+def drawn_by(source: Source) -> Iterator[None]:
+    """Inside, nothing is computed here: ``source`` is asked."""
+    global _source
+    before, _source = _source, source
+    try:
+        yield
+    finally:
+        _source = before
+
 
 def threshold_of(p: float) -> int:
     """Words below it come with probability ``p``."""
@@ -30,6 +46,8 @@ def threshold_of(p: float) -> int:
 
 def words(draw: Draw, device: torch.device) -> Tensor:
     """The words, as a flat tensor of int32 in the order of the tensor's memory."""
+    if _source is not None:
+        return _source(draw, None)
     if draw.numel == 0:
         return torch.empty(0, dtype=torch.int32, device=device)
     if device.type == "cpu":
@@ -43,6 +61,8 @@ def words(draw: Draw, device: torch.device) -> Tensor:
 
 def keep(draw: Draw, threshold: int, device: torch.device) -> Tensor:
     """True where a word is at least ``threshold``, flat."""
+    if _source is not None:
+        return _source(draw, threshold)
     if draw.numel == 0:
         return torch.empty(0, dtype=torch.bool, device=device)
     if device.type == "cpu":

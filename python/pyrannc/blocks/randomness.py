@@ -48,6 +48,9 @@ class Randomness:
     Args:
         device: where the rank computes.
         fused_dropout: attention with dropout stays one kernel, which draws from the device's generator.
+
+    Attributes:
+        placed: while code is traced, the Ops for which the generator would have been set, and whether by rows.
     """
 
     def __init__(self, device: torch.device, *, fused_dropout: bool = True) -> None:
@@ -60,6 +63,7 @@ class Randomness:
         self._one_row = RowsInHand([(0, 1)], device)
         # On the host nothing is gained by drawing masks together.
         self._ahead = None if device.type == "cpu" else Ahead(device)
+        self.placed: list[tuple[int, bool]] | None = None
         self.begin(0)
         self.at([])
 
@@ -100,6 +104,13 @@ class Randomness:
         salt = 1 + self._first_row if by_rows else 0
         return Draw(self._key, op, salt, self._one_row, 1, 1, prod(shape))
 
+    def again(self, draw: Draw, op: int) -> Draw:
+        """What another Op draws now in the way of ``draw``, which was for as many rows."""
+        rows, salt = (
+            (self._one_row, draw.salt and 1 + self._first_row) if draw.rows is self._one_row else (self._rows, 0)
+        )
+        return draw._replace(key=self._key, op=op, salt=salt, rows=rows)
+
     def keep(self, draw: Draw, threshold: int) -> Tensor:
         """True where a word of a draw is at least ``threshold``, flat."""
         if self._ahead is None:
@@ -110,12 +121,19 @@ class Randomness:
         """Draws at once what ``who`` will ask for inside."""
         return nullcontext() if self._ahead is None else self._ahead.drawn(who, self._key, self._rows)
 
+    def words(self, draw: Draw) -> Tensor:
+        """The words of a draw, flat."""
+        return philox.words(draw, self.device)
+
     def placer(self, *, by_rows: bool) -> Callable[[int], None]:
         """What generated code calls, with an Op's number, right before it draws from the device's generator."""
         return _Placer(self, by_rows)
 
     def place(self, op: int, *, by_rows: bool) -> None:
         """Sets the generator for the Op: for the rows in hand, or alike for all."""
+        if self.placed is not None:
+            self.placed.append((op, by_rows))
+            return
         self._generator.manual_seed(mix(self._key.number, op, 1 + self._first_row if by_rows else 0))
 
     @contextmanager

@@ -12,11 +12,14 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from pyrannc.blocks.bindings import BINDINGS
+from pyrannc.blocks.compiled import SpanCode
 from pyrannc.blocks.draw import DrawnOp, law_of
+from pyrannc.blocks.form import Form
+from pyrannc.blocks.joint import Seen
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture import Captured
 from pyrannc.capture.ops import opens_region
-from pyrannc.capture.torch_internals import SET_GRAD_ENABLED
+from pyrannc.capture.torch_internals import SET_GRAD_ENABLED, OpOverload
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import SpanPart
 
@@ -37,6 +40,9 @@ class SpanFunction:
             Value by itself, others as a tuple.
         draws: True when some Op draws by its place in the batch.
         seeds_generator: True when some Op draws from the device's generator.
+        obstacle: why it cannot be compiled, if that is known without a try.
+        seen: by form, what a run without data has shown, or why there cannot be one.
+        codes: by form, compiled code, or why there is none.
     """
 
     def __init__(
@@ -52,6 +58,9 @@ class SpanFunction:
         writer.write(part, inputs)
         self._drawing = [place for place, op in enumerate(part.ops) if facts.ops[op].random]
         self.draws, self.seeds_generator = writer.draws, writer.seeds_generator
+        self.obstacle = _obstacle(captured, facts, part)
+        self.seen: dict[Form, Seen | str] = {}
+        self.codes: dict[Form, SpanCode | str] = {}
         module = fx.GraphModule(torch.nn.Module(), writer.graph)
         function = type(module).forward
         function.__name__, function.__module__ = f"span_{part.hash[:8]}", __name__
@@ -60,6 +69,17 @@ class SpanFunction:
     def numbers(self, captured: Captured, part: SpanPart) -> list[int]:
         """The numbers of the Ops that draw, of a Span with the function's hash."""
         return [captured.op_numbers[part.ops[place]] for place in self._drawing]
+
+
+def _obstacle(captured: Captured, facts: GraphFacts, part: SpanPart) -> str | None:
+    """Why a Span cannot be compiled: code of others, whose effects nobody knows, and regions, which are no Ops."""
+    for op in part.ops:
+        target = captured.op_nodes[op].target
+        if not isinstance(target, OpOverload) or target.namespace != "aten":
+            return f"{captured.place(op)} is not an operator of torch"
+        if facts.ops[op].in_region:
+            return f"{captured.place(op)} runs inside of a region, such as torch.vmap"
+    return None
 
 
 class _Writer:

@@ -10,9 +10,9 @@ import torch
 
 from pyrannc.calibrate.workloads import Workload, Workloads
 from pyrannc.job import process
+from pyrannc.job.progress import Bar
 from pyrannc.profile.measure import is_out_of_memory
 from pyrannc.profile.meter import Meter
-from pyrannc.profile.progress import Bar
 
 _LONGEST_US = {"cuda": 1e5, "cpu": 1e4}
 """An op that takes longer than this is large enough: no larger one of its kind is tried."""

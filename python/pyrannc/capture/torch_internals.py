@@ -600,3 +600,84 @@ def graph_task() -> int:
     """Inside of a backward: its number."""
     number: int = torch._C._current_graph_task_id()
     return number
+
+
+# The compiler
+
+
+def operators_below_autograd(call: Callable[..., Any], arguments: list[Tensor], mode: FakeTensorMode) -> fx.GraphModule:
+    """The ATen operators of a call on tensors without data, backwards inside of it too. Public: ``make_fx`` of
+    ``torch.fx.experimental``."""
+    with mode, tracing(TracingContext(mode)):
+        return proxy_tensor.make_fx(call, _allow_non_fake_inputs=True)(*arguments)
+
+
+def without_changes(graph: fx.GraphModule, arguments: list[Tensor], mode: FakeTensorMode) -> fx.GraphModule:
+    """The same in operators that the compiler knows and that change nothing in place but, at the end, arguments.
+    Public: ``torch.func.functionalize``, without the compiler's operators."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    call = torch.func.functionalize(graph, remove="mutations")
+    with mode, tracing(TracingContext(mode)), torch.no_grad():
+        make = proxy_tensor.make_fx(call, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)
+        return make(*arguments)
+
+
+def parted(joint: fx.GraphModule, results: int, mode: FakeTensorMode) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward of a graph of both, with little to keep between them. Public: none.
+
+    Args:
+        joint: its arguments are named primals and tangents.
+        results: how many of its results are the forward's.
+    """
+    from torch._inductor.compile_fx import partition_fn
+    from torch._inductor.virtualized import V
+
+    arguments = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+    with V.set_fake_mode(mode), tracing(TracingContext(mode)), torch.no_grad():
+        return partition_fn(joint, arguments, num_fwd_outputs=results)
+
+
+def compiled_by_inductor(
+    graph: fx.GraphModule, results: int, mode: FakeTensorMode, kind: str, device: torch.device
+) -> Callable[[list[Tensor]], list[Tensor]]:
+    """A graph without changes in place as kernels; the list that it is given is emptied. Public: ``torch.compile``.
+
+    Args:
+        results: so many of the results come out laid out as the graph has them.
+        kind: ``"forward"`` of two parts, ``"backward"``, or ``"whole"``.
+        device: where it runs.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    arguments = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    with (
+        V.set_fake_mode(mode),
+        tracing(TracingContext(mode)),
+        torch.no_grad(),
+        config.patch({"triton.cudagraphs": False}),
+    ):
+        if kind == "whole":
+            graph = _recursive_joint_graph_passes(graph, input_device=device)
+        graph.graph.output_node().meta["user_visible_output_idxs"] = list(range(results))
+        code = compile_fx_inner(graph, arguments, is_backward=kind == "backward", is_inference=kind == "whole")
+    return code
+
+
+def has_compiler_of_host() -> bool:
+    """True when compiled code can be made for the host's processor. Public: none."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        return bool(get_cpp_compiler())
+    except RuntimeError:
+        return False
+
+
+def default_compiler_folder() -> str:
+    """Where the compiler keeps its code if nobody says where; it says so in the environment itself. Public: none."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return default_cache_dir()

@@ -21,7 +21,8 @@ from pyrannc.job import agree, phases, process
 from pyrannc.job.faults import announced, watchdog
 from pyrannc.ledger import Report, report
 from pyrannc.log import get_logger
-from pyrannc.planning import Request, decide, dry_run, save_if_asked
+from pyrannc.planning import Request, compiled_folder, decide, dry_run, save_if_asked
+from pyrannc.runtime.compiling import Compiling
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.store.by_parameter import refuse_across, why_across
 from pyrannc.store.former import Former
@@ -111,6 +112,7 @@ class DeployedModel(StateOfModel):
                 sync_params=switches().sync_params_on_init,
                 fused_dropout=self._config.fused_dropout,
                 reduce_dtype=self._config.reduce_dtype,
+                compiling=Compiling(compiled_folder(self._config)) if self._compiles else None,
             )
         store = self._deployment.store
         deployment = self._deployment
@@ -123,6 +125,10 @@ class DeployedModel(StateOfModel):
         if process.get_rank() == 0:
             get_logger("DPStaging").info("deployed this plan:\n%s", plan.tables(self._config.mem_limit_bytes))
             save_if_asked(plan, self._config)
+
+    @property
+    def _compiles(self) -> bool:
+        return self._config.compiles_on(self.device.type)
 
     def _note_used_params(self, store: ParamStore) -> None:
         used = {name: param for name, param in self.name_to_param.items() if name in store.holders}

@@ -14,13 +14,13 @@ from pyrannc.blocks.randomness import Randomness
 from pyrannc.core.partition import Parts
 from pyrannc.core.profile import BlockPoint, Links
 from pyrannc.job import agree, phases, process
+from pyrannc.job.progress import Bar
 from pyrannc.log import get_logger
 from pyrannc.profile.block import BlockCode, BlockSource
 from pyrannc.profile.cache import BlocksKey, LinksKey, ProfileCache
 from pyrannc.profile.conditions import Conditions, Surroundings, conditions, of_devices, surroundings
 from pyrannc.profile.links import measure_collective_slowdown, measure_links
 from pyrannc.profile.measure import BlockMeter
-from pyrannc.profile.progress import Bar
 from pyrannc.profile.update import UpdatePoint, describe, measure_update
 
 _log = get_logger("DPStaging")

@@ -21,6 +21,7 @@ from pyrannc.errors import PlanError
 from pyrannc.job import agree, process
 from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.collectives import Groups, beside_all, close
+from pyrannc.runtime.compiling import Compiling
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.position import ActionRecord
 from pyrannc.runtime.precision import precision
@@ -51,8 +52,10 @@ class Deployment:
         sync_params: give every rank the parameters and buffers of rank 0.
         fused_dropout: as in the configuration.
         reduce_dtype: likewise.
+        compiling: what Spans are compiled by; None leaves them as they are.
 
     Attributes:
+        compiling: as given.
         store: where parameters and buffers lie.
         buckets: which gradients are summed together.
         gradients: of the parameters that this rank holds.
@@ -72,7 +75,9 @@ class Deployment:
         sync_params: bool,
         fused_dropout: bool,
         reduce_dtype: str,
+        compiling: Compiling | None = None,
     ) -> None:
+        self.compiling = compiling
         self.plan = plan
         self._optimizer = optimizer
         facts = PlanFacts.of(plan)
@@ -177,6 +182,13 @@ class Deployment:
             self._channels.open(self.plan.channels(variant.partition))
             self._contexts[id(variant)] = self._make_context(variant, *codes, tail)
         return self._contexts[id(variant)]
+
+    def prepare(self, variant: Variant, program: RankProgram) -> StageContext:
+        """Likewise, with code for the rows of a program. All ranks call it."""
+        context = self.context(variant)
+        if self.compiling is not None:
+            self.compiling.prepare(context, variant, program)
+        return context
 
     def _make_code(self, variant: Variant) -> tuple[StageCode, PrologueCode | None, Mapping[int, Key]]:
         """The Stage's code, what of it runs once a step, and the working copies that both take, by Value."""
@@ -286,7 +298,9 @@ class Deployment:
 
     def forget(self, variant: Variant) -> None:
         """Lets go of what was made for a captured call."""
-        self._contexts.pop(id(variant), None)
+        context = self._contexts.pop(id(variant), None)
+        if context is not None and self.compiling is not None:
+            self.compiling.forget(context)
 
     def sync_buffers(self, variant: Variant, program: RankProgram) -> None:
         """Gives the first Replica's buffers to the others of the Stage, unless the captured call changes them by rows.

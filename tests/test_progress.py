@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from pyrannc.profile import progress
+from pyrannc.job import progress
 
 SCRIPT = """
 import time
-from pyrannc.profile.progress import Bar
+from pyrannc.job.progress import Bar
 with Bar("profiling blocks", 8.0, 4, shown=True) as bar:
     for _ in range(4):
         time.sleep(0.7)

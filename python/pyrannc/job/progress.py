@@ -1,4 +1,4 @@
-"""How far the profiling is: a bar on a terminal, lines in a log."""
+"""How far long work is: a bar on a terminal, lines in a log."""
 
 from __future__ import annotations
 

@@ -1,0 +1,167 @@
+"""Compiled code beside the function that it stands for: as near to exact results as that, or it is not used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+
+from pyrannc.blocks.compiled import SpanCode
+from pyrannc.blocks.form import Meta
+from pyrannc.blocks.joint import results_of
+
+_MOST = 2.0
+"""Times the function's own error."""
+_ROUNDINGS = {torch.float64: 64.0, torch.float32: 64.0, torch.complex64: 64.0, torch.complex128: 64.0}
+_ROUNDINGS_OF_HALF = 4.0
+"""Last digits by which results may differ where the function happens to be exact."""
+_SMALL = 0.01
+"""Of the largest among results: where the exact number is zero, rounding errors of others are what is left."""
+_FEW = 1e-3
+"""Elements whose truth may hang on a rounding."""
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def difference(code: SpanCode, device: torch.device) -> str | None:
+    """Runs both on made-up data.
+
+    Returns:
+        What differs by more than rounding, None if nothing does.
+
+    Raises:
+        Exception: one of them cannot be run.
+    """
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        torch.manual_seed(0)
+        takes = [_made_up(meta, device) for meta in code.form.takes]
+        seeds = [_made_up(code.joint.made[place], device) for place in code.joint.wanted]
+        ours = _outcome(code, takes, seeds, compiled=True)
+        plain = _outcome(code, takes, seeds, compiled=False)
+        try:
+            exact: Sequence[Tensor] | None = _exact(code, takes, seeds)
+        except Exception:  # some kernels know no float64
+            exact = None
+    return _first_difference(_names(code), ours, plain, exact)
+
+
+def _made_up(meta: Meta, device: torch.device) -> Tensor:
+    """Numbers of about one; positive where they may be variances, and zeros and ones where they may be places."""
+    made = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
+    shown = made.as_strided([1 if not step else size for size, step in zip(meta.shape, meta.stride, strict=True)],
+                            meta.stride)  # fmt: skip
+    if meta.dtype == torch.bool or not (meta.dtype.is_floating_point or meta.dtype.is_complex):
+        shown.copy_(torch.rand(shown.shape, device=device) < 0.5)
+    elif len(meta.shape) <= 1:
+        shown.copy_(torch.rand(shown.shape, device=device) + 0.5)
+    else:
+        shown.copy_(torch.randn(shown.shape, device=device) * (0.5 if len(meta.shape) > 2 else 0.05))
+    return made
+
+
+def _place(code: SpanCode) -> None:
+    """Somewhere in the batch."""
+    first = 3
+    code.randomness.at([(first, first + code.form.rows)] if code.form.rows else [])
+
+
+def _numbers(code: SpanCode) -> list[int]:
+    """Ops somewhere in the Graph."""
+    return [5 + 2 * place for place in range(code.numbers)]
+
+
+def _outcome(code: SpanCode, takes: Sequence[Tensor], seeds: Sequence[Tensor], *, compiled: bool) -> list[Tensor]:
+    """What is given, new contents of what is changed, and gradients."""
+    form, joint, randomness = code.form, code.joint, code.randomness
+    changed = set(joint.changed)
+    leaves = [
+        (tensor.clone() if place in changed else tensor.detach()).requires_grad_(meta.requires_grad)
+        for place, (tensor, meta) in enumerate(zip(takes, form.takes, strict=True))
+    ]
+    _place(code)
+    with randomness.borrowed(), torch.set_grad_enabled(form.trains):
+        found = code(_numbers(code), leaves, set()) if compiled else code.plain(form.rows, *_numbers(code), *leaves)
+    results = results_of(found)
+    made = [result for result, item in zip(results, joint.given, strict=True) if not item.taken]
+    grads: Sequence[Tensor | None] = ()
+    if seeds:
+        sources = [leaves[place] for place in joint.differentiated]
+        grads = torch.autograd.grad([made[place] for place in joint.wanted], sources, seeds, allow_unused=True)
+    found_grads = [
+        torch.zeros_like(takes[place]) if grad is None else grad
+        for place, grad in zip(joint.differentiated, grads, strict=bool(seeds))
+    ]
+    return [*(tensor.detach() for tensor in made), *(leaves[place] for place in joint.changed), *found_grads]
+
+
+def _names(code: SpanCode) -> list[str]:
+    joint = code.joint
+    return [
+        *(f"result {place}" for place in range(len(joint.made))),
+        *(f"the new contents of argument {place}" for place in joint.changed),
+        *(f"the gradient of argument {place}" for place in joint.differentiated),
+    ]
+
+
+class _Exact(fx.Interpreter):
+    """Runs a graph in float64 whatever its types."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op == "call_function":
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            return self.call_function(n.target, map_aggregate(args, _widened), map_aggregate(kwargs, _widened))
+        return super().run_node(n)
+
+
+def _widened(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return item.double() if item.dtype in _FLOATS else item
+    return torch.float64 if item in _FLOATS and isinstance(item, torch.dtype) else item
+
+
+def _exact(code: SpanCode, takes: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor]:
+    if code.joint.lifted.placed:
+        raise NotImplementedError("a kernel draws by itself")
+    _place(code)
+    drawn = code.joint.lifted.draw(code.randomness, _numbers(code))
+    with torch.no_grad():
+        arguments = [_widened(tensor) for tensor in (*takes, *drawn, *seeds)]
+        found: Sequence[Tensor] = _Exact(code.joint.joint).run(*arguments)
+        return list(found)
+
+
+def _first_difference(
+    names: Sequence[str], ours: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor] | None
+) -> str | None:
+    right = plain if exact is None else exact
+    largest = max([_size(tensor.double()) for tensor in right if tensor.is_floating_point()], default=0.0)
+    for name, mine, other, reference in zip(names, ours, plain, right, strict=True):
+        text = _told(mine, other, reference, largest)
+        if text:
+            return f"{name} {text}"
+    return None
+
+
+def _told(mine: Tensor, other: Tensor, reference: Tensor, largest: float) -> str:
+    if (mine.shape, mine.dtype) != (other.shape, other.dtype):
+        return f"is {mine.dtype} {tuple(mine.shape)} instead of {other.dtype} {tuple(other.shape)}"
+    if not (mine.dtype.is_floating_point or mine.dtype.is_complex):
+        share = (mine != other).double().mean().item() if mine.numel() else 0.0
+        return f"differs in {share:.1%} of its elements" if share > _FEW else ""
+    finite = other.isfinite()
+    if not mine[finite].isfinite().all():
+        return "is not finite where it should be"
+    finite &= mine.isfinite() & reference.isfinite()
+    reference = reference[finite].to(torch.complex128 if mine.is_complex() else torch.float64)
+    errors = [_size(tensor[finite].to(reference.dtype) - reference) for tensor in (mine, other)]
+    digits = _ROUNDINGS.get(mine.dtype, _ROUNDINGS_OF_HALF) * torch.finfo(mine.dtype).eps
+    if errors[0] <= _MOST * errors[1] + digits * max(_size(reference), _SMALL * largest):
+        return ""
+    return f"is off by {errors[0]:.2g} on average, without compiling by {errors[1]:.2g}"
+
+
+def _size(tensor: Tensor) -> float:
+    """Root of the mean square."""
+    return float(tensor.abs().square().mean().sqrt()) if tensor.numel() else 0.0

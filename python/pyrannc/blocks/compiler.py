@@ -1,0 +1,202 @@
+"""Compiles the Spans of a Stage, each form of a distinct one once, and holds the code against what it stands for."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pyrannc.blocks.beside_eager import difference
+from pyrannc.blocks.compiled import SpanCode
+from pyrannc.blocks.form import Form, Meta
+from pyrannc.blocks.function import StageCode
+from pyrannc.blocks.graphs import NotCompilable
+from pyrannc.blocks.joint import Seen, see, trace
+from pyrannc.blocks.placed import Fitted, PlacedSpan
+from pyrannc.capture.torch_internals import default_compiler_folder, has_compiler_of_host
+from pyrannc.core.graph import GraphFacts
+from pyrannc.log import get_logger
+
+_log = get_logger("RaNNCModule")
+_FOLDER, _FOLDER_OF_TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+"""The variables that say where compiled code is kept."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A Span that may be compiled, at its place.
+
+    Attributes:
+        seen: what a run without data has shown, or why it cannot be run so.
+    """
+
+    span: PlacedSpan
+    form: Form
+    seen: Seen | str
+
+
+class Compiler:
+    """Compiles for one device.
+
+    Args:
+        folder: where compiled code is kept from start to start; None for as long as the process lives.
+
+    Attributes:
+        unable: why nothing can be compiled here; empty if it can.
+    """
+
+    def __init__(self, device: torch.device, folder: Path | None) -> None:
+        self._device = device
+        self._folder = folder
+        self.unable = "" if has_compiler_of_host() else "there is no C++ compiler (set CXX, or install g++)"
+
+    def tasks(
+        self,
+        code: StageCode,
+        facts: GraphFacts,
+        rows: int,
+        known: Mapping[int, Meta],
+        reached: Set[int] | None,
+        *,
+        trains: bool,
+    ) -> list[Task]:
+        """The Spans of a Stage in their order.
+
+        Args:
+            known: by Value, what comes in from outside.
+            reached: the Values that gradients come back for; None for all.
+        """
+        metas = dict(known)
+        found = []
+        for span in code.spans:
+            form = Form(
+                rows,
+                trains,
+                tuple(metas[value] for value in span.part.takes),
+                tuple(reached is None or value in reached for value in span.part.gives),
+            )
+            task = Task(span, form, self._see(span, form, code))
+            found.append(task)
+            for place, value in enumerate(span.part.gives):
+                metas[value] = (
+                    _assumed(facts, value, rows, trains=trains)
+                    if isinstance(task.seen, str)
+                    else task.seen.gives[place]
+                )
+        return found
+
+    def _see(self, span: PlacedSpan, form: Form, code: StageCode) -> Seen | str:
+        seen, function = span.function.seen, span.function
+        if form not in seen:
+            assert code.randomness is not None, "the code is not for training"
+            try:
+                seen[form] = see(function.call, form, len(span.numbers), code.randomness, self._device)
+            except Exception as error:  # whatever torch cannot do without data
+                seen[form] = f"it cannot run without data ({_first_line(error)})"
+        return seen[form]
+
+    def better(self, code: StageCode) -> list[Task]:
+        """The Spans whose code is not for what steps have shown."""
+        found = []
+        for span in code.spans:
+            for key in list(span.fitted):
+                form = span.better_form(key)
+                if form is not None:
+                    found.append(Task(span, form, self._see(span, form, code)))
+        return found
+
+    def compile(self, task: Task, code: StageCode) -> str | None:
+        """Compiles a Span unless it has been, and puts its code in place.
+
+        Returns:
+            Why there is none.
+        """
+        codes = task.span.function.codes
+        if task.form not in codes:
+            codes[task.form] = self._compiled(task, code)
+        found = codes[task.form]
+        if isinstance(found, str):
+            return found
+        key = task.form.rows, task.form.trains, torch.are_deterministic_algorithms_enabled()
+        task.span.fitted[key] = Fitted(found, [None] * len(task.form.takes))
+        task.span.missed.pop(key, None)
+        return None
+
+    def _compiled(self, task: Task, code: StageCode) -> SpanCode | str:
+        function, numbers, randomness = task.span.function, len(task.span.numbers), code.randomness
+        assert randomness is not None, "the code is not for training"
+        if self.unable or isinstance(task.seen, str):
+            return self.unable or str(task.seen)
+        if function.obstacle:
+            return function.obstacle
+        try:
+            with _kept_in(self._folder):
+                joint = trace(function.call, task.form, numbers, task.seen, randomness, self._device)
+                made = SpanCode.compile(joint, task.form, function.call, numbers, randomness)
+            if made.may_be_recomputed and (joint.changed or joint.lifted.placed):
+                return "a backward may come for some of its results, and it changes buffers or draws inside of a kernel"
+            differs = difference(made, self._device)
+        except NotCompilable as error:
+            return str(error)
+        except Exception as error:  # the compiler may fail in any way; the Span goes on without it
+            _log.debug("a Span cannot be compiled", exc_info=True)
+            return f"the compiler fails ({_first_line(error)})"
+        return made if differs is None else f"compiled, {differs}"
+
+
+def _assumed(facts: GraphFacts, value: int, rows: int, *, trains: bool) -> Meta:
+    """What a Value is like where nothing has shown it."""
+    found = facts.values[value]
+    shape = found.shape_at(rows)
+    stride = torch.empty(shape, device="meta").stride()
+    return Meta(tuple(shape), stride, found.dtype, trains and found.requires_grad)
+
+
+def assumed(facts: GraphFacts, value: int, rows: int, *, requires_grad: bool) -> Meta:
+    """What comes from outside is like: laid out row by row."""
+    return _assumed(facts, value, rows, trains=True)._replace(requires_grad=requires_grad)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@contextmanager
+def _kept_in(folder: Path | None) -> Iterator[None]:
+    """The compiler keeps its code there, unless the user has said where."""
+    before = os.environ.get(_FOLDER)
+    if folder is None or before not in (None, default_compiler_folder()):
+        yield
+        return
+    triton = os.environ.get(_FOLDER_OF_TRITON)
+    os.environ[_FOLDER] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_FOLDER]
+        else:
+            os.environ[_FOLDER] = before
+        if triton is None:
+            os.environ.pop(_FOLDER_OF_TRITON, None)
+
+
+def own_folder(path: Path) -> Path:
+    """A folder that only this user can write to: what is in it is run.
+
+    Raises:
+        OSError: it cannot be made, or is another's.
+    """
+    path.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise PermissionError(f"{path} belongs to somebody else")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        path.chmod(0o700)
+    return path

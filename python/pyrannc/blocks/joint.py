@@ -1,0 +1,236 @@
+"""A Span's forward and backward as two graphs of ATen operators, without autograd and without changes in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from pyrannc.blocks.form import Form, Meta
+from pyrannc.blocks.graphs import NotCompilable, copied, keep_arguments_whole, named, take_changes_out
+from pyrannc.blocks.lifted import Lifted
+from pyrannc.blocks.randomness import Randomness
+from pyrannc.capture.ops import draws_random_numbers
+from pyrannc.capture.torch_internals import (
+    FakeTensorMode,
+    OpOverload,
+    operators_below_autograd,
+    parted,
+    schema,
+    storage_address,
+    without_changes,
+)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a result of the function is.
+
+    Attributes:
+        place: of the forward's results, or of what comes in if ``taken``.
+        taken: it is what came in.
+        meta: what it is like.
+    """
+
+    place: int
+    taken: bool
+    meta: Meta
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Forward and backward of a form.
+
+    Attributes:
+        mode: of the tensors in the graphs.
+        forward: takes what the Span takes, then what is drawn; gives what is made, new contents of what is changed, and
+            what is kept for the backward.
+        backward: takes what is kept, then gradients of what is wanted; gives those of ``differentiated``. None
+            without a backward.
+        joint: both in one, before they are parted: what came in and the gradients to results and gradients.
+        given: by result of the function.
+        made: how many results the forward makes.
+        changed: by place of what comes in, what is changed.
+        wanted: places of the made results that a gradient comes back for.
+        differentiated: places of what comes in that gets gradients.
+        lifted: what is drawn.
+    """
+
+    mode: FakeTensorMode
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+    joint: fx.GraphModule
+    given: tuple[Given, ...]
+    made: tuple[Meta, ...]
+    changed: tuple[int, ...]
+    wanted: tuple[int, ...]
+    differentiated: tuple[int, ...]
+    lifted: Lifted
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a run without data has shown.
+
+    Attributes:
+        lifted: what is drawn.
+        gives: what the function gives.
+        taken: by result, the place of what came in if that is handed through.
+    """
+
+    lifted: Lifted
+    gives: tuple[Meta, ...]
+    taken: tuple[int | None, ...]
+
+
+def results_of(found: Any) -> tuple[Tensor, ...]:
+    """What a Span gives, which is one Value by itself."""
+    return found if isinstance(found, tuple) else (found,)
+
+
+def see(call: Callable[..., Any], form: Form, numbers: int, randomness: Randomness, device: torch.device) -> Seen:
+    """Runs a Span's function on tensors without data.
+
+    Raises:
+        Exception: torch cannot.
+    """
+    lifted = Lifted()
+    randomness.at([(0, form.rows)] if form.rows else [])
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(form.trains), lifted.noted(randomness):
+        takes = [meta.empty(device) for meta in form.takes]
+        results = results_of(call(form.rows, *range(numbers), *takes))
+        taken = [next((place for place, leaf in enumerate(takes) if leaf is result), None) for result in results]
+        return Seen(lifted, tuple(map(Meta.of, results)), tuple(taken))
+
+
+def trace(
+    call: Callable[..., Any], form: Form, numbers: int, seen: Seen, randomness: Randomness, device: torch.device
+) -> Joint:
+    """Forward and backward of a Span.
+
+    Raises:
+        NotCompilable: it does what these cannot hold.
+        Exception: torch cannot trace it.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        takes = [meta._replace(requires_grad=False).empty(device) for meta in form.takes]
+        drawn = seen.lifted.empty(device)
+    roots = [
+        place
+        for place, meta in enumerate(seen.gives)
+        if meta.requires_grad and form.wanted[place] and seen.taken[place] is None
+    ]
+    with mode:
+        tangents = [seen.gives[place]._replace(requires_grad=False).empty(device) for place in roots]
+    arguments = [*takes, *drawn, *tangents]
+    tracing = _Tracing(call, form, numbers, seen, randomness, roots)
+    graph = without_changes(operators_below_autograd(tracing.run, arguments, mode), arguments, mode)
+    names = [f"primals_{place}" for place in range(len(takes) + len(drawn))]
+    graph = named(graph, [*names, *(f"tangents_{place}" for place in range(len(tangents)))])
+    changed = take_changes_out(graph, len(tracing.made), len(takes))
+    _refuse(graph, seen.lifted)
+    if any(form.takes[place].requires_grad for place in changed):
+        raise NotCompilable("it changes in place what gradients go to")
+    results = len(tracing.made) + len(changed)
+    trains = bool(roots and tracing.differentiated)
+    if trains:
+        forward, backward = parted(copied(graph), results, mode)
+        keep_arguments_whole(forward, backward, results)
+    return Joint(
+        mode=mode,
+        forward=forward if trains else graph,
+        backward=backward if trains else None,
+        joint=graph,
+        given=tuple(tracing.given),
+        made=tuple(given.meta for given in tracing.given if not given.taken),
+        changed=tuple(changed),
+        wanted=tuple(tracing.given[place].place for place in roots) if trains else (),
+        differentiated=tuple(tracing.differentiated) if trains else (),
+        lifted=seen.lifted,
+    )
+
+
+class _Tracing:
+    """The function that is traced: a forward and its backward.
+
+    Args:
+        roots: places of the results that a gradient comes back for.
+
+    Attributes:
+        given: by result of the Span.
+        made: what the forward makes.
+        differentiated: places of what gets gradients.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        form: Form,
+        numbers: int,
+        seen: Seen,
+        randomness: Randomness,
+        roots: Sequence[int],
+    ) -> None:
+        self._call, self._form, self._numbers, self._seen = call, form, numbers, seen
+        self._randomness, self._roots = randomness, roots
+        self.given: list[Given] = []
+        self.made: list[Tensor] = []
+        self.differentiated: list[int] = []
+
+    def run(self, *arguments: Tensor) -> list[Tensor]:
+        """What the Span takes, what it draws, and gradients of the roots, to what it makes and gradients."""
+        inputs = len(self._form.takes)
+        draws = inputs + len(self._seen.lifted.draws)
+        drawn, tangents = arguments[inputs:draws], arguments[draws:]
+        leaves = [
+            tensor.detach().requires_grad_(meta.requires_grad)
+            for tensor, meta in zip(arguments[:inputs], self._form.takes, strict=True)
+        ]
+        with torch.set_grad_enabled(self._form.trains), self._seen.lifted.given(self._randomness, drawn):
+            results = results_of(self._call(self._form.rows, *range(self._numbers), *leaves))
+        if tuple(map(Meta.of, results)) != self._seen.gives:
+            raise NotCompilable("it gives other results each time")
+        grads = self._gradients([results[place] for place in self._roots], leaves, tangents)
+        self._set_apart(results, leaves)
+        return [*(tensor.detach() for tensor in self.made), *grads]
+
+    def _gradients(self, roots: Sequence[Tensor], leaves: Sequence[Tensor], tangents: Sequence[Tensor]) -> list[Tensor]:
+        sources = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
+        if not roots or not sources:
+            return []
+        found = torch.autograd.grad(roots, [leaves[place] for place in sources], tangents, allow_unused=True)
+        self.differentiated = [place for place, grad in zip(sources, found, strict=True) if grad is not None]
+        return [grad for grad in found if grad is not None]
+
+    def _set_apart(self, results: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+        """What is made gets memory of its own."""
+        memory = {storage_address(leaf.untyped_storage()) for leaf in leaves}
+        for result, taken, meta in zip(results, self._seen.taken, self._seen.gives, strict=True):
+            if taken is not None:
+                self.given.append(Given(taken, True, meta))
+                continue
+            address = storage_address(result.untyped_storage())
+            own = result.clone() if address in memory else result
+            memory.add(address)
+            self.given.append(Given(len(self.made), False, meta._replace(stride=own.stride())))
+            self.made.append(own)
+
+
+def _refuse(graph: fx.GraphModule, lifted: Lifted) -> None:
+    """Raises for Ops whose effects or numbers would be others in compiled code."""
+    drawing = 0
+    for node in graph.graph.nodes:
+        if node.op != "call_function" or getattr(node.target, "__module__", "") == "_operator":
+            continue
+        if not isinstance(node.target, OpOverload) or node.target.namespace not in ("aten", "prims"):
+            raise NotCompilable(f"{node.target} is not an operator of torch")
+        drawing += draws_random_numbers(node)
+        own = schema(node.target)
+        if not own.returns or own.is_mutable:
+            raise NotCompilable(f"{node.target} has effects beside its results")
+    if drawing != len(lifted.placed) or drawing > 1:
+        raise NotCompilable("several Ops draw from the device's generator" if drawing else "it sets the generator")

@@ -1,0 +1,174 @@
+"""The Spans of this rank's Stage, compiled when a Plan is deployed; what is not compiled is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pyrannc.blocks.compiler import Compiler, Task, assumed, own_folder
+from pyrannc.blocks.form import Meta
+from pyrannc.blocks.placed import PlacedSpan
+from pyrannc.call.variant import Variant
+from pyrannc.core.gradient_reach import gradient_reach
+from pyrannc.core.program import RankProgram
+from pyrannc.job import agree, phases, process
+from pyrannc.job.progress import Bar
+from pyrannc.log import get_logger
+from pyrannc.runtime.context import StageContext
+
+_log = get_logger("RaNNCModule")
+_MOST_ROW_COUNTS = 8
+"""Of one captured call: a script whose batches never have the same size would compile at each step."""
+_MOST_MET = 3
+"""Steps of a program after which its code stays as it is."""
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What has become of the Spans of some ranks, at the row counts that occur.
+
+    Attributes:
+        done: how many run compiled.
+        all: how many there are.
+        refusals: why the others run as they are, with how many do.
+    """
+
+    done: int = 0
+    all: int = 0
+    refusals: dict[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def joined(parts: Sequence[Outcome]) -> Outcome:
+        """That of all ranks together."""
+        refusals: dict[str, int] = {}
+        for part in parts:
+            for reason, count in part.refusals.items():
+                refusals[reason] = refusals.get(reason, 0) + count
+        return Outcome(sum(part.done for part in parts), sum(part.all for part in parts), refusals)
+
+    def __str__(self) -> str:
+        text = f"{self.done} of {self.all} Spans run compiled"
+        shown = [f"{count} because {reason}" for reason, count in list(self.refusals.items())[:_SHOWN]]
+        more = [f"others for {len(self.refusals) - _SHOWN} more reasons"] if len(self.refusals) > _SHOWN else []
+        return f"{text}; not compiled are {'; '.join([*shown, *more])}" if shown else text
+
+
+class Compiling:
+    """What is compiled under a Plan.
+
+    Args:
+        folder: where compiled code is kept; None for this process alone.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._met: dict[int, dict[int, int]] = {}
+        self._compiler: Compiler | None = None
+        self._refusals: dict[tuple[int, object], str] = {}
+        self._places: dict[tuple[int, object], PlacedSpan] = {}
+
+    def prepare(self, context: StageContext, variant: Variant, program: RankProgram) -> None:
+        """Compiles for the rows of a program, before its step. All ranks call it with programs for the same rows.
+
+        The first program of a captured call that trains is compiled at once, others when they come again. A step later
+        follows what turned out to be otherwise.
+        """
+        programs = self._met.setdefault(id(context), {})
+        met = programs[id(program)] = programs.get(id(program), 0) + 1
+        if met > _MOST_MET or len(programs) > _MOST_ROW_COUNTS:
+            return
+        at_once = next(iter(programs)) == id(program) and program.call != "forward"
+        if met == (1 if at_once else 2):
+            self._compile(context, lambda: self._tasks(context, variant, program))
+        elif met > 1:
+            better = [] if self._compiler is None else self._compiler.better(context.code)
+            if any(agree.gather_objects(bool(better))):
+                self._compile(context, lambda: better)
+
+    def forget(self, context: StageContext) -> None:
+        """Lets go of what is known of a Stage's code."""
+        self._met.pop(id(context), None)
+
+    @property
+    def own(self) -> Outcome:
+        """What has become of this rank's Spans."""
+        refusals: dict[str, int] = {}
+        for key in self._places:
+            reason = self._refusals.get(key)
+            if reason is None and self._places[key].missed:
+                reason = "they are given tensors of another layout than expected"
+            if reason is not None:
+                refusals[reason] = refusals.get(reason, 0) + 1
+        return Outcome(len(self._places) - sum(refusals.values()), len(self._places), refusals)
+
+    def _compile(self, context: StageContext, find: Callable[[], list[Task]]) -> None:
+        before = self.own.refusals
+        with phases.phase("RaNNCModule", "compilation", "the compilation of Spans", busy=True):
+            agree.together(lambda: self._compile_own(context, find()))
+            outcomes: list[tuple[Outcome, bool]] = agree.gather_objects((self.own, self.own.refusals != before))
+            outcome = Outcome.joined([found for found, _ in outcomes])
+            phases.note(f"{outcome.done} of {outcome.all} Spans of all ranks run compiled")
+        if outcome.refusals and any(is_new for _, is_new in outcomes) and process.get_rank() == 0:
+            _log.warning("%s", outcome)
+
+    def _compile_own(self, context: StageContext, tasks: Sequence[Task]) -> None:
+        compiler = self._compiler
+        assert compiler is not None, "there are tasks"
+        distinct = dict.fromkeys((id(task.span.function), task.form) for task in tasks)
+        done: set[tuple[int, object]] = set()
+        with Bar("compiling spans", len(distinct), len(distinct), shown=process.get_rank() == 0) as bar:
+            for task in tasks:
+                refusal = compiler.compile(task, context.code)
+                place = id(task.span), (task.form.rows, task.form.trains)
+                self._places[place] = task.span
+                self._refusals.pop(place, None)
+                if refusal is not None:
+                    self._refusals[place] = refusal
+                kind = id(task.span.function), task.form
+                if kind not in done:
+                    done.add(kind)
+                    bar.advance(1.0)
+
+    def _usable_folder(self) -> Path | None:
+        if self._folder is None:
+            return None
+        try:
+            return own_folder(self._folder)
+        except OSError as error:
+            _log.warning("compiled code is not kept for the next start: %s", error)
+            return None
+
+    def _tasks(self, context: StageContext, variant: Variant, program: RankProgram) -> list[Task]:
+        if self._compiler is None:
+            self._compiler = Compiler(context.device, self._usable_folder())
+        sizes = dict.fromkeys(hi - lo for lo, hi in program.rows if hi > lo)
+        return [task for rows in sizes for task in self._tasks_at(self._compiler, context, variant, program, rows)]
+
+    def _tasks_at(
+        self, compiler: Compiler, context: StageContext, variant: Variant, program: RankProgram, rows: int
+    ) -> list[Task]:
+        facts, part, trains = context.facts, context.parts.stages[context.stage], program.call != "forward"
+        known = {value: Meta.of(tensor) for value, tensor in {**context.params, **context.buffers}.items()}
+        if context.prologue is not None:
+            code = context.prologue.code
+            for task in compiler.tasks(code, facts, 0, known, None, trains=trains):
+                for place, value in enumerate(task.span.part.gives):
+                    requires_grad = trains and facts.values[value].requires_grad
+                    guess = assumed(facts, value, 0, requires_grad=requires_grad)
+                    known[value] = guess if isinstance(task.seen, str) else task.seen.gives[place]
+        for item in part.inputs:
+            known[item.value] = assumed(facts, item.value, rows, requires_grad=trains and item.requires_grad)
+        for value in part.receives:
+            requires_grad = trains and context.parts.crossings[value].requires_grad
+            known[value] = assumed(facts, value, rows, requires_grad=requires_grad)
+        return compiler.tasks(context.code, facts, rows, known, self._reached(variant, program), trains=trains)
+
+    @staticmethod
+    def _reached(variant: Variant, program: RankProgram) -> frozenset[int] | None:
+        """The Values that gradients come back for; None where that is not known yet."""
+        if program.call != "whole" or variant.loss is None:
+            return None
+        reached = variant.reached_in_body(frozenset((variant.loss,)))
+        return gradient_reach(variant.facts, reached & set(variant.facts.outputs))

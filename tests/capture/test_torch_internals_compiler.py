@@ -1,0 +1,96 @@
+"""What pyrannc relies on of torch's compiler: a test for each name, under its own name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import torch
+from tests.capture.tracing import fake_mode, targets
+from torch import Tensor, fx
+
+from pyrannc.blocks.graphs import named
+from pyrannc.capture import torch_internals as internals
+
+CPU = torch.device("cpu")
+
+
+def changed(x: Tensor, weight: Tensor, calls: Tensor) -> list[Tensor]:
+    calls.add_(1)
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    with torch.enable_grad():
+        made = (x @ weight).relu_()
+    return [made.detach(), *torch.autograd.grad(made.sum(), [x, weight])]
+
+
+def example() -> tuple[list[Tensor], internals.FakeTensorMode]:
+    mode = fake_mode()
+    with mode:
+        return [torch.empty(3, 4), torch.empty(4, 4), torch.empty(())], mode
+
+
+def functional(call: Callable[..., list[Tensor]] = changed) -> tuple[fx.GraphModule, internals.FakeTensorMode]:
+    arguments, mode = example()
+    graph = internals.operators_below_autograd(call, arguments, mode)
+    return internals.without_changes(graph, arguments, mode), mode
+
+
+def test_operators_below_autograd() -> None:
+    arguments, mode = example()
+    found = set(map(str, targets(internals.operators_below_autograd(changed, arguments, mode))))
+    assert {"aten.mm.default", "aten.add_.Tensor", "aten.threshold_backward.default"} <= found
+
+
+def test_without_changes() -> None:
+    graph, _ = functional()
+    found = set(map(str, targets(graph)))
+    assert {"aten.mm.default", "aten.relu.default", "aten.copy_.default"} <= found
+    assert not {"aten.add_.Tensor", "aten.relu_.default"} & found
+
+
+def joint(x: Tensor, weight: Tensor, tangent: Tensor) -> list[Tensor]:
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    with torch.enable_grad():
+        made = (x @ weight).tanh()
+    return [made.detach(), *torch.autograd.grad(made, [x, weight], tangent)]
+
+
+def joint_graph() -> tuple[fx.GraphModule, internals.FakeTensorMode]:
+    mode = fake_mode()
+    with mode:
+        arguments = [torch.empty(3, 4), torch.empty(4, 4), torch.empty(3, 4)]
+    graph = internals.without_changes(internals.operators_below_autograd(joint, arguments, mode), arguments, mode)
+    return named(graph, ["primals_0", "primals_1", "tangents_0"]), mode
+
+
+def test_parted() -> None:
+    graph, mode = joint_graph()
+    forward, backward = internals.parted(graph, 1, mode)
+    x, weight, tangent = torch.randn(3, 4), torch.randn(4, 4), torch.randn(3, 4)
+    made, *kept = forward(x, weight)
+    assert [node.name for node in backward.graph.find_nodes(op="placeholder")][-1] == "tangents_0"
+    for mine, right in zip([made, *backward(*kept, tangent)], joint(x, weight, tangent), strict=True):
+        torch.testing.assert_close(mine, right)
+
+
+def test_compiled_by_inductor() -> None:
+    graph, mode = joint_graph()
+    code = internals.compiled_by_inductor(graph, 3, mode, "whole", CPU)
+    arguments = [torch.randn(3, 4), torch.randn(4, 4), torch.randn(3, 4)]
+    given = list(arguments)
+    for mine, right in zip(code(given), joint(*arguments), strict=True):
+        torch.testing.assert_close(mine, right)
+    assert given == []
+
+
+def test_has_compiler_of_host() -> None:
+    assert internals.has_compiler_of_host()
+
+
+def test_default_compiler_folder() -> None:
+    script = "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
+    environ = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environ, check=True)
+    assert done.stdout.strip() == internals.default_compiler_folder()
