@@ -89,7 +89,7 @@ def ops_of(variant: Variant, kept: KeptWhole) -> list[int]:
     """The Ops that a part kept whole has become."""
     titles = {f"pyrannc.opaque.{Part.of(path).title}" for path in kept.paths}
     nodes = enumerate(variant.whole.captured.op_nodes)
-    return [op for op, node in nodes if getattr(node.target, "title", "") in titles]
+    return [op for op, node in nodes if str(getattr(node.target, "title", "")).partition(",")[0] in titles]
 
 
 def share_of(variant: Variant, ops: Sequence[int]) -> float:

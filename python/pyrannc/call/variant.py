@@ -20,6 +20,7 @@ from pyrannc.call.single_row import first_normalising, refuse_single_rows
 from pyrannc.call.whole_batch import BatchRows
 from pyrannc.capture import Answering, Captured, capture
 from pyrannc.capture.lacking import Lacking
+from pyrannc.capture.row_lists import has_row_lists
 from pyrannc.capture.sequences import ADVICE
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts
@@ -153,6 +154,9 @@ class Variant:
         """
         if self.chooses_params and any(isinstance(param, Lacking) for param in model.parameters()):
             # What stays whole is tried on what comes to it, which takes the contents of all parameters before it.
+            return
+        if has_row_lists((args, kwargs)):
+            # Other items may show something else of how rows are treated.
             return
         has_rows, captured = self._has_rows, self.whole.captured
         # This rank's rows are not those that have answered.

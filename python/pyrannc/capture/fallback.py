@@ -86,6 +86,40 @@ class BatchSizes:
             _refuse_unstable(made, run(inputs), more)
         return made
 
+    def are_apart(
+        self,
+        run: Callable[[Sequence[Any]], Sequence[Tensor]],
+        reals: Sequence[Any],
+        fakes: Sequence[Any],
+        made: TwoSizes,
+        distinct: int,
+    ) -> bool:
+        """True when parts of the sample give parts of what all its rows have given, in two divisions.
+
+        Args:
+            distinct: the sample's first rows that are not others again.
+        """
+        if made.second is None or distinct < 2 or any(not whole.dim() for whole in made.first):
+            return False
+
+        def part(lo: int, hi: int) -> Sequence[Tensor]:
+            return run([self._narrowed(real, fake, lo, hi) for real, fake in zip(reals, fakes, strict=True)])
+
+        try:
+            pairs = [(part(0, cut), part(cut, self.rows)) for cut in {1, distinct - 1}]
+        except Exception:  # whatever the user's code says to fewer rows
+            return False
+        return all(
+            first.shape[1:] == second.shape[1:] and torch.equal(torch.cat((first, second)), whole)
+            for parts in pairs
+            for whole, first, second in zip(made.first, *parts, strict=True)
+        )
+
+    def _narrowed(self, real: Any, fake: Any, lo: int, hi: int) -> Any:
+        for dim, per_row in self._batch_dims(fake):
+            real = real.narrow(dim, lo * per_row, (hi - lo) * per_row)
+        return real
+
     def _longer(self, real: Any, fake: Any, more: int) -> Any:
         """A sample with some rows more, the first ones again."""
         for dim, per_row in self._batch_dims(fake):

@@ -59,7 +59,10 @@ class WholeCall:
 
     Attributes:
         original: what is called.
+        suffix: of the title in the Graph, where one part makes several Ops.
     """
+
+    suffix = ""
 
     def __init__(self, model: nn.Module, part: Part, trials: Trials) -> None:
         self._part = part
@@ -70,7 +73,9 @@ class WholeCall:
         self._name = part.function[1] if part.function else part.method or "forward"
         self.original = self._owner[self._name] if part.function else getattr(self._module, self._name)
         params, buffers = dict(self._module.named_parameters()), dict(self._module.named_buffers())
-        self._names = [*params, *buffers]
+        self._names = [
+            name for name in (*params, *buffers) if not part.around or not name.startswith(f"{part.around}.")
+        ]
         self._buffers = set(buffers)
 
     @contextmanager
@@ -96,7 +101,7 @@ class WholeCall:
         current = dict([*self._module.named_parameters(), *self._module.named_buffers()])
         # What a module keeps is its own; of a method, only what it is found to use.
         names, operands, trial = self._tried(self._names, current, inputs, structure, tracer)
-        if self._part.method and len(trial.used) < len(names):
+        if (self._part.method or self._part.around) and len(trial.used) < len(names):
             names = [name for name in names if name in trial.used]
             names, operands, trial = self._tried(names, current, inputs, structure, tracer)
         if not operands:
@@ -106,10 +111,9 @@ class WholeCall:
         sizes = self._trials.sizes
         results = sizes.fakes(trial.made, operands[0].device, trial.gradients, self._trials.mode)
         call = self._runtime_call(names, structure, trial.output)
-        target = OpaqueCall(self._part.identifier, call, self._part.title)
+        target = OpaqueCall(self._part.identifier, call, self._part.title + self.suffix)
         target.changes = trial.changes
-        # Their extents are no numbers to make up.
-        target.may_be_tried = not has_row_lists((args, kwargs))
+        target.row_wise = trial.row_wise
         target.form = Form.of(operands, results, sizes.reader, str(self._part))
         proxies = (proxy_of(operand, tracer) for operand in operands)
         arguments = tuple(p if p is not None else o for p, o in zip(proxies, operands, strict=True))
@@ -167,7 +171,7 @@ class WholeCall:
         inputs: Sequence[Tensor],
         structure: Structure,
         tracer: Any,
-    ) -> tuple[Sequence[str], list[Tensor], _Tried]:
+    ) -> tuple[Sequence[str], list[Tensor], Tried]:
         """What runs on the real samples, at several batch sizes, tell of the results."""
         operands = [*(current[name] for name in names), *inputs]
         oracle, count = self._trials.oracle, len(names)
@@ -204,18 +208,34 @@ class WholeCall:
             raise self._untraceable("it changes a tensor that it is called with in place")
         if any(names[place] not in self._buffers for place in changed):
             raise self._untraceable("it changes a parameter in place")
-        return names, operands, _Tried(made, outputs[0], tuple(gradients), tuple(sorted(changed)), frozenset(used))
+        tried = Tried(made, outputs[0], tuple(gradients), tuple(sorted(changed)), frozenset(used))
+        if has_row_lists(structure.rebuild(inputs)):
+            # Extents in lists of rows are no numbers to make up: the whole batch shows what it can.
+            tried.row_wise = False
+            if not any(gradients):
+                oracle.asked_rows = oracle.asked_rows or Place(self._part.path)
+                with real_execution(), self._trials.unwatched():
+                    tried.row_wise = self._trials.sizes.are_apart(run, reals, operands, made, oracle.rows)
+        self._examine(tried)
+        return names, operands, tried
+
+    def _examine(self, tried: Tried) -> None:
+        """Raises UntraceableError for what a part of a special kind may not do."""
 
 
-@dataclass(frozen=True)
-class _Tried:
-    """Results: the tensors and what stands round them, which require gradients; changed buffers; state that is used."""
+@dataclass
+class Tried:
+    """Results: the tensors and what stands round them, which require gradients; changed buffers; state that is used.
+
+    ``row_wise`` says whether it treats each row by itself, if that is known already.
+    """
 
     made: TwoSizes
     output: Structure
     gradients: tuple[bool, ...]
     changes: tuple[int, ...]
     used: frozenset[str]
+    row_wise: bool | None = None
 
 
 class _Used(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it

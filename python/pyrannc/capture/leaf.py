@@ -36,7 +36,7 @@ class OpaqueCall:
         draws: it may draw random numbers.
         form: the extents that its results must have.
         autocast: under which it runs: as it was set where the call was made.
-        may_be_tried: made-up operands can show what it does to rows.
+        row_wise: whether it treats each row by itself, if made-up operands need not show it.
     """
 
     def __init__(self, name: str, call: Callable[..., Any], source_class: str) -> None:
@@ -47,7 +47,7 @@ class OpaqueCall:
         self.draws = True
         self.form: Form | None = None
         self.autocast = Autocast.now()
-        self.may_be_tried = True
+        self.row_wise: bool | None = None
         self._call = call
 
     def __call__(self, *tensors: Any) -> Any:

@@ -242,8 +242,8 @@ class _Lowering:
         if target_name(node.target) in self.told_row_wise:
             self.row_wise.append(True)
         elif self.known_row_wise is None or len(self.row_wise) >= len(self.known_row_wise):
-            may_be_tried = getattr(node.target, "may_be_tried", True)
-            self.row_wise.append(may_be_tried and is_row_wise(call, self._operands(node), _device_of(node)))
+            shown: bool | None = getattr(node.target, "row_wise", None)
+            self.row_wise.append(is_row_wise(call, self._operands(node), _device_of(node)) if shown is None else shown)
         else:
             self.row_wise.append(self.known_row_wise[len(self.row_wise)])
         return self.row_wise[-1]

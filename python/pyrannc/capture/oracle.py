@@ -134,6 +134,11 @@ class Oracle:
             self._asked = _Samples(tracer.root, own, self._device, {batch_size: self._batch.rows})
 
     @property
+    def rows(self) -> int:
+        """Of the batch, before they were repeated for the trace."""
+        return self._batch.rows
+
+    @property
     def attached(self) -> bool:
         """True once a trace is being served."""
         return self._graph is not None

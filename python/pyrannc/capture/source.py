@@ -46,16 +46,20 @@ class Part:
         path: of a sub-module.
         method: of the sub-module, instead of its forward.
         function: instead of a sub-module, a function: the Python module that it is called in, and its name there.
+        around: path, below the sub-module, of the one that does not stay whole with it.
     """
 
     path: str
     method: str = ""
     function: tuple[str, str] | None = None
+    around: str = ""
 
     def __str__(self) -> str:
         if self.function:
             return f"function {self.function[1]}"
         owner = f"sub-module '{self.path}'" if self.path else "the model"
+        if self.around:
+            return f"{owner} but for its sub-module '{self.around}'"
         return f"method {self.method} of {owner}" if self.method else owner
 
     @property
@@ -63,14 +67,19 @@ class Part:
         """As a name that :meth:`of` reads."""
         if self.function:
             return "::".join(self.function)
+        if self.around:
+            return f"{self.path}>{self.around}"
         return f"{self.path}:{self.method}" if self.method else self.path
 
     @staticmethod
     def of(text: str) -> Part:
-        """From the path of a sub-module, ``path:method``, or ``python.module::function``."""
+        """From the path of a sub-module, ``path:method``, ``path>sub-module``, or ``python.module::function``."""
         module, _, function = text.partition("::")
         if function:
             return Part("", function=(module, function))
+        path, _, around = text.partition(">")
+        if around:
+            return Part(path, around=around)
         path, _, method = text.partition(":")
         return Part(path, method)
 
@@ -79,6 +88,8 @@ class Part:
         """In the Graph."""
         if self.function:
             return f"function.{'.'.join(self.function)}"
+        if self.around:
+            return f"module.{self.text}"
         return f"module.{self.path}" + (f":{self.method}" if self.method else "")
 
     @property

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 
 from pyrannc.errors import CaptureError, RaNNCError
 
+from .around import whole_call
 from .assumptions import FROM_ARGUMENTS, Answering, Assumption, PartOfBatchError, PythonState
 from .attributes import AttributeLog, Carried
 from .autocast import Autocast, cached_casts
@@ -222,7 +223,7 @@ class _Session:
     def whole_calls(self) -> list[WholeCall]:
         """What stays whole."""
         trials = Trials(self.oracle, self.mode, self.sizes, self._apart)
-        return [WholeCall(self.model, Part.of(text), trials) for text in self.leaf_paths]
+        return [whole_call(self.model, Part.of(text), trials) for text in self.leaf_paths]
 
     @contextmanager
     def _apart(self) -> Iterator[None]:

@@ -16,6 +16,10 @@ from .source import Part, Place
 _MOST_TRIES = 16
 _LARGE = 0.5
 """Share of the parameters above which a question about what the model computes is no reason to keep it whole."""
+_WORTH = 0.1
+"""Share of the parameters from which on a sub-module is worth what is computed twice around it."""
+_MOST_AROUND = 3
+"""Sub-modules that a large part may be tried to stay whole around."""
 _Result = TypeVar("_Result")
 
 
@@ -140,12 +144,14 @@ class WholeModules:
 
     def _with_others(self, model: nn.Module, part: Part) -> list[Part]:
         """A part and those at like places; of a class that has failed elsewhere too, all."""
-        if part.function:
+        if part.function or part.around:
             return [part]
         kind = type(model.get_submodule(part.path))
         kept = [Part.of(text) for text in self.paths]
         again = any(
-            p.method == part.method and type(model.get_submodule(p.path)) is kind for p in kept if not p.function
+            p.method == part.method and type(model.get_submodule(p.path)) is kind
+            for p in kept
+            if not p.function and not p.around
         )
         if not again:
             return _alike(model, part)
@@ -162,9 +168,10 @@ class WholeModules:
         while path:
             part = Part(path)
             if part not in known and has_own_forward(model.get_submodule(path)):
-                found.append(part)
+                found += [*_around(model, path), part]
             path = path.rpartition(".")[0]
-        found += [Part("")] * self.allow_uncut
+        # Who allows the whole model to be one part may have batches of many forms.
+        found += [Part("")] if self.allow_uncut else _around(model, "")
         return [part for part in found if not any(_is_inside(part, outer) for outer in known)]
 
 
@@ -176,9 +183,29 @@ def _outside(kept: KeptWhole, outer: Sequence[Part]) -> KeptWhole:
 def _is_inside(part: Part, outer: Part) -> bool:
     if part == outer or outer == Part(""):
         return True
+    if outer.around:
+        inner = f"{outer.path}.{outer.around}".lstrip(".")
+        return not part.function and _is_below(part.path, outer.path) and not _is_below(part.path, inner)
     if part.function or outer.function or outer.method:
         return False
-    return part.path == outer.path or part.path.startswith(f"{outer.path}.")
+    return _is_below(part.path, outer.path)
+
+
+def _is_below(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
+def _around(model: nn.Module, path: str) -> list[Part]:
+    """A part with most of the parameters without some sub-module that has many of them, outer ones first."""
+    whole = model.get_submodule(path)
+    if not has_own_forward(whole) or _share(model, [Part(path)]) <= _LARGE:
+        return []
+    sizes = {name: _share(model, [Part(f"{path}.{name}".lstrip("."))]) for name, _ in whole.named_modules() if name}
+    large = sorted(
+        (name for name, size in sizes.items() if size > _WORTH), key=lambda name: (name.count("."), -sizes[name])
+    )
+    called = [name for name in large if not isinstance(whole.get_submodule(name), (nn.ModuleList, nn.ModuleDict))]
+    return [Part(path, around=name) for name in called[:_MOST_AROUND]]
 
 
 def has_own_forward(module: nn.Module) -> bool:
@@ -187,8 +214,10 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def _share(model: nn.Module, parts: Sequence[Part]) -> float:
-    """Of the model's parameters, by elements; of methods and functions, none."""
-    modules = [model.get_submodule(part.path) for part in parts if not part.method and not part.function]
+    """Of the model's parameters, by elements; of methods, functions and what is round a sub-module, none."""
+    modules = [
+        model.get_submodule(part.path) for part in parts if not part.method and not part.function and not part.around
+    ]
     inside = {id(param): param.numel() for module in modules for param in module.parameters()}
     return sum(inside.values()) / max(1, sum(param.numel() for param in model.parameters()))
 
@@ -202,6 +231,6 @@ def alike(model: nn.Module, path: str) -> list[str]:
 
 
 def _alike(model: nn.Module, part: Part) -> list[Part]:
-    if not part.path or part.function:
+    if not part.path or part.function or part.around:
         return [part]
     return [Part(path, part.method) for path in alike(model, part.path)]

@@ -29,6 +29,8 @@ def cases() -> Iterator[Case]:
 
 
 _SIZE = re.compile(r"[0-9]+|_(tiny|small|base|large|huge|[bslx][0-9]*|[tmh](?=_|$)|[0-9]+[a-z]*).*")
+_SIDE = 64
+"""Pixels of an image's side, where a model takes any."""
 _LARGE = ("_s", "_small", "_m", "_b", "_base", "_l", "_large", "_h", "_huge")
 """Ends of names, in the order of size; none of them is the smallest."""
 
@@ -53,32 +55,38 @@ def make(name: str, rows: int) -> tuple[nn.Module, dict[str, Any]]:
     options = {key: value for key, value in own.items() if key in known or key == "num_classes"}
     if "raft" in name:
         options.pop("num_classes")
+    task = builder.__module__.removeprefix("torchvision.models.")
+    if task.startswith("detection") and "ssd" not in name:
+        options |= {"min_size": _SIDE, "max_size": _SIDE}
+        if "rcnn" in name:
+            # Fewer than are taken: none is left out by chance.
+            options |= {"rpn_pre_nms_top_n_train": 40, "rpn_post_nms_top_n_train": 20}
+            options |= {"rpn_batch_size_per_image": 100_000, "box_batch_size_per_image": 100_000}
     if "init_weights" in known:
         options["init_weights"] = False
     model = models.get_model(name, **options)
     elements = sum(param.numel() for param in model.parameters())
     if elements > 70_000_000:
         raise NotByRuleError(f"{elements:,} elements are not small")
-    task = builder.__module__.removeprefix("torchvision.models.")
     generator = torch.Generator().manual_seed(1)
     if task.startswith("detection"):
-        images = [torch.rand(3, 64, 64, generator=generator) for _ in range(rows)]
+        images = [torch.rand(3, _SIDE, _SIDE, generator=generator) for _ in range(rows)]
         return model, {"images": images, "targets": [_target(name) for _ in range(rows)]}
     if task.startswith("optical_flow"):
         pair = [torch.rand(rows, 3, 128, 128, generator=generator) for _ in range(2)]
         return model, {"image1": pair[0], "image2": pair[1], "num_flow_updates": 2}
     first = next(iter(inspect.signature(model.forward).parameters))
     if task.startswith("video"):
-        size = 224 if "mvit" in name or "swin" in name else 112
-        return model, {first: torch.rand(rows, 3, 16 if size == 224 else 8, size, size, generator=generator)}
-    size = 224 if "vit" in name or "maxvit" in name else 299 if "inception" in name else 64
+        clip = (16, 224, 224) if "s3d" in name or "mvit" in name else (8, _SIDE, _SIDE)
+        return model, {first: torch.rand(rows, 3, *clip, generator=generator)}
+    size = 224 if "vit" in name or "maxvit" in name else 299 if "inception" in name else _SIDE
     return model, {first: torch.rand(rows, 3, size, size, generator=generator)}
 
 
 def _target(name: str) -> dict[str, torch.Tensor]:
     target = {"boxes": torch.tensor([[4.0, 4.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
     if "mask" in name:
-        target["masks"] = torch.ones(1, 64, 64, dtype=torch.uint8)
+        target["masks"] = torch.ones(1, _SIDE, _SIDE, dtype=torch.uint8)
     if "keypoint" in name:
         target["keypoints"] = torch.ones(1, 17, 3)
     return target

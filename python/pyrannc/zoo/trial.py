@@ -26,6 +26,9 @@ LIBRARIES = ("transformers", "timm", "torchvision")
 STEPS = 2
 _EXACT, _SINGLE = 1e-10, 1e-4
 """By how much numbers may differ; the second where the model itself computes in less than double precision."""
+_FLOAT = Tensor.float
+_PRECISIONS = ((torch.float64, _FLOAT), (torch.float64, Tensor.double), (torch.float32, _FLOAT))
+"""The type that a model is run in, and what ``float()`` gives: some do not run in double precision otherwise."""
 _RATE = 0.01
 _LITTLE = 0.1
 """Share of the parameters below which a part that is not cut needs no word."""
@@ -82,24 +85,31 @@ def run(case: Case, rows: Sequence[int], stages: int, *, as_they_are: bool = Fal
         stages: that the configuration asks for; with 1, an uncut model is allowed.
         as_they_are: the model keeps its dropout and batch statistics.
     """
-    torch.set_default_dtype(torch.float64)
+    cause = ""
     try:
-        try:
-            expected = _train_plain(case, as_they_are)
-        except NotByRuleError as error:
-            return Outcome("no case", str(error).splitlines()[0])
-        except Exception as error:
-            return Outcome("no case", _short(error))
-        return _beside(case, rows, stages, expected, as_they_are)
+        for dtype, as_float in _PRECISIONS:
+            torch.set_default_dtype(dtype)
+            Tensor.float = as_float  # type: ignore[method-assign]
+            try:
+                expected = _train_plain(case, as_they_are)
+            except NotByRuleError as error:
+                return Outcome("no case", str(error).splitlines()[0])
+            except Exception as error:
+                cause = cause or _short(error)
+            else:
+                return _beside(case, rows, stages, expected, as_they_are)
+        return Outcome("no case", cause)
     finally:
         torch.set_default_dtype(torch.float32)
+        Tensor.float = _FLOAT  # type: ignore[method-assign]
 
 
 def _made(case: Case, as_they_are: bool) -> tuple[nn.Module, dict[str, Any]]:
     model, arguments = case.make(ROWS)
+    dtype = torch.get_default_dtype()
     tensors, structure = flatten(arguments)
-    doubled = [tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors]
-    return (model.train() if as_they_are else quiet(model)).double(), structure.rebuild(doubled)
+    converted = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
+    return (model.train() if as_they_are else quiet(model)).to(dtype), structure.rebuild(converted)
 
 
 def _train_plain(case: Case, as_they_are: bool, seed: int = 0) -> _Run:

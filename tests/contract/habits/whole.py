@@ -358,7 +358,7 @@ class _RowsInRoot(nn.Module):
         return torch.stack([F.cross_entropy(y, label) for y, label in zip(made, labels, strict=True)]).mean()
 
 
-@refused("CaptureError", "allow_uncut", settings=ONCE, instead="a sub-module of its own for it, or `allow_uncut=True`")
+@warned("but for its sub-module 'net'", instead="what comes after the sub-module stays whole round it")
 def loop_over_rows_in_the_model_itself(job: Job) -> None:
     """The model's own forward loops over rows, not one of its sub-modules."""
     fit(job, _RowsInRoot(loss=True), classes)
@@ -456,9 +456,43 @@ class _OfSizes(nn.Module):
 @warned("The whole model", settings=_ONE_STAGE, instead="`allow_uncut=True`: all ranks compute the global batch")
 def images_of_different_sizes(job: Job) -> None:
     """`images` is a list with a tensor for each row, of different sizes, beside a list of dicts."""
-    net = _OfSizes()
+    _detect(job, _OfSizes(), allow_uncut=True)
+
+
+@warned(
+    "but for its sub-module 'detector.net'", instead="what comes before and after a sub-module stays whole round it"
+)
+def images_in_a_list_before_a_backbone(job: Job) -> None:
+    """As above; what is made of each image alone goes to a sub-module, as to the backbone of a detection model."""
+    _detect(job, _OfSizes())
+
+
+class _Noisy(_OfSizes):
+    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Tensor:
+        return super().forward([image + torch.rand(1) for image in images], targets)
+
+
+@refused("CaptureError", "allow_uncut", settings=ONCE, instead="draw before the model is called")
+def images_changed_by_chance_before_a_backbone(job: Job) -> None:
+    """As above, and the model adds noise to the images first."""
+    _detect(job, _Noisy())
+
+
+class _Together(_OfSizes):
+    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Tensor:
+        most = max(float(image.abs().max()) for image in images)
+        return super().forward([image / most for image in images], targets)
+
+
+@refused("CaptureError", "allow_uncut", settings=ONCE, instead="normalise before the model is called")
+def images_normalised_together_before_a_backbone(job: Job) -> None:
+    """As above, and the model divides all images by the largest number in any of them."""
+    _detect(job, _Together())
+
+
+def _detect(job: Job, net: nn.Module, **options: Any) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = job.wrap(net, optimizer, allow_uncut=True)
+    model = job.wrap(net, optimizer, **options)
     for x, boxes, counts in job.batches(_boxes):
         images = [row.view(1, 1, -1).repeat(1, count, count) for row, count in zip(x, counts.tolist(), strict=True)]
         optimizer.zero_grad()
