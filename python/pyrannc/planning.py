@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pyrannc._native import Cluster, Plan, Profile
+from pyrannc.blocks.compiler import Compiler
 from pyrannc.call.variant import Variant
 from pyrannc.config import Config
 from pyrannc.core.partition import Parts
@@ -257,12 +258,18 @@ def _subject(request: Request, cluster: Cluster, hosts: Sequence[str]) -> Subjec
     variant, world_size = request.variant, process.get_world_size()
     blocks = variant.graph.blocks()
     parts = Parts.from_json(blocks.partition_json())
+    compiles = request.config.compiles_on(request.device.type)
     return Subject(
         graph_hash=variant.graph.hash(),
         blocks=blocks,
         parts=parts,
         source=BlockSource(
-            variant.captured, variant.facts, parts.crossings, request.samples, request.config.fused_dropout
+            variant.captured,
+            variant.facts,
+            parts.crossings,
+            request.samples,
+            request.config.fused_dropout,
+            Compiler(request.device, compiled_folder(request.config)) if compiles else None,
         ),
         row_counts=row_counts(request.batch_rows, world_size),
         hosts=tuple(hosts),

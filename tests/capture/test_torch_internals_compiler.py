@@ -77,7 +77,8 @@ def test_parted() -> None:
 
 def test_compiled_by_inductor() -> None:
     graph, mode = joint_graph()
-    code = internals.compiled_by_inductor(graph, 3, mode, "whole", CPU)
+    code, strides = internals.compiled_by_inductor(graph, 3, mode, "whole", CPU)
+    assert strides == [(4, 1), (4, 1), (4, 1)]
     arguments = [torch.randn(3, 4), torch.randn(4, 4), torch.randn(3, 4)]
     given = list(arguments)
     for mine, right in zip(code(given), joint(*arguments), strict=True):

@@ -12,6 +12,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pyrannc.blocks.form import Form, Meta
+from pyrannc.blocks.graphs import lay_out
 from pyrannc.blocks.joint import Joint, results_of
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture.torch_internals import compiled_by_inductor
@@ -48,10 +49,13 @@ class SpanCode:
         """
         made = len(joint.made)
         kind, device = "whole" if joint.backward is None else "forward", randomness.device
-        forward = compiled_by_inductor(joint.forward, made, joint.mode, kind, device)
+        forward, strides = compiled_by_inductor(joint.forward, made, joint.mode, kind, device)
         backward = None
         if joint.backward is not None:
-            backward = compiled_by_inductor(joint.backward, len(joint.differentiated), joint.mode, "backward", device)
+            lay_out(joint.backward, strides[made + len(joint.changed) :], joint.mode)
+            backward, _ = compiled_by_inductor(
+                joint.backward, len(joint.differentiated), joint.mode, "backward", device
+            )
         return SpanCode(form, joint, forward, backward, plain, numbers, randomness)
 
     def __call__(self, numbers: Sequence[int], takes: Sequence[Tensor], came: set[tuple[bool, ...]]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,9 @@ from pyrannc.blocks.graphs import NotCompilable
 from pyrannc.blocks.joint import Seen, see, trace
 from pyrannc.blocks.placed import Fitted, PlacedSpan
 from pyrannc.capture.torch_internals import default_compiler_folder, has_compiler_of_host
+from pyrannc.core.gradient_reach import Senders
 from pyrannc.core.graph import GraphFacts
+from pyrannc.core.partition import SpanPart
 from pyrannc.log import get_logger
 
 _log = get_logger("RaNNCModule")
@@ -52,7 +54,7 @@ class Compiler:
 
     def __init__(self, device: torch.device, folder: Path | None) -> None:
         self._device = device
-        self._folder = folder
+        self._folder = _usable(folder)
         self.unable = "" if has_compiler_of_host() else "there is no C++ compiler (set CXX, or install g++)"
 
     def tasks(
@@ -61,7 +63,7 @@ class Compiler:
         facts: GraphFacts,
         rows: int,
         known: Mapping[int, Meta],
-        reached: Set[int] | None,
+        senders: Senders | None,
         *,
         trains: bool,
     ) -> list[Task]:
@@ -69,7 +71,7 @@ class Compiler:
 
         Args:
             known: by Value, what comes in from outside.
-            reached: the Values that gradients come back for; None for all.
+            senders: from where gradients come; None where all that is given gets some.
         """
         metas = dict(known)
         found = []
@@ -78,7 +80,7 @@ class Compiler:
                 rows,
                 trains,
                 tuple(metas[value] for value in span.part.takes),
-                tuple(reached is None or value in reached for value in span.part.gives),
+                tuple(_is_wanted(facts, span.part, value, senders) for value in span.part.gives),
             )
             task = Task(span, form, self._see(span, form, code))
             found.append(task)
@@ -149,6 +151,11 @@ class Compiler:
         return made if differs is None else f"compiled, {differs}"
 
 
+def _is_wanted(facts: GraphFacts, part: SpanPart, value: int, senders: Senders | None) -> bool:
+    """True when what a Span gives gets gradients from elsewhere."""
+    return senders is None or not senders.get(facts.root(value), set()) <= set(part.ops)
+
+
 def _assumed(facts: GraphFacts, value: int, rows: int, *, trains: bool) -> Meta:
     """What a Value is like where nothing has shown it."""
     found = facts.values[value]
@@ -185,6 +192,14 @@ def _kept_in(folder: Path | None) -> Iterator[None]:
             os.environ[_FOLDER] = before
         if triton is None:
             os.environ.pop(_FOLDER_OF_TRITON, None)
+
+
+def _usable(folder: Path | None) -> Path | None:
+    try:
+        return None if folder is None else own_folder(folder)
+    except OSError as error:
+        _log.warning("compiled code is not kept for the next start: %s", error)
+        return None
 
 
 def own_folder(path: Path) -> Path:

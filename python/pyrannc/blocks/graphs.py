@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from pyrannc.capture.torch_internals import FakeTensorMode
+
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)
 _VIEWS = (
@@ -117,6 +119,20 @@ def keep_arguments_whole(forward: fx.GraphModule, backward: fx.GraphModule, resu
     for graph in (forward, backward):
         graph.graph.eliminate_dead_code()
         graph.recompile()
+
+
+def lay_out(backward: fx.GraphModule, strides: Sequence[tuple[int, ...] | None], mode: FakeTensorMode) -> None:
+    """What is kept comes as the forward's kernels lay it out, which may choose other strides than the operators.
+
+    Args:
+        strides: of what is kept, in order, as far as known.
+    """
+    for node, stride in zip(backward.graph.find_nodes(op="placeholder"), strides, strict=False):
+        before = node.meta["val"]
+        if stride is not None and before.stride() != tuple(stride):
+            with mode:
+                made = torch.empty_strided(before.shape, tuple(stride), dtype=before.dtype, device=before.device)
+            node.meta["val"] = made
 
 
 def _results(graph: fx.GraphModule) -> list[Any]:

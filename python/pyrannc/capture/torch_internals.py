@@ -640,13 +640,16 @@ def parted(joint: fx.GraphModule, results: int, mode: FakeTensorMode) -> tuple[f
 
 def compiled_by_inductor(
     graph: fx.GraphModule, results: int, mode: FakeTensorMode, kind: str, device: torch.device
-) -> Callable[[list[Tensor]], list[Tensor]]:
-    """A graph without changes in place as kernels; the list that it is given is emptied. Public: ``torch.compile``.
+) -> tuple[Callable[[list[Tensor]], list[Tensor]], list[tuple[int, ...] | None]]:
+    """A graph without changes in place as kernels; the list that they are given is emptied. Public: ``torch.compile``.
 
     Args:
         results: so many of the results come out laid out as the graph has them.
         kind: ``"forward"`` of two parts, ``"backward"``, or ``"whole"``.
         device: where it runs.
+
+    Returns:
+        The kernels, and the strides of their results as far as they are known.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
@@ -662,8 +665,9 @@ def compiled_by_inductor(
         if kind == "whole":
             graph = _recursive_joint_graph_passes(graph, input_device=device)
         graph.graph.output_node().meta["user_visible_output_idxs"] = list(range(results))
-        code = compile_fx_inner(graph, arguments, is_backward=kind == "backward", is_inference=kind == "whole")
-    return code
+        with TracingContext.report_output_strides() as strides:
+            code = compile_fx_inner(graph, arguments, is_backward=kind == "backward", is_inference=kind == "whole")
+    return code, strides or []
 
 
 def has_compiler_of_host() -> bool:

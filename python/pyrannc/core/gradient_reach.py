@@ -1,4 +1,4 @@
-"""Through which Values of a Graph gradients flow."""
+"""From where gradients come to the Values of a Graph."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ from collections.abc import Set
 
 from pyrannc.core.graph import GraphFacts
 
+Senders = dict[int, set[int]]
+"""By Value, under its first name, the Ops whose backward gives it gradients."""
 
-def gradient_reach(facts: GraphFacts, outputs: Set[int]) -> frozenset[int]:
-    """The Values that gradients of the outputs may come back for.
+SCRIPT = -1
+"""In the place of an Op: the gradient of an output comes from outside."""
+
+
+def gradient_senders(facts: GraphFacts, outputs: Set[int]) -> Senders:
+    """Where gradients come from in a backward of these outputs.
 
     Names of the same memory count as one Value, as an Op may change it in place under any of them.
     """
-    needed = {facts.root(value) for value in outputs}
-    for op in reversed(facts.ops):
+    senders: Senders = {facts.root(value): {SCRIPT} for value in outputs if facts.values[value].requires_grad}
+    for number in reversed(range(len(facts.ops))):
+        op = facts.ops[number]
         touched = [value for value in (*op.results, *op.mutates) if facts.values[value].requires_grad]
-        if op.grad_enabled and any(facts.root(value) in needed for value in touched):
-            needed.update(facts.root(value) for value in op.operands if facts.values[value].requires_grad)
-    return frozenset(
-        value for value, found in enumerate(facts.values) if found.requires_grad and facts.root(value) in needed
-    )
+        if op.grad_enabled and any(facts.root(value) in senders for value in touched):
+            for value in op.operands:
+                if facts.values[value].requires_grad:
+                    senders.setdefault(facts.root(value), set()).add(number)
+    return senders

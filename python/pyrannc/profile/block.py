@@ -9,7 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from pyrannc.blocks.compiler import Compiler
 from pyrannc.blocks.conversion import conversions
+from pyrannc.blocks.form import Meta
 from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture import Captured
@@ -30,6 +32,7 @@ class BlockSource:
         crossings: the Values that go from one Block to later ones.
         samples: the Graph's inputs of some call, in their order; they give inputs their values.
         fused_dropout: as in the configuration.
+        compiler: compiles Blocks where Spans are compiled.
     """
 
     captured: Captured
@@ -37,6 +40,7 @@ class BlockSource:
     crossings: Mapping[int, Crossing]
     samples: Sequence[Tensor]
     fused_dropout: bool
+    compiler: Compiler | None = None
 
     @cached_property
     def conversions(self) -> dict[int, int]:
@@ -163,6 +167,15 @@ class BlockCode:
             return torch.zeros(shape, dtype=facts.dtype, device=self._device)
 
         return Layout.of(self._source.captured.value(value)).make(facts.shape_at(rows), fill)
+
+    def compile(self, rows: int, feeds: Mapping[int, Tensor]) -> bool:
+        """Lets it run as a Stage's Spans do on so many rows; false if it stays as it is."""
+        compiler, code = self._source.compiler, self._code
+        if compiler is None:
+            return False
+        known = {value: Meta.of(tensor) for value, tensor in {**self._state, **feeds}.items()}
+        tasks = compiler.tasks(code, self._source.facts, rows, known, None, trains=True)
+        return all(compiler.compile(task, code) is None for task in tasks)
 
     def forward(self, rows: int, feeds: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Runs the Block as a step does, new contents of buffers included."""

@@ -63,13 +63,15 @@ class Conditions:
     switches: str
 
 
-def conditions(device: torch.device, *, fused_dropout: bool) -> Conditions:
+def conditions(device: torch.device, *, fused_dropout: bool, compiled: bool = False) -> Conditions:
     """Those in force on ``device`` now."""
     versions = {"pyrannc": _native.version, "torch": torch.__version__, "working copies": "once a step"}
     if device.type == "cuda":
         versions["cuda"] = str(torch.version.cuda)
         versions["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]  # torch has no types for it
         versions["dropout"] = "fused" if fused_dropout else "not fused"
+    if compiled:
+        versions["spans"] = "compiled"
     return Conditions(device_name(device), _precision(device), tuple(versions.items()), _switches(device))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -48,17 +49,45 @@ class BlockMeter:
             None when the Block cannot be run on made-up data.
         """
         points: list[BlockPoint] = []
+        compiled: BlockPoint | None = None
         try:
             code = make()
             host_us = self._host_us(code, row_counts[0])
             for rows in row_counts:
                 points.append(self._point(code, rows, host_us))
+            compiled = self._compiled_point(code, row_counts[-1])
         except Exception as error:
-            if not is_out_of_memory(error):
+            if len(points) == len(row_counts):
+                _log.debug("%s is measured as it is: %s", name, _first_line(error))
+            elif not is_out_of_memory(error):
                 _log.warning("%s is estimated, because it cannot be measured: %s", name, _first_line(error))
                 return None
-            points.append(BlockPoint(row_counts[len(points)], fits=False))
-        return points
+            else:
+                points.append(BlockPoint(row_counts[len(points)], fits=False))
+        return points if compiled is None else [self._as_compiled(point, points[-1], compiled) for point in points]
+
+    def _compiled_point(self, code: BlockCode, rows: int) -> BlockPoint | None:
+        """The cost of compiled code, where there is some."""
+        if not code.compile(rows, code.feeds(rows)):
+            return None
+        return self._point(code, rows, self._host_us(code, rows))
+
+    def _as_compiled(self, plain: BlockPoint, last: BlockPoint, compiled: BlockPoint) -> BlockPoint:
+        """What compiled code costs at other rows, by what it gains at the last: each takes a compilation."""
+
+        def scaled(name: str, by: str) -> float:
+            before, after = getattr(last, by), getattr(compiled, by)
+            return float(getattr(plain, name) * after / before) if before else float(getattr(plain, name))
+
+        times = ("forward_us", "backward_us", "forward_host_us", "backward_host_us")
+        found = {name: scaled(name, name) for name in times}
+        # A compiled backward makes all gradients at once.
+        found |= {name: scaled(name, "backward_us") for name in ("backward_input_us", "backward_weight_us")}
+        if not self._meter.on_gpu:
+            # What kernels allocate on the host is not seen.
+            return replace(plain, **found)  # type: ignore[arg-type]  # all are floats
+        sizes = {name: int(scaled(name, name)) for name in ("saved_bytes", "workspace_bytes")}
+        return replace(plain, **found, **sizes)  # type: ignore[arg-type]  # likewise
 
     def release(self) -> None:
         """Gives the memory of Blocks that are done back to the device."""

@@ -76,7 +76,9 @@ def profile(subject: Subject, device: torch.device, cache: ProfileCache) -> list
     Returns:
         On rank 0, in the order of the ranks that have those devices first; nothing on other ranks.
     """
-    own = conditions(device, fused_dropout=subject.source.fused_dropout), surroundings()
+    source = subject.source
+    kind = conditions(device, fused_dropout=source.fused_dropout, compiled=source.compiler is not None)
+    own = kind, surroundings()
     told: list[tuple[Conditions, Surroundings]] = agree.gather_objects(own)
     blocks = _profiles_of_blocks(subject, device, cache, told)
     links = _links(subject, device, cache, told)

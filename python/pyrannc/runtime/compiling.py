@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pyrannc.blocks.compiler import Compiler, Task, assumed, own_folder
+from pyrannc.blocks.compiler import Compiler, Task, assumed
 from pyrannc.blocks.form import Meta
 from pyrannc.blocks.placed import PlacedSpan
 from pyrannc.call.variant import Variant
-from pyrannc.core.gradient_reach import gradient_reach
+from pyrannc.core.gradient_reach import Senders, gradient_senders
 from pyrannc.core.program import RankProgram
 from pyrannc.job import agree, phases, process
 from pyrannc.job.progress import Bar
@@ -131,18 +131,9 @@ class Compiling:
                     done.add(kind)
                     bar.advance(1.0)
 
-    def _usable_folder(self) -> Path | None:
-        if self._folder is None:
-            return None
-        try:
-            return own_folder(self._folder)
-        except OSError as error:
-            _log.warning("compiled code is not kept for the next start: %s", error)
-            return None
-
     def _tasks(self, context: StageContext, variant: Variant, program: RankProgram) -> list[Task]:
         if self._compiler is None:
-            self._compiler = Compiler(context.device, self._usable_folder())
+            self._compiler = Compiler(context.device, self._folder)
         sizes = dict.fromkeys(hi - lo for lo, hi in program.rows if hi > lo)
         return [task for rows in sizes for task in self._tasks_at(self._compiler, context, variant, program, rows)]
 
@@ -163,12 +154,12 @@ class Compiling:
         for value in part.receives:
             requires_grad = trains and context.parts.crossings[value].requires_grad
             known[value] = assumed(facts, value, rows, requires_grad=requires_grad)
-        return compiler.tasks(context.code, facts, rows, known, self._reached(variant, program), trains=trains)
+        return compiler.tasks(context.code, facts, rows, known, self._senders(variant, program), trains=trains)
 
     @staticmethod
-    def _reached(variant: Variant, program: RankProgram) -> frozenset[int] | None:
-        """The Values that gradients come back for; None where that is not known yet."""
-        if program.call != "whole" or variant.loss is None:
-            return None
-        reached = variant.reached_in_body(frozenset((variant.loss,)))
-        return gradient_reach(variant.facts, reached & set(variant.facts.outputs))
+    def _senders(variant: Variant, program: RankProgram) -> Senders:
+        """From where gradients come; with a criterion outside, from all outputs."""
+        outputs = set(variant.facts.outputs)
+        if program.call == "whole" and variant.loss is not None:
+            outputs &= variant.reached_in_body(frozenset((variant.loss,)))
+        return gradient_senders(variant.facts, outputs)

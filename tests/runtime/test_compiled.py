@@ -1,0 +1,302 @@
+"""Compiled Spans: the numbers of Spans that are not, and those that cannot be compiled run as they are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn import functional
+
+import pyrannc
+from pyrannc.blocks.beside_eager import difference
+from pyrannc.blocks.compiled import SpanCode
+from pyrannc.blocks.compiler import Compiler, own_folder
+from pyrannc.blocks.form import Meta
+from pyrannc.blocks.function import StageCode
+from pyrannc.blocks.randomness import Randomness
+from tests.ranks import RankPool
+from tests.test_spans import CPU, ROWS, captured_part
+
+from .equivalence import double_precision, environment
+
+Ranks = Callable[[int], RankPool]
+WIDTH, TOKENS, WORDS, STEPS = 8, 4, 12, 4
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor, memory: Tensor, bias: Tensor) -> Tensor:
+        scores = self.query(x) @ self.key(memory).transpose(1, 2) + bias
+        return functional.dropout(scores.softmax(-1), 0.1) @ self.value(memory)
+
+
+class BertLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.norm, self.last = Attention(), nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        x = self.norm(x + functional.dropout(self.attention(x, x, bias), 0.1))
+        return self.last(x + functional.dropout(self.down(functional.gelu(self.up(x))), 0.1))
+
+
+class Bert(nn.Module):
+    """Layers with dropout, a mask of padding, and the loss inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.layers = nn.Embedding(WORDS, WIDTH), nn.ModuleList(BertLayer() for _ in range(3))
+
+    def forward(self, words: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        bias = torch.zeros(words.shape, dtype=torch.float64).masked_fill(words == 0, -1e9)[:, None]
+        x = functional.dropout(self.embedding(words), 0.1)
+        for layer in self.layers:
+            x = layer(x, bias)
+        logits = x @ self.embedding.weight.t()
+        return {"loss": functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), "logits": logits}
+
+
+class T5Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.cross, self.scale = Attention(), Attention(), nn.Parameter(torch.ones(WIDTH))
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor, memory: Tensor, bias: Tensor) -> Tensor:
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * self.scale
+        x = x + self.attention(normed, normed, bias) + self.cross(normed, memory, torch.zeros_like(bias))
+        return x + functional.dropout(self.down(functional.silu(self.gate(x)) * self.up(x)), 0.1)
+
+
+class T5(nn.Module):
+    """Positions that all layers share, a memory that all look at, and a criterion outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(WORDS, WIDTH), nn.Embedding(2 * TOKENS, 1)
+        self.layers, self.head = nn.ModuleList(T5Layer() for _ in range(3)), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        places = torch.arange(words.shape[1])
+        bias = self.positions(places[:, None] - places[None] + TOKENS).squeeze(-1)
+        x = memory = self.embedding(words)
+        for layer in self.layers:
+            x = layer(x, memory, bias)
+        return self.head(x)
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(2, 2, 3, padding=1, bias=False) for _ in range(2))
+        self.norm, self.last = nn.BatchNorm2d(2), nn.BatchNorm2d(2)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.last(self.second(self.relu(self.norm(self.first(x)))))
+        out += x
+        return self.relu(out)
+
+
+class ResNet(nn.Module):
+    """Convolutions with statistics of the rows in hand, and work in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(*[ResidualBlock() for _ in range(3)]), nn.Linear(2, 3)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(self.head(self.blocks(x).mean((2, 3))), targets)
+
+
+class Heads(nn.Module):
+    """Two results, of which the script uses one; zeros as gradients of the other would become none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x, (x * 0).sqrt()
+
+
+def words(generator: Generator) -> Tensor:
+    return torch.randint(0, WORDS, (4, TOKENS), generator=generator)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Generator], tuple[Tensor, ...]]]] = {
+    "bert": (Bert, lambda g: (words(g), words(g))),
+    "t5": (T5, lambda g: (words(g),)),
+    "resnet": (ResNet, lambda g: (torch.randn(4, 2, 4, 4, generator=g), torch.randint(0, 3, (4,), generator=g))),
+    "heads": (Heads, lambda g: (torch.randn(4, WIDTH, generator=g),)),
+}
+
+
+def loss_of(found: Any) -> Tensor:
+    if isinstance(found, dict):
+        return found["loss"]
+    found = found[0] if isinstance(found, tuple) else found
+    return found if found.dim() == 0 else found.square().mean()
+
+
+def trained(name: str, folder: str, items: dict[str, str]) -> tuple[list[Tensor], str, Any]:
+    """Losses, gradients, parameters and buffers of some steps, and what the report says of compiling."""
+    make, data = MODELS[name]
+    options = {"row_mixing": "microbatch"} if name == "resnet" else {}
+    with environment({"RANNC_PROFILE_CACHE_DIR": folder, **items}), double_precision():
+        torch.manual_seed(1)
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        module = pyrannc.RaNNCModule(model, optimizer, **options)
+        noted = []
+        for step in range(STEPS):
+            loss = loss_of(module(*data(Generator().manual_seed(2 * step + pyrannc.get_rank()))))
+            loss.backward(retain_graph=step == 1)
+            if step == 1:
+                loss.backward()
+            noted.append(loss.detach().clone())
+            noted += [module.get_param_grad(name) for name, _ in module.named_parameters(from_global=True)]
+            optimizer.step()
+            optimizer.zero_grad()
+        report = module.report()
+        state = module.state_dict(rank0_only=False)
+        module.undeploy()
+        return [*noted, *state.values()], report.compiled, report.to_dict()["compiled"]
+
+
+def compared(name: str, folder: str, items: dict[str, str]) -> str:
+    """Trains both ways; what the report says."""
+    plain, nothing, _ = trained(name, folder, {"RANNC_COMPILE_SPANS": "off"})
+    assert nothing == ""
+    ours, told, in_json = trained(name, folder, {"RANNC_COMPILE_SPANS": "on", **items})
+    assert told == in_json
+    for mine, right in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-10, atol=1e-12)
+    return told
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where all tests keep compiled code, as starts of a script would."""
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+CASES = [
+    ("bert", {}),
+    ("bert", {"RANNC_ENABLE_ZERO": "3"}),
+    ("t5", {}),
+    ("resnet", {}),
+    ("heads", {}),
+]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("name", "items"), CASES, ids=lambda item: item if isinstance(item, str) else "-".join(item))
+def test_equals_spans_that_are_not_compiled(name: str, items: dict[str, str], ranks: Ranks, folder: str) -> None:
+    told, other = ranks(2).run(compared, name, folder, items, timeout_s=600)
+    assert told == other
+    done, _, all_ = told.split()[:3]
+    assert done == all_, told
+    assert int(all_) >= 6
+    kept = Path(folder) / "compiled"
+    assert any(kept.iterdir())
+    assert kept.stat().st_mode & 0o777 == 0o700
+
+
+class Drawing(nn.Module):
+    """Draws from torch's generator, as often as is said."""
+
+    def __init__(self, draws: int) -> None:
+        super().__init__()
+        self.first, self.draws = nn.Linear(WIDTH, WIDTH), draws
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(self.draws):
+            x = x + torch.poisson(x.detach().abs())
+        return x.tanh()
+
+
+def compiled(draws: int, folder: str) -> tuple[StageCode, list[str | None]]:
+    model = Drawing(draws)
+    captured, facts, part = captured_part(model, torch.randn(ROWS, WIDTH))
+    code = StageCode(captured, facts, part, CPU, Randomness(CPU))
+    known = {param.value: Meta.of(model.get_parameter(param.names[0])) for param in facts.params}
+    known[facts.inputs[0]] = Meta.of(torch.randn(ROWS, WIDTH))
+    compiler = Compiler(CPU, Path(folder))
+    tasks = compiler.tasks(code, facts, ROWS, known, None, trains=True)
+    return code, [compiler.compile(task, code) for task in tasks]
+
+
+@pytest.mark.timeout(300)
+def test_what_differs_is_not_used(folder: str) -> None:
+    code, refusals = compiled(1, folder)
+    assert set(refusals) == {None}
+    found = next(made for span in code.spans for made in span.function.codes.values() if isinstance(made, SpanCode))
+    assert difference(found, CPU) is None
+    right = found.forward
+
+    def wrong(tensors: list[Tensor]) -> list[Tensor]:
+        first, *others = right(tensors)
+        return [first * (1 + 1e-4), *others]
+
+    assert "result 0 is off by" in (difference(replace(found, forward=wrong), CPU) or "")
+    assert found.backward is not None
+    backward = found.backward
+
+    def wrong_gradients(tensors: list[Tensor]) -> list[Tensor]:
+        return [grad + 1e-3 for grad in backward(tensors)]
+
+    assert "the gradient of argument" in (difference(replace(found, backward=wrong_gradients), CPU) or "")
+
+
+@pytest.mark.timeout(300)
+def test_a_generator_that_several_kernels_draw_from_is_left_to_them(folder: str) -> None:
+    _, refusals = compiled(2, folder)
+    assert "several Ops draw from the device's generator" in refusals
+
+
+WITHOUT_COMPILER = """
+import torch, pyrannc
+model = pyrannc.RaNNCModule(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)))
+for _ in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+print(model.report().compiled)
+"""
+
+
+def test_without_a_compiler_all_runs_as_it_is(tmp_path: Path) -> None:
+    environ = {**os.environ, "CXX": str(tmp_path / "none"), "RANNC_COMPILE_SPANS": "on"}
+    environ["RANNC_PROFILE_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_COMPILER], capture_output=True, text=True, timeout=120, check=False, env=environ
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("0 of ")
+    assert "there is no C++ compiler" in done.stdout
+    assert "there is no C++ compiler" in done.stderr
+
+
+def test_a_folder_of_others_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
+    with pytest.raises(PermissionError, match="belongs to somebody else"):
+        own_folder(tmp_path)
+    monkeypatch.undo()
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    assert own_folder(open_to_all).stat().st_mode & 0o777 == 0o700
