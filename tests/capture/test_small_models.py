@@ -45,6 +45,15 @@ class Tied(Block):
         return self.b(self.a(x).relu())
 
 
+class Written(Block):
+    """Writes what it computes over numbers that nobody reads again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        y.copy_(self.b(x).tanh())
+        return y
+
+
 @dataclass
 class Result:
     loss: Tensor
@@ -216,6 +225,7 @@ SIMPLE = {
     "tied": Tied,
     "dataclass": DataclassResult,
     "in_place": InPlace,
+    "written": Written,
     "custom_function": CustomFunction,
     "hook": Hooked,
     "detach": Detached,

@@ -16,6 +16,9 @@ from .facts import FACTS, GRAD_ENABLED, TensorFacts
 from .ops import mutated_arguments
 from .torch_internals import OpOverload, overload_name, schema
 
+_WITHOUT_DERIVATIVE = frozenset({"bernoulli_", "copy_", "resize_", "set_"})
+"""Torch has none for their functional twins."""
+
 
 def replace_in_place_ops(graph: fx.Graph, fixed: set[fx.Node]) -> None:
     """Rewrites ``graph``. Storages of the nodes in ``fixed`` (parameters, buffers, constants) are left alone."""
@@ -59,12 +62,12 @@ def _functional_twin(node: fx.Node) -> OpOverload | None:
     twin: OpOverload = getattr(packet, overload)
     same_arguments = [a.name for a in schema(twin).arguments] == [a.name for a in schema(target).arguments]
     is_view = any(result.alias_info is not None for result in schema(twin).returns)
-    if not same_arguments or is_view or not _keeps_type_and_gradient(node, written[0]):
+    if not same_arguments or is_view or not _keeps_type_and_gradient(node, name, written[0]):
         return None
     return twin
 
 
-def _keeps_type_and_gradient(node: fx.Node, written: fx.Node) -> bool:
+def _keeps_type_and_gradient(node: fx.Node, name: str, written: fx.Node) -> bool:
     value, before = node.meta.get("val"), written.meta.get("val")
     if not isinstance(value, Tensor) or not isinstance(before, Tensor):
         return False
@@ -73,6 +76,9 @@ def _keeps_type_and_gradient(node: fx.Node, written: fx.Node) -> bool:
         return False
     # Without gradients, an in-place op keeps the history of what it writes; a functional one drops it.
     facts: TensorFacts | None = written.meta.get(FACTS, {}).get(None)
+    own: TensorFacts | None = node.meta.get(FACTS, {}).get(None)
+    if name in _WITHOUT_DERIVATIVE and (own is None or own.requires_grad):
+        return False
     return bool(node.meta.get(GRAD_ENABLED)) or (facts is not None and not facts.requires_grad)
 
 

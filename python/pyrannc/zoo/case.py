@@ -43,7 +43,7 @@ def quiet(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if getattr(module, "running_mean", None) is not None:
             module.eval()
-        for name in ("p", "drop_prob", "attention_dropout", "dropout", "activation_dropout", "layerdrop"):
+        for name in ("p", "drop_prob", "drop_rate", "attention_dropout", "dropout", "activation_dropout", "layerdrop"):
             if isinstance(vars(module).get(name), float):
                 setattr(module, name, 0.0)
     return model
