@@ -12,7 +12,7 @@ mod program;
 mod saver;
 mod schedule;
 
-pub use check::{ActionFault, CheckError, check};
+pub use check::{ActionFault, CheckError, Promises, check, check_memory};
 pub use consistent::PlanFault;
 pub use machine::{
     Blocked, Channel, Clock, Collective, CollectiveKind, Deadlock, Halt, Joint, Lane, Memory, Observer, Pause,

@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicBool;
 use pyo3::prelude::*;
 use rannc_cli::{Kind, Terminal};
 use rannc_ir::Analysis;
-use rannc_plan::{PartitionError, Recompute};
+use rannc_plan::{PartitionError, Promises, Recompute};
 use rannc_report::{PlanTables, Report as _};
 use rannc_search::{Blocks, PlanCosts, SearchError, SettingNames, Settings, check_plan};
 
@@ -132,7 +132,11 @@ impl Plan {
 
     /// Divides the Graph that the Plan was made for.
     fn partition(&self, py: Python<'_>, graph: &Graph) -> PyResult<Partition> {
-        py.detach(|| self.0.partition(&graph.0)).or_raise().map(Partition)
+        py.detach(|| {
+            let partition = self.0.partition(&graph.0).or_raise()?;
+            let promises = Promises::new(&self.0, &graph.0, &partition);
+            Ok(Partition(partition, promises))
+        })
     }
 
     /// Directed rank pairs between which any batch may send.
@@ -174,9 +178,9 @@ fn given(profiles: &[PyRef<'_, Profile>], settings_json: &str) -> PyResult<(Vec<
     Ok((profiles.iter().map(|profile| profile.0.clone()).collect(), settings))
 }
 
-/// A Graph divided over Stages.
+/// A Graph divided over Stages, and what its Plan promises of it: of another Graph than that of the Plan nothing.
 #[pyclass(frozen, module = "pyrannc._native")]
-pub struct Partition(pub rannc_plan::Partition);
+pub struct Partition(pub rannc_plan::Partition, pub Promises);
 
 #[pymethods]
 impl Partition {
@@ -187,7 +191,7 @@ impl Partition {
             let blocks: Vec<_> = blocks.iter().map(|block| (block.ops, Recompute::None)).collect();
             let divided = self.0.follow(&own.0, &other.0).or_raise()?.with_spans(&other.0, &blocks).or_raise()?;
             divided.verify(&other.0).map_err(PartitionError::from).or_raise()?;
-            Ok(Self(divided))
+            Ok(Self(divided, Promises::default()))
         })
     }
 

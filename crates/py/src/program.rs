@@ -88,6 +88,7 @@ impl Program {
             let batch = Batch { rows_per_rank, gather_inputs };
             let program = rannc_plan::build(&plan.0.placement(), &partition.0, &buckets.0, &batch, call).or_raise()?;
             rannc_plan::check(&program, &partition.0, &buckets.0.gradients).or_raise()?;
+            rannc_plan::check_memory(&program, &partition.0, &partition.1).or_raise()?;
             Ok(Self { program })
         })
     }

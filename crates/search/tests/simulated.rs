@@ -6,7 +6,9 @@ use encoder::encoder;
 use proptest::prelude::*;
 use rannc_cost::Cluster;
 use rannc_ir::Graph;
-use rannc_plan::{Batch, Buckets, Interval, Plan, Sharding, Trained, build, split_even};
+use rannc_plan::{
+    Batch, Buckets, Interval, Partition, Plan, Program, Promises, Sharding, Trained, build, check_memory, split_even,
+};
 use rannc_search::{PlanCosts, Savers, SearchError, Settings};
 use rannc_sim::{Timeline, simulate};
 
@@ -14,6 +16,18 @@ use rannc_sim::{Timeline, simulate};
 const TOLERANCE: f64 = 0.001;
 
 fn simulated(graph: &Graph, cluster: &Cluster, settings: &Settings, plan: &Plan) -> Timeline {
+    let (program, partition, costs) = program(graph, cluster, settings, plan);
+    let promises = Promises::new(plan, graph, &partition);
+    assert_eq!(check_memory(&program, &partition, &promises), Ok(()));
+    simulate(&program, &costs).expect("runs")
+}
+
+fn program<'a>(
+    graph: &'a Graph,
+    cluster: &'a Cluster,
+    settings: &Settings,
+    plan: &'a Plan,
+) -> (Program, Partition, PlanCosts<'a>) {
     let partition = plan.partition(graph).expect("the search cuts where it may");
     let rows_per_rank = split_even(plan.batch_rows, plan.world_size as usize).into_iter().map(Interval::rows).collect();
     let batch = Batch { rows_per_rank, gather_inputs: true };
@@ -21,7 +35,7 @@ fn simulated(graph: &Graph, cluster: &Cluster, settings: &Settings, plan: &Plan)
     let placement = plan.placement();
     let buckets = Buckets::of(graph, &partition, &placement, &Trained::captured(graph));
     let program = build(&placement, &partition, &buckets, &batch, costs.call()).expect("a program");
-    simulate(&program, &costs).expect("runs")
+    (program, partition, costs)
 }
 
 /// A step to plan, of an encoder with so many layers.

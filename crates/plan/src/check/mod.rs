@@ -16,12 +16,16 @@
 //! 8. Where ranks divide Params, each computation stands behind the gathers of all of them, in the order of its Spans;
 //!    these have their place in the order of what the members of a group do together.
 //! 9. All ranks come to their end (see [`machine`](crate::machine) for what blocks).
+//! 10. Of Programs that train: activations and messages that a rank holds at a time are no more than its Plan promises
+//!     ([`check_memory`]).
 
 mod actions;
 mod collectives;
 mod layout;
+mod memory;
 mod transfers;
 
+pub use self::memory::{Promises, check_memory};
 use rannc_ir::{ParamId, ValueId};
 use thiserror::Error;
 
@@ -216,6 +220,23 @@ pub enum CheckError {
         other: u32,
         /// What it does there.
         others: Action,
+    },
+    /// A rank that holds more than was promised.
+    #[error(
+        "rank {rank}, action {position}, {action}: activations and messages take {bytes} bytes, where the plan promises \
+         at most {promised}; make the plan anew"
+    )]
+    Memory {
+        /// The rank.
+        rank: u32,
+        /// Place among its forward and backward Actions.
+        position: usize,
+        /// The Action.
+        action: Action,
+        /// What it holds then.
+        bytes: u64,
+        /// What its Plan promises.
+        promised: u64,
     },
     /// Ranks wait for each other.
     #[error(transparent)]

@@ -124,7 +124,8 @@ impl Assembly<'_> {
 }
 
 /// What a step of these priced Stages takes, and the share of the devices' time in which they neither run forward nor
-/// backward; that no Plan takes less is not known of it. What a Stage reduces with others is added to what it reduces.
+/// backward; that no Plan takes less is not known of it. What a Stage reduces with others is added to what it reduces, and
+/// to its transfers what depends on how many others it gets gradients from.
 pub(crate) fn step_prediction(
     linker: &Linker<'_>,
     schedule: &Schedule,
@@ -134,9 +135,10 @@ pub(crate) fn step_prediction(
     let step = &linker.pricing.step;
     let replicas: Vec<usize> = stages.iter().map(|stage| stage.ranks.len()).collect();
     let tied = linker.tied_sums();
-    for (stage, planned) in stages.iter_mut().enumerate() {
+    for ((stage, planned), repeated_bytes) in stages.iter_mut().enumerate().zip(linker.repeated_grads_bytes()) {
         let shared = tied.iter().filter(|sum| sum.stages.contains(&stage));
         planned.predicted.reduce_us += shared.map(|sum| sum.us).sum::<f64>();
+        planned.predicted.memory.comm_bytes += repeated_bytes as u64;
     }
     let step_us = step.exact_us(schedule, prices, &replicas, &linker.links(), &tied);
     let busy_us = |(priced, &count): (&Priced, &usize)| count as f64 * linker.pricing.busy_us(priced);

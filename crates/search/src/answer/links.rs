@@ -6,7 +6,7 @@ use rannc_plan::{Overlap, Schedule, depths, overlaps, split_even};
 
 use super::tied::{TiedSum, tied_sums};
 use crate::chain::{CrossingSpec, StateSpec};
-use crate::price::{BySize, Pricing, RankOrder};
+use crate::price::{BySize, GRADS_ON_THE_WAY, Pricing, RankOrder};
 use crate::solve::FoundStage;
 
 /// What one Replica sends to one of a later Stage for a microbatch, and gets back. Replicas are counted through
@@ -60,6 +60,18 @@ impl<'a> Linker<'a> {
         depths.map(|(stage, depth)| schedule.order(stage, depth, microbatches).in_flight()).collect()
     }
 
+    /// By Stage, memory for the gradients that come back from several Stages for one Value, but those from one of them.
+    pub(crate) fn repeated_grads_bytes(&self) -> Vec<f64> {
+        let mut bytes = vec![0.0; self.stages.len()];
+        for crossing in self.crossings.iter().filter(|crossing| crossing.requires_grad) {
+            let (from, to) = self.ends(crossing);
+            let rows = self.pricing.replica_rows(self.stages[from].positions.len() as u32);
+            let repeated = to.len().saturating_sub(1) as f64;
+            bytes[from] += repeated * GRADS_ON_THE_WAY * crossing.bytes.at(rows);
+        }
+        bytes
+    }
+
     /// The links, by the Stage of the sender, then that of the receiver.
     pub(crate) fn links(&self) -> Vec<ReplicaLink> {
         let stages = |(&(from, to), values): (&(usize, usize), &Vec<_>)| self.stage_links(from, to, values);
@@ -68,17 +80,24 @@ impl<'a> Linker<'a> {
 
     /// What goes from which Stage to which.
     fn crossings(&self) -> BTreeMap<(usize, usize), Vec<&CrossingSpec>> {
-        let stage_of = |block: usize| self.stages.partition_point(|stage| stage.run.end <= block);
         let mut crossings: BTreeMap<(usize, usize), Vec<&CrossingSpec>> = BTreeMap::new();
         for crossing in self.crossings {
-            let from = stage_of(crossing.made_by);
-            let mut to: Vec<usize> = crossing.used_by.iter().map(|&block| stage_of(block)).collect();
-            to.dedup();
-            for to in to.into_iter().filter(|&to| to != from) {
+            let (from, to) = self.ends(crossing);
+            for to in to {
                 crossings.entry((from, to)).or_default().push(crossing);
             }
         }
         crossings
+    }
+
+    /// The Stage that makes a Value, and the others that use it.
+    fn ends(&self, crossing: &CrossingSpec) -> (usize, Vec<usize>) {
+        let stage_of = |block: usize| self.stages.partition_point(|stage| stage.run.end <= block);
+        let from = stage_of(crossing.made_by);
+        let mut to: Vec<usize> = crossing.used_by.iter().map(|&block| stage_of(block)).collect();
+        to.dedup();
+        to.retain(|&to| to != from);
+        (from, to)
     }
 
     /// A message takes as long as one with all that the Replica with more rows exchanges with the other Stage.

@@ -28,6 +28,8 @@ pub struct PlanCosts<'a> {
     stages: Vec<PlannedStage>,
     plan: &'a Plan,
     tied: Vec<TiedSum>,
+    /// Of each Stage.
+    repeated_grads_bytes: Vec<f64>,
     /// Of each rank.
     nodes: Vec<u32>,
     /// What has been priced already, by Stage and rows.
@@ -98,9 +100,12 @@ impl<'a> PlanCosts<'a> {
         let order = RankOrder::of_stages(cluster, &ranks);
         let model = Model::new(graph, &analysis, blocks, cluster, profiles, &settings);
         let nodes = cluster.node_table();
-        let (tied, known) = (Vec::new(), RefCell::default());
-        let mut costs = Self { graph, cluster, settings, model, order, stages, plan, nodes, tied, known };
-        costs.tied = costs.linker(&costs.pricing(), &costs.found_stages()).tied_sums();
+        let (tied, repeated_grads_bytes, known) = (Vec::new(), Vec::new(), RefCell::default());
+        let mut costs =
+            Self { graph, cluster, settings, model, order, stages, plan, nodes, tied, repeated_grads_bytes, known };
+        let (pricing, found) = (costs.pricing(), costs.found_stages());
+        let linker = costs.linker(&pricing, &found);
+        (costs.tied, costs.repeated_grads_bytes) = (linker.tied_sums(), linker.repeated_grads_bytes());
         Ok(costs)
     }
 
@@ -277,7 +282,7 @@ impl Costs for PlanCosts<'_> {
 
     fn fixed_bytes(&self, stage: u32) -> u64 {
         let memory = self.priced(stage, None).memory;
-        (memory.fixed_bytes() - memory.workspace_bytes) as u64
+        (memory.fixed_bytes() - memory.workspace_bytes + self.repeated_grads_bytes[stage as usize]) as u64
     }
 
     fn microbatch_bytes(&self, stage: u32, rows: u64) -> u64 {

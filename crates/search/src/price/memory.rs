@@ -10,7 +10,7 @@ use super::sizes::LARGER;
 use crate::chain::{IntervalSums, Largest};
 
 /// Gradients in transfer at a time: one in use, one on its way.
-const GRADS_ON_THE_WAY: f64 = 2.0;
+pub(crate) const GRADS_ON_THE_WAY: f64 = 2.0;
 /// Spans whose sharded parameters are whole at a time: one in use, one ahead. Likewise their gradients: one that fills,
 /// one whose sum is on its way.
 const WHOLE_SPANS: f64 = 2.0;

@@ -18,7 +18,7 @@ pub(crate) use at::{At, Pricing, Problem};
 #[cfg(test)]
 pub(crate) use end::End;
 pub(crate) use knapsack::CHEAPER;
-pub(crate) use memory::StageMemory;
+pub(crate) use memory::{GRADS_ON_THE_WAY, StageMemory};
 pub(crate) use model::Model;
 pub(crate) use place::{Place, RankOrder};
 pub(crate) use saver::{Again, Saver};
