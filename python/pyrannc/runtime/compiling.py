@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from pyrannc.blocks.compiler import Compiler, Task, assumed
 from pyrannc.blocks.form import Meta
 from pyrannc.blocks.placed import PlacedSpan
@@ -130,6 +132,10 @@ class Compiling:
                 if kind not in done:
                     done.add(kind)
                     bar.advance(1.0)
+        if context.device.type == "cuda":
+            # Peaks are those of the steps.
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(context.device)
 
     def _tasks(self, context: StageContext, variant: Variant, program: RankProgram) -> list[Task]:
         if self._compiler is None:
