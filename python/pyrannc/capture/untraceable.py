@@ -19,7 +19,7 @@ _LARGE = 0.5
 _WORTH = 0.1
 """Share of the parameters from which on a sub-module is worth what is computed twice around it."""
 _MOST_AROUND = 3
-"""Sub-modules that a large part may be tried to stay whole around."""
+"""Sub-modules that the rest of the model may be tried to stay whole around."""
 _Result = TypeVar("_Result")
 
 
@@ -168,10 +168,10 @@ class WholeModules:
         while path:
             part = Part(path)
             if part not in known and has_own_forward(model.get_submodule(path)):
-                found += [*_around(model, path), part]
+                found.append(part)
             path = path.rpartition(".")[0]
         # Who allows the whole model to be one part may have batches of many forms.
-        found += [Part("")] if self.allow_uncut else _around(model, "")
+        found += [Part("")] if self.allow_uncut else _around(model) * has_own_forward(model)
         return [part for part in found if not any(_is_inside(part, outer) for outer in known)]
 
 
@@ -195,17 +195,13 @@ def _is_below(path: str, outer: str) -> bool:
     return not outer or path == outer or path.startswith(f"{outer}.")
 
 
-def _around(model: nn.Module, path: str) -> list[Part]:
-    """A part with most of the parameters without some sub-module that has many of them, outer ones first."""
-    whole = model.get_submodule(path)
-    if not has_own_forward(whole) or _share(model, [Part(path)]) <= _LARGE:
-        return []
-    sizes = {name: _share(model, [Part(f"{path}.{name}".lstrip("."))]) for name, _ in whole.named_modules() if name}
-    large = sorted(
-        (name for name, size in sizes.items() if size > _WORTH), key=lambda name: (name.count("."), -sizes[name])
-    )
-    called = [name for name in large if not isinstance(whole.get_submodule(name), (nn.ModuleList, nn.ModuleDict))]
-    return [Part(path, around=name) for name in called[:_MOST_AROUND]]
+def _around(model: nn.Module) -> list[Part]:
+    """The model without some sub-module that has many of its parameters, outer ones first."""
+    sizes = {name: _share(model, [Part(name)]) for name, _ in model.named_modules() if name}
+    lists = (nn.ModuleList, nn.ModuleDict)
+    found = [n for n, size in sizes.items() if size > _WORTH and not isinstance(model.get_submodule(n), lists)]
+    found.sort(key=lambda name: (name.count("."), -sizes[name]))
+    return [Part("", around=name) for name in found[:_MOST_AROUND]]
 
 
 def has_own_forward(module: nn.Module) -> bool:

@@ -77,7 +77,7 @@ def make(name: str, rows: int) -> tuple[nn.Module, dict[str, Any]]:
         return model, {"image1": pair[0], "image2": pair[1], "num_flow_updates": 2}
     first = next(iter(inspect.signature(model.forward).parameters))
     if task.startswith("video"):
-        clip = (16, 224, 224) if "s3d" in name or "mvit" in name else (8, _SIDE, _SIDE)
+        clip = (16, 224, 224) if "s3d" in name or "mvit" in name else (4, _SIDE // 2, _SIDE // 2)
         return model, {first: torch.rand(rows, 3, *clip, generator=generator)}
     size = 224 if "vit" in name or "maxvit" in name else 299 if "inception" in name else _SIDE
     return model, {first: torch.rand(rows, 3, size, size, generator=generator)}
