@@ -6,6 +6,7 @@ measured while it finds all of them queued: it sleeps until then, and runs them 
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -128,25 +129,29 @@ def _median(times_us: Iterable[float]) -> float:
 
 
 class _GpuMemory:
-    """What the caching allocator has given out."""
+    """What the caching allocator has given out, while no garbage of other code is collected."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before = 0
+        self._collects = gc.isenabled()
 
     def __enter__(self) -> _GpuMemory:
+        gc.disable()
         self._before = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         return self
 
     def __exit__(self, *_: object) -> None:
-        pass
+        if self._collects:
+            gc.enable()
 
     def held_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self._device) - self._before
+        # Other threads may let go of something of theirs.
+        return max(0, torch.cuda.memory_allocated(self._device) - self._before)
 
     def take_peak_bytes(self) -> int:
-        peak = torch.cuda.max_memory_allocated(self._device) - self._before
+        peak = max(0, torch.cuda.max_memory_allocated(self._device) - self._before)
         torch.cuda.reset_peak_memory_stats(self._device)
         return peak
 
