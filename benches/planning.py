@@ -77,6 +77,8 @@ MODELS = {
 }
 
 RECOMPUTED = {"capabilities": Capabilities(recompute=True)}
+DIVIDED = {"capabilities": Capabilities(sharding="params")}
+"""Replicas may divide anything, Stage by Stage."""
 FROM_ONE_RANK = {"gather_inputs": False}
 """Microbatches may then have fewer rows than there are ranks."""
 
@@ -84,8 +86,10 @@ CASES = {
     "bert-24 on 8 H200": Case("bert-24", "H200", 1, 8, 256),
     "bert-96 on 32 H200": Case("bert-96", "H200", 4, 8, 1024),
     "bert-256 on 32 H200": Case("bert-256", "H200", 4, 8, 1024),
+    "bert-256 on 32 H200, ZeRO": Case("bert-256", "H200", 4, 8, 1024, DIVIDED),
     "bert-256 on 256 H200": Case("bert-256", "H200", 32, 8, 4096),
     "bert-1024 on 1024 H200": Case("bert-1024", "H200", 128, 8, 8192),
+    "bert-1024 on 1024 H200, ZeRO": Case("bert-1024", "H200", 128, 8, 8192, DIVIDED),
     "bert-4.9b on 32 V100": Case("bert-4.9b", "V100", 4, 8, 256, RECOMPUTED),
     "resnet152x8 on 32 V100": Case("resnet152x8", "V100", 4, 8, 512),
     "t5-3b on 32 V100": Case("t5-3b", "V100", 4, 8, 256),
