@@ -46,7 +46,7 @@ def _read(reader: int) -> bytes:
 
 def test_lines_in_a_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.0)
-    with caplog.at_level(logging.INFO, logger="pyrannc"):
+    with caplog.at_level(logging.INFO, logger="pyrannc.DPStaging"):
         for shown in (True, False):
             with progress.Bar("profiling blocks", 4.0, 2, shown=shown) as bar:
                 bar.advance(3.0)

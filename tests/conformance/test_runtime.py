@@ -142,9 +142,9 @@ def watched(seen: Seen) -> Iterator[None]:
         seen.scattered.append((sums._bucket.number, sums._bucket.numel * FLOAT_BYTES))
         scatter(sums, group)
 
-    def watch_gather(whole: Tensor, parts: Any, ranks: Any, group: Any) -> Any:
+    def watch_gather(whole: Tensor, *rest: Any) -> Any:
         seen.gathered.append(whole.nbytes)
-        return gather_parts(whole, parts, ranks, group)
+        return gather_parts(whole, *rest)
 
     patch = pytest.MonkeyPatch()
     with patch.context() as inside:

@@ -18,7 +18,7 @@ from pyrannc.errors import CaptureError
 from .flatten import flatten
 from .kept_whole import Trials, Tried, WholeCall
 from .source import Part
-from .torch_internals import current_tracer, functorch_is_active
+from .torch_internals import current_tracer, functorch_is_active, hooks_of_calls
 
 _RELATIVE = 1e-3
 """By how much what comes to the sub-module may differ between the two runs: by rounding, not by chance."""
@@ -44,7 +44,7 @@ class CallAround(WholeCall):
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
         if current_tracer() is None or functorch_is_active():
             return self.original(*args, **kwargs)
-        if self._inner._forward_hooks or self._inner._forward_pre_hooks or self._inner._backward_hooks:
+        if any(hooks_of_calls(self._inner)):
             raise self._untraceable(f"'{self._part.around}' has hooks, which would run twice")
         given = self._before(*args, **kwargs)
         made = self._inner(*given[0], **given[1])

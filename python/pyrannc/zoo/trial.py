@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -89,19 +90,18 @@ def run(case: Case, rows: Sequence[int], stages: int, *, as_they_are: bool = Fal
     try:
         for dtype, as_float in _PRECISIONS:
             torch.set_default_dtype(dtype)
-            Tensor.float = as_float  # type: ignore[method-assign]
-            try:
-                expected = _train_plain(case, as_they_are)
-            except NotByRuleError as error:
-                return Outcome("no case", str(error).splitlines()[0])
-            except Exception as error:
-                cause = cause or _short(error)
-            else:
-                return _beside(case, rows, stages, expected, as_they_are)
+            with patch.object(Tensor, "float", as_float):
+                try:
+                    expected = _train_plain(case, as_they_are)
+                except NotByRuleError as error:
+                    return Outcome("no case", str(error).splitlines()[0])
+                except Exception as error:
+                    cause = cause or _short(error)
+                else:
+                    return _beside(case, rows, stages, expected, as_they_are)
         return Outcome("no case", cause)
     finally:
         torch.set_default_dtype(torch.float32)
-        Tensor.float = _FLOAT  # type: ignore[method-assign]
 
 
 def _made(case: Case, as_they_are: bool) -> tuple[nn.Module, dict[str, Any]]:
