@@ -50,6 +50,9 @@ def built(folder: Path) -> Path:
     (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, filter="data")
+    for path in folder.rglob("*.rs"):
+        # All files in it are equally old, whatever has changed since cargo built them.
+        path.touch()
     source = folder / sdist.name.removesuffix(".tar.gz")
     assert {"ARCHITECTURE.md", "CHANGELOG.md", "LICENSE", "README.md"} <= set(os.listdir(source))
     assert (source / "docs" / "json.md").exists()
