@@ -39,3 +39,9 @@ class ClusterError(RaNNCError):
 
 class PeerError(RaNNCError):
     """Another rank has died, failed or left while this one needed it."""
+
+
+def first_line(error: BaseException) -> str:
+    """An error in a line: its class, and how its text begins."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

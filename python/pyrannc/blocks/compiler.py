@@ -22,6 +22,7 @@ from pyrannc.capture.torch_internals import default_compiler_folder, has_compile
 from pyrannc.core.gradient_reach import Senders
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import SpanPart
+from pyrannc.errors import first_line
 from pyrannc.log import get_logger
 
 _log = get_logger("RaNNCModule")
@@ -40,6 +41,17 @@ class Task:
     span: PlacedSpan
     form: Form
     seen: Seen | str
+
+    def given(self, facts: GraphFacts) -> dict[int, Meta]:
+        """What the Span gives, by Value: as that run has shown, or as the Graph has it."""
+        gives = self.span.part.gives
+        if not isinstance(self.seen, str):
+            return dict(zip(gives, self.seen.gives, strict=True))
+        rows, trains = self.form.rows, self.form.trains
+        return {
+            value: assumed(facts, value, rows, requires_grad=trains and facts.values[value].requires_grad)
+            for value in gives
+        }
 
 
 class Compiler:
@@ -84,12 +96,7 @@ class Compiler:
             )
             task = Task(span, form, self._see(span, form, code))
             found.append(task)
-            for place, value in enumerate(span.part.gives):
-                metas[value] = (
-                    _assumed(facts, value, rows, trains=trains)
-                    if isinstance(task.seen, str)
-                    else task.seen.gives[place]
-                )
+            metas.update(task.given(facts))
         return found
 
     def _see(self, span: PlacedSpan, form: Form, code: StageCode) -> Seen | str:
@@ -99,7 +106,7 @@ class Compiler:
             try:
                 seen[form] = see(function.call, form, len(span.numbers), code.randomness, self._device)
             except Exception as error:  # whatever torch cannot do without data
-                seen[form] = f"it cannot run without data ({_first_line(error)})"
+                seen[form] = f"it cannot run without data ({first_line(error)})"
         return seen[form]
 
     def better(self, code: StageCode) -> list[Task]:
@@ -147,7 +154,7 @@ class Compiler:
             return str(error)
         except Exception as error:  # the compiler may fail in any way; the Span goes on without it
             _log.debug("a Span cannot be compiled", exc_info=True)
-            return f"the compiler fails ({_first_line(error)})"
+            return f"the compiler fails ({first_line(error)})"
         return made if differs is None else f"compiled, {differs}"
 
 
@@ -156,22 +163,11 @@ def _is_wanted(facts: GraphFacts, part: SpanPart, value: int, senders: Senders |
     return senders is None or not senders.get(facts.root(value), set()) <= set(part.ops)
 
 
-def _assumed(facts: GraphFacts, value: int, rows: int, *, trains: bool) -> Meta:
-    """What a Value is like where nothing has shown it."""
-    found = facts.values[value]
-    shape = found.shape_at(rows)
-    stride = torch.empty(shape, device="meta").stride()
-    return Meta(tuple(shape), stride, found.dtype, trains and found.requires_grad)
-
-
 def assumed(facts: GraphFacts, value: int, rows: int, *, requires_grad: bool) -> Meta:
-    """What comes from outside is like: laid out row by row."""
-    return _assumed(facts, value, rows, trains=True)._replace(requires_grad=requires_grad)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """What a Value is like where nothing has shown it: laid out row by row."""
+    shape = facts.values[value].shape_at(rows)
+    stride = torch.empty(shape, device="meta").stride()
+    return Meta(tuple(shape), stride, facts.values[value].dtype, requires_grad)
 
 
 @contextmanager

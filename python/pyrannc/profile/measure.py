@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from pyrannc.core.profile import BlockPoint
+from pyrannc.errors import first_line
 from pyrannc.log import get_logger
 from pyrannc.profile.block import BlockCode, Run
 from pyrannc.profile.meter import LEAST_US, Meter
@@ -58,9 +59,9 @@ class BlockMeter:
             compiled = self._compiled_point(code, row_counts[-1])
         except Exception as error:
             if len(points) == len(row_counts):
-                _log.debug("%s is measured as it is: %s", name, _first_line(error))
+                _log.debug("%s is measured as it is: %s", name, first_line(error))
             elif not is_out_of_memory(error):
-                _log.warning("%s is estimated, because it cannot be measured: %s", name, _first_line(error))
+                _log.warning("%s is estimated, because it cannot be measured: %s", name, first_line(error))
                 return None
             else:
                 points.append(BlockPoint(row_counts[len(points)], fits=False))
@@ -218,7 +219,3 @@ def _empty_backward(device: torch.device) -> Callable[[], object]:
         leaf.grad = None
 
     return backward
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
 
 from pyrannc.blocks.compiler import Compiler, Task, assumed
 from pyrannc.blocks.form import Meta
@@ -18,6 +17,7 @@ from pyrannc.job import agree, phases, process
 from pyrannc.job.progress import Bar
 from pyrannc.log import get_logger
 from pyrannc.runtime.context import StageContext
+from pyrannc.runtime.peaks import begin_peaks
 
 _log = get_logger("RaNNCModule")
 _MOST_ROW_COUNTS = 8
@@ -39,15 +39,14 @@ class Outcome:
 
     done: int = 0
     all: int = 0
-    refusals: dict[str, int] = field(default_factory=dict)
+    refusals: Counter[str] = field(default_factory=Counter)
 
     @staticmethod
     def joined(parts: Sequence[Outcome]) -> Outcome:
         """That of all ranks together."""
-        refusals: dict[str, int] = {}
+        refusals: Counter[str] = Counter()
         for part in parts:
-            for reason, count in part.refusals.items():
-                refusals[reason] = refusals.get(reason, 0) + count
+            refusals.update(part.refusals)
         return Outcome(sum(part.done for part in parts), sum(part.all for part in parts), refusals)
 
     def __str__(self) -> str:
@@ -96,13 +95,13 @@ class Compiling:
     @property
     def own(self) -> Outcome:
         """What has become of this rank's Spans."""
-        refusals: dict[str, int] = {}
+        refusals: Counter[str] = Counter()
         for key in self._places:
             reason = self._refusals.get(key)
             if reason is None and self._places[key].missed:
                 reason = "they are given tensors of another layout than expected"
             if reason is not None:
-                refusals[reason] = refusals.get(reason, 0) + 1
+                refusals[reason] += 1
         return Outcome(len(self._places) - sum(refusals.values()), len(self._places), refusals)
 
     def _compile(self, context: StageContext, find: Callable[[], list[Task]]) -> None:
@@ -118,9 +117,8 @@ class Compiling:
     def _compile_own(self, context: StageContext, tasks: Sequence[Task]) -> None:
         compiler = self._compiler
         assert compiler is not None, "there are tasks"
-        distinct = dict.fromkeys((id(task.span.function), task.form) for task in tasks)
-        done: set[tuple[int, object]] = set()
-        with Bar("compiling spans", len(distinct), len(distinct), shown=process.get_rank() == 0) as bar:
+        left = {(id(task.span.function), task.form) for task in tasks}
+        with Bar("compiling spans", len(left), len(left), shown=process.get_rank() == 0) as bar:
             for task in tasks:
                 refusal = compiler.compile(task, context.code)
                 place = id(task.span), (task.form.rows, task.form.trains)
@@ -129,13 +127,11 @@ class Compiling:
                 if refusal is not None:
                     self._refusals[place] = refusal
                 kind = id(task.span.function), task.form
-                if kind not in done:
-                    done.add(kind)
+                if kind in left:
+                    left.remove(kind)
                     bar.advance(1.0)
-        if context.device.type == "cuda":
-            # What it takes to compare code with the operators is not of the steps.
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(context.device)
+        # Code was compared with the operators.
+        begin_peaks(context.device)
 
     def _tasks(self, context: StageContext, variant: Variant, program: RankProgram) -> list[Task]:
         if self._compiler is None:
@@ -151,10 +147,7 @@ class Compiling:
         if context.prologue is not None:
             code = context.prologue.code
             for task in compiler.tasks(code, facts, 0, known, None, trains=trains):
-                for place, value in enumerate(task.span.part.gives):
-                    requires_grad = trains and facts.values[value].requires_grad
-                    guess = assumed(facts, value, 0, requires_grad=requires_grad)
-                    known[value] = guess if isinstance(task.seen, str) else task.seen.gives[place]
+                known.update(task.given(facts))
         for item in part.inputs:
             known[item.value] = assumed(facts, item.value, rows, requires_grad=trains and item.requires_grad)
         for value in part.receives:

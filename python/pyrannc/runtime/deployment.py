@@ -23,6 +23,7 @@ from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.collectives import Groups, beside_all, close
 from pyrannc.runtime.compiling import Compiling
 from pyrannc.runtime.context import StageContext
+from pyrannc.runtime.peaks import begin_peaks
 from pyrannc.runtime.position import ActionRecord
 from pyrannc.runtime.precision import precision
 from pyrannc.runtime.prologue import PrologueCode
@@ -98,10 +99,8 @@ class Deployment:
         self._randomness = Randomness(device, fused_dropout=fused_dropout)
         self._record = ActionRecord(watchdog, [_title(number, stage) for number, stage in enumerate(stages)])
         self.timing = Timing(device)
-        if device.type == "cuda":
-            # Peaks are those of the steps: spreading the parameters, and what came before, does not count.
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(device)
+        # Parameters were spread.
+        begin_peaks(device)
         self._contexts: dict[int, StageContext] = {}
 
     @property

@@ -1,0 +1,12 @@
+"""Peaks of memory that the ledger tells: those of steps, without what came before."""
+
+from __future__ import annotations
+
+import torch
+
+
+def begin_peaks(device: torch.device) -> None:
+    """Gives back what nothing uses, and forgets the peaks until now."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
