@@ -94,6 +94,9 @@ class Config:
             of rows and held against the operators themselves; one that differs by more than rounding, or that cannot
             be compiled, runs as it is, which a line says, as does ``report()``. Compiled code is kept in
             ``profile_cache_dir``, unless TORCHINDUCTOR_CACHE_DIR says where.
+        cuda_graphs: "auto": on GPUs, from the third step of a kind on, what a rank does between the exchange of inputs
+            and that of outputs is replayed as one CUDA graph, which takes the host next to no time; where it cannot
+            be, ``report()`` says why. A graph keeps the memory of a step's activations for itself. "off": never.
         consolidate_grads: Has no effect any more.
         stall_timeout_s: The job ends when a rank is inside a collective call and no rank has come forward for so long.
         silence_timeout_s: A rank whose process has sent no sign of life for so long is taken for dead.
@@ -144,6 +147,7 @@ class Config:
     reduce_dtype: str = _item("float32", choices=("float32", "bfloat16", "param"))
     recapture_interval: int = _item(1000, least=0)
     compile_spans: str = _item("auto", choices=("auto", "on", "off"))
+    cuda_graphs: str = _item("auto", choices=("auto", "off"))
     consolidate_grads: bool = _item(True, replaced_by="gradients are always reduced in buckets")
     stall_timeout_s: float = _item(600.0, least=1, below=_FOREVER_S)
     silence_timeout_s: float = _item(20.0, least=2, below=_FOREVER_S)

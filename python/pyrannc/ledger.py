@@ -100,6 +100,7 @@ class Report:
         bubble: share of all devices' time in which neither a forward nor a backward ran.
         compared: whether the captured graph was held against the model itself before it trained, or why not.
         compiled: how many Spans run compiled, and why others do not; nothing where compiling is off.
+        recorded: how many kinds of steps rank 0 replays as CUDA graphs, and why others not; nothing on the host.
     """
 
     steps: int
@@ -113,6 +114,7 @@ class Report:
     ranks: tuple[RankReport, ...]
     compared: str
     compiled: str = ""
+    recorded: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The report as dicts, lists and numbers."""
@@ -185,9 +187,12 @@ def report(deployment: Deployment, compared: str) -> Report:
     measured = agree.together(lambda: _measure(deployment))
     everyone: list[_Measured] = agree.gather_objects(measured)
     found = _compare(PlanFacts.of(deployment.plan), deployment.precision, everyone, compared)
-    if deployment.compiling is None:
-        return found
-    return replace(found, compiled=str(Outcome.joined(agree.gather_objects(deployment.compiling.own))))
+    if deployment.compiling is not None:
+        outcome = Outcome.joined(agree.gather_objects(deployment.compiling.own))
+        found = replace(found, compiled=str(outcome))
+    if deployment.recordings is not None:
+        found = replace(found, recorded=agree.broadcast_object(str(deployment.recordings)))
+    return found
 
 
 def _measure(deployment: Deployment) -> _Measured:
@@ -301,7 +306,7 @@ def _tables(report: Report) -> str:
         _stage_table(report),
         _rank_table(report),
         paragraph(report.compared),
-        *([paragraph(f"{report.compiled}.")] if report.compiled else []),
+        *(paragraph(f"{text}.") for text in (report.compiled, report.recorded) if text),
     ]
     if report.batch_rows != report.plan_rows:
         parts.append(

@@ -201,7 +201,9 @@ class RaNNCModule(DeployedModel):
         before = self._before_backward(deployment, variant, call)
         with no_autocast():
             context = deployment.prepare(variant, program)
-            step = Step(context, program, call.tensors, call.drawn, variant, options, call.batch, before)
+            step = Step(
+                context, program, call.tensors, call.drawn, variant, options, call.batch, before, deployment.recordings
+            )
         return variant.whole.captured.rebuild_outputs(step.results())
 
     def _compare(self, variant: Variant, call: AgreedCall) -> None:

@@ -43,6 +43,10 @@ class Ahead:
         ready = self._ready.pop(asked, None)
         return philox.keep(draw, threshold, self._device) if ready is None else ready
 
+    def known(self, who: Hashable, rows: RowsInHand) -> object:
+        """What :meth:`drawn` draws from now on for the same."""
+        return self._known.get(who, {}).get(rows)
+
     @contextmanager
     def drawn(self, who: Hashable, key: CallKey, rows: RowsInHand) -> Iterator[None]:
         """Draws what ``who`` has asked for when it worked on these rows the last time."""

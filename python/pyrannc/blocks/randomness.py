@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pyrannc.blocks import philox
 from pyrannc.blocks.ahead import Ahead
+from pyrannc.blocks.recorded import Place, RecordedDraws
 from pyrannc.blocks.stream import CallKey, Draw, RowsInHand
 from pyrannc.core.partition import RowDim
 from pyrannc.core.program import Rows
@@ -51,6 +52,7 @@ class Randomness:
 
     Attributes:
         placed: while code is traced, the Ops for which the generator would have been set, and whether by rows.
+        noted: where a list is, it is told for what the generator is set.
     """
 
     def __init__(self, device: torch.device, *, fused_dropout: bool = True) -> None:
@@ -64,12 +66,29 @@ class Randomness:
         # On the host nothing is gained by drawing masks together.
         self._ahead = None if device.type == "cpu" else Ahead(device)
         self.placed: list[tuple[int, bool]] | None = None
+        self.noted: list[Place] | None = None
+        self._recorded: RecordedDraws | None = None
         self.begin(0)
         self.at([])
 
     def begin(self, key: int) -> None:
         """Begins a call; ``key`` is the same on all ranks."""
         self._key = CallKey(key, self.device)
+
+    @contextmanager
+    def recorded(self, draws: RecordedDraws) -> Iterator[None]:
+        """What runs inside is recorded as a CUDA graph, and draws from ``draws``."""
+        before, own = self._key, self._generator.graphsafe_get_state()
+        self._key, self._recorded = draws.key, draws
+        try:
+            yield
+        finally:
+            self._key, self._recorded = before, None
+            self._generator.graphsafe_set_state(own)
+
+    def begin_replay(self, draws: RecordedDraws) -> None:
+        """What is replayed draws what the call would."""
+        draws.begin(self._key.number, mix)
 
     def at(self, runs: Sequence[Rows]) -> None:
         """Says what the next Ops work on: these rows of the global batch."""
@@ -79,6 +98,8 @@ class Randomness:
                 self._remembered.clear()
             self._remembered[known] = RowsInHand(known, self.device)
         self._rows = self._remembered[known]
+        if self._recorded is not None:
+            self._recorded.holds.append(self._rows)
 
     @property
     def _first_row(self) -> int:
@@ -119,7 +140,11 @@ class Randomness:
 
     def drawn_ahead(self, who: Hashable) -> AbstractContextManager[None]:
         """Draws at once what ``who`` will ask for inside."""
-        return nullcontext() if self._ahead is None else self._ahead.drawn(who, self._key, self._rows)
+        if self._ahead is None:
+            return nullcontext()
+        if self._recorded is not None:
+            self._recorded.holds.append(self._ahead.known(who, self._rows))
+        return self._ahead.drawn(who, self._key, self._rows)
 
     def words(self, draw: Draw) -> Tensor:
         """The words of a draw, flat."""
@@ -134,7 +159,13 @@ class Randomness:
         if self.placed is not None:
             self.placed.append((op, by_rows))
             return
-        self._generator.manual_seed(mix(self._key.number, op, 1 + self._first_row if by_rows else 0))
+        place = Place(op, 1 + self._first_row if by_rows else 0)
+        if self._recorded is not None:
+            self._recorded.place(self._generator, place)
+            return
+        if self.noted is not None:
+            self.noted.append(place)
+        self._generator.manual_seed(mix(self._key.number, *place))
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:

@@ -27,6 +27,11 @@ class CallKey:
         self.number = number
         self._device = device
 
+    def begin(self, number: int) -> None:
+        """Makes it the key of another call, for what reads it on the device."""
+        self.number = number
+        self.on_device.fill_(number)
+
     @cached_property
     def on_device(self) -> Tensor:
         """One int64."""

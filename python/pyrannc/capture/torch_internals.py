@@ -399,6 +399,21 @@ def attribute_access(read: Callable[[nn.Module, str], None], write: Callable[[nn
         setattr(nn.Module, "__setattr__", original)  # noqa: B010
 
 
+class _Ends:
+    """What ``destroy_process_group`` ends before the communicators."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.finalize = callback
+
+
+def before_groups_end(callback: Callable[[], None]) -> None:
+    """Has a function called once, when the default process group is destroyed, before its communicators are.
+
+    NCCL waits for ever for graphs that use a communicator, when that is destroyed. Public: none.
+    """
+    torch.distributed.distributed_c10d._world.comms.append(_Ends(callback))
+
+
 def version(tensor: Tensor) -> int:
     """Grows with every change in place. Public: none."""
     return tensor._version

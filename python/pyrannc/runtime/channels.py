@@ -100,6 +100,10 @@ class Channels:
                     work.wait()
             under_way.clear()
 
+    def forget_sends(self) -> None:
+        """Waits for none of them."""
+        self._sends.clear()
+
     def close(self) -> None:
         """Destroys the communicators."""
         self.closed = True

@@ -67,3 +67,9 @@ class StageContext:
         codes = [self.code, *([] if self.prologue is None else [self.prologue.code])]
         tail = self.tail is not None and self.tail.seeds_generator
         return tail or any(code.seeds_generator for code in codes)
+
+    def forget_messages(self) -> None:
+        """Drops what a run that broke off had under way."""
+        self.channels.forget_sends()
+        for bucket in self.gradients.gathered.values():
+            bucket.forget_gathers()

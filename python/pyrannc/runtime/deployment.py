@@ -27,6 +27,7 @@ from pyrannc.runtime.peaks import begin_peaks
 from pyrannc.runtime.position import ActionRecord
 from pyrannc.runtime.precision import precision
 from pyrannc.runtime.prologue import PrologueCode
+from pyrannc.runtime.recording import Recordings
 from pyrannc.runtime.span_gathers import SpanGathers
 from pyrannc.runtime.tail import TailCode
 from pyrannc.runtime.timing import Timing
@@ -54,9 +55,11 @@ class Deployment:
         fused_dropout: as in the configuration.
         reduce_dtype: likewise.
         compiling: what Spans are compiled by; None leaves them as they are.
+        records: runs are recorded as CUDA graphs, where they can be.
 
     Attributes:
         compiling: as given.
+        recordings: what has been recorded.
         store: where parameters and buffers lie.
         buckets: which gradients are summed together.
         gradients: of the parameters that this rank holds.
@@ -77,8 +80,10 @@ class Deployment:
         fused_dropout: bool,
         reduce_dtype: str,
         compiling: Compiling | None = None,
+        records: bool = False,
     ) -> None:
         self.compiling = compiling
+        self.recordings = Recordings() if records else None
         self.plan = plan
         self._optimizer = optimizer
         facts = PlanFacts.of(plan)
@@ -292,6 +297,7 @@ class Deployment:
         if self.gradients.pending:
             self.gradients.reduce_delivered()
         self.store.make_whole()
+        self._drop_recordings()
         self.gradients = self._make_gradients(self._first)
         self._contexts.clear()
 
@@ -300,6 +306,13 @@ class Deployment:
         context = self._contexts.pop(id(variant), None)
         if context is not None and self.compiling is not None:
             self.compiling.forget(context)
+        if context is not None and self.recordings is not None:
+            self.recordings.forget(context)
+
+    def _drop_recordings(self) -> None:
+        if self.recordings is not None:
+            self.recordings.drop()
+            self.recordings = Recordings()
 
     def sync_buffers(self, variant: Variant, program: RankProgram) -> None:
         """Gives the first Replica's buffers to the others of the Stage, unless the captured call changes them by rows.
@@ -317,6 +330,8 @@ class Deployment:
 
     def bring_back(self) -> None:
         """Gives every rank the whole model, on the host, and destroys the communicators. All ranks call it."""
+        if self.recordings is not None:
+            self.recordings.drop()
         self.store.bring_back()
         self._channels.close()
         self._groups.close()

@@ -36,6 +36,7 @@ class ActionRecord:
             actions = (*program.forward, *program.backward)
             title = self._titles[program.stage]
             around = [f"the exchange of inputs for {title}", f"the exchange of outputs of {title}"]
+            around.append(f"the replay of all Actions of {title}")
             self._watchdog.program([*(describe(action, title) for action in actions), *around])
             ActionRecord._named = self._watchdog, program
         self._watchdog.enter(len(program.forward) + len(program.backward))
@@ -54,6 +55,10 @@ class ActionRecord:
     def enter_outputs(self, program: RankProgram) -> None:
         """The exchange of outputs begins."""
         self.enter(len(program.forward) + len(program.backward) + 1)
+
+    def enter_replay(self, program: RankProgram) -> None:
+        """What has been recorded of the Actions is launched at once."""
+        self.enter(len(program.forward) + len(program.backward) + 2)
 
 
 def describe(action: Action, stage: str) -> str:

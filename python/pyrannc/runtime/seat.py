@@ -52,6 +52,7 @@ class Seat:
         program: which rows it computes.
         inputs: the Stage's inputs by microbatch and Value; none for microbatches without rows here.
         marks: where to note when computations run.
+        lends: the working copies of a call with its criterion outside stay as they are until its backward.
 
     Attributes:
         outputs: of the model, made here, by microbatch and Value.
@@ -65,6 +66,8 @@ class Seat:
         program: RankProgram,
         inputs: Mapping[tuple[int, int], Tensor],
         marks: StepMarks | None,
+        *,
+        lends: bool = True,
     ) -> None:
         self._context = context
         self._program = program
@@ -79,7 +82,7 @@ class Seat:
         self.input_grads: dict[tuple[int, int], Tensor] = {}
         self.reached: Set[int] | None = None
         self._params = dict(context.params)
-        if program.call == "halves":
+        if program.call == "halves" and lends:
             # Parameters may change before the backward.
             with torch.enable_grad():
                 lent = {value: context.gradients.working.lend(key) for value, key in context.copied.items()}

@@ -19,17 +19,16 @@ from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
 from pyrannc.job.faults import collective
 from pyrannc.log import get_logger
-from pyrannc.runtime import rehearsal
 from pyrannc.runtime.batch import Batch
 from pyrannc.runtime.context import StageContext
-from pyrannc.runtime.executor import Executor
 from pyrannc.runtime.givers import Giving, giving_weights
 from pyrannc.runtime.handover import hand_over, no_view
-from pyrannc.runtime.join import Joiner, Reductions
+from pyrannc.runtime.join import Joiner
 from pyrannc.runtime.loss import Weights, scale_of
-from pyrannc.runtime.seat import Seat
+from pyrannc.runtime.recording import Recordings
+from pyrannc.runtime.run import AnyRun, OfStage, Run, Task
 from pyrannc.runtime.tail import TailStep
-from pyrannc.store.gradient_set import GradientSet
+from pyrannc.runtime.timing import StepMarks
 from pyrannc.switches import switches
 
 _log = get_logger("RaNNCModule")
@@ -60,6 +59,7 @@ class Step:
         options: how its backward runs.
         rows: of the global batch.
         before_backward: given the gradients of the distinct outputs; raises, on all ranks, when there must be none.
+        recordings: of runs as CUDA graphs; without them the Actions are carried out one after another.
 
     Attributes:
         gives: what a call that takes this one's outputs must know.
@@ -75,6 +75,7 @@ class Step:
         options: StepOptions,
         rows: BatchRows,
         before_backward: Callable[[Sequence[Tensor | None]], None] = lambda _: None,
+        recordings: Recordings | None = None,
     ) -> None:
         self._context = context
         self._program = program
@@ -86,7 +87,7 @@ class Step:
         self._loss = variant.loss if program.call == "whole" else None
         self._options = options
         self._before_backward = before_backward
-        self._current: GradientSet | None = None
+        self._recordings = recordings
         self._input_grads: dict[int, Tensor] = {}
         self._tail_grads: dict[int, Tensor] = {}
         self._outputs: tuple[int, ...] = ()
@@ -104,24 +105,10 @@ class Step:
         marks = context.timing.begin(program)
         with context.record.step(program), self._generator():
             own = self._batch.bring_inputs(self._inputs)
-            context.gradients.working.refresh(context.copied.values())
-            rehearsal.rehearse_once(context, program, own, self._weights)
-            self._seat = Seat(context, program, own, marks)
-            self._executor = Executor(context, self._seat, marks)
             self._tail = self._begin_tail()
-            self._inside = self._gradients_inside()
-            if program.call == "whole":
-                self._current = context.gradients.begin(context.copies)
-            sent: list[Reductions] = []
-            self._executor.run(
-                program.forward,
-                self._current,
-                self._seed_inside,
-                reduce=options.reduce,
-                when_forward=lambda: sent.append(self._send_totals()),
-            )
-            context.record.enter_outputs(program)
-            made = self._batch.bring_outputs(self._seat.outputs, sent.pop().finish())
+            inside = self._gradients_inside()
+            self._run = self._begin_run(own, inside, marks)
+            made = self._batch.bring_outputs(self._run.outputs, self._run.totals)
             self._shapes = [(tensor.shape, tensor.dtype) for tensor in made]
             self._values = self._run_tail(made)
             if program.call == "whole":
@@ -132,11 +119,20 @@ class Step:
         context = self._context
         return context.randomness.borrowed() if context.seeds_generator else nullcontext()
 
-    def _send_totals(self) -> Reductions:
-        """Starts to sum outputs without rows over the ranks, of which none waits before it needs them."""
-        totals = self._weights.totals(self._seat.outputs)
-        totals.send(self._context.totals)
-        return totals
+    def _begin_run(self, own: OfStage, inside: Mapping[int, Tensor], marks: StepMarks | None) -> AnyRun:
+        task = Task(self._context, self._program, self._weights, self._options.reduce)
+        if self._recordings is not None and not self._options.keep_graph:
+            recorded = self._recordings.run(self, self._variant, task, own, inside, marks)
+            if recorded is not None:
+                return recorded
+        run = Run(task, marks)
+        run.forward(own, inside)
+        return run
+
+    @property
+    def is_open(self) -> bool:
+        """True while a backward of it may come."""
+        return not self._done and self._program.call != "forward"
 
     def _begin_tail(self) -> TailStep | None:
         context = self._context
@@ -158,9 +154,6 @@ class Step:
             found[body_of[self._loss]] = torch.ones((), dtype=facts.dtype, device=self._context.device)
         return found
 
-    def _seed_inside(self, microbatch: int, value: int) -> Tensor | None:
-        return self._weights.inside(microbatch, self._inside.get(value), value)
-
     def _run_tail(self, made: Sequence[Tensor]) -> dict[int, Tensor]:
         """The distinct outputs of the call that are no inputs, by Value of the whole."""
         whole_of = self._variant.whole_of
@@ -175,7 +168,7 @@ class Step:
         made, self._values = self._values, {}
         self._outputs = tuple(made)
         if self._program.call != "forward":
-            kept = {output.untyped_storage().data_ptr() for output in self._seat.outputs.values()}
+            kept = {output.untyped_storage().data_ptr() for output in self._run.outputs.values()}
             own = {value: self._apart(value, tensor, kept) for value, tensor in made.items()}
             active = None if self._variant.chooses_params else self._variant.active.get(self._wanted)
             params = self._context.gradients.delivery.token(active)
@@ -189,8 +182,8 @@ class Step:
 
     def _let_go_of_batch(self) -> None:
         """Drops what only a backward needs that has been run: the script may keep the loss."""
-        self._inputs, self._whole_inputs, self._inside = {}, {}, {}
-        self._seat.release()
+        self._inputs, self._whole_inputs = {}, {}
+        self._run.release()
         if self._tail is not None:
             self._tail.release()
 
@@ -229,7 +222,7 @@ class Step:
         ]
         scaled = [grad if grad is None or scale is None else grad * scale.to(grad.dtype) for grad in found]
         if not keep:
-            self._current, self._input_grads = None, {}
+            self._input_grads, self._run.current = {}, None
             self._let_go_of_batch()
         return [self._for_giver(value, grad) for value, grad in zip(self._sources, scaled, strict=True)]
 
@@ -246,10 +239,9 @@ class Step:
             )
 
     def _deliver(self, scale: Tensor | None, *, keep: bool, sum_now: bool) -> None:
-        assert self._current is not None, "a call that trains has gradients"
-        self._context.gradients.deliver(
-            self._current, self._active, scale, keep=keep, summed=self._summed, sum_now=sum_now
-        )
+        current = self._run.current
+        assert current is not None, "a call that trains has gradients"
+        self._context.gradients.deliver(current, self._active, scale, keep=keep, summed=self._summed, sum_now=sum_now)
         self._summed = self._summed or sum_now
 
     def _for_giver(self, value: int, grad: Tensor | None) -> Tensor | None:
@@ -275,17 +267,9 @@ class Step:
         with collective("loss.backward()"), context.record.step(program), self._generator():
             self._wanted = self._find_wanted(grads)
             reached = self._variant.reached_in_body(self._wanted)
-            self._seat.reached = reached
-            self._current = context.gradients.begin(context.copies)
+            self._run.begin_backward()
             seeds = self._seeds(grads, reached, keep_graph=keep_graph)
-            self._executor.run(
-                program.backward,
-                self._current,
-                lambda microbatch, value: seeds.get((microbatch, value)),
-                first_record=len(program.forward),
-                keep_graph=keep_graph,
-                reduce=reduce,
-            )
+            self._run.backward(seeds, reached, keep_graph=keep_graph, reduce=reduce)
             self._finish_gradients()
 
     def _find_wanted(self, grads: Mapping[int, Tensor | None]) -> frozenset[int]:
@@ -321,7 +305,8 @@ class Step:
             return
         context, weight = self._context, self._weights.of_local_batch
         assert context.tail is not None, "the call has a tail"
-        assert self._current is not None, "the backward has begun"
+        current = self._run.current
+        assert current is not None, "the backward has begun"
         found = self._tail.backward(grads, keep_graph=keep_graph)
         for item in context.tail.part.joined:
             if item.value not in found.joined or self._variant.body_of[item.value] not in reached:
@@ -340,7 +325,7 @@ class Step:
             name = context.tail.names[value]
             last = name not in context.stage_params
             own_grad = None if total is None else total * (weight if counts else 0.0)
-            context.gradients.add(self._current, name, own_grad, last=last)
+            context.gradients.add(current, name, own_grad, last=last)
 
     def _of_own_input(self, grad: Tensor, join: object) -> Tensor:
         assert self._tail is not None, "it has gradients"
@@ -355,12 +340,12 @@ class Step:
         return grad if process.get_rank() == 0 else torch.zeros_like(grad)
 
     def _finish_gradients(self) -> None:
-        self._input_grads = self._batch.bring_input_grads(self._inputs, self._seat.input_grads)
+        self._input_grads = self._batch.bring_input_grads(self._inputs, self._run.input_grads)
         for value, grad in self._tail_grads.items():
             self._input_grads[value] = self._input_grads[value] + grad
         if self._wanted not in self._variant.active or self._variant.chooses_params:
-            assert self._current is not None, "the backward has begun"
-            found: list[set[str]] = agree.gather_objects(set(self._current.touched()))
+            assert self._run.current is not None, "the backward has begun"
+            found: list[set[str]] = agree.gather_objects(set(self._run.current.touched()))
             self._variant.active[self._wanted] = frozenset(self._reached_params() & set().union(*found))
         self._active = self._variant.active[self._wanted]
 

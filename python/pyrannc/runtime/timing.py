@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -21,6 +21,8 @@ KEPT_STEPS = 10
 """Steps whose marks are kept."""
 
 Kind = Literal["forward", "backward"]
+Passed: TypeAlias = tuple[Kind, int, float, float]
+"""A computation: its microbatch, and its start and end in microseconds from the start of a replay."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ class StepMarks:
         self._program = program
         self._mark = mark
         self._spans: list[tuple[Kind, int, _Event, _Event]] = []
+        self._replayed: tuple[_Event, Callable[[], list[Passed]]] | None = None
         self.start = mark()
         self.reduced: _Event | None = None
         self.end: _Event | None = None
@@ -117,6 +120,10 @@ class StepMarks:
         yield
         self._spans.append((kind, microbatch, start, self._mark()))
 
+    def replayed(self, passed: Callable[[], list[Passed]]) -> None:
+        """A replay starts, in which ``passed`` tells what there was."""
+        self._replayed = self._mark(), passed
+
     def finish(self) -> None:
         """The gradients have been summed over ranks."""
         self.reduced = self._mark()
@@ -124,7 +131,8 @@ class StepMarks:
     def events(self) -> list[_Event]:
         """All of the step's own; its end belongs to the next step."""
         events = [self.start, *(event for _, _, *pair in self._spans for event in pair)]
-        return events if self.reduced is None else [*events, self.reduced]
+        own = [self.reduced, None if self._replayed is None else self._replayed[0]]
+        return [*events, *(event for event in own if event is not None)]
 
     def times(self) -> StepTimes | None:
         """What the marks say; ``None`` where no other training step followed at once."""
@@ -134,6 +142,10 @@ class StepMarks:
             Span(kind, microbatch, self._since_start_us(start), self._since_start_us(end))
             for kind, microbatch, start, end in self._spans
         ]
+        if self._replayed is not None:
+            begun, passed = self._replayed
+            shift_us = self._since_start_us(begun)
+            spans = [Span(kind, number, shift_us + start, shift_us + end) for kind, number, start, end in passed()]
         reduced_us, step_us = self._since_start_us(self.reduced), self._since_start_us(self.end)
         return StepTimes(self._program, tuple(spans), reduced_us, step_us)
 

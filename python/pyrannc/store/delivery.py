@@ -142,7 +142,7 @@ class Delivery:
     def _deliver(self, names: list[str]) -> list[Tensor | None]:
         """Hands over what all calls have given in the backward that is running; returns what torch has to."""
         given, self._given = [item for item in self._given if item[0] == graph_task()], []
-        if given:
+        if given and not given[0][1].is_kept:
             self._spare = given[0][1]
         found = _sum(
             [{name: item.views[name] for name in self._params if name in active} for _, item, active, _ in given]

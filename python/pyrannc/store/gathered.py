@@ -128,6 +128,11 @@ class GatheredBucket:
             work.wait()
         self._works.clear()
 
+    def forget_gathers(self) -> None:
+        """Waits for none of them, and frees what was gathered."""
+        self._works.clear()
+        self.release()
+
     def release(self) -> None:
         """Frees what was gathered."""
         if self._is_started:

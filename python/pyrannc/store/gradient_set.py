@@ -23,7 +23,11 @@ from pyrannc.store.spread_tensor import is_spread, own_piece, spread_gradient
 class GradientSet:
     """Memory for the gradients of the buckets' parameters; what is in it before :meth:`begin` is anything.
 
+    Args:
+        is_kept: one step alone writes to it, again and again.
+
     Attributes:
+        is_kept: as given.
         flats: the sums, by types.
         views: the gradients by the parameters' names, as they stand in ``.grad``: of spread buckets this rank has
             pieces. Where the sums have another type, as of the last :meth:`settle`.
@@ -31,7 +35,8 @@ class GradientSet:
         complete: names of parameters to which no backward of a microbatch adds.
     """
 
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], *, is_kept: bool = False) -> None:
+        self.is_kept = is_kept
         self._buckets = buckets
         self.flats = _flats_of(buckets)
         self._given = {

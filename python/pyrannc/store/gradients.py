@@ -111,21 +111,23 @@ class Gradients:
 
     # While backwards run
 
-    def begin(self, copies: Mapping[str, Tensor]) -> GradientSet:
+    def new_set(self) -> GradientSet:
+        """Room for gradients that only who asks for it writes to."""
+        return GradientSet(self._buckets, is_kept=True)
+
+    def begin(self, copies: Mapping[str, Tensor], current: GradientSet | None = None) -> GradientSet:
         """Room for the gradients of a new step; backwards write to it from now on.
 
         Args:
             copies: the working copies that its Stage computes with, by name.
+            current: the room; by default any that nobody holds.
         """
         if self._filling is not None:
             self._clear_leaves()
         if copies is not self._copies:
             self._copies, self._leaves_of = copies, self._leaves_with(copies)
-        current = self.delivery.take_spare()
-        if current is None or current.is_held:
-            if current is not None:
-                self._note_second(current)
-            current = GradientSet(self._buckets)
+        if current is None:
+            current = self._free_set()
         current.begin()
         self._filling = weakref.ref(current)
         self._works.clear()
@@ -134,7 +136,15 @@ class Gradients:
         self._started.clear()
         return current
 
-    def _note_second(self, held: GradientSet) -> None:
+    def _free_set(self) -> GradientSet:
+        spare = self.delivery.take_spare()
+        if spare is not None and not spare.is_held:
+            return spare
+        if spare is not None:
+            self.note_second(spare)
+        return GradientSet(self._buckets)
+
+    def note_second(self, held: GradientSet) -> None:
         """Tells once what it costs that a script still holds gradients."""
         if not self.second_bytes and held.nbytes:
             self.second_bytes = held.nbytes

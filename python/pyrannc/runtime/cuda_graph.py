@@ -1,0 +1,259 @@
+"""A run recorded as CUDA graphs: the host launches it in one call, whatever is in it.
+
+What a recording reads and writes keeps its place: inputs are copied to it, outputs from it. Random numbers come from
+a key on the device (``blocks/recorded.py``), so that a replay draws what the Actions would have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from pyrannc.blocks.recorded import Place, RecordedDraws
+from pyrannc.capture.torch_internals import copy_each, version
+from pyrannc.errors import RaNNCError
+from pyrannc.runtime.clock import Clock
+from pyrannc.runtime.context import StageContext
+from pyrannc.runtime.run import OfStage, Run, Task
+from pyrannc.runtime.timing import StepMarks
+from pyrannc.store.gradient_set import GradientSet
+
+
+class Places:
+    """Tensors that keep their place.
+
+    Args:
+        like: what comes first, by anything; what is one tensor there stays one.
+    """
+
+    def __init__(self, like: Mapping[Any, Tensor]) -> None:
+        own = {id(tensor): torch.empty_like(tensor) for tensor in like.values()}
+        self.tensors = {key: own[id(tensor)] for key, tensor in like.items()}
+
+    def fits(self, tensors: Mapping[Any, Tensor]) -> bool:
+        """True where tensors may be taken in."""
+        return tensors.keys() == self.tensors.keys() and all(
+            tensor.shape == self.tensors[key].shape and tensor.dtype == self.tensors[key].dtype
+            for key, tensor in tensors.items()
+        )
+
+    @torch.no_grad()
+    def take(self, tensors: Mapping[Any, Tensor]) -> None:
+        """Takes contents in."""
+        pairs = {id(self.tensors[key]): (self.tensors[key], tensor.detach()) for key, tensor in tensors.items()}
+        if pairs:
+            copy_each([own for own, _ in pairs.values()], [given for _, given in pairs.values()])
+
+
+class Recording:
+    """A recorded run.
+
+    Args:
+        task: what runs.
+        inputs: as of the first replay.
+        inside: likewise, the gradients with which backwards inside the call start.
+        current: where gradients go.
+        places: for what the device's generator is set in the run.
+        pool: whose memory it takes.
+
+    Attributes:
+        current: as given.
+        task: as given.
+        has_backward: the backward of a call with its criterion outside is recorded too.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        inputs: OfStage,
+        inside: Mapping[int, Tensor],
+        current: GradientSet | None,
+        places: Sequence[Place],
+        pool: Any,
+    ) -> None:
+        self.task = task
+        self.current = current
+        context, device = task.context, task.context.device
+        self._inputs, self._inside = Places(inputs), Places(inside)
+        self._inputs.take(inputs)
+        self._inside.take(inside)
+        self._pool = pool
+        self._draws = RecordedDraws(places, device)
+        self.clock = Clock(task.program, device)
+        self._graph, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        self._seeds = Places({})
+        self.has_backward = False
+        self.run = Run(task, self.clock, lends=False)  # type: ignore[arg-type]  # it marks what StepMarks do
+        # Copies that earlier calls were lent move now if at all.
+        context.gradients.working.refresh(context.copied.values())
+        versions = [tensor._version for tensor in context.buffers.values()]
+        with self._recording(self._graph):
+            self.clock.start()
+            self.run.forward(self._inputs.tensors, self._inside.tensors, current)
+        self._changed = [
+            tensor for tensor, seen in zip(context.buffers.values(), versions, strict=True) if tensor._version != seen
+        ]
+        self._found = _found(context)
+
+    @contextmanager
+    def _recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        self._draws.register(graph)
+        with (
+            self.task.context.randomness.recorded(self._draws),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            yield
+
+    def serves(self, inputs: OfStage, inside: Mapping[int, Tensor]) -> bool:
+        """True where a replay would be the run of a call."""
+        return self._inputs.fits(inputs) and self._inside.fits(inside)
+
+    @property
+    def is_stale(self) -> bool:
+        """True when parameters or buffers have moved since, or torch was told to compute otherwise."""
+        return _found(self.task.context) != self._found
+
+    def replay(self, inputs: OfStage, inside: Mapping[int, Tensor]) -> int:
+        """Launches the call's run; gives the row of its times."""
+        self._inputs.take(inputs)
+        self._inside.take(inside)
+        self.task.context.randomness.begin_replay(self._draws)
+        row = self.clock.begin_replay()
+        self._launch()
+        return row
+
+    def _launch(self) -> None:
+        self._graph.replay()
+        if self._changed:
+            increment_version(self._changed)
+
+    @property
+    def changes_buffers(self) -> bool:
+        """True when a run is not to be repeated for one call."""
+        return bool(self._changed)
+
+    def repeat(self) -> None:
+        """Launches the same run again: what its backward needs comes back."""
+        self._launch()
+
+    def fits_backward(self, seeds: OfStage) -> bool:
+        """True where the recorded backward, if there is one, starts with these gradients."""
+        return not self.has_backward or self._seeds.fits(seeds)
+
+    def replay_backward(self, seeds: OfStage, reached: Set[int]) -> None:
+        """Launches the backwards, which are recorded when they come first."""
+        if not self.has_backward:
+            self._record_backward(seeds, reached)
+        self._seeds.take(seeds)
+        self._backward.replay()
+
+    def _record_backward(self, seeds: OfStage, reached: Set[int]) -> None:
+        self._seeds = Places(seeds)
+        self.run.begin_backward(self.current)
+        with self._recording(self._backward):
+            self.run.backward(self._seeds.tensors, reached, keep_graph=False, reduce=True)
+        self.has_backward = True
+
+    def reset(self) -> None:
+        """Gives back the graphs and their memory."""
+        self._graph.reset()
+        if self.has_backward:
+            self._backward.reset()
+
+
+class Replay:
+    """A run that is a replay, of one call.
+
+    Args:
+        recording: of what.
+        inputs: of the Stage.
+        inside: the gradients with which backwards inside the call start, by Value.
+        marks: where to note when computations ran.
+    """
+
+    def __init__(
+        self, recording: Recording, inputs: OfStage, inside: Mapping[int, Tensor], marks: StepMarks | None
+    ) -> None:
+        self._recording = recording
+        self._marks = marks
+        context, program = recording.task.context, recording.task.program
+        self._versions = _versions(context) if program.call == "halves" else ()
+        self._backwards = 0
+        context.record.enter_replay(program)
+        clock = recording.clock
+        row = recording.replay(inputs, inside)
+        if marks is not None:
+            marks.replayed(lambda: clock.read(row))
+        if program.call == "whole":
+            self._finish_marks()
+        context.record.enter_outputs(program)
+        # The next replay writes to where they are.
+        run = recording.run
+        self.outputs: OfStage = {key: tensor.clone() for key, tensor in run.outputs.items()}
+        self.totals: Mapping[int, Tensor] = {value: tensor.clone() for value, tensor in run.totals.items()}
+        self.current: GradientSet | None = recording.current
+
+    def _finish_marks(self) -> None:
+        if self._marks is not None:
+            self._marks.finish()
+
+    @property
+    def input_grads(self) -> OfStage:
+        """Of the inputs."""
+        return self._recording.run.input_grads
+
+    def begin_backward(self) -> GradientSet:
+        """Room for the gradients of backwards to come."""
+        assert self.current is not None, "it trains"
+        return self.current
+
+    def backward(self, seeds: OfStage, reached: Set[int], *, keep_graph: bool, reduce: bool) -> None:
+        """Runs the backwards of a call with its criterion outside.
+
+        Raises:
+            RaNNCError: it is not the backward that was recorded.
+        """
+        recording, context = self._recording, self._recording.task.context
+        del keep_graph
+        why = None
+        if not reduce:
+            why = "its gradients are not to be summed over ranks yet"
+        elif not recording.fits_backward(seeds):
+            why = "gradients came back for other outputs than at the calls before"
+        elif _versions(context) != self._versions:
+            why = "parameters have changed between the call of the model and its backward"
+        elif self._backwards and recording.changes_buffers:
+            why = "it comes a second time for one call, and the model changes buffers"
+        if why is not None:
+            raise RaNNCError(
+                "the call of the model was replayed as a CUDA graph, and this backward is another than was recorded: "
+                f"{why}; set RANNC_CUDA_GRAPHS=off"
+            )
+        if self._backwards:
+            recording.repeat()
+        self._backwards += 1
+        context.record.enter_replay(recording.task.program)
+        recording.replay_backward(seeds, reached)
+        self._finish_marks()
+
+    def release(self) -> None:
+        """Drops outputs."""
+        self.outputs = {}
+
+
+def _found(context: StageContext) -> list[object]:
+    """Where a run finds parameters and buffers, and how torch computes."""
+    held = [bucket.own for bucket in context.gradients.gathered.values()]
+    addresses = [tensor.data_ptr() for tensor in (*context.params.values(), *context.buffers.values(), *held)]
+    return [*addresses, torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()]
+
+
+def _versions(context: StageContext) -> list[int]:
+    """Of the parameters."""
+    held = [bucket.own for bucket in context.gradients.gathered.values()]
+    return [version(tensor) for tensor in (*context.gradients.leaves.values(), *held)]

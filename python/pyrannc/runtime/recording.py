@@ -1,0 +1,305 @@
+"""Which runs are recorded as CUDA graphs, and which calls are replays.
+
+The first run of a program is as all are; the second is watched for what a graph cannot hold; from the third on it is
+replayed. Each rank decides by itself: a message from a graph meets one from outside of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pyrannc.blocks.recorded import Place
+from pyrannc.call.variant import Variant
+from pyrannc.capture.torch_internals import before_groups_end
+from pyrannc.core.program import RankProgram
+from pyrannc.errors import first_line
+from pyrannc.job import process
+from pyrannc.log import get_logger
+from pyrannc.runtime.context import StageContext
+from pyrannc.runtime.cuda_graph import Recording, Replay
+from pyrannc.runtime.run import AnyRun, OfStage, Run, Task
+from pyrannc.runtime.timing import StepMarks
+from pyrannc.store.gradient_set import GradientSet
+
+_log = get_logger("RaNNCModule")
+_MOST_PROGRAMS = 8
+"""Whose runs are recorded: a script whose batches never have the same size would record at each step."""
+_MOST_ROOMS = 2
+"""Sets of gradients: while a script holds one, the next is filled."""
+_MOST_TIMES = 3
+"""A program is recorded so often, if its parameters move."""
+_WAITS = "synchronizing CUDA operation"
+_OF_WATCHING = "Synchronization debug mode"
+
+
+class Caller(Protocol):
+    """Who a run is for."""
+
+    @property
+    def is_open(self) -> bool:
+        """True while a backward of it may come."""
+
+
+class _Room:
+    """Where recordings put gradients."""
+
+    def __init__(self, gradients: GradientSet) -> None:
+        self.gradients = gradients
+        self._user: weakref.ref[Caller] | None = None
+
+    def lend(self, user: Caller) -> None:
+        """A call uses it until its backward is over."""
+        self._user = weakref.ref(user)
+
+    @property
+    def is_free(self) -> bool:
+        """True when neither a script nor a call needs what is in it."""
+        user = None if self._user is None else self._user()
+        return (user is None or not user.is_open) and not self.gradients.is_held
+
+
+@dataclass
+class _Known:
+    """What is known of a program.
+
+    Attributes:
+        calls: so many that train and sum their gradients.
+        watched: one of them, to its end.
+        why_not: why it is not recorded; empty if nothing speaks against it.
+        places: for what its run sets the device's generator.
+        recordings: by room.
+        recorded: how many times.
+    """
+
+    program: RankProgram
+    context: StageContext
+    calls: int = 0
+    watched: bool = False
+    why_not: str = ""
+    places: list[Place] = field(default_factory=list)
+    recordings: dict[int, Recording] = field(default_factory=dict)
+    recorded: int = 0
+
+
+class Recordings:
+    """Those of one deployment on one rank."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], _Known] = {}
+        self._rooms: list[_Room] = []
+        self._open: weakref.ref[Caller] | None = None
+        self._pool: Any = None
+        self._bytes = 0
+        self._told: set[str] = set()
+
+    def run(
+        self,
+        caller: Caller,
+        variant: Variant,
+        task: Task,
+        inputs: OfStage,
+        inside: Mapping[int, Tensor],
+        marks: StepMarks | None,
+    ) -> AnyRun | None:
+        """The run of a call, done as far as the call goes; ``None`` where it is to be carried out as any."""
+        known = self._of(task) if task.program.call != "forward" and task.reduce else None
+        if known is None or not self._may_record(known, variant):
+            self._make_room()
+            return None
+        known.calls += 1
+        if known.calls == 1:
+            return None
+        if not known.watched:
+            return _Watched(known, task, inputs, inside, marks)
+        room = self._free_room(task)
+        found = None if room is None else self._recording(known, task, inputs, inside, room)
+        if found is None:
+            self._make_room()
+            return None
+        self._rooms[found[0]].lend(caller)
+        if task.program.call == "halves":
+            self._open = weakref.ref(caller)
+        return Replay(found[1], inputs, inside, marks)
+
+    def _of(self, task: Task) -> _Known | None:
+        key = id(task.context), id(task.program)
+        known = self._known.get(key)
+        if known is None and len(self._known) < _MOST_PROGRAMS:
+            known = self._known[key] = _Known(task.program, task.context)
+        return known
+
+    def _may_record(self, known: _Known, variant: Variant) -> bool:
+        if known.calls == 0:
+            known.why_not = _why_not(known.context, variant, known.program)
+        if known.why_not and known.why_not not in self._told:
+            self._told.add(known.why_not)
+            if process.get_rank() == 0:
+                _log.info("steps are not recorded as CUDA graphs: %s", known.why_not)
+        return not known.why_not and not torch.is_anomaly_enabled()
+
+    # Where to
+
+    def _free_room(self, task: Task) -> int | None:
+        """The place of a room that a replay may write to."""
+        user = None if self._open is None else self._open()
+        if user is not None and user.is_open:
+            # What its backward needs lies where other replays write.
+            return None
+        for place, room in enumerate(self._rooms):
+            if room.is_free:
+                return place
+        if len(self._rooms) == _MOST_ROOMS:
+            return None
+        gradients = task.context.gradients
+        if self._rooms:
+            gradients.note_second(self._rooms[0].gradients)
+        self._rooms.append(_Room(gradients.new_set()))
+        return len(self._rooms) - 1
+
+    def _recording(
+        self, known: _Known, task: Task, inputs: OfStage, inside: Mapping[int, Tensor], room: int
+    ) -> tuple[int, Recording] | None:
+        recording = known.recordings.get(room)
+        if recording is not None and recording.is_stale:
+            self._drop(known)
+            recording = None
+        if recording is not None:
+            return (room, recording) if recording.serves(inputs, inside) else None
+        if known.recorded == _MOST_TIMES * _MOST_ROOMS:
+            known.why_not = "parameters or buffers are in other memory at nearly each step"
+            return None
+        known.recorded += 1
+        try:
+            self._record(known, task, inputs, inside, room)
+        except Exception as error:  # whatever torch or a kernel has against it
+            task.context.forget_messages()
+            known.why_not = f"recording failed: {first_line(error)}"
+            return None
+        return room, known.recordings[room]
+
+    def _record(self, known: _Known, task: Task, inputs: OfStage, inside: Mapping[int, Tensor], room: int) -> None:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            _RECORDED.add(self)
+            before_groups_end(_end_all)
+        device = task.context.device
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(device)
+        gradients = self._rooms[room].gradients
+        known.recordings[room] = Recording(task, inputs, inside, gradients, known.places, self._pool)
+        self._bytes += max(0, torch.cuda.memory_reserved(device) - before)
+
+    # An end
+
+    def _make_room(self) -> None:
+        """Before a run that is no replay: recordings give way where there is no memory for both."""
+        if not self._bytes:
+            return
+        free, _ = torch.cuda.mem_get_info()
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - self._bytes
+        if free + max(0, unused) < self._bytes:
+            torch.cuda.synchronize()
+            self.drop()
+
+    def _drop(self, known: _Known) -> None:
+        for recording in known.recordings.values():
+            recording.reset()
+        known.recordings.clear()
+
+    def drop(self) -> None:
+        """Gives back all graphs and their memory. Runs that are met again are recorded again."""
+        for known in self._known.values():
+            self._drop(known)
+        self._rooms.clear()
+        self._pool, self._bytes = None, 0
+        torch.cuda.empty_cache()
+
+    def forget(self, context: StageContext) -> None:
+        """Lets go of what is known of a Stage's runs."""
+        for key in [key for key, known in self._known.items() if known.context is context]:
+            self._drop(self._known.pop(key))
+
+    def __str__(self) -> str:
+        """What has become of the programs that this rank has met, in words."""
+        done = sum(bool(known.recordings) for known in self._known.values())
+        refusals = dict.fromkeys(known.why_not for known in self._known.values() if known.why_not)
+        text = f"{done} of {len(self._known)} kinds of steps are replayed as CUDA graphs"
+        return "; ".join([text, *(f"not all because {why}" for why in refusals)])
+
+
+class _Watched(Run):
+    """The run of a program before it is recorded."""
+
+    def __init__(
+        self, known: _Known, task: Task, inputs: OfStage, inside: Mapping[int, Tensor], marks: StepMarks | None
+    ) -> None:
+        super().__init__(task, marks)
+        self._known = known
+        with self._watching():
+            self.forward(inputs, inside)
+        known.watched = task.program.call == "whole"
+
+    def backward(self, seeds: OfStage, reached: Set[int], *, keep_graph: bool, reduce: bool) -> None:
+        """Runs the backwards of a call with its criterion outside."""
+        with self._watching():
+            super().backward(seeds, reached, keep_graph=keep_graph, reduce=reduce)
+        self._known.watched = True
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        randomness, known = self._known.context.randomness, self._known
+        randomness.noted = known.places
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                randomness.noted = None
+        told = [warning for warning in seen if _OF_WATCHING not in str(warning.message)]
+        waits = [warning for warning in told if _WAITS in str(warning.message)]
+        if waits:
+            known.why_not = "an operator waits for the device"
+        for warning in told:
+            if warning not in waits:
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def _why_not(context: StageContext, variant: Variant, program: RankProgram) -> str:
+    """What is known to stand against recording a program's run; empty if nothing is."""
+    if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get(
+        "PYTORCH_ALLOC_CONF", ""
+    ):
+        return "the allocator has expandable segments, with which replayed messages of NCCL can hang"
+    titles = [str(getattr(node.target, "title", "")) for node in variant.captured.op_nodes]
+    whole = [title for title in titles if title.startswith("pyrannc.opaque")]
+    if whole:
+        return f"{whole[0].removeprefix('pyrannc.opaque.')} is kept whole, and may do anything"
+    if program.call == "halves":
+        if context.tail is not None and context.tail.params:
+            return "parameters are used on all rows, after what is divided"
+        facts = variant.whole.facts
+        if sum(facts.values[value].requires_grad for value in set(facts.outputs)) > 1:
+            return "the criterion is outside of the model, which gives several outputs"
+    return ""
+
+
+_RECORDED: weakref.WeakSet[Recordings] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Communicators cannot end before the graphs that use them."""
+    for recordings in list(_RECORDED):
+        recordings.drop()
