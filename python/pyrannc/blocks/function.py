@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -100,6 +100,11 @@ class StageCode:
         with self._draws_ahead(self):
             results = self._call(rows, *[tensors[value] for value in self._feeds])
         return dict(zip(self._wanted, results, strict=True))
+
+    def compiled_for(self, sizes: Set[int]) -> list[object]:
+        """The compiled code of its Spans for some numbers of rows."""
+        fitted = [item for span in self.spans for item in span.fitted.items()]
+        return [found.code for (rows, *_), found in fitted if rows in sizes]
 
     def _write(self) -> fx.Graph:
         """A function that calls those of the Spans; what none of the later ones takes is let go."""

@@ -6,8 +6,9 @@ a key on the device (``blocks/recorded.py``), so that a replay draws what the Ac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class Places:
     def __init__(self, like: Mapping[Any, Tensor]) -> None:
         own = {id(tensor): torch.empty_like(tensor) for tensor in like.values()}
         self.tensors = {key: own[id(tensor)] for key, tensor in like.items()}
+        # Autograd would take new contents for a change of what a forward has saved.
+        self._contents = {key: tensor.data for key, tensor in self.tensors.items()}
 
     def fits(self, tensors: Mapping[Any, Tensor]) -> bool:
         """True where tensors may be taken in."""
@@ -45,9 +48,24 @@ class Places:
     @torch.no_grad()
     def take(self, tensors: Mapping[Any, Tensor]) -> None:
         """Takes contents in."""
-        pairs = {id(self.tensors[key]): (self.tensors[key], tensor.detach()) for key, tensor in tensors.items()}
+        pairs = {id(self.tensors[key]): (self._contents[key], tensor.detach()) for key, tensor in tensors.items()}
         if pairs:
             copy_each([own for own, _ in pairs.values()], [given for _, given in pairs.values()])
+
+
+@dataclass
+class Seen:
+    """What is seen of a run before it is recorded.
+
+    Attributes:
+        places: for what it sets the device's generator.
+        seeds: where the criterion is outside, the gradients with which backwards start, without contents.
+        reached: likewise, the Values through which gradients flow.
+    """
+
+    places: list[Place] = field(default_factory=list)
+    seeds: OfStage = field(default_factory=dict)
+    reached: Set[int] = frozenset()
 
 
 class Recording:
@@ -58,13 +76,12 @@ class Recording:
         inputs: as of the first replay.
         inside: likewise, the gradients with which backwards inside the call start.
         current: where gradients go.
-        places: for what the device's generator is set in the run.
+        seen: what was seen of the run before.
         pool: whose memory it takes.
 
     Attributes:
         current: as given.
         task: as given.
-        has_backward: the backward of a call with its criterion outside is recorded too.
     """
 
     def __init__(
@@ -73,7 +90,7 @@ class Recording:
         inputs: OfStage,
         inside: Mapping[int, Tensor],
         current: GradientSet | None,
-        places: Sequence[Place],
+        seen: Seen,
         pool: Any,
     ) -> None:
         self.task = task
@@ -83,11 +100,10 @@ class Recording:
         self._inputs.take(inputs)
         self._inside.take(inside)
         self._pool = pool
-        self._draws = RecordedDraws(places, device)
+        self._draws = RecordedDraws(seen.places, device)
         self.clock = Clock(task.program, device)
         self._graph, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        self._seeds = Places({})
-        self.has_backward = False
+        self._seeds = Places({key: torch.empty_like(like, device=device) for key, like in seen.seeds.items()})
         self.run = Run(task, self.clock, lends=False)  # type: ignore[arg-type]  # it marks what StepMarks do
         # Copies that earlier calls were lent move now if at all.
         context.gradients.working.refresh(context.copied.values())
@@ -95,10 +111,16 @@ class Recording:
         with self._recording(self._graph):
             self.clock.start()
             self.run.forward(self._inputs.tensors, self._inside.tensors, current)
+        if task.program.call == "halves":
+            self.run.begin_backward(current)
+            with self._recording(self._backward):
+                self.run.backward(self._seeds.tensors, seen.reached, keep_graph=False, reduce=True)
         self._changed = [
             tensor for tensor, seen in zip(context.buffers.values(), versions, strict=True) if tensor._version != seen
         ]
-        self._found = _found(context)
+        self._found = _found(task)
+        # The recording has counted the changes that the first launch makes.
+        self._is_launched = False
 
     @contextmanager
     def _recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
@@ -115,8 +137,8 @@ class Recording:
 
     @property
     def is_stale(self) -> bool:
-        """True when parameters or buffers have moved since, or torch was told to compute otherwise."""
-        return _found(self.task.context) != self._found
+        """True when parameters or buffers have moved since, Spans been compiled, or torch told to compute otherwise."""
+        return _found(self.task) != self._found
 
     def replay(self, inputs: OfStage, inside: Mapping[int, Tensor]) -> int:
         """Launches the call's run; gives the row of its times."""
@@ -129,8 +151,9 @@ class Recording:
 
     def _launch(self) -> None:
         self._graph.replay()
-        if self._changed:
+        if self._is_launched and self._changed:
             increment_version(self._changed)
+        self._is_launched = True
 
     @property
     def changes_buffers(self) -> bool:
@@ -142,28 +165,18 @@ class Recording:
         self._launch()
 
     def fits_backward(self, seeds: OfStage) -> bool:
-        """True where the recorded backward, if there is one, starts with these gradients."""
-        return not self.has_backward or self._seeds.fits(seeds)
+        """True where the recorded backward starts with these gradients."""
+        return self._seeds.fits(seeds)
 
-    def replay_backward(self, seeds: OfStage, reached: Set[int]) -> None:
-        """Launches the backwards, which are recorded when they come first."""
-        if not self.has_backward:
-            self._record_backward(seeds, reached)
+    def replay_backward(self, seeds: OfStage) -> None:
+        """Launches the backwards."""
         self._seeds.take(seeds)
         self._backward.replay()
-
-    def _record_backward(self, seeds: OfStage, reached: Set[int]) -> None:
-        self._seeds = Places(seeds)
-        self.run.begin_backward(self.current)
-        with self._recording(self._backward):
-            self.run.backward(self._seeds.tensors, reached, keep_graph=False, reduce=True)
-        self.has_backward = True
 
     def reset(self) -> None:
         """Gives back the graphs and their memory."""
         self._graph.reset()
-        if self.has_backward:
-            self._backward.reset()
+        self._backward.reset()
 
 
 class Replay:
@@ -219,7 +232,7 @@ class Replay:
             RaNNCError: it is not the backward that was recorded.
         """
         recording, context = self._recording, self._recording.task.context
-        del keep_graph
+        del reached, keep_graph
         why = None
         if not reduce:
             why = "its gradients are not to be summed over ranks yet"
@@ -238,7 +251,7 @@ class Replay:
             recording.repeat()
         self._backwards += 1
         context.record.enter_replay(recording.task.program)
-        recording.replay_backward(seeds, reached)
+        recording.replay_backward(seeds)
         self._finish_marks()
 
     def release(self) -> None:
@@ -246,11 +259,13 @@ class Replay:
         self.outputs = {}
 
 
-def _found(context: StageContext) -> list[object]:
-    """Where a run finds parameters and buffers, and how torch computes."""
+def _found(task: Task) -> list[object]:
+    """Where a run finds parameters and buffers, and by what they are computed with."""
+    context = task.context
     held = [bucket.own for bucket in context.gradients.gathered.values()]
     addresses = [tensor.data_ptr() for tensor in (*context.params.values(), *context.buffers.values(), *held)]
-    return [*addresses, torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()]
+    codes = context.code.compiled_for({hi - lo for lo, hi in task.program.rows})
+    return [*addresses, *codes, torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()]
 
 
 def _versions(context: StageContext) -> list[int]:

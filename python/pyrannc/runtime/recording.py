@@ -1,7 +1,8 @@
 """Which runs are recorded as CUDA graphs, and which calls are replays.
 
-The first run of a program is as all are; the second is watched for what a graph cannot hold; from the third on it is
-replayed. Each rank decides by itself: a message from a graph meets one from outside of it.
+The first run of a program is watched for what a graph cannot hold, and the second again where the first waited for the
+device, as it may to fill caches. Then runs are replays. Each rank decides by itself: a message from a graph meets one
+from outside of it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pyrannc.blocks.recorded import Place
 from pyrannc.call.variant import Variant
 from pyrannc.capture.torch_internals import before_groups_end
 from pyrannc.core.program import RankProgram
@@ -26,7 +26,7 @@ from pyrannc.errors import first_line
 from pyrannc.job import process
 from pyrannc.log import get_logger
 from pyrannc.runtime.context import StageContext
-from pyrannc.runtime.cuda_graph import Recording, Replay
+from pyrannc.runtime.cuda_graph import Recording, Replay, Seen
 from pyrannc.runtime.run import AnyRun, OfStage, Run, Task
 from pyrannc.runtime.timing import StepMarks
 from pyrannc.store.gradient_set import GradientSet
@@ -36,6 +36,9 @@ _MOST_PROGRAMS = 8
 """Whose runs are recorded: a script whose batches never have the same size would record at each step."""
 _MOST_ROOMS = 2
 """Sets of gradients: while a script holds one, the next is filled."""
+_MOST_WAITING = 2
+_MOST_FAILURES = 2
+"""What fails once may have been in the way of something that is gone the next time."""
 _MOST_TIMES = 3
 """A program is recorded so often, if its parameters move."""
 _WAITS = "synchronizing CUDA operation"
@@ -73,22 +76,26 @@ class _Known:
     """What is known of a program.
 
     Attributes:
-        calls: so many that train and sum their gradients.
-        watched: one of them, to its end.
+        is_new: no run of it has been met.
+        watched: a run, to its end.
+        waited: so many runs waited for the device.
         why_not: why it is not recorded; empty if nothing speaks against it.
-        places: for what its run sets the device's generator.
+        seen: of its run.
         recordings: by room.
         recorded: how many times.
+        failures: of recording.
     """
 
     program: RankProgram
     context: StageContext
-    calls: int = 0
+    is_new: bool = True
     watched: bool = False
+    waited: int = 0
     why_not: str = ""
-    places: list[Place] = field(default_factory=list)
+    seen: Seen = field(default_factory=Seen)
     recordings: dict[int, Recording] = field(default_factory=dict)
     recorded: int = 0
+    failures: int = 0
 
 
 class Recordings:
@@ -116,9 +123,6 @@ class Recordings:
         if known is None or not self._may_record(known, variant):
             self._make_room()
             return None
-        known.calls += 1
-        if known.calls == 1:
-            return None
         if not known.watched:
             return _Watched(known, task, inputs, inside, marks)
         room = self._free_room(task)
@@ -139,7 +143,8 @@ class Recordings:
         return known
 
     def _may_record(self, known: _Known, variant: Variant) -> bool:
-        if known.calls == 0:
+        if known.is_new:
+            known.is_new = False
             known.why_not = _why_not(known.context, variant, known.program)
         if known.why_not and known.why_not not in self._told:
             self._told.add(known.why_not)
@@ -171,6 +176,7 @@ class Recordings:
     ) -> tuple[int, Recording] | None:
         recording = known.recordings.get(room)
         if recording is not None and recording.is_stale:
+            torch.cuda.synchronize()
             self._drop(known)
             recording = None
         if recording is not None:
@@ -183,7 +189,9 @@ class Recordings:
             self._record(known, task, inputs, inside, room)
         except Exception as error:  # whatever torch or a kernel has against it
             task.context.forget_messages()
-            known.why_not = f"recording failed: {first_line(error)}"
+            known.failures += 1
+            if known.failures == _MOST_FAILURES:
+                known.why_not = f"recording failed: {first_line(error)}"
             return None
         return room, known.recordings[room]
 
@@ -196,7 +204,7 @@ class Recordings:
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(device)
         gradients = self._rooms[room].gradients
-        known.recordings[room] = Recording(task, inputs, inside, gradients, known.places, self._pool)
+        known.recordings[room] = Recording(task, inputs, inside, gradients, known.seen, self._pool)
         self._bytes += max(0, torch.cuda.memory_reserved(device) - before)
 
     # An end
@@ -245,20 +253,34 @@ class _Watched(Run):
     ) -> None:
         super().__init__(task, marks)
         self._known = known
+        self._waits = False
+        known.seen = Seen()
         with self._watching():
             self.forward(inputs, inside)
-        known.watched = task.program.call == "whole"
+        if task.program.call == "whole":
+            self._end()
 
     def backward(self, seeds: OfStage, reached: Set[int], *, keep_graph: bool, reduce: bool) -> None:
         """Runs the backwards of a call with its criterion outside."""
         with self._watching():
             super().backward(seeds, reached, keep_graph=keep_graph, reduce=reduce)
-        self._known.watched = True
+        known = self._known
+        known.seen.seeds = {key: torch.empty_like(seed, device="meta") for key, seed in seeds.items()}
+        known.seen.reached = reached
+        if not keep_graph and reduce:
+            self._end()
+
+    def _end(self) -> None:
+        known = self._known
+        known.watched = not self._waits
+        known.waited += self._waits
+        if known.waited == _MOST_WAITING:
+            known.why_not = "an operator waits for the device"
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
         randomness, known = self._known.context.randomness, self._known
-        randomness.noted = known.places
+        randomness.noted = known.seen.places
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
@@ -269,8 +291,7 @@ class _Watched(Run):
                 randomness.noted = None
         told = [warning for warning in seen if _OF_WATCHING not in str(warning.message)]
         waits = [warning for warning in told if _WAITS in str(warning.message)]
-        if waits:
-            known.why_not = "an operator waits for the device"
+        self._waits |= bool(waits)
         for warning in told:
             if warning not in waits:
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)

@@ -276,7 +276,7 @@ class Seat:
 
     def release(self) -> None:
         """Drops all tensors."""
-        self._inputs = {}
+        self._inputs, self._params = {}, {}
         self._live.clear()
         self._prologue = None
         self.outputs.clear()
