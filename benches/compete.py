@@ -57,6 +57,8 @@ ROWS = [
     Row("t5-24", Task("t5", (24, 1024, 4096, 16, 64, 512), 32), _WITHOUT_STAGES),
     Row("bert-48 bfloat16", Task("bert", (48, 1600, 512), 32, "bfloat16"), (*_EAGER, "ddp-compiled")),
     Row("resnet152x4", Task("resnet152", (4, 224), 64, "float32", "sgd"), ("ddp",)),
+    Row("bert-large short", Task("bert", (24, 1024, 128), 16), ("ddp", "ddp-compiled")),
+    Row("tutorial", Task("chain", (64, 512), 128, "float32", "sgd"), ("ddp", "ddp-compiled")),
     Row("tiny-bert", Task("bert", (2, 64, 32), 8, "float32"), _EAGER),
     Row("tiny-gpt2", Task("gpt2", (2, 64, 32), 8, "float32"), _EAGER),
 ]
@@ -92,7 +94,8 @@ def parse() -> argparse.Namespace:
 
 
 def systems_of(row: Row, options: argparse.Namespace) -> list[str]:
-    return [system for system in (row.systems[0], "rannc", *row.systems[1:]) if system in options.systems]
+    own = ["rannc", *(["rannc-1f1b"] if "torch-1f1b" in row.systems else [])]
+    return [system for system in (row.systems[0], *own, *row.systems[1:]) if system in options.systems]
 
 
 def read(results: Path) -> Iterator[dict[str, Any]]:
@@ -127,7 +130,7 @@ def table(cells: Sequence[dict[str, Any]], ranks: int) -> Table:
         own = [cell for cell in cells if cell["row"] == row.name and cell["ranks"] == ranks]
         flops = flops_of(row.task) if any("ms" in cell for cell in own) else 0.0
         times = {system: _times(own, system) for system in dict.fromkeys(cell["system"] for cell in own)}
-        peers = [median(found) for system, found in times.items() if found and system != "rannc"]
+        peers = [median(found) for system, found in times.items() if found and "rannc" not in system]
         for system, milliseconds in times.items():
             mine = [cell for cell in own if cell["system"] == system]
             if not milliseconds:

@@ -134,9 +134,12 @@ def with_fsdp(task: Task, device: torch.device, *, freed: bool, compiled: bool =
 
 
 class WithRaNNC(Plain):
-    """RaNNC, by its own plan."""
+    """RaNNC, by its own plan, or by its own cut into one Stage on each rank."""
 
-    def __init__(self, task: Task, device: torch.device) -> None:
+    def __init__(self, task: Task, device: torch.device, *, microbatches: int = 0) -> None:
+        if microbatches:
+            os.environ["RANNC_PARTITION_NUM"] = str(dist.get_world_size())
+            os.environ["RANNC_PIPELINE_NUM"] = str(microbatches)
         if task.limit_gib:
             os.environ["RANNC_MEM_LIMIT_GB"] = str(task.limit_gib)
         os.environ.setdefault("RANNC_ENABLE_ZERO", "auto")
@@ -149,7 +152,9 @@ class WithRaNNC(Plain):
     def plan(self) -> str:
         plan = self._wrapped.plan
         stages = " + ".join(f"{len(stage['ranks'])}{_LEVELS[stage['sharding']]}" for stage in plan["stages"])
-        return f"{stages}; {plan['microbatches']} mb; predicted {plan['predicted']['step_us'] / 1e3:.1f} ms"
+        short = f"{stages}; {plan['microbatches']} mb; predicted {plan['predicted']['step_us'] / 1e3:.1f} ms"
+        report = self._wrapped.report()
+        return "; ".join(text for text in (short, report.compiled, report.recorded) if text)
 
 
 _LEVELS = {"none": "", "optimizer": "z1", "gradients": "z2", "params": "z3"}
@@ -258,6 +263,7 @@ class WithTorchPipeline(System):
 
 SYSTEMS: dict[str, Callable[[Task, torch.device], System]] = {
     "rannc": WithRaNNC,
+    "rannc-1f1b": lambda task, device: WithRaNNC(task, device, microbatches=8),
     "ddp": with_ddp,
     "ddp-compiled": lambda task, device: with_ddp(task, device, compiled=True),
     "fsdp2-kept": lambda task, device: with_fsdp(task, device, freed=False),

@@ -86,9 +86,9 @@ class Randomness:
             self._key, self._recorded = before, None
             self._generator.graphsafe_set_state(own)
 
-    def begin_replay(self, draws: RecordedDraws) -> None:
-        """What is replayed draws what the call would."""
-        draws.begin(self._key.number, mix)
+    def begin_replay(self, draws: RecordedDraws, key: int | None = None) -> None:
+        """What is replayed draws what the call would, or one with another key."""
+        draws.begin(self._key.number if key is None else key, mix)
 
     def at(self, runs: Sequence[Rows]) -> None:
         """Says what the next Ops work on: these rows of the global batch."""

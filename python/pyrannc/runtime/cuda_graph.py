@@ -161,7 +161,8 @@ class Recording:
         return bool(self._changed)
 
     def repeat(self) -> None:
-        """Launches the same run again: what its backward needs comes back."""
+        """Launches the run of the call once more: what its backward needs comes back."""
+        self.task.context.randomness.begin_replay(self._draws, self._draws.key.number)
         self._launch()
 
     def fits_backward(self, seeds: OfStage) -> bool:
@@ -195,8 +196,8 @@ class Replay:
         self._recording = recording
         self._marks = marks
         context, program = recording.task.context, recording.task.program
-        self._versions = _versions(context) if program.call == "halves" else ()
-        self._backwards = 0
+        self._versions = versions(context) if program.call == "halves" else ()
+        self._is_again = False
         context.record.enter_replay(program)
         clock = recording.clock
         row = recording.replay(inputs, inside)
@@ -238,21 +239,32 @@ class Replay:
             why = "its gradients are not to be summed over ranks yet"
         elif not recording.fits_backward(seeds):
             why = "gradients came back for other outputs than at the calls before"
-        elif _versions(context) != self._versions:
+        elif versions(context) != self._versions:
             why = "parameters have changed between the call of the model and its backward"
-        elif self._backwards and recording.changes_buffers:
+        elif self._is_again and recording.changes_buffers:
             why = "it comes a second time for one call, and the model changes buffers"
         if why is not None:
             raise RaNNCError(
                 "the call of the model was replayed as a CUDA graph, and this backward is another than was recorded: "
                 f"{why}; set RANNC_CUDA_GRAPHS=off"
             )
-        if self._backwards:
-            recording.repeat()
-        self._backwards += 1
         context.record.enter_replay(recording.task.program)
-        recording.replay_backward(seeds)
+        if self._is_again:
+            self._backward_again(seeds)
+        else:
+            recording.replay_backward(seeds)
+        self._is_again = True
         self._finish_marks()
+
+    def _backward_again(self, seeds: OfStage) -> None:
+        """Of a call whose gradients a script may hold already, where the recording writes to."""
+        current = self._recording.current
+        assert current is not None, "it trains"
+        held = current.copy()
+        self._recording.repeat()
+        self._recording.replay_backward(seeds)
+        self.current = current.copy()
+        current.take(held)
 
     def release(self) -> None:
         """Drops outputs."""
@@ -268,7 +280,7 @@ def _found(task: Task) -> list[object]:
     return [*addresses, *codes, torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()]
 
 
-def _versions(context: StageContext) -> list[int]:
-    """Of the parameters."""
+def versions(context: StageContext) -> list[int]:
+    """Of the parameters: what changes one in place changes its version."""
     held = [bucket.own for bucket in context.gradients.gathered.values()]
     return [version(tensor) for tensor in (*context.gradients.leaves.values(), *held)]

@@ -26,7 +26,7 @@ from pyrannc.errors import first_line
 from pyrannc.job import process
 from pyrannc.log import get_logger
 from pyrannc.runtime.context import StageContext
-from pyrannc.runtime.cuda_graph import Recording, Replay, Seen
+from pyrannc.runtime.cuda_graph import Recording, Replay, Seen, versions
 from pyrannc.runtime.run import AnyRun, OfStage, Run, Task
 from pyrannc.runtime.timing import StepMarks
 from pyrannc.store.gradient_set import GradientSet
@@ -257,11 +257,14 @@ class _Watched(Run):
         known.seen = Seen()
         with self._watching():
             self.forward(inputs, inside)
+        self._versions = versions(task.context)
         if task.program.call == "whole":
             self._end()
 
     def backward(self, seeds: OfStage, reached: Set[int], *, keep_graph: bool, reduce: bool) -> None:
         """Runs the backwards of a call with its criterion outside."""
+        if versions(self._known.context) != self._versions:
+            self._known.why_not = "parameters change between the call of the model and its backward"
         with self._watching():
             super().backward(seeds, reached, keep_graph=keep_graph, reduce=reduce)
         known = self._known

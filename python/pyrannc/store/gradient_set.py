@@ -74,9 +74,13 @@ class GradientSet:
     def copy(self) -> GradientSet:
         """The same gradients in memory of their own."""
         made = GradientSet(self._buckets)
-        for types, flat in self.flats.items():
-            made.flats[types].copy_(flat)
+        made.take(self)
         return made
+
+    def take(self, other: GradientSet) -> None:
+        """Takes the contents of another set."""
+        for types, flat in self.flats.items():
+            flat.copy_(other.flats[types])
 
     def settle(self) -> bool:
         """Rounds the sums to the parameters' types; false if they have them."""
