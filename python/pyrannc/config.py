@@ -167,6 +167,10 @@ class Config:
         """True when Spans are compiled for devices of a type."""
         return self.compile_spans == "on" or (self.compile_spans == "auto" and device_type != "cpu")
 
+    def records_on(self, device_type: str) -> bool:
+        """True when steps are recorded as CUDA graphs on devices of a type."""
+        return self.cuda_graphs == "auto" and device_type == "cuda"
+
     def lines(self) -> list[str]:
         """One line ``item: value`` for each item."""
         return [f"{item.name}: {getattr(self, item.name)}" for item in fields(self)]

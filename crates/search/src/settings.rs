@@ -79,6 +79,8 @@ pub struct Settings {
     /// True when the model returns its loss: forward and backward may be interleaved. Otherwise all
     /// forwards run before the first backward.
     pub loss_inside: bool,
+    /// True when accelerators replay their work of a step, so that their hosts take no time to start it.
+    pub replays: bool,
     /// Type in which gradients are summed over ranks.
     pub reduce_dtype: ReduceDType,
     /// What the runtime can do.
@@ -112,6 +114,7 @@ impl Default for Settings {
             max_microbatches: 32,
             min_microbatch_rows: 1,
             loss_inside: true,
+            replays: false,
             reduce_dtype: ReduceDType::default(),
             savers: Savers::default(),
             limits: Limits::default(),

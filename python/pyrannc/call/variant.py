@@ -241,6 +241,13 @@ class Variant:
         return any(title.startswith(("pyrannc.opaque.module", "pyrannc.opaque.function")) for title in titles)
 
     @cached_property
+    def whole_part(self) -> str:
+        """The name of something in the body that stays whole, and may do anything; empty if there is nothing."""
+        titles = [str(getattr(node.target, "title", "")) for node in self.captured.op_nodes]
+        prefix = "pyrannc.opaque."
+        return next((title.removeprefix(prefix) for title in titles if title.startswith(prefix)), "")
+
+    @cached_property
     def normalises_rows_in_hand(self) -> bool:
         """True when batch normalisation in training sees the rows of a microbatch on one Replica."""
         return first_normalising(self.captured) is not None

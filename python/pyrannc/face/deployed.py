@@ -113,7 +113,7 @@ class DeployedModel(StateOfModel):
                 fused_dropout=self._config.fused_dropout,
                 reduce_dtype=self._config.reduce_dtype,
                 compiling=Compiling(compiled_folder(self._config)) if self._compiles else None,
-                records=self._config.cuda_graphs == "auto" and self.device.type == "cuda",
+                records=self._config.records_on(self.device.type),
             )
         store = self._deployment.store
         deployment = self._deployment

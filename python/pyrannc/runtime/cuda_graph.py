@@ -196,7 +196,7 @@ class Replay:
         self._recording = recording
         self._marks = marks
         context, program = recording.task.context, recording.task.program
-        self._versions = versions(context) if program.call == "halves" else ()
+        self._versions = versions(context) if program.call == "halves" else []
         self._is_again = False
         context.record.enter_replay(program)
         clock = recording.clock
@@ -280,7 +280,7 @@ def _found(task: Task) -> list[object]:
     return [*addresses, *codes, torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()]
 
 
-def versions(context: StageContext) -> list[int]:
-    """Of the parameters: what changes one in place changes its version."""
-    held = [bucket.own for bucket in context.gradients.gathered.values()]
-    return [version(tensor) for tensor in (*context.gradients.leaves.values(), *held)]
+def versions(context: StageContext) -> list[object]:
+    """Of the parameters that a backward may find changed: what changes one in place changes its version."""
+    used = [leaf for value, leaf in context.params.items() if value not in context.copied]
+    return [*map(version, used), *(bucket.versions for bucket in context.gradients.gathered.values())]

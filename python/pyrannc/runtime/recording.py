@@ -306,10 +306,8 @@ def _why_not(context: StageContext, variant: Variant, program: RankProgram) -> s
         "PYTORCH_ALLOC_CONF", ""
     ):
         return "the allocator has expandable segments, with which replayed messages of NCCL can hang"
-    titles = [str(getattr(node.target, "title", "")) for node in variant.captured.op_nodes]
-    whole = [title for title in titles if title.startswith("pyrannc.opaque")]
-    if whole:
-        return f"{whole[0].removeprefix('pyrannc.opaque.')} is kept whole, and may do anything"
+    if variant.whole_part:
+        return f"{variant.whole_part} stays whole, and may do anything"
     if program.call == "halves":
         if context.tail is not None and context.tail.params:
             return "parameters are used on all rows, after what is divided"

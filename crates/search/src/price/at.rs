@@ -164,7 +164,7 @@ impl<'a> Pricing<'a> {
     pub(crate) fn saving(&self, block: usize, at: &At<'_>) -> Saving {
         let us = at.devices.iter().map(|DeviceTimes { times, .. }| {
             let cost = times[LARGER].blocks(block, block + 1);
-            cost.forward_us.max(cost.forward_host_us)
+            if self.problem.settings.replays { cost.forward_us } else { cost.forward_us.max(cost.forward_host_us) }
         });
         let us = us.fold(0.0, f64::max);
         let bytes = self.chain.kept_inside_bytes(block, at.most_rows());

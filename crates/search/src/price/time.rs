@@ -14,12 +14,16 @@ pub(super) struct RunTime {
 
 impl RunTime {
     /// What takes `cost` on a device. A host that starts what its device computes runs ahead of it, so that over many
-    /// microbatches the slower of them counts; the device then waits in proportion to the work of the host.
-    fn new(cost: ComputeCost, device: &Device) -> Self {
+    /// microbatches the slower of them counts; the device then waits in proportion to the work of the host. What is
+    /// replayed waits for no host.
+    fn new(cost: ComputeCost, device: &Device, replays: bool) -> Self {
         let ComputeCost { forward_us, backward_us, forward_host_us, backward_host_us } = cost;
         if device.host {
             let action_us = device.action_us;
             return Self { forward_us: forward_us + action_us, backward_us: backward_us + action_us };
+        }
+        if replays {
+            return Self { forward_us, backward_us };
         }
         let forward_host_us = forward_host_us + device.action_us;
         let host_us = forward_host_us + backward_host_us + device.action_us;
@@ -36,8 +40,10 @@ impl Pricing<'_> {
     /// Forward and backward of a run for a microbatch of some size, on the slowest device of a place.
     pub(super) fn compute(&self, run: &Range<usize>, at: &At<'_>, size: usize) -> RunTime {
         let microbatches = self.sizes.counts.iter().sum();
+        let replays = self.problem.settings.replays;
         let on = |device: &DeviceTimes<'_>| {
-            RunTime::new(self.chain.run_cost(&device.times[size], run.start, run.end, microbatches), device.device)
+            let cost = self.chain.run_cost(&device.times[size], run.start, run.end, microbatches);
+            RunTime::new(cost, device.device, replays)
         };
         at.devices.iter().map(on).fold(RunTime::default(), |slowest, time| RunTime {
             forward_us: slowest.forward_us.max(time.forward_us),
@@ -63,7 +69,9 @@ mod tests {
         fn the_slower_of_device_and_host_counts(us in prop::array::uniform4(0.0..1e4_f64), action_us in 1.0..1e3_f64) {
             let [forward_us, backward_us, forward_host_us, backward_host_us] = us;
             let cost = ComputeCost { forward_us, backward_us, forward_host_us, backward_host_us };
-            let time = RunTime::new(cost, &device(false, action_us));
+            let time = RunTime::new(cost, &device(false, action_us), false);
+            let replayed = RunTime::new(cost, &device(false, action_us), true);
+            prop_assert_eq!(replayed, RunTime { forward_us, backward_us });
             let slower_us = (forward_us + backward_us).max(forward_host_us + backward_host_us + 2.0 * action_us);
             prop_assert!((time.forward_us + time.backward_us - slower_us).abs() <= 1e-9 * slower_us);
             prop_assert!(time.forward_us >= forward_us && time.backward_us >= backward_us);
@@ -73,6 +81,6 @@ mod tests {
     #[test]
     fn a_host_that_computes_itself_adds_its_actions() {
         let cost = ComputeCost { forward_us: 10.0, backward_us: 20.0, ..ComputeCost::default() };
-        assert_eq!(RunTime::new(cost, &device(true, 3.0)), RunTime { forward_us: 13.0, backward_us: 23.0 });
+        assert_eq!(RunTime::new(cost, &device(true, 3.0), true), RunTime { forward_us: 13.0, backward_us: 23.0 });
     }
 }

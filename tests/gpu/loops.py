@@ -1,0 +1,223 @@
+"""Trainings whose steps are replayed, to be held against the same ones without CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+import pyrannc
+from pyrannc.job import process
+
+ROWS, TOKENS, WIDTH, WORDS = 8, 16, 64, 100
+
+
+class Layer(nn.Module):
+    """Attention and a product, both with dropout: one kernel of torch draws, another of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.to_qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.to_qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1 if self.training else 0.0)
+        return x + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), 0.1, self.training)
+
+
+class Words(nn.Module):
+    """A model of words, with its loss or without."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.inside = inside
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        return _loss(logits, labels) if self.inside and labels is not None else logits
+
+
+def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Counted(nn.Module):
+    """Batch normalisation, whose buffers each call changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm, self.head = nn.Embedding(WORDS, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.words(ids).transpose(1, 2)).transpose(1, 2))
+
+
+class Waits(Words):
+    """The host waits for the device: how many elements are chosen is data."""
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.words(ids)
+        x = torch.zeros_like(x).masked_scatter(x > 0, x[x > 0])
+        return _loss(self.head(x), ids if labels is None else labels)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A way to train.
+
+    Attributes:
+        model: made anew.
+        inside: the model is given labels, and returns its loss.
+        step: one step, given a function from a number to the loss of that batch.
+        env: settings of RaNNC.
+        autocast: the model is called under it.
+    """
+
+    model: Callable[[], nn.Module]
+    inside: bool
+    step: Callable[[Callable[[int], Tensor], torch.optim.Optimizer, int], Tensor]
+    env: dict[str, str] = field(default_factory=dict)
+    autocast: bool = False
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training has come to on a rank: losses, the model's state, and what ``report()`` says of graphs."""
+
+    losses: list[float]
+    state: dict[str, Tensor]
+    recorded: str
+
+
+def plain(loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    loss = loss_of(step)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def zeroed_between(loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    loss = loss_of(step)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def zeros_kept(loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    loss = loss_of(step)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    return loss
+
+
+def accumulated(loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    loss = loss_of(step)
+    loss.backward()
+    if step % 3 == 2:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss
+
+
+def two_calls(loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    first, second = loss_of(2 * step), loss_of(2 * step + 1)
+    (first + 0.5 * second).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return first
+
+
+def unused_call(loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    loss_of(100 + step)
+    return plain(loss_of, optimizer, step)
+
+
+def two_backwards(loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    loss = loss_of(step)
+    loss.backward(retain_graph=True)
+    (2 * loss).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def moved(loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    """Parameters get other memory in the middle."""
+    if step == 4:
+        for param in optimizer.param_groups[0]["params"]:
+            param.data = param.data.clone()
+    return plain(loss_of, optimizer, step)
+
+
+_PIPELINE = {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "4"}
+
+LOOPS = {
+    **{
+        f"{step.__name__}, loss {'inside' if inside else 'outside'}": Loop(lambda i=inside: Words(i), inside, step)  # type: ignore[misc]  # it is a bool
+        for step in (plain, zeroed_between, zeros_kept, accumulated, two_calls, unused_call, two_backwards)
+        for inside in (True, False)
+    },
+    **{
+        f"{name}, loss {'inside' if inside else 'outside'}": Loop(
+            lambda i=inside: Words(i),
+            inside,
+            zeroed_between,
+            env,
+            autocast,  # type: ignore[misc]  # likewise
+        )
+        for name, env, autocast in (
+            ("autocast", {}, True),
+            ("Stages", _PIPELINE, False),
+            ("Stages and autocast", _PIPELINE, True),
+            ("ZeRO 1", {"RANNC_ENABLE_ZERO": "1"}, False),
+            ("ZeRO 2", {"RANNC_ENABLE_ZERO": "2"}, False),
+            ("ZeRO 3", {"RANNC_ENABLE_ZERO": "3"}, False),
+            ("ZeRO 3 and autocast", {"RANNC_ENABLE_ZERO": "3"}, True),
+        )
+        for inside in (True, False)
+    },
+    "parameters moved": Loop(lambda: Words(True), True, moved),
+    "buffers": Loop(Counted, False, plain),
+    "buffers, two calls": Loop(Counted, False, two_calls),
+}
+"""By name; all of them are replayed."""
+
+KEPT_AS_THEY_ARE = {"an operator waits": Loop(lambda: Waits(True), True, plain)}
+"""What no graph can hold."""
+
+
+def train(loop: Loop, steps: int, graphs: str) -> Trained:
+    """Trains on this rank, with its own rows of each batch."""
+    device = process.ensure_process_group().device
+    torch.manual_seed(3)
+    module = loop.model().to(device)
+    optimizer = AdamW(module.parameters(), lr=1e-3)
+    model: Any = pyrannc.RaNNCModule(module, optimizer)
+    torch.manual_seed(5)
+
+    def loss_of(number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * number + process.get_rank())
+        ids, labels = torch.randint(WORDS, (2, ROWS, TOKENS), generator=generator).to(device)
+        with torch.autocast("cuda", torch.bfloat16, enabled=loop.autocast):
+            return model(ids, labels) if loop.inside else _loss(model(ids), labels)
+
+    losses = [loop.step(loss_of, optimizer, step).detach() for step in range(steps)]
+    found = Trained(torch.stack(losses).tolist(), dict(model.state_dict(rank0_only=False)), model.report().recorded)
+    assert bool(found.recorded) == (graphs == "auto")
+    model.undeploy()
+    return found

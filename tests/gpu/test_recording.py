@@ -1,0 +1,59 @@
+"""Replayed steps are those that they stand for, to the last bit, dropout included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.gpu.loops import KEPT_AS_THEY_ARE, LOOPS, Loop, Trained, train
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+
+
+def _both(ranks: Ranks, loops: dict[str, Loop], name: str, steps: int) -> tuple[list[Trained], list[Trained]]:
+    common = {"RANNC_PROFILE": "never", "RANNC_COMPILE_SPANS": "off", **loops[name].env}
+    off, replayed = (
+        ranks(2).run(_job, name, steps, graphs, env={**common, "RANNC_CUDA_GRAPHS": graphs})
+        for graphs in ("off", "auto")
+    )
+    return off, replayed
+
+
+def _job(name: str, steps: int, graphs: str) -> Trained:
+    return train({**LOOPS, **KEPT_AS_THEY_ARE}[name], steps, graphs)
+
+
+def _differences(off: list[Trained], replayed: list[Trained]) -> list[str]:
+    found = []
+    for rank, (one, other) in enumerate(zip(off, replayed, strict=True)):
+        found += [
+            f"loss {i} on rank {rank}" for i, pair in enumerate(zip(one.losses, other.losses)) if pair[0] != pair[1]
+        ]
+        found += [
+            f"{key} on rank {rank}" for key, value in one.state.items() if not torch.equal(value, other.state[key])
+        ]
+    return found
+
+
+@pytest.mark.parametrize("name", list(LOOPS))
+def test_replayed_training(name: str, ranks: Ranks) -> None:
+    off, replayed = _both(ranks, LOOPS, name, 9)
+    assert _differences(off, replayed) == []
+    assert "1 of 1 kinds of steps are replayed" in replayed[0].recorded
+
+
+@pytest.mark.parametrize("name", ["Stages, loss inside", "ZeRO 3, loss outside"])
+def test_a_thousand_replays(name: str, ranks: Ranks) -> None:
+    off, replayed = _both(ranks, LOOPS, name, 1000)
+    assert _differences(off, replayed) == []
+
+
+@pytest.mark.parametrize("name", list(KEPT_AS_THEY_ARE))
+def test_what_no_graph_can_hold(name: str, ranks: Ranks) -> None:
+    off, carried_out = _both(ranks, KEPT_AS_THEY_ARE, name, 5)
+    assert _differences(off, carried_out) == []
+    assert "0 of 1 kinds of steps are replayed" in carried_out[0].recorded
+    assert "because" in carried_out[0].recorded
