@@ -168,7 +168,7 @@ _PIPELINE = {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "4"}
 
 LOOPS = {
     **{
-        f"{step.__name__}, loss {'inside' if inside else 'outside'}": Loop(lambda i=inside: Words(i), inside, step)  # type: ignore[misc]  # it is a bool
+        f"{step.__name__}, loss {'inside' if inside else 'outside'}": Loop(lambda i=inside: Words(i), inside, step)
         for step in (plain, zeroed_between, zeros_kept, accumulated, two_calls, unused_call, two_backwards)
         for inside in (True, False)
     },
@@ -178,7 +178,7 @@ LOOPS = {
             inside,
             zeroed_between,
             env,
-            autocast,  # type: ignore[misc]  # likewise
+            autocast,
         )
         for name, env, autocast in (
             ("autocast", {}, True),

@@ -29,12 +29,9 @@ def _job(name: str, steps: int, graphs: str) -> Trained:
 def _differences(off: list[Trained], replayed: list[Trained]) -> list[str]:
     found = []
     for rank, (one, other) in enumerate(zip(off, replayed, strict=True)):
-        found += [
-            f"loss {i} on rank {rank}" for i, pair in enumerate(zip(one.losses, other.losses)) if pair[0] != pair[1]
-        ]
-        found += [
-            f"{key} on rank {rank}" for key, value in one.state.items() if not torch.equal(value, other.state[key])
-        ]
+        losses = zip(one.losses, other.losses, strict=True)
+        found += [f"loss {step} on rank {rank}" for step, (loss, again) in enumerate(losses) if loss != again]
+        found += [f"{key} on rank {rank}" for key in one.state if not torch.equal(one.state[key], other.state[key])]
     return found
 
 
