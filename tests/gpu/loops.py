@@ -88,7 +88,7 @@ class Loop:
     model: Callable[[], nn.Module]
     inside: bool
     step: Callable[[Callable[[int], Tensor], torch.optim.Optimizer, int], Tensor]
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=lambda: _REPLICAS)
     autocast: bool = False
 
 
@@ -164,6 +164,7 @@ def moved(loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer, st
     return plain(loss_of, optimizer, step)
 
 
+_REPLICAS = {"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "1"}
 _PIPELINE = {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "4"}
 
 LOOPS = {
@@ -181,13 +182,13 @@ LOOPS = {
             autocast,
         )
         for name, env, autocast in (
-            ("autocast", {}, True),
+            ("autocast", _REPLICAS, True),
             ("Stages", _PIPELINE, False),
             ("Stages and autocast", _PIPELINE, True),
-            ("ZeRO 1", {"RANNC_ENABLE_ZERO": "1"}, False),
-            ("ZeRO 2", {"RANNC_ENABLE_ZERO": "2"}, False),
-            ("ZeRO 3", {"RANNC_ENABLE_ZERO": "3"}, False),
-            ("ZeRO 3 and autocast", {"RANNC_ENABLE_ZERO": "3"}, True),
+            ("ZeRO 1", {**_REPLICAS, "RANNC_ENABLE_ZERO": "1"}, False),
+            ("ZeRO 2", {**_REPLICAS, "RANNC_ENABLE_ZERO": "2"}, False),
+            ("ZeRO 3", {**_REPLICAS, "RANNC_ENABLE_ZERO": "3"}, False),
+            ("ZeRO 3 and autocast", {**_REPLICAS, "RANNC_ENABLE_ZERO": "3"}, True),
         )
         for inside in (True, False)
     },

@@ -79,6 +79,17 @@ def list_of_tensors_with_rows(job: Job) -> None:
         job.gradients(model)
 
 
+@equal()
+def inputs_of_one_tensor(job: Job) -> None:
+    """Inputs and targets are parts of one tensor: `x, target = both`."""
+
+    def data(rows: int, generator: Generator) -> tuple[Tensor, Tensor]:
+        x, target = torch.randn(2, rows, WIDTH, generator=generator)
+        return x, target
+
+    fit(job, Returns(Chain(), lambda y, target: F.mse_loss(y.flatten(), target.flatten())), data)
+
+
 @equal(note="alone, the list must be named: `batch_arguments=[0]`")
 def list_of_tensors_that_is_named(job: Job) -> None:
     """The arguments are such a list alone, and the script names it."""

@@ -291,8 +291,9 @@ impl Interpreter {
             }
             value
         };
-        let near = || op.operands().into_iter().find(|&operand| root(operand) == root(base));
-        self.storage.get(&base).copied().or_else(|| self.storage.get(&near()?).copied())
+        // Inputs that share memory where they come from have their own here: what is read says which is meant.
+        let near = op.operands().into_iter().find(|&operand| root(operand) == root(base));
+        self.storage.get(&near.unwrap_or(base)).copied()
     }
 
     /// Holds what a prologue has left, and given, when it ran for the part of the batch before.
