@@ -140,14 +140,12 @@ class Recording:
         """True when parameters or buffers have moved since, Spans been compiled, or torch told to compute otherwise."""
         return _found(self.task) != self._found
 
-    def replay(self, inputs: OfStage, inside: Mapping[int, Tensor]) -> int:
-        """Launches the call's run; gives the row of its times."""
+    def replay(self, inputs: OfStage, inside: Mapping[int, Tensor]) -> None:
+        """Launches the call's run."""
         self._inputs.take(inputs)
         self._inside.take(inside)
         self.task.context.randomness.begin_replay(self._draws)
-        row = self.clock.begin_replay()
         self._launch()
-        return row
 
     def _launch(self) -> None:
         self._graph.replay()
@@ -200,9 +198,10 @@ class Replay:
         self._is_again = False
         context.record.enter_replay(program)
         clock = recording.clock
-        row = recording.replay(inputs, inside)
+        row = clock.begin_replay()
         if marks is not None:
             marks.replayed(lambda: clock.read(row))
+        recording.replay(inputs, inside)
         if program.call == "whole":
             self._finish_marks()
         context.record.enter_outputs(program)

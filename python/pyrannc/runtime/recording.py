@@ -286,11 +286,12 @@ class _Watched(Run):
         randomness.noted = known.seen.places
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
+            before = torch.cuda.get_sync_debug_mode()
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 yield
             finally:
-                torch.cuda.set_sync_debug_mode("default")
+                torch.cuda.set_sync_debug_mode(before)
                 randomness.noted = None
         told = [warning for warning in seen if _OF_WATCHING not in str(warning.message)]
         waits = [warning for warning in told if _WAITS in str(warning.message)]
