@@ -10,7 +10,7 @@ use crate::batch_free::batch_free;
 use crate::entity::Arena;
 use crate::graph::{Graph, OpId, ValueDef, ValueId};
 use crate::once::once_ops;
-use crate::row_state::{Mixing, RowDim};
+use crate::row_state::{Batches, Mixing, RowDim};
 use crate::rows::Rows;
 use crate::storages::Storages;
 
@@ -102,15 +102,15 @@ pub struct Analysis {
 impl Analysis {
     /// Analyses `graph`.
     pub fn new(graph: &Graph) -> Self {
-        Self::with_mixing(graph, graph.mixing)
+        Self::with_mixing(graph, graph.mixing, Batches::InLine)
     }
 
     /// Like [`Analysis::new`], with another way for Ops that mix rows.
-    pub fn with_mixing(graph: &Graph, mixing: Mixing) -> Self {
+    pub fn with_mixing(graph: &Graph, mixing: Mixing, batches: Batches) -> Self {
         let storages = Storages::new(graph);
         let batch_free = batch_free(graph, &storages);
         let once = once_ops(graph, &storages);
-        let rows = Rows::new(graph, &storages, mixing);
+        let rows = Rows::new(graph, &storages, mixing, batches);
         let row_dims = rows.row_dims();
         let main_ops: Vec<OpId> = graph.ops.ids().filter(|&op| !batch_free[op]).collect();
         let mut main_index: Arena<OpId, Option<u32>> = graph.ops.ids().map(|_| None).collect();

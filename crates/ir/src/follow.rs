@@ -4,8 +4,9 @@ use crate::dtype::DType;
 use crate::entity::Arena;
 use crate::graph::{Arg, Dim, Graph, Op, Value, ValueId};
 use crate::ops::{Over, RowRule, Slot, row_rule};
-use crate::row_state::{Join, RowDim, RowState};
+use crate::row_state::{Batches, Join, RowDim, RowState};
 
+mod batches;
 mod indices;
 mod layout;
 mod reductions;
@@ -19,14 +20,20 @@ const UNALIGNED: How = "its operands have their rows in different dimensions";
 const UNCONFIRMED: How = "the extents of its result do not follow the batch";
 const ROW_NUMBERS: How = "it computes with the numbers of the rows";
 const BATCH_SIZE: How = "it computes with the number of rows";
+pub(crate) const ONE_AFTER_ANOTHER: How = "it puts batches one after another";
 const CHANGES: How = "it changes a tensor without rows by what has rows";
 
 /// What each result of `op` knows of rows, if none of its operands joins or mixes them.
 ///
 /// # Errors
 /// How it mixes rows.
-pub(crate) fn follow(graph: &Graph, op: &Op, states: &Arena<ValueId, RowState>) -> Result<Vec<RowState>, How> {
-    let call = Call { graph, op, states };
+pub(crate) fn follow(
+    graph: &Graph,
+    op: &Op,
+    states: &Arena<ValueId, RowState>,
+    batches: Batches,
+) -> Result<Vec<RowState>, How> {
+    let call = Call { graph, op, states, batches };
     let operands = op.operands();
     let free = operands.iter().all(|&value| states[value] == RowState::Free);
     let extents = op.results.iter().any(|&value| graph.values[value].shape.iter().any(|dim| dim.per_row != 0));
@@ -35,6 +42,10 @@ pub(crate) fn follow(graph: &Graph, op: &Op, states: &Arena<ValueId, RowState>) 
     }
     // Inside of vmap shapes are those of one sample, so that the rules hold for what has rows there.
     let enters_or_leaves = op.target.contains("batch_dim");
+    let of_batches = operands.iter().any(|&value| matches!(states[value], RowState::Batches(_)));
+    if of_batches && (op.region.is_some() || op.row_wise || op.random) {
+        return Err(ONE_AFTER_ANOTHER);
+    }
     if op.region.is_some()
         && call.in_vmap()
         && (enters_or_leaves || operands.iter().all(|&v| states[v] == RowState::Free))
@@ -51,6 +62,9 @@ pub(crate) fn follow(graph: &Graph, op: &Op, states: &Arena<ValueId, RowState>) 
         return Err(NO_RULE);
     }
     let rule = packet(&op.target).and_then(row_rule).ok_or(NO_RULE)?;
+    if let Some(batches) = call.batches_in_line()? {
+        return call.of_batches(rule, batches);
+    }
     let state = call.by_rule(rule)?;
     if rule != RowRule::BatchNorm && state != RowState::Free && call.changes_what_has_no_rows() {
         return Err(CHANGES);
@@ -76,6 +90,7 @@ struct Call<'a> {
     graph: &'a Graph,
     op: &'a Op,
     states: &'a Arena<ValueId, RowState>,
+    batches: Batches,
 }
 
 impl Call<'_> {
@@ -131,7 +146,9 @@ impl Call<'_> {
             let shape = &self.graph.values[value].shape;
             let found = sole_batch_dim(shape);
             match state {
-                RowState::Rows(rows) | RowState::Numbers(rows) if found == Some(rows) => Ok(state),
+                RowState::Rows(rows) | RowState::Numbers(rows) | RowState::Batches(rows) if found == Some(rows) => {
+                    Ok(state)
+                }
                 RowState::Rows(_) if self.leads_elsewhere(value) => found.map(RowState::Rows).ok_or(UNCONFIRMED),
                 RowState::Partial(_) | RowState::Free if shape.iter().all(|dim| dim.per_row == 0) => Ok(state),
                 _ => Err(UNCONFIRMED),
@@ -196,6 +213,11 @@ impl Call<'_> {
         self.op.args.iter().chain(self.op.kwargs.values()).any(any)
     }
 
+    /// What is known of an operand; places of batches one after another count as those of rows.
+    fn state(&self, value: ValueId) -> RowState {
+        if let RowState::Batches(rows) = self.states[value] { RowState::Rows(rows) } else { self.states[value] }
+    }
+
     fn value(&self, place: usize) -> Option<ValueId> {
         if let Some(Arg::Value(value)) = self.op.args.get(place) { Some(*value) } else { None }
     }
@@ -214,7 +236,7 @@ impl Call<'_> {
 
     /// The row dimension of an operand that must have rows.
     fn rows_of(&self, value: ValueId) -> Result<RowDim, How> {
-        match self.states[value] {
+        match self.state(value) {
             RowState::Rows(rows) => Ok(rows),
             RowState::Numbers(_) => Err(ROW_NUMBERS),
             _ => Err(UNALIGNED),
@@ -222,7 +244,7 @@ impl Call<'_> {
     }
 
     fn rows_or_free(&self, value: ValueId) -> Result<Option<RowDim>, How> {
-        if self.states[value] == RowState::Free { Ok(None) } else { self.rows_of(value).map(Some) }
+        if self.state(value) == RowState::Free { Ok(None) } else { self.rows_of(value).map(Some) }
     }
 
     fn argument(&self, (place, name): Slot) -> Option<&Arg> {
@@ -276,7 +298,7 @@ impl Call<'_> {
     }
 
     fn identity(&self) -> Result<RowState, How> {
-        Ok(self.states[self.first()?])
+        Ok(self.state(self.first()?))
     }
 
     /// The rows of all operands that have any, in dimension 0.
@@ -297,7 +319,7 @@ impl Call<'_> {
         let place = |index: usize| self.value(index);
         let allowed: Vec<Option<ValueId>> = with_rows.iter().map(|&index| place(index)).collect();
         let others = self.op.operands().into_iter().filter(|&value| !allowed.contains(&Some(value)));
-        if others.into_iter().all(|value| self.states[value] == RowState::Free) { Ok(()) } else { Err(UNALIGNED) }
+        if others.into_iter().all(|value| self.state(value) == RowState::Free) { Ok(()) } else { Err(UNALIGNED) }
     }
 
     fn created(&self) -> Result<RowState, How> {

@@ -31,6 +31,9 @@ pub enum RowState {
     Free,
     /// Row `i` of it depends on row `i` of the inputs alone.
     Rows(RowDim),
+    /// Several batches, as many as the row dimension has places for one row, one after another. Each place depends on one
+    /// row of the inputs alone, but those of one row do not lie side by side: such a Value neither crosses nor joins.
+    Batches(RowDim),
     /// Row `i` of it holds the number `i`.
     Numbers(RowDim),
     /// A reduction over rows: parts join by adding, or by averaging.
@@ -44,6 +47,15 @@ impl RowState {
     pub const fn row_dim(self) -> Option<RowDim> {
         if let Self::Rows(rows) = self { Some(rows) } else { None }
     }
+}
+
+/// What several batches are that are put one after another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Batches {
+    /// Rows of their own until they are taken apart again: [`RowState::Batches`].
+    InLine,
+    /// Rows that are mixed.
+    Mixed,
 }
 
 /// What is done where rows are mixed.

@@ -6,7 +6,7 @@
 use crate::entity::Arena;
 use crate::follow::{follow, sole_batch_dim};
 use crate::graph::{Dim, Graph, OpId, ValueDef, ValueId};
-use crate::row_state::{Join, Mixing, RowDim, RowState};
+use crate::row_state::{Batches, Join, Mixing, RowDim, RowState};
 use crate::storages::Storages;
 
 /// What the Values of a Graph know of rows, and which Ops mix them.
@@ -22,12 +22,12 @@ pub struct Rows {
 
 /// The row dimension of each Value, where there is a proven one. The graph must be a verified one.
 pub fn row_dims(graph: &Graph) -> Arena<ValueId, Option<RowDim>> {
-    Rows::new(graph, &Storages::new(graph), graph.mixing).row_dims()
+    Rows::new(graph, &Storages::new(graph), graph.mixing, Batches::InLine).row_dims()
 }
 
 impl Rows {
     /// Follows the rows through a verified graph.
-    pub fn new(graph: &Graph, storages: &Storages, mixing: Mixing) -> Self {
+    pub fn new(graph: &Graph, storages: &Storages, mixing: Mixing, batches: Batches) -> Self {
         let states = graph.values.values().map(|value| given(&value.def, &value.shape)).collect();
         let spoiled = graph.values.ids().map(|_| None).collect();
         let mut rows = Self { states, mixing: Vec::new(), spoiled };
@@ -37,7 +37,7 @@ impl Rows {
                 rows.spoiled[storages.root[value]].is_some()
                     || matches!(rows.states[value], RowState::Partial(_) | RowState::Mixed)
             });
-            let found = if joined { None } else { rows.followed(graph, id) };
+            let found = if joined { None } else { rows.followed(graph, id, batches) };
             let extents = op.results.iter().any(|&value| graph.values[value].shape.iter().any(|dim| dim.per_row != 0));
             let in_parts = mixing == Mixing::Parts && (!joined || extents);
             for (place, &result) in op.results.iter().enumerate() {
@@ -57,8 +57,8 @@ impl Rows {
         rows
     }
 
-    fn followed(&mut self, graph: &Graph, op: OpId) -> Option<Vec<RowState>> {
-        match follow(graph, &graph.ops[op], &self.states) {
+    fn followed(&mut self, graph: &Graph, op: OpId, batches: Batches) -> Option<Vec<RowState>> {
+        match follow(graph, &graph.ops[op], &self.states, batches) {
             Ok(states) => Some(states),
             Err(how) => {
                 let made = &graph.ops[op];

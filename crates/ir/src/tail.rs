@@ -11,7 +11,7 @@ use serde::Serialize;
 use crate::analysis::Analysis;
 use crate::entity::{Arena, Entity};
 use crate::graph::{BufferId, ConstId, Graph, OpId, ParamId, ValueDef, ValueId};
-use crate::row_state::{Join, Mixing, RowState};
+use crate::row_state::{Batches, Join, Mixing, RowState};
 use crate::rows::Rows;
 
 /// A Value that parts of the batch make and the tail takes as a whole.
@@ -71,9 +71,13 @@ pub struct Divided {
 impl Graph {
     /// Divides a verified graph; without anything that mixes or follows a reduction the body is the graph itself.
     pub fn divide_tail(&self, mixing: Mixing) -> Divided {
-        let analysis = Analysis::with_mixing(self, mixing);
+        let mut analysis = Analysis::with_mixing(self, mixing, Batches::InLine);
+        let mut in_tail = tail_ops(self, &analysis);
+        if batches_leave(self, &analysis, &in_tail) {
+            analysis = Analysis::with_mixing(self, mixing, Batches::Mixed);
+            in_tail = tail_ops(self, &analysis);
+        }
         let rows = &analysis.rows;
-        let in_tail = tail_ops(self, &analysis);
         let joined = joined_values(self, &analysis, &in_tail);
         let tail = tail(self, &analysis, &in_tail, joined);
         let outputs = body_outputs(self, &in_tail, &tail);
@@ -82,6 +86,14 @@ impl Graph {
         let joins = body.outputs.iter().map(|&value| partial_join(rows.states[values[value.index()]])).collect();
         Divided { body, ops, values, joins, tail }
     }
+}
+
+/// True when the body would give out batches one after another, whose parts nobody could join.
+fn batches_leave(graph: &Graph, analysis: &Analysis, in_tail: &Arena<OpId, bool>) -> bool {
+    let taken = graph.ops.iter().filter(|&(id, _)| in_tail[id]).flat_map(|(_, op)| op.operands());
+    let updates = graph.buffers.values().filter_map(|buffer| buffer.update);
+    let mut left = graph.outputs.iter().copied().chain(updates).chain(taken);
+    left.any(|value| matches!(analysis.rows.states[value], RowState::Batches(_)))
 }
 
 fn partial_join(state: RowState) -> Option<Join> {
@@ -192,7 +204,7 @@ fn joined_values(graph: &Graph, analysis: &Analysis, in_tail: &Arena<OpId, bool>
         RowState::Partial(join) => Some(join),
         // The same for any rows: every part has it.
         RowState::Free => Some(Join::Mean),
-        RowState::Mixed => None,
+        RowState::Batches(_) | RowState::Mixed => None,
     };
     let joined = |value: ValueId| {
         let requires_grad = graph.values[value].requires_grad;

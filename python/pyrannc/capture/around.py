@@ -83,6 +83,8 @@ class CallAround(WholeCall):
 class _Side(WholeCall):
     """One of the two runs."""
 
+    advice = ", or RaNNCModule(..., allow_uncut=True) keeps the whole model in one piece, for batches of any form"
+
     def __init__(self, model: nn.Module, part: Part, trials: Trials, run: Callable[..., Any]) -> None:
         super().__init__(model, part, trials)
         self.original = run

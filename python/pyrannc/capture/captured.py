@@ -169,6 +169,7 @@ def capture(
         def once() -> tuple[Trace, CleanGraph, Lowered]:
             own = replace(answers, assumes=whole.assumes)
             traced = trace(model, tuple(args), kwargs, device, rows, batched, leaves, own)
+            _refuse_changed_params(traced)
             refuse_changed_tensors(model, _changed_constants(traced.gm))
             name, mode = _qualified_name(model), model.training
             with no_autocast():
@@ -215,9 +216,26 @@ def capture(
 
 def _changed_constants(gm: fx.GraphModule) -> list[Tensor]:
     """Tensors from outside that a raw trace changes in place."""
+    return [getattr(gm, str(root.target)) for root in _changed(gm) if root.op == "get_attr"]
+
+
+def _refuse_changed_params(traced: Trace) -> None:
+    """Raises CaptureError when the forward changes a parameter in place."""
+    changed = _changed(traced.gm)
+    placeholders = (node for node in traced.gm.graph.nodes if node.op == "placeholder")
+    for name, node in zip(traced.params.names, placeholders, strict=False):
+        if node in changed:
+            raise CaptureError(
+                f"{place_of(changed[node])} changes parameter '{name}' in place in the forward, which runs for each "
+                "part of the batch, on the ranks that hold it: compute with a changed copy (`weight.clamp(-1, 1)`), "
+                "change the parameter after optimizer.step(), or keep what changes in a buffer"
+            )
+
+
+def _changed(gm: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """What a raw trace changes in place, with the last node that does."""
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
-    roots = {_root(operand) for node in calls for operand in mutated_arguments(node)}
-    return [getattr(gm, str(root.target)) for root in roots if root.op == "get_attr"]
+    return {_root(operand): node for node in calls for operand in mutated_arguments(node)}
 
 
 def _root(node: fx.Node) -> fx.Node:

@@ -19,21 +19,25 @@ class Form:
 
     Attributes:
         title: what is called, for messages.
+        advice: what else than other extents may help.
         rows_in: the operand and dimension that tell the number of rows, and how; None where none does.
         results: by tensor among the results, its extents.
     """
 
     title: str
+    advice: str
     rows_in: tuple[int, int, Dim] | None
     results: tuple[tuple[Dim, ...], ...]
 
     @staticmethod
-    def of(operands: Sequence[Any], results: Sequence[Any], reader: AffineReader, title: str) -> Form | None:
+    def of(
+        operands: Sequence[Any], results: Sequence[Any], reader: AffineReader, title: str, advice: str = ""
+    ) -> Form | None:
         """From tensors of the trace; None where an extent is not of the form ``per_row * rows + fixed``."""
         shapes = [_extents(item, reader) for item in results if isinstance(item, Tensor)]
         if any(shape is None for shape in shapes):
             return None
-        return Form(title, _rows_in(operands, reader), tuple(shape for shape in shapes if shape is not None))
+        return Form(title, advice, _rows_in(operands, reader), tuple(shape for shape in shapes if shape is not None))
 
     def check(self, operands: Sequence[Any], made: Any) -> None:
         """Raises CaptureError unless results have their extents."""
@@ -50,7 +54,7 @@ class Form:
                 raise CaptureError(
                     f"{self.title} stays whole and has made a tensor of shape {tuple(tensor.shape)} where it had "
                     f"{tuple(expected)} when it was captured: what leaves it must have extents that do not depend on "
-                    "data; pad, or use a mask"
+                    f"data; pad, or use a mask{self.advice}"
                 )
 
 

@@ -60,9 +60,11 @@ class WholeCall:
     Attributes:
         original: what is called.
         suffix: of the title in the Graph, where one part makes several Ops.
+        advice: against results that a later call does not give.
     """
 
     suffix = ""
+    advice = ""
 
     def __init__(self, model: nn.Module, part: Part, trials: Trials) -> None:
         self._part = part
@@ -114,7 +116,7 @@ class WholeCall:
         target = OpaqueCall(self._part.identifier, call, self._part.title + self.suffix)
         target.changes = trial.changes
         target.row_wise = trial.row_wise
-        target.form = Form.of(operands, results, sizes.reader, str(self._part))
+        target.form = Form.of(operands, results, sizes.reader, str(self._part), self.advice)
         proxies = (proxy_of(operand, tracer) for operand in operands)
         arguments = tuple(p if p is not None else o for p, o in zip(proxies, operands, strict=True))
         insert_node(tracer, target, arguments, {}, results)
@@ -156,7 +158,7 @@ class WholeCall:
             if found != output:
                 raise CaptureError(
                     f"{self._part} stays whole and has returned other Python values, or another structure, than when "
-                    "it was captured: return tensors alone from it"
+                    f"it was captured: return tensors alone from it{self.advice}"
                 )
             given = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
             # The graph takes results for memory of their own.

@@ -414,7 +414,7 @@ class BatchShapeEnv(ShapeQuestions):
         if self.batch_symbol is None or not self.is_fixed(self.batch_symbol):
             return
         place = self.tracker.here() if self.tracker is not None else Place("")
-        cause = f"it needs the number of rows as a Python number ({expr})"
+        cause = f"it needs the number of rows as a Python number ({expr}); `len(x)` is one, `x.shape[0]` is not"
         message = (
             f"{place} works for one batch size only: it needs the value of {expr}, where "
             f"{self.batch_symbol} is the batch size. Rows are split over devices, so the model must work for any "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
 from tests.contract.settings import REPLICAS, STAGES, Setting
-from tests.contract.training import WIDTH, Chain, Returns, learn, pairs
+from tests.contract.training import WIDTH, Chain, Returns, learn, pairs, single
 
 BUFFER = "keep it in a buffer (`register_buffer`), changed in place"
 
@@ -115,6 +116,32 @@ def data_changed_in_place(job: Job) -> None:
             param.data.clamp_(-0.2, 0.2)
 
     _trained(job, _regression(), change)
+
+
+class _Shrinking(nn.Module):
+    """A layer whose weight the forward makes smaller."""
+
+    def __init__(self, change: Callable[[nn.Parameter], Any]) -> None:
+        super().__init__()
+        self.chain = Chain()
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.change(self.chain.head.weight)
+        return self.chain(x).square().mean()  # type: ignore[no-any-return]
+
+
+@refused("CaptureError", "parameter 'chain.head.weight' in place", instead="compute with a changed copy")
+def parameter_changed_in_forward(job: Job) -> None:
+    """The forward changes a parameter in place, under `torch.no_grad()`, as a limit of its norm does."""
+    job.wrap(_Shrinking(lambda weight: weight.mul_(0.9)))(*job.batch(single))
+
+
+@refused("CaptureError", "parameter 'chain.head.weight' in place", instead="compute with a changed copy")
+def data_changed_in_forward(job: Job) -> None:
+    """Likewise, by `param.data.clamp_()`."""
+    job.wrap(_Shrinking(lambda weight: weight.data.clamp_(-0.1, 0.1)))(*job.batch(single))
 
 
 @warned("added to the model since", instead="make all modules before wrapping, to plan once only")

@@ -394,6 +394,24 @@ for _name in MIXING:
     equal(settings=(*COVERING, EMPTY))(_mixing(_name))
 
 
+class _Views(nn.Module):
+    """Encodes two views of each row together, and foretells one from the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = Chain(2), Chain(3)
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        first, second = torch.relu_(self.encoder(torch.cat([x, other]))).chunk(2)
+        return F.mse_loss(self.head(first), second)
+
+
+@equal(settings=(*COVERING, EMPTY))
+def views_encoded_together(job: Job) -> None:
+    """The model encodes two batches as one (`torch.cat`), and takes what comes of it apart (`chunk`)."""
+    fit(job, _Views(), pairs)
+
+
 @equal(settings=TOGETHER, note='`RaNNCModule(..., row_mixing="microbatch")`')
 def rows_mixed_in_one_microbatch(job: Job) -> None:
     """Rows meet each other in each microbatch on a Replica alone, and all rows are in one."""

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
-from tests.contract.settings import ONCE, Setting
+from tests.contract.settings import ONCE, STAGES, Setting
 from tests.contract.training import CLASSES, WIDTH, Chain, OnPositive, Returns, TokenChain, classes, fit, padded, pairs
 
 _KEPT = r"stays in one piece"
@@ -476,6 +476,34 @@ class _Noisy(_OfSizes):
 def images_changed_by_chance_before_a_backbone(job: Job) -> None:
     """As above, and the model adds noise to the images first."""
     _detect(job, _Noisy())
+
+
+class _Stacked(nn.Module):
+    """Images of one size, through a convolution; the loss is over what each row has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3))
+
+    def forward(self, images: list[Tensor], targets: list[dict[str, Tensor]]) -> Tensor:
+        made = self.backbone(torch.stack([image * 2 for image in images]))
+        return torch.stack([y.mean() - own["area"] for y, own in zip(made, targets, strict=True)]).square().mean()
+
+
+@refused(
+    "CaptureError",
+    "allow_uncut=True",
+    settings=(STAGES,),
+    instead="`allow_uncut=True`, or images of one size",
+    apart=True,
+)
+def images_of_another_size_later(job: Job) -> None:
+    """As above, all images of a batch are of one size, and those of a later batch of another."""
+    net = _Stacked()
+    model = job.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for side, (x, boxes, counts) in zip((8, 7), job.batches(_boxes), strict=False):
+        images = [row.mean() * torch.ones(1, side, side) for row in x]
+        model(images, _targets(boxes, counts)).backward()
 
 
 class _Together(_OfSizes):

@@ -5,7 +5,7 @@ use super::*;
 impl Call<'_> {
     pub(super) fn looked_up(&self) -> Result<RowState, How> {
         let (table, indices) = (self.first()?, self.value(1).ok_or(NO_RULE)?);
-        if self.states[table] != RowState::Free {
+        if self.state(table) != RowState::Free {
             return Err("it looks rows up in a table made of rows");
         }
         if self.argument((3, "scale_grad_by_freq")) == Some(&Arg::Bool(true)) {
@@ -82,20 +82,20 @@ impl Call<'_> {
     fn index_rows(&self, source: ValueId, places: &Places) -> Result<Option<(usize, u64)>, How> {
         let mut found: Option<(usize, u64)> = None;
         for &(place, index) in &places.indices {
-            let rows = match self.states[index] {
+            let rows = match self.state(index) {
                 RowState::Free => continue,
                 RowState::Rows(rows) => rows,
                 RowState::Numbers(rows) => {
                     let whole = RowDim { dim: u32::try_from(place).map_err(|_| NO_RULE)?, per_row: 1 };
-                    if self.states[source] != RowState::Rows(whole) {
+                    if self.state(source) != RowState::Rows(whole) {
                         return Err(ROW_NUMBERS);
                     }
                     rows
                 }
                 _ => return Err(UNALIGNED),
             };
-            let numbers = matches!(self.states[index], RowState::Numbers(_));
-            if self.states[source].row_dim().is_some_and(|own| own.dim as usize == place) && !numbers {
+            let numbers = matches!(self.state(index), RowState::Numbers(_));
+            if self.state(source).row_dim().is_some_and(|own| own.dim as usize == place) && !numbers {
                 return Err("it takes rows of the batch by other rows");
             }
             let own = (self.rank(index) - rows.dim as usize, rows.per_row);
@@ -104,8 +104,8 @@ impl Call<'_> {
             }
             found = Some(own);
         }
-        let taken = self.states[source].row_dim().is_some_and(|own| places.has(own.dim as usize));
-        let numbered = places.indices.iter().any(|&(_, index)| matches!(self.states[index], RowState::Numbers(_)));
+        let taken = self.state(source).row_dim().is_some_and(|own| places.has(own.dim as usize));
+        let numbered = places.indices.iter().any(|&(_, index)| matches!(self.state(index), RowState::Numbers(_)));
         if taken && !numbered { Err("it takes rows out of the batch") } else { Ok(found) }
     }
 }

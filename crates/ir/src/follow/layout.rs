@@ -7,7 +7,7 @@ impl Call<'_> {
         let source = self.first()?;
         let after = self.op.results.first().and_then(|&value| sole_batch_dim(&self.graph.values[value].shape));
         let after = after.ok_or(UNCONFIRMED)?;
-        let (before, numbers) = match self.states[source] {
+        let (before, numbers) = match self.state(source) {
             RowState::Rows(rows) => (rows, false),
             RowState::Numbers(rows) => (rows, true),
             _ => return Err(UNALIGNED),
@@ -22,7 +22,7 @@ impl Call<'_> {
     pub(super) fn expanded(&self, rule: RowRule) -> Result<RowState, How> {
         let (source, rank) = (self.first()?, self.result_rank());
         let place = |rows: RowDim| (rows.dim as usize + rank).checked_sub(self.rank(source)).ok_or(UNCONFIRMED);
-        match self.states[source] {
+        match self.state(source) {
             RowState::Free => self.created(),
             RowState::Rows(rows) => {
                 let place = place(rows)?;
@@ -84,13 +84,13 @@ impl Call<'_> {
                 order
             }
         };
-        let rows = match self.states[source] {
+        let rows = match self.state(source) {
             RowState::Rows(rows) | RowState::Numbers(rows) => rows,
             _ => return Err(UNALIGNED),
         };
         let place = order.iter().position(|&dim| dim == rows.dim as usize).ok_or(NO_RULE)?;
         let moved = row_state(place, rows.per_row)?;
-        match (self.states[source], moved) {
+        match (self.state(source), moved) {
             (RowState::Numbers(_), RowState::Rows(rows)) => Ok(RowState::Numbers(rows)),
             _ => Ok(moved),
         }
@@ -108,14 +108,14 @@ impl Call<'_> {
 
     pub(super) fn section(&self, slot: Slot) -> Result<RowState, How> {
         let source = self.first()?;
-        let (RowState::Rows(rows) | RowState::Numbers(rows)) = self.states[source] else { return Err(UNALIGNED) };
+        let (RowState::Rows(rows) | RowState::Numbers(rows)) = self.state(source) else { return Err(UNALIGNED) };
         let dim = self.dims(slot, self.rank(source))?.map_or(0, |dims| dims[0]);
         let whole = self.op.results.len() == 1
             && self.graph.values[source].shape == self.graph.values[self.op.results[0]].shape;
         if dim == rows.dim as usize && !whole {
             return Err("it takes a section of the batch");
         }
-        Ok(self.states[source])
+        Ok(self.state(source))
     }
 
     pub(super) fn together(&self, rule: RowRule) -> Result<RowState, How> {
@@ -139,7 +139,13 @@ impl Call<'_> {
         if stacks == 1 {
             return row_state(rows.dim as usize + usize::from(dim <= rows.dim as usize), rows.per_row);
         }
-        if dim == rows.dim as usize { Err("it puts batches one after another") } else { Ok(RowState::Rows(rows)) }
+        match (dim == rows.dim as usize, items.len()) {
+            (false, _) | (true, 1) => Ok(RowState::Rows(rows)),
+            (true, count) if rows.per_row == 1 && self.batches == Batches::InLine => {
+                Ok(RowState::Batches(RowDim { per_row: count as u64, ..rows }))
+            }
+            _ => Err(ONE_AFTER_ANOTHER),
+        }
     }
 
     pub(super) fn padded(&self) -> Result<RowState, How> {

@@ -10,7 +10,7 @@ impl Call<'_> {
             return self.aligned(0);
         }
         let rows = self.rows_of(source)?;
-        if self.op.operands().into_iter().any(|value| self.states[value] != RowState::Rows(rows)) {
+        if self.op.operands().into_iter().any(|value| self.state(value) != RowState::Rows(rows)) {
             return Err(UNALIGNED);
         }
         let rank = self.rank(source);

@@ -1,0 +1,64 @@
+//! Several batches one after another, as `torch.cat([a, b])` puts them: whatever treats each place along the batch by
+//! itself leaves them so, until they are taken apart again.
+
+use super::*;
+
+impl Call<'_> {
+    /// How many batches stand one after another in the operands, if they do.
+    pub(super) fn batches_in_line(&self) -> Result<Option<u64>, How> {
+        let mut found = None;
+        let mut others = false;
+        for value in self.op.operands() {
+            match self.states[value] {
+                RowState::Batches(rows) if found.is_some_and(|count| count != rows.per_row) => return Err(UNALIGNED),
+                RowState::Batches(rows) => found = Some(rows.per_row),
+                RowState::Free => {}
+                _ => others = true,
+            }
+        }
+        if found.is_some() && others { Err(UNALIGNED) } else { Ok(found) }
+    }
+
+    /// What such operands become. A rule that holds for rows of one place each does not look where these lie, so it holds
+    /// here wherever the places stay as they are.
+    pub(super) fn of_batches(&self, rule: RowRule, count: u64) -> Result<Vec<RowState>, How> {
+        if let RowRule::Section(slot) = rule
+            && let Some(state) = self.single_batches(slot, count)?
+        {
+            return self.confirmed(state);
+        }
+        let state = match self.by_rule(rule)? {
+            RowState::Rows(rows) if rows.per_row == count => RowState::Batches(rows),
+            RowState::Rows(_) | RowState::Numbers(_) | RowState::Batches(_) => return Err(UNALIGNED),
+            other => other,
+        };
+        if rule != RowRule::BatchNorm && state != RowState::Free && self.changes_what_has_no_rows() {
+            return Err(CHANGES);
+        }
+        self.confirmed(state)
+    }
+
+    /// Rows, where each result is one of the batches.
+    fn single_batches(&self, slot: Slot, count: u64) -> Result<Option<RowState>, How> {
+        let source = self.first()?;
+        let rows = self.rows_of(source)?;
+        let dim = self.dims(slot, self.rank(source))?.map_or(0, |dims| dims[0]);
+        let whole = self.graph.values[self.op.results[0]].shape == self.graph.values[source].shape;
+        if dim != rows.dim as usize || whole {
+            return Ok(None);
+        }
+        // `slice` and `narrow` say where they begin, and have one result.
+        let begins = match self.argument((2, "start")) {
+            _ if self.op.results.len() as u64 == count => true,
+            None | Some(Arg::Int(0)) => true,
+            Some(Arg::Dim(start)) => start.fixed == 0,
+            Some(_) => false,
+        };
+        let step = self.integer((4, "step"), 1)?;
+        if begins && step == 1 {
+            Ok(Some(RowState::Rows(RowDim { per_row: 1, ..rows })))
+        } else {
+            Err(ONE_AFTER_ANOTHER)
+        }
+    }
+}
