@@ -265,7 +265,7 @@ impl StepModel {
 
     /// Of something that each microbatch takes, for all of them.
     #[inline]
-    fn sum_us(&self, larger_us: f64, smaller_us: f64) -> f64 {
+    pub(super) fn sum_us(&self, larger_us: f64, smaller_us: f64) -> f64 {
         let [larger, rest] = [self.counts[LARGER], self.microbatches - self.counts[LARGER]];
         // Not 0 times what may be infinite.
         let of_larger_us = if larger == 0 { 0.0 } else { larger as f64 * larger_us };

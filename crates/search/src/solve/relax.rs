@@ -16,7 +16,8 @@ use std::ops::{Range, RangeInclusive};
 
 use rannc_cost::{Cluster, Link};
 
-use super::table::{Entry, StageKey, StageTable};
+use super::ranks::FewestRanks;
+use super::table::{Entry, StageKey, StageTable, Wanted};
 use crate::price::{Place, Pricing, Saver, StepModel, StepTime};
 use crate::stop::Deadline;
 
@@ -127,7 +128,8 @@ impl Relaxation {
         let (states, equal, cluster) = (States::new(pricing, grain), pricing.equal_replicas(), pricing.problem.cluster);
         let of_kind = |kind: usize| equal.iter().map(move |replicas| Place::ideal(cluster, replicas, kind));
         let places: Vec<Place> = (0..cluster.kinds.len()).flat_map(of_kind).collect();
-        let table = StageTable::new(pricing, &places, |_| None, best_us, deadline);
+        let ranks = FewestRanks::new(pricing, &places, best_us);
+        let table = StageTable::new(pricing, &places, |_| Wanted::Leaving(&ranks), best_us, deadline);
         let (later, before_us) = (vec![StepTime::NEVER; states.len()], vec![f64::INFINITY; states.len()]);
         let fewest = [Vec::new(), Vec::new()];
         let least_us = longest_block_us(pricing, &places);
@@ -161,10 +163,10 @@ impl Relaxation {
     }
 
     /// The Stages at an ideal place that is as good as this one.
-    pub(crate) fn stages_at(&self, place: &Place) -> (&StageTable, usize) {
+    pub(crate) fn stages_at(&self, place: &Place) -> Wanted<'_> {
         let kind = place.kinds().next().unwrap_or(0);
         let equal = self.equal.partition_point(|replicas| *replicas.end() < place.replicas);
-        (&self.table, kind * self.equal.len() + equal)
+        Wanted::At(&self.table, kind * self.equal.len() + equal)
     }
 
     fn find_fewest(&mut self, best_us: f64) {

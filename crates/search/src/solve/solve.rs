@@ -117,7 +117,7 @@ impl<'a> CaseSearch<'a> {
         deadline: Deadline<'_>,
     ) -> Self {
         let pricing = Pricing::new(problem, case.schedule, case.microbatches);
-        let wanted = |place: &Place| Some(relaxed.stages_at(place));
+        let wanted = |place: &Place| relaxed.stages_at(place);
         let table = StageTable::new(&pricing, order.places(), wanted, best_us, deadline);
         Self { case, pricing, order, table, relaxed }
     }
