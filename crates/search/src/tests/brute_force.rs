@@ -341,7 +341,7 @@ fn many_forced_stages_behind_slow_links_are_searched_to_the_end() {
         world_size: 8,
         batch_rows: 64,
         stages: Some(6),
-        limits: Limits { candidates: 50_000, ..Limits::default() },
+        limits: Limits { candidates: 4_000, ..Limits::default() },
         ..Settings::default()
     };
     let chain = Chain::new(spec, &cluster.kinds);
