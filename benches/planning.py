@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -54,6 +55,7 @@ class Case:
         device: a preset.
         batch_rows: of the global batch.
         settings: more of the search's Settings.
+        link_gb_per_s: of all links; those of the preset when not given.
     """
 
     model: str
@@ -62,9 +64,11 @@ class Case:
     devices_per_node: int
     batch_rows: int
     settings: Mapping[str, Any] = field(default_factory=dict)
+    link_gb_per_s: float | None = None
 
 
 MODELS = {
+    "bert-tiny": Model("bert", (16, 64, 32), 16),
     "bert-24": Model("bert", (24, 1024, 512), 24),
     "bert-96": Model("bert", (96, 1024, 512), 96),
     "bert-256": Model("bert", (256, 1024, 512), 256),
@@ -79,10 +83,12 @@ MODELS = {
 RECOMPUTED = {"capabilities": Capabilities(recompute=True)}
 DIVIDED = {"capabilities": Capabilities(sharding="params")}
 """Replicas may divide anything, Stage by Stage."""
+MANY_STAGES = {"stages": 12}
 FROM_ONE_RANK = {"gather_inputs": False}
 """Microbatches may then have fewer rows than there are ranks."""
 
 CASES = {
+    "bert-tiny on 16 slow H200, 12 stages": Case("bert-tiny", "H200", 1, 16, 256, MANY_STAGES, 1.0),
     "bert-24 on 8 H200": Case("bert-24", "H200", 1, 8, 256),
     "bert-96 on 32 H200": Case("bert-96", "H200", 4, 8, 1024),
     "bert-256 on 32 H200": Case("bert-256", "H200", 4, 8, 1024),
@@ -232,6 +238,9 @@ def search(case: Case, folder: Path) -> None:
     read = time.perf_counter()
     settings = SearchSettings(case.nodes * case.devices_per_node, case.batch_rows, **case.settings)
     cluster = Cluster.preset(case.device, case.nodes, case.devices_per_node)
+    if case.link_gb_per_s is not None:
+        text = re.sub(r"^((?:collective_)?gb_per_s) = .*", rf"\1 = {case.link_gb_per_s}", cluster.to_toml(), flags=re.M)
+        cluster = Cluster.from_toml(text)
     started_cpu = time.process_time()
     (plan,), report = Plan.search_several(graph, cluster, [], settings.to_json())
     taken = {"search_s": time.perf_counter() - read, "cpu_s": time.process_time() - started_cpu}

@@ -6,13 +6,14 @@ use std::ops::Range;
 #[derive(Clone, Debug)]
 pub(crate) struct IntervalSums {
     stride: usize,
+    /// At `end * stride + first`: searches look at all runs with one end.
     sums: Vec<f64>,
 }
 
 impl IntervalSums {
     /// The sum of a run.
     pub(crate) fn at(&self, first: usize, end: usize) -> f64 {
-        self.sums[first * self.stride + end]
+        self.sums[end * self.stride + first]
     }
 }
 
@@ -21,7 +22,7 @@ impl IntervalSums {
 pub(crate) struct IntervalSumsBuilder {
     len: usize,
     stride: usize,
-    /// At (start, place + 1): how the terms that begin to count at `place` change from start - 1 to start.
+    /// At (place + 1, start): how the terms that begin to count at `place` change from start - 1 to start.
     differences: Vec<f64>,
 }
 
@@ -63,23 +64,23 @@ impl IntervalSumsBuilder {
 
     fn add(&mut self, starts: Range<usize>, place: usize, amount: f64) {
         if starts.start < starts.end {
-            self.differences[starts.start * self.stride + place + 1] += amount;
-            self.differences[starts.end * self.stride + place + 1] -= amount;
+            self.differences[(place + 1) * self.stride + starts.start] += amount;
+            self.differences[(place + 1) * self.stride + starts.end] -= amount;
         }
     }
 
     pub(crate) fn finish(self) -> IntervalSums {
         let Self { len, stride, differences: mut sums } = self;
-        for start in 1..=len {
-            for end in 0..=len {
-                sums[start * stride + end] += sums[(start - 1) * stride + end];
-            }
-        }
         for row in sums.chunks_mut(stride) {
             let mut sum = 0.0;
             for entry in row {
                 sum += *entry;
                 *entry = sum;
+            }
+        }
+        for end in 1..=len {
+            for start in 0..=len {
+                sums[end * stride + start] += sums[(end - 1) * stride + start];
             }
         }
         IntervalSums { stride, sums }

@@ -6,7 +6,7 @@ use super::interval::IntervalSums;
 #[derive(Clone, Debug)]
 pub(crate) struct Largest {
     stride: usize,
-    /// At `first * stride + end`.
+    /// At `end * stride + first`.
     amounts: Vec<f64>,
 }
 
@@ -29,7 +29,7 @@ impl Largest {
         let mut amounts = vec![0.0; stride * stride];
         for first in 0..len {
             for end in first + 1..=len {
-                amounts[first * stride + end] = with_next(amounts[first * stride + end - 1], first, end);
+                amounts[end * stride + first] = with_next(amounts[(end - 1) * stride + first], first, end);
             }
         }
         Self { stride, amounts }
@@ -37,7 +37,7 @@ impl Largest {
 
     /// The largest of a run.
     pub(crate) fn at(&self, first: usize, end: usize) -> f64 {
-        self.amounts[first * self.stride + end]
+        self.amounts[end * self.stride + first]
     }
 }
 

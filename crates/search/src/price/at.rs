@@ -50,6 +50,8 @@ pub(crate) struct At<'p> {
     /// For each kind of its devices.
     pub(super) devices: Vec<DeviceTimes<'p>>,
     pub(super) framework_bytes: f64,
+    /// See [`Device::collective_slowdown`]; of the device that has most of it.
+    pub(super) collective_slowdown: f64,
     /// What one Block of each kind surely frees when it is computed again, and what that takes at most; the
     /// cheapest memory first.
     pub(super) savings: Vec<Saving>,
@@ -139,6 +141,7 @@ impl<'a> Pricing<'a> {
             usable_bytes: usable.fold(f64::INFINITY, f64::min),
             rows,
             framework_bytes: framework.unwrap_or(0) as f64,
+            collective_slowdown: place.kinds().map(|kind| self.collective_slowdown(kind)).fold(0.0, f64::max),
             devices,
             savings: Vec::new(),
         };
@@ -146,6 +149,12 @@ impl<'a> Pricing<'a> {
             at.savings = self.savings_of_kinds(&at);
         }
         at
+    }
+
+    fn collective_slowdown(&self, kind: usize) -> f64 {
+        let Problem { cluster, measured, .. } = self.problem;
+        let measured = measured[kind].as_ref().and_then(|measured| measured.collective_slowdown);
+        measured.unwrap_or(cluster.kinds[kind].collective_slowdown)
     }
 
     fn savings_of_kinds(&self, at: &At<'_>) -> Vec<Saving> {

@@ -6,7 +6,6 @@ use rannc_cost::{RankGroup, update_us};
 use rannc_plan::{BUCKET_BYTES, Sharding};
 
 use super::at::{At, Pricing, Problem};
-use super::place::Place;
 use super::saver::Saver;
 use super::sharding::Collectives;
 use super::step::PassCost;
@@ -45,11 +44,8 @@ impl Pricing<'_> {
         // Buckets are reduced while the last backward runs; only the last one must wait for its end. Where each
         // microbatch's are, the passes know of the others.
         let exposed_us = (reduction_us - last.backward_us).max(last_us);
-        let reduce_us = if each_microbatch {
-            last_us
-        } else {
-            exposed_us + self.collective_slowdown(at.place) * (reduction_us - exposed_us)
-        };
+        let reduce_us =
+            if each_microbatch { last_us } else { exposed_us + at.collective_slowdown * (reduction_us - exposed_us) };
         let bytes = |sums: &IntervalSums| sums.at(run.start, run.end);
         let tied_bytes = bytes(&self.chain.message_bytes) - bytes(&self.chain.own.message_bytes);
         // Less than a byte is what rounding leaves of nothing.
@@ -66,16 +62,6 @@ impl Pricing<'_> {
             tied_us: cluster.all_reduce_us(TWO, tied_bytes),
             update_us: gather_us + self.update_us(run, at, Saver { sharding, ..saver }),
         }
-    }
-
-    /// The largest of the place's devices.
-    pub(super) fn collective_slowdown(&self, place: &Place) -> f64 {
-        let Problem { cluster, measured, .. } = self.problem;
-        let of_kind = |kind: usize| {
-            let measured = measured[kind].as_ref().and_then(|measured| measured.collective_slowdown);
-            measured.unwrap_or(cluster.kinds[kind].collective_slowdown)
-        };
-        place.kinds().map(of_kind).fold(0.0, f64::max)
     }
 
     /// The optimizer and the working copies, each of a Replica's part.

@@ -73,7 +73,7 @@ impl Pricing<'_> {
         let Collectives { reduction_us, last_us, each_microbatch } =
             self.collectives(run, at, sharding, BUCKET_BYTES as f64);
         let (first_us, others_us) = if sharding == Sharding::Params { self.gathers_us(run, at) } else { (0.0, 0.0) };
-        let slowdown = self.collective_slowdown(at.place);
+        let slowdown = at.collective_slowdown;
         let sums_us = if each_microbatch { (reduction_us - last_us).max(0.0) } else { 0.0 };
         for pass in passes {
             pass.forward_us = first_us + beside(pass.forward_us, others_us, slowdown);

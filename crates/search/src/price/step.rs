@@ -198,6 +198,17 @@ impl From<[f64; 5]> for Drained {
     }
 }
 
+impl Drained {
+    /// True when no path through a step takes more: each goes through one of the forward and one of the backward.
+    fn is_within(self, other: Self) -> bool {
+        let backward = |Self { first_backward_us, backwards_us, end_us, .. }| [first_backward_us, backwards_us, end_us];
+        let forward = |Self { last_forward_us, forwards_us, .. }| [last_forward_us, forwards_us];
+        forward(self).into_iter().zip(forward(other)).all(|(own_us, other_us)| {
+            backward(self).into_iter().zip(backward(other)).all(|(own, other)| own_us + own <= other_us + other)
+        })
+    }
+}
+
 impl From<Drained> for [f64; 5] {
     fn from(paths: Drained) -> Self {
         let Drained { last_forward_us, forwards_us, first_backward_us, backwards_us, end_us } = paths;
@@ -219,14 +230,6 @@ impl StepTime {
             paths_us: std::array::from_fn(|path| self.paths_us[path].min(other.paths_us[path])),
         }
     }
-
-    /// True when no Plan that goes on from `other` is better than from this one.
-    pub(crate) fn dominates(&self, other: &Self) -> bool {
-        self.in_us <= other.in_us
-            && self.in_grad_us <= other.in_grad_us
-            && self.step_us <= other.step_us
-            && self.paths_us.iter().zip(&other.paths_us).all(|(own, other)| own <= other)
-    }
 }
 
 impl StepModel {
@@ -244,6 +247,19 @@ impl StepModel {
         } else {
             SMALLER
         }
+    }
+
+    /// True when no Plan that goes on from `other` is better than from `own`.
+    pub(crate) fn dominates(&self, own: &StepTime, other: &StepTime) -> bool {
+        own.in_us <= other.in_us
+            && own.in_grad_us <= other.in_grad_us
+            && own.step_us <= other.step_us
+            && match self.schedule {
+                ScheduleKind::OneForwardOneBackward => {
+                    own.paths_us.iter().zip(&other.paths_us).all(|(own, other)| own <= other)
+                }
+                ScheduleKind::FillDrain => Drained::from(own.paths_us).is_within(other.paths_us.into()),
+            }
     }
 
     /// Numbers of microbatches that one of so many Stages may hold, increasing.
@@ -265,7 +281,7 @@ impl StepModel {
 
     /// Of something that each microbatch takes, for all of them.
     #[inline]
-    fn sum_us(&self, larger_us: f64, smaller_us: f64) -> f64 {
+    pub(super) fn sum_us(&self, larger_us: f64, smaller_us: f64) -> f64 {
         let [larger, rest] = [self.counts[LARGER], self.microbatches - self.counts[LARGER]];
         // Not 0 times what may be infinite.
         let of_larger_us = if larger == 0 { 0.0 } else { larger as f64 * larger_us };
@@ -408,18 +424,26 @@ impl StepModel {
         time.step_us
     }
 
-    /// No step takes less that has these last Stages, and before them others through which the first microbatch
-    /// passes forward and the last one back in at least `pass_us`.
-    pub(crate) fn bound_us(&self, later: StepTime, pass_us: f64) -> f64 {
+    /// No step of at most so many Stages takes less that has these last ones, and before them others through which the
+    /// first microbatch passes forward and the last one back in at least `pass_us`.
+    pub(crate) fn bound_us(&self, later: StepTime, pass_us: f64, stages: usize) -> f64 {
         let StepTime { in_us, in_grad_us, step_us, paths_us } = later;
         let pass_us = if in_us > 0.0 { pass_us } else { 0.0 };
         match self.schedule {
             ScheduleKind::OneForwardOneBackward => {
-                let Alternating { span_us, all_us, .. } = paths_us.into();
-                (in_us + in_grad_us + span_us + pass_us).max(in_us + all_us).max(step_us)
+                let Alternating { span_us, all_us, round_us, .. } = paths_us.into();
+                // As many microbatches go around one after another as are not in flight together.
+                let rounds = 1 + (self.microbatches - 1) / (stages.max(1) as u64);
+                let earlier_us = if self.counts[LARGER] > 0 { 0.0 } else { pass_us };
+                let around_us = rounds as f64 * (in_us + in_grad_us + round_us + earlier_us);
+                (in_us + in_grad_us + span_us + pass_us).max(in_us + all_us).max(step_us).max(around_us)
             }
             ScheduleKind::FillDrain => {
-                let Drained { forwards_us, backwards_us, end_us, .. } = paths_us.into();
+                let Drained { last_forward_us, forwards_us, first_backward_us, backwards_us, end_us } = paths_us.into();
+                // Of all microbatches but one, the transfer takes twice what this end tells.
+                let others = 2.0 * (self.microbatches - 1) as f64;
+                let forwards_us = forwards_us.max(others * in_us + last_forward_us);
+                let backwards_us = backwards_us.max(others * in_grad_us + first_backward_us);
                 (in_us + forwards_us + (in_grad_us + backwards_us + pass_us).max(end_us)).max(step_us)
             }
         }

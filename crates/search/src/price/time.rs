@@ -4,6 +4,7 @@ use rannc_cost::{ComputeCost, Device};
 use std::ops::Range;
 
 use super::at::{At, DeviceTimes, Pricing};
+use super::sizes::{LARGER, SMALLER};
 
 /// Forward and backward of a run, for one microbatch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -49,6 +50,18 @@ impl Pricing<'_> {
             forward_us: slowest.forward_us.max(time.forward_us),
             backward_us: slowest.backward_us.max(time.backward_us),
         })
+    }
+
+    /// A Block adds at least this to the computation of any Stage in a step.
+    pub(crate) fn least_busy_us(&self, block: usize, at: &At<'_>) -> f64 {
+        let on = |device: &DeviceTimes<'_>| {
+            let of_size = |size: usize| {
+                let ComputeCost { forward_us, backward_us, .. } = device.times[size].blocks(block, block + 1);
+                forward_us + backward_us
+            };
+            self.step.sum_us(of_size(LARGER), of_size(SMALLER))
+        };
+        at.devices.iter().map(on).reduce(f64::min).unwrap_or(0.0)
     }
 }
 

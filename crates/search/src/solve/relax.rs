@@ -10,13 +10,15 @@
 //! * from the first Stage to the last, with only those Stages that do not make every Plan too long: the least
 //!   time before a Stage.
 //!
-//! Both leave out states with too few ranks for what is still to be computed.
+//! Both leave out states with too few ranks for what is still to be computed. Where the number of Stages is given, they
+//! look at relaxed Plans with so many.
 
 use std::ops::{Range, RangeInclusive};
 
 use rannc_cost::{Cluster, Link};
 
-use super::table::{Entry, StageKey, StageTable};
+use super::ranks::FewestRanks;
+use super::table::{Entry, StageKey, StageTable, Wanted};
 use crate::price::{Place, Pricing, Saver, StepModel, StepTime};
 use crate::stop::Deadline;
 
@@ -72,6 +74,8 @@ struct States {
     unit: usize,
     /// More Stages are counted as so many.
     counted: usize,
+    /// True when a Plan has so many Stages and no more.
+    exactly: bool,
 }
 
 impl States {
@@ -79,9 +83,14 @@ impl States {
         let (blocks, world_size) = (pricing.chain.len(), pricing.problem.settings.world_size);
         let unit = (world_size as usize).div_ceil(grain.units);
         let ranks = world_size as usize / unit;
-        let most = if world_size < grain.many_ranks { blocks.min(ranks) } else { grain.counted };
+        let few = world_size < grain.many_ranks;
+        let forced = pricing.problem.settings.forced_stages().filter(|&stages| few || stages <= grain.counted);
+        if let Some(counted) = forced {
+            return Self { blocks, ranks, unit, counted, exactly: true };
+        }
+        let most = if few { blocks.min(ranks) } else { grain.counted };
         let all_held = |&count: &usize| pricing.step.in_flight(count) == pricing.step.microbatches;
-        Self { blocks, ranks, unit, counted: (1..most).find(all_held).unwrap_or(most) }
+        Self { blocks, ranks, unit, counted: (1..most).find(all_held).unwrap_or(most), exactly: false }
     }
 
     fn len(&self) -> usize {
@@ -98,14 +107,34 @@ impl States {
         start..start + self.ranks + 1
     }
 
+    /// Numbers of Stages that a Plan may have.
+    fn whole(&self) -> RangeInclusive<usize> {
+        if self.exactly { self.counted..=self.counted } else { 1..=self.counted }
+    }
+
+    /// The most Stages that it may have.
+    fn most(&self) -> usize {
+        if self.exactly { self.counted } else { self.blocks }
+    }
+
+    /// Numbers of Stages that may be behind another one.
+    fn behind(&self) -> Range<usize> {
+        0..self.counted + usize::from(!self.exactly)
+    }
+
     /// Stages behind with one more.
     fn next(&self, behind: usize) -> usize {
         (behind + 1).min(self.counted)
     }
 
+    /// True when so many Stages stand for more.
+    fn stands_for_more(&self, count: usize) -> bool {
+        count == self.counted && !self.exactly
+    }
+
     /// Stages behind that a Stage waits for. The more there are, the shorter is every path.
     fn waited_for(&self, behind: usize) -> usize {
-        if behind == self.counted { self.blocks } else { behind }
+        if self.stands_for_more(behind) { self.blocks } else { behind }
     }
 
     /// Ranks of a Stage at a place of the table.
@@ -117,7 +146,7 @@ impl States {
     fn allow(&self, step: &StepModel, entry: &Entry, saver: Saver, behind: usize) -> bool {
         let count = self.next(behind);
         let in_flight = step.in_flight(count);
-        entry.max_in_flight >= in_flight && (count == self.counted || saver.serves(in_flight))
+        entry.max_in_flight >= in_flight && (self.stands_for_more(count) || saver.serves(in_flight))
     }
 }
 
@@ -127,7 +156,8 @@ impl Relaxation {
         let (states, equal, cluster) = (States::new(pricing, grain), pricing.equal_replicas(), pricing.problem.cluster);
         let of_kind = |kind: usize| equal.iter().map(move |replicas| Place::ideal(cluster, replicas, kind));
         let places: Vec<Place> = (0..cluster.kinds.len()).flat_map(of_kind).collect();
-        let table = StageTable::new(pricing, &places, |_| None, best_us, deadline);
+        let ranks = FewestRanks::new(pricing, &places, best_us);
+        let table = StageTable::new(pricing, &places, |_| Wanted::Leaving(&ranks), best_us, deadline);
         let (later, before_us) = (vec![StepTime::NEVER; states.len()], vec![f64::INFINITY; states.len()]);
         let fewest = [Vec::new(), Vec::new()];
         let least_us = longest_block_us(pricing, &places);
@@ -150,9 +180,8 @@ impl Relaxation {
         if !self.is_complete {
             return self.least_us;
         }
-        let States { counted, ranks, .. } = self.states;
-        let of_count = |count| self.step.step_us(self.later[self.states.index(count, 0, ranks)]);
-        (1..=counted).map(of_count).fold(f64::INFINITY, f64::min)
+        let of_count = |count| self.step.step_us(self.later[self.states.index(count, 0, self.states.ranks)]);
+        self.states.whole().map(of_count).fold(f64::INFINITY, f64::min)
     }
 
     /// Least time in which a microbatch passes the first Stages when so many are `behind` them.
@@ -161,10 +190,10 @@ impl Relaxation {
     }
 
     /// The Stages at an ideal place that is as good as this one.
-    pub(crate) fn stages_at(&self, place: &Place) -> (&StageTable, usize) {
+    pub(crate) fn stages_at(&self, place: &Place) -> Wanted<'_> {
         let kind = place.kinds().next().unwrap_or(0);
         let equal = self.equal.partition_point(|replicas| *replicas.end() < place.replicas);
-        (&self.table, kind * self.equal.len() + equal)
+        Wanted::At(&self.table, kind * self.equal.len() + equal)
     }
 
     fn find_fewest(&mut self, best_us: f64) {
@@ -205,7 +234,7 @@ impl Relaxation {
                 }
                 let row = self.states.row(behind, end);
                 let better = better_with_more(&mut self.later[row], StepTime::NEVER, StepTime::least);
-                if end > 0 && !better.is_empty() {
+                if end > 0 && self.states.behind().contains(&behind) && !better.is_empty() {
                     self.put_before(end, behind, &better, best_us);
                 }
             }
@@ -225,7 +254,7 @@ impl Relaxation {
             for &ranks in ranks.iter().take_while(enough) {
                 let behind_it = later[states.index(behind, end, ranks)];
                 let time = step.prepend(behind_it, &entry.cost, states.waited_for(behind));
-                if step.bound_us(time, 0.0) < best_us {
+                if step.bound_us(time, 0.0, states.most()) < best_us {
                     let own = &mut later[states.index(next, stage.first, ranks + replicas)];
                     *own = own.least(time);
                 }
@@ -237,7 +266,7 @@ impl Relaxation {
     /// every relaxed Plan take `best_us` or more.
     pub(crate) fn limit(&mut self, best_us: f64, deadline: Deadline<'_>) {
         let States { blocks, counted, .. } = self.states;
-        (0..=counted).for_each(|behind| self.before_us[self.states.index(behind, 0, 0)] = 0.0);
+        self.states.whole().for_each(|behind| self.before_us[self.states.index(behind, 0, 0)] = 0.0);
         // By Block, by number of Stages behind.
         let mut better: Vec<Vec<Vec<usize>>> = Vec::new();
         for end in 0..=blocks {
@@ -261,8 +290,7 @@ impl Relaxation {
         table.retain(end, |stage, entry| {
             let (replicas, busy_us) = (states.ranks_at(equal, stage.place), step.busy_us(&entry.cost));
             let mut useful = false;
-            for behind in (0..=states.counted).filter(|&behind| states.allow(step, entry, savers[stage.saver], behind))
-            {
+            for behind in states.behind().filter(|&behind| states.allow(step, entry, savers[stage.saver], behind)) {
                 let next = states.next(behind);
                 for &ranks in better[stage.first][next].iter().take_while(|&ranks| ranks + replicas < most) {
                     let earlier_us = entry.cost.behind_us(before_us[states.index(next, stage.first, ranks)]);
@@ -271,7 +299,7 @@ impl Relaxation {
                         continue;
                     }
                     let time = step.prepend(behind_it, &entry.cost, states.waited_for(behind));
-                    if step.bound_us(time, earlier_us) < best_us {
+                    if step.bound_us(time, earlier_us, states.most()) < best_us {
                         useful = true;
                         let own_us = &mut before_us[states.index(behind, end, ranks + replicas)];
                         *own_us = own_us.min(earlier_us + entry.cost.pass_us());

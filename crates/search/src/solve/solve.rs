@@ -117,7 +117,7 @@ impl<'a> CaseSearch<'a> {
         deadline: Deadline<'_>,
     ) -> Self {
         let pricing = Pricing::new(problem, case.schedule, case.microbatches);
-        let wanted = |place: &Place| Some(relaxed.stages_at(place));
+        let wanted = |place: &Place| relaxed.stages_at(place);
         let table = StageTable::new(&pricing, order.places(), wanted, best_us, deadline);
         Self { case, pricing, order, table, relaxed }
     }
@@ -183,7 +183,7 @@ impl<'a> Solver<'a> {
         let guess_us = all_ranks.fold(f64::INFINITY, f64::min);
         for limit_us in GUESSES.map(|factor| guess_us * factor).into_iter().filter(|us| us.is_finite()) {
             match self.solve_below(ideal, cases, limit_us) {
-                Err(Stop::Complete) => {}
+                Err(Stop::Complete | Stop::Candidates) => {}
                 ended => return ended,
             }
         }
@@ -223,7 +223,7 @@ impl<'a> Solver<'a> {
         groups
     }
 
-    /// The best division if it takes less than `limit_us`; beyond it when a limit of the search was met.
+    /// The best division if it takes less than `limit_us`; beyond it when it was time to end.
     fn solve_below(&self, ideal: Problem<'_>, cases: &[SearchCase], limit_us: f64) -> Result<Solved, Stop> {
         let mut groups = self.bounded(ideal, cases, limit_us);
         let mut best: Option<Solution> = None;
@@ -243,7 +243,7 @@ impl<'a> Solver<'a> {
             best = found.iter().cloned().fold(best, better);
             finalists.extend(found);
         }
-        if matches!(stop, Stop::Candidates | Stop::Time) {
+        if stop == Stop::Time || (stop == Stop::Candidates && limit_us.is_infinite()) {
             let any = |group: &CaseGroup<'_>| self.first(ideal, group, f64::INFINITY);
             best = best.or_else(|| groups.iter().find_map(any));
         }
@@ -274,7 +274,13 @@ impl<'a> Solver<'a> {
                 _ => group.bound_us,
             }
         };
-        groups.par_iter().map(raised).reduce(|| best_us, f64::min)
+        let mut groups: Vec<&CaseGroup<'_>> = groups.iter().collect();
+        groups.sort_by(|left, right| left.bound_us.total_cmp(&right.bound_us));
+        let Some((lowest, others)) = groups.split_first() else { return best_us };
+        // Where the lowest cannot be raised, nothing else needs to be.
+        let least_us = raised(lowest).min(best_us);
+        let lower = others.par_iter().filter(|group| group.bound_us < least_us);
+        lower.map(|group| raised(group)).reduce(|| least_us, f64::min)
     }
 
     /// A Plan to beat, from few units of ranks and the most promising partial step of each state: quick, so that

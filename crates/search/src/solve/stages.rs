@@ -10,7 +10,7 @@ use std::ops::Range;
 
 use super::relax::Relaxation;
 use super::table::{Entry, StageTable};
-use crate::price::{Pricing, RankOrder, Saver, StepTime};
+use crate::price::{Pricing, RankOrder, Saver, StepModel, StepTime};
 use crate::stop::Budget;
 
 /// A division into Stages.
@@ -184,6 +184,7 @@ impl SearchRun<'_, '_> {
         self.budget.spend(labels.len());
         let taken = order.units() - step.unit;
         let target = self.state(first, taken, step.next);
+        let most = self.count.exactly.unwrap_or(step.next + first.min(step.unit as usize));
         for (place, label) in labels.iter().enumerate() {
             let time = pricing.step.prepend(label.time, &entry.cost, step.stages);
             let (later, saver) = ((index(step.state), index(place)), index(step.saver));
@@ -191,9 +192,9 @@ impl SearchRun<'_, '_> {
                 self.complete(Label { time, bound_us: pricing.step.step_us(time), later, saver }, taken, step.next);
                 continue;
             }
-            let bound_us = pricing.step.bound_us(time, before_us);
+            let bound_us = pricing.step.bound_us(time, before_us, most);
             if bound_us < self.best_us {
-                insert(&mut self.states[target], Label { time, bound_us, later, saver });
+                insert(&pricing.step, &mut self.states[target], Label { time, bound_us, later, saver });
             }
         }
     }
@@ -249,10 +250,10 @@ fn index(place: usize) -> u32 {
 }
 
 /// Adds a label to a state unless another one dominates it, and drops those that it dominates.
-fn insert(labels: &mut Vec<Label>, label: Label) {
-    if labels.iter().any(|known| known.time.dominates(&label.time)) {
+fn insert(step: &StepModel, labels: &mut Vec<Label>, label: Label) {
+    if labels.iter().any(|known| step.dominates(&known.time, &label.time)) {
         return;
     }
-    labels.retain(|known| !label.time.dominates(&known.time));
+    labels.retain(|known| !step.dominates(&label.time, &known.time));
     labels.push(label);
 }

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::ranks::FewestRanks;
 use crate::price::{Again, At, Place, PlainStage, Priced, Pricing, Saver, StageCost};
 use crate::stop::Deadline;
 
@@ -117,6 +118,15 @@ impl Runs {
     }
 }
 
+/// Which Stages at a place may be part of a Plan that is good enough.
+#[derive(Clone, Copy)]
+pub(crate) enum Wanted<'t> {
+    /// Those that leave the Blocks on both sides enough ranks.
+    Leaving(&'t FewestRanks),
+    /// Those at a place of another table.
+    At(&'t StageTable, usize),
+}
+
 /// All savers at one place.
 struct Layers<'a> {
     /// Those that only differ in what is computed again, for each way to differ otherwise that the place allows.
@@ -125,30 +135,37 @@ struct Layers<'a> {
     at: &'a At<'a>,
     /// Of each Block.
     workspaces: &'a [f64],
-    /// A place of another table, where the Stages are that are wanted.
-    wanted: Option<(&'a StageTable, usize)>,
+    wanted: Wanted<'a>,
 }
 
 impl Layers<'_> {
     fn wants(&self, saver: usize, run: &Range<usize>) -> bool {
-        self.wanted.is_none_or(|(table, place)| table.has(place, saver, run))
+        match self.wanted {
+            Wanted::Leaving(_) => true,
+            Wanted::At(table, place) => table.has(place, saver, run),
+        }
     }
 
-    /// The first Block of the longest run with this end that may be wanted.
-    fn longest(&self, end: usize) -> usize {
-        let Some((table, place)) = self.wanted else { return 0 };
-        let runs = self.alike.iter().cloned().flatten().map(|saver| table.runs(place, saver, end));
-        runs.filter(|runs| runs.count > 0).map(|runs| runs.first).min().unwrap_or(end)
+    /// First Blocks, from the first to the last, of the runs with this end that may be wanted.
+    fn firsts(&self, end: usize) -> Range<usize> {
+        match self.wanted {
+            Wanted::Leaving(fewest) => fewest.firsts(end, self.at.place.fewest()),
+            Wanted::At(table, place) => {
+                let runs = self.alike.iter().cloned().flatten().map(|saver| table.runs(place, saver, end).firsts());
+                let together =
+                    |left: Range<usize>, right: Range<usize>| left.start.min(right.start)..left.end.max(right.end);
+                runs.filter(|firsts| !firsts.is_empty()).reduce(together).unwrap_or(0..0)
+            }
+        }
     }
 }
 
 impl StageTable {
-    /// Prices all Stages that a Plan with less than `best_us` may have at these places; where a place of another table
-    /// tells which are `wanted`, only those.
+    /// Prices all Stages that a Plan with less than `best_us` may have at these places, as far as they are `wanted`.
     pub(crate) fn new<'t>(
         pricing: &Pricing<'_>,
         places: &[Place],
-        wanted: impl Fn(&Place) -> Option<(&'t Self, usize)>,
+        wanted: impl Fn(&Place) -> Wanted<'t>,
         best_us: f64,
         deadline: Deadline<'_>,
     ) -> Self {
@@ -185,19 +202,27 @@ impl StageTable {
                 self.is_complete = false;
                 return;
             }
-            self.price(pricing, layers, end, best_us, &mut runs);
+            let firsts = layers.firsts(end);
+            self.price(pricing, layers, (firsts.clone(), end), best_us, &mut runs);
             for (layer, runs) in runs.iter_mut().enumerate() {
-                self.ends[first_layer + layer * self.blocks + end - 1] = self.keep(end, runs);
+                self.ends[first_layer + layer * self.blocks + end - 1] = self.keep(firsts.end, runs);
                 runs.clear();
             }
         }
     }
 
     /// Prices the runs with this end for each of the savers, the shortest first.
-    fn price(&self, pricing: &Pricing<'_>, layers: &Layers<'_>, end: usize, best_us: f64, runs: &mut [Vec<Entry>]) {
-        let mut workspace_bytes: f64 = 0.0;
+    fn price(
+        &self,
+        pricing: &Pricing<'_>,
+        layers: &Layers<'_>,
+        (firsts, end): (Range<usize>, usize),
+        best_us: f64,
+        runs: &mut [Vec<Entry>],
+    ) {
+        let mut workspace_bytes = layers.workspaces[firsts.end..end].iter().copied().fold(0.0, f64::max);
         let mut open = layers.alike.clone();
-        for first in (layers.longest(end)..end).rev() {
+        for first in firsts.rev() {
             let run = first..end;
             workspace_bytes = workspace_bytes.max(layers.workspaces[first]);
             // Both this and the time of what is plain only grow with the run, and every saver adds time.
@@ -225,8 +250,9 @@ impl StageTable {
         }
     }
 
-    /// Keeps the runs with this end, the shortest first, from the first to the last that fits.
-    fn keep(&mut self, end: usize, runs: &[Entry]) -> Runs {
+    /// Keeps runs with one end, of which the shortest is the first and begins right before `until`, from the first to the
+    /// last that fits.
+    fn keep(&mut self, until: usize, runs: &[Entry]) -> Runs {
         let fit = runs.iter().position(Entry::fits).zip(runs.iter().rposition(Entry::fits));
         let Some((shortest, longest)) = fit else { return Runs::default() };
         let start = self.marks.len();
@@ -241,7 +267,7 @@ impl StageTable {
             };
             self.marks.push(mark);
         }
-        Runs { start, first: end - 1 - longest, count: longest - shortest + 1 }
+        Runs { start, first: until - 1 - longest, count: longest - shortest + 1 }
     }
 
     fn index(&self, place: usize, saver: usize, end: usize) -> usize {

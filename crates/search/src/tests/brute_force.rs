@@ -316,6 +316,41 @@ impl Division<'_> {
     }
 }
 
+/// Counted in partial Plans, not in time.
+#[test]
+fn many_forced_stages_behind_slow_links_are_searched_to_the_end() {
+    let work = |place: u32| OpWork {
+        forward: Work { flops: Poly::affine(0.0, f64::from(1 + place % 5) * 1e7), launches: 1.0, ..Work::default() },
+        ..OpWork::default()
+    };
+    let block = |kind: u32| BlockSpec { kind, work: vec![work(kind)], ..BlockSpec::default() };
+    let link = |made_by: usize| CrossingSpec {
+        bytes: Affine { fixed: 0.0, per_row: (1 + made_by % 3) as f64 * 1e4 },
+        requires_grad: true,
+        made_by,
+        used_by: vec![made_by + 1],
+    };
+    let spec = ChainSpec {
+        blocks: (0..16).map(block).collect(),
+        crossings: (0..15).map(link).collect(),
+        ..ChainSpec::default()
+    };
+    let mut cluster = Cluster::preset("cpu", 1, 8).expect("8 devices");
+    cluster.levels[0].send.bytes_per_s = 1e7;
+    let settings = Settings {
+        world_size: 8,
+        batch_rows: 64,
+        stages: Some(6),
+        limits: Limits { candidates: 4_000, ..Limits::default() },
+        ..Settings::default()
+    };
+    let chain = Chain::new(spec, &cluster.kinds);
+    let (measured, in_parts, direct) = (&[None][..], false, false);
+    let problem = Problem { chain: &chain, cluster: &cluster, measured, settings: &settings, in_parts, direct };
+    let orders = RankOrder::all(&cluster, 8, None, 64, Deadline::never());
+    assert_eq!(solve(problem, &orders).1.map(|solved| solved.stop), Ok(Stop::Complete));
+}
+
 /// The time of the best Plan: by the formula, or exactly with these Values.
 fn brute_force(
     problem: Problem<'_>,

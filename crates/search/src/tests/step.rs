@@ -197,6 +197,19 @@ proptest! {
     }
 
     #[test]
+    fn what_dominates_is_never_worse((model, stages) in uneven_step(), (first, length) in (0..6_usize, 1..4_usize)) {
+        let length = length.min(stages.len());
+        let first = first.min(stages.len() - length);
+        let prepend = |(time, later), stage: &StageCost| (model.prepend(time, stage, later), later + 1);
+        let tail = |stages: &[StageCost]| stages.iter().rev().fold((StepTime::default(), 0), prepend);
+        let (own, other) = (tail(&stages[..length]), tail(&stages[first..first + length]));
+        if model.dominates(&own.0, &other.0) {
+            let whole_us = |tail| model.step_us(stages.iter().rev().fold(tail, prepend).0);
+            prop_assert!(whole_us(own) <= whole_us(other) * (1.0 + 1e-12));
+        }
+    }
+
+    #[test]
     fn bounds_hold((model, stages) in uneven_step()) {
         for missing in 0..stages.len() {
             let (before, after) = stages.split_at(missing);
@@ -204,7 +217,7 @@ proptest! {
             let (time, _) = after.iter().rev().fold((StepTime::default(), 0), fold);
             let pass = |earlier_us, stage: &StageCost| stage.behind_us(earlier_us) + stage.pass_us();
             let pass_us = before.iter().fold(0.0, pass);
-            prop_assert!(model.bound_us(time, pass_us) <= step_us(&model, &stages) * (1.0 + 1e-12));
+            prop_assert!(model.bound_us(time, pass_us, stages.len()) <= step_us(&model, &stages) * (1.0 + 1e-12));
         }
     }
 }
