@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.capture.tracing import X, fake_mode, targets, traced
+from tests.ranks import run_ranks
 from torch import Tensor, fx, nn
 
 from pyrannc.capture import torch_internals as internals
@@ -385,3 +387,18 @@ def test_foreach_mul_() -> None:
     tensors = [torch.ones(2), torch.ones(3)]
     internals.foreach_mul_(tensors, 2.0)
     assert all((tensor == 2).all() for tensor in tensors)
+
+
+def test_before_groups_end() -> None:
+    assert run_ranks(1, _ends) == [["before", "after"]]
+
+
+def _ends() -> list[str]:
+    seen: list[str] = []
+    store = dist.HashStore()  # type: ignore[attr-defined]  # public, though torch's types do not say so
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.PrefixStore(str(len(seen)), store), rank=0, world_size=1)
+        if not seen:
+            internals.before_groups_end(lambda: seen.append("before" if dist.is_initialized() else "too late"))
+        dist.destroy_process_group()
+    return [*seen, "after"]

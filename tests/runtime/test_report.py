@@ -218,13 +218,16 @@ class Tick:
         return end.ms - self.ms
 
 
-def test_events_serve_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Timing, "_new_event", lambda timing: Tick())
-    timing = Timing(torch.device("cpu"))
+def _program() -> RankProgram:
     view = {"rank": 0, "stage": 0, "call": "whole", "gather_inputs": True, "total_rows": 2, "microbatches": [1, 1]}
     view |= {"value_window": None, "grad_window": 2}
     lists = ("rows", "global_rows", "slices", "inputs", "outputs", "forward", "backward")
-    program = RankProgram.from_json(json.dumps(view | {key: [] for key in lists}))
+    return RankProgram.from_json(json.dumps(view | {key: [] for key in lists}))
+
+
+def test_events_serve_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Timing, "_new_event", lambda timing: Tick())
+    timing, program = Timing(torch.device("cpu")), _program()
     for _ in range(3 * KEPT_STEPS):
         marks = timing.begin(program)
         assert marks is not None
@@ -240,3 +243,19 @@ def test_events_serve_again(monkeypatch: pytest.MonkeyPatch) -> None:
         assert step.step_us == events_of_a_step * 1e3
         assert [(span.microbatch, span.start_us, span.end_us) for span in step.spans] == [(0, 1e3, 2e3), (1, 3e3, 4e3)]
         assert step.reduced_us == 5e3
+
+
+def test_times_of_a_replay_are_shifted_to_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Timing, "_new_event", lambda timing: Tick())
+    timing, program = Timing(torch.device("cpu")), _program()
+    for _ in range(2):
+        marks = timing.begin(program)
+        assert marks is not None
+        marks.replayed(lambda: [("forward", 0, 10.0, 30.0), ("backward", 0, 30.0, 80.0)])
+        marks.finish()
+    (times,) = timing.times()
+    assert [(span.kind, span.start_us, span.end_us) for span in times.spans] == [
+        ("forward", 1010.0, 1030.0),
+        ("backward", 1030.0, 1080.0),
+    ]
+    assert (times.reduced_us, times.step_us) == (2e3, 3e3)

@@ -107,7 +107,7 @@ class Recording:
         self.run = Run(task, self.clock, lends=False)  # type: ignore[arg-type]  # it marks what StepMarks do
         # Copies that earlier calls were lent move now if at all.
         context.gradients.working.refresh(context.copied.values())
-        versions = [tensor._version for tensor in context.buffers.values()]
+        versions_before = [version(tensor) for tensor in context.buffers.values()]
         with self._recording(self._graph):
             self.clock.start()
             self.run.forward(self._inputs.tensors, self._inside.tensors, current)
@@ -116,7 +116,9 @@ class Recording:
             with self._recording(self._backward):
                 self.run.backward(self._seeds.tensors, seen.reached, keep_graph=False, reduce=True)
         self._changed = [
-            tensor for tensor, seen in zip(context.buffers.values(), versions, strict=True) if tensor._version != seen
+            tensor
+            for tensor, before in zip(context.buffers.values(), versions_before, strict=True)
+            if version(tensor) != before
         ]
         self._found = _found(task)
         # The recording has counted the changes that the first launch makes.

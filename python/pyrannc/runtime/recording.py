@@ -154,11 +154,15 @@ class Recordings:
 
     # Where to
 
+    @property
+    def _awaits_backward(self) -> bool:
+        """True while a backward of a replayed call may come: what it needs lies where other replays write."""
+        user = None if self._open is None else self._open()
+        return user is not None and user.is_open
+
     def _free_room(self, task: Task) -> int | None:
         """The place of a room that a replay may write to."""
-        user = None if self._open is None else self._open()
-        if user is not None and user.is_open:
-            # What its backward needs lies where other replays write.
+        if self._awaits_backward:
             return None
         for place, room in enumerate(self._rooms):
             if room.is_free:
@@ -197,6 +201,8 @@ class Recordings:
 
     def _record(self, known: _Known, task: Task, inputs: OfStage, inside: Mapping[int, Tensor], room: int) -> None:
         if self._pool is None:
+            # Messages between a graph and what is none must be the same kernels on both sides.
+            os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
             self._pool = torch.cuda.graph_pool_handle()
             _RECORDED.add(self)
             before_groups_end(_end_all)
@@ -211,7 +217,7 @@ class Recordings:
 
     def _make_room(self) -> None:
         """Before a run that is no replay: recordings give way where there is no memory for both."""
-        if not self._bytes:
+        if not self._bytes or self._awaits_backward:
             return
         free, _ = torch.cuda.mem_get_info()
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - self._bytes
