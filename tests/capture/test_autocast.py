@@ -101,10 +101,12 @@ def test_a_graph_computes_what_the_model_does_bit_for_bit(
 ) -> None:
     torch.manual_seed(0)
     net, x = Net(function), torch.randn(7, WIDTH)
-    with region(dtype=dtype):
-        expected = net(x)
-        found = captured(net, torch.randn(ROWS, WIDTH))
-    made = run(found, net, x)
+    # oneDNN has recurrent layers in bfloat16 for some processors only.
+    with torch.backends.mkldnn.flags(enabled=False):
+        with region(dtype=dtype):
+            expected = net(x)
+            found = captured(net, torch.randn(ROWS, WIDTH))
+        made = run(found, net, x)
     assert made.dtype == expected.dtype
     assert torch.equal(made, expected)
     params = [param for param in net.parameters() if param.requires_grad]
