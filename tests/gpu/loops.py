@@ -101,12 +101,18 @@ class Trained:
     recorded: str
 
 
-def plain(loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+def plain(
+    loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer, step: int, *, set_to_none: bool = True
+) -> Tensor:
     loss = loss_of(step)
     loss.backward()
     optimizer.step()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=set_to_none)
     return loss
+
+
+def zeros_kept(loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+    return plain(loss_of, optimizer, step, set_to_none=False)
 
 
 def zeroed_between(loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer, step: int) -> Tensor:
@@ -114,14 +120,6 @@ def zeroed_between(loss_of: Callable[[int], Tensor], optimizer: torch.optim.Opti
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    return loss
-
-
-def zeros_kept(loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer, step: int) -> Tensor:
-    loss = loss_of(step)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
     return loss
 
 

@@ -104,7 +104,7 @@ class Recording:
         self.clock = Clock(task.program, device)
         self._graph, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         self._seeds = Places({key: torch.empty_like(like, device=device) for key, like in seen.seeds.items()})
-        self.run = Run(task, self.clock, lends=False)  # type: ignore[arg-type]  # it marks what StepMarks do
+        self.run = Run(task, self.clock, lends=False)
         # Copies that earlier calls were lent move now if at all.
         context.gradients.working.refresh(context.copied.values())
         versions_before = [version(tensor) for tensor in context.buffers.values()]

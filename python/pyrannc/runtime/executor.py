@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pyrannc.core.program import Action, AllGather, AllReduce, Backward, Forward, Recv, ReduceScatter, Send
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.seat import Seat, Seeds
-from pyrannc.runtime.timing import StepMarks
+from pyrannc.runtime.timing import Marks
 from pyrannc.store.gradient_set import GradientSet
 
 
@@ -20,7 +20,7 @@ class Executor:
         marks: where to note when gradients have been summed.
     """
 
-    def __init__(self, context: StageContext, seat: Seat, marks: StepMarks | None) -> None:
+    def __init__(self, context: StageContext, seat: Seat, marks: Marks | None) -> None:
         self._context = context
         self._seat = seat
         self._marks = marks

@@ -126,14 +126,14 @@ class Recordings:
         if not known.watched:
             return _Watched(known, task, inputs, inside, marks)
         room = self._free_room(task)
-        found = None if room is None else self._recording(known, task, inputs, inside, room)
-        if found is None:
+        recording = None if room is None else self._recording(known, task, inputs, inside, room)
+        if room is None or recording is None:
             self._make_room()
             return None
-        self._rooms[found[0]].lend(caller)
+        self._rooms[room].lend(caller)
         if task.program.call == "halves":
             self._open = weakref.ref(caller)
-        return Replay(found[1], inputs, inside, marks)
+        return Replay(recording, inputs, inside, marks)
 
     def _of(self, task: Task) -> _Known | None:
         key = id(task.context), id(task.program)
@@ -177,14 +177,14 @@ class Recordings:
 
     def _recording(
         self, known: _Known, task: Task, inputs: OfStage, inside: Mapping[int, Tensor], room: int
-    ) -> tuple[int, Recording] | None:
+    ) -> Recording | None:
         recording = known.recordings.get(room)
         if recording is not None and recording.is_stale:
             torch.cuda.synchronize()
             self._drop(known)
             recording = None
         if recording is not None:
-            return (room, recording) if recording.serves(inputs, inside) else None
+            return recording if recording.serves(inputs, inside) else None
         if known.recorded == _MOST_TIMES * _MOST_ROOMS:
             known.why_not = "parameters or buffers are in other memory at nearly each step"
             return None
@@ -197,7 +197,7 @@ class Recordings:
             if known.failures == _MOST_FAILURES:
                 known.why_not = f"recording failed: {first_line(error)}"
             return None
-        return room, known.recordings[room]
+        return known.recordings[room]
 
     def _record(self, known: _Known, task: Task, inputs: OfStage, inside: Mapping[int, Tensor], room: int) -> None:
         if self._pool is None:

@@ -15,7 +15,7 @@ from pyrannc.runtime.executor import Executor
 from pyrannc.runtime.join import Reductions
 from pyrannc.runtime.loss import Weights
 from pyrannc.runtime.seat import Seat
-from pyrannc.runtime.timing import StepMarks
+from pyrannc.runtime.timing import Marks
 from pyrannc.store.gradient_set import GradientSet
 
 OfStage: TypeAlias = Mapping[tuple[int, int], Tensor]
@@ -86,7 +86,7 @@ class Run:
         lends: working copies stay as they are until a backward that comes after the call, even if parameters change.
     """
 
-    def __init__(self, task: Task, marks: StepMarks | None, *, lends: bool = True) -> None:
+    def __init__(self, task: Task, marks: Marks | None, *, lends: bool = True) -> None:
         self._task = task
         self._marks = marks
         self._lends = lends

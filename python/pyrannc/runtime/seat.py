@@ -22,7 +22,7 @@ from pyrannc.job.exchange import Work
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.prologue import Prologue
 from pyrannc.runtime.rows import join_rows, take_rows
-from pyrannc.runtime.timing import Kind, StepMarks
+from pyrannc.runtime.timing import Kind, Marks
 
 Seeds: TypeAlias = Callable[[int, int], Tensor | None]
 """The gradient of an output of a microbatch, by microbatch and Value."""
@@ -65,7 +65,7 @@ class Seat:
         context: StageContext,
         program: RankProgram,
         inputs: Mapping[tuple[int, int], Tensor],
-        marks: StepMarks | None,
+        marks: Marks | None,
         *,
         lends: bool = True,
     ) -> None:

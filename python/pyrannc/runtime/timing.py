@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
@@ -94,6 +94,16 @@ class Timing:
         if self._device.type != "cuda":
             return _HostEvent()
         return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+class Marks(Protocol):
+    """Where a run notes what passes."""
+
+    def span(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
+        """The computation runs inside."""
+
+    def finish(self) -> None:
+        """The gradients have been summed over ranks."""
 
 
 class StepMarks:
