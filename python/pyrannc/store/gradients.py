@@ -28,9 +28,6 @@ from pyrannc.store.working_copies import Key, WorkingCopies
 
 _log = get_logger("ParamStorage")
 
-_LAST = 3
-"""Of a bucket: autograd goes backwards through the forward, and an operator has one or two parameters."""
-
 
 class Gradients:
     """Gradients of the parameters that this rank holds.
@@ -75,6 +72,7 @@ class Gradients:
         self._works: list[tuple[Work, Tensor, Tensor]] = []
         self._scattering: deque[SpreadSums] = deque()
         self._open: set[int] = set()
+        self._arrived = [0] * len(buckets)
         self._late: Set[int] = frozenset()
         self._due: deque[int] = deque()
         self._started: set[int] = set()
@@ -89,9 +87,7 @@ class Gradients:
             self._watch(name, self.leaves[name])
 
     def _watch(self, name: str, leaf: Tensor) -> None:
-        index, place = self._place[name]
-        if place >= len(self._buckets[index].params) - _LAST:
-            leaf.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]  # torch has no types for it
+        leaf.register_post_accumulate_grad_hook(self._hook(self._place[name][0]))  # type: ignore[no-untyped-call]  # torch has no types for it
 
     def working_copies(self, keys: Collection[Key]) -> dict[str, Tensor]:
         """What a Stage computes with in the place of leaves, by name: copies that are to be refreshed."""
@@ -174,6 +170,7 @@ class Gradients:
         """
         self._finish_scattering()
         self._open, self._late = set(range(len(self._buckets))), late
+        self._arrived = [0] * len(self._buckets)
 
     def collect(self, current: GradientSet) -> None:
         """Takes what the backward of a microbatch has left on the leaves, and starts the sums that are due."""
@@ -229,8 +226,10 @@ class Gradients:
         current = self._filling() if self._filling is not None else None
         if current is None or index not in self._open or index in self._late:
             return
-        # Those that come last show cheaply that others are still missing.
-        if self._leaves_of[index][-1].grad is None or not self._take(current, index, whole=True):
+        # A node of autograd may have many parameters, whose gradients then come in any order.
+        self._arrived[index] += 1
+        missing = len(self._leaves_of[index]) - self._count_complete(current, index) - self._arrived[index]
+        if missing > 0 or not self._take(current, index, whole=True):
             return
         self._open.remove(index)
         self._start_due(current)

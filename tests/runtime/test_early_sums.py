@@ -1,0 +1,86 @@
+"""Gradients are summed over ranks while the backward goes on, however many of them one node of autograd gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from pyrannc.job import process
+from pyrannc.store import gradients
+from pyrannc.store.buckets import Bucket, SharedParam
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+LAYERS, PARAMS, ELEMENTS = 4, 16, 3
+CPU = torch.device("cpu")
+
+
+class Layer(Function):
+    """As a compiled Span: one node for all of its parameters. It says when its backward begins."""
+
+    @staticmethod
+    def forward(ctx: Any, log: list[str], name: str, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.log, ctx.name, ctx.count = log, name, len(params)
+        return x + sum(params)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.log.append(f"backward of {ctx.name}")
+        return (None, None, *(grads[0].clone() for _ in range(1 + ctx.count)))
+
+
+def _bucket(number: int, params: list[SharedParam]) -> Bucket:
+    numel = ELEMENTS * len(params)
+    types = (torch.float32, torch.float32)
+    return Bucket(number, params, numel, (0, 1), types, torch.float32, CPU, number * 128, (), False, False, (0, numel))
+
+
+def _job(layers_of_bucket: int) -> tuple[list[str], list[Tensor]]:
+    process.ensure_process_group()
+    log: list[str] = []
+    params = [
+        SharedParam(f"{layer}.{place}", nn.Parameter(torch.zeros(ELEMENTS)), (0, 1))
+        for layer in range(LAYERS)
+        for place in range(PARAMS)
+    ]
+    count = PARAMS * layers_of_bucket
+    buckets = [
+        _bucket(number, list(reversed(params))[start : start + count])
+        for number, start in enumerate(range(0, len(params), count))
+    ]
+    start_sum = gradients.start_sum
+
+    def started(tensor: Tensor, group: Any) -> Any:
+        log.append("sum")
+        return start_sum(tensor, group)
+
+    with patch.object(gradients, "start_sum", started):
+        made = gradients.Gradients(params, buckets, {}, lambda _: None)
+        current = made.begin({})
+        for bucket in buckets:
+            made.sum(current, bucket.number, filled=False)
+        made.expect(frozenset())
+        x = torch.ones(ELEMENTS)
+        for layer in range(LAYERS):
+            leaves = [made.leaves[f"{layer}.{place}"] for place in range(PARAMS)]
+            x = Layer.apply(log, f"layer {layer}", x, *leaves)  # type: ignore[no-untyped-call]  # torch has no types
+        x.sum().backward()  # type: ignore[no-untyped-call]  # likewise
+        log.append("end of the backward")
+        made.collect(current)
+        made.finish(current)
+    return log, list(current.views.values())
+
+
+def test_a_sum_starts_when_its_gradients_are_there(ranks: Ranks) -> None:
+    expected = [f"backward of layer {layer}" for layer in (3, 2, 1, 0)]
+    for layers_of_bucket in (1, 2):
+        for log, sums in ranks(2).run(_job, layers_of_bucket):
+            ends = [place + 1 for place in range(LAYERS) if (place + 1) % layers_of_bucket == 0]
+            steps = [step for place, text in enumerate(expected, 1) for step in [text, *["sum"] * (place in ends)]]
+            assert log == [*steps, "end of the backward"]
+            assert all(torch.equal(found, torch.full((ELEMENTS,), 2.0)) for found in sums)
