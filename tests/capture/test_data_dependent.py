@@ -219,3 +219,35 @@ def test_a_capture_leaves_buffers_of_what_stays_whole_alone() -> None:
     before = {name: buffer.clone() for name, buffer in net.named_buffers()}
     capture(net, (torch.randn(ROWS, WIDTH),), {}, device=CPU, rows=ROWS)
     assert all(torch.equal(buffer, before[name]) for name, buffer in net.named_buffers())
+
+
+def test_numbers_of_tensors_that_nothing_goes_into_are_numbers() -> None:
+    def relative(net: Net, x: Tensor) -> Tensor:
+        places = torch.arange(0, x.shape[1]).to(x.dtype)
+        every_other = torch.cat([places.new_tensor([-1.0]), places[1::2]])
+        distances = torch.arange(every_other[0] + 2 * len(places), places[-1] - places[0], -1, dtype=torch.long)
+        return net.last(x)[:, distances % WIDTH]
+
+    torch.manual_seed(0)
+    net, x = Net(relative), torch.randn(ROWS, WIDTH)
+    captured = capture(net, (x,), {}, device=CPU, rows=ROWS)
+    assert not captured.kept_whole and not captured.assumptions
+    longer = torch.randn(ROWS + 3, WIDTH)
+    (made,) = captured.gm(*net.parameters(), longer)
+    assert torch.equal(made, net(longer))
+
+
+def test_numbers_of_state_arguments_and_chance_are_not_taken_for_known() -> None:
+    def scaled(of: Callable[[Net, Tensor], Tensor]) -> Callable[[Net, Tensor], Tensor]:
+        return lambda net, x: net.last(x) * of(net, x).item()
+
+    for of in (lambda net, x: net.scale.max(), lambda net, x: x.detach().max(), lambda net, x: torch.rand(())):
+        net, x = Net(scaled(of)), torch.randn(ROWS, WIDTH)
+        net.register_buffer("scale", torch.ones(1))
+        captured = capture(net, (x,), {}, device=CPU, rows=ROWS)
+        net.scale.fill_(3)
+        torch.manual_seed(1)
+        expected = net(2 * x)
+        torch.manual_seed(1)
+        (made,) = captured.gm(*net.parameters(), *net.buffers(), 2 * x)
+        assert torch.equal(made, expected)
