@@ -39,7 +39,7 @@ _GIVE_LISTS = {
     for packet in [getattr(torch.ops.aten, name)]
     for op in [getattr(packet, overload) for overload in packet.overloads()]
 }
-_READ_NUMBERS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+_READ_NUMBER = torch.ops.aten.item.default
 _OF_KNOWN_SHAPE = (torch.ops.aten.ctc_loss.Tensor, torch.ops.aten.ctc_loss.IntList)
 """Torch says that their shapes depend on data, which is so for a result of their insides only."""
 
@@ -216,7 +216,7 @@ class OperatorFallbacks:
         def proxy_call(proxy_mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
             if func in _RECURRENT:
                 return self._recurrent(proxy_mode.tracer, func, args, kwargs)
-            number = self._constant(proxy_mode.tracer, *args) if func in _READ_NUMBERS else None
+            number = self._constant(proxy_mode.tracer, *args) if func is _READ_NUMBER else None
             if number is not None:
                 return number
             converted = casts.made_of(func, args, kwargs)
