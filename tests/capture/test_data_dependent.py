@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pyrannc.capture import Captured, capture
 from pyrannc.capture.row_trial import within
+from pyrannc.capture.source import Part
 from pyrannc.errors import CaptureError
 
 CPU, ROWS, WIDTH = torch.device("cpu"), 4, 3
@@ -219,3 +220,86 @@ def test_a_capture_leaves_buffers_of_what_stays_whole_alone() -> None:
     before = {name: buffer.clone() for name, buffer in net.named_buffers()}
     capture(net, (torch.randn(ROWS, WIDTH),), {}, device=CPU, rows=ROWS)
     assert all(torch.equal(buffer, before[name]) for name, buffer in net.named_buffers())
+
+
+def test_numbers_of_tensors_that_nothing_goes_into_are_numbers() -> None:
+    def relative(net: Net, x: Tensor) -> Tensor:
+        places = torch.arange(0, x.shape[1]).to(x.dtype)
+        every_other = torch.cat([places.new_tensor([-1.0]), places[1::2]])
+        distances = torch.arange(every_other[0] + 2 * len(places), places[-1] - places[0], -1, dtype=torch.long)
+        return net.last(x)[:, distances % WIDTH]
+
+    torch.manual_seed(0)
+    net, x = Net(relative), torch.randn(ROWS, WIDTH)
+    captured = capture(net, (x,), {}, device=CPU, rows=ROWS)
+    assert not captured.kept_whole
+    assert not captured.assumptions
+    longer = torch.randn(ROWS + 3, WIDTH)
+    (made,) = captured.gm(*net.parameters(), longer)
+    assert torch.equal(made, net(longer))
+
+
+def test_numbers_of_state_arguments_and_chance_are_not_taken_for_known() -> None:
+    def scaled(of: Callable[[Net, Tensor], Tensor]) -> Callable[[Net, Tensor], Tensor]:
+        return lambda net, x: net.last(x) * of(net, x).item()
+
+    for of in (lambda net, x: net.scale.max(), lambda net, x: x.detach().max(), lambda net, x: torch.rand(())):
+        net, x = Net(scaled(of)), torch.randn(ROWS, WIDTH)
+        net.register_buffer("scale", torch.ones(1))
+        captured = capture(net, (x,), {}, device=CPU, rows=ROWS)
+        net.scale.fill_(3)
+        torch.manual_seed(1)
+        expected = net(2 * x)
+        torch.manual_seed(1)
+        (made,) = captured.gm(*net.parameters(), *net.buffers(), 2 * x)
+        assert torch.equal(made, expected)
+
+
+class Twice(nn.Module):
+    """Uses one weight under two names, and a number that only data tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.other.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(torch.tanh(self.one(x)) * float(x.detach().numpy().shape[1]))
+
+
+def test_what_stays_whole_takes_a_weight_under_all_its_names() -> None:
+    net, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Twice()), torch.randn(ROWS, WIDTH)
+    found = capture(net, (x,), {}, device=CPU, rows=ROWS, leaf_modules=["1"])
+    own = [nn.Parameter(3 * net.get_parameter(name).detach()) for name in found.params]
+    expected = torch.func.functional_call(net, dict(zip(found.params, own, strict=True)), x)
+    (made,) = found.gm(*own, x)
+    assert torch.equal(made, expected)
+    gradients, right = (torch.autograd.grad(result.sum(), own) for result in (made, expected))
+    assert all(torch.equal(*pair) for pair in zip(gradients, right, strict=True))
+
+
+def test_a_module_under_two_names_in_what_stays_whole_is_left_as_it_was() -> None:
+    layer = Twice()
+    net, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(layer, layer)), torch.randn(ROWS, WIDTH)
+    before = dict(net.named_parameters(remove_duplicate=False))
+    found = capture(net, (x,), {}, device=CPU, rows=ROWS, leaf_modules=["1"])
+    assert torch.equal(*found.gm(*(net.get_parameter(name) for name in found.params), x), net(x))
+    assert all(net.get_parameter(name) is param for name, param in before.items())
+
+
+def test_what_is_whole_around_a_part_takes_a_weight_that_both_have() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, WIDTH)
+            self.last.weight = self.inner[0].weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.inner(x * float(x.detach().numpy().shape[1])))
+
+    net, x = Around(), torch.randn(ROWS, WIDTH)
+    found = capture(net, (x,), {}, device=CPU, rows=ROWS, leaf_modules=[Part("", around="inner").text])
+    own = [nn.Parameter(3 * net.get_parameter(name).detach()) for name in found.params]
+    expected = torch.func.functional_call(net, dict(zip(found.params, own, strict=True)), x)
+    (made,) = found.gm(*own, x)
+    assert torch.equal(made, expected)

@@ -39,6 +39,7 @@ _GIVE_LISTS = {
     for packet in [getattr(torch.ops.aten, name)]
     for op in [getattr(packet, overload) for overload in packet.overloads()]
 }
+_READ_NUMBER = torch.ops.aten.item.default
 _OF_KNOWN_SHAPE = (torch.ops.aten.ctc_loss.Tensor, torch.ops.aten.ctc_loss.IntList)
 """Torch says that their shapes depend on data, which is so for a result of their insides only."""
 
@@ -215,6 +216,9 @@ class OperatorFallbacks:
         def proxy_call(proxy_mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
             if func in _RECURRENT:
                 return self._recurrent(proxy_mode.tracer, func, args, kwargs)
+            number = self._constant(proxy_mode.tracer, *args) if func is _READ_NUMBER else None
+            if number is not None:
+                return number
             converted = casts.made_of(func, args, kwargs)
             if converted is not None:
                 with proxy_mode:
@@ -234,6 +238,13 @@ class OperatorFallbacks:
 
         with PROXY_CALL.replaced_by(proxy_call):
             yield
+
+    def _constant(self, tracer: Any, tensor: Tensor) -> int | float | bool | None:
+        """The number in a tensor that no argument, state or chance goes into; None for other tensors."""
+        proxy = proxy_of(tensor, tracer)
+        if proxy is None or tensor.dtype.is_complex:
+            return None
+        return self._oracle.constant_of(proxy.node)
 
     def _recurrent(self, tracer: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Recurrent layers: torch's fake final states have one dimension too many."""

@@ -74,11 +74,9 @@ class WholeCall:
         self._owner = vars(sys.modules[part.function[0]]) if part.function else vars(self._module)
         self._name = part.function[1] if part.function else part.method or "forward"
         self.original = self._owner[self._name] if part.function else getattr(self._module, self._name)
-        params, buffers = dict(self._module.named_parameters()), dict(self._module.named_buffers())
-        self._names = [
-            name for name in (*params, *buffers) if not part.around or not name.startswith(f"{part.around}.")
-        ]
-        self._buffers = set(buffers)
+        self._aliases = _names_of_each(self._state(), part)
+        self._names = list(self._aliases)
+        self._buffers = {name for name, _ in self._module.named_buffers(remove_duplicate=False)}
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -100,7 +98,7 @@ class WholeCall:
         inputs, structure = flatten((args, kwargs))
         if any(isinstance(constant, _NUMBERS) for constant in structure.constants()):
             raise self._untraceable("it is called with a number made of the batch size or of data")
-        current = dict([*self._module.named_parameters(), *self._module.named_buffers()])
+        current = self._state()
         # What a module keeps is its own; of a method, only what it is found to use.
         names, operands, trial = self._tried(self._names, current, inputs, structure, tracer)
         if (self._part.method or self._part.around) and len(trial.used) < len(names):
@@ -122,6 +120,11 @@ class WholeCall:
         insert_node(tracer, target, arguments, {}, results)
         return trial.output.rebuild(results)
 
+    def _state(self) -> dict[str, Tensor]:
+        """Parameters and buffers as they are now, under all their names."""
+        every = self._module.named_parameters(remove_duplicate=False)
+        return {**dict(every), **dict(self._module.named_buffers(remove_duplicate=False))}
+
     def _untraceable(self, what: str) -> UntraceableError:
         message = f"{self._part} cannot stay whole: {what}"
         return UntraceableError(message, Place(self._part.path), what, part=self._part)
@@ -132,7 +135,9 @@ class WholeCall:
         """A call; buffers that are assigned anew get the new contents."""
         args, kwargs = structure.rebuild(tensors[len(names) :])
         state = dict(zip(names, tensors[: len(names)], strict=True))
-        with plain_control_flow(), reparametrized(self._module, {**self._others(names), **state}):
+        every = {alias: item for name, item in (self._others(names) | state).items() for alias in self._aliases[name]}
+        # One module may be there under two names.
+        with plain_control_flow(), reparametrized(self._module, every, stack_weights=True):
             own_args, own_kwargs = unpacked((args, kwargs))
             made, output = flatten(self.original(*own_args, **own_kwargs))
             for name in self._buffers.intersection(names):
@@ -223,6 +228,15 @@ class WholeCall:
 
     def _examine(self, tried: Tried) -> None:
         """Raises UntraceableError for what a part of a special kind may not do."""
+
+
+def _names_of_each(state: dict[str, Tensor], part: Part) -> dict[str, list[str]]:
+    """All names of each tensor, under the first of them, but for those inside of what ``part`` is around."""
+    found: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        if not part.around or not name.startswith(f"{part.around}."):
+            found.setdefault(id(tensor), []).append(name)
+    return {names[0]: names for names in found.values()}
 
 
 @dataclass

@@ -175,6 +175,18 @@ class Oracle:
             samples.run(self._slice_of(node, samples.known))
             return samples.known[node]
 
+    def constant_of(self, node: fx.Node) -> int | float | bool | None:
+        """The number that ``node``, a tensor of one element, has in every call; None if something may change it."""
+        if not all(_is_fixed(ancestor) for ancestor in self._slice_of(node)):
+            return None
+        try:
+            value = self.value_of(node)
+        except NoDataError:
+            return None
+        with real_execution():
+            number: int | float | bool = value.item()
+        return number
+
     def sample_of(self, node: fx.Node) -> Any:
         """Like :meth:`value_of`; where there is no data, random numbers of the same form, to learn shapes from."""
         try:
@@ -383,6 +395,13 @@ def _reader(node: fx.Node, symbol: sympy.Basic) -> Any:
             if isinstance(size, torch.SymInt) and expression(size) == symbol:
                 return lambda real, index=index, dim=dim: (real if index is None else real[index]).shape[dim]
     return None
+
+
+def _is_fixed(node: fx.Node) -> bool:
+    """True for what follows from its operands alone, and for tensors that the forward itself writes down."""
+    if node.op == "get_attr":
+        return isinstance(node.meta.get("val"), FakeTensor)
+    return isinstance(node.target, OpOverload) and not draws(node)
 
 
 def draws(node: fx.Node) -> bool:
