@@ -20,6 +20,7 @@ struct Case {
     replicas: Vec<usize>,
     sharding: Vec<Sharding>,
     batch_rows: u64,
+    gather_inputs: bool,
     microbatches: u32,
     schedule: ScheduleKind,
     call: Call,
@@ -78,6 +79,7 @@ impl Case {
             replicas: vec![replicas; stages],
             sharding: vec![sharding; stages],
             batch_rows: 8 * (stages * replicas) as u64 + 1,
+            gather_inputs: true,
             microbatches: 8,
             schedule: ScheduleKind::OneForwardOneBackward,
             call: Call::Whole,
@@ -112,7 +114,10 @@ impl Case {
     }
 
     fn rows_per_rank(&self) -> Vec<u64> {
-        split_even(self.batch_rows, self.world_size()).into_iter().map(Interval::rows).collect()
+        if self.gather_inputs {
+            return split_even(self.batch_rows, self.world_size()).into_iter().map(Interval::rows).collect();
+        }
+        (0..self.world_size()).map(|rank| if rank == 0 { self.batch_rows } else { 0 }).collect()
     }
 
     /// Rows of each microbatch.
@@ -199,7 +204,7 @@ impl Case {
         let plan = self.plan(&graph);
         let partition = plan.partition(&graph).expect("any layer may be the last of its Stage");
         let buckets = Buckets::of(&graph, &partition, &plan.placement(), &Trained::captured(&graph));
-        let batch = Batch { rows_per_rank, gather_inputs: true };
+        let batch = Batch { rows_per_rank, gather_inputs: self.gather_inputs };
         let program = build(&plan.placement(), &partition, &buckets, &batch, call).expect("the case is sound");
         Promised { promises: Promises::new(&plan, &graph, &partition), program, partition, buckets }
     }
@@ -325,6 +330,21 @@ fn a_plan_promises_what_it_was_made_for() {
     assert_eq!(case.promised_for(Call::Halves, case.rows_per_rank()).changed(values_first), None);
 }
 
+/// Six microbatches of three rows and two, which the Replicas divide otherwise: a rank has gradients of both under way.
+#[test]
+fn gradients_that_go_elsewhere_are_not_promised() {
+    let case = Case {
+        widths: vec![vec![9], vec![1]],
+        replicas: vec![2, 3],
+        sharding: vec![Sharding::None; 2],
+        batch_rows: 14,
+        gather_inputs: false,
+        microbatches: 6,
+        ..Case::uneven(2, 1, Sharding::None)
+    };
+    assert_eq!(case.promised().memory(), Ok(()));
+}
+
 fn cases() -> impl Strategy<Value = Case> {
     let levels = [Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::Params];
     let stage = (vec(1..40_u64, 1..5), 1..4_usize, prop::sample::select(levels.to_vec()));
@@ -333,22 +353,24 @@ fn cases() -> impl Strategy<Value = Case> {
         Just((ScheduleKind::FillDrain, Call::Whole)),
         Just((ScheduleKind::OneForwardOneBackward, Call::Whole)),
     ];
-    (vec(stage, 1..5), 1..7_u32, 1..50_u64, calls, any::<bool>()).prop_map(
-        |(stages, microbatches, rows, (schedule, call), half_digits)| {
-            let replicas: Vec<usize> = stages.iter().map(|stage| stage.1).collect();
-            let divided = stages.iter().map(|stage| if stage.1 > 1 { stage.2 } else { Sharding::None });
-            Case {
-                sharding: divided.collect(),
-                widths: stages.iter().map(|stage| stage.0.clone()).collect(),
-                batch_rows: u64::from(microbatches) * replicas.iter().sum::<usize>() as u64 + rows,
-                replicas,
-                microbatches,
-                schedule,
-                call,
-                half_digits,
-            }
-        },
-    )
+    let rows = (any::<bool>(), 1..7_u32, 0..50_u64);
+    (vec(stage, 1..5), rows, calls, any::<bool>()).prop_map(|(stages, rows, (schedule, call), half_digits)| {
+        let (gather_inputs, microbatches, more_rows) = rows;
+        let replicas: Vec<usize> = stages.iter().map(|stage| stage.1).collect();
+        let divided = stages.iter().map(|stage| if stage.1 > 1 { stage.2 } else { Sharding::None });
+        let ranks = if gather_inputs { replicas.iter().sum::<usize>() as u64 } else { 1 };
+        Case {
+            sharding: divided.collect(),
+            widths: stages.iter().map(|stage| stage.0.clone()).collect(),
+            batch_rows: u64::from(microbatches) * ranks + more_rows,
+            gather_inputs,
+            replicas,
+            microbatches,
+            schedule,
+            call,
+            half_digits,
+        }
+    })
 }
 
 proptest! {
