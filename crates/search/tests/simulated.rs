@@ -196,7 +196,7 @@ fn what_is_whole_for_too_long_is_found() {
     let (program, partition, _) = program(&graph, &cluster, &settings, &plan);
     let promises = Promises::new(&plan, &graph, &partition);
     assert_eq!(check_memory(&program, &partition, &promises), Ok(()));
-    let changed = |change: fn(&mut Vec<Action>)| {
+    let changed = |change: fn(&mut [Action])| {
         let mut program = program.clone();
         program.ranks.iter_mut().for_each(|own| change(&mut own.forward));
         match check_memory(&program, &partition, &promises) {
@@ -204,11 +204,11 @@ fn what_is_whole_for_too_long_is_found() {
             other => panic!("{other:?}"),
         }
     };
-    let gathers_first = |actions: &mut Vec<Action>| {
+    let gathers_first = |actions: &mut [Action]| {
         actions.sort_by_key(|action| !matches!(action, Action::AllGather { .. }));
     };
     assert_eq!(changed(gathers_first), Holding::Params);
-    let sums_in_reverse = |actions: &mut Vec<Action>| {
+    let sums_in_reverse = |actions: &mut [Action]| {
         let is_sum = |action: &&mut Action| matches!(action, Action::ReduceScatter { mb: 0, .. });
         let mut sums: Vec<&mut Action> = actions.iter_mut().filter(is_sum).collect();
         let reversed: Vec<Action> = sums.iter().rev().map(|sum| (**sum).clone()).collect();

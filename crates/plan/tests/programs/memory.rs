@@ -239,38 +239,37 @@ impl Promised {
     }
 }
 
-type Change = fn(&mut Vec<Action>);
+type Change = fn(&mut [Action]);
 
-fn forward_later(actions: &mut Vec<Action>) {
+/// The forward that follows the first backward comes before it.
+fn forward_earlier(actions: &mut [Action]) {
     let backward = actions.iter().position(|action| *action == Action::Backward { mb: 0 });
     let Some(backward) = backward else { return };
     if let Some(next) = (backward..actions.len()).find(|&next| matches!(actions[next], Action::Forward { .. })) {
-        let forward = actions.remove(next);
-        actions.insert(backward, forward);
+        actions[backward..=next].rotate_right(1);
     }
 }
 
 /// Stable sorts: each kind of Action stays in its order.
-fn values_first(actions: &mut Vec<Action>) {
+fn values_first(actions: &mut [Action]) {
     actions.sort_by_key(|action| !matches!(action, Action::Recv(message) if message.kind == Payload::Value));
 }
 
-fn gradients_first(actions: &mut Vec<Action>) {
+fn gradients_first(actions: &mut [Action]) {
     actions.sort_by_key(|action| !matches!(action, Action::Recv(message) if message.kind == Payload::Grad));
 }
 
 /// One Span of the second microbatch is gathered before the forward of the first.
-fn gather_ahead(actions: &mut Vec<Action>) {
+fn gather_ahead(actions: &mut [Action]) {
     let forward = actions.iter().position(|action| *action == Action::Forward { mb: 0 });
     let next = actions.iter().position(|action| matches!(action, Action::AllGather { mb: 1, .. }));
     if let (Some(forward), Some(next)) = (forward, next) {
-        let gather = actions.remove(next);
-        actions.insert(forward, gather);
+        actions[forward..=next].rotate_right(1);
     }
 }
 
 /// What fills first is summed last.
-fn sum_in_reverse(actions: &mut Vec<Action>) {
+fn sum_in_reverse(actions: &mut [Action]) {
     let is_sum = |action: &&mut Action| matches!(action, Action::ReduceScatter { mb: 0, .. });
     let mut sums: Vec<&mut Action> = actions.iter_mut().filter(is_sum).collect();
     let reversed: Vec<Action> = sums.iter().rev().map(|sum| (**sum).clone()).collect();
@@ -279,7 +278,7 @@ fn sum_in_reverse(actions: &mut Vec<Action>) {
 
 #[test]
 fn one_more_of_uneven_microbatches_is_found() {
-    let changes: [Change; 3] = [forward_later, values_first, gradients_first];
+    let changes: [Change; 3] = [forward_earlier, values_first, gradients_first];
     for replicas in [1, 2] {
         for change in changes {
             let case = Case::uneven(3, replicas, Sharding::None);
