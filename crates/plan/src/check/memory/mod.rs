@@ -36,8 +36,8 @@ impl fmt::Display for Holding {
     }
 }
 
-/// Checks what the ranks of a Program hold: Params and gradients that are whole for a while, and where it trains in the
-/// microbatches that its Plan was made for, activations and messages.
+/// Checks what the ranks of a Program that [`check`](super::check) has found right hold: Params and gradients that are
+/// whole for a while, and where it trains in the microbatches that its Plan was made for, activations and messages.
 ///
 /// # Errors
 /// The first Action that needs more.
