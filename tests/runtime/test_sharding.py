@@ -295,7 +295,7 @@ def test_parameters_are_whole_two_spans_at_a_time(ranks: Ranks, tmp_path: Path) 
     for found, own, most in everyone:
         assert found == []
         assert sum(sizes) / 3 <= own <= sum(sizes) / 3 + len(sizes) * padding
-        assert layer <= most <= 2 * (layer + padding)
+        assert layer <= most <= layer + 2 * padding
 
 
 def hooked(case: Case, folder: str) -> tuple[list[str], list[int]]:

@@ -12,7 +12,7 @@ mod program;
 mod saver;
 mod schedule;
 
-pub use check::{ActionFault, CheckError, Promises, check, check_memory};
+pub use check::{ActionFault, CheckError, Holding, Promises, check, check_memory};
 pub use consistent::PlanFault;
 pub use machine::{
     Blocked, Channel, Clock, Collective, CollectiveKind, Deadlock, Halt, Joint, Lane, Memory, Observer, Pause,
@@ -25,7 +25,7 @@ pub use partition::{
 };
 pub use plan::{BlockPlan, PLAN_SCHEMA, Placement, Plan, StagePlan};
 pub use plan_file::PlanFileError;
-pub use predicted::{MemoryPrediction, PassPrediction, StagePrediction, StepPrediction};
+pub use predicted::{MemoryPrediction, PassPrediction, StagePrediction, StepPrediction, WholePrediction};
 pub use program::{
     Action, BUCKET_BYTES, Batch, Bucket, Buckets, Division, FIRST_BUCKET_BYTES, Gradient, Interval, Message, Overlap,
     Pass, Payload, Piece, Program, ProgramError, RankProgram, RankView, ReduceDType, Slice, Step, Trained, Transfer,

@@ -22,6 +22,9 @@ pub struct StagePrediction {
     pub out_bytes: u64,
     /// Peak memory of a step.
     pub memory: MemoryPrediction,
+    /// What of it is there for a while only, where Replicas divide gradients or parameters.
+    #[serde(default, skip_serializing_if = "WholePrediction::is_nothing")]
+    pub whole: WholePrediction,
     /// Each size of microbatch that there is, the largest first; none where all are equal.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub sizes: Vec<PassPrediction>,
@@ -57,6 +60,22 @@ pub struct MemoryPrediction {
     pub comm_bytes: u64,
     /// The framework's own.
     pub framework_bytes: u64,
+}
+
+/// What is whole at a time although Replicas divide it; the memory counts it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct WholePrediction {
+    /// Parameters: those of a Span that computes, and of the next one.
+    pub params_bytes: u64,
+    /// Gradients: those that come, and those whose sum is on its way.
+    pub grads_bytes: u64,
+}
+
+impl WholePrediction {
+    fn is_nothing(&self) -> bool {
+        *self == Self::default()
+    }
 }
 
 impl MemoryPrediction {

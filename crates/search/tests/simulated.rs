@@ -7,7 +7,8 @@ use proptest::prelude::*;
 use rannc_cost::Cluster;
 use rannc_ir::Graph;
 use rannc_plan::{
-    Batch, Buckets, Interval, Partition, Plan, Program, Promises, Sharding, Trained, build, check_memory, split_even,
+    Action, Batch, Buckets, CheckError, Holding, Interval, Partition, Plan, Program, Promises, Sharding, Trained,
+    build, check_memory, split_even,
 };
 use rannc_search::{PlanCosts, Savers, SearchError, Settings};
 use rannc_sim::{Timeline, simulate};
@@ -176,4 +177,42 @@ proptest! {
             prop_assert!((predicted / simulated - 1.0).abs() <= TOLERANCE, "memory {predicted} {simulated}");
         }
     }
+}
+
+/// Of what Replicas divide, no more is whole at a time than the search says.
+#[test]
+fn what_is_whole_for_too_long_is_found() {
+    let (graph, cluster) = (encoder(6, 256, 64, 1000), Cluster::preset("H200", 1, 2).expect("devices"));
+    let sharding = Sharding::Params;
+    let settings = Settings {
+        world_size: 2,
+        batch_rows: 16,
+        replicas: Some(vec![2]),
+        microbatches: Some(2),
+        savers: Savers { sharding, least_sharding: sharding, ..Savers::default() },
+        ..Settings::default()
+    };
+    let plan = rannc_search::plan(&graph, &cluster, &[], &settings).expect("fits").plan;
+    let (program, partition, _) = program(&graph, &cluster, &settings, &plan);
+    let promises = Promises::new(&plan, &graph, &partition);
+    assert_eq!(check_memory(&program, &partition, &promises), Ok(()));
+    let changed = |change: fn(&mut [Action])| {
+        let mut program = program.clone();
+        program.ranks.iter_mut().for_each(|own| change(&mut own.forward));
+        match check_memory(&program, &partition, &promises) {
+            Err(CheckError::Memory { what, .. }) => what,
+            other => panic!("{other:?}"),
+        }
+    };
+    let gathers_first = |actions: &mut [Action]| {
+        actions.sort_by_key(|action| !matches!(action, Action::AllGather { .. }));
+    };
+    assert_eq!(changed(gathers_first), Holding::Params);
+    let sums_in_reverse = |actions: &mut [Action]| {
+        let is_sum = |action: &&mut Action| matches!(action, Action::ReduceScatter { mb: 0, .. });
+        let mut sums: Vec<&mut Action> = actions.iter_mut().filter(is_sum).collect();
+        let reversed: Vec<Action> = sums.iter().rev().map(|sum| (**sum).clone()).collect();
+        sums.iter_mut().zip(reversed).for_each(|(place, sum)| **place = sum);
+    };
+    assert_eq!(changed(sums_in_reverse), Holding::Gradients);
 }

@@ -91,13 +91,13 @@ class SpanGathers:
         self._order, self._issued = list(order), 0
 
     def _reach(self, place: int) -> None:
-        """Gathers all up to the Span after a place of the order, and frees what lies before it."""
+        """Gathers all up to the Span after a place of the order, and frees what lies before it first."""
         while self._issued < min(place + 2, len(self._order)):
+            if self._issued > 1:
+                self._free(self._issued - 2)
             for bucket in self._needs[self._order[self._issued]]:
                 bucket.start()
             self._issued += 1
-            if self._issued > 2:
-                self._free(self._issued - 3)
         for bucket in self._needs[self._order[place]]:
             bucket.wait()
 

@@ -4,7 +4,7 @@ use rannc_cost::Blocks;
 use rannc_ir::{Analysis, Graph, OpRun};
 use rannc_plan::{
     BlockPlan, MemoryPrediction, PLAN_SCHEMA, Plan, Recompute, ScheduleKind, Sharding, StagePlan, StagePrediction,
-    StepPrediction,
+    StepPrediction, WholePrediction,
 };
 
 use crate::folder::Folder;
@@ -74,6 +74,7 @@ fn stage(ops: OpRun, ranks: Vec<u32>, blocks: Vec<BlockPlan>) -> StagePlan {
                 comm_bytes: MIB / 2,
                 framework_bytes: 512 * MIB,
             },
+            whole: WholePrediction::default(),
             sizes: Vec::new(),
         },
     }

@@ -16,8 +16,9 @@
 //! 8. Where ranks divide Params, each computation stands behind the gathers of all of them, in the order of its Spans;
 //!    these have their place in the order of what the members of a group do together.
 //! 9. All ranks come to their end (see [`machine`](crate::machine) for what blocks).
-//! 10. Of Programs that train: activations and messages that a rank holds at a time are no more than its Plan promises
-//!     ([`check_memory`]).
+//! 10. What a rank holds at a time is no more than its Plan promises ([`check_memory`]): Params and gradients that are
+//!     whole for a while although Replicas divide them; and where it trains in the microbatches that the Plan was made for,
+//!     activations and messages.
 
 mod actions;
 mod collectives;
@@ -25,7 +26,7 @@ mod layout;
 mod memory;
 mod transfers;
 
-pub use self::memory::{Promises, check_memory};
+pub use self::memory::{Holding, Promises, check_memory};
 use rannc_ir::{ParamId, ValueId};
 use thiserror::Error;
 
@@ -223,8 +224,8 @@ pub enum CheckError {
     },
     /// A rank that holds more than was promised.
     #[error(
-        "rank {rank}, action {position}, {action}: activations and messages take {bytes} bytes, where the plan promises \
-         at most {promised}; make the plan anew"
+        "rank {rank}, action {position}, {action}: {what} take {bytes} bytes, where the plan promises at most {promised}; \
+         make the plan anew"
     )]
     Memory {
         /// The rank.
@@ -233,7 +234,9 @@ pub enum CheckError {
         position: usize,
         /// The Action.
         action: Action,
-        /// What it holds then.
+        /// What takes the memory.
+        what: Holding,
+        /// How much of it there is then.
         bytes: u64,
         /// What its Plan promises.
         promised: u64,

@@ -4,6 +4,7 @@ mod accepted;
 mod cases;
 mod damage;
 mod grids;
+mod memory;
 mod oracle;
 mod refused;
 mod views;

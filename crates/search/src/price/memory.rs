@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use rannc_plan::{MemoryPrediction, Sharding, full_bytes};
+use rannc_plan::{MemoryPrediction, Sharding, WholePrediction, full_bytes};
 
 use super::at::{At, Pricing};
 use super::saver::Saver;
@@ -26,6 +26,10 @@ pub(crate) struct StageMemory {
     pub(crate) framework_bytes: f64,
     /// Kept for each microbatch in flight.
     pub(crate) microbatch_bytes: f64,
+    /// Of the parameters, those that are whole for a while although Replicas divide them.
+    pub(crate) whole_params_bytes: f64,
+    /// Of the gradients likewise.
+    pub(crate) whole_grads_bytes: f64,
 }
 
 impl StageMemory {
@@ -68,6 +72,11 @@ impl StageMemory {
             framework_bytes: self.framework_bytes as u64,
         }
     }
+
+    /// What of that is there for a while only.
+    pub(crate) fn whole(&self) -> WholePrediction {
+        WholePrediction { params_bytes: self.whole_params_bytes as u64, grads_bytes: self.whole_grads_bytes as u64 }
+    }
 }
 
 /// How many Replicas divide something.
@@ -106,6 +115,8 @@ impl Pricing<'_> {
             comm_bytes: self.comm_bytes(run, at),
             framework_bytes: at.framework_bytes,
             microbatch_bytes: self.kept_bytes(run, at),
+            whole_params_bytes,
+            whole_grads_bytes,
         }
     }
 

@@ -67,6 +67,7 @@ impl Pricing<'_> {
             in_bytes: self.chain.traffic.in_bytes.at(run.start, run.end, rows) as u64,
             out_bytes: self.chain.traffic.out_bytes.at(run.start, run.end, rows) as u64,
             memory: priced.memory.prediction(in_flight),
+            whole: priced.memory.whole(),
             sizes: self.pass_predictions(replicas, priced),
         }
     }

@@ -1,0 +1,187 @@
+//! What a Plan promises of the memory of a step.
+
+use std::collections::HashMap;
+
+use rannc_ir::{Graph, OpId, ParamId, ValueId};
+
+use crate::partition::{Crossing, Partition};
+use crate::plan::{Plan, StagePlan};
+use crate::predicted::WholePrediction;
+use crate::program::{Bucket, Program};
+use crate::schedule::depths;
+
+/// Each amount of a Plan is cut off to whole bytes; there are fewer of them.
+const CUT_OFF: u64 = 64;
+
+/// What a Plan promises of the memory of a step.
+#[derive(Clone, Debug, Default)]
+pub struct Promises {
+    batch_rows: u64,
+    microbatches: u64,
+    stages: Vec<StagePromise>,
+    values: HashMap<ValueId, Size>,
+    /// What Replicas send each other of a Param.
+    params: HashMap<ParamId, u64>,
+}
+
+/// Of a rank of a Stage.
+#[derive(Clone, Debug)]
+pub(super) struct StagePromise {
+    replicas: u64,
+    /// Rows of each size of microbatch on the largest Replica; none where all are equal.
+    sizes: Vec<u64>,
+    pub held: Option<HeldPromise>,
+    pub whole: WholePrediction,
+}
+
+/// Of activations and messages, in the microbatches that the Plan was made for.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct HeldPromise {
+    /// True when it may hold all microbatches at a time.
+    pub holds_all: bool,
+    /// All microbatches that are held at a time, and messages.
+    pub bytes: u64,
+    /// One microbatch between its forward and its backward.
+    pub kept_bytes: u64,
+}
+
+/// The size of a Value, by the number of rows.
+#[derive(Clone, Debug)]
+struct Size {
+    element_bytes: u64,
+    extents: Vec<(i64, i64)>,
+}
+
+impl Size {
+    fn of(graph: &Graph, value: ValueId) -> Self {
+        let found = &graph.values[value];
+        let extents = found.shape.iter().map(|dim| (dim.per_row, dim.fixed)).collect();
+        Self { element_bytes: found.dtype.bytes(), extents }
+    }
+
+    /// True when it has a certain size for each row.
+    fn grows(&self) -> bool {
+        self.extents.iter().filter(|(per_row, _)| *per_row != 0).count() == 1
+    }
+
+    fn at(&self, rows: u64) -> u64 {
+        let extent = |&(per_row, fixed): &(i64, i64)| {
+            let rows = i64::try_from(rows).unwrap_or(i64::MAX);
+            u64::try_from(per_row.saturating_mul(rows).saturating_add(fixed)).unwrap_or(0)
+        };
+        self.extents.iter().map(extent).fold(self.element_bytes, u64::saturating_mul)
+    }
+}
+
+impl Promises {
+    /// What a Plan promises of the Graph that it was made for, divided as it says.
+    pub fn new(plan: &Plan, graph: &Graph, partition: &Partition) -> Self {
+        let feeds = |crossing: &Crossing| {
+            let from = crossing.from as usize;
+            crossing.to.iter().map(move |&to| (from, to as usize)).collect::<Vec<_>>()
+        };
+        let depths = depths(plan.stages.len(), partition.crossings.iter().flat_map(feeds));
+        let stage = |((number, stage), depth): ((usize, &StagePlan), u32)| {
+            let held = plan.schedule.order(number, depth, plan.microbatches).in_flight().max(1);
+            StagePromise {
+                replicas: stage.ranks.len() as u64,
+                sizes: stage.predicted.sizes.iter().map(|size| size.rows).collect(),
+                held: HeldPromise::new(stage, held, held >= u64::from(plan.microbatches)),
+                whole: stage.predicted.whole,
+            }
+        };
+        let of_outputs = partition.stages.iter().flat_map(|part| part.outputs.iter().copied());
+        let moved = partition.crossings.iter().map(|crossing| crossing.value).chain(of_outputs);
+        Self {
+            batch_rows: plan.batch_rows,
+            microbatches: u64::from(plan.microbatches),
+            stages: plan.stages.iter().enumerate().zip(depths).map(stage).collect(),
+            values: moved.map(|value| (value, Size::of(graph, value))).collect(),
+            params: gathered_bytes(graph),
+        }
+    }
+
+    /// True when they are of as many Stages.
+    pub(super) fn are_of(&self, partition: &Partition) -> bool {
+        self.stages.len() == partition.stages.len()
+    }
+
+    pub(super) fn stage(&self, stage: u32) -> &StagePromise {
+        &self.stages[stage as usize]
+    }
+
+    /// True when a Program's microbatches are those that the Plan was made for, and all have rows: rows that do not divide
+    /// go to the first ranks, and of each rank to the first microbatches.
+    pub(super) fn is_planned(&self, program: &Program) -> bool {
+        let ranks = if program.gather_inputs { program.ranks.len() as u64 } else { 1 };
+        let part = |all: u64, parts: u64, place: u64| all / parts + u64::from(place < all % parts);
+        let of_rank = |rank: u64, mb: u64| part(part(self.batch_rows, ranks, rank), self.microbatches, mb);
+        let planned = (0..self.microbatches).map(|mb| (0..ranks).map(|rank| of_rank(rank, mb)).sum::<u64>());
+        program.microbatches.iter().all(|&rows| rows > 0) && planned.eq(program.microbatches.iter().copied())
+    }
+
+    /// The size of rows of a Value that goes from Stage to Stage.
+    pub(super) fn value_bytes(&self, value: ValueId, rows: u64) -> u64 {
+        self.values.get(&value).map_or(0, |size| size.at(rows))
+    }
+
+    /// The size of what is gathered of a bucket, but for what evens out its parts.
+    pub(super) fn gathered_bytes(&self, bucket: &Bucket) -> u64 {
+        bucket.params.iter().filter_map(|param| self.params.get(param)).sum()
+    }
+
+    /// The size of a Stage's outputs of the whole batch on its largest Replica.
+    pub(super) fn outputs_bytes(&self, program: &Program, partition: &Partition, stage: u32) -> u64 {
+        let outputs = partition.stages[stage as usize].outputs.iter();
+        let sizes: Vec<&Size> =
+            outputs.filter_map(|value| self.values.get(value)).filter(|size| size.grows()).collect();
+        let rows = self.stage(stage).rows(program);
+        rows.flat_map(|rows| sizes.iter().map(move |size| size.at(rows))).fold(0, u64::saturating_add)
+    }
+}
+
+impl StagePromise {
+    /// Rows of each microbatch on the largest Replica.
+    fn rows(&self, program: &Program) -> impl Iterator<Item = u64> {
+        program.microbatches.iter().map(|rows| rows.div_ceil(self.replicas.max(1)))
+    }
+
+    /// True when the Plan knows microbatches of these sizes on the Stage.
+    pub(super) fn knows_sizes(&self, program: &Program) -> bool {
+        let mut sizes: Vec<u64> = self.rows(program).collect();
+        sizes.dedup();
+        if self.sizes.is_empty() { sizes.len() == 1 } else { sizes == self.sizes }
+    }
+}
+
+impl HeldPromise {
+    /// Of a Stage that holds so many microbatches; nothing where the Plan expects nothing.
+    fn new(stage: &StagePlan, held: u64, holds_all: bool) -> Option<Self> {
+        let memory = &stage.predicted.memory;
+        // A microbatch has what was received for it; figures with less are those of another order.
+        let fits = memory.activations_bytes / held >= stage.predicted.in_bytes;
+        (fits && memory.total_bytes() > 0).then(|| Self {
+            holds_all,
+            bytes: memory.activations_bytes.saturating_add(memory.comm_bytes).saturating_add(CUT_OFF + held),
+            kept_bytes: memory.activations_bytes.div_ceil(held),
+        })
+    }
+}
+
+/// What Replicas send each other of each Param where each has a part of it: the smaller copy in another type, where the
+/// model does nothing else with it than make that.
+fn gathered_bytes(graph: &Graph) -> HashMap<ParamId, u64> {
+    let mut readers: HashMap<ValueId, Vec<OpId>> = HashMap::new();
+    for (id, op) in graph.ops.iter() {
+        op.operands().into_iter().for_each(|value| readers.entry(value).or_default().push(id));
+    }
+    let bytes = |value: ValueId| Size::of(graph, value).at(0);
+    let copy_bytes = |value: ValueId| match readers.get(&value).map(Vec::as_slice) {
+        Some(&[op]) if graph.ops[op].target == "aten.to.dtype" => {
+            graph.ops[op].results.first().map(|&copy| bytes(copy))
+        }
+        _ => None,
+    };
+    let gathered = |value: ValueId| copy_bytes(value).map_or(bytes(value), |copy_bytes| copy_bytes.min(bytes(value)));
+    graph.params.iter().map(|(id, param)| (id, gathered(param.value))).collect()
+}
