@@ -255,6 +255,18 @@ def test_numbers_of_state_arguments_and_chance_are_not_taken_for_known() -> None
         assert torch.equal(made, expected)
 
 
+def test_a_number_that_data_was_written_over_is_not_taken_for_known() -> None:
+    def counted(net: Net, x: Tensor) -> Tensor:
+        counts = torch.zeros(2)
+        counts[0] = x.detach().max()
+        return net.last(x) * counts[0:1].item()
+
+    net, x = Net(counted), torch.randn(ROWS, WIDTH)
+    captured = capture(net, (x,), {}, device=CPU, rows=ROWS)
+    (made,) = captured.gm(*net.parameters(), 2 * x)
+    assert torch.equal(made, net(2 * x))
+
+
 class Twice(nn.Module):
     """Uses one weight under two names, and a number that only data tell."""
 

@@ -177,6 +177,9 @@ class Oracle:
 
     def constant_of(self, node: fx.Node) -> int | float | bool | None:
         """The number that ``node``, a tensor of one element, has in every call; None if something may change it."""
+        assert self._graph is not None
+        if any(written_memory(other) & memory(node) for other in self._graph.nodes):
+            return None
         if not all(_is_fixed(ancestor) for ancestor in self._slice_of(node)):
             return None
         try:
