@@ -71,8 +71,7 @@ class Gradients:
         self._filling: weakref.ref[GradientSet] | None = None
         self._works: list[tuple[Work, Tensor, Tensor]] = []
         self._scattering: deque[SpreadSums] = deque()
-        self._open: set[int] = set()
-        self._arrived = [0] * len(buckets)
+        self._open: dict[int, int] = {}  # Buckets that a backward fills, with how many of its gradients have come.
         self._late: Set[int] = frozenset()
         self._due: deque[int] = deque()
         self._started: set[int] = set()
@@ -169,12 +168,11 @@ class Gradients:
             late: buckets to which a second backward adds, before :meth:`collect`.
         """
         self._finish_scattering()
-        self._open, self._late = set(range(len(self._buckets))), late
-        self._arrived = [0] * len(self._buckets)
+        self._open, self._late = dict.fromkeys(range(len(self._buckets)), 0), late
 
     def collect(self, current: GradientSet) -> None:
         """Takes what the backward of a microbatch has left on the leaves, and starts the sums that are due."""
-        for index in sorted(self._open):
+        for index in self._open:
             self._take(current, index, whole=False)
         self._open.clear()
         self._start_due(current)
@@ -227,11 +225,11 @@ class Gradients:
         if current is None or index not in self._open or index in self._late:
             return
         # A node of autograd may have many parameters, whose gradients then come in any order.
-        self._arrived[index] += 1
-        missing = len(self._leaves_of[index]) - self._count_complete(current, index) - self._arrived[index]
+        self._open[index] += 1
+        missing = len(self._leaves_of[index]) - self._count_complete(current, index) - self._open[index]
         if missing > 0 or not self._take(current, index, whole=True):
             return
-        self._open.remove(index)
+        del self._open[index]
         self._start_due(current)
         # Others start these sums in backwards too, which wait for nothing that this rank does later.
         self._finish_scattering(leave=1)

@@ -10,7 +10,7 @@ mod spans;
 mod verify;
 
 pub use self::error::PartitionError;
-pub(crate) use self::only_span::only_span;
+pub(crate) use self::only_span::{conversion, only_span};
 pub use self::parts::{Crossing, InputPart, OutputPart, OutputSource, Partition, SpanPart, StagePart, TiedParam};
 pub use self::spans::{LEVELS as SPAN_LEVELS, LONGER as LONGER_SPANS};
 pub use self::verify::PartitionFault;

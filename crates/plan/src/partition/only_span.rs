@@ -30,7 +30,7 @@ pub(crate) fn only_span(graph: &Graph, part: &StagePart, value: ValueId) -> Opti
 }
 
 /// The result of an Op that does nothing but convert to another type.
-fn conversion(graph: &Graph, op: OpId) -> Option<ValueId> {
+pub(crate) fn conversion(graph: &Graph, op: OpId) -> Option<ValueId> {
     let op = &graph.ops[op];
     let converts = op.target == "aten.to.dtype" && op.args.len() == 2 && op.kwargs.is_empty();
     match op.results[..] {

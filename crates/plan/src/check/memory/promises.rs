@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use rannc_ir::{Graph, OpId, ParamId, ValueId};
 
-use crate::partition::{Crossing, Partition};
+use crate::partition::{Crossing, Partition, conversion};
 use crate::plan::{Plan, StagePlan};
 use crate::predicted::WholePrediction;
 use crate::program::{Bucket, Program};
@@ -177,9 +177,7 @@ fn gathered_bytes(graph: &Graph) -> HashMap<ParamId, u64> {
     }
     let bytes = |value: ValueId| Size::of(graph, value).at(0);
     let copy_bytes = |value: ValueId| match readers.get(&value).map(Vec::as_slice) {
-        Some(&[op]) if graph.ops[op].target == "aten.to.dtype" => {
-            graph.ops[op].results.first().map(|&copy| bytes(copy))
-        }
+        Some(&[op]) => conversion(graph, op).map(bytes),
         _ => None,
     };
     let gathered = |value: ValueId| copy_bytes(value).map_or(bytes(value), |copy_bytes| copy_bytes.min(bytes(value)));
