@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
@@ -238,10 +239,12 @@ def _parts_us(step: StepTimes) -> dict[str, float]:
 
 
 def _microbatch_us(step: StepTimes, kind: Kind, microbatches: set[int]) -> float:
-    times = [
-        span.end_us - span.start_us for span in step.spans if span.kind == kind and span.microbatch in microbatches
-    ]
-    return fmean(times) if times else 0.0
+    # A backward may come in two parts.
+    times: Counter[int] = Counter()
+    for span in step.spans:
+        if span.kind == kind and span.microbatch in microbatches:
+            times[span.microbatch] += span.end_us - span.start_us
+    return fmean(times.values()) if times else 0.0
 
 
 # Beside the predictions

@@ -107,6 +107,7 @@ class Seen:
 def watched(seen: Seen) -> Iterator[None]:
     """Notes what the runtime does inside."""
     forward, backward, seat_send = Seat.forward, Seat.backward, Seat.send
+    backward_input, backward_weight = Seat.backward_input, Seat.backward_weight
     send, start_sum = Channels.send, gradients.start_sum
     scatter, gather_parts = SpreadSums.start, gathered.gather_parts
 
@@ -123,6 +124,14 @@ def watched(seen: Seen) -> Iterator[None]:
     def watch_backward(seat: Any, microbatch: int, *args: Any, **kwargs: Any) -> None:
         seen.order.append(f"B{microbatch}")
         backward(seat, microbatch, *args, **kwargs)
+
+    def watch_input(seat: Any, microbatch: int, *args: Any) -> None:
+        seen.order.append(f"I{microbatch}")
+        backward_input(seat, microbatch, *args)
+
+    def watch_weight(seat: Any, microbatch: int, **kwargs: Any) -> None:
+        seen.order.append(f"W{microbatch}")
+        backward_weight(seat, microbatch, **kwargs)
 
     def watch_message(seat: Any, message: Send) -> None:
         seen.sent.append((message.microbatch, message.kind, message.peer, 0))
@@ -150,6 +159,8 @@ def watched(seen: Seen) -> Iterator[None]:
     with patch.context() as inside:
         inside.setattr(Seat, "forward", watch_forward)
         inside.setattr(Seat, "backward", watch_backward)
+        inside.setattr(Seat, "backward_input", watch_input)
+        inside.setattr(Seat, "backward_weight", watch_weight)
         inside.setattr(Seat, "send", watch_message)
         inside.setattr(Channels, "send", watch_send)
         inside.setattr(gradients, "start_sum", watch_sum)

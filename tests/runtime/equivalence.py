@@ -36,7 +36,7 @@ class Case:
         inputs: ``"gathered"``, or ``"first"`` for those of rank 0 only.
         input_grads: floating-point inputs require gradients.
         optimizer: name of the optimizer.
-        schedule: of the plan with ``replicas``; the search's choice when empty.
+        schedule: of the plan with ``replicas``, a name or each Stage's computations; the search's choice when empty.
         sharding: what the Replicas of the plan with ``replicas`` divide.
     """
 
@@ -48,7 +48,7 @@ class Case:
     inputs: str = "gathered"
     input_grads: bool = False
     optimizer: str = "adam"
-    schedule: str = ""
+    schedule: str | list[str] = ""
     sharding: str = "none"
 
     @property

@@ -220,6 +220,9 @@ pub(crate) struct SearchArgs {
     /// The loss is computed outside the model: all forwards run before the first backward.
     #[arg(long)]
     pub(crate) loss_outside: bool,
+    /// Let backwards come in two parts, of which the second, with the gradients of parameters, fills idle time.
+    #[arg(long)]
+    pub(crate) split_backward: bool,
     /// What the replicas of a stage divide: nothing, what is best, or the optimizer's state (1), also gradients (2), also
     /// parameters (3), on every stage with several replicas.
     #[arg(long, value_name = "LEVEL", value_enum, default_value_t = ZeroArg::Off)]

@@ -4,7 +4,7 @@ use thiserror::Error;
 
 use crate::plan::{BlockPlan, Plan, StagePlan};
 use crate::predicted::StepPrediction;
-use crate::saver::Recompute;
+use crate::saver::{Recompute, Sharding};
 use crate::schedule::{Order, Schedule};
 
 /// As many as a cluster may have: readers make lists of them.
@@ -91,6 +91,11 @@ pub enum PlanFault {
         /// What is wrong with it.
         problem: &'static str,
     },
+    /// A backward in two parts where its gradients are divided.
+    #[error(
+        "the order of stage {0} has backwards in two parts, but its replicas divide gradients; list B, not I and W"
+    )]
+    DividedParts(usize),
     /// A prediction is not a number.
     #[error("a predicted time is infinite or not a number")]
     NotFinite,
@@ -130,7 +135,7 @@ impl Plan {
             expected = ops.end;
         }
         check_blocks(&self.stages)?;
-        check_schedule(&self.schedule, self.stages.len(), self.microbatches)?;
+        check_schedule(&self.schedule, &self.stages, self.microbatches)?;
         check_ranks(self.stages.iter().map(|stage| stage.ranks.as_slice()), self.world_size)?;
         let StepPrediction { step_us, bubble, lower_bound_us } = self.predicted;
         let stage_times = self.stages.iter().flat_map(|StagePlan { predicted: p, .. }| {
@@ -168,10 +173,15 @@ fn check_blocks(stages: &[StagePlan]) -> Result<(), PlanFault> {
 }
 
 /// Checks that listed orders have every computation of every Stage.
-fn check_schedule(schedule: &Schedule, stages: usize, microbatches: u32) -> Result<(), PlanFault> {
+fn check_schedule(schedule: &Schedule, stages: &[StagePlan], microbatches: u32) -> Result<(), PlanFault> {
     let Schedule::Explicit(orders) = schedule else { return Ok(()) };
-    if orders.len() != stages {
-        return Err(PlanFault::Orders { listed: orders.len(), stages });
+    if orders.len() != stages.len() {
+        return Err(PlanFault::Orders { listed: orders.len(), stages: stages.len() });
+    }
+    let divided =
+        |(stage, order): (&StagePlan, &Order)| stage.sharding >= Sharding::Gradients && order.splits_backward();
+    if let Some(stage) = stages.iter().zip(orders).position(divided) {
+        return Err(PlanFault::DividedParts(stage));
     }
     let fault = |(stage, order): (usize, &Order)| Some((stage, order.fault(microbatches)?));
     match orders.iter().enumerate().find_map(fault) {

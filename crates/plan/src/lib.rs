@@ -11,6 +11,8 @@ mod predicted;
 mod program;
 mod saver;
 mod schedule;
+#[cfg(feature = "testing")]
+pub mod testing;
 
 pub use check::{ActionFault, CheckError, Holding, Promises, check, check_memory};
 pub use consistent::PlanFault;

@@ -59,6 +59,8 @@ pub(crate) fn name(what: What) -> String {
     match what {
         What::Forward { mb } => format!("forward {mb}"),
         What::Backward { mb } => format!("backward {mb}"),
+        What::BackwardInput { mb } => format!("backward {mb}, inputs"),
+        What::BackwardWeight { mb } => format!("backward {mb}, weights"),
         What::Send { mb, peer, payload } => format!("{} {mb} to rank {peer}", content(payload)),
         What::Recv { mb, peer, payload } => format!("{} {mb} from rank {peer}", content(payload)),
         What::Reduce => "reduce".to_owned(),

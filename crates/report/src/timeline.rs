@@ -9,6 +9,8 @@ use crate::simulation::Simulation;
 
 const FORWARD: char = '▒';
 const BACKWARD: char = '█';
+/// Of a backward in two parts the second.
+const WEIGHTS: char = '▓';
 const REDUCE: char = '≈';
 const UPDATE: char = '=';
 const WAITING: char = '.';
@@ -30,8 +32,15 @@ pub fn draw(timeline: &Timeline, simulation: &Simulation, width: usize) -> Strin
         let line: String = line(rank, timeline.step_us, cells).into_iter().collect();
         drawing += &format!("{label:indent$}|{line}|\n");
     }
+    let mut events = timeline.ranks.iter().flat_map(|rank| &rank.events);
+    let is_split = events.any(|event| matches!(event.what, What::BackwardWeight { .. }));
+    let computations = if is_split {
+        format!("{FORWARD} forward, {BACKWARD} backward and {WEIGHTS} the weights' part of one")
+    } else {
+        format!("{FORWARD} forward and {BACKWARD} backward")
+    };
     let legend = format!(
-        "{FORWARD} forward and {BACKWARD} backward, each begun by its microbatch; {REDUCE} gradient reduction, {UPDATE} \
+        "{computations}, each begun by its microbatch; {REDUCE} gradient reduction, {UPDATE} \
          optimizer, {WAITING} waiting for a message, blank: bubble"
     );
     drawing + &paragraph(&legend, width)
@@ -48,7 +57,8 @@ fn line(rank: &RankTimeline, step_us: f64, cells: usize) -> Vec<char> {
         let slice = &mut line[cell(start_us)..cell(end_us)];
         let (fill, number) = match what {
             What::Forward { mb } => (FORWARD, mb.to_string()),
-            What::Backward { mb } => (BACKWARD, mb.to_string()),
+            What::Backward { mb } | What::BackwardInput { mb } => (BACKWARD, mb.to_string()),
+            What::BackwardWeight { mb } => (WEIGHTS, mb.to_string()),
             What::Reduce | What::Gather => (REDUCE, String::new()),
             What::Update => (UPDATE, String::new()),
             What::Send { .. } | What::Recv { .. } => continue,

@@ -152,7 +152,7 @@ impl Trace<'_> {
             return args.into();
         }
         add("replica", own.replica.into());
-        if let What::Forward { mb } | What::Backward { mb } = what {
+        if let Some(mb) = what.computed() {
             let rows = &self.step.program.stage_rows[own.stage as usize][mb as usize][own.replica as usize];
             add("microbatch", mb.into());
             add("rows", rows.rows().into());
@@ -166,6 +166,8 @@ const fn category(what: What) -> &'static str {
     match what {
         What::Forward { .. } => "forward",
         What::Backward { .. } => "backward",
+        What::BackwardInput { .. } => "backward of inputs",
+        What::BackwardWeight { .. } => "backward of weights",
         What::Send { .. } | What::Recv { .. } => "message",
         What::Reduce => "reduce",
         What::Gather => "gather",

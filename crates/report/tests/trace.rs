@@ -37,6 +37,15 @@ impl Costs for Rows {
     fn backward_us(&self, _: u32, rows: u64) -> f64 {
         2.0 * rows as f64
     }
+    fn backward_input_us(&self, _: u32, rows: u64) -> f64 {
+        rows as f64
+    }
+    fn backward_weight_us(&self, _: u32, rows: u64) -> f64 {
+        rows as f64
+    }
+    fn waiting_bytes(&self, _: u32, rows: u64) -> u64 {
+        rows
+    }
     fn send_us(&self, _: u32, _: u32, bytes: u64) -> f64 {
         0.1 * bytes as f64
     }

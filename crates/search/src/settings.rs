@@ -81,6 +81,8 @@ pub struct Settings {
     pub loss_inside: bool,
     /// True when accelerators replay their work of a step, so that their hosts take no time to start it.
     pub replays: bool,
+    /// True when the backward of a microbatch may come in two parts.
+    pub split_backward: bool,
     /// Type in which gradients are summed over ranks.
     pub reduce_dtype: ReduceDType,
     /// What the runtime can do.
@@ -115,6 +117,7 @@ impl Default for Settings {
             min_microbatch_rows: 1,
             loss_inside: true,
             replays: false,
+            split_backward: false,
             reduce_dtype: ReduceDType::default(),
             savers: Savers::default(),
             limits: Limits::default(),

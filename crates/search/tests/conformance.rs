@@ -8,6 +8,7 @@ use proptest::prelude::*;
 use rannc_cost::Cluster;
 use rannc_ir::testing::GraphBuilder;
 use rannc_ir::{Analysis, Arg, DType, Dim, Graph, OpRun, ValueId};
+use rannc_plan::testing::in_two_parts;
 use rannc_plan::{
     Action, Batch, BlockPlan, Buckets, Call, CheckError, Interval, Partition, Payload, Placement, Plan, Program,
     Promises, Recompute, Schedule, ScheduleKind, Sharding, StagePlan, StagePrediction, StepPrediction, Trained, build,
@@ -158,6 +159,15 @@ impl Costs for Ticks {
     fn backward_us(&self, _: u32, _: u64) -> f64 {
         1.0
     }
+    fn backward_input_us(&self, _: u32, _: u64) -> f64 {
+        1.0
+    }
+    fn backward_weight_us(&self, _: u32, _: u64) -> f64 {
+        1.0
+    }
+    fn waiting_bytes(&self, _: u32, _: u64) -> u64 {
+        0
+    }
     fn send_us(&self, _: u32, _: u32, _: u64) -> f64 {
         0.0
     }
@@ -200,6 +210,8 @@ fn drawn(timeline: &Timeline) -> String {
             let name = match event.what {
                 What::Forward { mb } => format!("F{mb}"),
                 What::Backward { mb } => format!("B{mb}"),
+                What::BackwardInput { mb } => format!("I{mb}"),
+                What::BackwardWeight { mb } => format!("W{mb}"),
                 _ => continue,
             };
             text += &" . ".repeat(event.start_us as usize - tick);
@@ -301,21 +313,40 @@ fn cases() -> impl Strategy<Value = Case> {
     let models = prop::sample::select(vec!["chain", "wide", "tied", "skipping"]);
     let schedules = prop::sample::select(vec![ScheduleKind::OneForwardOneBackward, ScheduleKind::FillDrain]);
     let levels = prop::sample::select(vec![Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::Params]);
-    (models, prop::collection::vec(1..5_usize, 1..6), 1..10_u32, 9..200_u64, schedules, levels).prop_map(
-        |(model, replicas, microbatches, rows, schedule, level)| Case {
-            model: model.to_owned(),
-            microbatches,
-            rows: {
-                let ranks = replicas.iter().sum();
-                let equal = (1 + rows % 8) * ranks as u64 * u64::from(microbatches);
-                split_even(if rows % 2 == 0 { equal } else { rows }, ranks).into_iter().map(Interval::rows).collect()
-            },
-            schedule: schedule.into(),
-            call: if schedule == ScheduleKind::FillDrain { Call::Halves } else { Call::Whole },
-            sharding: replicas.iter().map(|&count| if count > 1 { level } else { Sharding::None }).collect(),
-            replicas,
+    let parts = prop::option::of(any::<u64>());
+    (models, prop::collection::vec(1..5_usize, 1..6), 1..10_u32, 9..200_u64, schedules, levels, parts).prop_map(
+        |(model, replicas, microbatches, rows, schedule, level, parts)| {
+            let sharding: Vec<Sharding> =
+                replicas.iter().map(|&count| if count > 1 { level } else { Sharding::None }).collect();
+            Case {
+                model: model.to_owned(),
+                microbatches,
+                rows: {
+                    let ranks = replicas.iter().sum();
+                    let equal = (1 + rows % 8) * ranks as u64 * u64::from(microbatches);
+                    let rows = split_even(if rows % 2 == 0 { equal } else { rows }, ranks);
+                    rows.into_iter().map(Interval::rows).collect()
+                },
+                schedule: match parts {
+                    Some(seed) => split(schedule.into(), &sharding, microbatches, seed),
+                    None => schedule.into(),
+                },
+                call: if schedule == ScheduleKind::FillDrain { Call::Halves } else { Call::Whole },
+                sharding,
+                replicas,
+            }
         },
     )
+}
+
+/// The Schedule of a chain of Stages with backwards in two parts where no gradients are divided.
+fn split(schedule: Schedule, sharding: &[Sharding], microbatches: u32, seed: u64) -> Schedule {
+    let order = |(stage, level): (usize, &Sharding)| {
+        let depth = u32::try_from(sharding.len() - stage).expect("few");
+        let order = schedule.order(stage, depth, microbatches);
+        if *level < Sharding::Gradients { in_two_parts(&order, seed ^ stage as u64) } else { order }
+    };
+    Schedule::Explicit(sharding.iter().enumerate().map(order).collect())
 }
 
 proptest! {

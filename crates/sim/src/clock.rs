@@ -1,7 +1,7 @@
 //! The machine's clock at given costs.
 
 use rannc_plan::{
-    Action, CheckError, Clock, Collective, CollectiveKind, Compute, Interval, Program, ProgramScript, RankProgram, Slot,
+    CheckError, Clock, Collective, CollectiveKind, Compute, Interval, Program, ProgramScript, RankProgram, Slot,
 };
 
 use crate::costs::{Costs, RowCostTable, RowCosts, time};
@@ -52,11 +52,11 @@ fn of_rank(
     let stage = program.stage_rows.get(own.stage as usize);
     let mut found = vec![None; program.microbatches.len()];
     for action in own.forward.iter().chain(&own.backward) {
-        let (Action::Forward { mb } | Action::Backward { mb }) = action else { continue };
-        let replicas = stage.and_then(|stage| stage.get(*mb as usize));
+        let Some(mb) = action.compute().map(Compute::microbatch) else { continue };
+        let replicas = stage.and_then(|stage| stage.get(mb as usize));
         let rows = replicas.and_then(|replicas| replicas.get(own.replica as usize)).copied().map(Interval::rows);
         let rows = rows.ok_or(CheckError::Shape("a rank computes what stage_rows does not have"))?;
-        found[*mb as usize] = Some(table.at(own.stage, rows)?);
+        found[mb as usize] = Some(table.at(own.stage, rows)?);
     }
     Ok(found)
 }
@@ -88,9 +88,12 @@ fn sum_us(program: &Program, Collective { bucket, kind }: Collective, costs: &dy
 
 impl Clock for Prices {
     fn compute(&self, rank: u32, compute: Compute) -> f64 {
+        let costs = self.of_rows(rank, compute.microbatch());
         match compute {
-            Compute::Forward(mb) => self.of_rows(rank, mb).forward_us,
-            Compute::Backward(mb) => self.of_rows(rank, mb).backward_us,
+            Compute::Forward(_) => costs.forward_us,
+            Compute::Backward(_) => costs.backward_us,
+            Compute::BackwardInput(_) => costs.backward_input_us,
+            Compute::BackwardWeight(_) => costs.backward_weight_us,
         }
     }
     fn message(&self, message: Slot) -> f64 {

@@ -15,6 +15,10 @@ pub trait Costs {
     fn forward_us(&self, stage: u32, rows: u64) -> f64;
     /// Backward of one Replica's `rows` rows of a microbatch, recomputing included.
     fn backward_us(&self, stage: u32, rows: u64) -> f64;
+    /// Of a backward in two parts the first: the gradients of what came in.
+    fn backward_input_us(&self, stage: u32, rows: u64) -> f64;
+    /// The second: the gradients of Params.
+    fn backward_weight_us(&self, stage: u32, rows: u64) -> f64;
     /// One message from rank to rank, when nothing else moves.
     fn send_us(&self, src: u32, dst: u32, bytes: u64) -> f64;
     /// Size of `rows` rows of a Value, or of its gradient.
@@ -36,6 +40,8 @@ pub trait Costs {
     fn fixed_bytes(&self, stage: u32) -> u64;
     /// Memory that `rows` rows of a microbatch hold from the start of forward to the end of backward.
     fn microbatch_bytes(&self, stage: u32, rows: u64) -> u64;
+    /// Memory that `rows` rows of a microbatch hold besides between the two parts of their backward.
+    fn waiting_bytes(&self, stage: u32, rows: u64) -> u64;
     /// Further memory while forward or backward of `rows` rows runs.
     fn workspace_bytes(&self, stage: u32, rows: u64) -> u64;
 }
@@ -45,7 +51,10 @@ pub trait Costs {
 pub(crate) struct RowCosts {
     pub(crate) forward_us: f64,
     pub(crate) backward_us: f64,
+    pub(crate) backward_input_us: f64,
+    pub(crate) backward_weight_us: f64,
     pub(crate) microbatch_bytes: u64,
+    pub(crate) waiting_bytes: u64,
     pub(crate) workspace_bytes: u64,
 }
 
@@ -69,7 +78,13 @@ impl<'a> RowCostTable<'a> {
         let found = RowCosts {
             forward_us: time(self.costs.forward_us(stage, rows), name("forward"))?,
             backward_us: time(self.costs.backward_us(stage, rows), name("backward"))?,
+            backward_input_us: time(self.costs.backward_input_us(stage, rows), name("inputs' part of the backward"))?,
+            backward_weight_us: time(
+                self.costs.backward_weight_us(stage, rows),
+                name("weights' part of the backward"),
+            )?,
             microbatch_bytes: self.costs.microbatch_bytes(stage, rows),
+            waiting_bytes: self.costs.waiting_bytes(stage, rows),
             workspace_bytes: self.costs.workspace_bytes(stage, rows),
         };
         self.known.insert((stage, rows), found);

@@ -70,20 +70,21 @@ impl<'a> Recorder<'a> {
 impl Observer for Recorder<'_> {
     fn computed(&mut self, rank: u32, compute: Compute, span: Span) {
         let costs = self.prices.of_rows(rank, compute.microbatch());
-        let (what, forward) = match compute {
-            Compute::Forward(mb) => (What::Forward { mb }, true),
-            Compute::Backward(mb) => (What::Backward { mb }, false),
-        };
         let memory = &mut self.memory[rank as usize];
-        if forward {
-            memory.hold(span.start, costs.microbatch_bytes);
+        match compute {
+            Compute::Forward(_) => memory.hold(span.start, costs.microbatch_bytes),
+            Compute::BackwardInput(_) => memory.hold(span.start, costs.waiting_bytes),
+            Compute::Backward(_) | Compute::BackwardWeight(_) => {}
         }
         memory.use_between(span.start, span.end, costs.workspace_bytes);
-        if !forward || !self.trains {
+        if compute.ends_microbatch() || !self.trains {
             memory.release(span.end, costs.microbatch_bytes);
         }
+        if let Compute::BackwardWeight(_) = compute {
+            memory.release(span.end, costs.waiting_bytes);
+        }
         self.ranks[rank as usize].busy_us += span.end - span.start;
-        self.note(rank, span, what);
+        self.note(rank, span, compute.into());
     }
 
     fn moved(&mut self, message: Slot, span: Span) {

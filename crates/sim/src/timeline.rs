@@ -1,6 +1,6 @@
 //! What the simulator finds.
 
-use rannc_plan::Payload;
+use rannc_plan::{Compute, Payload};
 use serde::{Deserialize, Serialize};
 
 /// One simulated step.
@@ -74,6 +74,16 @@ pub enum What {
         /// The microbatch.
         mb: u32,
     },
+    /// The inputs' part of the backward of a microbatch.
+    BackwardInput {
+        /// The microbatch.
+        mb: u32,
+    },
+    /// The weights' part of the backward of a microbatch.
+    BackwardWeight {
+        /// The microbatch.
+        mb: u32,
+    },
     /// A message leaves.
     Send {
         /// The microbatch.
@@ -98,4 +108,27 @@ pub enum What {
     Gather,
     /// The optimizer updates.
     Update,
+}
+
+impl From<Compute> for What {
+    fn from(compute: Compute) -> Self {
+        match compute {
+            Compute::Forward(mb) => Self::Forward { mb },
+            Compute::Backward(mb) => Self::Backward { mb },
+            Compute::BackwardInput(mb) => Self::BackwardInput { mb },
+            Compute::BackwardWeight(mb) => Self::BackwardWeight { mb },
+        }
+    }
+}
+
+impl What {
+    /// The microbatch of a computation.
+    pub const fn computed(self) -> Option<u32> {
+        match self {
+            Self::Forward { mb } | Self::Backward { mb } | Self::BackwardInput { mb } | Self::BackwardWeight { mb } => {
+                Some(mb)
+            }
+            _ => None,
+        }
+    }
 }

@@ -43,6 +43,20 @@ class Backward:
 
 
 @dataclass(frozen=True)
+class BackwardInput:
+    """The first part of the backward of this rank's rows of a microbatch: the gradients of what came in."""
+
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class BackwardWeight:
+    """The second part of a backward: the gradients of parameters."""
+
+    microbatch: int
+
+
+@dataclass(frozen=True)
 class Message:
     """Values (to a later Stage) or their gradients (to an earlier one) between two ranks."""
 
@@ -96,7 +110,8 @@ class AllGather:
     bytes: int
 
 
-Action: TypeAlias = Forward | Backward | Send | Recv | AllReduce | ReduceScatter | AllGather
+Compute: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight
+Action: TypeAlias = Compute | Send | Recv | AllReduce | ReduceScatter | AllGather
 
 
 @dataclass(frozen=True)
@@ -182,6 +197,10 @@ def _action(item: dict[str, Any]) -> Action:
         return Forward(item["mb"])
     if kind == "backward":
         return Backward(item["mb"])
+    if kind == "backward_input":
+        return BackwardInput(item["mb"])
+    if kind == "backward_weight":
+        return BackwardWeight(item["mb"])
     if kind == "all_reduce":
         return AllReduce(item["group"], item["bucket"], item["bytes"])
     if kind == "reduce_scatter":

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pyrannc.core.program import Action, AllGather, AllReduce, Backward, Forward, Recv, ReduceScatter, Send
+from pyrannc.core.program import (
+    Action,
+    AllGather,
+    AllReduce,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Recv,
+    ReduceScatter,
+    Send,
+)
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.seat import Seat, Seeds
 from pyrannc.runtime.timing import Marks
@@ -51,7 +62,8 @@ class Executor:
                 ranks wait for messages of this kind, at the end.
         """
         gradients = self._context.gradients
-        last_backward = max((i for i, action in enumerate(actions) if isinstance(action, Backward)), default=-1)
+        ends = (i for i, action in enumerate(actions) if isinstance(action, Backward | BackwardWeight))
+        last_backward = max(ends, default=-1)
         forwards_end = self._forwards_end(actions)
         for index, action in enumerate(actions):
             if when_forward is not None and index == forwards_end:
@@ -59,11 +71,11 @@ class Executor:
             self._context.record.enter(first_record + index)
             if isinstance(action, Forward):
                 self._seat.forward(action.microbatch)
-            elif isinstance(action, Backward):
+            elif isinstance(action, Backward | BackwardInput | BackwardWeight):
                 assert current is not None, "a run with backwards has gradients"
                 last = index == last_backward
                 gradients.expect(self._late if last else frozenset())
-                self._seat.backward(action.microbatch, seeds, keep_graph=keep_graph, last=last)
+                self._backward(action, seeds, keep_graph=keep_graph, last=last)
                 gradients.collect(current)
             elif isinstance(action, Send):
                 self._seat.send(action)
@@ -84,6 +96,16 @@ class Executor:
             when_forward()
         if current is not None and self._marks is not None:
             self._marks.finish()
+
+    def _backward(
+        self, action: Backward | BackwardInput | BackwardWeight, seeds: Seeds, *, keep_graph: bool, last: bool
+    ) -> None:
+        if isinstance(action, Backward):
+            self._seat.backward(action.microbatch, seeds, keep_graph=keep_graph, last=last)
+        elif isinstance(action, BackwardInput):
+            self._seat.backward_input(action.microbatch, seeds)
+        else:
+            self._seat.backward_weight(action.microbatch, keep_graph=keep_graph, last=last)
 
     def _forwards_end(self, actions: Sequence[Action]) -> int:
         """The place behind the last forward and what it sends. Messages without a group of their own come last."""

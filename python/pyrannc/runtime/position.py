@@ -7,7 +7,17 @@ from contextlib import contextmanager
 from typing import ClassVar
 
 from pyrannc._native import Watchdog
-from pyrannc.core.program import Action, AllGather, Backward, Forward, Message, RankProgram, Send
+from pyrannc.core.program import (
+    Action,
+    AllGather,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Message,
+    RankProgram,
+    Send,
+)
 
 
 class ActionRecord:
@@ -67,6 +77,10 @@ def describe(action: Action, stage: str) -> str:
         return f"forward of microbatch {action.microbatch}, {stage}"
     if isinstance(action, Backward):
         return f"backward of microbatch {action.microbatch}, {stage}"
+    if isinstance(action, BackwardInput):
+        return f"backward towards the inputs of microbatch {action.microbatch}, {stage}"
+    if isinstance(action, BackwardWeight):
+        return f"backward towards the parameters of microbatch {action.microbatch}, {stage}"
     if isinstance(action, Message):
         what = "values" if action.kind == "value" else "gradients"
         direction = "send to" if isinstance(action, Send) else "receive from"

@@ -1,6 +1,6 @@
 """One Replica's microbatches in a step: their forwards, backwards, and messages.
 
-A microbatch lives here from its forward to its backward. Tensors that come from other ranks are leaves
+A microbatch lives here from its forward to the end of its backward. Tensors that come from other ranks are leaves
 of the Stage's autograd graph; their gradients go back where the tensors came from.
 """
 
@@ -22,6 +22,7 @@ from pyrannc.job.exchange import Work
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.prologue import Prologue
 from pyrannc.runtime.rows import join_rows, take_rows
+from pyrannc.runtime.split_backward import SplitBackward
 from pyrannc.runtime.timing import Kind, Marks
 
 Seeds: TypeAlias = Callable[[int, int], Tensor | None]
@@ -39,6 +40,8 @@ class _Microbatch:
     """What is still to be sent; autograd keeps what it needs by itself."""
     unsent: int
     """Messages that take something of ``results``."""
+    backward: SplitBackward | None = None
+    """Between its two parts."""
 
 
 _Arrivals = dict[tuple[int, str], list[tuple[int, Piece, Tensor, Work]]]
@@ -188,6 +191,35 @@ class Seat:
             last: the step's last one, after which the gradients of what is computed once are complete.
         """
         live = self._live[microbatch] if keep_graph else self._live.pop(microbatch)
+        roots, grads = self._starts(microbatch, live, seeds)
+        with self._timed("backward", microbatch):
+            with self._watched():
+                if roots:
+                    torch.autograd.backward(roots, grads, retain_graph=keep_graph)
+            self._collect_gradients(microbatch, live)
+            self._collect_once(keep_graph=keep_graph, last=last)
+
+    def backward_input(self, microbatch: int, seeds: Seeds) -> None:
+        """The first part of :meth:`backward`: computes the gradients of what came in."""
+        live = self._live[microbatch]
+        roots, grads = self._starts(microbatch, live, seeds)
+        with self._timed("backward", microbatch):
+            live.backward = SplitBackward(roots, grads, list(live.feeds.values()))
+            live.backward.run_inputs()
+            self._collect_gradients(microbatch, live)
+            self._collect_once(keep_graph=True, last=False)
+
+    def backward_weight(self, microbatch: int, *, keep_graph: bool, last: bool) -> None:
+        """The second part of :meth:`backward`: computes the gradients of parameters."""
+        live = self._live[microbatch] if keep_graph else self._live.pop(microbatch)
+        backward, live.backward = live.backward, None
+        assert backward is not None, "the first part comes first"
+        with self._timed("backward", microbatch):
+            backward.run_weights(keep_graph=keep_graph)
+            self._collect_once(keep_graph=keep_graph, last=last)
+
+    def _starts(self, microbatch: int, live: _Microbatch, seeds: Seeds) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Where a backward starts, and with which gradients."""
         roots, grads = [], []
         for value in self._part.outputs:
             seed = seeds(microbatch, value)
@@ -201,15 +233,14 @@ class Seat:
                     roots.append(live.roots[value])
                     grads.append(grad)
         self._arrivals.pop((microbatch, "grad"), None)
-        with self._timed("backward", microbatch):
-            with self._watched():
-                if roots:
-                    torch.autograd.backward(roots, grads, retain_graph=keep_graph)
-            self._collect_gradients(microbatch, live)
-            if self._prologue is not None:
-                self._prologue.collect()
-                if last:
-                    self._prologue.backward(keep_graph=keep_graph)
+        return roots, grads
+
+    def _collect_once(self, *, keep_graph: bool, last: bool) -> None:
+        """Takes the gradients of what is computed once a step."""
+        if self._prologue is not None:
+            self._prologue.collect()
+            if last:
+                self._prologue.backward(keep_graph=keep_graph)
 
     def _collect_gradients(self, microbatch: int, live: _Microbatch) -> None:
         """Takes the gradients of what came in off the leaves."""

@@ -80,6 +80,19 @@ impl<'g> Operation<'g> {
         self.op.results.iter().any(|&result| self.requires_grad(result))
     }
 
+    /// True for a tensor that is the same for every row.
+    pub(crate) fn is_whole(&self, value: ValueId) -> bool {
+        self.value(value).shape.iter().all(|extent| extent.per_row == 0)
+    }
+
+    /// Memory for the gradients of its results, where a later part of the backward needs them once more for parameters.
+    pub fn waiting_bytes(&self) -> Poly {
+        let is_weight = |value: ValueId| self.requires_grad(value) && self.is_whole(value);
+        let waits = !self.is_view() && self.operands().into_iter().any(is_weight);
+        let results = self.op.results.iter().filter(|&&result| self.requires_grad(result) && !self.is_whole(result));
+        if waits { results.map(|&result| tensor_bytes(self.value(result))).sum() } else { Poly::default() }
+    }
+
     /// True when it only makes another view of a storage.
     pub(crate) fn is_view(&self) -> bool {
         self.op.mutates.is_empty()

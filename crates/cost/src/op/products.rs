@@ -1,6 +1,6 @@
 //! Floating-point operations of matrix products, convolutions and attention.
 
-use rannc_ir::{Arg, Dim};
+use rannc_ir::{Arg, Dim, ValueId};
 
 use super::kind::OpKind;
 use super::operation::Operation;
@@ -35,13 +35,25 @@ impl Operation<'_> {
     /// forward's size.
     pub(crate) fn backward_products(&self, kind: OpKind) -> u32 {
         match kind {
-            OpKind::Matrix | OpKind::Convolution => {
-                let factors = self.operands().into_iter().filter(|&value| self.value(value).shape.len() > 1);
-                factors.filter(|&value| self.requires_grad(value)).take(2).count() as u32
-            }
+            OpKind::Matrix | OpKind::Convolution => self.factors().count() as u32,
             OpKind::Attention => 1,
             OpKind::Normalisation | OpKind::Pointwise | OpKind::Embedding => 0,
         }
+    }
+
+    /// Of the backward's products those for factors that are the same for every row: parameters, and what is made of
+    /// them alone.
+    pub(crate) fn weight_products(&self, kind: OpKind) -> u32 {
+        match kind {
+            OpKind::Matrix | OpKind::Convolution => self.factors().filter(|&value| self.is_whole(value)).count() as u32,
+            OpKind::Attention | OpKind::Normalisation | OpKind::Pointwise | OpKind::Embedding => 0,
+        }
+    }
+
+    /// The factors of its product that need gradients.
+    fn factors(&self) -> impl Iterator<Item = ValueId> {
+        let matrices = self.operands().into_iter().filter(|&value| self.value(value).shape.len() > 1);
+        matrices.filter(|&value| self.requires_grad(value)).take(2)
     }
 
     /// `[.., m, k] x [k, n]`: every element of the result sums `k` products.

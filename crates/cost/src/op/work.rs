@@ -29,6 +29,8 @@ pub struct OpWork {
     pub backward: Work,
     /// Matrix products that share the floating-point operations of the backward.
     pub backward_products: u32,
+    /// Those of them that make gradients of what is the same for every row: of parameters.
+    pub weight_products: u32,
     /// Bytes of the sums that come after the backward: of gradients of biases, and with the gradients
     /// that parameters already have.
     pub summed_bytes: Poly,
@@ -51,10 +53,11 @@ impl OpWork {
             return Self { kind, class, forward, ..Self::default() };
         }
         let backward_products = operation.backward_products(kind);
+        let weight_products = operation.weight_products(kind);
         let (bytes, kernels) = operation.backward_traffic(kind, backward_products);
         let (summed_bytes, sums) = operation.summed(kind);
         let flops = flops * backward_flops(kind, backward_products);
         let backward = Work { flops, bytes, launches: kernels + sums };
-        Self { kind, class, forward, backward, backward_products, summed_bytes }
+        Self { kind, class, forward, backward, backward_products, weight_products, summed_bytes }
     }
 }

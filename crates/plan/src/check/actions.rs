@@ -48,6 +48,7 @@ pub(super) fn check_ranks(program: &Program, partition: &Partition) -> Result<()
             own,
             forwards: HashSet::new(),
             backwards: HashSet::new(),
+            ended: HashSet::new(),
             received: HashMap::new(),
         };
         for (position, action) in own.forward.iter().chain(&own.backward).enumerate() {
@@ -70,7 +71,10 @@ struct Walk<'a> {
     needs: &'a Needs,
     own: &'a RankProgram,
     forwards: HashSet<u32>,
+    /// Microbatches whose gradients of what came in have been computed.
     backwards: HashSet<u32>,
+    /// Microbatches whose gradients of Params have been computed too.
+    ended: HashSet<u32>,
     /// Received and not yet used, by payload and microbatch.
     received: HashMap<(Payload, u32), Received>,
 }
@@ -80,7 +84,11 @@ impl Walk<'_> {
         let of_backward = match action {
             Action::Forward { .. } => false,
             Action::AllGather { pass, .. } => *pass == Pass::Backward,
-            Action::Backward { .. } | Action::AllReduce { .. } | Action::ReduceScatter { .. } => true,
+            Action::Backward { .. }
+            | Action::BackwardInput { .. }
+            | Action::BackwardWeight { .. }
+            | Action::AllReduce { .. }
+            | Action::ReduceScatter { .. } => true,
             Action::Send(message) | Action::Recv(message) => message.kind == Payload::Grad,
         };
         let in_backward = position >= self.own.forward.len();
@@ -104,11 +112,16 @@ impl Walk<'_> {
                 }
             }
             Action::Backward { mb } => {
+                self.begin_backward(*mb)?;
+                self.ended.insert(*mb);
+            }
+            Action::BackwardInput { mb } => self.begin_backward(*mb)?,
+            Action::BackwardWeight { mb } => {
                 self.check_has_rows(*mb)?;
-                if !self.forwards.contains(mb) {
-                    return Err(ActionFault::BeforeForward);
+                if !self.backwards.contains(mb) {
+                    return Err(ActionFault::BeforeInput);
                 }
-                if !self.backwards.insert(*mb) {
+                if !self.ended.insert(*mb) {
                     return Err(ActionFault::Repeated);
                 }
             }
@@ -131,6 +144,14 @@ impl Walk<'_> {
             }
         }
         Ok(())
+    }
+
+    fn begin_backward(&mut self, mb: u32) -> Result<(), ActionFault> {
+        self.check_has_rows(mb)?;
+        if !self.forwards.contains(&mb) {
+            return Err(ActionFault::BeforeForward);
+        }
+        if self.backwards.insert(mb) { Ok(()) } else { Err(ActionFault::Repeated) }
     }
 
     fn check_has_rows(&self, mb: u32) -> Result<(), ActionFault> {
@@ -168,7 +189,7 @@ impl Walk<'_> {
     fn check_received(&mut self, position: usize, action: &Action) -> Result<(), CheckError> {
         let (kind, mb, needed) = match action {
             Action::Forward { mb } => (Payload::Value, *mb, &self.needs.values),
-            Action::Backward { mb } => (Payload::Grad, *mb, &self.needs.grads),
+            Action::Backward { mb } | Action::BackwardInput { mb } => (Payload::Grad, *mb, &self.needs.grads),
             _ => return Ok(()),
         };
         let mut received = self.received.remove(&(kind, mb)).unwrap_or_default();
@@ -195,6 +216,9 @@ impl Walk<'_> {
             }
             if trains && !self.backwards.contains(&mb) {
                 return missing(Action::Backward { mb });
+            }
+            if trains && !self.ended.contains(&mb) {
+                return missing(Action::BackwardWeight { mb });
             }
         }
         Ok(())

@@ -72,13 +72,14 @@ pub(super) fn check_sums(program: &Program) -> Result<(), CheckError> {
         let mut passed = Backwards::of(own);
         let mut gathered = Gathered::default();
         for (position, action) in actions(own).enumerate() {
-            if let Action::Backward { mb } = action {
-                passed.pass(*mb);
-                gathered.computed.insert((*mb, Pass::Backward));
+            match action {
+                Action::Forward { mb } => _ = gathered.computed.insert((*mb, Pass::Forward)),
+                Action::Backward { mb } | Action::BackwardInput { mb } => {
+                    gathered.computed.insert((*mb, Pass::Backward));
+                }
+                _ => {}
             }
-            if let Action::Forward { mb } = action {
-                gathered.computed.insert((*mb, Pass::Forward));
-            }
+            filling(action).into_iter().for_each(|mb| passed.pass(mb));
             let Some(group) = action.group() else { continue };
             let found = check_sum(program, own.rank, action)
                 .and_then(|()| if summed.insert(action) { Ok(()) } else { Err(ActionFault::Repeated) })
@@ -99,7 +100,12 @@ pub(super) fn check_sums(program: &Program) -> Result<(), CheckError> {
     Ok(())
 }
 
-/// A rank's backwards, those that it has done and those to come.
+/// The microbatch of an Action behind which nothing adds to its gradients.
+fn filling(action: &Action) -> Option<u32> {
+    if let Action::Backward { mb } | Action::BackwardWeight { mb } = action { Some(*mb) } else { None }
+}
+
+/// A rank's backwards, those that it has ended and those to come.
 struct Backwards {
     done: BTreeSet<u32>,
     to_come: BTreeSet<u32>,
@@ -107,8 +113,7 @@ struct Backwards {
 
 impl Backwards {
     fn of(own: &RankProgram) -> Self {
-        let backward = |action: &Action| if let Action::Backward { mb } = action { Some(*mb) } else { None };
-        Self { done: BTreeSet::new(), to_come: actions(own).filter_map(backward).collect() }
+        Self { done: BTreeSet::new(), to_come: actions(own).filter_map(filling).collect() }
     }
 
     fn pass(&mut self, mb: u32) {

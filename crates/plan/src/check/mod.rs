@@ -4,10 +4,10 @@
 //! 1. The ranks' slices, and each Stage's Replicas' rows, divide every microbatch without gap or overlap.
 //! 2. Every Stage rank gets each of its rows of each input exactly once from a rank that has it, and
 //!    every rank its rows of each output.
-//! 3. Every rank runs Forward, and in training Backward, exactly once for every microbatch of which it has
-//!    rows, Backward after Forward.
+//! 3. Every rank runs Forward, and in training Backward or both its parts, exactly once for every microbatch of which it
+//!    has rows, Backward after Forward.
 //! 4. Before a Forward, each row of each Value that the Stage takes has been received exactly once;
-//!    before a Backward, each row of each gradient, once from each Stage that uses the Value.
+//!    before a Backward, or the first part of it, each row of each gradient, once from each Stage that uses the Value.
 //! 5. Nothing is sent before it is computed, or by a rank that does not have it.
 //! 6. On each channel Sends and Recvs agree in number, order, rows and packing.
 //! 7. Every gradient is summed in exactly one bucket, over exactly the ranks that hold its Param, after everything that
@@ -48,6 +48,9 @@ pub enum ActionFault {
     /// Backward first.
     #[error("the forward of this microbatch comes later")]
     BeforeForward,
+    /// The second part of a backward first.
+    #[error("the first part of this backward comes later")]
+    BeforeInput,
     /// In the wrong list, or in a Program without backward.
     #[error("it does not belong into this list of a program whose call is {0}")]
     WrongList(Call),

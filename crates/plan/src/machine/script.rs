@@ -148,14 +148,12 @@ impl ScriptWriter {
 
     /// A rank computes, once all has arrived that it has begun to receive for that.
     pub fn compute(&mut self, rank: u32, compute: Compute) {
-        let needs = match compute {
-            Compute::Forward(_) => Payload::Value,
-            Compute::Backward(_) => Payload::Grad,
-        };
         let first = number(self.script.awaited.len());
-        let needed = (needs, compute.microbatch());
-        let coming = self.coming[rank as usize].extract_if(.., |(message, _)| *message == needed);
-        self.script.awaited.extend(coming.map(|(_, slot)| slot));
+        if let Some(payload) = Payload::of(compute) {
+            let needed = (payload, compute.microbatch());
+            let coming = self.coming[rank as usize].extract_if(.., |(message, _)| *message == needed);
+            self.script.awaited.extend(coming.map(|(_, slot)| slot));
+        }
         self.add(rank, Task::Compute { compute, first, end: number(self.script.awaited.len()) });
     }
 
@@ -259,9 +257,9 @@ impl Translator<'_> {
         let mut positions = Vec::new();
         let all = own.forward.len() + own.backward.len();
         let actions = || own.forward.iter().chain(&own.backward);
-        let backwards = actions().enumerate().filter(|(_, action)| matches!(action, Action::Backward { .. }));
-        let last_backward = backwards.last().map(|(position, _)| position);
-        let backward_of: HashMap<u32, usize> = actions().enumerate().filter_map(of_backward).collect();
+        let filling: Vec<(u32, usize)> = actions().enumerate().filter_map(fills).collect();
+        let last_filling = filling.last().map(|&(_, position)| position);
+        let filling_of: HashMap<u32, usize> = filling.into_iter().collect();
         let mut under_way: Vec<Started> = Vec::new();
         let mut divided = None;
         let mut gathering = None;
@@ -271,8 +269,12 @@ impl Translator<'_> {
                 positions.push(position);
             }
             match action {
-                Action::Forward { mb } => self.writer.compute(own.rank, Compute::Forward(*mb)),
-                Action::Backward { mb } => self.writer.compute(own.rank, Compute::Backward(*mb)),
+                Action::Forward { .. }
+                | Action::Backward { .. }
+                | Action::BackwardInput { .. }
+                | Action::BackwardWeight { .. } => {
+                    action.compute().into_iter().for_each(|compute| self.writer.compute(own.rank, compute));
+                }
                 Action::Send(message) => {
                     let channel = self.channel(own.rank, message.peer)?;
                     self.writer.send(channel, message.kind);
@@ -283,7 +285,7 @@ impl Translator<'_> {
                 }
                 Action::AllReduce { bucket, .. } => {
                     let sum = self.sum(Collective { bucket: *bucket, kind: CollectiveKind::AllReduce })?;
-                    under_way.push(Started { position, sum, filled: last_backward });
+                    under_way.push(Started { position, sum, filled: last_filling });
                 }
                 Action::AllGather { bucket, mb, pass, .. } => {
                     gathering = Some(gathered_for(action));
@@ -295,11 +297,11 @@ impl Translator<'_> {
                         self.writer.add(own.rank, Task::Await { lane: Lane::Sums });
                     }
                     let sum = self.sum(Collective { bucket: *bucket, kind: CollectiveKind::ReduceScatter(*mb) })?;
-                    under_way.push(Started { position, sum, filled: backward_of.get(mb).copied() });
+                    under_way.push(Started { position, sum, filled: filling_of.get(mb).copied() });
                 }
             }
             positions.resize(self.writer.script.ranks[own.rank as usize].len(), position);
-            // What stands before a backward is ready as soon as that has filled it; sums keep their order.
+            // What stands before a computation that fills it is ready as soon as that is done; sums keep their order.
             let is_ready = |next: &&Started| next.filled.is_none_or(|filled| position >= filled);
             let ready = under_way.iter().take_while(is_ready).count();
             for Started { position, sum, .. } in under_way.drain(..ready) {
@@ -347,7 +349,7 @@ struct Started {
     /// Place of its Action.
     position: usize,
     sum: u32,
-    /// Place of the backward that fills the bucket, if one does.
+    /// Place of the computation that fills the bucket, if one does.
     filled: Option<usize>,
 }
 
@@ -356,8 +358,9 @@ fn gathered_for(action: &Action) -> Option<(u32, Pass)> {
     if let Action::AllGather { mb, pass, .. } = action { Some((*mb, *pass)) } else { None }
 }
 
-fn of_backward((position, action): (usize, &Action)) -> Option<(u32, usize)> {
-    if let Action::Backward { mb } = action { Some((*mb, position)) } else { None }
+/// The microbatch of a computation behind which nothing adds to its gradients, with its place.
+fn fills((position, action): (usize, &Action)) -> Option<(u32, usize)> {
+    action.compute().filter(|compute| compute.ends_microbatch()).map(|compute| (compute.microbatch(), position))
 }
 
 fn number(place: usize) -> u32 {

@@ -50,7 +50,7 @@ impl Observer for Seen {
         if matches!(compute, Compute::Forward(_)) {
             held.hold(start, 1);
         }
-        if !self.trains || matches!(compute, Compute::Backward(_)) {
+        if !self.trains || compute.ends_microbatch() {
             held.release(end, 1);
         }
     }

@@ -6,7 +6,7 @@ use rannc_ir::ValueId;
 use serde::{Deserialize, Serialize};
 
 use super::routes::Interval;
-use crate::schedule::Call;
+use crate::schedule::{Call, Compute};
 
 /// Rows of one Value within a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -31,6 +31,15 @@ pub enum Payload {
 pub const WINDOW: usize = 2;
 
 impl Payload {
+    /// The messages that a computation waits for, and makes, if any.
+    pub const fn of(compute: Compute) -> Option<Self> {
+        match compute {
+            Compute::Forward(_) => Some(Self::Value),
+            Compute::Backward(_) | Compute::BackwardInput(_) => Some(Self::Grad),
+            Compute::BackwardWeight(_) => None,
+        }
+    }
+
     /// How many messages may be under way on a channel before the sender waits for the oldest; `None` when it never
     /// does. Values wait only without training: else the backward's order bounds them.
     pub const fn window(self, call: Call) -> Option<usize> {
@@ -65,6 +74,16 @@ pub enum Action {
     },
     /// Backward of the rank's rows of a microbatch.
     Backward {
+        /// The microbatch.
+        mb: u32,
+    },
+    /// The first part of a backward: the gradients of what came in.
+    BackwardInput {
+        /// The microbatch.
+        mb: u32,
+    },
+    /// The second part of a backward: the gradients of Params.
+    BackwardWeight {
         /// The microbatch.
         mb: u32,
     },
@@ -139,7 +158,29 @@ impl Action {
             Self::AllReduce { group, .. } | Self::ReduceScatter { group, .. } | Self::AllGather { group, .. } => {
                 Some(*group)
             }
-            Self::Forward { .. } | Self::Backward { .. } | Self::Send(_) | Self::Recv(_) => None,
+            _ => None,
+        }
+    }
+
+    /// The computation that it is, if it is one.
+    pub const fn compute(&self) -> Option<Compute> {
+        match *self {
+            Self::Forward { mb } => Some(Compute::Forward(mb)),
+            Self::Backward { mb } => Some(Compute::Backward(mb)),
+            Self::BackwardInput { mb } => Some(Compute::BackwardInput(mb)),
+            Self::BackwardWeight { mb } => Some(Compute::BackwardWeight(mb)),
+            _ => None,
+        }
+    }
+}
+
+impl From<Compute> for Action {
+    fn from(compute: Compute) -> Self {
+        match compute {
+            Compute::Forward(mb) => Self::Forward { mb },
+            Compute::Backward(mb) => Self::Backward { mb },
+            Compute::BackwardInput(mb) => Self::BackwardInput { mb },
+            Compute::BackwardWeight(mb) => Self::BackwardWeight { mb },
         }
     }
 }
@@ -149,6 +190,8 @@ impl fmt::Display for Action {
         let (name, message, direction) = match self {
             Self::Forward { mb } => return write!(f, "Forward(mb {mb})"),
             Self::Backward { mb } => return write!(f, "Backward(mb {mb})"),
+            Self::BackwardInput { mb } => return write!(f, "BackwardInput(mb {mb})"),
+            Self::BackwardWeight { mb } => return write!(f, "BackwardWeight(mb {mb})"),
             Self::AllReduce { group, bucket, bytes } => {
                 return write!(f, "AllReduce(bucket {bucket}, {bytes} bytes over group {group})");
             }

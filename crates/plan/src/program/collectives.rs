@@ -38,14 +38,14 @@ impl<'a> Collectives<'a> {
         is_listed: impl Fn(&Compute) -> bool,
         has_backwards: bool,
     ) -> Vec<Action> {
-        let is_backward = |compute: &Compute| matches!(compute, Compute::Backward(_));
-        let rest = actions.iter().filter_map(computation).rfind(is_backward);
+        let fills = |compute: &Compute| compute.ends_microbatch();
+        let rest = actions.iter().filter_map(Action::compute).rfind(fills);
         let divides = self.own.iter().any(|(_, bucket)| bucket.sharding >= Sharding::Gradients);
-        let last = if divides { self.order.iter().copied().rfind(is_backward) } else { rest };
+        let last = if divides { self.order.iter().copied().rfind(fills) } else { rest };
         let mut coming = self.order.iter().copied().filter(is_listed);
         let mut found = Vec::with_capacity(actions.len());
         for action in actions {
-            if let Some(own) = computation(&action) {
+            if let Some(own) = action.compute() {
                 for compute in coming.by_ref() {
                     self.before(compute, last, &mut found);
                     if compute == own {
@@ -63,7 +63,7 @@ impl<'a> Collectives<'a> {
         found
     }
 
-    /// What stands before a computation, and what before the `last` backward.
+    /// What stands before a computation, and what before the `last` that adds to gradients.
     ///
     /// A rank without rows starts its part of a microbatch's sums at once, and before it gathers: the others wait for
     /// some of these sums before they have gathered all. Sums of whole buckets follow, which nobody waits for so early.
@@ -94,7 +94,8 @@ impl<'a> Collectives<'a> {
         gathered.sort_by_key(|(_, bucket)| std::cmp::Reverse(bucket.span));
         let (mb, pass) = match compute {
             Compute::Forward(mb) => (mb, Pass::Forward),
-            Compute::Backward(mb) => (mb, Pass::Backward),
+            Compute::Backward(mb) | Compute::BackwardInput(mb) => (mb, Pass::Backward),
+            Compute::BackwardWeight(_) => return Vec::new(),
         };
         if pass == Pass::Forward {
             gathered.reverse();
@@ -112,12 +113,4 @@ impl<'a> Collectives<'a> {
 
 fn all_reduce((number, bucket): (u32, &Bucket)) -> Action {
     Action::AllReduce { group: bucket.group, bucket: number, bytes: bucket.bytes }
-}
-
-fn computation(action: &Action) -> Option<Compute> {
-    match *action {
-        Action::Forward { mb } => Some(Compute::Forward(mb)),
-        Action::Backward { mb } => Some(Compute::Backward(mb)),
-        _ => None,
-    }
 }

@@ -61,16 +61,20 @@ impl Mailbox {
     }
 
     fn take_recvs(&mut self, compute: Compute) -> Vec<Action> {
-        match compute {
-            Compute::Forward(mb) => std::mem::take(&mut self.value_recvs[mb as usize]),
-            Compute::Backward(mb) => std::mem::take(&mut self.grad_recvs[mb as usize]),
+        let mb = compute.microbatch() as usize;
+        match Payload::of(compute) {
+            Some(Payload::Value) => std::mem::take(&mut self.value_recvs[mb]),
+            Some(Payload::Grad) => std::mem::take(&mut self.grad_recvs[mb]),
+            None => Vec::new(),
         }
     }
 
     fn take_sends(&mut self, compute: Compute) -> Vec<Action> {
-        match compute {
-            Compute::Forward(mb) => std::mem::take(&mut self.value_sends[mb as usize]),
-            Compute::Backward(mb) => std::mem::take(&mut self.grad_sends[mb as usize]),
+        let mb = compute.microbatch() as usize;
+        match Payload::of(compute) {
+            Some(Payload::Value) => std::mem::take(&mut self.value_sends[mb]),
+            Some(Payload::Grad) => std::mem::take(&mut self.grad_sends[mb]),
+            None => Vec::new(),
         }
     }
 
@@ -99,8 +103,7 @@ impl Mailbox {
         let mut actions = Vec::new();
         with_messages(computes.iter().copied(), |step| match step {
             Step::Receive(compute) => actions.extend(self.take_recvs(compute)),
-            Step::Compute(Compute::Forward(mb)) => actions.push(Action::Forward { mb }),
-            Step::Compute(Compute::Backward(mb)) => actions.push(Action::Backward { mb }),
+            Step::Compute(compute) => actions.push(compute.into()),
             Step::Send(compute) => actions.extend(self.take_sends(compute)),
         });
         actions
@@ -118,13 +121,15 @@ pub enum Step {
     Send(Compute),
 }
 
-/// Computations in their order, with the places of their messages: a rank receives one computation ahead and sends
-/// right after.
+/// Computations in their order, with the places of their messages: a rank receives one computation that has messages
+/// ahead, and sends right after.
 pub fn with_messages(computes: impl Iterator<Item = Compute> + Clone, mut act: impl FnMut(Step)) {
-    let mut coming = computes.clone();
+    let mut coming = computes.clone().filter(|&compute| Payload::of(compute).is_some());
     coming.next().into_iter().for_each(|first| act(Step::Receive(first)));
     for compute in computes {
-        coming.next().into_iter().for_each(|next| act(Step::Receive(next)));
+        if Payload::of(compute).is_some() {
+            coming.next().into_iter().for_each(|next| act(Step::Receive(next)));
+        }
         act(Step::Compute(compute));
         act(Step::Send(compute));
     }

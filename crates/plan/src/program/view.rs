@@ -98,11 +98,7 @@ impl Program {
             pairs.extend(program.forward.iter().chain(&program.backward).filter_map(|action| match action {
                 Action::Send(message) => Some((program.rank, message.peer)),
                 Action::Recv(message) => Some((message.peer, program.rank)),
-                Action::Forward { .. }
-                | Action::Backward { .. }
-                | Action::AllReduce { .. }
-                | Action::ReduceScatter { .. }
-                | Action::AllGather { .. } => None,
+                _ => None,
             }));
         }
         pairs.sort_unstable();

@@ -44,14 +44,20 @@ pub enum Compute {
     Forward(u32),
     /// Backward of a microbatch.
     Backward(u32),
+    /// Of a backward in two parts the first: the gradients of what came in, which other Stages wait for.
+    BackwardInput(u32),
+    /// The second, which nobody waits for: the gradients of Params (Qi et al., Zero Bubble Pipeline Parallelism, 2023).
+    BackwardWeight(u32),
 }
 
-/// `F3` is the forward and `B3` the backward of microbatch 3.
+/// `F3` is the forward and `B3` the backward of microbatch 3, `I3` and `W3` are its two parts.
 impl fmt::Display for Compute {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Forward(mb) => write!(f, "F{mb}"),
             Self::Backward(mb) => write!(f, "B{mb}"),
+            Self::BackwardInput(mb) => write!(f, "I{mb}"),
+            Self::BackwardWeight(mb) => write!(f, "W{mb}"),
         }
     }
 }
@@ -60,7 +66,7 @@ impl Compute {
     /// Its microbatch.
     pub const fn microbatch(self) -> u32 {
         match self {
-            Self::Forward(mb) | Self::Backward(mb) => mb,
+            Self::Forward(mb) | Self::Backward(mb) | Self::BackwardInput(mb) | Self::BackwardWeight(mb) => mb,
         }
     }
     /// The same computation of another microbatch.
@@ -68,6 +74,13 @@ impl Compute {
         match self {
             Self::Forward(mb) => Self::Forward(map(mb)),
             Self::Backward(mb) => Self::Backward(map(mb)),
+            Self::BackwardInput(mb) => Self::BackwardInput(map(mb)),
+            Self::BackwardWeight(mb) => Self::BackwardWeight(map(mb)),
         }
+    }
+    /// True for the last of a microbatch that trains: behind it nothing of the microbatch is kept, and nothing adds to its
+    /// gradients.
+    pub const fn ends_microbatch(self) -> bool {
+        matches!(self, Self::Backward(_) | Self::BackwardWeight(_))
     }
 }

@@ -27,7 +27,10 @@ pub struct Order(pub Vec<Compute>);
 
 /// Why a text is no order.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("{0:?} is no computation; write F3 for the forward and B3 for the backward of microbatch 3")]
+#[error(
+    "{0:?} is no computation; write F3 for the forward and B3 for the backward of microbatch 3, or I3 and W3 for the two \
+     parts of that backward"
+)]
 pub struct OrderError(String);
 
 impl Schedule {
@@ -61,41 +64,89 @@ impl From<ScheduleKind> for Schedule {
 }
 
 impl Order {
-    /// Most microbatches between their forward and their backward at a time.
+    /// Most microbatches between their forward and the end of their backward at a time.
     pub fn in_flight(&self) -> u64 {
-        let held = self.0.iter().scan(0_u64, |held, compute| {
-            *held = match compute {
-                Compute::Forward(_) => *held + 1,
-                Compute::Backward(_) => held.saturating_sub(1),
-            };
-            Some(*held)
-        });
-        held.max().unwrap_or(0)
+        self.most_between(|compute| matches!(compute, Compute::Forward(_)))
+    }
+
+    /// Most microbatches between the two parts of their backward at a time.
+    pub fn weights_waiting(&self) -> u64 {
+        self.most_between(|compute| matches!(compute, Compute::BackwardInput(_)))
+    }
+
+    /// True when every forward comes before the first backward.
+    pub fn has_forwards_first(&self) -> bool {
+        self.0.is_sorted_by_key(|compute| !matches!(compute, Compute::Forward(_)))
+    }
+
+    /// True when a backward comes in two parts.
+    pub fn splits_backward(&self) -> bool {
+        self.weights_waiting() > 0
+    }
+
+    /// Most microbatches between such a computation of theirs and their last one at a time.
+    fn most_between(&self, begins: impl Fn(&Compute) -> bool) -> u64 {
+        let (mut held, mut most) = (BTreeSet::new(), 0);
+        for compute in &self.0 {
+            if begins(compute) {
+                held.insert(compute.microbatch());
+            } else if compute.ends_microbatch() {
+                held.remove(&compute.microbatch());
+            }
+            most = most.max(held.len() as u64);
+        }
+        most
     }
 
     /// What keeps this from being the order of a Stage with so many microbatches, if anything does.
     pub fn fault(&self, microbatches: u32) -> Option<&'static str> {
-        let (mut forwards, mut backwards) = (BTreeSet::new(), BTreeSet::new());
-        for &compute in &self.0 {
-            let mb = compute.microbatch();
-            let fresh = match compute {
-                Compute::Forward(_) => forwards.insert(mb),
-                Compute::Backward(_) if !forwards.contains(&mb) => return Some("has a backward before its forward"),
-                Compute::Backward(_) if backwards.last().is_some_and(|last| *last > mb) => {
-                    return Some("has backwards out of order; gradients are summed by increasing microbatch");
-                }
-                Compute::Backward(_) => backwards.insert(mb),
-            };
-            if !fresh {
-                return Some("has a computation twice");
-            }
+        let mut seen = Seen::default();
+        if let Some(fault) = self.0.iter().find_map(|&compute| seen.fault(compute)) {
+            return Some(fault);
         }
         let all = |found: &BTreeSet<u32>| found.iter().copied().eq(0..microbatches);
-        if all(&forwards) && all(&backwards) {
+        if all(&seen.forwards) && all(&seen.backwards) && all(&seen.ends) {
             None
         } else {
             Some("lacks a computation, or has one of a microbatch that the plan does not have")
         }
+    }
+}
+
+/// The microbatches of the computations so far.
+#[derive(Default)]
+struct Seen {
+    forwards: BTreeSet<u32>,
+    backwards: BTreeSet<u32>,
+    ends: BTreeSet<u32>,
+}
+
+impl Seen {
+    /// What is wrong with a computation that comes next.
+    fn fault(&mut self, compute: Compute) -> Option<&'static str> {
+        let mb = compute.microbatch();
+        match compute {
+            Compute::Forward(_) => (!self.forwards.insert(mb)).then_some(TWICE),
+            _ if !self.forwards.contains(&mb) => Some("has a backward before its forward"),
+            Compute::Backward(_) => follow(&mut self.backwards, mb).or_else(|| follow(&mut self.ends, mb)),
+            Compute::BackwardInput(_) => follow(&mut self.backwards, mb),
+            Compute::BackwardWeight(_) if !self.backwards.contains(&mb) => {
+                Some("has the second part of a backward before the first")
+            }
+            Compute::BackwardWeight(_) => follow(&mut self.ends, mb),
+        }
+    }
+}
+
+const TWICE: &str = "has a computation twice";
+
+/// What is wrong with a microbatch behind others.
+fn follow(known: &mut BTreeSet<u32>, mb: u32) -> Option<&'static str> {
+    match known.last() {
+        Some(last) if *last > mb && !known.contains(&mb) => {
+            Some("has backwards out of order; gradients are summed by increasing microbatch")
+        }
+        _ => (!known.insert(mb)).then_some(TWICE),
     }
 }
 
@@ -118,6 +169,8 @@ impl FromStr for Order {
             match (word.get(..1), mb) {
                 (Some("F"), Some(mb)) => Ok(Compute::Forward(mb)),
                 (Some("B"), Some(mb)) => Ok(Compute::Backward(mb)),
+                (Some("I"), Some(mb)) => Ok(Compute::BackwardInput(mb)),
+                (Some("W"), Some(mb)) => Ok(Compute::BackwardWeight(mb)),
                 _ => Err(OrderError(word.to_owned())),
             }
         };
@@ -160,14 +213,28 @@ mod tests {
         let order: Order = "F0 F1 B0  F2 B1 B2".parse().expect("an order");
         assert_eq!(order.to_string(), "F0 F1 B0 F2 B1 B2");
         assert_eq!((order.in_flight(), order.fault(3)), (2, None));
-        let error = "F0 W0".parse::<Order>().expect_err("no computation");
+        let error = "F0 X0".parse::<Order>().expect_err("no computation");
         assert_eq!(
             error.to_string(),
-            r#""W0" is no computation; write F3 for the forward and B3 for the backward of microbatch 3"#
+            r#""X0" is no computation; write F3 for the forward and B3 for the backward of microbatch 3, or I3 and W3 for the two parts of that backward"#
         );
         let faults = ["F0 B0", "F0 B0 F1 B1 B1", "F0 F1 B1 B0", "B0 F0 F1 B1", "F0 F1 F2 B0 B1 B2"];
         let faults = faults.map(|text| text.parse::<Order>().expect("an order").fault(2).map(|fault| &fault[..11]));
         assert_eq!(faults, ["lacks a com", "has a compu", "has backwar", "has a backw", "lacks a com"].map(Some));
+    }
+
+    #[test]
+    fn a_backward_may_come_in_two_parts() {
+        let order: Order = "F0 F1 I0 F2 I1 W0 B2 W1".parse().expect("an order");
+        assert_eq!(order.to_string(), "F0 F1 I0 F2 I1 W0 B2 W1");
+        assert_eq!((order.in_flight(), order.weights_waiting()), (3, 2));
+        assert_eq!(order.fault(3), Some("has backwards out of order; gradients are summed by increasing microbatch"));
+        let fault = |text: &str| text.parse::<Order>().expect("an order").fault(2);
+        assert_eq!(fault("F0 F1 I0 I1 W0 W1"), None);
+        assert_eq!(fault("F0 F1 I0 B1 W0"), fault("F0 F1 I0 I1 W1 W0"));
+        assert_eq!(fault("F0 F1 W0 I0 B1"), Some("has the second part of a backward before the first"));
+        assert_eq!([fault("F0 F1 B0 W0 B1"), fault("F0 F1 I0 B0 B1"), fault("F0 F1 I0 W0 W0 B1")], [Some(TWICE); 3]);
+        assert_eq!(fault("F0 F1 I0 I1 W1").map(|fault| &fault[..5]), Some("lacks"));
     }
 
     #[test]

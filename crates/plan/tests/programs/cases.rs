@@ -3,9 +3,10 @@
 use proptest::collection::vec;
 use proptest::prelude::*;
 use rannc_ir::{DType, ParamId, RowDim, ValueId};
+use rannc_plan::testing::in_two_parts;
 use rannc_plan::{
     Batch, Buckets, Call, CheckError, Crossing, Division, Gradient, InputPart, OutputPart, OutputSource, Partition,
-    Placement, Program, ProgramError, ScheduleKind, Sharding, StagePart, build, check,
+    Placement, Program, ProgramError, Schedule, ScheduleKind, Sharding, StagePart, build, check, stage_depths,
 };
 
 pub const ROWS: RowDim = RowDim { dim: 0, per_row: 1 };
@@ -97,6 +98,17 @@ impl Given {
         check(program, &self.partition, &self.gradients())
     }
 
+    /// Lets backwards come in two parts where Stages do not divide gradients.
+    fn split_backwards(&mut self, seed: u64) {
+        let Placement { microbatches, schedule, sharding, .. } = &mut self.placement;
+        let order = |(stage, depth): (usize, u32)| {
+            let order = schedule.order(stage, depth, *microbatches);
+            if sharding[stage] < Sharding::Gradients { in_two_parts(&order, seed + stage as u64) } else { order }
+        };
+        let orders = stage_depths(&self.partition).into_iter().enumerate().map(order).collect();
+        *schedule = Schedule::Explicit(orders);
+    }
+
     /// The same case with another call and Schedule.
     pub fn with(&self, call: Call, schedule: ScheduleKind) -> Self {
         let mut case = Self { call, ..self.clone() };
@@ -125,8 +137,14 @@ pub fn cases() -> impl Strategy<Value = Given> {
             let ranks = replicas.iter().map(|&count| rest.by_ref().take(count).collect()).collect();
             Placement { ranks, microbatches, schedule: schedule.into(), sharding }
         });
-        (placement, partitions(stages), params(stages), batches(world), calls())
-            .prop_map(|(placement, partition, params, batch, call)| Given { placement, partition, params, batch, call })
+        let parts = prop::option::of(any::<u64>());
+        (placement, partitions(stages), params(stages), batches(world), calls(), parts).prop_map(
+            |(placement, partition, params, batch, call, parts)| {
+                let mut given = Given { placement, partition, params, batch, call };
+                parts.into_iter().for_each(|seed| given.split_backwards(seed));
+                given
+            },
+        )
     })
 }
 

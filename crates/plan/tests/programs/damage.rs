@@ -123,7 +123,10 @@ fn damage_actions(program: &mut Program, damage: Damage, list: Index, place: Ind
         }
         Damage::RepeatAction => list.insert(at, list[at].clone()),
         _ => match &mut list[at] {
-            Action::Forward { mb } | Action::Backward { mb } => *mb += 1,
+            Action::Forward { mb }
+            | Action::Backward { mb }
+            | Action::BackwardInput { mb }
+            | Action::BackwardWeight { mb } => *mb += 1,
             Action::Send(message) | Action::Recv(message) => message.mb += 1,
             Action::ReduceScatter { mb, .. } | Action::AllGather { mb, .. } => *mb += 1,
             Action::AllReduce { .. } => return None,
@@ -192,9 +195,10 @@ fn sums(list: &[Action]) -> Vec<usize> {
     (0..list.len()).filter(|&place| list[place].group().is_some()).collect()
 }
 
-/// The places of a list's backwards.
+/// The places of what fills buckets in a list.
 fn backwards(list: &[Action]) -> Vec<usize> {
-    (0..list.len()).filter(|&place| matches!(list[place], Action::Backward { .. })).collect()
+    let fills = |action: &Action| matches!(action, Action::Backward { .. } | Action::BackwardWeight { .. });
+    (0..list.len()).filter(|&place| fills(&list[place])).collect()
 }
 
 /// Breaks one rank's sums.
@@ -232,7 +236,7 @@ fn damage_sums(program: &mut Program, damage: Damage, which: Index, place: Index
             // Sums of whole buckets may come late.
             let late = |action: &Action| match (action, gathered) {
                 (Action::Backward { .. }, None) => divided,
-                (Action::Backward { mb }, Some((of, Pass::Backward))) => *mb == of,
+                (Action::Backward { mb } | Action::BackwardInput { mb }, Some((of, Pass::Backward))) => *mb == of,
                 (Action::Forward { mb }, Some((of, Pass::Forward))) => *mb == of,
                 _ => false,
             };

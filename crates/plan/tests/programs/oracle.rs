@@ -174,6 +174,8 @@ struct RankState {
     has: BTreeMap<(Payload, u32), Vec<Token>>,
     forwards: BTreeSet<u32>,
     backwards: BTreeSet<u32>,
+    /// Backwards of which both parts are done.
+    ended: BTreeSet<u32>,
     /// Its sums that are not done, in order.
     sums: VecDeque<Sum>,
     /// Which microbatch it divided last.
@@ -254,7 +256,7 @@ impl<'a> Execution<'a> {
     fn is_filled(&self, rank: usize, sum: Sum) -> bool {
         let has_rows = |&mb: &u32| !self.oracle.rows(rank, mb as usize).is_empty();
         let all: Vec<u32> = (0..self.oracle.case.placement.microbatches).filter(has_rows).collect();
-        let done = |mb: &u32| self.ranks[rank].backwards.contains(mb);
+        let done = |mb: &u32| self.ranks[rank].ended.contains(mb);
         match sum.mb {
             Some(mb) => !has_rows(&mb) || done(&mb),
             None => all.iter().all(done),
@@ -361,7 +363,12 @@ impl<'a> Execution<'a> {
         }
         match action {
             Action::Forward { mb } => self.compute(rank, Payload::Value, *mb),
-            Action::Backward { mb } => self.compute(rank, Payload::Grad, *mb),
+            Action::Backward { mb } => {
+                let done = self.compute(rank, Payload::Grad, *mb)?;
+                if done { self.end(rank, *mb) } else { Ok(false) }
+            }
+            Action::BackwardInput { mb } => self.compute(rank, Payload::Grad, *mb),
+            Action::BackwardWeight { mb } => self.end(rank, *mb),
             Action::Send(message) => self.send(rank, message),
             Action::Recv(message) => {
                 self.channels.entry((message.peer, rank as u32)).or_default().posted += 1;
@@ -438,10 +445,16 @@ impl<'a> Execution<'a> {
             let whole = self.ranks[rank].whole.remove(&Gather { bucket, mb, pass });
             require(whole == is_divided, || format!("rank {rank} does not have bucket {bucket} whole"))?;
         }
-        if payload == Payload::Grad {
-            for bucket in self.buckets_of(rank) {
-                self.ranks[rank].filled.entry(bucket).or_default().insert(mb);
-            }
+        Ok(true)
+    }
+
+    /// Ends a backward, which fills the buckets.
+    fn end(&mut self, rank: usize, mb: u32) -> Result<bool, Failure> {
+        let state = &mut self.ranks[rank];
+        require(state.backwards.contains(&mb), || "second part first".into())?;
+        require(state.ended.insert(mb), || "ended twice".into())?;
+        for bucket in self.buckets_of(rank) {
+            self.ranks[rank].filled.entry(bucket).or_default().insert(mb);
         }
         Ok(true)
     }
@@ -474,7 +487,8 @@ impl<'a> Execution<'a> {
         for (rank, state) in self.ranks.iter().enumerate() {
             let mbs = (0..self.oracle.microbatches.len()).filter(|&mb| !self.oracle.rows(rank, mb).is_empty());
             let mbs: BTreeSet<u32> = mbs.map(|mb| mb as u32).collect();
-            let complete = state.forwards == mbs && state.backwards == if trains { mbs } else { BTreeSet::new() };
+            let trained = if trains { mbs.clone() } else { BTreeSet::new() };
+            let complete = state.forwards == mbs && state.backwards == trained && state.ended == trained;
             let clean = state.pending.is_empty() && state.has.is_empty();
             require(complete && clean, || format!("rank {rank} has not done its work"))?;
         }

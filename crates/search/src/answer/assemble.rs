@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use rannc_cost::{Blocks, ModuleNames};
 use rannc_ir::{Graph, OpRun};
-use rannc_plan::{BlockPlan, PLAN_SCHEMA, Plan, PlanFileError, Recompute, Schedule, StagePlan, StepPrediction};
+use rannc_plan::{BlockPlan, Order, PLAN_SCHEMA, Plan, PlanFileError, Recompute, Schedule, StagePlan, StepPrediction};
 
 use super::links::Linker;
 use super::precision::precision;
@@ -25,16 +25,24 @@ pub(crate) struct Assembly<'a> {
 }
 
 impl Assembly<'_> {
-    /// The Plan of a division.
+    /// The Plan of a division, by its own Schedule.
     pub(crate) fn plan(&self, solution: &Solution, lower_bound_us: f64) -> Result<Plan, PlanFileError> {
+        self.plan_by(Schedule::Named(solution.case.schedule), solution, lower_bound_us)
+    }
+
+    /// The Plan of a division by another Schedule.
+    pub(crate) fn plan_by(
+        &self,
+        schedule: Schedule,
+        solution: &Solution,
+        lower_bound_us: f64,
+    ) -> Result<Plan, PlanFileError> {
         let settings = self.pricing.problem.settings;
         let ranks = self.used_ranks(solution);
         let (mut stages, mut prices) = (Vec::new(), Vec::new());
-        let &Self { crossings, states, order, pricing, .. } = self;
-        let linker = Linker::new(crossings, states, order, pricing, &solution.found.stages);
-        let schedule = Schedule::Named(solution.case.schedule);
-        for (stage, held) in solution.found.stages.iter().zip(linker.held(&schedule)) {
-            let (stage, priced) = self.stage(stage, held, &ranks);
+        let linker = self.linker(solution);
+        for (stage, order) in solution.found.stages.iter().zip(linker.orders(&schedule)) {
+            let (stage, priced) = self.stage(stage, &order, &ranks);
             stages.push(stage);
             prices.push(priced);
         }
@@ -59,6 +67,18 @@ impl Assembly<'_> {
         plan.seal()
     }
 
+    /// What moves between the Stages of a division.
+    pub(super) fn linker<'s>(&'s self, solution: &'s Solution) -> Linker<'s> {
+        let &Self { crossings, states, order, pricing, .. } = self;
+        Linker::new(crossings, states, order, pricing, &solution.found.stages)
+    }
+
+    /// A Stage with all that it costs.
+    pub(super) fn priced(&self, FoundStage { run, saver, .. }: &FoundStage, at: &At<'_>) -> Priced {
+        let workspace_bytes = self.pricing.run_workspace_bytes(run.clone(), at);
+        self.pricing.stage(run.clone(), at, *saver, workspace_bytes)
+    }
+
     /// The ranks of the cluster that the Plan uses, increasing; it counts them from 0.
     fn used_ranks(&self, solution: &Solution) -> Vec<u32> {
         let first = solution.found.stages.first().map_or(0, |stage| stage.positions.start);
@@ -67,13 +87,13 @@ impl Assembly<'_> {
         ranks
     }
 
-    fn stage(&self, stage: &FoundStage, held: u64, used_ranks: &[u32]) -> (StagePlan, Priced) {
+    fn stage(&self, stage: &FoundStage, order: &Order, used_ranks: &[u32]) -> (StagePlan, Priced) {
         let FoundStage { run, positions, saver } = stage;
         let pricing = self.pricing;
         let place = self.order.place_at(positions);
         let at = pricing.at(place);
         let workspace_bytes = pricing.run_workspace_bytes(run.clone(), &at);
-        let priced = pricing.stage(run.clone(), &at, *saver, workspace_bytes);
+        let priced = self.priced(stage, &at);
         let recompute = self.recompute(stage, &at, workspace_bytes);
         let ops = self.ops(run.start, run.end);
         let number = |rank: &u32| used_ranks.binary_search(rank).ok().and_then(|number| u32::try_from(number).ok());
@@ -84,7 +104,7 @@ impl Assembly<'_> {
             blocks: self.block_plans(run.clone(), &recompute),
             sharding: saver.sharding,
             offload: saver.offload,
-            predicted: pricing.prediction(run, place.replicas, &priced, held),
+            predicted: pricing.prediction(run, place.replicas, &priced, order),
         };
         (planned, priced)
     }

@@ -68,10 +68,13 @@ impl Prices<'_> {
 
 impl Clock for Prices<'_> {
     fn compute(&self, rank: u32, compute: Compute) -> f64 {
-        let pass = self.stage(rank).by_size()[self.step.size_of(u64::from(compute.microbatch()))];
+        let stage = self.stage(rank);
+        let pass = stage.by_size()[self.step.size_of(u64::from(compute.microbatch()))];
         match compute {
             Compute::Forward(_) => pass.forward_us,
             Compute::Backward(_) => pass.backward_us,
+            Compute::BackwardInput(_) => pass.backward_us * stage.parts.input,
+            Compute::BackwardWeight(_) => pass.backward_us * stage.parts.weight,
         }
     }
     fn message(&self, message: Slot) -> f64 {
@@ -98,18 +101,16 @@ struct Line {
 impl Line {
     fn write(&self, writer: &mut ScriptWriter, step: Step) {
         match step {
-            Step::Receive(Compute::Forward(mb)) => {
-                self.values_in.iter().for_each(|&channel| writer.receive(channel, Payload::Value, mb));
-            }
-            Step::Receive(Compute::Backward(mb)) => {
-                self.grads_in.iter().for_each(|&channel| writer.receive(channel, Payload::Grad, mb));
+            Step::Receive(compute) => {
+                let Some(payload) = Payload::of(compute) else { return };
+                let channels = if payload == Payload::Value { &self.values_in } else { &self.grads_in };
+                channels.iter().for_each(|&channel| writer.receive(channel, payload, compute.microbatch()));
             }
             Step::Compute(_) => {}
-            Step::Send(Compute::Forward(_)) => {
-                self.values_out.iter().for_each(|&channel| writer.send(channel, Payload::Value));
-            }
-            Step::Send(Compute::Backward(_)) => {
-                self.grads_out.iter().for_each(|&channel| writer.send(channel, Payload::Grad));
+            Step::Send(compute) => {
+                let Some(payload) = Payload::of(compute) else { return };
+                let channels = if payload == Payload::Value { &self.values_out } else { &self.grads_out };
+                channels.iter().for_each(|&channel| writer.send(channel, payload));
             }
         }
     }
@@ -178,12 +179,13 @@ impl Together {
 
     /// A computation of a Replica, which before a backward waits for the sums that it has begun.
     fn write(&self, writer: &mut ScriptWriter, rank: u32, compute: Compute, has_sums: &mut bool) {
-        let (microbatch, pass) = (compute.microbatch() as usize, usize::from(matches!(compute, Compute::Backward(_))));
+        let microbatch = compute.microbatch() as usize;
+        let pass = usize::from(!matches!(compute, Compute::Forward(_)));
         if let Some(gathers) = self.gathers.get(microbatch) {
             writer.add(rank, Task::Sum { sum: gathers[pass] });
             writer.add(rank, Task::Await { lane: Lane::Gathers });
         }
-        let sum = self.each.get(microbatch).filter(|_| pass == 1);
+        let sum = self.each.get(microbatch).filter(|_| compute.ends_microbatch());
         if sum.is_some() && std::mem::replace(has_sums, true) {
             writer.add(rank, Task::Await { lane: Lane::Sums });
         }

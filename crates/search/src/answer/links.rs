@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use rannc_plan::{Overlap, Schedule, depths, overlaps, split_even};
+use rannc_plan::{Order, Overlap, Schedule, depths, overlaps, split_even};
 
 use super::tied::{TiedSum, tied_sums};
 use crate::chain::{CrossingSpec, StateSpec};
@@ -48,16 +48,22 @@ impl<'a> Linker<'a> {
         tied_sums(self.states, self.stages, self.order, self.pricing.problem.cluster)
     }
 
+    /// The Stage of each Replica, counted through the Stages.
+    pub(super) fn stage_of_replicas(&self) -> Vec<usize> {
+        let stages = self.stages.iter().enumerate();
+        stages.flat_map(|(number, stage)| std::iter::repeat_n(number, stage.positions.len())).collect()
+    }
+
     /// By Stage, the number of Stages on the longest way from it to one that feeds no other, both included.
-    fn depths(&self) -> Vec<u32> {
+    pub(super) fn depths(&self) -> Vec<u32> {
         depths(self.stages.len(), self.crossings().into_keys())
     }
 
-    /// By Stage, the microbatches that it holds under a Schedule.
-    pub(crate) fn held(&self, schedule: &Schedule) -> Vec<u64> {
+    /// By Stage, its order under a Schedule.
+    pub(crate) fn orders(&self, schedule: &Schedule) -> Vec<Order> {
         let microbatches = u32::try_from(self.pricing.step.microbatches).unwrap_or(u32::MAX);
         let depths = self.depths().into_iter().enumerate();
-        depths.map(|(stage, depth)| schedule.order(stage, depth, microbatches).in_flight()).collect()
+        depths.map(|(stage, depth)| schedule.order(stage, depth, microbatches)).collect()
     }
 
     /// By Stage, memory for the gradients that come back from several Stages for one Value, but those from one of them.

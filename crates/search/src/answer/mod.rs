@@ -4,11 +4,13 @@ mod assemble;
 mod count;
 mod exact_time;
 pub(crate) mod links;
+mod list_schedule;
 mod outcome;
 mod plan_costs;
 mod precision;
 mod simplest;
 mod tied;
+mod two_parts;
 mod upgrade;
 
 pub use outcome::{Gain, Outcome, SearchReport, plan, plan_until};

@@ -22,6 +22,9 @@ const MAX_UNITS: u32 = 64;
 /// The same where a rough answer serves.
 const FEW_UNITS: u32 = 16;
 
+/// Divisions for which orders with backwards in two parts are looked for: the fastest ones by the formula.
+const PUT_IN_ORDER: usize = 4;
+
 /// What a search found, and how sure it is.
 #[derive(Clone, Debug)]
 pub struct Outcome {
@@ -144,6 +147,7 @@ impl<'a> Planner<'a> {
         self.go_on()?;
         let (fastest, fastest_plan) = self.fastest(self.settings, &solved)?;
         let (taken, plan) = self.simplest(&solver, &cases, &solved, (fastest, &fastest_plan))?;
+        let (taken, plan) = self.in_two_parts(&solved, (taken, plan))?;
         let passed_over = PassedOver::new(&fastest_plan, &plan);
         let elapsed = self.clock.begun.elapsed();
         let runners_up = match self.settings.runners_up {
@@ -219,6 +223,33 @@ impl<'a> Planner<'a> {
         self.dividing_less(simplest, solved.lower_bound_us, limit_us)
     }
 
+    /// A Plan whose backwards come in two parts, if it is faster by more than predictions may be off.
+    fn in_two_parts(
+        &self,
+        solved: &Solved,
+        (division, plan): (Solution, Plan),
+    ) -> Result<(Solution, Plan), PlanFileError> {
+        if !self.settings.split_backward {
+            return Ok((division, plan));
+        }
+        let limit_us = plan.predicted.step_us * (1.0 - self.error());
+        let mut others: Vec<&Solution> = std::iter::once(&division).chain(&solved.finalists).collect();
+        others.retain(|other| other.found.stages.len() > 1 && other.case.microbatches > 1);
+        others.sort_by(|one, other| one.found.step_us.total_cmp(&other.found.step_us));
+        let mut best = (division.clone(), plan);
+        for other in others.into_iter().take(PUT_IN_ORDER) {
+            let found = self.with_assembly(self.settings, other, |assembly| {
+                assembly.plan_in_two_parts(other, solved.lower_bound_us)
+            })?;
+            if let Some(found) = found
+                && found.predicted.step_us < limit_us.min(best.1.predicted.step_us)
+            {
+                best = (other.clone(), found);
+            }
+        }
+        Ok(best)
+    }
+
     /// The same division where Replicas divide less, if that is about as fast.
     fn dividing_less(
         &self,
@@ -265,6 +296,10 @@ impl<'a> Planner<'a> {
     }
 
     fn assemble(&self, settings: &Settings, solution: &Solution, lower_bound_us: f64) -> Result<Plan, PlanFileError> {
+        self.with_assembly(settings, solution, |assembly| assembly.plan(solution, lower_bound_us))
+    }
+
+    fn with_assembly<T>(&self, settings: &Settings, solution: &Solution, make: impl FnOnce(&Assembly<'_>) -> T) -> T {
         let problem = self.model.problem(self.cluster, settings);
         let pricing = Pricing::new(problem, solution.case.schedule, solution.case.microbatches);
         let assembly = Assembly {
@@ -277,7 +312,7 @@ impl<'a> Planner<'a> {
             order: self.solver(self.settings).order(solution.case),
             pricing: &pricing,
         };
-        assembly.plan(solution, lower_bound_us)
+        make(&assembly)
     }
 
     /// Told as exactly as the best Plan, which such a runtime could carry out as well.

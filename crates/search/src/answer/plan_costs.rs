@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use rannc_cost::{Blocks, Cluster, Profile, tensor_bytes};
 use rannc_ir::{Analysis, Graph, OpRun, ValueId};
-use rannc_plan::{Call, Plan, PlanFileError, Recompute, Schedule, ScheduleKind, Sharding};
+use rannc_plan::{Call, Order, Plan, PlanFileError, Recompute, Schedule, ScheduleKind, Sharding};
 use rannc_sim::Costs;
 use serde::Serialize;
 
@@ -119,10 +119,10 @@ impl<'a> PlanCosts<'a> {
         let mut plan = self.plan.clone();
         let mut prices = Vec::new();
         let linker = self.linker(&pricing, &found);
-        let held = linker.held(&plan.schedule);
-        for (((number, stage), held), found) in (0..).zip(&mut plan.stages).zip(held).zip(&found) {
+        let orders = linker.orders(&plan.schedule);
+        for (((number, stage), order), found) in (0..).zip(&mut plan.stages).zip(&orders).zip(&found) {
             let (priced, place) = (self.priced(number, None), self.order.place(number, 1));
-            stage.predicted = pricing.prediction(&found.run, place.replicas, &priced, held);
+            stage.predicted = pricing.prediction(&found.run, place.replicas, &priced, order);
             prices.push(priced);
         }
         plan.predicted = step_prediction(&linker, &self.plan.schedule, &mut plan.stages, &prices);
@@ -149,11 +149,12 @@ impl<'a> PlanCosts<'a> {
         Ok(found)
     }
 
-    /// How the call comes whose steps are simulated: as often as it can. With fill-drain it may come in halves, between
-    /// which ranks wait for all that they have sent.
-    pub const fn call(&self) -> Call {
-        match self.plan.schedule {
+    /// How the call comes whose steps are simulated: as often as it can. Where all forwards come first it may come in
+    /// halves, between which ranks wait for all that they have sent.
+    pub fn call(&self) -> Call {
+        match &self.plan.schedule {
             Schedule::Named(ScheduleKind::FillDrain) => Call::Halves,
+            Schedule::Explicit(orders) if orders.iter().all(Order::has_forwards_first) => Call::Halves,
             Schedule::Named(ScheduleKind::OneForwardOneBackward) | Schedule::Explicit(_) => Call::Whole,
         }
     }
@@ -247,6 +248,16 @@ impl Costs for PlanCosts<'_> {
         self.priced(stage, Some(rows)).cost.larger.backward_us
     }
 
+    fn backward_input_us(&self, stage: u32, rows: u64) -> f64 {
+        let priced = self.priced(stage, Some(rows));
+        priced.cost.larger.backward_us * priced.parts.input
+    }
+
+    fn backward_weight_us(&self, stage: u32, rows: u64) -> f64 {
+        let priced = self.priced(stage, Some(rows));
+        priced.cost.larger.backward_us * priced.parts.weight
+    }
+
     fn send_us(&self, src: u32, dst: u32, bytes: u64) -> f64 {
         let [src, dst] = [src, dst].map(|rank| self.nodes[rank as usize]);
         self.cluster.send_us(self.cluster.level_of_nodes(src, dst), bytes as f64)
@@ -287,6 +298,10 @@ impl Costs for PlanCosts<'_> {
 
     fn microbatch_bytes(&self, stage: u32, rows: u64) -> u64 {
         self.priced(stage, Some(rows)).memory.microbatch_bytes as u64
+    }
+
+    fn waiting_bytes(&self, stage: u32, rows: u64) -> u64 {
+        self.priced(stage, Some(rows)).parts.waiting_bytes as u64
     }
 
     fn workspace_bytes(&self, stage: u32, rows: u64) -> u64 {

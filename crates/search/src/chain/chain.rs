@@ -17,7 +17,7 @@ const CLONE_ROWS: u64 = 1;
 /// A chain of Blocks. All sums are over runs `first..end` of Blocks.
 #[derive(Clone, Debug)]
 pub(crate) struct Chain {
-    blocks: Vec<BlockSpec>,
+    pub(super) blocks: Vec<BlockSpec>,
     /// By kind, by Block: how many of the kind are before it.
     kinds_before: Vec<Vec<usize>>,
     /// Parameters, buffers and constants, each once.

@@ -105,6 +105,7 @@ impl Extractor<'_> {
     fn op(&mut self, place: usize, op: OpId, block: &mut BlockSpec) -> Poly {
         let operation = Operation::new(self.graph, op);
         block.workspace_bytes.push(self.affine(operation.workspace_bytes()));
+        block.waiting_bytes += self.affine(operation.waiting_bytes());
         let saved = SavedTensors::new(&operation, self.host);
         for value in saved.values {
             if !self.is_copy(value) {

@@ -36,6 +36,8 @@ pub(crate) struct BlockSpec {
     pub(crate) private_bytes: Affine,
     /// What is left of its forward when it runs alone: all that it makes and keeps, sends, or gives out.
     pub(crate) left_bytes: Affine,
+    /// Gradients that wait between the two parts of a backward.
+    pub(crate) waiting_bytes: Affine,
     /// Outputs of the model, which wait for the end of the step.
     pub(crate) output_bytes: Affine,
 }
@@ -118,5 +120,11 @@ impl BlockSpec {
     /// Its cost by the roofline.
     pub(crate) fn modelled(&self, device: &Device, rows: u64) -> ComputeCost {
         self.work.iter().map(|work| work.at(device, rows)).sum()
+    }
+
+    /// Of its backward by the roofline, what the second part of two takes.
+    pub(crate) fn modelled_weight_us(&self, device: &Device, rows: u64) -> f64 {
+        let of_weights = |work: &OpWork| f64::from(work.weight_products) / f64::from(work.backward_products.max(1));
+        self.work.iter().map(|work| work.at(device, rows).backward_us * of_weights(work)).sum()
     }
 }

@@ -60,13 +60,13 @@ impl StageMemory {
         }
     }
 
-    /// By use, for the plan file.
-    pub(crate) fn prediction(&self, in_flight: u64) -> MemoryPrediction {
+    /// By use, for the plan file, with so much for the microbatches in flight.
+    pub(crate) fn prediction(&self, activations_bytes: f64) -> MemoryPrediction {
         MemoryPrediction {
             params_bytes: self.params_bytes as u64,
             grads_bytes: self.grads_bytes as u64,
             optimizer_bytes: self.optimizer_bytes as u64,
-            activations_bytes: (self.microbatch_bytes * in_flight as f64) as u64,
+            activations_bytes: activations_bytes as u64,
             workspace_bytes: self.workspace_bytes as u64,
             comm_bytes: self.comm_bytes as u64,
             framework_bytes: self.framework_bytes as u64,

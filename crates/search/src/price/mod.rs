@@ -6,6 +6,7 @@ mod end;
 mod knapsack;
 mod memory;
 mod model;
+mod parts;
 mod place;
 mod saver;
 mod sharding;
@@ -20,6 +21,8 @@ pub(crate) use end::End;
 pub(crate) use knapsack::CHEAPER;
 pub(crate) use memory::{GRADS_ON_THE_WAY, StageMemory};
 pub(crate) use model::Model;
+#[cfg(test)]
+pub(crate) use parts::BackwardParts;
 pub(crate) use place::{Place, RankOrder};
 pub(crate) use saver::{Again, Saver};
 pub(crate) use sizes::BySize;

@@ -2,11 +2,12 @@
 
 use std::ops::Range;
 
-use rannc_plan::{PassPrediction, Sharding, StagePrediction};
+use rannc_plan::{Order, PassPrediction, Sharding, StagePrediction};
 
 use super::at::{At, Pricing};
 use super::end::End;
 use super::memory::StageMemory;
+use super::parts::BackwardParts;
 use super::saver::Saver;
 use super::sizes::{BETWEEN, BySize, LARGER, SMALLER};
 use super::step::{PassCost, StageCost};
@@ -20,6 +21,7 @@ pub(crate) struct Priced {
     pub(crate) between: PassCost,
     pub(crate) end: End,
     pub(crate) memory: StageMemory,
+    pub(crate) parts: BackwardParts,
 }
 
 /// A Stage that computes nothing again, without the end of its step.
@@ -34,6 +36,7 @@ impl Pricing<'_> {
     pub(crate) fn stage(&self, run: Range<usize>, at: &At<'_>, saver: Saver, workspace_bytes: f64) -> Priced {
         let plain = self.plain(&run, at, saver, workspace_bytes);
         let mut priced = self.with_saver(&run, at, saver, &plain);
+        priced.parts = self.backward_parts(&run, at);
         if self.sizes.counts[BETWEEN] > 0 {
             let mut passes = [self.pass(&run, at, BETWEEN)];
             self.compute_again(&run, at, saver.again, &mut passes, &mut { plain.memory });
@@ -49,13 +52,13 @@ impl Pricing<'_> {
         priced.by_size().into_iter().zip(self.sizes.counts).map(of_size).sum()
     }
 
-    /// What a Plan says of a priced Stage that holds so many microbatches, apart from tied parameters.
+    /// What a Plan says of a priced Stage that computes in this order, apart from tied parameters.
     pub(crate) fn prediction(
         &self,
         run: &Range<usize>,
         replicas: u32,
         priced: &Priced,
-        in_flight: u64,
+        order: &Order,
     ) -> StagePrediction {
         let rows = self.replica_rows(replicas);
         StagePrediction {
@@ -66,7 +69,7 @@ impl Pricing<'_> {
             update_us: priced.end.update_us,
             in_bytes: self.chain.traffic.in_bytes.at(run.start, run.end, rows) as u64,
             out_bytes: self.chain.traffic.out_bytes.at(run.start, run.end, rows) as u64,
-            memory: priced.memory.prediction(in_flight),
+            memory: priced.memory.prediction(priced.activations_bytes(order.in_flight(), order.weights_waiting())),
             whole: priced.memory.whole(),
             sizes: self.pass_predictions(replicas, priced),
         }
@@ -132,11 +135,16 @@ impl Pricing<'_> {
         let end = self.end(run, at, saver, &smaller);
         let wait_us = if end.divides >= Sharding::Gradients { end.reduce_us } else { 0.0 };
         let cost = StageCost { larger, smaller, wait_us, end_us: end.us() };
-        Priced { cost, between: smaller, end, memory }
+        Priced { cost, between: smaller, end, memory, parts: BackwardParts::default() }
     }
 }
 
 impl Priced {
+    /// Memory of so many microbatches in flight, of which so many wait for the second part of their backward.
+    pub(crate) fn activations_bytes(&self, in_flight: u64, waiting: u64) -> f64 {
+        self.memory.microbatch_bytes * in_flight as f64 + self.parts.waiting_bytes * waiting as f64
+    }
+
     /// What a microbatch of each size takes.
     pub(crate) fn by_size(&self) -> BySize<&PassCost> {
         [&self.cost.larger, &self.between, &self.cost.smaller]

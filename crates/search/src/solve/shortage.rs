@@ -36,7 +36,8 @@ pub(crate) fn shortage(
     let usable_bytes = at.usable_bytes;
     let memory_of = |run: Range<usize>| {
         let workspace_bytes = pricing.run_workspace_bytes(run.clone(), &at);
-        leanest(pricing, &run, &at, &savers, workspace_bytes).prediction(tightest.in_flight)
+        let memory = leanest(pricing, &run, &at, &savers, workspace_bytes);
+        memory.prediction(memory.microbatch_bytes * tightest.in_flight as f64)
     };
     let alone_bytes = |block: usize| memory_of(block..block + 1).total_bytes();
     let too_large = |&block: &usize| pricing.is_too_large(&(block..block + 1), &at);

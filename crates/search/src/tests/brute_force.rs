@@ -35,6 +35,7 @@ fn block() -> impl Strategy<Value = BlockSpec> {
         ],
         private_bytes: Affine { fixed: 0.0, per_row: f64::from(private) * 1e3 },
         left_bytes: Affine::default(),
+        waiting_bytes: Affine::default(),
         output_bytes: Affine { fixed: f64::from(private) * 1e2, per_row: f64::from(workspace) * 1e2 },
     })
 }

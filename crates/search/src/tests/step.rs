@@ -5,7 +5,7 @@ use rannc_plan::{ScheduleKind, Sharding};
 
 use crate::answer::links::ReplicaLink;
 use crate::price::StageMemory;
-use crate::price::{End, PassCost, Priced, StageCost, StepModel, StepTime};
+use crate::price::{BackwardParts, End, PassCost, Priced, StageCost, StepModel, StepTime};
 
 fn step_us(model: &StepModel, stages: &[StageCost]) -> f64 {
     let fold = |(time, later), stage: &StageCost| (model.prepend(time, stage, later), later + 1);
@@ -25,6 +25,7 @@ fn path_us(model: &StepModel, stages: &[StageCost]) -> f64 {
             ..End::default()
         },
         memory: StageMemory::default(),
+        parts: BackwardParts::default(),
     };
     let both = |pair: &[StageCost], us: fn(&PassCost, &PassCost) -> f64| {
         let [larger_us, smaller_us] = [us(&pair[0].larger, &pair[1].larger), us(&pair[0].smaller, &pair[1].smaller)];

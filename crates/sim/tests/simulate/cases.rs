@@ -8,7 +8,7 @@ use proptest::sample::Index;
 use rannc_ir::testing::{graphs, mlp};
 use rannc_ir::{Analysis, Graph, OpRun, ValueId};
 use rannc_plan::{
-    Batch, Buckets, Call, Partition, Placement, Program, Recompute, ScheduleKind, Sharding, Trained, build,
+    Batch, Buckets, Call, Partition, Placement, Program, Recompute, Schedule, ScheduleKind, Sharding, Trained, build,
 };
 use rannc_sim::{Costs, Timeline, simulate};
 
@@ -52,12 +52,25 @@ impl TableCosts {
     }
 }
 
+/// What the parts of a backward take, by the whole.
+pub const INPUT_SHARE: f64 = 0.5;
+pub const WEIGHT_SHARE: f64 = 0.75;
+
 impl Costs for TableCosts {
     fn forward_us(&self, stage: u32, rows: u64) -> f64 {
         self.stage(stage).forward_us * rows as f64
     }
     fn backward_us(&self, stage: u32, rows: u64) -> f64 {
         self.stage(stage).backward_us * rows as f64
+    }
+    fn backward_input_us(&self, stage: u32, rows: u64) -> f64 {
+        INPUT_SHARE * self.backward_us(stage, rows)
+    }
+    fn backward_weight_us(&self, stage: u32, rows: u64) -> f64 {
+        WEIGHT_SHARE * self.backward_us(stage, rows)
+    }
+    fn waiting_bytes(&self, stage: u32, rows: u64) -> u64 {
+        self.microbatch_bytes(stage, rows) / 2
     }
     fn send_us(&self, src: u32, dst: u32, bytes: u64) -> f64 {
         self.latency_us[dst as usize] + self.byte_us[src as usize] * bytes as f64
@@ -107,7 +120,7 @@ pub fn divided_program(
     sharding: &[Sharding],
     microbatches: u32,
     rows: u64,
-    way: Way,
+    way: (Call, impl Into<Schedule>),
 ) -> Program {
     let (call, schedule) = way;
     let end = u32::try_from(Analysis::new(graph).main_ops.len()).expect("small");

@@ -2,7 +2,7 @@
 
 use rannc_ir::testing::{GraphBuilder, mlp};
 use rannc_ir::{Arg, DType, Dim};
-use rannc_plan::{Call, Payload, ScheduleKind, Sharding};
+use rannc_plan::{Call, Payload, Schedule, ScheduleKind, Sharding};
 use rannc_sim::{Timeline, What};
 
 use crate::cases::{TableCosts, chain, divided_program, program};
@@ -16,6 +16,8 @@ fn draw(timeline: &Timeline) -> String {
             let name = match event.what {
                 What::Forward { mb } => format!("F{mb}"),
                 What::Backward { mb } => format!("B{mb}"),
+                What::BackwardInput { mb } => format!("I{mb}"),
+                What::BackwardWeight { mb } => format!("W{mb}"),
                 What::Send { mb, peer, payload } => format!("{}{mb}>{peer}", letter(payload)),
                 What::Recv { mb, peer, payload } => format!("{}{mb}<{peer}", letter(payload)),
                 What::Reduce => "R".to_owned(),
@@ -155,4 +157,27 @@ fn divided_params_are_gathered_before_computations() {
 1: G 0-1, F0 1-3, G 3-4, B0 4-7, R 7-9, G 7-8, G 10-11, R 14-16, U 16-17
 "
     );
+}
+
+/// Gradients leave behind the first part of a backward; the second one keeps the microbatch, and is ready for the sum.
+#[test]
+fn a_backward_in_two_parts_sends_early() {
+    let orders = ["F0 F1 B0 B1", "F0 I0 F1 W0 I1 W1"].map(|text| text.parse().expect("an order"));
+    let program =
+        divided_program(&mlp(2, 4), &[2], &[1, 2], &[], 2, 4, (Call::Whole, Schedule::Explicit(orders.into())));
+    let mut costs = costs(2, 3, 0.5);
+    costs.stages[1].row_bytes = 8;
+    let timeline = costs.run(&program);
+    assert_eq!(
+        draw(&timeline),
+        "\
+0: F0 0-4, F1 4-8, v0>1 4-5, v0>2 4-5, v1>1 8-9, v1>2 8-9, g0<1 8.5-9.5, g0<2 8.5-9.5, B0 9.5-15.5, g1<1 14.75-15.75, \
+g1<2 14.75-15.75, B1 15.75-21.75, U 21.75-22.75
+1: v0<0 4-5, F0 5-7, I0 7-8.5, v1<0 8-9, g0>0 8.5-9.5, F1 9-11, W0 11-13.25, I1 13.25-14.75, g1>0 14.75-15.75, W1 14.75-17, \
+R 17-21, U 21-22
+2: v0<0 4-5, F0 5-7, I0 7-8.5, v1<0 8-9, g0>0 8.5-9.5, F1 9-11, W0 11-13.25, I1 13.25-14.75, g1>0 14.75-15.75, W1 14.75-17, \
+R 17-21, U 21-22
+"
+    );
+    assert_eq!(timeline.ranks[1].peak_bytes, 20);
 }

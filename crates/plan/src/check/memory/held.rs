@@ -1,5 +1,5 @@
 //! Activations and messages: what is received is there from its Recv on, what was sent is let go of when as many messages
-//! are under way behind it as the window allows, a microbatch is kept from its forward to its backward. Outputs are the
+//! are under way behind it as the window allows, a microbatch is kept from its forward to the end of its backward. Outputs are the
 //! caller's: they are as large as the batch, whatever a Program does.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
@@ -83,6 +83,16 @@ impl<'a> Live<'a> {
                 let bytes = self.bytes();
                 self.held.remove(mb);
                 self.arriving.remove(&(Payload::Grad, *mb));
+                bytes
+            }
+            Action::BackwardInput { mb } => {
+                let bytes = self.bytes();
+                self.arriving.remove(&(Payload::Grad, *mb));
+                bytes
+            }
+            Action::BackwardWeight { mb } => {
+                let bytes = self.bytes();
+                self.held.remove(mb);
                 bytes
             }
             Action::Recv(message) => {
