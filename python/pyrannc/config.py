@@ -94,6 +94,10 @@ class Config:
             of rows and held against the operators themselves; one that differs by more than rounding, or that cannot
             be compiled, runs as it is, which a line says, as does ``report()``. Compiled code is kept in
             ``profile_cache_dir``, unless TORCHINDUCTOR_CACHE_DIR says where.
+        split_backward: Whether Plans may let the backward of a microbatch come in two parts: first the gradients that
+            the Stage before waits for, later those of parameters, in time that would be idle otherwise: "on", "off", or
+            "auto", which is "on" on the CPU. It takes more memory, has a use with several Stages only, and none where
+            Spans are compiled.
         cuda_graphs: "auto": on GPUs, from the third step of a kind on, what a rank does between the exchange of inputs
             and that of outputs is replayed as one CUDA graph, which takes the host next to no time; where it cannot
             be, ``report()`` says why. A graph keeps the memory of a step's activations for itself. "off": never.
@@ -147,6 +151,7 @@ class Config:
     reduce_dtype: str = _item("float32", choices=("float32", "bfloat16", "param"))
     recapture_interval: int = _item(1000, least=0)
     compile_spans: str = _item("auto", choices=("auto", "on", "off"))
+    split_backward: str = _item("auto", choices=("auto", "on", "off"))
     cuda_graphs: str = _item("auto", choices=("auto", "off"))
     consolidate_grads: bool = _item(True, replaced_by="gradients are always reduced in buckets")
     stall_timeout_s: float = _item(600.0, least=1, below=_FOREVER_S)
@@ -166,6 +171,11 @@ class Config:
     def compiles_on(self, device_type: str) -> bool:
         """True when Spans are compiled for devices of a type."""
         return self.compile_spans == "on" or (self.compile_spans == "auto" and device_type != "cpu")
+
+    def splits_on(self, device_type: str) -> bool:
+        """True when backwards may come in two parts on devices of a type."""
+        wanted = self.split_backward == "on" or (self.split_backward == "auto" and device_type == "cpu")
+        return wanted and not self.compiles_on(device_type)
 
     def records_on(self, device_type: str) -> bool:
         """True when steps are recorded as CUDA graphs on devices of a type."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean, median
@@ -240,7 +240,7 @@ def _parts_us(step: StepTimes) -> dict[str, float]:
 
 def _microbatch_us(step: StepTimes, kind: Kind, microbatches: set[int]) -> float:
     # A backward may come in two parts.
-    times: Counter[int] = Counter()
+    times: defaultdict[int, float] = defaultdict(float)
     for span in step.spans:
         if span.kind == kind and span.microbatch in microbatches:
             times[span.microbatch] += span.end_us - span.start_us

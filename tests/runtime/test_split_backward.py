@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
-from pyrannc.runtime.split_backward import SplitBackward
+from pyrannc.blocks.split_backward import SplitBackward
 from tests.ranks import RankPool
 
 from .equivalence import Case, check

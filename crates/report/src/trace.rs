@@ -166,8 +166,8 @@ const fn category(what: What) -> &'static str {
     match what {
         What::Forward { .. } => "forward",
         What::Backward { .. } => "backward",
-        What::BackwardInput { .. } => "backward of inputs",
-        What::BackwardWeight { .. } => "backward of weights",
+        What::BackwardInput { .. } => "backward_input",
+        What::BackwardWeight { .. } => "backward_weight",
         What::Send { .. } | What::Recv { .. } => "message",
         What::Reduce => "reduce",
         What::Gather => "gather",

@@ -7,8 +7,8 @@ use proptest::prelude::*;
 use rannc_cost::Cluster;
 use rannc_ir::Graph;
 use rannc_plan::{
-    Action, Batch, Buckets, CheckError, Holding, Interval, Partition, Plan, Program, Promises, Sharding, Trained,
-    build, check_memory, split_even,
+    Action, Batch, Buckets, CheckError, Holding, Interval, Order, Partition, Plan, Program, Promises, Schedule,
+    Sharding, Trained, build, check, check_memory, split_even,
 };
 use rannc_search::{PlanCosts, Savers, SearchError, Settings};
 use rannc_sim::{Timeline, simulate};
@@ -54,6 +54,7 @@ struct Case {
     bytes_per_s: Option<f64>,
     /// What several Replicas divide.
     sharding: Sharding,
+    split_backward: bool,
 }
 
 impl Case {
@@ -77,6 +78,7 @@ impl Case {
             replicas: Some(self.replicas.clone()),
             microbatches: Some(self.microbatches),
             loss_inside: self.loss_inside,
+            split_backward: self.split_backward,
             savers: Savers { sharding: self.sharding, least_sharding: self.sharding, ..Savers::default() },
             ..Settings::default()
         }
@@ -86,13 +88,19 @@ impl Case {
 /// Random Stages (as many as asked for), Replicas, microbatches, Schedules, devices and links, from such that nobody
 /// sees to such that take longer than all computation. Equal rows everywhere.
 fn cases() -> impl Strategy<Value = Case> {
-    let batch = (prop::collection::vec(1..5_u32, 1..9), 0..4_u32, any::<bool>(), 1..3_u64);
+    let batch = (prop::collection::vec(1..5_u32, 1..9), 0..4_u32, any::<[bool; 2]>(), 1..3_u64);
     let links = (1..3_u32, prop::option::of((9.0..10.5_f64).prop_map(|exponent| 10.0_f64.powf(exponent))));
     let none = vec![Sharding::None; 3];
     let levels = [none, vec![Sharding::Optimizer, Sharding::Gradients, Sharding::Params]].concat();
     let devices = prop::sample::select(vec!["H200", "A100-40G", "V100-32G"]);
     (8..16_u32, batch, devices, links, prop::sample::select(levels)).prop_map(
-        |(layers, (replicas, doublings, loss_inside, rows), device, (nodes, bytes_per_s), sharding)| Case {
+        |(
+            layers,
+            (replicas, doublings, [loss_inside, split_backward], rows),
+            device,
+            (nodes, bytes_per_s),
+            sharding,
+        )| Case {
             layers,
             microbatches: 4 << doublings,
             loss_inside,
@@ -101,10 +109,51 @@ fn cases() -> impl Strategy<Value = Case> {
             nodes,
             bytes_per_s,
             // One Replica alone has nobody to divide with.
+            split_backward,
             sharding: if replicas.iter().all(|&count| count == 1) { Sharding::None } else { sharding },
             replicas,
         },
     )
+}
+
+/// Four equal Stages: weights fill the bubbles of 1F1B, and where the criterion is outside, those of the drain.
+#[test]
+fn weights_fill_bubbles() {
+    let graph = encoder(16, 1024, 256, 8000);
+    for (loss_inside, least_gain) in [(true, 1.1), (false, 1.06)] {
+        let case = Case {
+            layers: 16,
+            replicas: vec![1; 4],
+            microbatches: 8,
+            loss_inside,
+            rows: 1,
+            device: "H200",
+            nodes: 1,
+            bytes_per_s: None,
+            sharding: Sharding::None,
+            split_backward: false,
+        };
+        let (cluster, whole) = (case.cluster(), case.settings());
+        let parts = Case { split_backward: true, ..case }.settings();
+        let plan = |settings: &Settings| rannc_search::plan(&graph, &cluster, &[], settings).expect("fits").plan;
+        let [whole, split] = [&whole, &parts].map(plan);
+        let gain = whole.predicted.step_us / split.predicted.step_us;
+        assert!(gain > least_gain, "{gain}");
+        let Schedule::Explicit(orders) = &split.schedule else { panic!("{}", split.schedule) };
+        assert!(orders.iter().any(Order::splits_backward) && orders.iter().all(|order| order.fault(8).is_none()));
+        let (program, partition, _) = program(&graph, &cluster, &parts, &split);
+        let buckets = Buckets::of(&graph, &partition, &split.placement(), &Trained::captured(&graph));
+        assert_eq!(check(&program, &partition, &buckets.gradients), Ok(()));
+        let timeline = simulated(&graph, &cluster, &parts, &split);
+        assert!((split.predicted.step_us / timeline.step_us - 1.0).abs() < TOLERANCE);
+        // Less memory than that needs: fewer microbatches wait.
+        let peak_bytes = |plan: &Plan| plan.stages.iter().map(|stage| stage.predicted.memory.total_bytes()).max();
+        let limit = peak_bytes(&whole).max(Some(1)).map(|bytes| bytes + (64 << 20));
+        let tight = Settings { memory_limit_bytes: limit, memory_margin: 0.0, ..parts.clone() };
+        let tight = rannc_search::plan(&graph, &cluster, &[], &tight).expect("fits").plan;
+        assert!(peak_bytes(&tight) <= limit, "{:?} {limit:?}", peak_bytes(&tight));
+        assert!(tight.predicted.step_us <= whole.predicted.step_us);
+    }
 }
 
 /// One rank has 33 rows: one microbatch of two rows and 31 of one.

@@ -23,8 +23,8 @@ class BlockPoint:
         backward_us: time of the whole backward on the device, gradients added up included.
         forward_host_us: time in which the host starts the forward; 0 where it computes itself.
         backward_host_us: time in which the host starts the whole backward; 0 where it computes itself.
-        backward_input_us: time of the backward that only makes gradients of what came in.
-        backward_weight_us: time of the backward that only makes gradients of parameters.
+        backward_input_us: of a backward in two parts, time of the first: the gradients of what came in.
+        backward_weight_us: time of the second: the gradients of parameters.
         saved_bytes: what is held from the forward to the backward beyond what came in; results count.
         workspace_bytes: the most that either direction needs on top of that.
     """

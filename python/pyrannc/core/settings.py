@@ -53,6 +53,7 @@ class SearchSettings:
         min_microbatch_rows: least rows of a microbatch.
         loss_inside: the model returns its loss, so that forwards and backwards may be interleaved.
         replays: accelerators replay their work of a step, so that their hosts take no time to start it.
+        split_backward: the backward of a microbatch may come in two parts.
         reduce_dtype: type in which gradients are summed over ranks: "float32", "bfloat16" or "param".
         capabilities: what Plans may use to save memory.
         runners_up: number of other good Plans beside the best.
@@ -73,6 +74,7 @@ class SearchSettings:
     min_microbatch_rows: int | None = None
     loss_inside: bool | None = None
     replays: bool | None = None
+    split_backward: bool | None = None
     reduce_dtype: str | None = None
     capabilities: Capabilities | None = None
     runners_up: int | None = None

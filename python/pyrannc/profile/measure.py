@@ -8,7 +8,9 @@ from functools import partial
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import get_gradient_edge
 
+from pyrannc.blocks.split_backward import SplitBackward
 from pyrannc.core.profile import BlockPoint
 from pyrannc.errors import first_line
 from pyrannc.log import get_logger
@@ -162,24 +164,29 @@ class BlockMeter:
         return saved_bytes, max(forward_bytes, backward_bytes)
 
     def _backward_us(self, run: Run) -> tuple[float, float, float]:
-        """Times of the whole backward, and by input alone and by weight alone."""
+        """Times of the whole backward, and of its two parts where it comes in two."""
 
         def whole() -> None:
             torch.autograd.backward(run.roots, run.seeds, retain_graph=True)
             _drop_gradients(run.fresh)
 
-        def towards(leaves: list[Tensor]) -> float:
-            if not leaves:
-                return 0.0
-            return self._compute_us(
-                lambda: torch.autograd.grad(run.roots, leaves, run.seeds, retain_graph=True, allow_unused=True),
-                self._backward_overhead_us,
-            )
+        roots = [get_gradient_edge(root) for root in run.roots]
+
+        def parts(*, both: bool) -> None:
+            backward = SplitBackward(roots, run.seeds, run.inputs)
+            backward.run_inputs()
+            if both:
+                backward.run_weights(keep_graph=True)
+            _drop_gradients(run.fresh)
 
         if not run.roots:
             return 0.0, 0.0, 0.0
         backward_us = self._compute_us(whole, self._backward_overhead_us)
-        return backward_us, towards(run.inputs), towards(run.weights)
+        if not run.inputs or not run.weights:
+            return backward_us, backward_us if run.inputs else 0.0, backward_us if run.weights else 0.0
+        input_us = self._compute_us(lambda: parts(both=False), self._backward_overhead_us)
+        both_us = self._compute_us(lambda: parts(both=True), self._backward_overhead_us)
+        return backward_us, input_us, max(0.0, both_us - input_us)
 
 
 def _prepared(code: BlockCode, rows: int) -> Run:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pyrannc.blocks.split_backward import SplitBackward
 from pyrannc.core.partition import InputPart
 from pyrannc.core.program import Piece, RankProgram, Recv, Rows, Send
 from pyrannc.job.exchange import Work
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.prologue import Prologue
 from pyrannc.runtime.rows import join_rows, take_rows
-from pyrannc.runtime.split_backward import SplitBackward
 from pyrannc.runtime.timing import Kind, Marks
 
 Seeds: TypeAlias = Callable[[int, int], Tensor | None]

@@ -24,9 +24,9 @@ pub struct BlockPoint {
     pub forward_host_us: f64,
     /// What the host needs to start the whole backward; 0 if it computes itself.
     pub backward_host_us: f64,
-    /// Backward to the inputs alone.
+    /// Of a backward in two parts the first: the gradients of what came in.
     pub backward_input_us: f64,
-    /// Backward to the parameters alone.
+    /// The second: the gradients of parameters.
     pub backward_weight_us: f64,
     /// Kept from the forward for the backward.
     pub saved_bytes: u64,
@@ -89,12 +89,12 @@ impl BlockProfile {
         }
     }
 
-    /// Time of the backward to the inputs; infinite when it never fitted.
+    /// Of a backward in two parts, time of the first, to the inputs; infinite when it never fitted.
     pub fn backward_input_us(&self, rows: u64) -> f64 {
         self.at(rows, |point| point.backward_input_us)
     }
 
-    /// Time of the backward to the parameters; infinite when it never fitted.
+    /// Time of the second, to the parameters; infinite when it never fitted.
     pub fn backward_weight_us(&self, rows: u64) -> f64 {
         self.at(rows, |point| point.backward_weight_us)
     }

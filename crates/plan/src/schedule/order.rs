@@ -52,6 +52,9 @@ impl fmt::Display for Schedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Named(kind) => kind.fmt(f),
+            Self::Explicit(orders) if orders.iter().any(Order::splits_backward) => {
+                f.write_str("backwards in two parts, in listed order")
+            }
             Self::Explicit(_) => f.write_str("in listed order"),
         }
     }

@@ -9,7 +9,7 @@ one behind Python code, which may not run twice.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
@@ -56,7 +56,7 @@ class SplitBackward:
             for hook in hooks:
                 hook.remove()
 
-    def _keeper(self, node: Node) -> object:
+    def _keeper(self, node: Node) -> Callable[[tuple[Tensor | None, ...]], None]:
         kept = self._kept
 
         def keep(grads: tuple[Tensor | None, ...]) -> None:
