@@ -74,7 +74,7 @@ def test_truth_in_the_file(folder: Path, text: str, value: bool) -> None:
 
 def test_every_item_can_be_given_its_default_in_the_environment(folder: Path) -> None:
     environ = {f"RANNC_{item.name.upper()}": str(item.default) for item in fields(Config)}
-    assert len(environ) == 43
+    assert len(environ) == 44
     assert load(environ, folder).config == Config()
 
 

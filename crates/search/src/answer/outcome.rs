@@ -50,7 +50,7 @@ pub struct Gain {
 /// Facts about a search.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SearchReport {
-    /// No Plan takes less under the same model.
+    /// No Plan takes less under the same model, but for such whose backwards come in two parts.
     pub lower_bound_us: f64,
     /// How far the Plan may be above the optimum: its time by the bound, less 1.
     pub gap: f64,
@@ -159,9 +159,10 @@ impl<'a> Planner<'a> {
         let mut runners_up = runners_up.collect::<Result<Vec<_>, _>>()?;
         runners_up.retain(|other| other.predicted.step_us >= plan.predicted.step_us);
         runners_up.sort_by(|left, right| left.predicted.step_us.total_cmp(&right.predicted.step_us));
+        let lower_bound_us = solved.lower_bound_us.min(plan.predicted.step_us);
         let report = SearchReport {
-            lower_bound_us: plan.predicted.lower_bound_us,
-            gap: plan.predicted.step_us / plan.predicted.lower_bound_us - 1.0,
+            lower_bound_us,
+            gap: plan.predicted.step_us / lower_bound_us - 1.0,
             passed_over,
             plans_covered: plans(self.model.chain.len(), &self.orders, &cases, self.settings),
             blocks: self.model.chain.len(),
@@ -223,7 +224,8 @@ impl<'a> Planner<'a> {
         self.dividing_less(simplest, solved.lower_bound_us, limit_us)
     }
 
-    /// A Plan whose backwards come in two parts, if it is faster by more than predictions may be off.
+    /// A Plan whose backwards come in two parts, if it is faster by more than predictions may be off. How far it is above
+    /// the optimum is not known.
     fn in_two_parts(
         &self,
         solved: &Solved,
@@ -238,9 +240,7 @@ impl<'a> Planner<'a> {
         others.sort_by(|one, other| one.found.step_us.total_cmp(&other.found.step_us));
         let mut best = (division.clone(), plan);
         for other in others.into_iter().take(PUT_IN_ORDER) {
-            let found = self.with_assembly(self.settings, other, |assembly| {
-                assembly.plan_in_two_parts(other, solved.lower_bound_us)
-            })?;
+            let found = self.with_assembly(self.settings, other, |assembly| assembly.plan_in_two_parts(other))?;
             if let Some(found) = found
                 && found.predicted.step_us < limit_us.min(best.1.predicted.step_us)
             {

@@ -11,43 +11,25 @@ use super::list_schedule::{ListScheduler, Manner, Scheduled, StageLink, StageTim
 use crate::price::{At, BySize, Priced};
 use crate::solve::{FoundStage, Solution};
 
-/// Orders that are told exactly: the best by the list scheduler's own account.
+/// Ways of the list scheduler whose orders are told exactly: the best by its own account.
 const TOLD_EXACTLY: usize = 3;
 
 impl Assembly<'_> {
     /// The fastest Plan of a division with backwards in two parts; `None` where that has no use.
-    pub(crate) fn plan_in_two_parts(
-        &self,
-        solution: &Solution,
-        lower_bound_us: f64,
-    ) -> Result<Option<Plan>, PlanFileError> {
+    pub(crate) fn plan_in_two_parts(&self, solution: &Solution) -> Result<Option<Plan>, PlanFileError> {
         let linker = self.linker(solution);
         let links = stage_links(&linker);
-        let stages: Vec<StageTimes> = self.stage_times(solution, &links);
+        let stages = self.stage_times(solution, &links);
         if stages.iter().all(|stage| stage.parts_us.is_none()) {
             return Ok(None);
         }
-        let settings = self.pricing.problem.settings;
-        let forwards_first = !settings.loss_inside;
+        let forwards_first = !self.pricing.problem.settings.loss_inside;
         let scheduler = ListScheduler { step: &self.pricing.step, stages: &stages, links: &links, forwards_first };
-        let manners = manners(&linker, self.pricing.step.microbatches, forwards_first);
-        let mut found: Vec<Scheduled> = manners.iter().filter_map(|manner| scheduler.schedule(manner)).collect();
-        found.sort_by(|one, other| one.end_us.total_cmp(&other.end_us));
-        let mut tried: Vec<Vec<Order>> = Vec::new();
         let mut best: Option<Plan> = None;
-        for Scheduled { orders, .. } in found {
-            if tried.len() >= 2 * TOLD_EXACTLY {
-                break;
-            }
-            for orders in [orders.iter().map(joined).collect(), orders] {
-                if tried.contains(&orders) {
-                    continue;
-                }
-                tried.push(orders.clone());
-                let plan = self.plan_by(Schedule::Explicit(orders), solution, lower_bound_us)?;
-                if best.as_ref().is_none_or(|best| plan.predicted.step_us < best.predicted.step_us) {
-                    best = Some(plan);
-                }
+        for orders in best_orders(&scheduler, &manners(&linker.depths(), self.pricing.step.microbatches)) {
+            let plan = self.plan_by(Schedule::Explicit(orders), solution, 0.0)?;
+            if best.as_ref().is_none_or(|best| plan.predicted.step_us < best.predicted.step_us) {
+                best = Some(plan);
             }
         }
         Ok(best)
@@ -92,17 +74,29 @@ fn stage_links(linker: &Linker<'_>) -> Vec<StageLink> {
     found.into_values().collect()
 }
 
-/// Ways to put Stages in order: with as many microbatches in flight as 1F1B has, with up to as many more as there are
-/// Stages, with twice as many, and with all.
-fn manners(linker: &Linker<'_>, microbatches: u64, forwards_first: bool) -> Vec<Manner> {
-    let stages = linker.stages.len() as u64;
-    let depths: Vec<u64> = linker.depths().into_iter().map(u64::from).collect();
-    let mut limits: Vec<Vec<u64>> = Vec::new();
-    if !forwards_first {
-        limits.extend((0..stages).map(|more| depths.iter().map(|depth| depth + more).collect()));
-        limits.extend([stages, 2 * stages - 1].map(|most| vec![most; depths.len()]));
+/// Different orders that come of the best manners, of each also with the parts of backwards joined that follow each other.
+fn best_orders(scheduler: &ListScheduler<'_>, manners: &[Manner]) -> Vec<Vec<Order>> {
+    let mut scheduled: Vec<Scheduled> = manners.iter().filter_map(|manner| scheduler.schedule(manner)).collect();
+    scheduled.sort_by(|one, other| one.end_us.total_cmp(&other.end_us));
+    scheduled.dedup_by(|next, kept| next.orders == kept.orders);
+    let mut found: Vec<Vec<Order>> = Vec::new();
+    for Scheduled { orders, .. } in scheduled.into_iter().take(TOLD_EXACTLY) {
+        for orders in [orders.iter().map(joined).collect(), orders] {
+            if !found.contains(&orders) {
+                found.push(orders);
+            }
+        }
     }
-    limits.push(vec![microbatches; depths.len()]);
+    found
+}
+
+/// Ways to put Stages of these depths in order: with as many microbatches in flight as 1F1B has, with up to as many more
+/// as there are Stages, with the same on every Stage, with twice that, and with all.
+fn manners(depths: &[u32], microbatches: u64) -> Vec<Manner> {
+    let (stages, depths) = (depths.len() as u64, depths.iter().copied().map(u64::from));
+    let mut limits: Vec<Vec<u64>> =
+        (0..stages).map(|more| depths.clone().map(|depth| depth + more).collect()).collect();
+    limits.extend([stages, 2 * stages - 1, microbatches].map(|most| depths.clone().map(|_| most).collect()));
     let manner =
         |in_flight: Vec<u64>| [false, true].map(|fits_gaps| Manner { in_flight: in_flight.clone(), fits_gaps });
     limits.into_iter().flat_map(manner).collect()
@@ -120,4 +114,77 @@ fn joined(order: &Order) -> Order {
         }
     }
     Order(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use rannc_plan::{ScheduleKind, depths};
+
+    use super::*;
+    use crate::price::StepModel;
+
+    fn chain(times: &[[f64; 3]], send_us: f64, bytes: [f64; 3]) -> (Vec<StageTimes>, Vec<StageLink>) {
+        let [microbatch_bytes, waiting_bytes, room_bytes] = bytes;
+        let stage = |(place, &[forward_us, input_us, weight_us]): (usize, &[f64; 3])| StageTimes {
+            forward_us: [forward_us; 3],
+            backward_us: [input_us + weight_us; 3],
+            parts_us: (place > 0).then_some([[input_us, weight_us]; 3]),
+            microbatch_bytes,
+            waiting_bytes,
+            room_bytes,
+        };
+        let link = |from| StageLink { from, to: from + 1, values_us: [send_us; 3], grads_us: Some([send_us; 3]) };
+        (times.iter().enumerate().map(stage).collect(), (0..times.len() - 1).map(link).collect())
+    }
+
+    fn scheduled(
+        (stages, links): &(Vec<StageTimes>, Vec<StageLink>),
+        microbatches: u64,
+        forwards_first: bool,
+    ) -> Vec<Scheduled> {
+        let step = StepModel::new(ScheduleKind::OneForwardOneBackward, [0, 0, microbatches]);
+        let scheduler = ListScheduler { step: &step, stages, links, forwards_first };
+        let depths = depths(stages.len(), links.iter().map(|link| (link.from, link.to)));
+        manners(&depths, microbatches).iter().filter_map(|manner| scheduler.schedule(manner)).collect()
+    }
+
+    /// Equal Stages: no more idle than until the first microbatch has come and its gradient has gone.
+    #[test]
+    fn eight_stages_and_sixteen_microbatches() {
+        let case = chain(&[[1.0; 3]; 8], 0.0, [1.0, 0.0, f64::INFINITY]);
+        let best = |first| scheduled(&case, 16, first).into_iter().map(|found| found.end_us).fold(f64::MAX, f64::min);
+        let whole_us = f64::from((16 + 7) * 3);
+        assert!(whole_us / best(false) > 1.18, "{}", best(false));
+        assert!(whole_us / best(true) > 1.1, "{}", best(true));
+    }
+
+    proptest! {
+        /// Orders are complete, hold no more than there is room for, and take no longer than one computation at a time.
+        #[test]
+        fn orders_are_sound(
+            times in prop::collection::vec(prop::array::uniform3(0.1..5.0_f64), 1..7),
+            send_us in 0.0..3.0_f64,
+            (microbatches, room, waiting_bytes) in (1..12_u64, 1.0..9.0_f64, 0.0..1.5_f64),
+            forwards_first in any::<bool>(),
+        ) {
+            let room_bytes = if forwards_first { f64::INFINITY } else { room };
+            let case = chain(&times, send_us, [1.0, waiting_bytes, room_bytes]);
+            let found = scheduled(&case, microbatches, forwards_first);
+            prop_assert!(!found.is_empty());
+            let all_us = microbatches as f64 * times.iter().flatten().sum::<f64>();
+            let sent_us = (microbatches * 2 * times.len() as u64) as f64 * send_us;
+            for Scheduled { orders, end_us } in found {
+                prop_assert!(end_us <= all_us + sent_us + 1e-6);
+                for order in orders.iter().chain(&orders.iter().map(joined).collect::<Vec<_>>()) {
+                    prop_assert_eq!(order.fault(u32::try_from(microbatches).expect("few")), None);
+                    prop_assert!(!forwards_first || order.has_forwards_first());
+                }
+                for order in &orders {
+                    let held_bytes = order.in_flight() as f64;
+                    prop_assert!(held_bytes <= room_bytes.max(1.0) + 1e-9, "{}", order);
+                }
+            }
+        }
+    }
 }
