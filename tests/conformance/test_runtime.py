@@ -125,9 +125,9 @@ def watched(seen: Seen) -> Iterator[None]:
         seen.order.append(f"B{microbatch}")
         backward(seat, microbatch, *args, **kwargs)
 
-    def watch_input(seat: Any, microbatch: int, *args: Any) -> None:
+    def watch_input(seat: Any, microbatch: int, *args: Any, **kwargs: Any) -> None:
         seen.order.append(f"I{microbatch}")
-        backward_input(seat, microbatch, *args)
+        backward_input(seat, microbatch, *args, **kwargs)
 
     def watch_weight(seat: Any, microbatch: int, **kwargs: Any) -> None:
         seen.order.append(f"W{microbatch}")

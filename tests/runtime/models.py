@@ -204,6 +204,22 @@ class Embedding(nn.Module):
         return self.head(x).view(tokens.shape[0], tokens.shape[1], CLASSES).mean(1)  # type: ignore[no-any-return]
 
 
+class Hooked(nn.Module):
+    """Gradients of results of layers go through hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if x.requires_grad:
+                x.register_hook(lambda grad: grad * 1.5)
+            x = torch.tanh(x)
+        return x
+
+
 class LossInside(nn.Module):
     """Two inputs; the loss is the result."""
 
@@ -467,6 +483,7 @@ RECIPES = {
     "chain": Recipe(Chain, dense_batch, squared_error),
     "fork_join": Recipe(ForkJoin, dense_batch, squared_error),
     "shared_input": Recipe(SharedInput, dense_batch, squared_error),
+    "hooked": Recipe(Hooked, dense_batch, squared_error),
     "tied": Recipe(Tied, dense_batch, squared_error),
     "parametrized": Recipe(Parametrized, dense_batch, squared_error),
     "penalized": Recipe(Penalized, pair_batch, its_loss),

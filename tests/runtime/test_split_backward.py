@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
+import pyrannc
 from pyrannc.blocks.split_backward import SplitBackward
 from tests.ranks import RankPool
 
@@ -138,6 +139,7 @@ CASES = [
     Case("chain", (4, 5), replicas=(1, 1), microbatches=3, schedule=TWO, optimizer="adamw"),
     Case("loss_inside", (4, 5), replicas=(1, 1), microbatches=3, schedule=LATE, input_grads=True),
     Case("tied", (4, 5), replicas=(1, 1), microbatches=3, schedule=FIRST),
+    Case("hooked", (4, 5), replicas=(1, 1), microbatches=3, schedule=FIRST),
     Case("bert", (3, 3), replicas=(1, 1), microbatches=3, schedule=FIRST),
     Case("parametrized", (5, 4), replicas=(1, 1), microbatches=3, schedule=LATE),
     Case("gpt2_labels", (3, 2, 2), replicas=(2, 1), microbatches=3, schedule=LATE, sharding="optimizer"),
@@ -149,3 +151,22 @@ CASES = [
 def test_equals_one_process(case: Case, ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     found = ranks(len(case.rows)).run(check, case, str(tmp_path))
     assert found == [[] for _ in case.rows]
+
+
+def _planned() -> Any:
+    torch.manual_seed(0)
+    layers = [nn.Linear(256, 256) for _ in range(8)]
+    model = nn.Sequential(*layers)
+    module = pyrannc.RaNNCModule(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    module(torch.randn(64, 256)).sum().backward()
+    schedule = module.plan["schedule"]
+    module.undeploy()
+    return schedule
+
+
+@pytest.mark.parametrize("wanted", ["auto", "on", "off"])
+def test_the_planner_uses_it_where_it_is_wanted(wanted: str, ranks: Callable[[int], RankPool]) -> None:
+    forced = {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "4", "RANNC_PROFILE": "never"}
+    found = ranks(2).run(_planned, env={**forced, "RANNC_SPLIT_BACKWARD": wanted})
+    parted = ["F0 F1 F2 F3 B0 B1 B2 B3", "F0 F1 F2 F3 I0 I1 I2 I3 W0 W1 W2 W3"]
+    assert found == ["fill_drain" if wanted == "off" else parted] * 2

@@ -14,6 +14,7 @@ from pyrannc.blocks.placed import PlacedSpan
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.blocks.span import SpanFunction
 from pyrannc.capture import Captured
+from pyrannc.capture.leaf import OpaqueCall
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import SpanPart, StagePart
 
@@ -56,6 +57,7 @@ class StageCode:
         randomness: as given.
         updates: the new contents of buffers: the Value to store, by the buffer's Value.
         seeds_generator: True when some Op draws from the device's generator.
+        keeps_whole: True when some Op runs code that was not captured, or a hook of gradients: its backward runs once.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class StageCode:
             for buffer in part.buffers
             if (update := facts.buffers[buffer].update) is not None and update in made
         }
+        self.keeps_whole = any(isinstance(captured.op_nodes[op].target, OpaqueCall) for op in part.ops)
         self._wanted = tuple(dict.fromkeys([*part.sends, *part.outputs, *self.updates.values()]))
         inputs = {entry.value for entry in part.inputs}
         assert part.prologue is None, "what runs once a step is a code of its own"

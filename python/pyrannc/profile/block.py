@@ -168,6 +168,11 @@ class BlockCode:
 
         return Layout.of(self._source.captured.value(value)).make(facts.shape_at(rows), fill)
 
+    @property
+    def keeps_whole(self) -> bool:
+        """True when some Op's backward runs once."""
+        return self._code.keeps_whole
+
     def compile(self, rows: int, feeds: Mapping[int, Tensor]) -> bool:
         """Lets it run as a Stage's Spans do on so many rows; false if it stays as it is."""
         compiler, code = self._source.compiler, self._code

@@ -130,7 +130,7 @@ class BlockMeter:
         forward_us = self._compute_us(forward, self._forward_overhead_us)
         saved_bytes, workspace_bytes = self._memory(code, forward, feeds)
         run = code.prepare_backward(feeds, forward())
-        backward_us, input_us, weight_us = self._backward_us(run)
+        backward_us, input_us, weight_us = self._backward_us(run, parted=not code.keeps_whole)
         return BlockPoint(
             rows=rows,
             forward_us=forward_us,
@@ -163,7 +163,7 @@ class BlockMeter:
         _drop_gradients(run.fresh)
         return saved_bytes, max(forward_bytes, backward_bytes)
 
-    def _backward_us(self, run: Run) -> tuple[float, float, float]:
+    def _backward_us(self, run: Run, *, parted: bool) -> tuple[float, float, float]:
         """Times of the whole backward, and of its two parts where it comes in two."""
 
         def whole() -> None:
@@ -182,8 +182,9 @@ class BlockMeter:
         if not run.roots:
             return 0.0, 0.0, 0.0
         backward_us = self._compute_us(whole, self._backward_overhead_us)
-        if not run.inputs or not run.weights:
-            return backward_us, backward_us if run.inputs else 0.0, backward_us if run.weights else 0.0
+        if not run.inputs or not run.weights or not parted:
+            # All of it is one of the parts.
+            return (backward_us, backward_us, 0.0) if run.inputs else (backward_us, 0.0, backward_us)
         input_us = self._compute_us(lambda: parts(both=False), self._backward_overhead_us)
         both_us = self._compute_us(lambda: parts(both=True), self._backward_overhead_us)
         return backward_us, input_us, max(0.0, both_us - input_us)

@@ -103,7 +103,7 @@ class Executor:
         if isinstance(action, Backward):
             self._seat.backward(action.microbatch, seeds, keep_graph=keep_graph, last=last)
         elif isinstance(action, BackwardInput):
-            self._seat.backward_input(action.microbatch, seeds)
+            self._seat.backward_input(action.microbatch, seeds, keep_graph=keep_graph)
         else:
             self._seat.backward_weight(action.microbatch, keep_graph=keep_graph, last=last)
 

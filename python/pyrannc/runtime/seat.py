@@ -199,13 +199,16 @@ class Seat:
             self._collect_gradients(microbatch, live)
             self._collect_once(keep_graph=keep_graph, last=last)
 
-    def backward_input(self, microbatch: int, seeds: Seeds) -> None:
-        """The first part of :meth:`backward`: computes the gradients of what came in."""
+    def backward_input(self, microbatch: int, seeds: Seeds, *, keep_graph: bool) -> None:
+        """The first part of :meth:`backward`: computes the gradients of what came in; all where it cannot be parted."""
         live = self._live[microbatch]
         roots, grads = self._starts(microbatch, live, seeds)
         with self._timed("backward", microbatch):
-            live.backward = SplitBackward(roots, grads, list(live.feeds.values()))
-            live.backward.run_inputs()
+            if not self._context.code.keeps_whole:
+                live.backward = SplitBackward(roots, grads, list(live.feeds.values()))
+                live.backward.run_inputs()
+            elif roots:
+                torch.autograd.backward(roots, grads, retain_graph=keep_graph)
             self._collect_gradients(microbatch, live)
             self._collect_once(keep_graph=True, last=False)
 
@@ -213,9 +216,9 @@ class Seat:
         """The second part of :meth:`backward`: computes the gradients of parameters."""
         live = self._live[microbatch] if keep_graph else self._live.pop(microbatch)
         backward, live.backward = live.backward, None
-        assert backward is not None, "the first part comes first"
         with self._timed("backward", microbatch):
-            backward.run_weights(keep_graph=keep_graph)
+            if backward is not None:
+                backward.run_weights(keep_graph=keep_graph)
             self._collect_once(keep_graph=keep_graph, last=last)
 
     def _starts(self, microbatch: int, live: _Microbatch, seeds: Seeds) -> tuple[list[GradientEdge], list[Tensor]]:
