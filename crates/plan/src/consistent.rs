@@ -178,9 +178,9 @@ fn check_schedule(schedule: &Schedule, stages: &[StagePlan], microbatches: u32) 
     if orders.len() != stages.len() {
         return Err(PlanFault::Orders { listed: orders.len(), stages: stages.len() });
     }
-    let divided =
-        |(stage, order): (&StagePlan, &Order)| stage.sharding >= Sharding::Gradients && order.splits_backward();
-    if let Some(stage) = stages.iter().zip(orders).position(divided) {
+    let divides = |stage: &StagePlan| stage.sharding >= Sharding::Gradients && stage.ranks.len() > 1;
+    let mut listed = stages.iter().zip(orders);
+    if let Some(stage) = listed.position(|(stage, order)| divides(stage) && order.splits_backward()) {
         return Err(PlanFault::DividedParts(stage));
     }
     let fault = |(stage, order): (usize, &Order)| Some((stage, order.fault(microbatches)?));

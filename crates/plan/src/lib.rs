@@ -34,4 +34,4 @@ pub use program::{
     WINDOW, build, full_bytes, overlaps, plan_channels, split_even, stage_depths, with_messages,
 };
 pub use saver::{Recompute, Sharding};
-pub use schedule::{Call, Compute, Order, OrderError, Schedule, ScheduleKind, depths};
+pub use schedule::{Call, Compute, Held, Order, OrderError, Schedule, ScheduleKind, depths};

@@ -6,4 +6,4 @@ mod order;
 
 pub use compute::{Call, Compute};
 pub use named::ScheduleKind;
-pub use order::{Order, OrderError, Schedule, depths};
+pub use order::{Held, Order, OrderError, Schedule, depths};

@@ -25,6 +25,15 @@ pub enum Schedule {
 #[serde(try_from = "String", into = "String")]
 pub struct Order(pub Vec<Compute>);
 
+/// What a Stage holds at a time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Held {
+    /// Microbatches between their forward and the end of their backward.
+    pub microbatches: u64,
+    /// Those of them between the two parts of their backward.
+    pub weights: u64,
+}
+
 /// Why a text is no order.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error(
@@ -69,12 +78,22 @@ impl From<ScheduleKind> for Schedule {
 impl Order {
     /// Most microbatches between their forward and the end of their backward at a time.
     pub fn in_flight(&self) -> u64 {
-        self.most_between(|compute| matches!(compute, Compute::Forward(_)))
+        self.held().map(|held| held.microbatches).max().unwrap_or(0)
     }
 
-    /// Most microbatches between the two parts of their backward at a time.
-    pub fn weights_waiting(&self) -> u64 {
-        self.most_between(|compute| matches!(compute, Compute::BackwardInput(_)))
+    /// What is held during each computation.
+    pub fn held(&self) -> impl Iterator<Item = Held> {
+        let (mut held, mut ended) = (Held::default(), Held::default());
+        self.0.iter().map(move |compute| {
+            held = Held { microbatches: held.microbatches - ended.microbatches, weights: held.weights - ended.weights };
+            held.microbatches += u64::from(matches!(compute, Compute::Forward(_)));
+            held.weights += u64::from(matches!(compute, Compute::BackwardInput(_)));
+            ended = Held {
+                microbatches: u64::from(compute.ends_microbatch()),
+                weights: u64::from(matches!(compute, Compute::BackwardWeight(_))),
+            };
+            held
+        })
     }
 
     /// True when every forward comes before the first backward.
@@ -84,21 +103,7 @@ impl Order {
 
     /// True when a backward comes in two parts.
     pub fn splits_backward(&self) -> bool {
-        self.weights_waiting() > 0
-    }
-
-    /// Most microbatches between such a computation of theirs and their last one at a time.
-    fn most_between(&self, begins: impl Fn(&Compute) -> bool) -> u64 {
-        let (mut held, mut most) = (BTreeSet::new(), 0);
-        for compute in &self.0 {
-            if begins(compute) {
-                held.insert(compute.microbatch());
-            } else if compute.ends_microbatch() {
-                held.remove(&compute.microbatch());
-            }
-            most = most.max(held.len() as u64);
-        }
-        most
+        self.0.iter().any(|compute| matches!(compute, Compute::BackwardInput(_)))
     }
 
     /// What keeps this from being the order of a Stage with so many microbatches, if anything does.
@@ -230,7 +235,9 @@ mod tests {
     fn a_backward_may_come_in_two_parts() {
         let order: Order = "F0 F1 I0 F2 I1 W0 B2 W1".parse().expect("an order");
         assert_eq!(order.to_string(), "F0 F1 I0 F2 I1 W0 B2 W1");
-        assert_eq!((order.in_flight(), order.weights_waiting()), (3, 2));
+        let most_waiting = order.held().map(|held| held.weights).max();
+        assert_eq!((order.in_flight(), most_waiting), (3, Some(2)));
+        assert_eq!(order.held().nth(5), Some(Held { microbatches: 3, weights: 2 }));
         assert_eq!(order.fault(3), Some("has backwards out of order; gradients are summed by increasing microbatch"));
         let fault = |text: &str| text.parse::<Order>().expect("an order").fault(2);
         assert_eq!(fault("F0 F1 I0 I1 W0 W1"), None);

@@ -15,12 +15,14 @@ use crate::solve::{FoundStage, Solution};
 const TOLD_EXACTLY: usize = 3;
 
 impl Assembly<'_> {
-    /// The fastest Plan of a division with backwards in two parts; `None` where that has no use.
+    /// The fastest Plan of a division with backwards in two parts; `None` where that has no use, or where microbatches have
+    /// no rows: then nobody knows their place in an order.
     pub(crate) fn plan_in_two_parts(&self, solution: &Solution) -> Result<Option<Plan>, PlanFileError> {
         let linker = self.linker(solution);
         let links = stage_links(&linker);
         let stages = self.stage_times(solution, &links);
-        if stages.iter().all(|stage| stage.parts_us.is_none()) {
+        let has_empty = self.pricing.step.microbatches < solution.case.microbatches;
+        if has_empty || stages.iter().all(|stage| stage.parts_us.is_none()) {
             return Ok(None);
         }
         let forwards_first = !self.pricing.problem.settings.loss_inside;
@@ -40,7 +42,8 @@ impl Assembly<'_> {
             let at = self.pricing.at(self.order.place_at(&stage.positions));
             let priced = self.priced(stage, &at);
             let sends_back = links.iter().any(|link| link.to == number && link.grads_us.is_some());
-            of_stage(&priced, &at, sends_back && priced.end.divides < Sharding::Gradients)
+            let divides = stage.saver.sharding >= Sharding::Gradients && stage.positions.len() > 1;
+            of_stage(&priced, &at, sends_back && !divides)
         };
         solution.found.stages.iter().enumerate().map(times).collect()
     }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use rannc_plan::{Order, PassPrediction, Sharding, StagePrediction};
+use rannc_plan::{Held, Order, PassPrediction, Sharding, StagePrediction};
 
 use super::at::{At, Pricing};
 use super::end::End;
@@ -69,7 +69,7 @@ impl Pricing<'_> {
             update_us: priced.end.update_us,
             in_bytes: self.chain.traffic.in_bytes.at(run.start, run.end, rows) as u64,
             out_bytes: self.chain.traffic.out_bytes.at(run.start, run.end, rows) as u64,
-            memory: priced.memory.prediction(priced.activations_bytes(order.in_flight(), order.weights_waiting())),
+            memory: priced.memory.prediction(priced.activations_bytes(order)),
             whole: priced.memory.whole(),
             sizes: self.pass_predictions(replicas, priced),
         }
@@ -140,9 +140,12 @@ impl Pricing<'_> {
 }
 
 impl Priced {
-    /// Memory of so many microbatches in flight, of which so many wait for the second part of their backward.
-    pub(crate) fn activations_bytes(&self, in_flight: u64, waiting: u64) -> f64 {
-        self.memory.microbatch_bytes * in_flight as f64 + self.parts.waiting_bytes * waiting as f64
+    /// Memory of the microbatches in flight, and of what waits between the two parts of their backwards.
+    fn activations_bytes(&self, order: &Order) -> f64 {
+        let bytes = |held: Held| {
+            self.memory.microbatch_bytes * held.microbatches as f64 + self.parts.waiting_bytes * held.weights as f64
+        };
+        order.held().map(bytes).fold(0.0, f64::max)
     }
 
     /// What a microbatch of each size takes.
