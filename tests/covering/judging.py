@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -38,9 +39,19 @@ def together(ranks: list[list[Note]]) -> tuple[list[Note], list[str]]:
     return found, differences.found
 
 
-def differences(got: list[Note], expected: list[Note], tolerance: float = EXACT) -> list[str]:
+def unlike(got: list[Note], expected: list[Note]) -> list[str]:
+    """Where notes have other names, forms or types, or other numbers are infinite; how near they are is not asked."""
+    forms = [[(name, kind, pytree.tree_map(_form, value)) for name, kind, value in notes] for notes in (got, expected)]
+    return differences(*forms)
+
+
+def _form(leaf: Any) -> Any:
+    return (leaf.dtype, leaf.isfinite().double()) if isinstance(leaf, Tensor) else leaf
+
+
+def differences(got: list[Note], expected: list[Note]) -> list[str]:
     """Where notes have other names, forms, types or numbers."""
-    found = Differences(tolerance)
+    found = Differences(EXACT)
     found.demand([note[:2] for note in got] == [note[:2] for note in expected], "other notes than in one process")
     for (name, _, value), (_, _, right) in zip(got, expected, strict=False):
         found.compare(name, value, right)

@@ -15,7 +15,7 @@ from tests.ranks import RankFailed, RankPool
 
 from .array import ROWS, Row
 from .habits import HABITS
-from .judging import Error, differences, errors, together, worse, worse_kinds
+from .judging import Error, differences, errors, together, unlike, worse, worse_kinds
 from .precision import PRECISIONS, Precision
 from .running import run_plain, run_rank
 
@@ -51,7 +51,7 @@ def _as_near(pool: RankPool, name: str, row: Row, precision: Precision) -> tuple
     runs = pool.run(run_rank, name, row, precision, env=row.environment)
     got, found = together([run.notes for run in runs])
     plain, truth = run_plain(name, row, precision), run_plain(name, row, precision.truth)
-    found += differences(got, plain, tolerance=float("inf"))
+    found += unlike(got, plain)
     if found:
         return runs[0].wrong + found, {}
     by_name = errors(got, plain, truth)
