@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -66,12 +67,14 @@ class Error:
         mine: root of the sum of squared distances, of the ranks.
         plain: likewise, of one process in the same precision.
         size: root of the sum of squares of the truth.
+        rounding: half of the distance from 1 to the next number, of the type that the numbers are kept in.
         scalar: the numbers are one at each step.
     """
 
     mine: float
     plain: float
     size: float
+    rounding: float
     scalar: bool
 
     def __add__(self, other: Error) -> Error:
@@ -79,6 +82,7 @@ class Error:
             math.hypot(self.mine, other.mine),
             math.hypot(self.plain, other.plain),
             math.hypot(self.size, other.size),
+            max(self.rounding, other.rounding),
             self.scalar and other.scalar,
         )
 
@@ -89,25 +93,28 @@ def errors(got: list[Note], plain: list[Note], truth: list[Note]) -> dict[str, E
     for notes in zip(got, plain, truth, strict=True):
         for leaves in zip(*(pytree.tree_leaves(value) for _, _, value in notes), strict=True):
             if isinstance(leaves[2], Tensor) and leaves[2].is_floating_point():
-                name, error = notes[0][0], _error(*(leaf.double() for leaf in leaves))
+                name, error = notes[0][0], _error(*leaves)
                 found[name] = found[name] + error if name in found else error
     return found
 
 
 def _error(mine: Tensor, plain: Tensor, right: Tensor) -> Error:
     known = right.isfinite()
-    distances = [(item - right)[known].norm().item() for item in (mine, plain)]
-    return Error(*distances, size=right[known].norm().item(), scalar=right.dim() == 0)
+    distances = [(item.double() - right)[known].norm().item() for item in (mine, plain)]
+    size = right[known].norm().item()
+    return Error(*distances, size=size, rounding=torch.finfo(mine.dtype).eps / 2, scalar=right.dim() == 0)
 
 
 def worse(by_name: dict[str, Error], rounding: float) -> list[str]:
     """Names whose numbers are further from the truth than luck explains.
 
-    The few losses and norms of a habit may by chance be exact in one process, so they may be off by a rounding.
+    What is exact in one process may be off by one rounding: of the type that it is kept in; and the few losses and
+    norms of a habit, which may be exact by chance, of the type that is computed in.
     """
     found = []
     for name, error in by_name.items():
-        if not error.mine <= LUCK * error.plain + (rounding * error.size if error.scalar else 0.0):
+        allowed = LUCK * error.plain + (rounding if error.scalar else error.rounding) * error.size
+        if not error.mine <= allowed:
             found.append(f"{name} is off by {error.mine:.3g}, in one process by {error.plain:.3g}, of {error.size:.3g}")
     return found
 

@@ -19,10 +19,11 @@ from .judging import Error, differences, errors, together, unlike, worse, worse_
 from .precision import PRECISIONS, Precision
 from .running import run_plain, run_rank
 
+_TIMEOUT_S = 300
 _TRIED = ROWS if os.environ.get("COVERING") == "all" else ROWS[:4]
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("row", _TRIED, ids=str)
 def test_habits(row: Row, ranks: Callable[[int], RankPool]) -> None:
     precision, pool = PRECISIONS[row.precision], ranks(len(row.layout.rows))
@@ -41,14 +42,14 @@ def test_habits(row: Row, ranks: Callable[[int], RankPool]) -> None:
 
 def _exactly(pool: RankPool, name: str, row: Row, precision: Precision) -> list[str]:
     """What is not as in one process."""
-    runs = pool.run(run_rank, name, row, precision, env=row.environment)
+    runs = pool.run(run_rank, name, row, precision, env=row.environment, timeout_s=_TIMEOUT_S)
     got, found = together([run.notes for run in runs])
     return runs[0].wrong + found + differences(got, run_plain(name, row, precision))
 
 
 def _as_near(pool: RankPool, name: str, row: Row, precision: Precision) -> tuple[list[str], dict[str, Error]]:
     """What is further from the truth than in one process, and how far all is."""
-    runs = pool.run(run_rank, name, row, precision, env=row.environment)
+    runs = pool.run(run_rank, name, row, precision, env=row.environment, timeout_s=_TIMEOUT_S)
     got, found = together([run.notes for run in runs])
     plain, truth = run_plain(name, row, precision), run_plain(name, row, precision.truth)
     found += unlike(got, plain)
