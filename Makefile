@@ -14,7 +14,7 @@ export UV_PROJECT_ENVIRONMENT := $(CURDIR)/.venv
 # An activated environment of another project must not be picked up by any tool below.
 unexport VIRTUAL_ENV
 
-.PHONY: help setup demo test test-rust test-python test-torch-newest test-wheel wheel lint bench bench-planning ci clean
+.PHONY: help setup demo test test-rust test-python covering test-torch-newest test-wheel wheel lint bench bench-planning ci clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ test-rust: ## Run the tests of the Rust crates
 
 test-python: setup ## Run the Python tests (PYTEST_ARGS="-k name" chooses)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) pytest $(PYTEST_ARGS)
+
+covering: setup ## Run 22 habits under all rows of the covering array of precisions, ZeRO, Stages and losses
+	COVERING=all OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) pytest $(PYTEST_ARGS) tests/covering
 
 test-torch-newest: setup ## Run chosen tests with the newest torch, torchvision and transformers of the registry
 	trap 'rm -rf "$(NEWEST)"' EXIT; \

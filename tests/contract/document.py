@@ -39,6 +39,10 @@ with Replicas, several Stages, several microbatches, ranks with many, few and no
 outputs, gradients, parameters and buffers differ by less than 1e-10 in double precision. *Not yet* marks what is known
 to break the contract today: the tests hold that too, until it is mended.
 
+`tests/covering` runs 22 habits in float32, under autocast in bfloat16 and float16 and with parameters in bfloat16, with
+what Replicas divide, Stages, the place of the loss, accumulation and clipping in any two combinations: numbers are at
+most twice as far from exact ones as those of one process in the same precision.
+
 This file is written by `CONTRACT=document pytest tests/contract/test_document.py`.
 """
 

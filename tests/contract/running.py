@@ -42,7 +42,7 @@ def run_plain(name: str) -> Run:
     """The script with the plain model and the global batch in this process."""
     job, habit = Job(), HABITS[name]
     # What RaNNC refuses may fail without it as well.
-    with _fresh(), suppress(*[Exception] * (habit.outcome == "refused")):
+    with fresh(), suppress(*[Exception] * (habit.outcome == "refused")):
         habit.script(job)
     return Run(job.notes)
 
@@ -51,7 +51,7 @@ def run_rank(name: str, setting: Setting) -> Run:
     """The script on this rank, with this rank's rows. All ranks call it; other errors than RaNNC's are raised."""
     job = RankJob(pyrannc.get_rank(), setting.rows)
     error: pyrannc.RaNNCError | None = None
-    with _fresh(), _warnings() as told:
+    with fresh(), _warnings() as told:
         try:
             HABITS[name].script(job)
         except pyrannc.RaNNCError as caught:
@@ -66,7 +66,7 @@ def run_rank(name: str, setting: Setting) -> Run:
 
 
 @contextmanager
-def _fresh() -> Iterator[None]:
+def fresh() -> Iterator[None]:
     """The state of a process that has just started, and the former one again."""
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
     torch.manual_seed(0)

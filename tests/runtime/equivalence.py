@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,14 +108,19 @@ def _difference(got: Any, expected: Any, tolerance: float) -> str:
 
 
 @contextmanager
-def double_precision() -> Iterator[None]:
-    """Everything made inside is double by default."""
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Everything made inside has this type by default."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def double_precision() -> AbstractContextManager[None]:
+    """Everything made inside is double by default."""
+    return default_dtype(torch.float64)
 
 
 def make_model(recipe: Recipe, seed: int = 0) -> nn.Module:

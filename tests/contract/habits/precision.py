@@ -5,8 +5,8 @@ Here *equal* is to the rounding of the narrow type: parts of a batch are rounded
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,20 +18,15 @@ from tests.contract.habit import equal, refused
 from tests.contract.job import Data, Job
 from tests.contract.settings import ONCE, PIPELINE, REPLICAS
 from tests.contract.training import WIDTH, Chain, Returns, classes, clipped, padded, pairs
+from tests.runtime.equivalence import default_dtype
 
 SOME = (REPLICAS, PIPELINE)
 ROUNDING = 0.03
 """Of bfloat16, over three steps: parts of a batch are rounded each."""
 
 
-@contextmanager
-def _float32() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+def _float32() -> AbstractContextManager[None]:
+    return default_dtype(torch.float32)
 
 
 def _data(data: Data, dtype: torch.dtype = torch.float32) -> Data:
