@@ -46,8 +46,8 @@ def train(settings: Settings) -> list[float]:
     """Trains the model and returns the loss of each step."""
     net = make_model(settings)
     optimizer = torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE)
-    scaler = torch.GradScaler(enabled=settings.autocast is torch.float16)
     model = pyrannc.RaNNCModule(net, optimizer)
+    scaler = torch.GradScaler(model.device.type, enabled=settings.autocast is torch.float16)
 
     losses = []
     for step in range(settings.steps):

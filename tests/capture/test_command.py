@@ -138,9 +138,9 @@ def test_a_file_serves_as_well_as_a_module(run: Capture, where: str) -> None:
 
 
 def test_the_script_has_the_arguments_behind_two_dashes(run: Capture) -> None:
-    assert run("sample.py:of_arguments", "--device", "cpu", "--", "8")[::2] == (0, "")
-    graph = written()
-    assert [param["shape"] for param in graph["params"]] == [[2, 8], [2]]  # type: ignore[attr-defined]
+    status, out, err = run("sample.py:of_arguments", "--device", "cpu", "--", "8")
+    assert (status, err) == (0, "")
+    assert ", 18 parameters, " in out
     assert sys.argv == ["sample.py", "8"]
 
 
