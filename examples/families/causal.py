@@ -5,16 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import Generator, nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-)
 
 from .family import Family, Row, draw_tokens
 
@@ -38,6 +28,8 @@ class Gpt2(_Decoder):
     heads: int = 4
 
     def model(self) -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
         return GPT2LMHeadModel(
             GPT2Config(
                 vocab_size=self.vocabulary,
@@ -62,6 +54,8 @@ class Llama(_Decoder):
     feed_forward: int = 128
 
     def model(self) -> nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
         return LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=self.vocabulary,
@@ -86,6 +80,8 @@ class Mixtral(_Decoder):
     experts: int = 4
 
     def model(self) -> nn.Module:
+        from transformers import MixtralConfig, MixtralForCausalLM
+
         return MixtralForCausalLM(
             MixtralConfig(
                 vocab_size=self.vocabulary,
@@ -106,6 +102,8 @@ class Mamba(_Decoder):
     """Mamba (Gu and Dao, 2023): a state is carried from token to token."""
 
     def model(self) -> nn.Module:
+        from transformers import MambaConfig, MambaForCausalLM
+
         return MambaForCausalLM(
             MambaConfig(
                 vocab_size=self.vocabulary,

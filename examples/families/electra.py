@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
-from transformers import ElectraConfig, ElectraForMaskedLM, ElectraForPreTraining
 
 from .family import IGNORED, Family, Row, draw_tokens, mask_tokens
 
@@ -27,13 +27,17 @@ class Electra(Family):
     vocabulary: int = 512
 
     def model(self) -> nn.Module:
+        from transformers import ElectraForMaskedLM, ElectraForPreTraining
+
         generator = ElectraForMaskedLM(self._config(_GENERATOR_SHARE))
         return _TwoNetworks(generator, ElectraForPreTraining(self._config(1)))
 
     def row(self, generator: Generator) -> Row:
         return mask_tokens(draw_tokens(self.sequence, self.vocabulary, generator), generator)
 
-    def _config(self, share: int) -> ElectraConfig:
+    def _config(self, share: int) -> Any:
+        from transformers import ElectraConfig
+
         return ElectraConfig(
             vocab_size=self.vocabulary,
             embedding_size=self.embedding,
@@ -49,7 +53,7 @@ class Electra(Family):
 
 
 class _TwoNetworks(nn.Module):
-    def __init__(self, generator: ElectraForMaskedLM, discriminator: ElectraForPreTraining) -> None:
+    def __init__(self, generator: Any, discriminator: Any) -> None:
         super().__init__()
         for name in ("word_embeddings", "position_embeddings", "token_type_embeddings"):
             setattr(generator.electra.embeddings, name, getattr(discriminator.electra.embeddings, name))

@@ -25,7 +25,10 @@ class Family(ABC):
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """A model with random weights whose output has its loss as ``output["loss"]``."""
+        """A model with random weights whose output has its loss as ``output["loss"]``.
+
+        It imports what it is made of: a start waits for one family's definition only.
+        """
 
     @abstractmethod
     def row(self, generator: Generator) -> Row:

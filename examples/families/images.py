@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Generator, nn
-from transformers import ResNetConfig, ResNetForImageClassification, ViTConfig, ViTForImageClassification
 
 from .family import Family, Row
 
@@ -38,6 +37,8 @@ class ResNet(_Classifier):
             raise ValueError(f"a ResNet has {', '.join(map(str, _BLOCKS))} layers, not {self.layers}")
 
     def model(self) -> nn.Module:
+        from transformers import ResNetConfig, ResNetForImageClassification
+
         return ResNetForImageClassification(
             ResNetConfig(
                 depths=_BLOCKS[self.layers],
@@ -59,6 +60,8 @@ class ViT(_Classifier):
     patch: int = 8
 
     def model(self) -> nn.Module:
+        from transformers import ViTConfig, ViTForImageClassification
+
         return ViTForImageClassification(
             ViTConfig(
                 num_hidden_layers=self.layers,

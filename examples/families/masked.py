@@ -6,14 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Generator, nn
-from transformers import (
-    AlbertConfig,
-    AlbertForPreTraining,
-    BertConfig,
-    BertForPreTraining,
-    DebertaV2Config,
-    DebertaV2ForMaskedLM,
-)
 
 from .family import Family, Row, draw_tokens, mask_tokens
 
@@ -35,6 +27,8 @@ class Bert(_Encoder):
     """BERT (Devlin et al., NAACL 2019): hidden tokens and next sentence."""
 
     def model(self) -> nn.Module:
+        from transformers import BertConfig, BertForPreTraining
+
         return BertForPreTraining(
             BertConfig(
                 vocab_size=self.vocabulary,
@@ -60,6 +54,8 @@ class Albert(_Encoder):
     embedding: int = 32
 
     def model(self) -> nn.Module:
+        from transformers import AlbertConfig, AlbertForPreTraining
+
         return AlbertForPreTraining(
             AlbertConfig(
                 vocab_size=self.vocabulary,
@@ -85,6 +81,8 @@ class Deberta(_Encoder):
     """DeBERTa v2 (He et al., ICLR 2021): attention to contents and, apart from them, to relative positions."""
 
     def model(self) -> nn.Module:
+        from transformers import DebertaV2Config, DebertaV2ForMaskedLM
+
         return DebertaV2ForMaskedLM(
             DebertaV2Config(
                 vocab_size=self.vocabulary,

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Generator, nn
-from transformers import T5Config, T5ForConditionalGeneration, WhisperConfig, WhisperForConditionalGeneration
 
 from .family import Family, Row, draw_tokens
 
@@ -24,6 +23,8 @@ class T5(Family):
     vocabulary: int = 512
 
     def model(self) -> nn.Module:
+        from transformers import T5Config, T5ForConditionalGeneration
+
         return T5ForConditionalGeneration(
             T5Config(
                 vocab_size=self.vocabulary,
@@ -55,6 +56,8 @@ class Whisper(Family):
     vocabulary: int = 512
 
     def model(self) -> nn.Module:
+        from transformers import WhisperConfig, WhisperForConditionalGeneration
+
         return WhisperForConditionalGeneration(
             WhisperConfig(
                 vocab_size=self.vocabulary,
