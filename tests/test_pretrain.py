@@ -119,8 +119,8 @@ def test_a_full_size_is_planned_for_two_clusters(tmp_path: Path) -> None:
     assert "Captured BertForPreTraining" in captured
     assert '"float16"' in graph.read_text()
     planned = rannc("plan", graph, "--cluster", "V100x8x4", "--cluster", "H200x8", "--batch", "256")
-    assert "V100x8x4" in planned
-    assert "H200x8" in planned
+    assert "4 x 8 V100" in planned
+    assert "1 x 8 H200" in planned
 
 
 def rannc(*command: object) -> str:
