@@ -33,7 +33,7 @@ def start(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
-    """The losses that the tutorial printed, which must be those of one rank."""
+    """The losses that an example printed, which must be those of one rank."""
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     found = [re.fullmatch(r"step (\d+): loss (\d+\.\d+)", line) for line in lines]
@@ -67,6 +67,22 @@ def test_the_tutorial_trains_the_same_in_two_stages(torchrun_losses: list[float]
 
 def test_the_tutorial_runs_without_a_launcher() -> None:
     assert len(tutorial(sys.executable)) == 3
+
+
+def pretrain(*launcher: str, **variables: str) -> list[float]:
+    words = ["--model", "unet3d", "--batch", "4", "--steps", "2"]
+    return losses(start(*launcher, str(EXAMPLES / "pretrain.py"), *words, **variables))
+
+
+@pytest.fixture(scope="module")
+def one_process_losses() -> list[float]:
+    return pretrain(sys.executable)
+
+
+@pytest.mark.parametrize("launcher", [[*TORCHRUN, "2"], [*MPIRUN, "2", sys.executable]], ids=["torchrun", "mpirun"])
+def test_a_family_trains_the_same_under_any_launcher(launcher: list[str], one_process_losses: list[float]) -> None:
+    assert len(one_process_losses) == 2
+    assert pretrain(*launcher, RANNC_PARTITION_NUM="2") == pytest.approx(one_process_losses, abs=2e-6)
 
 
 BERT = str(EXAMPLES / "bert_pretraining.py")

@@ -14,6 +14,7 @@ from pyrannc._native import Graph
 from pyrannc.capture import command
 
 SAMPLE = """
+import sys
 from types import SimpleNamespace
 
 import torch
@@ -76,6 +77,11 @@ def values():
 
 
 not_a_function = 3
+
+
+def of_arguments():
+    script, width = sys.argv
+    return nn.Linear(int(width), 2), (torch.zeros(4, int(width)),)
 """
 
 Capture = Callable[..., tuple[int, str, str]]
@@ -88,6 +94,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     (tmp_path / "broken.py").write_text("import torch\n\nraise ValueError('no luck')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
 
     def run(function: str, *more: str) -> tuple[int, str, str]:
         for name in ("sample", "broken"):
@@ -128,6 +135,13 @@ def test_a_file_serves_as_well_as_a_module(run: Capture, where: str) -> None:
     Path("folder/sample.py").write_text("from beside import made\n\n\ndef two():\n    return made\n")
     assert run(f"{where}:two")[::2] == (0, "")
     assert written()["sample_rows"] == (3 if "folder" in where else 4)
+
+
+def test_the_script_has_the_arguments_behind_two_dashes(run: Capture) -> None:
+    status, out, err = run("sample.py:of_arguments", "--device", "cpu", "--", "8")
+    assert (status, err) == (0, "")
+    assert ", 18 parameters, " in out
+    assert sys.argv == ["sample.py", "8"]
 
 
 def test_the_output_counts(run: Capture) -> None:

@@ -37,7 +37,8 @@ train:example does as well):
       return model, (), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 It runs with torch's default device set to "meta", so neither parameters nor arguments take memory or time. Where
-values are needed to build the model, put those lines under `with torch.device("cpu"):`. Then plan, without a device:
+values are needed to build the model, put those lines under `with torch.device("cpu"):`. What stands behind `--` are the
+arguments of the script, in sys.argv. Then plan, without a device:
 
   rannc plan bert.json --cluster H200x8 --batch 256
 """
@@ -54,7 +55,9 @@ class Call:
 
 def main(argv: Sequence[str]) -> int:
     """Runs ``capture`` with the arguments after that word and returns the exit status."""
-    arguments = _parser().parse_args(argv)
+    end = argv.index("--") if "--" in argv else len(argv)
+    arguments = _parser().parse_args(argv[:end])
+    sys.argv = [arguments.function.rpartition(":")[0], *argv[end + 1 :]]
     started = time.perf_counter()
     try:
         call = build(load(arguments.function), arguments.function)
@@ -75,6 +78,7 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pyrannc capture",
+        usage="%(prog)s [-h] -o FILE [--rows N] [--device {cuda,cpu}] WHERE:FUNCTION [-- ARGUMENT ...]",
         description="Captures one call of a model as a graph file. Takes no GPU, and no memory for parameters.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
