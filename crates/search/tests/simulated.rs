@@ -88,7 +88,7 @@ impl Case {
 /// Random Stages (as many as asked for), Replicas, microbatches, Schedules, devices and links, from such that nobody
 /// sees to such that take longer than all computation. Equal rows everywhere.
 fn cases() -> impl Strategy<Value = Case> {
-    let ways = (any::<bool>(), prop::bool::weighted(0.2));
+    let ways = (any::<bool>(), prop::bool::weighted(0.1));
     let batch = (prop::collection::vec(1..5_u32, 1..9), 0..4_u32, ways, 1..3_u64);
     let links = (1..3_u32, prop::option::of((9.0..10.5_f64).prop_map(|exponent| 10.0_f64.powf(exponent))));
     let none = vec![Sharding::None; 3];

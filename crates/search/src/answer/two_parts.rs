@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use rannc_plan::{Compute, Order, Plan, PlanFileError, Schedule, Sharding};
 
 use super::assemble::Assembly;
-use super::links::{Linker, ReplicaLink};
+use super::links::ReplicaLink;
 use super::list_schedule::{ListScheduler, Manner, Scheduled, StageLink, StageTimes};
 use crate::price::{At, BySize, Priced};
 use crate::solve::{FoundStage, Solution};
@@ -15,37 +15,38 @@ use crate::solve::{FoundStage, Solution};
 const TOLD_EXACTLY: usize = 3;
 
 impl Assembly<'_> {
-    /// The fastest Plan of a division with backwards in two parts; `None` where that has no use, or where microbatches have
-    /// no rows: then nobody knows their place in an order.
+    /// The Plan of a division with backwards in two parts, in the best order; `None` where that has no use, or where
+    /// microbatches have no rows: then nobody knows their place in an order.
     pub(crate) fn plan_in_two_parts(&self, solution: &Solution) -> Result<Option<Plan>, PlanFileError> {
+        let step = &self.pricing.step;
         let linker = self.linker(solution);
-        let links = stage_links(&linker);
-        let stages = self.stage_times(solution, &links);
-        let has_empty = self.pricing.step.microbatches < solution.case.microbatches;
-        if has_empty || stages.iter().all(|stage| stage.parts_us.is_none()) {
+        let (links, tied) = (linker.links(), linker.tied_sums());
+        let stage_links = slowest(&links, &linker.stage_of_replicas());
+        let (prices, stages) = self.priced_stages(solution, &stage_links);
+        if step.microbatches < solution.case.microbatches || stages.iter().all(|stage| stage.parts_us.is_none()) {
             return Ok(None);
         }
         let forwards_first = !self.pricing.problem.settings.loss_inside;
-        let scheduler = ListScheduler { step: &self.pricing.step, stages: &stages, links: &links, forwards_first };
-        let mut best: Option<Plan> = None;
-        for orders in best_orders(&scheduler, &manners(&linker.depths(), self.pricing.step.microbatches)) {
-            let plan = self.plan_by(Schedule::Explicit(orders), solution, 0.0)?;
-            if best.as_ref().is_none_or(|best| plan.predicted.step_us < best.predicted.step_us) {
-                best = Some(plan);
-            }
-        }
-        Ok(best)
+        let scheduler = ListScheduler { step, stages: &stages, links: &stage_links, forwards_first };
+        let replicas: Vec<usize> = solution.found.stages.iter().map(|stage| stage.positions.len()).collect();
+        let told = |orders: Vec<Order>| {
+            let schedule = Schedule::Explicit(orders);
+            (step.exact_us(&schedule, &prices, &replicas, &links, &tied), schedule)
+        };
+        let orders = best_orders(&scheduler, &manners(&linker.depths(), step.microbatches));
+        let best = orders.into_iter().map(told).reduce(|best, next| if next.0 < best.0 { next } else { best });
+        best.map(|(_, schedule)| self.plan_by(schedule, solution, 0.0)).transpose()
     }
 
-    fn stage_times(&self, solution: &Solution, links: &[StageLink]) -> Vec<StageTimes> {
-        let times = |(number, stage): (usize, &FoundStage)| {
+    fn priced_stages(&self, solution: &Solution, links: &[StageLink]) -> (Vec<Priced>, Vec<StageTimes>) {
+        let priced = |(number, stage): (usize, &FoundStage)| {
             let at = self.pricing.at(self.order.place_at(&stage.positions));
             let priced = self.priced(stage, &at);
             let sends_back = links.iter().any(|link| link.to == number && link.grads_us.is_some());
             let divides = stage.saver.sharding >= Sharding::Gradients && stage.positions.len() > 1;
-            of_stage(&priced, &at, sends_back && !divides)
+            (priced, of_stage(&priced, &at, sends_back && !divides))
         };
-        solution.found.stages.iter().enumerate().map(times).collect()
+        solution.found.stages.iter().enumerate().map(priced).unzip()
     }
 }
 
@@ -63,12 +64,11 @@ fn of_stage(priced: &Priced, at: &At<'_>, may_split: bool) -> StageTimes {
     }
 }
 
-/// The slowest of the links between the Replicas of each two Stages.
-fn stage_links(linker: &Linker<'_>) -> Vec<StageLink> {
+/// Of the links between the Replicas of each two Stages the slowest; with the Stage of each Replica.
+fn slowest(links: &[ReplicaLink], stage_of: &[usize]) -> Vec<StageLink> {
     let slower = |one: BySize<f64>, other: BySize<f64>| std::array::from_fn(|size| one[size].max(other[size]));
-    let stage_of: Vec<usize> = linker.stage_of_replicas();
     let mut found: BTreeMap<(usize, usize), StageLink> = BTreeMap::new();
-    for ReplicaLink { from, to, values_us, grads_us } in linker.links() {
+    for &ReplicaLink { from, to, values_us, grads_us } in links {
         let (from, to) = (stage_of[from], stage_of[to]);
         let link = found.entry((from, to)).or_insert(StageLink { from, to, values_us, grads_us });
         link.values_us = slower(link.values_us, values_us);
