@@ -189,6 +189,16 @@ def test_casts_for_a_gpu_need_none() -> None:
     assert len(casts(found, "first.weight")) == 1
 
 
+def dropping_layers(net: Net, x: Tensor) -> Tensor:
+    return x if torch.rand([]) < 0.0 else net.first(x)
+
+
+def test_a_number_may_be_read_in_a_region() -> None:
+    with region():
+        found = captured(Net(dropping_layers), torch.randn(ROWS, WIDTH))
+    assert len(casts(found, "first.weight")) == 1
+
+
 def test_what_torch_forbids_is_told_with_its_place() -> None:
     net = Net(lambda net, x: F.binary_cross_entropy(net.last(x).sigmoid(), x))
     with without_a_gpu(FP16), pytest.raises(CaptureError, match=r"(?s)unsafe to autocast") as raised:

@@ -128,7 +128,9 @@ class CastsAsOps:
 
     def _converts_inside(self, func: OpOverload, args: Any, kwargs: Any) -> bool:
         """True for an operator made of others some of which autocast converts operands for."""
-        if schema(func).is_mutable or func.is_view or decomposition(func) is None:
+        own = schema(func)
+        gives_tensors = any("Tensor" in str(result.type) for result in own.returns)
+        if not gives_tensors or own.is_mutable or func.is_view or decomposition(func) is None:
             return False
         key = (func, *map(_form, pytree.tree_leaves((args, kwargs))), Autocast.now())
         if key not in self._known:
