@@ -54,6 +54,14 @@ impl Schedule {
             }
         }
     }
+
+    /// True when some Stage's backwards come in two parts.
+    pub fn splits_backward(&self) -> bool {
+        match self {
+            Self::Named(_) => false,
+            Self::Explicit(orders) => orders.iter().any(Order::splits_backward),
+        }
+    }
 }
 
 /// As people write it.
@@ -61,9 +69,7 @@ impl fmt::Display for Schedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Named(kind) => kind.fmt(f),
-            Self::Explicit(orders) if orders.iter().any(Order::splits_backward) => {
-                f.write_str("backwards in two parts, in listed order")
-            }
+            Self::Explicit(_) if self.splits_backward() => f.write_str("backwards in two parts, in listed order"),
             Self::Explicit(_) => f.write_str("in listed order"),
         }
     }
@@ -85,7 +91,8 @@ impl Order {
     pub fn held(&self) -> impl Iterator<Item = Held> {
         let (mut held, mut ended) = (Held::default(), Held::default());
         self.0.iter().map(move |compute| {
-            held = Held { microbatches: held.microbatches - ended.microbatches, weights: held.weights - ended.weights };
+            held.microbatches = held.microbatches.saturating_sub(ended.microbatches);
+            held.weights = held.weights.saturating_sub(ended.weights);
             held.microbatches += u64::from(matches!(compute, Compute::Forward(_)));
             held.weights += u64::from(matches!(compute, Compute::BackwardInput(_)));
             ended = Held {

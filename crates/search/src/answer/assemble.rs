@@ -93,7 +93,10 @@ impl Assembly<'_> {
         let place = self.order.place_at(positions);
         let at = pricing.at(place);
         let workspace_bytes = pricing.run_workspace_bytes(run.clone(), &at);
-        let priced = self.priced(stage, &at);
+        let mut priced = self.priced(stage, &at);
+        if order.splits_backward() {
+            priced.parts = pricing.backward_parts(run, &at);
+        }
         let recompute = self.recompute(stage, &at, workspace_bytes);
         let ops = self.ops(run.start, run.end);
         let number = |rank: &u32| used_ranks.binary_search(rank).ok().and_then(|number| u32::try_from(number).ok());

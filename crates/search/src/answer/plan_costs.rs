@@ -196,6 +196,9 @@ impl<'a> PlanCosts<'a> {
         let at = rows.map_or_else(|| pricing.at(place), |rows| pricing.at_fewer_rows(place, rows));
         let workspace_bytes = pricing.run_workspace_bytes(run.clone(), &at);
         let mut priced = pricing.stage(run.clone(), &at, *saver, workspace_bytes);
+        if self.plan.schedule.splits_backward() {
+            priced.parts = pricing.backward_parts(run, &at);
+        }
         let mut held_again_bytes: f64 = 0.0;
         for saving in again.iter().map(|&block| pricing.saving(block, &at)) {
             for pass in [&mut priced.cost.larger, &mut priced.between, &mut priced.cost.smaller] {

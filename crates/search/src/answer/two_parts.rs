@@ -41,7 +41,8 @@ impl Assembly<'_> {
     fn priced_stages(&self, solution: &Solution, links: &[StageLink]) -> (Vec<Priced>, Vec<StageTimes>) {
         let priced = |(number, stage): (usize, &FoundStage)| {
             let at = self.pricing.at(self.order.place_at(&stage.positions));
-            let priced = self.priced(stage, &at);
+            let parts = self.pricing.backward_parts(&stage.run, &at);
+            let priced = Priced { parts, ..self.priced(stage, &at) };
             let sends_back = links.iter().any(|link| link.to == number && link.grads_us.is_some());
             let divides = stage.saver.sharding >= Sharding::Gradients && stage.positions.len() > 1;
             (priced, of_stage(&priced, &at, sends_back && !divides))
@@ -96,13 +97,21 @@ fn best_orders(scheduler: &ListScheduler<'_>, manners: &[Manner]) -> Vec<Vec<Ord
 /// Ways to put Stages of these depths in order: with as many microbatches in flight as 1F1B has, with up to as many more
 /// as there are Stages, with the same on every Stage, with twice that, and with all.
 fn manners(depths: &[u32], microbatches: u64) -> Vec<Manner> {
-    let (stages, depths) = (depths.len() as u64, depths.iter().copied().map(u64::from));
-    let mut limits: Vec<Vec<u64>> =
-        (0..stages).map(|more| depths.clone().map(|depth| depth + more).collect()).collect();
-    limits.extend([stages, 2 * stages - 1, microbatches].map(|most| depths.clone().map(|_| most).collect()));
+    let stages = depths.len() as u64;
+    let limits = |most: &dyn Fn(u64) -> u64| -> Vec<u64> {
+        depths.iter().map(|&depth| most(u64::from(depth)).min(microbatches)).collect()
+    };
+    let deeper = (0..stages).map(|more| limits(&|depth| depth + more));
+    let equal = [stages, 2 * stages - 1, microbatches].map(|most| limits(&|_| most));
+    let mut different: Vec<Vec<u64>> = Vec::new();
+    for in_flight in deeper.chain(equal) {
+        if !different.contains(&in_flight) {
+            different.push(in_flight);
+        }
+    }
     let manner =
         |in_flight: Vec<u64>| [false, true].map(|fits_gaps| Manner { in_flight: in_flight.clone(), fits_gaps });
-    limits.into_iter().flat_map(manner).collect()
+    different.into_iter().flat_map(manner).collect()
 }
 
 /// The order with one backward where both its parts follow each other.

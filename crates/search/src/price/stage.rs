@@ -32,11 +32,10 @@ pub(crate) struct PlainStage {
 }
 
 impl Pricing<'_> {
-    /// Time and memory of a Stage whose Blocks need `workspace_bytes`.
+    /// Time and memory of a Stage whose Blocks need `workspace_bytes`, with whole backwards.
     pub(crate) fn stage(&self, run: Range<usize>, at: &At<'_>, saver: Saver, workspace_bytes: f64) -> Priced {
         let plain = self.plain(&run, at, saver, workspace_bytes);
         let mut priced = self.with_saver(&run, at, saver, &plain);
-        priced.parts = self.backward_parts(&run, at);
         if self.sizes.counts[BETWEEN] > 0 {
             let mut passes = [self.pass(&run, at, BETWEEN)];
             self.compute_again(&run, at, saver.again, &mut passes, &mut { plain.memory });

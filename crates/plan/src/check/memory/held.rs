@@ -1,6 +1,6 @@
 //! Activations and messages: what is received is there from its Recv on, what was sent is let go of when as many messages
-//! are under way behind it as the window allows, a microbatch is kept from its forward to the end of its backward. Outputs are the
-//! caller's: they are as large as the batch, whatever a Program does.
+//! are under way behind it as the window allows, a microbatch is kept from its forward to the end of its backward. Outputs
+//! are the caller's: they are as large as the batch, whatever a Program does.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 
