@@ -95,9 +95,8 @@ class Config:
             be compiled, runs as it is, which a line says, as does ``report()``. Compiled code is kept in
             ``profile_cache_dir``, unless TORCHINDUCTOR_CACHE_DIR says where.
         split_backward: Whether Plans may let the backward of a microbatch come in two parts: first the gradients that
-            the Stage before waits for, later those of parameters, in time that would be idle otherwise: "on", "off", or
-            "auto", which is "on" on the CPU. It takes more memory, has a use with several Stages only, and none where
-            Spans are compiled.
+            the Stage before waits for, later those of parameters, in time that would be idle otherwise. It takes more
+            memory, and has a use with several Stages only.
         cuda_graphs: "auto": on GPUs, from the third step of a kind on, what a rank does between the exchange of inputs
             and that of outputs is replayed as one CUDA graph, which takes the host next to no time; where it cannot
             be, ``report()`` says why. A graph keeps the memory of a step's activations for itself. "off": never.
@@ -105,7 +104,8 @@ class Config:
         stall_timeout_s: The job ends when a rank is inside a collective call and no rank has come forward for so long.
         silence_timeout_s: A rank whose process has sent no sign of life for so long is taken for dead.
         different_calls_timeout_s: The job ends when ranks have waited for so long in calls that do not go together,
-            such as ``state_dict()`` on one and ``model(...)`` on the others.
+            such as ``state_dict()`` on one and ``model(...)`` on the others, or in one that has failed on another rank,
+            whose script goes on.
         left_timeout_s: The job ends when a rank has waited for so long in a call that another rank, whose script has
             ended, has not made.
         fail_grace_s: After a rank's exception the other ranks go on for so long, so that their own come out first.
@@ -151,7 +151,7 @@ class Config:
     reduce_dtype: str = _item("float32", choices=("float32", "bfloat16", "param"))
     recapture_interval: int = _item(1000, least=0)
     compile_spans: str = _item("auto", choices=("auto", "on", "off"))
-    split_backward: str = _item("auto", choices=("auto", "on", "off"))
+    split_backward: bool = _item(True)
     cuda_graphs: str = _item("auto", choices=("auto", "off"))
     consolidate_grads: bool = _item(True, replaced_by="gradients are always reduced in buckets")
     stall_timeout_s: float = _item(600.0, least=1, below=_FOREVER_S)
@@ -171,11 +171,6 @@ class Config:
     def compiles_on(self, device_type: str) -> bool:
         """True when Spans are compiled for devices of a type."""
         return self.compile_spans == "on" or (self.compile_spans == "auto" and device_type != "cpu")
-
-    def splits_on(self, device_type: str) -> bool:
-        """True when backwards may come in two parts on devices of a type."""
-        wanted = self.split_backward == "on" or (self.split_backward == "auto" and device_type == "cpu")
-        return wanted and not self.compiles_on(device_type)
 
     def records_on(self, device_type: str) -> bool:
         """True when steps are recorded as CUDA graphs on devices of a type."""

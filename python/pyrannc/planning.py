@@ -90,7 +90,7 @@ def search(request: Request, cluster: Cluster, profiles: Sequence[Profile], worl
         min_microbatch_rows=config.min_pipeline_bs,
         loss_inside=request.variant.loss_inside,
         replays=config.records_on(request.device.type) and not request.variant.whole_part,
-        split_backward=config.splits_on(request.device.type) and not request.variant.whole_part,
+        split_backward=config.split_backward and not request.variant.whole_part,
         reduce_dtype=config.reduce_dtype,
         capabilities=Capabilities.of_zero(request.zero),
     )

@@ -377,18 +377,6 @@ def test_DisableTorchFunction() -> None:
         assert (X + 1).shape == X.shape
 
 
-def test_foreach_zero_() -> None:
-    tensors = [torch.ones(2), torch.ones(3)]
-    internals.foreach_zero_(tensors)
-    assert not any(tensor.any() for tensor in tensors)
-
-
-def test_foreach_mul_() -> None:
-    tensors = [torch.ones(2), torch.ones(3)]
-    internals.foreach_mul_(tensors, 2.0)
-    assert all((tensor == 2).all() for tensor in tensors)
-
-
 def test_before_groups_end() -> None:
     assert run_ranks(1, _ends) == [["before", "after"]]
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -12,7 +15,9 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 import pyrannc
+from pyrannc._native import Plan
 from pyrannc.job import process
+from tests.runtime.plans import scheduled
 
 ROWS, TOKENS, WIDTH, WORDS = 8, 16, 64, 100
 
@@ -83,6 +88,7 @@ class Loop:
         step: one step, given a function from a number to the loss of that batch.
         env: settings of RaNNC.
         autocast: the model is called under it.
+        schedule: the order of each Stage's computations, instead of the Plan's own.
     """
 
     model: Callable[[], nn.Module]
@@ -90,6 +96,7 @@ class Loop:
     step: Callable[[Callable[[int], Tensor], torch.optim.Optimizer, int], Tensor]
     env: dict[str, str] = field(default_factory=lambda: _REPLICAS)
     autocast: bool = False
+    schedule: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -164,6 +171,8 @@ def moved(loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer, st
 
 _REPLICAS = {"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "1"}
 _PIPELINE = {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "4"}
+_LATE = ("F0 F1 F2 F3 I0 I1 W0 I2 W1 I3 W2 W3", "F0 F1 F2 F3 I0 I1 I2 I3 W0 W1 W2 W3")
+_PARTS = ("F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 I3 W3", "F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3")
 
 LOOPS = {
     **{
@@ -190,6 +199,10 @@ LOOPS = {
         )
         for inside in (True, False)
     },
+    "backwards in two parts, loss inside": Loop(lambda: Words(True), True, zeroed_between, _PIPELINE, schedule=_PARTS),
+    "backwards in two parts, loss outside": Loop(
+        lambda: Words(False), False, zeroed_between, _PIPELINE, schedule=_LATE
+    ),
     "parameters moved": Loop(lambda: Words(True), True, moved),
     "buffers": Loop(Counted, False, plain),
     "buffers, two calls": Loop(Counted, False, two_calls),
@@ -200,6 +213,25 @@ KEPT_AS_THEY_ARE = {"an operator waits": Loop(lambda: Waits(True), True, plain)}
 """What no graph can hold."""
 
 
+SAME = {
+    inside: [
+        Loop(
+            lambda inside=inside: Words(inside).double(),
+            inside,
+            plain,
+            {**_PIPELINE, "RANNC_COMPILE_SPANS": compiled},
+            schedule=order,
+        )
+        for compiled, order in (("off", ()), ("on", ()), ("off", parts), ("on", parts))
+    ]
+    for inside, parts in ((True, _PARTS), (False, _LATE))
+}
+"""By place of the loss: the same training with and without compiled Spans, backwards whole and in two parts.
+
+In double precision: the compiler takes the kernels that are fastest when it tries them, which may round otherwise.
+"""
+
+
 def train(loop: Loop, steps: int, graphs: str) -> Trained:
     """Trains on this rank, with its own rows of each batch."""
     device = process.ensure_process_group().device
@@ -207,7 +239,6 @@ def train(loop: Loop, steps: int, graphs: str) -> Trained:
     module = loop.model().to(device)
     optimizer = AdamW(module.parameters(), lr=1e-3)
     model: Any = pyrannc.RaNNCModule(module, optimizer)
-    torch.manual_seed(5)
 
     def loss_of(number: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * number + process.get_rank())
@@ -215,6 +246,15 @@ def train(loop: Loop, steps: int, graphs: str) -> Trained:
         with torch.autocast("cuda", torch.bfloat16, enabled=loop.autocast):
             return model(ids, labels) if loop.inside else _loss(model(ids), labels)
 
+    if loop.schedule:
+        loss_of(0)
+        plan = json.dumps(model.plan)
+        model.undeploy()
+        with NamedTemporaryFile(suffix=".json") as file:
+            scheduled(Plan.from_json(plan), list(loop.schedule)).write(Path(file.name))
+            model = pyrannc.RaNNCModule(module, optimizer, load_deployment=file.name)
+            loss_of(0)
+    torch.manual_seed(5)
     losses = [loop.step(loss_of, optimizer, step).detach() for step in range(steps)]
     found = Trained(torch.stack(losses).tolist(), dict(model.state_dict(rank0_only=False)), model.report().recorded)
     assert bool(found.recorded) == (graphs == "auto")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.gpu.loops import KEPT_AS_THEY_ARE, LOOPS, Loop, Trained, train
+from tests.gpu.loops import KEPT_AS_THEY_ARE, LOOPS, SAME, Loop, Trained, train
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -54,3 +54,21 @@ def test_what_no_graph_can_hold(name: str, ranks: Ranks) -> None:
     assert _differences(off, carried_out) == []
     assert "0 of 1 kinds of steps are replayed" in carried_out[0].recorded
     assert "because" in carried_out[0].recorded
+
+
+def _same(inside: bool, place: int, graphs: str) -> Trained:
+    return train(SAME[inside][place], 6, graphs)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_compiled_and_parted_training(inside: bool, ranks: Ranks) -> None:
+    def trained(place: int, loop: Loop, graphs: str) -> list[Trained]:
+        env = {"RANNC_PROFILE": "never", "RANNC_CUDA_GRAPHS": graphs, **loop.env}
+        return ranks(2).run(_same, inside, place, graphs, env=env)
+
+    expected = trained(0, SAME[inside][0], "off")
+    for place, loop in enumerate(SAME[inside]):
+        for one, other in zip(expected, trained(place, loop, "auto"), strict=True):
+            assert other.losses == pytest.approx(one.losses, rel=1e-12)
+            for key, tensor in one.state.items():
+                torch.testing.assert_close(other.state[key], tensor, rtol=1e-10, atol=1e-10)

@@ -6,13 +6,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Generator, Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 import pyrannc
@@ -22,6 +24,8 @@ from pyrannc.blocks.compiler import Compiler, own_folder
 from pyrannc.blocks.form import Meta
 from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
+from pyrannc.blocks.split_backward import SplitBackward
+from pyrannc.core.graph import GraphFacts
 from tests.ranks import RankPool
 from tests.test_spans import CPU, ROWS, captured_part
 
@@ -217,6 +221,19 @@ def test_equals_spans_that_are_not_compiled(name: str, items: dict[str, str], ra
     assert kept.stat().st_mode & 0o777 == 0o700
 
 
+@dataclass
+class Stage:
+    """Code with its parameters, by Value."""
+
+    code: StageCode
+    params: dict[int, Tensor]
+    facts: GraphFacts
+
+    def __call__(self, x: Tensor) -> list[Tensor]:
+        results = self.code(ROWS, {**self.params, self.facts.inputs[0]: x})
+        return [results[value] for value in self.facts.outputs]
+
+
 class Drawing(nn.Module):
     """Draws from torch's generator, as often as is said."""
 
@@ -231,20 +248,21 @@ class Drawing(nn.Module):
         return x.tanh()
 
 
-def compiled(draws: int, folder: str) -> tuple[StageCode, list[str | None]]:
-    model = Drawing(draws)
-    captured, facts, part = captured_part(model, torch.randn(ROWS, WIDTH))
+def compiled(model: nn.Module, x: Tensor, folder: str, *, in_parts: bool = False) -> tuple[Stage, list[str | None]]:
+    captured, facts, part = captured_part(model, x)
     code = StageCode(captured, facts, part, CPU, Randomness(CPU))
-    known = {param.value: Meta.of(model.get_parameter(param.names[0])) for param in facts.params}
-    known[facts.inputs[0]] = Meta.of(torch.randn(ROWS, WIDTH))
+    params: dict[int, Tensor] = {param.value: model.get_parameter(param.names[0]) for param in facts.params}
+    known = {value: Meta.of(tensor) for value, tensor in {**params, facts.inputs[0]: x}.items()}
     compiler = Compiler(CPU, Path(folder))
-    tasks = compiler.tasks(code, facts, ROWS, known, None, trains=True)
-    return code, [compiler.compile(task, code) for task in tasks]
+    late = params.keys() if in_parts else frozenset()
+    tasks = compiler.tasks(code, facts, ROWS, known, None, trains=True, late=late)
+    return Stage(code, params, facts), [compiler.compile(task, code) for task in tasks]
 
 
 @pytest.mark.timeout(300)
 def test_what_differs_is_not_used(folder: str) -> None:
-    code, refusals = compiled(1, folder)
+    stage, refusals = compiled(Drawing(1), torch.randn(ROWS, WIDTH), folder)
+    code = stage.code
     assert set(refusals) == {None}
     found = next(made for span in code.spans for made in span.function.codes.values() if isinstance(made, SpanCode))
     assert difference(found, CPU) is None
@@ -259,15 +277,103 @@ def test_what_differs_is_not_used(folder: str) -> None:
     backward = found.backward
 
     def wrong_gradients(tensors: list[Tensor]) -> list[Tensor]:
-        return [grad + 1e-3 for grad in backward(tensors)]
+        return [grad + 1e-3 for grad in backward.first(tensors)]
 
-    assert "the gradient of argument" in (difference(replace(found, backward=wrong_gradients), CPU) or "")
+    assert "the gradient of argument" in (
+        difference(replace(found, backward=replace(backward, first=wrong_gradients)), CPU) or ""
+    )
+
+
+@pytest.mark.timeout(300)
+def test_second_parts_that_differ_are_not_used(folder: str) -> None:
+    stage, _ = compiled(Tied(), torch.randn(ROWS, WIDTH, requires_grad=True), folder, in_parts=True)
+    codes = [made for span in stage.code.spans for made in span.function.codes.values() if isinstance(made, SpanCode)]
+    found = next(code for code in codes if code.backward is not None and code.backward.second is not None)
+    assert difference(found, CPU) is None
+    assert found.backward is not None
+    second = found.backward.second
+    assert second is not None
+
+    def wrong(tensors: list[Tensor]) -> list[Tensor]:
+        return [grad + 1e-2 for grad in second(tensors)]
+
+    assert "the gradient of argument" in (
+        difference(replace(found, backward=replace(found.backward, second=wrong)), CPU) or ""
+    )
 
 
 @pytest.mark.timeout(300)
 def test_a_generator_that_several_kernels_draw_from_is_left_to_them(folder: str) -> None:
-    _, refusals = compiled(2, folder)
+    _, refusals = compiled(Drawing(2), torch.randn(ROWS, WIDTH), folder)
     assert "several Ops draw from the device's generator" in refusals
+
+
+class Tied(nn.Module):
+    """Layers that share a weight, and one of two results that a backward may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.norms = (
+            nn.ModuleList(make(WIDTH) for _ in range(3)) for make in (self._linear, nn.LayerNorm)
+        )
+        self.layers[2].weight = self.layers[0].weight
+
+    @staticmethod
+    def _linear(width: int) -> nn.Linear:
+        return nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(x + functional.gelu(layer(x)))
+        return x, x.sin() @ self.layers[1].weight
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("both", [True, False])
+def test_gradients_of_parameters_may_come_later(both: bool, folder: str) -> None:
+    """A backward for one result only computes its gradients in another way."""
+    with double_precision():
+        torch.manual_seed(0)
+        model, x = Tied(), torch.randn(ROWS, WIDTH, requires_grad=True)
+        stage, refusals = compiled(model, x, folder, in_parts=True)
+    assert set(refusals) == {None}
+    results = model(x)[: 1 + both]
+    seeds = [torch.randn_like(result) for result in results]
+    expected = torch.autograd.grad(results, [x, *model.parameters()], seeds)
+    ours = stage(x)[: 1 + both]
+    for keep_graph in (True, False):
+        split = SplitBackward([get_gradient_edge(result) for result in ours], seeds, [x])
+        split.run_inputs()
+        assert all(param.grad is None for param in model.parameters())
+        split.run_weights(keep_graph=keep_graph)
+        for leaf, right in zip((x, *model.parameters()), expected, strict=True):
+            torch.testing.assert_close(leaf.grad, right, rtol=1e-12, atol=1e-12)
+            leaf.grad = None
+
+
+class First(Function):
+    """Two results, of which the second gives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return x * 1, x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return grads[0]
+
+
+@pytest.mark.timeout(300)
+def test_later_gradients_are_of_this_backward_alone(folder: str) -> None:
+    model, x = Tied(), torch.randn(ROWS, WIDTH, requires_grad=True)
+    stage, _ = compiled(model, x, folder, in_parts=True)
+    first, second = First.apply(stage(x)[0])  # type: ignore[no-untyped-call]  # torch has no types for it
+    first.sum().backward(retain_graph=True)
+    assert all(param.grad is not None for param in model.layers.parameters())
+    model.zero_grad()
+    second.sum().backward()
+    assert all(param.grad is None for param in model.parameters())
 
 
 WITHOUT_COMPILER = """

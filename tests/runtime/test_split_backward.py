@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -153,6 +154,38 @@ def test_equals_one_process(case: Case, ranks: Callable[[int], RankPool], tmp_pa
     assert found == [[] for _ in case.rows]
 
 
+COMPILED = [
+    Case("chain", (4, 5), replicas=(1, 1), microbatches=3, schedule=TWO, optimizer="adamw"),
+    Case("loss_inside", (4, 5), replicas=(1, 1), microbatches=3, schedule=LATE, input_grads=True),
+    Case("bert", (3, 3), replicas=(1, 1), microbatches=3, schedule=FIRST),
+]
+
+
+def _check_compiled(case: Case, folder: str) -> tuple[list[str], int]:
+    """What differs from one process, and how many second parts of backwards of compiled Spans have been computed."""
+    ran = 0
+
+    def counted(self: SplitBackward, *, keep_graph: bool) -> None:
+        nonlocal ran
+        ran += sum(later.compute is not None for _, later in self._later)
+        run(self, keep_graph=keep_graph)
+
+    run = SplitBackward.run_weights
+    with patch.object(SplitBackward, "run_weights", counted):
+        return check(case, folder), ran
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_compiled_spans_equal_one_process(case: Case, ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    env = {"RANNC_COMPILE_SPANS": "on"}
+    found = ranks(2).run(_check_compiled, case, str(tmp_path), env=env, timeout_s=600)
+    assert [differences for differences, _ in found] == [[], []]
+    first, last = (ran for _, ran in found)
+    assert last > 0
+    assert (first > 0) == case.input_grads
+
+
 def _planned() -> Any:
     torch.manual_seed(0)
     layers = [nn.Linear(256, 256) for _ in range(8)]
@@ -164,9 +197,9 @@ def _planned() -> Any:
     return schedule
 
 
-@pytest.mark.parametrize("wanted", ["auto", "on", "off"])
-def test_the_planner_uses_it_where_it_is_wanted(wanted: str, ranks: Callable[[int], RankPool]) -> None:
+@pytest.mark.parametrize("wanted", [True, False])
+def test_the_planner_uses_it_where_it_is_wanted(wanted: bool, ranks: Callable[[int], RankPool]) -> None:
     forced = {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "4", "RANNC_PROFILE": "never"}
-    found = ranks(2).run(_planned, env={**forced, "RANNC_SPLIT_BACKWARD": wanted})
+    found = ranks(2).run(_planned, env={**forced, "RANNC_SPLIT_BACKWARD": str(wanted).lower()})
     parted = ["F0 F1 F2 F3 B0 B1 B2 B3", "F0 F1 F2 F3 I0 I1 I2 I3 W0 W1 W2 W3"]
-    assert found == ["fill_drain" if wanted == "off" else parted] * 2
+    assert found == [parted if wanted else "fill_drain"] * 2

@@ -1,4 +1,4 @@
-"""Compiled code of a Span: one node of autograd, whose inputs are parameters too."""
+"""Compiled code of a Span: one node of autograd, whose inputs are parameters too, or two of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,38 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from pyrannc.blocks.backward_parts import BackwardParts, in_parts
 from pyrannc.blocks.form import Form, Meta
 from pyrannc.blocks.graphs import lay_out
 from pyrannc.blocks.joint import Joint, results_of
+from pyrannc.blocks.later import Later, LaterNode, token
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture.torch_internals import compiled_by_inductor
 
 Kernels: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]
 """Compiled code; it empties the list that it is given."""
+
+Strides: TypeAlias = Sequence[tuple[int, ...] | None]
+
+
+def _compiled_backward(
+    joint: Joint, form: Form, strides: Strides, device: torch.device
+) -> BackwardParts[Kernels] | None:
+    """Kernels for a backward; None without one.
+
+    Args:
+        strides: of what the forward's kernels keep, as far as known.
+    """
+    if joint.backward is None:
+        return None
+    lay_out(joint.backward, strides, joint.mode)
+    parts = in_parts(joint.backward, joint.differentiated, form.may_wait, joint.mode)
+    first, left = compiled_by_inductor(parts.first, len(parts.early), joint.mode, "backward", device)
+    second = None
+    if parts.second is not None:
+        lay_out(parts.second, left[len(parts.early) :], joint.mode)
+        second, _ = compiled_by_inductor(parts.second, len(parts.late), joint.mode, "backward", device)
+    return BackwardParts(first, parts.early, second, parts.late)
 
 
 @dataclass(frozen=True)
@@ -35,7 +59,7 @@ class SpanCode:
     form: Form
     joint: Joint
     forward: Kernels
-    backward: Kernels | None
+    backward: BackwardParts[Kernels] | None
     plain: Callable[..., Any]
     numbers: int
     randomness: Randomness
@@ -50,12 +74,7 @@ class SpanCode:
         made = len(joint.made)
         kind, device = "whole" if joint.backward is None else "forward", randomness.device
         forward, strides = compiled_by_inductor(joint.forward, made, joint.mode, kind, device)
-        backward = None
-        if joint.backward is not None:
-            lay_out(joint.backward, strides[made + len(joint.changed) :], joint.mode)
-            backward, _ = compiled_by_inductor(
-                joint.backward, len(joint.differentiated), joint.mode, "backward", device
-            )
+        backward = _compiled_backward(joint, form, strides[made + len(joint.changed) :], device)
         return SpanCode(form, joint, forward, backward, plain, numbers, randomness)
 
     def __call__(self, numbers: Sequence[int], takes: Sequence[Tensor], came: set[tuple[bool, ...]]) -> Any:
@@ -71,7 +90,8 @@ class SpanCode:
             with torch.no_grad():
                 results = self.forward([*takes, *drawn])
         else:
-            results = _SpanNode.apply(self, came, *takes, *drawn)  # type: ignore[no-untyped-call]  # torch has no types for it
+            later, waits, tensors = self._set_late_apart(self.backward.late, takes)
+            results = _SpanNode.apply(self, came, later, waits, *tensors, *drawn)  # type: ignore[no-untyped-call]  # torch has no types for it
         made = len(joint.made)
         if joint.changed:
             with torch.no_grad():
@@ -79,6 +99,20 @@ class SpanCode:
                     takes[place].copy_(contents)
         given = [takes[item.place] if item.taken else results[item.place] for item in joint.given]
         return given[0] if len(given) == 1 else tuple(given)
+
+    @staticmethod
+    def _set_late_apart(
+        late: Sequence[int], takes: Sequence[Tensor]
+    ) -> tuple[Later | None, Tensor | None, Sequence[Tensor]]:
+        """Gives what gets its gradients later to a node of its own."""
+        if not late:
+            return None, None, takes
+        later = Later()
+        waits: Tensor = LaterNode.apply(later, *(takes[place] for place in late))  # type: ignore[no-untyped-call]  # likewise
+        tensors = list(takes)
+        for place in late:
+            tensors[place] = tensors[place].detach()
+        return later, waits, tensors
 
     def is_recomputed_for(self, wanted: Sequence[bool]) -> bool:
         """True for a backward with other gradients than it was compiled for."""
@@ -114,13 +148,15 @@ class _SpanNode(Function):
     """Forward and backward of a Span."""
 
     @staticmethod
-    def forward(ctx: Any, code: SpanCode, came: set[tuple[bool, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, code: SpanCode, came: set[tuple[bool, ...]], later: Later | None, _: Tensor | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         results = tuple(code.forward(list(tensors)))
         joint = code.joint
         given = len(joint.made) + len(joint.changed)
         made, kept = results[:given], results[given:]
         ctx.set_materialize_grads(False)
-        ctx.code, ctx.came, ctx.kept, ctx.count = code, came, len(kept), len(tensors)
+        ctx.code, ctx.came, ctx.later, ctx.kept, ctx.count = code, came, later, len(kept), len(tensors)
         ctx.save_for_backward(*kept, *(tensors if code.may_be_recomputed else ()))
         without = [tensor for tensor, meta in zip(made, joint.made, strict=False) if not meta.requires_grad]
         ctx.mark_non_differentiable(*without, *made[len(joint.made) :])
@@ -129,25 +165,44 @@ class _SpanNode(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        code: SpanCode = ctx.code
-        joint = code.joint
-        found: list[Tensor | None] = [None] * (2 + ctx.count)
+        code, later = ctx.code, ctx.later
+        joint: Joint = code.joint
         grads, saved = grads[: len(joint.made)], ctx.saved_tensors
         came = tuple(grad is not None for grad in grads)
         if not any(came):
-            return tuple(found)
+            if later is not None:
+                later.compute = None
+            return (None,) * (4 + ctx.count)
         if code.is_recomputed_for(came):
             ctx.came.add(came)
-            found[2 : 2 + len(code.form.takes)] = code.recompute(saved[ctx.kept :], grads)
-            return tuple(found)
-        kept = [*saved[: ctx.kept], *(_laid_out(grads[place], joint.made[place]) for place in joint.wanted)]
-        del saved, grads
-        # What is kept goes as the kernels have read it, unless the graph stays.
-        ctx.maybe_clear_saved_tensors()
-        assert code.backward is not None, "it trains"
-        for place, grad in zip(joint.differentiated, code.backward(kept), strict=True):
-            found[2 + place] = grad
-        return tuple(found)
+            found = code.recompute(saved[ctx.kept :], grads)
+            if later is not None:
+                late = [found[place] for place in code.backward.late]
+                later.compute = lambda: late
+        else:
+            kept = [*saved[: ctx.kept], *(_laid_out(grads[place], joint.made[place]) for place in joint.wanted)]
+            del saved, grads
+            # What is kept goes as the kernels have read it, unless the graph stays.
+            ctx.maybe_clear_saved_tensors()
+            found = _computed(code, later, kept)
+        waits = None if later is None else token(code.randomness.device)
+        return (None, None, None, waits, *found, *(None for _ in range(ctx.count - len(found))))
+
+
+def _computed(code: SpanCode, later: Later | None, kept: list[Tensor]) -> list[Tensor | None]:
+    """The gradients of what comes into a Span, but those that come later."""
+    backward = code.backward
+    assert backward is not None, "it trains"
+    found: list[Tensor | None] = [None] * len(code.form.takes)
+    results = backward.first(kept)
+    for place, grad in zip(backward.early, results, strict=False):
+        found[place] = grad
+    second = backward.second
+    if later is not None:
+        assert second is not None, "it computes later"
+        left = results[len(backward.early) :]
+        later.compute = lambda: second([*left])
+    return found
 
 
 def _laid_out(grad: Tensor | None, meta: Meta) -> Tensor:

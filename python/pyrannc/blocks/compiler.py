@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,12 +78,14 @@ class Compiler:
         senders: Senders | None,
         *,
         trains: bool,
+        late: Set[int] = frozenset(),
     ) -> list[Task]:
         """The Spans of a Stage in their order.
 
         Args:
             known: by Value, what comes in from outside.
             senders: from where gradients come; None where all that is given gets some.
+            late: Values whose gradients may come later than those that other ranks wait for.
         """
         metas = dict(known)
         found = []
@@ -93,6 +95,7 @@ class Compiler:
                 trains,
                 tuple(metas[value] for value in span.part.takes),
                 tuple(_is_wanted(facts, span.part, value, senders) for value in span.part.gives),
+                tuple(value in late for value in span.part.takes),
             )
             task = Task(span, form, self._see(span, form, code))
             found.append(task)

@@ -37,9 +37,11 @@ class Form:
         trains: autograd is on.
         takes: what comes in.
         wanted: by what the Span gives, whether a gradient comes back for it.
+        may_wait: by what comes in, whether its gradient may come later than those that other Spans wait for.
     """
 
     rows: int
     trains: bool
     takes: tuple[Meta, ...]
     wanted: tuple[bool, ...]
+    may_wait: tuple[bool, ...]

@@ -76,7 +76,8 @@ class StageCode:
             for buffer in part.buffers
             if (update := facts.buffers[buffer].update) is not None and update in made
         }
-        self.keeps_whole = any(isinstance(captured.op_nodes[op].target, OpaqueCall) for op in part.ops)
+        targets = [captured.op_nodes[op].target for op in part.ops]
+        self.keeps_whole = any(isinstance(target, OpaqueCall) and not target.is_known for target in targets)
         self._wanted = tuple(dict.fromkeys([*part.sends, *part.outputs, *self.updates.values()]))
         inputs = {entry.value for entry in part.inputs}
         assert part.prologue is None, "what runs once a step is a code of its own"

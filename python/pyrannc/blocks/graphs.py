@@ -78,7 +78,7 @@ def take_changes_out(graph: fx.GraphModule, made: int, takes: int) -> list[int]:
         raise NotCompilable("it changes in place what it has drawn")
     if len(set(changed)) < len(changed):
         raise NotCompilable("it changes an argument several times")
-    results = _results(graph)
+    results = results_in(graph)
     graph.graph.output_node().args = ([*results[:made], *contents, *results[made:]],)
     graph.graph.eliminate_dead_code()
     graph.recompile()
@@ -91,7 +91,7 @@ def keep_arguments_whole(forward: fx.GraphModule, backward: fx.GraphModule, resu
     Args:
         results: how many of the forward's results come before what is kept.
     """
-    outputs = _results(forward)
+    outputs = results_in(forward)
     kept = list(outputs[results:])
     arguments = {node.name: node for node in backward.graph.find_nodes(op="placeholder")}
     first = next(node for node in backward.graph.nodes if node.op != "placeholder")
@@ -135,7 +135,8 @@ def lay_out(backward: fx.GraphModule, strides: Sequence[tuple[int, ...] | None],
             node.meta["val"] = made
 
 
-def _results(graph: fx.GraphModule) -> list[Any]:
+def results_in(graph: fx.GraphModule) -> list[Any]:
+    """What a graph gives."""
     results: Any = graph.graph.output_node().args[0]
     return list(results)
 

@@ -3,7 +3,7 @@
 The first part runs towards what came in. It keeps the gradients that come to nodes of autograd's graph which alone lead
 to some parameters; the second part runs these nodes once more, towards their parameters only (Qi et al., "Zero Bubble
 Pipeline Parallelism", 2023). A parameter to which several nodes lead gets its gradient in the first part, and so does
-one behind Python code, which may not run twice.
+one behind Python code, which may not run twice. Compiled Spans have nodes for their second part.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from pyrannc.blocks.later import later_of, token
+
 _Owner: TypeAlias = Node | str
-_ROOTS, _SHARED = "roots", "shared"
-"""In the place of the node that alone leads to something: the roots themselves, and several nodes."""
+_ROOTS, _SHARED, _LATER = "roots", "shared", "later"
+"""In the place of the node that alone leads to something: the roots themselves, several nodes, and nodes that compute
+later."""
 
 
 class SplitBackward:
@@ -42,11 +45,16 @@ class SplitBackward:
         for node in nodes:
             if node in owners and hasattr(node, "variable"):
                 self._leaves[owners[node]].append(node.variable)
+        self._later = [
+            (node, later) for node in nodes if owners.get(node) is _LATER and (later := later_of(node)) is not None
+        ]
         self._own_roots = [place for place, root in enumerate(roots) if root.node not in towards]
         self._kept: list[tuple[Node, tuple[Tensor | None, ...]]] = []
 
     def run_inputs(self) -> None:
         """Leaves the gradients of the inputs on them, and those of parameters that cannot wait."""
+        for _, later in self._later:
+            later.compute = None
         targets = [*self._inputs, *self._leaves.pop(_SHARED, ())]
         hooks = [node.register_prehook(self._keeper(node)) for node in self._leaves if isinstance(node, Node)]
         try:
@@ -74,6 +82,13 @@ class SplitBackward:
         if leaves:
             roots, seeds = [self._roots[p] for p in self._own_roots], [self._seeds[p] for p in self._own_roots]
             torch.autograd.backward(roots, seeds, inputs=leaves, retain_graph=keep_graph)
+        able = [node for node, later in self._later if later.compute is not None]
+        leaves = self._leaves.get(_LATER)
+        if able and leaves:
+            tokens = [token(leaves[0].device)] * len(able)
+            torch.autograd.backward(
+                [GradientEdge(node, 0) for node in able], tokens, inputs=leaves, retain_graph=keep_graph
+            )
         for node, grads in self._kept:
             edges = [GradientEdge(node, place) for place, grad in enumerate(grads) if grad is not None]
             came = [grad for grad in grads if grad is not None]
@@ -117,5 +132,6 @@ def _owners(nodes: Sequence[Node], towards: set[Node], roots: Sequence[Node]) ->
             owner = _SHARED
         for child, _ in node.next_functions:
             if child is not None and child not in towards:
-                owners[child] = owner if owners.get(child, owner) is owner else _SHARED
+                own = _LATER if node in towards and later_of(child) is not None else owner
+                owners[child] = own if owners.get(child, own) is own else _SHARED
     return owners

@@ -8,7 +8,7 @@ holds what is relied upon. So a new version of torch shows here, and only here, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter
@@ -302,12 +302,6 @@ DisableTorchFunction = torch._C.DisableTorchFunction
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 """Runs torch on a tensor of a class that answers for itself, as if it were a plain one. Public: the method
 ``Tensor.__torch_function__``, for results of the same class only."""
-
-foreach_zero_: Callable[[list[Tensor]], None] = torch._foreach_zero_
-"""Zeroes many tensors by few kernels, as ``zero_grad`` of optimizers does. Public: none."""
-
-foreach_mul_: Callable[[list[Tensor], float], None] = torch._foreach_mul_
-"""Scales many tensors by few kernels, as the clipping of gradients does. Public: none."""
 
 # --- Training ---------------------------------------------------------------------------------------------------------
 
@@ -638,19 +632,25 @@ def without_changes(graph: fx.GraphModule, arguments: list[Tensor], mode: FakeTe
         return make(*arguments)
 
 
-def parted(joint: fx.GraphModule, results: int, mode: FakeTensorMode) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward of a graph of both, with little to keep between them. Public: none.
+def parted(
+    joint: fx.GraphModule, results: int, mode: FakeTensorMode, second: Sequence[fx.Node] = ()
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """A graph in two parts, such as forward and backward, with little to keep between them. Public: none.
 
     Args:
-        joint: its arguments are named primals and tangents.
-        results: how many of its results are the forward's.
+        joint: its arguments are named tangents if they come to the second part only.
+        results: how many of its results are the first part's.
+        second: what only the second part computes, where no arguments tell; all arguments then stay for it.
     """
     from torch._inductor.compile_fx import partition_fn
     from torch._inductor.virtualized import V
 
     arguments = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+    held = list(range(len(arguments))) if second else []
+    for node in second:
+        node.meta["partitioner_tag"] = "must_be_in_backward"
     with V.set_fake_mode(mode), tracing(TracingContext(mode)), torch.no_grad():
-        return partition_fn(joint, arguments, num_fwd_outputs=results)
+        return partition_fn(joint, arguments, num_fwd_outputs=results, static_lifetime_input_indices=held)
 
 
 def compiled_by_inductor(

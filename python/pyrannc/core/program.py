@@ -160,6 +160,11 @@ class RankProgram:
         """How many messages take Values of a microbatch to later Stages, by microbatch."""
         return Counter(a.microbatch for a in self.forward if isinstance(a, Send) and a.kind == "value")
 
+    @cached_property
+    def splits_backward(self) -> bool:
+        """True when some backwards come in two parts."""
+        return any(isinstance(action, BackwardInput) for action in (*self.forward, *self.backward))
+
     @staticmethod
     def from_json(text: str) -> RankProgram:
         """Reads the core's ``RankView``."""

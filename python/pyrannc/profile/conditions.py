@@ -66,7 +66,7 @@ class Conditions:
 def conditions(device: torch.device, *, fused_dropout: bool, compiled: bool = False) -> Conditions:
     """Those in force on ``device`` now."""
     versions = {"pyrannc": _native.version, "torch": torch.__version__}
-    versions |= {"working copies": "once a step", "backwards": "whole and in two parts"}
+    versions |= {"working copies": "once a step", "backwards": "whole and in two parts", "updates": "alone"}
     if device.type == "cuda":
         versions["cuda"] = str(torch.version.cuda)
         versions["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]  # torch has no types for it

@@ -84,7 +84,7 @@ class BlockMeter:
 
         times = ("forward_us", "backward_us", "forward_host_us", "backward_host_us")
         found = {name: scaled(name, name) for name in times}
-        # A compiled backward makes all gradients at once.
+        # Only a Stage whose backwards come in two parts compiles them so.
         found |= {name: scaled(name, "backward_us") for name in ("backward_input_us", "backward_weight_us")}
         if not self._meter.on_gpu:
             # What kernels allocate on the host is not seen.

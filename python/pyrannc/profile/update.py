@@ -1,4 +1,4 @@
-"""What a step does with every gradient besides computing and summing it: zero it, scale it, update its parameter."""
+"""What a step does with every gradient besides computing and summing it: update its parameter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from pyrannc.capture.torch_internals import foreach_mul_, foreach_zero_
 from pyrannc.log import get_logger
 from pyrannc.profile.meter import Meter
 
@@ -78,18 +77,12 @@ def _measure(optimizer: Optimizer, group: dict[str, Any], device: torch.device) 
     dtype, meter = _dtype(group), Meter(device)
     numel = _GPU_NUMEL if meter.on_gpu else _HOST_NUMEL
     params = [nn.Parameter(torch.zeros(numel, dtype=dtype, device=device)) for _ in range(_PARAMS)]
-    grads = [torch.zeros_like(param) for param in params]
     own = copy.copy(optimizer)
     own.state = defaultdict(dict)
     own.param_groups = [{**group, "params": params}]
 
-    def end_of_step() -> None:
-        foreach_zero_(grads)
-        foreach_mul_(grads, 1.0)
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-        own.step()
-
-    device_us = meter.time_us(end_of_step)
-    host_us = meter.host_us([end_of_step] * 3) if meter.on_gpu else 0.0
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    device_us = meter.time_us(own.step)
+    host_us = meter.host_us([own.step] * 3) if meter.on_gpu else 0.0
     return UpdatePoint(_PARAMS * numel * dtype.itemsize, max(device_us, host_us))

@@ -148,12 +148,23 @@ class Compiling:
             code = context.prologue.code
             for task in compiler.tasks(code, facts, 0, known, None, trains=trains):
                 known.update(task.given(facts))
+        late = frozenset(known) if self._has_late_gradients(context, program) else frozenset()
         for item in part.inputs:
             known[item.value] = assumed(facts, item.value, rows, requires_grad=trains and item.requires_grad)
         for value in part.receives:
             requires_grad = trains and context.parts.crossings[value].requires_grad
             known[value] = assumed(facts, value, rows, requires_grad=requires_grad)
-        return compiler.tasks(context.code, facts, rows, known, self._senders(variant, program), trains=trains)
+        senders = self._senders(variant, program)
+        return compiler.tasks(context.code, facts, rows, known, senders, trains=trains, late=late)
+
+    @staticmethod
+    def _has_late_gradients(context: StageContext, program: RankProgram) -> bool:
+        """True when backwards have a second part, for gradients that no other rank waits for."""
+        part, crossings = context.parts.stages[context.stage], context.parts.crossings
+        sends_back = any(item.requires_grad for item in part.inputs) or any(
+            crossings[value].requires_grad for value in part.receives
+        )
+        return program.splits_backward and sends_back and not context.code.keeps_whole
 
     @staticmethod
     def _senders(variant: Variant, program: RankProgram) -> Senders:

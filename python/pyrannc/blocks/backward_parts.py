@@ -1,0 +1,72 @@
+"""A Span's backward as two graphs: the gradients that other Spans wait for, and later those of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from torch import fx
+
+from pyrannc.blocks.graphs import named, results_in
+from pyrannc.capture.torch_internals import FakeTensorMode, parted
+
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True)
+class BackwardParts(Generic[Part]):
+    """A Span's backward, as graphs or as what these are compiled to.
+
+    Attributes:
+        first: takes what is kept and the gradients that come; gives those of ``early``, then what ``second`` takes.
+        early: places of what comes into the Span.
+        second: gives the gradients of ``late``; None where all come at once.
+        late: places of what comes into the Span.
+    """
+
+    first: Part
+    early: tuple[int, ...]
+    second: Part | None = None
+    late: tuple[int, ...] = ()
+
+
+def in_parts(
+    backward: fx.GraphModule, differentiated: Sequence[int], may_wait: Sequence[bool], mode: FakeTensorMode
+) -> BackwardParts[fx.GraphModule]:
+    """Cuts a backward where some of its results may wait. What is cheap is computed twice rather than kept.
+
+    Args:
+        differentiated: the place of what comes into the Span, by result.
+        may_wait: by such a place.
+        mode: of the tensors in the graph.
+    """
+    early = tuple(place for place in differentiated if not may_wait[place])
+    late = tuple(place for place in differentiated if may_wait[place])
+    whole = BackwardParts(backward, tuple(differentiated))
+    if not early or not late:
+        return whole
+    arguments = len(backward.graph.find_nodes(op="placeholder"))
+    graph = named(backward, [f"kept_{place}" for place in range(arguments)])
+    results = dict(zip(differentiated, results_in(graph), strict=True))
+    graph.graph.output_node().args = ([results[place] for place in (*early, *late)],)
+    at_once = _behind([results[place] for place in early])
+    behind_late = _behind([results[place] for place in late])
+    waiting = [node for node in behind_late if node not in at_once and node.op != "placeholder"]
+    if not waiting:
+        return whole
+    graph.recompile()
+    first, second = parted(graph, len(early), mode, waiting)
+    return BackwardParts(first, early, second, late)
+
+
+def _behind(results: Sequence[Any]) -> dict[fx.Node, None]:
+    """All that some results are computed from, themselves included."""
+    found: dict[fx.Node, None] = {}
+    left = [result for result in results if isinstance(result, fx.Node)]
+    while left:
+        node = left.pop()
+        if node not in found:
+            found[node] = None
+            left.extend(node.all_input_nodes)
+    return found
