@@ -88,6 +88,15 @@ impl ListScheduler<'_> {
         Some(Scheduled { orders, end_us })
     }
 
+    /// Most memory of microbatches on any Stage.
+    pub(super) fn peak_bytes(&self, orders: &[Order]) -> f64 {
+        let on = |(stage, order): (usize, &Order)| {
+            let bytes = order.held().map(|held| self.bytes(stage, held.microbatches as usize, held.weights as usize));
+            bytes.fold(0.0, f64::max)
+        };
+        orders.iter().enumerate().map(on).fold(0.0, f64::max)
+    }
+
     /// What a Stage does next, and when.
     fn next(&self, stages: &[Progress], stage: usize, manner: &Manner) -> Option<(f64, Compute)> {
         let own = &stages[stage];

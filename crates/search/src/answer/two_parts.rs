@@ -14,6 +14,9 @@ use crate::solve::{FoundStage, Solution};
 /// Ways of the list scheduler whose orders are told exactly: the best by its own account.
 const TOLD_EXACTLY: usize = 3;
 
+/// Share of the shortest time by which orders may be longer that take less memory.
+const NEARLY: f64 = 0.005;
+
 impl Assembly<'_> {
     /// The Plan of a division with backwards in two parts, in the best order; `None` where that has no use, or where
     /// microbatches have no rows: then nobody knows their place in an order.
@@ -30,12 +33,13 @@ impl Assembly<'_> {
         let scheduler = ListScheduler { step, stages: &stages, links: &stage_links, forwards_first };
         let replicas: Vec<usize> = solution.found.stages.iter().map(|stage| stage.positions.len()).collect();
         let told = |orders: Vec<Order>| {
+            let bytes = scheduler.peak_bytes(&orders);
             let schedule = Schedule::Explicit(orders);
-            (step.exact_us(&schedule, &prices, &replicas, &links, &tied), schedule)
+            Told { us: step.exact_us(&schedule, &prices, &replicas, &links, &tied), bytes, of: schedule }
         };
         let orders = best_orders(&scheduler, &manners(&linker.depths(), step.microbatches));
-        let best = orders.into_iter().map(told).reduce(|best, next| if next.0 < best.0 { next } else { best });
-        best.map(|(_, schedule)| self.plan_by(schedule, solution, 0.0)).transpose()
+        let best = leanest(orders.into_iter().map(told).collect());
+        best.map(|best| self.plan_by(best.of, solution, 0.0)).transpose()
     }
 
     fn priced_stages(&self, solution: &Solution, links: &[StageLink]) -> (Vec<Priced>, Vec<StageTimes>) {
@@ -78,13 +82,36 @@ fn slowest(links: &[ReplicaLink], stage_of: &[usize]) -> Vec<StageLink> {
     found.into_values().collect()
 }
 
-/// Different orders that come of the best manners, of each also with the parts of backwards joined that follow each other.
+/// What orders take.
+struct Told<T> {
+    us: f64,
+    /// Of microbatches, on the Stage that holds most.
+    bytes: f64,
+    of: T,
+}
+
+/// Of those that take nearly the shortest time, the one that takes least memory.
+fn leanest<T>(told: Vec<Told<T>>) -> Option<Told<T>> {
+    let best_us = told.iter().map(|told| told.us).fold(f64::INFINITY, f64::min);
+    let near = told.into_iter().filter(|told| told.us <= best_us * (1.0 + NEARLY));
+    near.min_by(|one, other| one.bytes.total_cmp(&other.bytes).then(one.us.total_cmp(&other.us)))
+}
+
+/// Different orders that come of the best manners and of the leanest that is nearly as good, of each also with the parts
+/// of backwards joined that follow each other.
 fn best_orders(scheduler: &ListScheduler<'_>, manners: &[Manner]) -> Vec<Vec<Order>> {
     let mut scheduled: Vec<Scheduled> = manners.iter().filter_map(|manner| scheduler.schedule(manner)).collect();
     scheduled.sort_by(|one, other| one.end_us.total_cmp(&other.end_us));
     scheduled.dedup_by(|next, kept| next.orders == kept.orders);
+    let told = scheduled.iter().map(|found| Told {
+        us: found.end_us,
+        bytes: scheduler.peak_bytes(&found.orders),
+        of: &found.orders,
+    });
+    let lean = leanest(told.collect()).map(|lean| lean.of.clone());
+    let best = scheduled.into_iter().take(TOLD_EXACTLY).map(|found| found.orders);
     let mut found: Vec<Vec<Order>> = Vec::new();
-    for Scheduled { orders, .. } in scheduled.into_iter().take(TOLD_EXACTLY) {
+    for orders in best.chain(lean) {
         for orders in [orders.iter().map(joined).collect(), orders] {
             if !found.contains(&orders) {
                 found.push(orders);
@@ -169,6 +196,23 @@ mod tests {
         let whole_us = f64::from((16 + 7) * 3);
         assert!(whole_us / best(false) > 1.18, "{}", best(false));
         assert!(whole_us / best(true) > 1.1, "{}", best(true));
+    }
+
+    /// More microbatches in flight do not always make Stages faster.
+    #[test]
+    fn memory_is_not_taken_for_nothing() {
+        let case = chain(&[[1.0, 1.0, 1.0]; 2], 0.1, [1.0, 0.5, f64::INFINITY]);
+        let told = |found: Scheduled| Told {
+            us: found.end_us,
+            bytes: found.orders.iter().map(|order| order.in_flight() as f64).fold(0.0, f64::max),
+            of: found.orders,
+        };
+        let all: Vec<_> = scheduled(&case, 16, false).into_iter().map(told).collect();
+        let best_us = all.iter().map(|told| told.us).fold(f64::INFINITY, f64::min);
+        let most = all.iter().map(|told| told.bytes).fold(0.0, f64::max);
+        let lean = leanest(all).expect("there are orders");
+        assert!(lean.us <= best_us * 1.005, "{} of {best_us}", lean.us);
+        assert!(lean.bytes < most, "{} of {most}", lean.bytes);
     }
 
     proptest! {
