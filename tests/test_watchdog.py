@@ -371,6 +371,21 @@ def test_different_calls(job: Callable[..., Job], case: str) -> None:
         assert stderr.startswith(f"RaNNC: {cause}. Rank {rank} was in ")
 
 
+@pytest.mark.parametrize(
+    ("then", "state"), [("call('undeploy()')", "in undeploy()"), ("", "outside of any collective call")]
+)
+def test_a_call_that_has_failed_on_one_rank(job: Callable[..., Job], then: str, state: str) -> None:
+    """Its script has caught the exception, and others wait for it."""
+    fails = f"dog.end(failed=True); {then}"
+    body = f"call(); dog.program(['', FORWARD]); dog.enter(1)\nif rank == 0:\n    {fails}\ntime.sleep(60)"
+    running = job(body, different_calls_timeout_s=0.5)
+    for rank in range(3):
+        status, _, stderr = running.ends(rank)
+        assert status == Watchdog.EXIT_STATUS
+        assert stderr.startswith(f"RaNNC: model(...) has failed on rank 0, which is {state} now, while rank ")
+        assert "an exception in it has to end the script, unless all ranks catch it" in stderr
+
+
 def test_ranks_that_are_apart_but_right_go_on(job: Callable[..., Job]) -> None:
     """One is calls ahead, one still searches, and one has failed in a call that it made alone."""
     running = job(

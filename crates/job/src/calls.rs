@@ -30,6 +30,8 @@ pub struct Call {
     pub place: Place,
     /// As a script writes it, such as `model(...)`.
     pub name: String,
+    /// It has ended by an exception.
+    pub failed: bool,
 }
 
 /// The latest calls of one rank, the oldest first.
@@ -53,14 +55,22 @@ impl Calls {
         if self.recent.len() == REMEMBERED {
             self.recent.pop_front();
         }
-        self.recent.push_back(Call { place, name: name.chars().take(MAX_NAME_CHARS).collect() });
+        self.recent.push_back(Call { place, name: name.chars().take(MAX_NAME_CHARS).collect(), failed: false });
         self.inside = true;
         true
     }
 
-    /// The call ends.
-    pub fn end(&mut self) {
+    /// The call ends, by an exception or as it should.
+    pub fn end(&mut self, failed: bool) {
+        if let Some(call) = self.recent.back_mut().filter(|_| self.inside) {
+            call.failed = failed;
+        }
         self.inside = false;
+    }
+
+    /// True when the call at `place` has ended by an exception.
+    pub fn has_failed_in(&self, place: Place) -> bool {
+        self.recent.iter().any(|call| call.place == place && call.failed)
     }
 
     /// The call that the rank is inside of.

@@ -6,8 +6,9 @@ use crate::calls::{Call, Place};
 
 /// Why the job must end, if it must. Rank 0 knows all ranks; another rank knows only itself and rank 0.
 pub fn verdict(peers: &Peers, limits: &Limits, rank: u32) -> Option<String> {
-    let all = (rank == 0).then(|| different_calls(peers, limits).or_else(|| stall(peers, limits)));
-    left_behind(peers, limits).or_else(|| all.flatten())
+    let of_all =
+        || different_calls(peers, limits).or_else(|| failed_alone(peers, limits)).or_else(|| stall(peers, limits));
+    left_behind(peers, limits).or_else(|| (rank == 0).then(of_all).flatten())
 }
 
 /// A rank's script has ended before a call in which another rank waits.
@@ -39,6 +40,27 @@ fn different_calls(peers: &Peers, limits: &Limits) -> Option<String> {
     let (_, ahead) = ahead?;
     resting().find(|(_, peer)| peer.call().is_some_and(|call| ahead.beat.calls.contradict(call)))?;
     Some(describe_calls(peers.all().filter_map(|(rank, peer)| Some((rank, peer.call()?))).collect()))
+}
+
+/// A rank waits in a call that another one has left by an exception, which its script has caught, without a second try.
+fn failed_alone(peers: &Peers, limits: &Limits) -> Option<String> {
+    let waiting = peers.all().filter(|(_, peer)| peer.rests(limits.different));
+    waiting.filter_map(|(rank, peer)| Some((rank, peer, peer.call()?))).find_map(|(rank, peer, call)| {
+        let repeats = |other: &Peer| {
+            let again = other.call().filter(|again| again.place.round == call.place.round);
+            again.is_some_and(|again| again.name == call.name)
+        };
+        let (failed, other) = peers.all().find(|(_, other)| {
+            other.beat.calls.has_failed_in(call.place) && other.rests(limits.different) && !repeats(other)
+        })?;
+        Some(format!(
+            "{} has failed on rank {failed}, which {} now, while rank {rank} waits {}: an exception in it has to end the \
+             script, unless all ranks catch it",
+            call.name,
+            other.state(),
+            peer.beat.place()
+        ))
+    })
 }
 
 fn describe_calls(calls: Vec<(u32, &Call)>) -> String {

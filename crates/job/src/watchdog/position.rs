@@ -59,7 +59,7 @@ impl Position {
     pub fn end(&self, failed: bool) {
         self.leave(failed);
         let mut state = self.state();
-        state.calls.end();
+        state.calls.end(failed);
         state.torn = false;
     }
 
