@@ -6,7 +6,7 @@ python examples/pretrain.py --model resnet --layers 50
 
 The models stand in examples/families. Full sizes are captured without memory, and planned without a device:
 
-python -m pyrannc capture examples/pretrain.py:example -o bert.json -- --model bert-4.9b --autocast float16
+python -m pyrannc capture --autocast float16 examples/pretrain.py:example -o bert.json -- --model bert-4.9b
 rannc plan bert.json --cluster V100x8x4 --cluster H200x8 --batch 256
 """
 
@@ -69,10 +69,6 @@ def example() -> tuple[nn.Module, tuple[()], Row]:
     settings = parse_arguments(sys.argv[1:])
     with torch.device("cpu"):
         batch = make_batch(settings, list(range(EXAMPLE_ROWS)))
-    if settings.autocast is not None:
-        # torch.autocast("cuda") does nothing where there is no GPU.
-        torch.set_autocast_enabled("cuda", True)
-        torch.set_autocast_dtype("cuda", settings.autocast)
     return make_model(settings), (), batch
 
 

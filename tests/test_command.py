@@ -123,7 +123,8 @@ def run(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
 def test_shells_complete_what_needs_torch() -> None:
     script = run("completion", "fish").stdout
     for command in ("capture", "calibrate"):
-        options = set(re.findall(r"--([a-z]+)", run(command, "--help").stdout.split("Examples")[0])) - {"help"}
+        text = run(command, "--help").stdout.split("Examples")[0]
+        options = set(re.findall(r"--([a-z]+(?:-[a-z]+)*)", text)) - {"help"}
         assert "output" in options
         for option in options - {"cluster", "batch"}:
             assert re.search(rf"using_subcommand {command}\".* -l {option}\b", script), (command, option)

@@ -114,8 +114,8 @@ def test_a_full_size_has_as_many_parameters_as_is_told_of_it(model: str) -> None
 
 def test_a_full_size_is_planned_for_two_clusters(tmp_path: Path) -> None:
     graph = tmp_path / "graph.json"
-    sizes = ["--layers", "2", "--autocast", "float16"]
-    captured = rannc("capture", f"{SCRIPT}:example", "-o", graph, "--", "--model", "bert-4.9b", *sizes)
+    capture = ("capture", "--autocast", "float16", f"{SCRIPT}:example", "-o", graph)
+    captured = rannc(*capture, "--", "--model", "bert-4.9b", "--layers", "2")
     assert "Captured BertForPreTraining" in captured
     assert '"float16"' in graph.read_text()
     planned = rannc("plan", graph, "--cluster", "V100x8x4", "--cluster", "H200x8", "--batch", "256")

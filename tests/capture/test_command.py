@@ -7,8 +7,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from pyrannc._native import Graph
 from pyrannc.capture import command
@@ -53,6 +55,28 @@ class Branching(nn.Module):
 
 def branching():
     return Branching(), (torch.ones(4, 8),)
+
+
+class Sorting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(8, 8), Routed(), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last(self.inner(self.first(x)))
+
+
+class Routed(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+
+    def forward(self, x):
+        order = x[:, 0].argsort()
+        return super().forward(x[order])[order.argsort()]
+
+
+def sorting():
+    return Sorting(), (torch.randn(4, 8),)
 
 
 def data():
@@ -106,10 +130,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return run
 
 
-def written() -> dict[str, object]:
+def written() -> dict[str, Any]:
     text = Path("graph.json").read_text()
     Graph.from_json(text)  # verifies it
-    graph: dict[str, object] = json.loads(text)
+    graph: dict[str, Any] = json.loads(text)
     return graph
 
 
@@ -163,6 +187,25 @@ def test_questions_about_data_are_told(run: Capture) -> None:
     assert err.startswith("warning: the model (")
     assert "asks for values of tensors without data" in err
     assert run("sample:data")[2] == ""
+
+
+def test_what_plans_do_not_count_is_told(run: Capture) -> None:
+    status, _, err = run("sample:sorting")
+    assert status == 0
+    assert err.startswith("warning: sub-module 'inner' (")
+    assert "with 67% of the parameters" in err
+    assert "plans count neither its time nor its memory" in err
+    assert "last" not in {op["module"] for op in written()["ops"]}
+    assert run("sample:sorting", "--row-wise", "inner")[::2] == (0, "")
+    assert "last" in {op["module"] for op in written()["ops"]}
+
+
+def test_the_call_may_be_made_under_autocast(run: Capture) -> None:
+    assert run("sample:two", "--autocast", "bfloat16")[0] == 0
+    assert '"torch.bfloat16"' in json.dumps(written())
+    assert not torch.is_autocast_enabled("cuda")
+    run("sample:two")
+    assert '"torch.bfloat16"' not in json.dumps(written())
 
 
 @pytest.mark.parametrize(

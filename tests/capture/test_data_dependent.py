@@ -315,3 +315,25 @@ def test_what_is_whole_around_a_part_takes_a_weight_that_both_have() -> None:
     expected = torch.func.functional_call(net, dict(zip(found.params, own, strict=True)), x)
     (made,) = found.gm(*own, x)
     assert torch.equal(made, expected)
+
+
+class Lazy(nn.Module):
+    """Fills a buffer when it sees how long a row is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("places", torch.zeros(1), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.places.shape[0] != x.shape[1]:
+            self.places = torch.arange(x.shape[1], dtype=x.dtype)
+        return x * self.places
+
+
+def test_a_buffer_that_the_first_call_sizes() -> None:
+    net, x = Lazy(), torch.randn(ROWS, WIDTH)
+    with pytest.raises(CaptureError, match=r"into buffer places, whose shape is \(1,\): buffers keep their shapes"):
+        capture(net, (x,), {}, device=CPU, rows=ROWS)
+    expected = net(x)
+    found = capture(net, (x,), {}, device=CPU, rows=ROWS)
+    torch.testing.assert_close(found.gm(net.places, x)[0], expected)

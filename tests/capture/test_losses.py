@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pyrannc.capture import Captured, capture
+from pyrannc.capture import Captured, capture, lower, row_trial
+from pyrannc.capture.dims import Dim
+from pyrannc.capture.row_trial import is_row_wise
 
 ROWS, CLASSES, IGNORED = 6, 5, -100
+CPU = torch.device("cpu")
 
 
 class Calls(nn.Module):
@@ -127,3 +131,148 @@ def test_a_leaf_module_is_tried_row_by_row(inner: nn.Module, row_wise: bool) -> 
     found = capture(model, [torch.randn(ROWS, 3)], {}, device=torch.device("cpu"), rows=ROWS, leaf_modules=["1"])
     (op,) = (op for op in ops(found) if op.get("opaque"))
     assert op.get("row_wise", False) == row_wise
+
+
+@torch.jit.script
+def longer(x: Tensor, mask: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """What the rows are multiplied by has none itself."""
+    return x * 2, mask if x.size(1) > 2 else other
+
+
+@torch.jit.script
+def chosen(x: Tensor, mask: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows choose."""
+    return x * 2, mask if bool(x[0, 0] > 0) else other
+
+
+@pytest.mark.parametrize(("function", "row_wise"), [(longer, True), (chosen, False)])
+def test_an_operand_without_rows_may_be_a_result(function: Any, row_wise: bool) -> None:
+    def call(net: Any, x: Tensor) -> Tensor:
+        made, mask = function(x, torch.arange(3), torch.arange(3) + 1)
+        return made * mask
+
+    found = captured(call, torch.rand(ROWS, 3) + 1)
+    (op,) = (op for op in ops(found) if op.get("opaque"))
+    assert op.get("row_wise", False) == row_wise
+
+
+def test_equal_calls_are_tried_once() -> None:
+    """Two of them differ in a number, one in a type."""
+    ran = []
+
+    def trial(*given: Any) -> bool:
+        ran.append(given)
+        return is_row_wise(*given)
+
+    def call(net: Any, x: Tensor) -> Tensor:
+        for number in (1, 2, 1, 2):
+            x = shifted(x, number)
+        return shifted(x.double(), 1) + shifted(x.double(), 1)
+
+    with patch.object(lower, "is_row_wise", trial):
+        found = captured(call, torch.randn(ROWS, 3))
+    assert [op.get("row_wise", False) for op in ops(found) if op.get("opaque")] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert len(ran) == 3
+
+
+@torch.jit.script
+def shifted(x: Tensor, number: int) -> Tensor:
+    """From two on, the rows are shifted by their mean."""
+    return x + (x.mean(0) if number > 1 else x)
+
+
+def test_what_is_too_large_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor with as many rows as something smaller."""
+    seen = []
+
+    def call(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return torch.cat([x, x, x], dim=1)
+
+    operand = torch.empty(1, 64, device="meta"), [Dim(1, 0), Dim(0, 64)], False
+    assert is_row_wise(call, [operand], CPU)
+    assert max(seen) == 64
+    for rows, found in ((3, False), (5, True), (13, True)):
+        seen.clear()
+        monkeypatch.setattr(row_trial, "MOST_BYTES", rows * 64 * 4 * (3 if rows > 5 else 1))
+        assert is_row_wise(call, [operand], CPU) is found
+        assert max(seen, default=0) == {3: 0, 5: 4, 13: 13}[rows]
+
+
+@torch.jit.script
+def table(x: Tensor, most: int) -> Tensor:
+    return x.clamp(max=most) if x.numel() > 1 else x * torch.tensor(most)
+
+
+@torch.jit.script
+def noisy(x: Tensor, most: int) -> Tensor:
+    if x.numel() > 1:
+        x = x + torch.rand(x.shape)
+    return x
+
+
+def by_python(x: Tensor) -> Tensor:
+    return x + 1
+
+
+by_python.__annotations__ = {"x": Tensor, "return": Tensor}
+torch.jit.ignore(by_python)
+
+
+@torch.jit.script
+def calling(x: Tensor, most: int) -> Tensor:
+    return by_python(x)
+
+
+@pytest.mark.parametrize(("function", "opaque"), [(table, False), (noisy, True), (calling, True)])
+def test_a_scripted_function_without_rows_is_an_operator(function: Any, opaque: bool) -> None:
+    """One of constants; its name tells what it does."""
+
+    def call(net: Any, x: Tensor) -> Tensor:
+        return x * function(torch.arange(3.0), 2) + function(torch.arange(3.0), 1) - function(torch.arange(3.0), 2)
+
+    found = captured(call, torch.randn(ROWS, 3))
+    scripted = [op for op in ops(found) if "script" in op["target"]]
+    assert [op.get("opaque", False) for op in scripted] == [op.get("random", False) for op in scripted] == [opaque] * 3
+    assert len({op["target"] for op in scripted}) == (1 if opaque else 2)
+
+
+@torch.jit.script
+def line(x: Tensor, by: int, more: int) -> Tensor:
+    return x * by + more
+
+
+def test_the_name_of_a_scripted_function_tells_its_arguments() -> None:
+    def call(net: Any, x: Tensor) -> Tensor:
+        b = torch.arange(3.0)
+        return x * line(b, 1, 2) + line(b, 2, 1) - line(b, by=2, more=1) + line(b, more=2, by=1) + line(b, 1, 2)
+
+    found = captured(call, torch.randn(ROWS, 3))
+    names = [op["target"] for op in ops(found) if "script" in op["target"]]
+    assert len(names) == 5
+    assert len(set(names)) == 4
+    assert names[0] == names[4]
+
+
+def test_a_choice_that_depends_on_the_size_of_numbers_is_found() -> None:
+    """Of numbers drawn by one law, all make the same choice."""
+
+    def call(x: Tensor, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, one if bool(x.abs().max() > 5) else other
+
+    rows = torch.empty(1, 64, device="meta"), [Dim(1, 0), Dim(0, 64)], False
+    fixed = torch.empty(64, device="meta"), [Dim(0, 64)], False
+    assert not is_row_wise(call, [rows, fixed, fixed], CPU)
+
+
+def test_a_scripted_function_with_gradients_stays_opaque() -> None:
+    weight = torch.rand(3, requires_grad=True)
+    found = captured(lambda net, x, weight: x * table(weight, 1), torch.randn(ROWS, 3), weight)
+    assert any(op.get("opaque") for op in ops(found))

@@ -9,8 +9,10 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc._native import Graph
+from pyrannc.core.graph import GraphFacts
+from pyrannc.core.tail import DividedFacts, TailPart
 from pyrannc.errors import CaptureError, InputError, RaNNCError
 
 from .captured import Captured, capture
@@ -61,9 +65,13 @@ def main(argv: Sequence[str]) -> int:
     started = time.perf_counter()
     try:
         call = build(load(arguments.function), arguments.function)
-        captured = capture_call(call, torch.device(arguments.device), arguments.rows)
+        device, dtype = torch.device(arguments.device), arguments.autocast and getattr(torch, arguments.autocast)
+        with _autocast(device, dtype):
+            captured = capture_call(call, device, arguments.rows, arguments.row_wise)
         # Plans divide what parts of the batch go through.
-        _write(arguments.output, Graph.from_json(captured.graph_json).divide_tail("batch").body.to_json())
+        graph = Graph.from_json(captured.graph_json)
+        divided = graph.divide_tail("batch")
+        _write(arguments.output, divided.body.to_json())
     except RaNNCError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -71,6 +79,9 @@ def main(argv: Sequence[str]) -> int:
         if assumption.assumed:
             answer = f"{assumption.expr} is taken as {assumption.value}"
             print(f"warning: {assumption.where} asks for values of tensors without data; {answer}", file=sys.stderr)
+    tail = DividedFacts.from_json(divided.to_json()).tail
+    if tail.mixing:
+        print(f"warning: {_of_tail(captured, graph, tail)}", file=sys.stderr)
     print(_summary(call, captured, arguments.output, time.perf_counter() - started))
     return 0
 
@@ -78,7 +89,8 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pyrannc capture",
-        usage="%(prog)s [-h] -o FILE [--rows N] [--device {cuda,cpu}] WHERE:FUNCTION [-- ARGUMENT ...]",
+        usage="%(prog)s [-h] -o FILE [--rows N] [--device {cuda,cpu}] [--autocast TYPE] [--row-wise PATH] "
+        "WHERE:FUNCTION [-- ARGUMENT ...]",
         description="Captures one call of a model as a graph file. Takes no GPU, and no memory for parameters.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -95,6 +107,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], default="cuda", help="where the model will run [default: %(default)s]"
+    )
+    parser.add_argument(
+        "--autocast", choices=["float16", "bfloat16"], help="the call is made under torch.autocast with this type"
+    )
+    parser.add_argument(
+        "--row-wise",
+        metavar="PATH",
+        action="append",
+        default=[],
+        help="a sub-module that stays whole and treats each row by itself, as you know; may be repeated, like the "
+        "entries of RaNNCModule's row_wise_modules",
     )
     return parser
 
@@ -178,8 +201,28 @@ def _is_call(model: Any, args: Any, kwargs: Any) -> bool:
     return isinstance(model, nn.Module) and isinstance(args, (tuple, list)) and isinstance(kwargs, Mapping)
 
 
-def capture_call(call: Call, device: torch.device, rows: int | None) -> Captured:
-    """Captures ``call`` for ``device``; ``rows`` is its batch size where the first tensor does not tell it.
+@contextmanager
+def _autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
+    """``torch.autocast``, which by itself does nothing for a device that is not here."""
+    if dtype is None:
+        yield
+        return
+    before = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    torch.set_autocast_enabled(device.type, True)
+    torch.set_autocast_dtype(device.type, dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device.type, before[0])
+        torch.set_autocast_dtype(device.type, before[1])
+
+
+def capture_call(call: Call, device: torch.device, rows: int | None, row_wise: Sequence[str] = ()) -> Captured:
+    """Captures ``call`` for ``device``.
+
+    Args:
+        rows: its batch size, where the first tensor does not tell it.
+        row_wise: paths of sub-modules that stay whole, and treat each row by itself.
 
     Raises:
         InputError: no argument has ``rows`` rows.
@@ -193,9 +236,7 @@ def capture_call(call: Call, device: torch.device, rows: int | None) -> Captured
             raise CaptureError(str(error)) from error
     elif not any(tensor.dim() and tensor.shape[0] == rows for tensor in tensors):
         raise InputError(f"no argument has {rows} rows: extent 0 of the tensors is {_extents(tensors)}")
-    captured = capture(call.model, call.args, call.kwargs, device=device, rows=rows)
-    Graph.from_json(captured.graph_json)  # verifies it
-    return captured
+    return capture(call.model, call.args, call.kwargs, device=device, rows=rows, row_wise_modules=row_wise)
 
 
 def _extents(tensors: Sequence[Tensor]) -> str:
@@ -214,6 +255,19 @@ def _cause(error: Exception) -> str:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if belongs_to_user(frame.filename)]
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}{place}"
+
+
+def _of_tail(captured: Captured, graph: Graph, tail: TailPart) -> str:
+    """What is not in the file."""
+    op, how = tail.mixing[0]
+    facts = GraphFacts.from_json(captured.graph_json, graph.row_dims())
+    sizes = [prod(facts.values[param.value].shape_at(0)) for param in facts.params]
+    share = sum(sizes[param] for param in tail.params) / max(1, sum(sizes))
+    return (
+        f"{captured.place(op)} ({how}): rows of the batch meet there. It and what follows, with {share:.0%} of the "
+        "parameters, runs once a step on all rows of the batch, on every process, and is not in the file: plans count "
+        "neither its time nor its memory. Name a sub-module round it in which rows do not meet with --row-wise"
+    )
 
 
 def _summary(call: Call, captured: Captured, path: Path, seconds: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,9 @@ class OpaqueCall:
         form: the extents that its results must have.
         autocast: under which it runs: as it was set where the call was made.
         row_wise: whether it treats each row by itself, if made-up operands need not show it.
+        does: calls that are equal in this do the same with the same operands; None where nobody knows.
+        is_known: its title tells what it computes, as no other does in the same capture, without draws or gradients,
+            and from tensors whose extents do not depend on the batch: like any operator, it may run in several places.
     """
 
     def __init__(self, name: str, call: Callable[..., Any], source_class: str) -> None:
@@ -48,6 +51,8 @@ class OpaqueCall:
         self.form: Form | None = None
         self.autocast = Autocast.now()
         self.row_wise: bool | None = None
+        self.does: Hashable | None = None
+        self.is_known = False
         self._call = call
 
     def __call__(self, *tensors: Any) -> Any:

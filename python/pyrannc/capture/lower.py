@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from .ops import (
     opens_region,
     target_name,
 )
-from .row_trial import is_row_wise
+from .row_trial import as_drawn, is_row_wise
 from .source import Part
 from .torch_internals import FakeTensor, OpOverload, known_data
 from .tracer import NamedTensors, Trace
@@ -90,6 +90,7 @@ class _Lowering:
     told_row_wise: frozenset[str] = frozenset()
     known_row_wise: list[bool] | None = None
     row_wise: list[bool] = field(default_factory=list)
+    tried: dict[Hashable, bool] = field(default_factory=dict)
     keys: list[ValueKey] = field(default_factory=list)
     values: list[dict[str, Any]] = field(default_factory=list)
     ids: dict[ValueKey, int] = field(default_factory=dict)
@@ -225,7 +226,7 @@ class _Lowering:
             record["mutates"] = mutates
         if draws_random_numbers(node):
             record["random"] = True
-        if isinstance(node.target, OpaqueCall):
+        if isinstance(node.target, OpaqueCall) and not node.target.is_known:
             record["opaque"] = True
         if isinstance(node.target, Apart) or (not mutates and self._is_row_wise(node)):
             record["row_wise"] = True
@@ -243,10 +244,20 @@ class _Lowering:
             self.row_wise.append(True)
         elif self.known_row_wise is None or len(self.row_wise) >= len(self.known_row_wise):
             shown: bool | None = getattr(node.target, "row_wise", None)
-            self.row_wise.append(is_row_wise(call, self._operands(node), _device_of(node)) if shown is None else shown)
+            self.row_wise.append(self._shown_by_trial(node, call) if shown is None else shown)
         else:
             self.row_wise.append(self.known_row_wise[len(self.row_wise)])
         return self.row_wise[-1]
+
+    def _shown_by_trial(self, node: fx.Node, call: Callable[..., Any]) -> bool:
+        """Tries a call, but of equal ones the first alone."""
+        operands, device = self._operands(node), _device_of(node)
+        does, drawn = getattr(node.target, "does", None), as_drawn(operands)
+        if does is None or drawn is None:
+            return is_row_wise(call, operands, device)
+        if (does, drawn) not in self.tried:
+            self.tried[does, drawn] = is_row_wise(call, operands, device)
+        return self.tried[does, drawn]
 
     def _operands(self, node: fx.Node) -> list[Any]:
         """What a call can be tried with."""

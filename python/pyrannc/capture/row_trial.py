@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from .dims import Dim
 
 ROWS = (4, 64)
 """Few, and enough for what begins at a number of rows."""
+MOST_BYTES = 1 << 30
+"""Of what goes into a call; a trial holds several times as much."""
 LAWS = ((1.0, 0.0), (1.0, 1.0), (1.0, -1.0), (10.0, 0.0), (0.1, 0.0))
 """Spread and mean of what is drawn, for what depends on a sign or a size."""
 _RELATIVE = {torch.float16: 1e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.float64: 1e-8}
@@ -35,10 +39,27 @@ def within(seconds: float) -> Iterator[None]:
         _end_s.pop()
 
 
+def as_drawn(operands: Sequence[Any]) -> Hashable | None:
+    """What a trial knows of operands; None where it takes some as they are."""
+    known: list[Hashable] = []
+    for operand in operands:
+        if isinstance(operand, tuple) and not isinstance(operand, Dim):
+            tensor, extents, stays = operand
+            if stays and not tensor.is_meta:
+                return None
+            known.append((tensor.dtype, tensor.requires_grad, tuple(extents)))
+        elif isinstance(operand, Hashable):
+            known.append((type(operand), operand))
+        else:
+            return None
+    return tuple(known)
+
+
 def is_row_wise(call: Callable[..., Any], operands: Sequence[Any], device: torch.device) -> bool:
     """True when parts of a batch give parts of the results and of the gradients, in two divisions.
 
-    A result without rows has to be the same number whatever the rows are. False too where the call cannot be tried.
+    A result without rows has to be the same number whatever the rows are, or one of the operands. False too where the
+    call cannot be tried.
 
     Args:
         call: takes the operands by position.
@@ -59,13 +80,33 @@ def _holds(call: Callable[..., Any], operands: Sequence[Any], device: torch.devi
     own = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=own), torch.enable_grad():
         torch.manual_seed(0)
-        constants: list[Tensor] = []
-        trials = (_Trial(call, operands, rows, device, constants, *law) for law in LAWS for rows in ROWS)
-        return all(_in_time() and trial.holds(lo) for trial in trials for lo in (1, trial.rows // 2))
+        few, many = ROWS
+        seen = _Seen()
+        for law in LAWS:
+            trial = _Trial(call, operands, few, device, seen, *law)
+            if not trial.holds_in_time():
+                return False
+            fitting = min(many, trial.most_rows)
+            if fitting > few and not _Trial(call, operands, fitting, device, seen, *law).holds_in_time():
+                return False
+        return True
 
 
 def _in_time() -> bool:
     return not _end_s or time.monotonic() < min(_end_s)
+
+
+@dataclass
+class _Seen:
+    """What all trials of a call have to find.
+
+    Attributes:
+        constants: results that are numbers.
+        places: by result, that of the operand that it is; None before the first trial.
+    """
+
+    constants: list[Tensor] = field(default_factory=list)
+    places: list[int | None] | None = None
 
 
 class _Trial:
@@ -75,19 +116,22 @@ class _Trial:
         operands: Sequence[Any],
         rows: int,
         device: torch.device,
-        constants: list[Tensor],
+        seen: _Seen,
         spread: float,
         mean: float,
     ) -> None:
         self._call = call
         self._device = device
-        self._constants = constants
+        self._seen = seen
         self._law = spread, mean
         self.rows = rows
         self._rows: dict[int, Tensor] = {}
         self._fixed: dict[int, Any] = {}
         self._sizes: dict[int, Dim] = {}
         self._per_row: dict[int, int] = {}
+        self._made_bytes = 0
+        if _bytes_at(rows, operands) > MOST_BYTES:
+            raise ValueError("it is too large")
         for place, operand in enumerate(operands):
             if isinstance(operand, Dim):
                 self._sizes[place] = operand
@@ -110,12 +154,23 @@ class _Trial:
         if not self._rows:
             raise ValueError("it has no rows")
 
+    @property
+    def most_rows(self) -> int:
+        """With so many rows, no more than :data:`MOST_BYTES` go in, and no more come out."""
+        fixed = sum(item.nbytes for item in self._fixed.values() if isinstance(item, Tensor))
+        per_row = max(sum(item.nbytes for item in self._rows.values()), self._made_bytes) / self.rows
+        return int((MOST_BYTES - fixed) / max(per_row, 1.0))
+
     def _batch(self, tensor: Tensor, dims: Sequence[Dim]) -> Tensor:
         if dims[0].per_row < 1 or dims[0].fixed or any(dim.per_row for dim in dims[1:]):
             raise ValueError("rows are not in dimension 0 alone")
         return _random(tensor, [dim.at(self.rows) for dim in dims], self._device, *self._law)
 
-    def holds(self, cut: int) -> bool:
+    def holds_in_time(self) -> bool:
+        """True when the rows can be computed in two parts, cut in two ways."""
+        return all(_in_time() and self._holds(cut) for cut in (1, self.rows // 2))
+
+    def _holds(self, cut: int) -> bool:
         """True when the rows before the cut and those after it can be computed apart."""
         parts = (0, cut), (cut, self.rows)
         seeds: list[Tensor] = []
@@ -150,6 +205,8 @@ class _Trial:
         given = [_copy(tensors[place]) for place in range(len(tensors))]
         made = self._call(*given)
         made = [made] if isinstance(made, Tensor) else [item for item in made if isinstance(item, Tensor)]
+        made = self._without_operands(made)
+        self._made_bytes = max(self._made_bytes, sum(result.nbytes for result in made))
         results = [result for result in made if not self._is_constant(result)]
         if not self._same([result for result in made if self._is_constant(result)]):
             raise ValueError("a result without rows depends on them")
@@ -167,6 +224,25 @@ class _Trial:
         self._with_rows = len(results) + len(leaves)
         return [*(result.detach() for result in results), *grads]
 
+    def _without_operands(self, made: Sequence[Tensor]) -> list[Tensor]:
+        """The results but those that are operands without rows."""
+        places = [self._place_of(result) for result in made]
+        self._seen.places = places if self._seen.places is None else self._seen.places
+        if places != self._seen.places:
+            raise ValueError("it is for the rows to say which operand is a result")
+        return [result for result, place in zip(made, places, strict=True) if place is None]
+
+    def _place_of(self, result: Tensor) -> int | None:
+        """That of the operand without rows that a result is, if it is one and no gradient comes back for it."""
+        if result.requires_grad or result.dim() == 0:
+            return None
+        alike = (
+            place
+            for place, item in self._fixed.items()
+            if isinstance(item, Tensor) and (item.shape, item.dtype) == (result.shape, result.dtype)
+        )
+        return next((place for place in alike if torch.equal(self._fixed[place], result)), None)
+
     @staticmethod
     def _is_constant(result: Tensor) -> bool:
         # What is true of all drawn numbers may be false of a batch, as that there is no infinite one.
@@ -174,9 +250,19 @@ class _Trial:
 
     def _same(self, found: list[Tensor]) -> bool:
         """True when these are what the trials before have given."""
-        if not self._constants:
-            self._constants += found
-        return len(found) == len(self._constants) and all(map(torch.equal, found, self._constants))
+        constants = self._seen.constants
+        if not constants:
+            constants += found
+        return len(found) == len(constants) and all(map(torch.equal, found, constants))
+
+
+def _bytes_at(rows: int, operands: Sequence[Any]) -> int:
+    """What the tensors among operands take."""
+    tensors = [operand[:2] for operand in operands if isinstance(operand, tuple) and not isinstance(operand, Dim)]
+    return sum(
+        tensor.element_size() * math.prod(dim.at(rows) for dim in extents if dim is not None)
+        for tensor, extents in tensors
+    )
 
 
 def _random(like: Tensor, shape: Sequence[int], device: torch.device, spread: float, mean: float) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import operator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +18,8 @@ from .flatten import flatten
 from .leaf import OpaqueCall, unchanged
 from .oracle import Oracle, real_execution
 from .torch_internals import SCRIPT_CALL, FakeTensorMode, current_tracer, functorch_is_active, proxy_of
+
+_WITH_EFFECTS = ("aten::manual_seed", "aten::seed", "aten::set_grad_enabled", "prim::Print", "prim::PythonOp")
 
 
 def scripted_modules(model: nn.Module) -> list[str]:
@@ -32,6 +36,8 @@ def scripted_modules(model: nn.Module) -> list[str]:
 def opaque_script_functions(oracle: Oracle, mode: FakeTensorMode, sizes: BatchSizes) -> Iterator[None]:
     """Keeps calls of scripted functions whole while active."""
     original = SCRIPT_CALL.original
+    # Code alone does not tell what a call does: constants and autocast do as well.
+    known: dict[Hashable, int] = {}
 
     def call(function: Any, *args: Any, **kwargs: Any) -> Any:
         tracer = current_tracer()
@@ -65,12 +71,52 @@ def opaque_script_functions(oracle: Oracle, mode: FakeTensorMode, sizes: BatchSi
         fakes = sizes.fakes(made, operands[0].device, wants, mode)
         arguments = tuple(p if p is not None else o for p, o in zip(proxies, operands, strict=True))
         whole = isinstance(made.first, Tensor)
-        return insert_node(
-            tracer, OpaqueCall(f"script_{name}", run, f"script.{name}"), arguments, {}, fakes[0] if whole else fakes
-        )
+        target = OpaqueCall(f"script_{name}", run, f"script.{name}")
+        target.does = does = function, structure, target.autocast
+        if not any(map(_may_differ, operands)) and _is_deterministic(function):
+            target.is_known, target.draws = True, False
+            target.title += f".{_digest(function)}.{known.setdefault(does, len(known))}"
+        return insert_node(tracer, target, arguments, {}, fakes[0] if whole else fakes)
 
     with SCRIPT_CALL.replaced_by(call):
         yield
+
+
+def _may_differ(operand: Tensor) -> bool:
+    """True where parts of a batch are given other operands, or gradients come back."""
+    return operand.requires_grad or not all(isinstance(size, int) for size in operand.shape)
+
+
+def _is_deterministic(function: Any) -> bool:
+    """True for a scripted function of operators of torch that draw nothing and have no effects."""
+    return all(_is_plain(kind) for kind in _kinds(function.inlined_graph))
+
+
+def _digest(function: Any) -> str:
+    """Of its code, with that of the functions that it calls, wherever it stands."""
+    lines = (line.partition(" # ")[0] for line in str(function.inlined_graph).splitlines())
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _kinds(block: Any) -> Iterator[str]:
+    for node in block.nodes():
+        yield node.kind()
+        for inner in node.blocks():
+            yield from _kinds(inner)
+
+
+def _is_plain(kind: str) -> bool:
+    library, _, name = kind.partition("::")
+    if kind in _WITH_EFFECTS:
+        return False
+    if library == "prim":
+        return True
+    packet = getattr(torch.ops.aten, name, None) if library == "aten" else None
+    if packet is None:
+        # Work on numbers and lists.
+        return library == "aten" and hasattr(operator, name.strip("_"))
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    return not any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
 
 
 def _results(made: Any, name: str) -> Any:

@@ -269,6 +269,17 @@ class _Session:
             yield
 
 
+def _refuse_other_shape(name: str, before: Tensor, now: Tensor) -> None:
+    """Raises CaptureError for what a buffer cannot be given, whatever the batch."""
+    shape, shape_before = tuple(now.shape), tuple(before.shape)
+    if all(isinstance(size, int) for size in shape) and shape != shape_before:
+        raise CaptureError(
+            f"the forward puts a tensor of shape {shape} into buffer {name}, whose shape is {shape_before}: "
+            "buffers keep their shapes. Where the forward sizes it at its first call, call the model once on such a "
+            "batch before RaNNCModule(model, ...) is made"
+        )
+
+
 class _TracedCall:
     """The function that is traced: parameters, buffers and inputs as arguments; result tensors as results."""
 
@@ -323,6 +334,7 @@ class _TracedCall:
             path, _, attribute = name.rpartition(".")
             now = own_buffers(self._session.model.get_submodule(path)).get(attribute)
             if now is not None and now is not before:
+                _refuse_other_shape(name, before, now)
                 self.updated_buffers.append(index)
                 updates.append(now)
         return updates

@@ -24,7 +24,9 @@ fn commands_of_python() -> [Command; 2] {
         .arg(Arg::new("function").value_hint(ValueHint::FilePath))
         .arg(output())
         .arg(Arg::new("rows").long("rows"))
-        .arg(Arg::new("device").long("device").value_parser(["cuda", "cpu"]));
+        .arg(Arg::new("device").long("device").value_parser(["cuda", "cpu"]))
+        .arg(Arg::new("autocast").long("autocast").value_parser(["float16", "bfloat16"]))
+        .arg(Arg::new("row-wise").long("row-wise"));
     let calibrate = Command::new("calibrate").about("Measures this machine as a cluster file").arg(output());
     [capture, calibrate]
 }
