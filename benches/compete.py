@@ -45,10 +45,11 @@ class Row:
 
 
 _EAGER = ("ddp", "fsdp2-kept", "fsdp2-freed", "torch-1f1b")
+_COMPILED = ("ddp-compiled", "fsdp2-compiled", "torch-1f1b-compiled")
 _WITHOUT_STAGES = ("ddp", "fsdp2-kept", "fsdp2-freed")
 
 ROWS = [
-    Row("bert-48", Task("bert", (48, 1600, 512), 32), (*_EAGER, "ddp-compiled", "fsdp2-compiled")),
+    Row("bert-48", Task("bert", (48, 1600, 512), 32), (*_EAGER, *_COMPILED)),
     Row("bert-96", Task("bert", (96, 2048, 512), 32), _EAGER),
     Row("bert-96 64 GiB", Task("bert", (96, 2048, 512), 32, limit_gib=64), _EAGER),
     Row("bert-96 48 GiB", Task("bert", (96, 2048, 512), 32, limit_gib=48), _EAGER),
@@ -94,7 +95,7 @@ def parse() -> argparse.Namespace:
 
 
 def systems_of(row: Row, options: argparse.Namespace) -> list[str]:
-    own = ["rannc", *(["rannc-1f1b"] if "torch-1f1b" in row.systems else [])]
+    own = ["rannc", *(["rannc-stages"] if "torch-1f1b" in row.systems else [])]
     return [system for system in (row.systems[0], *own, *row.systems[1:]) if system in options.systems]
 
 

@@ -224,7 +224,7 @@ def _loss_of_part(name: str, vocabulary: int) -> Callable[[Tensor, Tensor], Tens
 class WithTorchPipeline(System):
     """``torch.distributed.pipelining``, 1F1B with one stage on each rank; every rank has the whole batch."""
 
-    def __init__(self, task: Task, device: torch.device, *, microbatches: int) -> None:
+    def __init__(self, task: Task, device: torch.device, *, microbatches: int, compiled: bool = False) -> None:
         if task.model not in ("bert", "gpt2"):
             raise NotImplementedError(f"{task.model} is not written in stages here")
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -232,6 +232,9 @@ class WithTorchPipeline(System):
         count = len(layers_of(task.model, module))
         ends = [count * (place + 1) // ranks for place in range(ranks)]
         part = Part(task, module, ([0, *ends])[rank], ends[rank], count).to(device)
+        if compiled:
+            for layer in part.layers:
+                layer.compile()
         vocabulary = module.config.vocab_size  # type: ignore[union-attr]  # both have one
         loss = _loss_of_part(task.model, vocabulary)  # type: ignore[arg-type]  # a number
         stage = PipelineStage(part, rank, ranks, device)
@@ -263,15 +266,16 @@ class WithTorchPipeline(System):
 
 SYSTEMS: dict[str, Callable[[Task, torch.device], System]] = {
     "rannc": WithRaNNC,
-    "rannc-1f1b": lambda task, device: WithRaNNC(task, device, microbatches=8),
+    "rannc-stages": lambda task, device: WithRaNNC(task, device, microbatches=8),
     "ddp": with_ddp,
     "ddp-compiled": lambda task, device: with_ddp(task, device, compiled=True),
     "fsdp2-kept": lambda task, device: with_fsdp(task, device, freed=False),
     "fsdp2-freed": lambda task, device: with_fsdp(task, device, freed=True),
     "fsdp2-compiled": lambda task, device: with_fsdp(task, device, freed=False, compiled=True),
     "torch-1f1b": lambda task, device: WithTorchPipeline(task, device, microbatches=8),
+    "torch-1f1b-compiled": lambda task, device: WithTorchPipeline(task, device, microbatches=8, compiled=True),
 }
 """By name."""
 
-SHARES_ROWS = {name: name != "torch-1f1b" for name in SYSTEMS}
+SHARES_ROWS = {name: not name.startswith("torch-1f1b") for name in SYSTEMS}
 """True where each rank brings a part of the global batch."""
