@@ -54,9 +54,9 @@ def test_times_are_there_and_add_up(case: Case, ranks: Ranks, tmp_path: Path) ->
         forward_us, backward_us = measured(stage.forward_us), measured(stage.backward_us)
         assert 0 < forward_us < step_us
         assert 0 < backward_us < step_us
-        for rank in stage.ranks:
-            assert report.ranks[rank].stage == stage.stage
-            assert forward_us + backward_us < measured(report.ranks[rank].computing_us)
+        assert all(report.ranks[rank].stage == stage.stage for rank in stage.ranks)
+        # A Stage's times are those of its slowest Replica, which another one may do better than in all.
+        assert max(forward_us, backward_us) < max(measured(report.ranks[rank].computing_us) for rank in stage.ranks)
     for rank in report.ranks:
         assert 0 < measured(rank.computing_us) < step_us
         assert all(measured(part) >= 0 for part in (rank.waiting_us, rank.reduce_us, rank.rest_us))
