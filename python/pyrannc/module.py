@@ -19,7 +19,7 @@ from pyrannc.call.stale import StaleAttributes
 from pyrannc.call.telling import no_plan_for_both, tell_of_mixing, tell_of_normalising, tell_of_whole_parts
 from pyrannc.call.unwrap import unwrapped
 from pyrannc.call.variant import MOST_VARIANTS, CallKey, RowMixing, Variant, Variants
-from pyrannc.capture import flatten
+from pyrannc.capture import CaptureOptions, flatten
 from pyrannc.capture.autocast import no_autocast
 from pyrannc.capture.torch_internals import at_end_of_backward
 from pyrannc.core.program import Call, RankProgram
@@ -74,6 +74,10 @@ class RaNNCModule(DeployedModel):
             in hand, and nothing is tried.
         allow_uncut: where nothing smaller helps, the whole model is kept whole: one Stage, on all rows unless trials
             show as much.
+        outputs: what a call in training mode is to return, as keys or attributes of the model's result
+            (``["loss"]``), or as positions (``[0]``) where it is a tuple or a list. The rest is neither kept nor sent
+            to the ranks whose rows they are, nor computed where nothing else needs it; what stands for it raises when
+            it is used. In evaluation mode everything comes back.
 
     Attributes:
         ready: True once a Plan is deployed.
@@ -103,6 +107,7 @@ class RaNNCModule(DeployedModel):
         leaf_modules: Sequence[str] = (),
         allow_uncut: bool = False,
         row_wise_modules: Sequence[str] = (),
+        outputs: Sequence[str | int] | None = None,
     ) -> None:
         options = {
             "gather_inputs": gather_inputs,
@@ -114,6 +119,7 @@ class RaNNCModule(DeployedModel):
             "leaf_modules": leaf_modules,
             "allow_uncut": allow_uncut,
             "row_wise_modules": row_wise_modules,
+            "outputs": outputs,
         }
         super().__init__(unwrapped(model), options)
         if row_mixing not in get_args(RowMixing):
@@ -126,9 +132,9 @@ class RaNNCModule(DeployedModel):
         self._gather_inputs = gather_inputs
         self._row_mixing = row_mixing
         self._batch_arguments = batch_arguments
-        self._leaf_modules = tuple(leaf_modules)
-        self._allow_uncut = allow_uncut
-        self._row_wise_modules = tuple(row_wise_modules)
+        self._capture_options = CaptureOptions(
+            tuple(leaf_modules), tuple(row_wise_modules), allow_uncut, _asked(outputs)
+        )
         self._check_unused = check_unused_values
         try:
             self._config = _load_config()
@@ -259,10 +265,10 @@ class RaNNCModule(DeployedModel):
                 self._variants.made + 1, self._variants.why_new(call.key), MOST_VARIANTS,
             )  # fmt: skip
         with phases.phase("Decomposer", "capture", "the capture of the model"):
-            options = call.own_rows, call.has_rows, call.batch, self._row_mixing, self._leaf_modules
             variant = Variant(
-                self.model, args, kwargs, self.device, *options, self._allow_uncut, self._row_wise_modules
-            )
+                self.model, args, kwargs, self.device, call.own_rows, call.has_rows, call.batch, self._row_mixing,
+                self._capture_options,
+            )  # fmt: skip
             elements = sum(param.numel() for param in self.name_to_param.values())
             ops, params = len(variant.whole.facts.ops), len(variant.whole.facts.params)
             phases.note(f"{type(self.model).__name__}: {ops} ops, {params} parameters with {elements:,} elements")
@@ -307,6 +313,12 @@ class RaNNCModule(DeployedModel):
             self._stale.mark(variant)
             return False
         return True
+
+
+def _asked(outputs: Sequence[str | int] | None) -> tuple[str | int, ...] | None:
+    if isinstance(outputs, (str, int)) or (outputs is not None and not outputs):
+        raise RaNNCError(f'outputs is a list of keys or positions, such as ["loss"] or [0], not {outputs!r}')
+    return None if outputs is None else tuple(outputs)
 
 
 def _load_config() -> configuration.Config:

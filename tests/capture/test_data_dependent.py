@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyrannc.capture import Captured, capture
+from pyrannc.capture import Captured, CaptureOptions, capture
 from pyrannc.capture.row_trial import within
 from pyrannc.capture.source import Part
 from pyrannc.errors import CaptureError
@@ -122,7 +122,7 @@ def test_a_result_whose_extents_depend_on_data_does_not_leave_what_stays_whole()
     x = torch.eye(3).repeat(2, 1)[:ROWS]
     nn.init.eye_(net[0].weight)
     nn.init.zeros_(net[0].bias)
-    found = capture(net, (x,), {}, device=CPU, rows=ROWS, leaf_modules=["1"])
+    found = capture(net, (x,), {}, device=CPU, rows=ROWS, options=CaptureOptions(("1",)))
     with pytest.raises(CaptureError, match="has made a tensor of shape"):
         found.gm(net[0].weight, net[0].bias, torch.eye(3)[:1].repeat(ROWS, 1))
 
@@ -164,7 +164,7 @@ class Outer(nn.Module):
 @pytest.mark.parametrize("named", [[], ["1.inner"]], ids=["found", "named"])
 def test_what_gives_numbers_is_widened_to_what_takes_them(named: list[str]) -> None:
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), Outer(), nn.Linear(WIDTH, WIDTH))
-    found = capture(net, (torch.randn(ROWS, WIDTH),), {}, device=CPU, rows=ROWS, leaf_modules=named)
+    found = capture(net, (torch.randn(ROWS, WIDTH),), {}, device=CPU, rows=ROWS, options=CaptureOptions(tuple(named)))
     assert [kept.paths for kept in found.kept_whole] == [("1",)]
 
 
@@ -281,7 +281,7 @@ class Twice(nn.Module):
 
 def test_what_stays_whole_takes_a_weight_under_all_its_names() -> None:
     net, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Twice()), torch.randn(ROWS, WIDTH)
-    found = capture(net, (x,), {}, device=CPU, rows=ROWS, leaf_modules=["1"])
+    found = capture(net, (x,), {}, device=CPU, rows=ROWS, options=CaptureOptions(("1",)))
     own = [nn.Parameter(3 * net.get_parameter(name).detach()) for name in found.params]
     expected = torch.func.functional_call(net, dict(zip(found.params, own, strict=True)), x)
     (made,) = found.gm(*own, x)
@@ -294,7 +294,7 @@ def test_a_module_under_two_names_in_what_stays_whole_is_left_as_it_was() -> Non
     layer = Twice()
     net, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(layer, layer)), torch.randn(ROWS, WIDTH)
     before = dict(net.named_parameters(remove_duplicate=False))
-    found = capture(net, (x,), {}, device=CPU, rows=ROWS, leaf_modules=["1"])
+    found = capture(net, (x,), {}, device=CPU, rows=ROWS, options=CaptureOptions(("1",)))
     assert torch.equal(*found.gm(*(net.get_parameter(name) for name in found.params), x), net(x))
     assert all(net.get_parameter(name) is param for name, param in before.items())
 
@@ -310,7 +310,7 @@ def test_what_is_whole_around_a_part_takes_a_weight_that_both_have() -> None:
             return self.last(self.inner(x * float(x.detach().numpy().shape[1])))
 
     net, x = Around(), torch.randn(ROWS, WIDTH)
-    found = capture(net, (x,), {}, device=CPU, rows=ROWS, leaf_modules=[Part("", around="inner").text])
+    found = capture(net, (x,), {}, device=CPU, rows=ROWS, options=CaptureOptions((Part("", around="inner").text,)))
     own = [nn.Parameter(3 * net.get_parameter(name).detach()) for name in found.params]
     expected = torch.func.functional_call(net, dict(zip(found.params, own, strict=True)), x)
     (made,) = found.gm(*own, x)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
 from pyrannc.call.guards import ModuleGuards
-from pyrannc.capture import Captured, capture
+from pyrannc.capture import Captured, CaptureOptions, capture
 from pyrannc.errors import CaptureError
 
 
@@ -229,7 +229,7 @@ def test_outputs_that_transformers_collects_by_hooks_are_captured_each_time() ->
     # The second capture finds the hooks there; the third has some on what stays whole.
     for leaves in ([], [], ["layers.1.self_attn"]):
         own = {**call, "output_attentions": bool(leaves)}
-        found = capture(model, (), own, device=torch.device("cpu"), rows=3, leaf_modules=leaves)
+        found = capture(model, (), own, device=torch.device("cpu"), rows=3, options=CaptureOptions(tuple(leaves)))
         made = found.gm(*(state[name] for name in (*found.params, *found.buffers)), *found.input_tensors((), own))
         outputs = found.rebuild_outputs(made)
         torch.testing.assert_close(outputs.hidden_states, expected.hidden_states)

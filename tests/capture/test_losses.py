@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pyrannc.capture import Captured, capture, lower, row_trial
+from pyrannc.capture import Captured, CaptureOptions, capture, lower, row_trial
 from pyrannc.capture.dims import Dim
 from pyrannc.capture.row_trial import is_row_wise
 
@@ -128,7 +128,9 @@ class Centred(nn.Module):
 @pytest.mark.parametrize(("inner", "row_wise"), [(nn.Linear(3, 2), True), (Centred(), False)])
 def test_a_leaf_module_is_tried_row_by_row(inner: nn.Module, row_wise: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), inner)
-    found = capture(model, [torch.randn(ROWS, 3)], {}, device=torch.device("cpu"), rows=ROWS, leaf_modules=["1"])
+    found = capture(
+        model, [torch.randn(ROWS, 3)], {}, device=torch.device("cpu"), rows=ROWS, options=CaptureOptions(("1",))
+    )
     (op,) = (op for op in ops(found) if op.get("opaque"))
     assert op.get("row_wise", False) == row_wise
 

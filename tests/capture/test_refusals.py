@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pyrannc.capture import batch_rows, by_extents, capture, flatten, signature
+from pyrannc.capture import CaptureOptions, batch_rows, by_extents, capture, flatten, signature
 from pyrannc.errors import CaptureError, InputError
 
 CPU = torch.device("cpu")
@@ -137,7 +137,7 @@ def test_unregistered_trainable_tensor_is_refused() -> None:
 
 def test_unknown_leaf_module_is_refused() -> None:
     with pytest.raises(CaptureError, match="no sub-module 'missing'"):
-        capture(nn.Linear(3, 3), (torch.randn(4, 3),), {}, device=CPU, rows=4, leaf_modules=["missing"])
+        capture(nn.Linear(3, 3), (torch.randn(4, 3),), {}, device=CPU, rows=4, options=CaptureOptions(("missing",)))
 
 
 def test_inputs_of_another_structure_are_refused() -> None:

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pyrannc.capture import CaptureOptions
+
 WIDTH = 6
 
 
@@ -344,7 +346,7 @@ def test_random_guard_with_one_answer(assert_equals_model: Any) -> None:
 
 def test_leaf_module_is_one_op(assert_equals_model: Any) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Fork(), nn.Linear(WIDTH, 2)).double()
-    captured = assert_equals_model(model, call, leaf_modules=["1"])
+    captured = assert_equals_model(model, call, options=CaptureOptions(("1",)))
     assert [op["target"] for op in ops_of(captured)] == [
         "aten.linear.default", "pyrannc.opaque.module.1", "aten.linear.default",
     ]  # fmt: skip
@@ -357,4 +359,4 @@ def test_leaf_module_that_cannot_run_without_data(assert_equals_model: Any) -> N
             return self.a(x) * float(x.detach().numpy().shape[1])
 
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), ThroughNumpy(), nn.Linear(WIDTH, 2)).double()
-    assert_equals_model(model, call, leaf_modules=["1"])
+    assert_equals_model(model, call, options=CaptureOptions(("1",)))

@@ -11,7 +11,7 @@ from torch import nn
 
 from pyrannc._native import Graph
 from pyrannc.call.whole_batch import BatchRows
-from pyrannc.capture import FROM_ARGUMENTS, Answering, Captured, PartOfBatchError, capture, flatten
+from pyrannc.capture import FROM_ARGUMENTS, Answering, Captured, CaptureOptions, PartOfBatchError, capture, flatten
 from pyrannc.capture.row_lists import has_row_lists
 from pyrannc.errors import MismatchError
 from pyrannc.job import agree
@@ -24,12 +24,10 @@ def capture_alike(
     device: torch.device,
     rows: int,
     has_rows: Sequence[bool],
-    leaf_modules: Sequence[str],
+    options: CaptureOptions,
     batch: BatchRows,
     *,
-    allow_uncut: bool = False,
     apart: bool = False,
-    row_wise_modules: Sequence[str] = (),
 ) -> tuple[Captured, Graph]:
     """The captured call with its Graph. All ranks call it.
 
@@ -49,11 +47,9 @@ def capture_alike(
                 device=device,
                 rows=rows,
                 has_rows=has_rows,
-                leaf_modules=leaf_modules,
+                options=options,
                 answers=answers,
-                allow_uncut=allow_uncut,
                 apart=apart,
-                row_wise_modules=row_wise_modules,
             )
         except PartOfBatchError:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -18,7 +18,7 @@ from pyrannc.call.guards import ModuleGuards
 from pyrannc.call.mixing_parts import DividedCapture, without_mixing
 from pyrannc.call.single_row import first_normalising, refuse_single_rows
 from pyrannc.call.whole_batch import BatchRows
-from pyrannc.capture import Answering, Captured, capture
+from pyrannc.capture import NO_OPTIONS, Answering, Captured, CaptureOptions, capture
 from pyrannc.capture.lacking import Lacking
 from pyrannc.capture.row_lists import has_row_lists
 from pyrannc.capture.sequences import ADVICE
@@ -61,9 +61,7 @@ class Variant:
         has_rows: for each tensor of the arguments, whether the batch is its dimension 0.
         batch: the rows of all ranks.
         row_mixing: what Ops that mix rows work on.
-        leaf_modules: paths of sub-modules that stay whole.
-        allow_uncut: where nothing smaller helps, the whole model may stay whole.
-        row_wise_modules: paths of sub-modules that stay whole and treat each row by itself.
+        options: what the script says of captures.
 
     Attributes:
         whole: body and tail together.
@@ -88,26 +86,13 @@ class Variant:
         has_rows: tuple[bool, ...],
         batch: BatchRows,
         row_mixing: RowMixing = "batch",
-        leaf_modules: Sequence[str] = (),
-        allow_uncut: bool = False,
-        row_wise_modules: Sequence[str] = (),
+        options: CaptureOptions = NO_OPTIONS,
     ) -> None:
-        self._has_rows, self._leaf_modules = has_rows, [*leaf_modules, *row_wise_modules]
+        self._has_rows, self._options = has_rows, options
 
         def divided_capture(whole: Sequence[str] = (), *, apart: bool = False) -> DividedCapture:
-            captured, graph = capture_alike(
-                model,
-                args,
-                kwargs,
-                device,
-                rows,
-                has_rows,
-                [*leaf_modules, *whole],
-                batch,
-                allow_uncut=allow_uncut,
-                apart=apart,
-                row_wise_modules=row_wise_modules,
-            )
+            own = replace(options, leaf_modules=(*options.leaf_modules, *whole))
+            captured, graph = capture_alike(model, args, kwargs, device, rows, has_rows, own, batch, apart=apart)
             native = graph.divide_tail(row_mixing)
             return DividedCapture(captured, graph, native, DividedFacts.from_json(native.to_json()))
 
@@ -161,7 +146,8 @@ class Variant:
         has_rows, captured = self._has_rows, self.whole.captured
         # This rank's rows are not those that have answered.
         answers = Answering(before=captured.assumptions)
-        leaves = [*self._leaf_modules, *(path for kept in captured.kept_whole for path in kept.paths)]
+        found = (path for kept in captured.kept_whole for path in kept.paths)
+        options = self._options
         again = capture(
             model,
             args,
@@ -169,7 +155,7 @@ class Variant:
             device=device,
             rows=rows,
             has_rows=has_rows,
-            leaf_modules=leaves,
+            options=CaptureOptions((*options.kept_whole, *found), outputs=options.outputs),
             answers=answers,
             apart=captured.apart,
             row_wise=captured.row_wise,

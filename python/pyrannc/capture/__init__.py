@@ -7,6 +7,7 @@ from .attributes import INTERNAL, is_plain
 from .captured import Captured, capture, signature
 from .dims import Dim
 from .flatten import Structure, batch_rows, by_extents, flatten
+from .options import NO_OPTIONS, CaptureOptions
 from .reading import may_lack_rows
 from .source import Part, Place
 from .untraceable import KeptWhole
@@ -14,10 +15,12 @@ from .untraceable import KeptWhole
 __all__ = [
     "FROM_ARGUMENTS",
     "INTERNAL",
+    "NO_OPTIONS",
     "Answering",
     "Assumption",
     "Attribute",
     "CaptureError",
+    "CaptureOptions",
     "Captured",
     "Dim",
     "KeptWhole",

@@ -20,6 +20,8 @@ from .dims import Dim
 from .flatten import Structure, batch_rows, by_extents, flatten
 from .lower import Lowered, is_tried, lower
 from .ops import aliased_arguments, mutated_arguments
+from .options import NO_OPTIONS, CaptureOptions
+from .outputs import only_asked
 from .source import Place
 from .tracer import Trace, trace
 from .untraceable import KeptWhole, WholeModules
@@ -33,7 +35,8 @@ class Captured:
     tensors, then the new tensors of reassigned buffers. Gradient modes are not in ``gm`` but in the Graph's ops.
     ``op_numbers`` are those of the Ops before the call was divided. ``along_rows`` is where a layer first takes the
     rows for the steps of a sequence. ``kept_whole`` are the sub-modules in which nothing could be captured.
-    ``apart``: an input is copied first. ``row_wise`` says of each call that was tried whether it treats each row by
+    ``apart``: an input is copied first. ``outputs`` are the parts of the result that the script asks for, ``None``
+    for all. ``row_wise`` says of each call that was tried whether it treats each row by
     itself.
     """
 
@@ -49,6 +52,7 @@ class Captured:
     python_state: PythonState
     dims: dict[fx.Node, Dim]
     input_structure: Structure
+    outputs: tuple[str | int, ...] | None
     output_structure: Structure
     along_rows: Place | None
     kept_whole: tuple[KeptWhole, ...]
@@ -97,6 +101,10 @@ class Captured:
         text = json.dumps(graph, separators=(",", ":"))
         return replace(self, graph_json=text, row_wise=tuple(row_wise))
 
+    def tensors_of(self, result: Any) -> list[Tensor]:
+        """Those of the model's own result that are the Graph's outputs, in their order."""
+        return flatten(only_asked(result, self.outputs))[0]
+
     def rebuild_outputs(self, leaves: Sequence[Tensor]) -> Any:
         """The model's result with ``leaves``, in the order of the Graph's outputs, as its tensors."""
         return self.output_structure.rebuild(leaves)
@@ -131,13 +139,11 @@ def capture(
     *,
     device: torch.device,
     rows: int,
-    leaf_modules: Sequence[str] = (),
+    options: CaptureOptions = NO_OPTIONS,
     has_rows: Sequence[bool] | None = None,
     answers: Answering = FROM_ARGUMENTS,
-    allow_uncut: bool = False,
     apart: bool = False,
     row_wise: Sequence[bool] | None = None,
-    row_wise_modules: Sequence[str] = (),
 ) -> Captured:
     """Captures ``model(*args, **kwargs)`` as it would run on ``device``, for any number of rows.
 
@@ -149,32 +155,31 @@ def capture(
         kwargs: sample keyword arguments.
         device: where the model will run.
         rows: batch size of the sample.
-        leaf_modules: paths of sub-modules that stay whole, as one opaque op per call.
+        options: what the script says of it.
         has_rows: for each tensor of the arguments, whether the batch is its dimension 0; by default, where that has
             the extent ``rows``.
         answers: how the model's questions about data are answered.
-        allow_uncut: where nothing smaller helps, the whole model may be one opaque op.
         apart: an input with rows is copied first, so that some op treats each row by itself.
         row_wise: as an earlier capture has found; otherwise it is tried.
-        row_wise_modules: paths of sub-modules that stay whole, and treat each row by itself.
 
     Raises:
         CaptureError: the call cannot be captured, and no sub-module helps by staying whole; the message names the
             place in the model and what to do.
         PartOfBatchError: the model asks for what only the whole batch tells.
     """
-    whole = WholeModules([*leaf_modules, *row_wise_modules], allow_uncut=allow_uncut)
+    whole = WholeModules(options.kept_whole, allow_uncut=options.allow_uncut)
+    outputs, told = options.outputs if model.training else None, options.row_wise_modules
 
     def attempt(leaves: Sequence[str]) -> tuple[Trace, CleanGraph, Lowered]:
         def once() -> tuple[Trace, CleanGraph, Lowered]:
             own = replace(answers, assumes=whole.assumes)
-            traced = trace(model, tuple(args), kwargs, device, rows, batched, leaves, own)
+            traced = trace(model, tuple(args), kwargs, device, rows, batched, leaves, own, outputs)
             _refuse_changed_params(traced)
             refuse_changed_tensors(model, _changed_constants(traced.gm))
             name, mode = _qualified_name(model), model.training
             with no_autocast():
                 cleaned = clean(traced, apart=apart)
-                return traced, cleaned, lower(traced, cleaned, name, mode, max(1, rows), row_wise, row_wise_modules)
+                return traced, cleaned, lower(traced, cleaned, name, mode, max(1, rows), row_wise, told)
 
         first = once()
         if first[0].carried:
@@ -206,6 +211,7 @@ def capture(
         python_state=traced.python_state,
         dims=cleaned.dims,
         input_structure=flatten((tuple(args), kwargs))[1],
+        outputs=outputs,
         output_structure=traced.output,
         along_rows=traced.along_rows,
         kept_whole=tuple(whole.found),

@@ -27,6 +27,7 @@ from pyrannc.errors import CaptureError, InputError, RaNNCError
 
 from .captured import Captured, capture
 from .flatten import batch_rows, flatten
+from .options import NO_OPTIONS, CaptureOptions
 from .source import belongs_to_user
 
 _EXAMPLE = """\
@@ -67,7 +68,10 @@ def main(argv: Sequence[str]) -> int:
         call = build(load(arguments.function), arguments.function)
         device, dtype = torch.device(arguments.device), arguments.autocast and getattr(torch, arguments.autocast)
         with _autocast(device, dtype):
-            captured = capture_call(call, device, arguments.rows, arguments.row_wise)
+            options = CaptureOptions(
+                row_wise_modules=tuple(arguments.row_wise), outputs=tuple(arguments.returns) or None
+            )
+            captured = capture_call(call, device, arguments.rows, options)
         # Plans divide what parts of the batch go through.
         graph = Graph.from_json(captured.graph_json)
         divided = graph.divide_tail("batch")
@@ -90,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pyrannc capture",
         usage="%(prog)s [-h] -o FILE [--rows N] [--device {cuda,cpu}] [--autocast TYPE] [--row-wise PATH] "
-        "WHERE:FUNCTION [-- ARGUMENT ...]",
+        "[--returns NAME] WHERE:FUNCTION [-- ARGUMENT ...]",
         description="Captures one call of a model as a graph file. Takes no GPU, and no memory for parameters.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -119,7 +123,20 @@ def _parser() -> argparse.ArgumentParser:
         help="a sub-module that stays whole and treats each row by itself, as you know; may be repeated, like the "
         "entries of RaNNCModule's row_wise_modules",
     )
+    parser.add_argument(
+        "--returns",
+        metavar="NAME",
+        action="append",
+        type=_name_or_position,
+        default=[],
+        help="a key, an attribute or a position of what the call returns, instead of all of it; may be repeated, like "
+        "the entries of RaNNCModule's outputs",
+    )
     return parser
+
+
+def _name_or_position(text: str) -> str | int:
+    return int(text) if text.isdigit() else text
 
 
 def _positive(text: str) -> int:
@@ -217,12 +234,12 @@ def _autocast(device: torch.device, dtype: torch.dtype | None) -> Iterator[None]
         torch.set_autocast_dtype(device.type, before[1])
 
 
-def capture_call(call: Call, device: torch.device, rows: int | None, row_wise: Sequence[str] = ()) -> Captured:
+def capture_call(call: Call, device: torch.device, rows: int | None, options: CaptureOptions = NO_OPTIONS) -> Captured:
     """Captures ``call`` for ``device``.
 
     Args:
         rows: its batch size, where the first tensor does not tell it.
-        row_wise: paths of sub-modules that stay whole, and treat each row by itself.
+        options: what would be said to RaNNCModule.
 
     Raises:
         InputError: no argument has ``rows`` rows.
@@ -236,7 +253,7 @@ def capture_call(call: Call, device: torch.device, rows: int | None, row_wise: S
             raise CaptureError(str(error)) from error
     elif not any(tensor.dim() and tensor.shape[0] == rows for tensor in tensors):
         raise InputError(f"no argument has {rows} rows: extent 0 of the tensors is {_extents(tensors)}")
-    return capture(call.model, call.args, call.kwargs, device=device, rows=rows, row_wise_modules=row_wise)
+    return capture(call.model, call.args, call.kwargs, device=device, rows=rows, options=options)
 
 
 def _extents(tensors: Sequence[Tensor]) -> str:

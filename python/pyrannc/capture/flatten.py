@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .absent import Absent
 from .torch_internals import pytree
 
 
@@ -104,6 +105,8 @@ def _open(item: Any, leaves: list[Tensor], walk: _Walk) -> Structure:
         return _TENSOR
     if isinstance(item, _SCALARS):
         return Structure((type(item), item), make=lambda _: item)
+    if isinstance(item, Absent):
+        return Structure((Absent, str(item)), make=lambda _: item)
     if isinstance(item, _SYMBOLS) or id(item) in walk.path or id(item) in walk.barren:
         return _constant(item)
     walk.path.add(id(item))

@@ -28,6 +28,7 @@ from .kept_whole import Trials, WholeCall, whole_calls_installed
 from .lacking import without_guard
 from .leaf import captured_tensor_hooks, opaque_autograd_functions, traced_data
 from .oracle import Batch, BatchShapeEnv, Oracle, draws
+from .outputs import only_asked
 from .scripted import opaque_script_functions, scripted_modules
 from .sequences import ADVICE, runs_along_rows
 from .source import Part, Place, SourceTracker
@@ -105,11 +106,13 @@ def trace(
     has_rows: Sequence[bool],
     leaf_modules: Sequence[str] = (),
     answers: Answering = FROM_ARGUMENTS,
+    outputs: Sequence[str | int] | None = None,
 ) -> Trace:
     """Traces one call of ``model``. The model is left as it was.
 
     Args:
         has_rows: for each tensor of the arguments, whether the batch is its dimension 0.
+        outputs: what of the result to keep; ``None``: all.
 
     Raises:
         CaptureError: the call cannot be captured.
@@ -120,7 +123,7 @@ def trace(
     for part in map(Part.of, leaf_modules):
         if part.path not in modules:
             raise CaptureError(f"leaf_modules: the model has no sub-module '{part.path}'")
-    session = _Session(model, args, kwargs, device, rows, has_rows, leaf_modules, answers)
+    session = _Session(model, args, kwargs, device, rows, has_rows, leaf_modules, answers, outputs)
     try:
         traced = session.run()
         session.refuse_part_of_batch()
@@ -149,9 +152,11 @@ class _Session:
         has_rows: Sequence[bool],
         leaf_modules: Sequence[str],
         answers: Answering,
+        outputs: Sequence[str | int] | None,
     ) -> None:
         self.model = model
         self.answers = answers
+        self.outputs = outputs
         self.params = NamedTensors.of(
             dict(model.named_parameters()), dict(model.named_parameters(remove_duplicate=False))
         )
@@ -315,7 +320,7 @@ class _TracedCall:
                 result = session.model(*args, **kwargs)
             updates = self._buffer_updates(buffers)
         session.attributes.note_changes(lambda tensor: _depends_on_data(tensor, tracer))
-        leaves, self.output = flatten(result)
+        leaves, self.output = flatten(only_asked(result, session.outputs))
         _refuse_symbolic_results(self.output)
         return leaves + updates
 

@@ -92,7 +92,7 @@ class FewRows:
             log = AttributeLog(self._model, SourceTracker(self._model))
             with log.restoring(), _listening(self._model, heard), reparametrized(self._model, every):
                 result = self._model(*args, **kwargs)
-            return dict(zip(facts.outputs, flatten(result)[0], strict=True))
+            return dict(zip(facts.outputs, captured.tensors_of(result), strict=True))
 
         return self._made(call, state, lambda: every)
 

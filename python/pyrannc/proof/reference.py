@@ -12,7 +12,6 @@ from torch.func import functional_call
 from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.call.variant import Variant
-from pyrannc.capture import flatten
 from pyrannc.capture.attributes import AttributeLog
 from pyrannc.capture.autocast import no_autocast
 from pyrannc.capture.row_lists import unpacked
@@ -98,7 +97,7 @@ class Reference:
         # This rank's model must not have made a call that no other rank's has.
         with AttributeLog(self._model, SourceTracker(self._model)).restoring():
             result = functional_call(self._model, dict(state), args, kwargs, tie_weights=True)
-        return dict(zip(facts.outputs, flatten(result)[0], strict=True))
+        return dict(zip(facts.outputs, captured.tensors_of(result), strict=True))
 
 
 def _run_graph(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
+from torch.optim import SGD
 
 from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
@@ -262,6 +263,70 @@ def _among_outputs(job: Job, result: Any, loss_of: Any) -> None:
     out = model(*job.batch(pairs))
     job.same("loss", loss_of(out))
     job.rows("logits", out.logits if isinstance(out, Output) else out["logits"] if isinstance(out, dict) else out[1])
+
+
+def _with_what_mixes(y: Tensor, target: Tensor) -> dict[str, Tensor]:
+    """A loss, what was predicted, another scalar with gradients, and how alike rows are."""
+    return {"loss": F.mse_loss(y, target), "logits": y, "size": y.square().mean(), "alike": y @ y.T}
+
+
+@equal(note='`RaNNCModule(..., outputs=["loss"])`: in training mode the rest is neither computed nor moved')
+def asked_outputs(job: Job) -> None:
+    """The model returns more than the script reads, and the script says what it reads; in evaluation it reads all."""
+    net = Returns(Chain(), _with_what_mixes)
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer, outputs=["loss"])
+    for batch in job.batches(pairs):
+        optimizer.zero_grad()
+        loss = model(*batch)["loss"]
+        job.same("loss", loss)
+        loss.backward()
+        job.gradients(model)
+        optimizer.step()
+    model.eval()
+    with torch.no_grad():
+        out = model(*job.batch(pairs))
+    job.same("size", out["size"])
+    job.rows("logits", out["logits"])
+    job.state(model)
+
+
+@equal(note="`RaNNCModule(..., outputs=[1])`")
+def asked_outputs_by_position(job: Job) -> None:
+    """Likewise, of a tuple without the loss, whose criterion is outside of the model."""
+    net = Returns(Chain(), lambda y: (y.square().mean(), y))
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer, outputs=[1])
+    for x, target in job.batches(pairs):
+        optimizer.zero_grad()
+        _, y = model(x)
+        job.rows("outputs", y)
+        F.mse_loss(y, target).backward()
+        job.gradients(model)
+        optimizer.step()
+    job.state(model)
+
+
+@refused("RaNNCError", "output 'logits' of the model was left", "model.eval()", settings=COVERING, instead="ask for it")
+def output_that_was_not_asked_for(job: Job) -> None:
+    """The script reads an output that it did not ask for in `outputs=[...]`."""
+    model = job.wrap(Returns(Chain(), _with_what_mixes), outputs=["loss"])
+    out = model(*job.batch(pairs))
+    out["loss"].backward()
+    torch.stack([out["logits"]])
+
+
+@refused("CaptureError", "returns a dict with 'loss', 'logits'", instead="a key, an attribute or a position")
+def asked_output_that_is_none(job: Job) -> None:
+    """The script asks for an output that the model does not return."""
+    job.wrap(Returns(Chain(), _with_what_mixes), outputs=["losses"])(*job.batch(pairs))
+
+
+@refused("CaptureError", "leads back to parameters", instead="ask for the loss too")
+def asked_outputs_without_gradients(job: Job) -> None:
+    """The script asks for outputs alone that have no gradients."""
+    net = Returns(Chain(), lambda y, target: (F.mse_loss(y, target), y.detach()))
+    job.wrap(net, outputs=[1])(*job.batch(pairs))
 
 
 @equal()

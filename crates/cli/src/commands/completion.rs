@@ -26,7 +26,8 @@ fn commands_of_python() -> [Command; 2] {
         .arg(Arg::new("rows").long("rows"))
         .arg(Arg::new("device").long("device").value_parser(["cuda", "cpu"]))
         .arg(Arg::new("autocast").long("autocast").value_parser(["float16", "bfloat16"]))
-        .arg(Arg::new("row-wise").long("row-wise"));
+        .arg(Arg::new("row-wise").long("row-wise"))
+        .arg(Arg::new("returns").long("returns"));
     let calibrate = Command::new("calibrate").about("Measures this machine as a cluster file").arg(output());
     [capture, calibrate]
 }

@@ -1,0 +1,116 @@
+"""What of a model's result a script asks for: the rest is no output of the Graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pyrannc.capture import Captured, CaptureError, CaptureOptions, capture
+from pyrannc.errors import RaNNCError
+
+ROWS, WIDTH = 4, 3
+
+
+class Pair(NamedTuple):
+    loss: Tensor
+    logits: Tensor
+
+
+@dataclasses.dataclass
+class Result:
+    loss: Tensor
+    parts: tuple[Tensor, Tensor]
+
+
+class Model(nn.Module):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x)
+        return self.make(y.square().mean(), y, self.head(y))
+
+
+def captured(model: nn.Module, *outputs: str | int) -> Captured:
+    options = CaptureOptions(outputs=outputs)
+    return capture(model, (torch.randn(ROWS, WIDTH),), {}, device=torch.device("cpu"), rows=ROWS, options=options)
+
+
+def outputs_of(found: Captured) -> int:
+    return len(json.loads(found.graph_json)["outputs"])
+
+
+KINDS = {
+    "dict": lambda loss, y, z: {"loss": loss, "logits": y, "other": z},
+    "tuple": lambda loss, y, z: (loss, y, z),
+    "list": lambda loss, y, z: [loss, [y], z],
+    "namedtuple": lambda loss, y, _: Pair(loss, y),
+    "dataclass": lambda loss, y, z: Result(loss, (y, z)),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("dict", "loss"), ("tuple", 0), ("list", 0), ("namedtuple", "loss"),
+                                            ("namedtuple", 0), ("dataclass", "loss")])  # fmt: skip
+def test_the_rest_is_no_output(kind: str, name: str | int) -> None:
+    found = captured(Model(KINDS[kind]), name)
+    assert outputs_of(found) == 1
+    # What only the rest needs is not computed.
+    assert not any("head" in json.dumps(op) for op in json.loads(found.graph_json)["ops"])
+    loss = torch.ones(())
+    made = found.rebuild_outputs([loss])
+    assert type(made) is type(Model(KINDS[kind])(torch.randn(ROWS, WIDTH)))
+    assert (getattr(made, name) if isinstance(name, str) and kind != "dict" else made[name]) is loss
+
+
+def test_a_part_with_several_tensors() -> None:
+    found = captured(Model(KINDS["dataclass"]), "parts")
+    assert outputs_of(found) == 2
+
+
+def test_using_the_rest_raises() -> None:
+    made = captured(Model(KINDS["dict"]), "loss").rebuild_outputs([torch.ones(())])
+    for use in (
+        lambda: made["logits"].shape,
+        lambda: made["logits"] + 1,
+        lambda: 1 * made["logits"],
+        lambda: torch.cat([torch.ones(2), made["logits"]]),
+        lambda: torch.ones(2) - made["logits"],
+        lambda: float(made["logits"]),
+        lambda: made["logits"][0],
+        lambda: bool(made["logits"]),
+    ):
+        with pytest.raises(RaNNCError, match=r"output 'logits' .* evaluation mode"):
+            use()
+    assert "logits" in repr(made["logits"])
+
+
+def test_evaluation_returns_all() -> None:
+    model = Model(KINDS["dict"]).eval()
+    assert outputs_of(captured(model, "loss")) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "told"),
+    [("dict", "los", "a dict with 'loss', 'logits', 'other'"), ("tuple", 3, "a tuple with 0, 1, 2"),
+     ("dataclass", "logits", "a Result with 'loss', 'parts'")],
+)  # fmt: skip
+def test_what_is_not_there_is_told(kind: str, name: str | int, told: str) -> None:
+    with pytest.raises(CaptureError, match=told):
+        captured(Model(KINDS[kind]), name)
+
+
+def test_a_lone_tensor_has_no_parts() -> None:
+    with pytest.raises(CaptureError, match="the model returns one tensor"):
+        captured(nn.Linear(WIDTH, WIDTH), 0)
+
+
+def test_what_trains_must_be_asked_for() -> None:
+    with pytest.raises(CaptureError, match="would not train"):
+        captured(Model(lambda loss, y, _: (loss, y.detach())), 1)
