@@ -16,7 +16,13 @@ from pyrannc.call.agreed import AgreedCall
 from pyrannc.call.batch_arguments import BatchNames
 from pyrannc.call.row_lists import RowLists
 from pyrannc.call.stale import StaleAttributes
-from pyrannc.call.telling import no_plan_for_both, tell_of_mixing, tell_of_normalising, tell_of_whole_parts
+from pyrannc.call.telling import (
+    no_plan_for_both,
+    tell_of_groups,
+    tell_of_mixing,
+    tell_of_normalising,
+    tell_of_whole_parts,
+)
 from pyrannc.call.unwrap import unwrapped
 from pyrannc.call.variant import MOST_VARIANTS, CallKey, RowMixing, Variant, Variants
 from pyrannc.capture import CaptureOptions, flatten
@@ -70,8 +76,9 @@ class RaNNCModule(DeployedModel):
             captured inside of them runs as it is: on all rows, unless trials with parts of a batch show that it
             treats each row by itself. Where the capture fails, the smallest sub-module that holds the failure is kept
             whole by itself.
-        row_wise_modules: likewise, of sub-modules that treat each row by itself, as you know: each runs on the rows
-            in hand, and nothing is tried.
+        row_wise_modules: likewise, of sub-modules that treat each row by itself, as you know, though rows may meet
+            inside, as where experts sort tokens: nothing is tried. Their operators are captured where all of them can
+            be, else each runs whole on the rows in hand. ``*`` stands for anything: ``"layers.*.experts"``.
         allow_uncut: where nothing smaller helps, the whole model is kept whole: one Stage, on all rows unless trials
             show as much.
         outputs: what a call in training mode is to return, as keys or attributes of the model's result
@@ -284,6 +291,7 @@ class RaNNCModule(DeployedModel):
         if process.get_rank() == 0:
             tell_of_mixing(variant)
             tell_of_whole_parts(variant)
+            tell_of_groups(variant)
         return variant
 
     def _follow(self, variant: Variant) -> bool:

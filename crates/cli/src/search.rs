@@ -62,7 +62,8 @@ fn savers(zero: ZeroArg, assumed: &[SaverArg]) -> Savers {
 }
 
 /// What the advice of a search is about, as arguments.
-const ARGUMENTS: SettingNames = SettingNames { memory_limit: "--memory-gb", max_microbatches: "--max-microbatches" };
+const ARGUMENTS: SettingNames =
+    SettingNames { memory_limit: "--memory-gb", max_microbatches: "--max-microbatches", zero: "--zero" };
 
 /// The error with the names of arguments in place of those of settings.
 pub(crate) fn in_words(error: SearchError) -> Error {

@@ -60,6 +60,9 @@ pub enum GroupReason {
     /// They stand in one region (an autocast block, a vmap level).
     #[error("they stand in region {0}")]
     Region(u32),
+    /// They treat each row by itself together only.
+    #[error("they treat each row by itself together only (row group {0})")]
+    RowGroup(u32),
 }
 
 /// Main ops that must be in one Stage.
@@ -202,6 +205,7 @@ pub fn allowed_cuts(graph: &Graph) -> Vec<bool> {
 fn groups(graph: &Graph, storages: &Storages, main_index: &Arena<OpId, Option<u32>>) -> Vec<OpGroup> {
     let mut by_storage: BTreeMap<ValueId, Vec<OpId>> = BTreeMap::new();
     let mut by_region: BTreeMap<u32, Vec<OpId>> = BTreeMap::new();
+    let mut by_row_group: BTreeMap<u32, Vec<OpId>> = BTreeMap::new();
     for (id, op) in graph.ops.iter() {
         for value in op.operands().into_iter().chain(op.results.iter().copied()) {
             let is_final = match graph.values[storages.root[value]].def {
@@ -215,6 +219,9 @@ fn groups(graph: &Graph, storages: &Storages, main_index: &Arena<OpId, Option<u3
         if let Some(region) = op.region {
             by_region.entry(region).or_default().push(id);
         }
+        if let Some(group) = op.row_group {
+            by_row_group.entry(group).or_default().push(id);
+        }
     }
     for buffer in graph.buffers.values() {
         if let Some(ValueDef::Op { op, .. }) = buffer.update.map(|update| graph.values[update].def) {
@@ -223,7 +230,8 @@ fn groups(graph: &Graph, storages: &Storages, main_index: &Arena<OpId, Option<u3
     }
     let by_storage = by_storage.into_iter().map(|(root, ops)| (GroupReason::Storage(root), ops));
     let by_region = by_region.into_iter().map(|(region, ops)| (GroupReason::Region(region), ops));
-    by_storage.chain(by_region).filter_map(|(reason, ops)| group(reason, ops, main_index)).collect()
+    let by_row_group = by_row_group.into_iter().map(|(group, ops)| (GroupReason::RowGroup(group), ops));
+    by_storage.chain(by_region).chain(by_row_group).filter_map(|(reason, ops)| group(reason, ops, main_index)).collect()
 }
 
 fn group(reason: GroupReason, mut ops: Vec<OpId>, main_index: &Arena<OpId, Option<u32>>) -> Option<OpGroup> {

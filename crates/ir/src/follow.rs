@@ -2,7 +2,7 @@
 
 use crate::dtype::DType;
 use crate::entity::Arena;
-use crate::graph::{Arg, Dim, Graph, Op, Value, ValueId};
+use crate::graph::{Arg, Dim, Graph, Op, Value, ValueDef, ValueId};
 use crate::ops::{Over, RowRule, Slot, row_rule};
 use crate::row_state::{Batches, Join, RowDim, RowState};
 
@@ -43,7 +43,7 @@ pub(crate) fn follow(
     // Inside of vmap shapes are those of one sample, so that the rules hold for what has rows there.
     let enters_or_leaves = op.target.contains("batch_dim");
     let of_batches = operands.iter().any(|&value| matches!(states[value], RowState::Batches(_)));
-    if of_batches && (op.region.is_some() || op.row_wise || op.random) {
+    if of_batches && (op.region.is_some() || op.row_group.is_some() || op.row_wise || op.random) {
         return Err(ONE_AFTER_ANOTHER);
     }
     if op.region.is_some()
@@ -54,6 +54,9 @@ pub(crate) fn follow(
             return Err(NO_RULE);
         }
         return Ok(op.results.iter().map(|&value| by_extents(&graph.values[value])).collect());
+    }
+    if let Some(group) = op.row_group {
+        return call.in_row_group(group);
     }
     if op.row_wise {
         return call.row_wise();
@@ -166,8 +169,40 @@ impl Call<'_> {
     /// Rows in dimension 0 of all operands that have any and of all results that have any, as many for each row as
     /// extents tell. A result without is the same for all parts of the batch.
     fn row_wise(&self) -> Result<Vec<RowState>, How> {
+        let any = self.have_leading_rows(&self.op.operands())?;
+        let result = |&value: &ValueId| match sole_batch_dim(&self.graph.values[value].shape) {
+            Some(rows) if any && rows.dim == 0 => Ok(RowState::Rows(rows)),
+            None if self.is_constant(value) => Ok(RowState::Free),
+            _ => Err(UNCONFIRMED),
+        };
+        self.op.results.iter().map(result).collect()
+    }
+
+    /// Rows in dimension 0 of all that a group takes from others and has any, and of all that it gives to them. Inside,
+    /// rows may stand in any order, which nobody else learns.
+    fn in_row_group(&self, group: u32) -> Result<Vec<RowState>, How> {
+        let inside = |op: &Op| op.row_group == Some(group);
+        let is_taken = |&value: &ValueId| match self.graph.values[value].def {
+            ValueDef::Op { op, .. } => !inside(&self.graph.ops[op]),
+            _ => true,
+        };
+        self.have_leading_rows(&self.op.operands().into_iter().filter(is_taken).collect::<Vec<_>>())?;
+        let result = |&value: &ValueId| {
+            let used = self.graph.ops.values().any(|op| !inside(op) && op.operands().contains(&value));
+            let updates = self.graph.buffers.values().any(|buffer| buffer.update == Some(value));
+            let found = sole_batch_dim(&self.graph.values[value].shape);
+            if used || updates || self.graph.outputs.contains(&value) {
+                return found.filter(|rows| rows.dim == 0).map(RowState::Rows).ok_or(UNCONFIRMED);
+            }
+            Ok(found.map_or(RowState::Free, RowState::Rows))
+        };
+        self.op.results.iter().map(result).collect()
+    }
+
+    /// True when some of the Values have rows, all in dimension 0.
+    fn have_leading_rows(&self, values: &[ValueId]) -> Result<bool, How> {
         let mut any = false;
-        for value in self.op.operands() {
+        for &value in values {
             if let Some(rows) = self.rows_or_free(value)? {
                 if rows.dim != 0 {
                     return Err(UNALIGNED);
@@ -175,12 +210,7 @@ impl Call<'_> {
                 any = true;
             }
         }
-        let result = |&value: &ValueId| match sole_batch_dim(&self.graph.values[value].shape) {
-            Some(rows) if any && rows.dim == 0 => Ok(RowState::Rows(rows)),
-            None if self.is_constant(value) => Ok(RowState::Free),
-            _ => Err(UNCONFIRMED),
-        };
-        self.op.results.iter().map(result).collect()
+        Ok(any)
     }
 
     fn is_constant(&self, value: ValueId) -> bool {

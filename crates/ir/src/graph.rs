@@ -213,6 +213,10 @@ pub struct Op {
     /// Ops of one region (an autocast block, a vmap level) must stay together.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub region: Option<u32>,
+    /// Ops of one row group treat each row by itself together, though not each of them: experts sort tokens, and put
+    /// them back. They must stay together.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub row_group: Option<u32>,
     /// Dotted path of the sub-module that called it; empty for the model itself.
     pub module: String,
     /// Where the model called it.

@@ -41,7 +41,8 @@ impl Graph {
         }
         encoder.count(self.ops.len());
         for op in self.ops.values() {
-            encoder.op(op, op.region, &mut |encoder, value| encoder.number(u64::from(value.0)));
+            let groups = Groups { region: op.region, rows: op.row_group };
+            encoder.op(op, groups, &mut |encoder, value| encoder.number(u64::from(value.0)));
         }
         encoder.values(&self.inputs);
         encoder.values(&self.outputs);
@@ -59,12 +60,11 @@ impl Graph {
 pub fn block_hash(graph: &Graph, ops: &[OpId]) -> String {
     let mut encoder = Encoder::new("rannc block 1");
     let mut numbers: HashMap<ValueId, u64> = HashMap::new();
-    let mut regions: HashMap<u32, u32> = HashMap::new();
+    let mut renamed = Renamed::default();
     encoder.count(ops.len());
     for op in ops.iter().map(|&op| &graph.ops[op]) {
-        let fresh = u32::try_from(regions.len()).unwrap_or(u32::MAX);
-        let region = op.region.map(|region| *regions.entry(region).or_insert(fresh));
-        encoder.op(op, region, &mut |encoder, value| encoder.numbered(graph, &mut numbers, value));
+        let groups = renamed.of(op);
+        encoder.op(op, groups, &mut |encoder, value| encoder.numbered(graph, &mut numbers, value));
         for result in op.results.iter().map(|&result| &graph.values[result]) {
             if let ValueDef::Op { result: place, .. } = result.def {
                 encoder.number(u64::from(place));
@@ -76,6 +76,33 @@ pub fn block_hash(graph: &Graph, ops: &[OpId]) -> String {
         }
     }
     encoder.finish()
+}
+
+/// What an Op belongs to.
+#[derive(Clone, Copy)]
+struct Groups {
+    region: Option<u32>,
+    rows: Option<u32>,
+}
+
+/// Regions and row groups under numbers by first use.
+#[derive(Default)]
+struct Renamed {
+    regions: HashMap<u32, u32>,
+    rows: HashMap<u32, u32>,
+}
+
+impl Renamed {
+    fn of(&mut self, op: &Op) -> Groups {
+        fn number(known: &mut HashMap<u32, u32>, group: u32) -> u32 {
+            let fresh = u32::try_from(known.len()).unwrap_or(u32::MAX);
+            *known.entry(group).or_insert(fresh)
+        }
+        Groups {
+            region: op.region.map(|region| number(&mut self.regions, region)),
+            rows: op.row_group.map(|group| number(&mut self.rows, group)),
+        }
+    }
 }
 
 /// A run of Ops as a function.
@@ -94,17 +121,16 @@ pub struct Signature {
 pub fn signature(graph: &Graph, analysis: &Analysis, ops: &[OpId], wanted: impl Fn(ValueId) -> bool) -> Signature {
     let mut encoder = Encoder::new("rannc function 1");
     let mut numbers: HashMap<ValueId, u64> = HashMap::new();
-    let mut regions: HashMap<u32, u32> = HashMap::new();
+    let mut renamed = Renamed::default();
     let (mut takes, mut gives) = (Vec::new(), Vec::new());
     encoder.count(ops.len());
     for (id, op) in ops.iter().map(|&id| (id, &graph.ops[id])) {
-        let fresh = u32::try_from(regions.len()).unwrap_or(u32::MAX);
-        let region = op.region.map(|region| *regions.entry(region).or_insert(fresh));
+        let groups = renamed.of(op);
         if op.opaque {
             // Its name does not tell what it computes.
             encoder.number(u64::from(id.0));
         }
-        encoder.op(op, region, &mut |encoder, value| {
+        encoder.op(op, groups, &mut |encoder, value| {
             if let Some(&number) = numbers.get(&value) {
                 return encoder.number(number);
             }
@@ -248,7 +274,7 @@ impl Encoder {
         }
     }
 
-    fn op(&mut self, op: &Op, region: Option<u32>, value: &mut impl FnMut(&mut Self, ValueId)) {
+    fn op(&mut self, op: &Op, groups: Groups, value: &mut impl FnMut(&mut Self, ValueId)) {
         self.text(&op.target);
         self.count(op.args.len());
         op.args.iter().for_each(|arg| self.arg(arg, value));
@@ -267,7 +293,11 @@ impl Encoder {
         if op.opaque {
             self.flag(op.row_wise);
         }
-        self.maybe(region);
+        self.maybe(groups.region);
+        if let Some(rows) = groups.rows {
+            self.tag(1);
+            self.number(u64::from(rows));
+        }
     }
 
     fn arg(&mut self, arg: &Arg, value: &mut impl FnMut(&mut Self, ValueId)) {

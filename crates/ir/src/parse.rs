@@ -157,6 +157,7 @@ impl<'t> Parser<'t> {
         let grad_enabled = !self.flag("no_grad");
         let (random, opaque, row_wise) = (self.flag("random"), self.flag("opaque"), self.flag("row_wise"));
         let region = if self.flag("region") { Some(self.number("a region number")?) } else { None };
+        let row_group = if self.flag("row_group") { Some(self.number("a row group's number")?) } else { None };
         let module = if self.eat("@") { self.bare_or_string("a module path")? } else { String::new() };
         let source = if self.sees("\"") { Some(self.source()?) } else { None };
         graph.ops.push(Op {
@@ -170,6 +171,7 @@ impl<'t> Parser<'t> {
             opaque,
             row_wise,
             region,
+            row_group,
             module,
             source,
         });

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::analysis::Analysis;
 use crate::entity::{Arena, Entity};
-use crate::graph::{BufferId, ConstId, Graph, OpId, ParamId, ValueDef, ValueId};
+use crate::graph::{BufferId, ConstId, Graph, Op, OpId, ParamId, ValueDef, ValueId};
 use crate::row_state::{Batches, Join, Mixing, RowState};
 use crate::rows::Rows;
 
@@ -100,27 +100,33 @@ fn partial_join(state: RowState) -> Option<Join> {
     if let RowState::Partial(join) = state { Some(join) } else { None }
 }
 
-/// The Ops whose results follow a reduction or mix rows, with all of a region of which one does, and all that share a
+/// The Ops whose results follow a reduction or mix rows, with all of a region or a row group of which one does, and all that share a
 /// storage with one where the order of changes would be lost between body and tail.
 fn tail_ops(graph: &Graph, analysis: &Analysis) -> Arena<OpId, bool> {
-    let mut regions = BTreeSet::new();
+    let mut together = BTreeSet::new();
     let mut forced: Arena<OpId, bool> = graph.ops.ids().map(|_| false).collect();
     let mut values: Arena<ValueId, bool> = graph.values.ids().map(|_| false).collect();
     loop {
         let mut found: Arena<OpId, bool> = graph.ops.ids().map(|_| false).collect();
         for (id, op) in graph.ops.iter() {
-            let in_region = op.region.is_some_and(|region| regions.contains(&region));
-            found[id] = forced[id] || in_region || follows_reduction(graph, analysis, &values, id);
+            found[id] = forced[id]
+                || groups_of(op).any(|group| together.contains(&group))
+                || follows_reduction(graph, analysis, &values, id);
             if found[id] {
                 op.results.iter().for_each(|&value| values[value] = true);
             }
         }
-        let known = regions.len();
-        regions.extend(graph.ops.iter().filter(|&(id, _)| found[id]).filter_map(|(_, op)| op.region));
-        if regions.len() == known && !force_sharers(graph, analysis, &found, &mut forced) {
+        let known = together.len();
+        together.extend(graph.ops.iter().filter(|&(id, _)| found[id]).flat_map(|(_, op)| groups_of(op)));
+        if together.len() == known && !force_sharers(graph, analysis, &found, &mut forced) {
             return found;
         }
     }
+}
+
+/// The region and the row group of an Op, which the tail has whole or not at all.
+fn groups_of(op: &Op) -> impl Iterator<Item = (bool, u32)> {
+    op.region.map(|region| (false, region)).into_iter().chain(op.row_group.map(|group| (true, group)))
 }
 
 /// `values`: those that the tail makes.

@@ -118,6 +118,7 @@ impl GraphBuilder {
             opaque: false,
             row_wise: false,
             region: None,
+            row_group: None,
             module: self.module.clone(),
             source: Some(Source { file: "model.py".to_owned(), line: self.line }),
         };

@@ -14,8 +14,8 @@
 //!
 //! After a Value: `grad` when it requires a gradient, `alias` and the Value whose storage it shares, its
 //! name. `#2` is the place in the returned tuple where it differs from the place in the line. After the
-//! arguments: what the Op changes in place, `no_grad`, `random`, `opaque`, `row_wise`, the region, `@` and the
-//! module, file and line. An argument between `<` and `>` is computed from the batch size `b`.
+//! arguments: what the Op changes in place, `no_grad`, `random`, `opaque`, `row_wise`, the region, the row group, `@` and
+//! the module, file and line. An argument between `<` and `>` is computed from the batch size `b`.
 
 use std::fmt::{self, Write};
 
@@ -105,6 +105,9 @@ impl fmt::Display for OpLine<'_> {
         }
         if let Some(region) = op.region {
             write!(f, " region {region}")?;
+        }
+        if let Some(group) = op.row_group {
+            write!(f, " row_group {group}")?;
         }
         if !op.module.is_empty() {
             write!(f, " @{}", bare_or_quoted(&op.module))?;

@@ -34,10 +34,11 @@ fn changed(graph: &Graph, op: OpId, kind: u32) -> Graph {
         4 => target.random = !target.random,
         5 => target.opaque = !target.opaque,
         6 => target.region = if target.region.is_some() { None } else { Some(1000) },
-        7 => target.args = vec![Arg::List(std::mem::take(&mut target.args))],
+        7 => target.row_group = if target.row_group.is_some() { None } else { Some(1000) },
+        8 => target.args = vec![Arg::List(std::mem::take(&mut target.args))],
         _ => match target.results.first() {
-            Some(&result) if kind == 8 => graph.values[result].shape.push(Dim::fixed(1)),
-            Some(&result) if kind == 9 => graph.values[result].dtype = DType::Float64,
+            Some(&result) if kind == 9 => graph.values[result].shape.push(Dim::fixed(1)),
+            Some(&result) if kind == 10 => graph.values[result].dtype = DType::Float64,
             Some(&result) => graph.values[result].requires_grad ^= true,
             None => target.target.push('y'),
         },
@@ -55,7 +56,7 @@ proptest! {
     }
 
     #[test]
-    fn structure_counts(graph in graphs(), pick in any::<prop::sample::Index>(), kind in 0..11_u32) {
+    fn structure_counts(graph in graphs(), pick in any::<prop::sample::Index>(), kind in 0..12_u32) {
         let ops: Vec<OpId> = graph.ops.ids().collect();
         if !ops.is_empty() {
             let other = changed(&graph, *pick.get(&ops), kind);

@@ -12,7 +12,7 @@ param p0 "embedding.weight" "decoder.weight" = v0:bf16[30522,768] grad "p_embedd
 buffer b0 "norm.mean" "norm.mean_too" = v2:f64[768] "b_norm_mean" update v6
 buffer b1 "mask" = v5:bool[0] "b_mask"
 const c0 "lifted" = v4:u8[3] "c_lifted" data "AAEC"
-op0 v6:f32[2b,3b-1,5] grad alias v0 "x", v8#2:f16[-b+9] "y" = aten.pair.default(v0, v3, none, true, [1, [-2, 0.5]], <2b>, <7>, <-b+1>, how="a\nb", "odd key"=torch.float32, device=torch"cuda:0") mutates v0, v3 no_grad random opaque region 3 @encoder.0 "my model.py":31
+op0 v6:f32[2b,3b-1,5] grad alias v0 "x", v8#2:f16[-b+9] "y" = aten.pair.default(v0, v3, none, true, [1, [-2, 0.5]], <2b>, <7>, <-b+1>, how="a\nb", "odd key"=torch.float32, device=torch"cuda:0") mutates v0, v3 no_grad random opaque region 3 row_group 4 @encoder.0 "my model.py":31
 op1 = "<built-in f>"(v6, -inf, 1e-05, nan, [], "") @"odd module"
 op2 v7:c64[1] "z" = leaf()
 outputs v7, v3

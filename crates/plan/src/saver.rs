@@ -31,3 +31,15 @@ pub enum Sharding {
     /// Parameters (ZeRO 3).
     Params,
 }
+
+impl Sharding {
+    /// The number by which it is known; 0 for nothing.
+    pub const fn zero_level(self) -> u8 {
+        match self {
+            Self::None => 0,
+            Self::Optimizer => 1,
+            Self::Gradients => 2,
+            Self::Params => 3,
+        }
+    }
+}

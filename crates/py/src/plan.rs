@@ -159,7 +159,8 @@ fn outcome(
 }
 
 /// What the advice of a search is about, as items of the configuration.
-const ITEMS: SettingNames = SettingNames { memory_limit: "mem_limit_gb", max_microbatches: "max_pipeline" };
+const ITEMS: SettingNames =
+    SettingNames { memory_limit: "mem_limit_gb", max_microbatches: "max_pipeline", zero: "enable_zero" };
 
 fn no_plan(error: SearchError) -> PyErr {
     let class = error.class();

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::Report;
 use crate::figures::Workload;
-use crate::format::{counted, paragraph, percent, runs, savers, signed_percent, zero_level};
+use crate::format::{counted, paragraph, percent, runs, savers, signed_percent};
 use crate::plan::{microbatch_rows, summary};
 use crate::table::{amount, table, text};
 use crate::whatif::PlanShape;
@@ -400,7 +400,7 @@ impl Explanation {
             let fits = if memory_bytes > shares.usable_bytes { "does not fit" } else { "" };
             vec![
                 stage.to_string(),
-                format!("ZeRO {}", zero_level(planned.sharding)),
+                format!("ZeRO {}", planned.sharding.zero_level()),
                 format_bytes(shares.memory_bytes),
                 format_bytes(memory_bytes),
                 format_us(without_us),

@@ -46,19 +46,9 @@ pub(crate) fn savers(stage: &StagePlan) -> String {
     all.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
-/// The number by which it is known what Replicas divide; 0 for nothing.
-pub(crate) const fn zero_level(sharding: Sharding) -> u8 {
-    match sharding {
-        Sharding::None => 0,
-        Sharding::Optimizer => 1,
-        Sharding::Gradients => 2,
-        Sharding::Params => 3,
-    }
-}
-
 /// `ZeRO 1`; nothing where Replicas divide nothing.
 fn sharding(sharding: Sharding) -> Option<String> {
-    let level = zero_level(sharding);
+    let level = sharding.zero_level();
     (level > 0).then(|| format!("ZeRO {level}"))
 }
 

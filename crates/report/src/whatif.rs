@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::Report;
 use crate::figures::{StepFigures, Workload};
-use crate::format::{decimal, each, percent, zero_level};
+use crate::format::{decimal, each, percent};
 use crate::plan::idle_devices;
 use crate::table::{Column, amount, table, text};
 
@@ -114,7 +114,7 @@ impl PlanShape {
             cuts: stages.windows(2).map(|pair| cut(&pair[0], &pair[1])).collect(),
             recomputing: stages.iter().filter(|stage| stage.recomputes()).count(),
             sharding: stages.iter().map(|stage| stage.sharding).max().unwrap_or_default(),
-            zero: stages.iter().map(|stage| zero_level(stage.sharding)).collect(),
+            zero: stages.iter().map(|stage| stage.sharding.zero_level()).collect(),
             offloading: stages.iter().filter(|stage| stage.offload).count(),
         }
     }

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use rannc_cost::{counted, format_bytes};
-use rannc_plan::PlanFileError;
+use rannc_plan::{PlanFileError, Sharding};
 use thiserror::Error;
 
 /// Why a search gives no Plan.
@@ -72,6 +72,8 @@ pub struct Shortage {
     pub advice: Advice,
     /// Set when the Block ran out of memory while it was measured: rows that were too many.
     pub measured_rows: Option<u32>,
+    /// The least that Replicas would have to divide for the model to fit.
+    pub divided: Option<Sharding>,
     /// What the runtime cannot do yet, and with which the model would fit.
     pub would_fit: Vec<&'static str>,
 }
@@ -83,10 +85,12 @@ pub struct SettingNames {
     pub memory_limit: &'static str,
     /// [`crate::Settings::max_microbatches`].
     pub max_microbatches: &'static str,
+    /// What says how much Replicas divide: [`crate::Savers::sharding`].
+    pub zero: &'static str,
 }
 
 const OWN_NAMES: SettingNames =
-    SettingNames { memory_limit: "memory_limit_bytes", max_microbatches: "max_microbatches" };
+    SettingNames { memory_limit: "memory_limit_bytes", max_microbatches: "max_microbatches", zero: "sharding" };
 
 impl Shortage {
     /// In words for those who call the settings so.
@@ -95,7 +99,15 @@ impl Shortage {
         let [short, needed, usable] = [self.short_bytes, self.needed_bytes, self.usable_bytes].map(format_bytes);
         let stages = counted(stages as u64, "stage", "stages");
         let microbatches = counted(microbatches, "microbatch", "microbatches");
-        let advice = advice.in_words(names);
+        let divided = self.divided.map_or_else(String::new, |level| {
+            format!(
+                ", or set {} to {}, with which it would fit: replicas divide {}",
+                names.zero,
+                level.zero_level(),
+                divided(level)
+            )
+        });
+        let advice = format!("{}{divided}", advice.in_words(names));
         let would_fit = match &self.would_fit[..] {
             [] => String::new(),
             some => format!(" (it would fit with {}, which this RaNNC cannot run yet)", some.join(", or with ")),
@@ -122,6 +134,15 @@ impl fmt::Display for Shortage {
     }
 }
 
+fn divided(level: Sharding) -> &'static str {
+    match level {
+        Sharding::None => "nothing",
+        Sharding::Optimizer => "the optimizer's state",
+        Sharding::Gradients => "gradients and the optimizer's state",
+        Sharding::Params => "parameters, gradients and the optimizer's state",
+    }
+}
+
 /// What would make a model fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Advice {
@@ -140,7 +161,7 @@ pub enum Advice {
 impl Advice {
     /// In words for those who call the settings so.
     pub fn in_words(self, names: &SettingNames) -> String {
-        let SettingNames { memory_limit, max_microbatches } = names;
+        let SettingNames { memory_limit, max_microbatches, .. } = names;
         match self {
             Self::MoreDevices => {
                 format!("use more devices, raise {memory_limit}, or use an optimizer with less state")
@@ -166,7 +187,8 @@ mod tests {
 
     #[test]
     fn advice_names_settings_as_they_are_called() {
-        let items = SettingNames { memory_limit: "mem_limit_gb", max_microbatches: "max_pipeline" };
+        let items =
+            SettingNames { memory_limit: "mem_limit_gb", max_microbatches: "max_pipeline", zero: "enable_zero" };
         for (advice, words) in [
             (Advice::MoreDevices, "use more devices, raise mem_limit_gb, or use an optimizer with less state"),
             (
@@ -193,6 +215,7 @@ mod tests {
             largest: "the framework",
             advice: Advice::HigherLimit,
             measured_rows: None,
+            divided: None,
             would_fit: vec!["recomputation", "optimizer state in host memory"],
         };
         let words = "the model does not fit into memory: the best of all plans (3 stages, 6 microbatches) is short of \
@@ -200,10 +223,16 @@ mod tests {
                      most of it for the framework; raise --memory-gb: the framework alone takes most of it";
         let would_fit = " (it would fit with recomputation, or with optimizer state in host memory, which this RaNNC \
                          cannot run yet)";
-        let arguments = SettingNames { memory_limit: "--memory-gb", max_microbatches: "--max-microbatches" };
+        let arguments =
+            SettingNames { memory_limit: "--memory-gb", max_microbatches: "--max-microbatches", zero: "--zero" };
         assert_eq!(shortage.in_words(&arguments), format!("{words}{would_fit}"));
         shortage.would_fit.clear();
         assert_eq!(shortage.in_words(&arguments), words);
+        shortage.divided = Some(Sharding::Params);
+        let divided = ", or set --zero to 3, with which it would fit: replicas divide parameters, gradients and the \
+                       optimizer's state";
+        assert_eq!(shortage.in_words(&arguments), format!("{words}{divided}"));
+        shortage.divided = None;
         let own = SearchError::DoesNotFit(shortage).to_string();
         assert!(own.ends_with("raise memory_limit_bytes: the framework alone takes most of it"), "{own}");
     }

@@ -28,6 +28,7 @@ def capture_alike(
     batch: BatchRows,
     *,
     apart: bool = False,
+    tried_together: Sequence[str] = (),
 ) -> tuple[Captured, Graph]:
     """The captured call with its Graph. All ranks call it.
 
@@ -50,6 +51,7 @@ def capture_alike(
                 options=options,
                 answers=answers,
                 apart=apart,
+                tried_together=tried_together,
             )
         except PartOfBatchError:
             return None

@@ -1,11 +1,12 @@
 """Sub-modules in which rows of the batch meet, though each row of what they return depends on that row alone.
 
-A mixture of experts sorts all tokens by expert, and puts them back. As one opaque Op that treats each row by itself,
-as trials say, such a part keeps what follows it out of the tail.
+A mixture of experts sorts all tokens by expert, and puts them back. As a row group, where trials say so, such a part
+keeps what follows it out of the tail.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,11 +24,11 @@ from pyrannc.errors import CaptureError
 
 _LARGE_TAIL = 0.2
 """Share of the parameters from which on a tail is worth another capture."""
-_LARGE_OP = 0.5
-"""Share of the parameters above which one Op is no better than a tail."""
+_LARGE_GROUP = 0.5
+"""Share of the parameters above which one group, which no cut divides, is no better than a tail."""
 _MOST_TRIES = 4
 _TRIALS_S = 60.0
-_MOST_ELEMENTS = 1 << 24
+_MOST_ELEMENTS = 1 << 26
 """Of the parameters of a part: trials run on the host, and those of larger ones would outlast what they save."""
 
 
@@ -57,19 +58,22 @@ class DividedCapture:
         return self._share(self._facts.params[param].value for param in self.divided.tail.params)
 
     @cached_property
-    def in_one_op(self) -> float:
-        """The largest share that one Op uses, which no cut divides."""
-        return max((self._share(set(op.operands)) for op in self._facts.ops), default=0.0)
+    def in_one_piece(self) -> float:
+        """The largest share that one Op or one row group uses, which no cut divides."""
+        groups: dict[int, set[int]] = defaultdict(set)
+        for number, op in enumerate(self._facts.ops):
+            groups[number if op.row_group is None else -1 - op.row_group].update(op.operands)
+        return max(map(self._share, groups.values()), default=0.0)
 
 
 def without_mixing(
     model: nn.Module, first: DividedCapture, again: Callable[[Sequence[str]], DividedCapture]
 ) -> DividedCapture:
-    """The capture with the smallest tail that parts which stay whole give. All ranks call it.
+    """The capture with the smallest tail that row groups give. All ranks call it.
 
     Args:
-        first: with no such part.
-        again: captures with sub-modules of these paths whole.
+        first: with no group that was tried.
+        again: captures with those of these sub-modules that trials show to be groups.
     """
     best, own = first, list[KeptWhole]()
     tries = 0
@@ -83,7 +87,7 @@ def without_mixing(
                     found = again([path for part in (*own, kept) for path in part.paths])
             except CaptureError:
                 continue
-            if found.in_tail < best.in_tail and found.in_one_op <= max(best.in_one_op, _LARGE_OP):
+            if found.in_tail < best.in_tail and found.in_one_piece <= max(best.in_one_piece, _LARGE_GROUP):
                 outside = [part for part in own if not _is_inside(part, kept)]
                 best, own = found, [*outside, kept]
                 break
@@ -91,7 +95,7 @@ def without_mixing(
             break
         if tries == _MOST_TRIES:
             break
-    captured = replace(best.captured, kept_whole=(*best.captured.kept_whole, *own))
+    captured = replace(best.captured, tested_together=tuple(own))
     return replace(best, captured=captured)
 
 
@@ -100,7 +104,7 @@ def _is_inside(part: KeptWhole, outer: KeptWhole) -> bool:
 
 
 def _parts_round(model: nn.Module, found: DividedCapture, own: Sequence[KeptWhole]) -> Iterator[KeptWhole]:
-    """What may stay whole with the first Op that mixes rows, the smallest first."""
+    """What may be a row group with the first Op that mixes rows, the smallest first."""
     op, how = found.divided.tail.mixing[0]
     place = found.captured.place(op)
     known = {path for kept in (*own, *found.captured.kept_whole) for path in kept.paths}

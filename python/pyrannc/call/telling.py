@@ -25,8 +25,9 @@ def tell_of_mixing(variant: Variant) -> None:
     share = len(tail.ops) / len(variant.whole.facts.ops)
     large = (
         f" They are {share:.0%} of the model, computed by every rank on all rows of the batch, in one piece. "
-        'RaNNCModule(..., row_mixing="microbatch") lets each microbatch mix its own rows instead; a custom function '
-        "may also be written so that it treats each row by itself"
+        'RaNNCModule(..., row_mixing="microbatch") lets each microbatch mix its own rows instead; where rows are put '
+        'back in their places, as experts do with tokens, row_wise_modules=["layers.*.experts"] says so; a custom '
+        "function may also be written so that it treats each row by itself"
     )
     _log.warning(
         "%s: rows of the batch meet there. It and what follows runs once a step, on the whole batch.%s",
@@ -82,6 +83,19 @@ def tell_of_whole_parts(variant: Variant) -> None:
             others,
             100 * share_of(variant, ops),
             runs,
+        )
+
+
+def tell_of_groups(variant: Variant) -> None:
+    """Warns of each kind of sub-module in which rows meet, and which trials let stay in the body."""
+    for kept in variant.whole.captured.tested_together:
+        others = f" and {len(kept.paths) - 1} like it" if len(kept.paths) > 1 else ""
+        _log.warning(
+            "%s: rows of the batch meet in %s%s, and yet each row of its results depends on that row alone, as trials "
+            "with random rows say (tested, not proven)",
+            kept.place,
+            Part.of(kept.paths[0]),
+            others,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
@@ -90,9 +90,9 @@ class Variant:
     ) -> None:
         self._has_rows, self._options = has_rows, options
 
-        def divided_capture(whole: Sequence[str] = (), *, apart: bool = False) -> DividedCapture:
-            own = replace(options, leaf_modules=(*options.leaf_modules, *whole))
-            captured, graph = capture_alike(model, args, kwargs, device, rows, has_rows, own, batch, apart=apart)
+        def divided_capture(together: Sequence[str] = (), *, apart: bool = False) -> DividedCapture:
+            own = model, args, kwargs, device, rows, has_rows, options, batch
+            captured, graph = capture_alike(*own, apart=apart, tried_together=together)
             native = graph.divide_tail(row_mixing)
             return DividedCapture(captured, graph, native, DividedFacts.from_json(native.to_json()))
 
@@ -146,8 +146,6 @@ class Variant:
         has_rows, captured = self._has_rows, self.whole.captured
         # This rank's rows are not those that have answered.
         answers = Answering(before=captured.assumptions)
-        found = (path for kept in captured.kept_whole for path in kept.paths)
-        options = self._options
         again = capture(
             model,
             args,
@@ -155,10 +153,11 @@ class Variant:
             device=device,
             rows=rows,
             has_rows=has_rows,
-            options=CaptureOptions((*options.kept_whole, *found), outputs=options.outputs),
+            options=CaptureOptions(captured.leaves, outputs=self._options.outputs),
             answers=answers,
             apart=captured.apart,
             row_wise=captured.row_wise,
+            tried_together=captured.together,
         )
         graph = Graph.from_json(again.graph_json)
         if graph.hash() != self.whole.graph.hash():

@@ -23,6 +23,7 @@ from .ops import aliased_arguments, mutated_arguments
 from .options import NO_OPTIONS, CaptureOptions
 from .outputs import only_asked
 from .source import Place
+from .told import ToldRowWise
 from .tracer import Trace, trace
 from .untraceable import KeptWhole, WholeModules
 
@@ -33,11 +34,18 @@ class Captured:
 
     ``gm`` takes parameters, buffers and input tensors, each in id order, and returns a flat tuple: the output
     tensors, then the new tensors of reassigned buffers. Gradient modes are not in ``gm`` but in the Graph's ops.
-    ``op_numbers`` are those of the Ops before the call was divided. ``along_rows`` is where a layer first takes the
-    rows for the steps of a sequence. ``kept_whole`` are the sub-modules in which nothing could be captured.
-    ``apart``: an input is copied first. ``outputs`` are the parts of the result that the script asks for, ``None``
-    for all. ``row_wise`` says of each call that was tried whether it treats each row by
-    itself.
+
+    Attributes:
+        op_numbers: those of the Ops before the call was divided.
+        outputs: the parts of the result that the script asks for, ``None`` for all.
+        along_rows: where a layer first takes the rows for the steps of a sequence.
+        kept_whole: the sub-modules in which nothing could be captured.
+        leaves: all paths of what stays whole.
+        together: those of sub-modules whose Ops might treat each row by itself together.
+        grouped: of the calls of these that are groups, one after another.
+        apart: an input is copied first.
+        row_wise: of each group, then of each call that was tried, whether it treats each row by itself.
+        tested_together: sub-modules that are groups because trials say so.
     """
 
     graph_json: str
@@ -56,8 +64,12 @@ class Captured:
     output_structure: Structure
     along_rows: Place | None
     kept_whole: tuple[KeptWhole, ...]
+    leaves: tuple[str, ...]
+    together: tuple[str, ...]
+    grouped: tuple[str, ...]
     apart: bool
     row_wise: tuple[bool, ...]
+    tested_together: tuple[KeptWhole, ...] = ()
 
     def input_tensors(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors of a call, in the order of the Graph's inputs.
@@ -92,10 +104,13 @@ class Captured:
         )
 
     def with_row_wise(self, row_wise: Sequence[bool]) -> Captured:
-        """The same, where fewer of the calls that were tried treat each row by itself."""
+        """The same, where fewer of the groups and calls that were tried treat each row by itself."""
         graph = json.loads(self.graph_json)
         told = iter(row_wise)
+        dropped = [group for group, _ in enumerate(self.grouped) if not next(told)]
         for op, node in zip(graph["ops"], self.op_nodes, strict=True):
+            if op.get("row_group") in dropped:
+                op.pop("row_group")
             if is_tried(node) and not op.get("mutates") and not next(told):
                 op.pop("row_wise", None)
         text = json.dumps(graph, separators=(",", ":"))
@@ -144,6 +159,7 @@ def capture(
     answers: Answering = FROM_ARGUMENTS,
     apart: bool = False,
     row_wise: Sequence[bool] | None = None,
+    tried_together: Sequence[str] = (),
 ) -> Captured:
     """Captures ``model(*args, **kwargs)`` as it would run on ``device``, for any number of rows.
 
@@ -161,14 +177,19 @@ def capture(
         answers: how the model's questions about data are answered.
         apart: an input with rows is copied first, so that some op treats each row by itself.
         row_wise: as an earlier capture has found; otherwise it is tried.
+        tried_together: paths of sub-modules whose Ops may treat each row by itself together, which is tried.
 
     Raises:
         CaptureError: the call cannot be captured, and no sub-module helps by staying whole; the message names the
             place in the model and what to do.
         PartOfBatchError: the model asks for what only the whole batch tells.
     """
-    whole = WholeModules(options.kept_whole, allow_uncut=options.allow_uncut)
-    outputs, told = options.outputs if model.training else None, options.row_wise_modules
+    options = options.of(model)
+    whole, told = (
+        WholeModules(options.leaf_modules, allow_uncut=options.allow_uncut),
+        ToldRowWise(options.row_wise_modules),
+    )
+    outputs = options.outputs if model.training else None
 
     def attempt(leaves: Sequence[str]) -> tuple[Trace, CleanGraph, Lowered]:
         def once() -> tuple[Trace, CleanGraph, Lowered]:
@@ -179,7 +200,8 @@ def capture(
             name, mode = _qualified_name(model), model.training
             with no_autocast():
                 cleaned = clean(traced, apart=apart)
-                return traced, cleaned, lower(traced, cleaned, name, mode, max(1, rows), row_wise, told)
+                known = row_wise, options.row_wise_modules, [*told.by_ops, *tried_together]
+                return traced, cleaned, lower(traced, cleaned, name, mode, max(1, rows), *known)
 
         first = once()
         if first[0].carried:
@@ -193,7 +215,7 @@ def capture(
         tensors = flatten((tuple(args), kwargs))[0]
         batch_rows(tensors)
         batched = by_extents(tensors, rows) if has_rows is None else tuple(has_rows)
-        traced, cleaned, lowered = whole.until_captured(model, attempt)
+        traced, cleaned, lowered = whole.until_captured(model, lambda leaves: told.until_captured(leaves, attempt))
     except RaNNCError:
         raise
     except Exception as error:
@@ -215,6 +237,9 @@ def capture(
         output_structure=traced.output,
         along_rows=traced.along_rows,
         kept_whole=tuple(whole.found),
+        leaves=(*whole.paths, *told.whole),
+        together=(*told.by_ops, *tried_together),
+        grouped=lowered.grouped,
         apart=apart,
         row_wise=tuple(lowered.row_wise),
     )

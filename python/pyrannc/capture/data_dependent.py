@@ -6,27 +6,23 @@ All Ops from there to where extents are known again become one function, which r
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
-from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.fx.node import map_aggregate
+from torch import Tensor, fx
 
 from pyrannc.errors import CaptureError
 
 from .dims import AffineReader
 from .facts import FACTS, GRAD_ENABLED, PLACE, TensorFacts, memory
 from .form import Form
-from .leaf import OpaqueCall
-from .ops import aliased_arguments, closes_region, draws_random_numbers, mutated_arguments, opens_region, target_name
+from .one_call import as_one_call, writes
+from .ops import aliased_arguments, closes_region, mutated_arguments, opens_region
 from .source import Place
-from .torch_internals import SET_GRAD_ENABLED
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -95,7 +91,7 @@ class _Groups:
         for node in self._calls():
             for storage in {place for item in (node, *node.all_input_nodes) for place in memory(item)}:
                 self._touching[storage].append(node)
-            self._written.update(_writes(node))
+            self._written.update(writes(node))
         self._join_regions()
         for node in unknown:
             self._join(node, *node.users)
@@ -136,7 +132,7 @@ class _Groups:
             for node in self._touching[storage]:
                 if last_writer is not None:
                     before[node].add(last_writer)
-                if storage in _writes(node):
+                if storage in writes(node):
                     before[node].update(readers)
                     last_writer, readers = node, []
                 else:
@@ -172,7 +168,7 @@ class _Groups:
         """Memory that a group changes is the group's own, or a buffer's."""
         found = []
         for _, nodes in self.to_replace():
-            written = {storage for node in nodes for storage in _writes(node)}
+            written = {storage for node in nodes for storage in writes(node)}
             touching = [node for storage in written for node in self._touching[storage]]
             found.append(bool(touching) and self._join(nodes[0], *touching))
         return any(found)
@@ -214,10 +210,6 @@ class _Groups:
         return found
 
 
-def _writes(node: fx.Node) -> set[int]:
-    return {storage for operand in mutated_arguments(node) for storage in memory(operand)}
-
-
 def _without(graph: fx.Graph, group: Sequence[fx.Node]) -> list[fx.Node]:
     for node in reversed(group):
         graph.erase_node(node)
@@ -231,7 +223,7 @@ def _replaced(
     inside = set(group)
     taken = list(dict.fromkeys(operand for node in group for operand in node.all_input_nodes if operand not in inside))
     given = [node for node in group if node not in unknown and any(user not in inside for user in node.users)]
-    target = _target(group, taken, given, device)
+    target = as_one_call(group, taken, given, device, "data_dependent")
     results = [node.meta["val"] for node in given]
     target.form = Form.of([node.meta.get("val") for node in taken], results, reader, "a part of the model")
     if not given and not target.changes:
@@ -263,57 +255,3 @@ def _reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
     for node in order[1:]:
         last.append(node)
         last = node
-
-
-def _target(
-    group: Sequence[fx.Node], taken: Sequence[fx.Node], given: Sequence[fx.Node], device: torch.device
-) -> OpaqueCall:
-    """The group as a function of what it takes, named by its contents, which are the same on all ranks."""
-    inner = fx.Graph()
-    copies = {node: inner.placeholder(f"a{place}") for place, node in enumerate(taken)}
-    ambient, enabled = inner.call_function(torch.is_grad_enabled), True
-    contents: list[Any] = []
-    written = {storage for node in group for storage in _writes(node)}
-    for node in group:
-        if bool(node.meta.get(GRAD_ENABLED, True)) != enabled:
-            enabled = not enabled
-            inner.call_function(SET_GRAD_ENABLED, (ambient if enabled else False,))
-        args, kwargs = map_aggregate((node.args, node.kwargs), lambda item: _copied(item, copies, device))
-        copies[node] = inner.call_function(_function(node, written), args, kwargs, name=node.name)
-        contents.append((target_name(node.target), enabled, _described((node.args, node.kwargs), copies)))
-    if not enabled:
-        inner.call_function(SET_GRAD_ENABLED, (ambient,))
-    inner.output(tuple(copies[node] for node in given))
-    contents.append([group.index(node) for node in given])
-    digest = hashlib.sha256(repr(contents).encode()).hexdigest()[:12]
-    module = fx.GraphModule(nn.Module(), inner)
-    call = OpaqueCall(f"data_dependent_{digest}", module.forward, f"data_dependent.{digest}")
-    # The operands whose memory the group changes.
-    call.changes = tuple(place for place, node in enumerate(taken) if written & memory(node))
-    call.draws = any(draws_random_numbers(node) for node in group)
-    return call
-
-
-def _function(node: fx.Node, written: set[int]) -> Any:
-    """What computes a node; ``written``: the memory that changes in place."""
-    # Kernels may lay out memory in other ways than without data, so that a view is not possible.
-    may_copy = node.target is torch.ops.aten.view.default and not written & memory(node)
-    return torch.ops.aten.reshape.default if may_copy else node.target
-
-
-def _copied(item: Any, copies: dict[fx.Node, fx.Node], device: torch.device) -> Any:
-    if isinstance(item, torch.device):
-        return device
-    return copies[item] if isinstance(item, fx.Node) else item
-
-
-def _described(item: Any, copies: dict[fx.Node, fx.Node]) -> str:
-    """Arguments as text, without what is not the same in another process: names of nodes and the device's number."""
-    numbers = {copy: place for place, copy in enumerate(copies.values())}
-
-    def described(item: Any) -> Any:
-        if isinstance(item, fx.Node):
-            return f"%{numbers[copies[item]]}"
-        return item.type if isinstance(item, torch.device) else item
-
-    return repr(map_aggregate(item, described))

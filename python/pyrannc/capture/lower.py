@@ -29,6 +29,7 @@ from .ops import (
     opens_region,
     target_name,
 )
+from .row_groups import GroupTrials, RowGroup, row_groups
 from .row_trial import as_drawn, is_row_wise
 from .source import Part
 from .torch_internals import FakeTensor, OpOverload, known_data
@@ -52,7 +53,9 @@ class Lowered:
     values: list[ValueKey]
     constants: list[Tensor]
     row_wise: list[bool]
-    """Of each call that was tried, in order, whether it treats each row by itself."""
+    """Of each row group, then of each call that was tried, in order, whether it treats each row by itself."""
+    grouped: tuple[str, ...]
+    """Of each row group, the path of the sub-module."""
 
 
 def lower(
@@ -63,6 +66,7 @@ def lower(
     rows: int,
     row_wise: Sequence[bool] | None = None,
     row_wise_modules: Sequence[str] = (),
+    together: Sequence[str] = (),
 ) -> Lowered:
     """Lowers a cleaned trace.
 
@@ -73,14 +77,16 @@ def lower(
         training: its mode.
         rows: of the batch.
         row_wise: as an earlier call has found; otherwise calls of the user are tried.
-        row_wise_modules: what stays whole and treats each row by itself, as the user says.
+        row_wise_modules: what treats each row by itself, as the user says, whole or Op by Op.
+        together: sub-modules whose Ops may do so together, as the user says or as is tried.
 
     Raises:
         CaptureError: an op, a shape or an argument has no form in the Graph.
     """
     told = frozenset(f"pyrannc.opaque.{Part.of(text).title}" for text in row_wise_modules)
     known = None if row_wise is None else list(row_wise)
-    return _Lowering(trace, cleaned, told, known).run(name, training, rows)
+    groups = row_groups(cleaned, together)
+    return _Lowering(trace, cleaned, told, known, groups, frozenset(row_wise_modules)).run(name, training, rows)
 
 
 @dataclass
@@ -89,6 +95,9 @@ class _Lowering:
     cleaned: CleanGraph
     told_row_wise: frozenset[str] = frozenset()
     known_row_wise: list[bool] | None = None
+    groups: Sequence[RowGroup] = ()
+    told_paths: frozenset[str] = frozenset()
+    group_of: dict[fx.Node, int] = field(default_factory=dict)
     row_wise: list[bool] = field(default_factory=list)
     tried: dict[Hashable, bool] = field(default_factory=dict)
     keys: list[ValueKey] = field(default_factory=list)
@@ -108,6 +117,7 @@ class _Lowering:
             {"name": node.name, "value": self._add_constant(node, index, tensor), "data": _base64(tensor)}
             for index, (node, tensor) in enumerate(zip(cleaned.constants, tensors, strict=True))
         ]
+        self._find_groups(tensors)
         ops = self._ops(reader)
         self._finish_aliases()
         self._spread_gradients(ops)
@@ -126,7 +136,7 @@ class _Lowering:
             "inputs": inputs,
             "outputs": [self._id(node) for node in cleaned.outputs],
         }
-        return Lowered(graph, self.keys, tensors, self.row_wise)
+        return Lowered(graph, self.keys, tensors, self.row_wise, tuple(group.path for group in self.groups))
 
     def _named(self, named: NamedTensors, nodes: Sequence[fx.Node], kind: str) -> list[dict[str, Any]]:
         records = []
@@ -194,6 +204,26 @@ class _Lowering:
             )
         return {"per_row": dim.per_row, "fixed": dim.fixed}
 
+    def _find_groups(self, constants: Sequence[Tensor]) -> None:
+        """Tells which groups of Ops treat each row by itself."""
+        state = dict(zip(self.cleaned.params, ((tensor, True) for tensor in self.trace.params.tensors), strict=True))
+        others = zip(
+            (*self.cleaned.buffers, *self.cleaned.constants), (*self.trace.buffers.tensors, *constants), strict=True
+        )
+        state |= {node: (tensor, False) for node, tensor in others}
+        trials = GroupTrials(self.cleaned, state.get, self._extents)
+        for number, group in enumerate(self.groups):
+            self.row_wise.append(
+                self.known_row_wise[number]
+                if self.known_row_wise is not None and number < len(self.known_row_wise)
+                else group.path in self.told_paths or trials.show(group, self.trace.device)
+            )
+            if self.row_wise[-1]:
+                self.group_of.update(dict.fromkeys(group.nodes, number))
+
+    def _extents(self, tensor: Tensor) -> list[Any]:
+        return [self.trace.reader.read(size) for size in tensor.shape]
+
     def _ops(self, reader: AffineReader) -> list[dict[str, Any]]:
         ops: list[dict[str, Any]] = []
         depth, region = 0, -1
@@ -232,6 +262,8 @@ class _Lowering:
             record["row_wise"] = True
         if region is not None:
             record["region"] = region
+        if node in self.group_of:
+            record["row_group"] = self.group_of[node]
         if place.file is not None:
             record["source"] = {"file": place.file, "line": place.line}
         return record
@@ -240,8 +272,8 @@ class _Lowering:
         call = _call_of_the_user(node)
         if call is None:
             return False
-        if target_name(node.target) in self.told_row_wise:
-            self.row_wise.append(True)
+        if node in self.group_of or target_name(node.target) in self.told_row_wise:
+            self.row_wise.append(node not in self.group_of)
         elif self.known_row_wise is None or len(self.row_wise) >= len(self.known_row_wise):
             shown: bool | None = getattr(node.target, "row_wise", None)
             self.row_wise.append(self._shown_by_trial(node, call) if shown is None else shown)
@@ -270,7 +302,7 @@ class _Lowering:
             if item in self.cleaned.dims:
                 return self.cleaned.dims[item]
             made = item.meta["val"]
-            return known.get(item, made), [self.trace.reader.read(size) for size in made.shape], item in known
+            return known.get(item, made), self._extents(made), item in known
 
         return [operand(item) for item in node.args]
 

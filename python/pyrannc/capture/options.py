@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from pyrannc.errors import CaptureError
+
+from .source import Part
 
 
 @dataclass(frozen=True)
@@ -10,8 +18,8 @@ class CaptureOptions:
     """Said once for all calls.
 
     Attributes:
-        leaf_modules: paths of sub-modules that stay whole, as one opaque op per call.
-        row_wise_modules: paths of sub-modules that stay whole, and treat each row by itself.
+        leaf_modules: paths of sub-modules that stay whole, as one opaque op per call; ``*`` stands for anything.
+        row_wise_modules: likewise, of sub-modules that treat each row by itself.
         allow_uncut: where nothing smaller helps, the whole model may be one opaque op.
         outputs: keys, attributes or positions of what a training call is to return; ``None``: all of it.
     """
@@ -21,10 +29,29 @@ class CaptureOptions:
     allow_uncut: bool = False
     outputs: tuple[str | int, ...] | None = None
 
-    @property
-    def kept_whole(self) -> tuple[str, ...]:
-        """All sub-modules that the script keeps whole."""
-        return self.leaf_modules + self.row_wise_modules
+    def of(self, model: nn.Module) -> CaptureOptions:
+        """The same for a model, with its sub-modules' paths for patterns such as ``layers.*.experts``.
+
+        Raises:
+            CaptureError: the model has none of a name.
+        """
+        paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
+        whole = _expanded("leaf_modules", self.leaf_modules, paths)
+        by_itself = _expanded("row_wise_modules", self.row_wise_modules, paths)
+        return replace(
+            self, leaf_modules=whole, row_wise_modules=tuple(path for path in by_itself if path not in whole)
+        )
+
+
+def _expanded(option: str, names: Sequence[str], paths: Sequence[str]) -> tuple[str, ...]:
+    found: list[str] = []
+    for name in names:
+        path = Part.of(name).path
+        like = fnmatch.filter(paths, path) if "*" in path else [name] * (path in paths)
+        if not like:
+            raise CaptureError(f"{option}: the model has no sub-module '{path}'")
+        found += like
+    return tuple(dict.fromkeys(found))
 
 
 NO_OPTIONS = CaptureOptions()

@@ -172,15 +172,16 @@ class WholeModules:
             path = path.rpartition(".")[0]
         # Who allows the whole model to be one part may have batches of many forms.
         found += [Part("")] if self.allow_uncut else _around(model) * has_own_forward(model)
-        return [part for part in found if not any(_is_inside(part, outer) for outer in known)]
+        return [part for part in found if not any(is_inside(part, outer) for outer in known)]
 
 
 def _outside(kept: KeptWhole, outer: Sequence[Part]) -> KeptWhole:
-    paths = tuple(path for path in kept.paths if not any(_is_inside(Part.of(path), other) for other in outer))
+    paths = tuple(path for path in kept.paths if not any(is_inside(Part.of(path), other) for other in outer))
     return KeptWhole(paths, kept.place, kept.cause)
 
 
-def _is_inside(part: Part, outer: Part) -> bool:
+def is_inside(part: Part, outer: Part) -> bool:
+    """True for a part of a part, or the same."""
     if part == outer or outer == Part(""):
         return True
     if outer.around:

@@ -49,7 +49,8 @@ class ValueFacts:
 
 @dataclass(frozen=True)
 class OpFacts:
-    """An Op; ``takes_batch_size``: an argument is computed from the number of rows."""
+    """An Op; ``takes_batch_size``: an argument is computed from the number of rows; ``row_group``: those with the same
+    treat each row by itself together."""
 
     operands: tuple[int, ...]
     results: tuple[int, ...]
@@ -57,6 +58,7 @@ class OpFacts:
     grad_enabled: bool
     random: bool
     in_region: bool
+    row_group: int | None
     takes_batch_size: bool
 
 
@@ -168,6 +170,7 @@ def _op(item: dict[str, Any]) -> OpFacts:
         grad_enabled=item["grad_enabled"],
         random=item.get("random", False),
         in_region=item.get("region") is not None,
+        row_group=item.get("row_group"),
         takes_batch_size=any(map(_is_of_batch_size, args)),
     )
 

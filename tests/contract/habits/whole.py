@@ -115,7 +115,9 @@ class _Sorted(_Routed):
         return x + made[order.argsort()] * weights[:, None]
 
 
-@warned(_KEPT, "tested, not proven", instead="rows that are sorted and put back stay on their Replica")
+@warned(
+    "rows of the batch meet in", "tested, not proven", instead="rows that are sorted and put back stay on their Replica"
+)
 def experts_sorted(job: Job) -> None:
     """A sub-module sorts all rows by expert, computes, and puts each row back."""
     net = Chain(5)

@@ -2,7 +2,7 @@
 
 use rannc_ir::DType;
 
-use super::operation::{is_convolution, is_lookup};
+use super::operation::{is_convolution, is_grouped_product, is_lookup};
 
 /// Which shares of a device's peaks an op reaches.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -29,6 +29,7 @@ impl OpKind {
             | "einsum" | "lstm" | "gru" | "rnn_tanh" | "rnn_relu" => Self::Matrix,
             "scaled_dot_product_attention" => Self::Attention,
             "softmax" | "_softmax" | "log_softmax" | "_log_softmax" | "cross_entropy_loss" => Self::Normalisation,
+            _ if is_grouped_product(name) => Self::Matrix,
             _ if is_convolution(name) => Self::Convolution,
             _ if is_lookup(name) => Self::Embedding,
             _ if name.ends_with("_norm") => Self::Normalisation,

@@ -22,6 +22,11 @@ pub(crate) fn is_convolution(name: &str) -> bool {
         || name.starts_with("conv_transpose")
 }
 
+/// Products of groups of rows with matrices of their own, as of experts.
+pub(crate) fn is_grouped_product(name: &str) -> bool {
+    name.contains("grouped_mm")
+}
+
 pub(crate) fn is_lookup(name: &str) -> bool {
     matches!(name, "embedding" | "index_select" | "gather" | "index" | "take")
 }

@@ -14,7 +14,7 @@ use super::simplest::{ESTIMATED_ERROR, MEASURED_ERROR, PassedOver, dividing_less
 use crate::error::SearchError;
 use crate::price::{Model, Pricing, RankOrder, Saver};
 use crate::settings::{Savers, Settings};
-use crate::solve::{Grain, SearchCase, Solution, Solved, Solver, fits, shortage};
+use crate::solve::{Grain, Help, SearchCase, Solution, Solved, Solver, fits, shortage};
 use crate::stop::{Clock, Deadline, Stop};
 
 /// Most units of ranks that the search tells apart: its time grows with their square.
@@ -336,13 +336,17 @@ impl<'a> Planner<'a> {
         let most = settings.microbatch_candidates().ok().and_then(|counts| counts.last().copied()).unwrap_or(1);
         let schedule = settings.schedules()[0];
         let pricing = Pricing::new(self.model.problem(self.cluster, settings), schedule, most);
-        let more = more(settings.savers).into_iter();
-        let would_fit = more.filter(|(_, savers)| {
+        let fitting = more(settings.savers).into_iter().filter(|(_, savers)| {
             let with = Saver::most(savers);
             fits(&pricing, &self.rough, &with)
         });
-        let would_fit = would_fit.map(|(what, _)| what).collect();
-        shortage(&pricing, &self.rough, would_fit, |block| {
+        let own = settings.savers.sharding;
+        let (dividing, lacking): (Vec<_>, Vec<_>) = fitting.partition(|(_, savers)| savers.sharding != own);
+        let help = Help {
+            divided: dividing.first().map(|(_, savers)| savers.sharding),
+            would_fit: lacking.into_iter().map(|(what, _)| what).collect(),
+        };
+        shortage(&pricing, &self.rough, help, |block| {
             let OpRun { first, end } = self.model.blocks.blocks[block].ops;
             let place = self.graph.place(self.analysis.main_ops[first as usize]);
             let names = ModuleNames::new(self.graph, &self.analysis.main_ops);

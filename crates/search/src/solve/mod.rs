@@ -8,7 +8,7 @@ mod stages;
 pub(crate) mod table;
 
 pub(crate) use relax::Grain;
-pub(crate) use shortage::{fits, shortage};
+pub(crate) use shortage::{Help, fits, shortage};
 pub(crate) use solve::{SearchCase, Solution, Solved, Solver};
 pub(crate) use stages::FoundStage;
 pub(crate) use table::Entry;

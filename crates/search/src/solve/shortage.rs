@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use rannc_plan::MemoryPrediction;
+use rannc_plan::{MemoryPrediction, Sharding};
 
 use crate::error::{Advice, SearchError, Shortage};
 use crate::price::{At, Place, Pricing, RankOrder, Saver, StageMemory};
@@ -18,12 +18,20 @@ struct Tightest<'a> {
     stages: usize,
 }
 
+/// What would make the model fit.
+pub(crate) struct Help {
+    /// The least that Replicas would have to divide.
+    pub divided: Option<Sharding>,
+    /// What the runtime cannot do yet.
+    pub would_fit: Vec<&'static str>,
+}
+
 /// Says which Stage is too large even in the Plan whose largest Stage is smallest; `describe` names a
 /// Block.
 pub(crate) fn shortage(
     pricing: &Pricing<'_>,
     order: &RankOrder,
-    would_fit: Vec<&'static str>,
+    help: Help,
     describe: impl Fn(usize) -> String,
 ) -> SearchError {
     let savers = Saver::most(&pricing.problem.settings.savers);
@@ -49,7 +57,8 @@ pub(crate) fn shortage(
         short_bytes: tightest.short_bytes.max(0.0).ceil() as u64,
         needed_bytes: (usable_bytes + tightest.short_bytes).ceil() as u64,
         usable_bytes: usable_bytes as u64,
-        would_fit,
+        divided: help.divided,
+        would_fit: help.would_fit,
         stages: tightest.stages,
         microbatches: pricing.step.microbatches,
         largest: largest_use(&memory),

@@ -1,0 +1,83 @@
+"""Several nodes of a flat graph as one function."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_aggregate
+
+from .facts import GRAD_ENABLED, memory
+from .leaf import OpaqueCall
+from .ops import draws_random_numbers, mutated_arguments, target_name
+from .torch_internals import SET_GRAD_ENABLED
+
+
+def writes(node: fx.Node) -> set[int]:
+    """The memory that a node changes."""
+    return {storage for operand in mutated_arguments(node) for storage in memory(operand)}
+
+
+def as_one_call(
+    group: Sequence[fx.Node], taken: Sequence[fx.Node], given: Sequence[fx.Node], device: torch.device, kind: str
+) -> OpaqueCall:
+    """The group as a function of what it takes, named by its contents, which are the same on all ranks.
+
+    Args:
+        group: nodes in order.
+        taken: what they read of others.
+        given: those whose results are the function's.
+        device: every device that the model named is replaced by it.
+        kind: for the name.
+    """
+    inner = fx.Graph()
+    copies = {node: inner.placeholder(f"a{place}") for place, node in enumerate(taken)}
+    ambient, enabled = inner.call_function(torch.is_grad_enabled), True
+    contents: list[Any] = []
+    written = {storage for node in group for storage in writes(node)}
+    for node in group:
+        if bool(node.meta.get(GRAD_ENABLED, True)) != enabled:
+            enabled = not enabled
+            inner.call_function(SET_GRAD_ENABLED, (ambient if enabled else False,))
+        args, kwargs = map_aggregate((node.args, node.kwargs), lambda item: _copied(item, copies, device))
+        copies[node] = inner.call_function(_function(node, written), args, kwargs, name=node.name)
+        contents.append((target_name(node.target), enabled, _described((node.args, node.kwargs), copies)))
+    if not enabled:
+        inner.call_function(SET_GRAD_ENABLED, (ambient,))
+    inner.output(tuple(copies[node] for node in given))
+    contents.append([group.index(node) for node in given])
+    digest = hashlib.sha256(repr(contents).encode()).hexdigest()[:12]
+    module = fx.GraphModule(nn.Module(), inner)
+    call = OpaqueCall(f"{kind}_{digest}", module.forward, f"{kind}.{digest}")
+    # The operands whose memory the group changes.
+    call.changes = tuple(place for place, node in enumerate(taken) if written & memory(node))
+    call.draws = any(draws_random_numbers(node) for node in group)
+    return call
+
+
+def _function(node: fx.Node, written: set[int]) -> Any:
+    """What computes a node; ``written``: the memory that changes in place."""
+    # Kernels may lay out memory in other ways than without data, so that a view is not possible.
+    may_copy = node.target is torch.ops.aten.view.default and not written & memory(node)
+    return torch.ops.aten.reshape.default if may_copy else node.target
+
+
+def _copied(item: Any, copies: dict[fx.Node, fx.Node], device: torch.device) -> Any:
+    if isinstance(item, torch.device):
+        return device
+    return copies[item] if isinstance(item, fx.Node) else item
+
+
+def _described(item: Any, copies: dict[fx.Node, fx.Node]) -> str:
+    """Arguments as text, without what is not the same in another process: names of nodes and the device's number."""
+    numbers = {copy: place for place, copy in enumerate(copies.values())}
+
+    def described(item: Any) -> Any:
+        if isinstance(item, fx.Node):
+            return f"%{numbers[copies[item]]}"
+        return item.type if isinstance(item, torch.device) else item
+
+    return repr(map_aggregate(item, described))

@@ -1,0 +1,169 @@
+"""Ops that treat each row by itself together: experts that sort the rows of a batch and put them back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pyrannc._native import Graph
+from pyrannc.capture import Captured, CaptureError, CaptureOptions, capture
+from pyrannc.core.tail import DividedFacts
+
+CPU = torch.device("cpu")
+ROWS, TOKENS, WIDTH, EXPERTS = 4, 3, 6, 3
+
+
+class Experts(nn.Module):
+    """Sorts tokens by expert, computes each with that expert's weights, and puts them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.weights = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, WIDTH)
+        shares, chosen = self.router(tokens).softmax(-1).max(-1)
+        order = chosen.argsort()
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.shape[0])
+        made = torch.einsum("ti,tio->to", tokens[order], self.weights[chosen[order]])
+        return (made[back] * shares[:, None]).view_as(x)
+
+
+class Unsorted(Experts):
+    """Forgets to put tokens back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x.sum((1, 2)).argsort()]
+
+
+class Centred(Experts):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - x.mean(0)
+
+
+class Counting(Experts):
+    """Others read how many tokens an expert has, which is no row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts = F.one_hot(self.router(x).argmax(-1), EXPERTS).sum((0, 1))
+        return super().forward(x)
+
+
+class Asking(Experts):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if bool((x > -1e9).all()) else -x)
+
+
+class ByNumPy(Experts):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.from_numpy(np.cos(x.detach().numpy())))
+
+
+class Dropping(Experts):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.5)
+
+
+class Net(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.ModuleList([inner])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner[0](self.first(x))
+        counts = getattr(self.inner[0], "counts", None)
+        return self.last(y if counts is None else y * counts.sum())  # type: ignore[no-any-return]
+
+
+def call(rows: int) -> Any:
+    return (torch.randn(rows, TOKENS, WIDTH),), {}
+
+
+def captured(inner: nn.Module, *, told: Sequence[str] = (), tried: Sequence[str] = ()) -> Captured:
+    args, kwargs = call(ROWS)
+    options = CaptureOptions(row_wise_modules=tuple(told))
+    return capture(Net(inner), args, kwargs, device=CPU, rows=ROWS, options=options, tried_together=tried)
+
+
+def tail_of(found: Captured) -> DividedFacts:
+    return DividedFacts.from_json(Graph.from_json(found.graph_json).divide_tail("batch").to_json())
+
+
+def groups_of(found: Captured) -> set[int]:
+    return {op["row_group"] for op in json.loads(found.graph_json)["ops"] if "row_group" in op}
+
+
+def test_without_a_word_what_sorts_is_in_the_tail() -> None:
+    assert tail_of(captured(Experts())).tail.mixing
+
+
+@pytest.mark.parametrize("name", ["inner.0", "inner.*"])
+def test_what_is_told_is_a_group_of_ops(name: str) -> None:
+    found = captured(Experts(), told=[name])
+    assert groups_of(found) == {0}
+    assert not tail_of(found).tail.ops
+    assert not any(op.get("opaque") for op in json.loads(found.graph_json)["ops"])
+
+
+def test_a_group_equals_the_model(assert_equals_model: Callable[..., Captured]) -> None:
+    assert_equals_model(Net(Experts()), call, options=CaptureOptions(row_wise_modules=("inner.0",)))
+
+
+def test_trials_show_a_group() -> None:
+    found = captured(Experts(), tried=["inner.0"])
+    assert (found.row_wise, groups_of(found)) == ((True,), {0})
+    assert not tail_of(found).tail.ops
+
+
+@pytest.mark.parametrize("kind", [Unsorted, Centred, Counting, Dropping])
+def test_trials_find_what_is_none(kind: type[nn.Module]) -> None:
+    found = captured(kind(), tried=["inner.0"])
+    assert found.row_wise == (False,)
+    assert not groups_of(found)
+
+
+def test_what_others_take_of_a_told_group_must_have_rows() -> None:
+    assert tail_of(captured(Counting(), told=["inner.0"])).tail.mixing
+
+
+@pytest.mark.parametrize("kind", [Asking, ByNumPy])
+def test_what_cannot_be_captured_for_all_batches_stays_whole(kind: type[nn.Module]) -> None:
+    found = captured(kind(), told=["inner.0"])
+    assert found.leaves == ("inner.0",)
+    assert [op["row_wise"] for op in json.loads(found.graph_json)["ops"] if op.get("opaque")] == [True]
+    assert not found.assumptions
+
+
+def test_fewer_groups_on_another_rank_are_fewer_here() -> None:
+    found = captured(Experts(), tried=["inner.0"])
+    assert not groups_of(found.with_row_wise([False]))
+    assert groups_of(found.with_row_wise([True])) == {0}
+
+
+def test_the_same_is_found_again() -> None:
+    torch.manual_seed(0)
+    net, (args, kwargs) = Net(Experts()), call(ROWS)
+    first = capture(net, args, kwargs, device=CPU, rows=ROWS, options=CaptureOptions(row_wise_modules=("inner.*",)))
+    again = capture(
+        net, args, kwargs, device=CPU, rows=ROWS, options=CaptureOptions(first.leaves), row_wise=first.row_wise,
+        tried_together=first.together,
+    )  # fmt: skip
+    assert again.graph_json == first.graph_json
+
+
+@pytest.mark.parametrize("option", ["leaf_modules", "row_wise_modules"])
+@pytest.mark.parametrize("name", ["innr.*", "missing"])
+def test_a_name_that_fits_nothing_is_refused(option: str, name: str) -> None:
+    args, kwargs = call(ROWS)
+    with pytest.raises(CaptureError, match=rf"{option}: the model has no sub-module '{name}'".replace("*", r"\*")):
+        capture(Net(Experts()), args, kwargs, device=CPU, rows=ROWS, options=CaptureOptions(**{option: (name,)}))
