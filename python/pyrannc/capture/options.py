@@ -38,9 +38,9 @@ class CaptureOptions:
         paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
         whole = _expanded("leaf_modules", self.leaf_modules, paths)
         by_itself = _expanded("row_wise_modules", self.row_wise_modules, paths)
-        return replace(
-            self, leaf_modules=whole, row_wise_modules=tuple(path for path in by_itself if path not in whole)
-        )
+        own = [path for path in by_itself if path not in whole]
+        outermost = tuple(path for path in own if not any(path.startswith(f"{other}.") for other in own))
+        return replace(self, leaf_modules=whole, row_wise_modules=outermost)
 
 
 def _expanded(option: str, names: Sequence[str], paths: Sequence[str]) -> tuple[str, ...]:
