@@ -13,6 +13,9 @@ from torch.nn import functional
 
 import pyrannc
 from pyrannc.errors import RaNNCError
+from pyrannc.proof.made import Made
+from pyrannc.proof.once import differences
+from pyrannc.proof.verdict import ALLOWED
 from tests.ranks import RankPool
 
 from .equivalence import environment, local_slice
@@ -116,3 +119,18 @@ CASES = {
 def test_a_model_that_is_traced_otherwise_never_trains(ranks: Ranks, special: Callable[[Tensor], Tensor]) -> None:
     for told in ranks(2).run(train, special):
         assert re.search(CASES[special], told), told
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_gradient_of_roundings_alone_counts_beside_the_largest(kind: torch.dtype) -> None:
+    eps = torch.finfo(kind).eps
+
+    def made(small: float, large: float = 1.0) -> Made:
+        return Made({}, {}, {"keys.bias": torch.tensor([small]), "weight": torch.tensor([large])})
+
+    def wrong(one: Made, other: Made) -> list[str | int]:
+        return [item.name for item in differences(one, other, kind) if item.size > ALLOWED[kind]]
+
+    assert wrong(made(eps / 2), made(-eps / 2)) == []
+    assert wrong(made(0.5), made(0.6)) == ["keys.bias"]
+    assert wrong(made(eps, 1.2), made(eps)) == ["weight"]

@@ -22,6 +22,10 @@ _FEW = 2
 _ROUNDING = 10.0
 """A difference below so many times what rounding of the parameters alone makes says nothing."""
 _SHARE_OF_FREE = 0.5
+_NOISE = 8.0
+"""Roundings of the largest gradient that one may have which is nothing but terms that cancel each other."""
+_MOST_NOISE = 1e-2
+"""And how much of the largest one they may be, whatever the type."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +144,9 @@ def _on_rows(
         return Comparison(why_not="the device has not enough memory")
     finally:
         _give_back(device)
-    allowed = _allowed(variant)
-    worst = [item for item in differences(made, expected, allowed) if item.size > allowed]
+    kind = _computed_in(variant)
+    allowed = 0.0 if kind is None else ALLOWED[kind]
+    worst = [item for item in differences(made, expected, kind) if item.size > allowed]
     if worst:
         why = _explained(piece, expected, made, worst[0])
         if why:
@@ -166,14 +171,22 @@ def _same_answers(variant: Variant, tensors: Sequence[Tensor]) -> bool:
     return True
 
 
-def _allowed(variant: Variant) -> float:
+def _computed_in(variant: Variant) -> torch.dtype | None:
+    """The type with the largest roundings."""
     types = {value.dtype for value in variant.whole.facts.values}
     types |= {torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
-    return max((ALLOWED[dtype] for dtype in types & ALLOWED.keys()), default=0.0)
+    return max(types & ALLOWED.keys(), key=ALLOWED.__getitem__, default=None)
 
 
-def differences(made: Made, expected: Made, allowed: float) -> Iterator[Difference]:
-    """How far apart two computations are: outputs, then buffers, then gradients."""
+def differences(made: Made, expected: Made, kind: torch.dtype | None = None) -> Iterator[Difference]:
+    """How far apart two computations are: outputs, then buffers, then gradients.
+
+    Args:
+        kind: the type in which both round: a gradient that is nothing but roundings of terms that cancel each other,
+            as that of the bias of an attention's keys, counts beside the largest one. ``None``: it counts as any other.
+    """
+    largest = max((float(item.abs().max()) for item in expected.gradients.values() if item.numel()), default=0.0)
+    least = 0.0 if kind is None else min(_NOISE * torch.finfo(kind).eps, _MOST_NOISE) * largest / ALLOWED[kind]
     for value, tensor in expected.outputs.items():
         yield Difference("output", value, _apart(made.outputs[value], tensor))
     for name, tensor in expected.buffers.items():
@@ -182,11 +195,12 @@ def differences(made: Made, expected: Made, allowed: float) -> Iterator[Differen
         # One of zeros and none are the same.
         other = expected.gradients.get(name)
         one = made.gradients[name] if other is None else made.gradients.get(name, torch.zeros_like(other))
-        yield Difference("gradient", name, _apart(one, torch.zeros_like(one) if other is None else other))
+        yield Difference("gradient", name, _apart(one, torch.zeros_like(one) if other is None else other, least))
 
 
-def _apart(one: Tensor, other: Tensor) -> float:
-    """The largest difference, relative to the largest element; infinite for tensors that cannot be compared."""
+def _apart(one: Tensor, other: Tensor, least: float = 0.0) -> float:
+    """The largest difference, relative to the largest element, or to ``least`` if that is more; infinite for tensors
+    that cannot be compared."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return float("inf")
     if not other.numel() or torch.equal(one, other):
@@ -194,7 +208,7 @@ def _apart(one: Tensor, other: Tensor) -> float:
     if not torch.equal(one.isfinite(), other.isfinite()):
         return float("inf")
     one, other = (torch.where(item.isfinite(), item, 0) for item in (one, other))
-    return relative(one, other)
+    return relative(one, other, least)
 
 
 def _explained(piece: FewRows, expected: Made, made: Made, first: Difference) -> str:
@@ -212,7 +226,7 @@ def _explained(piece: FewRows, expected: Made, made: Made, first: Difference) ->
 
 def _size_of(one: Made, other: Made, first: Difference) -> float:
     return next(
-        (item.size for item in differences(one, other, 0.0) if (item.kind, item.name) == (first.kind, first.name)), 0.0
+        (item.size for item in differences(one, other) if (item.kind, item.name) == (first.kind, first.name)), 0.0
     )
 
 
