@@ -219,7 +219,7 @@ fn groups(graph: &Graph, storages: &Storages, main_index: &Arena<OpId, Option<u3
         if let Some(region) = op.region {
             by_region.entry(region).or_default().push(id);
         }
-        if let Some(group) = op.row_group {
+        if let Some(group) = op.row_group.filter(|_| main_index[id].is_some()) {
             by_row_group.entry(group).or_default().push(id);
         }
     }
