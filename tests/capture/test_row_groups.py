@@ -50,12 +50,87 @@ class Centred(Experts):
         return super().forward(x) - x.mean(0)
 
 
-class Counting(Experts):
-    """Others read how many tokens an expert has, which is no row."""
+class Shared(Experts):
+    """With an activation that the model too has a name for."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.act = act
 
     def forward(self, x: Tensor) -> Tensor:
-        self.counts = F.one_hot(self.router(x).argmax(-1), EXPERTS).sum((0, 1))
-        return super().forward(x)
+        tokens = x.reshape(-1, WIDTH)
+        order = tokens.sum(-1).argsort()
+        return self.act(tokens[order])[order.argsort()].view_as(x)  # type: ignore[no-any-return]
+
+
+class Capacity(Experts):
+    """Drops the tokens of an expert beyond the thirty-second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = F.one_hot(self.router(x).argmax(-1).reshape(-1), EXPERTS)
+        kept = (chosen.cumsum(0) * chosen).sum(-1) <= 32
+        return super().forward(x) * kept.view(-1, TOKENS, 1)
+
+
+class Seen(Experts):
+    """Beside the tokens, others see something without rows."""
+
+    def forward(self, x: Tensor, others: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        raise NotImplementedError
+
+
+class Counting(Seen):
+    def forward(self, x: Tensor, others: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        self.seen = F.one_hot(self.router(x).argmax(-1), EXPERTS).sum((0, 1))
+        return Experts.forward(self, x), None
+
+
+class Balanced(Seen):
+    def forward(self, x: Tensor, others: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        return Experts.forward(self, x), self.router(x).softmax(-1).mean((0, 1)).square()
+
+
+class Filling(Seen):
+    def forward(self, x: Tensor, others: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        shares, seen = self.router(x).softmax(-1), torch.zeros(EXPERTS)
+        for expert in range(EXPERTS):
+            seen[expert] = shares[..., expert].mean()
+        return Experts.forward(self, x), seen
+
+
+class FillingOthers(Seen):
+    def forward(self, x: Tensor, others: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        others[:1].add_(self.router(x).mean())
+        return Experts.forward(self, x), None
+
+
+class Keeping(Seen):
+    """In a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("load", torch.zeros(EXPERTS))
+        self.load: Tensor
+
+    def forward(self, x: Tensor, others: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        new = torch.zeros(EXPERTS)
+        new[:] = F.one_hot(self.router(x).argmax(-1), EXPERTS).sum((0, 1))
+        self.load = self.load * 0.5 + new.detach()
+        return Experts.forward(self, x), None
+
+
+class Seeing(nn.Module):
+    """Reads what others see."""
+
+    def __init__(self, inner: Seen) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        others = torch.zeros(EXPERTS)
+        y, beside = self.inner(x, others)
+        beside = getattr(self.inner, "seen", beside)
+        return y * (1 + others.sum() + (0 if beside is None else beside.sum()))  # type: ignore[no-any-return]
 
 
 class Asking(Experts):
@@ -80,9 +155,7 @@ class Net(nn.Module):
         self.inner = nn.ModuleList([inner])
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.inner[0](self.first(x))
-        counts = getattr(self.inner[0], "counts", None)
-        return self.last(y if counts is None else y * counts.sum())  # type: ignore[no-any-return]
+        return self.last(self.inner[0](self.first(x)))  # type: ignore[no-any-return]
 
 
 def call(rows: int) -> Any:
@@ -125,15 +198,46 @@ def test_trials_show_a_group() -> None:
     assert not tail_of(found).tail.ops
 
 
-@pytest.mark.parametrize("kind", [Unsorted, Centred, Counting, Dropping])
+@pytest.mark.parametrize("kind", [Unsorted, Centred, Dropping, Capacity])
 def test_trials_find_what_is_none(kind: type[nn.Module]) -> None:
     found = captured(kind(), tried=["inner.0"])
     assert found.row_wise == (False,)
     assert not groups_of(found)
 
 
-def test_what_others_take_of_a_told_group_must_have_rows() -> None:
-    assert tail_of(captured(Counting(), told=["inner.0"])).tail.mixing
+@pytest.mark.parametrize("kind", [Counting, Balanced, Filling, FillingOthers, Keeping])
+def test_what_others_see_without_rows_is_of_no_group(kind: type[Seen]) -> None:
+    found = captured(Seeing(kind()), tried=["inner.0.inner"])
+    assert not groups_of(found)
+    assert tail_of(found).tail.mixing
+
+
+@pytest.mark.parametrize("kind", [Balanced, Filling, FillingOthers, Keeping])
+def test_what_is_told_and_no_group_stays_whole(kind: type[Seen]) -> None:
+    try:
+        found = captured(Seeing(kind()), told=["inner.0.inner"])
+    except CaptureError:
+        return
+    assert found.leaves
+    assert tail_of(found).tail.mixing
+
+
+def test_who_reads_tensors_that_a_whole_part_leaves_in_attributes_stays_whole_with_it() -> None:
+    found = captured(Seeing(Counting()), told=["inner.0.inner"])
+    assert "inner.0" in found.leaves
+    (kept,) = found.kept_whole
+    assert "'inner.0.inner', which stays whole, has left in attribute 'seen'" in kept.cause
+
+
+def test_an_op_that_another_module_has_named_belongs_to_the_call() -> None:
+    act = nn.GELU()
+    net = Net(Shared(act))
+    # The first of its names is the model's.
+    net._modules = {"act": act, **net._modules}
+    args, kwargs = call(ROWS)
+    options = CaptureOptions(row_wise_modules=("inner.0",))
+    found = capture(net, args, kwargs, device=CPU, rows=ROWS, options=options)
+    assert (groups_of(found), tail_of(found).tail.ops) == ({0}, ())
 
 
 @pytest.mark.parametrize("kind", [Asking, ByNumPy])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ import pyrannc
 from pyrannc.errors import RaNNCError
 from pyrannc.proof.made import Made
 from pyrannc.proof.once import differences
-from pyrannc.proof.verdict import ALLOWED
 from tests.ranks import RankPool
 
 from .equivalence import environment, local_slice
@@ -121,16 +121,65 @@ def test_a_model_that_is_traced_otherwise_never_trains(ranks: Ranks, special: Ca
         assert re.search(CASES[special], told), told
 
 
-@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_gradient_of_roundings_alone_counts_beside_the_largest(kind: torch.dtype) -> None:
-    eps = torch.finfo(kind).eps
+class Keys(nn.Module):
+    """Attention whose bias of keys changes nothing: its gradient is roundings alone, and others when it is traced."""
 
-    def made(small: float, large: float = 1.0) -> Made:
-        return Made({}, {}, {"keys.bias": torch.tensor([small]), "weight": torch.tensor([large])})
+    def __init__(self, kind: torch.dtype) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.kind = kind
 
-    def wrong(one: Made, other: Made) -> list[str | int]:
-        return [item.name for item in differences(one, other, kind) if item.size > ALLOWED[kind]]
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.query(x).to(self.kind), self.key(x).to(self.kind)
+        traced = torch.compiler.is_compiling()
+        scores = torch.matmul(q, k.mT / 3) if traced else torch.matmul(q / 3, k.mT)
+        return torch.matmul(scores.to(x.dtype).softmax(-1), self.value(x)).square().mean()
 
-    assert wrong(made(eps / 2), made(-eps / 2)) == []
-    assert wrong(made(0.5), made(0.6)) == ["keys.bias"]
-    assert wrong(made(eps, 1.2), made(eps)) == ["weight"]
+
+class Scaled(nn.Module):
+    """Layers of which little is added, and which get no gradient when they are traced."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.inner(x))
+        y = y.detach() if torch.compiler.is_compiling() else y
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.last(x + y * self.scale).float().square().mean()  # type: ignore[no-any-return]
+
+
+def compared(make: Callable[[], nn.Module], dtype: torch.dtype) -> str:
+    """What report() says of the comparison, or the error."""
+    torch.manual_seed(0)
+    model = make().to(dtype)
+    module = pyrannc.RaNNCModule(model, torch.optim.SGD(model.parameters(), lr=0.1), check_unused_values=False)
+    try:
+        for _ in range(3):
+            module(torch.randn(4, 6, WIDTH, dtype=dtype)).backward()
+    except RaNNCError as error:
+        return str(error)
+    found: str = module.report().compared
+    module.undeploy()
+    return found
+
+
+@pytest.mark.parametrize("outer", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_gradient_of_roundings_alone_is_no_difference(ranks: Ranks, kind: torch.dtype, outer: torch.dtype) -> None:
+    (told,) = ranks(1).run(compared, partial(Keys, kind), outer)
+    assert "equal outputs and gradients" in told, told
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-2, 1e-3])
+def test_a_small_gradient_that_is_none_of_roundings_is_compared(ranks: Ranks, scale: float) -> None:
+    (told,) = ranks(1).run(compared, partial(Scaled, scale), torch.float32)
+    assert re.search(r"'inner' .*is the first that differs", told), told
+
+
+def test_an_infinite_gradient_hides_no_other() -> None:
+    largest = torch.tensor([float("inf"), 1.0])
+    made, expected = (Made({}, {}, {"a": largest, "b": torch.tensor([b])}) for b in (0.0, 7.0))
+    assert [item.name for item in differences(made, expected) if item.size > 0] == ["b"]

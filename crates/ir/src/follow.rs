@@ -37,7 +37,7 @@ pub(crate) fn follow(
     let operands = op.operands();
     let free = operands.iter().all(|&value| states[value] == RowState::Free);
     let extents = op.results.iter().any(|&value| graph.values[value].shape.iter().any(|dim| dim.per_row != 0));
-    if free && !extents && !call.has_batch_size() {
+    if free && !extents && !call.has_batch_size() && op.row_group.is_none() {
         return Ok(vec![RowState::Free; op.results.len()]);
     }
     // Inside of vmap shapes are those of one sample, so that the rules hold for what has rows there.
@@ -179,14 +179,25 @@ impl Call<'_> {
     }
 
     /// Rows in dimension 0 of all that a group takes from others and has any, and of all that it gives to them. Inside,
-    /// rows may stand in any order, which nobody else learns.
+    /// rows may stand in any order, which nobody else learns: what a group changes without such rows, it alone sees.
     fn in_row_group(&self, group: u32) -> Result<Vec<RowState>, How> {
         let inside = |op: &Op| op.row_group == Some(group);
-        let is_taken = |&value: &ValueId| match self.graph.values[value].def {
-            ValueDef::Op { op, .. } => !inside(&self.graph.ops[op]),
-            _ => true,
+        let is_made_inside = |value: ValueId| match self.graph.values[value].def {
+            ValueDef::Op { op, .. } => inside(&self.graph.ops[op]),
+            _ => false,
         };
+        let is_taken = |value: &ValueId| !is_made_inside(*value);
         self.have_leading_rows(&self.op.operands().into_iter().filter(is_taken).collect::<Vec<_>>())?;
+        let changed: Vec<ValueId> = self.op.mutates.iter().map(|&value| self.root(value)).collect();
+        let is_seen = |value: &ValueId| is_taken(value) && changed.contains(&self.root(*value));
+        let mut others = self.graph.ops.values().filter(|op| !inside(op));
+        let updates = self.graph.buffers.values().filter_map(|buffer| buffer.update);
+        if others.any(|op| op.operands().iter().any(is_seen))
+            || updates.chain(self.graph.outputs.iter().copied()).any(|value| is_seen(&value))
+            || changed.iter().any(|&value| !matches!(self.graph.values[value].def, ValueDef::Op { .. }))
+        {
+            return Err(CHANGES);
+        }
         let result = |&value: &ValueId| {
             let used = self.graph.ops.values().any(|op| !inside(op) && op.operands().contains(&value));
             let updates = self.graph.buffers.values().any(|buffer| buffer.update == Some(value));
@@ -211,6 +222,10 @@ impl Call<'_> {
             }
         }
         Ok(any)
+    }
+
+    fn root(&self, value: ValueId) -> ValueId {
+        self.graph.values[value].alias_of.map_or(value, |base| self.root(base))
     }
 
     fn is_constant(&self, value: ValueId) -> bool {

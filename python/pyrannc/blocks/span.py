@@ -8,7 +8,7 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from pyrannc.blocks.bindings import BINDINGS
@@ -22,6 +22,12 @@ from pyrannc.capture.ops import opens_region
 from pyrannc.capture.torch_internals import SET_GRAD_ENABLED, OpOverload
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import SpanPart
+
+
+def without_gradient(made: Tensor) -> Tensor:
+    """A view that was made while autograd was off: torch says that it requires gradients, but none goes through it."""
+    base = made._base
+    return made.detach() if made.grad_fn is None and base is not None and base.requires_grad else made
 
 
 class SpanFunction:
@@ -147,7 +153,11 @@ class _Writer:
             self._handles[original] = node
         for value in self._facts.ops[op].results:
             _, place = self._captured.values[value]
-            self._nodes[value] = node if place is None else self.graph.call_function(operator.getitem, (node, place))
+            made = node if place is None else self.graph.call_function(operator.getitem, (node, place))
+            is_view = self._facts.root(value) != value and not self._facts.ops[op].mutates
+            if is_view and not self._facts.ops[op].grad_enabled:
+                made = self.graph.call_function(without_gradient, (made,))
+            self._nodes[value] = made
 
     def _may_copy(self, op: int) -> bool:
         """True where nobody changes the memory of an Op's results in place."""

@@ -19,6 +19,7 @@ from .assumptions import Attribute, PythonState
 from .flatten import flatten
 from .source import Place, SourceTracker
 from .torch_internals import FakeTensor, attribute_access
+from .untraceable import UntraceableError
 
 _Key = tuple[int, str]
 _HOOKED = "_output_capturing_hooks_installed"
@@ -103,6 +104,7 @@ class AttributeLog:
         self._paths = {id(kept.module): kept.path for kept in self._kept}
         self._read_first: dict[_Key, bool] = {}
         self._where: dict[_Key, Place] = {}
+        self._left: set[_Key] = set()
         self._watching = True
         self.written: list[Attribute] = []
         self.carried: list[Carried] = []
@@ -118,21 +120,37 @@ class AttributeLog:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Notes what is read and written while active."""
-        first = self._read_first
+        """Notes what is read and written while active.
+
+        Raises:
+            UntraceableError: the model reads a tensor that what runs again at each call has left in an attribute.
+        """
+        first, left = self._read_first, self._left
 
         def read(module: nn.Module, name: str) -> None:
+            key = id(module), name
             if self._watching:
-                first.setdefault((id(module), name), True)
+                if key in left:
+                    self._refuse_tensors(module, name)
+                first.setdefault(key, True)
 
         def write(module: nn.Module, name: str) -> None:
             key = id(module), name
             if self._watching:
                 first.setdefault(key, False)
+                left.discard(key)
+            else:
+                left.add(key)
             self._where[key] = self._tracker.here()
 
         with attribute_access(read, write):
             yield
+
+    def _refuse_tensors(self, module: nn.Module, name: str) -> None:
+        if flatten(object.__getattribute__(module, "__dict__").get(name))[0]:
+            here, path = self._tracker.here(), self._paths.get(id(module), "")
+            cause = f"it reads the tensors that sub-module '{path}', which stays whole, has left in attribute '{name}'"
+            raise UntraceableError(f"{here}: {cause}; return them from that sub-module instead", here, cause)
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
+from itertools import takewhile
 
 import torch
 from torch import Tensor, fx
@@ -18,7 +19,7 @@ from torch import Tensor, fx
 from pyrannc.errors import CaptureError
 
 from .dims import AffineReader
-from .facts import FACTS, GRAD_ENABLED, PLACE, TensorFacts, memory
+from .facts import CALLS, FACTS, GRAD_ENABLED, PLACE, TensorFacts, memory
 from .form import Form
 from .one_call import as_one_call, writes
 from .ops import aliased_arguments, closes_region, mutated_arguments, opens_region
@@ -233,6 +234,7 @@ def _replaced(
         "val": tuple(node.meta["val"] for node in given),
         FACTS: {place: found for place, node in enumerate(given) if (found := _facts(node)) is not None},
         PLACE: next(node.meta.get(PLACE) or Place("") for node in group if node in unknown),
+        CALLS: _common([node.meta.get(CALLS, ()) for node in group]),
         GRAD_ENABLED: True,
     }
     nodes = [whole]
@@ -255,3 +257,9 @@ def _reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
     for node in order[1:]:
         last.append(node)
         last = node
+
+
+def _common(calls: Sequence[tuple[tuple[str, int], ...]]) -> tuple[tuple[str, int], ...]:
+    """The calls of sub-modules that are round all."""
+    alike = takewhile(lambda level: len(set(level)) == 1, zip(*calls, strict=False))
+    return tuple(level[0] for level in alike)

@@ -14,7 +14,10 @@ from .torch_internals import TRACK_TENSOR_TREE, OpOverload, note_new_nodes, sche
 
 FACTS = "rannc_facts"
 PLACE = "rannc_place"
+CALLS = "rannc_calls"
 GRAD_ENABLED = "rannc_grad_enabled"
+OF_PLACE = (PLACE, CALLS, GRAD_ENABLED)
+"""What a node that stands for another one has of it."""
 
 
 class TensorFacts(NamedTuple):
@@ -67,10 +70,11 @@ class FactRecorder:
             yield
 
     def annotate_nodes_of(self, graph: fx.Graph) -> None:
-        """From now on, every node made in ``graph`` carries its place and gradient mode."""
+        """From now on, every node made in ``graph`` carries its place, the calls round it and gradient mode."""
 
         def annotate(node: fx.Node) -> None:
             node.meta[PLACE] = self._tracker.here()
+            node.meta[CALLS] = self._tracker.calls
             self._tracker.note_code()
             node.meta[GRAD_ENABLED] = torch.is_grad_enabled()
 
@@ -88,7 +92,10 @@ class FactRecorder:
                 self._record(item, item_proxy)
 
     def _facts(self, tensor: Tensor) -> TensorFacts:
-        return TensorFacts(tensor.requires_grad, self._storage_id(tensor))
+        # Of a view that is made while autograd is off torch says that it does as its base does.
+        base = tensor._base
+        blocked = tensor.grad_fn is None and base is not None and base.requires_grad
+        return TensorFacts(tensor.requires_grad and not blocked, self._storage_id(tensor))
 
     def _storage_id(self, tensor: Tensor) -> int | None:
         try:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from pyrannc.errors import CaptureError
 
-from .facts import FACTS, GRAD_ENABLED, PLACE, TensorFacts, written_memory
+from .facts import FACTS, OF_PLACE, PLACE, TensorFacts, written_memory
 from .ops import arguments
 from .source import Place
 
@@ -69,5 +69,5 @@ def _add(graph: fx.Graph, like: fx.Node, target: Any, operand: fx.Node, *args: A
         node.meta["val"] = target(operand.meta["val"], *args, **kwargs)
     requires_grad = any(facts.requires_grad for facts in operand.meta.get(FACTS, {}).values())
     node.meta[FACTS] = {None: TensorFacts(requires_grad, None)}
-    node.meta |= {key: like.meta[key] for key in (PLACE, GRAD_ENABLED) if key in like.meta}
+    node.meta |= {key: like.meta[key] for key in OF_PLACE if key in like.meta}
     return node

@@ -15,7 +15,7 @@ from pyrannc.errors import CaptureError
 
 from .clean import CleanGraph, grad_enabled, place_of
 from .contents import contents
-from .dims import AffineReader
+from .dims import AffineReader, Dim
 from .facts import FACTS, TensorFacts
 from .leaf import Apart, GradientHook, OpaqueCall
 from .ops import (
@@ -85,8 +85,8 @@ def lower(
     """
     told = frozenset(f"pyrannc.opaque.{Part.of(text).title}" for text in row_wise_modules)
     known = None if row_wise is None else list(row_wise)
-    groups = row_groups(cleaned, together)
-    return _Lowering(trace, cleaned, told, known, groups, frozenset(row_wise_modules)).run(name, training, rows)
+    groups = row_groups(cleaned, together, partial(_extents, trace.reader))
+    return _Lowering(trace, cleaned, told, known, groups, frozenset(row_wise_modules), rows).run(name, training)
 
 
 @dataclass
@@ -97,6 +97,7 @@ class _Lowering:
     known_row_wise: list[bool] | None = None
     groups: Sequence[RowGroup] = ()
     told_paths: frozenset[str] = frozenset()
+    rows: int = 1
     group_of: dict[fx.Node, int] = field(default_factory=dict)
     row_wise: list[bool] = field(default_factory=list)
     tried: dict[Hashable, bool] = field(default_factory=dict)
@@ -107,7 +108,7 @@ class _Lowering:
     """For each Value, the first Value in the same storage."""
     root_of_storage: dict[int, int] = field(default_factory=dict)
 
-    def run(self, name: str, training: bool, rows: int) -> Lowered:
+    def run(self, name: str, training: bool) -> Lowered:
         reader, cleaned = self.trace.reader, self.cleaned
         params = self._named(self.trace.params, cleaned.params, "param")
         buffers = self._named(self.trace.buffers, cleaned.buffers, "buffer")
@@ -127,7 +128,7 @@ class _Lowering:
             "schema": _SCHEMA,
             "name": name,
             "training": training,
-            "sample_rows": rows,
+            "sample_rows": self.rows,
             "values": self.values,
             "ops": ops,
             "params": params,
@@ -211,7 +212,7 @@ class _Lowering:
             (*self.cleaned.buffers, *self.cleaned.constants), (*self.trace.buffers.tensors, *constants), strict=True
         )
         state |= {node: (tensor, False) for node, tensor in others}
-        trials = GroupTrials(self.cleaned, state.get, self._extents)
+        trials = GroupTrials(self.cleaned, state.get, partial(_extents, self.trace.reader), self.rows)
         for number, group in enumerate(self.groups):
             self.row_wise.append(
                 self.known_row_wise[number]
@@ -220,9 +221,6 @@ class _Lowering:
             )
             if self.row_wise[-1]:
                 self.group_of.update(dict.fromkeys(group.nodes, number))
-
-    def _extents(self, tensor: Tensor) -> list[Any]:
-        return [self.trace.reader.read(size) for size in tensor.shape]
 
     def _ops(self, reader: AffineReader) -> list[dict[str, Any]]:
         ops: list[dict[str, Any]] = []
@@ -286,9 +284,9 @@ class _Lowering:
         operands, device = self._operands(node), _device_of(node)
         does, drawn = getattr(node.target, "does", None), as_drawn(operands)
         if does is None or drawn is None:
-            return is_row_wise(call, operands, device)
+            return is_row_wise(call, operands, device, self.rows)
         if (does, drawn) not in self.tried:
-            self.tried[does, drawn] = is_row_wise(call, operands, device)
+            self.tried[does, drawn] = is_row_wise(call, operands, device, self.rows)
         return self.tried[does, drawn]
 
     def _operands(self, node: fx.Node) -> list[Any]:
@@ -302,7 +300,7 @@ class _Lowering:
             if item in self.cleaned.dims:
                 return self.cleaned.dims[item]
             made = item.meta["val"]
-            return known.get(item, made), self._extents(made), item in known
+            return known.get(item, made), _extents(self.trace.reader, made), item in known
 
         return [operand(item) for item in node.args]
 
@@ -384,6 +382,10 @@ class _Lowering:
         for value, root in zip(self.values, self.roots, strict=True):
             if root in reached and "op" in value["def"] and getattr(torch, value["dtype"]).is_floating_point:
                 value["requires_grad"] = True
+
+
+def _extents(reader: AffineReader, tensor: Tensor) -> list[Dim | None]:
+    return [reader.read(size) for size in tensor.shape]
 
 
 def _target(node: fx.Node) -> str:

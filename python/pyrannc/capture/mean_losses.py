@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .facts import FACTS, GRAD_ENABLED, PLACE, TensorFacts
+from .facts import FACTS, GRAD_ENABLED, OF_PLACE, TensorFacts
 
 _ATEN = torch.ops.aten
 _LOSSES = (
@@ -95,7 +95,7 @@ class _Rewrite:
         made: Tensor = node.meta["val"]
         detached = target is _ATEN.detach.default or not made.is_floating_point()
         node.meta[FACTS] = {None: TensorFacts(bool(grad) and not detached, None)}
-        for key in (PLACE, GRAD_ENABLED):
+        for key in OF_PLACE:
             if key in self._loss.meta:
                 node.meta[key] = self._loss.meta[key]
         return node

@@ -6,21 +6,25 @@ what comes out depends on that row alone. Such Ops stay Ops; what others use of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from .clean import CleanGraph, place_of
-from .facts import memory
+from .clean import CleanGraph
+from .dims import Dim
+from .facts import CALLS, memory
 from .one_call import as_one_call, writes
 from .ops import closes_region, is_tuple_access, opens_region
 from .row_trial import is_row_wise
 
 Known = Callable[[fx.Node], tuple[Tensor, bool] | None]
 """The tensor behind a placeholder or a constant, and whether it is a parameter; None for what has to be made up."""
+Extents = Callable[[Tensor], list[Dim | None]]
+"""The extents of a tensor; None for one that is no sum of rows and a number."""
 
 
 @dataclass(frozen=True)
@@ -46,23 +50,28 @@ class RowGroup:
         return as_one_call(self.body, self.takes, self.gives, device, "row_group")
 
 
-def row_groups(cleaned: CleanGraph, paths: Sequence[str]) -> list[RowGroup]:
-    """The calls of sub-modules of which nothing but results is used, and which change nothing of others.
+def row_groups(cleaned: CleanGraph, paths: Sequence[str], extents: Extents) -> list[RowGroup]:
+    """The calls of sub-modules that can be groups, of those of which each call can.
+
+    What others read of one has its rows in dimension 0, and what it changes in place nobody else sees.
 
     Args:
         cleaned: a captured call.
         paths: of sub-modules.
+        extents: of a tensor.
     """
-    nodes = list(cleaned.gm.graph.nodes)
+    # How many rows there are is no secret.
+    nodes = [node for node in cleaned.gm.graph.nodes if node not in cleaned.dims]
     dependent = _dependent(cleaned, nodes)
     taken: set[fx.Node] = set()
     found = []
     for path in paths:
-        for members in _calls(nodes, dependent - taken, path):
-            group = _group(cleaned, nodes, dependent, members, path)
-            if group is not None:
-                found.append(group)
-                taken |= members
+        calls = _calls(nodes, dependent, path)
+        own = [_group(cleaned, nodes, dependent, members, path, extents) for members in calls if not members <= taken]
+        if all(group is not None and taken.isdisjoint(group.nodes) for group in own):
+            groups = [group for group in own if group is not None]
+            found += groups
+            taken.update(*(group.nodes for group in groups))
     return found
 
 
@@ -70,47 +79,80 @@ def _dependent(cleaned: CleanGraph, nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """What depends on the inputs of the call or on the number of rows; such a number itself is an argument."""
     found = {*cleaned.inputs, *(node for node, dim in cleaned.dims.items() if dim.per_row)}
     for node in nodes:
-        if node not in cleaned.dims and not found.isdisjoint(node.all_input_nodes):
+        if not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found.difference(cleaned.inputs, cleaned.dims)
 
 
-def _calls(nodes: Sequence[fx.Node], dependent: Collection[fx.Node], path: str) -> Iterator[set[fx.Node]]:
-    """The nodes of a sub-module, apart where others compute with what came before."""
-    members, after = set[fx.Node](), set[fx.Node]()
+def _calls(nodes: Sequence[fx.Node], dependent: Collection[fx.Node], path: str) -> list[set[fx.Node]]:
+    """What runs in each call of a sub-module."""
+    members = defaultdict[int, set[fx.Node]](set)
+    call_of: dict[fx.Node, int] = {}
     for node in nodes:
         if node.op != "call_function" or node not in dependent:
             continue
-        if _is_inside(place_of(node).module, path) or (is_tuple_access(node) and node.args[0] in members):
-            if not after.isdisjoint(node.all_input_nodes):
-                yield members
-                members, after = set(), set()
-            members.add(node)
-        elif not members.isdisjoint(node.all_input_nodes) or not after.isdisjoint(node.all_input_nodes):
-            after.add(node)
-    if members:
-        yield members
-
-
-def _is_inside(module: str, path: str) -> bool:
-    return module == path or module.startswith(f"{path}.")
+        number = next((number for called, number in node.meta.get(CALLS, ()) if called == path), None)
+        number = call_of.get(node.args[0]) if number is None and is_tuple_access(node) else number  # type: ignore[arg-type]  # it takes a node
+        if number is not None:
+            call_of[node] = number
+            members[number].add(node)
+    return list(members.values())
 
 
 def _group(
-    cleaned: CleanGraph, nodes: Sequence[fx.Node], dependent: Collection[fx.Node], members: set[fx.Node], path: str
+    cleaned: CleanGraph,
+    nodes: Sequence[fx.Node],
+    dependent: Collection[fx.Node],
+    members: set[fx.Node],
+    path: str,
+    extents: Extents,
 ) -> RowGroup | None:
     body, takes = _with_what_they_need(cleaned, dependent, members)
-    gives = [node for node in nodes if node in members and any(user not in members for user in node.users)]
+    read = {operand for node in nodes if node not in members for operand in node.all_input_nodes}
+    gives = [node for node in nodes if node in members and node in read]
     kept = [node for node in nodes if node in body]
-    written = {storage for node in kept for storage in writes(node)}
     if (
         not gives
-        or any(not isinstance(node.meta.get("val"), Tensor) for node in gives)
+        or not all(_has_leading_rows(node, extents) for node in gives)
         or any(opens_region(node) or closes_region(node) for node in kept)
-        or any(written & memory(node) for node in takes)
+        or _comes_back(nodes, members)
+        or _is_seen_outside(nodes, body, members, takes)
     ):
         return None
     return RowGroup(path, frozenset(members), tuple(kept), tuple(takes), tuple(gives))
+
+
+def _has_leading_rows(node: fx.Node, extents: Extents) -> bool:
+    made = node.meta.get("val")
+    dims = extents(made) if isinstance(made, Tensor) else []
+    return bool(dims) and dims[0] is not None and dims[0].per_row > 0
+
+
+def _comes_back(nodes: Sequence[fx.Node], members: Collection[fx.Node]) -> bool:
+    """True when others compute with what the members make, and the members with that."""
+    after = set[fx.Node]()
+    for node in nodes:
+        if node in members:
+            if not after.isdisjoint(node.all_input_nodes):
+                return True
+        elif any(operand in members or operand in after for operand in node.all_input_nodes):
+            after.add(node)
+    return False
+
+
+def _is_seen_outside(
+    nodes: Sequence[fx.Node], body: Collection[fx.Node], members: Collection[fx.Node], takes: Sequence[fx.Node]
+) -> bool:
+    """True when others see memory that the body changes, but for what members return, or change what it makes."""
+    written = {storage for node in body for storage in writes(node)}
+    if any(written & memory(node) for node in takes):
+        return True
+    made_once = {storage for node in body if node not in members for storage in memory(node)}
+    others = [node for node in nodes if node not in body]
+    if any(made_once & writes(node) for node in others):
+        return True
+    read = (operand for node in others for operand in node.all_input_nodes)
+    return any(operand not in members and written & memory(operand) for operand in read)
 
 
 def _with_what_they_need(
@@ -138,12 +180,14 @@ class GroupTrials:
         cleaned: the captured call.
         known: tells tensors.
         extents: of a tensor.
+        rows: of the batch.
     """
 
-    def __init__(self, cleaned: CleanGraph, known: Known, extents: Callable[[Tensor], list[Any]]) -> None:
+    def __init__(self, cleaned: CleanGraph, known: Known, extents: Extents, rows: int) -> None:
         self._cleaned = cleaned
         self._known = known
         self._extents = extents
+        self._rows = rows
         self._found: dict[Hashable, bool] = {}
 
     def show(self, group: RowGroup, device: torch.device) -> bool:
@@ -160,9 +204,9 @@ class GroupTrials:
         title = group.call(torch.device("cpu")).title  # type: ignore[attr-defined]  # an OpaqueCall
         key = self._described(title, group)
         if key is None:
-            return is_row_wise(call, operands, device)
+            return is_row_wise(call, operands, device, self._rows)
         if key not in self._found:
-            self._found[key] = is_row_wise(call, operands, device)
+            self._found[key] = is_row_wise(call, operands, device, self._rows)
         return self._found[key]
 
     def _operand(self, node: fx.Node) -> Any:

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from .dims import Dim
 
-ROWS = (4, 64)
-"""Few, and enough for what begins at a number of rows."""
+FEW, MANY = 4, 64
+"""Rows that are tried at least: few, and enough for what begins at a number of them."""
 MOST_BYTES = 1 << 30
 """Of what goes into a call; a trial holds several times as much."""
-LAWS = ((1.0, 0.0), (1.0, 1.0), (1.0, -1.0), (10.0, 0.0), (0.1, 0.0))
+Law = tuple[float, float]
+LAWS: tuple[Law, ...] = ((1.0, 0.0), (1.0, 1.0), (1.0, -1.0), (10.0, 0.0), (0.1, 0.0))
 """Spread and mean of what is drawn, for what depends on a sign or a size."""
 _RELATIVE = {torch.float16: 1e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.float64: 1e-8}
 
@@ -55,7 +56,7 @@ def as_drawn(operands: Sequence[Any]) -> Hashable | None:
     return tuple(known)
 
 
-def is_row_wise(call: Callable[..., Any], operands: Sequence[Any], device: torch.device) -> bool:
+def is_row_wise(call: Callable[..., Any], operands: Sequence[Any], device: torch.device, rows: int) -> bool:
     """True when parts of a batch give parts of the results and of the gradients, in two divisions.
 
     A result without rows has to be the same number whatever the rows are, or one of the operands. False too where the
@@ -65,12 +66,17 @@ def is_row_wise(call: Callable[..., Any], operands: Sequence[Any], device: torch
         call: takes the operands by position.
         operands: an :data:`Operand` for a tensor; anything else is given as it is.
         device: where it will run; it is tried there if it cannot be tried on the host.
+        rows: of the batch, which are tried as far as memory goes.
     """
+    many = max(MANY, rows)
     # An index out of bounds is an error on the host, on a GPU it ends the process.
     for place in (torch.device("cpu"), device):
         if place.type == "cpu" or torch.cuda.is_available():
             try:
-                return _holds_for_parts(call, operands, place) or _holds(call, operands, place)
+                if _holds_for_parts(call, operands, place):
+                    # What begins at a number of tokens, such as a capacity, is seen with whole rows alone.
+                    return _holds(call, operands, place, many, LAWS[:1])
+                return _holds(call, operands, place, many)
             except Exception:  # whatever the user's code raises: it cannot be tried there
                 continue
     return False
@@ -95,7 +101,7 @@ def _holds_for_parts(call: Callable[..., Any], operands: Sequence[Any], device: 
         for operand in operands
     ]
     try:
-        return _holds(call, made, device)
+        return _holds(call, made, device, MANY)
     except Exception:  # as of a view with the row's own extents
         return False
 
@@ -106,18 +112,19 @@ def _dims_of(operand: Any) -> Sequence[Dim | None]:
     return operand[1] if isinstance(operand, tuple) else []
 
 
-def _holds(call: Callable[..., Any], operands: Sequence[Any], device: torch.device) -> bool:
+def _holds(
+    call: Callable[..., Any], operands: Sequence[Any], device: torch.device, many: int, laws: Sequence[Law] = LAWS
+) -> bool:
     own = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=own), torch.enable_grad():
         torch.manual_seed(0)
-        few, many = ROWS
         seen = _Seen()
-        for law in LAWS:
-            trial = _Trial(call, operands, few, device, seen, *law)
+        for law in laws:
+            trial = _Trial(call, operands, FEW, device, seen, *law)
             if not trial.holds_in_time():
                 return False
             fitting = min(many, trial.most_rows)
-            if fitting > few and not _Trial(call, operands, fitting, device, seen, *law).holds_in_time():
+            if fitting > FEW and not _Trial(call, operands, fitting, device, seen, *law).holds_in_time():
                 return False
         return True
 

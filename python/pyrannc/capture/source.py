@@ -109,6 +109,7 @@ class SourceTracker:
     """Knows the sub-module that is running and the user's line in it.
 
     Attributes:
+        calls: of sub-modules that are running, the outermost first: path, and which call of all it is.
         failure: where an exception came from.
         functions: of the user that it came through, the innermost first, up to the forward of the sub-module.
         before_calls: run before each call of a module, with what it is given.
@@ -121,6 +122,8 @@ class SourceTracker:
     def __init__(self, model: nn.Module) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
         self._stack = [""]
+        self._count = 0
+        self.calls: tuple[tuple[str, int], ...] = ()
         self.failure: Place | None = None
         self.functions: tuple[Part, ...] = ()
         self.before_calls: list[Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]] = []
@@ -158,7 +161,10 @@ class SourceTracker:
         tracker = self
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            outer = tracker.calls
             tracker._stack.append(tracker._names.get(id(module), tracker._stack[-1]))
+            tracker._count += 1
+            tracker.calls = (*outer, (tracker.module, tracker._count))
             try:
                 if id(module) not in tracker._names:
                     tracker.strangers[id(module)] = module
@@ -174,6 +180,7 @@ class SourceTracker:
                 raise
             finally:
                 tracker._stack.pop()
+                tracker.calls = outer
 
         try:
             with MODULE_CALL.replaced_by(call):

@@ -70,11 +70,13 @@ class FewRows:
         self._device = device
         self._backward = backward
 
-    def by_model(self, *, nudged: bool = False, heard: Callable[[str, list[Tensor]], None] | None = None) -> Made:
+    def by_model(
+        self, *, nudged: float | None = None, heard: Callable[[str, list[Tensor]], None] | None = None
+    ) -> Made:
         """By the user's code.
 
         Args:
-            nudged: parameters are other ones by a rounding.
+            nudged: parameters are other ones by that share of them, or by a rounding if that is more.
             heard: takes the path of each sub-module that has run, and its results.
         """
         captured, facts = self._variant.whole.captured, self._variant.whole.facts
@@ -136,7 +138,7 @@ class FewRows:
         made.values = {value: found[value].detach() for value in values}
         return made
 
-    def _state(self, *, nudged: bool = False) -> dict[str, Tensor]:
+    def _state(self, *, nudged: float | None = None) -> dict[str, Tensor]:
         """Parameters as leaves of their own, copies of buffers."""
         found = {name: _leaf(param, self._device, nudged=nudged) for name, param in self._model.named_parameters()}
         buffers = self._model.named_buffers()
@@ -214,11 +216,11 @@ def _states(device: torch.device) -> tuple[Tensor, ...]:
     return torch.get_rng_state(), *own
 
 
-def _leaf(param: Tensor, device: torch.device, *, nudged: bool) -> Tensor:
+def _leaf(param: Tensor, device: torch.device, *, nudged: float | None) -> Tensor:
     own = param.detach().to(device)
-    if nudged and own.is_floating_point():
+    if nudged is not None and own.is_floating_point():
         signs = 1 - 2 * (torch.arange(own.numel(), device=device) % 2).view(own.shape)
-        own = own + signs * torch.finfo(own.dtype).eps * own
+        own = own + signs * max(nudged, torch.finfo(own.dtype).eps) * own
     # It shares the parameter's memory, where that is on the device, and has a gradient of its own.
     return own.detach().requires_grad_(param.requires_grad)
 
