@@ -32,6 +32,7 @@ CASES = [
     Case("bert", (3, 2), stages=2, microbatches=3),
     Case("parametrized", (4, 4), stages=2, microbatches=4, input_grads=True),
     Case("penalized", (5, 2), stages=1, microbatches=2),
+    Case("unled", (3, 4), microbatches=2),
     # Three ranks.
     Case("chain", (5, 3, 2), replicas=(2, 1), microbatches=3, input_grads=True),
     Case("skip", (2, 4, 1), stages=3, microbatches=3, optimizer="adamw"),

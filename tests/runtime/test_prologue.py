@@ -132,7 +132,7 @@ def test_it_runs_once_a_step(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("name", ["parametrized", "penalized"])
+@pytest.mark.parametrize("name", ["parametrized", "penalized", "unled"])
 def test_gradients_equal_those_of_one_process(name: str, stages: int, ranks: Ranks) -> None:
     assert ranks(2).run(check_habits, name, stages) == [[], []]
 
