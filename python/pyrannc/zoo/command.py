@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         "gradients, buffers and parameters of two steps against one process.",
         epilog="Columns: cut: in Stages, with less than 10% of the parameters in sub-modules that stay whole; in "
         "leaves: with more; in tail: half of them or more run on all rows on every process; uncut: one Stage; chance: "
-        "it draws random numbers, so that nothing can be compared; no case: it does not run in one process as the "
+        "it draws random numbers, or a rounding decides; no case: it does not run in one process as the "
         "rules make it. Example: python -m pyrannc zoo --library timm --shard 0/8 --results timm.jsonl",
     )
     parser.add_argument("--library", action="append", choices=LIBRARIES, help="this one alone; may be repeated")

@@ -27,6 +27,10 @@ LIBRARIES = ("transformers", "timm", "torchvision")
 STEPS = 2
 _EXACT, _SINGLE = 1e-10, 1e-4
 """By how much numbers may differ; the second where the model itself computes in less than double precision."""
+_NUDGED = 1e-6
+"""By how much a rounding of parameters has to change what a model computes that leaves a choice to it."""
+_NOISE = 8.0
+"""A gradient that is nothing but terms that cancel each other has so many roundings of the largest one."""
 _FLOAT = Tensor.float
 _PRECISIONS = ((torch.float64, _FLOAT), (torch.float64, Tensor.double), (torch.float32, _FLOAT))
 """The type that a model is run in, and what ``float()`` gives: some do not run in double precision otherwise."""
@@ -53,8 +57,9 @@ class Outcome:
 
     Attributes:
         column: ``"cut"``, ``"in leaves"`` (10% of the parameters or more), ``"in tail"`` (half of them or more run on
-            all rows on every rank), ``"uncut"``, ``"chance"`` (it draws random numbers), ``"refused"``, ``"wrong"``,
-            ``"failed"`` (another error than RaNNC's), or ``"no case"`` (it does not run in one process as made).
+            all rows on every rank), ``"uncut"``, ``"chance"`` (it draws random numbers, or a rounding decides what it
+            computes), ``"refused"``, ``"wrong"``, ``"failed"`` (another error than RaNNC's), or ``"no case"`` (it does
+            not run in one process as made).
         why: the cause, where it is not cut; of one that is, what stays whole.
         stages: of the Plan.
         in_leaves: share of the parameters in sub-modules that stay whole.
@@ -98,10 +103,18 @@ def run(case: Case, rows: Sequence[int], stages: int, *, as_they_are: bool = Fal
                 except Exception as error:
                     cause = cause or _short(error)
                 else:
-                    return _beside(case, rows, stages, expected, as_they_are)
+                    if not _converts_itself(expected):
+                        return _beside(case, rows, stages, expected, as_they_are)
+                    cause = cause or "its forward converts its own parameters"
         return Outcome("no case", cause)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def _converts_itself(expected: _Run) -> bool:
+    """True for a model that does not stay in the type that it is run in."""
+    types = {tensor.dtype for tensor in expected.gradients.values() if tensor is not None}
+    return any(kind.is_floating_point and kind != torch.get_default_dtype() for kind in types)
 
 
 def _made(case: Case, as_they_are: bool) -> tuple[nn.Module, dict[str, Any]]:
@@ -112,9 +125,18 @@ def _made(case: Case, as_they_are: bool) -> tuple[nn.Module, dict[str, Any]]:
     return (model.train() if as_they_are else quiet(model)).to(dtype), structure.rebuild(converted)
 
 
-def _train_plain(case: Case, as_they_are: bool, seed: int = 0) -> _Run:
-    """The steps in one process; ``seed``: of the first one."""
+def _train_plain(case: Case, as_they_are: bool, seed: int = 0, *, nudged: bool = False) -> _Run:
+    """The steps in one process.
+
+    Args:
+        case: the model.
+        as_they_are: with its dropout and batch statistics.
+        seed: of the first step.
+        nudged: its parameters are others by a rounding.
+    """
     model, arguments = _made(case, as_they_are)
+    if nudged:
+        _nudge(model)
     found = _Run()
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
     for step in range(STEPS):
@@ -126,6 +148,13 @@ def _train_plain(case: Case, as_they_are: bool, seed: int = 0) -> _Run:
         optimizer.step()
     found.state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return found
+
+
+@torch.no_grad()
+def _nudge(model: nn.Module) -> None:
+    for param in model.parameters():
+        signs = 1 - 2 * (torch.arange(param.numel()) % 2).view(param.shape)
+        param.mul_(1 + signs * torch.finfo(param.dtype).eps)
 
 
 def _step(model: nn.Module, arguments: dict[str, Any], found: _Run) -> None:
@@ -156,12 +185,15 @@ def _beside(case: Case, rows: Sequence[int], stages: int, expected: _Run, as_the
                 found.gradients = {name: wrapped.get_param_grad(name) for name in wrapped.name_to_param}
             optimizer.step()
         found.state = wrapped.state_dict(rank0_only=False)
-        outcome = _described(wrapped)
-        wrong = _differences(found, expected, (lo, lo + rows[rank]), _tolerance(wrapped))
+        outcome, tolerance = _described(wrapped), _tolerance(wrapped)
+        wrong = _differences(found, expected, (lo, lo + rows[rank]), tolerance)
         if wrong:
-            drawn = _drawn(wrapped) or ("inside of what stays whole" if _draws(case, expected, as_they_are) else "")
+            chance = _decided_by(case, expected, as_they_are, tolerance)
+            drawn = _drawn(wrapped) or "inside of what stays whole"
             outcome = (
-                Outcome("chance", f"{drawn}. {wrapped._compared}") if drawn else Outcome("wrong", "; ".join(wrong[:3]))
+                Outcome("chance", f"{chance} ({drawn}). {wrapped._compared}")
+                if chance
+                else Outcome("wrong", "; ".join(wrong[:3]))
             )
         return outcome
     except RaNNCError as error:
@@ -213,10 +245,14 @@ def _drawn(wrapped: RaNNCModule) -> str:
     return ", ".join(f"{name} ({count})" for name, count in Counter(drawn).items())
 
 
-def _draws(case: Case, expected: _Run, as_they_are: bool) -> bool:
-    """True for a model that computes something else in one process too with another seed."""
-    other = _train_plain(case, as_they_are, seed=1000)
-    return bool(_differences(other, expected, (0, ROWS), _SINGLE))
+def _decided_by(case: Case, expected: _Run, as_they_are: bool, tolerance: float) -> str:
+    """What makes a model compute something else in one process too, if another seed or a rounding does."""
+    if _differences(_train_plain(case, as_they_are, seed=1000), expected, (0, ROWS), tolerance):
+        return "it draws random numbers"
+    nudged = _train_plain(case, as_they_are, nudged=True)
+    if _differences(nudged, expected, (0, ROWS), max(tolerance, _NUDGED)):
+        return "parameters that are other ones by a rounding make it choose otherwise in one process too"
+    return ""
 
 
 def _tolerance(wrapped: RaNNCModule) -> float:
@@ -232,6 +268,8 @@ def _differences(found: _Run, expected: _Run, rows: tuple[int, int], tolerance: 
             continue
         for place, (tensor, whole) in enumerate(zip(mine, right, strict=True)):
             wrong += _apart(f"step {step}, output {place}", tensor, _own(whole, tensor, rows), tolerance)
+    largest = max((_largest(grad) for grad in expected.gradients.values() if grad is not None), default=0.0)
+    noise = _NOISE * torch.finfo(torch.float32 if tolerance >= _SINGLE else torch.float64).eps * largest
     for name, grad in expected.gradients.items():
         got = found.gradients.get(name)
         if grad is None or got is None:
@@ -239,9 +277,9 @@ def _differences(found: _Run, expected: _Run, rows: tuple[int, int], tolerance: 
             if any(item is not None and bool(item.any()) for item in (grad, got)):
                 wrong.append(f"gradient of {name}: {'none' if got is None else 'one'} unlike one process")
             continue
-        wrong += _apart(f"gradient of {name}", got, grad, tolerance)
+        wrong += _apart(f"gradient of {name}", got, grad, tolerance, noise)
     for name, tensor in expected.state.items():
-        wrong += _apart(name, found.state[name], tensor, tolerance)
+        wrong += _apart(name, found.state[name], tensor, tolerance, STEPS * _RATE * noise)
     return wrong
 
 
@@ -256,15 +294,20 @@ def _own(whole: Tensor, like: Tensor, rows: tuple[int, int]) -> Tensor:
     return whole
 
 
-def _apart(what: str, got: Tensor, right: Tensor, tolerance: float) -> list[str]:
+def _apart(what: str, got: Tensor, right: Tensor, tolerance: float, noise: float = 0.0) -> list[str]:
     if got.shape != right.shape:
         return [f"{what} has shape {tuple(got.shape)} instead of {tuple(right.shape)}"]
     if not right.is_floating_point():
         return [] if torch.equal(got, right) else [f"{what} differs"]
-    scale = max(1.0, float(right.detach().abs().nan_to_num(0, 0, 0).max())) if right.numel() else 1.0
-    if torch.allclose(got.detach(), right.detach(), rtol=tolerance, atol=tolerance * scale, equal_nan=True):
+    got, right = got.detach().double(), right.detach().double()
+    most = max(tolerance * max(1.0, _largest(right)), noise)
+    if torch.allclose(got, right, rtol=tolerance, atol=most, equal_nan=True):
         return []
-    return [f"{what} differs by {float((got.detach() - right.detach()).abs().max()):.2g}"]
+    return [f"{what} differs by {float((got - right).abs().max()):.2g}"]
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.detach().abs().nan_to_num(0, 0, 0).max()) if tensor.numel() else 0.0
 
 
 def _short(error: BaseException) -> str:
