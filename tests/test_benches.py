@@ -91,6 +91,15 @@ def test_prediction_prints_a_line_for_every_limit() -> None:
     assert ranks[1].stdout == ""
 
 
+def test_full_sizes_are_held_against_one_process() -> None:
+    ranks = run_programs(2, sys.executable, str(BENCHES / "full_size.py"), "--cell", "tiny-mixtral")
+    assert [rank.status for rank in ranks] == [0, 0], ranks[0].stderr
+    found = json.loads(ranks[0].stdout)
+    assert found["losses"] == pytest.approx(found["plain_losses"], rel=1e-3)
+    assert found["losses"][-1] < found["losses"][0]
+    assert ranks[1].stdout == ""
+
+
 def test_jobs_keep_what_they_have_when_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "launcher", lambda ranks: [sys.executable])
     scripts = {

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pyrannc.capture import CaptureOptions
+from pyrannc.capture import CaptureOptions, capture
 
 WIDTH = 6
 
@@ -360,3 +360,15 @@ def test_leaf_module_that_cannot_run_without_data(assert_equals_model: Any) -> N
 
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), ThroughNumpy(), nn.Linear(WIDTH, 2)).double()
     assert_equals_model(model, call, options=CaptureOptions(("1",)))
+
+
+def test_a_view_of_an_input_that_is_copied_first_is_one_of_the_copy() -> None:
+    class Flat(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.view(-1, 4)
+
+    found = capture(Flat(), (torch.randn(3, 2, 4),), {}, device=torch.device("cpu"), rows=3, apart=True)
+    graph = json.loads(found.graph_json)
+    copied, flat = (op["results"][0] for op in graph["ops"])
+    assert graph["values"][flat]["alias_of"] == copied
+    assert "alias_of" not in graph["values"][copied]

@@ -142,8 +142,10 @@ def _copy_input(trace: Trace, cleaned: CleanGraph) -> None:
         graph = cleaned.gm.graph
         with graph.inserting_before(next(other for other in graph.nodes if other.op != "placeholder")):
             copied = graph.call_function(Apart(), (node,))
-        facts: TensorFacts | None = node.meta.get(FACTS, {}).get(None)
-        copied.meta = {"val": tensor, FACTS: {None: TensorFacts(facts is None or facts.requires_grad, None)}}
+        # What was traced as a view of the input is one of the copy.
+        facts = node.meta.get(FACTS, {}).get(None) or TensorFacts(True, None)
+        copied.meta = {"val": tensor, FACTS: {None: facts}}
+        node.meta[FACTS] = {None: facts._replace(storage=None)}
         for user in users:
             user.replace_input_with(node, copied)
         cleaned.ops.insert(0, copied)
