@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from pyrannc._native import Graph
 from pyrannc.capture import Captured, CaptureError, CaptureOptions, capture
+from pyrannc.capture.dims import Dim
+from pyrannc.capture.row_trial import is_row_wise
 from pyrannc.core.tail import DividedFacts
 
 CPU = torch.device("cpu")
@@ -271,3 +273,20 @@ def test_a_name_that_fits_nothing_is_refused(option: str, name: str) -> None:
     args, kwargs = call(ROWS)
     with pytest.raises(CaptureError, match=rf"{option}: the model has no sub-module '{name}'".replace("*", r"\*")):
         capture(Net(Experts()), args, kwargs, device=CPU, rows=ROWS, options=CaptureOptions(**{option: (name,)}))
+
+
+def test_trials_compute_with_all_digits() -> None:
+    seen = []
+
+    def call(x: Tensor) -> Tensor:
+        seen.append(torch.get_float32_matmul_precision())
+        return x
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert is_row_wise(call, [(torch.empty(2, 3, device="meta"), [Dim(1, 0), Dim(0, 3)], False)], CPU, ROWS)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert set(seen) == {"highest"}

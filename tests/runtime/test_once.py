@@ -151,14 +151,29 @@ class Scaled(nn.Module):
             return self.last(x + y * self.scale).float().square().mean()  # type: ignore[no-any-return]
 
 
-def compared(make: Callable[[], nn.Module], dtype: torch.dtype) -> str:
+class Turned(nn.Module):
+    """Angles that are too large for bfloat16, in a region of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            angles = 1001.0 * torch.arange(1.0, 1.0 + x.shape[1])[:, None] @ torch.linspace(1.0, 2.0, WIDTH)[None]
+        return self.last(self.first(x) * angles.cos()).float().square().mean()  # type: ignore[no-any-return]
+
+
+def compared(make: Callable[[], nn.Module], dtype: torch.dtype, autocast: bool = False) -> str:
     """What report() says of the comparison, or the error."""
     torch.manual_seed(0)
     model = make().to(dtype)
     module = pyrannc.RaNNCModule(model, torch.optim.SGD(model.parameters(), lr=0.1), check_unused_values=False)
     try:
         for _ in range(3):
-            module(torch.randn(4, 6, WIDTH, dtype=dtype)).backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = module(torch.randn(4, 6, WIDTH, dtype=dtype))
+            loss.backward()
     except RaNNCError as error:
         return str(error)
     found: str = module.report().compared
@@ -177,6 +192,11 @@ def test_a_gradient_of_roundings_alone_is_no_difference(ranks: Ranks, kind: torc
 def test_a_small_gradient_that_is_none_of_roundings_is_compared(ranks: Ranks, scale: float) -> None:
     (told,) = ranks(1).run(compared, partial(Scaled, scale), torch.float32)
     assert re.search(r"'inner' .*is the first that differs", told), told
+
+
+def test_under_autocast_the_graph_computes_as_its_casts_say(ranks: Ranks) -> None:
+    (told,) = ranks(1).run(compared, Turned, torch.float32, True)
+    assert "equal outputs and gradients" in told, told
 
 
 def test_an_infinite_gradient_hides_no_other() -> None:

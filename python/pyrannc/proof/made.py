@@ -16,6 +16,7 @@ from pyrannc.blocks.function import StageCode
 from pyrannc.call.variant import Variant
 from pyrannc.capture import flatten
 from pyrannc.capture.attributes import AttributeLog
+from pyrannc.capture.autocast import no_autocast
 from pyrannc.capture.row_lists import unpacked
 from pyrannc.capture.source import SourceTracker
 from pyrannc.capture.torch_internals import reparametrized
@@ -134,7 +135,8 @@ class FewRows:
                        if buffer.value in code.updates}  # fmt: skip
             return state | updates
 
-        made = self._made(call, state, after)
+        with no_autocast():
+            made = self._made(call, state, after)
         made.values = {value: found[value].detach() for value in values}
         return made
 
