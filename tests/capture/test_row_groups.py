@@ -285,8 +285,25 @@ def test_trials_compute_with_all_digits() -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        assert is_row_wise(call, [(torch.empty(2, 3, device="meta"), [Dim(1, 0), Dim(0, 3)], False)], CPU, ROWS)
+        assert tried(call)
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
     assert set(seen) == {"highest"}
+
+
+def tried(call: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> bool:
+    return is_row_wise(
+        call, [(torch.empty(2, 3, dtype=dtype, device="meta"), [Dim(1, 0), Dim(0, 3)], False)], CPU, ROWS
+    )
+
+
+def test_what_is_small_is_tried_as_what_is_large() -> None:
+    assert tried(lambda x: 1e-6 * x)
+    assert not tried(lambda x: 1e-6 * (x - x.mean(0)))
+
+
+def test_trials_allow_the_roundings_of_what_is_computed_inside() -> None:
+    weight = torch.randn(3, 3)
+    assert tried(lambda x: ((x.float() @ weight).cumsum(1) * 3).double(), torch.float64)
+    assert not tried(lambda x: (x.float() - 1e-2 * x.float().mean(0)).double(), torch.float64)

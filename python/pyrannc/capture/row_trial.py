@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .dims import Dim
+from .torch_internals import TorchDispatchMode, pytree
 
 FEW, MANY = 4, 64
 """Rows that are tried at least: few, and enough for what begins at a number of them."""
@@ -22,6 +23,8 @@ Law = tuple[float, float]
 LAWS: tuple[Law, ...] = ((1.0, 0.0), (1.0, 1.0), (1.0, -1.0), (10.0, 0.0), (0.1, 0.0))
 """Spread and mean of what is drawn, for what depends on a sign or a size."""
 _RELATIVE = {torch.float16: 1e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.float64: 1e-8}
+_NOISE = 8.0
+"""A gradient that is nothing but terms that cancel each other has so many roundings of the largest one."""
 
 Operand = tuple[Tensor, list[Dim | None], bool]
 """A tensor of the right type, its extents, and whether its contents stand for themselves: a parameter, a constant."""
@@ -153,10 +156,27 @@ class _Seen:
     Attributes:
         constants: results that are numbers.
         places: by result, that of the operand that it is; None before the first trial.
+        kinds: types in which something was computed.
     """
 
     constants: list[Tensor] = field(default_factory=list)
     places: list[int | None] | None = None
+    kinds: set[torch.dtype] = field(default_factory=set)
+
+
+class _Kinds(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    """Notes the types of what operators make."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, kinds: set[torch.dtype]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self._kinds = kinds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self._kinds.update(item.dtype for item in pytree.tree_leaves(made) if isinstance(item, Tensor))
+        return made
 
 
 class _Trial:
@@ -225,6 +245,7 @@ class _Trial:
         parts = (0, cut), (cut, self.rows)
         seeds: list[Tensor] = []
         whole = self._run((0, self.rows), seeds)
+        largest = max((_largest(item) for item in whole[self._results :] if item is not None), default=0.0)
         pieces = [self._run(part, seeds) for part in parts]
         for index, result in enumerate(whole):
             found = [piece[index] for piece in pieces]
@@ -238,9 +259,20 @@ class _Trial:
                 continue
             # Rows of results and of their gradients stand one after another, gradients of the rest are added.
             joined = torch.cat(there) if with_rows else torch.stack(there).sum(0)
-            if joined.shape != result.shape or not _close(joined, result):
+            least = largest if index >= self._results else 0.0
+            if joined.shape != result.shape or not self._close(joined, result, least):
                 return False
         return True
+
+    def _close(self, found: Tensor, expected: Tensor, largest: float) -> bool:
+        """True but for roundings; ``largest``: of all gradients, the smallest of which may be roundings of theirs."""
+        if not expected.is_floating_point():
+            return torch.equal(found, expected)
+        kind = max({expected.dtype, *self._seen.kinds} & _RELATIVE.keys(), key=_RELATIVE.__getitem__, default=None)
+        if kind is None:
+            return torch.equal(found, expected)
+        most = max(_RELATIVE[kind] * _largest(expected), _NOISE * torch.finfo(kind).eps * largest)
+        return bool(((found - expected).abs() <= most).all())
 
     def _run(self, part: tuple[int, int], seeds: list[Tensor]) -> list[Tensor | None]:
         """Results and gradients of what has rows, then the gradients of what has none."""
@@ -253,7 +285,8 @@ class _Trial:
         tensors = {**self._fixed, **rows, **sizes}
         # A function may change what it is given.
         given = [_copy(tensors[place]) for place in range(len(tensors))]
-        made = self._call(*given)
+        with _Kinds(self._seen.kinds):
+            made = self._call(*given)
         made = [made] if isinstance(made, Tensor) else [item for item in made if isinstance(item, Tensor)]
         made = self._without_operands(made)
         self._made_bytes = max(self._made_bytes, sum(result.nbytes for result in made))
@@ -271,7 +304,7 @@ class _Trial:
         if roots and leaves + fixed:
             own = [seed[len(seed) // self.rows * lo : len(seed) // self.rows * hi] for seed in seeds]
             grads = torch.autograd.grad(roots, [*leaves, *fixed], own, allow_unused=True)
-        self._with_rows = len(results) + len(leaves)
+        self._results, self._with_rows = len(results), len(results) + len(leaves)
         return [*(result.detach() for result in results), *grads]
 
     def _without_operands(self, made: Sequence[Tensor]) -> list[Tensor]:
@@ -330,9 +363,5 @@ def _copy(item: Any) -> Any:
     return item.clone() if isinstance(item, Tensor) else item
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
-    if not expected.is_floating_point():
-        return torch.equal(found, expected)
-    tolerance = _RELATIVE.get(expected.dtype, 1e-2)
-    scale = max(1.0, float(expected.abs().max())) if expected.numel() else 1.0
-    return bool(((found - expected).abs() <= tolerance * scale).all())
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
