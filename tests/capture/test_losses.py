@@ -199,12 +199,12 @@ def test_what_is_too_large_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None
         return torch.cat([x, x, x], dim=1)
 
     operand = torch.empty(1, 64, device="meta"), [Dim(1, 0), Dim(0, 64)], False
-    assert is_row_wise(call, [operand], CPU)
+    assert is_row_wise(call, [operand], CPU, ROWS)
     assert max(seen) == 64
     for rows, found in ((3, False), (5, True), (13, True)):
         seen.clear()
         monkeypatch.setattr(row_trial, "MOST_BYTES", rows * 64 * 4 * (3 if rows > 5 else 1))
-        assert is_row_wise(call, [operand], CPU) is found
+        assert is_row_wise(call, [operand], CPU, ROWS) is found
         assert max(seen, default=0) == {3: 0, 5: 4, 13: 13}[rows]
 
 
@@ -271,7 +271,7 @@ def test_a_choice_that_depends_on_the_size_of_numbers_is_found() -> None:
 
     rows = torch.empty(1, 64, device="meta"), [Dim(1, 0), Dim(0, 64)], False
     fixed = torch.empty(64, device="meta"), [Dim(0, 64)], False
-    assert not is_row_wise(call, [rows, fixed, fixed], CPU)
+    assert not is_row_wise(call, [rows, fixed, fixed], CPU, ROWS)
 
 
 def test_a_scripted_function_with_gradients_stays_opaque() -> None:

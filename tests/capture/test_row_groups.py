@@ -276,20 +276,22 @@ def test_a_name_that_fits_nothing_is_refused(option: str, name: str) -> None:
 
 
 def test_trials_compute_with_all_digits() -> None:
-    seen = []
+    seen: set[str] = set()
 
     def call(x: Tensor) -> Tensor:
-        seen.append(torch.get_float32_matmul_precision())
+        seen.add(torch.backends.cuda.matmul.fp32_precision)
         return x
 
-    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
         assert tried(call)
         assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     finally:
-        torch.set_float32_matmul_precision(before)
-    assert set(seen) == {"highest"}
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = "none"
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+    assert seen == {"ieee"}
 
 
 def tried(call: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> bool:

@@ -106,6 +106,39 @@ def test_is_view() -> None:
         Sliced.apply(torch.ones(2, requires_grad=True)).mul_(2)
 
 
+def test_leads_nowhere() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    with torch.no_grad():
+        made = weight[:1]
+    assert made.requires_grad, "torch says so of a view"
+    assert internals.leads_nowhere(made)
+    assert not internals.leads_nowhere(weight[:1])
+    assert not internals.leads_nowhere(torch.ones(2)[:1])
+
+
+def test_all_digits() -> None:
+    """Also where an earlier switch has been set, and none is touched that is precise as it is."""
+    backends: Any = torch.backends
+    kinds = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+    kinds += [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
+
+    def found() -> list[str]:
+        return [kind.fp32_precision for kind in kinds]
+
+    before = found()
+    backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        kept = found()
+        with internals.all_digits():
+            assert set(found()) <= {"none", "ieee"}
+        assert found() == kept
+    finally:
+        backends.mkldnn.matmul.fp32_precision = "none"
+    with internals.all_digits():
+        pass
+    assert found() == before
+
+
 class Sliced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -19,15 +19,14 @@ from pyrannc.blocks.joint import Seen
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture import Captured
 from pyrannc.capture.ops import opens_region
-from pyrannc.capture.torch_internals import SET_GRAD_ENABLED, OpOverload
+from pyrannc.capture.torch_internals import SET_GRAD_ENABLED, OpOverload, leads_nowhere
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import SpanPart
 
 
 def without_gradient(made: Tensor) -> Tensor:
     """A view that was made while autograd was off: torch says that it requires gradients, but none goes through it."""
-    base = made._base
-    return made.detach() if made.grad_fn is None and base is not None and base.requires_grad else made
+    return made.detach() if leads_nowhere(made) else made
 
 
 class SpanFunction:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from .source import SourceTracker
-from .torch_internals import TRACK_TENSOR_TREE, OpOverload, note_new_nodes, schema, storage_address
+from .torch_internals import TRACK_TENSOR_TREE, OpOverload, leads_nowhere, note_new_nodes, schema, storage_address
 
 FACTS = "rannc_facts"
 PLACE = "rannc_place"
@@ -92,10 +92,7 @@ class FactRecorder:
                 self._record(item, item_proxy)
 
     def _facts(self, tensor: Tensor) -> TensorFacts:
-        # Of a view that is made while autograd is off torch says that it does as its base does.
-        base = tensor._base
-        blocked = tensor.grad_fn is None and base is not None and base.requires_grad
-        return TensorFacts(tensor.requires_grad and not blocked, self._storage_id(tensor))
+        return TensorFacts(tensor.requires_grad and not leads_nowhere(tensor), self._storage_id(tensor))
 
     def _storage_id(self, tensor: Tensor) -> int | None:
         try:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .dims import Dim
-from .torch_internals import TorchDispatchMode, pytree
+from .torch_internals import TorchDispatchMode, all_digits, pytree
 
 FEW, MANY = 4, 64
 """Rows that are tried at least: few, and enough for what begins at a number of them."""
@@ -119,7 +119,7 @@ def _holds(
     call: Callable[..., Any], operands: Sequence[Any], device: torch.device, many: int, laws: Sequence[Law] = LAWS
 ) -> bool:
     own = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=own), torch.enable_grad(), _all_digits():
+    with torch.random.fork_rng(devices=own), torch.enable_grad(), all_digits():
         torch.manual_seed(0)
         seen = _Seen()
         for law in laws:
@@ -130,19 +130,6 @@ def _holds(
             if fitting > FEW and not _Trial(call, operands, fitting, device, seen, *law).holds_in_time():
                 return False
         return True
-
-
-@contextmanager
-def _all_digits() -> Iterator[None]:
-    """Products of float32 have all of its digits: with fewer, a part of the rows is computed otherwise than all."""
-    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(products)
-        torch.backends.cudnn.allow_tf32 = convolutions
 
 
 def _in_time() -> bool:

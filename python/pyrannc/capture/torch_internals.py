@@ -418,6 +418,35 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def leads_nowhere(tensor: Tensor) -> bool:
+    """True for a view made while autograd was off of what requires gradients: torch says that it does, too.
+
+    No gradient goes through it. Public: none.
+    """
+    base = tensor._base
+    return tensor.grad_fn is None and base is not None and base.requires_grad
+
+
+@contextmanager
+def all_digits() -> Iterator[None]:
+    """Products and convolutions of float32 have all of its digits inside; afterwards each switch is as it was.
+
+    Public: the switches themselves. ``torch.set_float32_matmul_precision`` does not take itself back: it leaves some at
+    "ieee" that were at "none".
+    """
+    backends: Any = torch.backends
+    kinds = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+    kinds += [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
+    changed = [(kind, kind.fp32_precision) for kind in kinds if kind.fp32_precision not in ("none", "ieee")]
+    for kind, _ in changed:
+        kind.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for kind, before in changed:
+            kind.fp32_precision = before
+
+
 def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
     """Device and type that the arguments of ``module.to`` ask for. Public: none."""
     device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
