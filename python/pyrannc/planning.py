@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pyrannc._native import Cluster, Plan, Profile
+from pyrannc._native import Blocks, Cluster, Plan, Profile
 from pyrannc.blocks.compiler import Compiler
 from pyrannc.call.variant import Variant
 from pyrannc.config import Config
@@ -24,7 +24,7 @@ from pyrannc.log import get_logger
 from pyrannc.profile.block import BlockSource
 from pyrannc.profile.cache import ProfileCache, default_folder, write_atomically
 from pyrannc.profile.conditions import device_name, uses_tf32
-from pyrannc.profile.profiler import Subject, profile, row_counts
+from pyrannc.profile.profiler import Runs, Subject, profile, row_counts
 
 _log = get_logger("DPStaging")
 
@@ -258,21 +258,19 @@ def compiled_folder(config: Config) -> Path | None:
 
 def _subject(request: Request, cluster: Cluster, hosts: Sequence[str]) -> Subject:
     variant, world_size = request.variant, process.get_world_size()
-    blocks = variant.graph.blocks()
-    parts = Parts.from_json(blocks.partition_json())
     compiles = request.config.compiles_on(request.device.type)
+    compiler = Compiler(request.device, compiled_folder(request.config)) if compiles else None
+
+    def runs(blocks: Blocks) -> Runs:
+        parts = Parts.from_json(blocks.partition_json())
+        fused = request.config.fused_dropout
+        source = BlockSource(variant.captured, variant.facts, parts.crossings, request.samples, fused, compiler)
+        return Runs(blocks, parts, source)
+
     return Subject(
         graph_hash=variant.graph.hash(),
-        blocks=blocks,
-        parts=parts,
-        source=BlockSource(
-            variant.captured,
-            variant.facts,
-            parts.crossings,
-            request.samples,
-            request.config.fused_dropout,
-            Compiler(request.device, compiled_folder(request.config)) if compiles else None,
-        ),
+        blocks=runs(variant.graph.blocks()),
+        spans=runs(variant.graph.spans()),
         row_counts=row_counts(request.batch_rows, world_size),
         hosts=tuple(hosts),
         level_names=tuple(cluster.level_names),

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from pyrannc._native import Graph
+from pyrannc._native import Blocks, Graph
 from pyrannc.capture import capture
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts
 from pyrannc.profile.block import BlockCode, BlockSource
-from pyrannc.profile.profiler import Subject
+from pyrannc.profile.profiler import Runs, Subject
 
 WIDTH = 64
 CPU = torch.device("cpu")
@@ -118,15 +118,16 @@ def subject(model: nn.Module, samples: Sequence[Tensor], row_counts: tuple[int, 
     """A model's Blocks, as planning gives them to the profiler."""
     captured = capture(model, samples, {}, device=CPU, rows=samples[0].shape[0])
     graph = Graph.from_json(captured.graph_json)
-    blocks = graph.blocks()
-    parts = Parts.from_json(blocks.partition_json())
+    facts = GraphFacts.from_json(captured.graph_json, graph.row_dims())
+
+    def runs(blocks: Blocks) -> Runs:
+        parts = Parts.from_json(blocks.partition_json())
+        return Runs(blocks, parts, BlockSource(captured, facts, parts.crossings, samples, True))
+
     return Subject(
         graph_hash=graph.hash(),
-        blocks=blocks,
-        parts=parts,
-        source=BlockSource(
-            captured, GraphFacts.from_json(captured.graph_json, graph.row_dims()), parts.crossings, samples, True
-        ),
+        blocks=runs(graph.blocks()),
+        spans=runs(graph.spans()),
         row_counts=row_counts,
         hosts=("here",),
         level_names=("loopback",),
@@ -136,4 +137,4 @@ def subject(model: nn.Module, samples: Sequence[Tensor], row_counts: tuple[int, 
 
 def block(subject: Subject, place: int) -> BlockCode:
     """One of them, ready to run."""
-    return BlockCode(subject.source, place, subject.parts.stages[place], subject.blocks.ops(place), CPU)
+    return subject.blocks.code(place, CPU)

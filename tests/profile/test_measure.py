@@ -68,7 +68,7 @@ def test_memory_is_exact(meter: BlockMeter, layers: Subject) -> None:
 def test_working_copies_are_no_part_of_a_block(meter: BlockMeter) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         converted = subject(Layers(), [torch.randn(4, WIDTH)], (64,))
-    assert len(converted.source.conversions) == len(list(Layers().parameters()))
+    assert len(converted.blocks.source.conversions) == len(list(Layers().parameters()))
     (linear,) = points(meter, converted, 3) or []
     assert linear.saved_bytes == linear.rows * WIDTH * 2
     assert linear.workspace_bytes == linear.rows * WIDTH * 2 + WIDTH * WIDTH * 2
@@ -163,11 +163,13 @@ def test_gradients_that_later_blocks_have_begun_are_added_to() -> None:
 def test_batch_free_ops_with_rows_are_made_for_the_rows() -> None:
     """A mask that every layer uses comes in, one that only one layer uses is part of it."""
     masked = subject(Masked(), [torch.randn(4, 8, WIDTH)], (3,))
-    for place, ops in enumerate(masked.parts.stages):
+    for place, part in enumerate(masked.blocks.parts.stages):
         code = block(masked, place)
         feeds = code.feeds(3)
         results = code.forward(3, feeds)
-        crossing = [value for value in ops.sends if value in results]
+        crossing = [value for value in part.sends if value in results]
         assert all(results[value].shape[0] == 3 for value in crossing)
-    (fill,) = {op for op, node in enumerate(masked.source.captured.op_nodes) if "masked_fill" in node.name}
-    assert [fill in masked.blocks.ops(place) for place in range(len(masked.parts.stages))].count(True) == 1
+    (fill,) = {op for op, node in enumerate(masked.blocks.source.captured.op_nodes) if "masked_fill" in node.name}
+    assert [fill in masked.blocks.blocks.ops(place) for place in range(len(masked.blocks.parts.stages))].count(
+        True
+    ) == 1

@@ -20,6 +20,7 @@ from pyrannc._native import Profile
 from pyrannc.errors import ProfileError
 from pyrannc.job import process
 from pyrannc.job.phases import phase
+from pyrannc.profile.block import BlockCode
 from pyrannc.profile.cache import ProfileCache, default_folder
 from pyrannc.profile.profiler import Subject, profile
 from tests.ranks import RankPool
@@ -53,13 +54,30 @@ def count(lines: list[str], text: str) -> int:
 Lines = Callable[[], list[str]]
 
 
-def test_equal_blocks_are_measured_once(layers: Subject, lines: Lines) -> None:
+def test_equal_blocks_and_spans_are_measured_once(layers: Subject, lines: Lines) -> None:
     (measured,) = profile(layers, CPU, ProfileCache(None))
-    hashes = layers.blocks.hashes
+    hashes, spans = layers.blocks.hashes, layers.spans.hashes
     # First and last layer, and tanh and linear between them, of which there are many.
     assert len(hashes) == 15
-    assert count(lines(), "measured") == len(set(hashes)) == 4
-    assert set(measured.block_hashes) == set(hashes)
+    assert len(set(hashes)) == 4
+    # The first layer and the last one with the tanh beside it; what is between them are Blocks.
+    assert len(spans) == 13
+    assert len(set(spans) - set(hashes)) == 2
+    assert count(lines(), "measured") == 6
+    assert set(measured.block_hashes) == {*hashes, *spans}
+
+
+def test_blocks_are_compiled_where_they_are_spans(layers: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def compile_none(code: BlockCode, rows: int, feeds: object) -> bool:
+        compiled.append(code)
+        return False
+
+    monkeypatch.setattr(BlockCode, "compile", compile_none)
+    profile(layers, CPU, ProfileCache(None))
+    # Not the two Blocks that stand in a longer Span alone.
+    assert len(compiled) == len(set(layers.spans.hashes)) == 4
 
 
 def test_a_profile_survives_its_file(layers: Subject, tmp_path: Path) -> None:
@@ -81,7 +99,7 @@ def test_a_profile_survives_its_file(layers: Subject, tmp_path: Path) -> None:
 
 def test_the_second_start_measures_nothing(layers: Subject, tmp_path: Path, lines: Lines) -> None:
     (measured,) = profile(layers, CPU, ProfileCache(tmp_path))
-    assert count(lines(), "measured") == 4
+    assert count(lines(), "measured") == 6
     with phase("DPStaging", "profile", "the measurement"):
         (again,) = profile(layers, CPU, ProfileCache(tmp_path))
     (told,) = lines()
@@ -244,10 +262,14 @@ def test_random_numbers_of_the_user_stay(layers: Subject) -> None:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_first_call_without_gradients_is_profiled_like_training(layers: Subject, mode: Callable[[], Any]) -> None:
     with mode():
-        given = replace(layers, source=replace(layers.source, samples=[torch.randn(4, WIDTH)]))
+        samples = [torch.randn(4, WIDTH)]
+        blocks, spans = (
+            replace(runs, source=replace(runs.source, samples=samples)) for runs in (layers.blocks, layers.spans)
+        )
+        given = replace(layers, blocks=blocks, spans=spans)
         (measured,) = profile(given, CPU, ProfileCache(None))
     points = json.loads(measured.to_json())["blocks"]
-    assert set(points) == set(layers.blocks.hashes)
+    assert set(points) == {*layers.blocks.hashes, *layers.spans.hashes}
     assert all(block[-1]["backward_us"] > 0 for block in points.values())
 
 
@@ -280,10 +302,10 @@ def measure_together(folder: str, links: str = "") -> tuple[int, str]:
 
 def test_ranks_share_the_work(ranks: Ranks, tmp_path: Path) -> None:
     (first, text), (second, nothing) = ranks(2).run(measure_together, str(tmp_path))
-    assert (first, second) == (2, 2)
+    assert (first, second) == (3, 3)
     assert nothing == ""
     measured = json.loads(text)
-    assert len(measured["blocks"]) == 4
+    assert len(measured["blocks"]) == 6
     (level,) = measured["levels"]
     assert level["name"] == "loopback"
     figures = [level[kind][figure] for kind in ("send", "collective") for figure in ("latency_us", "bytes_per_s")]

@@ -50,7 +50,12 @@ impl Graph {
 
     /// The Blocks, which a search cuts between.
     fn blocks(&self, py: Python<'_>) -> PyResult<Blocks> {
-        py.detach(|| Blocks::new(&self.0))
+        py.detach(|| Blocks::new(&self.0, |_, blocks| blocks))
+    }
+
+    /// The Spans, if all Blocks were one Stage, as Blocks: of those of one Block the hash is the Block's.
+    fn spans(&self, py: Python<'_>) -> PyResult<Blocks> {
+        py.detach(|| Blocks::new(&self.0, |analysis, blocks| rannc_search::whole_spans(&self.0, analysis, &blocks)))
     }
 
     /// For each Value the dimension that runs over the batch and its extent for one row, where that is proven.
@@ -94,8 +99,12 @@ pub struct Blocks {
 }
 
 impl Blocks {
-    fn new(graph: &rannc_ir::Graph) -> PyResult<Self> {
-        let found = rannc_search::Blocks::new(graph, &Analysis::new(graph));
+    fn new(
+        graph: &rannc_ir::Graph,
+        of: impl FnOnce(&Analysis, rannc_search::Blocks) -> rannc_search::Blocks,
+    ) -> PyResult<Self> {
+        let analysis = Analysis::new(graph);
+        let found = of(&analysis, rannc_search::Blocks::new(graph, &analysis));
         let stages: Vec<OpRun> = found.blocks.iter().map(|block| block.ops).collect();
         let hash = |block: &rannc_search::Block| found.hashes[block.kind as usize].clone();
         Ok(Self {

@@ -22,6 +22,7 @@ mod tests;
 pub use answer::{
     Gain, Outcome, PassedOver, PlanCosts, SearchReport, Undivided, check_plan, plan, plan_until, upgrade,
 };
+pub use chain::whole_spans;
 pub use error::{Advice, SearchError, SettingNames, Shortage};
 pub use rannc_cost::{Block, Blocks};
 pub use settings::{Limits, Savers, Settings};

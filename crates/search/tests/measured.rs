@@ -7,7 +7,7 @@ use rannc_cost::{BlockPoint, BlockProfile, Blocks, Cluster, Profile};
 use rannc_ir::testing::GraphBuilder;
 use rannc_ir::{Analysis, Arg, DType, Dim, Graph};
 use rannc_plan::Plan;
-use rannc_search::{SearchError, Settings, plan};
+use rannc_search::{SearchError, Settings, plan, whole_spans};
 
 const ROWS: u64 = 8;
 
@@ -70,6 +70,37 @@ fn measured_memory_counts() {
     let difference = (blocks.blocks.len() as u64) * ((1 << 26) - (1 << 24));
     assert_eq!(more.activations_bytes - little.activations_bytes, difference);
     assert_eq!((little.workspace_bytes, temporary.workspace_bytes), (1000, 123_456));
+}
+
+/// What runs as one is priced as one, wherever it stands in a Stage.
+#[test]
+fn spans_are_priced_as_they_were_measured() {
+    let graph = encoder(2, 256, 64, 1000);
+    let analysis = Analysis::new(&graph);
+    let blocks = Blocks::new(&graph, &analysis);
+    let spans = whole_spans(&graph, &analysis, &blocks);
+    let longer: Vec<&String> = spans
+        .blocks
+        .iter()
+        .map(|span| &spans.hashes[span.kind as usize])
+        .filter(|hash| !blocks.hashes.contains(hash))
+        .collect();
+    assert!(longer.len() >= 2, "{longer:?}");
+    let cluster = Cluster::preset("H200", 1, 1).expect("a device");
+    let predicted = |forward_us: f64, saved_bytes: u64, workspace_bytes: u64| {
+        let mut measured = profile(&graph, &cluster, &[point(ROWS, 1 << 20, 1000)]);
+        for &hash in &longer {
+            let whole = BlockPoint { forward_us, ..point(ROWS, saved_bytes, workspace_bytes) };
+            measured.blocks.insert(hash.clone(), BlockProfile::new(vec![whole]));
+        }
+        let measured = measured.seal().expect("figures agree");
+        plan(&graph, &cluster, &[measured], &one_stage()).expect("fits").plan.stages[0].predicted.clone()
+    };
+    let (fast, slow) = (predicted(10.0, 1 << 24, 1 << 20), predicted(90.0, 1 << 25, 1 << 21));
+    let count = longer.len();
+    assert!((slow.forward_us - fast.forward_us - 80.0 * count as f64).abs() < 1e-6);
+    assert_eq!(slow.memory.activations_bytes - fast.memory.activations_bytes, (count as u64) << 24);
+    assert_eq!((fast.memory.workspace_bytes, slow.memory.workspace_bytes), (1 << 20, 1 << 21));
 }
 
 #[test]

@@ -41,39 +41,45 @@ class BlockMeter:
         """Time of a call when nothing disturbs it."""
         return min(self._meter.host_us([call]) for _ in range(_OVERHEAD_TRIALS))
 
-    def points(self, name: str, make: Callable[[], BlockCode], row_counts: Sequence[int]) -> list[BlockPoint] | None:
+    def points(
+        self, name: str, make: Callable[[], BlockCode], row_counts: Sequence[int], *, compiles: bool = True
+    ) -> list[BlockPoint] | None:
         """The costs at each of ``row_counts``, which increase, up to the first that does not fit.
 
         Args:
             name: what the log calls the Block.
             make: makes the Block.
+            compiles: it is compiled where Spans are.
 
         Returns:
             None when the Block cannot be run on made-up data.
         """
         points: list[BlockPoint] = []
-        compiled: BlockPoint | None = None
+        code: BlockCode | None = None
         try:
             code = make()
             host_us = self._host_us(code, row_counts[0])
             for rows in row_counts:
                 points.append(self._point(code, rows, host_us))
-            compiled = self._compiled_point(code, row_counts[-1])
         except Exception as error:
-            if len(points) == len(row_counts):
-                _log.debug("%s is measured as it is: %s", name, first_line(error))
-            elif not is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 _log.warning("%s is estimated, because it cannot be measured: %s", name, first_line(error))
                 return None
-            else:
-                points.append(BlockPoint(row_counts[len(points)], fits=False))
-        return points if compiled is None else [self._as_compiled(point, points[-1], compiled) for point in points]
+            points.append(BlockPoint(row_counts[len(points)], fits=False))
+        fitting = [point for point in points if point.fits]
+        compiled = self._compiled_point(name, code, fitting[-1].rows) if code and compiles and fitting else None
+        if compiled is None:
+            return points
+        return [self._as_compiled(point, fitting[-1], compiled) if point.fits else point for point in points]
 
-    def _compiled_point(self, code: BlockCode, rows: int) -> BlockPoint | None:
-        """The cost of compiled code, where there is some."""
-        if not code.compile(rows, code.feeds(rows)):
-            return None
-        return self._point(code, rows, self._host_us(code, rows))
+    def _compiled_point(self, name: str, code: BlockCode, rows: int) -> BlockPoint | None:
+        """The cost of compiled code, where there is some that runs."""
+        try:
+            if code.compile(rows, code.feeds(rows)):
+                return self._point(code, rows, self._host_us(code, rows))
+        except Exception as error:  # whatever a compiler or its code raises: the operators are measured
+            _log.debug("%s is measured as it is: %s", name, first_line(error))
+        return None
 
     def _as_compiled(self, plain: BlockPoint, last: BlockPoint, compiled: BlockPoint) -> BlockPoint:
         """What compiled code costs at other rows, by what it gains at the last: each takes a compilation."""

@@ -1,10 +1,11 @@
-"""Measures a Graph's distinct Blocks, shared out over the ranks, and the links between ranks."""
+"""Measures a Graph's distinct Blocks and Spans, shared out over the ranks, and the links between ranks."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch.optim import Optimizer
@@ -29,14 +30,42 @@ _MOST_POINTS = 4
 
 
 @dataclass(frozen=True)
+class Runs:
+    """All Blocks of a Graph, or all its Spans if it were one Stage.
+
+    Attributes:
+        parts: what belongs to each.
+        source: the captured model, divided so.
+    """
+
+    blocks: Blocks
+    parts: Parts
+    source: BlockSource
+
+    @property
+    def hashes(self) -> list[str]:
+        """Of each; those with the same compute the same."""
+        return self.blocks.hashes
+
+    @property
+    def times_us(self) -> dict[str, float]:
+        """Estimated time of each distinct one."""
+        return dict(zip(self.hashes, self.blocks.times_us, strict=True))
+
+    def code(self, place: int, device: torch.device) -> BlockCode:
+        """One of them, ready to run."""
+        return BlockCode(self.source, place, self.parts.stages[place], self.blocks.ops(place), device)
+
+
+@dataclass(frozen=True)
 class Subject:
     """What is profiled.
 
     Attributes:
         graph_hash: of the Graph.
         blocks: its Blocks.
-        parts: what belongs to each Block.
-        source: the captured model.
+        spans: its Spans, of which those of one Block are Blocks. They are what a Stage runs, compiled where it does
+            that; a Block of a longer one is measured as it is, for its share.
         row_counts: for how many rows, increasing.
         hosts: the host of each rank.
         level_names: the levels of the links between ranks, from those inside a host outwards.
@@ -44,13 +73,22 @@ class Subject:
     """
 
     graph_hash: str
-    blocks: Blocks
-    parts: Parts
-    source: BlockSource
+    blocks: Runs
+    spans: Runs
     row_counts: tuple[int, ...]
     hosts: tuple[str, ...]
     level_names: tuple[str, ...]
     optimizer: Optimizer | None
+
+    @property
+    def times_us(self) -> dict[str, float]:
+        """Estimated time of each distinct Block and Span."""
+        return self.spans.times_us | self.blocks.times_us
+
+    def find(self, found: str) -> tuple[Runs, int]:
+        """The first Block with a hash, else the first Span."""
+        runs = self.blocks if found in self.blocks.hashes else self.spans
+        return runs, runs.hashes.index(found)
 
 
 def row_counts(batch_rows: int, world_size: int) -> tuple[int, ...]:
@@ -76,7 +114,7 @@ def profile(subject: Subject, device: torch.device, cache: ProfileCache) -> list
     Returns:
         On rank 0, in the order of the ranks that have those devices first; nothing on other ranks.
     """
-    source = subject.source
+    source = subject.spans.source
     kind = conditions(device, fused_dropout=source.fused_dropout, compiled=source.compiler is not None)
     own = kind, surroundings()
     told: list[tuple[Conditions, Surroundings]] = agree.gather_objects(own)
@@ -131,7 +169,7 @@ def _links(subject: Subject, device: torch.device, cache: ProfileCache, told: _T
 def _blocks_key(subject: Subject, kind: Conditions, told: _Told) -> BlocksKey:
     return BlocksKey(
         graph_hash=subject.graph_hash,
-        blocks=tuple(subject.blocks.hashes),
+        blocks=tuple(subject.times_us),
         optimizer=describe(subject.optimizer),
         conditions=kind,
         surroundings=tuple(dict.fromkeys(of_devices(around) for other, around in told if other == kind)),
@@ -144,9 +182,12 @@ def _measure_blocks(
     """Points by hash of the Block, for each kind of device. All ranks call it."""
     rank = process.get_rank()
     alike = [other for other, kind in enumerate(everyone) if kind == everyone[rank]]
-    times_us = dict(zip(subject.blocks.hashes, subject.blocks.times_us, strict=True))
+    times_us = subject.times_us
     own = share_out(times_us, len(alike))[alike.index(rank)]
-    phases.note(f"measured {len(times_us)} distinct blocks of {len(subject.blocks.hashes)}")
+    blocks, spans = subject.blocks.hashes, subject.spans.hashes
+    whole = len(set(spans) - set(blocks))
+    told = f", and {whole} distinct runs of them" if whole else ""
+    phases.note(f"measured {len(set(blocks))} distinct blocks of {len(blocks)}{told}")
     measured = agree.together(lambda: _measure_share(subject, device, {block: times_us[block] for block in own}))
     points: dict[Conditions, dict[str, list[BlockPoint]]] = {kind: {} for kind in everyone}
     for kind, found in zip(everyone, agree.gather_objects(measured), strict=True):
@@ -186,19 +227,16 @@ def _measure_share(
     ):
         meter = BlockMeter(device)
         for block in times_us:
-            place = subject.blocks.hashes.index(block)
-            found = meter.points(f"block {place}", _maker(subject, place, device), subject.row_counts)
+            runs, place = subject.find(block)
+            name = f"{'block' if runs is subject.blocks else 'span'} {place}"
+            compiles = block in subject.spans.hashes
+            found = meter.points(name, partial(runs.code, place, device), subject.row_counts, compiles=compiles)
             meter.release()
-            _log.debug("block %d measured: %s", place, found)
+            _log.debug("%s measured: %s", name, found)
             if found is not None:
                 points[block] = found
             bar.advance(weights[block])
     return points
-
-
-def _maker(subject: Subject, place: int, device: torch.device) -> Callable[[], BlockCode]:
-    part, ops = subject.parts.stages[place], subject.blocks.ops(place)
-    return lambda: BlockCode(subject.source, place, part, ops, device)
 
 
 def _seal(key: BlocksKey, blocks: Mapping[str, Sequence[BlockPoint]], update: UpdatePoint | None) -> Profile:

@@ -5,10 +5,10 @@ use std::ops::Range;
 use rannc_cost::{ComputeCost, Device, OpWork};
 
 use super::interval::{IntervalSums, IntervalSumsBuilder};
-use super::measured::Measured;
 use super::own::OwnParams;
-use super::spec::{Affine, BlockSpec, ChainSpec, CrossingSpec, KeptSpec, StateSpec};
+use super::spec::{Affine, BlockSpec, ChainSpec, CrossingSpec, KeptSpec, SpanSpec, StateSpec};
 use super::sums::AffineSums;
+use super::times::Times;
 use super::traffic::Traffic;
 
 /// Rows at which ops beside those of Blocks are priced: their results hardly ever depend on the batch.
@@ -18,6 +18,7 @@ const CLONE_ROWS: u64 = 1;
 #[derive(Clone, Debug)]
 pub(crate) struct Chain {
     pub(super) blocks: Vec<BlockSpec>,
+    pub(super) spans: Vec<SpanSpec>,
     /// By kind, by Block: how many of the kind are before it.
     kinds_before: Vec<Vec<usize>>,
     /// Parameters, buffers and constants, each once.
@@ -73,7 +74,7 @@ impl CloneTimes {
 impl Chain {
     /// A chain that may run on these kinds of devices.
     pub(crate) fn new(spec: ChainSpec, devices: &[Device]) -> Self {
-        let ChainSpec { blocks, states, clones, conversions, crossings, kept } = spec;
+        let ChainSpec { blocks, spans, states, clones, conversions, crossings, kept } = spec;
         let len = blocks.len();
         let once = |terms: &mut dyn Iterator<Item = (&[usize], f64)>| {
             let mut builder = IntervalSumsBuilder::new(len);
@@ -123,6 +124,7 @@ impl Chain {
             }),
             kinds_before: kinds_before(&blocks),
             blocks,
+            spans,
         }
     }
 
@@ -139,8 +141,7 @@ impl Chain {
         end: usize,
         rows: u64,
     ) -> f64 {
-        let more = |times: &Times| times.more_kept_bytes[end] - times.more_kept_bytes[first];
-        let more_bytes = times.map(more).reduce(f64::max).unwrap_or(0.0);
+        let more_bytes = times.map(|times| times.more_kept_bytes(first, end)).reduce(f64::max).unwrap_or(0.0);
         (self.kept_bytes.at(first, end, rows) + more_bytes).max(self.traffic.in_bytes.at(first, end, rows))
     }
 
@@ -165,38 +166,6 @@ impl Chain {
         before[run.end] - before[run.start]
     }
 
-    /// Times of all Blocks on the device of a kind for `rows` rows: measured ones, else the roofline.
-    pub(crate) fn times(&self, kind: usize, device: &Device, measured: Option<&Measured>, rows: u64) -> Times {
-        let mut known: Vec<(u32, Option<ComputeCost>)> = Vec::new();
-        let (mut before, mut too_large, mut more_kept_bytes) = (ComputeCost::default(), 0, 0.0);
-        let mut times = Times {
-            kind,
-            clone_scale: measured.map_or(1.0, Measured::scale),
-            before: vec![before],
-            too_large: vec![too_large],
-            more_kept_bytes: vec![more_kept_bytes],
-            workspace_bytes: Vec::new(),
-        };
-        for block in &self.blocks {
-            let measured_block = measured.and_then(|measured| measured.block(block.kind, rows));
-            let modelled = block.workspace_bytes.iter().map(|bytes| bytes.at(rows)).fold(0.0, f64::max);
-            times.workspace_bytes.push(measured_block.map_or(modelled, |block| block.workspace_bytes(rows)));
-            more_kept_bytes += measured_block.map_or(0.0, |own| own.saved_bytes(rows) - block.left_bytes.at(rows));
-            times.more_kept_bytes.push(more_kept_bytes);
-            let cost = known.iter().find(|(kind, _)| *kind == block.kind).map(|(_, cost)| *cost).unwrap_or_else(|| {
-                let modelled = block.modelled(device, rows);
-                let cost = measured.map_or(Some(modelled), |measured| measured.cost(block.kind, rows, modelled));
-                known.push((block.kind, cost));
-                cost
-            });
-            too_large += u32::from(cost.is_none());
-            before = before + cost.unwrap_or_default();
-            times.before.push(before);
-            times.too_large.push(too_large);
-        }
-        times
-    }
-
     /// What a run costs for one of so many microbatches, with its part of what runs once a step; infinite when a Block
     /// of it ran out of memory while it was measured.
     pub(crate) fn run_cost(&self, times: &Times, first: usize, end: usize, microbatches: u64) -> ComputeCost {
@@ -217,39 +186,6 @@ impl Chain {
             backward_host_us: once.backward_host_us * part,
         };
         times.blocks(first, end) + scaled(self.clones[times.kind].at(first, end)) + once
-    }
-}
-
-/// Costs of the Blocks before each place of a chain, and their memory, with some number of rows.
-#[derive(Clone, Debug)]
-pub(crate) struct Times {
-    /// Kind of the device.
-    kind: usize,
-    /// What batch-free ops that several Blocks use take, by the roofline's time: no Block is measured with them.
-    clone_scale: f64,
-    before: Vec<ComputeCost>,
-    /// Blocks that ran out of memory.
-    too_large: Vec<u32>,
-    /// What Blocks keep, as measured, beyond the operators' account.
-    more_kept_bytes: Vec<f64>,
-    /// By Block, its largest temporary memory.
-    workspace_bytes: Vec<f64>,
-}
-
-impl Times {
-    /// True when a Block of a run ran out of memory while it was measured.
-    pub(crate) fn is_too_large(&self, first: usize, end: usize) -> bool {
-        self.too_large[first] < self.too_large[end]
-    }
-
-    /// Largest temporary memory of one Block.
-    pub(crate) fn workspace_bytes(&self, block: usize) -> f64 {
-        self.workspace_bytes[block]
-    }
-
-    /// The Blocks of a run.
-    pub(crate) fn blocks(&self, first: usize, end: usize) -> ComputeCost {
-        self.before[end] - self.before[first]
     }
 }
 

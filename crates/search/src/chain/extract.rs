@@ -3,23 +3,41 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use rannc_cost::{Blocks, OpWork, Operation, Poly, SavedTensors, base_name, tensor_bytes};
-use rannc_ir::{Analysis, Entity as _, Graph, OpId, ValueDef, ValueId};
+use rannc_ir::{Analysis, Entity as _, Graph, OpId, OpRun, ValueDef, ValueId};
 use rannc_plan::ReduceDType;
 
 use crate::settings::Settings;
 
 use super::conversions::{Conversions, conversions};
 use super::spans::spans;
-use super::spec::{Affine, BlockSpec, ChainSpec, CloneSpec, ConversionSpec, CrossingSpec, KeptSpec, StateSpec};
+use super::spec::{
+    Affine, BlockSpec, ChainSpec, CloneSpec, ConversionSpec, CrossingSpec, KeptSpec, SpanSpec, StateSpec,
+};
 
-/// Describes the Blocks of a graph on the host's processor or on accelerators.
+/// Describes the Blocks of a graph, and its Spans, on the host's processor or on accelerators.
 pub(crate) fn extract(
     graph: &Graph,
     analysis: &Analysis,
     blocks: &Blocks,
+    spans: &Blocks,
     host: bool,
     settings: &Settings,
 ) -> ChainSpec {
+    let alone = extract_blocks(graph, analysis, spans, host, settings).blocks;
+    let places = |ops: OpRun| {
+        let place = |op: u32| blocks.blocks.partition_point(|block| block.ops.first < op);
+        place(ops.first)..place(ops.end)
+    };
+    let all = spans.blocks.iter().zip(alone).map(|(span, BlockSpec { left_bytes, .. })| SpanSpec {
+        blocks: places(span.ops),
+        kind: span.kind,
+        left_bytes,
+    });
+    let spans = all.filter(|span| span.blocks.len() > 1).collect();
+    ChainSpec { spans, ..extract_blocks(graph, analysis, blocks, host, settings) }
+}
+
+fn extract_blocks(graph: &Graph, analysis: &Analysis, blocks: &Blocks, host: bool, settings: &Settings) -> ChainSpec {
     let Settings { batch_rows, reduce_dtype: reduce, .. } = *settings;
     let mut extractor = Extractor {
         graph,

@@ -1,4 +1,4 @@
-//! Measured costs of Blocks, where there are any.
+//! Measured costs of Blocks and Spans, where there are any.
 
 use rannc_cost::{BlockProfile, Blocks, ComputeCost, Device, Profile};
 
@@ -9,6 +9,8 @@ use super::spec::BlockSpec;
 pub(crate) struct Measured {
     /// By kind of Block.
     blocks: Vec<Option<BlockProfile>>,
+    /// By kind of Span.
+    spans: Vec<Option<BlockProfile>>,
     /// Measured time of the device by modelled time, over all Blocks that were measured: for those that were not.
     scale: f64,
     /// Time of the end of a step for each byte of trainable parameters.
@@ -18,15 +20,17 @@ pub(crate) struct Measured {
 }
 
 impl Measured {
-    /// Takes the Blocks' times from a Profile of `device`, if it has any of them.
+    /// Takes the times of Blocks and Spans from a Profile of `device`, if it has any of Blocks.
     pub(crate) fn new(
         profile: &Profile,
         device: &Device,
         blocks: &Blocks,
+        spans: &Blocks,
         specs: &[BlockSpec],
         rows: u64,
     ) -> Option<Self> {
-        let found: Vec<Option<BlockProfile>> = blocks.hashes.iter().map(|hash| profile.block(hash).cloned()).collect();
+        let known = |all: &Blocks| all.hashes.iter().map(|hash| profile.block(hash).cloned()).collect::<Vec<_>>();
+        let found = known(blocks);
         let (mut measured_us, mut modelled_us) = (0.0, 0.0);
         for spec in specs {
             let Some(block) = found[spec.kind as usize].as_ref().filter(|block| block.has_times() && block.fits(rows))
@@ -37,12 +41,12 @@ impl Measured {
             measured_us += measured.forward_us + measured.backward_us;
             modelled_us += modelled.forward_us + modelled.backward_us;
         }
-        let known = measured_us > 0.0 && modelled_us > 0.0;
-        let scale = if known { measured_us / modelled_us } else { 1.0 };
+        let any_us = measured_us > 0.0 && modelled_us > 0.0;
+        let scale = if any_us { measured_us / modelled_us } else { 1.0 };
         let update_us_per_byte = profile.update.map(|update| update.us_per_byte());
         let collective_slowdown = profile.collective_slowdown;
         let any = found.iter().any(Option::is_some);
-        any.then_some(Self { blocks: found, scale, update_us_per_byte, collective_slowdown })
+        any.then_some(Self { blocks: found, spans: known(spans), scale, update_us_per_byte, collective_slowdown })
     }
 
     /// Kinds of Blocks that were measured.
@@ -53,6 +57,11 @@ impl Measured {
     /// What was measured of a Block with at least so many rows, if it fitted.
     pub(crate) fn block(&self, kind: u32, rows: u64) -> Option<&BlockProfile> {
         self.blocks[kind as usize].as_ref().filter(|block| block.has_times() && block.fits(rows))
+    }
+
+    /// What was measured of a Span.
+    pub(crate) fn span(&self, kind: u32) -> Option<&BlockProfile> {
+        self.spans[kind as usize].as_ref()
     }
 
     /// Time of the device by modelled time, for what was not measured.

@@ -11,12 +11,15 @@ mod parts;
 mod spans;
 pub(crate) mod spec;
 mod sums;
+mod times;
 mod traffic;
 
-pub(crate) use chain::{Chain, Times};
+pub(crate) use chain::Chain;
 pub(crate) use extract::extract;
 pub(crate) use interval::IntervalSums;
 pub(crate) use largest::Largest;
 pub(crate) use measured::Measured;
 pub(crate) use parts::PartTimes;
+pub use spans::whole_spans;
 pub(crate) use spec::{CrossingSpec, StateSpec};
+pub(crate) use times::Times;

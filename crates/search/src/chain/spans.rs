@@ -3,8 +3,17 @@
 use std::collections::HashMap;
 
 use rannc_cost::Blocks;
-use rannc_ir::{Analysis, Graph, repeated_module};
+use rannc_ir::{Analysis, Graph, OpRun, repeated_module};
 use rannc_plan::{LONGER_SPANS, SPAN_LEVELS};
+
+/// The Spans of a Graph, if all Blocks were one Stage, as Blocks: of those of one Block the hash is the Block's.
+pub fn whole_spans(graph: &Graph, analysis: &Analysis, blocks: &Blocks) -> Blocks {
+    let spans = spans(graph, analysis, blocks);
+    let places: Vec<usize> = (0..spans.len()).collect();
+    let ops = |place: usize| blocks.blocks[place].ops;
+    let run = |span: &[usize]| OpRun { first: ops(span[0]).first, end: ops(span[span.len() - 1]).end };
+    Blocks::of(graph, analysis, places.chunk_by(|&left, &right| spans[left] == spans[right]).map(run))
+}
 
 /// The Span of each Block, if all Blocks were one Stage.
 pub(super) fn spans(graph: &Graph, analysis: &Analysis, blocks: &Blocks) -> Vec<usize> {

@@ -1,5 +1,7 @@
 //! What a chain is made from: Blocks, state, batch-free ops, Values that cross, tensors that are kept.
 
+use std::ops::Range;
+
 use rannc_cost::{ComputeCost, Device, OpWork};
 
 /// `fixed + per_row * rows`.
@@ -40,6 +42,16 @@ pub(crate) struct BlockSpec {
     pub(crate) waiting_bytes: Affine,
     /// Outputs of the model, which wait for the end of the step.
     pub(crate) output_bytes: Affine,
+}
+
+/// Several Blocks that run as one where a Stage has them all.
+#[derive(Clone, Debug)]
+pub(crate) struct SpanSpec {
+    pub(crate) blocks: Range<usize>,
+    /// Spans of one kind do the same.
+    pub(crate) kind: u32,
+    /// As of a Block.
+    pub(crate) left_bytes: Affine,
 }
 
 /// A parameter, buffer or constant, or what is made once a step, with the Blocks that read it.
@@ -109,6 +121,8 @@ pub(crate) struct KeptSpec {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ChainSpec {
     pub(crate) blocks: Vec<BlockSpec>,
+    /// In their order.
+    pub(crate) spans: Vec<SpanSpec>,
     pub(crate) states: Vec<StateSpec>,
     pub(crate) clones: Vec<CloneSpec>,
     pub(crate) conversions: Vec<ConversionSpec>,

@@ -4,7 +4,7 @@ use rannc_cost::{Blocks, Cluster, Profile};
 use rannc_ir::{Analysis, Graph};
 
 use super::at::Problem;
-use crate::chain::{Chain, CrossingSpec, Measured, StateSpec, extract};
+use crate::chain::{Chain, CrossingSpec, Measured, StateSpec, extract, whole_spans};
 use crate::settings::Settings;
 
 /// A chain of Blocks with its costs.
@@ -27,10 +27,11 @@ impl Model {
         profiles: &[Profile],
         settings: &Settings,
     ) -> Self {
-        let spec = extract(graph, analysis, &blocks, cluster.kinds[0].host, settings);
+        let spans = whole_spans(graph, analysis, &blocks);
+        let spec = extract(graph, analysis, &blocks, &spans, cluster.kinds[0].host, settings);
         let measured = cluster.kinds.iter().map(|device| {
             let profile = profiles.iter().find(|profile| profile.device == device.name)?;
-            Measured::new(profile, device, &blocks, &spec.blocks, settings.rank_rows())
+            Measured::new(profile, device, &blocks, &spans, &spec.blocks, settings.rank_rows())
         });
         let measured = measured.collect();
         let (crossings, states) = (spec.crossings.clone(), spec.states.clone());

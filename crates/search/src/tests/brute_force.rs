@@ -117,6 +117,7 @@ fn spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
         )
             .prop_map(|(blocks, states, clones, conversions, crossings, kept)| ChainSpec {
                 blocks: with_kinds_and_spans(blocks),
+                spans: Vec::new(),
                 states,
                 clones,
                 conversions,
