@@ -1,5 +1,6 @@
 //! The chain of Blocks: what any run of it costs, composed from sums.
 
+mod block_times;
 mod chain;
 mod conversions;
 mod extract;
@@ -7,6 +8,7 @@ mod interval;
 mod largest;
 mod measured;
 mod own;
+mod own_costs;
 mod parts;
 mod spans;
 pub(crate) mod spec;
