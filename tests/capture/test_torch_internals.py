@@ -196,6 +196,11 @@ def test_fake_of() -> None:
     assert internals.expression(first.shape[0]) == internals.expression(second.shape[0])
     assert (first.shape[1], tuple(fixed.shape)) == (2, (3, 2))
     assert isinstance(parameter, nn.Parameter)
+
+
+def test_fake_of_packed_rows() -> None:
+    mode = fake_mode()
+    first = internals.fake_of(mode, "x", X, 1)
     packed = internals.fake_of(mode, "packed", X.repeat_interleave(4, 0).requires_grad_(), 4)
     assert internals.expression(packed.shape[0]) == 4 * internals.expression(first.shape[0])
     assert packed.requires_grad

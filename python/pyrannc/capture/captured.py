@@ -201,7 +201,11 @@ def capture(
             with no_autocast():
                 cleaned = clean(traced, apart=apart)
                 known = row_wise, options.row_wise_modules, [*told.by_ops, *tried_together]
-                return traced, cleaned, lower(traced, cleaned, name, mode, max(1, rows), *known)
+                return (
+                    traced,
+                    cleaned,
+                    lower(traced, cleaned, name, mode, max(1, rows), *known, part_of_batch=answers.part_of_batch),
+                )
 
         first = once()
         if first[0].carried:
@@ -229,7 +233,7 @@ def capture(
         params=traced.params.names,
         buffers=traced.buffers.names,
         constants=lowered.constants,
-        assumptions=traced.assumptions,
+        assumptions=[*traced.assumptions, *lowered.assumptions],
         python_state=traced.python_state,
         dims=cleaned.dims,
         input_structure=flatten((tuple(args), kwargs))[1],

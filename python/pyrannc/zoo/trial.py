@@ -206,7 +206,7 @@ def _beside(case: Case, rows: Sequence[int], stages: int, expected: _Run, as_the
 
 
 def _rows_of(item: Any, lo: int, hi: int, *, packed: bool = False) -> Any:
-    """The part of arguments that has these rows of the batch; ``packed``: tensors may have several elements for each."""
+    """The part of arguments that has these rows of the batch; ``packed``: some have several elements of each."""
     if isinstance(item, Tensor):
         count, rest = divmod(item.shape[0] if item.dim() else 0, ROWS)
         return item[count * lo : count * hi] if not rest and (count == 1 or packed) else item

@@ -153,6 +153,81 @@ def number_of_packed_elements_changes(job: Job) -> None:
         job.gradients(model)
 
 
+class _Within(nn.Module):
+    """Lets the patches of each image meet, as attention does that is told where images begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, begins: Tensor) -> Tensor:
+        lengths = begins[1:] - begins[:-1]
+        images = torch.split(self.inner(x), lengths.tolist())
+        return x + torch.cat([image.softmax(0) @ image.T @ image for image in images])
+
+
+class _Tower(nn.Module):
+    """Blocks of a vision tower, between which all patches stand in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Within() for _ in range(4))
+
+    def forward(self, patches: Tensor, grid: Tensor) -> Tensor:
+        sizes = torch.repeat_interleave(grid[:, 1] * grid[:, 2], grid[:, 0])
+        begins = F.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
+        for block in self.blocks:
+            patches = block(patches, begins)
+        return patches
+
+
+def _with_tower(job: Job, steps: tuple[tuple[int, list[list[int]]], ...]) -> None:
+    """Of each step, how many patches an image has on average, and the sizes of images, which come in turn."""
+    model = job.wrap(_Tower())
+    for step, (patches, sizes) in enumerate(steps):
+        grid = torch.tensor(sizes).repeat(8 // len(sizes), 1)
+        images = torch.randn(8 * patches, WIDTH, generator=Generator().manual_seed(step))
+        out = model(job.own(images), job.own(grid))
+        job.rows("output", out)
+        (out.square().sum() / max(1, len(out))).backward()
+        job.gradients(model)
+
+
+@equal((*COVERING, Setting((3, 3, 2), 3, 2)), note="each block stays whole; the model is cut between them")
+def attention_within_each_image(job: Job) -> None:
+    """Blocks are told where images begin in a packed tensor (`cu_seqlens`)."""
+    _with_tower(job, ((6, [[1, 2, 3]]), (6, [[1, 2, 3]])))
+
+
+@equal((REPLICAS, STAGES, PIPELINE))
+def images_of_other_sizes(job: Job) -> None:
+    """The same, where images of a later batch have another size."""
+    _with_tower(job, ((6, [[1, 2, 3]]), (4, [[2, 2, 1]])))
+
+
+@equal((REPLICAS, STAGES, PIPELINE))
+def images_of_two_shapes(job: Job) -> None:
+    """The same, where images have as many patches, but not the same height."""
+    _with_tower(job, ((6, [[1, 2, 3], [1, 6, 1]]), (6, [[1, 6, 1]])))
+
+
+@equal((Setting((4, 4), 1, 2),), note="computed on all rows by every rank")
+def images_of_unlike_sizes(job: Job) -> None:
+    """The same, where images have as many patches only on average."""
+    _with_tower(job, ((6, [[1, 1, 4], [1, 2, 4]]),))
+
+
+@refused(
+    "InputError",
+    "sizes",
+    settings=(Setting((4, 4), 1, 2), STAGES),
+    instead="bring images of the sizes of the first batch",
+)
+def other_sizes_in_a_later_batch(job: Job) -> None:
+    """Images of a later batch have as many patches only on average, unlike those of the first."""
+    _with_tower(job, ((6, [[1, 2, 3]]), (6, [[1, 1, 4], [1, 2, 4]])))
+
+
 @refused("MismatchError", "packed", "images of one size", settings=(STAGES,), instead="images of one size in a batch")
 def packed_rows_unlike_on_ranks(job: Job) -> None:
     """The rows of one rank have more packed elements than those of another."""
