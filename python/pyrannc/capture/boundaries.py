@@ -17,7 +17,7 @@ from .dims import AffineReader
 from .facts import memory
 from .leaf import OpaqueCall
 from .one_call import writes
-from .ops import draws_random_numbers, mutated_arguments
+from .ops import closes_region, draws_random_numbers, mutated_arguments, opens_region
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -34,14 +34,16 @@ def own_boundaries(graph: fx.Graph, inputs: Sequence[fx.Node], reader: AffineRea
         The nodes of all copies, each of which stays with its user.
     """
     found, alone = _boundaries(graph, inputs, reader)
-    copied: set[fx.Node] = set()
+    originals, copied = set[fx.Node](), set[fx.Node]()
     users = [node for node in graph.nodes if node.op == "call_function" and node not in found]
     for user in users:
         if found.isdisjoint(user.all_input_nodes):
             continue
-        copied.update(_with_own(user, _needed(user, found, alone)))
+        needed = _needed(user, found, alone)
+        originals.update(needed)
+        copied.update(_with_own(user, needed))
     for node in reversed(list(graph.nodes)):
-        if node in alone and node.op == "call_function" and not node.users:
+        if node in originals and not node.users:
             graph.erase_node(node)
     return copied
 
@@ -65,9 +67,16 @@ def _boundaries(graph: fx.Graph, inputs: Sequence[fx.Node], reader: AffineReader
     written = {place for node in graph.nodes if node.op == "call_function" for place in writes(node)}
     of_rows = {node for node in inputs if _is_integer_with_rows(node, reader)}
     alone, found = set(of_rows), set[fx.Node]()
+    depth = 0
     for node in graph.nodes:
         operands = node.all_input_nodes
-        if node.op != "call_function" or not all(_is_idle(operand) or operand in alone for operand in operands):
+        depth += opens_region(node)
+        inside, depth = depth > 0, depth - closes_region(node)
+        if (
+            inside
+            or node.op != "call_function"
+            or not all(_is_idle(operand) or operand in alone for operand in operands)
+        ):
             continue
         if not _gives_the_same_again(node) or written & memory(node):
             continue
