@@ -71,7 +71,8 @@ class RaNNCModule(DeployedModel):
             it, is computed on all rows by every rank. ``"microbatch"``: the rows of a microbatch on one Replica.
         batch_arguments: names or positions of the arguments whose tensors have the rows of the batch as dimension 0,
             all others having none. By default the first tensor has them, and others of that extent, if they must; of
-            one that need not an error asks.
+            one that need not an error asks. Those of a larger extent are packed: they have as many elements for each
+            row, as the patches of all images.
         leaf_modules: names of sub-modules that are kept whole, as ``model.named_modules()`` has them: what cannot be
             captured inside of them runs as it is: on all rows, unless trials with parts of a batch show that it
             treats each row by itself. Where the capture fails, the smallest sub-module that holds the failure is kept
@@ -273,7 +274,7 @@ class RaNNCModule(DeployedModel):
             )  # fmt: skip
         with phases.phase("Decomposer", "capture", "the capture of the model"):
             variant = Variant(
-                self.model, args, kwargs, self.device, call.own_rows, call.has_rows, call.batch, self._row_mixing,
+                self.model, args, kwargs, self.device, call.own_rows, call.per_row, call.batch, self._row_mixing,
                 self._capture_options,
             )  # fmt: skip
             elements = sum(param.numel() for param in self.name_to_param.values())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyrannc.capture import may_lack_rows
+from pyrannc.capture import can_be_traced, may_lack_rows
 
 Reading = Callable[[Tensor, Tensor], Tensor]
 
@@ -49,13 +50,27 @@ def _of_two(x: Tensor, other: Tensor) -> Tensor:
 def test_what_a_tensor_can_be(reading: Reading, lacks: bool, rows: int) -> None:
     arguments = torch.zeros(rows, 3), torch.zeros(rows, 3)
     device = torch.device("cpu")
-    found = may_lack_rows(_Model(reading), arguments, {}, device=device, rows=rows, has_rows=(True, True), place=1)
+    found = may_lack_rows(_Model(reading), arguments, {}, device=device, rows=rows, per_row=(1, 1), place=1)
     assert found == lacks
+
+
+def test_of_packed_rows_the_others_are_rows() -> None:
+    """Patches of images beside a size of each."""
+
+    def reading(x: Tensor, other: Tensor) -> Tensor:
+        return x.view(other.shape[0], -1, 3).sum(1) * other
+
+    arguments = torch.zeros(8, 3), torch.zeros(4, 3)
+    given: dict[str, Any] = {"device": torch.device("cpu"), "rows": 4, "per_row": (2, 1)}
+    assert not may_lack_rows(_Model(reading), arguments, {}, place=1, **given)
+    assert can_be_traced(_Model(reading), arguments, {}, **given)
+    assert may_lack_rows(_Model(_of_two), arguments, {}, place=1, **given)
+    assert not can_be_traced(_Model(lambda x, other: x + other), arguments, {}, **given)
 
 
 def test_models_are_left_as_they_were() -> None:
     model = nn.Bilinear(3, 3, 2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     arguments = torch.zeros(4, 3), torch.zeros(4, 3)
-    assert not may_lack_rows(model, arguments, {}, device=torch.device("cpu"), rows=4, has_rows=(True, True), place=0)
+    assert not may_lack_rows(model, arguments, {}, device=torch.device("cpu"), rows=4, per_row=(1, 1), place=0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

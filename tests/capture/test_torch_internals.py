@@ -147,14 +147,14 @@ def test_note_new_nodes() -> None:
 
 def test_non_strict_functions() -> None:
     mode = fake_mode()
-    x = internals.fake_of(mode, "x", X, True)
+    x = internals.fake_of(mode, "x", X, 1)
     with mode, internals.non_strict_functions():
         assert x[: x.shape[0] - 1].shape[0] == x.shape[0] - 1
 
 
 def test_override_builtin_ops() -> None:
     mode = fake_mode()
-    rows = internals.fake_of(mode, "x", X, True).shape[0]
+    rows = internals.fake_of(mode, "x", X, 1).shape[0]
     original = math.pow
     with mode, internals.override_builtin_ops():
         larger = max(rows, 1)
@@ -188,14 +188,26 @@ def test_tracing_context() -> None:
 
 def test_fake_of() -> None:
     mode = fake_mode()
-    first, second = (internals.fake_of(mode, name, X, True) for name in "xy")
-    fixed = internals.fake_of(mode, "z", X, False)
-    parameter = internals.fake_of(mode, "p", nn.Parameter(X), False)
+    first, second = (internals.fake_of(mode, name, X, 1) for name in "xy")
+    fixed = internals.fake_of(mode, "z", X, 0)
+    parameter = internals.fake_of(mode, "p", nn.Parameter(X), 0)
     assert isinstance(first.shape[0], torch.SymInt)
     # Equal extents are one symbol: there is one batch.
     assert internals.expression(first.shape[0]) == internals.expression(second.shape[0])
     assert (first.shape[1], tuple(fixed.shape)) == (2, (3, 2))
     assert isinstance(parameter, nn.Parameter)
+
+
+def test_fake_of_packed_rows() -> None:
+    mode = fake_mode()
+    first = internals.fake_of(mode, "x", X, 1)
+    packed = internals.fake_of(mode, "packed", X.repeat_interleave(4, 0).requires_grad_(), 4)
+    assert internals.expression(packed.shape[0]) == 4 * internals.expression(first.shape[0])
+    assert packed.requires_grad
+    assert packed.is_leaf
+    turned = internals.fake_of(mode, "turned", torch.zeros(5, 12).T, 4)
+    assert internals.expression(turned.stride()[1]) == internals.expression(packed.shape[0])
+    assert internals.expression(turned.shape[0] // 4) == internals.expression(first.shape[0])
 
 
 class Asked(internals.ShapeQuestions):
@@ -241,14 +253,14 @@ def test_forget_new_sizes() -> None:
 
 
 def test_expression() -> None:
-    size = internals.fake_of(fake_mode(), "x", X, True).shape[0]
+    size = internals.fake_of(fake_mode(), "x", X, 1).shape[0]
     symbol = internals.expression(size)
     assert internals.expression(size * 2 + 1) == 2 * symbol + 1
 
 
 def test_simplified() -> None:
     mode = fake_mode()
-    size = internals.fake_of(mode, "x", X, True).shape[0]
+    size = internals.fake_of(mode, "x", X, 1).shape[0]
     twice = size * 2
     assert internals.simplified(twice) == internals.expression(twice)
     assert size == 3
@@ -256,7 +268,7 @@ def test_simplified() -> None:
 
 
 def test_hint() -> None:
-    assert internals.hint(internals.fake_of(fake_mode(), "x", X, True).shape[0] * 2) == 6
+    assert internals.hint(internals.fake_of(fake_mode(), "x", X, 1).shape[0] * 2) == 6
 
 
 def test_OpOverload() -> None:

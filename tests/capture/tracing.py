@@ -18,7 +18,7 @@ def fake_mode() -> Any:
 def traced(call: Callable[..., Any], *samples: Tensor, mode: Any = None) -> fx.GraphModule:
     """The trace of a call on fake tensors, dimension 0 of each a symbol."""
     mode = mode or fake_mode()
-    fakes = [internals.fake_of(mode, f"x{index}", sample, True) for index, sample in enumerate(samples)]
+    fakes = [internals.fake_of(mode, f"x{index}", sample, 1) for index, sample in enumerate(samples)]
     with mode:
         return internals.trace_before_dispatch(call, *fakes)
 

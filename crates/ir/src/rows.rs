@@ -83,7 +83,7 @@ impl Rows {
 
 fn given(def: &ValueDef, shape: &[Dim]) -> RowState {
     match (def, sole_batch_dim(shape)) {
-        (ValueDef::Input(_), Some(rows)) if rows == (RowDim { dim: 0, per_row: 1 }) => RowState::Rows(rows),
+        (ValueDef::Input(_), Some(rows)) if rows.dim == 0 => RowState::Rows(rows),
         _ => RowState::Free,
     }
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pyrannc.call.batch_arguments import Arguments, BatchArguments, HasRows
+from pyrannc.call.batch_arguments import Arguments, BatchArguments, PerRow
 from pyrannc.call.data_guards import Answers
 from pyrannc.call.equal import Fingerprint, HyperParameters, combined, whole_inputs
 from pyrannc.call.param_guards import ParamGuards
@@ -38,7 +38,7 @@ class AgreedCall:
         key: what it shares with others of the same captured form.
         variant: its captured form, if there is one already.
         tensors: of this rank's arguments.
-        has_rows: for each of them, whether the batch is its dimension 0.
+        per_row: for each of them, how many elements of its dimension 0 each row has; 0: none.
         own_rows: of this rank's batch.
         batch: the rows of all ranks.
         answers: to the model's questions about the batch, to be checked before gradients are handed over.
@@ -48,7 +48,7 @@ class AgreedCall:
     key: CallKey
     variant: Variant | None
     tensors: list[Tensor]
-    has_rows: HasRows
+    per_row: PerRow
     own_rows: int
     batch: BatchRows
     answers: Answers | None
@@ -115,23 +115,25 @@ class Agreement:
         if _THAWED in numbers:
             self._drawn = own.drawn or None
             return None
-        rows = tuple(count if self._gather_inputs or rank == 0 else 0 for rank, (_, count, *_) in enumerate(everyone))
         if len({(number, switched) for number, _, switched, *_ in everyone}) > 1:
             raise MismatchError(_different_calls(self._model, own.call.tensors))
         if len({equal for *_, equal, _ in everyone}) > 1:
             raise MismatchError(_different_values(own.equal))
+        counts = [count for _, count, *_ in everyone]
+        if own.per_row is None:
+            own.per_row = self._batch.find(own.call, device)
+            own.rows, own.key = own.call.rows(own.per_row), self._key(own.call, own.per_row)
+            counts = [count for (count,) in agree.gather_numbers((own.rows,))]
+        rows = tuple(count if self._gather_inputs or rank == 0 else 0 for rank, count in enumerate(counts))
         if sum(rows) == 0:
             raise InputError("the global batch has no rows: every rank's inputs are empty")
         if own.variant is not None and self._is_due(own.variant):
             self._compare(own.variant, args, kwargs, device, own.rows)
-        if own.has_rows is None:
-            own.has_rows = self._batch.find(own.call, own.rows, device)
-            own.key = self._key(own.call, own.has_rows)
         batch = BatchRows(rows, self._gather_inputs)
         with no_autocast():
             self._answers = None if own.variant is None else self._ask(own.variant, own, batch)
         return AgreedCall(
-            own.key, own.variant, own.call.tensors, own.has_rows, own.rows, batch, self._answers, everyone[0][-1]
+            own.key, own.variant, own.call.tensors, own.per_row, own.rows, batch, self._answers, everyone[0][-1]
         )
 
     @staticmethod
@@ -140,16 +142,16 @@ class Agreement:
         questions = variant.questions
         if not questions:
             return None
-        assert own.has_rows is not None, "a captured form has rows"
-        answers = questions.ask(batch.joined(own.call.tensors, own.has_rows, questions.takes))
+        assert own.per_row is not None, "a captured form has rows"
+        answers = questions.ask(batch.joined(own.call.tensors, own.per_row, questions.takes))
         if not questions.waits and torch.is_grad_enabled():
             return answers
         # There is no backward that could wait for them.
         agree.together(answers.check)
         return None
 
-    def _key(self, call: Arguments, has_rows: HasRows) -> CallKey:
-        return signature(self._model, call.tensors, call.structure, has_rows), self.flags
+    def _key(self, call: Arguments, per_row: PerRow) -> CallKey:
+        return signature(self._model, call.tensors, call.structure, per_row), self.flags
 
     def _examine(self, own: _Own, device: torch.device) -> None:
         """Fills ``own``, and raises what this rank finds wrong."""
@@ -158,20 +160,23 @@ class Agreement:
             answers.check()
         call = own.call
         _check_inputs(call.tensors, device)
-        has_rows = own.has_rows = self._batch.known(call)
-        own.rows = self._batch.rows(call, has_rows)
+        per_row = own.per_row = self._batch.known(call)
+        if per_row is None:
+            self._batch.check(call)
+        else:
+            own.rows = call.rows(per_row)
         if self.params is not None and not self.params.check():
             own.number = _THAWED
             return
         own.equal = self._hyper_parameters.fingerprints()
-        if has_rows is None:
+        if per_row is None:
             own.number = _UNDECIDED
             return
-        own.key = self._key(call, has_rows)
+        own.key = self._key(call, per_row)
         own.variant = self._variants.find(own.key)
         calls = 0 if own.variant is None else own.variant.calls
         if self._gather_inputs and process.get_world_size() > 1:
-            own.equal = own.equal + whole_inputs(call.tensors, lambda: call.names, has_rows, calls)
+            own.equal = own.equal + whole_inputs(call.tensors, lambda: call.names, per_row, calls)
         if own.variant is None:
             return
         own.number, own.drawn = own.variant.number, self.draw(own.variant)
@@ -210,7 +215,7 @@ class _Own:
     """What this rank has found out about its call."""
 
     call: Arguments
-    has_rows: HasRows | None = None
+    per_row: PerRow | None = None
     number: int = _NEW
     rows: int = 0
     key: CallKey = ((), None)

@@ -23,7 +23,7 @@ def capture_alike(
     kwargs: dict[str, Any],
     device: torch.device,
     rows: int,
-    has_rows: Sequence[bool],
+    per_row: Sequence[int],
     options: CaptureOptions,
     batch: BatchRows,
     *,
@@ -47,7 +47,7 @@ def capture_alike(
                 kwargs,
                 device=device,
                 rows=rows,
-                has_rows=has_rows,
+                per_row=per_row,
                 options=options,
                 answers=answers,
                 apart=apart,
@@ -63,8 +63,8 @@ def capture_alike(
     found = None if none_here else agree.together(lambda: attempt(args, kwargs, rows, answers))
     if any(asks for (asks,) in agree.gather_numbers((found is None,))):
         tensors, structure = flatten((args, kwargs))
-        batch.refuse_other_shapes(tensors, has_rows)
-        all_args, all_kwargs = structure.rebuild(batch.joined(tensors, has_rows, range(len(tensors))))
+        batch.refuse_other_shapes(tensors, per_row)
+        all_args, all_kwargs = structure.rebuild(batch.joined(tensors, per_row, range(len(tensors))))
         found = agree.together(lambda: attempt(all_args, all_kwargs, batch.total, FROM_ARGUMENTS))
     assert found is not None, "the whole batch answers"
     captured, graph = _as_all_have_tried(*found)

@@ -2,14 +2,17 @@
 
 An extent that equals the number of rows proves nothing. A tensor has rows if ranks with other batches bring others,
 or if the model does not run when only the other tensors have them.
+
+Of a packed tensor, as of the patches of all images, each row has several elements of dimension 0, as many as any other;
+the number of rows is that of the tensors that are not packed.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,15 +20,21 @@ from torch import Tensor, nn
 
 from pyrannc.call.equal import digest, names_inside
 from pyrannc.call.lists_of_rows import ADVICE, refuse_lists_of_rows
-from pyrannc.capture import Structure, batch_rows, by_extents, flatten, may_lack_rows
+from pyrannc.capture import Structure, batch_rows, can_be_traced, flatten, may_lack_rows
 from pyrannc.capture.row_lists import RowList
 from pyrannc.errors import InputError, MismatchError
 from pyrannc.job import agree, process
 
 BatchNames = Sequence[str | int]
 """Names, or positions, of arguments of the model's forward."""
-HasRows = tuple[bool, ...]
-"""For each tensor of the arguments, whether it has rows."""
+PerRow = tuple[int, ...]
+"""For each tensor of the arguments, how many elements of its dimension 0 each row has; 0: it has no rows."""
+PACKED = (
+    "a packed tensor, as of the patches of all images, has as many elements of dimension 0 for each row as for any "
+    "other, on all ranks: bring images of one size in a batch, and as many for each row"
+)
+_Extents = list[list[int]]
+"""Dimension 0 of each tensor, by rank; -1 where there is none."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,10 @@ class Arguments:
         places = {id(tensor) for rows in lists for tensor in rows.tensors}
         return tuple(id(tensor) in places for tensor in self.tensors)
 
+    def rows(self, per_row: PerRow) -> int:
+        """The rows of the batch."""
+        return _rows_of(_extents(self), per_row)
+
     @property
     def counts(self) -> tuple[list[int], list[int]]:
         """How many tensors are in each argument: those by position, and those by name."""
@@ -97,7 +110,7 @@ class BatchArguments:
         self._model = model
         self._named = named
         self._gather_inputs = gather_inputs
-        self._found: dict[Hashable, HasRows] = {}
+        self._found: dict[Hashable, PerRow] = {}
         self._positions = _positions(model)
         if named is not None:
             self._check_names(named)
@@ -111,11 +124,21 @@ class BatchArguments:
             if isinstance(name, str) and name not in known:
                 raise InputError(f'batch_arguments has "{name}", but the arguments of forward are {", ".join(known)}')
 
-    def known(self, call: Arguments) -> HasRows | None:
-        """Which tensors have rows, if this is known without the other ranks."""
-        return self._found.get(call.key) if self._named is None else self._as_named(call, self._named)
+    def known(self, call: Arguments) -> PerRow | None:
+        """The elements of each row, if it is known without the other ranks which tensors have rows.
 
-    def _as_named(self, call: Arguments, named: BatchNames) -> HasRows:
+        Raises:
+            InputError: these have not as many elements for each row.
+        """
+        found = self._found.get(call.key)
+        if found is None:
+            return None
+        places = [place for place, count in enumerate(found) if count]
+        extents = [int(call.tensors[place].shape[0]) for place in places]
+        # With a batch that has no rows they are what they were.
+        return _counted(call, [_extents(call)], places) if any(extents) else found
+
+    def _as_named(self, call: Arguments, named: BatchNames) -> tuple[bool, ...]:
         marked: list[bool] = []
         positional, by_name = call.counts
         for place, count in enumerate(positional):
@@ -127,65 +150,94 @@ class BatchArguments:
         marked = [mark or is_list for mark, is_list in zip(marked, call.in_row_lists, strict=True)]
         return tuple(mark and tensor.dim() > 0 for mark, tensor in zip(marked, call.tensors, strict=True))
 
-    def rows(self, call: Arguments, has_rows: HasRows | None) -> int:
-        """The rows of this rank's batch.
+    def check(self, call: Arguments) -> None:
+        """Raises InputError for a call that has no rows, before it is found out which tensors have them."""
+        if self._named is not None:
+            if not any(self._as_named(call, self._named)):
+                raise InputError("the batch size cannot be told: no argument in batch_arguments is a tensor with rows")
+            return
+        try:
+            rows = batch_rows(call.tensors)
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        refuse_lists_of_rows(call.args, call.kwargs, call.tensors, rows)
 
-        Raises:
-            InputError: no tensor has rows, or they have different numbers of them.
-        """
-        if has_rows is None:
-            try:
-                rows = batch_rows(call.tensors)
-            except ValueError as error:
-                raise InputError(str(error)) from None
-            refuse_lists_of_rows(call.args, call.kwargs, call.tensors, rows)
-            return rows
-        batched = [place for place, marked in enumerate(has_rows) if marked]
-        if not batched:
-            raise InputError("the batch size cannot be told: no argument in batch_arguments is a tensor with rows")
-        extents = [int(call.tensors[place].shape[0]) for place in batched]
-        rows = extents[0]
-        for place, extent in zip(batched, extents, strict=True):
-            if extent != rows:
-                raise InputError(
-                    f"argument {call.names[place]} has {extent} rows where argument {call.names[batched[0]]} has "
-                    f"{rows}; if not both have the rows of the batch, name those that do: "
-                    "RaNNCModule(..., batch_arguments=[...])"
-                )
-        return rows
-
-    def find(self, call: Arguments, rows: int, device: torch.device) -> HasRows:
+    def find(self, call: Arguments, device: torch.device) -> PerRow:
         """Finds out which tensors have rows. All ranks call it.
 
         Raises:
-            InputError: a tensor may have rows and may not.
-            MismatchError: a tensor without rows has another value on another rank.
+            InputError: a tensor may have rows and may not, or has not as many elements for each row.
+            MismatchError: a tensor without rows has another value on another rank, or rows have other numbers of
+                elements there.
         """
-        own = by_extents(call.tensors, rows)
-        brought = [_brought(tensor) for tensor in call.tensors]
-        everyone: list[tuple[HasRows, list[Hashable]]] = agree.gather_objects((own, brought))
+        named = None if self._named is None else self._as_named(call, self._named)
+        brought = [
+            None if named is not None and named[place] else _brought(tensor)
+            for place, tensor in enumerate(call.tensors)
+        ]
+        everyone: list[tuple[list[int], list[Hashable]]] = agree.gather_objects((_extents(call), brought))
         if len({len(brought) for _, brought in everyone}) > 1:
             raise MismatchError("the ranks pass different numbers of tensors")
         if not self._gather_inputs:
             everyone = everyone[:1]
-        found = tuple(all(marks) for marks in zip(*(marks for marks, _ in everyone), strict=True))
+        extents = [extents for extents, _ in everyone]
         differs = [len(set(values)) > 1 for values in zip(*(values for _, values in everyone), strict=True)]
-        for name, batched, other in zip(call.names, found, differs, strict=True):
-            if other and not batched:
-                raise MismatchError(
-                    f"argument {name} has another value on one rank than on another; give all ranks the same one "
-                    f"(what differs from row to row is a tensor with the batch as dimension 0){_of_list(name)}"
-                )
-        # A single one is the batch, for there has to be one.
-        certain = [differ or is_list for differ, is_list in zip(differs, call.in_row_lists, strict=True)]
-        open_places = [place for place, batched in enumerate(found) if batched and not certain[place]]
-        open_places = open_places if sum(found) > 1 else []
-        self._refuse_unproven(call, rows, device, found, open_places)
+        if named is None:
+            found = self._proven(call, extents, differs, device)
+        else:
+            _refuse_differing(call, named, differs)
+            found = _counted(call, extents, [place for place, mark in enumerate(named) if mark])
         self._found[call.key] = found
         return found
 
+    def _proven(self, call: Arguments, extents: _Extents, differs: Sequence[bool], device: torch.device) -> PerRow:
+        first = next(place for place, extent in enumerate(extents[0]) if extent >= 0)
+        found = _alike(extents, {first: 1})
+        if any(differ and not count for differ, count in zip(differs, found, strict=True)):
+            packed = _counts(extents, [place for place, differ in enumerate(differs) if differ])
+            found = found if packed is None else _alike(extents, packed)
+        _refuse_differing(call, found, differs)
+        found = self._of_fewer_rows(call, extents, found, differs, device)
+        # A single one is the batch, for there has to be one.
+        certain = [differ or is_list for differ, is_list in zip(differs, call.in_row_lists, strict=True)]
+        open_places = [place for place, count in enumerate(found) if count and not certain[place]]
+        open_places = open_places if sum(map(bool, found)) > 1 else []
+        self._refuse_unproven(call, _rows_of(extents[0], found), device, found, open_places)
+        return found
+
+    def _of_fewer_rows(
+        self, call: Arguments, extents: _Extents, found: PerRow, differs: Sequence[bool], device: torch.device
+    ) -> PerRow:
+        """What has rows where others are packed beside a tensor that ranks bring alike, as the sizes of equal images.
+
+        Only if the model does not run while that has none.
+        """
+        if len(extents) == 1 or max(found) > 1:
+            return found
+
+        def fewer() -> PerRow | None:
+            if process.get_rank() != 0:
+                return None
+            rows = _rows_of(extents[0], found)
+            for least in sorted({extent for extent in extents[0] if 0 < extent < rows}):
+                own = [place for place, extent in enumerate(extents[0]) if extent == least and not differs[place]]
+                packed = own and _counts(extents, [*own, *(place for place, count in enumerate(found) if count)])
+                if not packed:
+                    continue
+                per_row = _as_tuple(packed, len(found))
+                run = self._model, call.args, call.kwargs
+                lack = partial(may_lack_rows, *run, device=device, rows=least, per_row=per_row)
+                if any(lack(place=place) for place in own):
+                    continue
+                if can_be_traced(*run, device=device, rows=least, per_row=per_row):
+                    return per_row
+            return None
+
+        packed: PerRow | None = agree.broadcast_object(agree.together(fewer))
+        return packed or found
+
     def _refuse_unproven(
-        self, call: Arguments, rows: int, device: torch.device, found: HasRows, places: Sequence[int]
+        self, call: Arguments, rows: int, device: torch.device, found: PerRow, places: Sequence[int]
     ) -> None:
         def unproven() -> int | None:
             if process.get_rank() != 0:
@@ -194,7 +246,7 @@ class BatchArguments:
                 place
                 for place in places
                 if may_lack_rows(
-                    self._model, call.args, call.kwargs, device=device, rows=rows, has_rows=found, place=place
+                    self._model, call.args, call.kwargs, device=device, rows=rows, per_row=found, place=place
                 )
             )
             return next(runs, None)
@@ -210,6 +262,73 @@ class BatchArguments:
             "batch or none; name the arguments that have them: RaNNCModule(..., batch_arguments=[...]), by name or "
             "position"
         )
+
+
+def _rows_of(extents: Sequence[int], per_row: PerRow) -> int:
+    """The rows of a batch whose tensors have these extents of dimension 0."""
+    place = next(place for place, count in enumerate(per_row) if count)
+    return extents[place] // per_row[place]
+
+
+def _extents(call: Arguments) -> list[int]:
+    return [int(tensor.shape[0]) if tensor.dim() else -1 for tensor in call.tensors]
+
+
+def _counts(extents: _Extents, places: Collection[int]) -> dict[int, int] | None:
+    """The elements of each row of tensors that all have rows, if there are as many for each row on all ranks."""
+    own = [[of_rank[place] for place in places] for of_rank in extents if any(of_rank[place] for place in places)]
+    if not own:
+        return dict.fromkeys(places, 1)
+    found = {tuple(divmod(extent, max(1, min(of_rank))) for extent in of_rank) for of_rank in own}
+    counts = found.pop()
+    if found or any(rest or not count for count, rest in counts):
+        return None
+    return dict(zip(places, (count for count, _ in counts), strict=True))
+
+
+def _alike(extents: _Extents, counts: dict[int, int]) -> PerRow:
+    """Adds the tensors that have as many elements as one of these on each rank."""
+    by_extents = {tuple(of_rank[place] for of_rank in extents): count for place, count in counts.items()}
+    return tuple(by_extents.get(own, 0) for own in zip(*extents, strict=True))
+
+
+def _as_tuple(counts: dict[int, int], length: int) -> PerRow:
+    return tuple(counts.get(place, 0) for place in range(length))
+
+
+def _counted(call: Arguments, extents: _Extents, places: Sequence[int]) -> PerRow:
+    """The elements of each row where it is known which tensors have rows.
+
+    Raises:
+        InputError: a tensor has not as many for each row.
+        MismatchError: another rank has other numbers.
+    """
+    found = _counts(extents, places)
+    if found is not None:
+        return _as_tuple(found, len(call.tensors))
+    for of_rank in extents:
+        least = min(places, key=of_rank.__getitem__)
+        for place in places:
+            if not of_rank[least] or of_rank[place] % of_rank[least]:
+                raise InputError(
+                    f"argument {call.names[place]} has {of_rank[place]} rows where argument {call.names[least]} has "
+                    f"{of_rank[least]}; if not both have the rows of the batch, name those that do: "
+                    f"RaNNCModule(..., batch_arguments=[...]); {PACKED}"
+                )
+    told = "; ".join(
+        f"rank {rank}: " + ", ".join(f"{of_rank[place]} of {call.names[place]}" for place in places)
+        for rank, of_rank in enumerate(extents)
+    )
+    raise MismatchError(f"a row has other numbers of elements on one rank than on another ({told}): {PACKED}")
+
+
+def _refuse_differing(call: Arguments, with_rows: Sequence[int], differs: Sequence[bool]) -> None:
+    for name, count, differ in zip(call.names, with_rows, differs, strict=True):
+        if differ and not count:
+            raise MismatchError(
+                f"argument {name} has another value on one rank than on another; give all ranks the same one "
+                f"(what differs from row to row is a tensor with the batch as dimension 0; {PACKED}){_of_list(name)}"
+            )
 
 
 def _of_list(name: str) -> str:

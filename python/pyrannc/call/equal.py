@@ -63,7 +63,7 @@ def _equal(now: Any, seen: Any) -> bool:
 
 
 def whole_inputs(
-    tensors: Sequence[Tensor], names: Callable[[], Sequence[str]], has_rows: Sequence[bool], calls: int
+    tensors: Sequence[Tensor], names: Callable[[], Sequence[str]], per_row: Sequence[int], calls: int
 ) -> list[Fingerprint]:
     """Tensors without rows among the arguments; reading those of a GPU waits for it.
 
@@ -76,8 +76,8 @@ def whole_inputs(
         small = tensor.device.type == "cpu" and tensor.nbytes <= SMALL_BYTES
         return (small or calls % EVERY == 0) and tensor.device.type != "meta"
 
-    marked = zip(tensors, has_rows, strict=True)
-    compared = [place for place, (tensor, batched) in enumerate(marked) if not batched and is_compared(tensor)]
+    marked = zip(tensors, per_row, strict=True)
+    compared = [place for place, (tensor, count) in enumerate(marked) if not count and is_compared(tensor)]
     told = names() if compared else ()
     return [(f"argument {told[place]}", digest(tensors[place])) for place in compared]
 

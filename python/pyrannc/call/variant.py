@@ -58,7 +58,7 @@ class Variant:
         kwargs: sample keyword arguments.
         device: where the model will run.
         rows: batch size of the sample.
-        has_rows: for each tensor of the arguments, whether the batch is its dimension 0.
+        per_row: for each tensor of the arguments, how many elements of its dimension 0 each row has; 0: none.
         batch: the rows of all ranks.
         row_mixing: what Ops that mix rows work on.
         options: what the script says of captures.
@@ -83,15 +83,15 @@ class Variant:
         kwargs: dict[str, Any],
         device: torch.device,
         rows: int,
-        has_rows: tuple[bool, ...],
+        per_row: tuple[int, ...],
         batch: BatchRows,
         row_mixing: RowMixing = "batch",
         options: CaptureOptions = NO_OPTIONS,
     ) -> None:
-        self._has_rows, self._options = has_rows, options
+        self._per_row, self._options = per_row, options
 
         def divided_capture(together: Sequence[str] = (), *, apart: bool = False) -> DividedCapture:
-            own = model, args, kwargs, device, rows, has_rows, options, batch
+            own = model, args, kwargs, device, rows, per_row, options, batch
             captured, graph = capture_alike(*own, apart=apart, tried_together=together)
             native = graph.divide_tail(row_mixing)
             return DividedCapture(captured, graph, native, DividedFacts.from_json(native.to_json()))
@@ -143,7 +143,7 @@ class Variant:
         if has_row_lists((args, kwargs)):
             # Other items may show something else of how rows are treated.
             return
-        has_rows, captured = self._has_rows, self.whole.captured
+        per_row, captured = self._per_row, self.whole.captured
         # This rank's rows are not those that have answered.
         answers = Answering(before=captured.assumptions)
         again = capture(
@@ -152,7 +152,7 @@ class Variant:
             kwargs,
             device=device,
             rows=rows,
-            has_rows=has_rows,
+            per_row=per_row,
             options=CaptureOptions(captured.leaves, outputs=self._options.outputs),
             answers=answers,
             apart=captured.apart,
@@ -269,7 +269,7 @@ class Variant:
         self.parts = Parts.from_json(partition.to_json())
         for part in self.parts.outputs:
             facts = self.facts.values[part.value]
-            if part.input is None and part.row_dim is None and any(per_row for per_row, _ in facts.shape):
+            if part.input is None and part.row_dim is None and any(count for count, _ in facts.shape):
                 raise CaptureError(
                     f'the rows of output "{facts.name}" cannot be told: its extents are {_extents(facts.shape)} for a '
                     "batch of b; return it with the batch as a dimension of its own"

@@ -50,45 +50,45 @@ class BatchRows:
         """True when some rank has not all rows."""
         return process.get_world_size() > 1
 
-    def joined(self, tensors: Sequence[Tensor], has_rows: Sequence[bool], wanted: Collection[int]) -> list[Tensor]:
+    def joined(self, tensors: Sequence[Tensor], per_row: Sequence[int], wanted: Collection[int]) -> list[Tensor]:
         """The arguments' tensors with all rows in those ``wanted``; the others stay. All ranks call it.
 
         Args:
             tensors: of this rank, on its device; but for the rows of the same shapes and types on all ranks.
-            has_rows: for each of them, whether the batch is its dimension 0.
+            per_row: for each of them, how many elements of its dimension 0 each row has; 0: none.
             wanted: places of tensors.
         """
         found = list(tensors)
         for place in sorted(wanted) if self.in_parts else ():
-            if has_rows[place]:
-                found[place] = self._join(tensors[place].detach())
+            if per_row[place]:
+                found[place] = self._join(tensors[place].detach(), per_row[place])
             elif not self.gathered:
                 found[place] = _of_first(tensors[place].detach(), tensors[place].shape)
         return found
 
-    def _join(self, tensor: Tensor) -> Tensor:
-        shape = (self.total, *tensor.shape[1:])
+    def _join(self, tensor: Tensor, per_row: int) -> Tensor:
+        shape = (self.total * per_row, *tensor.shape[1:])
         if not self.gathered:
             return _of_first(tensor, shape)
         # Bytes beside zeros add up without loss, whatever the type; ranks may have different numbers of rows.
         whole = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
         lo, hi = self.own
-        whole[lo:hi] = tensor
+        whole[lo * per_row : hi * per_row] = tensor
         if whole.numel():
             sum_over_ranks(_bytes_of(whole))
         return whole
 
-    def refuse_other_shapes(self, tensors: Sequence[Tensor], has_rows: Sequence[bool]) -> None:
+    def refuse_other_shapes(self, tensors: Sequence[Tensor], per_row: Sequence[int]) -> None:
         """Raises MismatchError unless all ranks' tensors can be joined. All ranks call it."""
         own = [
-            (str(tensor.dtype), tuple(tensor.shape[1:] if batched else tensor.shape))
-            for tensor, batched in zip(tensors, has_rows, strict=True)
+            (str(tensor.dtype), count, tuple(tensor.shape[1:] if count else tensor.shape))
+            for tensor, count in zip(tensors, per_row, strict=True)
         ]
         for rank, other in enumerate(agree.gather_objects(own)):
             if other != own:
                 raise MismatchError(
                     f"the ranks call the model with arguments of different shapes or types (rank {process.get_rank()}: "
-                    f"{own}, rank {rank}: {other}, without rows); pad rows to a length that all ranks agree on"
+                    f"{own}, rank {rank}: {other}, by row); pad rows to a length that all ranks agree on"
                 )
 
 

@@ -8,7 +8,7 @@ from .captured import Captured, capture, signature
 from .dims import Dim
 from .flatten import Structure, batch_rows, by_extents, flatten
 from .options import NO_OPTIONS, CaptureOptions
-from .reading import may_lack_rows
+from .reading import can_be_traced, may_lack_rows
 from .source import Part, Place
 from .untraceable import KeptWhole
 
@@ -32,6 +32,7 @@ __all__ = [
     "Structure",
     "batch_rows",
     "by_extents",
+    "can_be_traced",
     "capture",
     "flatten",
     "is_plain",

@@ -126,7 +126,7 @@ class Captured:
 
 
 def signature(
-    model: nn.Module, tensors: Sequence[Tensor], structure: Structure, has_rows: Sequence[bool]
+    model: nn.Module, tensors: Sequence[Tensor], structure: Structure, per_row: Sequence[int]
 ) -> tuple[Hashable, ...]:
     """What two calls must share to share a capture.
 
@@ -136,15 +136,15 @@ def signature(
     Args:
         tensors: of the arguments.
         structure: the positional and named arguments without them.
-        has_rows: as for :func:`capture`.
+        per_row: as for :func:`capture`.
     """
-    described = tuple(_describe(tensor, batched) for tensor, batched in zip(tensors, has_rows, strict=True))
+    described = tuple(_describe(tensor, count) for tensor, count in zip(tensors, per_row, strict=True))
     return structure, described, model.training, autocast_state()
 
 
-def _describe(tensor: Tensor, batched: bool) -> Hashable:
+def _describe(tensor: Tensor, per_row: int) -> Hashable:
     shape = tuple(tensor.shape)
-    return batched, shape[1:] if batched else shape, tensor.dtype, tensor.requires_grad
+    return per_row, shape[1:] if per_row else shape, tensor.dtype, tensor.requires_grad
 
 
 def capture(
@@ -155,7 +155,7 @@ def capture(
     device: torch.device,
     rows: int,
     options: CaptureOptions = NO_OPTIONS,
-    has_rows: Sequence[bool] | None = None,
+    per_row: Sequence[int] | None = None,
     answers: Answering = FROM_ARGUMENTS,
     apart: bool = False,
     row_wise: Sequence[bool] | None = None,
@@ -172,8 +172,8 @@ def capture(
         device: where the model will run.
         rows: batch size of the sample.
         options: what the script says of it.
-        has_rows: for each tensor of the arguments, whether the batch is its dimension 0; by default, where that has
-            the extent ``rows``.
+        per_row: for each tensor of the arguments, how many elements of its dimension 0 each row has; 0: none. By
+            default one where that has the extent ``rows``.
         answers: how the model's questions about data are answered.
         apart: an input with rows is copied first, so that some op treats each row by itself.
         row_wise: as an earlier capture has found; otherwise it is tried.
@@ -194,14 +194,18 @@ def capture(
     def attempt(leaves: Sequence[str]) -> tuple[Trace, CleanGraph, Lowered]:
         def once() -> tuple[Trace, CleanGraph, Lowered]:
             own = replace(answers, assumes=whole.assumes)
-            traced = trace(model, tuple(args), kwargs, device, rows, batched, leaves, own, outputs)
+            traced = trace(model, tuple(args), kwargs, device, rows, counts, leaves, own, outputs)
             _refuse_changed_params(traced)
             refuse_changed_tensors(model, _changed_constants(traced.gm))
             name, mode = _qualified_name(model), model.training
             with no_autocast():
                 cleaned = clean(traced, apart=apart)
                 known = row_wise, options.row_wise_modules, [*told.by_ops, *tried_together]
-                return traced, cleaned, lower(traced, cleaned, name, mode, max(1, rows), *known)
+                return (
+                    traced,
+                    cleaned,
+                    lower(traced, cleaned, name, mode, max(1, rows), *known, part_of_batch=answers.part_of_batch),
+                )
 
         first = once()
         if first[0].carried:
@@ -214,7 +218,7 @@ def capture(
         # Without rows there is nothing to capture for: this raises.
         tensors = flatten((tuple(args), kwargs))[0]
         batch_rows(tensors)
-        batched = by_extents(tensors, rows) if has_rows is None else tuple(has_rows)
+        counts = by_extents(tensors, rows) if per_row is None else tuple(per_row)
         traced, cleaned, lowered = whole.until_captured(model, lambda leaves: told.until_captured(leaves, attempt))
     except RaNNCError:
         raise
@@ -229,7 +233,7 @@ def capture(
         params=traced.params.names,
         buffers=traced.buffers.names,
         constants=lowered.constants,
-        assumptions=traced.assumptions,
+        assumptions=[*traced.assumptions, *lowered.assumptions],
         python_state=traced.python_state,
         dims=cleaned.dims,
         input_structure=flatten((tuple(args), kwargs))[1],

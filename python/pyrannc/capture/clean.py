@@ -115,7 +115,7 @@ def drop_unused(trace: Trace, cleaned: CleanGraph) -> None:
 
 def keep_data_dependent(trace: Trace, cleaned: CleanGraph) -> None:
     """Ops among which extents or numbers depend on data become one."""
-    keep_together(cleaned.gm.graph, trace.reader, trace.device)
+    keep_together(cleaned.gm.graph, cleaned.inputs, trace.reader, trace.device)
     _outputs_again(cleaned)
 
 

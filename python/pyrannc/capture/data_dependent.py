@@ -18,6 +18,7 @@ from torch import Tensor, fx
 
 from pyrannc.errors import CaptureError
 
+from .boundaries import own_boundaries
 from .dims import AffineReader
 from .facts import CALLS, FACTS, GRAD_ENABLED, PLACE, TensorFacts, memory
 from .form import Form
@@ -28,18 +29,20 @@ from .source import Place
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def keep_together(graph: fx.Graph, reader: AffineReader, device: torch.device) -> None:
+def keep_together(graph: fx.Graph, inputs: Sequence[fx.Node], reader: AffineReader, device: torch.device) -> None:
     """Rewrites a flat graph of calls so that each tensor and number left has extents that are known for any batch.
 
     Args:
         graph: may get another order.
+        inputs: the placeholders of the call's arguments.
         reader: tells what is known.
         device: where the trace ran; every device that the model named is replaced by it.
 
     Raises:
         CaptureError: the model returns a tensor whose extents depend on data.
     """
-    unknown = {node for node in graph.nodes if node.op == "call_function" and _is_unknown(node, reader)}
+    boundaries = own_boundaries(graph, inputs, reader)
+    unknown = {node for node in graph.nodes if node.op == "call_function" and _is_unknown(node, reader)} | boundaries
     if not unknown:
         return
     for node in unknown:
@@ -49,7 +52,7 @@ def keep_together(graph: fx.Graph, reader: AffineReader, device: torch.device) -
                 "returns it: each part of a batch would give another one; return it with extents that do not, such as "
                 "the full tensor beside a mask"
             )
-    _share_views(graph, unknown)
+    _share_views(graph, unknown - boundaries)
     groups = _Groups(graph, unknown)
     order = groups.order()
     for root, members in groups.to_replace():

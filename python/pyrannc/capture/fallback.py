@@ -137,8 +137,8 @@ class BatchSizes:
         if not isinstance(fake, Tensor):
             return []
         found = [(dim, self.reader.read(size)) for dim, size in enumerate(fake.shape)]
-        if any(extent is None for _, extent in found):
-            raise ValueError("an extent is not known")
+        if any(extent is None or (extent.per_row and extent.fixed) for _, extent in found):
+            raise ValueError("an extent is not known, or no multiple of the rows")
         return [(dim, extent.per_row) for dim, extent in found if extent is not None and extent.per_row]
 
     def fakes(

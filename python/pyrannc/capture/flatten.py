@@ -86,9 +86,9 @@ def batch_rows(tensors: Sequence[Tensor]) -> int:
     raise ValueError("the batch size cannot be told: no argument is a tensor with at least one dimension")
 
 
-def by_extents(tensors: Sequence[Tensor], rows: int) -> tuple[bool, ...]:
-    """Which tensors have ``rows`` as dimension 0: those that may have the rows of the batch."""
-    return tuple(tensor.dim() > 0 and tensor.shape[0] == rows for tensor in tensors)
+def by_extents(tensors: Sequence[Tensor], rows: int) -> tuple[int, ...]:
+    """1 for tensors with ``rows`` as dimension 0, which may have the rows of the batch; 0 for others."""
+    return tuple(int(tensor.dim() > 0 and tensor.shape[0] == rows) for tensor in tensors)
 
 
 @dataclasses.dataclass

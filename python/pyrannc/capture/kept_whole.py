@@ -114,6 +114,7 @@ class WholeCall:
         target = OpaqueCall(self._part.identifier, call, self._part.title + self.suffix)
         target.changes = trial.changes
         target.row_wise = trial.row_wise
+        target.repeats = trial.repeats and not names
         target.form = Form.of(operands, results, sizes.reader, str(self._part), self.advice)
         proxies = (proxy_of(operand, tracer) for operand in operands)
         arguments = tuple(p if p is not None else o for p, o in zip(proxies, operands, strict=True))
@@ -188,13 +189,15 @@ class WholeCall:
         gradients: list[bool] = []
         changed: set[int] = set()
         used: set[str] = set()
+        drawn: set[bool] = set()
         enabled = torch.is_grad_enabled()
 
         def run(tensors: Sequence[Any]) -> list[Tensor]:
             given = [_own(item, like.requires_grad) for item, like in zip(tensors, operands, strict=True)]
-            before = [version(item) for item in given]
+            before, state = [version(item) for item in given], _generators()
             with torch.set_grad_enabled(enabled), _Used() as seen:
                 made, output = self._run(names, structure, given)
+            drawn.add(_generators() != state)
             used.update(name for name, item in zip(names, given, strict=False) if id(item) in seen.ids)
             used.update(name for name, item in zip(names, given, strict=False) if any(item is t for t in made))
             changed.update(place for place, item in enumerate(given) if version(item) != before[place])
@@ -216,6 +219,7 @@ class WholeCall:
         if any(names[place] not in self._buffers for place in changed):
             raise self._untraceable("it changes a parameter in place")
         tried = Tried(made, outputs[0], tuple(gradients), tuple(sorted(changed)), frozenset(used))
+        tried.repeats = not any(drawn) and not any(gradients) and not changed
         if has_row_lists(structure.rebuild(inputs)):
             # Extents in lists of rows are no numbers to make up: the whole batch shows what it can.
             tried.row_wise = False
@@ -243,7 +247,8 @@ def _names_of_each(state: dict[str, Tensor], part: Part) -> dict[str, list[str]]
 class Tried:
     """Results: the tensors and what stands round them, which require gradients; changed buffers; state that is used.
 
-    ``row_wise`` says whether it treats each row by itself, if that is known already.
+    ``row_wise`` says whether it treats each row by itself, if that is known already, ``repeats`` whether no run has
+    drawn random numbers or given what has gradients.
     """
 
     made: TwoSizes
@@ -252,6 +257,13 @@ class Tried:
     changes: tuple[int, ...]
     used: frozenset[str]
     row_wise: bool | None = None
+    repeats: bool = False
+
+
+def _generators() -> list[list[int]]:
+    """What torch's generators have come to; others are watched all through a trace."""
+    own = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return [state.tolist() for state in (torch.get_rng_state(), *own)]
 
 
 class _Used(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from pyrannc.errors import CaptureError
 
+from .assumptions import Assumption, PartOfBatchError
 from .clean import CleanGraph, grad_enabled, place_of
 from .contents import contents
 from .dims import AffineReader, Dim
@@ -31,6 +32,7 @@ from .ops import (
 )
 from .row_groups import GroupTrials, RowGroup, row_groups
 from .row_trial import as_drawn, is_row_wise
+from .sizes import known_sizes
 from .source import Part
 from .torch_internals import FakeTensor, OpOverload, known_data
 from .tracer import NamedTensors, Trace
@@ -42,6 +44,9 @@ _DTYPES = (
     "int64", "int32", "int16", "int8", "uint8", "bool",
 )  # fmt: skip
 _INT64_MAX = 2**63 - 1
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_MOST_SIZES = 16
+"""Integers for each row that may be sizes of something; rows of more, as of tokens, are others in each batch."""
 ValueKey = tuple[fx.Node, int | None]
 
 
@@ -56,6 +61,8 @@ class Lowered:
     """Of each row group, then of each call that was tried, in order, whether it treats each row by itself."""
     grouped: tuple[str, ...]
     """Of each row group, the path of the sub-module."""
+    assumptions: list[Assumption]
+    """What trials with integers of this batch rest on."""
 
 
 def lower(
@@ -67,6 +74,8 @@ def lower(
     row_wise: Sequence[bool] | None = None,
     row_wise_modules: Sequence[str] = (),
     together: Sequence[str] = (),
+    *,
+    part_of_batch: bool = False,
 ) -> Lowered:
     """Lowers a cleaned trace.
 
@@ -79,14 +88,17 @@ def lower(
         row_wise: as an earlier call has found; otherwise calls of the user are tried.
         row_wise_modules: what treats each row by itself, as the user says, whole or Op by Op.
         together: sub-modules whose Ops may do so together, as the user says or as is tried.
+        part_of_batch: there are more rows than those of the trace.
 
     Raises:
+        PartOfBatchError: what is tried takes integers of the batch as they are.
         CaptureError: an op, a shape or an argument has no form in the Graph.
     """
     told = frozenset(f"pyrannc.opaque.{Part.of(text).title}" for text in row_wise_modules)
     known = None if row_wise is None else list(row_wise)
     groups = row_groups(cleaned, together, partial(_extents, trace.reader))
-    return _Lowering(trace, cleaned, told, known, groups, frozenset(row_wise_modules), rows).run(name, training)
+    own = trace, cleaned, told, known, groups, frozenset(row_wise_modules), rows, part_of_batch
+    return _Lowering(*own).run(name, training)
 
 
 @dataclass
@@ -98,6 +110,8 @@ class _Lowering:
     groups: Sequence[RowGroup] = ()
     told_paths: frozenset[str] = frozenset()
     rows: int = 1
+    part_of_batch: bool = False
+    assumptions: list[Assumption] = field(default_factory=list)
     group_of: dict[fx.Node, int] = field(default_factory=dict)
     row_wise: list[bool] = field(default_factory=list)
     tried: dict[Hashable, bool] = field(default_factory=dict)
@@ -137,7 +151,9 @@ class _Lowering:
             "inputs": inputs,
             "outputs": [self._id(node) for node in cleaned.outputs],
         }
-        return Lowered(graph, self.keys, tensors, self.row_wise, tuple(group.path for group in self.groups))
+        return Lowered(
+            graph, self.keys, tensors, self.row_wise, tuple(group.path for group in self.groups), self.assumptions
+        )
 
     def _named(self, named: NamedTensors, nodes: Sequence[fx.Node], kind: str) -> list[dict[str, Any]]:
         records = []
@@ -284,15 +300,37 @@ class _Lowering:
         operands, device = self._operands(node), _device_of(node)
         does, drawn = getattr(node.target, "does", None), as_drawn(operands)
         if does is None or drawn is None:
-            return is_row_wise(call, operands, device, self.rows)
+            return is_row_wise(call, operands, device, self.rows) or self._with_sizes(node, call)
         if (does, drawn) not in self.tried:
             self.tried[does, drawn] = is_row_wise(call, operands, device, self.rows)
-        return self.tried[does, drawn]
+        return self.tried[does, drawn] or self._with_sizes(node, call)
 
-    def _operands(self, node: fx.Node) -> list[Any]:
-        """What a call can be tried with."""
+    def _with_sizes(self, node: fx.Node, call: Callable[..., Any]) -> bool:
+        """Tries a call with sizes of the batch, where it takes some, as made-up ones may be no sizes."""
+        sizes = {place: count for place, count in self._sizes().items() if self.cleaned.inputs[place] in node.args}
+        if not sizes or not is_row_wise(call, self._operands(node, sizes), _device_of(node), self.rows):
+            return False
+        if self.part_of_batch:
+            raise PartOfBatchError(f"{place_of(node)} was tried with sizes of this rank's rows")
+        if not any(known.question is not None and known.question.takes == sizes.keys() for known in self.assumptions):
+            self.assumptions.append(known_sizes(self.trace.inputs, sizes, place_of(node)))
+        return True
+
+    def _sizes(self) -> dict[int, int]:
+        """By place, inputs of integers, few for each row, and how many elements of dimension 0 a row has."""
+        found = {}
+        for place, (node, given) in enumerate(zip(self.cleaned.inputs, self.trace.inputs, strict=True)):
+            extents = _extents(self.trace.reader, node.meta["val"])
+            count = extents[0].per_row if extents and extents[0] is not None else 0
+            if count and given.dtype in _INTEGERS and not given.is_meta and 0 < given[:count].numel() <= _MOST_SIZES:
+                found[place] = count
+        return found
+
+    def _operands(self, node: fx.Node, sizes: Collection[int] = ()) -> list[Any]:
+        """What a call can be tried with; ``sizes``: places of inputs of which it gets rows."""
         known = dict(zip(self.cleaned.params, self.trace.params.tensors, strict=True))
         known |= dict(zip(self.cleaned.buffers, self.trace.buffers.tensors, strict=True))
+        known |= {self.cleaned.inputs[place]: self.trace.inputs[place] for place in sizes}
 
         def operand(item: Any) -> Any:
             if not isinstance(item, fx.Node):

@@ -69,12 +69,12 @@ class Batch:
 
     Attributes:
         tensors: all of them.
-        has_rows: for each of them, whether the batch is its dimension 0.
+        per_row: for each of them, how many elements of its dimension 0 each row has; 0: none.
         rows: how many.
     """
 
     tensors: Sequence[Tensor]
-    has_rows: Sequence[bool]
+    per_row: Sequence[int]
     rows: int
 
 
@@ -125,7 +125,7 @@ class Oracle:
         """
         inputs = list(samples)[len(samples) - input_count :]
         self._inputs = {node: place for place, node in enumerate(inputs)}
-        self._with_rows = {node for node, batched in zip(inputs, self._batch.has_rows, strict=True) if batched}
+        self._with_rows = {node for node, count in zip(inputs, self._batch.per_row, strict=True) if count}
         self._graph = tracer.graph
         self._samples = _Samples(tracer.root, samples, self._device, {})
         self._asked = self._samples

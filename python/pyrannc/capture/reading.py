@@ -28,7 +28,7 @@ def may_lack_rows(
     *,
     device: torch.device,
     rows: int,
-    has_rows: Sequence[bool],
+    per_row: Sequence[int],
     place: int,
     leaf_modules: Sequence[str] = (),
 ) -> bool:
@@ -39,12 +39,12 @@ def may_lack_rows(
         kwargs: keyword arguments.
         device: where the model will run.
         rows: of the batch.
-        has_rows: for each tensor of the arguments, whether the batch is its dimension 0.
+        per_row: for each tensor of the arguments, how many elements of its dimension 0 each row has; 0: none.
         place: of the tensor in question.
         leaf_modules: sub-modules that the user keeps whole.
     """
     tensors, structure = flatten((tuple(args), kwargs))
-    without = [batched and index != place for index, batched in enumerate(has_rows)]
+    without = [0 if index == place else count for index, count in enumerate(per_row)]
     if tensors[place].shape[0] < _LEAST_EXTENT:
         # An extent of 1 would go with any.
         tensors[place] = tensors[place].detach().new_zeros(_LEAST_EXTENT, *tensors[place].shape[1:])
@@ -53,7 +53,7 @@ def may_lack_rows(
     def is_traced_with(leaves: Sequence[str]) -> bool:
         """True when nothing more has to stay whole while the tensor has rows."""
         try:
-            trace(model, tuple(args), kwargs, device, rows, has_rows, leaves)
+            trace(model, tuple(args), kwargs, device, rows, per_row, leaves)
         except CaptureError:
             return False
         return True
@@ -74,10 +74,33 @@ def may_lack_rows(
     except CaptureError:
         return False
     tensor = cleaned.inputs[place]
-    if not any(node.users for node, batched in zip(cleaned.inputs, without, strict=True) if batched):
+    if not any(node.users for node, count in zip(cleaned.inputs, without, strict=True) if count):
         # Then nothing else can be the batch.
         return False
     return bool(tensor.users) and not _is_too_short(tensor, tensors[place].shape[0] + 1, cleaned.dims)
+
+
+def can_be_traced(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    device: torch.device,
+    rows: int,
+    per_row: Sequence[int],
+) -> bool:
+    """True when the model can be captured with these rows; as for :func:`may_lack_rows`."""
+
+    def attempt(leaves: Sequence[str]) -> None:
+        trace(model, tuple(args), kwargs, device, rows, per_row, leaves)
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            WholeModules((), allow_uncut=True).until_captured(model, attempt)
+    except CaptureError:
+        return False
+    return True
 
 
 def _is_too_short(tensor: fx.Node, rows: int, dims: Mapping[fx.Node, Dim]) -> bool:

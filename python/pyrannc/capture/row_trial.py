@@ -27,7 +27,8 @@ _NOISE = 8.0
 """A gradient that is nothing but terms that cancel each other has so many roundings of the largest one."""
 
 Operand = tuple[Tensor, list[Dim | None], bool]
-"""A tensor of the right type, its extents, and whether its contents stand for themselves: a parameter, a constant."""
+"""A tensor of the right type, its extents, and whether its contents stand for themselves: a parameter, a constant, or
+rows of the batch, of which trials choose."""
 
 
 _end_s: list[float] = []
@@ -71,12 +72,13 @@ def is_row_wise(call: Callable[..., Any], operands: Sequence[Any], device: torch
         device: where it will run; it is tried there if it cannot be tried on the host.
         rows: of the batch, which are tried as far as memory goes.
     """
-    many = max(MANY, rows)
+    # Rows that have sizes are few and large.
+    many = max(2 * FEW if _has_chosen(operands) else MANY, rows)
     # An index out of bounds is an error on the host, on a GPU it ends the process.
     for place in (torch.device("cpu"), device):
         if place.type == "cpu" or torch.cuda.is_available():
             try:
-                if _holds_for_parts(call, operands, place):
+                if not _has_chosen(operands) and _holds_for_parts(call, operands, place):
                     # What begins at a number of tokens, such as a capacity, is seen with whole rows alone.
                     return _holds(call, operands, place, many, LAWS[:1])
                 return _holds(call, operands, place, many)
@@ -107,6 +109,15 @@ def _holds_for_parts(call: Callable[..., Any], operands: Sequence[Any], device: 
         return _holds(call, made, device, MANY)
     except Exception:  # as of a view with the row's own extents
         return False
+
+
+def _has_chosen(operands: Sequence[Any]) -> bool:
+    """True where trials take rows of the batch, which cannot be had in parts."""
+    return any(isinstance(o, tuple) and not isinstance(o, Dim) and o[2] and any(_rows_in(o[1])) for o in operands)
+
+
+def _rows_in(dims: Sequence[Dim | None]) -> list[int]:
+    return [dim.per_row for dim in dims if dim is not None]
 
 
 def _dims_of(operand: Any) -> Sequence[Dim | None]:
@@ -187,6 +198,7 @@ class _Trial:
         self._sizes: dict[int, Dim] = {}
         self._per_row: dict[int, int] = {}
         self._made_bytes = 0
+        self._choice: Tensor | None = None
         if _bytes_at(rows, operands) > MOST_BYTES:
             raise ValueError("it is too large")
         for place, operand in enumerate(operands):
@@ -201,7 +213,7 @@ class _Trial:
                 raise ValueError("an extent is not known")
             dims = [dim for dim in extents if dim is not None]
             if any(dim.per_row for dim in dims):
-                self._rows[place] = self._batch(tensor, dims)
+                self._rows[place] = self._chosen(tensor, dims) if stays else self._batch(tensor, dims)
                 self._per_row[place] = dims[0].per_row
             else:
                 keep = stays and not tensor.is_meta
@@ -222,6 +234,14 @@ class _Trial:
         if dims[0].per_row < 1 or dims[0].fixed or any(dim.per_row for dim in dims[1:]):
             raise ValueError("rows are not in dimension 0 alone")
         return _random(tensor, [dim.at(self.rows) for dim in dims], self._device, *self._law)
+
+    def _chosen(self, tensor: Tensor, dims: Sequence[Dim]) -> Tensor:
+        """Rows of a tensor, of all such tensors the same ones."""
+        by_row = tensor.detach().to(self._device).unflatten(0, (-1, dims[0].per_row))  # type: ignore[no-untyped-call]  # torch has no types for it
+        if self._choice is None:
+            self._choice = torch.randint(0, by_row.shape[0], (self.rows,), device=self._device)
+        chosen: Tensor = by_row[self._choice].flatten(0, 1)
+        return chosen
 
     def holds_in_time(self) -> bool:
         """True when the rows can be computed in two parts, cut in two ways."""

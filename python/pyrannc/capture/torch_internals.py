@@ -153,10 +153,16 @@ def tracing_context(mode: fake_tensor.FakeTensorMode) -> Iterator[None]:
 # --- Symbolic sizes -------------------------------------------------------------------------------------------------
 
 
-def fake_of(mode: fake_tensor.FakeTensorMode, name: str, tensor: Tensor, batched: bool) -> Tensor:
-    """``tensor`` without data, dimension 0 a symbol if it is the batch. Public: ``torch.export.Dim`` and export."""
+def fake_of(mode: fake_tensor.FakeTensorMode, name: str, tensor: Tensor, per_row: int) -> Tensor:
+    """``tensor`` without data, dimension 0 so many times a symbol. Public: ``torch.export.Dim`` and export."""
+    if per_row > 1:
+        by_row = fake_of(mode, name, tensor.detach().unflatten(0, (-1, per_row)), 1)  # type: ignore[no-untyped-call]  # torch has no types for it
+        shape = (by_row.shape[0] * per_row, *by_row.shape[2:])
+        with mode:
+            made = torch.empty_strided(shape, by_row.stride()[1:], dtype=tensor.dtype, device=tensor.device)
+            return made.requires_grad_(tensor.requires_grad)
     dynamic, static = symbolic_shapes.DimDynamic.DUCK, symbolic_shapes.DimDynamic.STATIC
-    sizes = [dynamic if batched and dim == 0 else static for dim in range(tensor.dim())]
+    sizes = [dynamic if per_row and dim == 0 else static for dim in range(tensor.dim())]
     context: symbolic_shapes.StatelessSymbolicContext[Any, Any] = symbolic_shapes.StatelessSymbolicContext(
         dynamic_sizes=sizes
     )

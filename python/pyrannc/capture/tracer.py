@@ -103,7 +103,7 @@ def trace(
     kwargs: Any,
     device: torch.device,
     rows: int,
-    has_rows: Sequence[bool],
+    per_row: Sequence[int],
     leaf_modules: Sequence[str] = (),
     answers: Answering = FROM_ARGUMENTS,
     outputs: Sequence[str | int] | None = None,
@@ -111,7 +111,7 @@ def trace(
     """Traces one call of ``model``. The model is left as it was.
 
     Args:
-        has_rows: for each tensor of the arguments, whether the batch is its dimension 0.
+        per_row: for each tensor of the arguments, how many elements of its dimension 0 each row has; 0: none.
         outputs: what of the result to keep; ``None``: all.
 
     Raises:
@@ -119,7 +119,7 @@ def trace(
         PartOfBatchError: the model asks for what only the whole batch tells.
     """
     refuse_hooks(model)
-    session = _Session(model, args, kwargs, device, rows, has_rows, leaf_modules, answers, outputs)
+    session = _Session(model, args, kwargs, device, rows, per_row, leaf_modules, answers, outputs)
     try:
         traced = session.run()
         session.refuse_part_of_batch()
@@ -145,7 +145,7 @@ class _Session:
         kwargs: Any,
         device: torch.device,
         rows: int,
-        has_rows: Sequence[bool],
+        per_row: Sequence[int],
         leaf_modules: Sequence[str],
         answers: Answering,
         outputs: Sequence[str | int] | None,
@@ -160,20 +160,20 @@ class _Session:
         self.lone_slices = _lone_slices(self.params.tensors)
         self.inputs, self.input = flatten((args, kwargs))
         self.device = device
-        self.has_rows = has_rows
+        self.per_row = per_row
         fixed = [size for tensor in (*self.params.tensors, *self.buffers.tensors) for size in tensor.shape]
-        for tensor, batched in zip(self.inputs, has_rows, strict=True):
-            fixed += tensor.shape[1:] if batched else tensor.shape
-        self.trace_rows = _trace_rows(rows, fixed)
+        for tensor, count in zip(self.inputs, per_row, strict=True):
+            fixed += tensor.shape[1:] if count else tensor.shape
+        self.trace_rows = _trace_rows(rows, fixed, {1, *per_row})
         self.samples = [
-            _with_rows(tensor, rows, self.trace_rows) if batched else tensor
-            for tensor, batched in zip(_distinct(self.inputs), has_rows, strict=True)
+            _with_rows(tensor, rows, self.trace_rows, count) if count else tensor
+            for tensor, count in zip(_distinct(self.inputs), per_row, strict=True)
         ]
         self.autocast = Autocast.now()
         self.tracker = SourceTracker(model)
         self.attributes = AttributeLog(model, self.tracker)
         sample_device = self.inputs[0].device if self.inputs else torch.device("cpu")
-        batch = Batch(self.inputs, has_rows, rows)
+        batch = Batch(self.inputs, per_row, rows)
         self.oracle = Oracle(self.tracker, sample_device, batch, answers.before, assumes=answers.assumes)
         self.shape_env = BatchShapeEnv()
         self.shape_env.oracle = self.oracle
@@ -183,13 +183,13 @@ class _Session:
         self.leaf_paths += [path for path in scripted_modules(model) if not _inside(path, leaf_modules)]
 
     def run(self) -> Trace:
-        fake_params = [self._fake(f"p{i}", tensor, False) for i, tensor in enumerate(self.params.tensors)]
-        fake_buffers = [self._fake(f"b{i}", tensor, False) for i, tensor in enumerate(self.buffers.tensors)]
+        fake_params = [self._fake(f"p{i}", tensor, 0) for i, tensor in enumerate(self.params.tensors)]
+        fake_buffers = [self._fake(f"b{i}", tensor, 0) for i, tensor in enumerate(self.buffers.tensors)]
         fake_inputs = [
-            self._fake(f"x{i}", tensor, batched)
-            for i, (tensor, batched) in enumerate(zip(self.samples, self.has_rows, strict=True))
+            self._fake(f"x{i}", tensor, count)
+            for i, (tensor, count) in enumerate(zip(self.samples, self.per_row, strict=True))
         ]
-        batch = next((t.shape[0] for t in fake_inputs if t.dim() and isinstance(t.shape[0], torch.SymInt)), None)
+        batch = next((t.shape[0] // count for t, count in zip(fake_inputs, self.per_row, strict=True) if count), None)
         symbol = expression(batch) if isinstance(batch, torch.SymInt) else None
         self.shape_env.batch_symbol = symbol
         self.sizes = BatchSizes(self.trace_rows, batch if isinstance(batch, torch.SymInt) else None)
@@ -237,12 +237,12 @@ class _Session:
         finally:
             self.tracker.after_calls = before
 
-    def _fake(self, name: str, tensor: Tensor, batched: bool) -> Tensor:
+    def _fake(self, name: str, tensor: Tensor, per_row: int) -> Tensor:
         if id(tensor) in self.lone_slices:
             own = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-            fake = fake_of(self.mode, name, nn.Parameter(own, tensor.requires_grad), batched)
+            fake = fake_of(self.mode, name, nn.Parameter(own, tensor.requires_grad), per_row)
         else:
-            fake = fake_of(self.mode, name, tensor, batched)
+            fake = fake_of(self.mode, name, tensor, per_row)
         if fake.device == self.device:
             return fake
         with self.mode:
@@ -373,10 +373,13 @@ def _depends_on_data(tensor: Tensor, tracer: Any) -> bool:
     return False
 
 
-def _trace_rows(rows: int, fixed: Collection[int]) -> int:
-    """A batch size to trace with: at least 2, and no fixed extent, so that nothing equals it by chance."""
+def _trace_rows(rows: int, fixed: Collection[int], per_row: Collection[int]) -> int:
+    """A batch size to trace with: at least 2, and no fixed extent, so that nothing equals it by chance.
+
+    Nor does what tensors have of so many rows.
+    """
     trace_rows = max(rows, 2)
-    while trace_rows in fixed:
+    while any(trace_rows * count in fixed for count in per_row if count):
         trace_rows += 1
     return trace_rows
 
@@ -392,13 +395,14 @@ def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _with_rows(tensor: Tensor, rows: int, trace_rows: int) -> Tensor:
+def _with_rows(tensor: Tensor, rows: int, trace_rows: int, per_row: int) -> Tensor:
     """``tensor`` with its rows repeated in turn (zeros for none)."""
     if rows == trace_rows:
         return tensor
     if rows == 0:
-        return tensor.detach().new_zeros(trace_rows, *tensor.shape[1:]).requires_grad_(tensor.requires_grad)
-    index = torch.arange(trace_rows, device=tensor.device) % rows
+        shape = trace_rows * per_row, *tensor.shape[1:]
+        return tensor.detach().new_zeros(shape).requires_grad_(tensor.requires_grad)
+    index = torch.arange(trace_rows * per_row, device=tensor.device) % (rows * per_row)
     return tensor.detach().index_select(0, index).requires_grad_(tensor.requires_grad)
 
 

@@ -17,8 +17,6 @@ from pyrannc.core.partition import OutputPart, RowDim
 from pyrannc.core.program import RankProgram, Rows, Transfer
 from pyrannc.runtime.rows import Shape, join_rows, local_rows, move_rows, take_rows
 
-_BATCH_FIRST = RowDim(0, 1)
-
 OfBatch = Mapping[int, Tensor]
 """Tensors of this rank's own batch, by Value."""
 OfStage = Mapping[tuple[int, int], Tensor]
@@ -152,8 +150,7 @@ class Batch:
         return facts.shape_at(transfer.rows[1] - transfer.rows[0]), facts.dtype
 
     def _input_dim(self, value: int) -> RowDim | None:
-        shape = self._facts.values[value].shape
-        return _BATCH_FIRST if shape and shape[0] == (1, 0) else None
+        return self._facts.values[value].row_dim
 
 
 def _joined(pieces: Sequence[tuple[Rows, Tensor]], row_dim: RowDim | None) -> Tensor:

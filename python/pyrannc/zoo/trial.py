@@ -205,12 +205,14 @@ def _beside(case: Case, rows: Sequence[int], stages: int, expected: _Run, as_the
             wrapped.undeploy()
 
 
-def _rows_of(item: Any, lo: int, hi: int) -> Any:
-    """The part of arguments that has these rows of the batch."""
+def _rows_of(item: Any, lo: int, hi: int, *, packed: bool = False) -> Any:
+    """The part of arguments that has these rows of the batch; ``packed``: some have several elements of each."""
     if isinstance(item, Tensor):
-        return item[lo:hi] if item.dim() and item.shape[0] == ROWS else item
+        count, rest = divmod(item.shape[0] if item.dim() else 0, ROWS)
+        return item[count * lo : count * hi] if not rest and (count == 1 or packed) else item
     if isinstance(item, dict):
-        return {name: _rows_of(value, lo, hi) for name, value in item.items()}
+        packed = packed or any(name.endswith("grid_thw") for name in item)
+        return {name: _rows_of(value, lo, hi, packed=packed) for name, value in item.items()}
     if isinstance(item, (list, tuple)) and len(item) == ROWS and any(isinstance(i, (dict, Tensor)) for i in item):
         return item[lo:hi]
     return item
