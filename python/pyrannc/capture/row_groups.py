@@ -134,7 +134,7 @@ def _group(
         or not all(_has_leading_rows(node, extents) for node in gives)
         or any(opens_region(node) or closes_region(node) for node in kept)
         or _comes_back(nodes, members)
-        or _is_seen_outside(nodes, body, members, takes)
+        or _is_seen_outside(nodes, body, members, [node for node in takes if node not in cleaned.dims])
     ):
         return None
     return RowGroup(path, frozenset(members), tuple(kept), tuple(takes), tuple(gives))
@@ -161,7 +161,14 @@ def _comes_back(nodes: Sequence[fx.Node], members: Collection[fx.Node]) -> bool:
 def _is_seen_outside(
     nodes: Sequence[fx.Node], body: Collection[fx.Node], members: Collection[fx.Node], takes: Sequence[fx.Node]
 ) -> bool:
-    """True when others see memory that the body changes, but for what members return, or change what it makes."""
+    """True when others see memory that the body changes, but for what members return, or change what it makes.
+
+    Args:
+        nodes: all but numbers of rows.
+        body: of the group.
+        members: of the group.
+        takes: the tensors that it reads of others.
+    """
     written = {storage for node in body for storage in writes(node)}
     if any(written & memory(node) for node in takes):
         return True
@@ -169,8 +176,9 @@ def _is_seen_outside(
     others = [node for node in nodes if node not in body]
     if any(made_once & writes(node) for node in others):
         return True
+    seen = set(nodes).difference(members)
     read = (operand for node in others for operand in node.all_input_nodes)
-    return any(operand not in members and written & memory(operand) for operand in read)
+    return any(operand in seen and written & memory(operand) for operand in read)
 
 
 def _with_what_they_need(
