@@ -150,6 +150,44 @@ class Dropping(Experts):
         return F.dropout(super().forward(x), 0.5)
 
 
+class OfOtherRows(nn.Module):
+    """Takes what belongs to other rows."""
+
+    def forward(self, x: Tensor, places: Tensor) -> Tensor:
+        return x * places.flip(0).unsqueeze(-1)
+
+
+class Placing(nn.Module):
+    """Gives an inner module a number for each token."""
+
+    def __init__(self, places: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.places, self.inner = places, OfOtherRows()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x, self.places(x))  # type: ignore[no-any-return]
+
+
+def alike(x: Tensor) -> Tensor:
+    return torch.arange(TOKENS).repeat(x.shape[0], 1)
+
+
+def numbered(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[0]).unsqueeze(1).expand(-1, TOKENS)
+
+
+def drawn(x: Tensor) -> Tensor:
+    return torch.rand(x.shape[0], TOKENS)
+
+
+def changed(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape[0], TOKENS).add_(x[..., 0].detach())
+
+
+def of_rows(x: Tensor) -> Tensor:
+    return x[..., 0]
+
+
 class Net(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -205,6 +243,19 @@ def test_trials_find_what_is_none(kind: type[nn.Module]) -> None:
     found = captured(kind(), tried=["inner.0"])
     assert found.row_wise == (False,)
     assert not groups_of(found)
+
+
+def test_what_is_made_of_the_number_of_rows_is_what_the_model_makes() -> None:
+    found = captured(Placing(alike), tried=["inner.0.inner"])
+    assert (found.row_wise, groups_of(found)) == ((True,), {0})
+    assert not tail_of(found).tail.ops
+
+
+@pytest.mark.parametrize("places", [numbered, drawn, changed, of_rows])
+def test_what_differs_from_row_to_row_is_drawn(places: Callable[[Tensor], Tensor]) -> None:
+    found = captured(Placing(places), tried=["inner.0.inner"])
+    assert not groups_of(found)
+    assert tail_of(found).tail.mixing
 
 
 @pytest.mark.parametrize("kind", [Counting, Balanced, Filling, FillingOthers, Keeping])

@@ -217,9 +217,9 @@ def divide_numbers(_trace: Trace, cleaned: CleanGraph) -> None:
     divide_by_rows(cleaned.gm.graph)
 
 
-def pin_strides(_trace: Trace, cleaned: CleanGraph) -> None:
+def pin_strides(trace: Trace, cleaned: CleanGraph) -> None:
     """What is read by strides gets the layout that it was traced with."""
-    pin_layouts(cleaned.gm.graph)
+    pin_layouts(cleaned.gm.graph, trace.reader.read)
 
 
 def drop_masks(trace: Trace, cleaned: CleanGraph) -> None:

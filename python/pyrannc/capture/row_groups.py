@@ -18,7 +18,7 @@ from .clean import CleanGraph
 from .dims import Dim
 from .facts import CALLS, memory
 from .one_call import as_one_call, writes
-from .ops import closes_region, is_tuple_access, opens_region
+from .ops import closes_region, draws_random_numbers, is_tuple_access, opens_region
 from .row_trial import is_row_wise
 
 Known = Callable[[fx.Node], tuple[Tensor, bool] | None]
@@ -63,11 +63,12 @@ def row_groups(cleaned: CleanGraph, paths: Sequence[str], extents: Extents) -> l
     # How many rows there are is no secret.
     nodes = [node for node in cleaned.gm.graph.nodes if node not in cleaned.dims]
     dependent = _dependent(cleaned, nodes)
+    given = dependent - _made_of_sizes(cleaned, nodes)
     taken: set[fx.Node] = set()
     found = []
     for path in paths:
         calls = _calls(nodes, dependent, path)
-        own = [_group(cleaned, nodes, dependent, members, path, extents) for members in calls if not members <= taken]
+        own = [_group(cleaned, nodes, given, members, path, extents) for members in calls if not members <= taken]
         if all(group is not None and taken.isdisjoint(group.nodes) for group in own):
             groups = [group for group in own if group is not None]
             found += groups
@@ -82,6 +83,23 @@ def _dependent(cleaned: CleanGraph, nodes: Sequence[fx.Node]) -> set[fx.Node]:
         if not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found.difference(cleaned.inputs, cleaned.dims)
+
+
+def _made_of_sizes(cleaned: CleanGraph, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """What depends on no input, is not drawn, and stays as it is made: positions, masks."""
+    others, depth = set(cleaned.inputs), 0
+    written = {storage for node in nodes for storage in writes(node)}
+    for node in nodes:
+        depth += opens_region(node)
+        if (
+            depth
+            or draws_random_numbers(node)
+            or not written.isdisjoint(memory(node))
+            or not others.isdisjoint(node.all_input_nodes)
+        ):
+            others.add(node)
+        depth -= closes_region(node)
+    return set(nodes) - others
 
 
 def _calls(nodes: Sequence[fx.Node], dependent: Collection[fx.Node], path: str) -> list[set[fx.Node]]:
@@ -102,12 +120,12 @@ def _calls(nodes: Sequence[fx.Node], dependent: Collection[fx.Node], path: str) 
 def _group(
     cleaned: CleanGraph,
     nodes: Sequence[fx.Node],
-    dependent: Collection[fx.Node],
+    given: Collection[fx.Node],
     members: set[fx.Node],
     path: str,
     extents: Extents,
 ) -> RowGroup | None:
-    body, takes = _with_what_they_need(cleaned, dependent, members)
+    body, takes = _with_what_they_need(cleaned, given, members)
     read = {operand for node in nodes if node not in members for operand in node.all_input_nodes}
     gives = [node for node in nodes if node in members and node in read]
     kept = [node for node in nodes if node in body]
@@ -116,7 +134,7 @@ def _group(
         or not all(_has_leading_rows(node, extents) for node in gives)
         or any(opens_region(node) or closes_region(node) for node in kept)
         or _comes_back(nodes, members)
-        or _is_seen_outside(nodes, body, members, takes)
+        or _is_seen_outside(nodes, body, members, [node for node in takes if node not in cleaned.dims])
     ):
         return None
     return RowGroup(path, frozenset(members), tuple(kept), tuple(takes), tuple(gives))
@@ -143,7 +161,14 @@ def _comes_back(nodes: Sequence[fx.Node], members: Collection[fx.Node]) -> bool:
 def _is_seen_outside(
     nodes: Sequence[fx.Node], body: Collection[fx.Node], members: Collection[fx.Node], takes: Sequence[fx.Node]
 ) -> bool:
-    """True when others see memory that the body changes, but for what members return, or change what it makes."""
+    """True when others see memory that the body changes, but for what members return, or change what it makes.
+
+    Args:
+        nodes: all but numbers of rows.
+        body: of the group.
+        members: of the group.
+        takes: the tensors that it reads of others.
+    """
     written = {storage for node in body for storage in writes(node)}
     if any(written & memory(node) for node in takes):
         return True
@@ -151,20 +176,21 @@ def _is_seen_outside(
     others = [node for node in nodes if node not in body]
     if any(made_once & writes(node) for node in others):
         return True
+    seen = set(nodes).difference(members)
     read = (operand for node in others for operand in node.all_input_nodes)
-    return any(operand not in members and written & memory(operand) for operand in read)
+    return any(operand in seen and written & memory(operand) for operand in read)
 
 
 def _with_what_they_need(
-    cleaned: CleanGraph, dependent: Collection[fx.Node], members: set[fx.Node]
+    cleaned: CleanGraph, given: Collection[fx.Node], members: set[fx.Node]
 ) -> tuple[set[fx.Node], list[fx.Node]]:
-    """The nodes with all before them that depends on no batch, and what these read."""
+    """The nodes with all before them that is not given, and what these read."""
     body, takes, waiting = set(members), dict[fx.Node, None](), list(members)
     while waiting:
         for operand in waiting.pop().all_input_nodes:
             if operand in body:
                 continue
-            if operand in dependent or operand in cleaned.dims or operand.op != "call_function":
+            if operand in given or operand in cleaned.dims or operand.op != "call_function":
                 takes[operand] = None
             else:
                 body.add(operand)
@@ -203,8 +229,6 @@ class GroupTrials:
         operands = [self._operand(node) for node in group.takes]
         title = group.call(torch.device("cpu")).title  # type: ignore[attr-defined]  # an OpaqueCall
         key = self._described(title, group)
-        if key is None:
-            return is_row_wise(call, operands, device, self._rows)
         if key not in self._found:
             self._found[key] = is_row_wise(call, operands, device, self._rows)
         return self._found[key]
@@ -216,8 +240,8 @@ class GroupTrials:
         made = node.meta["val"] if known is None else known[0]
         return made, self._extents(node.meta["val"]), known is not None
 
-    def _described(self, title: str, group: RowGroup) -> Hashable | None:
-        """What a trial knows of a group; None where contents other than parameters' may count."""
+    def _described(self, title: str, group: RowGroup) -> Hashable:
+        """What a trial knows of a group; contents other than parameters' may count."""
         found: list[Hashable] = [title]
         for node in group.takes:
             if node in self._cleaned.dims:
@@ -225,6 +249,6 @@ class GroupTrials:
                 continue
             known, made = self._known(node), node.meta["val"]
             if known is not None and not known[1]:
-                return None
+                found.append(node)
             found.append((made.dtype, made.requires_grad, tuple(self._extents(made))))
         return tuple(found)

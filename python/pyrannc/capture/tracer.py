@@ -27,6 +27,7 @@ from .hooks import refuse_hooks, watched_hooks
 from .kept_whole import Trials, WholeCall, whole_calls_installed
 from .lacking import without_guard
 from .leaf import captured_tensor_hooks, opaque_autograd_functions, traced_data
+from .lengths import lengths_by_extents
 from .oracle import Batch, BatchShapeEnv, Oracle, draws
 from .outputs import only_asked
 from .scripted import opaque_script_functions, scripted_modules
@@ -261,6 +262,7 @@ class _Session:
             stack.enter_context(non_strict_functions())
             stack.enter_context(tracing_context(self.mode))
             stack.enter_context(override_builtin_ops())
+            stack.enter_context(lengths_by_extents())
             stack.enter_context(opaque_autograd_functions())
             stack.enter_context(opaque_script_functions(self.oracle, self.mode, self.sizes))
             stack.enter_context(captured_tensor_hooks())

@@ -27,13 +27,47 @@ impl Call<'_> {
         }
     }
 
+    /// The one index, with its place, where that is a mask.
+    fn mask(&self) -> Option<(usize, ValueId)> {
+        let Some(Arg::List(items)) = self.argument((1, "indices")) else { return None };
+        let mut given = items.iter().enumerate().filter(|(_, item)| **item != Arg::None);
+        match (given.next(), given.next()) {
+            (Some((place, Arg::Value(mask))), None) if self.is_mask(*mask) => Some((place, *mask)),
+            _ => None,
+        }
+    }
+
+    fn is_mask(&self, index: ValueId) -> bool {
+        matches!(self.graph.values[index].dtype, DType::Bool | DType::Uint8)
+    }
+
+    /// Writes the same to all elements that a mask chooses: of none does it matter how many were chosen before it.
+    fn masked_put(&self, source: ValueId, rows: RowDim, place: usize, mask: ValueId) -> Result<RowState, How> {
+        let values = self.value(2).ok_or(NO_RULE)?;
+        let (rank, dim, covered) = (self.rank(source), rows.dim as usize, self.rank(mask));
+        let after = rank.checked_sub(place + covered).ok_or(NO_RULE)?;
+        let shape = &self.graph.values[values].shape;
+        if shape.len().checked_sub(after + 1).is_some_and(|chosen| shape[chosen] != Dim::fixed(1)) {
+            return Err("it writes what it takes one after another to elements that it chooses by a mask");
+        }
+        let own = self.rows_or_free(values)?.map(|own| (self.rank(values) - own.dim as usize, own.per_row));
+        let of_mask = self.rows_or_free(mask)?.map(|own| (own.dim as usize + place, own.per_row));
+        let is_covered = (place..place + covered).contains(&dim);
+        // In the place of what the mask covers, what is written has one dimension.
+        let from_right = if dim < place { rank - covered + 1 - dim } else { rank - dim };
+        let aligned = match own {
+            Some(own) => !is_covered && own == (from_right, rows.per_row),
+            None => true,
+        };
+        let expected = is_covered.then_some((dim, rows.per_row));
+        if aligned && of_mask == expected { Ok(RowState::Rows(rows)) } else { Err(UNALIGNED) }
+    }
+
     fn indices(&self) -> Result<Vec<Option<ValueId>>, How> {
         let Some(Arg::List(items)) = self.argument((1, "indices")) else { return Err(NO_RULE) };
         let one = |item: &Arg| match item {
             Arg::None => Ok(None),
-            Arg::Value(value) if matches!(self.graph.values[*value].dtype, DType::Bool | DType::Uint8) => {
-                Err("it chooses elements by a mask")
-            }
+            Arg::Value(value) if self.is_mask(*value) => Err("it chooses elements by a mask"),
             Arg::Value(value) => Ok(Some(*value)),
             _ => Err(NO_RULE),
         };
@@ -61,6 +95,9 @@ impl Call<'_> {
     pub(super) fn index_put(&self) -> Result<RowState, How> {
         let source = self.first()?;
         let rows = self.rows_of(source)?;
+        if let Some((place, mask)) = self.mask() {
+            return self.masked_put(source, rows, place, mask);
+        }
         let places = Places::of(self, &self.indices()?)?;
         let index_rows = self.index_rows(source, &places)?;
         let values = self.value(2).ok_or(NO_RULE)?;

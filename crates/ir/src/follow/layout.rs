@@ -121,13 +121,19 @@ impl Call<'_> {
     pub(super) fn together(&self, rule: RowRule) -> Result<RowState, How> {
         let Some(Arg::List(items)) = self.op.args.first() else { return Err(NO_RULE) };
         let mut found: Option<(RowDim, usize)> = None;
+        let mut count = 0;
         for item in items {
             let Arg::Value(value) = *item else { return Err(NO_RULE) };
+            if rule == RowRule::Cat && self.graph.values[value].shape == [Dim::fixed(0)] {
+                // Torch passes over it, whatever the rank of the others.
+                continue;
+            }
             let rows = self.rows_of(value)?;
             if found.is_some_and(|known| known != (rows, self.rank(value))) {
                 return Err(UNALIGNED);
             }
             found = Some((rows, self.rank(value)));
+            count += 1;
         }
         let (rows, rank) = found.ok_or(NO_RULE)?;
         let stacks = usize::from(rule == RowRule::Stack);
@@ -139,7 +145,7 @@ impl Call<'_> {
         if stacks == 1 {
             return row_state(rows.dim as usize + usize::from(dim <= rows.dim as usize), rows.per_row);
         }
-        match (dim == rows.dim as usize, items.len()) {
+        match (dim == rows.dim as usize, count) {
             (false, _) | (true, 1) => Ok(RowState::Rows(rows)),
             (true, count) if rows.per_row == 1 && self.batches == Batches::InLine => {
                 Ok(RowState::Batches(RowDim { per_row: count as u64, ..rows }))
