@@ -436,11 +436,13 @@ class BatchShapeEnv(ShapeQuestions):
         if self.batch_symbol is None or not self.is_fixed(self.batch_symbol):
             return
         place = self.tracker.here() if self.tracker is not None else Place("")
-        cause = f"it needs the number of rows as a Python number ({expr}); `len(x)` is one, `x.shape[0]` is not"
+        cause = (
+            f"it needs the number of rows as a Python number ({expr}); `int(x.shape[0])` is one, `x.shape[0]` is not"
+        )
         message = (
             f"{place} works for one batch size only: it needs the value of {expr}, where "
             f"{self.batch_symbol} is the batch size. Rows are split over devices, so the model must work for any "
-            "number of rows: replace the Python number, such as `len(x)`, by `x.shape[0]` or -1, and a Python loop "
-            "over the rows by a tensor operation."
+            "number of rows: replace the Python number, such as `int(x.shape[0])`, by `x.shape[0]` or -1, and a "
+            "Python loop over the rows by a tensor operation."
         )
         raise UntraceableError(message, place, cause, needs_rows=True)
