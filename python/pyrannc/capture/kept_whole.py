@@ -114,6 +114,7 @@ class WholeCall:
         target = OpaqueCall(self._part.identifier, call, self._part.title + self.suffix)
         target.changes = trial.changes
         target.row_wise = trial.row_wise
+        target.types = trial.types
         target.form = Form.of(operands, results, sizes.reader, str(self._part), self.advice)
         proxies = (proxy_of(operand, tracer) for operand in operands)
         arguments = tuple(p if p is not None else o for p, o in zip(proxies, operands, strict=True))
@@ -188,6 +189,7 @@ class WholeCall:
         gradients: list[bool] = []
         changed: set[int] = set()
         used: set[str] = set()
+        types: set[torch.dtype] = set()
         enabled = torch.is_grad_enabled()
 
         def run(tensors: Sequence[Any]) -> list[Tensor]:
@@ -196,6 +198,7 @@ class WholeCall:
             with torch.set_grad_enabled(enabled), _Used() as seen:
                 made, output = self._run(names, structure, given)
             used.update(name for name, item in zip(names, given, strict=False) if id(item) in seen.ids)
+            types.update(seen.types)
             used.update(name for name, item in zip(names, given, strict=False) if any(item is t for t in made))
             changed.update(place for place, item in enumerate(given) if version(item) != before[place])
             outputs.append(output)
@@ -215,7 +218,7 @@ class WholeCall:
             raise self._untraceable("it changes a tensor that it is called with in place")
         if any(names[place] not in self._buffers for place in changed):
             raise self._untraceable("it changes a parameter in place")
-        tried = Tried(made, outputs[0], tuple(gradients), tuple(sorted(changed)), frozenset(used))
+        tried = Tried(made, outputs[0], tuple(gradients), tuple(sorted(changed)), frozenset(used), frozenset(types))
         if has_row_lists(structure.rebuild(inputs)):
             # Extents in lists of rows are no numbers to make up: the whole batch shows what it can.
             tried.row_wise = False
@@ -241,7 +244,8 @@ def _names_of_each(state: dict[str, Tensor], part: Part) -> dict[str, list[str]]
 
 @dataclass
 class Tried:
-    """Results: the tensors and what stands round them, which require gradients; changed buffers; state that is used.
+    """Results: the tensors and what stands round them, which require gradients; changed buffers; state that is used;
+    types inside.
 
     ``row_wise`` says whether it treats each row by itself, if that is known already.
     """
@@ -251,21 +255,25 @@ class Tried:
     gradients: tuple[bool, ...]
     changes: tuple[int, ...]
     used: frozenset[str]
+    types: frozenset[torch.dtype]
     row_wise: bool | None = None
 
 
 class _Used(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
-    """Sees the tensors that operators take."""
+    """Sees the tensors that operators take, and the types of those that they make."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self.ids: set[int] = set()
+        self.types: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.ids.update(id(item) for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor))
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        self.types.update(item.dtype for item in pytree.tree_leaves(made) if isinstance(item, Tensor))
+        return made
 
 
 def _own(item: Any, requires_grad: bool) -> Any:

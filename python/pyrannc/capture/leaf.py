@@ -38,6 +38,7 @@ class OpaqueCall:
         autocast: under which it runs: as it was set where the call was made.
         row_wise: whether it treats each row by itself, if made-up operands need not show it.
         does: calls that are equal in this do the same with the same operands; None where nobody knows.
+        types: of the tensors inside of it, as far as they are known.
         is_known: its title tells what it computes, as no other does in the same capture, without draws or gradients,
             and from tensors whose extents do not depend on the batch: like any operator, it may run in several places.
     """
@@ -52,6 +53,7 @@ class OpaqueCall:
         self.autocast = Autocast.now()
         self.row_wise: bool | None = None
         self.does: Hashable | None = None
+        self.types: frozenset[torch.dtype] = frozenset()
         self.is_known = False
         self._call = call
 
