@@ -372,3 +372,55 @@ def test_a_view_of_an_input_that_is_copied_first_is_one_of_the_copy() -> None:
     copied, flat = (op["results"][0] for op in graph["ops"])
     assert graph["values"][flat]["alias_of"] == copied
     assert "alias_of" not in graph["values"][copied]
+
+
+class _Of(nn.Module):
+    """What a function makes of a layer's result."""
+
+    def __init__(self, made: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.double)
+        self.made = made
+
+    def forward(self, x: Tensor, *more: Tensor) -> Any:
+        return self.made(self.layer(x), *more)
+
+
+def captured_of(made: Any, *more: Tensor, rows: int = 3) -> Any:
+    args, kwargs = call(rows)
+    has_rows = [True, *(False for _ in more)]
+    return capture(
+        _Of(made), (*args, *more), kwargs, device=torch.device("cpu"), rows=rows, has_rows=has_rows,
+    )  # fmt: skip
+
+
+def test_length_of_a_tensor_is_any_number_of_rows(assert_equals_model: Any) -> None:
+    captured = captured_of(lambda y: y.sum(1) / len(y))
+    assert not captured.kept_whole
+    assert_equals_model(_Of(lambda y: y.sum(1) / len(y)), call, (3, 5))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda size: torch.randn(size, generator=None),
+        lambda size: torch.rand(size, generator=None),
+        lambda size: torch.randint(5, size, generator=None),
+        lambda size: torch.randint(2, 5, size, generator=None),
+    ],
+)
+def test_no_generator_is_none(draw: Any) -> None:
+    captured = captured_of(lambda y: y + draw((y.shape[0], WIDTH)))
+    assert not captured.kept_whole
+    (drawing,) = [node for node in captured.op_nodes if "rand" in str(node.target)]
+    assert "generator" not in str(drawing.target)
+
+
+def test_error_inside_of_a_rule_for_fake_tensors_shows_its_operands() -> None:
+    def resized(y: Tensor, sizes: Tensor) -> Tensor:
+        height, width = sizes.tolist()
+        image = y.view(y.shape[0], 1, 2, 3)
+        return F.interpolate(image, size=(height, width), mode="bilinear", antialias=True)
+
+    (kept,) = captured_of(resized, torch.tensor([4, 5])).kept_whole
+    assert "Cannot cast tensor(..., size=(), dtype=torch.int64) to number" in kept.cause

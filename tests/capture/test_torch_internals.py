@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -58,6 +59,24 @@ def test_UnsupportedOperatorException() -> None:
     mode = fake_mode()
     with mode, pytest.raises(internals.UnsupportedOperatorException):
         torch.ops.pyrannc_test.without_rule(mode.from_tensor(X))
+
+
+def test_fake_tensors_untold(caplog: pytest.LogCaptureFixture) -> None:
+    def told() -> list[str]:
+        caplog.clear()
+        with fake_mode() as mode, pytest.raises(RuntimeError):
+            mode.from_tensor(X) @ torch.ones(5, 5)
+        return [record.message for record in caplog.records if record.name == log.name]
+
+    log = logging.getLogger(internals.FakeTensorMode.__module__)
+    log.addHandler(caplog.handler)
+    try:
+        assert any("failed while attempting to run meta" in line for line in told())
+        with internals.fake_tensors_untold():
+            assert not told()
+        assert told()
+    finally:
+        log.removeHandler(caplog.handler)
 
 
 def test_known_data() -> None:
@@ -402,3 +421,26 @@ def _ends() -> list[str]:
             internals.before_groups_end(lambda: seen.append("before" if dist.is_initialized() else "too late"))
         dist.destroy_process_group()
     return [*seen, "after"]
+
+
+def test_runs_without_data() -> None:
+    seen = []
+
+    def rule(x: Tensor) -> Tensor:
+        seen.append(internals.runs_without_data())
+        return x.new_empty(x.shape)
+
+    library = torch.library.Library("pyrannc_test_rule", "DEF")
+    library.define("with_rule(Tensor x) -> Tensor")
+    library.impl("with_rule", rule, "Meta")
+    library.impl("with_rule", rule, "CPU")
+    with fake_mode() as mode:
+        torch.ops.pyrannc_test_rule.with_rule(mode.from_tensor(X))
+    torch.ops.pyrannc_test_rule.with_rule(X)
+    assert seen == [True, False]
+
+
+def test_TENSOR_REPR() -> None:
+    with internals.TENSOR_REPR.replaced_by(lambda self, **kwargs: "shown"):
+        assert repr(X) == "shown"
+    assert repr(X).startswith("tensor(")

@@ -164,6 +164,28 @@ class Turned(nn.Module):
         return self.last(self.first(x) * angles.cos()).float().square().mean()  # type: ignore[no-any-return]
 
 
+class Coarse(nn.Module):
+    """A part that stays whole has a type of its own; what comes after differs by its roundings when it is traced."""
+
+    def __init__(self, kind: torch.dtype) -> None:
+        super().__init__()
+        self.inner, self.last = _Rounded(kind), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x) * (1 + 1e-6 * torch.compiler.is_compiling())).square().mean()  # type: ignore[no-any-return]
+
+
+class _Rounded(nn.Module):
+    def __init__(self, kind: torch.dtype) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = int(x.shape[0])
+        return self.first(x).to(self.kind).to(x.dtype) * rows / rows
+
+
 def compared(make: Callable[[], nn.Module], dtype: torch.dtype, autocast: bool = False) -> str:
     """What report() says of the comparison, or the error."""
     torch.manual_seed(0)
@@ -192,6 +214,13 @@ def test_a_gradient_of_roundings_alone_is_no_difference(ranks: Ranks, kind: torc
 def test_a_small_gradient_that_is_none_of_roundings_is_compared(ranks: Ranks, scale: float) -> None:
     (told,) = ranks(1).run(compared, partial(Scaled, scale), torch.float32)
     assert re.search(r"'inner' .*is the first that differs", told), told
+
+
+def test_types_inside_of_what_stays_whole_have_their_roundings(ranks: Ranks) -> None:
+    (told,) = ranks(1).run(compared, partial(Coarse, torch.float32), torch.float64)
+    assert "equal outputs and gradients" in told, told
+    (told,) = ranks(1).run(compared, partial(Coarse, torch.float64), torch.float64)
+    assert "is the first that differs" in told, told
 
 
 def test_under_autocast_the_graph_computes_as_its_casts_say(ranks: Ranks) -> None:

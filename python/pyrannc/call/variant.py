@@ -46,6 +46,12 @@ class Whole:
     graph: Graph
     facts: GraphFacts
 
+    @property
+    def types(self) -> set[torch.dtype]:
+        """Of its tensors, also of those inside of what stays whole."""
+        inside = (getattr(node.target, "types", ()) for node in self.captured.op_nodes)
+        return {value.dtype for value in self.facts.values}.union(*inside)
+
 
 class Variant:
     """A captured call with its Graph, equal on all ranks, divided into body and tail.

@@ -27,6 +27,7 @@ from .torch_internals import (
 )
 from .untraceable import UntraceableError
 
+_aten = torch.ops.aten
 _RECURRENT = (
     torch.ops.aten.lstm.input,
     torch.ops.aten.gru.input,
@@ -39,6 +40,14 @@ _GIVE_LISTS = {
     for packet in [getattr(torch.ops.aten, name)]
     for op in [getattr(packet, overload) for overload in packet.overloads()]
 }
+_WITHOUT_GENERATOR = {
+    _aten.rand.generator: _aten.rand.default,
+    _aten.randn.generator: _aten.randn.default,
+    _aten.randint.generator: _aten.randint.default,
+    _aten.randint.low_generator: _aten.randint.low,
+    _aten.randperm.generator: _aten.randperm.default,
+}
+"""What draws from torch's own generator where it is given none; the first of each takes no size but a plain number."""
 _READ_NUMBER = torch.ops.aten.item.default
 _OF_KNOWN_SHAPE = (torch.ops.aten.ctc_loss.Tensor, torch.ops.aten.ctc_loss.IntList)
 """Torch says that their shapes depend on data, which is so for a result of their insides only."""
@@ -214,6 +223,8 @@ class OperatorFallbacks:
         original, casts = PROXY_CALL.original, CastsAsOps()
 
         def proxy_call(proxy_mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
+            if func in _WITHOUT_GENERATOR and kwargs.get("generator") is None:
+                func, kwargs = _WITHOUT_GENERATOR[func], {n: item for n, item in kwargs.items() if n != "generator"}
             if func in _RECURRENT:
                 return self._recurrent(proxy_mode.tracer, func, args, kwargs)
             number = self._constant(proxy_mode.tracer, *args) if func is _READ_NUMBER else None

@@ -115,6 +115,7 @@ class WholeCall:
         target.changes = trial.changes
         target.row_wise = trial.row_wise
         target.repeats = trial.repeats and not names
+        target.types = trial.types
         target.form = Form.of(operands, results, sizes.reader, str(self._part), self.advice)
         proxies = (proxy_of(operand, tracer) for operand in operands)
         arguments = tuple(p if p is not None else o for p, o in zip(proxies, operands, strict=True))
@@ -190,6 +191,7 @@ class WholeCall:
         changed: set[int] = set()
         used: set[str] = set()
         drawn: set[bool] = set()
+        types: set[torch.dtype] = set()
         enabled = torch.is_grad_enabled()
 
         def run(tensors: Sequence[Any]) -> list[Tensor]:
@@ -199,6 +201,7 @@ class WholeCall:
                 made, output = self._run(names, structure, given)
             drawn.add(_generators() != state)
             used.update(name for name, item in zip(names, given, strict=False) if id(item) in seen.ids)
+            types.update(seen.types)
             used.update(name for name, item in zip(names, given, strict=False) if any(item is t for t in made))
             changed.update(place for place, item in enumerate(given) if version(item) != before[place])
             outputs.append(output)
@@ -218,7 +221,8 @@ class WholeCall:
             raise self._untraceable("it changes a tensor that it is called with in place")
         if any(names[place] not in self._buffers for place in changed):
             raise self._untraceable("it changes a parameter in place")
-        tried = Tried(made, outputs[0], tuple(gradients), tuple(sorted(changed)), frozenset(used))
+        kinds = frozenset(types)
+        tried = Tried(made, outputs[0], tuple(gradients), tuple(sorted(changed)), frozenset(used), kinds)
         tried.repeats = not any(drawn) and not any(gradients) and not changed
         if has_row_lists(structure.rebuild(inputs)):
             # Extents in lists of rows are no numbers to make up: the whole batch shows what it can.
@@ -245,7 +249,8 @@ def _names_of_each(state: dict[str, Tensor], part: Part) -> dict[str, list[str]]
 
 @dataclass
 class Tried:
-    """Results: the tensors and what stands round them, which require gradients; changed buffers; state that is used.
+    """Results: the tensors and what stands round them, which require gradients; changed buffers; state that is used;
+    types inside.
 
     ``row_wise`` says whether it treats each row by itself, if that is known already, ``repeats`` whether no run has
     drawn random numbers or given what has gradients.
@@ -256,6 +261,7 @@ class Tried:
     gradients: tuple[bool, ...]
     changes: tuple[int, ...]
     used: frozenset[str]
+    types: frozenset[torch.dtype]
     row_wise: bool | None = None
     repeats: bool = False
 
@@ -267,17 +273,20 @@ def _generators() -> list[list[int]]:
 
 
 class _Used(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
-    """Sees the tensors that operators take."""
+    """Sees the tensors that operators take, and the types of those that they make."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self.ids: set[int] = set()
+        self.types: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.ids.update(id(item) for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor))
-        return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        self.types.update(item.dtype for item in pytree.tree_leaves(made) if isinstance(item, Tensor))
+        return made
 
 
 def _own(item: Any, requires_grad: bool) -> Any:

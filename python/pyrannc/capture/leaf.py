@@ -39,6 +39,7 @@ class OpaqueCall:
         row_wise: whether it treats each row by itself, if made-up operands need not show it.
         repeats: it gives the same for the same operands, and changes nothing, as far as trials have shown.
         does: calls that are equal in this do the same with the same operands; None where nobody knows.
+        types: of the tensors inside of it, as far as they are known.
         is_known: its title tells what it computes, as no other does in the same capture, without draws or gradients,
             and from tensors whose extents do not depend on the batch: like any operator, it may run in several places.
     """
@@ -54,6 +55,7 @@ class OpaqueCall:
         self.row_wise: bool | None = None
         self.repeats = False
         self.does: Hashable | None = None
+        self.types: frozenset[torch.dtype] = frozenset()
         self.is_known = False
         self._call = call
 

@@ -442,7 +442,7 @@ class BatchShapeEnv(ShapeQuestions):
         message = (
             f"{place} works for one batch size only: it needs the value of {expr}, where "
             f"{self.batch_symbol} is the batch size. Rows are split over devices, so the model must work for any "
-            "number of rows: replace the Python number, such as `int(x.shape[0])`, by `x.shape[0]` or -1, and a Python "
-            "loop over the rows by a tensor operation."
+            "number of rows: replace the Python number, such as `int(x.shape[0])`, by `x.shape[0]` or -1, and a "
+            "Python loop over the rows by a tensor operation."
         )
         raise UntraceableError(message, place, cause, needs_rows=True)

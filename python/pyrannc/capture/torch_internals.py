@@ -7,6 +7,7 @@ holds what is relied upon. So a new version of torch shows here, and only here, 
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -47,6 +48,26 @@ DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
 
 UnsupportedOperatorException = fake_tensor.UnsupportedOperatorException
 """Tells an operator without a rule for fake tensors, which is then run on real samples. Public: none."""
+
+
+@contextmanager
+def fake_tensors_untold() -> Iterator[None]:
+    """What fake tensors cannot run raises, without torch writing down the whole traceback as well. Public: none."""
+    log = logging.getLogger(fake_tensor.__name__)
+
+    def is_no_traceback(record: logging.LogRecord) -> bool:
+        return record.exc_info is None
+
+    log.addFilter(is_no_traceback)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_no_traceback)
+
+
+def runs_without_data() -> bool:
+    """True inside of a rule for fake tensors, where no tensor, real or not, can be read. Public: none."""
+    return bool(torch._C._meta_in_tls_dispatch_include())
 
 
 def known_data(tensor: Tensor) -> Tensor | None:
@@ -601,6 +622,9 @@ CONTROL_FLOW = tuple(PatchPoint(torch, _name) for _name in ("cond", "while_loop"
 
 REGISTER_HOOK = PatchPoint(Tensor, "register_hook")
 """Gradient hooks become nodes. Public: a mode of torch functions, which some calls pass by."""
+
+TENSOR_REPR = PatchPoint(Tensor, "__repr__")
+"""An error inside of a rule for fake tensors shows its operands. Public: a subclass of Tensor."""
 
 TRACK_TENSOR_TREE = PatchPoint(proxy_tensor, "track_tensor_tree")
 """Gradient and storage of each result are noted as it is made. Public: none."""

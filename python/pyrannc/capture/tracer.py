@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,7 +28,6 @@ from .hooks import refuse_hooks, watched_hooks
 from .kept_whole import Trials, WholeCall, whole_calls_installed
 from .lacking import without_guard
 from .leaf import captured_tensor_hooks, opaque_autograd_functions, traced_data
-from .lengths import lengths_by_extents
 from .oracle import Batch, BatchShapeEnv, Oracle, draws
 from .outputs import only_asked
 from .scripted import opaque_script_functions, scripted_modules
@@ -35,23 +35,29 @@ from .sequences import ADVICE, runs_along_rows
 from .source import Part, Place, SourceTracker
 from .torch_internals import (
     MODULE_TO,
+    TENSOR_REPR,
+    FakeTensor,
     FakeTensorMode,
+    PatchPoint,
     compiling_state,
     current_tracer,
     expression,
     fake_of,
+    fake_tensors_untold,
     non_strict_functions,
     override_builtin_ops,
     own_buffers,
     parse_to,
     proxy_of,
     reparametrized,
+    runs_without_data,
     trace_before_dispatch,
     tracing_context,
 )
 from .untraceable import UntraceableError
 
 _ERROR_LINES = 4
+_LEN = PatchPoint(builtins, "len")
 
 
 @dataclass
@@ -257,12 +263,14 @@ class _Session:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(compiling_state())
+            stack.enter_context(fake_tensors_untold())
+            stack.enter_context(shown_without_data())
             stack.enter_context(OperatorFallbacks(self.oracle, self.mode, self.sizes, self.tracker).installed())
             stack.enter_context(self.mode)
             stack.enter_context(non_strict_functions())
             stack.enter_context(tracing_context(self.mode))
             stack.enter_context(override_builtin_ops())
-            stack.enter_context(lengths_by_extents())
+            stack.enter_context(lengths_as_sizes())
             stack.enter_context(opaque_autograd_functions())
             stack.enter_context(opaque_script_functions(self.oracle, self.mode, self.sizes))
             stack.enter_context(captured_tensor_hooks())
@@ -420,6 +428,33 @@ def _refuse_symbolic_results(structure: Structure) -> None:
         )
     for child in structure.children:
         _refuse_symbolic_results(child)
+
+
+@contextmanager
+def shown_without_data() -> Iterator[None]:
+    """A tensor is shown without its data where it has none: what reads them would show it again in its error."""
+    original = TENSOR_REPR.original
+
+    def shown(self: Tensor, **kwargs: Any) -> str:
+        if runs_without_data():
+            return f"tensor(..., size={tuple(self.shape)}, dtype={self.dtype})"
+        text: str = original(self, **kwargs)
+        return text
+
+    with TENSOR_REPR.replaced_by(shown):
+        yield
+
+
+@contextmanager
+def lengths_as_sizes() -> Iterator[None]:
+    """``len(x)`` of a traced tensor is ``x.shape[0]``; Python would make it a plain number."""
+    original = _LEN.original
+
+    def length(item: Any, /) -> Any:
+        return item.shape[0] if isinstance(item, FakeTensor) and item.dim() else original(item)
+
+    with _LEN.replaced_by(length):
+        yield
 
 
 @contextmanager

@@ -174,7 +174,7 @@ def _same_answers(variant: Variant, tensors: Sequence[Tensor]) -> bool:
 
 def _computed_in(variant: Variant) -> torch.dtype | None:
     """The type with the largest roundings."""
-    types = {value.dtype for value in variant.whole.facts.values}
+    types = variant.whole.types
     types |= {torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
     return max(types & ALLOWED.keys(), key=ALLOWED.__getitem__, default=None)
 

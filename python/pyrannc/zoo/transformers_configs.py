@@ -47,6 +47,8 @@ _OUTER = (
 )
 _NO_CHANCE = re.compile(r"drop|layerdrop|noise|mask_(time|feature)_prob|stochastic")
 _LARGE = 1 << 40
+_ONE_FRAME = 1e6
+"""A rate of speech at which each token has one frame: those that random parameters give are millions."""
 _LAYER_LISTS = ("layer_types", "mlp_layer_types", "layers_block_type")
 
 
@@ -83,6 +85,8 @@ class Scale:
         if isinstance(value, float):
             if name == "depth_coefficient":
                 return min(value, 0.5)
+            if name == "speaking_rate":
+                return _ONE_FRAME
             return 0.0 if _NO_CHANCE.search(name) else value
         if re.search(r"token_(id|index)$", name):
             high = isinstance(value, int) and value >= VOCABULARY

@@ -258,7 +258,7 @@ def _decided_by(case: Case, expected: _Run, as_they_are: bool, tolerance: float)
 
 
 def _tolerance(wrapped: RaNNCModule) -> float:
-    types = {value.dtype for value in wrapped._variants.first.whole.facts.values}
+    types = wrapped._variants.first.whole.types
     return _SINGLE if types & {torch.float32, torch.bfloat16, torch.float16, torch.complex64} else _EXACT
 
 

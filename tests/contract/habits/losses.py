@@ -53,6 +53,12 @@ def sum_by_len(job: Job) -> None:
     fit(job, Returns(Chain(), lambda y, target: (y - target).square().sum() / len(y)), pairs)
 
 
+@warned("losses.py", "number of rows as a Python number", instead="`x.shape[0]`, which leaves nothing on all rows")
+def sum_by_plain_number(job: Job) -> None:
+    """The model divides a sum by `int(x.shape[0])`, which Python makes a plain number."""
+    fit(job, Returns(Chain(), lambda y, target: (y - target).square().sum() / int(y.shape[0])), pairs)
+
+
 @equal()
 def mean_by_hand(job: Job) -> None:
     """The model divides a sum by the number of rows (`x.shape[0]`)."""
