@@ -17,7 +17,7 @@ impl Chain {
     pub(crate) fn times(&self, kind: usize, device: &Device, measured: Option<&Measured>, rows: u64) -> Times {
         let mut own = self.own_costs(device, measured, rows);
         for span in &self.spans {
-            if let Some(whole) = measured.and_then(|measured| measured.span(span.kind)) {
+            if let Some(whole) = measured.and_then(|measured| measured.span(span.kind, rows)) {
                 share_out(&mut own[span.blocks.clone()], whole, span.left_bytes.at(rows), rows);
             }
         }

@@ -59,9 +59,9 @@ impl Measured {
         self.blocks[kind as usize].as_ref().filter(|block| block.has_times() && block.fits(rows))
     }
 
-    /// What was measured of a Span.
-    pub(crate) fn span(&self, kind: u32) -> Option<&BlockProfile> {
-        self.spans[kind as usize].as_ref()
+    /// What was measured of a Span with at least so many rows, if it fitted.
+    pub(crate) fn span(&self, kind: u32, rows: u64) -> Option<&BlockProfile> {
+        self.spans[kind as usize].as_ref().filter(|span| span.has_times() && span.fits(rows))
     }
 
     /// Time of the device by modelled time, for what was not measured.

@@ -19,10 +19,7 @@ type Figure = fn(&mut OwnCosts) -> &mut f64;
 
 /// Gives Blocks their shares of a Span, of whose forward `left_bytes` are left by the operators' account.
 pub(super) fn share_out(blocks: &mut [OwnCosts], whole: &BlockProfile, left_bytes: f64, rows: u64) {
-    if !whole.fits(rows) {
-        blocks.iter_mut().for_each(|own| own.cost = None);
-    }
-    if !whole.fits(rows) || blocks.iter().any(|own| own.cost.is_none()) {
+    if blocks.iter().any(|own| own.cost.is_none()) {
         return;
     }
     let cost = whole.cost(rows);
@@ -56,10 +53,10 @@ mod tests {
         OwnCosts { cost, saved_bytes, left_bytes, workspace_bytes: 1.0 }
     }
 
-    fn whole(fits: bool) -> BlockProfile {
+    fn whole() -> BlockProfile {
         let point = BlockPoint {
             rows: 2,
-            fits,
+            fits: true,
             forward_us: 6.0,
             backward_us: 9.0,
             forward_host_us: 4.0,
@@ -73,9 +70,17 @@ mod tests {
     }
 
     #[test]
+    fn a_block_that_ran_out_of_memory_has_no_share() {
+        let mut blocks = [block(2.0, 40.0, 10.0), OwnCosts { cost: None, ..block(6.0, 80.0, 30.0) }];
+        let before = blocks;
+        share_out(&mut blocks, &whole(), 80.0, 2);
+        assert_eq!(blocks, before);
+    }
+
+    #[test]
     fn blocks_share_a_span_in_proportion() {
         let mut blocks = [block(2.0, 40.0, 10.0), block(6.0, 80.0, 30.0)];
-        share_out(&mut blocks, &whole(true), 80.0, 2);
+        share_out(&mut blocks, &whole(), 80.0, 2);
         let cost = |forward_us, backward_us| {
             Some(ComputeCost { forward_us, backward_us, forward_host_us: 2.0, backward_host_us: 0.0 })
         };
@@ -84,12 +89,5 @@ mod tests {
             OwnCosts { cost: cost(4.5, 6.75), saved_bytes: 40.0, left_bytes: 60.0, workspace_bytes: 7.0 },
         ];
         assert_eq!(blocks, expected);
-    }
-
-    #[test]
-    fn blocks_of_a_span_that_ran_out_of_memory_are_too_large() {
-        let mut blocks = [block(2.0, 40.0, 10.0), block(6.0, 80.0, 30.0)];
-        share_out(&mut blocks, &whole(false), 80.0, 2);
-        assert!(blocks.iter().all(|own| own.cost.is_none()));
     }
 }
