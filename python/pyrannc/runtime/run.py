@@ -145,6 +145,8 @@ class Run:
         """Runs the backwards of a call with its criterion outside."""
         program = self._task.program
         self._seat.reached = reached
+        # Those of an earlier backward of this call have been handed over.
+        self._seat.input_grads.clear()
         self._executor.run(
             program.backward,
             self.current,
