@@ -31,9 +31,10 @@ pub(crate) fn follow(
     graph: &Graph,
     op: &Op,
     states: &Arena<ValueId, RowState>,
+    given: &Arena<ValueId, bool>,
     batches: Batches,
 ) -> Result<Vec<RowState>, How> {
-    let call = Call { graph, op, states, batches };
+    let call = Call { graph, op, states, given, batches };
     let operands = op.operands();
     let free = operands.iter().all(|&value| states[value] == RowState::Free);
     let extents = op.results.iter().any(|&value| graph.values[value].shape.iter().any(|dim| dim.per_row != 0));
@@ -89,10 +90,30 @@ fn by_extents(value: &Value) -> RowState {
     }
 }
 
+/// By Value: an Op of a row group makes it, and somebody outside of the group gets it.
+pub(crate) fn given_by_groups(graph: &Graph) -> Arena<ValueId, bool> {
+    let mut given: Arena<ValueId, bool> = graph.values.ids().map(|_| false).collect();
+    let group_of = |value: ValueId| match graph.values[value].def {
+        ValueDef::Op { op, .. } => graph.ops[op].row_group,
+        _ => None,
+    };
+    for op in graph.ops.values() {
+        for value in op.operands() {
+            given[value] |= group_of(value).is_some_and(|group| op.row_group != Some(group));
+        }
+    }
+    let updates = graph.buffers.values().filter_map(|buffer| buffer.update);
+    for value in updates.chain(graph.outputs.iter().copied()) {
+        given[value] |= group_of(value).is_some();
+    }
+    given
+}
+
 struct Call<'a> {
     graph: &'a Graph,
     op: &'a Op,
     states: &'a Arena<ValueId, RowState>,
+    given: &'a Arena<ValueId, bool>,
     batches: Batches,
 }
 
@@ -189,25 +210,32 @@ impl Call<'_> {
         let is_taken = |value: &ValueId| !is_made_inside(*value);
         self.have_leading_rows(&self.op.operands().into_iter().filter(is_taken).collect::<Vec<_>>())?;
         let changed: Vec<ValueId> = self.op.mutates.iter().map(|&value| self.root(value)).collect();
-        let is_seen = |value: &ValueId| is_taken(value) && changed.contains(&self.root(*value));
-        let mut others = self.graph.ops.values().filter(|op| !inside(op));
-        let updates = self.graph.buffers.values().filter_map(|buffer| buffer.update);
-        if others.any(|op| op.operands().iter().any(is_seen))
-            || updates.chain(self.graph.outputs.iter().copied()).any(|value| is_seen(&value))
-            || changed.iter().any(|&value| !matches!(self.graph.values[value].def, ValueDef::Op { .. }))
-        {
+        if !changed.is_empty() && self.is_seen_outside(&changed, &inside, &is_taken) {
             return Err(CHANGES);
         }
         let result = |&value: &ValueId| {
-            let used = self.graph.ops.values().any(|op| !inside(op) && op.operands().contains(&value));
-            let updates = self.graph.buffers.values().any(|buffer| buffer.update == Some(value));
             let found = sole_batch_dim(&self.graph.values[value].shape);
-            if used || updates || self.graph.outputs.contains(&value) {
+            if self.given[value] {
                 return found.filter(|rows| rows.dim == 0).map(RowState::Rows).ok_or(UNCONFIRMED);
             }
             Ok(found.map_or(RowState::Free, RowState::Rows))
         };
         self.op.results.iter().map(result).collect()
+    }
+
+    /// True when others see storages that a group changes, or they are not of its making.
+    fn is_seen_outside(
+        &self,
+        changed: &[ValueId],
+        inside: impl Fn(&Op) -> bool,
+        is_taken: impl Fn(&ValueId) -> bool,
+    ) -> bool {
+        let is_seen = |value: &ValueId| is_taken(value) && changed.contains(&self.root(*value));
+        let mut others = self.graph.ops.values().filter(|op| !inside(op));
+        let updates = self.graph.buffers.values().filter_map(|buffer| buffer.update);
+        others.any(|op| op.operands().iter().any(is_seen))
+            || updates.chain(self.graph.outputs.iter().copied()).any(|value| is_seen(&value))
+            || changed.iter().any(|&value| !matches!(self.graph.values[value].def, ValueDef::Op { .. }))
     }
 
     /// True when some of the Values have rows, all in dimension 0.

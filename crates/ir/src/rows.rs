@@ -4,7 +4,7 @@
 //! its results count as mixing rows. Nothing is concluded from extents alone: they only confirm what a rule says.
 
 use crate::entity::Arena;
-use crate::follow::{follow, sole_batch_dim};
+use crate::follow::{follow, given_by_groups, sole_batch_dim};
 use crate::graph::{Dim, Graph, OpId, ValueDef, ValueId};
 use crate::row_state::{Batches, Join, Mixing, RowDim, RowState};
 use crate::storages::Storages;
@@ -31,13 +31,14 @@ impl Rows {
         let states = graph.values.values().map(|value| given(&value.def, &value.shape)).collect();
         let spoiled = graph.values.ids().map(|_| None).collect();
         let mut rows = Self { states, mixing: Vec::new(), spoiled };
+        let given = given_by_groups(graph);
         for (id, op) in graph.ops.iter() {
             let operands = op.operands();
             let joined = operands.iter().any(|&value| {
                 rows.spoiled[storages.root[value]].is_some()
                     || matches!(rows.states[value], RowState::Partial(_) | RowState::Mixed)
             });
-            let found = if joined { None } else { rows.followed(graph, id, batches) };
+            let found = if joined { None } else { rows.followed(graph, id, &given, batches) };
             let extents = op.results.iter().any(|&value| graph.values[value].shape.iter().any(|dim| dim.per_row != 0));
             let in_parts = mixing == Mixing::Parts && (!joined || extents);
             for (place, &result) in op.results.iter().enumerate() {
@@ -57,8 +58,14 @@ impl Rows {
         rows
     }
 
-    fn followed(&mut self, graph: &Graph, op: OpId, batches: Batches) -> Option<Vec<RowState>> {
-        match follow(graph, &graph.ops[op], &self.states, batches) {
+    fn followed(
+        &mut self,
+        graph: &Graph,
+        op: OpId,
+        given: &Arena<ValueId, bool>,
+        batches: Batches,
+    ) -> Option<Vec<RowState>> {
+        match follow(graph, &graph.ops[op], &self.states, given, batches) {
             Ok(states) => Some(states),
             Err(how) => {
                 let made = &graph.ops[op];
