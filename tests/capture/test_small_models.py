@@ -388,10 +388,8 @@ class _Of(nn.Module):
 
 def captured_of(made: Any, *more: Tensor, rows: int = 3) -> Any:
     args, kwargs = call(rows)
-    has_rows = [True, *(False for _ in more)]
-    return capture(
-        _Of(made), (*args, *more), kwargs, device=torch.device("cpu"), rows=rows, has_rows=has_rows,
-    )  # fmt: skip
+    per_row = [1, *(0 for _ in more)]
+    return capture(_Of(made), (*args, *more), kwargs, device=torch.device("cpu"), rows=rows, per_row=per_row)
 
 
 def test_length_of_a_tensor_is_any_number_of_rows(assert_equals_model: Any) -> None:

@@ -33,7 +33,7 @@ def test_a_tensor_of_the_same_layout_has_the_same_strides(tensor: Tensor) -> Non
 
 
 def test_values_lie_as_in_the_captured_call() -> None:
-    source = subject(Transposed(), [torch.randn(4, 8, 16)], (3,)).source
+    source = subject(Transposed(), [torch.randn(4, 8, 16)], (3,)).blocks.source
     (value,) = (number for number, (node, _) in enumerate(source.captured.values) if "transpose" in node.name)
     made = Layout.of(source.captured.value(value)).make([5, 16, 8], lambda shape: torch.zeros(shape, device=CPU))
     assert made.stride() == (128, 1, 16)

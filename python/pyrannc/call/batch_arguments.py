@@ -194,7 +194,9 @@ class BatchArguments:
         first = next(place for place, extent in enumerate(extents[0]) if extent >= 0)
         found = _alike(extents, {first: 1})
         if any(differ and not count for differ, count in zip(differs, found, strict=True)):
-            packed = _counts(extents, [place for place, differ in enumerate(differs) if differ])
+            # One number for all rows has no dimension 0: that it differs is refused below.
+            places = [place for place, differ in enumerate(differs) if differ and extents[0][place] >= 0]
+            packed = _counts(extents, places)
             found = found if packed is None else _alike(extents, packed)
         _refuse_differing(call, found, differs)
         found = self._of_fewer_rows(call, extents, found, differs, device)
