@@ -301,6 +301,33 @@ def test_what_cannot_be_captured_for_all_batches_stays_whole(kind: type[nn.Modul
     assert not found.assumptions
 
 
+class Mixes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mixes: bool) -> Tensor:
+        return x - x.mean(0) if mixes else x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class MayMix(Experts):
+    def __init__(self, *, mixes: bool) -> None:
+        super().__init__()
+        self.mixes = mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Mixes.apply(x, self.mixes))  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+def test_groups_with_calls_of_one_name_are_tried_each() -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), MayMix(mixes=False), MayMix(mixes=True))
+    args, kwargs = call(ROWS)
+    found = capture(net, args, kwargs, device=CPU, rows=ROWS, tried_together=["1", "2"])
+    assert found.grouped == ("1", "2")
+    assert found.row_wise[:2] == (True, False)
+
+
 def test_fewer_groups_on_another_rank_are_fewer_here() -> None:
     found = captured(Experts(), tried=["inner.0"])
     assert not groups_of(found.with_row_wise([False]))

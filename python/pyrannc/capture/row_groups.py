@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from .clean import CleanGraph
 from .dims import Dim
 from .facts import CALLS, memory
+from .leaf import OpaqueCall
 from .one_call import as_one_call, writes
 from .ops import closes_region, draws_random_numbers, is_tuple_access, opens_region
 from .row_trial import is_row_wise
@@ -242,7 +243,10 @@ class GroupTrials:
 
     def _described(self, title: str, group: RowGroup) -> Hashable:
         """What a trial knows of a group; contents other than parameters' may count."""
-        found: list[Hashable] = [title]
+        # The name of a call of the user does not tell what that computes.
+        own = ((node, node.target) for node in group.body)
+        unnamed = (node if call.does is None else call.does for node, call in own if isinstance(call, OpaqueCall))
+        found: list[Hashable] = [title, *unnamed]
         for node in group.takes:
             if node in self._cleaned.dims:
                 found.append(self._cleaned.dims[node])
