@@ -13,8 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyrannc._native import Graph
-from pyrannc.capture import Captured, CaptureError, CaptureOptions, capture
+from pyrannc.call.alike import capture_alike
+from pyrannc.call.whole_batch import BatchRows
+from pyrannc.capture import Captured, CaptureError, CaptureOptions, capture, row_trial
 from pyrannc.capture.dims import Dim
+from pyrannc.capture.options import NO_OPTIONS
 from pyrannc.capture.row_trial import is_row_wise
 from pyrannc.core.tail import DividedFacts
 
@@ -72,6 +75,13 @@ class Capacity(Experts):
         chosen = F.one_hot(self.router(x).argmax(-1).reshape(-1), EXPERTS)
         kept = (chosen.cumsum(0) * chosen).sum(-1) <= 32
         return super().forward(x) * kept.view(-1, TOKENS, 1)
+
+
+class LargeCapacity(Experts):
+    """Drops the rows beyond the hundredth."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (torch.ones(x.shape[0]).cumsum(0) <= 100).view(-1, 1, 1)
 
 
 class Seen(Experts):
@@ -326,6 +336,25 @@ def test_groups_with_calls_of_one_name_are_tried_each() -> None:
     found = capture(net, args, kwargs, device=CPU, rows=ROWS, tried_together=["1", "2"])
     assert found.grouped == ("1", "2")
     assert found.row_wise[:2] == (True, False)
+
+
+@pytest.mark.parametrize(("others", "row_wise"), [(0, True), (124, False)])
+def test_as_many_rows_are_tried_as_all_ranks_have(others: int, row_wise: bool) -> None:
+    args, kwargs = call(ROWS)
+    batch = BatchRows((ROWS, others), gathered=True)
+    found, _ = capture_alike(
+        Net(LargeCapacity()), args, kwargs, CPU, ROWS, (1,), NO_OPTIONS, batch, tried_together=["inner.0"]
+    )
+    assert found.row_wise == (row_wise,)
+
+
+def test_it_is_known_with_how_many_rows_a_group_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert captured(Experts(), tried=["inner.0"]).shown_rows == ROWS
+    monkeypatch.setattr(row_trial, "MOST_BYTES", 2000)
+    args, kwargs = call(ROWS)
+    found = capture(Net(Experts()), args, kwargs, device=CPU, rows=ROWS, all_rows=2000, tried_together=["inner.0"])
+    assert found.row_wise == (True,)
+    assert ROWS < found.shown_rows < 2000
 
 
 def test_fewer_groups_on_another_rank_are_fewer_here() -> None:

@@ -61,16 +61,21 @@ def as_drawn(operands: Sequence[Any]) -> Hashable | None:
 
 
 def is_row_wise(call: Callable[..., Any], operands: Sequence[Any], device: torch.device, rows: int) -> bool:
-    """True when parts of a batch give parts of the results and of the gradients, in two divisions.
+    """True when :func:`rows_shown` finds some."""
+    return rows_shown(call, operands, device, rows) > 0
 
-    A result without rows has to be the same number whatever the rows are, or one of the operands. False too where the
+
+def rows_shown(call: Callable[..., Any], operands: Sequence[Any], device: torch.device, rows: int) -> int:
+    """Of how many rows, at most, parts give parts of the results and of the gradients, in two divisions; 0: of none.
+
+    A result without rows has to be the same number whatever the rows are, or one of the operands. 0 too where the
     call cannot be tried.
 
     Args:
         call: takes the operands by position.
         operands: an :data:`Operand` for a tensor; anything else is given as it is.
         device: where it will run; it is tried there if it cannot be tried on the host.
-        rows: of the batch, which are tried as far as memory goes.
+        rows: of the whole batch, which are tried as far as memory goes.
     """
     # Rows that have sizes are few and large.
     many = max(2 * FEW if _has_chosen(operands) else MANY, rows)
@@ -84,7 +89,7 @@ def is_row_wise(call: Callable[..., Any], operands: Sequence[Any], device: torch
                 return _holds(call, operands, place, many)
             except Exception:  # whatever the user's code raises: it cannot be tried there
                 continue
-    return False
+    return 0
 
 
 def _holds_for_parts(call: Callable[..., Any], operands: Sequence[Any], device: torch.device) -> bool:
@@ -106,7 +111,7 @@ def _holds_for_parts(call: Callable[..., Any], operands: Sequence[Any], device: 
         for operand in operands
     ]
     try:
-        return _holds(call, made, device, MANY)
+        return _holds(call, made, device, MANY) > 0
     except Exception:  # as of a view with the row's own extents
         return False
 
@@ -128,19 +133,21 @@ def _dims_of(operand: Any) -> Sequence[Dim | None]:
 
 def _holds(
     call: Callable[..., Any], operands: Sequence[Any], device: torch.device, many: int, laws: Sequence[Law] = LAWS
-) -> bool:
+) -> int:
+    """With how many rows it holds for all laws; 0: it does not."""
     own = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=own), torch.enable_grad(), all_digits():
         torch.manual_seed(0)
-        seen = _Seen()
+        seen, shown = _Seen(), many
         for law in laws:
             trial = _Trial(call, operands, FEW, device, seen, *law)
             if not trial.holds_in_time():
-                return False
+                return 0
             fitting = min(many, trial.most_rows)
             if fitting > FEW and not _Trial(call, operands, fitting, device, seen, *law).holds_in_time():
-                return False
-        return True
+                return 0
+            shown = min(shown, max(fitting, FEW))
+        return shown
 
 
 def _in_time() -> bool:
