@@ -412,6 +412,40 @@ def test_what_is_small_is_tried_as_what_is_large() -> None:
     assert not tried(lambda x: 1e-6 * (x - x.mean(0)))
 
 
+HALF = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("call", "dtype"),
+    [
+        (lambda x: x - 0.05 * x.mean(0), HALF),
+        (lambda x: x - 0.05 * x.mean(0) + 0 * x.to(HALF), torch.float32),
+        (lambda x: (x.to(HALF) - 0.05 * x.to(HALF).mean(0)).float(), torch.float32),
+    ],
+)
+def test_what_mixes_a_little_is_no_rounding_of_half_precision(
+    call: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    assert not tried(call, dtype)
+
+
+def test_roundings_of_half_precision_are_allowed() -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 4 * WIDTH, dropout=0.0, batch_first=True)
+
+    def autocast(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", HALF):
+            return layer(x)  # type: ignore[no-any-return]
+
+    def shown(call: Callable[[Tensor], Tensor], dtype: torch.dtype) -> bool:
+        rows = torch.empty(2, TOKENS, WIDTH, dtype=dtype, device="meta")
+        return is_row_wise(call, [(rows, [Dim(1, 0), Dim(0, TOKENS), Dim(0, WIDTH)], False)], CPU, ROWS)
+
+    assert shown(autocast, torch.float32)
+    assert shown(lambda x: layer.to(HALF)(x), HALF)
+    experts = Experts()
+    assert shown(lambda x: experts(x.float()).to(HALF), HALF)
+
+
 def test_trials_allow_the_roundings_of_what_is_computed_inside() -> None:
     weight = torch.randn(3, 3)
     assert tried(lambda x: ((x.float() @ weight).cumsum(1) * 3).double(), torch.float64)

@@ -23,6 +23,8 @@ Law = tuple[float, float]
 LAWS: tuple[Law, ...] = ((1.0, 0.0), (1.0, 1.0), (1.0, -1.0), (10.0, 0.0), (0.1, 0.0))
 """Spread and mean of what is drawn, for what depends on a sign or a size."""
 _RELATIVE = {torch.float16: 1e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.float64: 1e-8}
+_TYPICAL = 0.2
+"""Share of what one element may differ by that all of them may, by root mean square: few roundings are so large."""
 _NOISE = 8.0
 """A gradient that is nothing but terms that cancel each other has so many roundings of the largest one."""
 
@@ -274,19 +276,28 @@ class _Trial:
             # Rows of results and of their gradients stand one after another, gradients of the rest are added.
             joined = torch.cat(there) if with_rows else torch.stack(there).sum(0)
             least = largest if index >= self._results else 0.0
-            if joined.shape != result.shape or not self._close(joined, result, least):
+            if joined.shape != result.shape or not self._close(joined, result, least, summed=not with_rows):
                 return False
         return True
 
-    def _close(self, found: Tensor, expected: Tensor, largest: float) -> bool:
-        """True but for roundings; ``largest``: of all gradients, the smallest of which may be roundings of theirs."""
+    def _close(self, found: Tensor, expected: Tensor, largest: float, *, summed: bool) -> bool:
+        """True but for roundings.
+
+        Args:
+            found: of parts.
+            expected: of the whole.
+            largest: of all gradients, the smallest of which may be roundings of theirs.
+            summed: over rows, as roundings are then, too.
+        """
         if not expected.is_floating_point():
             return torch.equal(found, expected)
         kind = max({expected.dtype, *self._seen.kinds} & _RELATIVE.keys(), key=_RELATIVE.__getitem__, default=None)
         if kind is None:
             return torch.equal(found, expected)
-        most = max(_RELATIVE[kind] * _largest(expected), _NOISE * torch.finfo(kind).eps * largest)
-        return bool(((found - expected).abs() <= most).all())
+        noise, difference = _NOISE * torch.finfo(kind).eps * largest, found.double() - expected.double()
+        if _largest(difference) > max(_RELATIVE[kind] * _largest(expected), noise):
+            return False
+        return summed or _typical(difference) <= _TYPICAL * max(_RELATIVE[kind] * _typical(expected), noise)
 
     def _run(self, part: tuple[int, int], seeds: list[Tensor]) -> list[Tensor | None]:
         """Results and gradients of what has rows, then the gradients of what has none."""
@@ -379,3 +390,8 @@ def _copy(item: Any) -> Any:
 
 def _largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _typical(tensor: Tensor) -> float:
+    """Its root mean square."""
+    return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0
