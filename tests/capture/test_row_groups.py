@@ -407,6 +407,36 @@ def tried(call: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) 
     )
 
 
+FAILING: dict[str, Callable[[Tensor], Tensor]] = {
+    "index": lambda x: x[torch.full((len(x),), 1000)],
+    "gather": lambda x: x.gather(1, torch.full((len(x), 1), 3)),
+    "embedding": lambda x: F.embedding(torch.full((len(x),), 3), torch.ones(2, 2)),
+    "one hot": lambda x: x * F.one_hot(torch.full((len(x),), 3), 3),
+    "cross entropy": lambda x: F.nll_loss(x, torch.full((len(x),), 3), reduction="none"),
+    "binary": lambda x: F.binary_cross_entropy(x + 2, x.detach().sigmoid(), reduction="none"),
+    "multinomial": lambda x: (x - x.abs() - 1).multinomial(1),
+    "bernoulli": lambda x: (x.abs() + 2).bernoulli(),
+}
+
+
+@pytest.mark.parametrize("name", [*FAILING, "no kernel"])
+def test_what_would_end_a_gpu_is_not_tried_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_kernel(x: Tensor) -> Tensor:
+        raise NotImplementedError("Could not run this on the host")
+
+    places, original = [], row_trial._holds
+
+    def holds(call: Any, operands: Any, device: torch.device, *others: Any) -> int:
+        places.append(device.type)
+        return original(call, operands, device, *others) if device.type == "cpu" else 0
+
+    monkeypatch.setattr(row_trial, "_holds", holds)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    rows = torch.empty(2, 3, device="meta"), [Dim(1, 0), Dim(0, 3)], False
+    assert not is_row_wise(FAILING.get(name, no_kernel), [rows], torch.device("cuda"), ROWS)
+    assert places == ["cpu", "cuda"][: 1 + (name == "no kernel")]
+
+
 def test_what_is_small_is_tried_as_what_is_large() -> None:
     assert tried(lambda x: 1e-6 * x)
     assert not tried(lambda x: 1e-6 * (x - x.mean(0)))

@@ -28,6 +28,16 @@ _TYPICAL = 0.2
 _NOISE = 8.0
 """A gradient that is nothing but terms that cancel each other has so many roundings of the largest one."""
 
+_SAID_OF_CONTENTS = (
+    "out of bounds",
+    "out of range",
+    "Class values must be",
+    "should be between 0 and 1",
+    "probability tensor contains",
+    "Expected p_in >= 0",
+)
+"""In errors of gathering, of one_hot, of binary cross entropy, of multinomial and of bernoulli."""
+
 Operand = tuple[Tensor, list[Dim | None], bool]
 """A tensor of the right type, its extents, and whether its contents stand for themselves: a parameter, a constant, or
 rows of the batch, of which trials choose."""
@@ -89,9 +99,16 @@ def rows_shown(call: Callable[..., Any], operands: Sequence[Any], device: torch.
                     # What begins at a number of tokens, such as a capacity, is seen with whole rows alone.
                     return _holds(call, operands, place, many, LAWS[:1])
                 return _holds(call, operands, place, many)
-            except Exception:  # whatever the user's code raises: it cannot be tried there
-                continue
+            except Exception as error:  # whatever the user's code raises: it cannot be tried there
+                if _ends_a_gpu(error):
+                    return 0
     return 0
+
+
+def _ends_a_gpu(error: Exception) -> bool:
+    """True for what the host finds in contents, and a GPU too, but there it ends the process."""
+    text = str(error)
+    return isinstance(error, IndexError) or any(said in text for said in _SAID_OF_CONTENTS)
 
 
 def _holds_for_parts(call: Callable[..., Any], operands: Sequence[Any], device: torch.device) -> bool:
