@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pyrannc._native import Graph
 from pyrannc.call.alike import capture_alike
+from pyrannc.call.mixing_parts import DividedCapture, without_mixing
 from pyrannc.call.whole_batch import BatchRows
 from pyrannc.capture import Captured, CaptureError, CaptureOptions, capture, row_trial
 from pyrannc.capture.dims import Dim
@@ -75,6 +76,19 @@ class Capacity(Experts):
         chosen = F.one_hot(self.router(x).argmax(-1).reshape(-1), EXPERTS)
         kept = (chosen.cumsum(0) * chosen).sum(-1) <= 32
         return super().forward(x) * kept.view(-1, TOKENS, 1)
+
+
+class SortingTwice(nn.Module):
+    """Sorts, beside what its inner module does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.inner(x)
+        order = made.sum((1, 2)).argsort()
+        return made[order].relu()[order.argsort()]  # type: ignore[no-any-return]
 
 
 class LargeCapacity(Experts):
@@ -355,6 +369,27 @@ def test_it_is_known_with_how_many_rows_a_group_was_tried(monkeypatch: pytest.Mo
     found = capture(Net(Experts()), args, kwargs, device=CPU, rows=ROWS, all_rows=2000, tried_together=["inner.0"])
     assert found.row_wise == (True,)
     assert ROWS < found.shown_rows < 2000
+
+
+def test_an_outer_group_takes_the_place_of_an_inner_one() -> None:
+    def layers() -> list[nn.Module]:
+        return [nn.Linear(WIDTH, 60), nn.Linear(60, WIDTH)]
+
+    net = nn.Sequential(*layers(), SortingTwice(), *layers())
+    args, kwargs = call(ROWS)
+    asked: list[Sequence[str]] = []
+
+    def divided(together: Sequence[str] = ()) -> DividedCapture:
+        asked.append(together)
+        found = capture(net, args, kwargs, device=CPU, rows=ROWS, tried_together=together)
+        graph = Graph.from_json(found.graph_json)
+        native = graph.divide_tail("batch")
+        return DividedCapture(found, graph, native, DividedFacts.from_json(native.to_json()))
+
+    found = without_mixing(net, divided(), divided)
+    assert asked[:2] == [(), ["2.inner"]]
+    assert [part.paths for part in found.captured.tested_together] == [("2",)]
+    assert not found.divided.tail.ops
 
 
 def test_fewer_groups_on_another_rank_are_fewer_here() -> None:
