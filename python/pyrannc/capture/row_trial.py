@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ FEW, MANY = 4, 64
 """Rows that are tried at least: few, and enough for what begins at a number of them."""
 MOST_BYTES = 1 << 30
 """Of what goes into a call; a trial holds several times as much."""
+MOST_BYTES_INSIDE = 4 << 30
+"""Of all that a call makes inside, much of which is kept for its gradients."""
 Law = tuple[float, float]
 LAWS: tuple[Law, ...] = ((1.0, 0.0), (1.0, 1.0), (1.0, -1.0), (10.0, 0.0), (0.1, 0.0))
 """Spread and mean of what is drawn, for what depends on a sign or a size."""
@@ -43,17 +46,34 @@ Operand = tuple[Tensor, list[Dim | None], bool]
 rows of the batch, of which trials choose."""
 
 
-_end_s: list[float] = []
+_left_s: list[float] = []
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Trials that are not over after so many seconds, all of them together, find nothing."""
-    _end_s.append(time.monotonic() + seconds)
+    """Trials that are not over after so many seconds, all of them together, find nothing. Only they count."""
+    _left_s.append(seconds)
+    try:
+        yield
+    finally:
+        _left_s.pop()
+
+
+_end_s: list[float] = []
+"""Of the trials that run."""
+
+
+@contextmanager
+def _counted() -> Iterator[None]:
+    """Takes the time of trials from what is left for them."""
+    start = time.monotonic()
+    _end_s.append(start + min(_left_s, default=math.inf))
     try:
         yield
     finally:
         _end_s.pop()
+        spent = time.monotonic() - start
+        _left_s[:] = [left - spent for left in _left_s]
 
 
 def as_drawn(operands: Sequence[Any]) -> Hashable | None:
@@ -87,8 +107,13 @@ def rows_shown(call: Callable[..., Any], operands: Sequence[Any], device: torch.
         call: takes the operands by position.
         operands: an :data:`Operand` for a tensor; anything else is given as it is.
         device: where it will run; it is tried there if it cannot be tried on the host.
-        rows: of the whole batch, which are tried as far as memory goes.
+        rows: of the whole batch, which are tried as far as memory and time go.
     """
+    with _counted():
+        return _rows_shown(call, operands, device, rows)
+
+
+def _rows_shown(call: Callable[..., Any], operands: Sequence[Any], device: torch.device, rows: int) -> int:
     # Rows that have sizes are few and large.
     many = max(2 * FEW if _has_chosen(operands) else MANY, rows)
     # An index out of bounds is an error on the host, on a GPU it ends the process.
@@ -159,10 +184,10 @@ def _holds(
         torch.manual_seed(0)
         seen, shown = _Seen(), many
         for law in laws:
-            trial = _Trial(call, operands, FEW, device, seen, *law)
+            trial, start = _Trial(call, operands, FEW, device, seen, *law), time.monotonic()
             if not trial.holds_in_time():
                 return 0
-            fitting = min(many, trial.most_rows)
+            fitting = min(many, trial.most_rows, max(MANY, _rows_in_time(time.monotonic() - start, laws)))
             if fitting > FEW and not _Trial(call, operands, fitting, device, seen, *law).holds_in_time():
                 return 0
             shown = min(shown, max(fitting, FEW))
@@ -170,7 +195,13 @@ def _holds(
 
 
 def _in_time() -> bool:
-    return not _end_s or time.monotonic() < min(_end_s)
+    return time.monotonic() < _end_s[-1]
+
+
+def _rows_in_time(spent: float, laws: Sequence[Law]) -> int:
+    """For how many rows there is time, after so many seconds for :data:`FEW`; half of it is left over."""
+    left = (_end_s[-1] - time.monotonic()) / (2 * len(laws))
+    return sys.maxsize if math.isinf(left) else int(FEW * left / max(spent, 1e-9))
 
 
 @dataclass
@@ -189,18 +220,26 @@ class _Seen:
 
 
 class _Kinds(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
-    """Notes the types of what operators make."""
+    """Notes the types of what operators make, and how many bytes that takes."""
 
     supports_higher_order_operators = True
 
     def __init__(self, kinds: set[torch.dtype]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self._kinds = kinds
+        self.made_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        self._kinds.update(item.dtype for item in pytree.tree_leaves(made) if isinstance(item, Tensor))
+        tensors = [item for item in pytree.tree_leaves(made) if isinstance(item, Tensor)]
+        self._kinds.update(item.dtype for item in tensors)
+        given = {_memory(item) for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
+        self.made_bytes += sum(item.nbytes for item in tensors if _memory(item) not in given)
         return made
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class _Trial:
@@ -223,7 +262,7 @@ class _Trial:
         self._fixed: dict[int, Any] = {}
         self._sizes: dict[int, Dim] = {}
         self._per_row: dict[int, int] = {}
-        self._made_bytes = 0
+        self._made_bytes = self._inside_bytes = 0
         self._choice: Tensor | None = None
         if _bytes_at(rows, operands) > MOST_BYTES:
             raise ValueError("it is too large")
@@ -251,10 +290,11 @@ class _Trial:
 
     @property
     def most_rows(self) -> int:
-        """With so many rows, no more than :data:`MOST_BYTES` go in, and no more come out."""
+        """With so many rows, no more than :data:`MOST_BYTES` go in and come out, nor is too much made inside."""
         fixed = sum(item.nbytes for item in self._fixed.values() if isinstance(item, Tensor))
         per_row = max(sum(item.nbytes for item in self._rows.values()), self._made_bytes) / self.rows
-        return int((MOST_BYTES - fixed) / max(per_row, 1.0))
+        inside = MOST_BYTES_INSIDE * self.rows / max(self._inside_bytes, 1)
+        return int(min((MOST_BYTES - fixed) / max(per_row, 1.0), inside))
 
     def _batch(self, tensor: Tensor, dims: Sequence[Dim]) -> Tensor:
         if dims[0].per_row < 1 or dims[0].fixed or any(dim.per_row for dim in dims[1:]):
@@ -327,8 +367,9 @@ class _Trial:
         tensors = {**self._fixed, **rows, **sizes}
         # A function may change what it is given.
         given = [_copy(tensors[place]) for place in range(len(tensors))]
-        with _Kinds(self._seen.kinds):
+        with _Kinds(self._seen.kinds) as noted:
             made = self._call(*given)
+        self._inside_bytes = max(self._inside_bytes, noted.made_bytes)
         made = [made] if isinstance(made, Tensor) else [item for item in made if isinstance(item, Tensor)]
         made = self._without_operands(made)
         self._made_bytes = max(self._made_bytes, sum(result.nbytes for result in made))
