@@ -292,7 +292,7 @@ class RaNNCModule(DeployedModel):
         if process.get_rank() == 0:
             tell_of_mixing(variant)
             tell_of_whole_parts(variant)
-            tell_of_groups(variant)
+            tell_of_groups(variant, call.batch.total)
         return variant
 
     def _follow(self, variant: Variant) -> bool:

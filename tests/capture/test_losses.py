@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -206,6 +207,34 @@ def test_what_is_too_large_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(row_trial, "MOST_BYTES", rows * 64 * 4 * (3 if rows > 5 else 1))
         assert is_row_wise(call, [operand], CPU, ROWS) is found
         assert max(seen, default=0) == {3: 0, 5: 4, 13: 13}[rows]
+
+
+def test_what_is_made_inside_is_not_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the scores of attention."""
+    seen = []
+
+    def call(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return x * (x[:, :, None] * x[:, None]).sum(-1)
+
+    operand = torch.empty(1, 64, device="meta"), [Dim(1, 0), Dim(0, 64)], False
+    monkeypatch.setattr(row_trial, "MOST_BYTES_INSIDE", 10 * 4 * (64 * 64 + 2 * 64))
+    assert is_row_wise(call, [operand], CPU, ROWS)
+    assert max(seen) == 10
+
+
+def test_for_many_rows_there_has_to_be_time() -> None:
+    seen = []
+
+    def call(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        time.sleep(0.001 * len(x))
+        return x * 2
+
+    operand = torch.empty(1, 3, device="meta"), [Dim(1, 0), Dim(0, 3)], False
+    with row_trial.within(30.0):
+        assert is_row_wise(call, [operand], CPU, 10**6)
+    assert row_trial.MANY <= max(seen) < 10**6
 
 
 @torch.jit.script

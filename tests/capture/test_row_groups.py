@@ -13,8 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyrannc._native import Graph
-from pyrannc.capture import Captured, CaptureError, CaptureOptions, capture
+from pyrannc.call.alike import capture_alike
+from pyrannc.call.mixing_parts import DividedCapture, without_mixing
+from pyrannc.call.whole_batch import BatchRows
+from pyrannc.capture import Captured, CaptureError, CaptureOptions, capture, row_trial
 from pyrannc.capture.dims import Dim
+from pyrannc.capture.options import NO_OPTIONS
 from pyrannc.capture.row_trial import is_row_wise
 from pyrannc.core.tail import DividedFacts
 
@@ -72,6 +76,26 @@ class Capacity(Experts):
         chosen = F.one_hot(self.router(x).argmax(-1).reshape(-1), EXPERTS)
         kept = (chosen.cumsum(0) * chosen).sum(-1) <= 32
         return super().forward(x) * kept.view(-1, TOKENS, 1)
+
+
+class SortingTwice(nn.Module):
+    """Sorts, beside what its inner module does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.inner(x)
+        order = made.sum((1, 2)).argsort()
+        return made[order].relu()[order.argsort()]  # type: ignore[no-any-return]
+
+
+class LargeCapacity(Experts):
+    """Drops the rows beyond the hundredth."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (torch.ones(x.shape[0]).cumsum(0) <= 100).view(-1, 1, 1)
 
 
 class Seen(Experts):
@@ -301,6 +325,73 @@ def test_what_cannot_be_captured_for_all_batches_stays_whole(kind: type[nn.Modul
     assert not found.assumptions
 
 
+class Mixes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mixes: bool) -> Tensor:
+        return x - x.mean(0) if mixes else x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class MayMix(Experts):
+    def __init__(self, *, mixes: bool) -> None:
+        super().__init__()
+        self.mixes = mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Mixes.apply(x, self.mixes))  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+def test_groups_with_calls_of_one_name_are_tried_each() -> None:
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), MayMix(mixes=False), MayMix(mixes=True))
+    args, kwargs = call(ROWS)
+    found = capture(net, args, kwargs, device=CPU, rows=ROWS, tried_together=["1", "2"])
+    assert found.grouped == ("1", "2")
+    assert found.row_wise[:2] == (True, False)
+
+
+@pytest.mark.parametrize(("others", "row_wise"), [(0, True), (124, False)])
+def test_as_many_rows_are_tried_as_all_ranks_have(others: int, row_wise: bool) -> None:
+    args, kwargs = call(ROWS)
+    batch = BatchRows((ROWS, others), gathered=True)
+    found, _ = capture_alike(
+        Net(LargeCapacity()), args, kwargs, CPU, ROWS, (1,), NO_OPTIONS, batch, tried_together=["inner.0"]
+    )
+    assert found.row_wise == (row_wise,)
+
+
+def test_it_is_known_with_how_many_rows_a_group_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert captured(Experts(), tried=["inner.0"]).shown_rows == ROWS
+    monkeypatch.setattr(row_trial, "MOST_BYTES", 2000)
+    args, kwargs = call(ROWS)
+    found = capture(Net(Experts()), args, kwargs, device=CPU, rows=ROWS, all_rows=2000, tried_together=["inner.0"])
+    assert found.row_wise == (True,)
+    assert ROWS < found.shown_rows < 2000
+
+
+def test_an_outer_group_takes_the_place_of_an_inner_one() -> None:
+    def layers() -> list[nn.Module]:
+        return [nn.Linear(WIDTH, 60), nn.Linear(60, WIDTH)]
+
+    net = nn.Sequential(*layers(), SortingTwice(), *layers())
+    args, kwargs = call(ROWS)
+    asked: list[Sequence[str]] = []
+
+    def divided(together: Sequence[str] = ()) -> DividedCapture:
+        asked.append(together)
+        found = capture(net, args, kwargs, device=CPU, rows=ROWS, tried_together=together)
+        graph = Graph.from_json(found.graph_json)
+        native = graph.divide_tail("batch")
+        return DividedCapture(found, graph, native, DividedFacts.from_json(native.to_json()))
+
+    found = without_mixing(net, divided(), divided)
+    assert asked[:2] == [(), ["2.inner"]]
+    assert [part.paths for part in found.captured.tested_together] == [("2",)]
+    assert not found.divided.tail.ops
+
+
 def test_fewer_groups_on_another_rank_are_fewer_here() -> None:
     found = captured(Experts(), tried=["inner.0"])
     assert not groups_of(found.with_row_wise([False]))
@@ -351,9 +442,73 @@ def tried(call: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) 
     )
 
 
+FAILING: dict[str, Callable[[Tensor], Tensor]] = {
+    "index": lambda x: x[torch.full((len(x),), 1000)],
+    "gather": lambda x: x.gather(1, torch.full((len(x), 1), 3)),
+    "embedding": lambda x: F.embedding(torch.full((len(x),), 3), torch.ones(2, 2)),
+    "one hot": lambda x: x * F.one_hot(torch.full((len(x),), 3), 3),
+    "cross entropy": lambda x: F.nll_loss(x, torch.full((len(x),), 3), reduction="none"),
+    "binary": lambda x: F.binary_cross_entropy(x + 2, x.detach().sigmoid(), reduction="none"),
+    "multinomial": lambda x: (x - x.abs() - 1).multinomial(1),
+    "bernoulli": lambda x: (x.abs() + 2).bernoulli(),
+}
+
+
+@pytest.mark.parametrize("name", [*FAILING, "no kernel"])
+def test_what_would_end_a_gpu_is_not_tried_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_kernel(x: Tensor) -> Tensor:
+        raise NotImplementedError("Could not run this on the host")
+
+    places, original = [], row_trial._holds
+
+    def holds(call: Any, operands: Any, device: torch.device, *others: Any) -> int:
+        places.append(device.type)
+        return original(call, operands, device, *others) if device.type == "cpu" else 0
+
+    monkeypatch.setattr(row_trial, "_holds", holds)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    rows = torch.empty(2, 3, device="meta"), [Dim(1, 0), Dim(0, 3)], False
+    assert not is_row_wise(FAILING.get(name, no_kernel), [rows], torch.device("cuda"), ROWS)
+    assert places == ["cpu", "cuda"][: 1 + (name == "no kernel")]
+
+
 def test_what_is_small_is_tried_as_what_is_large() -> None:
     assert tried(lambda x: 1e-6 * x)
     assert not tried(lambda x: 1e-6 * (x - x.mean(0)))
+
+
+HALF = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("call", "dtype"),
+    [
+        (lambda x: x - 0.05 * x.mean(0), HALF),
+        (lambda x: x - 0.05 * x.mean(0) + 0 * x.to(HALF), torch.float32),
+        (lambda x: (x.to(HALF) - 0.05 * x.to(HALF).mean(0)).float(), torch.float32),
+    ],
+)
+def test_what_mixes_a_little_is_no_rounding_of_half_precision(
+    call: Callable[[Tensor], Tensor], dtype: torch.dtype
+) -> None:
+    assert not tried(call, dtype)
+
+
+def test_roundings_of_half_precision_are_allowed() -> None:
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 4 * WIDTH, dropout=0.0, batch_first=True)
+
+    def autocast(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", HALF):
+            return layer(x)  # type: ignore[no-any-return]
+
+    def shown(call: Callable[[Tensor], Tensor], dtype: torch.dtype) -> bool:
+        rows = torch.empty(2, TOKENS, WIDTH, dtype=dtype, device="meta")
+        return is_row_wise(call, [(rows, [Dim(1, 0), Dim(0, TOKENS), Dim(0, WIDTH)], False)], CPU, ROWS)
+
+    assert shown(autocast, torch.float32)
+    assert shown(lambda x: layer.to(HALF)(x), HALF)
+    experts = Experts()
+    assert shown(lambda x: experts(x.float()).to(HALF), HALF)
 
 
 def test_trials_allow_the_roundings_of_what_is_computed_inside() -> None:

@@ -139,6 +139,29 @@ def test_all_digits() -> None:
     assert found() == before
 
 
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_older_switches_can_be_read_where_all_digits_count(precision: str) -> None:
+    backends: Any = torch.backends
+
+    def older() -> tuple[bool, bool, str]:
+        with backends.cudnn.flags(enabled=False):
+            pass
+        return backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+
+    kinds = [backends.cuda.matmul, backends.mkldnn.matmul]
+    before = [kind.fp32_precision for kind in kinds]
+    torch.set_float32_matmul_precision(precision)
+    try:
+        kept = older()
+        with internals.all_digits():
+            assert older() == (False, False, "highest")
+        assert older() == kept
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        for kind, found in zip(kinds, before, strict=True):
+            kind.fp32_precision = found
+
+
 class Sliced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ def capture_alike(
                 kwargs,
                 device=device,
                 rows=rows,
+                all_rows=batch.total,
                 per_row=per_row,
                 options=options,
                 answers=answers,

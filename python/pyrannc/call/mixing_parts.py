@@ -84,7 +84,8 @@ def without_mixing(
             tries += 1
             try:
                 with within(_TRIALS_S):
-                    found = again([path for part in (*own, kept) for path in part.paths])
+                    # First, as it may hold some of the others: no Op is in two groups.
+                    found = again([path for part in (kept, *own) for path in part.paths])
             except CaptureError:
                 continue
             if found.in_tail < best.in_tail and found.in_one_piece <= max(best.in_one_piece, _LARGE_GROUP):

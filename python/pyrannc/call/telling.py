@@ -86,16 +86,23 @@ def tell_of_whole_parts(variant: Variant) -> None:
         )
 
 
-def tell_of_groups(variant: Variant) -> None:
+def tell_of_groups(variant: Variant, batch_rows: int) -> None:
     """Warns of each kind of sub-module in which rows meet, and which trials let stay in the body."""
+    shown = variant.whole.captured.shown_rows
+    fewer = (
+        f", of {shown} of the batch's {batch_rows} rows, for which there was memory and time"
+        if shown < batch_rows
+        else ""
+    )
     for kept in variant.whole.captured.tested_together:
         others = f" and {len(kept.paths) - 1} like it" if len(kept.paths) > 1 else ""
         _log.warning(
             "%s: rows of the batch meet in %s%s, and yet each row of its results depends on that row alone, as trials "
-            "with random rows say (tested, not proven)",
+            "with random rows say (tested, not proven%s)",
             kept.place,
             Part.of(kept.paths[0]),
             others,
+            fewer,
         )
 
 

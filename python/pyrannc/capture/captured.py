@@ -45,6 +45,7 @@ class Captured:
         grouped: of the calls of these that are groups, one after another.
         apart: an input is copied first.
         row_wise: of each group, then of each call that was tried, whether it treats each row by itself.
+        shown_rows: as many rows trials had memory for, of groups that they show.
         tested_together: sub-modules that are groups because trials say so.
     """
 
@@ -69,6 +70,7 @@ class Captured:
     grouped: tuple[str, ...]
     apart: bool
     row_wise: tuple[bool, ...]
+    shown_rows: int
     tested_together: tuple[KeptWhole, ...] = ()
 
     def input_tensors(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -154,6 +156,7 @@ def capture(
     *,
     device: torch.device,
     rows: int,
+    all_rows: int | None = None,
     options: CaptureOptions = NO_OPTIONS,
     per_row: Sequence[int] | None = None,
     answers: Answering = FROM_ARGUMENTS,
@@ -171,6 +174,7 @@ def capture(
         kwargs: sample keyword arguments.
         device: where the model will run.
         rows: batch size of the sample.
+        all_rows: of the whole batch, as many of which are tried; by default those of the sample.
         options: what the script says of it.
         per_row: for each tensor of the arguments, how many elements of its dimension 0 each row has; 0: none. By
             default one where that has the extent ``rows``.
@@ -200,12 +204,13 @@ def capture(
             name, mode = _qualified_name(model), model.training
             with no_autocast():
                 cleaned = clean(traced, apart=apart)
+                tried_rows = max(1, rows if all_rows is None else all_rows)
                 known = row_wise, options.row_wise_modules, [*told.by_ops, *tried_together]
-                return (
-                    traced,
-                    cleaned,
-                    lower(traced, cleaned, name, mode, max(1, rows), *known, part_of_batch=answers.part_of_batch),
-                )
+                lowered = lower(
+                    traced, cleaned, name, mode, max(1, rows), *known,
+                    all_rows=tried_rows, part_of_batch=answers.part_of_batch,
+                )  # fmt: skip
+                return traced, cleaned, lowered
 
         first = once()
         if first[0].carried:
@@ -246,6 +251,7 @@ def capture(
         grouped=lowered.grouped,
         apart=apart,
         row_wise=tuple(lowered.row_wise),
+        shown_rows=lowered.shown_rows,
     )
 
 

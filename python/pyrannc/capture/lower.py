@@ -63,6 +63,8 @@ class Lowered:
     """Of each row group, the path of the sub-module."""
     assumptions: list[Assumption]
     """What trials with integers of this batch rest on."""
+    shown_rows: int
+    """As many rows trials had memory for, of row groups that they show; all where there are none."""
 
 
 def lower(
@@ -75,6 +77,7 @@ def lower(
     row_wise_modules: Sequence[str] = (),
     together: Sequence[str] = (),
     *,
+    all_rows: int,
     part_of_batch: bool = False,
 ) -> Lowered:
     """Lowers a cleaned trace.
@@ -84,10 +87,11 @@ def lower(
         cleaned: the same.
         name: of the model.
         training: its mode.
-        rows: of the batch.
+        rows: of the sample.
         row_wise: as an earlier call has found; otherwise calls of the user are tried.
         row_wise_modules: what treats each row by itself, as the user says, whole or Op by Op.
         together: sub-modules whose Ops may do so together, as the user says or as is tried.
+        all_rows: of the whole batch.
         part_of_batch: there are more rows than those of the trace.
 
     Raises:
@@ -97,7 +101,7 @@ def lower(
     told = frozenset(f"pyrannc.opaque.{Part.of(text).title}" for text in row_wise_modules)
     known = None if row_wise is None else list(row_wise)
     groups = row_groups(cleaned, together, partial(_extents, trace.reader))
-    own = trace, cleaned, told, known, groups, frozenset(row_wise_modules), rows, part_of_batch
+    own = trace, cleaned, told, known, groups, frozenset(row_wise_modules), rows, all_rows, part_of_batch
     return _Lowering(*own).run(name, training)
 
 
@@ -110,7 +114,9 @@ class _Lowering:
     groups: Sequence[RowGroup] = ()
     told_paths: frozenset[str] = frozenset()
     rows: int = 1
+    all_rows: int = 1
     part_of_batch: bool = False
+    shown_rows: int = 1
     assumptions: list[Assumption] = field(default_factory=list)
     group_of: dict[fx.Node, int] = field(default_factory=dict)
     row_wise: list[bool] = field(default_factory=list)
@@ -151,9 +157,8 @@ class _Lowering:
             "inputs": inputs,
             "outputs": [self._id(node) for node in cleaned.outputs],
         }
-        return Lowered(
-            graph, self.keys, tensors, self.row_wise, tuple(group.path for group in self.groups), self.assumptions
-        )
+        grouped = tuple(group.path for group in self.groups)
+        return Lowered(graph, self.keys, tensors, self.row_wise, grouped, self.assumptions, self.shown_rows)
 
     def _named(self, named: NamedTensors, nodes: Sequence[fx.Node], kind: str) -> list[dict[str, Any]]:
         records = []
@@ -228,15 +233,21 @@ class _Lowering:
             (*self.cleaned.buffers, *self.cleaned.constants), (*self.trace.buffers.tensors, *constants), strict=True
         )
         state |= {node: (tensor, False) for node, tensor in others}
-        trials = GroupTrials(self.cleaned, state.get, partial(_extents, self.trace.reader), self.rows)
+        trials = GroupTrials(self.cleaned, state.get, partial(_extents, self.trace.reader), self.all_rows)
+        self.shown_rows = self.all_rows
         for number, group in enumerate(self.groups):
             self.row_wise.append(
                 self.known_row_wise[number]
                 if self.known_row_wise is not None and number < len(self.known_row_wise)
-                else group.path in self.told_paths or trials.show(group, self.trace.device)
+                else group.path in self.told_paths or self._shows(trials, group)
             )
             if self.row_wise[-1]:
                 self.group_of.update(dict.fromkeys(group.nodes, number))
+
+    def _shows(self, trials: GroupTrials, group: RowGroup) -> bool:
+        rows = trials.rows_shown(group, self.trace.device)
+        self.shown_rows = min(self.shown_rows, rows or self.shown_rows)
+        return rows > 0
 
     def _ops(self, reader: AffineReader) -> list[dict[str, Any]]:
         ops: list[dict[str, Any]] = []
@@ -300,15 +311,15 @@ class _Lowering:
         operands, device = self._operands(node), _device_of(node)
         does, drawn = getattr(node.target, "does", None), as_drawn(operands)
         if does is None or drawn is None:
-            return is_row_wise(call, operands, device, self.rows) or self._with_sizes(node, call)
+            return is_row_wise(call, operands, device, self.all_rows) or self._with_sizes(node, call)
         if (does, drawn) not in self.tried:
-            self.tried[does, drawn] = is_row_wise(call, operands, device, self.rows)
+            self.tried[does, drawn] = is_row_wise(call, operands, device, self.all_rows)
         return self.tried[does, drawn] or self._with_sizes(node, call)
 
     def _with_sizes(self, node: fx.Node, call: Callable[..., Any]) -> bool:
         """Tries a call with sizes of the batch, where it takes some, as made-up ones may be no sizes."""
         sizes = {place: count for place, count in self._sizes().items() if self.cleaned.inputs[place] in node.args}
-        if not sizes or not is_row_wise(call, self._operands(node, sizes), _device_of(node), self.rows):
+        if not sizes or not is_row_wise(call, self._operands(node, sizes), _device_of(node), self.all_rows):
             return False
         if self.part_of_batch:
             raise PartOfBatchError(f"{place_of(node)} was tried with sizes of this rank's rows")

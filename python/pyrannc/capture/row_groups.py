@@ -17,9 +17,10 @@ from torch import Tensor, fx
 from .clean import CleanGraph
 from .dims import Dim
 from .facts import CALLS, memory
+from .leaf import OpaqueCall
 from .one_call import as_one_call, writes
 from .ops import closes_region, draws_random_numbers, is_tuple_access, opens_region
-from .row_trial import is_row_wise
+from .row_trial import rows_shown
 
 Known = Callable[[fx.Node], tuple[Tensor, bool] | None]
 """The tensor behind a placeholder or a constant, and whether it is a parameter; None for what has to be made up."""
@@ -206,7 +207,7 @@ class GroupTrials:
         cleaned: the captured call.
         known: tells tensors.
         extents: of a tensor.
-        rows: of the batch.
+        rows: of the whole batch.
     """
 
     def __init__(self, cleaned: CleanGraph, known: Known, extents: Extents, rows: int) -> None:
@@ -214,10 +215,10 @@ class GroupTrials:
         self._known = known
         self._extents = extents
         self._rows = rows
-        self._found: dict[Hashable, bool] = {}
+        self._found: dict[Hashable, int] = {}
 
-    def show(self, group: RowGroup, device: torch.device) -> bool:
-        """True when trials with random rows show that each row is treated by itself."""
+    def rows_shown(self, group: RowGroup, device: torch.device) -> int:
+        """With how many rows, at most, trials show that each random row is treated by itself; 0: with none."""
         calls: dict[torch.device, Callable[..., Any]] = {}
 
         def call(*operands: Any) -> Any:
@@ -230,7 +231,7 @@ class GroupTrials:
         title = group.call(torch.device("cpu")).title  # type: ignore[attr-defined]  # an OpaqueCall
         key = self._described(title, group)
         if key not in self._found:
-            self._found[key] = is_row_wise(call, operands, device, self._rows)
+            self._found[key] = rows_shown(call, operands, device, self._rows)
         return self._found[key]
 
     def _operand(self, node: fx.Node) -> Any:
@@ -242,7 +243,10 @@ class GroupTrials:
 
     def _described(self, title: str, group: RowGroup) -> Hashable:
         """What a trial knows of a group; contents other than parameters' may count."""
-        found: list[Hashable] = [title]
+        # The name of a call of the user does not tell what that computes.
+        own = ((node, node.target) for node in group.body)
+        unnamed = (node if call.does is None else call.does for node, call in own if isinstance(call, OpaqueCall))
+        found: list[Hashable] = [title, *unnamed]
         for node in group.takes:
             if node in self._cleaned.dims:
                 found.append(self._cleaned.dims[node])

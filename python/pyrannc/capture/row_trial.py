@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,29 +20,60 @@ FEW, MANY = 4, 64
 """Rows that are tried at least: few, and enough for what begins at a number of them."""
 MOST_BYTES = 1 << 30
 """Of what goes into a call; a trial holds several times as much."""
+MOST_BYTES_INSIDE = 4 << 30
+"""Of all that a call makes inside, much of which is kept for its gradients."""
 Law = tuple[float, float]
 LAWS: tuple[Law, ...] = ((1.0, 0.0), (1.0, 1.0), (1.0, -1.0), (10.0, 0.0), (0.1, 0.0))
 """Spread and mean of what is drawn, for what depends on a sign or a size."""
 _RELATIVE = {torch.float16: 1e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.float64: 1e-8}
+_TYPICAL = 0.2
+"""Share of what one element may differ by that all of them may, by root mean square: few roundings are so large."""
 _NOISE = 8.0
 """A gradient that is nothing but terms that cancel each other has so many roundings of the largest one."""
+
+_SAID_OF_CONTENTS = (
+    "out of bounds",
+    "out of range",
+    "Class values must be",
+    "should be between 0 and 1",
+    "probability tensor contains",
+    "Expected p_in >= 0",
+)
+"""In errors of gathering, of one_hot, of binary cross entropy, of multinomial and of bernoulli."""
 
 Operand = tuple[Tensor, list[Dim | None], bool]
 """A tensor of the right type, its extents, and whether its contents stand for themselves: a parameter, a constant, or
 rows of the batch, of which trials choose."""
 
 
-_end_s: list[float] = []
+_left_s: list[float] = []
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Trials that are not over after so many seconds, all of them together, find nothing."""
-    _end_s.append(time.monotonic() + seconds)
+    """Trials that are not over after so many seconds, all of them together, find nothing. Only they count."""
+    _left_s.append(seconds)
+    try:
+        yield
+    finally:
+        _left_s.pop()
+
+
+_end_s: list[float] = []
+"""Of the trials that run."""
+
+
+@contextmanager
+def _counted() -> Iterator[None]:
+    """Takes the time of trials from what is left for them."""
+    start = time.monotonic()
+    _end_s.append(start + min(_left_s, default=math.inf))
     try:
         yield
     finally:
         _end_s.pop()
+        spent = time.monotonic() - start
+        _left_s[:] = [left - spent for left in _left_s]
 
 
 def as_drawn(operands: Sequence[Any]) -> Hashable | None:
@@ -61,17 +93,27 @@ def as_drawn(operands: Sequence[Any]) -> Hashable | None:
 
 
 def is_row_wise(call: Callable[..., Any], operands: Sequence[Any], device: torch.device, rows: int) -> bool:
-    """True when parts of a batch give parts of the results and of the gradients, in two divisions.
+    """True when :func:`rows_shown` finds some."""
+    return rows_shown(call, operands, device, rows) > 0
 
-    A result without rows has to be the same number whatever the rows are, or one of the operands. False too where the
+
+def rows_shown(call: Callable[..., Any], operands: Sequence[Any], device: torch.device, rows: int) -> int:
+    """Of how many rows, at most, parts give parts of the results and of the gradients, in two divisions; 0: of none.
+
+    A result without rows has to be the same number whatever the rows are, or one of the operands. 0 too where the
     call cannot be tried.
 
     Args:
         call: takes the operands by position.
         operands: an :data:`Operand` for a tensor; anything else is given as it is.
         device: where it will run; it is tried there if it cannot be tried on the host.
-        rows: of the batch, which are tried as far as memory goes.
+        rows: of the whole batch, which are tried as far as memory and time go.
     """
+    with _counted():
+        return _rows_shown(call, operands, device, rows)
+
+
+def _rows_shown(call: Callable[..., Any], operands: Sequence[Any], device: torch.device, rows: int) -> int:
     # Rows that have sizes are few and large.
     many = max(2 * FEW if _has_chosen(operands) else MANY, rows)
     # An index out of bounds is an error on the host, on a GPU it ends the process.
@@ -82,9 +124,16 @@ def is_row_wise(call: Callable[..., Any], operands: Sequence[Any], device: torch
                     # What begins at a number of tokens, such as a capacity, is seen with whole rows alone.
                     return _holds(call, operands, place, many, LAWS[:1])
                 return _holds(call, operands, place, many)
-            except Exception:  # whatever the user's code raises: it cannot be tried there
-                continue
-    return False
+            except Exception as error:  # whatever the user's code raises: it cannot be tried there
+                if _ends_a_gpu(error):
+                    return 0
+    return 0
+
+
+def _ends_a_gpu(error: Exception) -> bool:
+    """True for what the host finds in contents, and a GPU too, but there it ends the process."""
+    text = str(error)
+    return isinstance(error, IndexError) or any(said in text for said in _SAID_OF_CONTENTS)
 
 
 def _holds_for_parts(call: Callable[..., Any], operands: Sequence[Any], device: torch.device) -> bool:
@@ -106,7 +155,7 @@ def _holds_for_parts(call: Callable[..., Any], operands: Sequence[Any], device: 
         for operand in operands
     ]
     try:
-        return _holds(call, made, device, MANY)
+        return _holds(call, made, device, MANY) > 0
     except Exception:  # as of a view with the row's own extents
         return False
 
@@ -128,23 +177,31 @@ def _dims_of(operand: Any) -> Sequence[Dim | None]:
 
 def _holds(
     call: Callable[..., Any], operands: Sequence[Any], device: torch.device, many: int, laws: Sequence[Law] = LAWS
-) -> bool:
+) -> int:
+    """With how many rows it holds for all laws; 0: it does not."""
     own = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=own), torch.enable_grad(), all_digits():
         torch.manual_seed(0)
-        seen = _Seen()
+        seen, shown = _Seen(), many
         for law in laws:
-            trial = _Trial(call, operands, FEW, device, seen, *law)
+            trial, start = _Trial(call, operands, FEW, device, seen, *law), time.monotonic()
             if not trial.holds_in_time():
-                return False
-            fitting = min(many, trial.most_rows)
+                return 0
+            fitting = min(many, trial.most_rows, max(MANY, _rows_in_time(time.monotonic() - start, laws)))
             if fitting > FEW and not _Trial(call, operands, fitting, device, seen, *law).holds_in_time():
-                return False
-        return True
+                return 0
+            shown = min(shown, max(fitting, FEW))
+        return shown
 
 
 def _in_time() -> bool:
-    return not _end_s or time.monotonic() < min(_end_s)
+    return time.monotonic() < _end_s[-1]
+
+
+def _rows_in_time(spent: float, laws: Sequence[Law]) -> int:
+    """For how many rows there is time, after so many seconds for :data:`FEW`; half of it is left over."""
+    left = (_end_s[-1] - time.monotonic()) / (2 * len(laws))
+    return sys.maxsize if math.isinf(left) else int(FEW * left / max(spent, 1e-9))
 
 
 @dataclass
@@ -163,18 +220,26 @@ class _Seen:
 
 
 class _Kinds(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
-    """Notes the types of what operators make."""
+    """Notes the types of what operators make, and how many bytes that takes."""
 
     supports_higher_order_operators = True
 
     def __init__(self, kinds: set[torch.dtype]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self._kinds = kinds
+        self.made_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        self._kinds.update(item.dtype for item in pytree.tree_leaves(made) if isinstance(item, Tensor))
+        tensors = [item for item in pytree.tree_leaves(made) if isinstance(item, Tensor)]
+        self._kinds.update(item.dtype for item in tensors)
+        given = {_memory(item) for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
+        self.made_bytes += sum(item.nbytes for item in tensors if _memory(item) not in given)
         return made
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 class _Trial:
@@ -197,7 +262,7 @@ class _Trial:
         self._fixed: dict[int, Any] = {}
         self._sizes: dict[int, Dim] = {}
         self._per_row: dict[int, int] = {}
-        self._made_bytes = 0
+        self._made_bytes = self._inside_bytes = 0
         self._choice: Tensor | None = None
         if _bytes_at(rows, operands) > MOST_BYTES:
             raise ValueError("it is too large")
@@ -225,10 +290,11 @@ class _Trial:
 
     @property
     def most_rows(self) -> int:
-        """With so many rows, no more than :data:`MOST_BYTES` go in, and no more come out."""
+        """With so many rows, no more than :data:`MOST_BYTES` go in and come out, nor is too much made inside."""
         fixed = sum(item.nbytes for item in self._fixed.values() if isinstance(item, Tensor))
         per_row = max(sum(item.nbytes for item in self._rows.values()), self._made_bytes) / self.rows
-        return int((MOST_BYTES - fixed) / max(per_row, 1.0))
+        inside = MOST_BYTES_INSIDE * self.rows / max(self._inside_bytes, 1)
+        return int(min((MOST_BYTES - fixed) / max(per_row, 1.0), inside))
 
     def _batch(self, tensor: Tensor, dims: Sequence[Dim]) -> Tensor:
         if dims[0].per_row < 1 or dims[0].fixed or any(dim.per_row for dim in dims[1:]):
@@ -267,19 +333,28 @@ class _Trial:
             # Rows of results and of their gradients stand one after another, gradients of the rest are added.
             joined = torch.cat(there) if with_rows else torch.stack(there).sum(0)
             least = largest if index >= self._results else 0.0
-            if joined.shape != result.shape or not self._close(joined, result, least):
+            if joined.shape != result.shape or not self._close(joined, result, least, summed=not with_rows):
                 return False
         return True
 
-    def _close(self, found: Tensor, expected: Tensor, largest: float) -> bool:
-        """True but for roundings; ``largest``: of all gradients, the smallest of which may be roundings of theirs."""
+    def _close(self, found: Tensor, expected: Tensor, largest: float, *, summed: bool) -> bool:
+        """True but for roundings.
+
+        Args:
+            found: of parts.
+            expected: of the whole.
+            largest: of all gradients, the smallest of which may be roundings of theirs.
+            summed: over rows, as roundings are then, too.
+        """
         if not expected.is_floating_point():
             return torch.equal(found, expected)
         kind = max({expected.dtype, *self._seen.kinds} & _RELATIVE.keys(), key=_RELATIVE.__getitem__, default=None)
         if kind is None:
             return torch.equal(found, expected)
-        most = max(_RELATIVE[kind] * _largest(expected), _NOISE * torch.finfo(kind).eps * largest)
-        return bool(((found - expected).abs() <= most).all())
+        noise, difference = _NOISE * torch.finfo(kind).eps * largest, found.double() - expected.double()
+        if _largest(difference) > max(_RELATIVE[kind] * _largest(expected), noise):
+            return False
+        return summed or _typical(difference) <= _TYPICAL * max(_RELATIVE[kind] * _typical(expected), noise)
 
     def _run(self, part: tuple[int, int], seeds: list[Tensor]) -> list[Tensor | None]:
         """Results and gradients of what has rows, then the gradients of what has none."""
@@ -292,8 +367,9 @@ class _Trial:
         tensors = {**self._fixed, **rows, **sizes}
         # A function may change what it is given.
         given = [_copy(tensors[place]) for place in range(len(tensors))]
-        with _Kinds(self._seen.kinds):
+        with _Kinds(self._seen.kinds) as noted:
             made = self._call(*given)
+        self._inside_bytes = max(self._inside_bytes, noted.made_bytes)
         made = [made] if isinstance(made, Tensor) else [item for item in made if isinstance(item, Tensor)]
         made = self._without_operands(made)
         self._made_bytes = max(self._made_bytes, sum(result.nbytes for result in made))
@@ -372,3 +448,8 @@ def _copy(item: Any) -> Any:
 
 def _largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _typical(tensor: Tensor) -> float:
+    """Its root mean square."""
+    return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0

@@ -458,20 +458,39 @@ def leads_nowhere(tensor: Tensor) -> bool:
 def all_digits() -> Iterator[None]:
     """Products and convolutions of float32 have all of its digits inside; afterwards each switch is as it was.
 
-    Public: the switches themselves. ``torch.set_float32_matmul_precision`` does not take itself back: it leaves some at
-    "ieee" that were at "none".
+    Public: the switches themselves. The older ones, which torch reads together with these, do not take themselves back:
+    they leave some at "ieee" that were at "none". Where the two disagree, the older ones cannot be read, and stay.
     """
     backends: Any = torch.backends
     kinds = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
     kinds += [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
-    changed = [(kind, kind.fp32_precision) for kind in kinds if kind.fp32_precision not in ("none", "ieee")]
-    for kind, _ in changed:
-        kind.fp32_precision = "ieee"
+    found = [kind.fp32_precision for kind in kinds]
+    products = _readable(torch.get_float32_matmul_precision)
+    others = _readable(lambda: backends.cudnn.allow_tf32)
+    if products not in (None, "highest"):
+        torch.set_float32_matmul_precision("highest")
+    if others:
+        backends.cudnn.allow_tf32 = False
+    for kind in kinds:
+        if kind.fp32_precision not in ("none", "ieee"):
+            kind.fp32_precision = "ieee"
     try:
         yield
     finally:
-        for kind, before in changed:
-            kind.fp32_precision = before
+        if products not in (None, "highest"):
+            torch.set_float32_matmul_precision(products)
+        if others:
+            backends.cudnn.allow_tf32 = True
+        for kind, before in zip(kinds, found, strict=True):
+            if kind.fp32_precision != before:
+                kind.fp32_precision = before
+
+
+def _readable(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except RuntimeError:
+        return None
 
 
 def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtype | None]:
