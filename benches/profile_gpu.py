@@ -82,7 +82,7 @@ def capture(options: argparse.Namespace, device: torch.device) -> Request:
     batch = make_batch(options.model, options.rows, options.sizes, 0, process.get_rank())
     samples = {name: tensor.to(device) for name, tensor in batch.items()}
     rows = BatchRows((options.rows,) * process.get_world_size(), gathered=True)
-    variant = Variant(model, (), samples, device, options.rows, (True,) * len(samples), rows)
+    variant = Variant(model, (), samples, device, options.rows, (1,) * len(samples), rows)
     config = Config(
         profile="always", profile_cache=options.cache is not None, profile_cache_dir=str(options.cache or "")
     )

@@ -111,7 +111,7 @@ def test_the_search_uses_what_was_measured() -> None:
             point["backward_us"] *= 1000
     cluster = Cluster.preset("cpu", 1, 1)
     settings = json.dumps({"batch_rows": 8, "microbatches": 1})
-    graph = Graph.from_json(whole.source.captured.graph_json)
+    graph = Graph.from_json(whole.blocks.source.captured.graph_json)
     plans = [
         json.loads(Plan.search(graph, cluster, [known], settings).to_json())["stages"][0]["predicted"]
         for known in (measured, Profile.seal(json.dumps(slower)))
@@ -120,15 +120,15 @@ def test_the_search_uses_what_was_measured() -> None:
     for way in ("forward_us", "backward_us"):
         once, thousandfold = (plan[way] - action_us for plan in plans)
         assert thousandfold == pytest.approx(1000 * once)
-        # Where the Blocks add up, no Block is missing and none counts twice.
+        # Where the Spans add up, no Block is missing and none counts twice.
         by_hash = json.loads(measured.to_json())["blocks"]
-        assert once == pytest.approx(sum(by_hash[block][-1][way] for block in whole.blocks.hashes))
+        assert once == pytest.approx(sum(by_hash[span][-1][way] for span in whole.spans.hashes))
 
 
 def test_working_copies_are_made_and_held_once() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         whole = subject(Layers(), [torch.randn(64, WIDTH)], (1, 64))
-    graph = Graph.from_json(whole.source.captured.graph_json)
+    graph = Graph.from_json(whole.blocks.source.captured.graph_json)
     numel = sum(param.numel() for param in Layers().parameters())
     plan = Plan.search(graph, Cluster.preset("cpu", 1, 1), [], json.dumps({"batch_rows": 64, "microbatches": 1}))
     memory = json.loads(plan.to_json())["stages"][0]["predicted"]["memory"]
@@ -144,7 +144,7 @@ def test_the_blocks_together_keep_what_the_whole_model_keeps(module: nn.Module) 
     (measured,) = profile(whole, CPU, ProfileCache(None))
     settings = json.dumps({"batch_rows": 64, "microbatches": 1})
     plan = Plan.search(
-        Graph.from_json(whole.source.captured.graph_json), Cluster.preset("cpu", 1, 1), [measured], settings
+        Graph.from_json(whole.blocks.source.captured.graph_json), Cluster.preset("cpu", 1, 1), [measured], settings
     )
     predicted = json.loads(plan.to_json())["stages"][0]["predicted"]["memory"]
     with Meter(CPU).watch_memory() as memory:
@@ -156,7 +156,7 @@ def test_the_blocks_together_keep_what_the_whole_model_keeps(module: nn.Module) 
 
 def test_a_plan_written_by_hand_is_checked_and_predicted() -> None:
     whole = subject(Layers(), [torch.randn(8, WIDTH)], (1, 8))
-    graph = Graph.from_json(whole.source.captured.graph_json)
+    graph = Graph.from_json(whole.blocks.source.captured.graph_json)
     cluster, settings = Cluster.preset("cpu", 1, 2), json.dumps({"world_size": 2, "batch_rows": 16, "stages": 2})
     found = Plan.search(graph, cluster, [], settings)
     content = json.loads(found.to_json())
@@ -180,7 +180,7 @@ def test_the_measured_optimizer_replaces_that_of_the_device() -> None:
     assert content["update"]["update_us"] > 0
     params_bytes = 4 * sum(parameter.numel() for parameter in Layers().parameters())
     content["update"] = {"params_bytes": params_bytes, "update_us": 1234.5}
-    graph = Graph.from_json(whole.source.captured.graph_json)
+    graph = Graph.from_json(whole.blocks.source.captured.graph_json)
     settings = json.dumps({"batch_rows": 8, "microbatches": 1})
     plan = Plan.search(graph, Cluster.preset("cpu", 1, 1), [Profile.seal(json.dumps(content))], settings)
     assert json.loads(plan.to_json())["stages"][0]["predicted"]["update_us"] == pytest.approx(1234.5)

@@ -52,7 +52,7 @@ def _batch() -> BatchRows:
 
 def _request(device: torch.device, microbatches: int) -> tuple[_Tiny, Request]:
     model, x, batch = _Tiny(), torch.zeros(_MANY, 8, device=device), _batch()
-    variant = Variant(model, (x,), {}, device, _MANY, (True,), batch)
+    variant = Variant(model, (x,), {}, device, _MANY, (1,), batch)
     config = Config(partition_num=1, pipeline_num=microbatches, profile="never")
     return model, Request(variant, [x], config, None, device, batch.total, gather_inputs=True)
 
