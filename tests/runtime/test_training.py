@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import pyrannc
 from pyrannc.runtime.loss import Weights
@@ -17,6 +18,7 @@ from pyrannc.store.spread_tensor import own_gradient
 from tests.ranks import RankPool, run_ranks
 
 from .equivalence import Case, Differences, Twins, check, double_precision
+from .plans import cut_plan, graph_of
 
 Ranks = Callable[[int], RankPool]
 
@@ -107,6 +109,28 @@ def backward_twice(case: Case, folder: str) -> list[str]:
 @BOTH
 def test_backward_twice(case: Case, ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(3).run(backward_twice, case, str(tmp_path)) == [[], [], []]
+
+
+def inputs_twice(folder: str) -> list[Tensor]:
+    """An input's gradient after one backward, and after a second one."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    x = torch.randn(4, 3, requires_grad=True)
+    file = Path(folder) / f"plan{pyrannc.get_rank()}"
+    cut_plan(graph_of(model, (torch.randn(8, 3, requires_grad=True),), {}, 8), [1], [[0], [1]], 2).write(file)
+    wrapped = pyrannc.RaNNCModule(model, None, load_deployment=file)
+    loss = wrapped(x).sum()
+    found = []
+    for again in (True, False):
+        loss.backward(retain_graph=again)
+        assert x.grad is not None
+        found.append(x.grad.clone())
+    wrapped.undeploy()
+    return found
+
+
+def test_inputs_get_the_gradients_of_each_backward(ranks: Ranks, tmp_path: Path) -> None:
+    for first, second in ranks(2).run(inputs_twice, str(tmp_path)):
+        torch.testing.assert_close(second, 2 * first)
 
 
 def clip(case: Case, folder: str, share: float) -> list[str]:
