@@ -548,7 +548,11 @@ impl<'a> Execution<'a> {
     fn send(&mut self, rank: usize, message: &Message) -> Result<bool, Failure> {
         let state = &self.ranks[rank];
         let channel = self.channels.entry((rank as u32, message.peer, message.kind.road())).or_default();
-        if message.kind == Payload::Grad && channel.sent >= channel.posted + 2 {
+        let is_bounded = match message.kind {
+            Payload::Value => !self.oracle.case.call.trains(),
+            kind => kind == Payload::Grad,
+        };
+        if is_bounded && channel.sent >= channel.posted + 2 {
             return Ok(false);
         }
         let inputs = || self.oracle.case.partition.stages.iter().flat_map(|stage| &stage.inputs);

@@ -21,7 +21,8 @@ pub(super) fn check_held(
     promises: &Promises,
 ) -> Result<(), CheckError> {
     let stage = promises.stage(own.stage);
-    let Some(promise) = stage.held.filter(|_| stage.knows_sizes(program)) else { return Ok(()) };
+    let promise = promises.held(program, own.stage).filter(|_| stage.knows_sizes(program));
+    let Some(promise) = promise else { return Ok(()) };
     let in_mind = match program.call {
         Call::Forward => false,
         Call::Whole => true,

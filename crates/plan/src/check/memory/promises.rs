@@ -6,18 +6,19 @@ use rannc_ir::{Graph, OpId, ParamId, ValueId};
 
 use crate::partition::{Crossing, Partition, conversion};
 use crate::plan::{Plan, StagePlan};
-use crate::predicted::WholePrediction;
+use crate::predicted::{MemoryPrediction, WholePrediction};
 use crate::program::{Bucket, Program};
-use crate::schedule::depths;
+use crate::schedule::{Schedule, depths};
 
 /// Each amount of a Plan is cut off to whole bytes; there are fewer of them.
 const CUT_OFF: u64 = 64;
 
 /// What a Plan promises of the memory of a step.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Promises {
     batch_rows: u64,
     microbatches: u64,
+    schedule: Schedule,
     stages: Vec<StagePromise>,
     values: HashMap<ValueId, Size>,
     /// What Replicas send each other of a Param.
@@ -30,7 +31,10 @@ pub(super) struct StagePromise {
     replicas: u64,
     /// Rows of each size of microbatch on the largest Replica; none where all are equal.
     sizes: Vec<u64>,
-    pub held: Option<HeldPromise>,
+    /// The number of Stages on the longest way to one that feeds no other, both included.
+    depth: u32,
+    /// Activations, and what comes in for one microbatch; nothing where the Plan expects nothing.
+    expected: Option<(MemoryPrediction, u64)>,
     pub whole: WholePrediction,
 }
 
@@ -81,12 +85,13 @@ impl Promises {
             crossing.to.iter().map(move |&to| (from, to as usize)).collect::<Vec<_>>()
         };
         let depths = depths(plan.stages.len(), partition.crossings.iter().flat_map(feeds));
-        let stage = |((number, stage), depth): ((usize, &StagePlan), u32)| {
-            let held = plan.schedule.order(number, depth, plan.microbatches).in_flight().max(1);
+        let stage = |(stage, depth): (&StagePlan, u32)| {
+            let memory = stage.predicted.memory;
             StagePromise {
                 replicas: stage.ranks.len() as u64,
                 sizes: stage.predicted.sizes.iter().map(|size| size.rows).collect(),
-                held: HeldPromise::new(stage, held, held >= u64::from(plan.microbatches)),
+                depth,
+                expected: (memory.total_bytes() > 0).then_some((memory, stage.predicted.in_bytes)),
                 whole: stage.predicted.whole,
             }
         };
@@ -95,7 +100,8 @@ impl Promises {
         Self {
             batch_rows: plan.batch_rows,
             microbatches: u64::from(plan.microbatches),
-            stages: plan.stages.iter().enumerate().zip(depths).map(stage).collect(),
+            schedule: plan.schedule.clone(),
+            stages: plan.stages.iter().zip(depths).map(stage).collect(),
             values: moved.map(|value| (value, Size::of(graph, value))).collect(),
             params: gathered_bytes(graph),
         }
@@ -110,14 +116,23 @@ impl Promises {
         &self.stages[stage as usize]
     }
 
-    /// True when a Program's microbatches are those that the Plan was made for, and all have rows: rows that do not divide
-    /// go to the first ranks, and of each rank to the first microbatches.
+    /// What is held of activations and messages by a rank of a Stage in the microbatches that have rows.
+    pub(super) fn held(&self, program: &Program, stage: u32) -> Option<HeldPromise> {
+        let StagePromise { depth, expected, .. } = self.stage(stage);
+        let (memory, in_bytes) = (*expected)?;
+        let microbatches = program.microbatches.iter().filter(|&&rows| rows > 0).count();
+        let order = self.schedule.order(stage as usize, *depth, u32::try_from(microbatches).unwrap_or(u32::MAX));
+        HeldPromise::new(memory, in_bytes, order.in_flight().max(1), microbatches as u64)
+    }
+
+    /// True when a Program's microbatches are those that the Plan was made for: rows that do not divide go to the first
+    /// ranks, and of each rank to the first microbatches.
     pub(super) fn is_planned(&self, program: &Program) -> bool {
         let ranks = if program.gather_inputs { program.ranks.len() as u64 } else { 1 };
         let part = |all: u64, parts: u64, place: u64| all / parts + u64::from(place < all % parts);
         let of_rank = |rank: u64, mb: u64| part(part(self.batch_rows, ranks, rank), self.microbatches, mb);
         let planned = (0..self.microbatches).map(|mb| (0..ranks).map(|rank| of_rank(rank, mb)).sum::<u64>());
-        program.microbatches.iter().all(|&rows| rows > 0) && planned.eq(program.microbatches.iter().copied())
+        planned.eq(program.microbatches.iter().copied())
     }
 
     /// The size of rows of a Value that goes from Stage to Stage.
@@ -141,9 +156,10 @@ impl Promises {
 }
 
 impl StagePromise {
-    /// Rows of each microbatch on the largest Replica.
+    /// Rows of each microbatch that has any on the largest Replica.
     fn rows(&self, program: &Program) -> impl Iterator<Item = u64> {
-        program.microbatches.iter().map(|rows| rows.div_ceil(self.replicas.max(1)))
+        let with_rows = program.microbatches.iter().filter(|&&rows| rows > 0);
+        with_rows.map(|rows| rows.div_ceil(self.replicas.max(1)))
     }
 
     /// True when the Plan knows microbatches of these sizes on the Stage.
@@ -155,13 +171,12 @@ impl StagePromise {
 }
 
 impl HeldPromise {
-    /// Of a Stage that holds so many microbatches; nothing where the Plan expects nothing.
-    fn new(stage: &StagePlan, held: u64, holds_all: bool) -> Option<Self> {
-        let memory = &stage.predicted.memory;
+    /// Of a Stage that holds so many of its microbatches at a time; nothing where that is not what the Plan expects.
+    fn new(memory: MemoryPrediction, in_bytes: u64, held: u64, microbatches: u64) -> Option<Self> {
         // A microbatch has what was received for it; figures with less are those of another order.
-        let fits = memory.activations_bytes / held >= stage.predicted.in_bytes;
-        (fits && memory.total_bytes() > 0).then(|| Self {
-            holds_all,
+        let fits = memory.activations_bytes / held >= in_bytes;
+        fits.then(|| Self {
+            holds_all: held >= microbatches,
             bytes: memory.activations_bytes.saturating_add(memory.comm_bytes).saturating_add(CUT_OFF + held),
             kept_bytes: memory.activations_bytes.div_ceil(held),
         })
