@@ -13,12 +13,12 @@ use crate::schedule::{Schedule, depths};
 /// Each amount of a Plan is cut off to whole bytes; there are fewer of them.
 const CUT_OFF: u64 = 64;
 
-/// What a Plan promises of the memory of a step.
-#[derive(Clone, Debug)]
+/// What a Plan promises of the memory of a step; by default nothing.
+#[derive(Clone, Debug, Default)]
 pub struct Promises {
     batch_rows: u64,
     microbatches: u64,
-    schedule: Schedule,
+    schedule: Option<Schedule>,
     stages: Vec<StagePromise>,
     values: HashMap<ValueId, Size>,
     /// What Replicas send each other of a Param.
@@ -100,7 +100,7 @@ impl Promises {
         Self {
             batch_rows: plan.batch_rows,
             microbatches: u64::from(plan.microbatches),
-            schedule: plan.schedule.clone(),
+            schedule: Some(plan.schedule.clone()),
             stages: plan.stages.iter().zip(depths).map(stage).collect(),
             values: moved.map(|value| (value, Size::of(graph, value))).collect(),
             params: gathered_bytes(graph),
@@ -121,7 +121,8 @@ impl Promises {
         let StagePromise { depth, expected, .. } = self.stage(stage);
         let (memory, in_bytes) = (*expected)?;
         let microbatches = program.microbatches.iter().filter(|&&rows| rows > 0).count();
-        let order = self.schedule.order(stage as usize, *depth, u32::try_from(microbatches).unwrap_or(u32::MAX));
+        let count = u32::try_from(microbatches).unwrap_or(u32::MAX);
+        let order = self.schedule.as_ref()?.order(stage as usize, *depth, count);
         HeldPromise::new(memory, in_bytes, order.in_flight().max(1), microbatches as u64)
     }
 
