@@ -210,7 +210,7 @@ impl Call<'_> {
         let is_taken = |value: &ValueId| !is_made_inside(*value);
         self.have_leading_rows(&self.op.operands().into_iter().filter(is_taken).collect::<Vec<_>>())?;
         let changed: Vec<ValueId> = self.op.mutates.iter().map(|&value| self.root(value)).collect();
-        if !changed.is_empty() && self.is_seen_outside(&changed, &inside, &is_taken) {
+        if !changed.is_empty() && self.is_seen_outside(&changed, inside, is_taken) {
             return Err(CHANGES);
         }
         let result = |&value: &ValueId| {
