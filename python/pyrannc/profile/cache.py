@@ -30,7 +30,7 @@ class BlocksKey:
 
     Attributes:
         graph_hash: of the Graph.
-        blocks: hashes of its Blocks, in order.
+        blocks: distinct hashes of its Spans and Blocks.
         optimizer: what the time of the optimizer depends on.
         conditions: on the devices.
         surroundings: of the ranks with such devices, each once, as far as devices depend on them.
