@@ -47,6 +47,19 @@ class Composed(nn.Module):
         return torch.nn.functional.layer_norm(x @ weight, (WIDTH,)), self.table(torch.tensor([1, 3])) * 2
 
 
+class Groups(nn.Module):
+    """A norm of groups whose input has its channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Conv2d(1, 4, 1), nn.GroupNorm(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = self.layer(x.view(-1, 1, 2, WIDTH // 2)).contiguous(memory_format=torch.channels_last)
+        made: Tensor = self.norm(image)
+        return made
+
+
 class Doubling(Function):
     """What may not be run twice."""
 
@@ -81,9 +94,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "twice": Twice,
     "composed": Composed,
     "written": Written,
+    "groups": Groups,
     "convolution": lambda: nn.Sequential(nn.Unflatten(-1, (1, WIDTH)), nn.Conv1d(1, 3, 3), nn.BatchNorm1d(3)),
 }
-EARLY = {"twice": {"shared.weight", "shared.bias"}, "written": {"scale"}}
+EARLY = {
+    "twice": {"shared.weight", "shared.bias"},
+    "written": {"scale"},
+    "groups": {"norm.weight", "norm.bias"},
+}
 """What has its gradient before the second part."""
 
 

@@ -3,7 +3,8 @@
 The first part runs towards what came in. It keeps the gradients that come to nodes of autograd's graph which alone lead
 to some parameters; the second part runs these nodes once more, towards their parameters only (Qi et al., "Zero Bubble
 Pipeline Parallelism", 2023). A parameter to which several nodes lead gets its gradient in the first part, and so does
-one behind Python code, which may not run twice. Compiled Spans have nodes for their second part.
+one behind code that may not run so: Python's, which may not run twice, and a kernel of torch's. Compiled Spans have
+nodes for their second part.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ _Owner: TypeAlias = Node | str
 _ROOTS, _SHARED, _LATER = "roots", "shared", "later"
 """In the place of the node that alone leads to something: the roots themselves, several nodes, and nodes that compute
 later."""
+
+_WHOLE = frozenset({"NativeGroupNormBackward0"})
+"""Nodes that may not run towards their parameters alone: torch's host kernel for inputs whose channels lie last writes
+to gradients of the input that nobody wants, which ends the process (seen with torch 2.11)."""
 
 
 class SplitBackward:
@@ -128,7 +133,7 @@ def _owners(nodes: Sequence[Node], towards: set[Node], roots: Sequence[Node]) ->
         owner: _Owner = node
         if node not in towards:
             owner = owners[node]
-        elif isinstance(node, BackwardCFunction):
+        elif isinstance(node, BackwardCFunction) or node.name() in _WHOLE:
             owner = _SHARED
         for child, _ in node.next_functions:
             if child is not None and child not in towards:
