@@ -13,6 +13,7 @@ import pytest
 
 from pyrannc.zoo.case import Case, NotByRuleError
 from pyrannc.zoo.command import Results, main, table
+from pyrannc.zoo.command import _count as count
 from pyrannc.zoo.command import _shard as shard
 from pyrannc.zoo.trial import Outcome
 
@@ -68,7 +69,7 @@ SAMPLE = dict.fromkeys(CUT, "cut") | OTHERS
 def test_a_sample_trains_as_in_one_process(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     only = f"^({'|'.join(SAMPLE)})$"
-    command = [sys.executable, "-m", "pyrannc", "zoo", "--only", only, "--results", str(results)]
+    command = [sys.executable, "-m", "pyrannc", "zoo", "--only", only, "--jobs", "2", "--results", str(results)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=580)
     found = {f"{item['library']}/{item['name']}": item["column"] for item in map(json.loads, results.open())}
     assert found == SAMPLE, ended.stdout
@@ -96,6 +97,13 @@ def test_shards() -> None:
     for text in ("3/3", "1", "a/b"):
         with pytest.raises(ArgumentTypeError):
             shard(text)
+
+
+def test_counts_of_jobs() -> None:
+    assert count("16") == 16
+    for text in ("0", "-1", "many"):
+        with pytest.raises(ArgumentTypeError):
+            count(text)
 
 
 def test_status_tells_of_wrong_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,9 +6,12 @@ import argparse
 import json
 import re
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,22 +30,40 @@ def main(argv: Sequence[str]) -> int:
     results = Results(options.results)
     todo = [case for case in chosen if str(case) not in results.found]
     print(f"{len(chosen)} models, {len(chosen) - len(todo)} of them known from {options.results}", flush=True)
-    rows = tuple(ROWS // options.stages + (rank < ROWS % options.stages) for rank in range(options.stages))
-    halves = ROWS // 2, ROWS - ROWS // 2
-    cut, uncut = (
-        Workers(own, stages, as_they_are=options.as_they_are) for own, stages in ((rows, options.stages), (halves, 1))
-    )
+    left = iter(todo)
+    lock = threading.Lock()
+
+    def work() -> None:
+        with pair(options.stages, as_they_are=options.as_they_are) as (cut, uncut):
+            while True:
+                with lock:
+                    case = next(left, None)
+                if case is None:
+                    return
+                start_s = time.monotonic()
+                outcome = hold(case, cut, uncut, options.timeout)
+                with lock:
+                    results.add(case, outcome, time.monotonic() - start_s)
+                    print(f"{outcome.column:10} {case}  {outcome.why}", flush=True)
+
+    with ThreadPoolExecutor(options.jobs) as jobs:
+        for job in [jobs.submit(work) for _ in range(options.jobs)]:
+            job.result()
+    print(table([results.found[str(case)] for case in chosen if str(case) in results.found]))
+    return int(any(results.found[str(case)]["column"] in ("wrong", "failed", "hung") for case in chosen))
+
+
+@contextmanager
+def pair(stages: int, *, as_they_are: bool) -> Iterator[tuple[Workers, Workers]]:
+    """The ranks that hold a model in Stages, and those that hold one uncut."""
+    rows = tuple(ROWS // stages + (rank < ROWS % stages) for rank in range(stages))
+    cut = Workers(rows, stages, as_they_are=as_they_are)
+    uncut = Workers((ROWS // 2, ROWS - ROWS // 2), 1, as_they_are=as_they_are)
     try:
-        for case in todo:
-            start_s = time.monotonic()
-            outcome = hold(case, cut, uncut, options.timeout)
-            results.add(case, outcome, time.monotonic() - start_s)
-            print(f"{outcome.column:10} {case}  {outcome.why}", flush=True)
+        yield cut, uncut
     finally:
         cut.close()
         uncut.close()
-    print(table([results.found[str(case)] for case in chosen if str(case) in results.found]))
-    return int(any(results.found[str(case)]["column"] in ("wrong", "failed", "hung") for case in chosen))
 
 
 def hold(case: Case, cut: Workers, uncut: Workers, timeout_s: float) -> Outcome:
@@ -117,6 +138,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--family", action="append", help="models of this design alone; may be repeated")
     parser.add_argument("--only", metavar="REGEX", help="models whose name, with the library's, matches")
     parser.add_argument("--shard", type=_shard, default=(0, 1), metavar="I/N", help="part I of N, counted from 0")
+    parser.add_argument(
+        "--jobs", type=_count, default=1, metavar="N", help="models side by side, each on its processes"
+    )
     parser.add_argument("--stages", type=int, default=2, choices=(2, 3), help="Stages, each on one process")
     parser.add_argument(
         "--as-they-are",
@@ -127,6 +151,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--results", type=Path, help="file of results; models in it are not run again")
     parser.add_argument("--timeout", type=float, default=180.0, metavar="SECONDS", help="for one model")
     return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
 
 
 def _shard(text: str) -> tuple[int, int]:
