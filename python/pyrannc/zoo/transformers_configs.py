@@ -87,6 +87,8 @@ class Scale:
                 return min(value, 0.5)
             if name == "speaking_rate":
                 return _ONE_FRAME
+            if name == "pos_embed_rescale":
+                return 1.0  # of a random factor between it and its inverse
             return 0.0 if _NO_CHANCE.search(name) else value
         if re.search(r"token_(id|index)$", name):
             high = isinstance(value, int) and value >= VOCABULARY
