@@ -173,15 +173,3 @@ def test_batch_free_ops_with_rows_are_made_for_the_rows() -> None:
     assert [fill in masked.blocks.blocks.ops(place) for place in range(len(masked.blocks.parts.stages))].count(
         True
     ) == 1
-
-
-def test_times_are_those_of_a_device_that_is_always_busy(layers: Subject) -> None:
-    meter = BlockMeter(CPU)
-    found = points(meter, layers, 2)
-    assert found is not None
-    assert meter.slowdown == 1.0, "a host is not measured for it"
-    meter.slowdown = 1.25
-    for before, after in zip(found, meter.as_in_training(found), strict=True):
-        assert after.backward_us == pytest.approx(1.25 * before.backward_us)
-        assert (after.saved_bytes, after.backward_host_us) == (before.saved_bytes, before.backward_host_us)
-    assert meter.as_in_training([BlockPoint(1, fits=False)]) == [BlockPoint(1, fits=False)]

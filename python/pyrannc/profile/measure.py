@@ -24,21 +24,16 @@ _OVERHEAD_TRIALS = 5
 _HOST_SERIES = 3
 _HOST_CALLS = 3
 """Of a series; their backwards are one, as are those of a Stage's Blocks."""
-_DEVICE_TIMES = ("forward_us", "backward_us", "backward_input_us", "backward_weight_us")
 
 
 class BlockMeter:
     """Measures Blocks on ``device``.
 
     What a call costs the host whatever is in it does not count: that is the Cluster's ``action_us``, once for a Stage.
-
-    Attributes:
-        slowdown: how many times longer Blocks take in a training than when they are measured, as the first one shows.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._meter = Meter(device)
-        self.slowdown: float | None = None
         self._forward_overhead_us = self._least_us(_empty_forward(device))
         self._backward_overhead_us = self._least_us(_empty_backward(device))
 
@@ -73,8 +68,6 @@ class BlockMeter:
             points.append(BlockPoint(row_counts[len(points)], fits=False))
         fitting = [point for point in points if point.fits]
         compiled = self._compiled_point(name, code, fitting[-1].rows) if code and compiles and fitting else None
-        if self.slowdown is None and code and fitting:
-            self.slowdown = self._slowdown(code, fitting[-1].rows)
         if compiled is None:
             return points
         return [self._as_compiled(point, fitting[-1], compiled) if point.fits else point for point in points]
@@ -87,23 +80,6 @@ class BlockMeter:
         except Exception as error:  # whatever a compiler or its code raises: the operators are measured
             _log.debug("%s is measured as it is: %s", name, first_line(error))
         return None
-
-    def _slowdown(self, code: BlockCode, rows: int) -> float:
-        try:
-            run = _prepared(code, rows)
-            return self._meter.slowdown(partial(_run_backward, run)) if run.roots else 1.0
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return 1.0
-
-    def as_in_training(self, points: Sequence[BlockPoint]) -> list[BlockPoint]:
-        """Points with the times of a device that is busy all the time."""
-        factor = self.slowdown or 1.0
-        return [
-            replace(point, **{name: getattr(point, name) * factor for name in _DEVICE_TIMES}) if point.fits else point
-            for point in points
-        ]
 
     def _as_compiled(self, plain: BlockPoint, last: BlockPoint, compiled: BlockPoint) -> BlockPoint:
         """What compiled code costs at other rows, by what it gains at the last: each takes a compilation."""
@@ -196,6 +172,10 @@ class BlockMeter:
     def _backward_us(self, run: Run, *, parted: bool) -> tuple[float, float, float]:
         """Times of the whole backward, and of its two parts where it comes in two."""
 
+        def whole() -> None:
+            torch.autograd.backward(run.roots, run.seeds, retain_graph=True)
+            _drop_gradients(run.fresh)
+
         roots = [get_gradient_edge(root) for root in run.roots]
 
         def parts(*, both: bool) -> None:
@@ -207,7 +187,7 @@ class BlockMeter:
 
         if not run.roots:
             return 0.0, 0.0, 0.0
-        backward_us = self._compute_us(partial(_run_backward, run), self._backward_overhead_us)
+        backward_us = self._compute_us(whole, self._backward_overhead_us)
         if not run.inputs or not run.weights or not parted:
             # All of it is one of the parts.
             return (backward_us, backward_us, 0.0) if run.inputs else (backward_us, 0.0, backward_us)
@@ -219,11 +199,6 @@ class BlockMeter:
 def _prepared(code: BlockCode, rows: int) -> Run:
     feeds = code.feeds(rows)
     return code.prepare_backward(feeds, code.forward(rows, feeds))
-
-
-def _run_backward(run: Run) -> None:
-    torch.autograd.backward(run.roots, run.seeds, retain_graph=True)
-    _drop_gradients(run.fresh)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -213,7 +213,7 @@ def share_out(times_us: Mapping[str, float], shares: int) -> list[list[str]]:
 def _measure_share(
     subject: Subject, device: torch.device, times_us: Mapping[str, float]
 ) -> dict[str, list[BlockPoint]]:
-    """The points of some Blocks, the longest first; those that cannot be measured are left out."""
+    """The points of some Blocks; those that cannot be measured are left out."""
     points: dict[str, list[BlockPoint]] = {}
     shown = process.get_rank() == 0
     # Launches cost the same for every Block.
@@ -236,8 +236,7 @@ def _measure_share(
             if found is not None:
                 points[block] = found
             bar.advance(weights[block])
-    _log.debug("a device that is busy all the time takes %s times as long", meter.slowdown)
-    return {block: meter.as_in_training(found) for block, found in points.items()}
+    return points
 
 
 def _seal(key: BlocksKey, blocks: Mapping[str, Sequence[BlockPoint]], update: UpdatePoint | None) -> Profile:
