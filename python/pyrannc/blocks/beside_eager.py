@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ _SMALL = 0.01
 """Of the largest among results: where the exact number is zero, rounding errors of others are what is left."""
 _FEW = 1e-3
 """Elements whose truth may hang on a rounding."""
+_PIECE = 1 << 24
+"""Elements that are compared at a time."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -136,7 +139,9 @@ def _first_difference(
     names: Sequence[str], ours: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor] | None
 ) -> str | None:
     right = plain if exact is None else exact
-    largest = max([_size(tensor.double()) for tensor in right if tensor.is_floating_point()], default=0.0)
+    largest = max(
+        [_Apart.of(tensor, tensor, tensor).size for tensor in right if tensor.is_floating_point()], default=0.0
+    )
     for name, mine, other, reference in zip(names, ours, plain, right, strict=True):
         text = _told(mine, other, reference, largest)
         if text:
@@ -150,18 +155,46 @@ def _told(mine: Tensor, other: Tensor, reference: Tensor, largest: float) -> str
     if not (mine.dtype.is_floating_point or mine.dtype.is_complex):
         share = (mine != other).double().mean().item() if mine.numel() else 0.0
         return f"differs in {share:.1%} of its elements" if share > _FEW else ""
-    finite = other.isfinite()
-    if not mine[finite].isfinite().all():
+    apart = _Apart.of(mine, other, reference)
+    if not apart.finite:
         return "is not finite where it should be"
-    finite &= mine.isfinite() & reference.isfinite()
-    reference = reference[finite].to(torch.complex128 if mine.is_complex() else torch.float64)
-    errors = [_size(tensor[finite].to(reference.dtype) - reference) for tensor in (mine, other)]
     digits = _ROUNDINGS.get(mine.dtype, _ROUNDINGS_OF_HALF) * torch.finfo(mine.dtype).eps
-    if errors[0] <= _MOST * errors[1] + digits * max(_size(reference), _SMALL * largest):
+    if apart.mine <= _MOST * apart.other + digits * max(apart.size, _SMALL * largest):
         return ""
-    return f"is off by {errors[0]:.2g} on average, without compiling by {errors[1]:.2g}"
+    return f"is off by {apart.mine:.2g} on average, without compiling by {apart.other:.2g}"
 
 
-def _size(tensor: Tensor) -> float:
-    """Root of the mean square."""
-    return float(tensor.abs().square().mean().sqrt()) if tensor.numel() else 0.0
+@dataclass(frozen=True)
+class _Apart:
+    """How far two tensors are from a third, each figure the root of the mean square over what is finite.
+
+    Attributes:
+        mine: of the first.
+        other: of the second.
+        size: of the third itself.
+        finite: the first is where the second is.
+    """
+
+    mine: float
+    other: float
+    size: float
+    finite: bool
+
+    @staticmethod
+    def of(mine: Tensor, other: Tensor, reference: Tensor) -> _Apart:
+        """Looks at a piece after another: logits in float64 may not fit beside what trains."""
+        sums, count, all_finite = torch.zeros(3, dtype=torch.float64), 0, True
+        for first, second, third in zip(*map(_pieces, (mine, other, reference)), strict=True):
+            finite = second.isfinite()
+            all_finite &= bool(first[finite].isfinite().all())
+            finite &= first.isfinite() & third.isfinite()
+            right = third[finite].to(torch.complex128 if third.is_complex() else torch.float64)
+            errors = (first[finite].to(right.dtype) - right, second[finite].to(right.dtype) - right, right)
+            sums += torch.stack([error.abs().square().sum() for error in errors]).cpu()
+            count += right.numel()
+        of_mine, of_other, size = (sums / max(1, count)).sqrt().tolist()
+        return _Apart(of_mine, of_other, size, all_finite)
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    return torch.split(tensor.detach().reshape(-1), _PIECE)

@@ -152,6 +152,9 @@ class Compiler:
                 made = SpanCode.compile(joint, task.form, function.call, numbers, randomness)
             if made.may_be_recomputed and (joint.changed or joint.lifted.placed):
                 return "a backward may come for some of its results, and it changes buffers or draws inside of a kernel"
+            if self._device.type == "cuda":
+                # What steps have let go of is kept in pieces of their sizes.
+                torch.cuda.empty_cache()
             differs = difference(made, self._device)
         except NotCompilable as error:
             return str(error)
