@@ -79,7 +79,7 @@ def test_a_sample_trains_as_in_one_process(tmp_path: Path) -> None:
     assert "transformers/pixtral" in again.stdout[again.stdout.index("uncut:") :]
 
 
-def unused(rows: int) -> Any:
+def unused(rows: int, as_they_are: bool) -> Any:
     raise NotByRuleError("never made")
 
 

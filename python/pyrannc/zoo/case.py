@@ -21,13 +21,14 @@ class Case:
         library: ``"transformers"``, ``"timm"`` or ``"torchvision"``.
         family: what models of one design share.
         name: of the model, once in its library.
-        make: the model and the named arguments of a call with so many rows; same seed, same result.
+        make: the model and the named arguments of a call with so many rows; same seed, same result. With a second
+            argument that is true, the model keeps the dropout that it trains with by default.
     """
 
     library: str
     family: str
     name: str
-    make: Callable[[int], tuple[nn.Module, dict[str, Any]]]
+    make: Callable[[int, bool], tuple[nn.Module, dict[str, Any]]]
 
     def __str__(self) -> str:
         return f"{self.library}/{self.name}"

@@ -35,8 +35,8 @@ def _size(name: str) -> tuple[int, int, str]:
     return rank, int("".join(re.findall(r"\d+", name))[:6] or 0), name
 
 
-def make(name: str, rows: int) -> tuple[nn.Module, dict[str, Any]]:
-    """The model for few classes, on the smallest images that it takes.
+def make(name: str, rows: int, as_they_are: bool) -> tuple[nn.Module, dict[str, Any]]:
+    """The model for few classes, on the smallest images that it takes; its dropout is as by default in any case.
 
     Raises:
         NotByRuleError: it is too large, or runs on none.

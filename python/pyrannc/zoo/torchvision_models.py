@@ -40,8 +40,8 @@ def _size(name: str) -> tuple[int, int, str]:
     return digits, 1 + next((place for place, end in enumerate(_LARGE) if name.endswith(end)), -1), name
 
 
-def make(name: str, rows: int) -> tuple[nn.Module, dict[str, Any]]:
-    """The model for few classes, and small images or clips.
+def make(name: str, rows: int, as_they_are: bool) -> tuple[nn.Module, dict[str, Any]]:
+    """The model for few classes, and small images or clips; its dropout is as by default in any case.
 
     Raises:
         NotByRuleError: it is too large.

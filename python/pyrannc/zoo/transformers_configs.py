@@ -64,6 +64,7 @@ class Scale:
         fill: items without a value get one, and there are as many heads of keys as of queries.
         own_counts: of layers, and the sizes of images and patches, as they are.
         anew: what follows from other items is computed anew by the class; otherwise its default is changed in place.
+        chance: what makes models draw random numbers stays as it is.
     """
 
     tiny: bool = False
@@ -73,10 +74,11 @@ class Scale:
     fill: bool = False
     own_counts: bool = False
     anew: bool = True
+    chance: bool = False
 
     def smaller(self, name: str, value: Any) -> Any:
         """A small value of an item of a configuration, or the same."""
-        if name in ("use_cache", "apply_spec_augment"):
+        if name == "use_cache" or (name == "apply_spec_augment" and not self.chance):
             return False
         if value is None and self.fill:
             return self._filled(name)
@@ -87,9 +89,7 @@ class Scale:
                 return min(value, 0.5)
             if name == "speaking_rate":
                 return _ONE_FRAME
-            if name == "pos_embed_rescale":
-                return 1.0  # of a random factor between it and its inverse
-            return 0.0 if _NO_CHANCE.search(name) else value
+            return value if self.chance else _without_chance(name, value)
         if re.search(r"token_(id|index)$", name):
             high = isinstance(value, int) and value >= VOCABULARY
             return VOCABULARY - 1 - sum(map(ord, name)) % 40 if high else value
@@ -134,6 +134,12 @@ class Scale:
             if re.search(pattern, name):
                 return min(value, bound) if self.tiny else max(1, value // by)
         return value
+
+
+def _without_chance(name: str, value: float) -> float:
+    if name == "pos_embed_rescale":
+        return 1.0  # of a random factor between it and its inverse
+    return 0.0 if _NO_CHANCE.search(name) else value
 
 
 SCALES = (

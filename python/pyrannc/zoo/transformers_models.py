@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -48,14 +49,17 @@ def _class_name(family: str) -> str | None:
     return found if found is None or isinstance(found, str) else str(found[0])
 
 
-def make(family: str, name: str, rows: int) -> tuple[nn.Module, dict[str, Any]]:
+def make(family: str, name: str, rows: int, as_they_are: bool) -> tuple[nn.Module, dict[str, Any]]:
     """A small model and the named arguments of a training call: the first of those that the rules give that runs.
+
+    Args:
+        as_they_are: its configuration keeps what makes it draw random numbers.
 
     Raises:
         NotByRuleError: the rules make none.
     """
     scale, way = _rung(family, name, rows)
-    model, config = _made(family, name, scale)
+    model, config = _made(family, name, replace(scale, chance=as_they_are))
     return model, Arguments(model, config, name, rows).all(way)
 
 

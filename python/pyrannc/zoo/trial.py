@@ -118,7 +118,7 @@ def _converts_itself(expected: _Run) -> bool:
 
 
 def _made(case: Case, as_they_are: bool) -> tuple[nn.Module, dict[str, Any]]:
-    model, arguments = case.make(ROWS)
+    model, arguments = case.make(ROWS, as_they_are)
     dtype = torch.get_default_dtype()
     tensors, structure = flatten(arguments)
     converted = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
