@@ -83,9 +83,9 @@ class RaNNCModule(DeployedModel):
         allow_uncut: where nothing smaller helps, the whole model is kept whole: one Stage, on all rows unless trials
             show as much.
         outputs: what a call in training mode is to return, as keys or attributes of the model's result
-            (``["loss"]``), or as positions (``[0]``) where it is a tuple or a list. The rest is neither kept nor sent
-            to the ranks whose rows they are, nor computed where nothing else needs it; what stands for it raises when
-            it is used. In evaluation mode everything comes back.
+            (``["loss"]``), or as positions (``[0]``) where it is a tuple or a list, or takes positions as results of
+            transformers do. The rest is neither kept nor sent to the ranks whose rows they are, nor computed where
+            nothing else needs it; what stands for it raises when it is used. In evaluation mode everything comes back.
 
     Attributes:
         ready: True once a Plan is deployed.

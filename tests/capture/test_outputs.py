@@ -6,9 +6,11 @@ import dataclasses
 import json
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.utils import ModelOutput
 
 from pyrannc.capture import Captured, CaptureError, CaptureOptions, capture
 from pyrannc.errors import RaNNCError
@@ -25,6 +27,15 @@ class Pair(NamedTuple):
 class Result:
     loss: Tensor
     parts: tuple[Tensor, Tensor]
+
+
+@dataclasses.dataclass
+class Fields(ModelOutput):  # type: ignore[misc]  # a class without types
+    """Takes positions too, of those that are there."""
+
+    loss: Tensor | None = None
+    past: Tensor | None = None
+    logits: Tensor | None = None
 
 
 class Model(nn.Module):
@@ -53,11 +64,13 @@ KINDS = {
     "list": lambda loss, y, z: [loss, [y], z],
     "namedtuple": lambda loss, y, _: Pair(loss, y),
     "dataclass": lambda loss, y, z: Result(loss, (y, z)),
+    "fields": lambda loss, y, _: Fields(loss=loss, logits=y),
 }
 
 
 @pytest.mark.parametrize(("kind", "name"), [("dict", "loss"), ("tuple", 0), ("list", 0), ("namedtuple", "loss"),
-                                            ("namedtuple", 0), ("dataclass", "loss")])  # fmt: skip
+                                            ("namedtuple", 0), ("dataclass", "loss"), ("fields", "loss"),
+                                            ("fields", 0)])  # fmt: skip
 def test_the_rest_is_no_output(kind: str, name: str | int) -> None:
     found = captured(Model(KINDS[kind]), name)
     assert outputs_of(found) == 1
@@ -67,6 +80,13 @@ def test_the_rest_is_no_output(kind: str, name: str | int) -> None:
     made = found.rebuild_outputs([loss])
     assert type(made) is type(Model(KINDS[kind])(torch.randn(ROWS, WIDTH)))
     assert (getattr(made, name) if isinstance(name, str) and kind != "dict" else made[name]) is loss
+
+
+def test_a_position_is_of_the_fields_that_are_there() -> None:
+    made = captured(Model(KINDS["fields"]), 1).rebuild_outputs([torch.ones(ROWS, WIDTH)])
+    assert made.logits is made[1]
+    with pytest.raises(RaNNCError, match="output 'loss'"):
+        made.loss.backward()
 
 
 def test_a_part_with_several_tensors() -> None:
@@ -85,6 +105,16 @@ def test_using_the_rest_raises() -> None:
         lambda: float(made["logits"]),
         lambda: made["logits"][0],
         lambda: bool(made["logits"]),
+        lambda: made["logits"].numpy(),
+        lambda: np.asarray(made["logits"]),
+        lambda: np.array([made["logits"]], dtype=np.float32),
+        lambda: np.ones(2) @ made["logits"],
+        lambda: np.argmax(made["logits"], -1),
+        lambda: torch.from_dlpack(made["logits"]),
+        lambda: made["logits"] % 2,
+        lambda: ~made["logits"],
+        lambda: made["logits"].__setitem__(0, 1),
+        lambda: f"{made['logits']:.2f}",
     ):
         with pytest.raises(RaNNCError, match=r"output 'logits' .* evaluation mode"):
             use()
@@ -99,7 +129,9 @@ def test_evaluation_returns_all() -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "told"),
     [("dict", "los", "a dict with 'loss', 'logits', 'other'"), ("tuple", 3, "a tuple with 0, 1, 2"),
-     ("dataclass", "logits", "a Result with 'loss', 'parts'")],
+     ("dict", 0, "a dict with 'loss', 'logits', 'other'"), ("dataclass", "logits", "a Result with 'loss', 'parts'"),
+     ("dataclass", 0, "a Result with 'loss', 'parts'"), ("fields", 2, "a Fields with 0, 1, 'loss', 'logits'"),
+     ("fields", "past", "a Fields with 0, 1, 'loss', 'logits'")],
 )  # fmt: skip
 def test_what_is_not_there_is_told(kind: str, name: str | int, told: str) -> None:
     with pytest.raises(CaptureError, match=told):

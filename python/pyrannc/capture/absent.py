@@ -32,10 +32,18 @@ class Absent:
         leaves = pytree.tree_leaves((args, kwargs or {}))
         raise RaNNCError(next(str(item) for item in leaves if isinstance(item, cls)))
 
-    def _refuse(self, *_: Any) -> Any:
+    def __format__(self, spec: str) -> str:
+        return str(self) if not spec else self._refuse()
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RaNNCError(self._text)
 
-    __bool__ = __len__ = __iter__ = __int__ = __float__ = __index__ = __call__ = __getitem__ = __contains__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = _refuse
-    __matmul__ = __rmatmul__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
+    __bool__ = __len__ = __iter__ = __int__ = __float__ = __complex__ = __index__ = __round__ = __call__ = _refuse
+    __getitem__ = __setitem__ = __delitem__ = __contains__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _refuse
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = __neg__ = __pos__ = __abs__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
+    # NumPy would make an array of one object.
+    __array__ = __dlpack__ = __dlpack_device__ = _refuse
     __hash__ = object.__hash__

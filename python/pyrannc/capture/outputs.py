@@ -55,11 +55,17 @@ def _left_out(name: str | int | None, outputs: Sequence[str | int]) -> Absent:
 def _parts(result: Any) -> dict[str | int, Any]:
     """What a result has, by key, attribute or position."""
     if isinstance(result, Mapping):
-        return dict(result)
+        return _by_position(result) | dict(result)
     if isinstance(result, (list, tuple)):
         fields: Sequence[str] = getattr(result, "_fields", ())
         return dict(enumerate(result)) | dict(zip(fields, result, strict=bool(fields)))
     return {} if isinstance(result, Tensor) else dict(getattr(result, "__dict__", {}))
+
+
+def _by_position(result: Mapping[Any, Any]) -> dict[str | int, Any]:
+    """What ``result[0]`` and so on give, of a dict that takes positions as those of transformers do."""
+    to_tuple = getattr(result, "to_tuple", None)
+    return dict(enumerate(to_tuple())) if callable(to_tuple) else {}
 
 
 def _told(result: Any, parts: Mapping[str | int, Any]) -> str:
