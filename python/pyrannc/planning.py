@@ -264,8 +264,8 @@ def _subject(request: Request, cluster: Cluster, hosts: Sequence[str]) -> Subjec
     def runs(blocks: Blocks) -> Runs:
         parts = Parts.from_json(blocks.partition_json())
         fused = request.config.fused_dropout
-        source = BlockSource(variant.captured, variant.facts, parts.crossings, request.samples, fused, compiler)
-        return Runs(blocks, parts, source)
+        given = request.samples, variant.starts, fused, compiler
+        return Runs(blocks, parts, BlockSource(variant.captured, variant.facts, parts.crossings, *given))
 
     return Subject(
         graph_hash=variant.graph.hash(),

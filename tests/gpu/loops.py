@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch.optim import AdamW
 import pyrannc
 from pyrannc._native import Plan
 from pyrannc.job import process
+from pyrannc.store.gradient_set import GradientSet
 from tests.runtime.plans import scheduled
 
 ROWS, TOKENS, WIDTH, WORDS = 8, 16, 64, 100
@@ -101,11 +103,18 @@ class Loop:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training has come to on a rank: losses, the model's state, and what ``report()`` says of graphs."""
+    """What a training has come to on a rank.
+
+    Attributes:
+        state: of the model.
+        recorded: what ``report()`` says of graphs.
+        gradient_sets: for how many steps' gradients there is memory.
+    """
 
     losses: list[float]
     state: dict[str, Tensor]
     recorded: str
+    gradient_sets: int
 
 
 def plain(
@@ -256,7 +265,10 @@ def train(loop: Loop, steps: int, graphs: str) -> Trained:
             loss_of(0)
     torch.manual_seed(5)
     losses = [loop.step(loss_of, optimizer, step).detach() for step in range(steps)]
-    found = Trained(torch.stack(losses).tolist(), dict(model.state_dict(rank0_only=False)), model.report().recorded)
+    gc.collect()
+    gradient_sets = sum(type(item) is GradientSet for item in gc.get_objects())
+    state, recorded = dict(model.state_dict(rank0_only=False)), model.report().recorded
+    found = Trained(torch.stack(losses).tolist(), state, recorded, gradient_sets)
     assert bool(found.recorded) == (graphs == "auto")
     model.undeploy()
     return found

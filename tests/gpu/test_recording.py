@@ -42,6 +42,12 @@ def test_replayed_training(name: str, ranks: Ranks) -> None:
     assert "1 of 1 kinds of steps are replayed" in replayed[0].recorded
 
 
+@pytest.mark.parametrize("name", ["plain, loss inside", "plain, loss outside"])
+def test_gradients_have_memory_once(name: str, ranks: Ranks) -> None:
+    _, replayed = _both(ranks, LOOPS, name, 3)
+    assert [trained.gradient_sets for trained in replayed] == [1, 1]
+
+
 @pytest.mark.parametrize("name", ["Stages, loss inside", "ZeRO 3, loss outside"])
 def test_a_thousand_replays(name: str, ranks: Ranks) -> None:
     off, replayed = _both(ranks, LOOPS, name, 1000)

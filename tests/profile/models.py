@@ -122,7 +122,8 @@ def subject(model: nn.Module, samples: Sequence[Tensor], row_counts: tuple[int, 
 
     def runs(blocks: Blocks) -> Runs:
         parts = Parts.from_json(blocks.partition_json())
-        return Runs(blocks, parts, BlockSource(captured, facts, parts.crossings, samples, True))
+        given = samples, frozenset(facts.outputs), True
+        return Runs(blocks, parts, BlockSource(captured, facts, parts.crossings, *given))
 
     return Subject(
         graph_hash=graph.hash(),

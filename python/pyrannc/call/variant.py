@@ -188,6 +188,16 @@ class Variant:
             self._reached_in_body[outputs] = frozenset(values)
         return self._reached_in_body[outputs]
 
+    @cached_property
+    def starts(self) -> frozenset[int]:
+        """The outputs of the body that get gradients from outside: of the loss, or, without one inside, all."""
+        if self.loss is None or not self.loss_inside:
+            return frozenset(self.facts.outputs)
+        joined = [] if self.tail is None else [item.value for item in self.tail.joined]
+        reached = self.reached(frozenset((self.loss,)))
+        found = (self.body_of[value] for value in (self.loss, *joined) if value in reached and value in self.body_of)
+        return frozenset(found).intersection(self.facts.outputs)
+
     def _find_loss(self) -> int | None:
         """The scalar loss, if the model returns exactly one scalar that can be differentiated."""
         values = self.whole.facts.values

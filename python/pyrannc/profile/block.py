@@ -15,6 +15,7 @@ from pyrannc.blocks.form import Meta
 from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture import Captured
+from pyrannc.core.gradient_reach import Senders, gradient_senders
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Crossing, InputPart, StagePart
 from pyrannc.profile.layout import Layout
@@ -31,6 +32,7 @@ class BlockSource:
         facts: its Graph.
         crossings: the Values that go from one Block to later ones.
         samples: the Graph's inputs of some call, in their order; they give inputs their values.
+        starts: the Graph's outputs that get gradients from outside.
         fused_dropout: as in the configuration.
         compiler: compiles Blocks where Spans are compiled.
     """
@@ -39,6 +41,7 @@ class BlockSource:
     facts: GraphFacts
     crossings: Mapping[int, Crossing]
     samples: Sequence[Tensor]
+    starts: frozenset[int]
     fused_dropout: bool
     compiler: Compiler | None = None
 
@@ -46,6 +49,11 @@ class BlockSource:
     def conversions(self) -> dict[int, int]:
         """Ops that make working copies: by Op, the parameter's Value."""
         return conversions(self.captured, self.facts)
+
+    @cached_property
+    def senders(self) -> Senders:
+        """From where gradients come to Values."""
+        return gradient_senders(self.facts, self.starts)
 
 
 @dataclass(frozen=True)
@@ -180,7 +188,7 @@ class BlockCode:
         if compiler is None:
             return False
         known = {value: Meta.of(tensor) for value, tensor in {**self._state, **feeds}.items()}
-        tasks = compiler.tasks(code, self._source.facts, rows, known, None, trains=True)
+        tasks = compiler.tasks(code, self._source.facts, rows, known, self._source.senders, trains=True)
         return all(compiler.compile(task, code) is None for task in tasks)
 
     def forward(self, rows: int, feeds: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -195,7 +203,8 @@ class BlockCode:
     def prepare_backward(self, feeds: Mapping[int, Tensor], results: Mapping[int, Tensor]) -> Run:
         """A forward's results with gradients to start from."""
         sent = [value for value in self._part.sends if self._source.crossings[value].requires_grad]
-        roots = [results[value] for value in {*self._part.outputs, *sent} if results[value].requires_grad]
+        started = self._source.starts.intersection(self._part.outputs)
+        roots = [results[value] for value in {*started, *sent} if results[value].requires_grad]
         inputs = {value: feed for value, feed in feeds.items() if feed.requires_grad}
         return Run(
             roots=roots,

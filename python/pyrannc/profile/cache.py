@@ -31,6 +31,7 @@ class BlocksKey:
     Attributes:
         graph_hash: of the Graph.
         blocks: distinct hashes of its Spans and Blocks.
+        starts: its outputs that get gradients from outside.
         optimizer: what the time of the optimizer depends on.
         conditions: on the devices.
         surroundings: of the ranks with such devices, each once, as far as devices depend on them.
@@ -38,6 +39,7 @@ class BlocksKey:
 
     graph_hash: str
     blocks: tuple[str, ...]
+    starts: tuple[int, ...]
     optimizer: str
     conditions: Conditions
     surroundings: tuple[Surroundings, ...]

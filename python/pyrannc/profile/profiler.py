@@ -170,6 +170,7 @@ def _blocks_key(subject: Subject, kind: Conditions, told: _Told) -> BlocksKey:
     return BlocksKey(
         graph_hash=subject.graph_hash,
         blocks=tuple(subject.times_us),
+        starts=tuple(sorted(subject.spans.source.starts)),
         optimizer=describe(subject.optimizer),
         conditions=kind,
         surroundings=tuple(dict.fromkeys(of_devices(around) for other, around in told if other == kind)),

@@ -169,7 +169,5 @@ class Compiling:
     @staticmethod
     def _senders(variant: Variant, program: RankProgram) -> Senders:
         """From where gradients come; with a criterion outside, from all outputs."""
-        outputs = set(variant.facts.outputs)
-        if program.call == "whole" and variant.loss is not None:
-            outputs &= variant.reached_in_body(frozenset((variant.loss,)))
-        return gradient_senders(variant.facts, outputs)
+        inside = program.call == "whole" and variant.loss is not None
+        return gradient_senders(variant.facts, variant.starts if inside else set(variant.facts.outputs))

@@ -54,7 +54,7 @@ class Caller(Protocol):
 
 
 class _Room:
-    """Where recordings put gradients."""
+    """Where recordings put gradients, and runs that are none."""
 
     def __init__(self, gradients: GradientSet) -> None:
         self.gradients = gradients
@@ -124,13 +124,14 @@ class Recordings:
             self._make_room()
             return None
         if not known.watched:
-            return _Watched(known, task, inputs, inside, marks)
-        room = self._free_room(task)
-        recording = None if room is None else self._recording(known, task, inputs, inside, room)
-        if room is None or recording is None:
+            room = self.lend_room(caller, task.context) if task.program.call == "whole" else None
+            return _Watched(known, task, inputs, inside, marks, room)
+        place = self._free_room(task.context)
+        recording = None if place is None else self._recording(known, task, inputs, inside, place)
+        if place is None or recording is None:
             self._make_room()
             return None
-        self._rooms[room].lend(caller)
+        self._rooms[place].lend(caller)
         if task.program.call == "halves":
             self._open = weakref.ref(caller)
         return Replay(recording, inputs, inside, marks)
@@ -160,16 +161,24 @@ class Recordings:
         user = None if self._open is None else self._open()
         return user is not None and user.is_open
 
-    def _free_room(self, task: Task) -> int | None:
-        """The place of a room that a replay may write to."""
+    def lend_room(self, caller: Caller, context: StageContext) -> GradientSet | None:
+        """Where a run that is no replay may put its gradients, so that none have memory besides; ``None``: anywhere."""
+        place = self._free_room(context)
+        if place is None:
+            return None
+        self._rooms[place].lend(caller)
+        return self._rooms[place].gradients
+
+    def _free_room(self, context: StageContext) -> int | None:
+        """The place of a room that may be written to."""
         if self._awaits_backward:
             return None
+        gradients = context.gradients
         for place, room in enumerate(self._rooms):
-            if room.is_free:
+            if room.is_free and not gradients.delivery.is_about_to_give(room.gradients):
                 return place
         if len(self._rooms) == _MOST_ROOMS:
             return None
-        gradients = task.context.gradients
         if self._rooms:
             gradients.note_second(self._rooms[0].gradients)
         self._rooms.append(_Room(gradients.new_set()))
@@ -255,14 +264,20 @@ class _Watched(Run):
     """The run of a program before it is recorded."""
 
     def __init__(
-        self, known: _Known, task: Task, inputs: OfStage, inside: Mapping[int, Tensor], marks: StepMarks | None
+        self,
+        known: _Known,
+        task: Task,
+        inputs: OfStage,
+        inside: Mapping[int, Tensor],
+        marks: StepMarks | None,
+        room: GradientSet | None,
     ) -> None:
         super().__init__(task, marks)
         self._known = known
         self._waits = False
         known.seen = Seen()
         with self._watching():
-            self.forward(inputs, inside)
+            self.forward(inputs, inside, room)
         self._versions = versions(task.context)
         if task.program.call == "whole":
             self._end()

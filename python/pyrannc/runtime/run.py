@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -70,8 +70,12 @@ class AnyRun(Protocol):
             reduce: sum gradients over ranks.
         """
 
-    def begin_backward(self) -> GradientSet:
-        """Room for the gradients of backwards to come."""
+    def begin_backward(self, find: Callable[[], GradientSet | None]) -> GradientSet:
+        """Room for the gradients of backwards to come.
+
+        Args:
+            find: a place for them, where the run has none; where that finds none, they go where nobody holds any.
+        """
 
     def release(self) -> None:
         """Drops all tensors."""
@@ -135,10 +139,10 @@ class Run:
         """Of the inputs."""
         return self._seat.input_grads
 
-    def begin_backward(self, current: GradientSet | None = None) -> GradientSet:
-        """Room for the gradients of backwards to come: ``current``, or where nobody holds any."""
+    def begin_backward(self, find: Callable[[], GradientSet | None]) -> GradientSet:
+        """Room for the gradients of backwards to come."""
         context = self._task.context
-        self.current = context.gradients.begin(context.copies, current)
+        self.current = context.gradients.begin(context.copies, find())
         return self.current
 
     def backward(self, seeds: OfStage, reached: Set[int], *, keep_graph: bool, reduce: bool) -> None:

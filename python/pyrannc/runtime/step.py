@@ -29,6 +29,7 @@ from pyrannc.runtime.recording import Recordings
 from pyrannc.runtime.run import AnyRun, OfStage, Run, Task
 from pyrannc.runtime.tail import TailStep
 from pyrannc.runtime.timing import StepMarks
+from pyrannc.store.gradient_set import GradientSet
 from pyrannc.switches import switches
 
 _log = get_logger("RaNNCModule")
@@ -126,8 +127,12 @@ class Step:
             if recorded is not None:
                 return recorded
         run = Run(task, marks)
-        run.forward(own, inside)
+        run.forward(own, inside, self._find_room() if self._program.call == "whole" else None)
         return run
+
+    def _find_room(self) -> GradientSet | None:
+        """A place for gradients, where recordings have some; their own are not kept then besides."""
+        return None if self._recordings is None else self._recordings.lend_room(self, self._context)
 
     @property
     def is_open(self) -> bool:
@@ -267,7 +272,7 @@ class Step:
         with collective("loss.backward()"), context.record.step(program), self._generator():
             self._wanted = self._find_wanted(grads)
             reached = self._variant.reached_in_body(self._wanted)
-            self._run.begin_backward()
+            self._run.begin_backward(self._find_room)
             seeds = self._seeds(grads, reached, keep_graph=keep_graph)
             self._run.backward(seeds, reached, keep_graph=keep_graph, reduce=reduce)
             self._finish_gradients()

@@ -119,6 +119,10 @@ class Delivery:
         spare, self._spare = self._spare, None
         return spare
 
+    def is_about_to_give(self, gradients: GradientSet) -> bool:
+        """True where the backward that is running has yet to hand them over: another call's comes before."""
+        return any(item is gradients for _, item, _, _ in self._given)
+
     def give(self, gradients: GradientSet, active: Set[str], overflow: Tensor | None) -> None:
         """Sends gradients on to the parameters, in the backward that is running.
 
