@@ -270,7 +270,7 @@ class RaNNCModule(DeployedModel):
             _log.warning(
                 "capture %d of the model, because this is not as at the call before: %s. Each takes time, the last "
                 "%d are kept; pass what changes with each call as a tensor",
-                self._variants.made + 1, self._variants.why_new(call.key), MOST_VARIANTS,
+                self._variants.made + 1, self._variants.why_new(call.key, call.batch.total), MOST_VARIANTS,
             )  # fmt: skip
         with phases.phase("Decomposer", "capture", "the capture of the model"):
             variant = Variant(

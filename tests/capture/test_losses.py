@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from pyrannc.capture import Captured, CaptureOptions, capture, lower, row_trial
 from pyrannc.capture.dims import Dim
-from pyrannc.capture.row_trial import is_row_wise
+from pyrannc.capture.row_trial import rows_shown
 
 ROWS, CLASSES, IGNORED = 6, 5, -100
 CPU = torch.device("cpu")
@@ -163,16 +163,16 @@ def test_equal_calls_are_tried_once() -> None:
     """Two of them differ in a number, one in a type."""
     ran = []
 
-    def trial(*given: Any) -> bool:
+    def trial(*given: Any) -> int:
         ran.append(given)
-        return is_row_wise(*given)
+        return rows_shown(*given)
 
     def call(net: Any, x: Tensor) -> Tensor:
         for number in (1, 2, 1, 2):
             x = shifted(x, number)
         return shifted(x.double(), 1) + shifted(x.double(), 1)
 
-    with patch.object(lower, "is_row_wise", trial):
+    with patch.object(lower, "rows_shown", trial):
         found = captured(call, torch.randn(ROWS, 3))
     assert [op.get("row_wise", False) for op in ops(found) if op.get("opaque")] == [
         True,
@@ -200,12 +200,12 @@ def test_what_is_too_large_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None
         return torch.cat([x, x, x], dim=1)
 
     operand = torch.empty(1, 64, device="meta"), [Dim(1, 0), Dim(0, 64)], False
-    assert is_row_wise(call, [operand], CPU, ROWS)
+    assert rows_shown(call, [operand], CPU, ROWS)
     assert max(seen) == 64
     for rows, found in ((3, False), (5, True), (13, True)):
         seen.clear()
         monkeypatch.setattr(row_trial, "MOST_BYTES", rows * 64 * 4 * (3 if rows > 5 else 1))
-        assert is_row_wise(call, [operand], CPU, ROWS) is found
+        assert (rows_shown(call, [operand], CPU, ROWS) > 0) is found
         assert max(seen, default=0) == {3: 0, 5: 4, 13: 13}[rows]
 
 
@@ -219,7 +219,7 @@ def test_what_is_made_inside_is_not_too_large(monkeypatch: pytest.MonkeyPatch) -
 
     operand = torch.empty(1, 64, device="meta"), [Dim(1, 0), Dim(0, 64)], False
     monkeypatch.setattr(row_trial, "MOST_BYTES_INSIDE", 10 * 4 * (64 * 64 + 2 * 64))
-    assert is_row_wise(call, [operand], CPU, ROWS)
+    assert rows_shown(call, [operand], CPU, ROWS)
     assert max(seen) == 10
 
 
@@ -233,7 +233,7 @@ def test_for_many_rows_there_has_to_be_time() -> None:
 
     operand = torch.empty(1, 3, device="meta"), [Dim(1, 0), Dim(0, 3)], False
     with row_trial.within(30.0):
-        assert is_row_wise(call, [operand], CPU, 10**6)
+        assert rows_shown(call, [operand], CPU, 10**6)
     assert row_trial.MANY <= max(seen) < 10**6
 
 
@@ -300,7 +300,7 @@ def test_a_choice_that_depends_on_the_size_of_numbers_is_found() -> None:
 
     rows = torch.empty(1, 64, device="meta"), [Dim(1, 0), Dim(0, 64)], False
     fixed = torch.empty(64, device="meta"), [Dim(0, 64)], False
-    assert not is_row_wise(call, [rows, fixed, fixed], CPU, ROWS)
+    assert not rows_shown(call, [rows, fixed, fixed], CPU, ROWS)
 
 
 def test_a_scripted_function_with_gradients_stays_opaque() -> None:

@@ -19,7 +19,7 @@ from pyrannc.call.whole_batch import BatchRows
 from pyrannc.capture import Captured, CaptureError, CaptureOptions, capture, row_trial
 from pyrannc.capture.dims import Dim
 from pyrannc.capture.options import NO_OPTIONS
-from pyrannc.capture.row_trial import is_row_wise
+from pyrannc.capture.row_trial import rows_shown
 from pyrannc.core.tail import DividedFacts
 
 CPU = torch.device("cpu")
@@ -437,9 +437,8 @@ def test_trials_compute_with_all_digits() -> None:
 
 
 def tried(call: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> bool:
-    return is_row_wise(
-        call, [(torch.empty(2, 3, dtype=dtype, device="meta"), [Dim(1, 0), Dim(0, 3)], False)], CPU, ROWS
-    )
+    drawn = torch.empty(2, 3, dtype=dtype, device="meta"), [Dim(1, 0), Dim(0, 3)], False
+    return rows_shown(call, [drawn], CPU, ROWS) > 0
 
 
 FAILING: dict[str, Callable[[Tensor], Tensor]] = {
@@ -468,7 +467,7 @@ def test_what_would_end_a_gpu_is_not_tried_there(name: str, monkeypatch: pytest.
     monkeypatch.setattr(row_trial, "_holds", holds)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     rows = torch.empty(2, 3, device="meta"), [Dim(1, 0), Dim(0, 3)], False
-    assert not is_row_wise(FAILING.get(name, no_kernel), [rows], torch.device("cuda"), ROWS)
+    assert not rows_shown(FAILING.get(name, no_kernel), [rows], torch.device("cuda"), ROWS)
     assert places == ["cpu", "cuda"][: 1 + (name == "no kernel")]
 
 
@@ -503,7 +502,7 @@ def test_roundings_of_half_precision_are_allowed() -> None:
 
     def shown(call: Callable[[Tensor], Tensor], dtype: torch.dtype) -> bool:
         rows = torch.empty(2, TOKENS, WIDTH, dtype=dtype, device="meta")
-        return is_row_wise(call, [(rows, [Dim(1, 0), Dim(0, TOKENS), Dim(0, WIDTH)], False)], CPU, ROWS)
+        return rows_shown(call, [(rows, [Dim(1, 0), Dim(0, TOKENS), Dim(0, WIDTH)], False)], CPU, ROWS) > 0
 
     assert shown(autocast, torch.float32)
     assert shown(lambda x: layer.to(HALF)(x), HALF)

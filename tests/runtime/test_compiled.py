@@ -397,6 +397,32 @@ def test_without_a_compiler_all_runs_as_it_is(tmp_path: Path) -> None:
     assert "there is no C++ compiler" in done.stderr
 
 
+WITH_LOGITS = """
+import torch, pyrannc
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(4, 4)
+    def forward(self, x):
+        logits = self.head(x).tanh()
+        return {"loss": logits.square().mean(), "logits": logits}
+model = pyrannc.RaNNCModule(Model())
+for _ in range(4):
+    model(torch.ones(2, 4))["loss"].backward()
+print(model.report().compiled)
+"""
+
+
+def test_an_output_that_the_loss_is_made_of_gets_no_gradient_from_outside(tmp_path: Path) -> None:
+    environ = {**os.environ, "RANNC_COMPILE_SPANS": "on", "RANNC_PROFILE_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_LOGITS], capture_output=True, text=True, timeout=240, check=True, env=environ
+    )
+    assert "1 of 1 Spans" in done.stdout
+    # Code for a gradient of the logits would have been compiled again, once steps show that there is none.
+    assert done.stderr.count("compilation:") == 1
+
+
 def test_a_folder_of_others_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: os.stat(tmp_path).st_uid + 1)
     with pytest.raises(PermissionError, match="belongs to somebody else"):

@@ -41,14 +41,14 @@ class Pair:
             self.module = pyrannc.RaNNCModule(self.model, self.optimizers[0])
         self.number = 0
 
-    def step(self, what: str, *args: Any, shift: float = 0.0) -> None:
+    def step(self, what: str, *args: Any, shift: float = 0.0, rows: tuple[int, int] = ROWS) -> None:
         """Trains both on a batch and compares outputs and gradients."""
         self.number += 1
         x, y = (
-            torch.randn(sum(ROWS), WIDTH, generator=torch.Generator().manual_seed(self.number + k)) for k in (0, 99)
+            torch.randn(sum(rows), WIDTH, generator=torch.Generator().manual_seed(self.number + k)) for k in (0, 99)
         )
         x = x + shift
-        own = local_slice(ROWS)
+        own = local_slice(rows)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         output, expected = self.module(x[own], *args), self.plain(x, *args)
@@ -287,3 +287,46 @@ def unseen_changes() -> list[str]:
 )
 def test_guards(job: Callable[[], list[str]], ranks: Ranks) -> None:
     assert ranks(len(ROWS)).run(job) == [[], []]
+
+
+class Capacity(nn.Module):
+    """Sorts rows and puts them back, but for those beyond a number of them."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.linear, self.most = nn.Linear(WIDTH, WIDTH), most
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x.sum(-1).argsort()
+        made = self.linear(x[order]).relu()[order.argsort()]
+        return made * (torch.ones(x.shape[0]).cumsum(0) <= self.most).view(-1, 1)  # type: ignore[no-any-return]
+
+
+def _with_capacity(most: int) -> nn.Module:
+    last = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Capacity(most), last)
+
+
+def _larger_batches(most: int, stages: int) -> tuple[list[str], str]:
+    """What differs, and the error of the first call that has one."""
+    with compared() as differences:
+        pair = Pair(lambda: _with_capacity(most), differences, stages=stages)
+        pair.step("of few rows")
+        error = told(lambda: pair.step("of more rows than were tried", rows=(80, 70)))
+        if error == "nothing was raised":
+            pair.step("of few rows again")
+    return differences.found, error
+
+
+@pytest.mark.parametrize(("most", "stages"), [(100, 1), (1000, 1), (1000, 2)])
+def test_what_begins_at_a_number_of_rows_is_seen_in_a_larger_batch(most: int, stages: int, ranks: Ranks) -> None:
+    for found, error in ranks(2).run(_larger_batches, most, stages):
+        assert found == []
+        assert error == "nothing was raised"
+
+
+def test_a_plan_does_not_serve_a_batch_whose_rows_meet(ranks: Ranks) -> None:
+    for found, error in ranks(2).run(_larger_batches, 100, 2):
+        assert found == []
+        assert "together with all rows of the batch" in error
+        assert "make it the first one" in error

@@ -130,6 +130,8 @@ class Agreement:
         if own.variant is not None and self._is_due(own.variant):
             self._compare(own.variant, args, kwargs, device, own.rows)
         batch = BatchRows(rows, self._gather_inputs)
+        if own.variant is not None and batch.total > own.variant.most_rows:
+            own.variant, self._drawn = None, own.drawn or None
         with no_autocast():
             self._answers = None if own.variant is None else self._ask(own.variant, own, batch)
         return AgreedCall(

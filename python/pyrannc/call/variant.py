@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -75,6 +76,7 @@ class Variant:
         whole_of: by Value of the body, that of the whole.
         joins: by output of the body, how parts join; ``None`` for rows and for what is the same for any rows.
         loss: the one scalar that can be differentiated, as a Value of the whole.
+        most_rows: of batches for which it stands: trials of rows show nothing of what begins at more of them.
         active: the parameters that some rank has a gradient for, by the outputs that it comes from.
 
     Raises:
@@ -117,6 +119,8 @@ class Variant:
         self.body_of = {whole: body for body, whole in enumerate(divided.values)}
         self.joins: dict[int, Join | None] = dict(zip(self.facts.outputs, divided.joins, strict=True))
         self.loss = self._find_loss()
+        covered = captured.covered_rows
+        self.most_rows = min(rows for (rows,) in agree.gather_numbers((sys.maxsize if covered is None else covered,)))
         self.told_outside = False
         self.active: dict[frozenset[int], frozenset[str]] = {}
         self._reached: dict[frozenset[int], frozenset[int]] = {}
@@ -358,10 +362,12 @@ class Variants:
         variant.calls += 1
         self._by_use[variant] = self._by_use.pop(variant)
 
-    def why_new(self, key: CallKey) -> str:
-        """What makes the captured form with this key differ from the one used last."""
+    def why_new(self, key: CallKey, rows: int) -> str:
+        """What makes the captured form with this key, for so many rows, differ from the one used last."""
         last = next(reversed(self._by_use))
         before = self._by_use[last]
+        if before == key and rows > last.most_rows:
+            return f"a batch of {rows} rows, where trials had shown what holds for up to {last.most_rows}"
         if before == key:
             return last.guards.changed() or "a sub-module"
         names = ("Python values or structure of the arguments", "shapes or types of tensors", "mode", "autocast")

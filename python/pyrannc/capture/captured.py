@@ -46,6 +46,7 @@ class Captured:
         apart: an input is copied first.
         row_wise: of each group, then of each call that was tried, whether it treats each row by itself.
         shown_rows: as many rows trials had memory for, of groups that they show.
+        covered_rows: for batches of how many rows trials stand; None where none has shown anything.
         tested_together: sub-modules that are groups because trials say so.
     """
 
@@ -71,6 +72,7 @@ class Captured:
     apart: bool
     row_wise: tuple[bool, ...]
     shown_rows: int
+    covered_rows: int | None
     tested_together: tuple[KeptWhole, ...] = ()
 
     def input_tensors(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -252,6 +254,7 @@ def capture(
         apart=apart,
         row_wise=tuple(lowered.row_wise),
         shown_rows=lowered.shown_rows,
+        covered_rows=lowered.covered_rows,
     )
 
 

@@ -31,7 +31,7 @@ from .ops import (
     target_name,
 )
 from .row_groups import GroupTrials, RowGroup, row_groups
-from .row_trial import as_drawn, is_row_wise
+from .row_trial import as_drawn, rows_shown
 from .sizes import known_sizes
 from .source import Part
 from .torch_internals import FakeTensor, OpOverload, known_data
@@ -65,6 +65,8 @@ class Lowered:
     """What trials with integers of this batch rest on."""
     shown_rows: int
     """As many rows trials had memory for, of row groups that they show; all where there are none."""
+    covered_rows: int | None
+    """For batches of how many rows trials stand, as far as any has shown something."""
 
 
 def lower(
@@ -117,10 +119,11 @@ class _Lowering:
     all_rows: int = 1
     part_of_batch: bool = False
     shown_rows: int = 1
+    covered_rows: int | None = None
     assumptions: list[Assumption] = field(default_factory=list)
     group_of: dict[fx.Node, int] = field(default_factory=dict)
     row_wise: list[bool] = field(default_factory=list)
-    tried: dict[Hashable, bool] = field(default_factory=dict)
+    tried: dict[Hashable, int] = field(default_factory=dict)
     keys: list[ValueKey] = field(default_factory=list)
     values: list[dict[str, Any]] = field(default_factory=list)
     ids: dict[ValueKey, int] = field(default_factory=dict)
@@ -158,7 +161,8 @@ class _Lowering:
             "outputs": [self._id(node) for node in cleaned.outputs],
         }
         grouped = tuple(group.path for group in self.groups)
-        return Lowered(graph, self.keys, tensors, self.row_wise, grouped, self.assumptions, self.shown_rows)
+        found = self.assumptions, self.shown_rows, self.covered_rows
+        return Lowered(graph, self.keys, tensors, self.row_wise, grouped, *found)
 
     def _named(self, named: NamedTensors, nodes: Sequence[fx.Node], kind: str) -> list[dict[str, Any]]:
         records = []
@@ -247,7 +251,15 @@ class _Lowering:
     def _shows(self, trials: GroupTrials, group: RowGroup) -> bool:
         rows = trials.rows_shown(group, self.trace.device)
         self.shown_rows = min(self.shown_rows, rows or self.shown_rows)
-        return rows > 0
+        return self._covers(rows)
+
+    def _covers(self, shown: int) -> bool:
+        """Notes for how many rows a trial stands; false where it has shown nothing."""
+        if shown:
+            # Where there was no memory for all of the batch's, it stands for these all the same, which is told.
+            covered = max(shown, self.all_rows)
+            self.covered_rows = covered if self.covered_rows is None else min(self.covered_rows, covered)
+        return shown > 0
 
     def _ops(self, reader: AffineReader) -> list[dict[str, Any]]:
         ops: list[dict[str, Any]] = []
@@ -311,15 +323,18 @@ class _Lowering:
         operands, device = self._operands(node), _device_of(node)
         does, drawn = getattr(node.target, "does", None), as_drawn(operands)
         if does is None or drawn is None:
-            return is_row_wise(call, operands, device, self.all_rows) or self._with_sizes(node, call)
+            shown = rows_shown(call, operands, device, self.all_rows)
+            return self._covers(shown) or self._with_sizes(node, call)
         if (does, drawn) not in self.tried:
-            self.tried[does, drawn] = is_row_wise(call, operands, device, self.all_rows)
-        return self.tried[does, drawn] or self._with_sizes(node, call)
+            self.tried[does, drawn] = rows_shown(call, operands, device, self.all_rows)
+        return self._covers(self.tried[does, drawn]) or self._with_sizes(node, call)
 
     def _with_sizes(self, node: fx.Node, call: Callable[..., Any]) -> bool:
         """Tries a call with sizes of the batch, where it takes some, as made-up ones may be no sizes."""
         sizes = {place: count for place, count in self._sizes().items() if self.cleaned.inputs[place] in node.args}
-        if not sizes or not is_row_wise(call, self._operands(node, sizes), _device_of(node), self.all_rows):
+        if not sizes:
+            return False
+        if not self._covers(rows_shown(call, self._operands(node, sizes), _device_of(node), self.all_rows)):
             return False
         if self.part_of_batch:
             raise PartOfBatchError(f"{place_of(node)} was tried with sizes of this rank's rows")

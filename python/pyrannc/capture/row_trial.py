@@ -92,11 +92,6 @@ def as_drawn(operands: Sequence[Any]) -> Hashable | None:
     return tuple(known)
 
 
-def is_row_wise(call: Callable[..., Any], operands: Sequence[Any], device: torch.device, rows: int) -> bool:
-    """True when :func:`rows_shown` finds some."""
-    return rows_shown(call, operands, device, rows) > 0
-
-
 def rows_shown(call: Callable[..., Any], operands: Sequence[Any], device: torch.device, rows: int) -> int:
     """Of how many rows, at most, parts give parts of the results and of the gradients, in two divisions; 0: of none.
 
