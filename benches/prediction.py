@@ -74,6 +74,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=0, help="force this number of microbatches")
     parser.add_argument("--dtype", default="float32", help="of the parameters")
     parser.add_argument("--tf32", action="store_true", help="TF32 in matrix products and convolutions")
+    parser.add_argument("--autocast", action="store_true", help="call the model under autocast to bfloat16")
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10, help="timed steps; the ledger keeps the last ten")
     parser.add_argument("--report", action="store_true", help="print the whole ledger to stderr")
@@ -87,7 +88,7 @@ def set_precision(options: argparse.Namespace) -> None:
 
 
 def precision(options: argparse.Namespace) -> str:
-    return "TF32" if options.tf32 else str(options.dtype)
+    return "autocast" if options.autocast else "TF32" if options.tf32 else str(options.dtype)
 
 
 def train(
@@ -103,7 +104,9 @@ def train(
     # One more: a step is measured until the next one starts.
     for step in range(options.warmup + options.steps + 1):
         optimizer.zero_grad()
-        loss_of(model(**on_device)).backward()
+        with torch.autocast(joined.device.type, torch.bfloat16, enabled=options.autocast):
+            loss = loss_of(model(**on_device))
+        loss.backward()
         optimizer.step()
         if step == 0:
             synchronize(joined.device)
