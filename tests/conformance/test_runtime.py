@@ -101,6 +101,7 @@ class Seen:
     scattered: list[tuple[int, int]] = field(default_factory=list)
     gathered: list[int] = field(default_factory=list)
     under_way: int = 0
+    kept: int = 0
 
 
 @contextmanager
@@ -137,10 +138,12 @@ def watched(seen: Seen) -> Iterator[None]:
         seen.sent.append((message.microbatch, message.kind, message.peer, 0))
         seat_send(seat, message)
 
-    def watch_send(channels: Any, peer: int, tensors: Any, *, window: int | None) -> None:
-        send(channels, peer, tensors, window=window)
+    def watch_send(channels: Any, peer: int, tensors: Any, *, microbatch: int, window: int | None) -> None:
+        send(channels, peer, tensors, microbatch=microbatch, window=window)
         seen.sent[-1] = (*seen.sent[-1][:3], sum(tensor.nbytes for tensor in tensors))
-        if window is not None:
+        if window is None:
+            seen.kept = max(seen.kept, len(channels._sends[peer]))
+        else:
             seen.under_way = max(seen.under_way, len(channels._sends[peer]))
 
     def watch_sum(tensor: Tensor, group: Any) -> Any:
@@ -228,6 +231,7 @@ def differences(case: Case, seen: Seen) -> list[str]:
         "gathered": (seen.gathered, gathers),
         "number gathered": (len(seen.gathered), numbers.get("gathered", 0)),
         "within the window": (seen.under_way <= 2, True),
+        "kept until its answer comes": (seen.kept <= seen.held, True),
     }
     rank = pyrannc.get_rank()
     return [f"{case}, rank {rank}, {what}: {own} != {told}" for what, (own, told) in compared.items() if own != told]

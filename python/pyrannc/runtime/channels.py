@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,18 @@ from pyrannc.job.exchange import Work, as_sent
 
 _CTAS = 4
 """Blocks of threads that a message takes on a GPU. One that waits for its peer keeps them from computing."""
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A message, and what it is made of: that lives until it has gone."""
+
+    microbatch: int
+    parts: list[tuple[Work, Tensor]]
+
+    def wait(self) -> None:
+        for work, _ in self.parts:
+            work.wait()
 
 
 class Channels:
@@ -37,7 +50,7 @@ class Channels:
         self._device = device
         self._opened: set[tuple[int, int]] = set()
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
-        self._sends: dict[int, deque[list[tuple[Work, Tensor]]]] = {}
+        self._sends: dict[int, deque[_UnderWay]] = {}
         self.closed = False
 
     def open(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -63,13 +76,13 @@ class Channels:
         number = torch.zeros(1, device=self._device)
         for source, destination in pairs:
             if source == self._rank:
-                self.send(destination, [number], window=None)
+                self.send(destination, [number], microbatch=0, window=None)
             else:
                 self.receive(source, number).wait()
         self.finish()
         torch.cuda.synchronize(self._device)
 
-    def send(self, peer: int, tensors: Sequence[Tensor], *, window: int | None) -> None:
+    def send(self, peer: int, tensors: Sequence[Tensor], *, microbatch: int, window: int | None) -> None:
         """Starts to send a message of contiguous tensors and keeps them alive until they have gone.
 
         Args:
@@ -77,9 +90,14 @@ class Channels:
         """
         under_way = self._sends.setdefault(peer, deque())
         while window is not None and len(under_way) >= window:
-            for work, _ in under_way.popleft():
-                work.wait()
-        under_way.append([(self._start(peer, tensor), tensor) for tensor in tensors])
+            under_way.popleft().wait()
+        under_way.append(_UnderWay(microbatch, [(self._start(peer, tensor), tensor) for tensor in tensors]))
+
+    def let_go(self, peer: int, microbatch: int) -> None:
+        """What has been sent to a peer up to this microbatch, whose answer has come, is not kept any longer."""
+        under_way = self._sends.get(peer)
+        while under_way and under_way[0].microbatch <= microbatch:
+            under_way.popleft().wait()
 
     def _start(self, peer: int, tensor: Tensor) -> Work:
         work = dist.isend(as_sent(tensor), peer, group=self._groups[self._rank, peer])
@@ -96,8 +114,7 @@ class Channels:
         """Waits for all sends (on a GPU: makes the stream wait)."""
         for under_way in self._sends.values():
             for message in under_way:
-                for work, _ in message:
-                    work.wait()
+                message.wait()
             under_way.clear()
 
     def forget_sends(self) -> None:

@@ -73,7 +73,7 @@ class _NoChannels(Channels):
         super().__init__(device)
         self._nothing = _Nothing()
 
-    def send(self, peer: int, tensors: Sequence[Tensor], *, window: int | None) -> None:
+    def send(self, peer: int, tensors: Sequence[Tensor], *, microbatch: int, window: int | None) -> None:
         """Drops the tensors."""
 
     def receive(self, peer: int, into: Tensor) -> _Nothing:  # type: ignore[override]  # it is as good as a torch.distributed.Work

@@ -235,7 +235,9 @@ class Seat:
                 if value in live.roots and (self.reached is None or value in self.reached):
                     roots.append(live.roots[value])
                     grads.append(grad)
-        self._arrivals.pop((microbatch, "grad"), None)
+        for peer in {peer for peer, *_ in self._arrivals.pop((microbatch, "grad"), ())}:
+            # Who has sent gradients has had the Values.
+            self._context.channels.let_go(peer, microbatch)
         return roots, grads
 
     def _collect_once(self, *, keep_graph: bool, last: bool) -> None:
@@ -286,7 +288,7 @@ class Seat:
             row_dim = self._context.parts.crossings[piece.value].row_dim
             rows = (piece.rows[0] - first, piece.rows[1] - first)
             tensors.append(take_rows(source[piece.value], row_dim, rows).contiguous())
-        self._context.channels.send(message.peer, tensors, window=window)
+        self._context.channels.send(message.peer, tensors, microbatch=message.microbatch, window=window)
         if message.kind == "value":
             self._let_go_of_sent(message.microbatch)
 
