@@ -16,6 +16,7 @@ __all__ = [
     "Program",
     "RandomStream",
     "Watchdog",
+    "framework_bytes",
     "paragraph",
     "run_cli",
     "table",
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 version: Final[str]
+framework_bytes: Final[int]
 
 def run_cli(args: list[str]) -> int: ...
 def table(columns: Sequence[tuple[str, bool]], rows: Sequence[Sequence[str]]) -> str: ...

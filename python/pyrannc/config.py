@@ -49,7 +49,8 @@ class Config:
 
     Attributes:
         show_config_items: Log all items when the first module is made.
-        mem_limit_gb: Memory per device that a Plan may use, in GiB; 0 is all that the device has.
+        mem_limit_gb: Memory per device, in GiB, that a Plan may use and, on GPUs, torch is held to; 0 is all that the
+            device has.
         mem_margin: Share of that memory that a Plan leaves free.
         save_deployment: Write the Plan to ``deployment_file``.
         load_deployment: Take the Plan from ``deployment_file`` instead of searching.

@@ -33,6 +33,7 @@ from pyrannc.errors import ConfigError, PlanError, RaNNCError
 from pyrannc.face.deployed import DeployedModel
 from pyrannc.face.state import refuse_unavailable
 from pyrannc.job import agree, phases, process
+from pyrannc.job.device_memory import keep_below
 from pyrannc.job.faults import collective
 from pyrannc.log import get_logger
 from pyrannc.proof import compare_once, prove
@@ -193,6 +194,7 @@ class RaNNCModule(DeployedModel):
             assert call is not None, "requires_grad has just been agreed on"
         variant = call.variant
         if variant is None:
+            keep_below(self._config.mem_limit_bytes, self.device)
             variant = self._capture(args, kwargs, call)
             self._compare(variant, call)
             if not self._follow(variant):

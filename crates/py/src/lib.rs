@@ -41,6 +41,11 @@ mod _native {
     #[allow(non_upper_case_globals)] // Python's name for it
     const version: &str = env!("CARGO_PKG_VERSION");
 
+    /// Memory of a GPU that CUDA and communicators take besides tensors, where no cluster file says otherwise.
+    #[pymodule_export]
+    #[allow(non_upper_case_globals)] // likewise
+    const framework_bytes: u64 = rannc_cost::FRAMEWORK_BYTES;
+
     /// Runs the `rannc` command; `args` starts with the name of the program. Returns the exit status.
     #[pyfunction]
     fn run_cli(py: Python<'_>, args: Vec<OsString>) -> i32 {

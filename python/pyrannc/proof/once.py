@@ -14,6 +14,7 @@ from pyrannc.capture.lacking import Lacking
 from pyrannc.capture.untraceable import has_own_forward
 from pyrannc.errors import CaptureError
 from pyrannc.job import agree, process
+from pyrannc.job.device_memory import left_bytes
 from pyrannc.proof.made import FewRows, Made
 from pyrannc.proof.verdict import ALLOWED, relative
 from pyrannc.runtime.rows import take_rows
@@ -111,7 +112,7 @@ def _lacks_memory(model: nn.Module, device: torch.device) -> str:
     away = {id(item): item.nbytes for item in (*model.parameters(), *model.buffers()) if item.device != device}
     if device.type != "cuda" or not away:
         return ""
-    free, _ = torch.cuda.mem_get_info(device)
+    free = left_bytes(device)
     needed = sum(away.values())
     if needed <= _SHARE_OF_FREE * free:
         return ""

@@ -24,6 +24,7 @@ from pyrannc.capture.torch_internals import before_groups_end
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import first_line
 from pyrannc.job import process
+from pyrannc.job.device_memory import left_bytes
 from pyrannc.log import get_logger
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.cuda_graph import Recording, Replay, Seen, versions
@@ -228,9 +229,9 @@ class Recordings:
         """Before a run that is no replay: recordings give way where there is no memory for both."""
         if not self._bytes or self._awaits_backward:
             return
-        free, _ = torch.cuda.mem_get_info()
+        left = left_bytes(torch.device("cuda", torch.cuda.current_device()))
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - self._bytes
-        if free + max(0, unused) < self._bytes:
+        if left + max(0, unused) < self._bytes:
             torch.cuda.synchronize()
             self.drop()
 

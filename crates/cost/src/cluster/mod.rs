@@ -17,4 +17,4 @@ pub use cluster::{Cluster, Level, Link, Node, RankGroup};
 pub use device::{Device, FlopRates, update_us};
 pub use efficiency::{Curve, Efficiency, Products};
 pub use of_ranks::{MeasuredLevel, RankDevice};
-pub use preset::{Preset, presets};
+pub use preset::{FRAMEWORK_BYTES, Preset, presets};

@@ -9,6 +9,9 @@ use crate::units::{GIGA, TERA};
 
 const GIB: u64 = 1 << 30;
 
+/// Memory of a GPU that CUDA and communicators take besides tensors, where nothing else is known.
+pub const FRAMEWORK_BYTES: u64 = 3 * GIB / 2;
+
 /// A known kind of device, in the units of data sheets.
 #[derive(Clone, Copy, Debug)]
 pub struct Preset {
@@ -198,7 +201,7 @@ impl Preset {
             launch_us: if host { 5.0 } else { 6.5 },
             action_us: if host { 100.0 } else { 50.0 },
             // A memory limit for the host is meant for tensors alone.
-            framework_bytes: if host { 0 } else { 3 * GIB / 2 },
+            framework_bytes: if host { 0 } else { FRAMEWORK_BYTES },
             host_bytes_per_s: self.host_gb_per_s * GIGA,
             collective_slowdown: COLLECTIVE_SLOWDOWN,
             efficiency: Efficiency::default(),
