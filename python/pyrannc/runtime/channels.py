@@ -2,8 +2,9 @@
 
 A channel goes one way between two ranks and delivers in the order of sending; the static checker has
 proven that both ends agree on that order. On NCCL every channel has a communicator of its own, so
-that a message that waits for its peer holds up nothing else. Gloo matches messages by sender and
-order already.
+that a message that waits for its peer holds up nothing else: all ranks have two groups, one for
+messages to higher ranks and one for those to lower ones, in which torch connects each pair of ranks
+by itself when one first sends to the other. Gloo matches messages by sender and order already.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Channels:
         self._rank = dist.get_rank()
         self._device = device
         self._opened: set[tuple[int, int]] = set()
-        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        self._groups: dict[bool, dist.ProcessGroup] = {}
         self._sends: dict[int, deque[_UnderWay]] = {}
         self.closed = False
 
@@ -62,12 +63,8 @@ class Channels:
         new = [pair for pair in pairs if pair not in self._opened]
         self._opened.update(new)
         on_gpu = self._device.type == "cuda"
-        for pair in new:
-            # torch tells groups apart by how many a rank has made, so all ranks make all of them.
-            group = _nccl_group(pair) if on_gpu else process.world()
-            if self._rank in pair:
-                assert isinstance(group, dist.ProcessGroup), "both ends of the channel are in its group"
-                self._groups[pair] = group
+        if new and not self._groups:
+            self._groups = {upwards: _nccl_group() if on_gpu else process.world() for upwards in (True, False)}
         if on_gpu:
             self._connect([pair for pair in new if self._rank in pair])
 
@@ -100,13 +97,13 @@ class Channels:
             under_way.popleft().wait()
 
     def _start(self, peer: int, tensor: Tensor) -> Work:
-        work = dist.isend(as_sent(tensor), peer, group=self._groups[self._rank, peer])
+        work = dist.isend(as_sent(tensor), peer, group=self._groups[peer > self._rank])
         assert work is not None, "this rank is a member of its own channels"
         return work
 
     def receive(self, peer: int, into: Tensor) -> Work:
         """Starts to receive into a contiguous tensor."""
-        work = dist.irecv(as_sent(into), peer, group=self._groups[peer, self._rank])
+        work = dist.irecv(as_sent(into), peer, group=self._groups[peer < self._rank])
         assert work is not None, "this rank is a member of its own channels"
         return work
 
@@ -130,8 +127,17 @@ class Channels:
         self._groups.clear()
 
 
-def _nccl_group(pair: tuple[int, int]) -> dist.ProcessGroup | None:
+def _nccl_group() -> dist.ProcessGroup:
+    """A group of all ranks, in which any two are connected when one first sends to the other."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = _CTAS
-    group: dist.ProcessGroup | None = dist.new_group(list(pair), backend="nccl", pg_options=options)
+    default = dist.group.WORLD
+    assert default is not None, "this process has joined the others"
+    # In a group that is bound to a device torch connects all ranks at once, and all messages share one communicator.
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        group = dist.new_group(backend="nccl", pg_options=options)
+    finally:
+        default.bound_device_id = bound
+    assert isinstance(group, dist.ProcessGroup), "all ranks are members"
     return group
