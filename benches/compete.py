@@ -13,8 +13,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,31 +37,59 @@ _TOLERANCES = {"float32": 1e-4, "autocast": 2e-2, "bfloat16": 4e-2}
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: a task, and who takes part beside RaNNC."""
+    """A line of the table: a task, and who takes part beside RaNNC.
+
+    Attributes:
+        ranks: for how many it is meant.
+        environment: variables for all who take part.
+    """
 
     name: str
     task: Task
     systems: tuple[str, ...]
+    ranks: int = 2
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 _EAGER = ("ddp", "fsdp2-kept", "fsdp2-freed", "torch-1f1b")
 _COMPILED = ("ddp-compiled", "fsdp2-compiled", "torch-1f1b-compiled")
-_WITHOUT_STAGES = ("ddp", "fsdp2-kept", "fsdp2-freed")
+_ALL = (*_EAGER, *_COMPILED, "fsdp2-freed-compiled", "torch-interleaved", "torch-interleaved-compiled")
+_WITHOUT_STAGES = ("ddp", "fsdp2-kept", "fsdp2-freed", "ddp-compiled", "fsdp2-compiled")
+_BERT_48, _BERT_96 = (48, 1600, 512), (96, 2048, 512)
+_GPT2_24, _T5_24, _T5_3B = (24, 1280, 512), (24, 1024, 4096, 16, 64, 512), (24, 2048, 8192, 32, 64, 512)
+_UNET = (32, 6, 160, 288, 288)
+_SLOW = {"NCCL_P2P_DISABLE": "1"}
 
 ROWS = [
-    Row("bert-48", Task("bert", (48, 1600, 512), 32), (*_EAGER, *_COMPILED)),
-    Row("bert-96", Task("bert", (96, 2048, 512), 32), _EAGER),
-    Row("bert-96 64 GiB", Task("bert", (96, 2048, 512), 32, limit_gib=64), _EAGER),
-    Row("bert-96 48 GiB", Task("bert", (96, 2048, 512), 32, limit_gib=48), _EAGER),
-    Row("bert-96 32 GiB", Task("bert", (96, 2048, 512), 32, limit_gib=32), _EAGER),
-    Row("gpt2-24", Task("gpt2", (24, 1280, 512), 32), _EAGER),
-    Row("t5-24", Task("t5", (24, 1024, 4096, 16, 64, 512), 32), _WITHOUT_STAGES),
-    Row("bert-48 bfloat16", Task("bert", (48, 1600, 512), 32, "bfloat16"), (*_EAGER, "ddp-compiled")),
+    Row("bert-48", Task("bert", _BERT_48, 32), (*_ALL, "bound")),
+    Row("bert-48 bfloat16", Task("bert", _BERT_48, 32, "bfloat16"), (*_EAGER, "ddp-compiled", "bound")),
+    Row("bert-96", Task("bert", _BERT_96, 32), _EAGER),
+    Row("bert-96 64 GiB", Task("bert", _BERT_96, 32, limit_gib=64), _EAGER),
+    Row("bert-96 48 GiB", Task("bert", _BERT_96, 32, limit_gib=48), _EAGER),
+    Row("bert-96 32 GiB", Task("bert", _BERT_96, 32, limit_gib=32), _EAGER),
+    Row("gpt2-24", Task("gpt2", _GPT2_24, 32), (*_EAGER, "ddp-compiled")),
+    Row("t5-24", Task("t5", _T5_24, 32), _WITHOUT_STAGES),
+    Row("gpt2-24 bfloat16", Task("gpt2", _GPT2_24, 32, "bfloat16"), ("ddp", "ddp-compiled", "bound")),
+    Row("t5-24 bfloat16", Task("t5", _T5_24, 32, "bfloat16"), ("ddp", "ddp-compiled", "bound")),
     Row("resnet152x4", Task("resnet152", (4, 224), 64, "float32", "sgd"), ("ddp",)),
+    Row("unet3d", Task("unet3d", _UNET, 2, "float32", "sgd"), ("ddp", "fsdp2-kept")),
     Row("bert-large short", Task("bert", (24, 1024, 128), 16), ("ddp", "ddp-compiled")),
-    Row("tutorial", Task("chain", (64, 512), 128, "float32", "sgd"), ("ddp", "ddp-compiled")),
-    Row("tiny-bert", Task("bert", (2, 64, 32), 8, "float32"), _EAGER),
-    Row("tiny-gpt2", Task("gpt2", (2, 64, 32), 8, "float32"), _EAGER),
+    Row("tutorial", Task("chain", (512, 10), 128, "float32", "sgd"), ("ddp", "ddp-compiled")),
+    Row("bert-48 dropout", Task("bert", _BERT_48, 32, dropout=0.1), ("ddp", "ddp-compiled")),
+    Row("t5-24 dropout", Task("t5", _T5_24, 32, dropout=0.1), ("ddp", "ddp-compiled")),
+    Row("bert-48 slow links", Task("bert", _BERT_48, 32), ("ddp", "fsdp2-kept", "torch-1f1b"), environment=_SLOW),
+    Row("bert 5 B", Task("bert", _BERT_96, 128), _ALL, 8),
+    Row("bert 5 B slow links", Task("bert", _BERT_96, 128), (*_EAGER, "torch-1f1b-compiled"), 8, _SLOW),
+    Row("bert 13 B", Task("bert", (256, 2048, 512), 64), _EAGER, 8),
+    Row("gpt2 7 B", Task("gpt2", (32, 4096, 1024), 64), _EAGER, 8),
+    Row("resnet152x8", Task("resnet152", (8, 224), 256, "float32", "sgd"), ("ddp", "fsdp2-kept"), 8),
+    Row("resnet152x8 slow links", Task("resnet152", (8, 224), 256, "float32", "sgd"), ("ddp", "fsdp2-kept"), 8, _SLOW),
+    Row("t5 3 B", Task("t5", _T5_3B, 128), _WITHOUT_STAGES, 8),
+    Row("unet3d of 8", Task("unet3d", _UNET, 8, "float32", "sgd"), ("ddp", "fsdp2-kept"), 8),
+    Row("tutorial of 5000", Task("chain", (5000, 100), 512, "float32", "sgd", 40), ("ddp", "fsdp2-freed"), 8),
+    Row("tiny-bert", Task("bert", (4, 64, 32), 8, "float32"), (*_EAGER, "torch-interleaved", "bound"), 0),
+    Row("tiny-bert dropout", Task("bert", (4, 64, 32), 8, "float32", dropout=0.1), ("ddp",), 0),
+    Row("tiny-gpt2", Task("gpt2", (4, 64, 32), 8, "float32"), (*_EAGER, "torch-interleaved"), 0),
 ]
 """By priority; the tiny ones are for trying this script without a GPU."""
 
@@ -70,14 +98,15 @@ def main() -> int:
     options = parse()
     until = time.monotonic() + options.minutes * 60
     known = list(read(options.results))
-    for row in [row for row in ROWS if row.name in options.rows]:
+    chosen = options.rows or [row.name for row in ROWS if row.ranks == options.ranks]
+    for row in [row for row in ROWS if row.name in chosen]:
         for round_, system in [(r, s) for r in range(options.rounds) for s in systems_of(row, options)]:
             cell = {"row": row.name, "system": system, "round": round_, "ranks": options.ranks}
             if time.monotonic() < until and not any(cell.items() <= done.items() for done in known):
                 known.append(cell | run(row, system, options, until - time.monotonic()))
                 with options.results.open("a") as file:
                     file.write(json.dumps(known[-1]) + "\n")
-    Console(width=150).print(table(known, options.ranks))
+    Console(width=200).print(table(known, options.ranks))
     return 0 if known else 1
 
 
@@ -86,7 +115,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--results", type=Path, required=True, help="a file of JSON lines, which is added to")
     known = [row.name for row in ROWS]
-    parser.add_argument("--rows", nargs="+", choices=known, default=[name for name in known if "tiny" not in name])
+    parser.add_argument("--rows", nargs="+", choices=known, help="by default those that are meant for so many ranks")
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--rounds", type=int, default=2, help="how often each cell runs")
     parser.add_argument("--minutes", type=float, default=60, help="after so many no cell is started")
@@ -95,6 +124,7 @@ def parse() -> argparse.Namespace:
 
 
 def systems_of(row: Row, options: argparse.Namespace) -> list[str]:
+    # A split into one Stage on each rank stands beside torch's.
     own = ["rannc", *(["rannc-stages"] if "torch-1f1b" in row.systems else [])]
     return [system for system in (row.systems[0], *own, *row.systems[1:]) if system in options.systems]
 
@@ -107,8 +137,10 @@ def read(results: Path) -> Iterator[dict[str, Any]]:
 
 def run(row: Row, system: str, options: argparse.Namespace, left_s: float) -> dict[str, Any]:
     """What a cell comes to: its figures, or why there are none."""
-    form = json.dumps(asdict(row.task))
-    job = Job(f"{row.name}: {system}", options.ranks, ("compete_cell.py", system, form))
+    alone = system == "bound"
+    task = replace(row.task, rows=row.task.rows // options.ranks) if alone else row.task
+    arguments = ("compete_cell.py", system, json.dumps(asdict(task)))
+    job = Job(f"{row.name}: {system}", 1 if alone else options.ranks, arguments, row.environment)
     (done,) = run_jobs([job], options.ranks, options.timeout, left_s, lambda _: None)
     print(f"{row.name}: {system}: {told(done)} ({done.seconds:.0f} s)", file=sys.stderr)
     return done.results[-1] if done.results else {"failure": done.failure}
@@ -119,8 +151,8 @@ def told(done: Done) -> str:
 
 
 _COLUMNS = (
-    *("row", "system", "ms a step", "(best)", "samples/s", "MFU"),
-    *("of best peer", "reserved GiB", "losses", "plan"),
+    *("row", "system", "ms a step", "(best)", "samples/s", "MFU", "of best peer", "predicted", "idle", "first step"),
+    *("reserved GiB", "losses", "plan"),
 )
 
 
@@ -131,26 +163,44 @@ def table(cells: Sequence[dict[str, Any]], ranks: int) -> Table:
         own = [cell for cell in cells if cell["row"] == row.name and cell["ranks"] == ranks]
         flops = flops_of(row.task) if any("ms" in cell for cell in own) else 0.0
         times = {system: _times(own, system) for system in dict.fromkeys(cell["system"] for cell in own)}
-        peers = [median(found) for system, found in times.items() if found and "rannc" not in system]
+        best = min((median(ms) for system, ms in times.items() if ms and _is_peer(system)), default=None)
         for system, milliseconds in times.items():
             mine = [cell for cell in own if cell["system"] == system]
-            if not milliseconds:
-                found.add_row(row.name, system, "-", "", "", "", "", "", "", mine[-1]["failure"][:60])
-                continue
-            ms = median(milliseconds)
-            found.add_row(
-                row.name,
-                system,
-                f"{ms:.1f}",
-                f"{min(milliseconds):.1f}",
-                f"{row.task.rows / ms * 1e3:.1f}",
-                f"{flops / (ms / 1e3) / ranks / _PEAK_FLOPS:.1%}",
-                f"{ms / min(peers):.3f}" if peers else "",
-                f"{max(cell.get('reserved_gib', 0.0) for cell in mine):.1f}",
-                _agreement(own, mine, row.task.precision),
-                mine[-1].get("plan", ""),
-            )
+            if milliseconds:
+                found.add_row(row.name, system, *_figures(row, system, own, mine, milliseconds, best, flops / ranks))
+            else:
+                found.add_row(row.name, system, "-", *[""] * (len(_COLUMNS) - 4), mine[-1]["failure"][:60])
     return found
+
+
+def _is_peer(system: str) -> bool:
+    return "rannc" not in system and system != "bound"
+
+
+def _figures(
+    row: Row,
+    system: str,
+    cells: Sequence[dict[str, Any]],
+    mine: Sequence[dict[str, Any]],
+    milliseconds: Sequence[float],
+    best: float | None,
+    flops: float,
+) -> list[str]:
+    """The columns behind the name of a system, whose cells are ``mine``; ``flops`` are a rank's."""
+    ms, last = median(milliseconds), mine[-1]
+    return [
+        f"{ms:.1f}",
+        f"{min(milliseconds):.1f}",
+        f"{row.task.rows / ms * 1e3:.1f}",
+        f"{flops / (ms / 1e3) / _PEAK_FLOPS:.1%}",
+        f"{ms / best:.3f}" if best else "",
+        f"{last['predicted_ms'] / ms - 1:+.1%}" if last.get("predicted_ms") else "",
+        f"{last['idle']:.1%}" if last.get("idle") is not None else "",
+        f"{last['first_s']:.0f} s" if "first_s" in last else "",
+        f"{max(cell.get('reserved_gib', 0.0) for cell in mine):.1f}",
+        "" if system == "bound" else _agreement(cells, mine, row.task.precision),
+        last.get("plan", ""),
+    ]
 
 
 def _times(cells: Sequence[dict[str, Any]], system: str) -> list[float]:
@@ -159,7 +209,7 @@ def _times(cells: Sequence[dict[str, Any]], system: str) -> list[float]:
 
 def _agreement(row: Sequence[dict[str, Any]], mine: Sequence[dict[str, Any]], precision: str) -> str:
     """Whether losses are those of the row's first system that has some."""
-    right = next(cell["losses"] for cell in row if "losses" in cell)
+    right = next(cell["losses"] for cell in row if "losses" in cell and cell["system"] != "bound")
     pairs = [pair for cell in mine if "losses" in cell for pair in zip(cell["losses"], right, strict=True)]
     apart = max(abs(loss - other) / max(abs(other), 1e-9) for loss, other in pairs)
     return "equal" if apart <= _TOLERANCES[precision] else f"DIFFER by {apart:.1%}"

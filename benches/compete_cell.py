@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from competitors import SHARES_ROWS, SYSTEMS, System, Task
 from models import Batch, make_batch
+from traces import pauses_us, traced
 
 from pyrannc.job import process
 
@@ -29,11 +30,22 @@ def main() -> None:
     limit(task, device)
     made = SYSTEMS[system](task, device)
     shares = SHARES_ROWS[system]
-    losses = [global_loss(made.step(own_batch(task, device, seed, shares)), shares) for seed in range(CHECKED)]
-    result = {"losses": losses, **measured(made, own_batch(task, device, 0, shares), device), "plan": made.plan}
+    start = time.perf_counter()
+    losses = [global_loss(made.step(own_batch(task, device, 0, shares)), shares)]
+    first_s = time.perf_counter() - start
+    losses += [global_loss(made.step(own_batch(task, device, seed, shares)), shares) for seed in range(1, CHECKED)]
+    batch = own_batch(task, device, 0, shares)
+    result = {"losses": losses, "first_s": first_s, **measured(made, batch, device), "plan": made.plan}
+    result |= {"predicted_ms": made.predicted_ms, "idle": idle(made, batch, device)}
     if dist.get_rank() == 0:
         print(json.dumps(result), flush=True)
     dist.barrier()
+
+
+def idle(system: System, batch: Batch, device: torch.device) -> float | None:
+    """The share of two steps in which no kernel computes on this rank; those of NCCL may wait for a peer."""
+    span_us, pauses = pauses_us(traced(lambda: system.step(batch), 2, device), but="nccl")
+    return sum(pauses) / span_us if span_us else None
 
 
 def task_of(form: dict[str, Any]) -> Task:

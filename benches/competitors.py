@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from models import Batch, loss_of, make_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -33,6 +33,7 @@ class Task:
         precision: ``"autocast"`` (bfloat16), ``"bfloat16"`` parameters, or ``"float32"``.
         optimizer: ``"adamw"`` or ``"sgd"``.
         limit_gib: memory that torch may reserve on each device; 0 is no limit.
+        dropout: probability, wherever a transformer drops.
     """
 
     model: str
@@ -41,6 +42,7 @@ class Task:
     precision: str = "autocast"
     optimizer: str = "adamw"
     limit_gib: float = 0
+    dropout: float = 0.0
 
     def region(self) -> AbstractContextManager[Any]:
         """Where the model is called."""
@@ -49,7 +51,7 @@ class Task:
     def module(self) -> nn.Module:
         """The model, on the host; its weights are drawn on the device, which is much quicker."""
         with torch.device(_kind()):
-            made = make_model(self.model, list(self.sizes), 0)
+            made = make_model(self.model, list(self.sizes), 0, self.dropout)
         made = made.cpu()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -84,6 +86,11 @@ class System(ABC):
     def plan(self) -> str:
         """What it does, in short."""
         return ""
+
+    @property
+    def predicted_ms(self) -> float | None:
+        """What it has said that a step takes."""
+        return None
 
     def step(self, batch: Batch) -> Tensor:
         """One step of training; the loss of this rank's rows."""
@@ -157,10 +164,14 @@ class WithRaNNC(Plain):
         super().__init__(task, self._wrapped, optimizer)
 
     @property
+    def predicted_ms(self) -> float:
+        return float(self._wrapped.plan["predicted"]["step_us"]) / 1e3
+
+    @property
     def plan(self) -> str:
         plan = self._wrapped.plan
         stages = " + ".join(f"{len(stage['ranks'])}{_LEVELS[stage['sharding']]}" for stage in plan["stages"])
-        short = f"{stages}; {plan['microbatches']} mb; predicted {plan['predicted']['step_us'] / 1e3:.1f} ms"
+        short = f"{stages}; {plan['microbatches']} mb; predicted {self.predicted_ms:.1f} ms"
         report = self._wrapped.report()
         return "; ".join(text for text in (short, report.compiled, report.recorded) if text)
 
@@ -230,31 +241,44 @@ def _loss_of_part(name: str, vocabulary: int) -> Callable[[Tensor, Tensor], Tens
 
 
 class WithTorchPipeline(System):
-    """``torch.distributed.pipelining``, 1F1B with one stage on each rank; every rank has the whole batch."""
+    """``torch.distributed.pipelining``, with one stage on each rank or several in turn; every rank has the whole batch.
 
-    def __init__(self, task: Task, device: torch.device, *, microbatches: int, compiled: bool = False) -> None:
+    Args:
+        stages: on each rank: one is run by 1F1B, several by its interleaved form.
+    """
+
+    def __init__(
+        self, task: Task, device: torch.device, *, microbatches: int, stages: int = 1, compiled: bool = False
+    ) -> None:
         if task.model not in ("bert", "gpt2"):
             raise NotImplementedError(f"{task.model} is not written in stages here")
         rank, ranks = dist.get_rank(), dist.get_world_size()
         module = task.module()
-        count = len(layers_of(task.model, module))
-        ends = [count * (place + 1) // ranks for place in range(ranks)]
-        part = Part(task, module, ([0, *ends])[rank], ends[rank], count).to(device)
+        count, total = len(layers_of(task.model, module)), stages * ranks
+        ends = [count * place // total for place in range(total + 1)]
+        own = range(rank, total, ranks)
+        parts = nn.ModuleList(Part(task, module, ends[place], ends[place + 1], count) for place in own).to(device)
         if compiled:
-            for layer in part.layers:
+            for layer in (layer for part in parts for layer in part.layers):  # type: ignore[union-attr]  # all are Parts
                 layer.compile()
         vocabulary = module.config.vocab_size  # type: ignore[union-attr]  # both have one
         loss = _loss_of_part(task.model, vocabulary)  # type: ignore[arg-type]  # a number
-        stage = PipelineStage(part, rank, ranks, device)
-        self._schedule = Schedule1F1B(stage, microbatches, loss_fn=loss)
+        made = [PipelineStage(part, place, total, device) for part, place in zip(parts, own, strict=True)]
+        self._schedule: Any = (
+            Schedule1F1B(made[0], microbatches, loss_fn=loss)
+            if stages == 1
+            else ScheduleInterleaved1F1B(made, microbatches, loss_fn=loss)  # type: ignore[arg-type]  # a list of stages
+        )
         self._is_first, self._is_last, self._microbatches = rank == 0, rank == ranks - 1, microbatches
-        tied = {"bert": ("before.word_embeddings.weight", "behind.cls.predictions.decoder.weight")}
-        names = tied.get(task.model, ("before.wte.weight", "behind.head.weight"))
-        params = dict(part.named_parameters())
-        self._tied = next((params[name] for name in names if name in params), None)
+        self._stages = total
+        places = {"bert": ("word_embeddings.weight", "cls.predictions.decoder.weight")}
+        ends_of_model = places.get(task.model, ("before.wte.weight", "behind.head.weight"))
+        params = dict(parts.named_parameters(remove_duplicate=False))
+        tied = (param for name, param in params.items() if name.endswith(ends_of_model))
+        self._tied = next(tied, None)
         ends_of_chain = dist.new_group([0, ranks - 1])
         self._ends = ends_of_chain if rank in (0, ranks - 1) else None
-        self.optimizer = task.make_optimizer(part)
+        self.optimizer = task.make_optimizer(parts)
 
     def loss(self, batch: Batch) -> Tensor:
         ids, target = batch["input_ids"], batch["labels"]
@@ -269,7 +293,7 @@ class WithTorchPipeline(System):
 
     @property
     def plan(self) -> str:
-        return f"{dist.get_world_size()} stages; {self._microbatches} mb"
+        return f"{self._stages} stages; {self._microbatches} mb"
 
 
 SYSTEMS: dict[str, Callable[[Task, torch.device], System]] = {
@@ -279,11 +303,17 @@ SYSTEMS: dict[str, Callable[[Task, torch.device], System]] = {
     "ddp-compiled": lambda task, device: with_ddp(task, device, compiled=True),
     "fsdp2-kept": lambda task, device: with_fsdp(task, device, freed=False),
     "fsdp2-freed": lambda task, device: with_fsdp(task, device, freed=True),
+    "fsdp2-freed-compiled": lambda task, device: with_fsdp(task, device, freed=True, compiled=True),
     "fsdp2-compiled": lambda task, device: with_fsdp(task, device, freed=False, compiled=True),
     "torch-1f1b": lambda task, device: WithTorchPipeline(task, device, microbatches=8),
     "torch-1f1b-compiled": lambda task, device: WithTorchPipeline(task, device, microbatches=8, compiled=True),
+    "torch-interleaved": lambda task, device: WithTorchPipeline(task, device, microbatches=8, stages=2),
+    "torch-interleaved-compiled": lambda task, device: WithTorchPipeline(
+        task, device, microbatches=8, stages=2, compiled=True
+    ),
+    "bound": WithRaNNC,
 }
-"""By name."""
+"""By name. ``bound`` is what one rank's share takes alone: nothing travels."""
 
-SHARES_ROWS = {name: not name.startswith("torch-1f1b") for name in SYSTEMS}
+SHARES_ROWS = {name: not name.startswith("torch-") for name in SYSTEMS}
 """True where each rank brings a part of the global batch."""

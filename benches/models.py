@@ -49,10 +49,15 @@ class Recipe:
     batch: Callable[..., Batch]
 
 
-def make_model(name: str, sizes: list[int], seed: int) -> nn.Module:
-    """A model of one of the families in :data:`MODELS`, with weights drawn from ``seed``."""
+def make_model(name: str, sizes: list[int], seed: int, dropout: float = 0.0) -> nn.Module:
+    """A model of one of the families in :data:`MODELS`, with weights drawn from ``seed``.
+
+    Args:
+        dropout: probability, wherever a transformer drops.
+    """
     torch.manual_seed(seed)
-    return MODELS[name].make(*sizes)
+    options = {"dropout": dropout} if dropout else {}
+    return MODELS[name].make(*sizes, **options)
 
 
 def make_batch(name: str, rows: int, sizes: list[int], seed: int, rank: int) -> Batch:
@@ -171,7 +176,7 @@ def _convolutions(channels: int, wide: int, stride: int) -> nn.Module:
     return nn.Sequential(*one(channels, stride), *one(wide, 1))
 
 
-def _bert(layers: int, hidden: int, sequence: int) -> nn.Module:
+def _bert(layers: int, hidden: int, sequence: int, dropout: float = 0.0) -> nn.Module:
     config = BertConfig(
         vocab_size=_BERT_VOCABULARY,
         num_hidden_layers=layers,
@@ -179,8 +184,8 @@ def _bert(layers: int, hidden: int, sequence: int) -> nn.Module:
         num_attention_heads=max(1, hidden // 64),
         intermediate_size=4 * hidden,
         max_position_embeddings=sequence,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
     )
     return BertForPreTraining(config)
 
@@ -197,16 +202,16 @@ def _bert_batch(rows: int, generator: Generator, layers: int, hidden: int, seque
     }
 
 
-def _gpt2(layers: int, hidden: int, sequence: int) -> nn.Module:
+def _gpt2(layers: int, hidden: int, sequence: int, dropout: float = 0.0) -> nn.Module:
     config = GPT2Config(
         vocab_size=_GPT2_VOCABULARY,
         n_layer=layers,
         n_embd=hidden,
         n_head=max(1, hidden // 64),
         n_positions=sequence,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
         use_cache=False,
     )
     return GPT2LMHeadModel(config)
@@ -217,7 +222,9 @@ def _gpt2_batch(rows: int, generator: Generator, layers: int, hidden: int, seque
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def _t5(layers: int, hidden: int, feed_forward: int, heads: int, head_size: int, sequence: int) -> nn.Module:
+def _t5(
+    layers: int, hidden: int, feed_forward: int, heads: int, head_size: int, sequence: int, dropout: float = 0.0
+) -> nn.Module:
     config = T5Config(
         vocab_size=_T5_VOCABULARY,
         num_layers=layers,
@@ -225,7 +232,7 @@ def _t5(layers: int, hidden: int, feed_forward: int, heads: int, head_size: int,
         d_ff=feed_forward,
         num_heads=heads,
         d_kv=head_size,
-        dropout_rate=0.0,
+        dropout_rate=dropout,
         decoder_start_token_id=0,
         use_cache=False,
     )

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 benches/step_time.py bert 16 --sizes 24 1024 128 --stages 1
 
-With ``--trace FOLDER``, rank 0's profiler trace of two steps of each system is read for the share of time in which no
+With ``--trace``, rank 0's profiler trace of two steps of each system is read for the share of time in which no
 kernel runs on its GPU, for the part of it in long gaps (in which the GPU waits for the host), and for host calls that
 wait.
 """
@@ -10,13 +10,11 @@ wait.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from rich.table import Table
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from traces import pauses_us, traced
 
 import pyrannc
 from pyrannc.job import process
@@ -47,8 +46,8 @@ def main() -> None:
         step, describe, close = build(options, device)
         milliseconds, peak = measure(step, device, options)
         rows.append((name, describe(), statistics.median(milliseconds), min(milliseconds), peak))
-        if options.trace is not None:
-            trace(name, step, device, options.trace)
+        if options.trace:
+            trace(name, step, device)
         close()
     if process.get_rank() == 0:
         show(rows, options)
@@ -64,7 +63,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--systems", nargs="+", default=["ddp", "fsdp2", "rannc"])
-    parser.add_argument("--trace", type=Path, default=None)
+    parser.add_argument("--trace", action="store_true", help="profile two steps")
     return parser.parse_args()
 
 
@@ -150,30 +149,15 @@ def gathered(number: float, device: torch.device) -> list[float]:
     return list(numbers.tolist())
 
 
-def trace(name: str, step: Step, device: torch.device, folder: Path) -> None:
+def trace(name: str, step: Step, device: torch.device) -> None:
     """Profiles two steps on every rank and prints what rank 0's GPU waited for."""
-    with torch.profiler.profile() as profiler:
-        for _ in range(2):
-            step()
-        synchronize(device)
+    events = traced(step, 2, device)
     if process.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        print(f"{name}: {summary(json.loads(path.read_text())['traceEvents'])}")
-        path.unlink()
+        print(f"{name}: {summary(events)}")
 
 
 def summary(events: list[dict[str, Any]]) -> str:
-    kernels = sorted(
-        (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
-    )
-    gaps = []
-    end = kernels[0][0]
-    for start, stop in kernels:
-        gaps.append(max(0.0, start - end))
-        end = max(end, stop)
-    span = end - kernels[0][0]
+    span, gaps = pauses_us(events)
     idle, waiting = sum(gaps) / span, sum(gap for gap in gaps if gap > _LONG_GAP_US) / span
     calls: dict[str, int] = {}
     for event in events:

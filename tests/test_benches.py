@@ -13,10 +13,13 @@ import best_plan
 import jobs
 import pytest
 import torch
+from compete import ROWS, table
+from competitors import SYSTEMS
 from jobs import Done, Job, run_jobs
 from models import MODELS, loss_is_inside, loss_of, make_batch, make_model
 from planning import plans
 from plans import describe
+from traces import pauses_us
 
 from pyrannc._native import Graph
 from pyrannc.capture import capture
@@ -191,3 +194,35 @@ def test_the_exchange_and_the_start_are_timed() -> None:
     ended = run_programs(2, sys.executable, str(BENCHES / "start.py"), "--one")
     assert all(program.status == 0 for program in ended), ended
     assert [name for name, _, _ in json.loads(ended[1].stdout)].count("a call") == 3
+
+
+def test_pauses_are_between_what_works() -> None:
+    events = [
+        {"cat": "kernel", "name": "gemm", "ts": 0.0, "dur": 4.0},
+        {"cat": "kernel", "name": "ncclDevKernel_SendRecv", "ts": 3.0, "dur": 5.0},
+        {"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 50.0},
+        {"cat": "gpu_memcpy", "name": "Memcpy", "ts": 10.0, "dur": 2.0},
+    ]
+    assert pauses_us(events) == (12.0, [0.0, 0.0, 2.0])
+    assert pauses_us(events, but="nccl") == (12.0, [0.0, 6.0])
+    assert pauses_us([events[2]]) == (0.0, [])
+
+
+def test_peers_are_neither_rannc_nor_what_travels_nowhere() -> None:
+    cell = {"row": "tiny-bert", "round": 0, "ranks": 2, "losses": [1.0], "reserved_gib": 0.0, "predicted_ms": None}
+    figures = {"ddp": 8.0, "rannc": 6.0, "bound": 4.0}
+    cells = [cell | {"system": system, "ms": [ms, ms], "idle": None, "first_s": 1.0} for system, ms in figures.items()]
+    cells[1] |= {"predicted_ms": 9.0, "idle": 0.25}
+    found = table(cells, 2)
+    columns = {str(column.header): list(column.cells) for column in found.columns}
+    assert columns["of best peer"] == ["1.000", "0.750", "0.500"]
+    assert columns["predicted"] == ["", "+50.0%", ""]
+    assert columns["idle"] == ["", "25.0%", ""]
+    assert columns["losses"] == ["equal", "equal", ""]
+
+
+def test_rows_to_compete_in_are_told_apart() -> None:
+    names = [row.name for row in ROWS]
+    assert len(set(names)) == len(names)
+    assert {system for row in ROWS for system in row.systems} <= SYSTEMS.keys()
+    assert max(sum(row.ranks == ranks for row in ROWS) for ranks in (2, 8)) <= 25

@@ -1,0 +1,48 @@
+"""What a profiler's trace tells of a device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+Event = dict[str, Any]
+
+
+def traced(step: Callable[[], object], steps: int, device: torch.device) -> list[Event]:
+    """The events of some steps on this rank."""
+    with torch.profiler.profile() as profiler:
+        for _ in range(steps):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events: list[Event] = json.loads(path.read_text())["traceEvents"]
+        return events
+
+
+def pauses_us(events: Sequence[Event], *, but: str = "") -> tuple[float, list[float]]:
+    """From the first kernel or copy to the end of the last: how long that is, and the pauses between them.
+
+    Args:
+        but: kernels with this in their names are no work.
+    """
+    work = sorted(
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and not (but and but in event["name"])
+    )
+    if not work:
+        return 0.0, []
+    pauses = []
+    end = work[0][0]
+    for start, stop in work:
+        pauses.append(max(0.0, start - end))
+        end = max(end, stop)
+    return end - work[0][0], pauses
