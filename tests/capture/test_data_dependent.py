@@ -317,6 +317,25 @@ def test_what_is_whole_around_a_part_takes_a_weight_that_both_have() -> None:
     assert torch.equal(made, expected)
 
 
+def test_what_is_whole_around_a_part_takes_a_weight_from_inside_of_it() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x)
+            made = F.linear(y, self.inner[0].weight)
+            return made * float(abs(made.detach().numpy()).shape[1])  # type: ignore[no-any-return]
+
+    net, x = Around(), torch.randn(ROWS, WIDTH)
+    found = capture(net, (x,), {}, device=CPU, rows=ROWS, options=CaptureOptions((Part("", around="inner").text,)))
+    own = [nn.Parameter(3 * net.get_parameter(name).detach()) for name in found.params]
+    expected = torch.func.functional_call(net, dict(zip(found.params, own, strict=True)), x)
+    (made,) = found.gm(*own, x)
+    assert torch.equal(made, expected)
+
+
 class Lazy(nn.Module):
     """Fills a buffer when it sees how long a row is."""
 
