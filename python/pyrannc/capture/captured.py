@@ -165,6 +165,7 @@ def capture(
     apart: bool = False,
     row_wise: Sequence[bool] | None = None,
     tried_together: Sequence[str] = (),
+    kept_whole: Sequence[KeptWhole] = (),
 ) -> Captured:
     """Captures ``model(*args, **kwargs)`` as it would run on ``device``, for any number of rows.
 
@@ -184,6 +185,7 @@ def capture(
         apart: an input with rows is copied first, so that some op treats each row by itself.
         row_wise: as an earlier capture has found; otherwise it is tried.
         tried_together: paths of sub-modules whose Ops may treat each row by itself together, which is tried.
+        kept_whole: what an earlier capture has found to stay whole; otherwise it is found out, by one trace for each.
 
     Raises:
         CaptureError: the call cannot be captured, and no sub-module helps by staying whole; the message names the
@@ -192,7 +194,7 @@ def capture(
     """
     options = options.of(model)
     whole, told = (
-        WholeModules(options.leaf_modules, allow_uncut=options.allow_uncut),
+        WholeModules(options.leaf_modules, list(kept_whole), allow_uncut=options.allow_uncut),
         ToldRowWise(options.row_wise_modules),
     )
     outputs = options.outputs if model.training else None
