@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pyrannc._native import Graph
 from pyrannc.capture import Captured, CaptureOptions, capture
 from pyrannc.capture.row_trial import within
 from pyrannc.capture.source import Part
+from pyrannc.capture.tracer import trace
 from pyrannc.errors import CaptureError
 
 CPU, ROWS, WIDTH = torch.device("cpu"), 4, 3
@@ -315,6 +317,35 @@ def test_what_is_whole_around_a_part_takes_a_weight_that_both_have() -> None:
     expected = torch.func.functional_call(net, dict(zip(found.params, own, strict=True)), x)
     (made,) = found.gm(*own, x)
     assert torch.equal(made, expected)
+
+
+def test_what_is_whole_around_a_part_takes_a_weight_from_inside_of_it() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.inner(x)
+            made = F.linear(y, self.inner[0].weight)
+            return made * float(abs(made.detach().numpy()).shape[1])  # type: ignore[no-any-return]
+
+    net, x = Around(), torch.randn(ROWS, WIDTH)
+    found = capture(net, (x,), {}, device=CPU, rows=ROWS, options=CaptureOptions((Part("", around="inner").text,)))
+    own = [nn.Parameter(3 * net.get_parameter(name).detach()) for name in found.params]
+    expected = torch.func.functional_call(net, dict(zip(found.params, own, strict=True)), x)
+    (made,) = found.gm(*own, x)
+    assert torch.equal(made, expected)
+
+
+def test_what_is_known_to_stay_whole_is_not_found_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Outer(), nn.Linear(WIDTH, WIDTH)), torch.randn(ROWS, WIDTH)
+    first = capture(net, (x,), {}, device=CPU, rows=ROWS)
+    traced: list[Any] = []
+    monkeypatch.setattr("pyrannc.capture.captured.trace", lambda *args: traced.append(trace(*args)) or traced[-1])
+    again = capture(net, (x,), {}, device=CPU, rows=ROWS, kept_whole=first.kept_whole)
+    assert (again.kept_whole, len(traced)) == (first.kept_whole, 1)
+    assert Graph.from_json(again.graph_json).hash() == Graph.from_json(first.graph_json).hash()
 
 
 class Lazy(nn.Module):

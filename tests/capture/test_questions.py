@@ -92,3 +92,39 @@ def test_answers_from_before_are_taken_again() -> None:
     answers = Answering(before=first.assumptions)
     again = capture(Asks(whole_number), (x[:2],), {}, device=torch.device("cpu"), rows=2, answers=answers)
     assert Graph.from_json(again.graph_json).hash() == Graph.from_json(first.graph_json).hash()
+
+
+class AsksBuffer(nn.Module):
+    """Most of it stands round any layer, and what it asks is no argument."""
+
+    def __init__(self, *, counts: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(_ROWS, _ROWS) for _ in range(4))
+        self.counts = counts
+        self.register_buffer("share", torch.ones(2))
+        self.share: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        x = x * 2 if self.share[1] < 1 else x + 1
+        if self.counts:
+            self.share -= 0.5
+        return x
+
+
+def test_a_buffer_answers_where_nothing_small_can_stay_whole() -> None:
+    model, x = AsksBuffer(), torch.randn(3, _ROWS)
+    captured = capture(model, (x,), {}, device=torch.device("cpu"), rows=3)
+    assert not captured.kept_whole
+    (question,) = (assumption.question for assumption in captured.assumptions)
+    assert question is not None
+    assert [buffer.name for buffer in question.buffers] == ["share"]
+    assert question.holds([float(number) for number in question.ask([x])])
+    model.share[1] = 0.5
+    assert not question.holds([float(number) for number in question.ask([x])])
+
+
+def test_a_buffer_that_the_call_changes_does_not_answer_for_others() -> None:
+    captured = capture(AsksBuffer(counts=True), (torch.randn(3, _ROWS),), {}, device=torch.device("cpu"), rows=3)
+    assert [assumption.question for assumption in captured.assumptions] == [None]

@@ -275,6 +275,27 @@ def test_what_is_made_of_the_number_of_rows_is_what_the_model_makes() -> None:
     assert not tail_of(found).tail.ops
 
 
+def summed_by_segment(x: Tensor, chosen: Tensor, count: Tensor) -> Tensor:
+    """Puts the segments of all rows into one dimension, which takes the number of rows."""
+    rows, segments = int(x.shape[0]), int(count)
+    places = (torch.arange(rows) * segments).unsqueeze(1) + chosen
+    sums = torch.zeros(rows * segments, WIDTH).index_add(0, places.flatten(), x.reshape(-1, WIDTH))
+    return sums.view(rows, segments, WIDTH)
+
+
+class Segments(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        count = torch.as_tensor(2) * torch.as_tensor(EXPERTS)
+        return summed_by_segment(x, (x.sum(-1) > 0).long(), count)
+
+
+def test_what_constants_alone_make_stays_as_it_is_in_trials() -> None:
+    found = captured(Segments())
+    assert [kept.paths for kept in found.kept_whole] == [(f"{__name__}::summed_by_segment",)]
+    assert found.row_wise == (True,)
+    assert not tail_of(found).tail.ops
+
+
 @pytest.mark.parametrize("places", [numbered, drawn, changed, of_rows])
 def test_what_differs_from_row_to_row_is_drawn(places: Callable[[Tensor], Tensor]) -> None:
     found = captured(Placing(places), tried=["inner.0.inner"])

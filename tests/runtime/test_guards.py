@@ -210,6 +210,34 @@ def answers_change() -> list[str]:
         return differences.found
 
 
+class Shares(nn.Module):
+    """Asks a buffer, and no small part of it can stay whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.register_buffer("share", torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x * 2 if self.share < 1 else x
+
+
+def buffers_change() -> list[str]:
+    with compared() as differences:
+        pair = Pair(Shares, differences)
+        pair.step("first")
+        pair.step("again")
+        pair.both(lambda model: model.share.fill_(0.5))
+        text = told(lambda: pair.step("another share"))
+        differences.demand("asks buffer 'share' for Eq(u0, 1), and it gives another answer" in text, text)
+        pair.both(lambda model: model.share.fill_(1.5))
+        pair.step("the same answer")
+        pair.module.undeploy()
+        return differences.found
+
+
 def ranks_differ() -> list[str]:
     with compared() as differences:
         pair = Pair(Weighted, differences)
@@ -282,7 +310,7 @@ def unseen_changes() -> list[str]:
 
 @pytest.mark.parametrize(
     "job",
-    [attributes_change, params_change, answers_change, ranks_differ, numbers_come, unseen_changes],
+    [attributes_change, params_change, answers_change, buffers_change, ranks_differ, numbers_come, unseen_changes],
     ids=lambda job: job.__name__,
 )
 def test_guards(job: Callable[[], list[str]], ranks: Ranks) -> None:

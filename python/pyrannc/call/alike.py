@@ -11,7 +11,16 @@ from torch import nn
 
 from pyrannc._native import Graph
 from pyrannc.call.whole_batch import BatchRows
-from pyrannc.capture import FROM_ARGUMENTS, Answering, Captured, CaptureOptions, PartOfBatchError, capture, flatten
+from pyrannc.capture import (
+    FROM_ARGUMENTS,
+    Answering,
+    Captured,
+    CaptureOptions,
+    KeptWhole,
+    PartOfBatchError,
+    capture,
+    flatten,
+)
 from pyrannc.capture.row_lists import has_row_lists
 from pyrannc.errors import MismatchError
 from pyrannc.job import agree
@@ -29,10 +38,14 @@ def capture_alike(
     *,
     apart: bool = False,
     tried_together: Sequence[str] = (),
+    kept_whole: Sequence[KeptWhole] = (),
 ) -> tuple[Captured, Graph]:
     """The captured call with its Graph. All ranks call it.
 
     What the model asks its data, the global batch answers.
+
+    Args:
+        kept_whole: as an earlier capture of the call has found.
 
     Raises:
         CaptureError: the call cannot be captured.
@@ -53,6 +66,7 @@ def capture_alike(
                 answers=answers,
                 apart=apart,
                 tried_together=tried_together,
+                kept_whole=kept_whole,
             )
         except PartOfBatchError:
             return None

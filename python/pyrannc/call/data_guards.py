@@ -37,15 +37,17 @@ class Answers:
         for assumption, question, count in self.asked:
             own, rest = rest[:count], rest[count:]
             if not question.holds(own):
+                names = ", ".join(f"'{name}'" for name in sorted({buffer.name for buffer in question.buffers}))
+                asked, it = (f"buffer {names}", "it") if names else ("the batch", "this batch")
                 raise InputError(
-                    f"{assumption.where} asks the batch for {assumption.expr}, and this batch gives another answer "
+                    f"{assumption.where} asks {asked} for {assumption.expr}, and {it} gives another answer "
                     f"than {assumption.value}, with which the model was captured; make every batch give that answer, "
                     "or compute both ways and choose with torch.where"
                 )
 
 
 class DataGuards:
-    """The questions of one captured call that inputs decide.
+    """The questions of one captured call that inputs and buffers decide.
 
     Args:
         assumptions: of the call.
@@ -68,9 +70,13 @@ class DataGuards:
     @torch.no_grad()
     def ask(self, tensors: Sequence[Tensor]) -> Answers:
         """Starts to compute the answers for the input tensors of a call, with the rows of the global batch."""
-        found = [question.ask([tensor.detach() for tensor in tensors]) for _, question in self._questions]
+        # Whoever holds the buffers asks for all.
+        known = [(assumption, question) for assumption, question in self._questions if question.is_known]
+        found = [question.ask([tensor.detach() for tensor in tensors]) for _, question in known]
+        if not found:
+            return Answers([], torch.empty(0), lambda: None)
         numbers = torch.stack([number.reshape(()).double() for group in found for number in group])
-        counted = zip(self._questions, found, strict=True)
+        counted = zip(known, found, strict=True)
         asked = [(assumption, question, len(group)) for (assumption, question), group in counted]
         if not numbers.is_cuda:
             return Answers(asked, numbers, lambda: None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -19,7 +19,7 @@ from pyrannc.call.guards import ModuleGuards
 from pyrannc.call.mixing_parts import DividedCapture, without_mixing
 from pyrannc.call.single_row import first_normalising, refuse_single_rows
 from pyrannc.call.whole_batch import BatchRows
-from pyrannc.capture import NO_OPTIONS, Answering, Captured, CaptureOptions, capture
+from pyrannc.capture import NO_OPTIONS, Answering, Captured, CaptureOptions, KeptWhole, capture
 from pyrannc.capture.lacking import Lacking
 from pyrannc.capture.row_lists import has_row_lists
 from pyrannc.capture.sequences import ADVICE
@@ -98,16 +98,20 @@ class Variant:
     ) -> None:
         self._per_row, self._options = per_row, options
 
-        def divided_capture(together: Sequence[str] = (), *, apart: bool = False) -> DividedCapture:
+        def divided_capture(
+            together: Sequence[str] = (), *, apart: bool = False, kept_whole: Sequence[KeptWhole] = ()
+        ) -> DividedCapture:
             own = model, args, kwargs, device, rows, per_row, options, batch
-            captured, graph = capture_alike(*own, apart=apart, tried_together=together)
+            captured, graph = capture_alike(*own, apart=apart, tried_together=together, kept_whole=kept_whole)
             native = graph.divide_tail(row_mixing)
             return DividedCapture(captured, graph, native, DividedFacts.from_json(native.to_json()))
 
-        found = without_mixing(model, divided_capture(), divided_capture)
+        first = divided_capture()
+        again = partial(divided_capture, kept_whole=first.captured.kept_whole)
+        found = without_mixing(model, first, again)
         if not found.divided.ops:
             # Some Op has to divide its rows over the Replicas.
-            found = divided_capture(apart=True)
+            found = again(apart=True)
         captured, graph, native, divided = found.captured, found.graph, found.native, found.divided
         self.whole = Whole(captured, graph, GraphFacts.from_json(captured.graph_json, graph.row_dims()))
         self.tail: TailPart | None = divided.tail if divided.tail.ops else None

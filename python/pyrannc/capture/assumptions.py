@@ -10,7 +10,25 @@ from torch import Tensor, nn
 
 from pyrannc.errors import RaNNCError
 
+from .lacking import Lacking
 from .source import Place
+
+
+@dataclass(frozen=True)
+class HeldBuffer:
+    """A buffer of the model, as it stands there when it is read."""
+
+    model: nn.Module = field(repr=False)
+    name: str
+
+    def now(self) -> Tensor:
+        """The buffer itself."""
+        return self.model.get_buffer(self.name).detach()
+
+    @property
+    def is_here(self) -> bool:
+        """True where this rank has its contents."""
+        return not isinstance(self.model.get_buffer(self.name), Lacking)
 
 
 @dataclass(frozen=True)
@@ -21,11 +39,18 @@ class Question:
         ask: from the input tensors of a call to the tensors, of one element each, that decide; waits for no device.
         holds: whether the numbers in these tensors give the answer of the capture.
         takes: the input tensors that decide.
+        buffers: likewise.
     """
 
     ask: Callable[[Sequence[Tensor]], list[Tensor]]
     holds: Callable[[Sequence[float]], bool]
     takes: frozenset[int]
+    buffers: tuple[HeldBuffer, ...] = ()
+
+    @property
+    def is_known(self) -> bool:
+        """True on a rank that can ask it."""
+        return all(buffer.is_here for buffer in self.buffers)
 
 
 @dataclass(frozen=True)
@@ -38,7 +63,7 @@ class Assumption:
     assumed: bool = False
     """True when there was no data to ask (meta parameters) and the usual answer was taken."""
     question: Question | None = field(default=None, compare=False, repr=False)
-    """None when inputs alone do not decide."""
+    """None when other than inputs and buffers decides."""
     answer: Any = field(default=None, compare=False, repr=False)
     """What ``value`` is the text of."""
 

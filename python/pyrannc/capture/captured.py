@@ -165,6 +165,7 @@ def capture(
     apart: bool = False,
     row_wise: Sequence[bool] | None = None,
     tried_together: Sequence[str] = (),
+    kept_whole: Sequence[KeptWhole] = (),
 ) -> Captured:
     """Captures ``model(*args, **kwargs)`` as it would run on ``device``, for any number of rows.
 
@@ -184,6 +185,7 @@ def capture(
         apart: an input with rows is copied first, so that some op treats each row by itself.
         row_wise: as an earlier capture has found; otherwise it is tried.
         tried_together: paths of sub-modules whose Ops may treat each row by itself together, which is tried.
+        kept_whole: what an earlier capture has found to stay whole; otherwise it is found out, by one trace for each.
 
     Raises:
         CaptureError: the call cannot be captured, and no sub-module helps by staying whole; the message names the
@@ -192,7 +194,7 @@ def capture(
     """
     options = options.of(model)
     whole, told = (
-        WholeModules(options.leaf_modules, allow_uncut=options.allow_uncut),
+        WholeModules(options.leaf_modules, list(kept_whole), allow_uncut=options.allow_uncut),
         ToldRowWise(options.row_wise_modules),
     )
     outputs = options.outputs if model.training else None
@@ -202,6 +204,7 @@ def capture(
             own = replace(answers, assumes=whole.assumes)
             traced = trace(model, tuple(args), kwargs, device, rows, counts, leaves, own, outputs)
             _refuse_changed_params(traced)
+            traced.assumptions[:] = _without_changed_buffers(traced)
             refuse_changed_tensors(model, _changed_constants(traced.gm))
             name, mode = _qualified_name(model), model.training
             with no_autocast():
@@ -274,6 +277,19 @@ def _refuse_changed_params(traced: Trace) -> None:
                 "part of the batch, on the ranks that hold it: compute with a changed copy (`weight.clamp(-1, 1)`), "
                 "change the parameter after optimizer.step(), or keep what changes in a buffer"
             )
+
+
+def _without_changed_buffers(traced: Trace) -> list[Assumption]:
+    """The assumptions; one about a buffer that the call changes holds for no other call."""
+    changed, placeholders = _changed(traced.gm), [node for node in traced.gm.graph.nodes if node.op == "placeholder"]
+    buffers = enumerate(zip(traced.buffers.names, placeholders[len(traced.params.names) :], strict=False))
+    names = {name for place, (name, node) in buffers if node in changed or place in traced.updated_buffers}
+    return [
+        replace(item, question=None)
+        if item.question is not None and any(buffer.name in names for buffer in item.question.buffers)
+        else item
+        for item in traced.assumptions
+    ]
 
 
 def _changed(gm: fx.GraphModule) -> dict[fx.Node, fx.Node]:

@@ -74,7 +74,7 @@ class WholeCall:
         self._owner = vars(sys.modules[part.function[0]]) if part.function else vars(self._module)
         self._name = part.function[1] if part.function else part.method or "forward"
         self.original = self._owner[self._name] if part.function else getattr(self._module, self._name)
-        self._aliases = _names_of_each(self._state(), part)
+        self._aliases = _names_of_each(self._state())
         self._names = list(self._aliases)
         self._buffers = {name for name, _ in self._module.named_buffers(remove_duplicate=False)}
 
@@ -238,12 +238,11 @@ class WholeCall:
         """Raises UntraceableError for what a part of a special kind may not do."""
 
 
-def _names_of_each(state: dict[str, Tensor], part: Part) -> dict[str, list[str]]:
-    """All names of each tensor, under the first of them, but for those inside of what ``part`` is around."""
+def _names_of_each(state: dict[str, Tensor]) -> dict[str, list[str]]:
+    """All names of each tensor, under the first of them."""
     found: dict[int, list[str]] = {}
     for name, tensor in state.items():
-        if not part.around or not name.startswith(f"{part.around}."):
-            found.setdefault(id(tensor), []).append(name)
+        found.setdefault(id(tensor), []).append(name)
     return {names[0]: names for names in found.values()}
 
 

@@ -18,6 +18,7 @@ from .clean import CleanGraph, grad_enabled, place_of
 from .contents import contents
 from .dims import AffineReader, Dim
 from .facts import FACTS, TensorFacts
+from .fixed import FixedTensors
 from .leaf import Apart, GradientHook, OpaqueCall
 from .ops import (
     aliased_arguments,
@@ -122,6 +123,7 @@ class _Lowering:
     covered_rows: int | None = None
     assumptions: list[Assumption] = field(default_factory=list)
     group_of: dict[fx.Node, int] = field(default_factory=dict)
+    fixed: FixedTensors = field(init=False)
     row_wise: list[bool] = field(default_factory=list)
     tried: dict[Hashable, int] = field(default_factory=dict)
     keys: list[ValueKey] = field(default_factory=list)
@@ -141,6 +143,7 @@ class _Lowering:
             {"name": node.name, "value": self._add_constant(node, index, tensor), "data": _base64(tensor)}
             for index, (node, tensor) in enumerate(zip(cleaned.constants, tensors, strict=True))
         ]
+        self.fixed = FixedTensors(cleaned, dict(zip(cleaned.constants, tensors, strict=True)))
         self._find_groups(tensors)
         ops = self._ops(reader)
         self._finish_aliases()
@@ -364,7 +367,8 @@ class _Lowering:
             if item in self.cleaned.dims:
                 return self.cleaned.dims[item]
             made = item.meta["val"]
-            return known.get(item, made), _extents(self.trace.reader, made), item in known
+            tensor = known[item] if item in known else self.fixed.get(item)
+            return made if tensor is None else tensor, _extents(self.trace.reader, made), tensor is not None
 
         return [operand(item) for item in node.args]
 

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from pyrannc.errors import CaptureError
 
-from .assumptions import Assumption
+from .assumptions import Assumption, HeldBuffer
 from .autocast import no_autocast
 from .facts import memory, written_memory
 from .questions import question
@@ -113,7 +113,12 @@ class Oracle:
         self._graph: fx.Graph | None = None
 
     def attach(
-        self, tracer: fx.Tracer, samples: dict[fx.Node, Tensor], input_count: int, batch_size: sympy.Symbol | None
+        self,
+        tracer: fx.Tracer,
+        samples: dict[fx.Node, Tensor],
+        input_count: int,
+        batch_size: sympy.Symbol | None,
+        buffers: Sequence[HeldBuffer] = (),
     ) -> None:
         """Starts to serve ``tracer``.
 
@@ -122,8 +127,11 @@ class Oracle:
             samples: the real tensors of its placeholders, inputs of the call last.
             input_count: how many inputs the call has.
             batch_size: stands for the number of rows.
+            buffers: whose placeholders stand before the inputs'.
         """
-        inputs = list(samples)[len(samples) - input_count :]
+        first = len(samples) - input_count
+        inputs = list(samples)[first:]
+        self._buffers = dict(zip(list(samples)[first - len(buffers) : first], buffers, strict=True))
         self._inputs = {node: place for place, node in enumerate(inputs)}
         self._with_rows = {node for node, count in zip(inputs, self._batch.per_row, strict=True) if count}
         self._graph = tracer.graph
@@ -156,7 +164,7 @@ class Oracle:
         """Lets go of all tensors."""
         self._graph = None
         self._samples = self._asked = _Samples(None, {}, self._device, {})
-        self._inputs = {}
+        self._inputs, self._buffers = {}, {}
         self._with_rows = set()
 
     def value_of(self, node: fx.Node) -> Any:
@@ -230,6 +238,9 @@ class Oracle:
         if again is None and not (assumed or self._assumes or self._by_chance(origins)):
             cause = f"it decides by what it computes ({expr})"
             raise UntraceableError(f"{here}: {cause}", here, cause, may_assume=True)
+        if again is None:
+            own = self._inputs, self._asked.run_node, self._device, self._buffers
+            again = question(expr, answer, slices, *own)
         self.assumptions.append(Assumption(str(expr), str(answer), here, assumed, again, answer))
         return answer
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from .assumptions import Question
+from .assumptions import HeldBuffer, Question
 from .facts import memory, written_memory
 from .torch_internals import OpOverload, schema
 
@@ -19,7 +19,7 @@ _KEPT_ANSWERS = 256
 
 
 class NotOfInputsError(LookupError):
-    """The question is not one about inputs alone."""
+    """The question is not one about inputs and known buffers alone."""
 
 
 def question(
@@ -29,23 +29,29 @@ def question(
     inputs: Mapping[fx.Node, int],
     constant: Callable[[fx.Node], Any],
     device: torch.device,
+    buffers: Mapping[fx.Node, HeldBuffer] | None = None,
 ) -> Question | None:
-    """The question whether ``expr`` has the value ``answer``; None when inputs alone do not decide.
+    """The question whether ``expr`` has the value ``answer``; None when other than inputs and ``buffers`` decides.
 
     Args:
         slices: for each symbol, the nodes that lead to it, in graph order, and how to read it from the last of them.
         inputs: the input that a placeholder stands for.
         constant: the tensor of a ``get_attr`` node.
         device: that inputs are on.
+        buffers: by placeholder, those that may decide.
     """
+    sources = {**inputs, **(buffers or {})}
     try:
-        functions = [_function(nodes, inputs, constant, device) for nodes, _ in slices.values()]
+        functions = [_function(nodes, sources, constant, device) for nodes, _ in slices.values()]
     except NotOfInputsError:
         return None
     readers = [read for _, read in slices.values()]
 
     def ask(tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [function(*[tensors[index] for index in taken]) for function, taken in functions]
+        return [
+            function(*[tensors[source] if isinstance(source, int) else source.now() for source in taken])
+            for function, taken in functions
+        ]
 
     @lru_cache(_KEPT_ANSWERS)
     def decided(numbers: tuple[float, ...]) -> bool:
@@ -54,20 +60,25 @@ def question(
         values = {symbol: read(int(number) if symbol.is_integer else number) for symbol, read, number in asked}
         return bool(expr.subs(values) == answer)
 
-    takes = frozenset(index for _, taken in functions for index in taken)
-    return Question(ask, lambda numbers: decided(tuple(numbers)), takes)
+    taken = [source for _, sources in functions for source in sources]
+    takes = frozenset(source for source in taken if isinstance(source, int))
+    held = tuple(source for source in taken if isinstance(source, HeldBuffer))
+    return Question(ask, lambda numbers: decided(tuple(numbers)), takes, held)
 
 
 def _function(
-    nodes: Sequence[fx.Node], inputs: Mapping[fx.Node, int], constant: Callable[[fx.Node], Any], device: torch.device
-) -> tuple[fx.GraphModule, list[int]]:
-    """What leads to the element that the last node reads, and the inputs that it takes."""
+    nodes: Sequence[fx.Node],
+    sources: Mapping[fx.Node, int | HeldBuffer],
+    constant: Callable[[fx.Node], Any],
+    device: torch.device,
+) -> tuple[fx.GraphModule, list[int | HeldBuffer]]:
+    """What leads to the element that the last node reads, and the inputs and buffers that it takes."""
     *rest, last = nodes
     if not (isinstance(last.target, OpOverload) and schema(last.target).name in ("aten::item", "aten::is_nonzero")):
         raise NotOfInputsError
     graph, owner = fx.Graph(), nn.Module()
     copies: dict[fx.Node, fx.Node] = {}
-    taken: list[int] = []
+    taken: list[int | HeldBuffer] = []
 
     def argument(item: Any) -> Any:
         if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -77,9 +88,9 @@ def _function(
     given = {place for node in rest if node.op != "call_function" for place in memory(node)}
     for node in rest:
         if node.op == "placeholder":
-            if node not in inputs:
+            if node not in sources:
                 raise NotOfInputsError
-            taken.append(inputs[node])
+            taken.append(sources[node])
             copies[node] = graph.placeholder(node.name)
         elif node.op == "get_attr":
             owner.register_buffer(node.name, constant(node))

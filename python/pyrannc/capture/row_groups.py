@@ -64,7 +64,8 @@ def row_groups(cleaned: CleanGraph, paths: Sequence[str], extents: Extents) -> l
     # How many rows there are is no secret.
     nodes = [node for node in cleaned.gm.graph.nodes if node not in cleaned.dims]
     dependent = _dependent(cleaned, nodes)
-    given = dependent - _made_of_sizes(cleaned, nodes)
+    # Positions and masks stay as they are made.
+    given = dependent - made_without(cleaned.inputs, nodes)
     taken: set[fx.Node] = set()
     found = []
     for path in paths:
@@ -86,9 +87,9 @@ def _dependent(cleaned: CleanGraph, nodes: Sequence[fx.Node]) -> set[fx.Node]:
     return found.difference(cleaned.inputs, cleaned.dims)
 
 
-def _made_of_sizes(cleaned: CleanGraph, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """What depends on no input, is not drawn, and stays as it is made: positions, masks."""
-    others, depth = set(cleaned.inputs), 0
+def made_without(unknown: Collection[fx.Node], nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """What depends on none of some nodes, is not drawn, and stays as it is made."""
+    others, depth = set(unknown), 0
     written = {storage for node in nodes for storage in writes(node)}
     for node in nodes:
         depth += opens_region(node)
@@ -126,7 +127,7 @@ def _group(
     path: str,
     extents: Extents,
 ) -> RowGroup | None:
-    body, takes = _with_what_they_need(cleaned, given, members)
+    body, takes = with_what_they_need(cleaned, given, members)
     read = {operand for node in nodes if node not in members for operand in node.all_input_nodes}
     gives = [node for node in nodes if node in members and node in read]
     kept = [node for node in nodes if node in body]
@@ -182,7 +183,7 @@ def _is_seen_outside(
     return any(operand in seen and written & memory(operand) for operand in read)
 
 
-def _with_what_they_need(
+def with_what_they_need(
     cleaned: CleanGraph, given: Collection[fx.Node], members: set[fx.Node]
 ) -> tuple[set[fx.Node], list[fx.Node]]:
     """The nodes with all before them that is not given, and what these read."""

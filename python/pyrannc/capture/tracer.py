@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from pyrannc.errors import CaptureError, RaNNCError
 
 from .around import whole_call
-from .assumptions import FROM_ARGUMENTS, Answering, Assumption, PartOfBatchError, PythonState
+from .assumptions import FROM_ARGUMENTS, Answering, Assumption, HeldBuffer, PartOfBatchError, PythonState
 from .attributes import AttributeLog, Carried
 from .autocast import Autocast, cached_casts
 from .chance import OtherGenerators
@@ -307,7 +307,8 @@ class _TracedCall:
         placeholders = [node for node in tracer.graph.nodes if node.op == "placeholder"]
         samples = [*session.params.tensors, *session.buffers.tensors, *session.samples]
         real = dict(zip(placeholders, samples, strict=True))
-        session.oracle.attach(tracer, real, len(inputs), session.shape_env.batch_symbol)
+        held = [HeldBuffer(session.model, name) for name in session.buffers.names]
+        session.oracle.attach(tracer, real, len(inputs), session.shape_env.batch_symbol, held)
         session.tracker.outermost = sys._getframe().f_code
         session.tracker.before_calls.append(self._note_sequences)
         self._recorder.annotate_nodes_of(tracer.graph)

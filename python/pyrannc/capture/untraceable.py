@@ -211,10 +211,10 @@ def has_own_forward(module: nn.Module) -> bool:
 
 
 def _share(model: nn.Module, parts: Sequence[Part]) -> float:
-    """Of the model's parameters, by elements; of methods, functions and what is round a sub-module, none."""
-    modules = [
-        model.get_submodule(part.path) for part in parts if not part.method and not part.function and not part.around
-    ]
+    """Of the model's parameters, by elements; methods and functions have none."""
+    if any(part.around for part in parts):
+        return 1.0 - _share(model, [Part(f"{part.path}.{part.around}".lstrip(".")) for part in parts])
+    modules = [model.get_submodule(part.path) for part in parts if not part.method and not part.function]
     inside = {id(param): param.numel() for module in modules for param in module.parameters()}
     return sum(inside.values()) / max(1, sum(param.numel() for param in model.parameters()))
 

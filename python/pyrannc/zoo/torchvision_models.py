@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -31,6 +33,8 @@ def cases() -> Iterator[Case]:
 _SIZE = re.compile(r"[0-9]+|_(tiny|small|base|large|huge|[bslx][0-9]*|[tmh](?=_|$)|[0-9]+[a-z]*).*")
 _SIDE = 64
 """Pixels of an image's side, where a model takes any."""
+_CLIP = (4, _SIDE, _SIDE)
+"""Frames, height and width of the clips of a model that is made for one size of them."""
 _LARGE = ("_s", "_small", "_m", "_b", "_base", "_l", "_large", "_h", "_huge")
 """Ends of names, in the order of size; none of them is the smallest."""
 
@@ -64,7 +68,8 @@ def make(name: str, rows: int, as_they_are: bool) -> tuple[nn.Module, dict[str, 
             options |= {"rpn_batch_size_per_image": 100_000, "box_batch_size_per_image": 100_000}
     if "init_weights" in known:
         options["init_weights"] = False
-    model = models.get_model(name, **options)
+    with _small_clips():
+        model = models.get_model(name, **options)
     elements = sum(param.numel() for param in model.parameters())
     if elements > 70_000_000:
         raise NotByRuleError(f"{elements:,} elements are not small")
@@ -77,10 +82,24 @@ def make(name: str, rows: int, as_they_are: bool) -> tuple[nn.Module, dict[str, 
         return model, {"image1": pair[0], "image2": pair[1], "num_flow_updates": 2}
     first = next(iter(inspect.signature(model.forward).parameters))
     if task.startswith("video"):
-        clip = (16, 224, 224) if "s3d" in name or "mvit" in name else (4, _SIDE // 2, _SIDE // 2)
+        clip = _CLIP if "mvit" in name else (16, 224, 224) if "s3d" in name else (4, _SIDE // 2, _SIDE // 2)
         return model, {first: torch.rand(rows, 3, *clip, generator=generator)}
     size = 224 if "vit" in name or "maxvit" in name else 299 if "inception" in name else _SIDE
     return model, {first: torch.rand(rows, 3, size, size, generator=generator)}
+
+
+@contextmanager
+def _small_clips() -> Iterator[None]:
+    """Builders of MViT set the size of clips themselves: 224 pixels take minutes for a step."""
+    from torchvision.models.video import mvit
+
+    own = mvit.MViT
+
+    def small(*args: Any, **kwargs: Any) -> nn.Module:
+        return own(*args, **{**kwargs, "temporal_size": _CLIP[0], "spatial_size": _CLIP[1:]})
+
+    with patch.object(mvit, "MViT", small):
+        yield
 
 
 def _target(name: str) -> dict[str, torch.Tensor]:

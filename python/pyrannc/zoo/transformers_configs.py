@@ -38,7 +38,7 @@ _HEAD_WIDTH = (
 _RANK = r".*lora_rank.*"
 _INNER = (
     r"^(intermediate_size|.*_intermediate_size|ffn_dim|.*_ffn_dim|d_ff|ffn_hidden_size|n_inner|d_inner|.*mlp_dim"
-    r"|dim_feedforward|hidden_dim|feed_forward_size|.*feedforward_dim|ffn_size)$"
+    r"|dim_feedforward|hidden_dim|feature_size|feed_forward_size|.*feedforward_dim|ffn_size)$"
 )
 _OUTER = (
     r"^(hidden_size|.*hidden_size|d_model|n_embd|embed_dim|.*_embed_dim|embedding_size|dim|.*_dim|model_dim"
