@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .autocast import autocast_state, no_autocast
 from .clean import CleanGraph, clean, place_of
 from .dims import Dim
 from .flatten import Structure, batch_rows, by_extents, flatten
-from .lower import Lowered, is_tried, lower
+from .lower import Lowered, can_be_groups, is_tried, lower
 from .ops import aliased_arguments, mutated_arguments
 from .options import NO_OPTIONS, CaptureOptions
 from .outputs import only_asked
@@ -47,6 +48,7 @@ class Captured:
         row_wise: of each group, then of each call that was tried, whether it treats each row by itself.
         shown_rows: as many rows trials had memory for, of groups that they show.
         covered_rows: for batches of how many rows trials stand; None where none has shown anything.
+        can_be_groups: whether calls of some sub-modules can be tried as groups.
         tested_together: sub-modules that are groups because trials say so.
     """
 
@@ -73,6 +75,7 @@ class Captured:
     row_wise: tuple[bool, ...]
     shown_rows: int
     covered_rows: int | None
+    can_be_groups: Callable[[Sequence[str]], bool] = field(repr=False)
     tested_together: tuple[KeptWhole, ...] = ()
 
     def input_tensors(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -255,6 +258,7 @@ def capture(
         row_wise=tuple(lowered.row_wise),
         shown_rows=lowered.shown_rows,
         covered_rows=lowered.covered_rows,
+        can_be_groups=partial(can_be_groups, cleaned, traced.reader),
     )
 
 
