@@ -225,9 +225,34 @@ def _replaced(
 ) -> list[fx.Node]:
     """One node in the place of a group, and what reads its results from it."""
     inside = set(group)
-    taken = list(dict.fromkeys(operand for node in group for operand in node.all_input_nodes if operand not in inside))
     given = [node for node in group if node not in unknown and any(user not in inside for user in node.users)]
-    target = as_one_call(group, taken, given, device, "data_dependent")
+    place = next(node.meta.get(PLACE) or Place("") for node in group if node in unknown)
+    return replaced_by_one(graph, group, given, place, "data_dependent", reader, device)
+
+
+def replaced_by_one(
+    graph: fx.Graph,
+    group: Sequence[fx.Node],
+    given: Sequence[fx.Node],
+    place: Place,
+    kind: str,
+    reader: AffineReader,
+    device: torch.device,
+) -> list[fx.Node]:
+    """One node, where nodes are made now, in the place of a group, and what reads its results from it.
+
+    Args:
+        graph: that has them.
+        group: nodes in order.
+        given: those whose results others use.
+        place: in the model.
+        kind: for the name.
+        reader: tells extents.
+        device: where the trace ran.
+    """
+    inside = set(group)
+    taken = list(dict.fromkeys(operand for node in group for operand in node.all_input_nodes if operand not in inside))
+    target = as_one_call(group, taken, given, device, kind)
     results = [node.meta["val"] for node in given]
     target.form = Form.of([node.meta.get("val") for node in taken], results, reader, "a part of the model")
     if not given and not target.changes:
@@ -235,14 +260,14 @@ def _replaced(
     whole = graph.call_function(target, tuple(taken))
     whole.meta = {
         "val": tuple(node.meta["val"] for node in given),
-        FACTS: {place: found for place, node in enumerate(given) if (found := _facts(node)) is not None},
-        PLACE: next(node.meta.get(PLACE) or Place("") for node in group if node in unknown),
+        FACTS: {number: found for number, node in enumerate(given) if (found := _facts(node)) is not None},
+        PLACE: place,
         CALLS: _common([node.meta.get(CALLS, ()) for node in group]),
         GRAD_ENABLED: True,
     }
     nodes = [whole]
-    for place, node in enumerate(given):
-        result = graph.call_function(operator.getitem, (whole, place))
+    for number, node in enumerate(given):
+        result = graph.call_function(operator.getitem, (whole, number))
         result.meta = dict(node.meta)
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside)
         nodes.append(result)
