@@ -17,6 +17,7 @@ from .assumptions import FROM_ARGUMENTS, Answering, Assumption, PythonState
 from .attributes import assigned, carries_number, refuse_changed_tensors
 from .autocast import autocast_state, no_autocast
 from .clean import CleanGraph, clean, place_of
+from .data_dependent import ReturnedExtentsError
 from .dims import Dim
 from .flatten import Structure, batch_rows, by_extents, flatten
 from .lower import Lowered, can_be_groups, is_tried, lower
@@ -199,10 +200,11 @@ def capture(
         ToldRowWise(options.row_wise_modules),
     )
     outputs = options.outputs if model.training else None
+    full_masks: set[Place] = set()
 
     def attempt(leaves: Sequence[str]) -> tuple[Trace, CleanGraph, Lowered]:
         def once() -> tuple[Trace, CleanGraph, Lowered]:
-            own = replace(answers, assumes=whole.assumes)
+            own = replace(answers, assumes=whole.assumes, full_masks=frozenset(full_masks))
             traced = trace(model, tuple(args), kwargs, device, rows, counts, leaves, own, outputs)
             _refuse_changed_params(traced)
             refuse_changed_tensors(model, _changed_constants(traced.gm))
@@ -217,7 +219,15 @@ def capture(
                 )  # fmt: skip
                 return traced, cleaned, lowered
 
-        first = once()
+        first = None
+        while first is None:
+            try:
+                first = once()
+            except ReturnedExtentsError as error:
+                if error.origins <= full_masks:
+                    raise
+                # Where this batch's masks choose all, and each later one is asked for the same, extents are known.
+                full_masks.update(error.origins)
         if first[0].carried:
             with assigned(first[0].carried):
                 second = once()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from graphlib import CycleError, TopologicalSorter
 from itertools import takewhile
 
@@ -29,6 +29,18 @@ from .source import Place
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
+class ReturnedExtentsError(CaptureError):
+    """The model returns a tensor whose extents depend on data.
+
+    Attributes:
+        origins: where these extents come from.
+    """
+
+    def __init__(self, message: str, origins: frozenset[Place]) -> None:
+        super().__init__(message)
+        self.origins = origins
+
+
 def keep_together(graph: fx.Graph, inputs: Sequence[fx.Node], reader: AffineReader, device: torch.device) -> None:
     """Rewrites a flat graph of calls so that each tensor and number left has extents that are known for any batch.
 
@@ -39,7 +51,7 @@ def keep_together(graph: fx.Graph, inputs: Sequence[fx.Node], reader: AffineRead
         device: where the trace ran; every device that the model named is replaced by it.
 
     Raises:
-        CaptureError: the model returns a tensor whose extents depend on data.
+        ReturnedExtentsError: the model returns a tensor whose extents depend on data.
     """
     boundaries = own_boundaries(graph, inputs, reader)
     unknown = {node for node in graph.nodes if node.op == "call_function" and _is_unknown(node, reader)} | boundaries
@@ -47,10 +59,11 @@ def keep_together(graph: fx.Graph, inputs: Sequence[fx.Node], reader: AffineRead
         return
     for node in unknown:
         if any(user.op == "output" for user in node.users):
-            raise CaptureError(
+            raise ReturnedExtentsError(
                 f"{node.meta.get(PLACE) or Place('')} makes a tensor whose extents depend on data, and the model "
                 "returns it: each part of a batch would give another one; return it with extents that do not, such as "
-                "the full tensor beside a mask"
+                "the full tensor beside a mask",
+                _origins(node, unknown),
             )
     _share_views(graph, unknown - boundaries)
     groups = _Groups(graph, unknown)
@@ -58,6 +71,18 @@ def keep_together(graph: fx.Graph, inputs: Sequence[fx.Node], reader: AffineRead
     for root, members in groups.to_replace():
         order[root] = _replaced(graph, members, unknown, reader, device)
     _reorder(graph, [node for root in order for node in order[root]])
+
+
+def _origins(node: fx.Node, unknown: Set[fx.Node]) -> frozenset[Place]:
+    """Where what a node is made of first has extents that depend on data."""
+    found, waiting = dict.fromkeys([node]), [node]
+    while waiting:
+        for operand in waiting.pop().all_input_nodes:
+            if operand in unknown and operand not in found:
+                found[operand] = None
+                waiting.append(operand)
+    first = (item for item in found if unknown.isdisjoint(item.all_input_nodes))
+    return frozenset(item.meta.get(PLACE) or Place("") for item in first)
 
 
 def _is_unknown(node: fx.Node, reader: AffineReader) -> bool:
