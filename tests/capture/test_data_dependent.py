@@ -112,6 +112,51 @@ def test_what_is_returned_must_have_known_extents() -> None:
         captured(lambda net, x: x[x > 0])
 
 
+class Stripped(nn.Module):
+    """Returns what masks choose, one of them beside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        shown = torch.arange(x.shape[1]) < lengths[:, None]
+        made = self.first(x)[shown]
+        return self.last(made) * 2, x.sum(-1)[shown]
+
+
+def stripped(rows: int, shortest: int = 5) -> tuple[Tensor, Tensor]:
+    lengths = torch.full((rows,), 5)
+    lengths[0] = shortest
+    return torch.randn(rows, 5, WIDTH, dtype=torch.float64), lengths
+
+
+def test_what_masks_choose_is_returned_where_they_choose_all_and_each_batch_is_asked() -> None:
+    net = Stripped().double()
+    found = capture(net, stripped(ROWS), {}, device=CPU, rows=ROWS)
+    assert [value.shape[0] for value in found.gm(*net.parameters(), *stripped(3))] == [15, 15]
+    x, lengths = stripped(7)
+    for mine, right in zip(found.gm(*net.parameters(), x, lengths), net(x, lengths), strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
+    questions = [assumption.question for assumption in found.assumptions]
+    assert len(questions) == 2
+    for question in questions:
+        assert question is not None
+        assert question.holds([float(number) for number in question.ask(stripped(7))])
+        assert not question.holds([float(number) for number in question.ask(stripped(7, shortest=4))])
+
+
+def test_what_masks_choose_is_not_returned_where_a_row_is_shorter() -> None:
+    with pytest.raises(CaptureError, match="depend on data, and the model returns it"):
+        capture(Stripped().double(), stripped(ROWS, shortest=4), {}, device=CPU, rows=ROWS)
+
+
+def test_masks_of_what_the_model_computes_are_not_asked() -> None:
+    # Of this batch they choose all; nobody could ask the next one.
+    with pytest.raises(CaptureError, match="depend on data, and the model returns it"):
+        captured(lambda net, x: x[x > -2])
+
+
 class Trimmed(nn.Module):
     """Gives as many columns as there are in the longest row."""
 

@@ -392,11 +392,13 @@ def test_it_is_known_with_how_many_rows_a_group_was_tried(monkeypatch: pytest.Mo
     assert ROWS < found.shown_rows < 2000
 
 
-def test_an_outer_group_takes_the_place_of_an_inner_one() -> None:
+def tried_on(inner: nn.Module) -> tuple[DividedCapture, list[Sequence[str]]]:
+    """A model with much round ``inner``, and the sub-modules that were tried as groups, time after time."""
+
     def layers() -> list[nn.Module]:
         return [nn.Linear(WIDTH, 60), nn.Linear(60, WIDTH)]
 
-    net = nn.Sequential(*layers(), SortingTwice(), *layers())
+    net = nn.Sequential(*layers(), inner, *layers())
     args, kwargs = call(ROWS)
     asked: list[Sequence[str]] = []
 
@@ -407,9 +409,45 @@ def test_an_outer_group_takes_the_place_of_an_inner_one() -> None:
         native = graph.divide_tail("batch")
         return DividedCapture(found, graph, native, DividedFacts.from_json(native.to_json()))
 
-    found = without_mixing(net, divided(), divided)
+    return without_mixing(net, divided(), divided), asked
+
+
+def test_an_outer_group_takes_the_place_of_an_inner_one() -> None:
+    found, asked = tried_on(SortingTwice())
     assert asked[:2] == [(), ["2.inner"]]
     assert [part.paths for part in found.captured.tested_together] == [("2",)]
+    assert not found.divided.tail.ops
+
+
+class Router(nn.Module):
+    """Gives the tokens by expert, and how many each has as plain numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, EXPERTS)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, list[int]]:
+        chosen = self.linear(tokens).argmax(-1)
+        return chosen.argsort(), F.one_hot(chosen, EXPERTS).sum(0).tolist()
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = Router()
+        self.weights = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, WIDTH)
+        order, sizes = self.router(tokens)
+        parts = tokens[order].split(sizes)
+        made = torch.cat([part @ weight for part, weight in zip(parts, self.weights, strict=True)])
+        return torch.zeros_like(tokens).index_add(0, order, made).view_as(x)
+
+
+def test_a_group_is_tried_that_can_hold_all_of_what_mixes_rows() -> None:
+    found, asked = tried_on(Routed())
+    assert asked == [(), ["2"]]
     assert not found.divided.tail.ops
 
 

@@ -305,6 +305,30 @@ def test_in_place_ops_that_nobody_can_tell_become_functional(assert_equals_model
     assert not any(op.get("mutates") for op in ops_of(captured))
 
 
+def test_in_place_ops_that_take_masks_and_indices_become_functional(assert_equals_model: Any) -> None:
+    class Chosen(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x)
+            y.masked_fill_(x > 0, 0.5)
+            y[x < -1] += self.b(x)[x < -1]
+            y.scatter_(1, x.argmax(1, keepdim=True), 2.0)
+            return y
+
+    captured = assert_equals_model(Chosen().double(), call)
+    assert not any(op.get("mutates") for op in ops_of(captured))
+
+
+def test_in_place_ops_that_take_a_larger_type_stay(assert_equals_model: Any) -> None:
+    class Rounds(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a(x).float()
+            y += x
+            return self.b(y.double())
+
+    captured = assert_equals_model(Rounds().double(), call)
+    assert [op["target"] for op in ops_of(captured) if op.get("mutates")] == ["aten.add_.Tensor"]
+
+
 def test_in_place_ops_that_show_stay(assert_equals_model: Any) -> None:
     class Shows(Block):
         def forward(self, x: Tensor) -> Tensor:

@@ -399,6 +399,33 @@ def test_functorch_is_active() -> None:
     torch.vmap(call)(X)
 
 
+def test_only_vmap_is_active() -> None:
+    assert not internals.only_vmap_is_active()
+    seen = []
+
+    def call(x: Tensor) -> Tensor:
+        seen.append(internals.only_vmap_is_active())
+        return x.sum()
+
+    torch.vmap(call)(X)
+    torch.func.grad(call)(X)
+    torch.func.grad(lambda x: torch.vmap(call)(x).sum())(X)
+    assert seen == [True, False, False]
+
+
+def test_without_levels() -> None:
+    own = X.clone().requires_grad_()
+
+    def call(x: Tensor) -> Tensor:
+        assert not x.requires_grad
+        assert internals.without_levels(x) is not x
+        assert internals.without_levels(x).requires_grad
+        return x
+
+    torch.vmap(torch.vmap(call))(own)
+    assert internals.without_levels(own) is own
+
+
 def test_DisableTorchFunction() -> None:
     class Refusing(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, *args: Any) -> Any:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.capture.tracing import X, fake_mode, traced
+from tests.capture.tracing import X, fake_mode, targets, traced
 from torch import Tensor, fx, nn
+from torch._export.wrappers import allow_in_pre_dispatch_graph
 
 from pyrannc.capture import torch_internals as internals
 from pyrannc.errors import RaNNCError
@@ -323,6 +324,23 @@ class Twice(torch.autograd.Function):
 
 def test_FUNCTION_APPLY() -> None:
     assert calls_seen(internals.FUNCTION_APPLY, lambda: Twice.apply(X), static=True) == 1
+
+
+class ForExport(Twice):
+    @classmethod
+    @allow_in_pre_dispatch_graph
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().apply(*args, **kwargs)
+
+
+def test_functions_as_operators() -> None:
+    def graph() -> list[Any]:
+        with internals.compiling_state():
+            return targets(traced(lambda x: ForExport.apply(x + 1), X))
+
+    assert any(isinstance(target, internals.HigherOrderOperator) for target in graph())
+    with internals.functions_as_operators():
+        assert not any(isinstance(target, internals.HigherOrderOperator) for target in graph())
 
 
 @torch.jit.script

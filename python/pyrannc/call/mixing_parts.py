@@ -81,6 +81,8 @@ def without_mixing(
         for kept in _parts_round(model, best, own):
             if tries == _MOST_TRIES:
                 break
+            if not best.captured.can_be_groups(kept.paths):
+                continue
             tries += 1
             try:
                 with within(_TRIALS_S):

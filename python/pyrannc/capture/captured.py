@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from .assumptions import FROM_ARGUMENTS, Answering, Assumption, PythonState
 from .attributes import assigned, carries_number, refuse_changed_tensors
 from .autocast import autocast_state, no_autocast
 from .clean import CleanGraph, clean, place_of
+from .data_dependent import ReturnedExtentsError
 from .dims import Dim
 from .flatten import Structure, batch_rows, by_extents, flatten
-from .lower import Lowered, is_tried, lower
+from .lower import Lowered, can_be_groups, is_tried, lower
 from .ops import aliased_arguments, mutated_arguments
 from .options import NO_OPTIONS, CaptureOptions
 from .outputs import only_asked
@@ -47,6 +49,7 @@ class Captured:
         row_wise: of each group, then of each call that was tried, whether it treats each row by itself.
         shown_rows: as many rows trials had memory for, of groups that they show.
         covered_rows: for batches of how many rows trials stand; None where none has shown anything.
+        can_be_groups: whether calls of some sub-modules can be tried as groups.
         tested_together: sub-modules that are groups because trials say so.
     """
 
@@ -73,6 +76,7 @@ class Captured:
     row_wise: tuple[bool, ...]
     shown_rows: int
     covered_rows: int | None
+    can_be_groups: Callable[[Sequence[str]], bool] = field(repr=False)
     tested_together: tuple[KeptWhole, ...] = ()
 
     def input_tensors(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -198,10 +202,11 @@ def capture(
         ToldRowWise(options.row_wise_modules),
     )
     outputs = options.outputs if model.training else None
+    full_masks: set[Place] = set()
 
     def attempt(leaves: Sequence[str]) -> tuple[Trace, CleanGraph, Lowered]:
         def once() -> tuple[Trace, CleanGraph, Lowered]:
-            own = replace(answers, assumes=whole.assumes)
+            own = replace(answers, assumes=whole.assumes, full_masks=frozenset(full_masks))
             traced = trace(model, tuple(args), kwargs, device, rows, counts, leaves, own, outputs)
             _refuse_changed_params(traced)
             traced.assumptions[:] = _without_changed_buffers(traced)
@@ -217,7 +222,15 @@ def capture(
                 )  # fmt: skip
                 return traced, cleaned, lowered
 
-        first = once()
+        first = None
+        while first is None:
+            try:
+                first = once()
+            except ReturnedExtentsError as error:
+                if error.origins <= full_masks:
+                    raise
+                # Where this batch's masks choose all, and each later one is asked for the same, extents are known.
+                full_masks.update(error.origins)
         if first[0].carried:
             with assigned(first[0].carried):
                 second = once()
@@ -258,6 +271,7 @@ def capture(
         row_wise=tuple(lowered.row_wise),
         shown_rows=lowered.shown_rows,
         covered_rows=lowered.covered_rows,
+        can_be_groups=partial(can_be_groups, cleaned, traced.reader),
     )
 
 

@@ -19,6 +19,7 @@ from .facts import FACTS, GRAD_ENABLED, PLACE, TensorFacts
 from .functional import replace_in_place_ops
 from .layouts import pin_layouts
 from .leaf import Apart
+from .lookups import join_lookups
 from .mean_losses import divide_mean_losses
 from .ops import has_effect, is_assertion, is_tuple_access
 from .plain_masks import drop_plain_masks
@@ -116,6 +117,13 @@ def drop_unused(trace: Trace, cleaned: CleanGraph) -> None:
 def keep_data_dependent(trace: Trace, cleaned: CleanGraph) -> None:
     """Ops among which extents or numbers depend on data become one."""
     keep_together(cleaned.gm.graph, cleaned.inputs, trace.reader, trace.device)
+    _outputs_again(cleaned)
+
+
+def keep_lookups(trace: Trace, cleaned: CleanGraph) -> None:
+    """What looks up elements by their numbers inside of ``torch.vmap`` becomes one Op with what makes the numbers."""
+    join_lookups(cleaned.gm.graph, trace.reader, trace.device)
+    cleaned.gm.graph.eliminate_dead_code(is_impure_node=has_effect)
     _outputs_again(cleaned)
 
 
@@ -279,6 +287,7 @@ PASSES: tuple[Callable[[Trace, CleanGraph], None], ...] = (
     pin_strides,
     drop_masks,
     keep_data_dependent,
+    keep_lookups,
     sort_into_roles,
 )
 """From the raw trace to the graph that is lowered."""

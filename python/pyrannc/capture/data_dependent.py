@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from graphlib import CycleError, TopologicalSorter
 from itertools import takewhile
 
@@ -29,6 +29,18 @@ from .source import Place
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
+class ReturnedExtentsError(CaptureError):
+    """The model returns a tensor whose extents depend on data.
+
+    Attributes:
+        origins: where these extents come from.
+    """
+
+    def __init__(self, message: str, origins: frozenset[Place]) -> None:
+        super().__init__(message)
+        self.origins = origins
+
+
 def keep_together(graph: fx.Graph, inputs: Sequence[fx.Node], reader: AffineReader, device: torch.device) -> None:
     """Rewrites a flat graph of calls so that each tensor and number left has extents that are known for any batch.
 
@@ -39,7 +51,7 @@ def keep_together(graph: fx.Graph, inputs: Sequence[fx.Node], reader: AffineRead
         device: where the trace ran; every device that the model named is replaced by it.
 
     Raises:
-        CaptureError: the model returns a tensor whose extents depend on data.
+        ReturnedExtentsError: the model returns a tensor whose extents depend on data.
     """
     boundaries = own_boundaries(graph, inputs, reader)
     unknown = {node for node in graph.nodes if node.op == "call_function" and _is_unknown(node, reader)} | boundaries
@@ -47,10 +59,11 @@ def keep_together(graph: fx.Graph, inputs: Sequence[fx.Node], reader: AffineRead
         return
     for node in unknown:
         if any(user.op == "output" for user in node.users):
-            raise CaptureError(
+            raise ReturnedExtentsError(
                 f"{node.meta.get(PLACE) or Place('')} makes a tensor whose extents depend on data, and the model "
                 "returns it: each part of a batch would give another one; return it with extents that do not, such as "
-                "the full tensor beside a mask"
+                "the full tensor beside a mask",
+                _origins(node, unknown),
             )
     _share_views(graph, unknown - boundaries)
     groups = _Groups(graph, unknown)
@@ -58,6 +71,18 @@ def keep_together(graph: fx.Graph, inputs: Sequence[fx.Node], reader: AffineRead
     for root, members in groups.to_replace():
         order[root] = _replaced(graph, members, unknown, reader, device)
     _reorder(graph, [node for root in order for node in order[root]])
+
+
+def _origins(node: fx.Node, unknown: Set[fx.Node]) -> frozenset[Place]:
+    """Where what a node is made of first has extents that depend on data."""
+    found, waiting = dict.fromkeys([node]), [node]
+    while waiting:
+        for operand in waiting.pop().all_input_nodes:
+            if operand in unknown and operand not in found:
+                found[operand] = None
+                waiting.append(operand)
+    first = (item for item in found if unknown.isdisjoint(item.all_input_nodes))
+    return frozenset(item.meta.get(PLACE) or Place("") for item in first)
 
 
 def _is_unknown(node: fx.Node, reader: AffineReader) -> bool:
@@ -225,9 +250,34 @@ def _replaced(
 ) -> list[fx.Node]:
     """One node in the place of a group, and what reads its results from it."""
     inside = set(group)
-    taken = list(dict.fromkeys(operand for node in group for operand in node.all_input_nodes if operand not in inside))
     given = [node for node in group if node not in unknown and any(user not in inside for user in node.users)]
-    target = as_one_call(group, taken, given, device, "data_dependent")
+    place = next(node.meta.get(PLACE) or Place("") for node in group if node in unknown)
+    return replaced_by_one(graph, group, given, place, "data_dependent", reader, device)
+
+
+def replaced_by_one(
+    graph: fx.Graph,
+    group: Sequence[fx.Node],
+    given: Sequence[fx.Node],
+    place: Place,
+    kind: str,
+    reader: AffineReader,
+    device: torch.device,
+) -> list[fx.Node]:
+    """One node, where nodes are made now, in the place of a group, and what reads its results from it.
+
+    Args:
+        graph: that has them.
+        group: nodes in order.
+        given: those whose results others use.
+        place: in the model.
+        kind: for the name.
+        reader: tells extents.
+        device: where the trace ran.
+    """
+    inside = set(group)
+    taken = list(dict.fromkeys(operand for node in group for operand in node.all_input_nodes if operand not in inside))
+    target = as_one_call(group, taken, given, device, kind)
     results = [node.meta["val"] for node in given]
     target.form = Form.of([node.meta.get("val") for node in taken], results, reader, "a part of the model")
     if not given and not target.changes:
@@ -235,14 +285,14 @@ def _replaced(
     whole = graph.call_function(target, tuple(taken))
     whole.meta = {
         "val": tuple(node.meta["val"] for node in given),
-        FACTS: {place: found for place, node in enumerate(given) if (found := _facts(node)) is not None},
-        PLACE: next(node.meta.get(PLACE) or Place("") for node in group if node in unknown),
+        FACTS: {number: found for number, node in enumerate(given) if (found := _facts(node)) is not None},
+        PLACE: place,
         CALLS: _common([node.meta.get(CALLS, ()) for node in group]),
         GRAD_ENABLED: True,
     }
     nodes = [whole]
-    for place, node in enumerate(given):
-        result = graph.call_function(operator.getitem, (whole, place))
+    for number, node in enumerate(given):
+        result = graph.call_function(operator.getitem, (whole, number))
         result.meta = dict(node.meta)
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in inside)
         nodes.append(result)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from .autocast import CastsAsOps, region_of_one_op
 from .dims import AffineReader
 from .oracle import Oracle, real_execution
-from .source import SourceTracker
+from .source import Place, SourceTracker
 from .torch_internals import (
     PROXY_CALL,
     DynamicOutputShapeException,
@@ -48,6 +48,7 @@ _WITHOUT_GENERATOR = {
     _aten.randperm.generator: _aten.randperm.default,
 }
 """What draws from torch's own generator where it is given none; the first of each takes no size but a plain number."""
+_CHOOSE = torch.ops.aten.index.Tensor
 _READ_NUMBER = torch.ops.aten.item.default
 _OF_KNOWN_SHAPE = (torch.ops.aten.ctc_loss.Tensor, torch.ops.aten.ctc_loss.IntList)
 """Torch says that their shapes depend on data, which is so for a result of their insides only."""
@@ -211,11 +212,19 @@ def _shapes(result: Any) -> list[tuple[int, ...]]:
 class OperatorFallbacks:
     """Takes over the operators that a trace on fake tensors would get wrong."""
 
-    def __init__(self, oracle: Oracle, mode: FakeTensorMode, sizes: BatchSizes, tracker: SourceTracker) -> None:
+    def __init__(
+        self,
+        oracle: Oracle,
+        mode: FakeTensorMode,
+        sizes: BatchSizes,
+        tracker: SourceTracker,
+        full_masks: Collection[Place] = (),
+    ) -> None:
         self._oracle = oracle
         self._mode = mode
         self._sizes = sizes
         self._tracker = tracker
+        self._full_masks = full_masks
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -230,6 +239,10 @@ class OperatorFallbacks:
             number = self._constant(proxy_mode.tracer, *args) if func is _READ_NUMBER else None
             if number is not None:
                 return number
+            if func is _CHOOSE and self._tracker.here() in self._full_masks:
+                with proxy_mode:
+                    if self._chooses_all(proxy_mode.tracer, *args):
+                        return args[0].flatten(0, args[1][0].dim() - 1)
             converted = casts.made_of(func, args, kwargs)
             if converted is not None:
                 with proxy_mode:
@@ -256,6 +269,14 @@ class OperatorFallbacks:
         if proxy is None or tensor.dtype.is_complex:
             return None
         return self._oracle.constant_of(proxy.node)
+
+    def _chooses_all(self, tracer: Any, tensor: Tensor, indices: Sequence[Tensor | None]) -> bool:
+        """True for one mask that the inputs alone decide, and that has all elements of this batch."""
+        mask = indices[0]
+        proxy = proxy_of(mask, tracer)
+        if len(indices) > 1 or mask is None or mask.dtype != torch.bool or proxy is None:
+            return False
+        return self._oracle.is_of_inputs(proxy.node) and bool(mask.all())
 
     def _recurrent(self, tracer: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Recurrent layers: torch's fake final states have one dimension too many."""

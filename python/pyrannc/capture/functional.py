@@ -72,7 +72,9 @@ def _keeps_type_and_gradient(node: fx.Node, name: str, written: fx.Node) -> bool
     if not isinstance(value, Tensor) or not isinstance(before, Tensor):
         return False
     operands = [operand.meta.get("val") for operand in node.all_input_nodes]
-    if any(isinstance(operand, Tensor) and operand.dtype != value.dtype for operand in operands):
+    # Indices and masks leave the type of what they choose from.
+    types = {operand.dtype for operand in operands if isinstance(operand, Tensor)}
+    if any(torch.promote_types(kind, value.dtype) != value.dtype for kind in types):
         return False
     # Without gradients, an in-place op keeps the history of what it writes; a functional one drops it.
     facts: TensorFacts | None = written.meta.get(FACTS, {}).get(None)

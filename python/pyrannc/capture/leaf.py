@@ -21,9 +21,13 @@ from .torch_internals import (
     REGISTER_HOOK,
     current_tracer,
     disable_proxy_modes_tracing,
+    functions_as_operators,
     functorch_is_active,
+    only_vmap_is_active,
     proxy_of,
+    pytree,
     version,
+    without_levels,
 )
 
 
@@ -88,8 +92,10 @@ def opaque_autograd_functions() -> Iterator[None]:
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         tracer = current_tracer()
         plain = original.__get__(None, cls)
-        if tracer is None or functorch_is_active():
+        if tracer is None:
             return plain(*args, **kwargs)
+        if functorch_is_active():
+            return _under_transforms(cls, plain, args, kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:
             return _inlined_checkpoint(*args)
         if not _needs_backward(args):
@@ -109,8 +115,19 @@ def opaque_autograd_functions() -> Iterator[None]:
         target = OpaqueCall(name, call, f"{cls.__module__}.{cls.__qualname__}")
         return insert_node(tracer, target, tuple(proxies.values()), {}, result)
 
-    with FUNCTION_APPLY.replaced_by(classmethod(apply)):
+    with FUNCTION_APPLY.replaced_by(classmethod(apply)), functions_as_operators():
         yield
+
+
+def _under_transforms(cls: type[Function], plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """A call inside of ``torch.vmap`` and the like, where nothing can stay whole."""
+    tensors = [without_levels(item) for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)]
+    if _needs_backward(tensors):
+        raise NotImplementedError(f"{cls.__qualname__} has a backward of its own, which is lost under torch.vmap")
+    if only_vmap_is_active() and cls.generate_vmap_rule:
+        # It says that vmap may pass through its forward.
+        return cls.forward(*args, **kwargs)
+    return plain(*args, **kwargs)
 
 
 def _needs_backward(args: Sequence[Any]) -> bool:

@@ -108,6 +108,11 @@ def lower(
     return _Lowering(*own).run(name, training)
 
 
+def can_be_groups(cleaned: CleanGraph, reader: AffineReader, paths: Sequence[str]) -> bool:
+    """Whether calls of sub-modules can be tried as groups that treat each row by itself."""
+    return bool(row_groups(cleaned, paths, partial(_extents, reader)))
+
+
 @dataclass
 class _Lowering:
     trace: Trace

@@ -198,6 +198,11 @@ class Oracle:
             number: int | float | bool = value.item()
         return number
 
+    def is_of_inputs(self, node: fx.Node) -> bool:
+        """True for what the inputs of the call alone decide."""
+        slice_of = self._slice_of(node)
+        return not any(draws(item) or (item.op == "placeholder" and item not in self._inputs) for item in slice_of)
+
     def sample_of(self, node: fx.Node) -> Any:
         """Like :meth:`value_of`; where there is no data, random numbers of the same form, to learn shapes from."""
         try:

@@ -13,11 +13,13 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch._functorch import pyfunctorch
 from torch._guards import SLoc, TracingContext, tracing
 from torch._ops import HigherOrderOperator as _HigherOrderOperator
 from torch._ops import OpOverload as _OpOverload
@@ -142,6 +144,19 @@ def override_builtin_ops() -> AbstractContextManager[None]:
     from torch._export.non_strict_utils import _override_builtin_ops
 
     return _override_builtin_ops()
+
+
+@contextmanager
+def functions_as_operators() -> Iterator[None]:
+    """Custom autograd functions that ask export for an operator of their own, with a graph, get none. Public: none."""
+    from torch._export import wrappers
+
+    def is_class(item: Any) -> bool:
+        return False
+
+    # They ask whether they are called on a class, as they always are.
+    with PatchPoint(wrappers, "inspect").replaced_by(SimpleNamespace(isclass=is_class)):
+        yield
 
 
 def compiling_state() -> AbstractContextManager[None]:
@@ -321,6 +336,19 @@ VMAP_BEGIN, VMAP_END = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 def functorch_is_active() -> bool:
     """True inside ``torch.vmap``, ``torch.func.grad`` and the like. Public: none."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def only_vmap_is_active() -> bool:
+    """Likewise, but true for ``torch.vmap`` alone, which differentiates nothing. Public: none."""
+    levels = pyfunctorch.retrieve_all_functorch_interpreters()
+    return bool(levels) and all(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
+
+
+def without_levels(tensor: Tensor) -> Tensor:
+    """What a tensor inside of ``torch.vmap`` and the like is made of, which alone tells of gradients. Public: none."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 DisableTorchFunction = torch._C.DisableTorchFunction

@@ -265,7 +265,8 @@ class _Session:
             stack.enter_context(compiling_state())
             stack.enter_context(fake_tensors_untold())
             stack.enter_context(shown_without_data())
-            stack.enter_context(OperatorFallbacks(self.oracle, self.mode, self.sizes, self.tracker).installed())
+            own = self.oracle, self.mode, self.sizes, self.tracker
+            stack.enter_context(OperatorFallbacks(*own, self.answers.full_masks).installed())
             stack.enter_context(self.mode)
             stack.enter_context(non_strict_functions())
             stack.enter_context(tracing_context(self.mode))
