@@ -96,7 +96,8 @@ def _small_clips() -> Iterator[None]:
     own = mvit.MViT
 
     def small(*args: Any, **kwargs: Any) -> nn.Module:
-        return own(*args, **{**kwargs, "temporal_size": _CLIP[0], "spatial_size": _CLIP[1:]})
+        made: nn.Module = own(*args, **{**kwargs, "temporal_size": _CLIP[0], "spatial_size": _CLIP[1:]})
+        return made
 
     with patch.object(mvit, "MViT", small):
         yield
