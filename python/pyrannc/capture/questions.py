@@ -40,7 +40,7 @@ def question(
         device: that inputs are on.
         buffers: by placeholder, those that may decide.
     """
-    sources = {**inputs, **(buffers or {})}
+    sources: dict[fx.Node, int | HeldBuffer] = {**inputs, **(buffers or {})}
     try:
         functions = [_function(nodes, sources, constant, device) for nodes, _ in slices.values()]
     except NotOfInputsError:
