@@ -93,7 +93,7 @@ def _small_clips() -> Iterator[None]:
     """Builders of MViT set the size of clips themselves: 224 pixels take minutes for a step."""
     from torchvision.models.video import mvit
 
-    own = mvit.MViT
+    own: type[nn.Module] = mvit.MViT
 
     def small(*args: Any, **kwargs: Any) -> nn.Module:
         made: nn.Module = own(*args, **{**kwargs, "temporal_size": _CLIP[0], "spatial_size": _CLIP[1:]})
