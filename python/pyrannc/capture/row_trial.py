@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .chance import alike_draws
 from .dims import Dim
 from .torch_internals import TorchDispatchMode, all_digits, pytree
 
@@ -30,6 +31,9 @@ _TYPICAL = 0.2
 """Share of what one element may differ by that all of them may, by root mean square: few roundings are so large."""
 _NOISE = 8.0
 """A gradient that is nothing but terms that cancel each other has so many roundings of the largest one."""
+
+_MOST_DRAWS = 256
+"""From Python or NumPy, of one row, that get the same number."""
 
 _SAID_OF_CONTENTS = (
     "out of bounds",
@@ -178,7 +182,7 @@ def _holds(
     with torch.random.fork_rng(devices=own), torch.enable_grad(), all_digits():
         torch.manual_seed(0)
         seen, shown = _Seen(), many
-        for law in laws:
+        for law in enumerate(laws):
             trial, start = _Trial(call, operands, FEW, device, seen, *law), time.monotonic()
             if not trial.holds_in_time():
                 return 0
@@ -245,13 +249,13 @@ class _Trial:
         rows: int,
         device: torch.device,
         seen: _Seen,
-        spread: float,
-        mean: float,
+        number: int,
+        law: Law,
     ) -> None:
         self._call = call
         self._device = device
         self._seen = seen
-        self._law = spread, mean
+        self._number, self._law = number, law
         self.rows = rows
         self._rows: dict[int, Tensor] = {}
         self._fixed: dict[int, Any] = {}
@@ -362,7 +366,7 @@ class _Trial:
         tensors = {**self._fixed, **rows, **sizes}
         # A function may change what it is given.
         given = [_copy(tensors[place]) for place in range(len(tensors))]
-        with _Kinds(self._seen.kinds) as noted:
+        with _Kinds(self._seen.kinds) as noted, alike_draws(self._number, _MOST_DRAWS * (hi - lo)):
             made = self._call(*given)
         self._inside_bytes = max(self._inside_bytes, noted.made_bytes)
         made = [made] if isinstance(made, Tensor) else [item for item in made if isinstance(item, Tensor)]

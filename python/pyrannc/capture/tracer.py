@@ -19,7 +19,7 @@ from .around import whole_call
 from .assumptions import FROM_ARGUMENTS, Answering, Assumption, PartOfBatchError, PythonState
 from .attributes import AttributeLog, Carried
 from .autocast import Autocast, cached_casts
-from .chance import OtherGenerators
+from .chance import OtherGenerators, other_generators_restored
 from .dims import AffineReader
 from .facts import FactRecorder
 from .fallback import BatchSizes, OperatorFallbacks
@@ -262,6 +262,7 @@ class _Session:
     def _environment(self, recorder: FactRecorder) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(other_generators_restored())
             stack.enter_context(compiling_state())
             stack.enter_context(fake_tensors_untold())
             stack.enter_context(shown_without_data())
@@ -318,7 +319,7 @@ class _TracedCall:
             reparametrized(session.model, state),
             whole_calls_installed(session.whole_calls()),
             session.tracker.following(),
-            OtherGenerators(session.model).unused(session.tracker),
+            OtherGenerators(session.model).untraced(session.tracker),
             watched_hooks(session.model, session.tracker),
             cached_casts(session.autocast.cache),
         ):
