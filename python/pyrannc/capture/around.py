@@ -100,6 +100,7 @@ class _Side(WholeCall):
 
 class _Before(_Side):
     suffix = ",before"
+    hands_on = True
 
     def _examine(self, tried: Tried) -> None:
         super()._examine(tried)

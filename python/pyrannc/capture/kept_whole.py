@@ -63,10 +63,12 @@ class WholeCall:
         original: what is called.
         suffix: of the title in the Graph, where one part makes several Ops.
         advice: against results that a later call does not give.
+        hands_on: it need not run to return its arguments.
     """
 
     suffix = ""
     advice = ""
+    hands_on = False
 
     def __init__(self, model: nn.Module, part: Part, trials: Trials) -> None:
         self._part = part
@@ -112,17 +114,27 @@ class WholeCall:
             raise CaptureError(f"{self._part} stays whole, but has neither parameters nor tensor arguments")
         sizes = self._trials.sizes
         results = sizes.fakes(trial.made, operands[0].device, trial.gradients, self._trials.mode)
-        call = self._runtime_call(names, structure, trial)
+        # The Op takes each tensor once, and rows come first in what it takes and gives.
+        distinct = list({id(item): item for item in operands}.values())
+        order = [next(i for i, item in enumerate(distinct) if item is operand) for operand in operands]
+        taken_dims, given_dims = [sizes.row_dim(item) for item in distinct], [sizes.row_dim(item) for item in results]
+        call = _with_rows_first(self._runtime_call(names, structure, trial), order, taken_dims, given_dims)
+        firsts = [item.movedim(dim, 0) if dim else item for item, dim in zip(distinct, taken_dims, strict=True)]
+        results = tuple(
+            sizes.rows_first(item, dim, self._trials.mode) if dim else item
+            for item, dim in zip(results, given_dims, strict=True)
+        )
         target = OpaqueCall(self._part.identifier, call, self._part.title + self.suffix)
         target.changes = trial.changes
         target.draws_elsewhere = True
         target.row_wise = trial.row_wise
         target.repeats = trial.repeats and not names
         target.types = trial.types
-        target.form = Form.of(operands, results, sizes.reader, str(self._part), self.advice)
-        proxies = (proxy_of(operand, tracer) for operand in operands)
-        arguments = tuple(p if p is not None else o for p, o in zip(proxies, operands, strict=True))
+        target.form = Form.of(firsts, results, sizes.reader, str(self._part), self.advice)
+        proxies = (proxy_of(operand, tracer) for operand in firsts)
+        arguments = tuple(p if p is not None else o for p, o in zip(proxies, firsts, strict=True))
         insert_node(tracer, target, arguments, {}, results)
+        results = tuple(item.movedim(0, dim) if dim else item for item, dim in zip(results, given_dims, strict=True))
         return trial.output.rebuild(self._written(trial, inputs, operands, results, tracer))
 
     def _written(
@@ -135,12 +147,11 @@ class WholeCall:
             others = (own for other, own in enumerate(places) if other != held + place)
             if any(places[held + place] & own for own in others):
                 raise self._untraceable("it changes in place a tensor whose memory it is called with twice")
-        count = len(trial.given)
-        for place, new in zip(trial.writes, results[count:], strict=True):
+        own = trial.given.count(None)
+        for place, new in zip(trial.writes, results[own:], strict=True):
             inputs[place].copy_(new)
-        # What it has changed is what it returns.
-        pairs = zip(results[:count], trial.given, strict=True)
-        return [made if place is None else inputs[place] for made, place in pairs]
+        made = iter(results[:own])
+        return [next(made) if place is None else inputs[place] for place in trial.given]
 
     def _state(self) -> dict[str, Tensor]:
         """Parameters and buffers as they are now, under all their names."""
@@ -191,8 +202,9 @@ class WholeCall:
                     f"it was captured: return tensors alone from it{self.advice}"
                 )
             taken = {tensor.untyped_storage().data_ptr() for tensor in (*tensors, *handed) if tensor.numel()}
+            results = [tensor for tensor, place in zip(made, trial.given, strict=True) if place is None]
             # The graph takes results for memory of their own.
-            own = [t.clone() if t.untyped_storage().data_ptr() in taken else t for t in made]
+            own = [t.clone() if t.untyped_storage().data_ptr() in taken else t for t in results]
             return (*own, *(handed[place] for place in changed))
 
         return call
@@ -210,10 +222,15 @@ class WholeCall:
         oracle = self._trials.oracle
         proxies = [proxy_of(operand, tracer) for operand in operands]
         reals = [o if p is None else oracle.sample_of(p.node) for p, o in zip(proxies, operands, strict=True)]
-        run = _Runs(lambda tensors: self._run(names, structure, tensors), names, operands)
+
+        def longer(more: int) -> list[Any]:
+            pairs = zip(proxies, operands, strict=True)
+            return [o if p is None else oracle.longer_value_of(p.node, more) for p, o in pairs]
+
+        run = _Runs(lambda tensors: self._run(names, structure, tensors), names, operands, hands_on=self.hands_on)
         try:
             with real_execution(), self._trials.unwatched():
-                made = self._trials.sizes.at_two_sizes(run, reals, operands)
+                made = self._trials.sizes.at_two_sizes(run, reals, operands, longer)
         except CaptureError:
             raise
         except Exception as error:
@@ -236,6 +253,26 @@ class WholeCall:
         """Raises UntraceableError for what a part of a special kind may not do."""
 
 
+def _with_rows_first(
+    call: Callable[..., tuple[Tensor, ...]], order: Sequence[int], taken: Sequence[int], given: Sequence[int]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """A call that takes each tensor once, and takes and gives tensors with the dimensions of rows first.
+
+    Args:
+        order: by operand of ``call``, which of the tensors it is.
+        taken: by tensor, the dimension in which ``call`` has its rows.
+        given: likewise, by result.
+    """
+
+    def moved(*tensors: Tensor) -> tuple[Tensor, ...]:
+        pairs = zip(tensors, taken, strict=True)
+        own = [item.movedim(0, dim).contiguous() if dim else item for item, dim in pairs]
+        made = call(*(own[place] for place in order))
+        return tuple(item.movedim(dim, 0) if dim else item for item, dim in zip(made, given, strict=True))
+
+    return moved
+
+
 def _names_of_each(state: dict[str, Tensor], part: Part) -> dict[str, list[str]]:
     """All names of each tensor, under the first of them, but for those inside of what ``part`` is around."""
     found: dict[int, list[str]] = {}
@@ -250,9 +287,9 @@ class Tried:
     """What runs have shown.
 
     Attributes:
-        made: results, then the new contents of arguments that it changes.
+        made: results that are no arguments, then the new contents of arguments that it changes.
         output: what stands round the results.
-        given: by result, the place of the changed argument that it is, if it is one.
+        given: by result, the place of the argument that it is, if it is one.
         writes: places of the arguments that it changes.
         gradients: of what is made, which require some.
         changes: buffers that it changes.
@@ -283,6 +320,7 @@ class _Runs:
         call: gives results, and what stands round them.
         names: of the state among the operands, which comes first.
         operands: as the trace has them.
+        hands_on: it need not run to return its arguments.
     """
 
     def __init__(
@@ -290,7 +328,10 @@ class _Runs:
         call: Callable[[Sequence[Any]], tuple[list[Tensor], Structure]],
         names: Sequence[str],
         operands: Sequence[Tensor],
+        *,
+        hands_on: bool,
     ) -> None:
+        self._hands_on = hands_on
         self._call = call
         self._names = names
         self._operands = operands
@@ -303,7 +344,7 @@ class _Runs:
         self._types: set[torch.dtype] = set()
 
     def __call__(self, tensors: Sequence[Any]) -> list[Tensor]:
-        """The results of a run, then the new contents of arguments that it has changed."""
+        """The results of a run that are none of its arguments, then the new contents of those that it has changed."""
         given, count = self._copies(tensors), len(self._names)
         before, state = [version(item) for item in given], _generators()
         with trial_draws(len(self._forms)) as drew, torch.set_grad_enabled(self._grad_enabled), _Used() as seen:
@@ -321,9 +362,12 @@ class _Runs:
         self._changes.update(place for place in changed if place < count)
         writes = tuple(place - count for place in changed if place >= count)
         self._reshaped |= any(given[place].shape != tensors[place].shape for place in changed)
-        args = {id(given[count + place]): place for place in writes}
+        args = {id(item): place for place, item in enumerate(given[count:])}
+        if not writes and not self._hands_on and all(id(tensor) in args for tensor in made):
+            # What gives nothing would not run.
+            args = {}
         self._forms.append((output, tuple(args.get(id(tensor)) for tensor in made), writes))
-        made += [given[count + place] for place in writes]
+        made = [tensor for tensor in made if id(tensor) not in args] + [given[count + place] for place in writes]
         self._gradients.append(tuple(tensor.requires_grad for tensor in made))
         return [tensor.detach() for tensor in made]
 
@@ -341,7 +385,7 @@ class _Runs:
         if len(outputs) > 1:
             return "it returns Python values that depend on data, on chance or on the batch size"
         if len(given) > 1 or len(writes) > 1:
-            return "data, chance or the batch size decide whether it changes a tensor that it is called with"
+            return "data, chance or the batch size decide whether it changes or returns a tensor that it is called with"
         if any(self._names[place] not in buffers for place in self._changes):
             return "it changes a parameter in place"
         return "it gives another shape to a tensor that it is called with" if self._reshaped else ""
