@@ -19,6 +19,7 @@ from pyrannc.blocks import philox
 from pyrannc.blocks.ahead import Ahead
 from pyrannc.blocks.recorded import Place, RecordedDraws
 from pyrannc.blocks.stream import CallKey, Draw, RowsInHand
+from pyrannc.capture.chance import other_generators_restored, seed_others
 from pyrannc.core.partition import RowDim
 from pyrannc.core.program import Rows
 
@@ -150,12 +151,17 @@ class Randomness:
         """The words of a draw, flat."""
         return philox.words(draw, self.device)
 
-    def placer(self, *, by_rows: bool) -> Callable[[int], None]:
-        """What generated code calls, with an Op's number, right before it draws from the device's generator."""
-        return _Placer(self, by_rows)
+    def placer(self, *, by_rows: bool, elsewhere: bool = False) -> Callable[[int], None]:
+        """What generated code calls, with an Op's number, right before it draws from the device's generator.
 
-    def place(self, op: int, *, by_rows: bool) -> None:
-        """Sets the generator for the Op: for the rows in hand, or alike for all."""
+        Args:
+            by_rows: parts of the batch differ.
+            elsewhere: it draws from those of Python and NumPy too.
+        """
+        return _Placer(self, by_rows, elsewhere)
+
+    def place(self, op: int, *, by_rows: bool, elsewhere: bool = False) -> None:
+        """Sets the generators for the Op: for the rows in hand, or alike for all."""
         if self.placed is not None:
             self.placed.append((op, by_rows))
             return
@@ -165,14 +171,18 @@ class Randomness:
             return
         if self.noted is not None:
             self.noted.append(place)
-        self._generator.manual_seed(mix(self._key.number, *place))
+        seed = mix(self._key.number, *place)
+        self._generator.manual_seed(seed)
+        if elsewhere:
+            seed_others(seed)
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """Gives the generator back to the user as it was."""
+        """Gives the generators back to the user as they were."""
         state = self._generator.get_state()
         try:
-            yield
+            with other_generators_restored():
+                yield
         finally:
             self._generator.set_state(state)
 
@@ -183,10 +193,11 @@ class _Placer:
 
     randomness: Randomness
     by_rows: bool
+    elsewhere: bool
 
     def __post_init__(self) -> None:
         self.__name__ = self.__qualname__ = "place_generator"
         self.__module__ = __name__
 
     def __call__(self, op: int) -> None:
-        self.randomness.place(op, by_rows=self.by_rows)
+        self.randomness.place(op, by_rows=self.by_rows, elsewhere=self.elsewhere)

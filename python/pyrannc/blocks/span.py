@@ -175,7 +175,9 @@ class _Writer:
                 return DrawnOp(law, randomness, first.dtype, first.row_dim, by_rows)
         self.seeds_generator = True
         by_rows = by_rows or not facts.results or any(values[value].depends_on_rows for value in facts.operands)
-        self.graph.call_function(randomness.placer(by_rows=by_rows), (self._numbers[op],))
+        elsewhere = getattr(self._captured.op_nodes[op].target, "draws_elsewhere", False)
+        placer = randomness.placer(by_rows=by_rows, elsewhere=elsewhere)
+        self.graph.call_function(placer, (self._numbers[op],))
         return None
 
     def _argument(self, item: Any) -> Any:

@@ -93,11 +93,17 @@ class _Side(WholeCall):
         """An opaque Op."""
         return self._traced(*args, **kwargs)
 
+    def _examine(self, tried: Tried) -> None:
+        if tried.writes:
+            raise self._untraceable("it changes a tensor that it is called with in place, and would twice")
+
 
 class _Before(_Side):
     suffix = ",before"
+    hands_on = True
 
     def _examine(self, tried: Tried) -> None:
+        super()._examine(tried)
         if tried.changes:
             raise self._untraceable(f"it changes buffers before '{self._part.around}' is called, and would twice")
         if tried.row_wise is False:

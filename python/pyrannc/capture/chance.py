@@ -1,60 +1,113 @@
-"""Random numbers of Python and NumPy, which a captured graph would draw once for all calls."""
+"""Random numbers of Python and NumPy, which a captured graph would draw once for all calls: what draws stays whole."""
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 from torch import nn
 
 from pyrannc.errors import CaptureError
 
-from .source import Place, SourceTracker
+from .source import Place, SourceTracker, belongs_to_user
+from .torch_internals import PatchPoint, current_tracer
+from .untraceable import UntraceableError
+
+_PYTHON = "Python's random module"
+_NUMPY = "numpy.random"
+_ADVICE = "use torch's (torch.rand), or pass the number as a tensor argument"
+_NO_DRAWS = {"seed", "getstate", "setstate", "get_state", "set_state"}
+_WORD = (1 << 32) - 1
+_SEEDS = (35, 47468, 225219, 375, 140)
+"""Of trials: both generators begin near 1/2, 0, 1, 1/4 and 3/4 of what they may give, so that a branch is taken by one
+trial and left by another."""
 
 
-class OtherGenerators:
-    """The generators of ``random`` and ``numpy.random``, and those that sub-modules hold as attributes."""
+def _numpy() -> Any:
+    """Its random numbers, if somebody uses it."""
+    return getattr(sys.modules.get("numpy"), "random", None)
 
-    def __init__(self, model: nn.Module) -> None:
-        numpy: Any = sys.modules.get("numpy")
-        self._numpy = getattr(numpy, "random", None)
-        self._held = [
-            (f'"{name}" of sub-module "{path}"' if path else f'"{name}" of the model', value)
-            for path, module in model.named_modules()
-            for name, value in vars(module).items()
-            if isinstance(value, random.Random) or self._is_numpy(value)
-        ]
 
-    def _is_numpy(self, value: Any) -> bool:
-        return self._numpy is not None and isinstance(value, (self._numpy.Generator, self._numpy.RandomState))
+def seed_others(seed: int) -> None:
+    """Sets the generators of Python and NumPy."""
+    random.seed(seed)
+    numpy = _numpy()
+    if numpy is not None:
+        numpy.seed(seed & _WORD)
 
-    def states(self) -> list[tuple[str, bytes]]:
-        """Each by name, with a state that compares by value."""
-        found: list[tuple[str, Any]] = [("Python's random module", random.getstate())]
-        if self._numpy is not None:
-            found.append(("numpy.random", self._numpy.get_state(legacy=False)))
-        found += [(f"the generator {name}", _state(value)) for name, value in self._held]
-        return [(name, pickle.dumps(state)) for name, state in found]
 
-    @contextmanager
-    def unused(self, tracker: SourceTracker) -> Iterator[None]:
-        """Raises CaptureError at the end of the sub-module's call that draws from one."""
-        before = self.states()
-
-        def check() -> None:
-            for (name, old), (_, new) in zip(before, self.states(), strict=True):
-                if old != new:
-                    raise CaptureError(
-                        f"{Place(tracker.module)} draws random numbers from {name}, which a captured call would draw "
-                        "once and keep for ever; use torch's (torch.rand), or pass the number as a tensor argument"
-                    )
-
-        tracker.after_calls = check
+@contextmanager
+def other_generators_restored() -> Iterator[None]:
+    """Python's and NumPy's generators are afterwards as they were."""
+    numpy = _numpy()
+    before, before_numpy = random.getstate(), None if numpy is None else numpy.get_state()
+    try:
         yield
+    finally:
+        random.setstate(before)
+        if numpy is not None:
+            numpy.set_state(before_numpy)
+
+
+@contextmanager
+def trial_draws(trial: int) -> Iterator[Callable[[], bool]]:
+    """Python and NumPy draw what they do in a trial of that number, on each rank. Gives what tells whether they did."""
+    with other_generators_restored():
+        seed_others(_SEEDS[trial % len(_SEEDS)])
+        before = other_states()
+        yield lambda: other_states() != before
+
+
+@contextmanager
+def alike_draws(trial: int, most: int) -> Iterator[None]:
+    """Likewise, and each number is that of the first draw, so that rows which draw in turn get the same.
+
+    Args:
+        most: after so many draws others follow, for those who draw until a number suits them.
+    """
+    seed, drawn = _SEEDS[trial % len(_SEEDS)], itertools.count()
+    with trial_draws(trial), ExitStack() as stack:
+        for _, point in _draws():
+
+            def draw(*args: Any, original: Any = point.original, **kwargs: Any) -> Any:
+                seed_others(seed + next(drawn) // most)
+                return original(*args, **kwargs)
+
+            stack.enter_context(point.replaced_by(draw))
+        yield
+
+
+def _draws() -> Iterator[tuple[str, PatchPoint]]:
+    """The functions that draw from the generators of Python and NumPy."""
+    for title, module, generator in _modules():
+        for name, item in list(vars(module).items()):
+            if getattr(item, "__self__", None) is generator and name not in _NO_DRAWS:
+                yield title, PatchPoint(module, name)
+
+
+def _modules() -> Iterator[tuple[str, Any, Any]]:
+    """Those that draw, each with the generator that its functions are methods of."""
+    numpy = _numpy()
+    yield _PYTHON, random, _owner(random, "random")
+    if numpy is not None:
+        yield _NUMPY, numpy, _owner(numpy, "random_sample")
+
+
+@cache
+def _owner(module: Any, name: str) -> Any:
+    """What a function of a module is a method of, whatever stands in its place later."""
+    return getattr(module, name).__self__
+
+
+def other_states() -> list[tuple[str, bytes]]:
+    """The generators of Python and NumPy by name, each with a state that compares by value."""
+    return [(title, pickle.dumps(_state(generator))) for title, _, generator in _modules()]
 
 
 def _state(generator: Any) -> Any:
@@ -62,3 +115,106 @@ def _state(generator: Any) -> Any:
         return generator.getstate()
     bits = getattr(generator, "bit_generator", None)
     return bits.state if bits is not None else generator.get_state(legacy=False)
+
+
+class OtherGenerators:
+    """The generators of ``random`` and ``numpy.random``, and those that a model's code holds.
+
+    These are attributes of its sub-modules, and variables of the Python modules in which their classes stand: such a
+    generator, or a method of one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._held = [
+            (f"the generator {name}", value)
+            for name, item in itertools.chain(_attributes(model), _variables(model))
+            if _is_generator(value := getattr(item, "__self__", item))
+        ]
+
+    def _held_states(self) -> list[tuple[str, bytes]]:
+        return [(name, pickle.dumps(_state(value))) for name, value in self._held]
+
+    @contextmanager
+    def untraced(self, tracker: SourceTracker) -> Iterator[None]:
+        """What draws inside of a trace cannot be captured.
+
+        It raises UntraceableError where it draws, or, where the function is not found by its name, at the end of the
+        sub-module's call; CaptureError for generators that nobody can set, be it in what stays whole.
+        """
+        before, before_held = other_states(), self._held_states()
+
+        def check() -> None:
+            name = _moved(before_held, self._held_states())
+            if name:
+                raise _refused(Place(tracker.module), f"draws random numbers from {name}")
+            name = _moved(before, other_states())
+            if name:
+                raise _untraceable(Place(tracker.module), name)
+
+        tracker.after_calls = check
+        with ExitStack() as stack:
+            for title, point in _draws():
+
+                def draw(*args: Any, title: str = title, original: Any = point.original, **kwargs: Any) -> Any:
+                    if current_tracer() is None:
+                        return original(*args, **kwargs)
+                    raise _untraceable(tracker.here(), title)
+
+                stack.enter_context(point.replaced_by(draw))
+            if _numpy() is not None:
+                stack.enter_context(_seeded_alone(tracker))
+            yield
+
+
+@contextmanager
+def _seeded_alone(tracker: SourceTracker) -> Iterator[None]:
+    """Code of the user makes no generator of NumPy that nobody can seed."""
+    point = PatchPoint(_numpy(), "default_rng")
+    original = point.original
+
+    def default_rng(seed: Any = None) -> Any:
+        if seed is None and belongs_to_user(sys._getframe(1).f_code.co_filename):
+            raise _refused(tracker.here(), "makes a generator without a seed (numpy.random.default_rng())")
+        return original(seed)
+
+    with point.replaced_by(default_rng):
+        yield
+
+
+def _moved(before: list[tuple[str, bytes]], now: list[tuple[str, bytes]]) -> str:
+    """The name of the first generator that has another state."""
+    return next((name for (name, old), (_, new) in zip(before, now, strict=True) if old != new), "")
+
+
+def _untraceable(place: Place, name: str) -> UntraceableError:
+    cause = f"draws random numbers from {name}"
+    message = f"{place} {cause}, which a captured call would draw once and keep for ever; {_ADVICE}"
+    return UntraceableError(message, place, f"it {cause}")
+
+
+def _refused(place: Place, cause: str) -> CaptureError:
+    return CaptureError(
+        f"{place} {cause}, which would give each rank numbers of its own; {_ADVICE}. What random and numpy.random "
+        "themselves draw, in a part that stays whole, is alike on all ranks"
+    )
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, module in model.named_modules():
+        owner = f'sub-module "{path}"' if path else "the model"
+        for name, value in vars(module).items():
+            yield f'"{name}" of {owner}', value
+
+
+def _variables(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for module in dict.fromkeys(type(module).__module__ for module in model.modules()):
+        for name, value in list(vars(sys.modules.get(module, object)).items()):
+            yield f'"{name}" of {module}', value
+
+
+def _is_generator(value: Any) -> bool:
+    """True for one of Python or NumPy that is not the one that all use."""
+    numpy, kinds = _numpy(), (random.Random,)
+    if numpy is not None:
+        kinds = (random.Random, numpy.Generator, numpy.RandomState)  # type: ignore[assignment]  # NumPy need not be there
+    return isinstance(value, kinds) and not any(value is generator for _, _, generator in _modules())

@@ -77,17 +77,25 @@ class BatchSizes:
         self.symbol_size = symbol_size
         self.reader = AffineReader(None if symbol_size is None else expression(symbol_size))
 
-    def at_two_sizes(self, run: Callable[[Sequence[Any]], Any], reals: Sequence[Any], fakes: Sequence[Any]) -> TwoSizes:
+    def at_two_sizes(
+        self,
+        run: Callable[[Sequence[Any]], Any],
+        reals: Sequence[Any],
+        fakes: Sequence[Any],
+        again: Callable[[int], Sequence[Any]] | None = None,
+    ) -> TwoSizes:
         """What ``run`` gives for the samples, and for one row more if they can be given one.
+
+        Args:
+            again: makes the samples anew for so many rows more, where some cannot be given any by themselves.
 
         Raises:
             UnstableError: other rows, or more of them, give results of other shapes than these two tell.
         """
         first = run(reals)
         try:
-            longer = [self._longer(real, fake, 1) for real, fake in zip(reals, fakes, strict=True)]
-            longest = [self._longer(real, fake, 3) for real, fake in zip(reals, fakes, strict=True)]
-        except ValueError:
+            longer, longest = (self._all_longer(reals, fakes, more, again) for more in (1, 3))
+        except LookupError:
             return TwoSizes(first, None)
         if self.symbol_size is None or all(new is old for new, old in zip(longer, reals, strict=True)):
             return TwoSizes(first, first)
@@ -96,6 +104,26 @@ class BatchSizes:
         for more, inputs in ((0, flipped), (3, longest)):
             _refuse_unstable(made, run(inputs), more)
         return made
+
+    def _all_longer(
+        self,
+        reals: Sequence[Any],
+        fakes: Sequence[Any],
+        more: int,
+        again: Callable[[int], Sequence[Any]] | None,
+    ) -> Sequence[Any]:
+        """Samples with so many rows more.
+
+        Raises:
+            LookupError: there are none.
+        """
+        try:
+            return [self._longer(real, fake, more) for real, fake in zip(reals, fakes, strict=True)]
+        except ValueError as error:
+            sizes = [self.reader.read(size) for fake in fakes if isinstance(fake, Tensor) for size in fake.shape]
+            if again is None or None in sizes:
+                raise LookupError("an extent is not known") from error
+            return again(more)
 
     def are_apart(
         self,
@@ -139,8 +167,27 @@ class BatchSizes:
         return real
 
     def _flipped(self, real: Any, fake: Any) -> Any:
-        dims = [dim for dim, _ in self._batch_dims(fake)]
+        try:
+            dims = [dim for dim, _ in self._batch_dims(fake)]
+        except ValueError:
+            # It tells where rows begin.
+            return real
         return real.flip(dims) if dims else real
+
+    def row_dim(self, fake: Any) -> int:
+        """The dimension whose extent alone is so many times the rows; 0 if there is none."""
+        try:
+            found = self._batch_dims(fake)
+        except ValueError:
+            return 0
+        return found[0][0] if len(found) == 1 else 0
+
+    def rows_first(self, fake: Tensor, dim: int, mode: FakeTensorMode) -> Tensor:
+        """An empty tensor like another one, whose dimension ``dim`` comes first, as it lies in memory."""
+        with disable_proxy_modes_tracing(), mode:
+            moved = fake.detach().movedim(dim, 0)
+            made = torch.empty_strided(moved.shape, moved.stride(), dtype=fake.dtype, device=fake.device)
+            return _no_leaf(made, fake.requires_grad)
 
     def _batch_dims(self, fake: Any) -> list[tuple[int, int]]:
         """The dimensions that grow with the batch, and by how much."""
@@ -174,19 +221,25 @@ class BatchSizes:
                 shape.append(size)
             else:
                 shape.append(self.symbol_size * per_row + (size - per_row * self.rows))
-        fake = torch.empty(shape, dtype=first.dtype, device=device)
-        return fake.requires_grad_(requires_grad and (first.is_floating_point() or first.is_complex()))
+        return _no_leaf(torch.empty(shape, dtype=first.dtype, device=device), requires_grad)
 
     def fake_like(self, real: Tensor, device: torch.device, requires_grad: bool) -> Tensor:
         """An empty tensor of the same type and shape, with the batch symbol where the extent is a multiple of it."""
         shape = [self._symbolic(size) for size in real.shape]
-        fake = torch.empty(shape, dtype=real.dtype, device=device)
-        return fake.requires_grad_(requires_grad and (real.is_floating_point() or real.is_complex()))
+        return _no_leaf(torch.empty(shape, dtype=real.dtype, device=device), requires_grad)
 
     def _symbolic(self, size: int) -> int | torch.SymInt:
         if self.symbol_size is None or size == 0 or size % self.rows:
             return size
         return self.symbol_size * (size // self.rows)
+
+
+def _no_leaf(fake: Tensor, requires_grad: bool) -> Tensor:
+    """With gradients, if any, as what is computed has them: the model may change it in place."""
+    if not requires_grad or not (fake.is_floating_point() or fake.is_complex()):
+        return fake
+    with torch.enable_grad():
+        return fake.requires_grad_().clone()
 
 
 class UnstableError(ValueError):

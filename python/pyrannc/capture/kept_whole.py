@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from pyrannc.errors import CaptureError
 
+from .chance import trial_draws
+from .facts import memory
 from .fallback import BatchSizes, TwoSizes, insert_node
 from .flatten import Structure, flatten
 from .form import Form
@@ -61,10 +63,12 @@ class WholeCall:
         original: what is called.
         suffix: of the title in the Graph, where one part makes several Ops.
         advice: against results that a later call does not give.
+        hands_on: it need not run to return its arguments.
     """
 
     suffix = ""
     advice = ""
+    hands_on = False
 
     def __init__(self, model: nn.Module, part: Part, trials: Trials) -> None:
         self._part = part
@@ -99,9 +103,9 @@ class WholeCall:
         if any(isinstance(constant, _NUMBERS) for constant in structure.constants()):
             raise self._untraceable("it is called with a number made of the batch size or of data")
         current = self._state()
-        # What a module keeps is its own; of a method, only what it is found to use.
+        # What a module keeps is its own; of a method, only what it is found to use, unless chance decides that.
         names, operands, trial = self._tried(self._names, current, inputs, structure, tracer)
-        if (self._part.method or self._part.around) and len(trial.used) < len(names):
+        if (self._part.method or self._part.around) and len(trial.used) < len(names) and not trial.draws_elsewhere:
             names = [name for name in names if name in trial.used]
             names, operands, trial = self._tried(names, current, inputs, structure, tracer)
         if not operands:
@@ -110,17 +114,44 @@ class WholeCall:
             raise CaptureError(f"{self._part} stays whole, but has neither parameters nor tensor arguments")
         sizes = self._trials.sizes
         results = sizes.fakes(trial.made, operands[0].device, trial.gradients, self._trials.mode)
-        call = self._runtime_call(names, structure, trial.output)
+        # The Op takes each tensor once, and rows come first in what it takes and gives.
+        distinct = list({id(item): item for item in operands}.values())
+        order = [next(i for i, item in enumerate(distinct) if item is operand) for operand in operands]
+        taken_dims, given_dims = [sizes.row_dim(item) for item in distinct], [sizes.row_dim(item) for item in results]
+        call = _with_rows_first(self._runtime_call(names, structure, trial), order, taken_dims, given_dims)
+        firsts = [item.movedim(dim, 0) if dim else item for item, dim in zip(distinct, taken_dims, strict=True)]
+        results = tuple(
+            sizes.rows_first(item, dim, self._trials.mode) if dim else item
+            for item, dim in zip(results, given_dims, strict=True)
+        )
         target = OpaqueCall(self._part.identifier, call, self._part.title + self.suffix)
         target.changes = trial.changes
+        target.draws_elsewhere = True
         target.row_wise = trial.row_wise
         target.repeats = trial.repeats and not names
         target.types = trial.types
-        target.form = Form.of(operands, results, sizes.reader, str(self._part), self.advice)
-        proxies = (proxy_of(operand, tracer) for operand in operands)
-        arguments = tuple(p if p is not None else o for p, o in zip(proxies, operands, strict=True))
+        target.form = Form.of(firsts, results, sizes.reader, str(self._part), self.advice)
+        proxies = (proxy_of(operand, tracer) for operand in firsts)
+        arguments = tuple(p if p is not None else o for p, o in zip(proxies, firsts, strict=True))
         insert_node(tracer, target, arguments, {}, results)
-        return trial.output.rebuild(results)
+        results = tuple(item.movedim(0, dim) if dim else item for item, dim in zip(results, given_dims, strict=True))
+        return trial.output.rebuild(self._written(trial, inputs, operands, results, tracer))
+
+    def _written(
+        self, trial: Tried, inputs: Sequence[Tensor], operands: Sequence[Tensor], results: Sequence[Tensor], tracer: Any
+    ) -> list[Tensor]:
+        """What it returns, after Ops that change its arguments as it does."""
+        places = [set() if p is None else memory(p.node) for p in (proxy_of(item, tracer) for item in operands)]
+        held = len(operands) - len(inputs)
+        for place in trial.writes:
+            others = (own for other, own in enumerate(places) if other != held + place)
+            if any(places[held + place] & own for own in others):
+                raise self._untraceable("it changes in place a tensor whose memory it is called with twice")
+        own = trial.given.count(None)
+        for place, new in zip(trial.writes, results[own:], strict=True):
+            inputs[place].copy_(new)
+        made = iter(results[:own])
+        return [next(made) if place is None else inputs[place] for place in trial.given]
 
     def _state(self) -> dict[str, Tensor]:
         """Parameters and buffers as they are now, under all their names."""
@@ -158,18 +189,23 @@ class WholeCall:
         return {name: torch.empty(0, device="meta") for name in self._names if name not in names}
 
     def _runtime_call(
-        self, names: Sequence[str], structure: Structure, output: Structure
+        self, names: Sequence[str], structure: Structure, trial: Tried
     ) -> Callable[..., tuple[Tensor, ...]]:
+        changed = [len(names) + place for place in trial.writes]
+
         def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-            made, found = self._run(names, structure, tensors)
-            if found != output:
+            handed = [tensor.clone() if place in changed else tensor for place, tensor in enumerate(tensors)]
+            made, found = self._run(names, structure, handed)
+            if found != trial.output:
                 raise CaptureError(
                     f"{self._part} stays whole and has returned other Python values, or another structure, than when "
                     f"it was captured: return tensors alone from it{self.advice}"
                 )
-            given = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
+            taken = {tensor.untyped_storage().data_ptr() for tensor in (*tensors, *handed) if tensor.numel()}
+            results = [tensor for tensor, place in zip(made, trial.given, strict=True) if place is None]
             # The graph takes results for memory of their own.
-            return tuple(t.clone() if t.untyped_storage().data_ptr() in given else t for t in made)
+            own = [t.clone() if t.untyped_storage().data_ptr() in taken else t for t in results]
+            return (*own, *(handed[place] for place in changed))
 
         return call
 
@@ -183,51 +219,30 @@ class WholeCall:
     ) -> tuple[Sequence[str], list[Tensor], Tried]:
         """What runs on the real samples, at several batch sizes, tell of the results."""
         operands = [*(current[name] for name in names), *inputs]
-        oracle, count = self._trials.oracle, len(names)
+        oracle = self._trials.oracle
         proxies = [proxy_of(operand, tracer) for operand in operands]
         reals = [o if p is None else oracle.sample_of(p.node) for p, o in zip(proxies, operands, strict=True)]
-        outputs: list[Structure] = []
-        gradients: list[bool] = []
-        changed: set[int] = set()
-        used: set[str] = set()
-        drawn: set[bool] = set()
-        types: set[torch.dtype] = set()
-        enabled = torch.is_grad_enabled()
 
-        def run(tensors: Sequence[Any]) -> list[Tensor]:
-            given = [_own(item, like.requires_grad) for item, like in zip(tensors, operands, strict=True)]
-            before, state = [version(item) for item in given], _generators()
-            with torch.set_grad_enabled(enabled), _Used() as seen:
-                made, output = self._run(names, structure, given)
-            drawn.add(_generators() != state)
-            used.update(name for name, item in zip(names, given, strict=False) if id(item) in seen.ids)
-            types.update(seen.types)
-            used.update(name for name, item in zip(names, given, strict=False) if any(item is t for t in made))
-            changed.update(place for place, item in enumerate(given) if version(item) != before[place])
-            outputs.append(output)
-            gradients[:] = [tensor.requires_grad for tensor in made]
-            return [tensor.detach() for tensor in made]
+        def longer(more: int) -> list[Any]:
+            pairs = zip(proxies, operands, strict=True)
+            return [o if p is None else oracle.longer_value_of(p.node, more) for p, o in pairs]
 
+        run = _Runs(lambda tensors: self._run(names, structure, tensors), names, operands, hands_on=self.hands_on)
         try:
             with real_execution(), self._trials.unwatched():
-                made = self._trials.sizes.at_two_sizes(run, reals, operands)
+                made = self._trials.sizes.at_two_sizes(run, reals, operands, longer)
         except CaptureError:
             raise
         except Exception as error:
             raise self._untraceable(f"{type(error).__name__}: {error}") from error
-        if any(output != outputs[0] for output in outputs):
-            raise self._untraceable("it returns Python values that depend on data or on the batch size")
-        if any(place >= count for place in changed):
-            raise self._untraceable("it changes a tensor that it is called with in place")
-        if any(names[place] not in self._buffers for place in changed):
-            raise self._untraceable("it changes a parameter in place")
-        kinds = frozenset(types)
-        tried = Tried(made, outputs[0], tuple(gradients), tuple(sorted(changed)), frozenset(used), kinds)
-        tried.repeats = not any(drawn) and not any(gradients) and not changed
+        fault = run.fault(self._buffers)
+        if fault:
+            raise self._untraceable(fault)
+        tried = run.shown(made)
         if has_row_lists(structure.rebuild(inputs)):
             # Extents in lists of rows are no numbers to make up: the whole batch shows what it can.
             tried.row_wise = False
-            if not any(gradients):
+            if not any(tried.gradients):
                 oracle.asked_rows = oracle.asked_rows or Place(self._part.path)
                 with real_execution(), self._trials.unwatched():
                     tried.row_wise = self._trials.sizes.are_apart(run, reals, operands, made, oracle.rows)
@@ -236,6 +251,26 @@ class WholeCall:
 
     def _examine(self, tried: Tried) -> None:
         """Raises UntraceableError for what a part of a special kind may not do."""
+
+
+def _with_rows_first(
+    call: Callable[..., tuple[Tensor, ...]], order: Sequence[int], taken: Sequence[int], given: Sequence[int]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """A call that takes each tensor once, and takes and gives tensors with the dimensions of rows first.
+
+    Args:
+        order: by operand of ``call``, which of the tensors it is.
+        taken: by tensor, the dimension in which ``call`` has its rows.
+        given: likewise, by result.
+    """
+
+    def moved(*tensors: Tensor) -> tuple[Tensor, ...]:
+        pairs = zip(tensors, taken, strict=True)
+        own = [item.movedim(0, dim).contiguous() if dim else item for item, dim in pairs]
+        made = call(*(own[place] for place in order))
+        return tuple(item.movedim(dim, 0) if dim else item for item, dim in zip(made, given, strict=True))
+
+    return moved
 
 
 def _names_of_each(state: dict[str, Tensor]) -> dict[str, list[str]]:
@@ -248,25 +283,138 @@ def _names_of_each(state: dict[str, Tensor]) -> dict[str, list[str]]:
 
 @dataclass
 class Tried:
-    """Results: the tensors and what stands round them, which require gradients; changed buffers; state that is used;
-    types inside.
+    """What runs have shown.
 
-    ``row_wise`` says whether it treats each row by itself, if that is known already, ``repeats`` whether no run has
-    drawn random numbers or given what has gradients.
+    Attributes:
+        made: results that are no arguments, then the new contents of arguments that it changes.
+        output: what stands round the results.
+        given: by result, the place of the argument that it is, if it is one.
+        writes: places of the arguments that it changes.
+        gradients: of what is made, which require some.
+        changes: buffers that it changes.
+        used: state that is used.
+        types: inside.
+        repeats: no run has drawn random numbers or given what has gradients.
+        draws_elsewhere: a run has drawn from Python or NumPy.
+        row_wise: it treats each row by itself, if that is known already.
     """
 
     made: TwoSizes
     output: Structure
+    given: tuple[int | None, ...]
+    writes: tuple[int, ...]
     gradients: tuple[bool, ...]
     changes: tuple[int, ...]
     used: frozenset[str]
     types: frozenset[torch.dtype]
+    repeats: bool
+    draws_elsewhere: bool
     row_wise: bool | None = None
-    repeats: bool = False
+
+
+class _Runs:
+    """Runs of a part on real tensors, and what they show.
+
+    Args:
+        call: gives results, and what stands round them.
+        names: of the state among the operands, which comes first.
+        operands: as the trace has them.
+        hands_on: it need not run to return its arguments.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Sequence[Any]], tuple[list[Tensor], Structure]],
+        names: Sequence[str],
+        operands: Sequence[Tensor],
+        *,
+        hands_on: bool,
+    ) -> None:
+        self._hands_on = hands_on
+        self._call = call
+        self._names = names
+        self._operands = operands
+        self._grad_enabled = torch.is_grad_enabled()
+        self._forms: list[tuple[Structure, tuple[int | None, ...], tuple[int, ...]]] = []
+        self._gradients: list[tuple[bool, ...]] = []
+        self._changes: set[int] = set()
+        self._reshaped = self._draws = self._draws_elsewhere = False
+        self._used: set[str] = set()
+        self._types: set[torch.dtype] = set()
+
+    def __call__(self, tensors: Sequence[Any]) -> list[Tensor]:
+        """The results of a run that are none of its arguments, then the new contents of those that it has changed."""
+        given, count = self._copies(tensors), len(self._names)
+        before, state = [version(item) for item in given], _generators()
+        with trial_draws(len(self._forms)) as drew, torch.set_grad_enabled(self._grad_enabled), _Used() as seen:
+            made, output = self._call(given)
+            self._draws_elsewhere |= drew()
+        self._draws |= _generators() != state
+        own = {id(item): name for name, item in zip(self._names, given, strict=False)}
+        self._used.update(own[key] for key in own.keys() & (seen.ids | set(map(id, made))))
+        self._types.update(seen.types)
+        changed = [
+            place
+            for place, (item, old, original) in enumerate(zip(given, before, tensors, strict=True))
+            if version(item) != old or not _same_contents(item, original)
+        ]
+        self._changes.update(place for place in changed if place < count)
+        writes = tuple(place - count for place in changed if place >= count)
+        self._reshaped |= any(given[place].shape != tensors[place].shape for place in changed)
+        args = {id(item): place for place, item in enumerate(given[count:])}
+        if not writes and not self._hands_on and all(id(tensor) in args for tensor in made):
+            # What gives nothing would not run.
+            args = {}
+        self._forms.append((output, tuple(args.get(id(tensor)) for tensor in made), writes))
+        made = [tensor for tensor in made if id(tensor) not in args] + [given[count + place] for place in writes]
+        self._gradients.append(tuple(tensor.requires_grad for tensor in made))
+        return [tensor.detach() for tensor in made]
+
+    def _copies(self, tensors: Sequence[Any]) -> list[Any]:
+        """Operands that may be changed; arguments are no leaves of autograd, which may not."""
+        given = [_own(item, like.requires_grad) for item, like in zip(tensors, self._operands, strict=True)]
+        count = len(self._names)
+        with torch.set_grad_enabled(self._grad_enabled):
+            arguments = [item.clone() if isinstance(item, Tensor) else item for item in given[count:]]
+        return [*given[:count], *arguments]
+
+    def fault(self, buffers: Set[str]) -> str:
+        """Why no Op can stand for it; empty if one can."""
+        outputs, given, writes = map(set, zip(*self._forms, strict=True))
+        if len(outputs) > 1:
+            return "it returns Python values that depend on data, on chance or on the batch size"
+        if len(given) > 1 or len(writes) > 1:
+            return "data, chance or the batch size decide whether it changes or returns a tensor that it is called with"
+        if any(self._names[place] not in buffers for place in self._changes):
+            return "it changes a parameter in place"
+        return "it gives another shape to a tensor that it is called with" if self._reshaped else ""
+
+    def shown(self, made: TwoSizes) -> Tried:
+        """What the runs have shown, which gave ``made``."""
+        gradients = tuple(map(any, zip(*self._gradients, strict=True)))
+        draws = self._draws or self._draws_elsewhere
+        return Tried(
+            made,
+            *self._forms[0],
+            gradients=gradients,
+            changes=tuple(sorted(self._changes)),
+            used=frozenset(self._used),
+            types=frozenset(self._types),
+            repeats=not draws and not any(gradients) and not self._changes,
+            draws_elsewhere=self._draws_elsewhere,
+        )
+
+
+def _same_contents(item: Any, original: Any) -> bool:
+    """True where nothing has been written past autograd, as by NumPy; absent numbers are equal."""
+    if not isinstance(item, Tensor) or item.is_meta or item.shape != original.shape:
+        return True
+    with torch.no_grad():
+        return bool(((item == original) | ((item != item) & (original != original))).all())
 
 
 def _generators() -> list[list[int]]:
-    """What torch's generators have come to; others are watched all through a trace."""
+    """What torch's generators have come to."""
     own = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return [state.tolist() for state in (torch.get_rng_state(), *own)]
 

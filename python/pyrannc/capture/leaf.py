@@ -38,6 +38,7 @@ class OpaqueCall:
         title: its name in the Graph.
         changes: the operands that it changes in place.
         draws: it may draw random numbers.
+        draws_elsewhere: it may draw from Python or NumPy too.
         form: the extents that its results must have.
         autocast: under which it runs: as it was set where the call was made.
         row_wise: whether it treats each row by itself, if made-up operands need not show it.
@@ -54,6 +55,7 @@ class OpaqueCall:
         self.title = f"pyrannc.opaque.{source_class}"
         self.changes: tuple[int, ...] = ()
         self.draws = True
+        self.draws_elsewhere = False
         self.form: Form | None = None
         self.autocast = Autocast.now()
         self.row_wise: bool | None = None

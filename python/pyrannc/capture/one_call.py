@@ -55,6 +55,7 @@ def as_one_call(
     # The operands whose memory the group changes.
     call.changes = tuple(place for place, node in enumerate(taken) if written & memory(node))
     call.draws = any(draws_random_numbers(node) for node in group)
+    call.draws_elsewhere = any(getattr(node.target, "draws_elsewhere", False) for node in group)
     return call
 
 

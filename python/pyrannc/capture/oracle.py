@@ -7,7 +7,7 @@ of the graph that made the scalar runs on the real sample inputs, and the answer
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
@@ -21,6 +21,7 @@ from pyrannc.errors import CaptureError
 
 from .assumptions import Assumption, HeldBuffer
 from .autocast import no_autocast
+from .chance import trial_draws
 from .facts import memory, written_memory
 from .questions import question
 from .source import Place, SourceTracker
@@ -111,6 +112,8 @@ class Oracle:
         self._assumes = assumes
         self._in_operator = False
         self._graph: fx.Graph | None = None
+        self._batch_size: sympy.Symbol | None = None
+        self._more: dict[int, _Samples] = {}
 
     def attach(
         self,
@@ -136,6 +139,7 @@ class Oracle:
         self._with_rows = {node for node, count in zip(inputs, self._batch.per_row, strict=True) if count}
         self._graph = tracer.graph
         self._samples = _Samples(tracer.root, samples, self._device, {})
+        self._batch_size, self._more = batch_size, {}
         self._asked = self._samples
         if self._batch.rows:
             own = {**samples, **dict(zip(inputs, self._batch.tensors, strict=True))}
@@ -164,7 +168,7 @@ class Oracle:
         """Lets go of all tensors."""
         self._graph = None
         self._samples = self._asked = _Samples(None, {}, self._device, {})
-        self._inputs, self._buffers = {}, {}
+        self._inputs, self._buffers, self._more = {}, {}, {}
         self._with_rows = set()
 
     def value_of(self, node: fx.Node) -> Any:
@@ -175,9 +179,21 @@ class Oracle:
         """
         return self._value(node, self._samples)
 
+    def longer_value_of(self, node: fx.Node, more: int) -> Any:
+        """Likewise, for so many rows more, which are the first ones again.
+
+        Raises:
+            NoDataError: the slice reads a tensor without data.
+        """
+        if more not in self._more:
+            counts = {node: self._batch.per_row[place] for node, place in self._inputs.items()}
+            self._more[more] = self._samples.with_more_rows(more, counts, self._batch_size)
+        return self._value(node, self._more[more])
+
     def _value(self, node: fx.Node, samples: _Samples, seed: int | None = None) -> Any:
         """``seed`` starts the random generator for the run."""
-        with real_execution(), no_autocast():
+        # What stays whole may draw from other generators than torch's.
+        with real_execution(), no_autocast(), trial_draws(seed or 0), self._tracker.unchecked():
             if seed is not None:
                 torch.manual_seed(seed)
             samples.run(self._slice_of(node, samples.known))
@@ -339,6 +355,19 @@ class _Samples:
     def anew(self) -> _Samples:
         """The same tensors with nothing computed."""
         return _Samples(self._root, self._tensors, self._device, self._sizes)
+
+    def with_more_rows(self, more: int, per_row: Mapping[fx.Node, int], batch_size: Any) -> _Samples:
+        """The same with so many rows more, the first ones again."""
+        tensors, sizes = dict(self._tensors), dict(self._sizes)
+        for node, count in per_row.items():
+            if count:
+                tensor = tensors[node].detach()
+                extent = tensor.shape[0]
+                index = torch.arange(extent + more * count, device=tensor.device) % extent
+                with real_execution():
+                    tensors[node] = tensor.index_select(0, index)
+                sizes[batch_size] = extent // count + more
+        return _Samples(self._root, tensors, self._device, sizes)
 
     def run(self, nodes: Sequence[fx.Node]) -> None:
         """Computes some nodes; what others need of them comes before.

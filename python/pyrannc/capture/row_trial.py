@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .chance import alike_draws
 from .dims import Dim
 from .torch_internals import TorchDispatchMode, all_digits, pytree
 
@@ -20,6 +21,8 @@ FEW, MANY = 4, 64
 """Rows that are tried at least: few, and enough for what begins at a number of them."""
 MOST_BYTES = 1 << 30
 """Of what goes into a call; a trial holds several times as much."""
+_LIGHT_BYTES = 32 << 20
+"""Of that, with which no more rows than the batch has are too many to try."""
 MOST_BYTES_INSIDE = 4 << 30
 """Of all that a call makes inside, much of which is kept for its gradients."""
 Law = tuple[float, float]
@@ -30,6 +33,9 @@ _TYPICAL = 0.2
 """Share of what one element may differ by that all of them may, by root mean square: few roundings are so large."""
 _NOISE = 8.0
 """A gradient that is nothing but terms that cancel each other has so many roundings of the largest one."""
+
+_MOST_DRAWS = 256
+"""From Python or NumPy, of one row, that get the same number."""
 
 _SAID_OF_CONTENTS = (
     "out of bounds",
@@ -110,15 +116,16 @@ def rows_shown(call: Callable[..., Any], operands: Sequence[Any], device: torch.
 
 def _rows_shown(call: Callable[..., Any], operands: Sequence[Any], device: torch.device, rows: int) -> int:
     # Rows that have sizes are few and large.
-    many = max(2 * FEW if _has_chosen(operands) else MANY, rows)
+    least = max(2 * FEW, rows)
+    many = least if _has_chosen(operands) else max(MANY, rows)
     # An index out of bounds is an error on the host, on a GPU it ends the process.
     for place in (torch.device("cpu"), device):
         if place.type == "cpu" or torch.cuda.is_available():
             try:
                 if not _has_chosen(operands) and _holds_for_parts(call, operands, place):
                     # What begins at a number of tokens, such as a capacity, is seen with whole rows alone.
-                    return _holds(call, operands, place, many, LAWS[:1])
-                return _holds(call, operands, place, many)
+                    return _holds(call, operands, place, many, least, LAWS[:1])
+                return _holds(call, operands, place, many, least)
             except Exception as error:  # whatever the user's code raises: it cannot be tried there
                 if _ends_a_gpu(error):
                     return 0
@@ -150,7 +157,7 @@ def _holds_for_parts(call: Callable[..., Any], operands: Sequence[Any], device: 
         for operand in operands
     ]
     try:
-        return _holds(call, made, device, MANY) > 0
+        return _holds(call, made, device, MANY, MANY) > 0
     except Exception:  # as of a view with the row's own extents
         return False
 
@@ -171,18 +178,24 @@ def _dims_of(operand: Any) -> Sequence[Dim | None]:
 
 
 def _holds(
-    call: Callable[..., Any], operands: Sequence[Any], device: torch.device, many: int, laws: Sequence[Law] = LAWS
+    call: Callable[..., Any],
+    operands: Sequence[Any],
+    device: torch.device,
+    many: int,
+    least: int,
+    laws: Sequence[Law] = LAWS,
 ) -> int:
-    """With how many rows it holds for all laws; 0: it does not."""
+    """With how many rows it holds for all laws, ``least`` where ``many`` take long; 0: it does not."""
     own = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=own), torch.enable_grad(), all_digits():
         torch.manual_seed(0)
         seen, shown = _Seen(), many
-        for law in laws:
+        for law in enumerate(laws):
             trial, start = _Trial(call, operands, FEW, device, seen, *law), time.monotonic()
             if not trial.holds_in_time():
                 return 0
-            fitting = min(many, trial.most_rows, max(MANY, _rows_in_time(time.monotonic() - start, laws)))
+            wanted = many if trial.is_light_at(many) else least
+            fitting = min(wanted, trial.most_rows, max(MANY, _rows_in_time(time.monotonic() - start, laws)))
             if fitting > FEW and not _Trial(call, operands, fitting, device, seen, *law).holds_in_time():
                 return 0
             shown = min(shown, max(fitting, FEW))
@@ -245,13 +258,13 @@ class _Trial:
         rows: int,
         device: torch.device,
         seen: _Seen,
-        spread: float,
-        mean: float,
+        number: int,
+        law: Law,
     ) -> None:
         self._call = call
         self._device = device
         self._seen = seen
-        self._law = spread, mean
+        self._number, self._law = number, law
         self.rows = rows
         self._rows: dict[int, Tensor] = {}
         self._fixed: dict[int, Any] = {}
@@ -290,6 +303,10 @@ class _Trial:
         per_row = max(sum(item.nbytes for item in self._rows.values()), self._made_bytes) / self.rows
         inside = MOST_BYTES_INSIDE * self.rows / max(self._inside_bytes, 1)
         return int(min((MOST_BYTES - fixed) / max(per_row, 1.0), inside))
+
+    def is_light_at(self, rows: int) -> bool:
+        """True where so many rows make little inside, and so take little time."""
+        return self._inside_bytes * rows <= _LIGHT_BYTES * self.rows
 
     def _batch(self, tensor: Tensor, dims: Sequence[Dim]) -> Tensor:
         if dims[0].per_row < 1 or dims[0].fixed or any(dim.per_row for dim in dims[1:]):
@@ -362,7 +379,7 @@ class _Trial:
         tensors = {**self._fixed, **rows, **sizes}
         # A function may change what it is given.
         given = [_copy(tensors[place]) for place in range(len(tensors))]
-        with _Kinds(self._seen.kinds) as noted:
+        with _Kinds(self._seen.kinds) as noted, alike_draws(self._number, _MOST_DRAWS * (hi - lo)):
             made = self._call(*given)
         self._inside_bytes = max(self._inside_bytes, noted.made_bytes)
         made = [made] if isinstance(made, Tensor) else [item for item in made if isinstance(item, Tensor)]

@@ -189,6 +189,15 @@ class SourceTracker:
             # Sizes in the graph lead to this tracker, and these to the model.
             self.before_calls.clear()
 
+    @contextmanager
+    def unchecked(self) -> Iterator[None]:
+        """What runs inside runs again at each call, and is not what is captured."""
+        before, self.after_calls = self.after_calls, lambda: None
+        try:
+            yield
+        finally:
+            self.after_calls = before
+
     def _place_of(self, error: BaseException) -> Place:
         place = Place(self.module)
         traceback = error.__traceback__

@@ -19,7 +19,7 @@ from .around import whole_call
 from .assumptions import FROM_ARGUMENTS, Answering, Assumption, HeldBuffer, PartOfBatchError, PythonState
 from .attributes import AttributeLog, Carried
 from .autocast import Autocast, cached_casts
-from .chance import OtherGenerators
+from .chance import OtherGenerators, other_generators_restored
 from .dims import AffineReader
 from .facts import FactRecorder
 from .fallback import BatchSizes, OperatorFallbacks
@@ -236,13 +236,8 @@ class _Session:
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """What runs here runs again at each call, and is not what is captured."""
-        before = self.tracker.after_calls
-        self.tracker.after_calls = lambda: None
-        try:
-            with self.attributes.unwatched():
-                yield
-        finally:
-            self.tracker.after_calls = before
+        with self.tracker.unchecked(), self.attributes.unwatched():
+            yield
 
     def _fake(self, name: str, tensor: Tensor, per_row: int) -> Tensor:
         if id(tensor) in self.lone_slices:
@@ -262,6 +257,7 @@ class _Session:
     def _environment(self, recorder: FactRecorder) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(other_generators_restored())
             stack.enter_context(compiling_state())
             stack.enter_context(fake_tensors_untold())
             stack.enter_context(shown_without_data())
@@ -320,7 +316,7 @@ class _TracedCall:
             reparametrized(session.model, state),
             whole_calls_installed(session.whole_calls()),
             session.tracker.following(),
-            OtherGenerators(session.model).unused(session.tracker),
+            OtherGenerators(session.model).untraced(session.tracker),
             watched_hooks(session.model, session.tracker),
             cached_casts(session.autocast.cache),
         ):

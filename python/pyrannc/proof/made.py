@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +15,7 @@ from pyrannc.call.variant import Variant
 from pyrannc.capture import flatten
 from pyrannc.capture.attributes import AttributeLog
 from pyrannc.capture.autocast import no_autocast
+from pyrannc.capture.chance import other_generators_restored, other_states
 from pyrannc.capture.row_lists import unpacked
 from pyrannc.capture.source import SourceTracker
 from pyrannc.capture.torch_internals import reparametrized
@@ -35,7 +34,7 @@ class Made:
         outputs: by Value of the whole.
         buffers: their contents afterwards, by name.
         gradients: by first name of the parameter, norms and sums of parts of it.
-        chance: the states of torch's generators after the forward.
+        chance: the states of all generators after the forward.
         drew: they were others before.
         values: more Values of the whole, if asked for.
     """
@@ -43,7 +42,7 @@ class Made:
     outputs: dict[int, Tensor]
     buffers: dict[str, Tensor]
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    chance: tuple[Tensor, ...] = ()
+    chance: tuple[bytes, ...] = ()
     drew: bool = False
     values: dict[int, Tensor] = field(default_factory=dict)
 
@@ -169,7 +168,7 @@ class FewRows:
             {name: buffers[name].detach() for name in names},
             gradients,
             chance,
-            not all(map(torch.equal, before, chance)),
+            before != chance,
         )
 
     def _differentiate(
@@ -202,20 +201,14 @@ class FewRows:
 @contextmanager
 def same_chance(device: torch.device) -> Iterator[None]:
     """Whatever is drawn inside is drawn again afterwards: by torch, Python and NumPy."""
-    numpy: Any = getattr(sys.modules.get("numpy"), "random", None)
-    before, before_numpy = random.getstate(), None if numpy is None else numpy.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            random.setstate(before)
-            if numpy is not None:
-                numpy.set_state(before_numpy)
+    with other_generators_restored(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
 
 
-def _states(device: torch.device) -> tuple[Tensor, ...]:
+def _states(device: torch.device) -> tuple[bytes, ...]:
     own = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return torch.get_rng_state(), *own
+    others = [state for _, state in other_states()]
+    return *(bytes(state.tolist()) for state in (torch.get_rng_state(), *own)), *others
 
 
 def _leaf(param: Tensor, device: torch.device, *, nudged: float | None) -> Tensor:

@@ -14,9 +14,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from tests.contract.habit import equal, refused, warned
+from tests.contract.habit import alike, equal, refused, warned
 from tests.contract.job import Job
-from tests.contract.settings import REPLICAS, STAGES, Setting
+from tests.contract.settings import REPLICAS, SPREAD, STAGES, Setting
 from tests.contract.training import WIDTH, Chain, Returns, learn, pairs, single
 
 BUFFER = "keep it in a buffer (`register_buffer`), changed in place"
@@ -427,7 +427,10 @@ def buffer_set_between_calls(job: Job) -> None:
 # Chance and time outside of torch
 
 
-@refused("CaptureError", "random", instead="draw with torch, or pass the number as an argument")
+_DRAWN = "what draws stays whole, alike on all ranks; the numbers are not those of the plain model"
+
+
+@alike(settings=SPREAD, note=_DRAWN)
 def python_random(job: Job) -> None:
     """The model draws from Python's `random`."""
     model = job.wrap(Returns(Chain(), lambda y, target: F.mse_loss(y * (1 + random.random()), target)))
@@ -435,12 +438,33 @@ def python_random(job: Job) -> None:
         job.same("loss", model(*batch))
 
 
-@refused("CaptureError", "numpy|np", instead="draw with torch, or pass the number as an argument")
+@alike(settings=SPREAD, note=_DRAWN)
 def numpy_random(job: Job) -> None:
     """The model draws from numpy's global generator."""
     model = job.wrap(Returns(Chain(), lambda y, target: F.mse_loss(y * (1 + float(np.random.rand())), target)))
     for batch in job.batches(pairs):
         job.same("loss", model(*batch))
+
+
+@refused("CaptureError", "generator", "torch.rand", instead="draw with torch, or from the generators that all use")
+def own_generator(job: Job) -> None:
+    """The model draws from a generator of its own (`self.rng = np.random.default_rng(0)`)."""
+    net = Chain()
+    net.rng = np.random.default_rng(0)
+    model = job.wrap(Returns(net, lambda y, target: F.mse_loss(y * (1 + net.rng.random()), target)))
+    for batch in job.batches(pairs):
+        job.same("loss", model(*batch))
+
+
+@equal()
+def generators_of_the_script(job: Job) -> None:
+    """The script draws from `random` and numpy between calls of a model that draws from them too."""
+    model = job.wrap(Returns(Chain(), lambda y, target: F.mse_loss(y + 0 * random.random(), target)))
+    for batch in job.batches(pairs):
+        random.seed(1)
+        np.random.seed(1)
+        model(*batch)
+        job.same("numpy's", np.random.rand())
 
 
 # Arguments
