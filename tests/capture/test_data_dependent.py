@@ -393,6 +393,31 @@ def test_what_is_known_to_stay_whole_is_not_found_out_again(monkeypatch: pytest.
     assert Graph.from_json(again.graph_json).hash() == Graph.from_json(first.graph_json).hash()
 
 
+class Ones(nn.Module):
+    """Takes nothing else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if (x.detach().numpy() != 1).any():
+            raise ValueError("there is something else than ones")
+        return x + 1
+
+
+def test_what_stays_whole_is_tried_with_what_was_written_to_its_arguments() -> None:
+    class Filling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ones, self.last = Ones(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            filled = torch.full_like(x, 7.0)
+            for column in range(WIDTH):
+                filled[:, column] = 1.0
+            return self.last(self.ones(filled)) + x  # type: ignore[no-any-return]
+
+    found = capture(Filling(), (torch.randn(ROWS, WIDTH),), {}, device=CPU, rows=ROWS)
+    assert [kept.paths for kept in found.kept_whole] == [("ones",)]
+
+
 class Lazy(nn.Module):
     """Fills a buffer when it sees how long a row is."""
 

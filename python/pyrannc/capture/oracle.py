@@ -190,13 +190,13 @@ class Oracle:
             self._more[more] = self._samples.with_more_rows(more, counts, self._batch_size)
         return self._value(node, self._more[more])
 
-    def _value(self, node: fx.Node, samples: _Samples, seed: int | None = None) -> Any:
-        """``seed`` starts the random generator for the run."""
+    def _value(self, node: fx.Node, samples: _Samples, seed: int | None = None, *, now: bool = False) -> Any:
+        """``seed`` starts the random generator for the run; ``now``: as what was written later has left it."""
         # What stays whole may draw from other generators than torch's.
         with real_execution(), no_autocast(), trial_draws(seed or 0), self._tracker.unchecked():
             if seed is not None:
                 torch.manual_seed(seed)
-            samples.run(self._slice_of(node, samples.known))
+            samples.run(self._slice_of(node, samples.known, now=now))
             return samples.known[node]
 
     def constant_of(self, node: fx.Node) -> int | float | bool | None:
@@ -220,9 +220,9 @@ class Oracle:
         return not any(draws(item) or (item.op == "placeholder" and item not in self._inputs) for item in slice_of)
 
     def sample_of(self, node: fx.Node) -> Any:
-        """Like :meth:`value_of`; where there is no data, random numbers of the same form, to learn shapes from."""
+        """What a tensor is now; where there is no data, random numbers of the same form, to learn shapes from."""
         try:
-            return self.value_of(node)
+            return self._value(node, self._samples, now=True)
         except NoDataError:
             fake = node.meta.get("val")
             if not isinstance(fake, Tensor):
@@ -311,10 +311,15 @@ class Oracle:
         made = (node.meta.get("val") for node in self._graph.nodes)
         return any(isinstance(value, _NUMBERS) and symbol in expression(value).free_symbols for value in made)
 
-    def _slice_of(self, node: fx.Node, known: Container[fx.Node] = ()) -> list[fx.Node]:
-        """``node`` and what it is computed from, in graph order; ``known`` nodes and their ancestors are left out."""
+    def _slice_of(self, node: fx.Node, known: Container[fx.Node] = (), *, now: bool = False) -> list[fx.Node]:
+        """``node`` and what it is computed from, in graph order; ``known`` nodes and their ancestors are left out.
+
+        Args:
+            now: with what has written to its memory since.
+        """
         assert self._graph is not None
-        before = list(takewhile(lambda candidate: candidate is not node, self._graph.nodes))
+        until = None if now else node
+        before = list(takewhile(lambda candidate: candidate is not until, self._graph.nodes))
         writes = [candidate for candidate in before if written_memory(candidate) and candidate not in known]
         needed: set[fx.Node] = set()
         stack = [node]
@@ -326,8 +331,9 @@ class Oracle:
                     stack.extend(current.all_input_nodes)
             # Whoever reads memory depends on what was written there, be it through another view.
             read = {place for reader in needed for operand in reader.all_input_nodes for place in memory(operand)}
+            read |= memory(node) if now else set()
             stack += [write for write in writes if write not in needed and written_memory(write) & read]
-        return [candidate for candidate in (*before, node) if candidate in needed]
+        return [candidate for candidate in (before if now else (*before, node)) if candidate in needed]
 
 
 class _Samples:
