@@ -372,6 +372,33 @@ def test_attention_whose_steps_come_first_keeps_rows_apart(heads: int, assert_eq
     assert not DividedFacts.from_json(divided.to_json()).tail.ops
 
 
+class OtherWhereTraced(nn.Module):
+    """Leaves a mask that it makes out where it is full, but not where it is traced, and then it does not fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def left_out(self, mask: Tensor) -> bool:
+        traced = torch.compiler.is_compiling() or isinstance(mask, torch._subclasses.FakeTensor)
+        return not traced and bool(mask.all())
+
+    def forward(self, x: Tensor, shown: Tensor) -> Tensor:
+        y, full = self.linear(x), torch.ones(x.shape[0], WIDTH + 1, dtype=torch.bool)
+        y = y if self.left_out(full) else y * full
+        return y if self.left_out(shown) else y * shown
+
+
+def test_a_model_that_fails_where_it_knows_of_the_trace_is_not_told(assert_equals_model: Any) -> None:
+    def make(rows: int) -> Any:
+        return (torch.randn(rows, WIDTH, dtype=torch.float64), torch.ones(rows, WIDTH, dtype=torch.bool)), {}
+
+    captured = assert_equals_model(OtherWhereTraced().double(), make)
+    assert not captured.kept_whole
+    # What data go into is masked all the same: the next batch may have others.
+    assert [op["target"] for op in ops_of(captured)].count("aten.mul.Tensor") == 1
+
+
 def test_guard_is_answered_from_the_sample(assert_equals_model: Any) -> None:
     def make(rows: int) -> Any:
         mask = torch.ones(rows, dtype=torch.bool)
