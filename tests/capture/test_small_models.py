@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from pyrannc._native import Graph
 from pyrannc.capture import CaptureOptions, capture
+from pyrannc.core.tail import DividedFacts
 
 WIDTH = 6
 
@@ -344,6 +346,57 @@ def test_in_place_ops_that_show_stay(assert_equals_model: Any) -> None:
 
     captured = assert_equals_model(Shows().double(), call)
     assert [op["target"] for op in ops_of(captured) if op.get("mutates")] == ["aten.mul_.Tensor", "aten.add_.Tensor"]
+
+
+class StepsFirst(nn.Module):
+    """Attention whose steps come before the rows, as PyTorch's does by default."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.attention = nn.MultiheadAttention(6, heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = self.first(x).transpose(0, 1)
+        steps = steps + self.attention(steps, steps, steps, need_weights=False)[0]
+        return self.last(steps.transpose(0, 1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_attention_whose_steps_come_first_keeps_rows_apart(heads: int, assert_equals_model: Any) -> None:
+    def make(rows: int) -> Any:
+        return (torch.randn(rows, 5, 6, dtype=torch.float64),), {}
+
+    captured = assert_equals_model(StepsFirst(heads).double(), make)
+    divided = Graph.from_json(captured.graph_json).divide_tail("batch")
+    assert not DividedFacts.from_json(divided.to_json()).tail.ops
+
+
+class OtherWhereTraced(nn.Module):
+    """Leaves a mask that it makes out where it is full, but not where it is traced, and then it does not fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def left_out(self, mask: Tensor) -> bool:
+        traced = torch.compiler.is_compiling() or isinstance(mask, torch._subclasses.FakeTensor)
+        return not traced and bool(mask.all())
+
+    def forward(self, x: Tensor, shown: Tensor) -> Tensor:
+        y, full = self.linear(x), torch.ones(x.shape[0], WIDTH + 1, dtype=torch.bool)
+        y = y if self.left_out(full) else y * full
+        return y if self.left_out(shown) else y * shown
+
+
+def test_a_model_that_fails_where_it_knows_of_the_trace_is_not_told(assert_equals_model: Any) -> None:
+    def make(rows: int) -> Any:
+        return (torch.randn(rows, WIDTH, dtype=torch.float64), torch.ones(rows, WIDTH, dtype=torch.bool)), {}
+
+    captured = assert_equals_model(OtherWhereTraced().double(), make)
+    assert not captured.kept_whole
+    # What data go into is masked all the same: the next batch may have others.
+    assert [op["target"] for op in ops_of(captured)].count("aten.mul.Tensor") == 1
 
 
 def test_guard_is_answered_from_the_sample(assert_equals_model: Any) -> None:

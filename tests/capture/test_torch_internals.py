@@ -376,6 +376,17 @@ def test_decomposition() -> None:
     assert internals.decomposition(torch.ops.aten.mm.default) is None
 
 
+def test_told_of_no_trace() -> None:
+    fake = internals.fake_of(fake_mode(), "x", X, 1)
+    with internals.compiling_state(), internals.told_of_no_trace(lambda tensor: tensor.dim() > 1):
+        assert not torch.compiler.is_compiling()
+        assert isinstance(fake, torch._subclasses.FakeTensor)
+        assert not isinstance(X, torch._subclasses.FakeTensor)
+        assert not isinstance(fake[0], torch._subclasses.FakeTensor)
+        assert isinstance(fake[0], internals.FakeTensor)
+    assert isinstance(fake[0], torch._subclasses.FakeTensor)
+
+
 def vmap_names() -> list[str]:
     with internals.compiling_state():
         return [getattr(target, "__name__", "") for target in targets(traced(torch.vmap(torch.sin), X))]

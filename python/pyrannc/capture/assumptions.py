@@ -80,12 +80,14 @@ class Answering:
         part_of_batch: there are more rows than those of the arguments.
         before: answers to take where the same is asked again.
         assumes: answers that no later call can check are taken all the same; otherwise they are errors.
+        as_untraced: the model is not told that it is traced, but for what data go into.
         full_masks: where masks that choose elements are asked whether they choose all.
     """
 
     part_of_batch: bool = False
     before: Sequence[Assumption] = ()
     assumes: bool = True
+    as_untraced: bool = False
     full_masks: frozenset[Place] = frozenset()
 
 

@@ -207,6 +207,7 @@ def capture(
     def attempt(leaves: Sequence[str]) -> tuple[Trace, CleanGraph, Lowered]:
         def once() -> tuple[Trace, CleanGraph, Lowered]:
             own = replace(answers, assumes=whole.assumes, full_masks=frozenset(full_masks))
+            own = replace(own, as_untraced=whole.as_untraced)
             traced = trace(model, tuple(args), kwargs, device, rows, counts, leaves, own, outputs)
             _refuse_changed_params(traced)
             traced.assumptions[:] = _without_changed_buffers(traced)

@@ -21,6 +21,7 @@ from .layouts import pin_layouts
 from .leaf import Apart
 from .lookups import join_lookups
 from .mean_losses import divide_mean_losses
+from .merged_rows import keep_rows_apart
 from .ops import has_effect, is_assertion, is_tuple_access
 from .plain_masks import drop_plain_masks
 from .reciprocals import divide_by_rows
@@ -225,6 +226,12 @@ def divide_numbers(_trace: Trace, cleaned: CleanGraph) -> None:
     divide_by_rows(cleaned.gm.graph)
 
 
+def part_rows(trace: Trace, cleaned: CleanGraph) -> None:
+    """Rows that stand with others in a dimension for a linear layer stand in their own."""
+    keep_rows_apart(cleaned.gm.graph, trace.reader.read)
+    cleaned.gm.graph.eliminate_dead_code(is_impure_node=has_effect)
+
+
 def pin_strides(trace: Trace, cleaned: CleanGraph) -> None:
     """What is read by strides gets the layout that it was traced with."""
     pin_layouts(cleaned.gm.graph, trace.reader.read)
@@ -282,6 +289,7 @@ PASSES: tuple[Callable[[Trace, CleanGraph], None], ...] = (
     make_functional,
     convert_once,
     divide_numbers,
+    part_rows,
     drop_unused,
     divide_means,
     pin_strides,

@@ -72,6 +72,30 @@ def runs_without_data() -> bool:
     return bool(torch._C._meta_in_tls_dispatch_include())
 
 
+@contextmanager
+def told_of_no_trace(is_traced: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Who asks is told that nothing is compiled, and which tensors have no data. Public: none.
+
+    Args:
+        is_traced: of a tensor without data, whether that is told.
+    """
+
+    class Asked(type):
+        def __instancecheck__(cls, item: Any) -> bool:
+            # Rules for fake tensors ask too.
+            return isinstance(item, FakeTensor) and (runs_without_data() or is_traced(item))
+
+    class Told(metaclass=Asked):
+        pass
+
+    def is_compiling() -> bool:
+        return False
+
+    compiling, fake = PatchPoint(torch.compiler, "is_compiling"), PatchPoint(torch._subclasses, "FakeTensor")
+    with compiling.replaced_by(is_compiling), fake.replaced_by(Told):
+        yield
+
+
 def known_data(tensor: Tensor) -> Tensor | None:
     """The data of a small fake tensor that the trace made itself, such as ``torch.tensor(3)``. Public: none."""
     constant = getattr(tensor, "constant", None)

@@ -51,6 +51,7 @@ from .torch_internals import (
     proxy_of,
     reparametrized,
     runs_without_data,
+    told_of_no_trace,
     trace_before_dispatch,
     tracing_context,
 )
@@ -139,7 +140,7 @@ def trace(
             raise
         place = session.tracker.failure or Place("")
         cause = f"{type(error).__name__}: {_first_lines(error)}"
-        failure = UntraceableError(f"{place} cannot be captured: {cause}", place, cause)
+        failure = UntraceableError(f"{place} cannot be captured: {cause}", place, cause, raised=True)
         failure.functions = session.tracker.functions
         raise failure from error
 
@@ -274,6 +275,8 @@ class _Session:
             stack.enter_context(traced_data())
             stack.enter_context(idle_module_moves())
             stack.enter_context(recorder.recording())
+            if self.answers.as_untraced:
+                stack.enter_context(told_of_no_trace(_has_data))
             yield
 
 
@@ -379,6 +382,12 @@ def _depends_on_data(tensor: Tensor, tracer: Any) -> bool:
             seen.update(new)
             stack += new
     return False
+
+
+def _has_data(tensor: Tensor) -> bool:
+    """False for a tensor of the trace that is made of sizes alone, as a mask of ones is."""
+    tracer = current_tracer()
+    return tracer is None or _depends_on_data(tensor, tracer)
 
 
 def _trace_rows(rows: int, fixed: Collection[int], per_row: Collection[int]) -> int:

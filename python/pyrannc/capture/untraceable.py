@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -32,6 +33,7 @@ class UntraceableError(CaptureError):
         needs_rows: it asks for the number of rows of the batch as a Python number.
         may_assume: an answer of this batch would do, if every later one gave the same.
         part: what was to stay whole, and cannot.
+        raised: the model's own code, or what it calls, has raised an error.
         functions: of the user that were running there, the innermost first, up to the forward of the sub-module.
     """
 
@@ -44,6 +46,7 @@ class UntraceableError(CaptureError):
         needs_rows: bool = False,
         may_assume: bool = False,
         part: Part | None = None,
+        raised: bool = False,
     ) -> None:
         super().__init__(message)
         self.place = place
@@ -51,6 +54,7 @@ class UntraceableError(CaptureError):
         self.needs_rows = needs_rows
         self.may_assume = may_assume
         self.part = part
+        self.raised = raised
         self.functions: tuple[Part, ...] = ()
 
 
@@ -78,12 +82,14 @@ class WholeModules:
         found: what was found, in order.
         allow_uncut: the whole model may be one of them.
         assumes: answers that no later call can check are taken, as what would stay whole instead is too much.
+        as_untraced: the model is not told that it is traced, as it fails where it knows.
     """
 
     named: Sequence[str] = ()
     found: list[KeptWhole] = field(default_factory=list)
     allow_uncut: bool = False
     assumes: bool = False
+    as_untraced: bool = False
     _wider: dict[str, list[Part]] = field(default_factory=dict)
 
     @property
@@ -106,6 +112,11 @@ class WholeModules:
             try:
                 return attempt(self.paths)
             except UntraceableError as error:
+                if error.raised and first is None:
+                    self.as_untraced = True
+                    with suppress(UntraceableError):
+                        return attempt(self.paths)
+                    self.as_untraced = False
                 # Later ones may come of what was tried because of it.
                 first = error if first is None or error.part is None else first
                 self._add(model, error, first)
