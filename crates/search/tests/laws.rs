@@ -145,6 +145,32 @@ fn what_changes_nothing_gains_nothing() {
     assert_eq!(recomputed.step_us, Some(outcome.plan.predicted.step_us));
 }
 
+/// With whole backwards, computing again would be no faster here than the Plan, whose backwards come in two parts.
+#[test]
+fn gains_are_told_with_backwards_in_two_parts() {
+    let (graph, cluster) = (encoder(16, 1024, 256, 8000), Cluster::preset("H200", 1, 4).expect("devices"));
+    let free = Settings {
+        world_size: 4,
+        batch_rows: 1536,
+        replicas: Some(vec![1; 4]),
+        microbatches: Some(8),
+        memory_margin: 0.0,
+        ..Settings::default()
+    };
+    let best = |settings: &Settings| plan(&graph, &cluster, &[], settings).expect("fits");
+    let stages = best(&free).plan.stages;
+    let peak_bytes = stages.iter().map(|stage| stage.predicted.memory.total_bytes()).max().expect("four stages");
+    let tight = Settings { memory_limit_bytes: Some(peak_bytes / 10 * 7), gains: true, ..free };
+    let recomputed = |outcome: &Outcome| {
+        let gain = outcome.gains.iter().find(|gain| gain.what == "recomputation").expect("it is one");
+        gain.step_us.expect("it fits")
+    };
+    let (whole, split) = (best(&tight), best(&Settings { split_backward: true, ..tight.clone() }));
+    let planned_us = split.plan.predicted.step_us;
+    assert!(recomputed(&whole) > planned_us);
+    assert!(recomputed(&split) < 0.95 * planned_us, "{} {planned_us}", recomputed(&split));
+}
+
 /// Two Stages would be a little faster than one.
 #[test]
 fn the_simpler_of_plans_that_are_as_good_is_taken() {

@@ -147,7 +147,7 @@ impl<'a> Planner<'a> {
         self.go_on()?;
         let (fastest, fastest_plan) = self.fastest(self.settings, &solved)?;
         let (taken, plan) = self.simplest(&solver, &cases, &solved, (fastest, &fastest_plan))?;
-        let (taken, plan) = self.in_two_parts(&solved, (taken, plan))?;
+        let (taken, plan) = self.in_two_parts(self.settings, &solved, (taken, plan))?;
         let passed_over = PassedOver::new(&fastest_plan, &plan);
         let elapsed = self.clock.begun.elapsed();
         let runners_up = match self.settings.runners_up {
@@ -228,10 +228,11 @@ impl<'a> Planner<'a> {
     /// the optimum is not known.
     fn in_two_parts(
         &self,
+        settings: &Settings,
         solved: &Solved,
         (division, plan): (Solution, Plan),
     ) -> Result<(Solution, Plan), PlanFileError> {
-        if !self.settings.split_backward {
+        if !settings.split_backward {
             return Ok((division, plan));
         }
         let limit_us = plan.predicted.step_us * (1.0 - self.error());
@@ -240,7 +241,7 @@ impl<'a> Planner<'a> {
         others.sort_by(|one, other| one.found.step_us.total_cmp(&other.found.step_us));
         let mut best = (division.clone(), plan);
         for other in others.into_iter().take(PUT_IN_ORDER) {
-            let found = self.with_assembly(self.settings, other, |assembly| assembly.plan_in_two_parts(other))?;
+            let found = self.with_assembly(settings, other, |assembly| assembly.plan_in_two_parts(other))?;
             if let Some(found) = found
                 && found.predicted.step_us < limit_us.min(best.1.predicted.step_us)
             {
@@ -325,8 +326,11 @@ impl<'a> Planner<'a> {
             let solver = self.solver(&settings);
             let counts = settings.microbatch_candidates().ok();
             let solved = counts.and_then(|counts| solver.solve(&solver.cases(&counts)).ok());
-            let fastest = solved.and_then(|solved| self.fastest(&settings, &solved).ok().map(|(_, plan)| plan));
-            Gain { what, step_us: fastest.map(|plan| plan.predicted.step_us.min(best_us)) }
+            let plan = solved.and_then(|solved| {
+                let (division, plan) = self.fastest(&settings, &solved).ok()?;
+                self.in_two_parts(&settings, &solved, (division.clone(), plan)).ok()
+            });
+            Gain { what, step_us: plan.map(|(_, plan)| plan.predicted.step_us.min(best_us)) }
         };
         more(self.settings.savers).into_iter().map(gain).collect()
     }
