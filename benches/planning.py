@@ -26,7 +26,7 @@ from typing import Any
 from plans import describe
 
 from pyrannc.core.plan import PlanFacts
-from pyrannc.core.settings import Capabilities, SearchSettings
+from pyrannc.core.settings import Capabilities, Limits, SearchSettings
 
 _SAMPLE_ROWS = 3
 _GIB = 2**30
@@ -83,6 +83,8 @@ MODELS = {
 RECOMPUTED = {"capabilities": Capabilities(recompute=True)}
 DIVIDED = {"capabilities": Capabilities(sharding="params")}
 """Replicas may divide anything, Stage by Stage."""
+AS_TRAINED = {"limits": Limits(time_ms=60_000), "split_backward": True}
+"""As by default in trainings."""
 MANY_STAGES = {"stages": 12}
 FROM_ONE_RANK = {"gather_inputs": False}
 """Microbatches may then have fewer rows than there are ranks."""
@@ -96,6 +98,7 @@ CASES = {
     "bert-256 on 256 H200": Case("bert-256", "H200", 32, 8, 4096),
     "bert-1024 on 1024 H200": Case("bert-1024", "H200", 128, 8, 8192),
     "bert-1024 on 1024 H200, ZeRO": Case("bert-1024", "H200", 128, 8, 8192, DIVIDED),
+    "bert-1024 on 10240 H200, as trained": Case("bert-1024", "H200", 1280, 8, 81920, AS_TRAINED),
     "bert-4.9b on 32 V100": Case("bert-4.9b", "V100", 4, 8, 256, RECOMPUTED),
     "resnet152x8 on 32 V100": Case("resnet152x8", "V100", 4, 8, 512),
     "t5-3b on 32 V100": Case("t5-3b", "V100", 4, 8, 256),

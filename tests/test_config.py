@@ -37,6 +37,14 @@ def test_defaults(folder: Path) -> None:
     assert loaded.config.mem_limit_bytes is None
 
 
+def test_the_search_has_a_limit_of_time(folder: Path) -> None:
+    limits = [load({"RANNC_SEARCH_TIMEOUT_S": text}, folder).config.search_timeout_ms for text in ("0", "0.0001", "90")]
+    assert limits == [None, 1, 90_000]
+    assert Config().search_timeout_ms == 60_000
+    with pytest.raises(ConfigError, match="must be at least 0"):
+        load({"RANNC_SEARCH_TIMEOUT_S": "-1"}, folder)
+
+
 def test_file_in_home(folder: Path) -> None:
     (folder / ".pyrannc").mkdir()
     (folder / ".pyrannc" / FILE_NAME).write_text("mem_limit_gb = 4\npartition_num = 2\n")
@@ -74,7 +82,7 @@ def test_truth_in_the_file(folder: Path, text: str, value: bool) -> None:
 
 def test_every_item_can_be_given_its_default_in_the_environment(folder: Path) -> None:
     environ = {f"RANNC_{item.name.upper()}": str(item.default) for item in fields(Config)}
-    assert len(environ) == 44
+    assert len(environ) == 45
     assert load(environ, folder).config == Config()
 
 

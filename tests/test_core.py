@@ -23,7 +23,7 @@ from pyrannc.core.partition import Parts
 from pyrannc.core.plan import PlanFacts
 from pyrannc.core.profile import ProfileFacts
 from pyrannc.core.program import Call, RankProgram
-from pyrannc.core.settings import Capabilities, SearchSettings
+from pyrannc.core.settings import Capabilities, Limits, SearchSettings
 from pyrannc.core.tail import DividedFacts
 from pyrannc.errors import PlanError
 from pyrannc.profile.cache import ProfileCache
@@ -81,8 +81,9 @@ UNREAD = {
         "collective_slowdown",
         "checksum",
     },
-    "settings": {"may_idle", "limits", "threads", "gains"},
+    "settings": {"may_idle", "threads", "gains"},
     "capabilities": {"offload"},
+    "limits": {"candidates"},
 }
 """What the native core writes, or takes, and no class reads, or gives."""
 
@@ -274,6 +275,7 @@ def test_every_setting_of_the_search_is_given_or_known(graph: Graph) -> None:
     for what, own_class, form in (
         ("settings", SearchSettings, '{"nothing like it": 0}'),
         ("capabilities", Capabilities, '{"capabilities": {"nothing like it": 0}}'),
+        ("limits", Limits, '{"limits": {"nothing like it": 0}}'),
     ):
         own, taken = {field.name for field in fields(own_class)}, _fields_in_the_refusal_of(form, graph)
         assert taken - own == UNREAD[what]

@@ -6,6 +6,8 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -13,9 +15,11 @@ from torch import nn
 
 import pyrannc
 from pyrannc._native import Cluster, Graph, Plan, Profile
+from pyrannc.call.variant import Variant
 from pyrannc.config import Config
 from pyrannc.errors import ClusterError, PlanFileError
-from pyrannc.planning import RankDevice, find_cluster
+from pyrannc.job import phases
+from pyrannc.planning import RankDevice, Request, find_cluster, search
 from pyrannc.profile.cache import ProfileCache
 from pyrannc.profile.meter import Meter
 from pyrannc.profile.profiler import profile
@@ -184,6 +188,25 @@ def test_the_measured_optimizer_replaces_that_of_the_device() -> None:
     settings = json.dumps({"batch_rows": 8, "microbatches": 1})
     plan = Plan.search(graph, Cluster.preset("cpu", 1, 1), [Profile.seal(json.dumps(content))], settings)
     assert json.loads(plan.to_json())["stages"][0]["predicted"]["update_us"] == pytest.approx(1234.5)
+
+
+def test_a_search_without_time_gives_a_plan_and_says_so(ranks: Ranks) -> None:
+    assert ranks(2).run(call_once, env={"RANNC_SEARCH_TIMEOUT_S": "0.001"}) == ["trained", "trained"]
+    whole = subject(Layers(), [torch.randn(8, WIDTH)], (1, 8))
+    graph = Graph.from_json(whole.blocks.source.captured.graph_json)
+
+    def remark(timeout_s: float) -> str:
+        config = Config(search_timeout_s=timeout_s)
+        variant = SimpleNamespace(graph=graph, loss_inside=True, whole_part=None)
+        request = Request(cast(Variant, variant), [], config, None, CPU, batch_rows=4096, gather_inputs=True)
+        told: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(phases, "note", told.append)
+            search(request, Cluster.preset("cpu", 32, 8), [], 256)
+        return "; ".join(told)
+
+    assert "search_timeout_s" in remark(0.0001)
+    assert "search_timeout_s" not in remark(0)
 
 
 def test_a_missing_cluster_file() -> None:

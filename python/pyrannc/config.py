@@ -4,6 +4,7 @@ The file is ``$RANNC_CONF_DIR/rannc_conf.toml`` if that variable is set, else ``
 exists. An environment variable ``RANNC_<ITEM>`` wins over the file.
 """
 
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -61,6 +62,8 @@ class Config:
         max_pipeline: Greatest number of microbatches.
         min_pipeline_bs: Least number of rows of a microbatch on a Replica.
         max_partition_num: Greatest number of Stages; 0 is no limit.
+        search_timeout_s: The search for a Plan ends after so long with the best that it has found; 0 lets it end by
+            itself. A first Plan is always found, however long it takes.
         opt_param_factor: Bytes of optimizer state per byte of parameters, for optimizers that RaNNC does not know.
         trace_events: Record what every rank does when.
         event_trace_file: Where to write that record.
@@ -129,6 +132,7 @@ class Config:
     max_pipeline: int = _item(32, least=1)
     min_pipeline_bs: int = _item(1, least=1)
     max_partition_num: int = _item(0, least=0)
+    search_timeout_s: float = _item(60.0, least=0, below=_FOREVER_S)
     opt_param_factor: float = _item(2.0, least=0)
     trace_events: bool = _item(False, later="no events are recorded")
     event_trace_file: str = _item("", later="no events are recorded")
@@ -168,6 +172,11 @@ class Config:
     def mem_limit_bytes(self) -> int | None:
         """``mem_limit_gb`` in bytes; None when the device is the limit."""
         return int(self.mem_limit_gb * 2**30) or None
+
+    @property
+    def search_timeout_ms(self) -> int | None:
+        """``search_timeout_s`` in milliseconds; None when there is no limit."""
+        return math.ceil(self.search_timeout_s * 1e3) or None
 
     def compiles_on(self, device_type: str) -> bool:
         """True when Spans are compiled for devices of a type."""

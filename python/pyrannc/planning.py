@@ -17,7 +17,7 @@ from pyrannc.blocks.compiler import Compiler
 from pyrannc.call.variant import Variant
 from pyrannc.config import Config
 from pyrannc.core.partition import Parts
-from pyrannc.core.settings import Capabilities, SearchSettings
+from pyrannc.core.settings import Capabilities, Limits, SearchSettings
 from pyrannc.errors import PlanFileError, ProfileError
 from pyrannc.job import agree, phases, process
 from pyrannc.log import get_logger
@@ -93,6 +93,7 @@ def search(request: Request, cluster: Cluster, profiles: Sequence[Profile], worl
         split_backward=config.split_backward and not request.variant.whole_part,
         reduce_dtype=config.reduce_dtype,
         capabilities=Capabilities.of_zero(request.zero),
+        limits=Limits(config.search_timeout_ms),
     )
     for measured in profiles[:1]:
         cluster = cluster.with_links(measured)

@@ -23,7 +23,7 @@ pub use machine::{
 pub use old_plan::OldPlan;
 pub use partition::{
     Crossing, InputPart, LONGER_SPANS, OutputPart, OutputSource, Partition, PartitionError, PartitionFault,
-    SPAN_LEVELS, SpanPart, StagePart, TiedParam,
+    SPAN_LEVELS, SpanPart, StagePart, TiedParam, params_beside_spans,
 };
 pub use plan::{BlockPlan, PLAN_SCHEMA, Placement, Plan, StagePlan};
 pub use plan_file::PlanFileError;

@@ -9,7 +9,7 @@ use rannc_cli::{Kind, Terminal};
 use rannc_ir::Analysis;
 use rannc_plan::{PartitionError, Promises, Recompute};
 use rannc_report::{PlanTables, Report as _};
-use rannc_search::{Blocks, PlanCosts, SearchError, SettingNames, Settings, check_plan};
+use rannc_search::{Blocks, PlanCosts, SearchError, SearchReport, SettingNames, Settings, Stop, check_plan};
 
 use crate::cluster::Cluster;
 use crate::errors::{ErrorClass, OrRaise, OrRaiseAs, Raised, read_file};
@@ -36,7 +36,7 @@ impl Plan {
         Self::search_with_remark(py, graph, cluster, profiles, settings_json).map(|(plan, _)| plan)
     }
 
-    /// Like `search`, with a remark on what else there is, or an empty one.
+    /// Like `search`, with a remark on what else there is or may be, or an empty one.
     #[staticmethod]
     fn search_with_remark(
         py: Python<'_>,
@@ -46,8 +46,10 @@ impl Plan {
         settings_json: &str,
     ) -> PyResult<(Self, String)> {
         let outcome = outcome(py, graph, cluster, &profiles, settings_json)?;
-        let remark = outcome.report.passed_over.as_ref().map(ToString::to_string).unwrap_or_default();
-        Ok((Self(outcome.plan), remark))
+        let SearchReport { passed_over, stop, .. } = &outcome.report;
+        let cut_short = (*stop == Stop::Time).then(|| CUT_SHORT.to_owned());
+        let remarks: Vec<String> = passed_over.iter().map(ToString::to_string).chain(cut_short).collect();
+        Ok((Self(outcome.plan), remarks.join("; ")))
     }
 
     /// Like `search`, with the runners-up that the settings ask for behind the best Plan, and the search's report as
@@ -157,6 +159,9 @@ fn outcome(
     let search = move |left: &AtomicBool| rannc_search::plan_until(&graph, &cluster, &profiles, &settings, left);
     interruptible(py, search)?.map_err(no_plan)
 }
+
+/// What is told of a search that had too little time.
+const CUT_SHORT: &str = "the search met its limit of time (search_timeout_s): there may be a faster plan";
 
 /// What the advice of a search is about, as items of the configuration.
 const ITEMS: SettingNames =

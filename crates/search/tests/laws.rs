@@ -106,6 +106,37 @@ fn a_limited_search_says_so_and_gives_what_it_has() {
     }
 }
 
+/// Four Stages, with everything asked for that follows the search.
+#[test]
+fn what_follows_the_search_ends_in_time_too() {
+    let (graph, cluster) = (encoder(12, 1024, 128, 5000), Cluster::preset("H200", 1, 4).expect("devices"));
+    let settings = Settings {
+        split_backward: true,
+        gains: true,
+        replicas: Some(vec![1; 4]),
+        savers: Savers { recompute: true, ..Savers::default() },
+        ..settings(4, 512, 100_000)
+    };
+    let timed = |time_ms: Option<u64>| {
+        let limited = Settings { limits: Limits { time_ms, ..Limits::default() }, ..settings.clone() };
+        let outcome = plan(&graph, &cluster, &[], &limited).expect("a first plan");
+        assert_valid(&graph, &outcome.plan, &limited);
+        outcome
+    };
+    let complete = timed(None);
+    assert!(complete.plan.schedule.splits_backward() && complete.runners_up.len() > 1 && complete.gains.len() > 1);
+    let first = timed(Some(0));
+    assert!(!first.plan.schedule.splits_backward() && first.runners_up.is_empty() && first.gains.is_empty());
+    assert_eq!((complete.report.stop, first.report.stop), (Stop::Complete, Stop::Time));
+    for time_ms in [1, 3, 10, 30, 100, 300] {
+        let some = timed(Some(time_ms));
+        assert!(some.plan.predicted.step_us >= 0.95 * complete.plan.predicted.step_us);
+        assert!(some.runners_up.len() <= complete.runners_up.len() && some.gains.len() <= complete.gains.len());
+        let all = some.gains.len() == complete.gains.len();
+        assert!(all || some.report.stop == Stop::Time, "{time_ms}");
+    }
+}
+
 /// Far from its end, it ends soon after nobody waits for it any more.
 #[test]
 fn a_search_ends_when_it_is_told_to() {
@@ -143,6 +174,32 @@ fn what_changes_nothing_gains_nothing() {
     let outcome = plan(&graph, &cluster, &[], &forced).expect("fits");
     let recomputed = outcome.gains.iter().find(|gain| gain.what == "recomputation").expect("it is one");
     assert_eq!(recomputed.step_us, Some(outcome.plan.predicted.step_us));
+}
+
+/// With whole backwards, computing again would be no faster here than the Plan, whose backwards come in two parts.
+#[test]
+fn gains_are_told_with_backwards_in_two_parts() {
+    let (graph, cluster) = (encoder(16, 1024, 256, 8000), Cluster::preset("H200", 1, 4).expect("devices"));
+    let free = Settings {
+        world_size: 4,
+        batch_rows: 1536,
+        replicas: Some(vec![1; 4]),
+        microbatches: Some(8),
+        memory_margin: 0.0,
+        ..Settings::default()
+    };
+    let best = |settings: &Settings| plan(&graph, &cluster, &[], settings).expect("fits");
+    let stages = best(&free).plan.stages;
+    let peak_bytes = stages.iter().map(|stage| stage.predicted.memory.total_bytes()).max().expect("four stages");
+    let tight = Settings { memory_limit_bytes: Some(peak_bytes / 10 * 7), gains: true, ..free };
+    let recomputed = |outcome: &Outcome| {
+        let gain = outcome.gains.iter().find(|gain| gain.what == "recomputation").expect("it is one");
+        gain.step_us.expect("it fits")
+    };
+    let (whole, split) = (best(&tight), best(&Settings { split_backward: true, ..tight.clone() }));
+    let planned_us = split.plan.predicted.step_us;
+    assert!(recomputed(&whole) > planned_us);
+    assert!(recomputed(&split) < 0.95 * planned_us, "{} {planned_us}", recomputed(&split));
 }
 
 /// Two Stages would be a little faster than one.

@@ -34,6 +34,17 @@ class Capabilities:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """Where a search stops with the best that it has found so far.
+
+    Attributes:
+        time_ms: time for the whole search; ``None`` is no limit.
+    """
+
+    time_ms: int | None = None
+
+
+@dataclass(frozen=True)
 class SearchSettings:
     """What a Plan must fulfil; ``None`` leaves a choice free, or to the core's default.
 
@@ -56,6 +67,7 @@ class SearchSettings:
         split_backward: the backward of a microbatch may come in two parts.
         reduce_dtype: type in which gradients are summed over ranks: "float32", "bfloat16" or "param".
         capabilities: what Plans may use to save memory.
+        limits: where to stop early.
         runners_up: number of other good Plans beside the best.
     """
 
@@ -77,6 +89,7 @@ class SearchSettings:
     split_backward: bool | None = None
     reduce_dtype: str | None = None
     capabilities: Capabilities | None = None
+    limits: Limits | None = None
     runners_up: int | None = None
 
     def to_json(self) -> str:

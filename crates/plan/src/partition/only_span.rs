@@ -1,32 +1,63 @@
 //! Which Span alone uses a Param, so that no other needs it whole.
 
-use rannc_ir::{Graph, OpId, ValueId};
+use std::collections::{BTreeMap, BTreeSet};
+
+use rannc_ir::{Analysis, Graph, OpId, ParamId, ValueId};
 
 use super::parts::StagePart;
 
 /// The place of the one Span that uses a Param of a Stage with this Value. Where all that the Stage does with it is to
 /// convert it to another type, the Span that uses the result, for the conversion needs no more than each rank's part.
 pub(crate) fn only_span(graph: &Graph, part: &StagePart, value: ValueId) -> Option<u32> {
-    let readers = |value: ValueId| -> Vec<OpId> {
+    let Uses { values, ops } = Uses::of(graph, value, |value| {
         part.ops.iter().copied().filter(|&op| graph.ops[op].operands().contains(&value)).collect()
-    };
-    let mut found = readers(value);
-    let mut values = vec![value];
-    if let [op] = found[..]
-        && let Some(converted) = conversion(graph, op)
-    {
-        values.push(converted);
-        found = readers(converted);
-    }
+    });
     if values.iter().any(|value| part.sends.contains(value) || part.outputs.contains(value)) {
         return None;
     }
-    let uses = |ops: &[OpId]| found.iter().any(|op| ops.contains(op));
+    let uses = |span: &[OpId]| ops.iter().any(|op| span.contains(op));
     if part.prologue.as_ref().is_some_and(|prologue| uses(&prologue.ops)) {
         return None;
     }
     let mut users = (0..).zip(&part.spans).filter(|(_, span)| uses(&span.ops)).map(|(place, _)| place);
     users.next().filter(|_| users.next().is_none())
+}
+
+/// The Params that no Span has for itself, whatever the Stages: a Prologue uses them, batch-free Ops and others do, or
+/// they are given out.
+pub fn params_beside_spans(graph: &Graph, analysis: &Analysis) -> BTreeSet<ParamId> {
+    let mut readers: BTreeMap<ValueId, BTreeSet<OpId>> = BTreeMap::new();
+    for (id, op) in graph.ops.iter() {
+        op.operands().into_iter().for_each(|value| _ = readers.entry(value).or_default().insert(id));
+    }
+    let beside = |value: ValueId| {
+        let Uses { values, ops } =
+            Uses::of(graph, value, |value| readers.get(&value).into_iter().flatten().copied().collect());
+        let free = ops.iter().filter(|&&op| analysis.batch_free[op]).count();
+        values.iter().any(|value| graph.outputs.contains(value))
+            || ops.iter().any(|&op| analysis.once[op])
+            || (1..ops.len()).contains(&free)
+    };
+    graph.params.iter().filter(|(_, param)| beside(param.value)).map(|(id, _)| id).collect()
+}
+
+/// What a Param is used for.
+struct Uses {
+    /// Its Value, and what that is converted to if nothing else is done with it.
+    values: Vec<ValueId>,
+    /// The Ops that read the last of these.
+    ops: Vec<OpId>,
+}
+
+impl Uses {
+    fn of(graph: &Graph, value: ValueId, readers: impl Fn(ValueId) -> Vec<OpId>) -> Self {
+        let ops = readers(value);
+        let converted = if let [op] = ops[..] { conversion(graph, op) } else { None };
+        match converted {
+            Some(converted) => Self { values: vec![value, converted], ops: readers(converted) },
+            None => Self { values: vec![value], ops },
+        }
+    }
 }
 
 /// The result of an Op that does nothing but convert to another type.

@@ -5,6 +5,7 @@
 use rannc_plan::{Compute, Order};
 
 use crate::price::{BySize, StepModel};
+use crate::stop::Deadline;
 
 /// What the computations of a Stage take.
 #[derive(Clone, Copy, Debug)]
@@ -39,6 +40,7 @@ pub(super) struct ListScheduler<'a> {
     pub(super) links: &'a [StageLink],
     /// All forwards of all Stages come before any backward.
     pub(super) forwards_first: bool,
+    pub(super) deadline: Deadline<'a>,
 }
 
 /// How eager Stages are.
@@ -73,11 +75,14 @@ struct Progress {
 }
 
 impl ListScheduler<'_> {
-    /// The orders that come of a manner; `None` where the Stages would wait for ever.
+    /// The orders that come of a manner; `None` where the Stages would wait for ever, or when it is time to end.
     pub(super) fn schedule(&self, manner: &Manner) -> Option<Scheduled> {
         let mut stages = vec![Progress::default(); self.stages.len()];
         let count = self.step.microbatches as usize;
         while stages.iter().any(|stage| stage.ended < count) {
+            if self.deadline.is_over() {
+                return None;
+            }
             let next = (0..stages.len()).filter_map(|stage| Some((stage, self.next(&stages, stage, manner)?)));
             // Nothing that begins later makes anything ready earlier.
             let (stage, (start_us, compute)) = next.min_by(|(_, one), (_, other)| one.0.total_cmp(&other.0))?;

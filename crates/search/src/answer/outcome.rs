@@ -30,9 +30,9 @@ const PUT_IN_ORDER: usize = 4;
 pub struct Outcome {
     /// The best Plan.
     pub plan: Plan,
-    /// Other good Plans, best first, as many as were asked for.
+    /// Other good Plans, best first, as many as were asked for and there was time for.
     pub runners_up: Vec<Plan>,
-    /// What each capability that the runtime lacks would gain, if that was asked for.
+    /// What each capability that the runtime lacks would gain, if that was asked for; those that there was time for.
     pub gains: Vec<Gain>,
     /// The search itself.
     pub report: SearchReport,
@@ -110,6 +110,8 @@ struct Planner<'a> {
     orders: Vec<RankOrder>,
     rough: RankOrder,
     clock: Clock<'a>,
+    /// Behind it nothing is begun that the first Plan does not need.
+    deadline: Deadline<'a>,
 }
 
 impl<'a> Planner<'a> {
@@ -133,7 +135,8 @@ impl<'a> Planner<'a> {
         let deadline = Deadline::new(&settings.limits, clock);
         let orders = RankOrder::all(cluster, settings.world_size, forced, MAX_UNITS, deadline);
         let rough = RankOrder::packed(cluster, settings.world_size, forced, FEW_UNITS);
-        Ok(Self { graph, graph_hash: graph.hash(), cluster, settings, analysis, model, orders, rough, clock })
+        let graph_hash = graph.hash();
+        Ok(Self { graph, graph_hash, cluster, settings, analysis, model, orders, rough, clock, deadline })
     }
 
     fn outcome(&self) -> Result<Outcome, SearchError> {
@@ -147,18 +150,12 @@ impl<'a> Planner<'a> {
         self.go_on()?;
         let (fastest, fastest_plan) = self.fastest(self.settings, &solved)?;
         let (taken, plan) = self.simplest(&solver, &cases, &solved, (fastest, &fastest_plan))?;
-        let (taken, plan) = self.in_two_parts(&solved, (taken, plan))?;
+        let (taken, plan) = self.in_two_parts(self.settings, &solved, (taken, plan))?;
         let passed_over = PassedOver::new(&fastest_plan, &plan);
         let elapsed = self.clock.begun.elapsed();
-        let runners_up = match self.settings.runners_up {
-            0 => Vec::new(),
-            count => solver.runners_up(&cases, &taken, count),
-        };
+        let runners_up = self.runners_up(&solver, &cases, &solved, (&taken, &plan))?;
+        let gains = self.gains(plan.predicted.step_us);
         self.go_on()?;
-        let runners_up = runners_up.iter().map(|other| self.assemble(self.settings, other, solved.lower_bound_us));
-        let mut runners_up = runners_up.collect::<Result<Vec<_>, _>>()?;
-        runners_up.retain(|other| other.predicted.step_us >= plan.predicted.step_us);
-        runners_up.sort_by(|left, right| left.predicted.step_us.total_cmp(&right.predicted.step_us));
         let lower_bound_us = solved.lower_bound_us.min(plan.predicted.step_us);
         let report = SearchReport {
             lower_bound_us,
@@ -169,10 +166,8 @@ impl<'a> Planner<'a> {
             block_kinds: self.model.blocks.hashes.len(),
             measured_kinds: self.model.measured_kinds(),
             elapsed,
-            stop: solved.stop,
+            stop: solved.stop.max(self.deadline.stop()),
         };
-        let gains = self.gains(plan.predicted.step_us);
-        self.go_on()?;
         Ok(Outcome { runners_up, gains, report, plan })
     }
 
@@ -185,6 +180,9 @@ impl<'a> Planner<'a> {
     fn fastest<'s>(&self, settings: &Settings, solved: &'s Solved) -> Result<(&'s Solution, Plan), PlanFileError> {
         let mut fastest = (&solved.best, self.assemble(settings, &solved.best, solved.lower_bound_us)?);
         for finalist in &solved.finalists {
+            if self.deadline.is_over() {
+                break;
+            }
             if finalist.found.step_us < fastest.1.predicted.step_us {
                 let plan = self.assemble(settings, finalist, solved.lower_bound_us)?;
                 if plan.predicted.step_us < fastest.1.predicted.step_us {
@@ -213,6 +211,9 @@ impl<'a> Planner<'a> {
         let is_simplest = plan.stages.len() == 1 && plan.microbatches == 1;
         let others = if is_simplest { Vec::new() } else { solver.simpler(cases, solved, limit_us) };
         for other in others.iter().chain(&solved.finalists) {
+            if self.deadline.is_over() {
+                break;
+            }
             if other.found.step_us < limit_us && is_simpler(other, &simplest.0) {
                 let plan = self.assemble(self.settings, other, solved.lower_bound_us)?;
                 if plan.predicted.step_us < limit_us {
@@ -228,10 +229,11 @@ impl<'a> Planner<'a> {
     /// the optimum is not known.
     fn in_two_parts(
         &self,
+        settings: &Settings,
         solved: &Solved,
         (division, plan): (Solution, Plan),
     ) -> Result<(Solution, Plan), PlanFileError> {
-        if !self.settings.split_backward {
+        if !settings.split_backward {
             return Ok((division, plan));
         }
         let limit_us = plan.predicted.step_us * (1.0 - self.error());
@@ -240,7 +242,11 @@ impl<'a> Planner<'a> {
         others.sort_by(|one, other| one.found.step_us.total_cmp(&other.found.step_us));
         let mut best = (division.clone(), plan);
         for other in others.into_iter().take(PUT_IN_ORDER) {
-            let found = self.with_assembly(self.settings, other, |assembly| assembly.plan_in_two_parts(other))?;
+            if self.deadline.is_over() {
+                break;
+            }
+            let in_order = |assembly: &Assembly<'_>| assembly.plan_in_two_parts(other, self.deadline);
+            let found = self.with_assembly(settings, other, in_order)?;
             if let Some(found) = found
                 && found.predicted.step_us < limit_us.min(best.1.predicted.step_us)
             {
@@ -258,7 +264,7 @@ impl<'a> Planner<'a> {
         limit_us: f64,
     ) -> Result<(Solution, Plan), PlanFileError> {
         let SearchCase { schedule, microbatches, .. } = division.case;
-        if plan.stages.iter().all(|stage| stage.sharding == Sharding::None) {
+        if plan.stages.iter().all(|stage| stage.sharding == Sharding::None) || self.deadline.is_over() {
             return Ok((division, plan));
         }
         let pricing = Pricing::new(self.model.problem(self.cluster, self.settings), schedule, microbatches);
@@ -275,7 +281,8 @@ impl<'a> Planner<'a> {
         lower_bound_us: f64,
         limit_us: f64,
     ) -> Result<(Solution, Plan), PlanFileError> {
-        let Some(schedule) = leaner(self.settings.schedules(), division.case.schedule) else {
+        let leaner = leaner(self.settings.schedules(), division.case.schedule);
+        let Some(schedule) = leaner.filter(|_| !self.deadline.is_over()) else {
             return Ok((division, plan));
         };
         let other = Solution { case: SearchCase { schedule, ..division.case }, ..division.clone() };
@@ -315,20 +322,51 @@ impl<'a> Planner<'a> {
         make(&assembly)
     }
 
-    /// Told as exactly as the best Plan, which such a runtime could carry out as well.
+    /// Other good Plans than this one, none of which is faster.
+    fn runners_up(
+        &self,
+        solver: &Solver<'_>,
+        cases: &[SearchCase],
+        solved: &Solved,
+        (taken, plan): (&Solution, &Plan),
+    ) -> Result<Vec<Plan>, SearchError> {
+        let count = if self.deadline.is_over() { 0 } else { self.settings.runners_up };
+        let others = if count == 0 { Vec::new() } else { solver.runners_up(cases, taken, count) };
+        self.go_on()?;
+        let in_time = others.iter().take_while(|_| !self.deadline.is_over());
+        let assembled = in_time.map(|other| self.assemble(self.settings, other, solved.lower_bound_us));
+        let mut runners_up = assembled.collect::<Result<Vec<_>, _>>()?;
+        runners_up.retain(|other| other.predicted.step_us >= plan.predicted.step_us);
+        runners_up.sort_by(|left, right| left.predicted.step_us.total_cmp(&right.predicted.step_us));
+        Ok(runners_up)
+    }
+
+    /// What there was time for. Of a capability that was not searched to the end, only that it gains something is known.
     fn gains(&self, best_us: f64) -> Vec<Gain> {
-        if !self.settings.gains {
-            return Vec::new();
+        let mut gains = Vec::new();
+        let lacking = if self.settings.gains { more(self.settings.savers) } else { Vec::new() };
+        for (what, savers) in lacking {
+            if self.deadline.is_over() {
+                break;
+            }
+            let step_us = self.step_us_with(savers).map(|us| us.min(best_us));
+            if step_us.is_some_and(|us| us < best_us) || !self.deadline.is_over() {
+                gains.push(Gain { what, step_us });
+            }
         }
-        let gain = |(what, savers)| {
-            let settings = Settings { savers, ..self.settings.clone() };
-            let solver = self.solver(&settings);
-            let counts = settings.microbatch_candidates().ok();
-            let solved = counts.and_then(|counts| solver.solve(&solver.cases(&counts)).ok());
-            let fastest = solved.and_then(|solved| self.fastest(&settings, &solved).ok().map(|(_, plan)| plan));
-            Gain { what, step_us: fastest.map(|plan| plan.predicted.step_us.min(best_us)) }
-        };
-        more(self.settings.savers).into_iter().map(gain).collect()
+        gains
+    }
+
+    /// A step of the fastest Plan of a runtime that can save memory so, told as exactly as the best Plan, which it could
+    /// carry out as well.
+    fn step_us_with(&self, savers: Savers) -> Option<f64> {
+        let settings = Settings { savers, ..self.settings.clone() };
+        let solver = self.solver(&settings);
+        let counts = settings.microbatch_candidates().ok()?;
+        let solved = solver.solve(&solver.cases(&counts)).ok()?;
+        let (division, plan) = self.fastest(&settings, &solved).ok()?;
+        let (_, plan) = self.in_two_parts(&settings, &solved, (division.clone(), plan)).ok()?;
+        Some(plan.predicted.step_us)
     }
 
     fn shortage(&self) -> SearchError {

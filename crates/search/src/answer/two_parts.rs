@@ -10,6 +10,7 @@ use super::links::ReplicaLink;
 use super::list_schedule::{ListScheduler, Manner, Scheduled, StageLink, StageTimes};
 use crate::price::{At, BySize, Priced};
 use crate::solve::{FoundStage, Solution};
+use crate::stop::Deadline;
 
 /// Ways of the list scheduler whose orders are told exactly: the best by its own account.
 const TOLD_EXACTLY: usize = 3;
@@ -19,8 +20,12 @@ const NEARLY: f64 = 0.005;
 
 impl Assembly<'_> {
     /// The Plan of a division with backwards in two parts, in the best order; `None` where that has no use, or where
-    /// microbatches have no rows: then nobody knows their place in an order.
-    pub(crate) fn plan_in_two_parts(&self, solution: &Solution) -> Result<Option<Plan>, PlanFileError> {
+    /// microbatches have no rows: then nobody knows their place in an order. Of the orders that were found in time.
+    pub(crate) fn plan_in_two_parts(
+        &self,
+        solution: &Solution,
+        deadline: Deadline<'_>,
+    ) -> Result<Option<Plan>, PlanFileError> {
         let step = &self.pricing.step;
         let linker = self.linker(solution);
         let (links, tied) = (linker.links(), linker.tied_sums());
@@ -30,7 +35,7 @@ impl Assembly<'_> {
             return Ok(None);
         }
         let forwards_first = !self.pricing.problem.settings.loss_inside;
-        let scheduler = ListScheduler { step, stages: &stages, links: &stage_links, forwards_first };
+        let scheduler = ListScheduler { step, stages: &stages, links: &stage_links, forwards_first, deadline };
         let replicas: Vec<usize> = solution.found.stages.iter().map(|stage| stage.positions.len()).collect();
         let told = |orders: Vec<Order>| {
             let bytes = scheduler.peak_bytes(&orders);
@@ -38,7 +43,8 @@ impl Assembly<'_> {
             Told { us: step.exact_us(&schedule, &prices, &replicas, &links, &tied), bytes, of: schedule }
         };
         let orders = best_orders(&scheduler, &manners(&linker.depths(), step.microbatches));
-        let best = leanest(orders.into_iter().map(told).collect());
+        let in_time = orders.into_iter().take_while(|_| !deadline.is_over());
+        let best = leanest(in_time.map(told).collect());
         best.map(|best| self.plan_by(best.of, solution, 0.0)).transpose()
     }
 
@@ -157,11 +163,15 @@ fn joined(order: &Order) -> Order {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicBool;
+
     use proptest::prelude::*;
     use rannc_plan::{ScheduleKind, depths};
 
     use super::*;
     use crate::price::StepModel;
+    use crate::settings::Limits;
+    use crate::stop::Clock;
 
     fn chain(times: &[[f64; 3]], send_us: f64, bytes: [f64; 3]) -> (Vec<StageTimes>, Vec<StageLink>) {
         let [microbatch_bytes, waiting_bytes, room_bytes] = bytes;
@@ -183,7 +193,7 @@ mod tests {
         forwards_first: bool,
     ) -> Vec<Scheduled> {
         let step = StepModel::new(ScheduleKind::OneForwardOneBackward, [0, 0, microbatches]);
-        let scheduler = ListScheduler { step: &step, stages, links, forwards_first };
+        let scheduler = ListScheduler { step: &step, stages, links, forwards_first, deadline: Deadline::never() };
         let depths = depths(stages.len(), links.iter().map(|link| (link.from, link.to)));
         manners(&depths, microbatches).iter().filter_map(|manner| scheduler.schedule(manner)).collect()
     }
@@ -196,6 +206,16 @@ mod tests {
         let whole_us = f64::from((16 + 7) * 3);
         assert!(whole_us / best(false) > 1.18, "{}", best(false));
         assert!(whole_us / best(true) > 1.1, "{}", best(true));
+    }
+
+    #[test]
+    fn no_order_is_found_without_time() {
+        let (stages, links) = chain(&[[1.0; 3]; 8], 0.0, [1.0, 0.0, f64::INFINITY]);
+        let step = StepModel::new(ScheduleKind::OneForwardOneBackward, [0, 0, 16]);
+        let told = AtomicBool::new(false);
+        let deadline = Deadline::new(&Limits { time_ms: Some(0), ..Limits::default() }, Clock::new(&told));
+        let scheduler = ListScheduler { step: &step, stages: &stages, links: &links, forwards_first: false, deadline };
+        assert!(scheduler.schedule(&Manner { in_flight: vec![8; 8], fits_gaps: false }).is_none());
     }
 
     /// More microbatches in flight do not always make Stages faster.

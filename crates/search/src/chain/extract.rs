@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use rannc_cost::{Blocks, OpWork, Operation, Poly, SavedTensors, base_name, tensor_bytes};
-use rannc_ir::{Analysis, Entity as _, Graph, OpId, OpRun, ValueDef, ValueId};
-use rannc_plan::ReduceDType;
+use rannc_ir::{Analysis, Entity as _, Graph, OpId, OpRun, ParamId, ValueDef, ValueId};
+use rannc_plan::{ReduceDType, params_beside_spans};
 
 use crate::settings::Settings;
 
@@ -52,6 +52,7 @@ fn extract_blocks(graph: &Graph, analysis: &Analysis, blocks: &Blocks, host: boo
         uses: BTreeMap::new(),
         saved_by: BTreeMap::new(),
         conversions: conversions(graph, analysis),
+        beside_spans: params_beside_spans(graph, analysis),
         converted: BTreeMap::new(),
     };
     for (place, block) in blocks.blocks.iter().enumerate() {
@@ -88,7 +89,9 @@ struct Extractor<'a> {
     saved_by: BTreeMap<ValueId, Vec<usize>>,
     /// The ops that make working copies.
     conversions: Conversions,
-    /// Blocks that use the result of each of them.
+    /// Parameters that no Span has for itself.
+    beside_spans: BTreeSet<ParamId>,
+    /// Blocks that use the result of each of the ops that make working copies.
     converted: BTreeMap<OpId, Vec<usize>>,
 }
 
@@ -311,7 +314,8 @@ impl Extractor<'_> {
         let message_bytes = bytes / tensor.dtype.bytes() as f64 * self.reduce.of(tensor.dtype).bytes() as f64;
         let copy_bytes =
             self.conversions.copy_of.get(&value).map_or(0.0, |&copy| tensor_bytes(&self.graph.values[copy]).at(0));
-        StateSpec { bytes, message_bytes, copy_bytes, trainable, blocks: blocks.to_vec() }
+        let beside_spans = matches!(tensor.def, ValueDef::Param(param) if self.beside_spans.contains(&param));
+        StateSpec { bytes, message_bytes, copy_bytes, trainable, beside_spans, blocks: blocks.to_vec() }
     }
 
     fn crossing(&self, value: ValueId, blocks: &[usize]) -> Option<(ValueId, CrossingSpec)> {

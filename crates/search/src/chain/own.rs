@@ -1,4 +1,5 @@
-//! What Replicas may divide of any run of Blocks: the parameters that no Block outside of it uses.
+//! What Replicas may divide of any run of Blocks: the parameters that no Block outside of it uses. What only one Span of
+//! them uses need not be whole.
 
 use std::ops::Range;
 
@@ -14,9 +15,11 @@ pub(crate) struct OwnParams {
     pub(crate) grad_bytes: IntervalSums,
     /// Their gradients as they are summed over ranks.
     pub(crate) message_bytes: IntervalSums,
-    /// Their working copies.
-    pub(crate) copy_bytes: IntervalSums,
-    /// What Replicas send each other of them, once for each Span that uses them.
+    /// Those that only one Span uses.
+    pub(crate) spanned_bytes: IntervalSums,
+    /// Working copies of these.
+    pub(crate) spanned_copy_bytes: IntervalSums,
+    /// What Replicas send each other of these.
     pub(crate) gathered_bytes: IntervalSums,
     /// The same of the largest Span, at most.
     pub(crate) largest_gathered: Largest,
@@ -33,7 +36,11 @@ impl OwnParams {
         let len = blocks.len();
         let span_of: Vec<usize> = blocks.iter().map(|block| block.span).collect();
         let trainable: Vec<&StateSpec> = states.iter().filter(|state| state.trainable).collect();
-        let spans = |state: &StateSpec| state.blocks.chunk_by(|left, right| span_of[*left] == span_of[*right]).count();
+        let only_span = |state: &StateSpec| {
+            let mut spans = state.blocks.iter().map(|&block| span_of[block]);
+            let first = spans.next();
+            !state.beside_spans && spans.all(|span| Some(span) == first)
+        };
         let own = |amount: &dyn Fn(&StateSpec) -> f64| {
             let mut builder = IntervalSumsBuilder::new(len);
             for state in &trainable {
@@ -43,11 +50,13 @@ impl OwnParams {
             }
             builder.finish()
         };
-        let of_span = |amount: fn(&StateSpec) -> f64| {
+        let of_span = |amount: &dyn Fn(&StateSpec) -> f64| {
             let mut builder = IntervalSumsBuilder::new(len);
             trainable.iter().for_each(|state| builder.add_once(0..len, &state.blocks, amount(state)));
             Largest::of_groups(&builder.finish(), &span_of)
         };
+        let spanned =
+            |amount: fn(&StateSpec) -> f64| move |state: &StateSpec| if only_span(state) { amount(state) } else { 0.0 };
         let mut messages = vec![0.0; len];
         for state in &trainable {
             for &block in &state.blocks {
@@ -58,10 +67,11 @@ impl OwnParams {
             bytes: own(&|state| state.bytes),
             grad_bytes: own(&StateSpec::grad_bytes),
             message_bytes: own(&|state| state.message_bytes),
-            copy_bytes: own(&|state| state.copy_bytes),
-            gathered_bytes: own(&|state| state.gathered_bytes() * spans(state) as f64),
-            largest_gathered: of_span(StateSpec::gathered_bytes),
-            largest_summed: of_span(|state| state.message_bytes),
+            spanned_bytes: own(&spanned(|state| state.bytes)),
+            spanned_copy_bytes: own(&spanned(|state| state.copy_bytes)),
+            gathered_bytes: own(&spanned(StateSpec::gathered_bytes)),
+            largest_gathered: of_span(&spanned(StateSpec::gathered_bytes)),
+            largest_summed: of_span(&|state| state.message_bytes),
             largest_message: Largest::of_places(&messages),
             span_of,
         }

@@ -63,6 +63,8 @@ pub(crate) struct StateSpec {
     /// Of its working copy; 0 where it has none.
     pub(crate) copy_bytes: f64,
     pub(crate) trainable: bool,
+    /// True when others than Blocks use it, or it is given out: Replicas have it whole all the time.
+    pub(crate) beside_spans: bool,
     pub(crate) blocks: Vec<usize>,
 }
 

@@ -47,20 +47,27 @@ impl Pricing<'_> {
         let reduce_us =
             if each_microbatch { last_us } else { exposed_us + at.collective_slowdown * (reduction_us - exposed_us) };
         let bytes = |sums: &IntervalSums| sums.at(run.start, run.end);
-        let tied_bytes = bytes(&self.chain.message_bytes) - bytes(&self.chain.own.message_bytes);
         // Less than a byte is what rounding leaves of nothing.
-        let tied_bytes = if tied_bytes < 1.0 { 0.0 } else { tied_bytes };
-        let gather_us = if matches!(sharding, Sharding::Optimizer | Sharding::Gradients) {
-            cluster.all_gather_us(at.place.group, bytes(&self.chain.own.bytes))
-        } else {
-            0.0
+        let rest = |all_bytes: f64, bytes: f64| if all_bytes - bytes < 1.0 { 0.0 } else { all_bytes - bytes };
+        let own = &self.chain.own;
+        let tied_bytes = rest(bytes(&self.chain.message_bytes), bytes(&own.message_bytes));
+        // Parameters that Replicas have whole, and update in parts.
+        let gathered_bytes = match sharding {
+            Sharding::None => 0.0,
+            Sharding::Optimizer | Sharding::Gradients => bytes(&own.bytes),
+            Sharding::Params => rest(bytes(&own.bytes), bytes(&own.spanned_bytes)),
         };
-        let has_own = bytes(&self.chain.own.message_bytes) > 0.0;
+        let divides = match sharding {
+            _ if bytes(&own.message_bytes) <= 0.0 => Sharding::None,
+            Sharding::Params if bytes(&own.spanned_bytes) <= 0.0 => Sharding::Gradients,
+            sharding => sharding,
+        };
         End {
-            divides: if has_own { sharding } else { Sharding::None },
+            divides,
             reduce_us,
             tied_us: cluster.all_reduce_us(TWO, tied_bytes),
-            update_us: gather_us + self.update_us(run, at, Saver { sharding, ..saver }),
+            update_us: cluster.all_gather_us(at.place.group, gathered_bytes)
+                + self.update_us(run, at, Saver { sharding, ..saver }),
         }
     }
 

@@ -102,7 +102,8 @@ impl Pricing<'_> {
         let bytes = |sums: &IntervalSums| sums.at(first, end);
         let (chain, own) = (self.chain, &self.chain.own);
         let states = bytes(&chain.state_bytes) + bytes(&chain.copy_bytes);
-        let params_bytes = held(Sharding::Params).bytes(states, bytes(&own.bytes) + bytes(&own.copy_bytes));
+        let spanned_bytes = bytes(&own.spanned_bytes) + bytes(&own.spanned_copy_bytes);
+        let params_bytes = held(Sharding::Params).bytes(states, spanned_bytes);
         let grads_bytes = held(Sharding::Gradients).bytes(bytes(&chain.grad_bytes), bytes(&own.grad_bytes));
         let updated_bytes = held(Sharding::Optimizer).bytes(bytes(&chain.trainable_bytes), bytes(&own.bytes));
         let (whole_params_bytes, whole_grads_bytes) = self.whole_bytes(run, sharding);

@@ -233,7 +233,7 @@ impl<'a> Solver<'a> {
             if self.clock.is_told() {
                 return Err(Stop::Told);
             }
-            if best.is_none() {
+            if best.is_none() && !self.deadline().is_over() {
                 best = self.first(ideal, group, limit_us.min(group.bound_us * FIRST));
                 finalists.extend(best.clone());
             }
@@ -244,7 +244,8 @@ impl<'a> Solver<'a> {
             finalists.extend(found);
         }
         if stop == Stop::Time || (stop == Stop::Candidates && limit_us.is_infinite()) {
-            let any = |group: &CaseGroup<'_>| self.first(ideal, group, f64::INFINITY);
+            let quick = Self { grain: Grain::COARSE, ..*self };
+            let any = |group: &CaseGroup<'_>| quick.first(ideal, group, f64::INFINITY);
             best = best.or_else(|| groups.iter().find_map(any));
         }
         let best = best.ok_or(stop)?;
@@ -261,7 +262,7 @@ impl<'a> Solver<'a> {
         let exact = ideal.cluster.kinds.len() == 1 && order.units() == order.positions();
         let order = &order.with_ideal_places(ideal.cluster);
         let raised = |group: &CaseGroup<'_>| {
-            if group.bound_us >= best_us * TIGHT || !exact || self.clock.is_told() {
+            if group.bound_us >= best_us * TIGHT || !exact || self.deadline().is_over() {
                 return group.bound_us;
             }
             let relaxed = self.relaxed(group, ideal, best_us, self.deadline());
@@ -382,7 +383,7 @@ impl<'a> Solver<'a> {
         let cluster = with_best_sends(self.problem.cluster);
         let ideal = self.ideal(&cluster);
         let of_group = |group: &CaseGroup<'_>| {
-            if self.clock.is_told() {
+            if self.deadline().is_over() {
                 return Vec::new();
             }
             let relaxed = self.relaxed(group, ideal, worst_us, self.deadline());

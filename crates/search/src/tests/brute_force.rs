@@ -86,16 +86,16 @@ fn with_kinds_and_spans(blocks: Vec<(BlockSpec, bool)>) -> Vec<BlockSpec> {
 
 fn spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
     (1..=max_len).prop_flat_map(|len| {
-        let states =
-            (places(len), 1..300_u32, any::<(bool, bool)>()).prop_map(|(blocks, bytes, (trainable, copied))| {
-                StateSpec {
-                    bytes: f64::from(bytes) * 1e4,
-                    message_bytes: f64::from(bytes) * if bytes % 3 == 0 { 2e4 } else { 1e4 },
-                    copy_bytes: if copied { f64::from(bytes) * 5e3 } else { 0.0 },
-                    trainable,
-                    blocks,
-                }
-            });
+        let states = (places(len), 1..300_u32, any::<[bool; 3]>()).prop_map(
+            |(blocks, bytes, [trainable, copied, beside_spans])| StateSpec {
+                bytes: f64::from(bytes) * 1e4,
+                message_bytes: f64::from(bytes) * if bytes % 3 == 0 { 2e4 } else { 1e4 },
+                copy_bytes: if copied { f64::from(bytes) * 5e3 } else { 0.0 },
+                trainable,
+                beside_spans,
+                blocks,
+            },
+        );
         let work = |us: u32| OpWork {
             forward: Work { bytes: Poly::affine(f64::from(us) * 1e4, 0.0), launches: 1.0, ..Work::default() },
             ..OpWork::default()
