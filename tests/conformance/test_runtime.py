@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import pyrannc
 from pyrannc.core.program import AllGather, AllReduce, RankProgram, ReduceScatter, Send
+from pyrannc.runtime.batch import Batch
 from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.seat import Seat
 from pyrannc.store import gathered, gradients
@@ -86,7 +87,7 @@ class Model(nn.Module):
             else:
                 left = right = left.tanh()
         made = left + right if self.kind == "wide" else right
-        return made.square().mean() if self.inside else made
+        return (made.square().mean(), made) if self.inside else made
 
 
 @dataclass
@@ -96,7 +97,7 @@ class Seen:
     program: RankProgram | None = None
     order: list[str] = field(default_factory=list)
     held: int = 0
-    sent: list[tuple[int, str, int, int]] = field(default_factory=list)
+    messages: list[tuple[int, str, int, int]] = field(default_factory=list)
     summed: list[int] = field(default_factory=list)
     scattered: list[tuple[int, int]] = field(default_factory=list)
     gathered: list[int] = field(default_factory=list)
@@ -106,7 +107,7 @@ class Seen:
 @contextmanager
 def watched(seen: Seen) -> Iterator[None]:
     """Notes what the runtime does inside."""
-    forward, backward, seat_send = Seat.forward, Seat.backward, Seat.send
+    forward, backward, seat_send, batch_send = Seat.forward, Seat.backward, Seat.send, Batch.send
     backward_input, backward_weight = Seat.backward_input, Seat.backward_weight
     send, start_sum = Channels.send, gradients.start_sum
     scatter, gather_parts = SpreadSums.start, gathered.gather_parts
@@ -133,13 +134,20 @@ def watched(seen: Seen) -> Iterator[None]:
         seen.order.append(f"W{microbatch}")
         backward_weight(seat, microbatch, **kwargs)
 
+    def note_message(message: Send) -> None:
+        seen.messages.append((message.microbatch, message.kind, message.peer, 0))
+
     def watch_message(seat: Any, message: Send) -> None:
-        seen.sent.append((message.microbatch, message.kind, message.peer, 0))
+        note_message(message)
         seat_send(seat, message)
+
+    def watch_batch(batch: Any, message: Send, *made: Any) -> None:
+        note_message(message)
+        batch_send(batch, message, *made)
 
     def watch_send(channels: Any, peer: int, tensors: Any, *, window: int | None) -> None:
         send(channels, peer, tensors, window=window)
-        seen.sent[-1] = (*seen.sent[-1][:3], sum(tensor.nbytes for tensor in tensors))
+        seen.messages[-1] = (*seen.messages[-1][:3], sum(tensor.nbytes for tensor in tensors))
         if window is not None:
             seen.under_way = max(seen.under_way, len(channels._sends[peer]))
 
@@ -162,6 +170,7 @@ def watched(seen: Seen) -> Iterator[None]:
         inside.setattr(Seat, "backward_input", watch_input)
         inside.setattr(Seat, "backward_weight", watch_weight)
         inside.setattr(Seat, "send", watch_message)
+        inside.setattr(Batch, "send", watch_batch)
         inside.setattr(Channels, "send", watch_send)
         inside.setattr(gradients, "start_sum", watch_sum)
         inside.setattr(SpreadSums, "start", watch_scatter)
@@ -190,8 +199,8 @@ def run(case: Case, folder: str) -> list[str]:
             with torch.no_grad():
                 wrapped(x)
         else:
-            loss = wrapped(x)
-            (loss if inside else loss.square().mean()).backward()
+            made = wrapped(x)
+            (made[0] if inside else made.square().mean()).backward()
     wrapped.undeploy()
     return differences(case, seen)
 
@@ -219,8 +228,9 @@ def differences(case: Case, seen: Seen) -> list[str]:
     compared: dict[str, tuple[Any, Any]] = {
         "order": (seen.order, [cell for cell in drawn.split() if cell != "."]),
         "held": (seen.held, numbers["held"]),
-        "sent": (seen.sent, messages),
-        "number sent": (len(seen.sent), numbers["sent"]),
+        "messages": (seen.messages, messages),
+        "number sent": (len([kind for _, kind, *_ in seen.messages if kind in ("value", "grad")]), numbers["sent"]),
+        "number of messages": (len(seen.messages), numbers["sent"] + numbers["moved"]),
         "summed": (seen.summed, sums),
         "number summed": (len(seen.summed), numbers["summed"]),
         "scattered": (seen.scattered, scattered),

@@ -2,7 +2,6 @@
 
 use std::fmt;
 
-use rannc_plan::Payload;
 use rannc_sim::{Event, RankTimeline, What};
 
 /// A shorter time without a computation is the rounding of a sum.
@@ -52,17 +51,13 @@ impl fmt::Display for Cause {
 
 /// What an event is, in words.
 pub(crate) fn name(what: What) -> String {
-    let content = |payload| match payload {
-        Payload::Value => "values",
-        Payload::Grad => "gradients",
-    };
     match what {
         What::Forward { mb } => format!("forward {mb}"),
         What::Backward { mb } => format!("backward {mb}"),
         What::BackwardInput { mb } => format!("backward {mb}, inputs"),
         What::BackwardWeight { mb } => format!("backward {mb}, weights"),
-        What::Send { mb, peer, payload } => format!("{} {mb} to rank {peer}", content(payload)),
-        What::Recv { mb, peer, payload } => format!("{} {mb} from rank {peer}", content(payload)),
+        What::Send { mb, peer, payload } => format!("{payload} {mb} to rank {peer}"),
+        What::Recv { mb, peer, payload } => format!("{payload} {mb} from rank {peer}"),
         What::Reduce => "reduce".to_owned(),
         What::Gather => "gather".to_owned(),
         What::Update => "optimizer".to_owned(),

@@ -9,7 +9,7 @@
 //!   Stages hold follow it, and nothing hides them.
 //! * A rank updates when its sums are done and all that it has sent has arrived.
 //!
-//! Inputs, outputs, and a criterion outside the model take no time.
+//! A criterion outside the model takes no time.
 //!
 //! All times are sums and maxima of costs in an order that the Program fixes: no cost that grows makes
 //! any event earlier.

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use rannc_plan::{Action, Message, Payload, Program, Script};
+use rannc_plan::{Action, Channel, Message, Payload, Program, Script};
 
 use crate::costs::{Costs, time};
 use crate::error::SimError;
@@ -36,15 +36,16 @@ pub(crate) fn parcels(program: &Program, script: &Script, costs: &dyn Costs) -> 
             *sum = sum.saturating_add(bytes);
         }
     }
-    let channel_of: HashMap<(u32, u32), usize> =
-        script.channels.iter().enumerate().map(|(number, channel)| ((channel.src, channel.dst), number)).collect();
+    let channel_of: HashMap<Channel, usize> =
+        script.channels.iter().enumerate().map(|(number, &channel)| (channel, number)).collect();
     let mut parcels = vec![Vec::new(); script.channels.len()];
     for (src, message) in sends(program) {
         let &Message { mb, peer, kind, .. } = message;
         let bytes = ends(src, peer, message).map(|end| shared_bytes[&end]).into_iter().fold(0, u64::max);
         let name = || format!("messages of {bytes} bytes from rank {src} to rank {peer}");
         let us = time(costs.send_us(src, peer, bytes), name)?;
-        parcels[channel_of[&(src, peer)]].push(Parcel { payload: kind, mb, us });
+        let channel = Channel { src, dst: peer, road: kind.road() };
+        parcels[channel_of[&channel]].push(Parcel { payload: kind, mb, us });
     }
     Ok(parcels)
 }

@@ -88,7 +88,7 @@ impl Observer for Recorder<'_> {
     }
 
     fn moved(&mut self, message: Slot, span: Span) {
-        let Channel { src, dst } = self.script.channels[message.channel as usize];
+        let Channel { src, dst, .. } = self.script.channels[message.channel as usize];
         let (mb, payload) = (self.prices.parcel(message).mb, self.prices.parcel(message).payload);
         self.note(src, span, What::Send { mb, peer: dst, payload });
         self.note(dst, span, What::Recv { mb, peer: src, payload });

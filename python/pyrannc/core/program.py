@@ -15,6 +15,13 @@ from typing import Any, Literal, TypeAlias
 Rows: TypeAlias = tuple[int, int]
 """Rows ``lo..hi`` of a microbatch or of a local batch."""
 
+Kind: TypeAlias = Literal["value", "grad", "input", "output", "output_grad", "input_grad"]
+"""What a message carries: Values to later Stages and their gradients; inputs and outputs between a rank's own batch and
+Stages, and their gradients."""
+
+Road: TypeAlias = Literal["batch", "input_grads"]
+"""Which channels between two ranks' batches and Stages: what comes on one does not wait for what comes on the other."""
+
 Call: TypeAlias = Literal["forward", "whole", "halves"]
 """How a call of the model comes: ``whole`` has the loss inside, and forwards and backwards in one list; ``halves`` has
 the criterion outside, and a second list for the backwards."""
@@ -58,12 +65,17 @@ class BackwardWeight:
 
 @dataclass(frozen=True)
 class Message:
-    """Values (to a later Stage) or their gradients (to an earlier one) between two ranks."""
+    """Rows between two ranks."""
 
     microbatch: int
     peer: int
-    kind: Literal["value", "grad"]
+    kind: Kind
     pieces: tuple[Piece, ...]
+
+    @property
+    def is_of_batch(self) -> bool:
+        """True when one end is a rank's own batch, not a Stage."""
+        return self.kind not in ("value", "grad")
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,8 @@ class Send(Message):
 
 @dataclass(frozen=True)
 class Recv(Message):
-    """Starts to receive; the computation of the message's microbatch waits for it."""
+    """Starts to receive. The computation of the message's microbatch waits for it, or where none needs it, the end of
+    the list."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +149,9 @@ class Slice:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One rank's Actions and row ranges for one batch; ``global_rows`` are ``rows`` as they stand in all of it, windows
-    the messages that may be under way on a channel before the sender waits."""
+    """One rank's Actions and row ranges for one batch; ``global_rows`` are ``rows`` as they stand in all of it,
+    ``batch_channels`` those of all ranks to and from own batches, source and destination, windows the messages between
+    Stages that may be under way on a channel before the sender waits."""
 
     rank: int
     stage: int
@@ -150,6 +164,7 @@ class RankProgram:
     slices: tuple[Slice, ...]
     inputs: tuple[Transfer, ...]
     outputs: tuple[Transfer, ...]
+    batch_channels: Mapping[Road, tuple[tuple[int, int], ...]]
     value_window: int | None
     grad_window: int | None
     forward: tuple[Action, ...]
@@ -181,6 +196,10 @@ class RankProgram:
             slices=tuple(Slice(item["mb"], _rows(item["local"]), item["at"]) for item in view["slices"]),
             inputs=tuple(_transfer(item) for item in view["inputs"]),
             outputs=tuple(_transfer(item) for item in view["outputs"]),
+            batch_channels={
+                "batch": tuple(_rows(pair) for pair in view["batch_channels"]["batch"]),
+                "input_grads": tuple(_rows(pair) for pair in view["batch_channels"]["input_grads"]),
+            },
             value_window=view["value_window"],
             grad_window=view["grad_window"],
             forward=tuple(_action(item) for item in view["forward"]),

@@ -16,6 +16,7 @@ from pyrannc.core.program import (
     ReduceScatter,
     Send,
 )
+from pyrannc.runtime.batch import Batch
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.seat import Seat, Seeds
 from pyrannc.runtime.timing import Marks
@@ -27,13 +28,15 @@ class Executor:
 
     Args:
         context: the rank's Stage.
-        seat: computes and communicates.
+        seat: computes, and exchanges messages with other Stages.
+        batch: what comes from and goes to ranks' own batches.
         marks: where to note when gradients have been summed.
     """
 
-    def __init__(self, context: StageContext, seat: Seat, marks: Marks | None) -> None:
+    def __init__(self, context: StageContext, seat: Seat, batch: Batch, marks: Marks | None) -> None:
         self._context = context
         self._seat = seat
+        self._batch = batch
         self._marks = marks
         once = context.prologue
         self._passed: set[tuple[int, str]] = set()
@@ -78,9 +81,9 @@ class Executor:
                 self._backward(action, seeds, keep_graph=keep_graph, last=last)
                 gradients.collect(current)
             elif isinstance(action, Send):
-                self._seat.send(action)
+                self._send(action)
             elif isinstance(action, Recv):
-                self._seat.receive(action)
+                (self._batch if action.is_of_batch else self._seat).receive(action)
             elif isinstance(action, AllReduce) and reduce:
                 assert current is not None, "a run with sums has gradients"
                 gradients.sum(current, action.bucket, filled=index > last_backward)
@@ -91,11 +94,18 @@ class Executor:
                 self._gather(action)
         if current is not None:
             gradients.finish(current)
-        self._context.channels.finish()
+        for channels in self._context.all_channels:
+            channels.finish()
         if when_forward is not None and forwards_end >= len(actions):
             when_forward()
         if current is not None and self._marks is not None:
             self._marks.finish()
+
+    def _send(self, action: Send) -> None:
+        if action.is_of_batch:
+            self._batch.send(action, self._seat.outputs, self._seat.input_grads)
+        else:
+            self._seat.send(action)
 
     def _backward(
         self, action: Backward | BackwardInput | BackwardWeight, seeds: Seeds, *, keep_graph: bool, last: bool

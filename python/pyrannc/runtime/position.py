@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -14,6 +14,7 @@ from pyrannc.core.program import (
     BackwardInput,
     BackwardWeight,
     Forward,
+    Kind,
     Message,
     RankProgram,
     Send,
@@ -45,7 +46,7 @@ class ActionRecord:
         if named is None or named[0] is not self._watchdog or named[1] is not program:
             actions = (*program.forward, *program.backward)
             title = self._titles[program.stage]
-            around = [f"the exchange of inputs for {title}", f"the exchange of outputs of {title}"]
+            around = [f"the beginning of a step of {title}", f"the end of a step of {title}: its outputs"]
             around.append(f"the replay of all Actions of {title}")
             self._watchdog.program([*(describe(action, title) for action in actions), *around])
             ActionRecord._named = self._watchdog, program
@@ -63,12 +64,22 @@ class ActionRecord:
             self._watchdog.enter(index)
 
     def enter_outputs(self, program: RankProgram) -> None:
-        """The exchange of outputs begins."""
+        """All Actions have begun; outputs are awaited."""
         self.enter(len(program.forward) + len(program.backward) + 1)
 
     def enter_replay(self, program: RankProgram) -> None:
         """What has been recorded of the Actions is launched at once."""
         self.enter(len(program.forward) + len(program.backward) + 2)
+
+
+_CONTENTS: Mapping[Kind, str] = {
+    "value": "values",
+    "grad": "gradients",
+    "input": "inputs",
+    "output": "outputs",
+    "output_grad": "gradients of outputs",
+    "input_grad": "gradients of inputs",
+}
 
 
 def describe(action: Action, stage: str) -> str:
@@ -82,7 +93,7 @@ def describe(action: Action, stage: str) -> str:
     if isinstance(action, BackwardWeight):
         return f"backward towards the parameters of microbatch {action.microbatch}, {stage}"
     if isinstance(action, Message):
-        what = "values" if action.kind == "value" else "gradients"
+        what = _CONTENTS[action.kind]
         direction = "send to" if isinstance(action, Send) else "receive from"
         values = ", ".join(f"v{piece.value}" for piece in action.pieces)
         return f"{direction} rank {action.peer}: {what} {values} of microbatch {action.microbatch}, {stage}"

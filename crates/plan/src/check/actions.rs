@@ -4,10 +4,11 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use rannc_ir::ValueId;
 
+use super::carried::Carried;
 use super::layout::computed_rows;
 use super::{ActionFault, CheckError, covers_once, within};
 use crate::partition::Partition;
-use crate::program::{Action, Interval, Message, Pass, Payload, Program, RankProgram};
+use crate::program::{Action, Interval, Message, Pass, Payload, Program, RankProgram, Road};
 use crate::schedule::Call;
 
 /// What goes between which Stages.
@@ -41,10 +42,12 @@ impl Needs {
 /// Checks every rank's Actions on their own.
 pub(super) fn check_ranks(program: &Program, partition: &Partition) -> Result<(), CheckError> {
     let needs = Needs::new(partition);
+    let mut carried = Carried::new(program, partition);
     for own in &program.ranks {
         let mut walk = Walk {
             program,
             needs: &needs,
+            carried: &mut carried,
             own,
             forwards: HashSet::new(),
             backwards: HashSet::new(),
@@ -59,7 +62,7 @@ pub(super) fn check_ranks(program: &Program, partition: &Partition) -> Result<()
         }
         walk.check_complete()?;
     }
-    Ok(())
+    carried.check_complete()
 }
 
 /// Rows received for one computation, by Value and sending Stage.
@@ -69,6 +72,7 @@ type Received = BTreeMap<(ValueId, u32), Vec<Interval>>;
 struct Walk<'a> {
     program: &'a Program,
     needs: &'a Needs,
+    carried: &'a mut Carried,
     own: &'a RankProgram,
     forwards: HashSet<u32>,
     /// Microbatches whose gradients of what came in have been computed.
@@ -89,7 +93,7 @@ impl Walk<'_> {
             | Action::BackwardWeight { .. }
             | Action::AllReduce { .. }
             | Action::ReduceScatter { .. } => true,
-            Action::Send(message) | Action::Recv(message) => message.kind == Payload::Grad,
+            Action::Send(message) | Action::Recv(message) => message.kind.is_of_backward(),
         };
         let in_backward = position >= self.own.forward.len();
         let call = self.program.call;
@@ -123,6 +127,17 @@ impl Walk<'_> {
                 }
                 if !self.ended.insert(*mb) {
                     return Err(ActionFault::Repeated);
+                }
+            }
+            Action::Send(message) if message.kind.road() != Road::Stages => {
+                self.carried.send(self.own.rank, message)?;
+                if !self.has_for_batch(message) {
+                    return Err(ActionFault::NotComputed);
+                }
+            }
+            Action::Recv(message) if message.kind.road() != Road::Stages => {
+                if self.computed(message) {
+                    return Err(ActionFault::TooLate);
                 }
             }
             Action::Send(message) => {
@@ -159,11 +174,27 @@ impl Walk<'_> {
         if rows.lo < rows.hi { Ok(()) } else { Err(ActionFault::NoRows) }
     }
 
-    /// True when the computation that makes or needs the message has been done.
+    /// True when the computation that makes or needs the message has been done. What comes back to a rank's own batch is
+    /// needed by none.
     fn computed(&self, message: &Message) -> bool {
         match message.kind {
-            Payload::Value => self.forwards.contains(&message.mb),
-            Payload::Grad => self.backwards.contains(&message.mb),
+            Payload::Value | Payload::Input => self.forwards.contains(&message.mb),
+            Payload::Grad | Payload::OutputGrad => self.backwards.contains(&message.mb),
+            Payload::Output | Payload::InputGrad => false,
+        }
+    }
+
+    /// True when a rank has what it sends to or from a rank's own batch: of an input without rows, the gradients of all
+    /// microbatches.
+    fn has_for_batch(&self, message: &Message) -> bool {
+        let all = || (0..).zip(&self.program.microbatches).filter(|&(mb, _)| self.check_has_rows(mb).is_ok());
+        match message.kind {
+            Payload::Output => self.forwards.contains(&message.mb),
+            Payload::InputGrad if self.carried.is_of_all_microbatches(message) => {
+                all().all(|(mb, _)| self.backwards.contains(&mb))
+            }
+            Payload::InputGrad => self.backwards.contains(&message.mb),
+            Payload::Input | Payload::OutputGrad | Payload::Value | Payload::Grad => true,
         }
     }
 
@@ -230,21 +261,23 @@ type Side<'a> = Vec<(usize, &'a Action, &'a Message)>;
 
 /// Checks that on each channel the n-th Send and the n-th Recv are the same message.
 pub(super) fn check_channels(program: &Program) -> Result<(), CheckError> {
-    let mut channels: BTreeMap<(u32, u32), (Side, Side)> = BTreeMap::new();
+    let mut channels: BTreeMap<(u32, u32, Road), (Side, Side)> = BTreeMap::new();
     for own in &program.ranks {
         for (position, action) in own.forward.iter().chain(&own.backward).enumerate() {
             match action {
                 Action::Send(message) => {
-                    channels.entry((own.rank, message.peer)).or_default().0.push((position, action, message));
+                    let channel = (own.rank, message.peer, message.kind.road());
+                    channels.entry(channel).or_default().0.push((position, action, message));
                 }
                 Action::Recv(message) => {
-                    channels.entry((message.peer, own.rank)).or_default().1.push((position, action, message));
+                    let channel = (message.peer, own.rank, message.kind.road());
+                    channels.entry(channel).or_default().1.push((position, action, message));
                 }
                 _ => {}
             }
         }
     }
-    for ((src, dst), (sends, recvs)) in channels {
+    for ((src, dst, _), (sends, recvs)) in channels {
         for (&(position, send, sent), &(_, recv, received)) in sends.iter().zip(&recvs) {
             if (sent.mb, sent.kind, &sent.pieces) != (received.mb, received.kind, &received.pieces) {
                 return Err(CheckError::Mismatch { src, position, send: send.clone(), dst, recv: recv.clone() });

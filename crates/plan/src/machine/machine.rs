@@ -2,6 +2,7 @@
 //! time.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 
 use super::blocked::Stuck;
 use super::clock::{Clock, Observer, Pause, Span};
@@ -121,7 +122,7 @@ impl<C: Clock, O: Observer> Machine<'_, C, O> {
             }
             Task::Sum { sum } => self.gather(rank, sum),
             Task::Await { lane } => return self.settle_sums(rank, lane),
-            Task::Settle => return self.settle(rank),
+            Task::Settle { first, end } => return self.settle(rank, first as usize..end as usize),
             Task::Update => {
                 let us = self.clock.update(rank);
                 let span = self.spend(rank, us);
@@ -190,7 +191,7 @@ impl<C: Clock, O: Observer> Machine<'_, C, O> {
             self.observer.moved(slot, span);
         }
         if moved.len() > known {
-            let Channel { src, dst } = self.script.channels[channel as usize];
+            let Channel { src, dst, .. } = self.script.channels[channel as usize];
             self.wake(src);
             self.wake(dst);
         }
@@ -259,12 +260,12 @@ impl<C: Clock, O: Observer> Machine<'_, C, O> {
     }
 
     /// Waits for all that is under way; false when it is not known yet when that ends.
-    fn settle(&mut self, rank: u32) -> bool {
+    fn settle(&mut self, rank: u32, received: Range<usize>) -> bool {
         let state = &self.ranks[rank as usize];
         if Lane::ALL.iter().any(|&lane| state.queue(lane).next().is_some()) {
             return false;
         }
-        for &Slot { channel, place } in &state.sent {
+        for &Slot { channel, place } in state.sent.iter().chain(&self.script.awaited[received]) {
             let Some(&span) = self.traffic[channel as usize].moved.get(place as usize) else {
                 self.spans.clear();
                 return false;
@@ -293,7 +294,7 @@ impl RankState {
         let waiting = tasks.get(self.next)?;
         let lane = match waiting {
             Task::Await { lane } => Some(*lane),
-            Task::Settle => Lane::ALL.into_iter().find(|&lane| self.queue(lane).next().is_some()),
+            Task::Settle { .. } => Lane::ALL.into_iter().find(|&lane| self.queue(lane).next().is_some()),
             _ => None,
         };
         let is_sum =

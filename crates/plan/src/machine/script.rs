@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::blocked::{Blocked, Deadlock, Halt, Stuck};
-use crate::program::{Action, Message, Pass, Payload, Program, RankProgram};
+use crate::program::{Action, Message, Pass, Payload, Program, RankProgram, Road};
 use crate::schedule::{Call, Compute};
 
 /// What a rank does next.
@@ -41,19 +41,27 @@ pub enum Task {
         /// Which.
         lane: Lane,
     },
-    /// Waits until all that was sent has arrived, and all sums that it is ready for are done.
-    Settle,
+    /// Waits until all that was sent has arrived, all that nothing else has waited for, and all sums that it is ready for
+    /// are done.
+    Settle {
+        /// Place of the first message that it has begun to receive and that nothing has waited for among the script's.
+        first: u32,
+        /// One past the place of the last.
+        end: u32,
+    },
     /// Updates parameters.
     Update,
 }
 
 /// Messages from one rank to another, in order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Channel {
     /// The sender.
     pub src: u32,
     /// The receiver.
     pub dst: u32,
+    /// Which of those between them.
+    pub road: Road,
 }
 
 /// A message: the `place`-th of a channel.
@@ -119,9 +127,14 @@ impl ScriptWriter {
         Self { call, script, posted: Vec::new(), coming: vec![Vec::new(); ranks] }
     }
 
+    /// How the call comes.
+    pub fn call(&self) -> Call {
+        self.call
+    }
+
     /// One more channel.
-    pub fn channel(&mut self, src: u32, dst: u32) -> u32 {
-        self.script.channels.push(Channel { src, dst });
+    pub fn channel(&mut self, channel: Channel) -> u32 {
+        self.script.channels.push(channel);
         self.posted.push(0);
         number(self.script.channels.len() - 1)
     }
@@ -148,13 +161,25 @@ impl ScriptWriter {
 
     /// A rank computes, once all has arrived that it has begun to receive for that.
     pub fn compute(&mut self, rank: u32, compute: Compute) {
+        let needed = Payload::awaited_by(compute);
+        let is_needed = |&(payload, mb): &(Payload, u32)| needed.contains(&payload) && mb == compute.microbatch();
+        let (first, end) = self.awaited(rank, is_needed);
+        self.add(rank, Task::Compute { compute, first, end });
+    }
+
+    /// A rank comes to the end of a list.
+    pub fn settle(&mut self, rank: u32) {
+        let (first, end) = self.awaited(rank, |_| true);
+        self.add(rank, Task::Settle { first, end });
+    }
+
+    /// Notes that a rank waits for some of what it has begun to receive: the places of the first of that, and of what
+    /// follows the last.
+    fn awaited(&mut self, rank: u32, is_needed: impl Fn(&(Payload, u32)) -> bool) -> (u32, u32) {
         let first = number(self.script.awaited.len());
-        if let Some(payload) = Payload::of(compute) {
-            let needed = (payload, compute.microbatch());
-            let coming = self.coming[rank as usize].extract_if(.., |(message, _)| *message == needed);
-            self.script.awaited.extend(coming.map(|(_, slot)| slot));
-        }
-        self.add(rank, Task::Compute { compute, first, end: number(self.script.awaited.len()) });
+        let coming = self.coming[rank as usize].extract_if(.., |(message, _)| is_needed(message));
+        self.script.awaited.extend(coming.map(|(_, slot)| slot));
+        (first, number(self.script.awaited.len()))
     }
 
     /// The sender of a channel starts to send.
@@ -246,7 +271,7 @@ impl ProgramScript {
 struct Translator<'a> {
     writer: ScriptWriter,
     program: &'a Program,
-    channels: HashMap<(u32, u32), u32>,
+    channels: HashMap<Channel, u32>,
     sums: Vec<Collective>,
     known_sums: HashMap<Collective, u32>,
 }
@@ -276,11 +301,11 @@ impl Translator<'_> {
                     action.compute().into_iter().for_each(|compute| self.writer.compute(own.rank, compute));
                 }
                 Action::Send(message) => {
-                    let channel = self.channel(own.rank, message.peer)?;
+                    let channel = self.channel(own.rank, message.peer, message.kind)?;
                     self.writer.send(channel, message.kind);
                 }
                 Action::Recv(Message { mb, peer, kind, .. }) => {
-                    let channel = self.channel(*peer, own.rank)?;
+                    let channel = self.channel(*peer, own.rank, *kind)?;
                     self.writer.receive(channel, *kind, *mb);
                 }
                 Action::AllReduce { bucket, .. } => {
@@ -310,7 +335,7 @@ impl Translator<'_> {
             }
             let list_ends = position + 1 == own.forward.len() || position + 1 == all;
             if list_ends {
-                self.writer.add(own.rank, Task::Settle);
+                self.writer.settle(own.rank);
                 positions.push(position);
             }
         }
@@ -335,12 +360,13 @@ impl Translator<'_> {
         Ok(number)
     }
 
-    fn channel(&mut self, src: u32, dst: u32) -> Result<u32, Halt> {
+    fn channel(&mut self, src: u32, dst: u32, kind: Payload) -> Result<u32, Halt> {
         if src.max(dst) as usize >= self.program.ranks.len() {
             return Err(Halt::Shape("a message comes from or goes to a rank that does not exist"));
         }
         let writer = &mut self.writer;
-        Ok(*self.channels.entry((src, dst)).or_insert_with(|| writer.channel(src, dst)))
+        let channel = Channel { src, dst, road: kind.road() };
+        Ok(*self.channels.entry(channel).or_insert_with(|| writer.channel(channel)))
     }
 }
 

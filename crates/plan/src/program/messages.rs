@@ -45,37 +45,42 @@ fn carried_between(partition: &Partition) -> BTreeMap<(u32, u32), Carried> {
     all
 }
 
-/// Messages of one rank, by microbatch.
-#[derive(Clone)]
+/// Messages of one rank.
+#[derive(Clone, Default)]
 pub(super) struct Mailbox {
-    value_recvs: Vec<Vec<Action>>,
-    value_sends: Vec<Vec<Action>>,
-    grad_recvs: Vec<Vec<Action>>,
-    grad_sends: Vec<Vec<Action>>,
+    /// By what waits for them, and microbatch.
+    recvs: BTreeMap<(Payload, u32), Vec<Action>>,
+    /// By what makes them, and microbatch.
+    sends: BTreeMap<(Payload, u32), Vec<Action>>,
+    /// Between the rank's own batch and the Stages.
+    pub(super) batch: OwnBatch,
+}
+
+/// Messages between a rank's own batch and the Stages that no computation of the rank makes or waits for, each kind in
+/// its order.
+#[derive(Clone, Default)]
+pub(super) struct OwnBatch {
+    /// Sends: inputs.
+    pub(super) inputs: Vec<Action>,
+    /// Recvs: outputs.
+    pub(super) outputs: Vec<Action>,
+    /// Sends: gradients of outputs.
+    pub(super) output_grads: Vec<Action>,
+    /// Sends: gradients of inputs that all backwards of the rank add to.
+    pub(super) summed_grads: Vec<Action>,
+    /// Recvs: gradients of inputs.
+    pub(super) input_grads: Vec<Action>,
 }
 
 impl Mailbox {
-    fn new(microbatches: usize) -> Self {
-        let empty = vec![Vec::new(); microbatches];
-        Self { value_recvs: empty.clone(), value_sends: empty.clone(), grad_recvs: empty.clone(), grad_sends: empty }
+    /// Adds a message that the computation of its microbatch waits for.
+    pub(super) fn receive(&mut self, message: Message) {
+        self.recvs.entry((message.kind, message.mb)).or_default().push(Action::Recv(message));
     }
 
-    fn take_recvs(&mut self, compute: Compute) -> Vec<Action> {
-        let mb = compute.microbatch() as usize;
-        match Payload::of(compute) {
-            Some(Payload::Value) => std::mem::take(&mut self.value_recvs[mb]),
-            Some(Payload::Grad) => std::mem::take(&mut self.grad_recvs[mb]),
-            None => Vec::new(),
-        }
-    }
-
-    fn take_sends(&mut self, compute: Compute) -> Vec<Action> {
-        let mb = compute.microbatch() as usize;
-        match Payload::of(compute) {
-            Some(Payload::Value) => std::mem::take(&mut self.value_sends[mb]),
-            Some(Payload::Grad) => std::mem::take(&mut self.grad_sends[mb]),
-            None => Vec::new(),
-        }
+    /// Adds a message that the computation of its microbatch makes.
+    pub(super) fn send(&mut self, message: Message) {
+        self.sends.entry((message.kind, message.mb)).or_default().push(Action::Send(message));
     }
 
     /// The forward and the backward list of the rank, with these computations in their order.
@@ -85,29 +90,64 @@ impl Mailbox {
         computes: &[Compute],
         collectives: &Collectives<'_>,
     ) -> (Vec<Action>, Vec<Action>) {
-        let is_forward = |compute: &Compute| matches!(compute, Compute::Forward(_));
         let (forwards, backwards): (Vec<Compute>, Vec<Compute>) =
             computes.iter().partition(|compute| is_forward(compute));
+        let OwnBatch { inputs, outputs, output_grads, summed_grads, input_grads } = std::mem::take(&mut self.batch);
+        let last = [summed_grads, input_grads].concat();
         match call {
-            Call::Forward => (collectives.within(self.actions(&forwards), is_forward, false), Vec::new()),
-            Call::Whole => (collectives.within(self.actions(computes), |_| true, true), Vec::new()),
-            Call::Halves => (
-                collectives.within(self.actions(&forwards), is_forward, false),
-                collectives.within(self.actions(&backwards), |compute| !is_forward(compute), true),
-            ),
+            Call::Forward => {
+                (collectives.within(self.actions(&forwards, inputs, outputs, last), is_forward, false), Vec::new())
+            }
+            Call::Whole => {
+                (collectives.within(self.actions(computes, inputs, outputs, last), |_| true, true), Vec::new())
+            }
+            Call::Halves => {
+                let forward = self.actions(&forwards, inputs, outputs, Vec::new());
+                let backward = self.actions(&backwards, output_grads, Vec::new(), last);
+                (
+                    collectives.within(forward, is_forward, false),
+                    collectives.within(backward, |compute| !is_forward(compute), true),
+                )
+            }
         }
     }
 
-    /// The computations with their messages.
-    fn actions(&mut self, computes: &[Compute]) -> Vec<Action> {
-        let mut actions = Vec::new();
+    /// The computations with their messages, between what comes first and what comes last; `outputs` stand behind the
+    /// last forward.
+    fn actions(
+        &mut self,
+        computes: &[Compute],
+        first: Vec<Action>,
+        mut outputs: Vec<Action>,
+        last: Vec<Action>,
+    ) -> Vec<Action> {
+        let last_forward = computes.iter().copied().rfind(is_forward);
+        let mut actions = first;
+        if last_forward.is_none() {
+            actions.append(&mut outputs);
+        }
         with_messages(computes.iter().copied(), |step| match step {
-            Step::Receive(compute) => actions.extend(self.take_recvs(compute)),
+            Step::Receive(compute) => actions.extend(take(&mut self.recvs, Payload::awaited_by(compute), compute)),
             Step::Compute(compute) => actions.push(compute.into()),
-            Step::Send(compute) => actions.extend(self.take_sends(compute)),
+            Step::Send(compute) => {
+                actions.extend(take(&mut self.sends, Payload::made_by(compute), compute));
+                if last_forward == Some(compute) {
+                    actions.append(&mut outputs);
+                }
+            }
         });
+        actions.extend(last);
         actions
     }
+}
+
+fn is_forward(compute: &Compute) -> bool {
+    matches!(compute, Compute::Forward(_))
+}
+
+/// Takes out the messages of a computation.
+fn take(messages: &mut BTreeMap<(Payload, u32), Vec<Action>>, kinds: &[Payload], compute: Compute) -> Vec<Action> {
+    kinds.iter().flat_map(|&kind| messages.remove(&(kind, compute.microbatch())).unwrap_or_default()).collect()
 }
 
 /// What belongs to a computation.
@@ -124,10 +164,11 @@ pub enum Step {
 /// Computations in their order, with the places of their messages: a rank receives one computation that has messages
 /// ahead, and sends right after.
 pub fn with_messages(computes: impl Iterator<Item = Compute> + Clone, mut act: impl FnMut(Step)) {
-    let mut coming = computes.clone().filter(|&compute| Payload::of(compute).is_some());
+    let waits = |compute: &Compute| !Payload::awaited_by(*compute).is_empty();
+    let mut coming = computes.clone().filter(waits);
     coming.next().into_iter().for_each(|first| act(Step::Receive(first)));
     for compute in computes {
-        if Payload::of(compute).is_some() {
+        if waits(&compute) {
             coming.next().into_iter().for_each(|next| act(Step::Receive(next)));
         }
         act(Step::Compute(compute));
@@ -144,7 +185,7 @@ pub(super) fn mailboxes(
 ) -> Vec<Mailbox> {
     let microbatches = stage_rows.first().map_or(0, Vec::len);
     let world_size = placement.ranks.iter().map(Vec::len).sum();
-    let mut mailboxes = vec![Mailbox::new(microbatches); world_size];
+    let mut mailboxes = vec![Mailbox::default(); world_size];
     for ((from, to), carried) in carried_between(partition) {
         let (from, to) = (from as usize, to as usize);
         for (mb, index) in (0..).zip(0..microbatches) {
@@ -155,15 +196,11 @@ pub(super) fn mailboxes(
                     let piece = |&value| Piece { value, rows: overlap.rows };
                     Message { mb, peer, kind, pieces: values.iter().map(piece).collect() }
                 };
-                let sent = Action::Send(message(Payload::Value, &carried.values, user));
-                mailboxes[maker as usize].value_sends[index].push(sent);
-                let received = Action::Recv(message(Payload::Value, &carried.values, maker));
-                mailboxes[user as usize].value_recvs[index].push(received);
+                mailboxes[maker as usize].send(message(Payload::Value, &carried.values, user));
+                mailboxes[user as usize].receive(message(Payload::Value, &carried.values, maker));
                 if call.trains() && !carried.grads.is_empty() {
-                    let sent = Action::Send(message(Payload::Grad, &carried.grads, maker));
-                    mailboxes[user as usize].grad_sends[index].push(sent);
-                    let received = Action::Recv(message(Payload::Grad, &carried.grads, user));
-                    mailboxes[maker as usize].grad_recvs[index].push(received);
+                    mailboxes[user as usize].send(message(Payload::Grad, &carried.grads, maker));
+                    mailboxes[maker as usize].receive(message(Payload::Grad, &carried.grads, user));
                 }
             }
         }

@@ -4,7 +4,9 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use rannc_ir::{ParamId, ValueId};
-use rannc_plan::{Action, Interval, Message, OutputSource, Pass, Payload, Piece, Program, Sharding};
+use rannc_plan::{
+    Action, Call, Interval, Message, OutputPart, OutputSource, Pass, Payload, Piece, Program, Road, Sharding,
+};
 
 use crate::cases::Given;
 
@@ -85,6 +87,77 @@ impl<'a> Oracle<'a> {
         &self.microbatches[mb][self.computes[rank].1[mb].clone()]
     }
 
+    /// The microbatch that a rank computes first.
+    fn first_forward(&self, rank: usize) -> Option<usize> {
+        self.program.ranks[rank].forward.iter().find_map(|action| match action {
+            Action::Forward { mb } => Some(*mb as usize),
+            _ => None,
+        })
+    }
+
+    /// What a rank must have been sent of its Stage's inputs for a forward, without what it has itself.
+    fn inputs_sent_to(&self, rank: usize, mb: usize) -> Vec<Token> {
+        let mut tokens = Vec::new();
+        for input in &self.case.partition.stages[self.computes[rank].0].inputs {
+            let owner = |row: &Row| if input.has_rows { row.0 } else { 0 };
+            let comes = input.has_rows || self.first_forward(rank) == Some(mb);
+            let rows = self.rows(rank, mb).iter().filter(|row| comes && owner(row) != rank);
+            tokens.extend(rows.map(|&row| Token { payload: Payload::Input, value: input.value, row, stage: 0 }));
+        }
+        tokens
+    }
+
+    /// What a rank must have been sent of the gradients of its Stage's outputs for a backward.
+    fn output_grads_sent_to(&self, rank: usize, mb: usize) -> Vec<Token> {
+        let comes = self.case.call == Call::Halves && self.case.batch.gather_inputs;
+        let rows: Vec<Row> = self.rows(rank, mb).iter().copied().filter(|row| comes && row.0 != rank).collect();
+        let values = self.outputs_of(self.computes[rank].0, |output| output.requires_grad);
+        let token = |value| {
+            rows.iter()
+                .map(move |&row| Token { payload: Payload::OutputGrad, value, row, stage: 0 })
+                .collect::<Vec<_>>()
+        };
+        values.into_iter().flat_map(token).collect()
+    }
+
+    /// The outputs with rows that a Stage makes, each once.
+    fn outputs_of(&self, stage: usize, also: impl Fn(&OutputPart) -> bool) -> BTreeSet<ValueId> {
+        let own = |output: &&OutputPart| output.source == OutputSource::Stage(stage as u32) && output.row_dim.is_some();
+        self.case
+            .partition
+            .outputs
+            .iter()
+            .filter(own)
+            .filter(|output| also(output))
+            .map(|output| output.value)
+            .collect()
+    }
+
+    /// What comes to a rank's own batch from others in the end.
+    fn owed_to(&self, rank: usize) -> Vec<Token> {
+        let mut tokens = Vec::new();
+        for (maker, (stage, _)) in self.computes.iter().enumerate().filter(|(maker, _)| *maker != rank) {
+            for mb in 0..self.microbatches.len() {
+                let own = |row: &&Row| !self.case.batch.gather_inputs || row.0 == rank;
+                let outputs = self.outputs_of(*stage, |_| true);
+                tokens.extend(outputs.iter().flat_map(|&value| {
+                    let rows = self.rows(maker, mb).iter().filter(own);
+                    rows.map(move |&row| Token { payload: Payload::Output, value, row, stage: *stage })
+                }));
+                if self.case.call.trains() {
+                    let sent = self.inputs_sent_to(maker, mb).into_iter();
+                    let inputs = &self.case.partition.stages[*stage].inputs;
+                    let input =
+                        |token: &Token| inputs.iter().find(|input| input.value == token.value).expect("its own");
+                    let mine = |token: &Token| if input(token).has_rows { token.row.0 == rank } else { rank == 0 };
+                    let sent = sent.filter(|token| input(token).requires_grad && mine(token));
+                    tokens.extend(sent.map(|token| Token { payload: Payload::InputGrad, stage: *stage, ..token }));
+                }
+            }
+        }
+        tokens
+    }
+
     fn row(&self, mb: u32, place: u64) -> Result<Row, Failure> {
         let rows = self.microbatches.get(mb as usize).and_then(|rows| rows.get(place as usize));
         rows.copied().ok_or_else(|| Failure::Wrong(format!("microbatch {mb} has no row {place}")))
@@ -108,7 +181,7 @@ impl<'a> Oracle<'a> {
             for input in &self.case.partition.stages[*stage].inputs {
                 let mut expected: Vec<Row> = Vec::new();
                 for mb in 0..self.microbatches.len() {
-                    if input.has_rows || expected.is_empty() {
+                    if input.has_rows || self.first_forward(rank) == Some(mb) {
                         expected.extend(self.rows(rank, mb));
                     }
                 }
@@ -172,6 +245,8 @@ struct RankState {
     /// Recvs begun, in order of posting: sender, message.
     pending: VecDeque<(u32, Message)>,
     has: BTreeMap<(Payload, u32), Vec<Token>>,
+    /// What has come back to its own batch.
+    taken: Vec<Token>,
     forwards: BTreeSet<u32>,
     backwards: BTreeSet<u32>,
     /// Backwards of which both parts are done.
@@ -206,7 +281,7 @@ struct Sum {
 struct Execution<'a> {
     oracle: &'a Oracle<'a>,
     ranks: Vec<RankState>,
-    channels: BTreeMap<(u32, u32), Pipe>,
+    channels: BTreeMap<(u32, u32, Road), Pipe>,
     /// What has been summed, by Param and microbatch, over which ranks.
     summed: BTreeMap<(ParamId, Option<u32>), Vec<u32>>,
 }
@@ -240,6 +315,7 @@ impl<'a> Execution<'a> {
         if self.ranks.iter().any(|state| !state.sums.is_empty() || !state.gathers.is_empty()) {
             return Err(Failure::Stuck);
         }
+        (0..lists.len()).try_for_each(|rank| self.deliver(rank))?;
         self.check_end()?;
         self.check_summed()
     }
@@ -371,7 +447,7 @@ impl<'a> Execution<'a> {
             Action::BackwardWeight { mb } => self.end(rank, *mb),
             Action::Send(message) => self.send(rank, message),
             Action::Recv(message) => {
-                self.channels.entry((message.peer, rank as u32)).or_default().posted += 1;
+                self.channels.entry((message.peer, rank as u32, message.kind.road())).or_default().posted += 1;
                 self.ranks[rank].pending.push_back((message.peer, message.clone()));
                 Ok(true)
             }
@@ -390,9 +466,10 @@ impl<'a> Execution<'a> {
         let mut waiting = VecDeque::new();
         let mut held_up = BTreeSet::new();
         for (sender, message) in std::mem::take(&mut state.pending) {
-            let channel = self.channels.entry((sender, rank as u32)).or_default();
-            let Some(tokens) = (!held_up.contains(&sender)).then(|| channel.under_way.pop_front()).flatten() else {
-                held_up.insert(sender);
+            let pipe = (sender, rank as u32, message.kind.road());
+            let channel = self.channels.entry(pipe).or_default();
+            let Some(tokens) = (!held_up.contains(&pipe)).then(|| channel.under_way.pop_front()).flatten() else {
+                held_up.insert(pipe);
                 waiting.push_back((sender, message));
                 continue;
             };
@@ -403,7 +480,10 @@ impl<'a> Execution<'a> {
                     let right = token.filter(|t| (t.payload, t.value, t.row) == (message.kind, *value, row));
                     let token =
                         right.ok_or_else(|| Failure::Wrong(format!("rank {rank} takes {token:?} for {row:?}")))?;
-                    state.has.entry((message.kind, message.mb)).or_default().push(token);
+                    match message.kind {
+                        Payload::Output | Payload::InputGrad => state.taken.push(token),
+                        kind => state.has.entry((kind, message.mb)).or_default().push(token),
+                    }
                 }
             }
             require(tokens.next().is_none(), || "a message is longer than expected".into())?;
@@ -415,10 +495,15 @@ impl<'a> Execution<'a> {
     fn compute(&mut self, rank: usize, payload: Payload, mb: u32) -> Result<bool, Failure> {
         let stage = self.oracle.computes[rank].0;
         let state = &mut self.ranks[rank];
-        if state.pending.iter().any(|(_, message)| (message.kind, message.mb) == (payload, mb)) {
+        let of_batch = if payload == Payload::Value { Payload::Input } else { Payload::OutputGrad };
+        let is_needed = |message: &Message| [payload, of_batch].contains(&message.kind) && message.mb == mb;
+        if state.pending.iter().any(|(_, message)| is_needed(message)) {
             return Ok(false);
         }
-        let mut needed = Vec::new();
+        let mut needed = match payload {
+            Payload::Value => self.oracle.inputs_sent_to(rank, mb as usize),
+            _ => self.oracle.output_grads_sent_to(rank, mb as usize),
+        };
         for crossing in &self.oracle.case.partition.crossings {
             for &to in &crossing.to {
                 let (from, to) = (crossing.from as usize, to as usize);
@@ -432,7 +517,8 @@ impl<'a> Execution<'a> {
             }
         }
         let mut has = state.has.remove(&(payload, mb)).unwrap_or_default();
-        let key = |token: &Token| (token.value, token.stage, token.row);
+        has.extend(state.has.remove(&(of_batch, mb)).unwrap_or_default());
+        let key = |token: &Token| (token.payload, token.value, token.stage, token.row);
         needed.sort_unstable_by_key(key);
         has.sort_unstable_by_key(key);
         require(has == needed, || format!("rank {rank} has {has:?} for microbatch {mb}"))?;
@@ -461,20 +547,38 @@ impl<'a> Execution<'a> {
 
     fn send(&mut self, rank: usize, message: &Message) -> Result<bool, Failure> {
         let state = &self.ranks[rank];
-        let channel = self.channels.entry((rank as u32, message.peer)).or_default();
-        let is_bounded = message.kind == Payload::Grad || !self.oracle.case.call.trains();
+        let channel = self.channels.entry((rank as u32, message.peer, message.kind.road())).or_default();
+        let is_bounded =
+            message.kind == Payload::Grad || message.kind == Payload::Value && !self.oracle.case.call.trains();
         if is_bounded && channel.sent >= channel.posted + 2 {
             return Ok(false);
         }
-        let done = if message.kind == Payload::Value { &state.forwards } else { &state.backwards };
-        require(done.contains(&message.mb), || format!("rank {rank} sends what it has not computed"))?;
-        let stage = self.oracle.computes[rank].0;
+        let inputs = || self.oracle.case.partition.stages.iter().flat_map(|stage| &stage.inputs);
+        let is_whole = |value| inputs().any(|input| input.value == value && !input.has_rows);
+        let from_batch = matches!(message.kind, Payload::Input | Payload::OutputGrad);
+        let stage = if from_batch { 0 } else { self.oracle.computes[rank].0 };
         let own = self.oracle.rows(rank, message.mb as usize);
         let mut tokens = Vec::new();
         for piece in &message.pieces {
+            let done = match message.kind {
+                Payload::Value | Payload::Output => state.forwards.contains(&message.mb),
+                Payload::InputGrad if is_whole(piece.value) => {
+                    let has_rows = |&mb: &usize| !self.oracle.rows(rank, mb).is_empty();
+                    let all = (0..self.oracle.microbatches.len()).filter(has_rows);
+                    all.map(|mb| mb as u32).all(|mb| state.backwards.contains(&mb))
+                }
+                Payload::Grad | Payload::InputGrad => state.backwards.contains(&message.mb),
+                Payload::Input | Payload::OutputGrad => true,
+            };
+            require(done, || format!("rank {rank} sends what it has not computed"))?;
             for place in piece.rows.lo..piece.rows.hi {
                 let row = self.oracle.row(message.mb, place)?;
-                require(own.contains(&row), || format!("rank {rank} sends a row that is not its own"))?;
+                let has = match message.kind {
+                    Payload::Input if is_whole(piece.value) => rank == 0,
+                    Payload::Input | Payload::OutputGrad => row.0 == rank,
+                    _ => own.contains(&row),
+                };
+                require(has, || format!("rank {rank} sends a row that is not its own"))?;
                 tokens.push(Token { payload: message.kind, value: piece.value, row, stage });
             }
         }
@@ -492,6 +596,11 @@ impl<'a> Execution<'a> {
             let complete = state.forwards == mbs && state.backwards == trained && state.ended == trained;
             let clean = state.pending.is_empty() && state.has.is_empty();
             require(complete && clean, || format!("rank {rank} has not done its work"))?;
+            let key = |token: &Token| (token.payload, token.value, token.stage, token.row);
+            let (mut taken, mut owed) = (state.taken.clone(), self.oracle.owed_to(rank));
+            taken.sort_unstable_by_key(key);
+            owed.sort_unstable_by_key(key);
+            require(taken == owed, || format!("rank {rank} has got {taken:?} for its own batch"))?;
         }
         require(self.channels.values().all(|channel| channel.under_way.is_empty()), || "unread messages".into())
     }

@@ -2,30 +2,25 @@
 //! every Replica as on the largest.
 
 use rannc_plan::{
-    Call, Clock, Compute, Joint, Lane, Order, Payload, Schedule, Script, ScriptWriter, Sharding, Slot, Step, Task,
-    depths, run, with_messages,
+    Call, Channel, Clock, Compute, Joint, Lane, Order, Payload, Road, Schedule, ScheduleKind, Script, ScriptWriter,
+    Sharding, Slot, Step, Task, depths, run, with_messages,
 };
 
-use super::links::ReplicaLink;
+use super::batch_links::BatchLink;
+use super::links::{Moves, ReplicaLink};
 use super::tied::TiedSum;
 use crate::price::{BySize, Priced, StepModel};
 
 impl StepModel {
     /// The time of a step of Stages with so many Replicas; infinite where they wait for each other for ever.
-    pub(crate) fn exact_us(
-        &self,
-        schedule: &Schedule,
-        stages: &[Priced],
-        replicas: &[usize],
-        links: &[ReplicaLink],
-        tied: &[TiedSum],
-    ) -> f64 {
+    pub(crate) fn exact_us(&self, schedule: &Schedule, stages: &[Priced], replicas: &[usize], moves: &Moves) -> f64 {
+        let Moves { links, batch, tied } = moves;
         let stage_of: Vec<usize> =
             replicas.iter().enumerate().flat_map(|(stage, &count)| std::iter::repeat_n(stage, count)).collect();
-        let mut writer = ScriptWriter::new(stage_of.len(), Call::Whole);
-        let mut prices =
-            Prices { step: self, stages, stage_of: &stage_of, messages_us: Vec::new(), sums_us: Vec::new() };
-        let lines = connect(&mut writer, &mut prices, links);
+        let mut writer = ScriptWriter::new(stage_of.len(), call_of(schedule));
+        let mut prices = Prices { step: self, stages, stage_of: &stage_of, messages: Vec::new(), sums_us: Vec::new() };
+        let mut lines = connect(&mut writer, &mut prices, links);
+        connect_batch(&mut writer, &mut prices, batch, &mut lines);
         let together = Together::of_stages(&mut writer, &mut prices, tied);
         let microbatches = u32::try_from(self.microbatches).expect("as many as fit into a plan");
         let depths = depths(stages.len(), links.iter().map(|link| (stage_of[link.from], stage_of[link.to])));
@@ -33,16 +28,50 @@ impl StepModel {
         let orders: Vec<Order> = (0..stages.len()).map(order).collect();
         for ((rank, line), &stage) in (0..).zip(&lines).zip(&stage_of) {
             let mut has_sums = false;
-            with_messages(orders[stage].0.iter().copied(), |step| match step {
-                Step::Compute(compute) => together[stage].write(&mut writer, rank, compute, &mut has_sums),
-                Step::Receive(_) | Step::Send(_) => line.write(&mut writer, step),
-            });
-            together[stage].last.iter().for_each(|&sum| writer.add(rank, Task::Sum { sum }));
-            writer.add(rank, Task::Settle);
+            let lists = lists(&orders[stage], call_of(schedule));
+            for (place, list) in (1..).zip(&lists) {
+                let last_forward = list.iter().copied().rfind(|compute| matches!(compute, Compute::Forward(_)));
+                line.give(&mut writer, self.microbatches, last_forward.is_some());
+                with_messages(list.iter().copied(), |step| match step {
+                    Step::Compute(compute) => together[stage].write(&mut writer, rank, compute, &mut has_sums),
+                    Step::Receive(_) | Step::Send(_) => {
+                        line.write(&mut writer, step);
+                        if last_forward.is_some_and(|last| step == Step::Send(last)) {
+                            line.take(&mut writer, microbatches);
+                        }
+                    }
+                });
+                if place == lists.len() {
+                    together[stage].last.iter().for_each(|&sum| writer.add(rank, Task::Sum { sum }));
+                }
+                writer.settle(rank);
+            }
             writer.add(rank, Task::Update);
         }
         let script: Script = writer.finish();
         run(&script, &prices, &mut ()).unwrap_or(f64::INFINITY)
+    }
+}
+
+/// How the call comes whose steps are told: as often as it can. Where all forwards come first it may come in halves, between
+/// which ranks wait for all that they have sent.
+pub(super) fn call_of(schedule: &Schedule) -> Call {
+    match schedule {
+        Schedule::Named(ScheduleKind::FillDrain) => Call::Halves,
+        Schedule::Explicit(orders) if orders.iter().all(Order::has_forwards_first) => Call::Halves,
+        Schedule::Named(ScheduleKind::OneForwardOneBackward) | Schedule::Explicit(_) => Call::Whole,
+    }
+}
+
+/// An order as lists of computations between which ranks wait for what they have sent.
+fn lists(order: &Order, call: Call) -> Vec<Vec<Compute>> {
+    let is_forward = |compute: &Compute| matches!(compute, Compute::Forward(_));
+    match call {
+        Call::Halves => {
+            let (forwards, backwards) = order.0.iter().copied().partition(is_forward);
+            vec![forwards, backwards]
+        }
+        Call::Forward | Call::Whole => vec![order.0.clone()],
     }
 }
 
@@ -52,11 +81,25 @@ struct Prices<'a> {
     stages: &'a [Priced],
     stage_of: &'a [usize],
     /// By channel.
-    messages_us: Vec<BySize<f64>>,
+    messages: Vec<MessagePrice>,
     sums_us: Vec<f64>,
 }
 
+/// How long the messages of a channel take.
+struct MessagePrice {
+    us: BySize<f64>,
+    /// The first one, where that is another one.
+    first_us: Option<f64>,
+}
+
 impl Prices<'_> {
+    /// Makes a channel.
+    fn channel(&mut self, writer: &mut ScriptWriter, from: usize, to: usize, price: MessagePrice) -> u32 {
+        self.messages.push(price);
+        // What comes on one channel of the runtime does not wait for what is on another one here.
+        writer.channel(Channel { src: number(from), dst: number(to), road: Road::Stages })
+    }
+
     fn stage(&self, rank: u32) -> &Priced {
         &self.stages[self.stage_of[rank as usize]]
     }
@@ -79,7 +122,9 @@ impl Clock for Prices<'_> {
     }
     fn message(&self, message: Slot) -> f64 {
         // A channel has a message for every microbatch.
-        self.messages_us[message.channel as usize][self.step.size_of(u64::from(message.place))]
+        let MessagePrice { us, first_us } = &self.messages[message.channel as usize];
+        let other = us[self.step.size_of(u64::from(message.place))];
+        first_us.filter(|_| message.place == 0).unwrap_or(other)
     }
     fn sum(&self, sum: u32) -> f64 {
         self.sums_us[sum as usize]
@@ -96,42 +141,108 @@ struct Line {
     values_out: Vec<u32>,
     grads_in: Vec<u32>,
     grads_out: Vec<u32>,
+    /// Of its Stage's inputs, and of those that come once.
+    inputs_in: Vec<u32>,
+    inputs_once_in: Vec<u32>,
+    outputs_out: Vec<u32>,
+    output_grads_in: Vec<u32>,
+    /// Of its own batch.
+    inputs_out: Vec<u32>,
+    inputs_once_out: Vec<u32>,
+    outputs_in: Vec<u32>,
+    output_grads_out: Vec<u32>,
 }
 
 impl Line {
+    /// Its messages around a computation.
     fn write(&self, writer: &mut ScriptWriter, step: Step) {
+        let mut receive = |channels: &[u32], payload, mb| {
+            channels.iter().for_each(|&channel| writer.receive(channel, payload, mb));
+        };
         match step {
-            Step::Receive(compute) => {
-                let Some(payload) = Payload::of(compute) else { return };
-                let channels = if payload == Payload::Value { &self.values_in } else { &self.grads_in };
-                channels.iter().for_each(|&channel| writer.receive(channel, payload, compute.microbatch()));
+            Step::Receive(Compute::Forward(mb)) => {
+                receive(&self.values_in, Payload::Value, mb);
+                receive(&self.inputs_in, Payload::Input, mb);
+                if mb == 0 {
+                    receive(&self.inputs_once_in, Payload::Input, mb);
+                }
             }
-            Step::Compute(_) => {}
-            Step::Send(compute) => {
-                let Some(payload) = Payload::of(compute) else { return };
-                let channels = if payload == Payload::Value { &self.values_out } else { &self.grads_out };
-                channels.iter().for_each(|&channel| writer.send(channel, payload));
+            Step::Receive(Compute::Backward(mb) | Compute::BackwardInput(mb)) => {
+                receive(&self.grads_in, Payload::Grad, mb);
+                receive(&self.output_grads_in, Payload::OutputGrad, mb);
             }
+            Step::Send(Compute::Forward(_)) => {
+                self.values_out.iter().for_each(|&channel| writer.send(channel, Payload::Value));
+                self.outputs_out.iter().for_each(|&channel| writer.send(channel, Payload::Output));
+            }
+            Step::Send(Compute::Backward(_) | Compute::BackwardInput(_)) => {
+                self.grads_out.iter().for_each(|&channel| writer.send(channel, Payload::Grad));
+            }
+            Step::Receive(Compute::BackwardWeight(_)) | Step::Compute(_) | Step::Send(Compute::BackwardWeight(_)) => {}
+        }
+    }
+
+    /// What it sends of its own batch at the beginning of a list.
+    fn give(&self, writer: &mut ScriptWriter, microbatches: u64, has_forwards: bool) {
+        let (all, payload) = match has_forwards {
+            true => (&self.inputs_out, Payload::Input),
+            false => (&self.output_grads_out, Payload::OutputGrad),
+        };
+        for _ in 0..microbatches {
+            all.iter().for_each(|&channel| writer.send(channel, payload));
+        }
+        if has_forwards {
+            self.inputs_once_out.iter().for_each(|&channel| writer.send(channel, payload));
+        }
+    }
+
+    /// What it begins to receive for its own batch behind its last forward.
+    fn take(&self, writer: &mut ScriptWriter, microbatches: u32) {
+        for mb in 0..microbatches {
+            self.outputs_in.iter().for_each(|&channel| writer.receive(channel, Payload::Output, mb));
         }
     }
 }
 
-/// Makes the channels; returns those of each Replica.
+/// Makes the channels between Stages; returns those of each Replica.
 fn connect(writer: &mut ScriptWriter, prices: &mut Prices<'_>, links: &[ReplicaLink]) -> Vec<Line> {
     let mut lines = vec![Line::default(); prices.stage_of.len()];
     for &ReplicaLink { from, to, values_us, grads_us } in links {
-        let channel = writer.channel(number(from), number(to));
+        let channel = prices.channel(writer, from, to, MessagePrice { us: values_us, first_us: None });
         lines[from].values_out.push(channel);
         lines[to].values_in.push(channel);
-        prices.messages_us.push(values_us);
-        if let Some(grads_us) = grads_us {
-            let channel = writer.channel(number(to), number(from));
+        if let Some(us) = grads_us {
+            let channel = prices.channel(writer, to, from, MessagePrice { us, first_us: None });
             lines[to].grads_out.push(channel);
             lines[from].grads_in.push(channel);
-            prices.messages_us.push(grads_us);
         }
     }
     lines
+}
+
+/// Makes those to and from the ranks' own batches.
+fn connect_batch(writer: &mut ScriptWriter, prices: &mut Prices<'_>, links: &[BatchLink], lines: &mut [Line]) {
+    for &BatchLink { kind, from, to, us, first_us } in links {
+        if kind == Payload::OutputGrad && writer.call() != Call::Halves {
+            continue;
+        }
+        let price = MessagePrice { us: us.unwrap_or_default(), first_us: Some(first_us) };
+        let channel = prices.channel(writer, from, to, price);
+        let out = |line: &mut Line| match (kind, us) {
+            (Payload::Output, _) => line.outputs_out.push(channel),
+            (Payload::OutputGrad, _) => line.output_grads_out.push(channel),
+            (_, Some(_)) => line.inputs_out.push(channel),
+            (_, None) => line.inputs_once_out.push(channel),
+        };
+        out(&mut lines[from]);
+        let into = |line: &mut Line| match (kind, us) {
+            (Payload::Output, _) => line.outputs_in.push(channel),
+            (Payload::OutputGrad, _) => line.output_grads_in.push(channel),
+            (_, Some(_)) => line.inputs_in.push(channel),
+            (_, None) => line.inputs_once_in.push(channel),
+        };
+        into(&mut lines[to]);
+    }
 }
 
 /// What the Replicas of a Stage do together.

@@ -5,14 +5,21 @@ use rannc_ir::{Arg, DType, Dim};
 use rannc_plan::{Call, Payload, Schedule, ScheduleKind, Sharding};
 use rannc_sim::{Timeline, What};
 
-use crate::cases::{TableCosts, chain, divided_program, program};
+use crate::cases::{TableCosts, chain, divided_program, program, whole_program};
 
 /// One line a rank: what it does, from when to when.
 fn draw(timeline: &Timeline) -> String {
     let mut drawing = String::new();
     for rank in &timeline.ranks {
         let events = rank.events.iter().map(|event| {
-            let letter = |payload| if payload == Payload::Value { "v" } else { "g" };
+            let letter = |payload| match payload {
+                Payload::Value => "v",
+                Payload::Grad => "g",
+                Payload::Input => "i",
+                Payload::Output => "o",
+                Payload::OutputGrad => "og",
+                Payload::InputGrad => "ig",
+            };
             let name = match event.what {
                 What::Forward { mb } => format!("F{mb}"),
                 What::Backward { mb } => format!("B{mb}"),
@@ -80,6 +87,31 @@ fn fewer_rows_than_replicas() {
 2: v0<0 2-4, v0<1 2-4, F0 4-8, v1<0 8-9, B0 8-14, g0>0 14-16, g0>1 14-16, F1 14-16, B1 16-19, g1>0 19-20, U 20-21
 "
     );
+}
+
+/// The first rank has all rows: the second gets those of its Stage's input one computation ahead, and sends outputs back,
+/// which the first begins to receive behind its last forward.
+#[test]
+fn inputs_and_outputs_of_microbatches() {
+    let mut builder = GraphBuilder::new("Criterion");
+    let row = [Dim::rows(1), Dim::fixed(4)];
+    let inputs = [builder.input(DType::Float32, &row), builder.input(DType::Float32, &row)];
+    let made = builder.linear(inputs[0], 4, "layer");
+    let late = builder.pointwise("aten.add.Tensor", &[made, inputs[1]]);
+    let program = |call| {
+        let graph = builder.clone().finish(&[late]);
+        whole_program(&graph, &[1], &[1, 1], &[], 2, 2, (call, ScheduleKind::OneForwardOneBackward))
+    };
+    assert_eq!(
+        draw(&costs(2, 2, 1.0).run(&program(Call::Whole))),
+        "\
+0: F0 0-2, i0>1 0-1, F1 2-4, v0>1 2-3, o0<1 5-6, v1>1 5-6, i1>1 5-6, g0<1 8-9, B0 9-12, o1<1 10-11, g1<1 13-14, \
+B1 14-17, U 17-18
+1: i0<0 0-1, v0<0 2-3, F0 3-5, o0>0 5-6, v1<0 5-6, i1<0 5-6, B0 5-8, g0>0 8-9, F1 8-10, o1>0 10-11, B1 10-13, \
+g1>0 13-14, U 14-15
+"
+    );
+    assert_eq!(draw(&costs(2, 2, 1.0).run(&program(Call::Halves))), "");
 }
 
 #[test]

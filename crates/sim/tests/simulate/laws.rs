@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use proptest::prelude::*;
-use rannc_plan::{Action, Message, Payload, Program};
+use rannc_plan::{Action, Message, Payload, Program, Road};
 use rannc_sim::{Costs, RankTimeline, Timeline, What};
 
 use crate::cases::{TableCosts, assert_close, priced_programs};
@@ -47,7 +47,7 @@ fn row_path_us(program: &Program, costs: &TableCosts, mb: u32) -> f64 {
         let forward_us = paths.get(&(Payload::Value, own.stage)).copied().unwrap_or(0.0);
         let own_us = match payload {
             Payload::Value => costs.forward_us(own.stage, rows),
-            Payload::Grad => costs.backward_us(own.stage, rows),
+            _ => costs.backward_us(own.stage, rows),
         };
         let mut path = forward_us;
         for message in received(own.forward.iter().chain(&own.backward), payload, mb) {
@@ -155,13 +155,13 @@ proptest! {
     fn messages_follow_each_other_on_their_channel((program, costs) in priced_programs()) {
         let timeline = costs.run(&program);
         for rank in &timeline.ranks {
-            let mut free_us: HashMap<u32, f64> = HashMap::new();
+            let mut free_us: HashMap<(u32, Road), f64> = HashMap::new();
             for event in &rank.events {
                 let What::Recv { mb, peer, payload } = event.what else { continue };
                 let sent = What::Send { mb, peer: rank.rank, payload };
                 let same = |other: &&rannc_sim::Event| other.what == sent && other.start_us == event.start_us;
                 prop_assert_eq!(timeline.ranks[peer as usize].events.iter().filter(same).count(), 1);
-                prop_assert!(event.start_us >= free_us.insert(peer, event.end_us).unwrap_or(0.0));
+                prop_assert!(event.start_us >= free_us.insert((peer, payload.road()), event.end_us).unwrap_or(0.0));
             }
         }
     }
