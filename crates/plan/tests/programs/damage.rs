@@ -516,7 +516,7 @@ fn errors_name_rank_and_action() {
     };
     assert_eq!(
         error_after(&late_send),
-        "rank 0, action 7, Send(mb 1, values to rank 1: v0[0..2]) meets Recv(mb 0, values from rank 0: v0[0..2]) \
+        "rank 0, action 9, Send(mb 1, values to rank 1: v0[0..2]) meets Recv(mb 0, values from rank 0: v0[0..2]) \
          of rank 1"
     );
 }
