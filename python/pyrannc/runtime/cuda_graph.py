@@ -218,10 +218,16 @@ class Replay:
         if self._marks is not None:
             self._marks.finish()
 
+    def take_outputs(self) -> OfBatch:
+        """The outputs, which the run lets go of."""
+        taken, self.outputs = self.outputs, {}
+        return taken
+
     @property
     def input_grads(self) -> OfBatch:
         """Of the rank's own inputs."""
-        return self._recording.run.input_grads
+        # The next replay writes to where they are.
+        return {value: grad.clone() for value, grad in self._recording.run.input_grads.items()}
 
     def begin_backward(self, find: Callable[[], GradientSet | None]) -> GradientSet:
         """Room for the gradients of backwards to come."""

@@ -50,9 +50,9 @@ class AnyRun(Protocol):
 
     current: GradientSet | None
 
-    @property
-    def outputs(self) -> OfBatch:
-        """The model's outputs that some Stage makes: this rank's rows, or where there are none, the global batch's."""
+    def take_outputs(self) -> OfBatch:
+        """The model's outputs that some Stage makes: this rank's rows, or where there are none, the global batch's. The
+        run lets go of them: what becomes of them may keep it."""
 
     @property
     def kept(self) -> Set[int]:
@@ -134,6 +134,11 @@ class Run:
         totals = self._task.weights.totals(self._seat.outputs)
         totals.send(self._task.context.totals)
         return totals
+
+    def take_outputs(self) -> OfBatch:
+        """The outputs, which the run lets go of."""
+        taken, self.outputs = self.outputs, {}
+        return taken
 
     @property
     def kept(self) -> Set[int]:

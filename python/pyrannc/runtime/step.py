@@ -106,7 +106,8 @@ class Step:
             self._tail = self._begin_tail()
             inside = self._gradients_inside()
             self._run = self._begin_run(inside, marks)
-            made = [self._run.outputs[part.value] for part in self._made]
+            outputs = self._run.take_outputs()
+            made = [outputs[part.value] for part in self._made]
             self._shapes = [(tensor.shape, tensor.dtype) for tensor in made]
             self._values = self._run_tail(made)
             if program.call == "whole":
