@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use rannc_plan::Payload;
 use rannc_sim::{Event, RankTimeline, What};
 
 /// A shorter time without a computation is the rounding of a sum.
@@ -51,13 +52,18 @@ impl fmt::Display for Cause {
 
 /// What an event is, in words.
 pub(crate) fn name(what: What) -> String {
+    let content = |payload| match payload {
+        Payload::Value => "values",
+        Payload::Grad => "gradients",
+    };
     match what {
         What::Forward { mb } => format!("forward {mb}"),
         What::Backward { mb } => format!("backward {mb}"),
         What::BackwardInput { mb } => format!("backward {mb}, inputs"),
         What::BackwardWeight { mb } => format!("backward {mb}, weights"),
-        What::Send { mb, peer, payload } => format!("{payload} {mb} to rank {peer}"),
-        What::Recv { mb, peer, payload } => format!("{payload} {mb} from rank {peer}"),
+        What::Send { mb, peer, payload } => format!("{} {mb} to rank {peer}", content(payload)),
+        What::Recv { mb, peer, payload } => format!("{} {mb} from rank {peer}", content(payload)),
+        What::Exchange { mb, kind } => format!("{kind} {mb}"),
         What::Reduce => "reduce".to_owned(),
         What::Gather => "gather".to_owned(),
         What::Update => "optimizer".to_owned(),
@@ -65,7 +71,7 @@ pub(crate) fn name(what: What) -> String {
 }
 
 pub(crate) fn is_message(event: &Event) -> bool {
-    matches!(event.what, What::Send { .. } | What::Recv { .. })
+    matches!(event.what, What::Send { .. } | What::Recv { .. } | What::Exchange { .. })
 }
 
 /// The times in which a rank does not compute, by start.

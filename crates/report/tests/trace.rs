@@ -145,15 +145,11 @@ fn every_process_and_thread_has_a_name() {
         [
             "rank 0",
             "rank 0 messages 1",
-            "rank 0 messages 2",
             "rank 1",
             "rank 1 messages 1",
-            "rank 1 messages 2",
-            "rank 1 messages 3",
             "rank 2",
             "rank 2 messages 1",
-            "rank 2 messages 2",
-            "rank 2 messages 3"
+            "rank 2 messages 2"
         ]
     );
     assert_eq!(slices(&entries).into_keys().collect::<Vec<_>>(), names.into_keys().collect::<Vec<_>>());
@@ -190,8 +186,7 @@ fn arrows_lead_from_a_message_to_itself() {
     starts.sort_by_key(|end| end.0);
     finishes.sort_by_key(|end| end.0);
     assert_eq!(starts, finishes);
-    // Two of them inputs that other ranks have.
-    assert_eq!(starts.len(), 6 * MICROBATCHES as usize);
+    assert_eq!(starts.len(), 4 * MICROBATCHES as usize);
     assert!(starts.windows(2).all(|pair| pair[0].0 < pair[1].0), "no number stands for two messages");
 }
 

@@ -11,8 +11,8 @@ use rannc_ir::{Analysis, Arg, DType, Dim, Graph, OpRun, ValueId};
 use rannc_plan::testing::in_two_parts;
 use rannc_plan::{
     Action, Batch, BlockPlan, Buckets, Call, CheckError, Interval, Partition, Payload, Placement, Plan, Program,
-    Promises, Recompute, Road, Schedule, ScheduleKind, Sharding, StagePlan, StagePrediction, StepPrediction, Trained,
-    build, check, check_memory, grid, in_flight, split_even,
+    Promises, Recompute, Schedule, ScheduleKind, Sharding, StagePlan, StagePrediction, StepPrediction, Trained, build,
+    check, check_memory, grid, in_flight, split_even,
 };
 use rannc_search::{Blocks, PlanCosts, Settings};
 use rannc_sim::{Costs, Timeline, What, simulate};
@@ -242,12 +242,12 @@ fn told(program: &Program) -> String {
     for ((own, line), held) in program.ranks.iter().zip(drawing.lines()).zip(held) {
         let count =
             |is: fn(&Action) -> bool| own.forward.iter().chain(&own.backward).filter(|&action| is(action)).count();
-        let messages = count(|action| matches!(action, Action::Send(message) if message.kind.road() == Road::Stages));
-        let moved = count(|action| matches!(action, Action::Send(message) if message.kind.road() != Road::Stages));
+        let messages = count(|action| matches!(action, Action::Send(_)));
+        let exchanged = count(|action| matches!(action, Action::Exchange(_)));
         let sums = count(|action| matches!(action, Action::AllReduce { .. }));
         let scattered = count(|action| matches!(action, Action::ReduceScatter { .. }));
         let gathered = count(|action| matches!(action, Action::AllGather { .. }));
-        write!(text, "{line} | {held} held, {messages} sent, {moved} moved, {sums} summed")
+        write!(text, "{line} | {held} held, {messages} sent, {exchanged} exchanged, {sums} summed")
             .expect("a String takes any text");
         if program.buckets.iter().any(|bucket| bucket.sharding >= Sharding::Gradients) {
             write!(text, ", {scattered} scattered, {gathered} gathered").expect("a String takes any text");

@@ -15,12 +15,8 @@ from typing import Any, Literal, TypeAlias
 Rows: TypeAlias = tuple[int, int]
 """Rows ``lo..hi`` of a microbatch or of a local batch."""
 
-Kind: TypeAlias = Literal["value", "grad", "input", "output", "output_grad", "input_grad"]
-"""What a message carries: Values to later Stages and their gradients; inputs and outputs between a rank's own batch and
-Stages, and their gradients."""
-
-Road: TypeAlias = Literal["batch", "input_grads"]
-"""Which channels between two ranks' batches and Stages: what comes on one does not wait for what comes on the other."""
+Kind: TypeAlias = Literal["input", "output", "output_grad", "input_grad"]
+"""What moves between ranks' own batches and the Stages."""
 
 Call: TypeAlias = Literal["forward", "whole", "halves"]
 """How a call of the model comes: ``whole`` has the loss inside, and forwards and backwards in one list; ``halves`` has
@@ -65,17 +61,12 @@ class BackwardWeight:
 
 @dataclass(frozen=True)
 class Message:
-    """Rows between two ranks."""
+    """Values (to a later Stage) or their gradients (to an earlier one) between two ranks."""
 
     microbatch: int
     peer: int
-    kind: Kind
+    kind: Literal["value", "grad"]
     pieces: tuple[Piece, ...]
-
-    @property
-    def is_of_batch(self) -> bool:
-        """True when one end is a rank's own batch, not a Stage."""
-        return self.kind not in ("value", "grad")
 
 
 @dataclass(frozen=True)
@@ -85,8 +76,26 @@ class Send(Message):
 
 @dataclass(frozen=True)
 class Recv(Message):
-    """Starts to receive. The computation of the message's microbatch waits for it, or where none needs it, the end of
-    the list."""
+    """Starts to receive; the computation of the message's microbatch waits for it."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Rows to or from one other rank, packed in this order."""
+
+    peer: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Starts to give and take, at once, all rows of a kind for a microbatch. The computation that needs them waits for
+    it, or where none does, the end of the list."""
+
+    microbatch: int
+    kind: Kind
+    sends: tuple[Parcel, ...]
+    recvs: tuple[Parcel, ...]
 
 
 @dataclass(frozen=True)
@@ -124,7 +133,7 @@ class AllGather:
 
 
 Compute: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight
-Action: TypeAlias = Compute | Send | Recv | AllReduce | ReduceScatter | AllGather
+Action: TypeAlias = Compute | Send | Recv | Exchange | AllReduce | ReduceScatter | AllGather
 
 
 @dataclass(frozen=True)
@@ -150,8 +159,8 @@ class Slice:
 @dataclass(frozen=True)
 class RankProgram:
     """One rank's Actions and row ranges for one batch; ``global_rows`` are ``rows`` as they stand in all of it,
-    ``batch_channels`` those of all ranks to and from own batches, source and destination, windows the messages between
-    Stages that may be under way on a channel before the sender waits."""
+    ``exchanges`` tells whether any rank exchanges rows, windows the messages that may be under way on a channel before
+    the sender waits."""
 
     rank: int
     stage: int
@@ -164,7 +173,7 @@ class RankProgram:
     slices: tuple[Slice, ...]
     inputs: tuple[Transfer, ...]
     outputs: tuple[Transfer, ...]
-    batch_channels: Mapping[Road, tuple[tuple[int, int], ...]]
+    exchanges: bool
     value_window: int | None
     grad_window: int | None
     forward: tuple[Action, ...]
@@ -196,10 +205,7 @@ class RankProgram:
             slices=tuple(Slice(item["mb"], _rows(item["local"]), item["at"]) for item in view["slices"]),
             inputs=tuple(_transfer(item) for item in view["inputs"]),
             outputs=tuple(_transfer(item) for item in view["outputs"]),
-            batch_channels={
-                "batch": tuple(_rows(pair) for pair in view["batch_channels"]["batch"]),
-                "input_grads": tuple(_rows(pair) for pair in view["batch_channels"]["input_grads"]),
-            },
+            exchanges=view["exchanges"],
             value_window=view["value_window"],
             grad_window=view["grad_window"],
             forward=tuple(_action(item) for item in view["forward"]),
@@ -231,5 +237,14 @@ def _action(item: dict[str, Any]) -> Action:
         return ReduceScatter(item["group"], item["bucket"], item["mb"], item["bytes"])
     if kind == "all_gather":
         return AllGather(item["group"], item["bucket"], item["mb"], item["pass"], item["bytes"])
-    pieces = tuple(Piece(piece["value"], _rows(piece["rows"])) for piece in item["pieces"])
-    return (Send if kind == "send" else Recv)(item["mb"], item["peer"], item["kind"], pieces)
+    if kind == "exchange":
+        return Exchange(item["mb"], item["kind"], _parcels(item["sends"]), _parcels(item["recvs"]))
+    return (Send if kind == "send" else Recv)(item["mb"], item["peer"], item["kind"], _pieces(item["pieces"]))
+
+
+def _parcels(items: list[dict[str, Any]]) -> tuple[Parcel, ...]:
+    return tuple(Parcel(item["peer"], _pieces(item["pieces"])) for item in items)
+
+
+def _pieces(items: list[dict[str, Any]]) -> tuple[Piece, ...]:
+    return tuple(Piece(item["value"], _rows(item["rows"])) for item in items)

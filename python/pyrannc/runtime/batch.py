@@ -1,23 +1,22 @@
 """A batch on its way: inputs to the Stages, outputs back to their ranks, and the gradients of both the other way.
 
 A rank's own batch holds a tensor for each Value; a Stage holds one for each microbatch and Value. The Program's
-Transfers say which rows of the one are which of the other. What stays on this rank is not copied; what does not has
-messages among the Actions.
+Transfers say which rows of the one are which of the other. What stays on this rank is not copied; what does not is in
+exchanges among the Actions.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from pyrannc.core.partition import RowDim
-from pyrannc.core.program import Kind, Message, RankProgram, Recv, Rows, Send, Transfer
+from pyrannc.core.program import Exchange, Kind, Parcel, RankProgram, Rows, Transfer
 from pyrannc.job.exchange import Work
-from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.rows import join_rows, local_rows, take_rows
 
@@ -28,12 +27,12 @@ OfStage: TypeAlias = Mapping[tuple[int, int], Tensor]
 
 
 class _Arrival(NamedTuple):
-    """Rows of a microbatch, once its work is done."""
+    """Rows of a microbatch, once the exchange with this number is done."""
 
+    exchange: int
     microbatch: int
     rows: Rows
     tensor: Tensor
-    work: Work
 
 
 class Batch:
@@ -43,9 +42,6 @@ class Batch:
         context: the rank's Stage.
         program: which rows go where.
         inputs: the rank's own.
-
-    Attributes:
-        output_grads: the gradients of the rank's own outputs, weighted, while backwards run that begin with them.
     """
 
     def __init__(self, context: StageContext, program: RankProgram, inputs: OfBatch) -> None:
@@ -59,50 +55,65 @@ class Batch:
         self._staying_outputs = _staying(program.outputs)
         self._arrived: dict[tuple[Kind, int], list[_Arrival]] = defaultdict(list)
         self._whole: dict[int, Tensor] = {}
-        self.output_grads: OfBatch = {}
+        self._under_way: list[tuple[list[Work], list[Tensor]]] = []
+        self._output_grads: OfBatch = {}
 
-    # Messages
+    def begin_backward(self, output_grads: OfBatch) -> None:
+        """Backwards begin with these gradients of the rank's own outputs, weighted; what came for earlier ones goes."""
+        self._output_grads = output_grads
+        for value in self._made:
+            self._arrived.pop(("output_grad", value), None)
 
-    def send(self, message: Send, outputs: OfStage, input_grads: OfStage) -> None:
-        """Starts to send.
+    # Exchanges
+
+    def exchange(self, exchange: Exchange, outputs: OfStage, input_grads: OfStage) -> None:
+        """Starts to give and to take.
 
         Args:
             outputs: made on this rank.
             input_grads: likewise.
         """
-        tensors = []
-        for piece in message.pieces:
-            if not self._moves(message.kind, piece.value):
-                continue
-            microbatch, value, rows = message.microbatch, piece.value, piece.rows
-            if message.kind == "input":
-                part = self._of_batch(self._inputs, value, microbatch, rows, self._input_dim(value))
-            elif message.kind == "output_grad":
-                part = self._of_batch(self.output_grads, value, microbatch, rows, self._made[value])
-            elif message.kind == "output":
-                part = self._of_stage(outputs, value, microbatch, rows, self._made[value])
-            else:
-                part = self._of_stage(input_grads, value, microbatch, rows, self._input_dim(value))
-            tensors.append(part.contiguous())
-        self._channels(message).send(message.peer, tensors, window=None)
+        kind, microbatch = exchange.kind, exchange.microbatch
 
-    def receive(self, message: Recv) -> None:
-        """Starts to receive; what needs it waits for it."""
-        for piece in message.pieces:
-            if self._moves(message.kind, piece.value):
-                facts = self._facts.values[piece.value]
-                shape = facts.shape_at(piece.rows[1] - piece.rows[0])
-                tensor = torch.empty(shape, dtype=facts.dtype, device=self._context.device)
-                work = self._channels(message).receive(message.peer, tensor)
-                arrival = _Arrival(message.microbatch, piece.rows, tensor, work)
-                self._arrived[message.kind, piece.value].append(arrival)
+        def part(value: int, rows: Rows) -> Tensor:
+            if kind == "input":
+                return self._of_batch(self._inputs, value, microbatch, rows, self._input_dim(value))
+            if kind == "output_grad":
+                return self._of_batch(self._output_grads, value, microbatch, rows, self._made[value])
+            if kind == "output":
+                return self._of_stage(outputs, value, microbatch, rows, self._made[value])
+            return self._of_stage(input_grads, value, microbatch, rows, self._input_dim(value))
 
-    def _moves(self, kind: Kind, value: int) -> bool:
-        """False for gradients of what nothing was computed from, on any rank."""
-        return kind != "output_grad" or value in self.output_grads
+        sends = [(peer, part(value, rows).contiguous()) for peer, value, rows in self._moving(kind, exchange.sends)]
+        receives = []
+        for peer, value, rows in self._moving(kind, exchange.recvs):
+            facts = self._facts.values[value]
+            shape = facts.shape_at(rows[1] - rows[0])
+            tensor = torch.empty(shape, dtype=facts.dtype, device=self._context.device)
+            receives.append((peer, tensor))
+            arrival = _Arrival(len(self._under_way), microbatch, rows, tensor)
+            self._arrived[kind, value].append(arrival)
+        works = self._context.exchanges.start(sends, receives)
+        self._under_way.append((works, [tensor for _, tensor in sends]))
 
-    def _channels(self, message: Message) -> Channels:
-        return self._context.batch_channels["input_grads" if message.kind == "input_grad" else "batch"]
+    def _moving(self, kind: Kind, parcels: Sequence[Parcel]) -> Iterator[tuple[int, int, Rows]]:
+        """Peer, Value and rows of what moves, without gradients of what nothing was computed from, on any rank."""
+        for parcel in parcels:
+            for piece in parcel.pieces:
+                if kind != "output_grad" or piece.value in self._output_grads:
+                    yield parcel.peer, piece.value, piece.rows
+
+    def _await(self, number: int) -> None:
+        """Waits for an exchange (on a GPU: makes the stream wait)."""
+        works, _ = self._under_way[number]
+        for work in works:
+            work.wait()
+        self._under_way[number] = [], []
+
+    def finish(self) -> None:
+        """Waits for all of them."""
+        for number in range(len(self._under_way)):
+            self._await(number)
 
     def _take(self, kind: Kind, value: int, microbatch: int | None = None) -> list[tuple[int, Rows, Tensor]]:
         """What has arrived of a Value, of one microbatch or of all."""
@@ -110,7 +121,7 @@ class Batch:
         taken = [arrival for arrival in known if microbatch in (None, arrival.microbatch)]
         self._arrived[kind, value] = [arrival for arrival in known if microbatch not in (None, arrival.microbatch)]
         for arrival in taken:
-            arrival.work.wait()
+            self._await(arrival.exchange)
         return [(arrival.microbatch, arrival.rows, arrival.tensor) for arrival in taken]
 
     # To the Stage
@@ -128,9 +139,9 @@ class Batch:
     def output_grad(self, microbatch: int, value: int) -> Tensor | None:
         """The gradient of an output of the Stage with rows, if one came back."""
         row_dim = self._made[value]
-        if value not in self.output_grads or row_dim is None:
+        if value not in self._output_grads or row_dim is None:
             return None
-        return self._stage_rows("output_grad", self.output_grads, microbatch, value, row_dim)
+        return self._stage_rows("output_grad", self._output_grads, microbatch, value, row_dim)
 
     def _stage_rows(self, kind: Kind, own: OfBatch, microbatch: int, value: int, row_dim: RowDim) -> Tensor:
         """A microbatch's rows of what comes from the ranks' batches."""
@@ -203,8 +214,9 @@ class Batch:
 
     def release(self) -> None:
         """Drops all tensors."""
-        self._inputs, self._whole, self.output_grads = {}, {}, {}
+        self._inputs, self._whole, self._output_grads = {}, {}, {}
         self._arrived.clear()
+        self._under_way.clear()
 
 
 def _staying(transfers: Sequence[Transfer]) -> dict[int, list[Transfer]]:

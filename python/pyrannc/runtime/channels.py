@@ -2,7 +2,7 @@
 
 A channel goes one way between two ranks and delivers in the order of sending; the static checker has
 proven that both ends agree on that order. On NCCL every channel has a communicator of its own, so
-that a message that waits for its peer holds up nothing else. Gloo matches messages by sender, tag and
+that a message that waits for its peer holds up nothing else. Gloo matches messages by sender and
 order already.
 """
 
@@ -18,24 +18,23 @@ from torch import Tensor
 from pyrannc.job import process
 from pyrannc.job.exchange import Work, as_sent
 
+_CTAS = 4
+"""Blocks of threads that a message takes on a GPU. One that waits for its peer keeps them from computing."""
+
 
 class Channels:
-    """Channels of this rank.
+    """All channels of this rank.
 
     Args:
         device: where the tensors are.
-        tag: what tells them from others between the same ranks.
-        ctas: blocks of threads that a message takes on a GPU. One that waits for its peer keeps them from computing.
 
     Attributes:
         closed: the deployment has ended.
     """
 
-    def __init__(self, device: torch.device, *, tag: int = 0, ctas: int = 4) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._rank = dist.get_rank()
         self._device = device
-        self._tag = tag
-        self._ctas = ctas
         self._opened: set[tuple[int, int]] = set()
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         self._sends: dict[int, deque[list[tuple[Work, Tensor]]]] = {}
@@ -52,7 +51,7 @@ class Channels:
         on_gpu = self._device.type == "cuda"
         for pair in new:
             # torch tells groups apart by how many a rank has made, so all ranks make all of them.
-            group = _nccl_group(pair, self._ctas) if on_gpu else process.world()
+            group = _nccl_group(pair) if on_gpu else process.world()
             if self._rank in pair:
                 assert isinstance(group, dist.ProcessGroup), "both ends of the channel are in its group"
                 self._groups[pair] = group
@@ -83,13 +82,13 @@ class Channels:
         under_way.append([(self._start(peer, tensor), tensor) for tensor in tensors])
 
     def _start(self, peer: int, tensor: Tensor) -> Work:
-        work = dist.isend(as_sent(tensor), peer, group=self._groups[self._rank, peer], tag=self._tag)
+        work = dist.isend(as_sent(tensor), peer, group=self._groups[self._rank, peer])
         assert work is not None, "this rank is a member of its own channels"
         return work
 
     def receive(self, peer: int, into: Tensor) -> Work:
         """Starts to receive into a contiguous tensor."""
-        work = dist.irecv(as_sent(into), peer, group=self._groups[peer, self._rank], tag=self._tag)
+        work = dist.irecv(as_sent(into), peer, group=self._groups[peer, self._rank])
         assert work is not None, "this rank is a member of its own channels"
         return work
 
@@ -114,8 +113,8 @@ class Channels:
         self._groups.clear()
 
 
-def _nccl_group(pair: tuple[int, int], ctas: int) -> dist.ProcessGroup | None:
+def _nccl_group(pair: tuple[int, int]) -> dist.ProcessGroup | None:
     options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = ctas
+    options.config.max_ctas = _CTAS
     group: dist.ProcessGroup | None = dist.new_group(list(pair), backend="nccl", pg_options=options)
     return group

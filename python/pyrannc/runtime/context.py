@@ -12,9 +12,9 @@ from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts
-from pyrannc.core.program import Road
 from pyrannc.job.exchange import Group
 from pyrannc.runtime.channels import Channels
+from pyrannc.runtime.exchanges import Exchanges
 from pyrannc.runtime.position import ActionRecord
 from pyrannc.runtime.prologue import PrologueCode
 from pyrannc.runtime.tail import TailCode
@@ -37,7 +37,7 @@ class StageContext:
         stage_params: first names of the Stage's parameters.
         buffers: the Stage's buffers and constants by Value id.
         stage_of: the Stage of each rank.
-        batch_channels: to and from the ranks' own batches.
+        exchanges: between the ranks' own batches and the Stages.
         totals: over which outputs without rows are summed, beside all other messages; without it after them.
         rehearsed: programs whose kernels have been loaded, by ``id``.
     """
@@ -55,7 +55,7 @@ class StageContext:
     buffers: Mapping[int, Tensor]
     stage_of: Sequence[int]
     channels: Channels
-    batch_channels: Mapping[Road, Channels]
+    exchanges: Exchanges
     gradients: Gradients
     randomness: Randomness
     record: ActionRecord
@@ -71,14 +71,8 @@ class StageContext:
         tail = self.tail is not None and self.tail.seeds_generator
         return tail or any(code.seeds_generator for code in codes)
 
-    @property
-    def all_channels(self) -> list[Channels]:
-        """Those of a run."""
-        return [self.channels, *self.batch_channels.values()]
-
     def forget_messages(self) -> None:
         """Drops what a run that broke off had under way."""
-        for channels in self.all_channels:
-            channels.forget_sends()
+        self.channels.forget_sends()
         for bucket in self.gradients.gathered.values():
             bucket.forget_gathers()

@@ -16,13 +16,14 @@ from pyrannc.core.buckets import BucketsFacts
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import StagePart
 from pyrannc.core.plan import PlanFacts, StagePlan
-from pyrannc.core.program import RankProgram, Road
+from pyrannc.core.program import RankProgram
 from pyrannc.errors import PlanError
 from pyrannc.job import agree, process
 from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.collectives import Groups, beside_all, close
 from pyrannc.runtime.compiling import Compiling
 from pyrannc.runtime.context import StageContext
+from pyrannc.runtime.exchanges import Exchanges
 from pyrannc.runtime.peaks import begin_peaks
 from pyrannc.runtime.position import ActionRecord
 from pyrannc.runtime.precision import precision
@@ -99,9 +100,7 @@ class Deployment:
         self._groups, self._gathering_groups = Groups(), Groups(apart=True)
         self.gradients = self._make_gradients(variant)
         self._channels = Channels(device)
-        roads: tuple[Road, ...] = ("batch", "input_grads")
-        # What comes and goes beside the Stages' own messages must not take what these compute with.
-        self._batch_channels = {road: Channels(device, tag=tag, ctas=1) for tag, road in enumerate(roads, 1)}
+        self._exchanges = Exchanges(device)
         # Ranks of one Stage wait for each other's gradients anyway.
         self._totals = beside_all(device) if len(stages) > 1 else None
         self._randomness = Randomness(device, fused_dropout=fused_dropout)
@@ -182,15 +181,14 @@ class Deployment:
         return set().union(*found)
 
     def context(self, variant: Variant, program: RankProgram) -> StageContext:
-        """This rank's Stage for a captured call, with channels for the rows of a program. All ranks call it for the
-        same calls and rows in the same order."""
+        """This rank's Stage for a captured call, connected to those that it exchanges rows with in a program. All ranks
+        call it for the same calls and rows in the same order."""
         if id(variant) not in self._contexts:
             # Code is written before the first message, so that no rank waits for one that fails.
             codes, tail = agree.together(lambda: (self._make_code(variant), self._make_tail(variant)))
             self._channels.open(self.plan.channels(variant.partition))
             self._contexts[id(variant)] = self._make_context(variant, *codes, tail)
-        for road, channels in self._batch_channels.items():
-            channels.open(program.batch_channels[road])
+        self._exchanges.open(program)
         return self._contexts[id(variant)]
 
     def prepare(self, variant: Variant, program: RankProgram) -> StageContext:
@@ -268,7 +266,7 @@ class Deployment:
             buffers={**buffers, **constants},
             stage_of=self._stage_of,
             channels=self._channels,
-            batch_channels=self._batch_channels,
+            exchanges=self._exchanges,
             gradients=self.gradients,
             randomness=self._randomness,
             record=self._record,
@@ -340,8 +338,8 @@ class Deployment:
         if self.recordings is not None:
             self.recordings.drop()
         self.store.bring_back()
-        for channels in (self._channels, *self._batch_channels.values()):
-            channels.close()
+        self._channels.close()
+        self._exchanges.close()
         self._groups.close()
         self._gathering_groups.close()
         close(self._totals)

@@ -11,6 +11,7 @@ from pyrannc.core.program import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Exchange,
     Forward,
     Recv,
     ReduceScatter,
@@ -29,7 +30,7 @@ class Executor:
     Args:
         context: the rank's Stage.
         seat: computes, and exchanges messages with other Stages.
-        batch: what comes from and goes to ranks' own batches.
+        batch: comes from the ranks, and goes back to them.
         marks: where to note when gradients have been summed.
     """
 
@@ -81,9 +82,11 @@ class Executor:
                 self._backward(action, seeds, keep_graph=keep_graph, last=last)
                 gradients.collect(current)
             elif isinstance(action, Send):
-                self._send(action)
+                self._seat.send(action)
             elif isinstance(action, Recv):
-                (self._batch if action.is_of_batch else self._seat).receive(action)
+                self._seat.receive(action)
+            elif isinstance(action, Exchange):
+                self._batch.exchange(action, self._seat.outputs, self._seat.input_grads)
             elif isinstance(action, AllReduce) and reduce:
                 assert current is not None, "a run with sums has gradients"
                 gradients.sum(current, action.bucket, filled=index > last_backward)
@@ -94,18 +97,12 @@ class Executor:
                 self._gather(action)
         if current is not None:
             gradients.finish(current)
-        for channels in self._context.all_channels:
-            channels.finish()
+        self._context.channels.finish()
+        self._batch.finish()
         if when_forward is not None and forwards_end >= len(actions):
             when_forward()
         if current is not None and self._marks is not None:
             self._marks.finish()
-
-    def _send(self, action: Send) -> None:
-        if action.is_of_batch:
-            self._batch.send(action, self._seat.outputs, self._seat.input_grads)
-        else:
-            self._seat.send(action)
 
     def _backward(
         self, action: Backward | BackwardInput | BackwardWeight, seeds: Seeds, *, keep_graph: bool, last: bool
@@ -122,7 +119,7 @@ class Executor:
         if self._context.totals is None:
             return len(actions)
         end = max((place for place, action in enumerate(actions, 1) if isinstance(action, Forward)), default=0)
-        while end < len(actions) and isinstance(actions[end], Send):
+        while end < len(actions) and isinstance(actions[end], Send | Exchange):
             end += 1
         return end
 

@@ -13,6 +13,7 @@ from pyrannc.core.program import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Exchange,
     Forward,
     Kind,
     Message,
@@ -46,7 +47,7 @@ class ActionRecord:
         if named is None or named[0] is not self._watchdog or named[1] is not program:
             actions = (*program.forward, *program.backward)
             title = self._titles[program.stage]
-            around = [f"the beginning of a step of {title}", f"the end of a step of {title}: its outputs"]
+            around = [f"the exchange of inputs for {title}", f"the exchange of outputs of {title}"]
             around.append(f"the replay of all Actions of {title}")
             self._watchdog.program([*(describe(action, title) for action in actions), *around])
             ActionRecord._named = self._watchdog, program
@@ -64,7 +65,7 @@ class ActionRecord:
             self._watchdog.enter(index)
 
     def enter_outputs(self, program: RankProgram) -> None:
-        """All Actions have begun; outputs are awaited."""
+        """The exchange of outputs begins."""
         self.enter(len(program.forward) + len(program.backward) + 1)
 
     def enter_replay(self, program: RankProgram) -> None:
@@ -73,8 +74,6 @@ class ActionRecord:
 
 
 _CONTENTS: Mapping[Kind, str] = {
-    "value": "values",
-    "grad": "gradients",
     "input": "inputs",
     "output": "outputs",
     "output_grad": "gradients of outputs",
@@ -93,10 +92,13 @@ def describe(action: Action, stage: str) -> str:
     if isinstance(action, BackwardWeight):
         return f"backward towards the parameters of microbatch {action.microbatch}, {stage}"
     if isinstance(action, Message):
-        what = _CONTENTS[action.kind]
+        what = "values" if action.kind == "value" else "gradients"
         direction = "send to" if isinstance(action, Send) else "receive from"
         values = ", ".join(f"v{piece.value}" for piece in action.pieces)
         return f"{direction} rank {action.peer}: {what} {values} of microbatch {action.microbatch}, {stage}"
+    if isinstance(action, Exchange):
+        peers = ", ".join(map(str, sorted({parcel.peer for parcel in (*action.sends, *action.recvs)})))
+        return f"exchange of {_CONTENTS[action.kind]} of microbatch {action.microbatch} with ranks {peers}, {stage}"
     if isinstance(action, AllGather):
         return f"gathering of parameters (bucket {action.bucket}, {action.bytes} bytes), {stage}"
     return f"sum of gradients (bucket {action.bucket}, {action.bytes} bytes), {stage}"

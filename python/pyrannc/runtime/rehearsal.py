@@ -14,10 +14,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pyrannc.core.program import AllGather, Message, RankProgram, ReduceScatter, Road
+from pyrannc.core.program import AllGather, Exchange, Message, RankProgram, ReduceScatter
+from pyrannc.job.exchange import Work
 from pyrannc.runtime.batch import Batch, OfBatch
 from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.context import StageContext
+from pyrannc.runtime.exchanges import Exchanges
 from pyrannc.runtime.executor import Executor
 from pyrannc.runtime.loss import Weights
 from pyrannc.runtime.seat import Seat
@@ -26,7 +28,7 @@ from pyrannc.runtime.seat import Seat
 def is_needed(context: StageContext, program: RankProgram) -> bool:
     """True when a program's first step would load kernels while messages are under way."""
     actions = (*program.forward, *program.backward)
-    return context.device.type == "cuda" and any(isinstance(action, Message) for action in actions)
+    return context.device.type == "cuda" and any(isinstance(action, Message | Exchange) for action in actions)
 
 
 def rehearse_once(context: StageContext, program: RankProgram, inputs: OfBatch, weights: Weights) -> None:
@@ -43,9 +45,8 @@ def rehearse_once(context: StageContext, program: RankProgram, inputs: OfBatch, 
 
 def _rehearse(context: StageContext, program: RankProgram, inputs: OfBatch, weights: Weights) -> None:
     buffers = {value: tensor.clone() for value, tensor in context.buffers.items()}
-    nobody = _NoChannels(context.device)
-    of_batch: dict[Road, Channels] = dict.fromkeys(context.batch_channels, nobody)
-    alone = replace(context, channels=nobody, batch_channels=of_batch, buffers=buffers)
+    nobody, nothing = _NoChannels(context.device), _NoExchanges(context.device)
+    alone = replace(context, channels=nobody, exchanges=nothing, buffers=buffers)
     batch = Batch(alone, program, inputs)
     seat = Seat(alone, program, batch, None)
     current = context.gradients.begin(context.copies) if program.call != "forward" else None
@@ -60,7 +61,7 @@ def _rehearse(context: StageContext, program: RankProgram, inputs: OfBatch, weig
         return torch.zeros(facts.shape_at(hi - lo), dtype=facts.dtype, device=context.device)
 
     executor = Executor(alone, seat, batch, None)
-    batch.output_grads = _zeros_of_outputs(context, program)
+    batch.begin_backward(_zeros_of_outputs(context, program))
     actions = [
         action for action in (*program.forward, *program.backward) if not isinstance(action, (ReduceScatter, AllGather))
     ]
@@ -101,6 +102,17 @@ class _NoChannels(Channels):
         """Fills the tensor with zeros."""
         into.zero_()
         return self._nothing
+
+
+class _NoExchanges(Exchanges):
+    """Exchanges with nobody."""
+
+    def start(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[Work]:
+        """Fills what would be received with zeros."""
+        del sends
+        for _, tensor in receives:
+            tensor.zero_()
+        return []
 
 
 class _Nothing:

@@ -157,7 +157,7 @@ class Run:
         self._seat.reached = reached
         # Those of an earlier backward of this call have been handed over.
         self._seat.input_grads.clear()
-        batch.output_grads = {key: grad for key, grad in grads.items() if isinstance(key, int)}
+        batch.begin_backward({key: grad for key, grad in grads.items() if isinstance(key, int)})
 
         def seed(microbatch: int, value: int) -> Tensor | None:
             known = grads.get((microbatch, value))

@@ -8,7 +8,7 @@ use super::carried::Carried;
 use super::layout::computed_rows;
 use super::{ActionFault, CheckError, covers_once, within};
 use crate::partition::Partition;
-use crate::program::{Action, Interval, Message, Pass, Payload, Program, RankProgram, Road};
+use crate::program::{Action, BatchKind, Exchange, Interval, Message, Pass, Payload, Program, RankProgram};
 use crate::schedule::Call;
 
 /// What goes between which Stages.
@@ -93,7 +93,8 @@ impl Walk<'_> {
             | Action::BackwardWeight { .. }
             | Action::AllReduce { .. }
             | Action::ReduceScatter { .. } => true,
-            Action::Send(message) | Action::Recv(message) => message.kind.is_of_backward(),
+            Action::Send(message) | Action::Recv(message) => message.kind == Payload::Grad,
+            Action::Exchange(exchange) => exchange.kind.is_of_backward(),
         };
         let in_backward = position >= self.own.forward.len();
         let call = self.program.call;
@@ -129,16 +130,9 @@ impl Walk<'_> {
                     return Err(ActionFault::Repeated);
                 }
             }
-            Action::Send(message) if message.kind.road() != Road::Stages => {
-                self.carried.send(self.own.rank, message)?;
-                if !self.has_for_batch(message) {
-                    return Err(ActionFault::NotComputed);
-                }
-            }
-            Action::Recv(message) if message.kind.road() != Road::Stages => {
-                if self.computed(message) {
-                    return Err(ActionFault::TooLate);
-                }
+            Action::Exchange(exchange) => {
+                self.carried.exchange(self.own.rank, exchange)?;
+                self.check_place(exchange)?;
             }
             Action::Send(message) => {
                 self.check_message(message, true)?;
@@ -174,27 +168,39 @@ impl Walk<'_> {
         if rows.lo < rows.hi { Ok(()) } else { Err(ActionFault::NoRows) }
     }
 
-    /// True when the computation that makes or needs the message has been done. What comes back to a rank's own batch is
-    /// needed by none.
+    /// True when the computation that makes or needs the message has been done.
     fn computed(&self, message: &Message) -> bool {
         match message.kind {
-            Payload::Value | Payload::Input => self.forwards.contains(&message.mb),
-            Payload::Grad | Payload::OutputGrad => self.backwards.contains(&message.mb),
-            Payload::Output | Payload::InputGrad => false,
+            Payload::Value => self.forwards.contains(&message.mb),
+            Payload::Grad => self.backwards.contains(&message.mb),
         }
     }
 
-    /// True when a rank has what it sends to or from a rank's own batch: of an input without rows, the gradients of all
-    /// microbatches.
-    fn has_for_batch(&self, message: &Message) -> bool {
-        let all = || (0..).zip(&self.program.microbatches).filter(|&(mb, _)| self.check_has_rows(mb).is_ok());
-        match message.kind {
-            Payload::Output => self.forwards.contains(&message.mb),
-            Payload::InputGrad if self.carried.is_of_all_microbatches(message) => {
-                all().all(|(mb, _)| self.backwards.contains(&mb))
-            }
-            Payload::InputGrad => self.backwards.contains(&message.mb),
-            Payload::Input | Payload::OutputGrad | Payload::Value | Payload::Grad => true,
+    /// Demands that a rank has computed what it gives, and not yet what needs what it takes.
+    fn check_place(&self, exchange: &Exchange) -> Result<(), ActionFault> {
+        let &Exchange { kind, mb, ref sends, ref recvs } = exchange;
+        let all_backwards = || {
+            let mut all = (0..).zip(&self.program.microbatches).filter(|&(mb, _)| self.check_has_rows(mb).is_ok());
+            all.all(|(mb, _)| self.backwards.contains(&mb))
+        };
+        let mut given = sends.iter().flat_map(|parcel| &parcel.pieces);
+        let has_given = match kind {
+            BatchKind::Input | BatchKind::OutputGrad => true,
+            BatchKind::Output => sends.is_empty() || self.forwards.contains(&mb),
+            BatchKind::InputGrad => given.all(|piece| match self.carried.is_whole(piece) {
+                true => all_backwards(),
+                false => self.backwards.contains(&mb),
+            }),
+        };
+        let needed = match kind {
+            BatchKind::Input => self.forwards.contains(&mb),
+            BatchKind::OutputGrad => self.backwards.contains(&mb),
+            BatchKind::Output | BatchKind::InputGrad => false,
+        };
+        match (has_given, needed && !recvs.is_empty()) {
+            (false, _) => Err(ActionFault::NotComputed),
+            (true, true) => Err(ActionFault::TooLate),
+            (true, false) => Ok(()),
         }
     }
 
@@ -261,23 +267,21 @@ type Side<'a> = Vec<(usize, &'a Action, &'a Message)>;
 
 /// Checks that on each channel the n-th Send and the n-th Recv are the same message.
 pub(super) fn check_channels(program: &Program) -> Result<(), CheckError> {
-    let mut channels: BTreeMap<(u32, u32, Road), (Side, Side)> = BTreeMap::new();
+    let mut channels: BTreeMap<(u32, u32), (Side, Side)> = BTreeMap::new();
     for own in &program.ranks {
         for (position, action) in own.forward.iter().chain(&own.backward).enumerate() {
             match action {
                 Action::Send(message) => {
-                    let channel = (own.rank, message.peer, message.kind.road());
-                    channels.entry(channel).or_default().0.push((position, action, message));
+                    channels.entry((own.rank, message.peer)).or_default().0.push((position, action, message));
                 }
                 Action::Recv(message) => {
-                    let channel = (message.peer, own.rank, message.kind.road());
-                    channels.entry(channel).or_default().1.push((position, action, message));
+                    channels.entry((message.peer, own.rank)).or_default().1.push((position, action, message));
                 }
                 _ => {}
             }
         }
     }
-    for ((src, dst, _), (sends, recvs)) in channels {
+    for ((src, dst), (sends, recvs)) in channels {
         for (&(position, send, sent), &(_, recv, received)) in sends.iter().zip(&recvs) {
             if (sent.mb, sent.kind, &sent.pieces) != (received.mb, received.kind, &received.pieces) {
                 return Err(CheckError::Mismatch { src, position, send: send.clone(), dst, recv: recv.clone() });

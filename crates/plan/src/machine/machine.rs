@@ -2,7 +2,6 @@
 //! time.
 
 use std::collections::VecDeque;
-use std::ops::Range;
 
 use super::blocked::Stuck;
 use super::clock::{Clock, Observer, Pause, Span};
@@ -57,9 +56,10 @@ struct RankState {
     now: f64,
     /// What it has sent since it last settled.
     sent: Vec<Slot>,
-    /// Its sums and its gathers, each in order.
+    /// Its sums, its gathers and its exchanges, each in order.
     sums: Queue,
     gathers: Queue,
+    exchanges: Queue,
 }
 
 /// The sums that a rank has been ready for, in order.
@@ -121,8 +121,9 @@ impl<C: Clock, O: Observer> Machine<'_, C, O> {
                 self.transfer(channel);
             }
             Task::Sum { sum } => self.gather(rank, sum),
+            Task::Meet { sum } => return self.meet(rank, sum),
             Task::Await { lane } => return self.settle_sums(rank, lane),
-            Task::Settle { first, end } => return self.settle(rank, first as usize..end as usize),
+            Task::Settle => return self.settle(rank),
             Task::Update => {
                 let us = self.clock.update(rank);
                 let span = self.spend(rank, us);
@@ -191,7 +192,7 @@ impl<C: Clock, O: Observer> Machine<'_, C, O> {
             self.observer.moved(slot, span);
         }
         if moved.len() > known {
-            let Channel { src, dst, .. } = self.script.channels[channel as usize];
+            let Channel { src, dst } = self.script.channels[channel as usize];
             self.wake(src);
             self.wake(dst);
         }
@@ -241,6 +242,14 @@ impl<C: Clock, O: Observer> Machine<'_, C, O> {
         self.gatherings[*last as usize].span
     }
 
+    /// Waits for an exchange; false when it is not known yet when that ends.
+    fn meet(&mut self, rank: u32, sum: u32) -> bool {
+        let Some(span) = self.gatherings[sum as usize].span else { return false };
+        self.spans.push((span, Pause::Message));
+        self.pause(rank);
+        true
+    }
+
     /// Waits for its sums; false when it is not known yet when they end.
     fn settle_sums(&mut self, rank: u32, lane: Lane) -> bool {
         if self.ranks[rank as usize].queue(lane).next().is_some() {
@@ -256,16 +265,17 @@ impl<C: Clock, O: Observer> Machine<'_, C, O> {
         let queue = self.ranks[rank as usize].queue_mut(lane);
         let settled = std::mem::replace(&mut queue.settled, queue.all.len());
         let sums = queue.all[settled..].iter().filter_map(|&sum| self.gatherings[sum as usize].span);
-        self.spans.extend(sums.map(|span| (span, Pause::Sum)));
+        let pause = if lane == Lane::Exchanges { Pause::Message } else { Pause::Sum };
+        self.spans.extend(sums.map(|span| (span, pause)));
     }
 
     /// Waits for all that is under way; false when it is not known yet when that ends.
-    fn settle(&mut self, rank: u32, received: Range<usize>) -> bool {
+    fn settle(&mut self, rank: u32) -> bool {
         let state = &self.ranks[rank as usize];
         if Lane::ALL.iter().any(|&lane| state.queue(lane).next().is_some()) {
             return false;
         }
-        for &Slot { channel, place } in state.sent.iter().chain(&self.script.awaited[received]) {
+        for &Slot { channel, place } in &state.sent {
             let Some(&span) = self.traffic[channel as usize].moved.get(place as usize) else {
                 self.spans.clear();
                 return false;
@@ -294,7 +304,8 @@ impl RankState {
         let waiting = tasks.get(self.next)?;
         let lane = match waiting {
             Task::Await { lane } => Some(*lane),
-            Task::Settle { .. } => Lane::ALL.into_iter().find(|&lane| self.queue(lane).next().is_some()),
+            Task::Meet { .. } => Some(Lane::Exchanges),
+            Task::Settle => Lane::ALL.into_iter().find(|&lane| self.queue(lane).next().is_some()),
             _ => None,
         };
         let is_sum =
@@ -308,6 +319,7 @@ impl RankState {
         match lane {
             Lane::Sums => &self.sums,
             Lane::Gathers => &self.gathers,
+            Lane::Exchanges => &self.exchanges,
         }
     }
 
@@ -315,6 +327,7 @@ impl RankState {
         match lane {
             Lane::Sums => &mut self.sums,
             Lane::Gathers => &mut self.gathers,
+            Lane::Exchanges => &mut self.exchanges,
         }
     }
 }

@@ -6,15 +6,15 @@
 //! * A rank does one thing at a time, in the order of its Program. A Recv and the start of a sum never block. A
 //!   computation waits for the messages of its microbatch that its rank has begun to receive.
 //! * A message moves once it is sent, its receiver has begun to receive, and the message before it on its channel has
-//!   arrived. The n-th Send of a channel meets its n-th Recv. Channels do not wait for each other; between two ranks there
-//!   is one for each [`Road`](crate::Road).
+//!   arrived. The n-th Send of a channel meets its n-th Recv. Channels do not wait for each other.
 //! * A Send never blocks, except that gradients, and without training Values, wait while [`WINDOW`](crate::WINDOW) earlier messages
 //!   of the same channel have not arrived.
 //! * A sum runs once all its members are ready for it and the sum before it on each of them is done.
 //! * Gathers are sums that follow each other alone; before a rank goes on to something else, it waits for all of them.
+//! * Exchanges of rows with the ranks' own batches are sums that follow each other alone: all members of one have come to it
+//!   before any has what it carries. A computation waits for that of its microbatch that its rank has come to.
 //! * Before the first sum of another microbatch that is divided among its members, a rank waits for all its sums.
-//! * At the end of a list of Actions a rank waits for all that it has sent, what it has begun to receive for its own batch,
-//!   and all its sums.
+//! * At the end of a list of Actions a rank waits for all that it has sent and all its sums.
 
 mod blocked;
 mod clock;

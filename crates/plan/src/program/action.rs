@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::routes::Interval;
 use crate::schedule::{Call, Compute};
 
-/// Rows of one Value within a message.
+/// Rows of one Value that move together with others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Piece {
     /// The Value.
@@ -17,7 +17,7 @@ pub struct Piece {
     pub rows: Interval,
 }
 
-/// What a message carries.
+/// What a message between Stages carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Payload {
@@ -25,92 +25,28 @@ pub enum Payload {
     Value,
     /// Their gradients, back.
     Grad,
-    /// Inputs of the Graph, from the rank that has them to a Replica.
-    Input,
-    /// Outputs with rows, from the Replica that makes them to the ranks whose rows they are of.
-    Output,
-    /// Gradients of outputs, back.
-    OutputGrad,
-    /// Gradients of inputs, back.
-    InputGrad,
-}
-
-/// Which of the channels from one rank to one other: what comes on one does not wait for what comes on another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Road {
-    /// Between Stages.
-    Stages,
-    /// Between Stages and the ranks' own batches.
-    Batch,
-    /// Likewise, for gradients of inputs: where a step has forwards among its backwards, they come among outputs, which
-    /// are received earlier.
-    InputGrads,
-}
-
-impl Road {
-    /// Those to and from the ranks' own batches.
-    pub const OF_BATCH: [Self; 2] = [Self::Batch, Self::InputGrads];
 }
 
 /// Messages of one channel that may be under way before its sender waits, where it does.
 pub const WINDOW: usize = 2;
 
 impl Payload {
-    /// The messages that a computation waits for.
-    pub const fn awaited_by(compute: Compute) -> &'static [Self] {
+    /// The messages that a computation waits for, and makes, if any.
+    pub const fn of(compute: Compute) -> Option<Self> {
         match compute {
-            Compute::Forward(_) => &[Self::Value, Self::Input],
-            Compute::Backward(_) | Compute::BackwardInput(_) => &[Self::Grad, Self::OutputGrad],
-            Compute::BackwardWeight(_) => &[],
+            Compute::Forward(_) => Some(Self::Value),
+            Compute::Backward(_) | Compute::BackwardInput(_) => Some(Self::Grad),
+            Compute::BackwardWeight(_) => None,
         }
-    }
-
-    /// The messages that a computation makes.
-    pub const fn made_by(compute: Compute) -> &'static [Self] {
-        match compute {
-            Compute::Forward(_) => &[Self::Value, Self::Output],
-            Compute::Backward(_) | Compute::BackwardInput(_) => &[Self::Grad, Self::InputGrad],
-            Compute::BackwardWeight(_) => &[],
-        }
-    }
-
-    /// The channels that it takes.
-    pub const fn road(self) -> Road {
-        match self {
-            Self::Value | Self::Grad => Road::Stages,
-            Self::Input | Self::Output | Self::OutputGrad => Road::Batch,
-            Self::InputGrad => Road::InputGrads,
-        }
-    }
-
-    /// True for what belongs to backwards.
-    pub const fn is_of_backward(self) -> bool {
-        matches!(self, Self::Grad | Self::OutputGrad | Self::InputGrad)
     }
 
     /// How many messages may be under way on a channel before the sender waits for the oldest; `None` when it never
-    /// does. Values wait only without training: else the backward's order bounds them. What goes to or comes from the
-    /// ranks' own batches is there for the whole step anyway.
+    /// does. Values wait only without training: else the backward's order bounds them.
     pub const fn window(self, call: Call) -> Option<usize> {
         match self {
             Self::Value if call.trains() => None,
             Self::Value | Self::Grad => Some(WINDOW),
-            Self::Input | Self::Output | Self::OutputGrad | Self::InputGrad => None,
         }
-    }
-}
-
-impl fmt::Display for Payload {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Value => "values",
-            Self::Grad => "gradients",
-            Self::Input => "inputs",
-            Self::Output => "outputs",
-            Self::OutputGrad => "gradients of outputs",
-            Self::InputGrad => "gradients of inputs",
-        })
     }
 }
 
@@ -125,6 +61,78 @@ pub struct Message {
     pub kind: Payload,
     /// The rows, in the order in which they are packed.
     pub pieces: Vec<Piece>,
+}
+
+/// What moves between the ranks' own batches and the Stages, in the order in which all ranks come to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BatchKind {
+    /// Inputs of the Graph, from the rank that has them to a Replica.
+    Input,
+    /// Outputs with rows, from the Replica that makes them to the ranks whose rows they are of.
+    Output,
+    /// Gradients of outputs, back.
+    OutputGrad,
+    /// Gradients of inputs, back; of inputs without rows with the last microbatch, all others' included.
+    InputGrad,
+}
+
+impl BatchKind {
+    /// What a computation waits for.
+    pub const fn awaited_by(compute: Compute) -> Option<Self> {
+        match compute {
+            Compute::Forward(_) => Some(Self::Input),
+            Compute::Backward(_) | Compute::BackwardInput(_) => Some(Self::OutputGrad),
+            Compute::BackwardWeight(_) => None,
+        }
+    }
+
+    /// What a computation makes.
+    pub const fn made_by(compute: Compute) -> Option<Self> {
+        match compute {
+            Compute::Forward(_) => Some(Self::Output),
+            Compute::Backward(_) | Compute::BackwardInput(_) => Some(Self::InputGrad),
+            Compute::BackwardWeight(_) => None,
+        }
+    }
+
+    /// True for what belongs to backwards.
+    pub const fn is_of_backward(self) -> bool {
+        matches!(self, Self::OutputGrad | Self::InputGrad)
+    }
+}
+
+impl fmt::Display for BatchKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Input => "inputs",
+            Self::Output => "outputs",
+            Self::OutputGrad => "gradients of outputs",
+            Self::InputGrad => "gradients of inputs",
+        })
+    }
+}
+
+/// Rows that move between two ranks in an [`Exchange`].
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Parcel {
+    /// The other rank.
+    pub peer: u32,
+    /// The rows, in the order in which they are packed.
+    pub pieces: Vec<Piece>,
+}
+
+/// All that a rank gives to and takes from others of one kind for a microbatch.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Exchange {
+    /// What.
+    pub kind: BatchKind,
+    /// The microbatch.
+    pub mb: u32,
+    /// By increasing peer.
+    pub sends: Vec<Parcel>,
+    /// Likewise.
+    pub recvs: Vec<Parcel>,
 }
 
 /// One thing that a rank does.
@@ -153,9 +161,11 @@ pub enum Action {
     },
     /// Starts to send.
     Send(Message),
-    /// Starts to receive. The computation of the message's microbatch waits for it, or where none needs it, the end of
-    /// the list.
+    /// Starts to receive; the computation of the message's microbatch waits for it.
     Recv(Message),
+    /// Starts to give and take rows, once its own Exchange before has ended. It ends when all ranks that take part in this
+    /// kind and microbatch have come to it. The computation that needs the rows waits for it, else the end of the list.
+    Exchange(Exchange),
     /// Sums a bucket of gradients over a group of ranks. It starts at once, or under the backward that follows, as soon
     /// as that has filled the bucket; the rank waits for it at the end of its list.
     AllReduce {
@@ -266,13 +276,29 @@ impl fmt::Display for Action {
             Self::AllGather { group, bucket, mb, pass, bytes } => {
                 return write!(f, "AllGather({pass} of mb {mb}, bucket {bucket}, {bytes} bytes over group {group})");
             }
+            Self::Exchange(Exchange { kind, mb, sends, recvs }) => {
+                write!(f, "Exchange(mb {mb}, {kind}")?;
+                for (parcels, direction) in [(sends, "to"), (recvs, "from")] {
+                    for Parcel { peer, pieces } in parcels {
+                        write!(f, " {direction} rank {peer}:")?;
+                        list(f, pieces)?;
+                    }
+                }
+                return f.write_str(")");
+            }
             Self::Send(message) => ("Send", message, "to"),
             Self::Recv(message) => ("Recv", message, "from"),
         };
-        write!(f, "{name}(mb {}, {} {direction} rank {}:", message.mb, message.kind, message.peer)?;
-        for Piece { value, rows } in &message.pieces {
-            write!(f, " {value}[{rows}]")?;
-        }
+        let kind = match message.kind {
+            Payload::Value => "values",
+            Payload::Grad => "gradients",
+        };
+        write!(f, "{name}(mb {}, {kind} {direction} rank {}:", message.mb, message.peer)?;
+        list(f, &message.pieces)?;
         f.write_str(")")
     }
+}
+
+fn list(f: &mut fmt::Formatter<'_>, pieces: &[Piece]) -> fmt::Result {
+    pieces.iter().try_for_each(|Piece { value, rows }| write!(f, " {value}[{rows}]"))
 }

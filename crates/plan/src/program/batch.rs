@@ -1,126 +1,114 @@
-//! Messages between the ranks' own batches and the Stages: what the Transfers of a Program say and does not stay where it
+//! Exchanges between the ranks' own batches and the Stages: what the Transfers of a Program say and does not stay where it
 //! is.
 //!
-//! A rank gives what it has at the beginning of a list, and takes what it gets where nothing of its own waits any more.
-//! Each end of a channel has its messages in the order in which the Replica computes.
+//! All ranks come to them in one order, by kind and microbatch. Inputs and gradients of outputs stand at the beginning of a
+//! list, before anything is computed; outputs and gradients of inputs behind what makes them, and nothing but the end of the
+//! list waits for them. So no exchange waits for one that comes later, and no computation for one that waits for it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use rannc_ir::ValueId;
 
 use super::Transfer;
-use super::action::{Action, Message, Payload, Piece};
-use super::messages::Mailbox;
+use super::action::{BatchKind, Exchange, Parcel, Piece};
 use crate::partition::{OutputSource, Partition};
 use crate::schedule::{Call, Compute};
 
 /// Where the Transfers of a batch go.
 pub(super) struct BatchRoutes<'a> {
-    pub partition: &'a Partition,
-    pub call: Call,
-    pub gather_inputs: bool,
-    pub inputs: &'a [Transfer],
-    pub outputs: &'a [Transfer],
-    /// The Stage of each rank.
-    pub stage_of: &'a [u32],
-    /// By Stage, its computations.
-    pub orders: &'a [Vec<Compute>],
+    pub(super) partition: &'a Partition,
+    pub(super) call: Call,
+    pub(super) gather_inputs: bool,
+    pub(super) inputs: &'a [Transfer],
+    pub(super) outputs: &'a [Transfer],
+    /// The last microbatch with rows.
+    pub(super) last: u32,
 }
 
-/// What one message carries, by what it is sorted by: place among the Replica's messages, Replica, rank with the rows,
-/// microbatch.
-type Parcels = BTreeMap<(usize, u32, u32, u32), Vec<Piece>>;
+/// By peer.
+type Parcels = BTreeMap<u32, Vec<Piece>>;
 
 impl BatchRoutes<'_> {
-    /// Puts the messages into the ranks' mailboxes.
-    pub(super) fn add_to(&self, mailboxes: &mut [Mailbox]) {
-        let forward = |compute: Compute| matches!(compute, Compute::Forward(_));
-        let backward = |compute: Compute| matches!(compute, Compute::Backward(_) | Compute::BackwardInput(_));
-        let made = |transfer: &&Transfer| self.made().contains(&transfer.value);
-        let outputs: Vec<&Transfer> = self.outputs.iter().filter(made).collect();
-        for ((_, replica, owner, mb), pieces) in self.parcels(self.inputs.iter(), forward, |own| (own.dst, own.src)) {
-            let message = |peer| Message { mb, peer, kind: Payload::Input, pieces: pieces.clone() };
-            mailboxes[owner as usize].batch.inputs.push(Action::Send(message(replica)));
-            mailboxes[replica as usize].receive(message(owner));
-        }
-        for ((_, replica, owner, mb), pieces) in
-            self.parcels(outputs.iter().copied(), forward, |own| (own.src, own.dst))
-        {
-            let message = |peer| Message { mb, peer, kind: Payload::Output, pieces: pieces.clone() };
-            mailboxes[replica as usize].send(message(owner));
-            mailboxes[owner as usize].batch.outputs.push(Action::Recv(message(replica)));
-        }
-        if self.call == Call::Halves && self.gather_inputs {
-            let differentiable = self.differentiable_outputs();
-            let sent = outputs.into_iter().filter(|own| differentiable.contains(&own.value));
-            for ((_, replica, owner, mb), pieces) in self.parcels(sent, backward, |own| (own.src, own.dst)) {
-                let message = |peer| Message { mb, peer, kind: Payload::OutputGrad, pieces: pieces.clone() };
-                mailboxes[owner as usize].batch.output_grads.push(Action::Send(message(replica)));
-                mailboxes[replica as usize].receive(message(owner));
+    /// What each rank exchanges, in order.
+    pub(super) fn exchanges(&self, ranks: usize) -> Vec<Vec<Exchange>> {
+        let mut found: Vec<BTreeMap<(BatchKind, u32), [Parcels; 2]>> = vec![BTreeMap::new(); ranks];
+        let mut add = |kind: BatchKind, Transfer { src, dst, mb, value, rows }: Transfer| {
+            for (end, peer, direction) in [(src, dst, 0), (dst, src, 1)] {
+                let parcels = &mut found[end as usize].entry((kind, mb)).or_default()[direction];
+                parcels.entry(peer).or_default().push(Piece { value, rows });
+            }
+        };
+        let back = |transfer: Transfer| Transfer { src: transfer.dst, dst: transfer.src, ..transfer };
+        let (inputs, outputs) = (self.differentiable_inputs(), self.made_outputs());
+        for &transfer in self.inputs.iter().filter(|transfer| transfer.src != transfer.dst) {
+            add(BatchKind::Input, transfer);
+            if let Some(&has_rows) = inputs.get(&transfer.value).filter(|_| self.call.trains()) {
+                let mb = if has_rows { transfer.mb } else { self.last };
+                add(BatchKind::InputGrad, Transfer { mb, ..back(transfer) });
             }
         }
-        if self.call.trains() {
-            self.add_input_grads(mailboxes, backward);
-        }
-    }
-
-    fn add_input_grads(&self, mailboxes: &mut [Mailbox], backward: impl Fn(Compute) -> bool + Copy) {
-        let has_rows = self.differentiable_inputs();
-        for rows in [true, false] {
-            let sent = self.inputs.iter().filter(|own| has_rows.get(&own.value) == Some(&rows));
-            for ((_, replica, owner, mb), pieces) in self.parcels(sent, backward, |own| (own.dst, own.src)) {
-                let message = |peer| Message { mb, peer, kind: Payload::InputGrad, pieces: pieces.clone() };
-                if rows {
-                    mailboxes[replica as usize].send(message(owner));
-                } else {
-                    mailboxes[replica as usize].batch.summed_grads.push(Action::Send(message(owner)));
-                }
-                mailboxes[owner as usize].batch.input_grads.push(Action::Recv(message(replica)));
+        for &transfer in self.outputs.iter().filter(|transfer| transfer.src != transfer.dst) {
+            let Some(&requires_grad) = outputs.get(&transfer.value) else { continue };
+            add(BatchKind::Output, transfer);
+            if self.call == Call::Halves && self.gather_inputs && requires_grad {
+                add(BatchKind::OutputGrad, back(transfer));
             }
         }
+        let listed = |parcels: Parcels| parcels.into_iter().map(|(peer, pieces)| Parcel { peer, pieces }).collect();
+        let exchange = |((kind, mb), [sends, recvs]): ((BatchKind, u32), [Parcels; 2])| Exchange {
+            kind,
+            mb,
+            sends: listed(sends),
+            recvs: listed(recvs),
+        };
+        found.into_iter().map(|own| own.into_iter().map(exchange).collect()).collect()
     }
 
-    /// The messages of some Transfers, in the order of certain computations of the Replicas; `ends` tells the Replica and
-    /// the rank that has the rows.
-    fn parcels<'t>(
-        &self,
-        transfers: impl Iterator<Item = &'t Transfer>,
-        is_of: impl Fn(Compute) -> bool,
-        ends: impl Fn(&Transfer) -> (u32, u32),
-    ) -> Parcels {
-        let places: Vec<BTreeMap<u32, usize>> = self
-            .orders
-            .iter()
-            .map(|order| {
-                let own = order.iter().copied().filter(|&compute| is_of(compute));
-                own.enumerate().map(|(place, compute)| (compute.microbatch(), place)).collect()
-            })
-            .collect();
-        let mut parcels = Parcels::new();
-        for transfer in transfers.filter(|transfer| transfer.src != transfer.dst) {
-            let (replica, owner) = ends(transfer);
-            let stage = self.stage_of[replica as usize] as usize;
-            // A listed order may lack it, which the checker finds.
-            let place = places[stage].get(&transfer.mb).copied().unwrap_or(usize::MAX);
-            let pieces = parcels.entry((place, replica, owner, transfer.mb)).or_default();
-            pieces.push(Piece { value: transfer.value, rows: transfer.rows });
-        }
-        parcels
-    }
-
-    /// The outputs that some Stage makes.
-    fn made(&self) -> BTreeSet<ValueId> {
-        let outputs = self.partition.outputs.iter();
-        outputs.filter(|output| matches!(output.source, OutputSource::Stage(_))).map(|output| output.value).collect()
-    }
-
-    fn differentiable_outputs(&self) -> BTreeSet<ValueId> {
-        self.partition.outputs.iter().filter(|output| output.requires_grad).map(|output| output.value).collect()
+    /// The outputs that some Stage makes, and whether gradients may come back for them.
+    fn made_outputs(&self) -> BTreeMap<ValueId, bool> {
+        let made = |output: &&crate::partition::OutputPart| matches!(output.source, OutputSource::Stage(_));
+        self.partition.outputs.iter().filter(made).map(|output| (output.value, output.requires_grad)).collect()
     }
 
     /// The inputs that gradients flow into, and whether they have rows.
     fn differentiable_inputs(&self) -> BTreeMap<ValueId, bool> {
         let inputs = self.partition.stages.iter().flat_map(|stage| &stage.inputs);
         inputs.filter(|input| input.requires_grad).map(|input| (input.value, input.has_rows)).collect()
+    }
+}
+
+/// Behind how many of a rank's computations an exchange may stand: those that make its rows, or the rows of microbatches
+/// before.
+#[derive(Clone, Debug)]
+pub struct ExchangePlaces {
+    /// By kind, the computations that make it by increasing microbatch, and how many there are up to all of these.
+    made: BTreeMap<BatchKind, Vec<(u32, usize)>>,
+}
+
+impl ExchangePlaces {
+    /// Those among a list's computations.
+    pub fn new(computes: &[Compute]) -> Self {
+        let mut made: BTreeMap<BatchKind, Vec<(u32, usize)>> = BTreeMap::new();
+        for (count, compute) in (1..).zip(computes) {
+            if let Some(kind) = BatchKind::made_by(*compute) {
+                made.entry(kind).or_default().push((compute.microbatch(), count));
+            }
+        }
+        for places in made.values_mut() {
+            places.sort_unstable();
+            let mut most = 0;
+            places.iter_mut().for_each(|(_, count)| {
+                most = most.max(*count);
+                *count = most;
+            });
+        }
+        Self { made }
+    }
+
+    /// The place of one.
+    pub fn behind(&self, kind: BatchKind, mb: u32) -> usize {
+        let made = self.made.get(&kind).map_or(&[][..], Vec::as_slice);
+        let before = made.partition_point(|&(other, _)| other <= mb);
+        before.checked_sub(1).map_or(0, |last| made[last].1)
     }
 }

@@ -6,6 +6,7 @@
 use rannc_ir::ValueId;
 use thiserror::Error;
 
+use super::action::Exchange;
 use super::batch::BatchRoutes;
 use super::buckets::{Bucket, Buckets};
 use super::collectives::Collectives;
@@ -112,16 +113,16 @@ pub fn build(
     let orders = router.orders();
     let (inputs, outputs) = (router.inputs(&orders), router.outputs(batch.gather_inputs));
     let mut mailboxes = mailboxes(placement, partition, &stage_rows, call);
-    let stage_of = router.stage_of();
-    let (gather_inputs, stage_of, orders) = (batch.gather_inputs, &stage_of[..], &orders[..]);
-    let routes = BatchRoutes { partition, call, gather_inputs, inputs: &inputs, outputs: &outputs, stage_of, orders };
-    routes.add_to(&mut mailboxes);
-    let ranks = router.ranks(call, &mut mailboxes, orders);
+    let last = split.microbatches.iter().rposition(|&rows| rows > 0).map_or(0, rank_number);
+    let routes =
+        BatchRoutes { partition, call, gather_inputs: batch.gather_inputs, inputs: &inputs, outputs: &outputs, last };
+    let exchanges = routes.exchanges(batch.rows_per_rank.len());
+    let ranks = router.ranks(call, &mut mailboxes, exchanges, &orders);
     let BatchSplit { microbatches, slices, .. } = split;
     let Buckets { groups, buckets, .. } = buckets.clone();
     Ok(Program {
         call,
-        gather_inputs,
+        gather_inputs: batch.gather_inputs,
         total_rows,
         microbatches,
         slices,
@@ -204,15 +205,6 @@ struct Router<'a> {
 impl Router<'_> {
     fn microbatches(&self) -> impl Iterator<Item = (u32, usize)> + use<> {
         (0..).zip(0..self.split.microbatches.len())
-    }
-
-    /// The Stage of each rank.
-    fn stage_of(&self) -> Vec<u32> {
-        let mut stages = vec![0; self.split.slices.len()];
-        for (stage, ranks) in (0..).zip(&self.placement.ranks) {
-            ranks.iter().for_each(|&rank| stages[rank as usize] = stage);
-        }
-        stages
     }
 
     /// By Stage, its computations of the microbatches that have rows.
@@ -306,7 +298,13 @@ impl Router<'_> {
         transfers
     }
 
-    fn ranks(&self, call: Call, mailboxes: &mut [Mailbox], orders: &[Vec<Compute>]) -> Vec<RankProgram> {
+    fn ranks(
+        &self,
+        call: Call,
+        mailboxes: &mut [Mailbox],
+        mut exchanges: Vec<Vec<Exchange>>,
+        orders: &[Vec<Compute>],
+    ) -> Vec<RankProgram> {
         let mut programs = Vec::with_capacity(mailboxes.len());
         for ((stage, ranks), order) in (0..).zip(&self.placement.ranks).zip(orders) {
             for (replica, &rank) in (0..).zip(ranks) {
@@ -314,7 +312,8 @@ impl Router<'_> {
                 let computes: Vec<Compute> =
                     order.iter().copied().filter(|compute| !rows(compute.microbatch()).is_empty()).collect();
                 let collectives = Collectives::of(self.buckets, rank, stage, order);
-                let (forward, backward) = mailboxes[rank as usize].lists(call, &computes, &collectives);
+                let exchanges = std::mem::take(&mut exchanges[rank as usize]);
+                let (forward, backward) = mailboxes[rank as usize].lists(call, &computes, exchanges, &collectives);
                 programs.push(RankProgram { rank, stage, replica, forward, backward });
             }
         }

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use rannc_ir::ValueId;
 
-use super::action::{Action, Message, Payload, Piece};
+use super::action::{Action, Exchange, Message, Payload, Piece};
+use super::batch::ExchangePlaces;
 use super::collectives::Collectives;
 use super::routes::{Interval, overlaps};
 use crate::partition::Partition;
@@ -45,109 +46,86 @@ fn carried_between(partition: &Partition) -> BTreeMap<(u32, u32), Carried> {
     all
 }
 
-/// Messages of one rank.
-#[derive(Clone, Default)]
+/// Messages of one rank, by microbatch.
+#[derive(Clone)]
 pub(super) struct Mailbox {
-    /// By what waits for them, and microbatch.
-    recvs: BTreeMap<(Payload, u32), Vec<Action>>,
-    /// By what makes them, and microbatch.
-    sends: BTreeMap<(Payload, u32), Vec<Action>>,
-    /// Between the rank's own batch and the Stages.
-    pub(super) batch: OwnBatch,
-}
-
-/// Messages between a rank's own batch and the Stages that no computation of the rank makes or waits for, each kind in
-/// its order.
-#[derive(Clone, Default)]
-pub(super) struct OwnBatch {
-    /// Sends: inputs.
-    pub(super) inputs: Vec<Action>,
-    /// Recvs: outputs.
-    pub(super) outputs: Vec<Action>,
-    /// Sends: gradients of outputs.
-    pub(super) output_grads: Vec<Action>,
-    /// Sends: gradients of inputs that all backwards of the rank add to.
-    pub(super) summed_grads: Vec<Action>,
-    /// Recvs: gradients of inputs.
-    pub(super) input_grads: Vec<Action>,
+    value_recvs: Vec<Vec<Action>>,
+    value_sends: Vec<Vec<Action>>,
+    grad_recvs: Vec<Vec<Action>>,
+    grad_sends: Vec<Vec<Action>>,
 }
 
 impl Mailbox {
-    /// Adds a message that the computation of its microbatch waits for.
-    pub(super) fn receive(&mut self, message: Message) {
-        self.recvs.entry((message.kind, message.mb)).or_default().push(Action::Recv(message));
+    fn new(microbatches: usize) -> Self {
+        let empty = vec![Vec::new(); microbatches];
+        Self { value_recvs: empty.clone(), value_sends: empty.clone(), grad_recvs: empty.clone(), grad_sends: empty }
     }
 
-    /// Adds a message that the computation of its microbatch makes.
-    pub(super) fn send(&mut self, message: Message) {
-        self.sends.entry((message.kind, message.mb)).or_default().push(Action::Send(message));
+    fn take_recvs(&mut self, compute: Compute) -> Vec<Action> {
+        let mb = compute.microbatch() as usize;
+        match Payload::of(compute) {
+            Some(Payload::Value) => std::mem::take(&mut self.value_recvs[mb]),
+            Some(Payload::Grad) => std::mem::take(&mut self.grad_recvs[mb]),
+            None => Vec::new(),
+        }
     }
 
-    /// The forward and the backward list of the rank, with these computations in their order.
+    fn take_sends(&mut self, compute: Compute) -> Vec<Action> {
+        let mb = compute.microbatch() as usize;
+        match Payload::of(compute) {
+            Some(Payload::Value) => std::mem::take(&mut self.value_sends[mb]),
+            Some(Payload::Grad) => std::mem::take(&mut self.grad_sends[mb]),
+            None => Vec::new(),
+        }
+    }
+
+    /// The forward and the backward list of the rank, with these computations and exchanges in their order.
     pub(super) fn lists(
         &mut self,
         call: Call,
         computes: &[Compute],
+        exchanges: Vec<Exchange>,
         collectives: &Collectives<'_>,
     ) -> (Vec<Action>, Vec<Action>) {
+        let is_forward = |compute: &Compute| matches!(compute, Compute::Forward(_));
         let (forwards, backwards): (Vec<Compute>, Vec<Compute>) =
             computes.iter().partition(|compute| is_forward(compute));
-        let OwnBatch { inputs, outputs, output_grads, summed_grads, input_grads } = std::mem::take(&mut self.batch);
-        let last = [summed_grads, input_grads].concat();
         match call {
-            Call::Forward => {
-                (collectives.within(self.actions(&forwards, inputs, outputs, last), is_forward, false), Vec::new())
-            }
-            Call::Whole => {
-                (collectives.within(self.actions(computes, inputs, outputs, last), |_| true, true), Vec::new())
-            }
+            Call::Forward => (collectives.within(self.actions(&forwards, exchanges), is_forward, false), Vec::new()),
+            Call::Whole => (collectives.within(self.actions(computes, exchanges), |_| true, true), Vec::new()),
             Call::Halves => {
-                let forward = self.actions(&forwards, inputs, outputs, Vec::new());
-                let backward = self.actions(&backwards, output_grads, Vec::new(), last);
+                let (late, early) = exchanges.into_iter().partition(|exchange| exchange.kind.is_of_backward());
                 (
-                    collectives.within(forward, is_forward, false),
-                    collectives.within(backward, |compute| !is_forward(compute), true),
+                    collectives.within(self.actions(&forwards, early), is_forward, false),
+                    collectives.within(self.actions(&backwards, late), |compute| !is_forward(compute), true),
                 )
             }
         }
     }
 
-    /// The computations with their messages, between what comes first and what comes last; `outputs` stand behind the
-    /// last forward.
-    fn actions(
-        &mut self,
-        computes: &[Compute],
-        first: Vec<Action>,
-        mut outputs: Vec<Action>,
-        last: Vec<Action>,
-    ) -> Vec<Action> {
-        let last_forward = computes.iter().copied().rfind(is_forward);
-        let mut actions = first;
-        if last_forward.is_none() {
-            actions.append(&mut outputs);
-        }
+    /// The computations with their messages, and each exchange where it and those before it may stand.
+    fn actions(&mut self, computes: &[Compute], exchanges: Vec<Exchange>) -> Vec<Action> {
+        let places = ExchangePlaces::new(computes);
+        let mut coming = exchanges.into_iter().peekable();
+        let mut exchanged = |done: usize, actions: &mut Vec<Action>| {
+            let may_stand = |next: &Exchange| places.behind(next.kind, next.mb) <= done;
+            while let Some(next) = coming.next_if(&may_stand) {
+                actions.push(Action::Exchange(next));
+            }
+        };
+        let (mut actions, mut done) = (Vec::new(), 0);
+        exchanged(done, &mut actions);
         with_messages(computes.iter().copied(), |step| match step {
-            Step::Receive(compute) => actions.extend(take(&mut self.recvs, Payload::awaited_by(compute), compute)),
+            Step::Receive(compute) => actions.extend(self.take_recvs(compute)),
             Step::Compute(compute) => actions.push(compute.into()),
             Step::Send(compute) => {
-                actions.extend(take(&mut self.sends, Payload::made_by(compute), compute));
-                if last_forward == Some(compute) {
-                    actions.append(&mut outputs);
-                }
+                actions.extend(self.take_sends(compute));
+                done += 1;
+                exchanged(done, &mut actions);
             }
         });
-        actions.extend(last);
         actions
     }
-}
-
-fn is_forward(compute: &Compute) -> bool {
-    matches!(compute, Compute::Forward(_))
-}
-
-/// Takes out the messages of a computation.
-fn take(messages: &mut BTreeMap<(Payload, u32), Vec<Action>>, kinds: &[Payload], compute: Compute) -> Vec<Action> {
-    kinds.iter().flat_map(|&kind| messages.remove(&(kind, compute.microbatch())).unwrap_or_default()).collect()
 }
 
 /// What belongs to a computation.
@@ -164,11 +142,10 @@ pub enum Step {
 /// Computations in their order, with the places of their messages: a rank receives one computation that has messages
 /// ahead, and sends right after.
 pub fn with_messages(computes: impl Iterator<Item = Compute> + Clone, mut act: impl FnMut(Step)) {
-    let waits = |compute: &Compute| !Payload::awaited_by(*compute).is_empty();
-    let mut coming = computes.clone().filter(waits);
+    let mut coming = computes.clone().filter(|&compute| Payload::of(compute).is_some());
     coming.next().into_iter().for_each(|first| act(Step::Receive(first)));
     for compute in computes {
-        if waits(&compute) {
+        if Payload::of(compute).is_some() {
             coming.next().into_iter().for_each(|next| act(Step::Receive(next)));
         }
         act(Step::Compute(compute));
@@ -185,7 +162,7 @@ pub(super) fn mailboxes(
 ) -> Vec<Mailbox> {
     let microbatches = stage_rows.first().map_or(0, Vec::len);
     let world_size = placement.ranks.iter().map(Vec::len).sum();
-    let mut mailboxes = vec![Mailbox::default(); world_size];
+    let mut mailboxes = vec![Mailbox::new(microbatches); world_size];
     for ((from, to), carried) in carried_between(partition) {
         let (from, to) = (from as usize, to as usize);
         for (mb, index) in (0..).zip(0..microbatches) {
@@ -196,11 +173,15 @@ pub(super) fn mailboxes(
                     let piece = |&value| Piece { value, rows: overlap.rows };
                     Message { mb, peer, kind, pieces: values.iter().map(piece).collect() }
                 };
-                mailboxes[maker as usize].send(message(Payload::Value, &carried.values, user));
-                mailboxes[user as usize].receive(message(Payload::Value, &carried.values, maker));
+                let sent = Action::Send(message(Payload::Value, &carried.values, user));
+                mailboxes[maker as usize].value_sends[index].push(sent);
+                let received = Action::Recv(message(Payload::Value, &carried.values, maker));
+                mailboxes[user as usize].value_recvs[index].push(received);
                 if call.trains() && !carried.grads.is_empty() {
-                    mailboxes[user as usize].send(message(Payload::Grad, &carried.grads, maker));
-                    mailboxes[maker as usize].receive(message(Payload::Grad, &carried.grads, user));
+                    let sent = Action::Send(message(Payload::Grad, &carried.grads, maker));
+                    mailboxes[user as usize].grad_sends[index].push(sent);
+                    let received = Action::Recv(message(Payload::Grad, &carried.grads, user));
+                    mailboxes[maker as usize].grad_recvs[index].push(received);
                 }
             }
         }

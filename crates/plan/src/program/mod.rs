@@ -12,7 +12,8 @@ mod view;
 use rannc_ir::ValueId;
 use serde::{Deserialize, Serialize};
 
-pub use self::action::{Action, Message, Pass, Payload, Piece, Road, WINDOW};
+pub use self::action::{Action, BatchKind, Exchange, Message, Parcel, Pass, Payload, Piece, WINDOW};
+pub use self::batch::ExchangePlaces;
 pub use self::buckets::{
     BUCKET_BYTES, Bucket, Buckets, Division, FIRST_BUCKET_BYTES, Gradient, ReduceDType, Trained, full_bytes,
 };
@@ -69,7 +70,7 @@ pub struct Program {
     pub stage_rows: Vec<Vec<Vec<Interval>>>,
     /// How inputs reach the Stages; backwards, how their gradients return. An input without rows
     /// goes whole from rank 0, once to each rank that computes, with the rows of its first microbatch. What does not stay
-    /// where it is has a message.
+    /// where it is stands in an exchange.
     pub inputs: Vec<Transfer>,
     /// How outputs with rows reach the ranks; backwards, how their gradients return. Without
     /// `gather_inputs` every rank has the gradient of every row, and none needs to travel.

@@ -1,10 +1,8 @@
 //! What one rank needs of a Program.
 
-use std::collections::{BTreeMap, BTreeSet};
-
 use serde::{Deserialize, Serialize};
 
-use super::{Action, Interval, Payload, Program, Road, Slice, Transfer};
+use super::{Action, Interval, Payload, Program, Slice, Transfer};
 use crate::schedule::Call;
 
 /// One rank's part of a [`Program`].
@@ -34,8 +32,8 @@ pub struct RankView {
     pub inputs: Vec<Transfer>,
     /// Output transfers from or to this rank, in the order common to all ranks.
     pub outputs: Vec<Transfer>,
-    /// All channels to and from ranks' own batches, those of other ranks too: source and destination, sorted.
-    pub batch_channels: BTreeMap<Road, Vec<(u32, u32)>>,
+    /// True when ranks exchange rows, be it this one or others.
+    pub exchanges: bool,
     /// Messages with Values that may be under way on a channel before the sender waits; `None` when it never does.
     pub value_window: Option<usize>,
     /// The same of messages with gradients.
@@ -69,7 +67,7 @@ impl Program {
             slices: self.slices.get(rank as usize)?.clone(),
             inputs: touching(&self.inputs),
             outputs: touching(&self.outputs),
-            batch_channels: Road::OF_BATCH.into_iter().map(|road| (road, self.channels(road))).collect(),
+            exchanges: self.exchanges(),
             value_window: Payload::Value.window(self.call),
             grad_window: Payload::Grad.window(self.call),
             forward: program.forward.clone(),
@@ -96,16 +94,23 @@ impl Program {
         found
     }
 
-    /// The directed rank pairs between which messages go on a road; sorted.
-    pub fn channels(&self, road: Road) -> Vec<(u32, u32)> {
-        let mut pairs: BTreeSet<(u32, u32)> = BTreeSet::new();
+    fn exchanges(&self) -> bool {
+        let mut actions = self.ranks.iter().flat_map(|own| own.forward.iter().chain(&own.backward));
+        actions.any(|action| matches!(action, Action::Exchange(_)))
+    }
+
+    /// The directed rank pairs between which messages between Stages go; sorted.
+    pub fn channels(&self) -> Vec<(u32, u32)> {
+        let mut pairs: Vec<(u32, u32)> = Vec::new();
         for program in &self.ranks {
             pairs.extend(program.forward.iter().chain(&program.backward).filter_map(|action| match action {
-                Action::Send(message) if message.kind.road() == road => Some((program.rank, message.peer)),
-                Action::Recv(message) if message.kind.road() == road => Some((message.peer, program.rank)),
+                Action::Send(message) => Some((program.rank, message.peer)),
+                Action::Recv(message) => Some((message.peer, program.rank)),
                 _ => None,
             }));
         }
-        pairs.into_iter().collect()
+        pairs.sort_unstable();
+        pairs.dedup();
+        pairs
     }
 }

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use rannc_ir::testing::graphs;
 use rannc_ir::{Analysis, OpRun};
-use rannc_plan::{Action, Partition, Road, plan_channels};
+use rannc_plan::{Action, Partition, plan_channels};
 
 use crate::cases::{Given, calls, cases, schedules};
 use crate::oracle;
@@ -60,7 +60,7 @@ proptest! {
         let program = case.build();
         let channels = plan_channels(&case.placement, &case.partition);
         prop_assert!(channels.is_sorted_by(|a, b| a < b));
-        prop_assert!(program.channels(Road::Stages).iter().all(|pair| channels.binary_search(pair).is_ok()));
+        prop_assert!(program.channels().iter().all(|pair| channels.binary_search(pair).is_ok()));
         let mut input_ends = 0;
         let mut places = vec![Vec::new(); case.placement.ranks.len()];
         for own in &program.ranks {

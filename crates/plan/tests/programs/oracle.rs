@@ -5,7 +5,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use rannc_ir::{ParamId, ValueId};
 use rannc_plan::{
-    Action, Call, Interval, Message, OutputPart, OutputSource, Pass, Payload, Piece, Program, Road, Sharding,
+    Action, BatchKind, Call, Exchange, Interval, Message, OutputPart, OutputSource, Parcel, Pass, Payload, Piece,
+    Program, Sharding,
 };
 
 use crate::cases::Given;
@@ -13,10 +14,17 @@ use crate::cases::Given;
 /// A row of the global batch: rank and place in its local batch.
 type Row = (usize, u64);
 
+/// How something moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Load {
+    Sent(Payload),
+    Exchanged(BatchKind),
+}
+
 /// One row of a Value, or of its gradient from one Stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Token {
-    payload: Payload,
+    load: Load,
     value: ValueId,
     row: Row,
     /// The Stage that made it.
@@ -95,6 +103,23 @@ impl<'a> Oracle<'a> {
         })
     }
 
+    /// The last microbatch with rows.
+    fn last(&self) -> u32 {
+        self.microbatches.iter().rposition(|rows| !rows.is_empty()).unwrap_or_default() as u32
+    }
+
+    fn is_whole(&self, value: ValueId) -> bool {
+        let mut inputs = self.case.partition.stages.iter().flat_map(|stage| &stage.inputs);
+        inputs.any(|input| input.value == value && !input.has_rows)
+    }
+
+    /// The ranks whose lists have an exchange.
+    fn members(&self, kind: BatchKind, mb: u32) -> Vec<usize> {
+        let is_it = |action: &Action| matches!(action, Action::Exchange(own) if (own.kind, own.mb) == (kind, mb));
+        let ranks = self.program.ranks.iter().enumerate();
+        ranks.filter(|(_, own)| own.forward.iter().chain(&own.backward).any(is_it)).map(|(rank, _)| rank).collect()
+    }
+
     /// What a rank must have been sent of its Stage's inputs for a forward, without what it has itself.
     fn inputs_sent_to(&self, rank: usize, mb: usize) -> Vec<Token> {
         let mut tokens = Vec::new();
@@ -102,7 +127,12 @@ impl<'a> Oracle<'a> {
             let owner = |row: &Row| if input.has_rows { row.0 } else { 0 };
             let comes = input.has_rows || self.first_forward(rank) == Some(mb);
             let rows = self.rows(rank, mb).iter().filter(|row| comes && owner(row) != rank);
-            tokens.extend(rows.map(|&row| Token { payload: Payload::Input, value: input.value, row, stage: 0 }));
+            tokens.extend(rows.map(|&row| Token {
+                load: Load::Exchanged(BatchKind::Input),
+                value: input.value,
+                row,
+                stage: 0,
+            }));
         }
         tokens
     }
@@ -114,7 +144,7 @@ impl<'a> Oracle<'a> {
         let values = self.outputs_of(self.computes[rank].0, |output| output.requires_grad);
         let token = |value| {
             rows.iter()
-                .map(move |&row| Token { payload: Payload::OutputGrad, value, row, stage: 0 })
+                .map(move |&row| Token { load: Load::Exchanged(BatchKind::OutputGrad), value, row, stage: 0 })
                 .collect::<Vec<_>>()
         };
         values.into_iter().flat_map(token).collect()
@@ -142,7 +172,7 @@ impl<'a> Oracle<'a> {
                 let outputs = self.outputs_of(*stage, |_| true);
                 tokens.extend(outputs.iter().flat_map(|&value| {
                     let rows = self.rows(maker, mb).iter().filter(own);
-                    rows.map(move |&row| Token { payload: Payload::Output, value, row, stage: *stage })
+                    rows.map(move |&row| Token { load: Load::Exchanged(BatchKind::Output), value, row, stage: *stage })
                 }));
                 if self.case.call.trains() {
                     let sent = self.inputs_sent_to(maker, mb).into_iter();
@@ -151,7 +181,11 @@ impl<'a> Oracle<'a> {
                         |token: &Token| inputs.iter().find(|input| input.value == token.value).expect("its own");
                     let mine = |token: &Token| if input(token).has_rows { token.row.0 == rank } else { rank == 0 };
                     let sent = sent.filter(|token| input(token).requires_grad && mine(token));
-                    tokens.extend(sent.map(|token| Token { payload: Payload::InputGrad, stage: *stage, ..token }));
+                    tokens.extend(sent.map(|token| Token {
+                        load: Load::Exchanged(BatchKind::InputGrad),
+                        stage: *stage,
+                        ..token
+                    }));
                 }
             }
         }
@@ -244,7 +278,9 @@ struct RankState {
     position: usize,
     /// Recvs begun, in order of posting: sender, message.
     pending: VecDeque<(u32, Message)>,
-    has: BTreeMap<(Payload, u32), Vec<Token>>,
+    has: BTreeMap<(Load, u32), Vec<Token>>,
+    /// Its exchanges that are not done, in order, with what it gives to whom.
+    exchanges: VecDeque<(Exchange, BTreeMap<u32, Vec<Token>>)>,
     /// What has come back to its own batch.
     taken: Vec<Token>,
     forwards: BTreeSet<u32>,
@@ -281,7 +317,7 @@ struct Sum {
 struct Execution<'a> {
     oracle: &'a Oracle<'a>,
     ranks: Vec<RankState>,
-    channels: BTreeMap<(u32, u32, Road), Pipe>,
+    channels: BTreeMap<(u32, u32), Pipe>,
     /// What has been summed, by Param and microbatch, over which ranks.
     summed: BTreeMap<(ParamId, Option<u32>), Vec<u32>>,
 }
@@ -307,12 +343,14 @@ impl<'a> Execution<'a> {
                     moved = true;
                 }
             }
-            moved |= self.sum()? | self.gather_params();
+            moved |= self.sum()? | self.gather_params() | self.exchange()?;
         }
         if (0..lists.len()).any(|rank| self.ranks[rank].position < lists[rank].len()) {
             return Err(Failure::Stuck);
         }
-        if self.ranks.iter().any(|state| !state.sums.is_empty() || !state.gathers.is_empty()) {
+        if self.ranks.iter().any(|state| !state.sums.is_empty() || !state.gathers.is_empty())
+            || self.ranks.iter().any(|state| !state.exchanges.is_empty())
+        {
             return Err(Failure::Stuck);
         }
         (0..lists.len()).try_for_each(|rank| self.deliver(rank))?;
@@ -445,9 +483,10 @@ impl<'a> Execution<'a> {
             }
             Action::BackwardInput { mb } => self.compute(rank, Payload::Grad, *mb),
             Action::BackwardWeight { mb } => self.end(rank, *mb),
+            Action::Exchange(exchange) => self.begin_exchange(rank, exchange),
             Action::Send(message) => self.send(rank, message),
             Action::Recv(message) => {
-                self.channels.entry((message.peer, rank as u32, message.kind.road())).or_default().posted += 1;
+                self.channels.entry((message.peer, rank as u32)).or_default().posted += 1;
                 self.ranks[rank].pending.push_back((message.peer, message.clone()));
                 Ok(true)
             }
@@ -466,38 +505,110 @@ impl<'a> Execution<'a> {
         let mut waiting = VecDeque::new();
         let mut held_up = BTreeSet::new();
         for (sender, message) in std::mem::take(&mut state.pending) {
-            let pipe = (sender, rank as u32, message.kind.road());
+            let pipe = (sender, rank as u32);
             let channel = self.channels.entry(pipe).or_default();
             let Some(tokens) = (!held_up.contains(&pipe)).then(|| channel.under_way.pop_front()).flatten() else {
                 held_up.insert(pipe);
                 waiting.push_back((sender, message));
                 continue;
             };
-            let mut tokens = tokens.into_iter();
-            for Piece { value, rows: Interval { lo, hi } } in &message.pieces {
-                for place in *lo..*hi {
-                    let (token, row) = (tokens.next(), self.oracle.row(message.mb, place)?);
-                    let right = token.filter(|t| (t.payload, t.value, t.row) == (message.kind, *value, row));
-                    let token =
-                        right.ok_or_else(|| Failure::Wrong(format!("rank {rank} takes {token:?} for {row:?}")))?;
-                    match message.kind {
-                        Payload::Output | Payload::InputGrad => state.taken.push(token),
-                        kind => state.has.entry((kind, message.mb)).or_default().push(token),
-                    }
-                }
-            }
-            require(tokens.next().is_none(), || "a message is longer than expected".into())?;
+            let load = Load::Sent(message.kind);
+            let tokens = unpacked(self.oracle, load, message.mb, &message.pieces, tokens)?;
+            state.has.entry((load, message.mb)).or_default().extend(tokens);
         }
         state.pending = waiting;
         Ok(())
     }
 
+    /// Comes to an exchange with what it gives.
+    fn begin_exchange(&mut self, rank: usize, exchange: &Exchange) -> Result<bool, Failure> {
+        let &Exchange { kind, mb, ref sends, .. } = exchange;
+        let state = &self.ranks[rank];
+        let from_batch = matches!(kind, BatchKind::Input | BatchKind::OutputGrad);
+        let stage = if from_batch { 0 } else { self.oracle.computes[rank].0 };
+        let mut given: BTreeMap<u32, Vec<Token>> = BTreeMap::new();
+        for Parcel { peer, pieces } in sends {
+            for &Piece { value, rows } in pieces {
+                let is_whole = self.oracle.is_whole(value);
+                let has_rows = |&mb: &u32| !self.oracle.rows(rank, mb as usize).is_empty();
+                let done = match kind {
+                    BatchKind::Input | BatchKind::OutputGrad => true,
+                    BatchKind::Output => state.forwards.contains(&mb),
+                    BatchKind::InputGrad if is_whole => {
+                        (0..=self.oracle.last()).filter(has_rows).all(|mb| state.backwards.contains(&mb))
+                    }
+                    BatchKind::InputGrad => state.backwards.contains(&mb),
+                };
+                require(done, || format!("rank {rank} gives what it has not computed"))?;
+                // Gradients of what has no rows count those that the Stage's first microbatch here has.
+                let of = match kind {
+                    BatchKind::InputGrad if is_whole => self.oracle.first_forward(rank).unwrap_or_default() as u32,
+                    _ => mb,
+                };
+                let own = self.oracle.rows(rank, of as usize);
+                for place in rows.lo..rows.hi {
+                    let row = self.oracle.row(of, place)?;
+                    let has = match kind {
+                        BatchKind::Input if is_whole => rank == 0,
+                        BatchKind::Input | BatchKind::OutputGrad => row.0 == rank,
+                        BatchKind::Output | BatchKind::InputGrad => own.contains(&row),
+                    };
+                    require(has, || format!("rank {rank} gives a row that is not its own"))?;
+                    given.entry(*peer).or_default().push(Token { load: Load::Exchanged(kind), value, row, stage });
+                }
+            }
+        }
+        self.ranks[rank].exchanges.push_back((exchange.clone(), given));
+        Ok(true)
+    }
+
+    /// Lets the ranks exchange rows, each in its own order and all that take part together; true when any did.
+    fn exchange(&mut self) -> Result<bool, Failure> {
+        let next = |this: &Self, rank: usize| this.ranks[rank].exchanges.front().map(|(own, _)| (own.kind, own.mb));
+        let ready = |this: &Self, &(kind, mb): &(BatchKind, u32)| {
+            this.oracle.members(kind, mb).into_iter().all(|rank| next(this, rank) == Some((kind, mb)))
+        };
+        let mut any = false;
+        while let Some((kind, mb)) =
+            (0..self.ranks.len()).filter_map(|rank| next(self, rank)).find(|exchange| ready(self, exchange))
+        {
+            any = true;
+            let mut given = BTreeMap::new();
+            let mut taken = Vec::new();
+            for rank in self.oracle.members(kind, mb) {
+                let (own, gives) = self.ranks[rank].exchanges.pop_front().expect("it is next");
+                given.extend(gives.into_iter().map(|(peer, tokens)| ((rank as u32, peer), tokens)));
+                taken.extend(own.recvs.into_iter().map(|parcel| (rank, parcel)));
+            }
+            for (rank, Parcel { peer, pieces }) in taken {
+                let tokens = given.remove(&(peer, rank as u32)).unwrap_or_default();
+                let whole = |piece: &Piece| kind == BatchKind::InputGrad && self.oracle.is_whole(piece.value);
+                let of = |piece: &Piece| if whole(piece) { self.oracle.first_forward(peer as usize) } else { None };
+                let load = Load::Exchanged(kind);
+                let mut tokens = tokens.into_iter();
+                for piece in &pieces {
+                    let count = (piece.rows.hi - piece.rows.lo) as usize;
+                    let of = of(piece).map_or(mb, |first| first as u32);
+                    let own = unpacked(self.oracle, load, of, &[*piece], tokens.by_ref().take(count).collect())?;
+                    match kind {
+                        BatchKind::Output | BatchKind::InputGrad => self.ranks[rank].taken.extend(own),
+                        _ => self.ranks[rank].has.entry((load, mb)).or_default().extend(own),
+                    }
+                }
+                require(tokens.next().is_none(), || "a parcel is longer than expected".into())?;
+            }
+            require(given.is_empty(), || "rows for nobody".into())?;
+        }
+        Ok(any)
+    }
+
     fn compute(&mut self, rank: usize, payload: Payload, mb: u32) -> Result<bool, Failure> {
         let stage = self.oracle.computes[rank].0;
         let state = &mut self.ranks[rank];
-        let of_batch = if payload == Payload::Value { Payload::Input } else { Payload::OutputGrad };
-        let is_needed = |message: &Message| [payload, of_batch].contains(&message.kind) && message.mb == mb;
-        if state.pending.iter().any(|(_, message)| is_needed(message)) {
+        let of_batch = if payload == Payload::Value { BatchKind::Input } else { BatchKind::OutputGrad };
+        let is_exchanging = state.exchanges.iter().any(|(own, _)| (own.kind, own.mb) == (of_batch, mb));
+        let is_needed = |message: &Message| message.kind == payload && message.mb == mb;
+        if is_exchanging || state.pending.iter().any(|(_, message)| is_needed(message)) {
             return Ok(false);
         }
         let mut needed = match payload {
@@ -513,12 +624,17 @@ impl<'a> Execution<'a> {
                     _ => continue,
                 };
                 let rows = self.oracle.rows(rank, mb as usize).iter();
-                needed.extend(rows.map(|&row| Token { payload, value: crossing.value, row, stage: maker }));
+                needed.extend(rows.map(|&row| Token {
+                    load: Load::Sent(payload),
+                    value: crossing.value,
+                    row,
+                    stage: maker,
+                }));
             }
         }
-        let mut has = state.has.remove(&(payload, mb)).unwrap_or_default();
-        has.extend(state.has.remove(&(of_batch, mb)).unwrap_or_default());
-        let key = |token: &Token| (token.payload, token.value, token.stage, token.row);
+        let mut has = state.has.remove(&(Load::Sent(payload), mb)).unwrap_or_default();
+        has.extend(state.has.remove(&(Load::Exchanged(of_batch), mb)).unwrap_or_default());
+        let key = |token: &Token| (token.load, token.value, token.stage, token.row);
         needed.sort_unstable_by_key(key);
         has.sort_unstable_by_key(key);
         require(has == needed, || format!("rank {rank} has {has:?} for microbatch {mb}"))?;
@@ -547,39 +663,21 @@ impl<'a> Execution<'a> {
 
     fn send(&mut self, rank: usize, message: &Message) -> Result<bool, Failure> {
         let state = &self.ranks[rank];
-        let channel = self.channels.entry((rank as u32, message.peer, message.kind.road())).or_default();
-        let is_bounded =
-            message.kind == Payload::Grad || message.kind == Payload::Value && !self.oracle.case.call.trains();
+        let channel = self.channels.entry((rank as u32, message.peer)).or_default();
+        let is_bounded = message.kind == Payload::Grad || !self.oracle.case.call.trains();
         if is_bounded && channel.sent >= channel.posted + 2 {
             return Ok(false);
         }
-        let inputs = || self.oracle.case.partition.stages.iter().flat_map(|stage| &stage.inputs);
-        let is_whole = |value| inputs().any(|input| input.value == value && !input.has_rows);
-        let from_batch = matches!(message.kind, Payload::Input | Payload::OutputGrad);
-        let stage = if from_batch { 0 } else { self.oracle.computes[rank].0 };
+        let done = if message.kind == Payload::Value { &state.forwards } else { &state.backwards };
+        require(done.contains(&message.mb), || format!("rank {rank} sends what it has not computed"))?;
+        let stage = self.oracle.computes[rank].0;
         let own = self.oracle.rows(rank, message.mb as usize);
         let mut tokens = Vec::new();
         for piece in &message.pieces {
-            let done = match message.kind {
-                Payload::Value | Payload::Output => state.forwards.contains(&message.mb),
-                Payload::InputGrad if is_whole(piece.value) => {
-                    let has_rows = |&mb: &usize| !self.oracle.rows(rank, mb).is_empty();
-                    let all = (0..self.oracle.microbatches.len()).filter(has_rows);
-                    all.map(|mb| mb as u32).all(|mb| state.backwards.contains(&mb))
-                }
-                Payload::Grad | Payload::InputGrad => state.backwards.contains(&message.mb),
-                Payload::Input | Payload::OutputGrad => true,
-            };
-            require(done, || format!("rank {rank} sends what it has not computed"))?;
             for place in piece.rows.lo..piece.rows.hi {
                 let row = self.oracle.row(message.mb, place)?;
-                let has = match message.kind {
-                    Payload::Input if is_whole(piece.value) => rank == 0,
-                    Payload::Input | Payload::OutputGrad => row.0 == rank,
-                    _ => own.contains(&row),
-                };
-                require(has, || format!("rank {rank} sends a row that is not its own"))?;
-                tokens.push(Token { payload: message.kind, value: piece.value, row, stage });
+                require(own.contains(&row), || format!("rank {rank} sends a row that is not its own"))?;
+                tokens.push(Token { load: Load::Sent(message.kind), value: piece.value, row, stage });
             }
         }
         channel.under_way.push_back(tokens);
@@ -596,7 +694,7 @@ impl<'a> Execution<'a> {
             let complete = state.forwards == mbs && state.backwards == trained && state.ended == trained;
             let clean = state.pending.is_empty() && state.has.is_empty();
             require(complete && clean, || format!("rank {rank} has not done its work"))?;
-            let key = |token: &Token| (token.payload, token.value, token.stage, token.row);
+            let key = |token: &Token| (token.load, token.value, token.stage, token.row);
             let (mut taken, mut owed) = (state.taken.clone(), self.oracle.owed_to(rank));
             taken.sort_unstable_by_key(key);
             owed.sort_unstable_by_key(key);
@@ -604,4 +702,24 @@ impl<'a> Execution<'a> {
         }
         require(self.channels.values().all(|channel| channel.under_way.is_empty()), || "unread messages".into())
     }
+}
+
+/// What has arrived, by the receiver's own idea of the packing.
+fn unpacked(
+    oracle: &Oracle<'_>,
+    load: Load,
+    mb: u32,
+    pieces: &[Piece],
+    tokens: Vec<Token>,
+) -> Result<Vec<Token>, Failure> {
+    let (mut tokens, mut found) = (tokens.into_iter(), Vec::new());
+    for Piece { value, rows: Interval { lo, hi } } in pieces {
+        for place in *lo..*hi {
+            let (token, row) = (tokens.next(), oracle.row(mb, place)?);
+            let right = token.filter(|t| (t.load, t.value, t.row) == (load, *value, row));
+            found.push(right.ok_or_else(|| Failure::Wrong(format!("{token:?} is taken for {row:?}")))?);
+        }
+    }
+    require(tokens.next().is_none(), || "a message is longer than expected".into())?;
+    Ok(found)
 }

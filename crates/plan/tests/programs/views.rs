@@ -1,6 +1,6 @@
 //! What a rank is handed.
 
-use rannc_plan::{Action, Call, Pass, Road, ScheduleKind, plan_channels};
+use rannc_plan::{Action, Call, Pass, ScheduleKind, plan_channels};
 
 use crate::cases::Given;
 
@@ -22,11 +22,11 @@ fn the_json_of_a_view() {
         r#""slices":[{"mb":0,"local":[0,1],"at":2}]"#,
         r#""inputs":[{"src":1,"dst":0,"mb":0,"value":100,"rows":[2,3]}]"#,
         r#""outputs":[{"src":1,"dst":0,"mb":0,"value":1,"rows":[0,2]},{"src":1,"dst":1,"mb":0,"value":1,"rows":[2,3]}]"#,
-        r#""batch_channels":{"batch":[[0,1],[1,0]],"input_grads":[]}"#,
+        r#""exchanges":true"#,
         r#""value_window":null"#,
         r#""grad_window":2"#,
-        r#""forward":[{"action":"send","mb":0,"peer":0,"kind":"input","pieces":[{"value":100,"rows":[2,3]}]},{"action":"recv","mb":0,"peer":0,"kind":"value","pieces":[{"value":0,"rows":[0,3]}]},{"action":"forward","mb":0},{"action":"send","mb":0,"peer":0,"kind":"output","pieces":[{"value":1,"rows":[0,2]}]}]"#,
-        r#""backward":[{"action":"recv","mb":0,"peer":0,"kind":"output_grad","pieces":[{"value":1,"rows":[0,2]}]},{"action":"backward","mb":0},{"action":"send","mb":0,"peer":0,"kind":"grad","pieces":[{"value":0,"rows":[0,3]}]}]"#,
+        r#""forward":[{"action":"exchange","kind":"input","mb":0,"sends":[{"peer":0,"pieces":[{"value":100,"rows":[2,3]}]}],"recvs":[]},{"action":"recv","mb":0,"peer":0,"kind":"value","pieces":[{"value":0,"rows":[0,3]}]},{"action":"forward","mb":0},{"action":"exchange","kind":"output","mb":0,"sends":[{"peer":0,"pieces":[{"value":1,"rows":[0,2]}]}],"recvs":[]}]"#,
+        r#""backward":[{"action":"exchange","kind":"output_grad","mb":0,"sends":[],"recvs":[{"peer":0,"pieces":[{"value":1,"rows":[0,2]}]}]},{"action":"backward","mb":0},{"action":"send","mb":0,"peer":0,"kind":"grad","pieces":[{"value":0,"rows":[0,3]}]}]"#,
     ];
     assert_eq!(json, format!("{{{}}}", fields.join(",")));
     let sum = Action::AllReduce { group: 1, bucket: 2, bytes: 3 };
@@ -60,5 +60,5 @@ fn rows_know_their_place_in_the_global_batch() {
 fn channels_go_both_ways_between_all_replicas() {
     let case = Given::chain(&[1, 2], 1, &[1, 0, 0], Call::Whole, ScheduleKind::OneForwardOneBackward);
     assert_eq!(plan_channels(&case.placement, &case.partition), [(0, 1), (0, 2), (1, 0), (2, 0)]);
-    assert_eq!(case.build().channels(Road::Stages), [(0, 1), (1, 0)], "the second replica has no rows");
+    assert_eq!(case.build().channels(), [(0, 1), (1, 0)], "the second replica has no rows");
 }

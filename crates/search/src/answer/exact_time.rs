@@ -2,11 +2,11 @@
 //! every Replica as on the largest.
 
 use rannc_plan::{
-    Call, Channel, Clock, Compute, Joint, Lane, Order, Payload, Road, Schedule, ScheduleKind, Script, ScriptWriter,
-    Sharding, Slot, Step, Task, depths, run, with_messages,
+    BatchKind, Call, Clock, Compute, ExchangePlaces, Joint, Lane, Order, Payload, Schedule, ScheduleKind, Script,
+    ScriptWriter, Sharding, Slot, Step, Task, depths, run, with_messages,
 };
 
-use super::batch_links::BatchLink;
+use super::batch_exchanges::BatchExchange;
 use super::links::{Moves, ReplicaLink};
 use super::tied::TiedSum;
 use crate::price::{BySize, Priced, StepModel};
@@ -14,37 +14,30 @@ use crate::price::{BySize, Priced, StepModel};
 impl StepModel {
     /// The time of a step of Stages with so many Replicas; infinite where they wait for each other for ever.
     pub(crate) fn exact_us(&self, schedule: &Schedule, stages: &[Priced], replicas: &[usize], moves: &Moves) -> f64 {
-        let Moves { links, batch, tied } = moves;
+        let Moves { links, exchanges, tied } = moves;
         let stage_of: Vec<usize> =
             replicas.iter().enumerate().flat_map(|(stage, &count)| std::iter::repeat_n(stage, count)).collect();
-        let mut writer = ScriptWriter::new(stage_of.len(), call_of(schedule));
-        let mut prices = Prices { step: self, stages, stage_of: &stage_of, messages: Vec::new(), sums_us: Vec::new() };
-        let mut lines = connect(&mut writer, &mut prices, links);
-        connect_batch(&mut writer, &mut prices, batch, &mut lines);
+        let call = call_of(schedule);
+        let mut writer = ScriptWriter::new(stage_of.len(), call);
+        let mut prices =
+            Prices { step: self, stages, stage_of: &stage_of, messages_us: Vec::new(), sums_us: Vec::new() };
+        let lines = connect(&mut writer, &mut prices, links);
         let together = Together::of_stages(&mut writer, &mut prices, tied);
         let microbatches = u32::try_from(self.microbatches).expect("as many as fit into a plan");
+        let met = meetings(&mut writer, &mut prices, exchanges, microbatches);
         let depths = depths(stages.len(), links.iter().map(|link| (stage_of[link.from], stage_of[link.to])));
-        let order = |stage: usize| schedule.order(stage, depths[stage], microbatches);
-        let orders: Vec<Order> = (0..stages.len()).map(order).collect();
+        let lists_of = |stage: usize| lists(schedule.order(stage, depths[stage], microbatches), call);
+        let lists: Vec<Vec<List>> = (0..stages.len()).map(lists_of).collect();
         for ((rank, line), &stage) in (0..).zip(&lines).zip(&stage_of) {
-            let mut has_sums = false;
-            let lists = lists(&orders[stage], call_of(schedule));
-            for (place, list) in (1..).zip(&lists) {
-                let last_forward = list.iter().copied().rfind(|compute| matches!(compute, Compute::Forward(_)));
-                line.give(&mut writer, self.microbatches, last_forward.is_some());
-                with_messages(list.iter().copied(), |step| match step {
-                    Step::Compute(compute) => together[stage].write(&mut writer, rank, compute, &mut has_sums),
-                    Step::Receive(_) | Step::Send(_) => {
-                        line.write(&mut writer, step);
-                        if last_forward.is_some_and(|last| step == Step::Send(last)) {
-                            line.take(&mut writer, microbatches);
-                        }
-                    }
-                });
-                if place == lists.len() {
-                    together[stage].last.iter().for_each(|&sum| writer.add(rank, Task::Sum { sum }));
+            let member = Member { rank, line, together: &together[stage], met: &met[rank as usize] };
+            let (mut has_sums, lists) = (false, &lists[stage]);
+            for (index, list) in lists.iter().enumerate() {
+                let is_here = |kind: BatchKind| lists.len() == 1 || kind.is_of_backward() == (index == 1);
+                member.write(&mut writer, list, is_here, &mut has_sums);
+                if index + 1 == lists.len() {
+                    member.together.last.iter().for_each(|&sum| writer.add(rank, Task::Sum { sum }));
                 }
-                writer.settle(rank);
+                writer.add(rank, Task::Settle);
             }
             writer.add(rank, Task::Update);
         }
@@ -54,7 +47,7 @@ impl StepModel {
 }
 
 /// How the call comes whose steps are told: as often as it can. Where all forwards come first it may come in halves, between
-/// which ranks wait for all that they have sent.
+/// which ranks wait for all that is under way.
 pub(super) fn call_of(schedule: &Schedule) -> Call {
     match schedule {
         Schedule::Named(ScheduleKind::FillDrain) => Call::Halves,
@@ -63,15 +56,95 @@ pub(super) fn call_of(schedule: &Schedule) -> Call {
     }
 }
 
-/// An order as lists of computations between which ranks wait for what they have sent.
-fn lists(order: &Order, call: Call) -> Vec<Vec<Compute>> {
+/// Computations at whose end a rank waits for all that is under way, and where exchanges stand among them.
+struct List {
+    computes: Vec<Compute>,
+    places: ExchangePlaces,
+}
+
+/// An order's computations, in one list or in two.
+fn lists(order: Order, call: Call) -> Vec<List> {
     let is_forward = |compute: &Compute| matches!(compute, Compute::Forward(_));
-    match call {
+    let lists = match call {
         Call::Halves => {
-            let (forwards, backwards) = order.0.iter().copied().partition(is_forward);
+            let (forwards, backwards) = order.0.into_iter().partition(is_forward);
             vec![forwards, backwards]
         }
-        Call::Forward | Call::Whole => vec![order.0.clone()],
+        Call::Forward | Call::Whole => vec![order.0],
+    };
+    lists.into_iter().map(|computes| List { places: ExchangePlaces::new(&computes), computes }).collect()
+}
+
+/// An exchange that a rank takes part in.
+#[derive(Clone, Copy)]
+struct Met {
+    kind: BatchKind,
+    mb: u32,
+    sum: u32,
+}
+
+/// Makes the exchanges; returns those of each rank, in order.
+fn meetings(
+    writer: &mut ScriptWriter,
+    prices: &mut Prices<'_>,
+    exchanges: &[BatchExchange],
+    microbatches: u32,
+) -> Vec<Vec<Met>> {
+    let mut met: Vec<Vec<Met>> = vec![Vec::new(); prices.stage_of.len()];
+    let halves = writer.call() == Call::Halves;
+    for BatchExchange { kind, meetings, first } in
+        exchanges.iter().filter(|own| halves || own.kind != BatchKind::OutputGrad)
+    {
+        for mb in 0..microbatches {
+            let meeting = if mb == 0 { first } else { &meetings[prices.step.size_of(u64::from(mb))] };
+            if meeting.members.is_empty() {
+                continue;
+            }
+            let sum = writer.joint(Joint { members: meeting.members.clone(), lane: Lane::Exchanges });
+            prices.sums_us.push(meeting.us);
+            meeting.members.iter().for_each(|&rank| met[rank as usize].push(Met { kind: *kind, mb, sum }));
+        }
+    }
+    met
+}
+
+/// A Replica with all that it does.
+struct Member<'a> {
+    rank: u32,
+    line: &'a Line,
+    together: &'a Together,
+    met: &'a [Met],
+}
+
+impl Member<'_> {
+    /// Its tasks of a list.
+    fn write(&self, writer: &mut ScriptWriter, list: &List, is_here: impl Fn(BatchKind) -> bool, has_sums: &mut bool) {
+        let mut coming = self.met.iter().filter(|met| is_here(met.kind)).peekable();
+        let mut meet = |writer: &mut ScriptWriter, done: usize| {
+            while let Some(met) = coming.next_if(|met| list.places.behind(met.kind, met.mb) <= done) {
+                writer.add(self.rank, Task::Sum { sum: met.sum });
+            }
+        };
+        let mut done = 0;
+        meet(writer, done);
+        with_messages(list.computes.iter().copied(), |step| match step {
+            Step::Compute(compute) => {
+                self.together.write(writer, self.rank, compute, self.awaited(compute), has_sums);
+            }
+            Step::Receive(_) => self.line.write(writer, step),
+            Step::Send(_) => {
+                self.line.write(writer, step);
+                done += 1;
+                meet(writer, done);
+            }
+        });
+    }
+
+    /// The exchange that a computation waits for.
+    fn awaited(&self, compute: Compute) -> Option<u32> {
+        let needed = (BatchKind::awaited_by(compute)?, compute.microbatch());
+        let found = self.met.binary_search_by_key(&needed, |met| (met.kind, met.mb)).ok()?;
+        Some(self.met[found].sum)
     }
 }
 
@@ -81,25 +154,11 @@ struct Prices<'a> {
     stages: &'a [Priced],
     stage_of: &'a [usize],
     /// By channel.
-    messages: Vec<MessagePrice>,
+    messages_us: Vec<BySize<f64>>,
     sums_us: Vec<f64>,
 }
 
-/// How long the messages of a channel take.
-struct MessagePrice {
-    us: BySize<f64>,
-    /// The first one, where that is another one.
-    first_us: Option<f64>,
-}
-
 impl Prices<'_> {
-    /// Makes a channel.
-    fn channel(&mut self, writer: &mut ScriptWriter, from: usize, to: usize, price: MessagePrice) -> u32 {
-        self.messages.push(price);
-        // What comes on one channel of the runtime does not wait for what is on another one here.
-        writer.channel(Channel { src: number(from), dst: number(to), road: Road::Stages })
-    }
-
     fn stage(&self, rank: u32) -> &Priced {
         &self.stages[self.stage_of[rank as usize]]
     }
@@ -122,9 +181,7 @@ impl Clock for Prices<'_> {
     }
     fn message(&self, message: Slot) -> f64 {
         // A channel has a message for every microbatch.
-        let MessagePrice { us, first_us } = &self.messages[message.channel as usize];
-        let other = us[self.step.size_of(u64::from(message.place))];
-        first_us.filter(|_| message.place == 0).unwrap_or(other)
+        self.messages_us[message.channel as usize][self.step.size_of(u64::from(message.place))]
     }
     fn sum(&self, sum: u32) -> f64 {
         self.sums_us[sum as usize]
@@ -141,108 +198,42 @@ struct Line {
     values_out: Vec<u32>,
     grads_in: Vec<u32>,
     grads_out: Vec<u32>,
-    /// Of its Stage's inputs, and of those that come once.
-    inputs_in: Vec<u32>,
-    inputs_once_in: Vec<u32>,
-    outputs_out: Vec<u32>,
-    output_grads_in: Vec<u32>,
-    /// Of its own batch.
-    inputs_out: Vec<u32>,
-    inputs_once_out: Vec<u32>,
-    outputs_in: Vec<u32>,
-    output_grads_out: Vec<u32>,
 }
 
 impl Line {
-    /// Its messages around a computation.
     fn write(&self, writer: &mut ScriptWriter, step: Step) {
-        let mut receive = |channels: &[u32], payload, mb| {
-            channels.iter().for_each(|&channel| writer.receive(channel, payload, mb));
-        };
         match step {
-            Step::Receive(Compute::Forward(mb)) => {
-                receive(&self.values_in, Payload::Value, mb);
-                receive(&self.inputs_in, Payload::Input, mb);
-                if mb == 0 {
-                    receive(&self.inputs_once_in, Payload::Input, mb);
-                }
+            Step::Receive(compute) => {
+                let Some(payload) = Payload::of(compute) else { return };
+                let channels = if payload == Payload::Value { &self.values_in } else { &self.grads_in };
+                channels.iter().for_each(|&channel| writer.receive(channel, payload, compute.microbatch()));
             }
-            Step::Receive(Compute::Backward(mb) | Compute::BackwardInput(mb)) => {
-                receive(&self.grads_in, Payload::Grad, mb);
-                receive(&self.output_grads_in, Payload::OutputGrad, mb);
+            Step::Compute(_) => {}
+            Step::Send(compute) => {
+                let Some(payload) = Payload::of(compute) else { return };
+                let channels = if payload == Payload::Value { &self.values_out } else { &self.grads_out };
+                channels.iter().for_each(|&channel| writer.send(channel, payload));
             }
-            Step::Send(Compute::Forward(_)) => {
-                self.values_out.iter().for_each(|&channel| writer.send(channel, Payload::Value));
-                self.outputs_out.iter().for_each(|&channel| writer.send(channel, Payload::Output));
-            }
-            Step::Send(Compute::Backward(_) | Compute::BackwardInput(_)) => {
-                self.grads_out.iter().for_each(|&channel| writer.send(channel, Payload::Grad));
-            }
-            Step::Receive(Compute::BackwardWeight(_)) | Step::Compute(_) | Step::Send(Compute::BackwardWeight(_)) => {}
-        }
-    }
-
-    /// What it sends of its own batch at the beginning of a list.
-    fn give(&self, writer: &mut ScriptWriter, microbatches: u64, has_forwards: bool) {
-        let (all, payload) = match has_forwards {
-            true => (&self.inputs_out, Payload::Input),
-            false => (&self.output_grads_out, Payload::OutputGrad),
-        };
-        for _ in 0..microbatches {
-            all.iter().for_each(|&channel| writer.send(channel, payload));
-        }
-        if has_forwards {
-            self.inputs_once_out.iter().for_each(|&channel| writer.send(channel, payload));
-        }
-    }
-
-    /// What it begins to receive for its own batch behind its last forward.
-    fn take(&self, writer: &mut ScriptWriter, microbatches: u32) {
-        for mb in 0..microbatches {
-            self.outputs_in.iter().for_each(|&channel| writer.receive(channel, Payload::Output, mb));
         }
     }
 }
 
-/// Makes the channels between Stages; returns those of each Replica.
+/// Makes the channels; returns those of each Replica.
 fn connect(writer: &mut ScriptWriter, prices: &mut Prices<'_>, links: &[ReplicaLink]) -> Vec<Line> {
     let mut lines = vec![Line::default(); prices.stage_of.len()];
     for &ReplicaLink { from, to, values_us, grads_us } in links {
-        let channel = prices.channel(writer, from, to, MessagePrice { us: values_us, first_us: None });
+        let channel = writer.channel(number(from), number(to));
         lines[from].values_out.push(channel);
         lines[to].values_in.push(channel);
-        if let Some(us) = grads_us {
-            let channel = prices.channel(writer, to, from, MessagePrice { us, first_us: None });
+        prices.messages_us.push(values_us);
+        if let Some(grads_us) = grads_us {
+            let channel = writer.channel(number(to), number(from));
             lines[to].grads_out.push(channel);
             lines[from].grads_in.push(channel);
+            prices.messages_us.push(grads_us);
         }
     }
     lines
-}
-
-/// Makes those to and from the ranks' own batches.
-fn connect_batch(writer: &mut ScriptWriter, prices: &mut Prices<'_>, links: &[BatchLink], lines: &mut [Line]) {
-    for &BatchLink { kind, from, to, us, first_us } in links {
-        if kind == Payload::OutputGrad && writer.call() != Call::Halves {
-            continue;
-        }
-        let price = MessagePrice { us: us.unwrap_or_default(), first_us: Some(first_us) };
-        let channel = prices.channel(writer, from, to, price);
-        let out = |line: &mut Line| match (kind, us) {
-            (Payload::Output, _) => line.outputs_out.push(channel),
-            (Payload::OutputGrad, _) => line.output_grads_out.push(channel),
-            (_, Some(_)) => line.inputs_out.push(channel),
-            (_, None) => line.inputs_once_out.push(channel),
-        };
-        out(&mut lines[from]);
-        let into = |line: &mut Line| match (kind, us) {
-            (Payload::Output, _) => line.outputs_in.push(channel),
-            (Payload::OutputGrad, _) => line.output_grads_in.push(channel),
-            (_, Some(_)) => line.inputs_in.push(channel),
-            (_, None) => line.inputs_once_in.push(channel),
-        };
-        into(&mut lines[to]);
-    }
 }
 
 /// What the Replicas of a Stage do together.
@@ -288,8 +279,8 @@ impl Together {
         stages
     }
 
-    /// A computation of a Replica, which before a backward waits for the sums that it has begun.
-    fn write(&self, writer: &mut ScriptWriter, rank: u32, compute: Compute, has_sums: &mut bool) {
+    /// A computation of a Replica, which before a backward waits for the sums that it has begun, and then for an exchange.
+    fn write(&self, writer: &mut ScriptWriter, rank: u32, compute: Compute, awaited: Option<u32>, has_sums: &mut bool) {
         let microbatch = compute.microbatch() as usize;
         let pass = usize::from(!matches!(compute, Compute::Forward(_)));
         if let Some(gathers) = self.gathers.get(microbatch) {
@@ -300,6 +291,7 @@ impl Together {
         if sum.is_some() && std::mem::replace(has_sums, true) {
             writer.add(rank, Task::Await { lane: Lane::Sums });
         }
+        awaited.into_iter().for_each(|sum| writer.add(rank, Task::Meet { sum }));
         writer.compute(rank, compute);
         if let Some(&sum) = sum {
             writer.add(rank, Task::Sum { sum });

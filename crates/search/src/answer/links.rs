@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use rannc_plan::{Order, Overlap, Schedule, depths, overlaps, split_even};
 
-use super::batch_links::{BatchLink, batch_links};
+use super::batch_exchanges::{BatchExchange, batch_exchanges};
 use super::tied::{TiedSum, tied_sums};
 use crate::chain::{BatchSpec, CrossingSpec, StateSpec};
 use crate::price::{BySize, GRADS_ON_THE_WAY, Pricing, RankOrder};
@@ -37,7 +37,7 @@ pub(crate) struct Linker<'a> {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Moves {
     pub(crate) links: Vec<ReplicaLink>,
-    pub(crate) batch: Vec<BatchLink>,
+    pub(crate) exchanges: Vec<BatchExchange>,
     pub(crate) tied: Vec<TiedSum>,
 }
 
@@ -56,8 +56,8 @@ impl<'a> Linker<'a> {
 
     /// All that moves.
     pub(crate) fn moves(&self) -> Moves {
-        let batch = batch_links(self.batch, self.order, self.pricing, self.stages, &self.nodes);
-        Moves { links: self.links(), batch, tied: self.tied_sums() }
+        let exchanges = batch_exchanges(self.batch, self.order, self.pricing, self.stages, &self.nodes);
+        Moves { links: self.links(), exchanges, tied: self.tied_sums() }
     }
 
     /// The sums of gradients that several Stages hold.

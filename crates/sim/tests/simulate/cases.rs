@@ -8,8 +8,8 @@ use proptest::sample::Index;
 use rannc_ir::testing::{graphs, mlp};
 use rannc_ir::{Analysis, Graph, OpRun, ValueId};
 use rannc_plan::{
-    Action, Batch, Buckets, Call, Partition, Placement, Program, Recompute, Road, Schedule, ScheduleKind, Sharding,
-    Trained, build,
+    Action, Batch, Buckets, Call, Partition, Placement, Program, Recompute, Schedule, ScheduleKind, Sharding, Trained,
+    build,
 };
 use rannc_sim::{Costs, Timeline, simulate};
 
@@ -108,8 +108,7 @@ impl Costs for TableCosts {
 /// How a call comes, and in which order.
 pub type Way = (Call, ScheduleKind);
 
-/// The Program of a Graph cut before these main Ops, with the ranks in order and `rows` rows in all, and without messages
-/// to and from the ranks' own batches.
+/// The Program of a Graph cut before these main Ops, with the ranks in order and `rows` rows in all, and without exchanges.
 pub fn program(graph: &Graph, cuts: &[u32], replicas: &[usize], microbatches: u32, rows: u64, way: Way) -> Program {
     divided_program(graph, cuts, replicas, &[], microbatches, rows, way)
 }
@@ -125,10 +124,7 @@ pub fn divided_program(
     way: (Call, impl Into<Schedule>),
 ) -> Program {
     let mut program = whole_program(graph, cuts, replicas, sharding, microbatches, rows, way);
-    let is_between_stages = |action: &Action| match action {
-        Action::Send(message) | Action::Recv(message) => message.kind.road() == Road::Stages,
-        _ => true,
-    };
+    let is_between_stages = |action: &Action| !matches!(action, Action::Exchange(_));
     for own in &mut program.ranks {
         own.forward.retain(is_between_stages);
         own.backward.retain(is_between_stages);
@@ -136,7 +132,7 @@ pub fn divided_program(
     program
 }
 
-/// The same with all messages; the first rank has all rows.
+/// The same with exchanges; the first rank has all rows.
 pub fn whole_program(
     graph: &Graph,
     cuts: &[u32],

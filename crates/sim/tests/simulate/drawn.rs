@@ -2,7 +2,7 @@
 
 use rannc_ir::testing::{GraphBuilder, mlp};
 use rannc_ir::{Arg, DType, Dim};
-use rannc_plan::{Call, Payload, Schedule, ScheduleKind, Sharding};
+use rannc_plan::{BatchKind, Call, Payload, Schedule, ScheduleKind, Sharding};
 use rannc_sim::{Timeline, What};
 
 use crate::cases::{TableCosts, chain, divided_program, program, whole_program};
@@ -12,14 +12,7 @@ fn draw(timeline: &Timeline) -> String {
     let mut drawing = String::new();
     for rank in &timeline.ranks {
         let events = rank.events.iter().map(|event| {
-            let letter = |payload| match payload {
-                Payload::Value => "v",
-                Payload::Grad => "g",
-                Payload::Input => "i",
-                Payload::Output => "o",
-                Payload::OutputGrad => "og",
-                Payload::InputGrad => "ig",
-            };
+            let letter = |payload| if payload == Payload::Value { "v" } else { "g" };
             let name = match event.what {
                 What::Forward { mb } => format!("F{mb}"),
                 What::Backward { mb } => format!("B{mb}"),
@@ -27,6 +20,12 @@ fn draw(timeline: &Timeline) -> String {
                 What::BackwardWeight { mb } => format!("W{mb}"),
                 What::Send { mb, peer, payload } => format!("{}{mb}>{peer}", letter(payload)),
                 What::Recv { mb, peer, payload } => format!("{}{mb}<{peer}", letter(payload)),
+                What::Exchange { mb, kind } => match kind {
+                    BatchKind::Input => format!("i{mb}"),
+                    BatchKind::Output => format!("o{mb}"),
+                    BatchKind::OutputGrad => format!("og{mb}"),
+                    BatchKind::InputGrad => format!("ig{mb}"),
+                },
                 What::Reduce => "R".to_owned(),
                 What::Gather => "G".to_owned(),
                 What::Update => "U".to_owned(),
@@ -89,8 +88,8 @@ fn fewer_rows_than_replicas() {
     );
 }
 
-/// The first rank has all rows: the second gets those of its Stage's input one computation ahead, and sends outputs back,
-/// which the first begins to receive behind its last forward.
+/// The first rank has all rows: it gives the second those of its Stage's input before it computes, and takes the outputs of
+/// each microbatch behind its own forward of it.
 #[test]
 fn inputs_and_outputs_of_microbatches() {
     let mut builder = GraphBuilder::new("Criterion");
@@ -105,10 +104,10 @@ fn inputs_and_outputs_of_microbatches() {
     assert_eq!(
         draw(&costs(2, 2, 1.0).run(&program(Call::Whole))),
         "\
-0: F0 0-2, i0>1 0-1, F1 2-4, v0>1 2-3, o0<1 5-6, v1>1 5-6, i1>1 5-6, g0<1 8-9, B0 9-12, o1<1 10-11, g1<1 13-14, \
-B1 14-17, U 17-18
-1: i0<0 0-1, v0<0 2-3, F0 3-5, o0>0 5-6, v1<0 5-6, i1<0 5-6, B0 5-8, g0>0 8-9, F1 8-10, o1>0 10-11, B1 10-13, \
-g1>0 13-14, U 14-15
+0: i0 0-1, i1 1-2, F0 1-3, v0>1 3-4, F1 3-5, o0 6-7, v1>1 6-7, g0<1 9-10, B0 10-13, o1 11-12, g1<1 14-15, B1 15-18, \
+U 18-19
+1: i0 0-1, i1 1-2, v0<0 3-4, F0 4-6, o0 6-7, v1<0 6-7, B0 6-9, g0>0 9-10, F1 9-11, o1 11-12, B1 11-14, g1>0 14-15, \
+U 15-16
 "
     );
     assert_eq!(draw(&costs(2, 2, 1.0).run(&program(Call::Halves))), "");

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use proptest::prelude::*;
-use rannc_plan::{Action, Message, Payload, Program, Road};
+use rannc_plan::{Action, Message, Payload, Program};
 use rannc_sim::{Costs, RankTimeline, Timeline, What};
 
 use crate::cases::{TableCosts, assert_close, priced_programs};
@@ -27,7 +27,9 @@ fn slow_down(costs: &mut TableCosts, which: usize, by: f64) {
 
 /// Start and end of all that keeps a rank's device from computing something else.
 fn computations(rank: &RankTimeline) -> Vec<(f64, f64)> {
-    let moves = |what: &What| matches!(what, What::Send { .. } | What::Recv { .. } | What::Reduce | What::Gather);
+    let moves = |what: &What| {
+        matches!(what, What::Send { .. } | What::Recv { .. } | What::Exchange { .. } | What::Reduce | What::Gather)
+    };
     let on_device = rank.events.iter().filter(|event| !moves(&event.what));
     on_device.map(|event| (event.start_us, event.end_us)).collect()
 }
@@ -47,7 +49,7 @@ fn row_path_us(program: &Program, costs: &TableCosts, mb: u32) -> f64 {
         let forward_us = paths.get(&(Payload::Value, own.stage)).copied().unwrap_or(0.0);
         let own_us = match payload {
             Payload::Value => costs.forward_us(own.stage, rows),
-            _ => costs.backward_us(own.stage, rows),
+            Payload::Grad => costs.backward_us(own.stage, rows),
         };
         let mut path = forward_us;
         for message in received(own.forward.iter().chain(&own.backward), payload, mb) {
@@ -80,7 +82,8 @@ fn check_accounts(timeline: &Timeline, rank: &RankTimeline) {
     let sums = rank.events.iter().filter(|event| matches!(event.what, What::Reduce | What::Gather));
     let sum_us: f64 = sums.map(|event| event.end_us - event.start_us).sum();
     assert!(rank.reduce_us <= sum_us + 1e-9);
-    let messages = rank.events.iter().filter(|event| matches!(event.what, What::Send { .. } | What::Recv { .. }));
+    let is_message = |what| matches!(what, What::Send { .. } | What::Recv { .. } | What::Exchange { .. });
+    let messages = rank.events.iter().filter(|event| is_message(event.what));
     let message_us: f64 = messages.map(|event| event.end_us - event.start_us).sum();
     assert!(rank.waiting_us <= message_us + 1e-9);
     assert!(rank.events.iter().all(|event| 0.0 <= event.start_us && event.end_us <= timeline.step_us));
@@ -155,13 +158,13 @@ proptest! {
     fn messages_follow_each_other_on_their_channel((program, costs) in priced_programs()) {
         let timeline = costs.run(&program);
         for rank in &timeline.ranks {
-            let mut free_us: HashMap<(u32, Road), f64> = HashMap::new();
+            let mut free_us: HashMap<u32, f64> = HashMap::new();
             for event in &rank.events {
                 let What::Recv { mb, peer, payload } = event.what else { continue };
                 let sent = What::Send { mb, peer: rank.rank, payload };
                 let same = |other: &&rannc_sim::Event| other.what == sent && other.start_us == event.start_us;
                 prop_assert_eq!(timeline.ranks[peer as usize].events.iter().filter(same).count(), 1);
-                prop_assert!(event.start_us >= free_us.insert((peer, payload.road()), event.end_us).unwrap_or(0.0));
+                prop_assert!(event.start_us >= free_us.insert(peer, event.end_us).unwrap_or(0.0));
             }
         }
     }

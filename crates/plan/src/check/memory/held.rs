@@ -8,7 +8,7 @@ use super::promises::{HeldPromise, Promises};
 use super::{Holding, actions, refused};
 use crate::check::CheckError;
 use crate::partition::Partition;
-use crate::program::{Action, Message, Payload, Program, RankProgram, Road, WINDOW};
+use crate::program::{Action, Message, Payload, Program, RankProgram, WINDOW};
 use crate::schedule::Call;
 
 /// Checks what a rank holds of a step that trains in the microbatches that its Plan was made for. Nothing is promised of a
@@ -96,7 +96,7 @@ impl<'a> Live<'a> {
                 self.held.remove(mb);
                 bytes
             }
-            Action::Send(message) | Action::Recv(message) if message.kind.road() != Road::Stages => self.bytes(),
+            Action::Exchange(_) => self.bytes(),
             Action::Recv(message) => {
                 let bytes = self.message_bytes(message);
                 *self.arriving.entry((message.kind, message.mb)).or_default() += bytes;
