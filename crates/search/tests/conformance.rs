@@ -384,7 +384,7 @@ fn what_holds_more_than_promised_is_found() {
     let changes: [(&str, Change); 3] = [
         ("forwards first", |actions| {
             actions.sort_by_key(|action| match action {
-                Action::Forward { .. } => 0,
+                Action::Forward { .. } | Action::Exchange(_) => 0,
                 Action::Send(message) | Action::Recv(message) => u8::from(message.kind == Payload::Grad),
                 _ => 1,
             });
