@@ -29,22 +29,26 @@ class Exchanges:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._group: Group | None = None
+        self._opened: RankProgram | None = None
         self._connected: tuple[set[int], set[int]] = (set(), set())
 
     def open(self, program: RankProgram) -> None:
         """Makes the group that a program needs, and connects its ranks. All ranks call it."""
-        if not program.exchanges:
+        if not program.exchanges or program is self._opened:
             return
+        self._opened = program
         if self._group is None:
             self._group = beside_all(self._device, ctas=_CTAS)
         if self._device.type == "cuda":
             self._connect(program)
 
     def _connect(self, program: RankProgram) -> None:
-        """Sends one number: NCCL connects two ranks at first use, which must not be inside a step."""
+        """Sends a number to each new peer: NCCL connects two ranks at first use, which must not be inside a step."""
         found = [action for action in (*program.forward, *program.backward) if isinstance(action, Exchange)]
         to = {parcel.peer for exchange in found for parcel in exchange.sends} - self._connected[0]
         of = {parcel.peer for exchange in found for parcel in exchange.recvs} - self._connected[1]
+        if not to and not of:
+            return
         self._connected[0].update(to)
         self._connected[1].update(of)
         numbers = torch.zeros(len(to) + len(of), 1, device=self._device)
