@@ -53,7 +53,13 @@ UNREAD = {
         "constants[].data",
     },
     "divided": set(),
-    "partition": {"outputs[].index", "tied", "stages[].prologue.recompute", "stages[].spans[].recompute"},
+    "partition": {
+        "outputs[].index",
+        "outputs[].requires_grad",
+        "tied",
+        "stages[].prologue.recompute",
+        "stages[].spans[].recompute",
+    },
     "buckets": {"gradients", "buckets[].dtype", "buckets[].bytes", "buckets[].span"},
     "rank view": {"replica"},
     "plan": {

@@ -101,9 +101,9 @@ class Config:
         split_backward: Whether Plans may let the backward of a microbatch come in two parts: first the gradients that
             the Stage before waits for, later those of parameters, in time that would be idle otherwise. It takes more
             memory, and has a use with several Stages only.
-        cuda_graphs: "auto": on GPUs, from the third step of a kind on, what a rank does between the exchange of inputs
-            and that of outputs is replayed as one CUDA graph, which takes the host next to no time; where it cannot
-            be, ``report()`` says why. A graph keeps the memory of a step's activations for itself. "off": never.
+        cuda_graphs: "auto": on GPUs, from the third step of a kind on, what a rank does from its inputs to its outputs
+            is replayed as one CUDA graph, which takes the host next to no time; where it cannot be, ``report()`` says
+            why. A graph keeps the memory of a step's activations for itself. "off": never.
         consolidate_grads: Has no effect any more.
         stall_timeout_s: The job ends when a rank is inside a collective call and no rank has come forward for so long.
         silence_timeout_s: A rank whose process has sent no sign of life for so long is taken for dead.

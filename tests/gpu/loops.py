@@ -91,6 +91,7 @@ class Loop:
         env: settings of RaNNC.
         autocast: the model is called under it.
         schedule: the order of each Stage's computations, instead of the Plan's own.
+        more: rows that the second rank has more than the first.
     """
 
     model: Callable[[], nn.Module]
@@ -99,6 +100,7 @@ class Loop:
     env: dict[str, str] = field(default_factory=lambda: _REPLICAS)
     autocast: bool = False
     schedule: tuple[str, ...] = ()
+    more: int = 0
 
 
 @dataclass(frozen=True)
@@ -212,6 +214,12 @@ LOOPS = {
     "backwards in two parts, loss outside": Loop(
         lambda: Words(False), False, zeroed_between, _PIPELINE, schedule=_LATE
     ),
+    **{
+        f"Stages and rows that differ, loss {'inside' if inside else 'outside'}": Loop(
+            lambda i=inside: Words(i), inside, zeroed_between, _PIPELINE, more=3
+        )
+        for inside in (True, False)
+    },
     "parameters moved": Loop(lambda: Words(True), True, moved),
     "buffers": Loop(Counted, False, plain),
     "buffers, two calls": Loop(Counted, False, two_calls),
@@ -251,7 +259,8 @@ def train(loop: Loop, steps: int, graphs: str) -> Trained:
 
     def loss_of(number: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * number + process.get_rank())
-        ids, labels = torch.randint(WORDS, (2, ROWS, TOKENS), generator=generator).to(device)
+        rows = ROWS + loop.more * process.get_rank()
+        ids, labels = torch.randint(WORDS, (2, rows, TOKENS), generator=generator).to(device)
         with torch.autocast("cuda", torch.bfloat16, enabled=loop.autocast):
             return model(ids, labels) if loop.inside else _loss(model(ids), labels)
 

@@ -63,6 +63,7 @@ pub(crate) fn name(what: What) -> String {
         What::BackwardWeight { mb } => format!("backward {mb}, weights"),
         What::Send { mb, peer, payload } => format!("{} {mb} to rank {peer}", content(payload)),
         What::Recv { mb, peer, payload } => format!("{} {mb} from rank {peer}", content(payload)),
+        What::Exchange { mb, kind } => format!("{kind} {mb}"),
         What::Reduce => "reduce".to_owned(),
         What::Gather => "gather".to_owned(),
         What::Update => "optimizer".to_owned(),
@@ -70,7 +71,7 @@ pub(crate) fn name(what: What) -> String {
 }
 
 pub(crate) fn is_message(event: &Event) -> bool {
-    matches!(event.what, What::Send { .. } | What::Recv { .. })
+    matches!(event.what, What::Send { .. } | What::Recv { .. } | What::Exchange { .. })
 }
 
 /// The times in which a rank does not compute, by start.

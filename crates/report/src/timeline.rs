@@ -61,7 +61,7 @@ fn line(rank: &RankTimeline, step_us: f64, cells: usize) -> Vec<char> {
             What::BackwardWeight { mb } => (WEIGHTS, mb.to_string()),
             What::Reduce | What::Gather => (REDUCE, String::new()),
             What::Update => (UPDATE, String::new()),
-            What::Send { .. } | What::Recv { .. } => continue,
+            What::Send { .. } | What::Recv { .. } | What::Exchange { .. } => continue,
         };
         slice.fill(fill);
         if number.len() < slice.len() {

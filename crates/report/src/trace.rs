@@ -152,6 +152,9 @@ impl Trace<'_> {
             return args.into();
         }
         add("replica", own.replica.into());
+        if let What::Exchange { mb, .. } = what {
+            add("microbatch", mb.into());
+        }
         if let Some(mb) = what.computed() {
             let rows = &self.step.program.stage_rows[own.stage as usize][mb as usize][own.replica as usize];
             add("microbatch", mb.into());
@@ -168,7 +171,7 @@ const fn category(what: What) -> &'static str {
         What::Backward { .. } => "backward",
         What::BackwardInput { .. } => "backward_input",
         What::BackwardWeight { .. } => "backward_weight",
-        What::Send { .. } | What::Recv { .. } => "message",
+        What::Send { .. } | What::Recv { .. } | What::Exchange { .. } => "message",
         What::Reduce => "reduce",
         What::Gather => "gather",
         What::Update => "optimizer",

@@ -243,10 +243,12 @@ fn told(program: &Program) -> String {
         let count =
             |is: fn(&Action) -> bool| own.forward.iter().chain(&own.backward).filter(|&action| is(action)).count();
         let messages = count(|action| matches!(action, Action::Send(_)));
+        let exchanged = count(|action| matches!(action, Action::Exchange(_)));
         let sums = count(|action| matches!(action, Action::AllReduce { .. }));
         let scattered = count(|action| matches!(action, Action::ReduceScatter { .. }));
         let gathered = count(|action| matches!(action, Action::AllGather { .. }));
-        write!(text, "{line} | {held} held, {messages} sent, {sums} summed").expect("a String takes any text");
+        write!(text, "{line} | {held} held, {messages} sent, {exchanged} exchanged, {sums} summed")
+            .expect("a String takes any text");
         if program.buckets.iter().any(|bucket| bucket.sharding >= Sharding::Gradients) {
             write!(text, ", {scattered} scattered, {gathered} gathered").expect("a String takes any text");
         }
@@ -382,7 +384,7 @@ fn what_holds_more_than_promised_is_found() {
     let changes: [(&str, Change); 3] = [
         ("forwards first", |actions| {
             actions.sort_by_key(|action| match action {
-                Action::Forward { .. } => 0,
+                Action::Forward { .. } | Action::Exchange(_) => 0,
                 Action::Send(message) | Action::Recv(message) => u8::from(message.kind == Payload::Grad),
                 _ => 1,
             });

@@ -6,7 +6,7 @@ use rannc_plan::{
 
 use crate::costs::{Costs, RowCostTable, RowCosts, time};
 use crate::error::SimError;
-use crate::links::{Parcel, parcels};
+use crate::links::{Parcel, exchanges_us, parcels};
 
 /// How long everything in a Program takes.
 pub(crate) struct Prices {
@@ -62,10 +62,15 @@ fn of_rank(
 }
 
 fn sums_us(program: &Program, sums: &[Collective], costs: &dyn Costs) -> Result<Vec<f64>, SimError> {
-    sums.iter().map(|&sum| sum_us(program, sum, costs)).collect()
+    let exchanges_us = exchanges_us(program, costs)?;
+    let us = |&sum: &Collective| match sum {
+        Collective::Bucket { bucket, kind } => bucket_us(program, bucket, kind, costs),
+        Collective::Exchange { kind, mb } => Ok(exchanges_us[&(kind, mb)]),
+    };
+    sums.iter().map(us).collect()
 }
 
-fn sum_us(program: &Program, Collective { bucket, kind }: Collective, costs: &dyn Costs) -> Result<f64, SimError> {
+fn bucket_us(program: &Program, bucket: u32, kind: CollectiveKind, costs: &dyn Costs) -> Result<f64, SimError> {
     let bucket = &program.buckets[bucket as usize];
     let ranks = &program.groups[bucket.group as usize];
     let stage = |rank: &u32| program.ranks[*rank as usize].stage;

@@ -9,7 +9,9 @@
 //!   Stages hold follow it, and nothing hides them.
 //! * A rank updates when its sums are done and all that it has sent has arrived.
 //!
-//! Inputs, outputs, and a criterion outside the model take no time.
+//! An exchange of rows with the ranks' own batches takes as long as the slowest message in it, with all that its sender
+//! gives there, or all that its receiver takes.
+//! A criterion outside the model takes no time.
 //!
 //! All times are sums and maxima of costs in an order that the Program fixes: no cost that grows makes
 //! any event earlier.

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use rannc_plan::{Action, Message, Payload, Program, Script};
+use rannc_plan::{Action, BatchKind, Exchange, Message, Payload, Program, Script};
 
 use crate::costs::{Costs, time};
 use crate::error::SimError;
@@ -57,4 +57,39 @@ fn sends(program: &Program) -> impl Iterator<Item = (u32, &Message)> {
             _ => None,
         })
     })
+}
+
+/// By kind and microbatch, the time of what ranks exchange: each rank's links carry all that it gives at once, and all that it
+/// takes.
+pub(crate) fn exchanges_us(program: &Program, costs: &dyn Costs) -> Result<HashMap<(BatchKind, u32), f64>, SimError> {
+    let mut moved: HashMap<(BatchKind, u32), Vec<(u32, u32, u64)>> = HashMap::new();
+    for own in &program.ranks {
+        for action in own.forward.iter().chain(&own.backward) {
+            let Action::Exchange(Exchange { kind, mb, sends, .. }) = action else { continue };
+            let parcels = moved.entry((*kind, *mb)).or_default();
+            for parcel in sends {
+                let sizes = parcel.pieces.iter().map(|piece| costs.value_bytes(piece.value, piece.rows.rows()));
+                parcels.push((own.rank, parcel.peer, sizes.fold(0, u64::saturating_add)));
+            }
+        }
+    }
+    moved.into_iter().map(|(exchange, parcels)| Ok((exchange, exchange_us(&parcels, costs)?))).collect()
+}
+
+/// Of parcels: from where, to where, how large.
+fn exchange_us(parcels: &[(u32, u32, u64)], costs: &dyn Costs) -> Result<f64, SimError> {
+    let (mut given, mut taken) = (HashMap::<u32, u64>::new(), HashMap::<u32, u64>::new());
+    for &(src, dst, bytes) in parcels {
+        for (sums, rank) in [(&mut given, src), (&mut taken, dst)] {
+            let sum = sums.entry(rank).or_default();
+            *sum = sum.saturating_add(bytes);
+        }
+    }
+    let mut longest_us = 0.0_f64;
+    for &(src, dst, _) in parcels {
+        let bytes = given[&src].max(taken[&dst]);
+        let name = || format!("an exchange of {bytes} bytes from rank {src} to rank {dst}");
+        longest_us = longest_us.max(time(costs.send_us(src, dst, bytes), name)?);
+    }
+    Ok(longest_us)
 }

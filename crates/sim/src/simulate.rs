@@ -1,7 +1,8 @@
 //! Runs a Program on the machine and writes down what happens.
 
 use rannc_plan::{
-    Channel, CheckError, Compute, Joint, Lane, Memory, Observer, Pause, Program, ProgramScript, Script, Slot, Span, run,
+    Channel, CheckError, Collective, CollectiveKind, Compute, Memory, Observer, Pause, Program, ProgramScript, Slot,
+    Span, run,
 };
 
 use crate::clock::Prices;
@@ -17,7 +18,7 @@ use crate::timeline::{Event, RankTimeline, Timeline, What};
 pub fn simulate(program: &Program, costs: &dyn Costs) -> Result<Timeline, SimError> {
     let script = ProgramScript::new(program).map_err(CheckError::from)?;
     let prices = Prices::new(program, &script, costs)?;
-    let mut recorder = Recorder::new(program, &script.script, &prices, costs);
+    let mut recorder = Recorder::new(program, &script, &prices, costs);
     let step_us = run(&script.script, &prices, &mut recorder)
         .map_err(|stuck| CheckError::from(script.deadlock(program, &stuck)))?;
     Ok(recorder.timeline(step_us))
@@ -26,14 +27,14 @@ pub fn simulate(program: &Program, costs: &dyn Costs) -> Result<Timeline, SimErr
 /// Writes down what every rank does, and what it holds.
 struct Recorder<'a> {
     trains: bool,
-    script: &'a Script,
+    script: &'a ProgramScript,
     prices: &'a Prices,
     ranks: Vec<RankTimeline>,
     memory: Vec<Memory>,
 }
 
 impl<'a> Recorder<'a> {
-    fn new(program: &Program, script: &'a Script, prices: &'a Prices, costs: &dyn Costs) -> Self {
+    fn new(program: &Program, script: &'a ProgramScript, prices: &'a Prices, costs: &dyn Costs) -> Self {
         let ranks = program.ranks.iter().map(|own| RankTimeline {
             rank: own.rank,
             stage: own.stage,
@@ -88,15 +89,19 @@ impl Observer for Recorder<'_> {
     }
 
     fn moved(&mut self, message: Slot, span: Span) {
-        let Channel { src, dst } = self.script.channels[message.channel as usize];
+        let Channel { src, dst } = self.script.script.channels[message.channel as usize];
         let (mb, payload) = (self.prices.parcel(message).mb, self.prices.parcel(message).payload);
         self.note(src, span, What::Send { mb, peer: dst, payload });
         self.note(dst, span, What::Recv { mb, peer: src, payload });
     }
 
     fn summed(&mut self, sum: u32, span: Span) {
-        let Joint { members, lane } = &self.script.sums[sum as usize];
-        let what = if *lane == Lane::Gathers { What::Gather } else { What::Reduce };
+        let what = match self.script.sums[sum as usize] {
+            Collective::Bucket { kind: CollectiveKind::AllGather(..), .. } => What::Gather,
+            Collective::Bucket { .. } => What::Reduce,
+            Collective::Exchange { kind, mb } => What::Exchange { mb, kind },
+        };
+        let members = &self.script.script.sums[sum as usize].members;
         members.iter().for_each(|&member| self.note(member, span, what));
     }
 

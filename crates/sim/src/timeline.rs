@@ -1,6 +1,6 @@
 //! What the simulator finds.
 
-use rannc_plan::{Compute, Payload};
+use rannc_plan::{BatchKind, Compute, Payload};
 use serde::{Deserialize, Serialize};
 
 /// One simulated step.
@@ -101,6 +101,13 @@ pub enum What {
         peer: u32,
         /// What it carries.
         payload: Payload,
+    },
+    /// Rows move between ranks' own batches and the Stages.
+    Exchange {
+        /// The microbatch.
+        mb: u32,
+        /// What moves.
+        kind: BatchKind,
     },
     /// Gradients are summed over the Replicas.
     Reduce,

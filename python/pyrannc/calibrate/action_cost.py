@@ -71,7 +71,7 @@ def _step_us(device: torch.device, microbatches: int) -> float:
     options = StepOptions(reduce=True, keep_graph=False)
 
     def step() -> None:
-        Step(deployment.context(variant), program, request.samples, 0, variant, options, batch).results()
+        Step(deployment.context(variant, program), program, request.samples, 0, variant, options, batch).results()
 
     us = _time_us(step, Meter(device))
     deployment.bring_back()

@@ -15,6 +15,9 @@ from typing import Any, Literal, TypeAlias
 Rows: TypeAlias = tuple[int, int]
 """Rows ``lo..hi`` of a microbatch or of a local batch."""
 
+Kind: TypeAlias = Literal["input", "output", "output_grad", "input_grad"]
+"""What moves between ranks' own batches and the Stages."""
+
 Call: TypeAlias = Literal["forward", "whole", "halves"]
 """How a call of the model comes: ``whole`` has the loss inside, and forwards and backwards in one list; ``halves`` has
 the criterion outside, and a second list for the backwards."""
@@ -77,6 +80,25 @@ class Recv(Message):
 
 
 @dataclass(frozen=True)
+class Parcel:
+    """Rows to or from one other rank, packed in this order."""
+
+    peer: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Starts to give and take, at once, all rows of a kind for a microbatch. The computation that needs them waits for
+    it, or where none does, the end of the list."""
+
+    microbatch: int
+    kind: Kind
+    sends: tuple[Parcel, ...]
+    recvs: tuple[Parcel, ...]
+
+
+@dataclass(frozen=True)
 class AllReduce:
     """Sums a bucket of gradients over a group of ranks: at once, or under the backward that follows, as soon as that
     has filled the bucket. The rank waits for it at the end of its list."""
@@ -111,7 +133,7 @@ class AllGather:
 
 
 Compute: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight
-Action: TypeAlias = Compute | Send | Recv | AllReduce | ReduceScatter | AllGather
+Action: TypeAlias = Compute | Send | Recv | Exchange | AllReduce | ReduceScatter | AllGather
 
 
 @dataclass(frozen=True)
@@ -136,8 +158,9 @@ class Slice:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One rank's Actions and row ranges for one batch; ``global_rows`` are ``rows`` as they stand in all of it, windows
-    the messages that may be under way on a channel before the sender waits."""
+    """One rank's Actions and row ranges for one batch; ``global_rows`` are ``rows`` as they stand in all of it,
+    ``exchanges`` tells whether any rank exchanges rows, windows the messages that may be under way on a channel before
+    the sender waits."""
 
     rank: int
     stage: int
@@ -150,6 +173,7 @@ class RankProgram:
     slices: tuple[Slice, ...]
     inputs: tuple[Transfer, ...]
     outputs: tuple[Transfer, ...]
+    exchanges: bool
     value_window: int | None
     grad_window: int | None
     forward: tuple[Action, ...]
@@ -181,6 +205,7 @@ class RankProgram:
             slices=tuple(Slice(item["mb"], _rows(item["local"]), item["at"]) for item in view["slices"]),
             inputs=tuple(_transfer(item) for item in view["inputs"]),
             outputs=tuple(_transfer(item) for item in view["outputs"]),
+            exchanges=view["exchanges"],
             value_window=view["value_window"],
             grad_window=view["grad_window"],
             forward=tuple(_action(item) for item in view["forward"]),
@@ -212,5 +237,14 @@ def _action(item: dict[str, Any]) -> Action:
         return ReduceScatter(item["group"], item["bucket"], item["mb"], item["bytes"])
     if kind == "all_gather":
         return AllGather(item["group"], item["bucket"], item["mb"], item["pass"], item["bytes"])
-    pieces = tuple(Piece(piece["value"], _rows(piece["rows"])) for piece in item["pieces"])
-    return (Send if kind == "send" else Recv)(item["mb"], item["peer"], item["kind"], pieces)
+    if kind == "exchange":
+        return Exchange(item["mb"], item["kind"], _parcels(item["sends"]), _parcels(item["recvs"]))
+    return (Send if kind == "send" else Recv)(item["mb"], item["peer"], item["kind"], _pieces(item["pieces"]))
+
+
+def _parcels(items: list[dict[str, Any]]) -> tuple[Parcel, ...]:
+    return tuple(Parcel(item["peer"], _pieces(item["pieces"])) for item in items)
+
+
+def _pieces(items: list[dict[str, Any]]) -> tuple[Piece, ...]:
+    return tuple(Piece(item["value"], _rows(item["rows"])) for item in items)

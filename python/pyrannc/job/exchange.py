@@ -22,12 +22,17 @@ def exchange(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, 
     Both ends list the messages between them in the same order. On a GPU this does not wait for the
     messages but makes the current stream wait.
     """
-    world = process.world()
-    operations = [dist.P2POp(dist.irecv, as_sent(tensor), peer, world) for peer, tensor in receives]
-    operations += [dist.P2POp(dist.isend, as_sent(tensor), peer, world) for peer, tensor in sends]
-    if operations:
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+    for work in start_exchange(sends, receives, process.world()):
+        work.wait()
+
+
+def start_exchange(
+    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], group: Group
+) -> list[Work]:
+    """Starts to do so, on a group of all ranks."""
+    operations = [dist.P2POp(dist.irecv, as_sent(tensor), peer, group) for peer, tensor in receives]
+    operations += [dist.P2POp(dist.isend, as_sent(tensor), peer, group) for peer, tensor in sends]
+    return dist.batch_isend_irecv(operations) if operations else []
 
 
 def as_sent(tensor: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def run_on_all(
     Args:
         begin: makes the call, given this rank's Stage.
     """
-    store, context = deployment.store, deployment.context(variant)
+    store, context = deployment.store, deployment.context(variant, program)
     code = _Watched(context.code)
     before = {name: buffer.clone() for name, buffer in store.local_buffers().items()}
     step = begin(replace(context, code=cast(StageCode, code)))

@@ -35,13 +35,17 @@ class Groups:
             close(group)
 
 
-def beside_all(device: torch.device) -> Group:
-    """One more process group of all ranks, ready for messages of few numbers while others are under way."""
+def beside_all(device: torch.device, *, ctas: int = 1) -> Group:
+    """One more process group of all ranks, ready for messages while others are under way.
+
+    Args:
+        ctas: blocks of threads that its messages take on a GPU; one is enough for few numbers.
+    """
     if device.type != "cuda":
         on_host: Group = dist.new_group(backend="gloo")
         return on_host
     options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = 1
+    options.config.max_ctas = ctas
     made: Group = dist.new_group(backend="nccl", pg_options=options)
     # NCCL connects at first use, which must not be inside a step.
     sum_over_ranks(torch.zeros(1, device=device), made)

@@ -14,6 +14,7 @@ from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts
 from pyrannc.job.exchange import Group
 from pyrannc.runtime.channels import Channels
+from pyrannc.runtime.exchanges import Exchanges
 from pyrannc.runtime.position import ActionRecord
 from pyrannc.runtime.prologue import PrologueCode
 from pyrannc.runtime.tail import TailCode
@@ -36,6 +37,7 @@ class StageContext:
         stage_params: first names of the Stage's parameters.
         buffers: the Stage's buffers and constants by Value id.
         stage_of: the Stage of each rank.
+        exchanges: between the ranks' own batches and the Stages.
         totals: over which outputs without rows are summed, beside all other messages; without it after them.
         rehearsed: programs whose kernels have been loaded, by ``id``.
     """
@@ -53,6 +55,7 @@ class StageContext:
     buffers: Mapping[int, Tensor]
     stage_of: Sequence[int]
     channels: Channels
+    exchanges: Exchanges
     gradients: Gradients
     randomness: Randomness
     record: ActionRecord

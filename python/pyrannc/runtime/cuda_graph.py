@@ -18,9 +18,10 @@ from torch.autograd.graph import increment_version
 from pyrannc.blocks.recorded import Place, RecordedDraws
 from pyrannc.capture.torch_internals import copy_each, version
 from pyrannc.errors import RaNNCError
+from pyrannc.runtime.batch import OfBatch
 from pyrannc.runtime.clock import Clock
 from pyrannc.runtime.context import StageContext
-from pyrannc.runtime.run import OfStage, Run, Task
+from pyrannc.runtime.run import OfOutputs, Run, Task
 from pyrannc.runtime.timing import StepMarks
 from pyrannc.store.gradient_set import GradientSet
 
@@ -59,12 +60,12 @@ class Seen:
 
     Attributes:
         places: for what it sets the device's generator.
-        seeds: where the criterion is outside, the gradients with which backwards start, without contents.
+        grads: where the criterion is outside, the gradients of outputs, without contents.
         reached: likewise, the Values through which gradients flow.
     """
 
     places: list[Place] = field(default_factory=list)
-    seeds: OfStage = field(default_factory=dict)
+    grads: OfOutputs = field(default_factory=dict)
     reached: Set[int] = frozenset()
 
 
@@ -87,7 +88,7 @@ class Recording:
     def __init__(
         self,
         task: Task,
-        inputs: OfStage,
+        inputs: OfBatch,
         inside: Mapping[int, Tensor],
         current: GradientSet | None,
         seen: Seen,
@@ -103,7 +104,7 @@ class Recording:
         self._draws = RecordedDraws(seen.places, device)
         self.clock = Clock(task.program, device)
         self._graph, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        self._seeds = Places({key: torch.empty_like(like, device=device) for key, like in seen.seeds.items()})
+        self._grads = Places({key: torch.empty_like(like, device=device) for key, like in seen.grads.items()})
         self.run = Run(task, self.clock, lends=False)
         # Copies that earlier calls were lent move now if at all.
         context.gradients.working.refresh(context.copied.values())
@@ -114,7 +115,7 @@ class Recording:
         if task.program.call == "halves":
             self.run.begin_backward(lambda: current)
             with self._recording(self._backward):
-                self.run.backward(self._seeds.tensors, seen.reached, keep_graph=False, reduce=True)
+                self.run.backward(self._grads.tensors, seen.reached, keep_graph=False, reduce=True)
         self._changed = [
             tensor
             for tensor, before in zip(context.buffers.values(), versions_before, strict=True)
@@ -133,7 +134,7 @@ class Recording:
         ):
             yield
 
-    def serves(self, inputs: OfStage, inside: Mapping[int, Tensor]) -> bool:
+    def serves(self, inputs: OfBatch, inside: Mapping[int, Tensor]) -> bool:
         """True where a replay would be the run of a call."""
         return self._inputs.fits(inputs) and self._inside.fits(inside)
 
@@ -142,7 +143,7 @@ class Recording:
         """True when parameters or buffers have moved since, Spans been compiled, or torch told to compute otherwise."""
         return _found(self.task) != self._found
 
-    def replay(self, inputs: OfStage, inside: Mapping[int, Tensor]) -> None:
+    def replay(self, inputs: OfBatch, inside: Mapping[int, Tensor]) -> None:
         """Launches the call's run."""
         self._inputs.take(inputs)
         self._inside.take(inside)
@@ -165,13 +166,13 @@ class Recording:
         self.task.context.randomness.begin_replay(self._draws, self._draws.key.number)
         self._launch()
 
-    def fits_backward(self, seeds: OfStage) -> bool:
+    def fits_backward(self, grads: OfOutputs) -> bool:
         """True where the recorded backward starts with these gradients."""
-        return self._seeds.fits(seeds)
+        return self._grads.fits(grads)
 
-    def replay_backward(self, seeds: OfStage) -> None:
+    def replay_backward(self, grads: OfOutputs) -> None:
         """Launches the backwards."""
-        self._seeds.take(seeds)
+        self._grads.take(grads)
         self._backward.replay()
 
     def reset(self) -> None:
@@ -185,13 +186,13 @@ class Replay:
 
     Args:
         recording: of what.
-        inputs: of the Stage.
+        inputs: the rank's own.
         inside: the gradients with which backwards inside the call start, by Value.
         marks: where to note when computations ran.
     """
 
     def __init__(
-        self, recording: Recording, inputs: OfStage, inside: Mapping[int, Tensor], marks: StepMarks | None
+        self, recording: Recording, inputs: OfBatch, inside: Mapping[int, Tensor], marks: StepMarks | None
     ) -> None:
         self._recording = recording
         self._marks = marks
@@ -209,18 +210,24 @@ class Replay:
         context.record.enter_outputs(program)
         # The next replay writes to where they are.
         run = recording.run
-        self.outputs: OfStage = {key: tensor.clone() for key, tensor in run.outputs.items()}
-        self.totals: Mapping[int, Tensor] = {value: tensor.clone() for value, tensor in run.totals.items()}
+        self.outputs: OfBatch = {value: tensor.clone() for value, tensor in run.outputs.items()}
+        self.kept: Set[int] = frozenset()
         self.current: GradientSet | None = recording.current
 
     def _finish_marks(self) -> None:
         if self._marks is not None:
             self._marks.finish()
 
+    def take_outputs(self) -> OfBatch:
+        """The outputs, which the run lets go of."""
+        taken, self.outputs = self.outputs, {}
+        return taken
+
     @property
-    def input_grads(self) -> OfStage:
-        """Of the inputs."""
-        return self._recording.run.input_grads
+    def input_grads(self) -> OfBatch:
+        """Of the rank's own inputs."""
+        # The next replay writes to where they are.
+        return {value: grad.clone() for value, grad in self._recording.run.input_grads.items()}
 
     def begin_backward(self, find: Callable[[], GradientSet | None]) -> GradientSet:
         """Room for the gradients of backwards to come."""
@@ -228,7 +235,7 @@ class Replay:
         assert self.current is not None, "it trains"
         return self.current
 
-    def backward(self, seeds: OfStage, reached: Set[int], *, keep_graph: bool, reduce: bool) -> None:
+    def backward(self, grads: OfOutputs, reached: Set[int], *, keep_graph: bool, reduce: bool) -> None:
         """Runs the backwards of a call with its criterion outside.
 
         Raises:
@@ -239,7 +246,7 @@ class Replay:
         why = None
         if not reduce:
             why = "its gradients are not to be summed over ranks yet"
-        elif not recording.fits_backward(seeds):
+        elif not recording.fits_backward(grads):
             why = "gradients came back for other outputs than at the calls before"
         elif versions(context) != self._versions:
             why = "parameters have changed between the call of the model and its backward"
@@ -252,19 +259,19 @@ class Replay:
             )
         context.record.enter_replay(recording.task.program)
         if self._is_again:
-            self._backward_again(seeds)
+            self._backward_again(grads)
         else:
-            recording.replay_backward(seeds)
+            recording.replay_backward(grads)
         self._is_again = True
         self._finish_marks()
 
-    def _backward_again(self, seeds: OfStage) -> None:
+    def _backward_again(self, grads: OfOutputs) -> None:
         """Of a call whose gradients a script may hold already, where the recording writes to."""
         current = self._recording.current
         assert current is not None, "it trains"
         held = current.copy()
         self._recording.repeat()
-        self._recording.replay_backward(seeds)
+        self._recording.replay_backward(grads)
         self.current = current.copy()
         current.take(held)
 

@@ -23,6 +23,7 @@ from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.collectives import Groups, beside_all, close
 from pyrannc.runtime.compiling import Compiling
 from pyrannc.runtime.context import StageContext
+from pyrannc.runtime.exchanges import Exchanges
 from pyrannc.runtime.peaks import begin_peaks
 from pyrannc.runtime.position import ActionRecord
 from pyrannc.runtime.precision import precision
@@ -99,6 +100,7 @@ class Deployment:
         self._groups, self._gathering_groups = Groups(), Groups(apart=True)
         self.gradients = self._make_gradients(variant)
         self._channels = Channels(device)
+        self._exchanges = Exchanges(device)
         # Ranks of one Stage wait for each other's gradients anyway.
         self._totals = beside_all(device) if len(stages) > 1 else None
         self._randomness = Randomness(device, fused_dropout=fused_dropout)
@@ -178,18 +180,20 @@ class Deployment:
         found: list[set[str]] = agree.gather_objects(own)
         return set().union(*found)
 
-    def context(self, variant: Variant) -> StageContext:
-        """This rank's Stage for a captured call. All ranks call it for the same calls in the same order."""
+    def context(self, variant: Variant, program: RankProgram) -> StageContext:
+        """This rank's Stage for a captured call, connected to those that it exchanges rows with in a program. All ranks
+        call it for the same calls and rows in the same order."""
         if id(variant) not in self._contexts:
             # Code is written before the first message, so that no rank waits for one that fails.
             codes, tail = agree.together(lambda: (self._make_code(variant), self._make_tail(variant)))
             self._channels.open(self.plan.channels(variant.partition))
             self._contexts[id(variant)] = self._make_context(variant, *codes, tail)
+        self._exchanges.open(program)
         return self._contexts[id(variant)]
 
     def prepare(self, variant: Variant, program: RankProgram) -> StageContext:
-        """Likewise, with code for the rows of a program. All ranks call it."""
-        context = self.context(variant)
+        """Likewise, with code for the rows. All ranks call it."""
+        context = self.context(variant, program)
         if self.compiling is not None:
             self.compiling.prepare(context, variant, program)
         return context
@@ -262,6 +266,7 @@ class Deployment:
             buffers={**buffers, **constants},
             stage_of=self._stage_of,
             channels=self._channels,
+            exchanges=self._exchanges,
             gradients=self.gradients,
             randomness=self._randomness,
             record=self._record,
@@ -334,6 +339,7 @@ class Deployment:
             self.recordings.drop()
         self.store.bring_back()
         self._channels.close()
+        self._exchanges.close()
         self._groups.close()
         self._gathering_groups.close()
         close(self._totals)

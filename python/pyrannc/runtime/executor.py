@@ -11,11 +11,13 @@ from pyrannc.core.program import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Exchange,
     Forward,
     Recv,
     ReduceScatter,
     Send,
 )
+from pyrannc.runtime.batch import Batch
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.seat import Seat, Seeds
 from pyrannc.runtime.timing import Marks
@@ -27,13 +29,15 @@ class Executor:
 
     Args:
         context: the rank's Stage.
-        seat: computes and communicates.
+        seat: computes, and exchanges messages with other Stages.
+        batch: comes from the ranks, and goes back to them.
         marks: where to note when gradients have been summed.
     """
 
-    def __init__(self, context: StageContext, seat: Seat, marks: Marks | None) -> None:
+    def __init__(self, context: StageContext, seat: Seat, batch: Batch, marks: Marks | None) -> None:
         self._context = context
         self._seat = seat
+        self._batch = batch
         self._marks = marks
         once = context.prologue
         self._passed: set[tuple[int, str]] = set()
@@ -81,6 +85,8 @@ class Executor:
                 self._seat.send(action)
             elif isinstance(action, Recv):
                 self._seat.receive(action)
+            elif isinstance(action, Exchange):
+                self._batch.exchange(action, self._seat.outputs, self._seat.input_grads)
             elif isinstance(action, AllReduce) and reduce:
                 assert current is not None, "a run with sums has gradients"
                 gradients.sum(current, action.bucket, filled=index > last_backward)
@@ -92,6 +98,7 @@ class Executor:
         if current is not None:
             gradients.finish(current)
         self._context.channels.finish()
+        self._batch.finish()
         if when_forward is not None and forwards_end >= len(actions):
             when_forward()
         if current is not None and self._marks is not None:
@@ -112,7 +119,7 @@ class Executor:
         if self._context.totals is None:
             return len(actions)
         end = max((place for place, action in enumerate(actions, 1) if isinstance(action, Forward)), default=0)
-        while end < len(actions) and isinstance(actions[end], Send):
+        while end < len(actions) and isinstance(actions[end], Send | Exchange):
             end += 1
         return end
 

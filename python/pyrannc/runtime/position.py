@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar
 
@@ -13,7 +13,9 @@ from pyrannc.core.program import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Exchange,
     Forward,
+    Kind,
     Message,
     RankProgram,
     Send,
@@ -71,6 +73,14 @@ class ActionRecord:
         self.enter(len(program.forward) + len(program.backward) + 2)
 
 
+_CONTENTS: Mapping[Kind, str] = {
+    "input": "inputs",
+    "output": "outputs",
+    "output_grad": "gradients of outputs",
+    "input_grad": "gradients of inputs",
+}
+
+
 def describe(action: Action, stage: str) -> str:
     """An Action in words."""
     if isinstance(action, Forward):
@@ -86,6 +96,9 @@ def describe(action: Action, stage: str) -> str:
         direction = "send to" if isinstance(action, Send) else "receive from"
         values = ", ".join(f"v{piece.value}" for piece in action.pieces)
         return f"{direction} rank {action.peer}: {what} {values} of microbatch {action.microbatch}, {stage}"
+    if isinstance(action, Exchange):
+        peers = ", ".join(map(str, sorted({parcel.peer for parcel in (*action.sends, *action.recvs)})))
+        return f"exchange of {_CONTENTS[action.kind]} of microbatch {action.microbatch} with ranks {peers}, {stage}"
     if isinstance(action, AllGather):
         return f"gathering of parameters (bucket {action.bucket}, {action.bytes} bytes), {stage}"
     return f"sum of gradients (bucket {action.bucket}, {action.bytes} bytes), {stage}"

@@ -26,9 +26,10 @@ from pyrannc.errors import first_line
 from pyrannc.job import process
 from pyrannc.job.device_memory import left_bytes
 from pyrannc.log import get_logger
+from pyrannc.runtime.batch import OfBatch
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.cuda_graph import Recording, Replay, Seen, versions
-from pyrannc.runtime.run import AnyRun, OfStage, Run, Task
+from pyrannc.runtime.run import AnyRun, OfOutputs, Run, Task
 from pyrannc.runtime.timing import StepMarks
 from pyrannc.store.gradient_set import GradientSet
 
@@ -115,7 +116,7 @@ class Recordings:
         caller: Caller,
         variant: Variant,
         task: Task,
-        inputs: OfStage,
+        inputs: OfBatch,
         inside: Mapping[int, Tensor],
         marks: StepMarks | None,
     ) -> AnyRun | None:
@@ -186,7 +187,7 @@ class Recordings:
         return len(self._rooms) - 1
 
     def _recording(
-        self, known: _Known, task: Task, inputs: OfStage, inside: Mapping[int, Tensor], room: int
+        self, known: _Known, task: Task, inputs: OfBatch, inside: Mapping[int, Tensor], room: int
     ) -> Recording | None:
         recording = known.recordings.get(room)
         if recording is not None and recording.is_stale:
@@ -209,7 +210,7 @@ class Recordings:
             return None
         return known.recordings[room]
 
-    def _record(self, known: _Known, task: Task, inputs: OfStage, inside: Mapping[int, Tensor], room: int) -> None:
+    def _record(self, known: _Known, task: Task, inputs: OfBatch, inside: Mapping[int, Tensor], room: int) -> None:
         if self._pool is None:
             # Messages between a graph and what is none must be the same kernels on both sides.
             os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
@@ -268,7 +269,7 @@ class _Watched(Run):
         self,
         known: _Known,
         task: Task,
-        inputs: OfStage,
+        inputs: OfBatch,
         inside: Mapping[int, Tensor],
         marks: StepMarks | None,
         room: GradientSet | None,
@@ -283,14 +284,14 @@ class _Watched(Run):
         if task.program.call == "whole":
             self._end()
 
-    def backward(self, seeds: OfStage, reached: Set[int], *, keep_graph: bool, reduce: bool) -> None:
+    def backward(self, grads: OfOutputs, reached: Set[int], *, keep_graph: bool, reduce: bool) -> None:
         """Runs the backwards of a call with its criterion outside."""
         if versions(self._known.context) != self._versions:
             self._known.why_not = "parameters change between the call of the model and its backward"
         with self._watching():
-            super().backward(seeds, reached, keep_graph=keep_graph, reduce=reduce)
+            super().backward(grads, reached, keep_graph=keep_graph, reduce=reduce)
         known = self._known
-        known.seen.seeds = {key: torch.empty_like(seed, device="meta") for key, seed in seeds.items()}
+        known.seen.grads = {key: torch.empty_like(grad, device="meta") for key, grad in grads.items()}
         known.seen.reached = reached
         if not keep_graph and reduce:
             self._end()

@@ -1,4 +1,4 @@
-"""The Actions of one call on one rank, from the Stage's inputs to its outputs and gradients."""
+"""The Actions of one call on one rank, from its own inputs to its own outputs and gradients."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyrannc.core.program import RankProgram
 from pyrannc.runtime import rehearsal
+from pyrannc.runtime.batch import Batch, OfBatch
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.executor import Executor
 from pyrannc.runtime.join import Reductions
@@ -18,8 +19,9 @@ from pyrannc.runtime.seat import Seat
 from pyrannc.runtime.timing import Marks
 from pyrannc.store.gradient_set import GradientSet
 
-OfStage: TypeAlias = Mapping[tuple[int, int], Tensor]
-"""Tensors by microbatch and Value."""
+OfOutputs: TypeAlias = Mapping[int | tuple[int, int], Tensor]
+"""Gradients of outputs: of this rank's own rows by Value; of what no rank sends another by microbatch and Value, as the
+Stage takes them."""
 
 
 @dataclass(frozen=True)
@@ -48,23 +50,23 @@ class AnyRun(Protocol):
 
     current: GradientSet | None
 
-    @property
-    def outputs(self) -> OfStage:
-        """Of the model, made on this rank."""
+    def take_outputs(self) -> OfBatch:
+        """The model's outputs that some Stage makes: this rank's rows, or where there are none, the global batch's. The
+        run lets go of them: what becomes of them may keep it."""
 
     @property
-    def totals(self) -> Mapping[int, Tensor]:
-        """The outputs without rows, of the global batch, by Value."""
+    def kept(self) -> Set[int]:
+        """The storages of outputs that a backward to come needs."""
 
     @property
-    def input_grads(self) -> OfStage:
-        """Gradients of the inputs; of one without rows a sum over microbatches, under microbatch 0."""
+    def input_grads(self) -> OfBatch:
+        """Gradients of the rank's own inputs."""
 
-    def backward(self, seeds: OfStage, reached: Set[int], *, keep_graph: bool, reduce: bool) -> None:
+    def backward(self, grads: OfOutputs, reached: Set[int], *, keep_graph: bool, reduce: bool) -> None:
         """Runs the backwards of a call with its criterion outside; :meth:`begin_backward` comes before.
 
         Args:
-            seeds: the gradients of outputs.
+            grads: weighted.
             reached: the Values through which gradients flow.
             keep_graph: it may be called again.
             reduce: sum gradients over ranks.
@@ -95,21 +97,23 @@ class Run:
         self._marks = marks
         self._lends = lends
         self.current: GradientSet | None = None
-        self.totals: Mapping[int, Tensor] = {}
+        self.outputs: OfBatch = {}
+        self.input_grads: OfBatch = {}
 
-    def forward(self, inputs: OfStage, inside: Mapping[int, Tensor], current: GradientSet | None = None) -> None:
+    def forward(self, inputs: OfBatch, inside: Mapping[int, Tensor], current: GradientSet | None = None) -> None:
         """Runs the Actions of the call.
 
         Args:
-            inputs: of the Stage.
+            inputs: the rank's own.
             inside: the gradients with which backwards inside the call start, by Value.
             current: where to put gradients; by default where nobody holds any.
         """
         task, context, program = self._task, self._task.context, self._task.program
         context.gradients.working.refresh(context.copied.values())
         rehearsal.rehearse_once(context, program, inputs, task.weights)
-        self._seat = Seat(context, program, inputs, self._marks, lends=self._lends)
-        self._executor = Executor(context, self._seat, self._marks)
+        self._batch = Batch(context, program, inputs)
+        self._seat = Seat(context, program, self._batch, self._marks, lends=self._lends)
+        self._executor = Executor(context, self._seat, self._batch, self._marks)
         if program.call == "whole":
             self.current = context.gradients.begin(context.copies, current)
         sent: list[Reductions] = []
@@ -121,7 +125,9 @@ class Run:
             when_forward=lambda: sent.append(self._send_totals()),
         )
         context.record.enter_outputs(program)
-        self.totals = sent.pop().finish()
+        self.outputs = {**sent.pop().finish(), **self._batch.outputs(self._seat.outputs)}
+        if program.call == "whole":
+            self.input_grads = self._batch.input_grads(self._seat.input_grads)
 
     def _send_totals(self) -> Reductions:
         """Starts to sum outputs without rows over the ranks, of which none waits before it needs them."""
@@ -129,15 +135,15 @@ class Run:
         totals.send(self._task.context.totals)
         return totals
 
-    @property
-    def outputs(self) -> OfStage:
-        """Of the model, made on this rank."""
-        return self._seat.outputs
+    def take_outputs(self) -> OfBatch:
+        """The outputs, which the run lets go of."""
+        taken, self.outputs = self.outputs, {}
+        return taken
 
     @property
-    def input_grads(self) -> OfStage:
-        """Of the inputs."""
-        return self._seat.input_grads
+    def kept(self) -> Set[int]:
+        """Storages of what the Stage has made."""
+        return {output.untyped_storage().data_ptr() for output in self._seat.outputs.values()}
 
     def begin_backward(self, find: Callable[[], GradientSet | None]) -> GradientSet:
         """Room for the gradients of backwards to come."""
@@ -145,21 +151,30 @@ class Run:
         self.current = context.gradients.begin(context.copies, find())
         return self.current
 
-    def backward(self, seeds: OfStage, reached: Set[int], *, keep_graph: bool, reduce: bool) -> None:
+    def backward(self, grads: OfOutputs, reached: Set[int], *, keep_graph: bool, reduce: bool) -> None:
         """Runs the backwards of a call with its criterion outside."""
-        program = self._task.program
+        program, batch = self._task.program, self._batch
         self._seat.reached = reached
         # Those of an earlier backward of this call have been handed over.
         self._seat.input_grads.clear()
+        batch.begin_backward({key: grad for key, grad in grads.items() if isinstance(key, int)})
+
+        def seed(microbatch: int, value: int) -> Tensor | None:
+            known = grads.get((microbatch, value))
+            return batch.output_grad(microbatch, value) if known is None else known
+
         self._executor.run(
             program.backward,
             self.current,
-            lambda microbatch, value: seeds.get((microbatch, value)),
+            seed,
             first_record=len(program.forward),
             keep_graph=keep_graph,
             reduce=reduce,
         )
+        self.input_grads = batch.input_grads(self._seat.input_grads)
 
     def release(self) -> None:
         """Drops all tensors."""
         self._seat.release()
+        self._batch.release()
+        self.outputs, self.input_grads = {}, {}

@@ -20,6 +20,7 @@ from pyrannc.blocks.split_backward import SplitBackward
 from pyrannc.core.partition import InputPart
 from pyrannc.core.program import Piece, RankProgram, Recv, Rows, Send
 from pyrannc.job.exchange import Work
+from pyrannc.runtime.batch import Batch
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.prologue import Prologue
 from pyrannc.runtime.rows import join_rows, take_rows
@@ -53,13 +54,13 @@ class Seat:
     Args:
         context: the Stage.
         program: which rows it computes.
-        inputs: the Stage's inputs by microbatch and Value; none for microbatches without rows here.
+        batch: where the Stage's inputs come from.
         marks: where to note when computations run.
         lends: the working copies of a call with its criterion outside stay as they are until its backward.
 
     Attributes:
         outputs: of the model, made here, by microbatch and Value.
-        input_grads: gradients of ``inputs``; of one without rows a sum over microbatches, under microbatch 0.
+        input_grads: gradients of the Stage's inputs; of one without rows a sum over microbatches, under microbatch 0.
         reached: the Values through which gradients flow in the backwards; ``None`` for all.
     """
 
@@ -67,14 +68,14 @@ class Seat:
         self,
         context: StageContext,
         program: RankProgram,
-        inputs: Mapping[tuple[int, int], Tensor],
+        batch: Batch,
         marks: Marks | None,
         *,
         lends: bool = True,
     ) -> None:
         self._context = context
         self._program = program
-        self._inputs = inputs
+        self._batch = batch
         self._marks = marks
         self._part = context.parts.stages[context.stage]
         self._live: dict[int, _Microbatch] = {}
@@ -165,7 +166,7 @@ class Seat:
         self._changed = True
 
     def _input(self, part: InputPart, microbatch: int) -> Tensor:
-        tensor = self._inputs[microbatch, part.value].detach()
+        tensor = self._batch.input(microbatch, part.value).detach()
         return tensor.requires_grad_() if self._trains and part.requires_grad else tensor
 
     def _arrived_value(self, value: int, microbatch: int) -> Tensor:
@@ -312,7 +313,7 @@ class Seat:
 
     def release(self) -> None:
         """Drops all tensors."""
-        self._inputs, self._params = {}, {}
+        self._params = {}
         self._live.clear()
         self._prologue = None
         self.outputs.clear()

@@ -19,14 +19,13 @@ from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
 from pyrannc.job.faults import collective
 from pyrannc.log import get_logger
-from pyrannc.runtime.batch import Batch
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.givers import Giving, giving_weights
 from pyrannc.runtime.handover import hand_over, no_view
 from pyrannc.runtime.join import Joiner
 from pyrannc.runtime.loss import Weights, scale_of
 from pyrannc.runtime.recording import Recordings
-from pyrannc.runtime.run import AnyRun, OfStage, Run, Task
+from pyrannc.runtime.run import AnyRun, Run, Task
 from pyrannc.runtime.tail import TailStep
 from pyrannc.runtime.timing import StepMarks
 from pyrannc.store.gradient_set import GradientSet
@@ -100,16 +99,15 @@ class Step:
         self._made = _made(context.parts.outputs)
         self._givers = giving_weights(self._inputs, program)
         self._weights = Weights(context.facts, program, self._made, variant.joins, context.device)
-        self._batch = Batch(context.facts, program, self._made, context.device)
         self.gives = Giving(program.call == "whole", program.gather_inputs, self._weights.of_local_batch)
         context.randomness.begin(key)
         marks = context.timing.begin(program)
         with context.record.step(program), self._generator():
-            own = self._batch.bring_inputs(self._inputs)
             self._tail = self._begin_tail()
             inside = self._gradients_inside()
-            self._run = self._begin_run(own, inside, marks)
-            made = self._batch.bring_outputs(self._run.outputs, self._run.totals)
+            self._run = self._begin_run(inside, marks)
+            outputs = self._run.take_outputs()
+            made = [outputs[part.value] for part in self._made]
             self._shapes = [(tensor.shape, tensor.dtype) for tensor in made]
             self._values = self._run_tail(made)
             if program.call == "whole":
@@ -120,14 +118,14 @@ class Step:
         context = self._context
         return context.randomness.borrowed() if context.seeds_generator else nullcontext()
 
-    def _begin_run(self, own: OfStage, inside: Mapping[int, Tensor], marks: StepMarks | None) -> AnyRun:
+    def _begin_run(self, inside: Mapping[int, Tensor], marks: StepMarks | None) -> AnyRun:
         task = Task(self._context, self._program, self._weights, self._options.reduce)
         if self._recordings is not None and not self._options.keep_graph:
-            recorded = self._recordings.run(self, self._variant, task, own, inside, marks)
+            recorded = self._recordings.run(self, self._variant, task, self._inputs, inside, marks)
             if recorded is not None:
                 return recorded
         run = Run(task, marks)
-        run.forward(own, inside, self._find_room() if self._program.call == "whole" else None)
+        run.forward(self._inputs, inside, self._find_room() if self._program.call == "whole" else None)
         return run
 
     def _find_room(self) -> GradientSet | None:
@@ -173,7 +171,7 @@ class Step:
         made, self._values = self._values, {}
         self._outputs = tuple(made)
         if self._program.call != "forward":
-            kept = {output.untyped_storage().data_ptr() for output in self._run.outputs.values()}
+            kept = self._run.kept
             own = {value: self._apart(value, tensor, kept) for value, tensor in made.items()}
             active = None if self._variant.chooses_params else self._variant.active.get(self._wanted)
             params = self._context.gradients.delivery.token(active)
@@ -273,8 +271,8 @@ class Step:
             self._wanted = self._find_wanted(grads)
             reached = self._variant.reached_in_body(self._wanted)
             self._run.begin_backward(self._find_room)
-            seeds = self._seeds(grads, reached, keep_graph=keep_graph)
-            self._run.backward(seeds, reached, keep_graph=keep_graph, reduce=reduce)
+            of_outputs = self._output_grads(grads, reached, keep_graph=keep_graph)
+            self._run.backward(of_outputs, reached, keep_graph=keep_graph, reduce=reduce)
             self._finish_gradients()
 
     def _find_wanted(self, grads: Mapping[int, Tensor | None]) -> frozenset[int]:
@@ -286,17 +284,21 @@ class Step:
         everyone = agree.gather_numbers(tuple(int(grads.get(value) is not None) for value in able))
         return frozenset(value for value, came in zip(able, zip(*everyone, strict=True), strict=True) if any(came))
 
-    def _seeds(
+    def _output_grads(
         self, grads: Mapping[int, Tensor | None], reached: Set[int], *, keep_graph: bool
-    ) -> dict[tuple[int, int], Tensor]:
-        """The gradient of each output of this Stage, by microbatch and Value."""
+    ) -> dict[int | tuple[int, int], Tensor]:
+        """The gradients that the backwards of all Stages begin with, as far as they are this rank's."""
         own_grads = [grads.get(self._variant.whole_of[part.value]) for part in self._made]
         own = self._weights.own_gradients(own_grads, self._shapes, reached)
         self._differentiate_tail(grads, own, reached, keep_graph=keep_graph)
         seeds = self._weights.seeds_of_totals(own)
+        found: dict[int | tuple[int, int], Tensor] = dict(seeds.items())
         if self._program.gather_inputs:
-            return {**seeds, **self._batch.bring_output_grads(own)}
-        return {**seeds, **self._weights.local_seeds(own)}
+            dims = {part.value: part.row_dim for part in self._made}
+            found.update((value, grad) for value, grad in own.items() if dims[value] is not None)
+        else:
+            found.update(self._weights.local_seeds(own).items())
+        return found
 
     def _differentiate_tail(
         self, grads: Mapping[int, Tensor | None], own: dict[int, Tensor], reached: Set[int], *, keep_graph: bool
@@ -345,7 +347,7 @@ class Step:
         return grad if process.get_rank() == 0 else torch.zeros_like(grad)
 
     def _finish_gradients(self) -> None:
-        self._input_grads = self._batch.bring_input_grads(self._inputs, self._run.input_grads)
+        self._input_grads = {**self._zeros_of_inputs(), **self._run.input_grads}
         for value, grad in self._tail_grads.items():
             self._input_grads[value] = self._input_grads[value] + grad
         if self._wanted not in self._variant.active or self._variant.chooses_params:
@@ -353,6 +355,9 @@ class Step:
             found: list[set[str]] = agree.gather_objects(set(self._run.current.touched()))
             self._variant.active[self._wanted] = frozenset(self._reached_params() & set().union(*found))
         self._active = self._variant.active[self._wanted]
+
+    def _zeros_of_inputs(self) -> dict[int, Tensor]:
+        return {value: torch.zeros_like(tensor) for value, tensor in self._inputs.items() if tensor.requires_grad}
 
     def _reached_params(self) -> set[str]:
         reached = self._variant.reached(self._wanted)

@@ -4,10 +4,11 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use rannc_ir::ValueId;
 
+use super::carried::Carried;
 use super::layout::computed_rows;
 use super::{ActionFault, CheckError, covers_once, within};
 use crate::partition::Partition;
-use crate::program::{Action, Interval, Message, Pass, Payload, Program, RankProgram};
+use crate::program::{Action, BatchKind, Exchange, Interval, Message, Pass, Payload, Program, RankProgram};
 use crate::schedule::Call;
 
 /// What goes between which Stages.
@@ -41,10 +42,12 @@ impl Needs {
 /// Checks every rank's Actions on their own.
 pub(super) fn check_ranks(program: &Program, partition: &Partition) -> Result<(), CheckError> {
     let needs = Needs::new(partition);
+    let mut carried = Carried::new(program, partition);
     for own in &program.ranks {
         let mut walk = Walk {
             program,
             needs: &needs,
+            carried: &mut carried,
             own,
             forwards: HashSet::new(),
             backwards: HashSet::new(),
@@ -59,7 +62,7 @@ pub(super) fn check_ranks(program: &Program, partition: &Partition) -> Result<()
         }
         walk.check_complete()?;
     }
-    Ok(())
+    carried.check_complete()
 }
 
 /// Rows received for one computation, by Value and sending Stage.
@@ -69,6 +72,7 @@ type Received = BTreeMap<(ValueId, u32), Vec<Interval>>;
 struct Walk<'a> {
     program: &'a Program,
     needs: &'a Needs,
+    carried: &'a mut Carried,
     own: &'a RankProgram,
     forwards: HashSet<u32>,
     /// Microbatches whose gradients of what came in have been computed.
@@ -90,6 +94,7 @@ impl Walk<'_> {
             | Action::AllReduce { .. }
             | Action::ReduceScatter { .. } => true,
             Action::Send(message) | Action::Recv(message) => message.kind == Payload::Grad,
+            Action::Exchange(exchange) => exchange.kind.is_of_backward(),
         };
         let in_backward = position >= self.own.forward.len();
         let call = self.program.call;
@@ -124,6 +129,10 @@ impl Walk<'_> {
                 if !self.ended.insert(*mb) {
                     return Err(ActionFault::Repeated);
                 }
+            }
+            Action::Exchange(exchange) => {
+                self.carried.exchange(self.own.rank, exchange)?;
+                self.check_place(exchange)?;
             }
             Action::Send(message) => {
                 self.check_message(message, true)?;
@@ -164,6 +173,34 @@ impl Walk<'_> {
         match message.kind {
             Payload::Value => self.forwards.contains(&message.mb),
             Payload::Grad => self.backwards.contains(&message.mb),
+        }
+    }
+
+    /// Demands that a rank has computed what it gives, and not yet what needs what it takes.
+    fn check_place(&self, exchange: &Exchange) -> Result<(), ActionFault> {
+        let &Exchange { kind, mb, ref sends, ref recvs } = exchange;
+        let all_backwards = || {
+            let mut all = (0..).zip(&self.program.microbatches).filter(|&(mb, _)| self.check_has_rows(mb).is_ok());
+            all.all(|(mb, _)| self.backwards.contains(&mb))
+        };
+        let mut given = sends.iter().flat_map(|parcel| &parcel.pieces);
+        let has_given = match kind {
+            BatchKind::Input | BatchKind::OutputGrad => true,
+            BatchKind::Output => sends.is_empty() || self.forwards.contains(&mb),
+            BatchKind::InputGrad => given.all(|piece| match self.carried.is_whole(piece) {
+                true => all_backwards(),
+                false => self.backwards.contains(&mb),
+            }),
+        };
+        let needed = match kind {
+            BatchKind::Input => self.forwards.contains(&mb),
+            BatchKind::OutputGrad => self.backwards.contains(&mb),
+            BatchKind::Output | BatchKind::InputGrad => false,
+        };
+        match (has_given, needed && !recvs.is_empty()) {
+            (false, _) => Err(ActionFault::NotComputed),
+            (true, true) => Err(ActionFault::TooLate),
+            (true, false) => Ok(()),
         }
     }
 

@@ -3,7 +3,8 @@
 //! It shares no code with the builder. What it proves:
 //! 1. The ranks' slices, and each Stage's Replicas' rows, divide every microbatch without gap or overlap.
 //! 2. Every Stage rank gets each of its rows of each input exactly once from a rank that has it, and
-//!    every rank its rows of each output.
+//!    every rank its rows of each output. What does not stay on its rank is exchanged once, packed alike at both ends: inputs
+//!    before their microbatch's Forward, outputs after it, and gradients of both likewise around the Backward.
 //! 3. Every rank runs Forward, and in training Backward or both its parts, exactly once for every microbatch of which it
 //!    has rows, Backward after Forward.
 //! 4. Before a Forward, each row of each Value that the Stage takes has been received exactly once;
@@ -21,6 +22,7 @@
 //!     activations and messages.
 
 mod actions;
+mod carried;
 mod collectives;
 mod layout;
 mod memory;
@@ -32,7 +34,7 @@ use thiserror::Error;
 
 use crate::machine::{Deadlock, Halt, ticks};
 use crate::partition::Partition;
-use crate::program::{Action, Gradient, Interval, Program, Transfer};
+use crate::program::{Action, BatchKind, Gradient, Interval, Program, Transfer};
 use crate::saver::Sharding;
 use crate::schedule::Call;
 
@@ -92,6 +94,14 @@ pub enum ActionFault {
     /// A message without content.
     #[error("it carries nothing")]
     Empty,
+    /// Rows that no transfer takes there, or that have been exchanged before.
+    #[error("rows {rows} of {value} are not to go there, or have gone before")]
+    NotAsked {
+        /// The Value.
+        value: ValueId,
+        /// The rows.
+        rows: Interval,
+    },
 }
 
 /// Why a Program must not run.
@@ -204,6 +214,18 @@ pub enum CheckError {
         dst: u32,
         /// The Recv in the same place of the channel.
         recv: Action,
+    },
+    /// Rows that arrive in another order than they are taken.
+    #[error("rank {src} packs {kind} of microbatch {mb} for rank {dst} otherwise than that rank takes them")]
+    Packing {
+        /// What.
+        kind: BatchKind,
+        /// The microbatch.
+        mb: u32,
+        /// The sender.
+        src: u32,
+        /// The receiver.
+        dst: u32,
     },
     /// A gradient that is not summed once over its holders.
     #[error("the gradient of {param} {problem}")]

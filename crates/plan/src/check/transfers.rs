@@ -7,7 +7,8 @@ use rannc_ir::ValueId;
 use super::layout::{Layout, computed_rows};
 use super::{CheckError, covers_once, within};
 use crate::partition::{OutputSource, Partition};
-use crate::program::{Interval, Program, Transfer};
+use crate::program::{Action, Interval, Program, Transfer};
+use crate::schedule::Compute;
 
 /// What a rank gets of a Value of a microbatch.
 type Key = (ValueId, u32, u32);
@@ -64,7 +65,8 @@ impl<'a> Ledger<'a> {
 pub(super) fn check_inputs(program: &Program, partition: &Partition, layout: &Layout) -> Result<(), CheckError> {
     let mut ledger = Ledger::new("input", &program.inputs);
     for own in &program.ranks {
-        let mut first = true;
+        // What has no rows comes with the microbatch that is computed first.
+        let first = own.forward.iter().find_map(Action::compute).map(Compute::microbatch);
         for (mb, slices) in (0..).zip(&layout.slices) {
             let rows = computed_rows(program, own, mb as usize);
             if rows.lo == rows.hi {
@@ -74,11 +76,10 @@ pub(super) fn check_inputs(program: &Program, partition: &Partition, layout: &La
                 let key = (input.value, mb, own.rank);
                 if input.has_rows {
                     ledger.settle(key, rows, |src| slices.get(src).copied().unwrap_or_default())?;
-                } else if first {
+                } else if first == Some(mb) {
                     ledger.settle(key, rows, |src| if src == 0 { rows } else { Interval::default() })?;
                 }
             }
-            first = false;
         }
     }
     ledger.close()

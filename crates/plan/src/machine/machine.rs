@@ -56,9 +56,10 @@ struct RankState {
     now: f64,
     /// What it has sent since it last settled.
     sent: Vec<Slot>,
-    /// Its sums and its gathers, each in order.
+    /// Its sums, its gathers and its exchanges, each in order.
     sums: Queue,
     gathers: Queue,
+    exchanges: Queue,
 }
 
 /// The sums that a rank has been ready for, in order.
@@ -120,6 +121,7 @@ impl<C: Clock, O: Observer> Machine<'_, C, O> {
                 self.transfer(channel);
             }
             Task::Sum { sum } => self.gather(rank, sum),
+            Task::Meet { sum } => return self.meet(rank, sum),
             Task::Await { lane } => return self.settle_sums(rank, lane),
             Task::Settle => return self.settle(rank),
             Task::Update => {
@@ -240,6 +242,14 @@ impl<C: Clock, O: Observer> Machine<'_, C, O> {
         self.gatherings[*last as usize].span
     }
 
+    /// Waits for an exchange; false when it is not known yet when that ends.
+    fn meet(&mut self, rank: u32, sum: u32) -> bool {
+        let Some(span) = self.gatherings[sum as usize].span else { return false };
+        self.spans.push((span, Pause::Message));
+        self.pause(rank);
+        true
+    }
+
     /// Waits for its sums; false when it is not known yet when they end.
     fn settle_sums(&mut self, rank: u32, lane: Lane) -> bool {
         if self.ranks[rank as usize].queue(lane).next().is_some() {
@@ -255,7 +265,8 @@ impl<C: Clock, O: Observer> Machine<'_, C, O> {
         let queue = self.ranks[rank as usize].queue_mut(lane);
         let settled = std::mem::replace(&mut queue.settled, queue.all.len());
         let sums = queue.all[settled..].iter().filter_map(|&sum| self.gatherings[sum as usize].span);
-        self.spans.extend(sums.map(|span| (span, Pause::Sum)));
+        let pause = if lane == Lane::Exchanges { Pause::Message } else { Pause::Sum };
+        self.spans.extend(sums.map(|span| (span, pause)));
     }
 
     /// Waits for all that is under way; false when it is not known yet when that ends.
@@ -293,6 +304,7 @@ impl RankState {
         let waiting = tasks.get(self.next)?;
         let lane = match waiting {
             Task::Await { lane } => Some(*lane),
+            Task::Meet { .. } => Some(Lane::Exchanges),
             Task::Settle => Lane::ALL.into_iter().find(|&lane| self.queue(lane).next().is_some()),
             _ => None,
         };
@@ -307,6 +319,7 @@ impl RankState {
         match lane {
             Lane::Sums => &self.sums,
             Lane::Gathers => &self.gathers,
+            Lane::Exchanges => &self.exchanges,
         }
     }
 
@@ -314,6 +327,7 @@ impl RankState {
         match lane {
             Lane::Sums => &mut self.sums,
             Lane::Gathers => &mut self.gathers,
+            Lane::Exchanges => &mut self.exchanges,
         }
     }
 }

@@ -11,6 +11,8 @@
 //!   of the same channel have not arrived.
 //! * A sum runs once all its members are ready for it and the sum before it on each of them is done.
 //! * Gathers are sums that follow each other alone; before a rank goes on to something else, it waits for all of them.
+//! * Exchanges of rows with the ranks' own batches are sums that follow each other alone: all members of one have come to it
+//!   before any has what it carries. A computation waits for that of its microbatch that its rank has come to.
 //! * Before the first sum of another microbatch that is divided among its members, a rank waits for all its sums.
 //! * At the end of a list of Actions a rank waits for all that it has sent and all its sums.
 

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::blocked::{Blocked, Deadlock, Halt, Stuck};
-use crate::program::{Action, Message, Pass, Payload, Program, RankProgram};
+use crate::program::{Action, BatchKind, Exchange, Message, Pass, Payload, Program, RankProgram};
 use crate::schedule::{Call, Compute};
 
 /// What a rank does next.
@@ -34,6 +34,11 @@ pub enum Task {
     /// Is ready for a sum.
     Sum {
         /// The sum.
+        sum: u32,
+    },
+    /// Waits until an exchange that it is ready for is done.
+    Meet {
+        /// Its place among the sums.
         sum: u32,
     },
     /// Waits until all sums or gathers that it is ready for are done.
@@ -72,11 +77,13 @@ pub enum Lane {
     Sums,
     /// What is no sum: parts of Params are gathered.
     Gathers,
+    /// Nor this: rows move between the ranks' own batches and the Stages.
+    Exchanges,
 }
 
 impl Lane {
     /// All of them.
-    pub const ALL: [Self; 2] = [Self::Sums, Self::Gathers];
+    pub const ALL: [Self; 3] = [Self::Sums, Self::Gathers, Self::Exchanges];
 }
 
 /// What several ranks do together.
@@ -95,7 +102,7 @@ pub struct Script {
     pub ranks: Vec<Vec<Task>>,
     /// All channels.
     pub channels: Vec<Channel>,
-    /// All sums, and gathers.
+    /// All sums, gathers, and exchanges.
     pub sums: Vec<Joint>,
     /// Messages that computations wait for.
     pub(super) awaited: Vec<Slot>,
@@ -117,6 +124,11 @@ impl ScriptWriter {
     pub fn new(ranks: usize, call: Call) -> Self {
         let script = Script { ranks: vec![Vec::new(); ranks], ..Script::default() };
         Self { call, script, posted: Vec::new(), coming: vec![Vec::new(); ranks] }
+    }
+
+    /// How the call comes.
+    pub fn call(&self) -> Call {
+        self.call
     }
 
     /// One more channel.
@@ -174,16 +186,26 @@ impl ScriptWriter {
     }
 }
 
-/// What ranks of a Program do together with a bucket.
+/// What ranks of a Program do together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Collective {
-    /// Place among the Program's buckets.
-    pub bucket: u32,
-    /// What.
-    pub kind: CollectiveKind,
+pub enum Collective {
+    /// Something with a bucket.
+    Bucket {
+        /// Its place among the Program's.
+        bucket: u32,
+        /// What.
+        kind: CollectiveKind,
+    },
+    /// All their exchanges of a kind for a microbatch.
+    Exchange {
+        /// The kind.
+        kind: BatchKind,
+        /// The microbatch.
+        mb: u32,
+    },
 }
 
-/// What ranks do together.
+/// What ranks do together with a bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum CollectiveKind {
     /// Sum.
@@ -219,6 +241,7 @@ impl ProgramScript {
             channels: HashMap::new(),
             sums: Vec::new(),
             known_sums: HashMap::new(),
+            exchanging: exchanging(program),
         };
         for bucket in &program.buckets {
             let members =
@@ -249,6 +272,8 @@ struct Translator<'a> {
     channels: HashMap<(u32, u32), u32>,
     sums: Vec<Collective>,
     known_sums: HashMap<Collective, u32>,
+    /// Who takes part in which exchange.
+    exchanging: HashMap<Collective, Vec<u32>>,
 }
 
 impl Translator<'_> {
@@ -263,6 +288,7 @@ impl Translator<'_> {
         let mut under_way: Vec<Started> = Vec::new();
         let mut divided = None;
         let mut gathering = None;
+        let mut begun = Vec::new();
         for (position, action) in actions().enumerate() {
             if gathering.take_if(|before| *before != gathered_for(action)).is_some() {
                 self.writer.add(own.rank, Task::Await { lane: Lane::Gathers });
@@ -273,7 +299,12 @@ impl Translator<'_> {
                 | Action::Backward { .. }
                 | Action::BackwardInput { .. }
                 | Action::BackwardWeight { .. } => {
-                    action.compute().into_iter().for_each(|compute| self.writer.compute(own.rank, compute));
+                    action.compute().into_iter().for_each(|compute| self.compute(own.rank, compute, &begun));
+                }
+                &Action::Exchange(Exchange { kind, mb, .. }) => {
+                    let sum = self.sum(Collective::Exchange { kind, mb })?;
+                    self.writer.add(own.rank, Task::Sum { sum });
+                    begun.push((kind, mb, sum));
                 }
                 Action::Send(message) => {
                     let channel = self.channel(own.rank, message.peer)?;
@@ -284,19 +315,21 @@ impl Translator<'_> {
                     self.writer.receive(channel, *kind, *mb);
                 }
                 Action::AllReduce { bucket, .. } => {
-                    let sum = self.sum(Collective { bucket: *bucket, kind: CollectiveKind::AllReduce })?;
+                    let sum = self.sum(Collective::Bucket { bucket: *bucket, kind: CollectiveKind::AllReduce })?;
                     under_way.push(Started { position, sum, filled: last_filling });
                 }
                 Action::AllGather { bucket, mb, pass, .. } => {
                     gathering = Some(gathered_for(action));
-                    let sum = self.sum(Collective { bucket: *bucket, kind: CollectiveKind::AllGather(*mb, *pass) })?;
+                    let sum =
+                        self.sum(Collective::Bucket { bucket: *bucket, kind: CollectiveKind::AllGather(*mb, *pass) })?;
                     self.writer.add(own.rank, Task::Sum { sum });
                 }
                 Action::ReduceScatter { bucket, mb, .. } => {
                     if divided.replace(*mb).is_some_and(|before| before != *mb) {
                         self.writer.add(own.rank, Task::Await { lane: Lane::Sums });
                     }
-                    let sum = self.sum(Collective { bucket: *bucket, kind: CollectiveKind::ReduceScatter(*mb) })?;
+                    let sum =
+                        self.sum(Collective::Bucket { bucket: *bucket, kind: CollectiveKind::ReduceScatter(*mb) })?;
                     under_way.push(Started { position, sum, filled: filling_of.get(mb).copied() });
                 }
             }
@@ -321,15 +354,28 @@ impl Translator<'_> {
         Ok(positions)
     }
 
+    /// A computation, once the exchange that it waits for is done.
+    fn compute(&mut self, rank: u32, compute: Compute, begun: &[(BatchKind, u32, u32)]) {
+        let needed = (BatchKind::awaited_by(compute), compute.microbatch());
+        let awaited = begun.iter().find(|&&(kind, mb, _)| (Some(kind), mb) == needed);
+        awaited.into_iter().for_each(|&(_, _, sum)| self.writer.add(rank, Task::Meet { sum }));
+        self.writer.compute(rank, compute);
+    }
+
     /// The number of a sum.
     fn sum(&mut self, sum: Collective) -> Result<u32, Halt> {
         if let Some(&known) = self.known_sums.get(&sum) {
             return Ok(known);
         }
-        let bucket = self.program.buckets.get(sum.bucket as usize).ok_or(Halt::Shape("a bucket does not exist"))?;
-        let members = self.program.groups[bucket.group as usize].clone();
-        let lane = if matches!(sum.kind, CollectiveKind::AllGather(..)) { Lane::Gathers } else { Lane::Sums };
-        let number = self.writer.joint(Joint { members, lane });
+        let joint = match sum {
+            Collective::Bucket { bucket, kind } => {
+                let bucket = self.program.buckets.get(bucket as usize).ok_or(Halt::Shape("a bucket does not exist"))?;
+                let lane = if matches!(kind, CollectiveKind::AllGather(..)) { Lane::Gathers } else { Lane::Sums };
+                Joint { members: self.program.groups[bucket.group as usize].clone(), lane }
+            }
+            Collective::Exchange { .. } => Joint { members: self.exchanging[&sum].clone(), lane: Lane::Exchanges },
+        };
+        let number = self.writer.joint(joint);
         self.sums.push(sum);
         self.known_sums.insert(sum, number);
         Ok(number)
@@ -342,6 +388,22 @@ impl Translator<'_> {
         let writer = &mut self.writer;
         Ok(*self.channels.entry((src, dst)).or_insert_with(|| writer.channel(src, dst)))
     }
+}
+
+/// The ranks that take part in each exchange.
+fn exchanging(program: &Program) -> HashMap<Collective, Vec<u32>> {
+    let mut members: HashMap<Collective, Vec<u32>> = HashMap::new();
+    for own in &program.ranks {
+        for action in own.forward.iter().chain(&own.backward) {
+            if let &Action::Exchange(Exchange { kind, mb, .. }) = action {
+                let known = members.entry(Collective::Exchange { kind, mb }).or_default();
+                if known.last() != Some(&own.rank) {
+                    known.push(own.rank);
+                }
+            }
+        }
+    }
+    members
 }
 
 /// A sum that a rank has come to.

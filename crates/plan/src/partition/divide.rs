@@ -195,7 +195,8 @@ impl<'g> Divider<'g> {
                     made.push(value);
                 }
             }
-            parts.push(OutputPart { index, value, source, row_dim: self.analysis.row_dims[value] });
+            let (row_dim, requires_grad) = (self.analysis.row_dims[value], self.graph.values[value].requires_grad);
+            parts.push(OutputPart { index, value, source, row_dim, requires_grad });
         }
         Ok(parts)
     }

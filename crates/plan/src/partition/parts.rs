@@ -106,6 +106,8 @@ pub struct OutputPart {
     pub source: OutputSource,
     /// Where its rows lie; `None` for a scalar and for anything else that is averaged over rows.
     pub row_dim: Option<RowDim>,
+    /// True when a gradient may come back for it.
+    pub requires_grad: bool,
 }
 
 /// Who has an output.

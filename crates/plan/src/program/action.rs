@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::routes::Interval;
 use crate::schedule::{Call, Compute};
 
-/// Rows of one Value within a message.
+/// Rows of one Value that move together with others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Piece {
     /// The Value.
@@ -63,6 +63,78 @@ pub struct Message {
     pub pieces: Vec<Piece>,
 }
 
+/// What moves between the ranks' own batches and the Stages, in the order in which all ranks come to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum BatchKind {
+    /// Inputs of the Graph, from the rank that has them to a Replica.
+    Input,
+    /// Outputs with rows, from the Replica that makes them to the ranks whose rows they are of.
+    Output,
+    /// Gradients of outputs, back.
+    OutputGrad,
+    /// Gradients of inputs, back; of inputs without rows with the last microbatch, all others' included.
+    InputGrad,
+}
+
+impl BatchKind {
+    /// What a computation waits for.
+    pub const fn awaited_by(compute: Compute) -> Option<Self> {
+        match compute {
+            Compute::Forward(_) => Some(Self::Input),
+            Compute::Backward(_) | Compute::BackwardInput(_) => Some(Self::OutputGrad),
+            Compute::BackwardWeight(_) => None,
+        }
+    }
+
+    /// What a computation makes.
+    pub const fn made_by(compute: Compute) -> Option<Self> {
+        match compute {
+            Compute::Forward(_) => Some(Self::Output),
+            Compute::Backward(_) | Compute::BackwardInput(_) => Some(Self::InputGrad),
+            Compute::BackwardWeight(_) => None,
+        }
+    }
+
+    /// True for what belongs to backwards.
+    pub const fn is_of_backward(self) -> bool {
+        matches!(self, Self::OutputGrad | Self::InputGrad)
+    }
+}
+
+impl fmt::Display for BatchKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Input => "inputs",
+            Self::Output => "outputs",
+            Self::OutputGrad => "gradients of outputs",
+            Self::InputGrad => "gradients of inputs",
+        })
+    }
+}
+
+/// Rows that move between two ranks in an [`Exchange`].
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Parcel {
+    /// The other rank.
+    pub peer: u32,
+    /// The rows, in the order in which they are packed.
+    pub pieces: Vec<Piece>,
+}
+
+/// All that a rank gives to and takes from others of one kind for a microbatch.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Exchange {
+    /// What.
+    pub kind: BatchKind,
+    /// The microbatch.
+    pub mb: u32,
+    /// By increasing peer.
+    pub sends: Vec<Parcel>,
+    /// Likewise.
+    pub recvs: Vec<Parcel>,
+}
+
 /// One thing that a rank does.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(tag = "action", rename_all = "snake_case")]
@@ -91,6 +163,9 @@ pub enum Action {
     Send(Message),
     /// Starts to receive; the computation of the message's microbatch waits for it.
     Recv(Message),
+    /// Starts to give and take rows, once its own Exchange before has ended. It ends when all ranks that take part in this
+    /// kind and microbatch have come to it. The computation that needs the rows waits for it, else the end of the list.
+    Exchange(Exchange),
     /// Sums a bucket of gradients over a group of ranks. It starts at once, or under the backward that follows, as soon
     /// as that has filled the bucket; the rank waits for it at the end of its list.
     AllReduce {
@@ -201,6 +276,16 @@ impl fmt::Display for Action {
             Self::AllGather { group, bucket, mb, pass, bytes } => {
                 return write!(f, "AllGather({pass} of mb {mb}, bucket {bucket}, {bytes} bytes over group {group})");
             }
+            Self::Exchange(Exchange { kind, mb, sends, recvs }) => {
+                write!(f, "Exchange(mb {mb}, {kind}")?;
+                for (parcels, direction) in [(sends, "to"), (recvs, "from")] {
+                    for Parcel { peer, pieces } in parcels {
+                        write!(f, " {direction} rank {peer}:")?;
+                        list(f, pieces)?;
+                    }
+                }
+                return f.write_str(")");
+            }
             Self::Send(message) => ("Send", message, "to"),
             Self::Recv(message) => ("Recv", message, "from"),
         };
@@ -209,9 +294,11 @@ impl fmt::Display for Action {
             Payload::Grad => "gradients",
         };
         write!(f, "{name}(mb {}, {kind} {direction} rank {}:", message.mb, message.peer)?;
-        for Piece { value, rows } in &message.pieces {
-            write!(f, " {value}[{rows}]")?;
-        }
+        list(f, &message.pieces)?;
         f.write_str(")")
     }
+}
+
+fn list(f: &mut fmt::Formatter<'_>, pieces: &[Piece]) -> fmt::Result {
+    pieces.iter().try_for_each(|Piece { value, rows }| write!(f, " {value}[{rows}]"))
 }

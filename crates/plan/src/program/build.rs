@@ -6,9 +6,11 @@
 use rannc_ir::ValueId;
 use thiserror::Error;
 
+use super::action::Exchange;
+use super::batch::BatchRoutes;
 use super::buckets::{Bucket, Buckets};
 use super::collectives::Collectives;
-use super::messages::mailboxes;
+use super::messages::{Mailbox, mailboxes};
 use super::routes::{BatchSplit, Interval, overlaps, split_even};
 use super::{Program, RankProgram, Transfer};
 use crate::consistent::{PlanFault, check_ranks};
@@ -108,14 +110,19 @@ pub fn build(
         .map(|ranks| split.microbatches.iter().map(|&rows| split_even(rows, ranks.len())).collect())
         .collect();
     let router = Router { placement, partition, buckets, split: &split, stage_rows: &stage_rows };
-    let (inputs, outputs) = (router.inputs(), router.outputs(batch.gather_inputs));
-    let ranks = router.ranks(call);
+    let orders = router.orders();
+    let (inputs, outputs) = (router.inputs(&orders), router.outputs(batch.gather_inputs));
+    let mut mailboxes = mailboxes(placement, partition, &stage_rows, call);
+    let last = split.microbatches.iter().rposition(|&rows| rows > 0).map_or(0, rank_number);
+    let routes =
+        BatchRoutes { partition, call, gather_inputs: batch.gather_inputs, inputs: &inputs, outputs: &outputs, last };
+    let exchanges = routes.exchanges(batch.rows_per_rank.len());
+    let ranks = router.ranks(call, &mut mailboxes, exchanges, &orders);
     let BatchSplit { microbatches, slices, .. } = split;
-    let gather_inputs = batch.gather_inputs;
     let Buckets { groups, buckets, .. } = buckets.clone();
     Ok(Program {
         call,
-        gather_inputs,
+        gather_inputs: batch.gather_inputs,
         total_rows,
         microbatches,
         slices,
@@ -200,8 +207,19 @@ impl Router<'_> {
         (0..).zip(0..self.split.microbatches.len())
     }
 
-    fn inputs(&self) -> Vec<Transfer> {
-        let mut transfers = self.whole_inputs();
+    /// By Stage, its computations of the microbatches that have rows.
+    fn orders(&self) -> Vec<Vec<Compute>> {
+        let active: Vec<u32> =
+            self.microbatches().filter(|&(_, index)| self.split.microbatches[index] > 0).map(|(mb, _)| mb).collect();
+        let order = |(stage, depth): (usize, u32)| {
+            let order = self.placement.schedule.order(stage, depth, rank_number(active.len()));
+            order.0.into_iter().map(|compute| compute.map_microbatch(|nth| active[nth as usize])).collect()
+        };
+        stage_depths(self.partition).into_iter().enumerate().map(order).collect()
+    }
+
+    fn inputs(&self, orders: &[Vec<Compute>]) -> Vec<Transfer> {
+        let mut transfers = self.whole_inputs(orders);
         for (mb, index) in self.microbatches() {
             for (stage, part) in self.partition.stages.iter().enumerate() {
                 if !part.inputs.iter().any(|input| input.has_rows) {
@@ -224,21 +242,20 @@ impl Router<'_> {
         transfers
     }
 
-    fn whole_inputs(&self) -> Vec<Transfer> {
+    fn whole_inputs(&self, orders: &[Vec<Compute>]) -> Vec<Transfer> {
         let mut transfers = Vec::new();
         for (stage, part) in self.partition.stages.iter().enumerate() {
             for (replica, &dst) in self.placement.ranks[stage].iter().enumerate() {
-                let rows_of = |index: usize| self.stage_rows[stage][index][replica];
-                let Some((mb, index)) = self.microbatches().find(|&(_, index)| !rows_of(index).is_empty()) else {
-                    continue;
-                };
+                let rows_of = |mb: u32| self.stage_rows[stage][mb as usize][replica];
+                let mut order = orders[stage].iter().map(|compute| compute.microbatch());
+                let Some(mb) = order.find(|&mb| !rows_of(mb).is_empty()) else { continue };
                 let whole = part.inputs.iter().filter(|input| !input.has_rows);
                 transfers.extend(whole.map(|input| Transfer {
                     src: 0,
                     dst,
                     mb,
                     value: input.value,
-                    rows: rows_of(index),
+                    rows: rows_of(mb),
                 }));
             }
         }
@@ -281,23 +298,22 @@ impl Router<'_> {
         transfers
     }
 
-    fn ranks(&self, call: Call) -> Vec<RankProgram> {
-        let mut mailboxes = mailboxes(self.placement, self.partition, self.stage_rows, call);
-        let active: Vec<u32> =
-            self.microbatches().filter(|&(_, index)| self.split.microbatches[index] > 0).map(|(mb, _)| mb).collect();
+    fn ranks(
+        &self,
+        call: Call,
+        mailboxes: &mut [Mailbox],
+        mut exchanges: Vec<Vec<Exchange>>,
+        orders: &[Vec<Compute>],
+    ) -> Vec<RankProgram> {
         let mut programs = Vec::with_capacity(mailboxes.len());
-        let depths = stage_depths(self.partition);
-        for (stage, ranks) in (0..).zip(&self.placement.ranks) {
-            let order =
-                self.placement.schedule.order(stage as usize, depths[stage as usize], rank_number(active.len()));
-            let order = order.0.into_iter().map(|compute| compute.map_microbatch(|nth| active[nth as usize]));
-            let order: Vec<Compute> = order.collect();
+        for ((stage, ranks), order) in (0..).zip(&self.placement.ranks).zip(orders) {
             for (replica, &rank) in (0..).zip(ranks) {
                 let rows = |mb: u32| self.stage_rows[stage as usize][mb as usize][replica as usize];
                 let computes: Vec<Compute> =
                     order.iter().copied().filter(|compute| !rows(compute.microbatch()).is_empty()).collect();
-                let collectives = Collectives::of(self.buckets, rank, stage, &order);
-                let (forward, backward) = mailboxes[rank as usize].lists(call, &computes, &collectives);
+                let collectives = Collectives::of(self.buckets, rank, stage, order);
+                let exchanges = std::mem::take(&mut exchanges[rank as usize]);
+                let (forward, backward) = mailboxes[rank as usize].lists(call, &computes, exchanges, &collectives);
                 programs.push(RankProgram { rank, stage, replica, forward, backward });
             }
         }

@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use rannc_ir::ValueId;
 
-use super::action::{Action, Message, Payload, Piece};
+use super::action::{Action, Exchange, Message, Payload, Piece};
+use super::batch::ExchangePlaces;
 use super::collectives::Collectives;
 use super::routes::{Interval, overlaps};
 use crate::partition::Partition;
@@ -78,33 +79,50 @@ impl Mailbox {
         }
     }
 
-    /// The forward and the backward list of the rank, with these computations in their order.
+    /// The forward and the backward list of the rank, with these computations and exchanges in their order.
     pub(super) fn lists(
         &mut self,
         call: Call,
         computes: &[Compute],
+        exchanges: Vec<Exchange>,
         collectives: &Collectives<'_>,
     ) -> (Vec<Action>, Vec<Action>) {
         let is_forward = |compute: &Compute| matches!(compute, Compute::Forward(_));
         let (forwards, backwards): (Vec<Compute>, Vec<Compute>) =
             computes.iter().partition(|compute| is_forward(compute));
         match call {
-            Call::Forward => (collectives.within(self.actions(&forwards), is_forward, false), Vec::new()),
-            Call::Whole => (collectives.within(self.actions(computes), |_| true, true), Vec::new()),
-            Call::Halves => (
-                collectives.within(self.actions(&forwards), is_forward, false),
-                collectives.within(self.actions(&backwards), |compute| !is_forward(compute), true),
-            ),
+            Call::Forward => (collectives.within(self.actions(&forwards, exchanges), is_forward, false), Vec::new()),
+            Call::Whole => (collectives.within(self.actions(computes, exchanges), |_| true, true), Vec::new()),
+            Call::Halves => {
+                let (late, early) = exchanges.into_iter().partition(|exchange| exchange.kind.is_of_backward());
+                (
+                    collectives.within(self.actions(&forwards, early), is_forward, false),
+                    collectives.within(self.actions(&backwards, late), |compute| !is_forward(compute), true),
+                )
+            }
         }
     }
 
-    /// The computations with their messages.
-    fn actions(&mut self, computes: &[Compute]) -> Vec<Action> {
-        let mut actions = Vec::new();
+    /// The computations with their messages, and each exchange where it and those before it may stand.
+    fn actions(&mut self, computes: &[Compute], exchanges: Vec<Exchange>) -> Vec<Action> {
+        let places = ExchangePlaces::new(computes);
+        let mut coming = exchanges.into_iter().peekable();
+        let mut exchanged = |done: usize, actions: &mut Vec<Action>| {
+            let may_stand = |next: &Exchange| places.behind(next.kind, next.mb) <= done;
+            while let Some(next) = coming.next_if(&may_stand) {
+                actions.push(Action::Exchange(next));
+            }
+        };
+        let (mut actions, mut done) = (Vec::new(), 0);
+        exchanged(done, &mut actions);
         with_messages(computes.iter().copied(), |step| match step {
             Step::Receive(compute) => actions.extend(self.take_recvs(compute)),
             Step::Compute(compute) => actions.push(compute.into()),
-            Step::Send(compute) => actions.extend(self.take_sends(compute)),
+            Step::Send(compute) => {
+                actions.extend(self.take_sends(compute));
+                done += 1;
+                exchanged(done, &mut actions);
+            }
         });
         actions
     }

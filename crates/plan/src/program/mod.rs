@@ -1,6 +1,7 @@
 //! The Program of one batch: what every rank does, in order, and which rows go where.
 
 mod action;
+mod batch;
 mod buckets;
 mod build;
 mod collectives;
@@ -11,7 +12,8 @@ mod view;
 use rannc_ir::ValueId;
 use serde::{Deserialize, Serialize};
 
-pub use self::action::{Action, Message, Pass, Payload, Piece, WINDOW};
+pub use self::action::{Action, BatchKind, Exchange, Message, Parcel, Pass, Payload, Piece, WINDOW};
+pub use self::batch::ExchangePlaces;
 pub use self::buckets::{
     BUCKET_BYTES, Bucket, Buckets, Division, FIRST_BUCKET_BYTES, Gradient, ReduceDType, Trained, full_bytes,
 };
@@ -67,7 +69,8 @@ pub struct Program {
     /// By Stage, microbatch and Replica, the rows that it computes.
     pub stage_rows: Vec<Vec<Vec<Interval>>>,
     /// How inputs reach the Stages; backwards, how their gradients return. An input without rows
-    /// goes whole from rank 0, once to each rank that computes, with the rows of its first microbatch.
+    /// goes whole from rank 0, once to each rank that computes, with the rows of its first microbatch. What does not stay
+    /// where it is stands in an exchange.
     pub inputs: Vec<Transfer>,
     /// How outputs with rows reach the ranks; backwards, how their gradients return. Without
     /// `gather_inputs` every rank has the gradient of every row, and none needs to travel.

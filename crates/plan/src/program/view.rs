@@ -32,6 +32,8 @@ pub struct RankView {
     pub inputs: Vec<Transfer>,
     /// Output transfers from or to this rank, in the order common to all ranks.
     pub outputs: Vec<Transfer>,
+    /// True when ranks exchange rows, be it this one or others.
+    pub exchanges: bool,
     /// Messages with Values that may be under way on a channel before the sender waits; `None` when it never does.
     pub value_window: Option<usize>,
     /// The same of messages with gradients.
@@ -65,6 +67,7 @@ impl Program {
             slices: self.slices.get(rank as usize)?.clone(),
             inputs: touching(&self.inputs),
             outputs: touching(&self.outputs),
+            exchanges: self.exchanges(),
             value_window: Payload::Value.window(self.call),
             grad_window: Payload::Grad.window(self.call),
             forward: program.forward.clone(),
@@ -89,6 +92,11 @@ impl Program {
             first_of_rank += slices.last().map_or(0, |slice| slice.local.hi);
         }
         found
+    }
+
+    fn exchanges(&self) -> bool {
+        let mut actions = self.ranks.iter().flat_map(|own| own.forward.iter().chain(&own.backward));
+        actions.any(|action| matches!(action, Action::Exchange(_)))
     }
 
     /// The directed rank pairs between which messages between Stages go; sorted.

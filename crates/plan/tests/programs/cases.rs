@@ -58,8 +58,13 @@ impl Given {
         partition.crossings = (0..last)
             .map(|from| Crossing { value: ValueId(from), from, to: vec![from + 1], row_dim: ROWS, requires_grad: true })
             .collect();
-        let output =
-            OutputPart { index: 0, value: ValueId(last), source: OutputSource::Stage(last), row_dim: Some(ROWS) };
+        let output = OutputPart {
+            index: 0,
+            value: ValueId(last),
+            source: OutputSource::Stage(last),
+            row_dim: Some(ROWS),
+            requires_grad: true,
+        };
         partition.outputs.push(output);
         let batch = Batch { rows_per_rank: rows_per_rank.to_vec(), gather_inputs: true };
         let placement = Placement { ranks, microbatches, schedule: schedule.into(), sharding: Vec::new() };
@@ -176,7 +181,7 @@ fn batches(world: usize) -> impl Strategy<Value = Batch> {
 fn partitions(stages: usize) -> impl Strategy<Value = Partition> {
     let crossing = (0..stages, vec(any::<bool>(), stages), any::<bool>());
     let input = (vec(any::<bool>(), stages), any::<bool>(), any::<bool>());
-    let output = (any::<prop::sample::Index>(), 0..=stages, any::<bool>());
+    let output = (any::<prop::sample::Index>(), 0..=stages, any::<bool>(), any::<bool>());
     (vec(crossing, 0..7), vec(input, 1..4), vec(output, 0..4)).prop_map(move |(crossings, inputs, outputs)| {
         let mut partition = Partition { stages: vec![StagePart::default(); stages], ..Partition::default() };
         for (index, (users, has_rows, requires_grad)) in (0..).zip(&inputs) {
@@ -197,15 +202,18 @@ fn partitions(stages: usize) -> impl Strategy<Value = Partition> {
                 partition.crossings.push(Crossing { value: ValueId(id), from, to, row_dim: ROWS, requires_grad });
             }
         }
-        for (index, (pick, source, has_rows)) in (0..).zip(outputs) {
+        for (index, (pick, source, has_rows, requires_grad)) in (0..).zip(outputs) {
             let shared = (source == 0 && !partition.crossings.is_empty()).then(|| pick.get(&partition.crossings));
             let (value, source) = match shared {
                 Some(crossing) => (crossing.value, OutputSource::Stage(crossing.from)),
                 None if source == stages => (ValueId(100), OutputSource::Input(0)),
                 None => (ValueId(200 + index), OutputSource::Stage(stage_number(source))),
             };
-            let row_dim = has_rows.then_some(ROWS);
-            partition.outputs.push(OutputPart { index, value, source, row_dim });
+            // Two outputs of one Value are alike.
+            let known = partition.outputs.iter().find(|output| output.value == value);
+            let alike = known.map_or((has_rows.then_some(ROWS), requires_grad), |own| (own.row_dim, own.requires_grad));
+            let (row_dim, requires_grad) = alike;
+            partition.outputs.push(OutputPart { index, value, source, row_dim, requires_grad });
         }
         partition
     })

@@ -4,7 +4,8 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use rannc_ir::{DType, ValueId};
 use rannc_plan::{
-    Action, Call, CheckError, Crossing, Deadlock, Interval, Message, Pass, Program, ScheduleKind, Transfer,
+    Action, BatchKind, Call, CheckError, Crossing, Deadlock, Exchange, Interval, Message, Parcel, Pass, Piece, Program,
+    RankProgram, ScheduleKind, Transfer,
 };
 
 use crate::cases::{Given, Held, ROWS, cases};
@@ -94,10 +95,14 @@ fn pick<T>(all: impl Iterator<Item = T>, at: Index) -> Option<T> {
     if all.is_empty() { None } else { Some(all.swap_remove(at.index(all.len()))) }
 }
 
-fn message(program: &mut Program, at: Index) -> Option<&mut Message> {
-    let messages = lists(program).flatten().filter_map(|action| match action {
-        Action::Send(message) | Action::Recv(message) => Some(message),
-        _ => None,
+/// The peer and the pieces of a message, or of a parcel of an exchange.
+fn message(program: &mut Program, at: Index) -> Option<(&mut u32, &mut Vec<Piece>)> {
+    let messages = lists(program).flatten().flat_map(|action| match action {
+        Action::Send(Message { peer, pieces, .. }) | Action::Recv(Message { peer, pieces, .. }) => vec![(peer, pieces)],
+        Action::Exchange(Exchange { sends, recvs, .. }) => {
+            sends.iter_mut().chain(recvs).map(|Parcel { peer, pieces }| (peer, pieces)).collect()
+        }
+        _ => Vec::new(),
     });
     pick(messages, at)
 }
@@ -128,6 +133,7 @@ fn damage_actions(program: &mut Program, damage: Damage, list: Index, place: Ind
             | Action::BackwardInput { mb }
             | Action::BackwardWeight { mb } => *mb += 1,
             Action::Send(message) | Action::Recv(message) => message.mb += 1,
+            Action::Exchange(exchange) => exchange.mb += 1,
             Action::ReduceScatter { mb, .. } | Action::AllGather { mb, .. } => *mb += 1,
             Action::AllReduce { .. } => return None,
         },
@@ -137,17 +143,17 @@ fn damage_actions(program: &mut Program, damage: Damage, list: Index, place: Ind
 
 fn damage_message(program: &mut Program, damage: Damage, which: Index, place: Index) -> Option<()> {
     let world = program.ranks.len();
-    let message = message(program, which)?;
-    let at = place.index(message.pieces.len());
-    let piece = message.pieces[at];
+    let (peer, pieces) = message(program, which)?;
+    let at = place.index(pieces.len());
+    let piece = pieces[at];
     match damage {
         Damage::DropPiece => {
-            message.pieces.remove(at);
+            pieces.remove(at);
         }
-        Damage::RepeatPiece => message.pieces.push(piece),
-        Damage::ShiftPiece => shift(&mut message.pieces[at].rows),
-        Damage::ShrinkPiece => message.pieces[at].rows.hi -= 1,
-        _ => message.peer = other(message.peer, world, place)?,
+        Damage::RepeatPiece => pieces.push(piece),
+        Damage::ShiftPiece => shift(&mut pieces[at].rows),
+        Damage::ShrinkPiece => pieces[at].rows.hi -= 1,
+        _ => *peer = other(*peer, world, place)?,
     }
     Some(())
 }
@@ -383,8 +389,7 @@ proptest! {
         let drained = [Call::Whole, Call::Halves].map(|call| case.with(call, ScheduleKind::FillDrain).build());
         for (rank, own) in program.ranks.iter_mut().enumerate() {
             if let Some(halves) = drains[own.stage as usize] {
-                let other = drained[usize::from(halves)].ranks[rank].clone();
-                own.forward = [other.forward, other.backward].concat();
+                own.forward = in_one_list(&drained[usize::from(halves)].ranks[rank]);
             }
         }
         let verdict = case.check(&program);
@@ -411,12 +416,19 @@ fn agree(case: &Given, program: &Program) -> Result<(), TestCaseError> {
     Ok(())
 }
 
+/// Both lists of a rank as those of a call with its loss inside, to which no gradients of outputs come.
+fn in_one_list(own: &RankProgram) -> Vec<Action> {
+    let comes =
+        |action: &&Action| !matches!(action, Action::Exchange(exchange) if exchange.kind == BatchKind::OutputGrad);
+    own.forward.iter().chain(&own.backward).filter(comes).cloned().collect()
+}
+
 /// The case's 1F1B Program, but that one Stage does all its forwards first.
 fn with_one_stage_drained(case: &Given, stage: u32) -> Program {
     let mut program = case.build();
     let drained = case.with(Call::Halves, ScheduleKind::FillDrain).build();
     for (own, other) in program.ranks.iter_mut().zip(drained.ranks).filter(|(own, _)| own.stage == stage) {
-        own.forward = [other.forward, other.backward].concat();
+        own.forward = in_one_list(&other);
     }
     program
 }
@@ -427,7 +439,7 @@ fn a_deadlock_names_ranks_and_actions() {
     let error = case.check(&with_one_stage_drained(&case, 1)).expect_err("each waits for the other");
     assert_eq!(
         error.to_string(),
-        "deadlock: rank 0 waits in action 5, Backward(mb 0); rank 1 waits in action 6, Forward(mb 2);"
+        "deadlock: rank 0 waits in action 11, Backward(mb 0); rank 1 waits in action 12, Forward(mb 2);"
     );
 }
 
@@ -457,26 +469,63 @@ fn errors_name_rank_and_action() {
         damage(&mut program);
         case.check(&program).expect_err("the program is damaged").to_string()
     };
+    let place = |program: &Program, rank: usize, text: &str| {
+        let mut actions = program.ranks[rank].forward.iter();
+        actions.position(|action| action.to_string().starts_with(text)).expect("it is there")
+    };
+    let swapped = |rank: usize, one: &'static str, other: &'static str| {
+        error_after(&move |program| {
+            let places = [one, other].map(|text| place(program, rank, text));
+            program.ranks[rank].forward.swap(places[0], places[1]);
+        })
+    };
     assert_eq!(
-        error_after(&|program| program.ranks[1].forward.swap(0, 2)),
-        "rank 1, action 1, Forward(mb 0): rows 0..2 of v0 must have been received exactly once from stage 0"
+        swapped(1, "Recv(mb 0, values", "Forward(mb 0)"),
+        "rank 1, action 2, Forward(mb 0): rows 0..2 of v0 must have been received exactly once from stage 0"
     );
     assert_eq!(
-        error_after(&|program| program.ranks[0].forward.swap(0, 1)),
-        "rank 0, action 0, Send(mb 0, values to rank 1: v0[0..2]): it sends what is computed later"
+        swapped(0, "Forward(mb 0)", "Send(mb 0, values"),
+        "rank 0, action 2, Send(mb 0, values to rank 1: v0[0..2]): it sends what is computed later"
     );
     assert_eq!(
-        error_after(&|program| program.ranks[2].forward.retain(|action| !matches!(action, Action::AllReduce { .. }))),
-        "rank 2 lacks AllReduce(bucket 0, 8 bytes over group 1)"
+        swapped(0, "Exchange(mb 0, inputs", "Forward(mb 0)"),
+        "rank 0, action 2, Exchange(mb 0, inputs from rank 1: v100[1..2] from rank 2: v100[2..3]): the computation that \
+         needs it comes earlier"
+    );
+    assert_eq!(
+        swapped(1, "Exchange(mb 0, outputs", "Forward(mb 0)"),
+        "rank 1, action 3, Exchange(mb 0, outputs to rank 0: v1[0..1]): it sends what is computed later"
+    );
+    assert!(swapped(1, "Exchange(mb 0, inputs", "Exchange(mb 1, inputs").starts_with("deadlock: rank 0 waits in"));
+    assert_eq!(
+        error_after(&|program| {
+            let place = place(program, 0, "Exchange(mb 0, inputs");
+            let Action::Exchange(exchange) = &mut program.ranks[0].forward[place] else { panic!("it is one") };
+            exchange.recvs[0].pieces[0].rows = Interval::new(0, 1);
+        }),
+        "rank 0, action 0, Exchange(mb 0, inputs from rank 1: v100[0..1] from rank 2: v100[2..3]): rows 0..1 of v100 are \
+         not to go there, or have gone before"
+    );
+    let dropped = |rank: usize, text: &'static str| {
+        error_after(&move |program| {
+            let place = place(program, rank, text);
+            program.ranks[rank].forward.remove(place);
+        })
+    };
+    assert_eq!(dropped(2, "AllReduce"), "rank 2 lacks AllReduce(bucket 0, 8 bytes over group 1)");
+    assert_eq!(
+        dropped(1, "Exchange(mb 1, inputs"),
+        "input transfer of v100[1..2] of microbatch 1 from rank 1 to rank 0: no exchange carries it"
     );
     let late_send = |program: &mut Program| {
+        let place = place(program, 0, "Send(mb 0, values");
         let actions = &mut program.ranks[0].forward;
-        let send = actions.remove(1);
-        actions.insert(actions.len() - 1, send);
+        let send = actions.remove(place);
+        actions.push(send);
     };
     assert_eq!(
         error_after(&late_send),
-        "rank 0, action 5, Send(mb 1, values to rank 1: v0[0..2]) meets Recv(mb 0, values from rank 0: v0[0..2]) \
+        "rank 0, action 8, Send(mb 1, values to rank 1: v0[0..2]) meets Recv(mb 0, values from rank 0: v0[0..2]) \
          of rank 1"
     );
 }

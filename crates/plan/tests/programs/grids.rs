@@ -55,11 +55,15 @@ fn fill_drain_of_a_whole_call() {
     assert_eq!(
         list(&program.ranks[0].forward),
         "\
+Exchange(mb 0, inputs from rank 1: v100[1..2])
+Exchange(mb 1, inputs from rank 1: v100[1..2])
 Forward(mb 0)
 Send(mb 0, values to rank 1: v0[0..2])
+Exchange(mb 0, outputs from rank 1: v1[0..1])
 Recv(mb 0, gradients from rank 1: v0[0..2])
 Forward(mb 1)
 Send(mb 1, values to rank 1: v0[0..2])
+Exchange(mb 1, outputs from rank 1: v1[0..1])
 Recv(mb 1, gradients from rank 1: v0[0..2])
 Backward(mb 0)
 Backward(mb 1)
@@ -116,6 +120,8 @@ fn one_stage_is_data_parallel() {
     let program = case.build();
     assert!(program.inputs.iter().all(|transfer| transfer.src == transfer.dst), "nothing moves");
     assert!(program.channels().is_empty());
+    let is_exchange = |action: &Action| matches!(action, Action::Exchange(_));
+    assert!(!program.ranks.iter().any(|own| own.forward.iter().any(is_exchange)));
 }
 
 fn list(actions: &[Action]) -> String {
@@ -129,10 +135,12 @@ fn actions_of_a_stage_between_two() {
     assert_eq!(
         list(&program.ranks[1].forward),
         "\
+Exchange(mb 0, inputs to rank 0: v100[1..2])
 Recv(mb 0, values from rank 0: v0[0..2])
 Recv(mb 1, values from rank 0: v0[0..1])
 Forward(mb 0)
 Send(mb 0, values to rank 3: v1[0..2])
+Exchange(mb 0, outputs from rank 3: v2[1..2])
 Recv(mb 0, gradients from rank 3: v1[0..2])
 Forward(mb 1)
 Send(mb 1, values to rank 3: v1[0..1])
@@ -153,20 +161,24 @@ fn skips_and_shared_values_travel_directly() {
     assert_eq!(
         list(&program.ranks[0].forward),
         "\
+Exchange(mb 0, inputs from rank 1: v100[1..2] from rank 2: v100[2..3])
 Recv(mb 0, gradients from rank 1: v0[0..3])
 Recv(mb 0, gradients from rank 2: v0[0..3])
 Forward(mb 0)
 Send(mb 0, values to rank 1: v0[0..3])
 Send(mb 0, values to rank 2: v0[0..3])
+Exchange(mb 0, outputs from rank 2: v2[0..1])
 Backward(mb 0)
 "
     );
     assert_eq!(
         list(&program.ranks[2].forward),
         "\
+Exchange(mb 0, inputs to rank 0: v100[2..3])
 Recv(mb 0, values from rank 0: v0[0..3])
 Recv(mb 0, values from rank 1: v1[0..3])
 Forward(mb 0)
+Exchange(mb 0, outputs to rank 0: v2[0..1] to rank 1: v2[1..2])
 Backward(mb 0)
 Send(mb 0, gradients to rank 0: v0[0..3])
 Send(mb 0, gradients to rank 1: v1[0..3])

@@ -4,17 +4,27 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use rannc_ir::{ParamId, ValueId};
-use rannc_plan::{Action, Interval, Message, OutputSource, Pass, Payload, Piece, Program, Sharding};
+use rannc_plan::{
+    Action, BatchKind, Call, Exchange, Interval, Message, OutputPart, OutputSource, Parcel, Pass, Payload, Piece,
+    Program, Sharding,
+};
 
 use crate::cases::Given;
 
 /// A row of the global batch: rank and place in its local batch.
 type Row = (usize, u64);
 
+/// How something moves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Load {
+    Sent(Payload),
+    Exchanged(BatchKind),
+}
+
 /// One row of a Value, or of its gradient from one Stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Token {
-    payload: Payload,
+    load: Load,
     value: ValueId,
     row: Row,
     /// The Stage that made it.
@@ -85,6 +95,103 @@ impl<'a> Oracle<'a> {
         &self.microbatches[mb][self.computes[rank].1[mb].clone()]
     }
 
+    /// The microbatch that a rank computes first.
+    fn first_forward(&self, rank: usize) -> Option<usize> {
+        self.program.ranks[rank].forward.iter().find_map(|action| match action {
+            Action::Forward { mb } => Some(*mb as usize),
+            _ => None,
+        })
+    }
+
+    /// The last microbatch with rows.
+    fn last(&self) -> u32 {
+        self.microbatches.iter().rposition(|rows| !rows.is_empty()).unwrap_or_default() as u32
+    }
+
+    fn is_whole(&self, value: ValueId) -> bool {
+        let mut inputs = self.case.partition.stages.iter().flat_map(|stage| &stage.inputs);
+        inputs.any(|input| input.value == value && !input.has_rows)
+    }
+
+    /// The ranks whose lists have an exchange.
+    fn members(&self, kind: BatchKind, mb: u32) -> Vec<usize> {
+        let is_it = |action: &Action| matches!(action, Action::Exchange(own) if (own.kind, own.mb) == (kind, mb));
+        let ranks = self.program.ranks.iter().enumerate();
+        ranks.filter(|(_, own)| own.forward.iter().chain(&own.backward).any(is_it)).map(|(rank, _)| rank).collect()
+    }
+
+    /// What a rank must have been sent of its Stage's inputs for a forward, without what it has itself.
+    fn inputs_sent_to(&self, rank: usize, mb: usize) -> Vec<Token> {
+        let mut tokens = Vec::new();
+        for input in &self.case.partition.stages[self.computes[rank].0].inputs {
+            let owner = |row: &Row| if input.has_rows { row.0 } else { 0 };
+            let comes = input.has_rows || self.first_forward(rank) == Some(mb);
+            let rows = self.rows(rank, mb).iter().filter(|row| comes && owner(row) != rank);
+            tokens.extend(rows.map(|&row| Token {
+                load: Load::Exchanged(BatchKind::Input),
+                value: input.value,
+                row,
+                stage: 0,
+            }));
+        }
+        tokens
+    }
+
+    /// What a rank must have been sent of the gradients of its Stage's outputs for a backward.
+    fn output_grads_sent_to(&self, rank: usize, mb: usize) -> Vec<Token> {
+        let comes = self.case.call == Call::Halves && self.case.batch.gather_inputs;
+        let rows: Vec<Row> = self.rows(rank, mb).iter().copied().filter(|row| comes && row.0 != rank).collect();
+        let values = self.outputs_of(self.computes[rank].0, |output| output.requires_grad);
+        let token = |value| {
+            rows.iter()
+                .map(move |&row| Token { load: Load::Exchanged(BatchKind::OutputGrad), value, row, stage: 0 })
+                .collect::<Vec<_>>()
+        };
+        values.into_iter().flat_map(token).collect()
+    }
+
+    /// The outputs with rows that a Stage makes, each once.
+    fn outputs_of(&self, stage: usize, also: impl Fn(&OutputPart) -> bool) -> BTreeSet<ValueId> {
+        let own = |output: &&OutputPart| output.source == OutputSource::Stage(stage as u32) && output.row_dim.is_some();
+        self.case
+            .partition
+            .outputs
+            .iter()
+            .filter(own)
+            .filter(|output| also(output))
+            .map(|output| output.value)
+            .collect()
+    }
+
+    /// What comes to a rank's own batch from others in the end.
+    fn owed_to(&self, rank: usize) -> Vec<Token> {
+        let mut tokens = Vec::new();
+        for (maker, (stage, _)) in self.computes.iter().enumerate().filter(|(maker, _)| *maker != rank) {
+            for mb in 0..self.microbatches.len() {
+                let own = |row: &&Row| !self.case.batch.gather_inputs || row.0 == rank;
+                let outputs = self.outputs_of(*stage, |_| true);
+                tokens.extend(outputs.iter().flat_map(|&value| {
+                    let rows = self.rows(maker, mb).iter().filter(own);
+                    rows.map(move |&row| Token { load: Load::Exchanged(BatchKind::Output), value, row, stage: *stage })
+                }));
+                if self.case.call.trains() {
+                    let sent = self.inputs_sent_to(maker, mb).into_iter();
+                    let inputs = &self.case.partition.stages[*stage].inputs;
+                    let input =
+                        |token: &Token| inputs.iter().find(|input| input.value == token.value).expect("its own");
+                    let mine = |token: &Token| if input(token).has_rows { token.row.0 == rank } else { rank == 0 };
+                    let sent = sent.filter(|token| input(token).requires_grad && mine(token));
+                    tokens.extend(sent.map(|token| Token {
+                        load: Load::Exchanged(BatchKind::InputGrad),
+                        stage: *stage,
+                        ..token
+                    }));
+                }
+            }
+        }
+        tokens
+    }
+
     fn row(&self, mb: u32, place: u64) -> Result<Row, Failure> {
         let rows = self.microbatches.get(mb as usize).and_then(|rows| rows.get(place as usize));
         rows.copied().ok_or_else(|| Failure::Wrong(format!("microbatch {mb} has no row {place}")))
@@ -108,7 +215,7 @@ impl<'a> Oracle<'a> {
             for input in &self.case.partition.stages[*stage].inputs {
                 let mut expected: Vec<Row> = Vec::new();
                 for mb in 0..self.microbatches.len() {
-                    if input.has_rows || expected.is_empty() {
+                    if input.has_rows || self.first_forward(rank) == Some(mb) {
                         expected.extend(self.rows(rank, mb));
                     }
                 }
@@ -171,7 +278,11 @@ struct RankState {
     position: usize,
     /// Recvs begun, in order of posting: sender, message.
     pending: VecDeque<(u32, Message)>,
-    has: BTreeMap<(Payload, u32), Vec<Token>>,
+    has: BTreeMap<(Load, u32), Vec<Token>>,
+    /// Its exchanges that are not done, in order, with what it gives to whom.
+    exchanges: VecDeque<(Exchange, BTreeMap<u32, Vec<Token>>)>,
+    /// What has come back to its own batch.
+    taken: Vec<Token>,
     forwards: BTreeSet<u32>,
     backwards: BTreeSet<u32>,
     /// Backwards of which both parts are done.
@@ -232,14 +343,17 @@ impl<'a> Execution<'a> {
                     moved = true;
                 }
             }
-            moved |= self.sum()? | self.gather_params();
+            moved |= self.sum()? | self.gather_params() | self.exchange()?;
         }
         if (0..lists.len()).any(|rank| self.ranks[rank].position < lists[rank].len()) {
             return Err(Failure::Stuck);
         }
-        if self.ranks.iter().any(|state| !state.sums.is_empty() || !state.gathers.is_empty()) {
+        if self.ranks.iter().any(|state| !state.sums.is_empty() || !state.gathers.is_empty())
+            || self.ranks.iter().any(|state| !state.exchanges.is_empty())
+        {
             return Err(Failure::Stuck);
         }
+        (0..lists.len()).try_for_each(|rank| self.deliver(rank))?;
         self.check_end()?;
         self.check_summed()
     }
@@ -369,6 +483,7 @@ impl<'a> Execution<'a> {
             }
             Action::BackwardInput { mb } => self.compute(rank, Payload::Grad, *mb),
             Action::BackwardWeight { mb } => self.end(rank, *mb),
+            Action::Exchange(exchange) => self.begin_exchange(rank, exchange),
             Action::Send(message) => self.send(rank, message),
             Action::Recv(message) => {
                 self.channels.entry((message.peer, rank as u32)).or_default().posted += 1;
@@ -390,35 +505,116 @@ impl<'a> Execution<'a> {
         let mut waiting = VecDeque::new();
         let mut held_up = BTreeSet::new();
         for (sender, message) in std::mem::take(&mut state.pending) {
-            let channel = self.channels.entry((sender, rank as u32)).or_default();
-            let Some(tokens) = (!held_up.contains(&sender)).then(|| channel.under_way.pop_front()).flatten() else {
-                held_up.insert(sender);
+            let pipe = (sender, rank as u32);
+            let channel = self.channels.entry(pipe).or_default();
+            let Some(tokens) = (!held_up.contains(&pipe)).then(|| channel.under_way.pop_front()).flatten() else {
+                held_up.insert(pipe);
                 waiting.push_back((sender, message));
                 continue;
             };
-            let mut tokens = tokens.into_iter();
-            for Piece { value, rows: Interval { lo, hi } } in &message.pieces {
-                for place in *lo..*hi {
-                    let (token, row) = (tokens.next(), self.oracle.row(message.mb, place)?);
-                    let right = token.filter(|t| (t.payload, t.value, t.row) == (message.kind, *value, row));
-                    let token =
-                        right.ok_or_else(|| Failure::Wrong(format!("rank {rank} takes {token:?} for {row:?}")))?;
-                    state.has.entry((message.kind, message.mb)).or_default().push(token);
-                }
-            }
-            require(tokens.next().is_none(), || "a message is longer than expected".into())?;
+            let load = Load::Sent(message.kind);
+            let tokens = unpacked(self.oracle, load, message.mb, &message.pieces, tokens)?;
+            state.has.entry((load, message.mb)).or_default().extend(tokens);
         }
         state.pending = waiting;
         Ok(())
     }
 
+    /// Comes to an exchange with what it gives.
+    fn begin_exchange(&mut self, rank: usize, exchange: &Exchange) -> Result<bool, Failure> {
+        let &Exchange { kind, mb, ref sends, .. } = exchange;
+        let state = &self.ranks[rank];
+        let from_batch = matches!(kind, BatchKind::Input | BatchKind::OutputGrad);
+        let stage = if from_batch { 0 } else { self.oracle.computes[rank].0 };
+        let mut given: BTreeMap<u32, Vec<Token>> = BTreeMap::new();
+        for Parcel { peer, pieces } in sends {
+            for &Piece { value, rows } in pieces {
+                let is_whole = self.oracle.is_whole(value);
+                let has_rows = |&mb: &u32| !self.oracle.rows(rank, mb as usize).is_empty();
+                let done = match kind {
+                    BatchKind::Input | BatchKind::OutputGrad => true,
+                    BatchKind::Output => state.forwards.contains(&mb),
+                    BatchKind::InputGrad if is_whole => {
+                        (0..=self.oracle.last()).filter(has_rows).all(|mb| state.backwards.contains(&mb))
+                    }
+                    BatchKind::InputGrad => state.backwards.contains(&mb),
+                };
+                require(done, || format!("rank {rank} gives what it has not computed"))?;
+                // Gradients of what has no rows count those that the Stage's first microbatch here has.
+                let of = match kind {
+                    BatchKind::InputGrad if is_whole => self.oracle.first_forward(rank).unwrap_or_default() as u32,
+                    _ => mb,
+                };
+                let own = self.oracle.rows(rank, of as usize);
+                for place in rows.lo..rows.hi {
+                    let row = self.oracle.row(of, place)?;
+                    let has = match kind {
+                        BatchKind::Input if is_whole => rank == 0,
+                        BatchKind::Input | BatchKind::OutputGrad => row.0 == rank,
+                        BatchKind::Output | BatchKind::InputGrad => own.contains(&row),
+                    };
+                    require(has, || format!("rank {rank} gives a row that is not its own"))?;
+                    given.entry(*peer).or_default().push(Token { load: Load::Exchanged(kind), value, row, stage });
+                }
+            }
+        }
+        self.ranks[rank].exchanges.push_back((exchange.clone(), given));
+        Ok(true)
+    }
+
+    /// Lets the ranks exchange rows, each in its own order and all that take part together; true when any did.
+    fn exchange(&mut self) -> Result<bool, Failure> {
+        let next = |this: &Self, rank: usize| this.ranks[rank].exchanges.front().map(|(own, _)| (own.kind, own.mb));
+        let ready = |this: &Self, &(kind, mb): &(BatchKind, u32)| {
+            this.oracle.members(kind, mb).into_iter().all(|rank| next(this, rank) == Some((kind, mb)))
+        };
+        let mut any = false;
+        while let Some((kind, mb)) =
+            (0..self.ranks.len()).filter_map(|rank| next(self, rank)).find(|exchange| ready(self, exchange))
+        {
+            any = true;
+            let mut given = BTreeMap::new();
+            let mut taken = Vec::new();
+            for rank in self.oracle.members(kind, mb) {
+                let (own, gives) = self.ranks[rank].exchanges.pop_front().expect("it is next");
+                given.extend(gives.into_iter().map(|(peer, tokens)| ((rank as u32, peer), tokens)));
+                taken.extend(own.recvs.into_iter().map(|parcel| (rank, parcel)));
+            }
+            for (rank, Parcel { peer, pieces }) in taken {
+                let tokens = given.remove(&(peer, rank as u32)).unwrap_or_default();
+                let whole = |piece: &Piece| kind == BatchKind::InputGrad && self.oracle.is_whole(piece.value);
+                let of = |piece: &Piece| if whole(piece) { self.oracle.first_forward(peer as usize) } else { None };
+                let load = Load::Exchanged(kind);
+                let mut tokens = tokens.into_iter();
+                for piece in &pieces {
+                    let count = (piece.rows.hi - piece.rows.lo) as usize;
+                    let of = of(piece).map_or(mb, |first| first as u32);
+                    let own = unpacked(self.oracle, load, of, &[*piece], tokens.by_ref().take(count).collect())?;
+                    match kind {
+                        BatchKind::Output | BatchKind::InputGrad => self.ranks[rank].taken.extend(own),
+                        _ => self.ranks[rank].has.entry((load, mb)).or_default().extend(own),
+                    }
+                }
+                require(tokens.next().is_none(), || "a parcel is longer than expected".into())?;
+            }
+            require(given.is_empty(), || "rows for nobody".into())?;
+        }
+        Ok(any)
+    }
+
     fn compute(&mut self, rank: usize, payload: Payload, mb: u32) -> Result<bool, Failure> {
         let stage = self.oracle.computes[rank].0;
         let state = &mut self.ranks[rank];
-        if state.pending.iter().any(|(_, message)| (message.kind, message.mb) == (payload, mb)) {
+        let of_batch = if payload == Payload::Value { BatchKind::Input } else { BatchKind::OutputGrad };
+        let is_exchanging = state.exchanges.iter().any(|(own, _)| (own.kind, own.mb) == (of_batch, mb));
+        let is_needed = |message: &Message| message.kind == payload && message.mb == mb;
+        if is_exchanging || state.pending.iter().any(|(_, message)| is_needed(message)) {
             return Ok(false);
         }
-        let mut needed = Vec::new();
+        let mut needed = match payload {
+            Payload::Value => self.oracle.inputs_sent_to(rank, mb as usize),
+            _ => self.oracle.output_grads_sent_to(rank, mb as usize),
+        };
         for crossing in &self.oracle.case.partition.crossings {
             for &to in &crossing.to {
                 let (from, to) = (crossing.from as usize, to as usize);
@@ -428,11 +624,17 @@ impl<'a> Execution<'a> {
                     _ => continue,
                 };
                 let rows = self.oracle.rows(rank, mb as usize).iter();
-                needed.extend(rows.map(|&row| Token { payload, value: crossing.value, row, stage: maker }));
+                needed.extend(rows.map(|&row| Token {
+                    load: Load::Sent(payload),
+                    value: crossing.value,
+                    row,
+                    stage: maker,
+                }));
             }
         }
-        let mut has = state.has.remove(&(payload, mb)).unwrap_or_default();
-        let key = |token: &Token| (token.value, token.stage, token.row);
+        let mut has = state.has.remove(&(Load::Sent(payload), mb)).unwrap_or_default();
+        has.extend(state.has.remove(&(Load::Exchanged(of_batch), mb)).unwrap_or_default());
+        let key = |token: &Token| (token.load, token.value, token.stage, token.row);
         needed.sort_unstable_by_key(key);
         has.sort_unstable_by_key(key);
         require(has == needed, || format!("rank {rank} has {has:?} for microbatch {mb}"))?;
@@ -475,7 +677,7 @@ impl<'a> Execution<'a> {
             for place in piece.rows.lo..piece.rows.hi {
                 let row = self.oracle.row(message.mb, place)?;
                 require(own.contains(&row), || format!("rank {rank} sends a row that is not its own"))?;
-                tokens.push(Token { payload: message.kind, value: piece.value, row, stage });
+                tokens.push(Token { load: Load::Sent(message.kind), value: piece.value, row, stage });
             }
         }
         channel.under_way.push_back(tokens);
@@ -492,7 +694,32 @@ impl<'a> Execution<'a> {
             let complete = state.forwards == mbs && state.backwards == trained && state.ended == trained;
             let clean = state.pending.is_empty() && state.has.is_empty();
             require(complete && clean, || format!("rank {rank} has not done its work"))?;
+            let key = |token: &Token| (token.load, token.value, token.stage, token.row);
+            let (mut taken, mut owed) = (state.taken.clone(), self.oracle.owed_to(rank));
+            taken.sort_unstable_by_key(key);
+            owed.sort_unstable_by_key(key);
+            require(taken == owed, || format!("rank {rank} has got {taken:?} for its own batch"))?;
         }
         require(self.channels.values().all(|channel| channel.under_way.is_empty()), || "unread messages".into())
     }
+}
+
+/// What has arrived, by the receiver's own idea of the packing.
+fn unpacked(
+    oracle: &Oracle<'_>,
+    load: Load,
+    mb: u32,
+    pieces: &[Piece],
+    tokens: Vec<Token>,
+) -> Result<Vec<Token>, Failure> {
+    let (mut tokens, mut found) = (tokens.into_iter(), Vec::new());
+    for Piece { value, rows: Interval { lo, hi } } in pieces {
+        for place in *lo..*hi {
+            let (token, row) = (tokens.next(), oracle.row(mb, place)?);
+            let right = token.filter(|t| (t.load, t.value, t.row) == (load, *value, row));
+            found.push(right.ok_or_else(|| Failure::Wrong(format!("{token:?} is taken for {row:?}")))?);
+        }
+    }
+    require(tokens.next().is_none(), || "a message is longer than expected".into())?;
+    Ok(found)
 }

@@ -22,10 +22,11 @@ fn the_json_of_a_view() {
         r#""slices":[{"mb":0,"local":[0,1],"at":2}]"#,
         r#""inputs":[{"src":1,"dst":0,"mb":0,"value":100,"rows":[2,3]}]"#,
         r#""outputs":[{"src":1,"dst":0,"mb":0,"value":1,"rows":[0,2]},{"src":1,"dst":1,"mb":0,"value":1,"rows":[2,3]}]"#,
+        r#""exchanges":true"#,
         r#""value_window":null"#,
         r#""grad_window":2"#,
-        r#""forward":[{"action":"recv","mb":0,"peer":0,"kind":"value","pieces":[{"value":0,"rows":[0,3]}]},{"action":"forward","mb":0}]"#,
-        r#""backward":[{"action":"backward","mb":0},{"action":"send","mb":0,"peer":0,"kind":"grad","pieces":[{"value":0,"rows":[0,3]}]}]"#,
+        r#""forward":[{"action":"exchange","kind":"input","mb":0,"sends":[{"peer":0,"pieces":[{"value":100,"rows":[2,3]}]}],"recvs":[]},{"action":"recv","mb":0,"peer":0,"kind":"value","pieces":[{"value":0,"rows":[0,3]}]},{"action":"forward","mb":0},{"action":"exchange","kind":"output","mb":0,"sends":[{"peer":0,"pieces":[{"value":1,"rows":[0,2]}]}],"recvs":[]}]"#,
+        r#""backward":[{"action":"exchange","kind":"output_grad","mb":0,"sends":[],"recvs":[{"peer":0,"pieces":[{"value":1,"rows":[0,2]}]}]},{"action":"backward","mb":0},{"action":"send","mb":0,"peer":0,"kind":"grad","pieces":[{"value":0,"rows":[0,3]}]}]"#,
     ];
     assert_eq!(json, format!("{{{}}}", fields.join(",")));
     let sum = Action::AllReduce { group: 1, bucket: 2, bytes: 3 };

@@ -8,7 +8,7 @@ use rannc_plan::{BlockPlan, Order, PLAN_SCHEMA, Plan, PlanFileError, Recompute, 
 
 use super::links::Linker;
 use super::precision::precision;
-use crate::chain::{CrossingSpec, StateSpec};
+use crate::chain::{BatchSpec, CrossingSpec, StateSpec};
 use crate::price::{Again, At, Priced, Pricing, RankOrder};
 use crate::solve::{FoundStage, Solution};
 
@@ -19,6 +19,7 @@ pub(crate) struct Assembly<'a> {
     pub(crate) blocks: &'a Blocks,
     pub(crate) crossings: &'a [CrossingSpec],
     pub(crate) states: &'a [StateSpec],
+    pub(crate) batch: &'a BatchSpec,
     pub(crate) names: &'a ModuleNames<'a>,
     pub(crate) order: &'a RankOrder,
     pub(crate) pricing: &'a Pricing<'a>,
@@ -69,8 +70,8 @@ impl Assembly<'_> {
 
     /// What moves between the Stages of a division.
     pub(super) fn linker<'s>(&'s self, solution: &'s Solution) -> Linker<'s> {
-        let &Self { crossings, states, order, pricing, .. } = self;
-        Linker::new(crossings, states, order, pricing, &solution.found.stages)
+        let &Self { crossings, states, batch, order, pricing, .. } = self;
+        Linker::new(crossings, states, batch, order, pricing, &solution.found.stages)
     }
 
     /// A Stage with all that it costs.
@@ -157,13 +158,13 @@ pub(crate) fn step_prediction(
 ) -> StepPrediction {
     let step = &linker.pricing.step;
     let replicas: Vec<usize> = stages.iter().map(|stage| stage.ranks.len()).collect();
-    let tied = linker.tied_sums();
+    let moves = linker.moves();
     for ((stage, planned), repeated_bytes) in stages.iter_mut().enumerate().zip(linker.repeated_grads_bytes()) {
-        let shared = tied.iter().filter(|sum| sum.stages.contains(&stage));
+        let shared = moves.tied.iter().filter(|sum| sum.stages.contains(&stage));
         planned.predicted.reduce_us += shared.map(|sum| sum.us).sum::<f64>();
         planned.predicted.memory.comm_bytes += repeated_bytes as u64;
     }
-    let step_us = step.exact_us(schedule, prices, &replicas, &linker.links(), &tied);
+    let step_us = step.exact_us(schedule, prices, &replicas, &moves);
     let busy_us = |(priced, &count): (&Priced, &usize)| count as f64 * linker.pricing.busy_us(priced);
     let busy_us: f64 = prices.iter().zip(&replicas).map(busy_us).sum();
     let devices: usize = replicas.iter().sum();

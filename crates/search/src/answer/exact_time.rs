@@ -2,47 +2,149 @@
 //! every Replica as on the largest.
 
 use rannc_plan::{
-    Call, Clock, Compute, Joint, Lane, Order, Payload, Schedule, Script, ScriptWriter, Sharding, Slot, Step, Task,
-    depths, run, with_messages,
+    BatchKind, Call, Clock, Compute, ExchangePlaces, Joint, Lane, Order, Payload, Schedule, ScheduleKind, Script,
+    ScriptWriter, Sharding, Slot, Step, Task, depths, run, with_messages,
 };
 
-use super::links::ReplicaLink;
+use super::batch_exchanges::BatchExchange;
+use super::links::{Moves, ReplicaLink};
 use super::tied::TiedSum;
 use crate::price::{BySize, Priced, StepModel};
 
 impl StepModel {
     /// The time of a step of Stages with so many Replicas; infinite where they wait for each other for ever.
-    pub(crate) fn exact_us(
-        &self,
-        schedule: &Schedule,
-        stages: &[Priced],
-        replicas: &[usize],
-        links: &[ReplicaLink],
-        tied: &[TiedSum],
-    ) -> f64 {
+    pub(crate) fn exact_us(&self, schedule: &Schedule, stages: &[Priced], replicas: &[usize], moves: &Moves) -> f64 {
+        let Moves { links, exchanges, tied } = moves;
         let stage_of: Vec<usize> =
             replicas.iter().enumerate().flat_map(|(stage, &count)| std::iter::repeat_n(stage, count)).collect();
-        let mut writer = ScriptWriter::new(stage_of.len(), Call::Whole);
+        let call = call_of(schedule);
+        let mut writer = ScriptWriter::new(stage_of.len(), call);
         let mut prices =
             Prices { step: self, stages, stage_of: &stage_of, messages_us: Vec::new(), sums_us: Vec::new() };
         let lines = connect(&mut writer, &mut prices, links);
         let together = Together::of_stages(&mut writer, &mut prices, tied);
         let microbatches = u32::try_from(self.microbatches).expect("as many as fit into a plan");
+        let met = meetings(&mut writer, &mut prices, exchanges, microbatches);
         let depths = depths(stages.len(), links.iter().map(|link| (stage_of[link.from], stage_of[link.to])));
-        let order = |stage: usize| schedule.order(stage, depths[stage], microbatches);
-        let orders: Vec<Order> = (0..stages.len()).map(order).collect();
+        let lists_of = |stage: usize| lists(schedule.order(stage, depths[stage], microbatches), call);
+        let lists: Vec<Vec<List>> = (0..stages.len()).map(lists_of).collect();
         for ((rank, line), &stage) in (0..).zip(&lines).zip(&stage_of) {
-            let mut has_sums = false;
-            with_messages(orders[stage].0.iter().copied(), |step| match step {
-                Step::Compute(compute) => together[stage].write(&mut writer, rank, compute, &mut has_sums),
-                Step::Receive(_) | Step::Send(_) => line.write(&mut writer, step),
-            });
-            together[stage].last.iter().for_each(|&sum| writer.add(rank, Task::Sum { sum }));
-            writer.add(rank, Task::Settle);
+            let member = Member { rank, line, together: &together[stage], met: &met[rank as usize] };
+            let (mut has_sums, lists) = (false, &lists[stage]);
+            for (index, list) in lists.iter().enumerate() {
+                let is_here = |kind: BatchKind| lists.len() == 1 || kind.is_of_backward() == (index == 1);
+                member.write(&mut writer, list, is_here, &mut has_sums);
+                if index + 1 == lists.len() {
+                    member.together.last.iter().for_each(|&sum| writer.add(rank, Task::Sum { sum }));
+                }
+                writer.add(rank, Task::Settle);
+            }
             writer.add(rank, Task::Update);
         }
         let script: Script = writer.finish();
         run(&script, &prices, &mut ()).unwrap_or(f64::INFINITY)
+    }
+}
+
+/// How the call comes whose steps are told: as often as it can. Where all forwards come first it may come in halves, between
+/// which ranks wait for all that is under way.
+pub(super) fn call_of(schedule: &Schedule) -> Call {
+    match schedule {
+        Schedule::Named(ScheduleKind::FillDrain) => Call::Halves,
+        Schedule::Explicit(orders) if orders.iter().all(Order::has_forwards_first) => Call::Halves,
+        Schedule::Named(ScheduleKind::OneForwardOneBackward) | Schedule::Explicit(_) => Call::Whole,
+    }
+}
+
+/// Computations at whose end a rank waits for all that is under way, and where exchanges stand among them.
+struct List {
+    computes: Vec<Compute>,
+    places: ExchangePlaces,
+}
+
+/// An order's computations, in one list or in two.
+fn lists(order: Order, call: Call) -> Vec<List> {
+    let is_forward = |compute: &Compute| matches!(compute, Compute::Forward(_));
+    let lists = match call {
+        Call::Halves => {
+            let (forwards, backwards) = order.0.into_iter().partition(is_forward);
+            vec![forwards, backwards]
+        }
+        Call::Forward | Call::Whole => vec![order.0],
+    };
+    lists.into_iter().map(|computes| List { places: ExchangePlaces::new(&computes), computes }).collect()
+}
+
+/// An exchange that a rank takes part in.
+#[derive(Clone, Copy)]
+struct Met {
+    kind: BatchKind,
+    mb: u32,
+    sum: u32,
+}
+
+/// Makes the exchanges; returns those of each rank, in order.
+fn meetings(
+    writer: &mut ScriptWriter,
+    prices: &mut Prices<'_>,
+    exchanges: &[BatchExchange],
+    microbatches: u32,
+) -> Vec<Vec<Met>> {
+    let mut met: Vec<Vec<Met>> = vec![Vec::new(); prices.stage_of.len()];
+    let halves = writer.call() == Call::Halves;
+    for BatchExchange { kind, meetings, first } in
+        exchanges.iter().filter(|own| halves || own.kind != BatchKind::OutputGrad)
+    {
+        for mb in 0..microbatches {
+            let meeting = if mb == 0 { first } else { &meetings[prices.step.size_of(u64::from(mb))] };
+            if meeting.members.is_empty() {
+                continue;
+            }
+            let sum = writer.joint(Joint { members: meeting.members.clone(), lane: Lane::Exchanges });
+            prices.sums_us.push(meeting.us);
+            meeting.members.iter().for_each(|&rank| met[rank as usize].push(Met { kind: *kind, mb, sum }));
+        }
+    }
+    met
+}
+
+/// A Replica with all that it does.
+struct Member<'a> {
+    rank: u32,
+    line: &'a Line,
+    together: &'a Together,
+    met: &'a [Met],
+}
+
+impl Member<'_> {
+    /// Its tasks of a list.
+    fn write(&self, writer: &mut ScriptWriter, list: &List, is_here: impl Fn(BatchKind) -> bool, has_sums: &mut bool) {
+        let mut coming = self.met.iter().filter(|met| is_here(met.kind)).peekable();
+        let mut meet = |writer: &mut ScriptWriter, done: usize| {
+            while let Some(met) = coming.next_if(|met| list.places.behind(met.kind, met.mb) <= done) {
+                writer.add(self.rank, Task::Sum { sum: met.sum });
+            }
+        };
+        let mut done = 0;
+        meet(writer, done);
+        with_messages(list.computes.iter().copied(), |step| match step {
+            Step::Compute(compute) => {
+                self.together.write(writer, self.rank, compute, self.awaited(compute), has_sums);
+            }
+            Step::Receive(_) => self.line.write(writer, step),
+            Step::Send(_) => {
+                self.line.write(writer, step);
+                done += 1;
+                meet(writer, done);
+            }
+        });
+    }
+
+    /// The exchange that a computation waits for.
+    fn awaited(&self, compute: Compute) -> Option<u32> {
+        let needed = (BatchKind::awaited_by(compute)?, compute.microbatch());
+        let found = self.met.binary_search_by_key(&needed, |met| (met.kind, met.mb)).ok()?;
+        Some(self.met[found].sum)
     }
 }
 
@@ -177,8 +279,8 @@ impl Together {
         stages
     }
 
-    /// A computation of a Replica, which before a backward waits for the sums that it has begun.
-    fn write(&self, writer: &mut ScriptWriter, rank: u32, compute: Compute, has_sums: &mut bool) {
+    /// A computation of a Replica, which before a backward waits for the sums that it has begun, and then for an exchange.
+    fn write(&self, writer: &mut ScriptWriter, rank: u32, compute: Compute, awaited: Option<u32>, has_sums: &mut bool) {
         let microbatch = compute.microbatch() as usize;
         let pass = usize::from(!matches!(compute, Compute::Forward(_)));
         if let Some(gathers) = self.gathers.get(microbatch) {
@@ -189,6 +291,7 @@ impl Together {
         if sum.is_some() && std::mem::replace(has_sums, true) {
             writer.add(rank, Task::Await { lane: Lane::Sums });
         }
+        awaited.into_iter().for_each(|sum| writer.add(rank, Task::Meet { sum }));
         writer.compute(rank, compute);
         if let Some(&sum) = sum {
             writer.add(rank, Task::Sum { sum });

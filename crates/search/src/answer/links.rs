@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 
 use rannc_plan::{Order, Overlap, Schedule, depths, overlaps, split_even};
 
+use super::batch_exchanges::{BatchExchange, batch_exchanges};
 use super::tied::{TiedSum, tied_sums};
-use crate::chain::{CrossingSpec, StateSpec};
+use crate::chain::{BatchSpec, CrossingSpec, StateSpec};
 use crate::price::{BySize, GRADS_ON_THE_WAY, Pricing, RankOrder};
 use crate::solve::FoundStage;
 
@@ -24,6 +25,7 @@ pub(crate) struct ReplicaLink {
 pub(crate) struct Linker<'a> {
     pub(crate) crossings: &'a [CrossingSpec],
     pub(crate) states: &'a [StateSpec],
+    pub(crate) batch: &'a BatchSpec,
     pub(crate) order: &'a RankOrder,
     pub(crate) pricing: &'a Pricing<'a>,
     pub(crate) stages: &'a [FoundStage],
@@ -31,16 +33,31 @@ pub(crate) struct Linker<'a> {
     nodes: Vec<u32>,
 }
 
+/// All that moves between Replicas beside what one Stage's own do together.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Moves {
+    pub(crate) links: Vec<ReplicaLink>,
+    pub(crate) exchanges: Vec<BatchExchange>,
+    pub(crate) tied: Vec<TiedSum>,
+}
+
 impl<'a> Linker<'a> {
     /// The links of these Stages.
     pub(crate) fn new(
         crossings: &'a [CrossingSpec],
         states: &'a [StateSpec],
+        batch: &'a BatchSpec,
         order: &'a RankOrder,
         pricing: &'a Pricing<'a>,
         stages: &'a [FoundStage],
     ) -> Self {
-        Self { crossings, states, order, pricing, stages, nodes: pricing.problem.cluster.node_table() }
+        Self { crossings, states, batch, order, pricing, stages, nodes: pricing.problem.cluster.node_table() }
+    }
+
+    /// All that moves.
+    pub(crate) fn moves(&self) -> Moves {
+        let exchanges = batch_exchanges(self.batch, self.order, self.pricing, self.stages, &self.nodes);
+        Moves { links: self.links(), exchanges, tied: self.tied_sums() }
     }
 
     /// The sums of gradients that several Stages hold.

@@ -1,6 +1,7 @@
 //! From divisions to Plans, told exactly.
 
 mod assemble;
+mod batch_exchanges;
 mod count;
 mod exact_time;
 pub(crate) mod links;

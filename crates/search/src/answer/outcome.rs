@@ -315,6 +315,7 @@ impl<'a> Planner<'a> {
             blocks: &self.model.blocks,
             crossings: &self.model.crossings,
             states: &self.model.states,
+            batch: &self.model.batch,
             names: &ModuleNames::new(self.graph, &self.analysis.main_ops),
             order: self.solver(self.settings).order(solution.case),
             pricing: &pricing,

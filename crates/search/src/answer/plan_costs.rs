@@ -6,11 +6,12 @@ use std::ops::Range;
 
 use rannc_cost::{Blocks, Cluster, Profile, tensor_bytes};
 use rannc_ir::{Analysis, Graph, OpRun, ValueId};
-use rannc_plan::{Call, Order, Plan, PlanFileError, Recompute, Schedule, ScheduleKind, Sharding};
+use rannc_plan::{Call, Plan, PlanFileError, Recompute, Schedule, ScheduleKind, Sharding};
 use rannc_sim::Costs;
 use serde::Serialize;
 
 use super::assemble::step_prediction;
+use super::exact_time::call_of;
 use super::links::Linker;
 use super::tied::TiedSum;
 use crate::error::SearchError;
@@ -149,19 +150,14 @@ impl<'a> PlanCosts<'a> {
         Ok(found)
     }
 
-    /// How the call comes whose steps are simulated: as often as it can. Where all forwards come first it may come in
-    /// halves, between which ranks wait for all that they have sent.
+    /// How the call comes whose steps are simulated: as that of the steps that are told.
     pub fn call(&self) -> Call {
-        match &self.plan.schedule {
-            Schedule::Named(ScheduleKind::FillDrain) => Call::Halves,
-            Schedule::Explicit(orders) if orders.iter().all(Order::has_forwards_first) => Call::Halves,
-            Schedule::Named(ScheduleKind::OneForwardOneBackward) | Schedule::Explicit(_) => Call::Whole,
-        }
+        call_of(&self.plan.schedule)
     }
 
     fn linker<'l>(&'l self, pricing: &'l Pricing<'l>, stages: &'l [FoundStage]) -> Linker<'l> {
-        let Model { crossings, states, .. } = &self.model;
-        Linker::new(crossings, states, &self.order, pricing, stages)
+        let Model { crossings, states, batch, .. } = &self.model;
+        Linker::new(crossings, states, batch, &self.order, pricing, stages)
     }
 
     fn found_stages(&self) -> Vec<FoundStage> {

@@ -28,8 +28,8 @@ impl Assembly<'_> {
     ) -> Result<Option<Plan>, PlanFileError> {
         let step = &self.pricing.step;
         let linker = self.linker(solution);
-        let (links, tied) = (linker.links(), linker.tied_sums());
-        let stage_links = slowest(&links, &linker.stage_of_replicas());
+        let moves = linker.moves();
+        let stage_links = slowest(&moves.links, &linker.stage_of_replicas());
         let (prices, stages) = self.priced_stages(solution, &stage_links);
         if step.microbatches < solution.case.microbatches || stages.iter().all(|stage| stage.parts_us.is_none()) {
             return Ok(None);
@@ -40,7 +40,7 @@ impl Assembly<'_> {
         let told = |orders: Vec<Order>| {
             let bytes = scheduler.peak_bytes(&orders);
             let schedule = Schedule::Explicit(orders);
-            Told { us: step.exact_us(&schedule, &prices, &replicas, &links, &tied), bytes, of: schedule }
+            Told { us: step.exact_us(&schedule, &prices, &replicas, &moves), bytes, of: schedule }
         };
         let orders = best_orders(&scheduler, &manners(&linker.depths(), step.microbatches));
         let in_time = orders.into_iter().take_while(|_| !deadline.is_over());

@@ -74,7 +74,7 @@ impl CloneTimes {
 impl Chain {
     /// A chain that may run on these kinds of devices.
     pub(crate) fn new(spec: ChainSpec, devices: &[Device]) -> Self {
-        let ChainSpec { blocks, spans, states, clones, conversions, crossings, kept } = spec;
+        let ChainSpec { blocks, spans, states, clones, conversions, crossings, kept, batch: _ } = spec;
         let len = blocks.len();
         let once = |terms: &mut dyn Iterator<Item = (&[usize], f64)>| {
             let mut builder = IntervalSumsBuilder::new(len);

@@ -11,7 +11,8 @@ use crate::settings::Settings;
 use super::conversions::{Conversions, conversions};
 use super::spans::spans;
 use super::spec::{
-    Affine, BlockSpec, ChainSpec, CloneSpec, ConversionSpec, CrossingSpec, KeptSpec, SpanSpec, StateSpec,
+    Affine, BatchSpec, BlockSpec, ChainSpec, CloneSpec, ConversionSpec, CrossingSpec, InputSpec, KeptSpec, OutputSpec,
+    SpanSpec, StateSpec,
 };
 
 /// Describes the Blocks of a graph, and its Spans, on the host's processor or on accelerators.
@@ -51,6 +52,7 @@ fn extract_blocks(graph: &Graph, analysis: &Analysis, blocks: &Blocks, host: boo
         cloned_bytes: Vec::new(),
         uses: BTreeMap::new(),
         saved_by: BTreeMap::new(),
+        inputs: BTreeMap::new(),
         conversions: conversions(graph, analysis),
         beside_spans: params_beside_spans(graph, analysis),
         converted: BTreeMap::new(),
@@ -87,6 +89,8 @@ struct Extractor<'a> {
     uses: BTreeMap<ValueId, Vec<usize>>,
     /// Blocks that save each storage.
     saved_by: BTreeMap<ValueId, Vec<usize>>,
+    /// Blocks that use each input, batch-free ops for them included.
+    inputs: BTreeMap<ValueId, Vec<usize>>,
     /// The ops that make working copies.
     conversions: Conversions,
     /// Parameters that no Span has for itself.
@@ -141,7 +145,9 @@ impl Extractor<'_> {
         let mut open = self.graph.ops[op].operands();
         while let Some(value) = open.pop() {
             match self.graph.values[value].def {
-                ValueDef::Input(_) => {}
+                ValueDef::Input(_) => {
+                    note(self.inputs.entry(value).or_default(), place);
+                }
                 ValueDef::Param(_) | ValueDef::Buffer(_) | ValueDef::Constant(_) => {
                     note(self.states.entry(value).or_default(), place);
                 }
@@ -224,7 +230,25 @@ impl Extractor<'_> {
         self.note_left(&mut spec, &kept);
         spec.kept = kept.into_values().collect();
         self.note_outputs(&mut spec);
+        spec.batch = self.batch();
         spec
+    }
+
+    fn batch(&self) -> BatchSpec {
+        let bytes = |value: ValueId| self.affine(tensor_bytes(&self.graph.values[value]));
+        let has_rows = |value: ValueId| self.analysis.row_dims[value].is_some();
+        let inputs = self.inputs.iter().map(|(&value, used_by)| InputSpec {
+            bytes: bytes(value),
+            has_rows: has_rows(value),
+            used_by: used_by.clone(),
+        });
+        let outputs = BTreeSet::from_iter(self.graph.outputs.iter().copied());
+        let output = |value: ValueId| {
+            let requires_grad = self.graph.values[value].requires_grad;
+            Some(OutputSpec { bytes: bytes(value), requires_grad, made_by: self.made_by(value)? })
+        };
+        let outputs = outputs.into_iter().filter(|&value| has_rows(value)).filter_map(output);
+        BatchSpec { inputs: inputs.collect(), outputs: outputs.collect() }
     }
 
     /// True for what is there for a whole step, and counts as state.

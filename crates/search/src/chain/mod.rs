@@ -23,5 +23,5 @@ pub(crate) use largest::Largest;
 pub(crate) use measured::Measured;
 pub(crate) use parts::PartTimes;
 pub use spans::whole_spans;
-pub(crate) use spec::{CrossingSpec, StateSpec};
+pub(crate) use spec::{Affine, BatchSpec, CrossingSpec, StateSpec};
 pub(crate) use times::Times;

@@ -106,6 +106,31 @@ pub(crate) struct CrossingSpec {
     pub(crate) used_by: Vec<usize>,
 }
 
+/// What comes from the ranks' own batches, and what goes back to them.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct BatchSpec {
+    pub(crate) inputs: Vec<InputSpec>,
+    pub(crate) outputs: Vec<OutputSpec>,
+}
+
+/// An input of the graph.
+#[derive(Clone, Debug)]
+pub(crate) struct InputSpec {
+    pub(crate) bytes: Affine,
+    /// Without rows, all of it goes to every Replica, once a step.
+    pub(crate) has_rows: bool,
+    /// Increasing.
+    pub(crate) used_by: Vec<usize>,
+}
+
+/// An output of the graph with rows, made by a Block.
+#[derive(Clone, Debug)]
+pub(crate) struct OutputSpec {
+    pub(crate) bytes: Affine,
+    pub(crate) requires_grad: bool,
+    pub(crate) made_by: usize,
+}
+
 /// A storage that is kept until the backward: a tensor with its views and what was made of it in place.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct KeptSpec {
@@ -130,6 +155,7 @@ pub(crate) struct ChainSpec {
     pub(crate) conversions: Vec<ConversionSpec>,
     pub(crate) crossings: Vec<CrossingSpec>,
     pub(crate) kept: Vec<KeptSpec>,
+    pub(crate) batch: BatchSpec,
 }
 
 impl BlockSpec {

@@ -4,7 +4,7 @@ use rannc_cost::{Blocks, Cluster, Profile};
 use rannc_ir::{Analysis, Graph};
 
 use super::at::Problem;
-use crate::chain::{Chain, CrossingSpec, Measured, StateSpec, extract, whole_spans};
+use crate::chain::{BatchSpec, Chain, CrossingSpec, Measured, StateSpec, extract, whole_spans};
 use crate::settings::Settings;
 
 /// A chain of Blocks with its costs.
@@ -13,6 +13,7 @@ pub(crate) struct Model {
     pub(crate) chain: Chain,
     pub(crate) crossings: Vec<CrossingSpec>,
     pub(crate) states: Vec<StateSpec>,
+    pub(crate) batch: BatchSpec,
     /// By kind of device.
     pub(crate) measured: Vec<Option<Measured>>,
 }
@@ -34,8 +35,8 @@ impl Model {
             Measured::new(profile, device, &blocks, &spans, &spec.blocks, settings.rank_rows())
         });
         let measured = measured.collect();
-        let (crossings, states) = (spec.crossings.clone(), spec.states.clone());
-        Self { blocks, chain: Chain::new(spec, &cluster.kinds), crossings, states, measured }
+        let (crossings, states, batch) = (spec.crossings.clone(), spec.states.clone(), spec.batch.clone());
+        Self { blocks, chain: Chain::new(spec, &cluster.kinds), crossings, states, batch, measured }
     }
 
     pub(crate) fn problem<'a>(&'a self, cluster: &'a Cluster, settings: &'a Settings) -> Problem<'a> {

@@ -7,8 +7,8 @@ use rannc_cost::{Cluster, FlopRates, OpWork, Poly, Work};
 use rannc_plan::Sharding;
 
 use crate::answer::links::Linker;
-use crate::chain::Chain;
 use crate::chain::spec::{Affine, BlockSpec, ChainSpec, CloneSpec, ConversionSpec, CrossingSpec, KeptSpec, StateSpec};
+use crate::chain::{BatchSpec, Chain};
 use crate::price::{CHEAPER, Pricing, Problem, RankOrder, Saver, StepTime};
 use crate::settings::{Limits, Savers, Settings};
 use crate::solve::relax::{Relaxation, with_best_sends};
@@ -116,6 +116,7 @@ fn spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
             prop::collection::vec(kept(len), 0..6),
         )
             .prop_map(|(blocks, states, clones, conversions, crossings, kept)| ChainSpec {
+                batch: BatchSpec::default(),
                 blocks: with_kinds_and_spans(blocks),
                 spans: Vec::new(),
                 states,
@@ -277,7 +278,7 @@ struct Later {
 impl Division<'_> {
     fn told_us(&self, Later { time, stages }: &Later) -> f64 {
         let &Self { pricing, order, spec, .. } = self;
-        let Some(ChainSpec { crossings, states, .. }) = spec else { return pricing.step.step_us(*time) };
+        let Some(ChainSpec { crossings, states, batch, .. }) = spec else { return pricing.step.step_us(*time) };
         let priced = |FoundStage { run, positions, saver }: &FoundStage| {
             let place = order.place_at(positions);
             let at = pricing.at(place);
@@ -286,8 +287,8 @@ impl Division<'_> {
         };
         let prices: Vec<_> = stages.iter().map(priced).collect();
         let replicas: Vec<usize> = stages.iter().map(|stage| stage.positions.len()).collect();
-        let linker = Linker::new(crossings, states, order, pricing, stages);
-        pricing.step.exact_us(&pricing.step.schedule.into(), &prices, &replicas, &linker.links(), &linker.tied_sums())
+        let linker = Linker::new(crossings, states, batch, order, pricing, stages);
+        pricing.step.exact_us(&pricing.step.schedule.into(), &prices, &replicas, &linker.moves())
     }
 
     /// The least time over all ways to run the Stages, if there is one that fits.

@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use rannc_plan::{ScheduleKind, Sharding};
 
-use crate::answer::links::ReplicaLink;
+use crate::answer::links::{Moves, ReplicaLink};
 use crate::price::StageMemory;
 use crate::price::{BackwardParts, End, PassCost, Priced, StageCost, StepModel, StepTime};
 
@@ -43,8 +43,7 @@ fn path_us(model: &StepModel, stages: &[StageCost]) -> f64 {
         &model.schedule.into(),
         &stages.iter().map(priced).collect::<Vec<_>>(),
         &vec![1; stages.len()],
-        &links,
-        &[],
+        &Moves { links, ..Moves::default() },
     )
 }
 

@@ -8,7 +8,8 @@ use proptest::sample::Index;
 use rannc_ir::testing::{graphs, mlp};
 use rannc_ir::{Analysis, Graph, OpRun, ValueId};
 use rannc_plan::{
-    Batch, Buckets, Call, Partition, Placement, Program, Recompute, Schedule, ScheduleKind, Sharding, Trained, build,
+    Action, Batch, Buckets, Call, Partition, Placement, Program, Recompute, Schedule, ScheduleKind, Sharding, Trained,
+    build,
 };
 use rannc_sim::{Costs, Timeline, simulate};
 
@@ -107,13 +108,32 @@ impl Costs for TableCosts {
 /// How a call comes, and in which order.
 pub type Way = (Call, ScheduleKind);
 
-/// The Program of a Graph cut before these main Ops, with the ranks in order and `rows` rows in all.
+/// The Program of a Graph cut before these main Ops, with the ranks in order and `rows` rows in all, and without exchanges.
 pub fn program(graph: &Graph, cuts: &[u32], replicas: &[usize], microbatches: u32, rows: u64, way: Way) -> Program {
     divided_program(graph, cuts, replicas, &[], microbatches, rows, way)
 }
 
 /// The same where the Replicas of each Stage divide so much.
 pub fn divided_program(
+    graph: &Graph,
+    cuts: &[u32],
+    replicas: &[usize],
+    sharding: &[Sharding],
+    microbatches: u32,
+    rows: u64,
+    way: (Call, impl Into<Schedule>),
+) -> Program {
+    let mut program = whole_program(graph, cuts, replicas, sharding, microbatches, rows, way);
+    let is_between_stages = |action: &Action| !matches!(action, Action::Exchange(_));
+    for own in &mut program.ranks {
+        own.forward.retain(is_between_stages);
+        own.backward.retain(is_between_stages);
+    }
+    program
+}
+
+/// The same with exchanges; the first rank has all rows.
+pub fn whole_program(
     graph: &Graph,
     cuts: &[u32],
     replicas: &[usize],
@@ -168,7 +188,7 @@ pub fn programs() -> impl Strategy<Value = Program> {
             let allowed: Vec<u32> = (1..end).filter(|&cut| cuts[cut as usize].is_none()).collect();
             let chosen = picks.iter().filter(|_| !allowed.is_empty()).map(|pick| *pick.get(&allowed));
             let chosen: Vec<u32> = chosen.collect::<BTreeSet<u32>>().into_iter().take(4).collect();
-            divided_program(&graph, &chosen, &replicas[..=chosen.len()], &sharding, microbatches, rows, way)
+            whole_program(&graph, &chosen, &replicas[..=chosen.len()], &sharding, microbatches, rows, way)
         },
     )
 }

@@ -2,10 +2,10 @@
 
 use rannc_ir::testing::{GraphBuilder, mlp};
 use rannc_ir::{Arg, DType, Dim};
-use rannc_plan::{Call, Payload, Schedule, ScheduleKind, Sharding};
+use rannc_plan::{BatchKind, Call, Payload, Schedule, ScheduleKind, Sharding};
 use rannc_sim::{Timeline, What};
 
-use crate::cases::{TableCosts, chain, divided_program, program};
+use crate::cases::{TableCosts, chain, divided_program, program, whole_program};
 
 /// One line a rank: what it does, from when to when.
 fn draw(timeline: &Timeline) -> String {
@@ -20,6 +20,12 @@ fn draw(timeline: &Timeline) -> String {
                 What::BackwardWeight { mb } => format!("W{mb}"),
                 What::Send { mb, peer, payload } => format!("{}{mb}>{peer}", letter(payload)),
                 What::Recv { mb, peer, payload } => format!("{}{mb}<{peer}", letter(payload)),
+                What::Exchange { mb, kind } => match kind {
+                    BatchKind::Input => format!("i{mb}"),
+                    BatchKind::Output => format!("o{mb}"),
+                    BatchKind::OutputGrad => format!("og{mb}"),
+                    BatchKind::InputGrad => format!("ig{mb}"),
+                },
                 What::Reduce => "R".to_owned(),
                 What::Gather => "G".to_owned(),
                 What::Update => "U".to_owned(),
@@ -78,6 +84,39 @@ fn fewer_rows_than_replicas() {
 0: F0 0-2, F1 2-4, v0>2 2-4, v1>2 8-9, g0<2 14-16, B0 16-19, g1<2 19-20, B1 20-23, R 23-27, U 27-28
 1: F0 0-2, v0>2 2-4, g0<2 14-16, B0 16-19, R 23-27, U 27-28
 2: v0<0 2-4, v0<1 2-4, F0 4-8, v1<0 8-9, B0 8-14, g0>0 14-16, g0>1 14-16, F1 14-16, B1 16-19, g1>0 19-20, U 20-21
+"
+    );
+}
+
+/// The first rank has all rows: it gives the second those of its Stage's input before it computes, and takes the outputs of
+/// each microbatch behind its own forward of it.
+#[test]
+fn inputs_and_outputs_of_microbatches() {
+    let mut builder = GraphBuilder::new("Criterion");
+    let row = [Dim::rows(1), Dim::fixed(4)];
+    let inputs = [builder.input(DType::Float32, &row), builder.input(DType::Float32, &row)];
+    let made = builder.linear(inputs[0], 4, "layer");
+    let late = builder.pointwise("aten.add.Tensor", &[made, inputs[1]]);
+    let program = |call| {
+        let graph = builder.clone().finish(&[late]);
+        whole_program(&graph, &[1], &[1, 1], &[], 2, 2, (call, ScheduleKind::OneForwardOneBackward))
+    };
+    assert_eq!(
+        draw(&costs(2, 2, 1.0).run(&program(Call::Whole))),
+        "\
+0: i0 0-1, i1 1-2, F0 1-3, v0>1 3-4, F1 3-5, o0 6-7, v1>1 6-7, g0<1 9-10, B0 10-13, o1 11-12, g1<1 14-15, B1 15-18, \
+U 18-19
+1: i0 0-1, i1 1-2, v0<0 3-4, F0 4-6, o0 6-7, v1<0 6-7, B0 6-9, g0>0 9-10, F1 9-11, o1 11-12, B1 11-14, g1>0 14-15, \
+U 15-16
+"
+    );
+    assert_eq!(
+        draw(&costs(2, 2, 1.0).run(&program(Call::Halves))),
+        "\
+0: i0 0-1, i1 1-2, F0 1-3, v0>1 3-4, F1 3-5, v1>1 5-6, o0 6-7, o1 8-9, og0 9-10, og1 10-11, g0<1 13-14, B0 14-17, \
+g1<1 16-17, B1 17-20, U 20-21
+1: i0 0-1, i1 1-2, v0<0 3-4, F0 4-6, v1<0 5-6, o0 6-7, F1 6-8, o1 8-9, og0 9-10, og1 10-11, B0 10-13, g0>0 13-14, \
+B1 13-16, g1>0 16-17, U 17-18
 "
     );
 }

@@ -27,7 +27,9 @@ fn slow_down(costs: &mut TableCosts, which: usize, by: f64) {
 
 /// Start and end of all that keeps a rank's device from computing something else.
 fn computations(rank: &RankTimeline) -> Vec<(f64, f64)> {
-    let moves = |what: &What| matches!(what, What::Send { .. } | What::Recv { .. } | What::Reduce | What::Gather);
+    let moves = |what: &What| {
+        matches!(what, What::Send { .. } | What::Recv { .. } | What::Exchange { .. } | What::Reduce | What::Gather)
+    };
     let on_device = rank.events.iter().filter(|event| !moves(&event.what));
     on_device.map(|event| (event.start_us, event.end_us)).collect()
 }
@@ -80,7 +82,8 @@ fn check_accounts(timeline: &Timeline, rank: &RankTimeline) {
     let sums = rank.events.iter().filter(|event| matches!(event.what, What::Reduce | What::Gather));
     let sum_us: f64 = sums.map(|event| event.end_us - event.start_us).sum();
     assert!(rank.reduce_us <= sum_us + 1e-9);
-    let messages = rank.events.iter().filter(|event| matches!(event.what, What::Send { .. } | What::Recv { .. }));
+    let is_message = |what| matches!(what, What::Send { .. } | What::Recv { .. } | What::Exchange { .. });
+    let messages = rank.events.iter().filter(|event| is_message(event.what));
     let message_us: f64 = messages.map(|event| event.end_us - event.start_us).sum();
     assert!(rank.waiting_us <= message_us + 1e-9);
     assert!(rank.events.iter().all(|event| 0.0 <= event.start_us && event.end_us <= timeline.step_us));

@@ -1,6 +1,6 @@
 //! Activations and messages: what is received is there from its Recv on, what was sent is let go of when as many messages
-//! are under way behind it as the window allows, a microbatch is kept from its forward to the end of its backward. Outputs
-//! are the caller's: they are as large as the batch, whatever a Program does.
+//! are under way behind it as the window allows, a microbatch is kept from its forward to the end of its backward. Inputs and
+//! outputs, and their gradients, are the caller's: they are as large as the batch, whatever a Program does.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 
@@ -96,6 +96,7 @@ impl<'a> Live<'a> {
                 self.held.remove(mb);
                 bytes
             }
+            Action::Exchange(_) => self.bytes(),
             Action::Recv(message) => {
                 let bytes = self.message_bytes(message);
                 *self.arriving.entry((message.kind, message.mb)).or_default() += bytes;
