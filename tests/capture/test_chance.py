@@ -211,6 +211,28 @@ def test_a_generator_with_a_seed_is_a_constant() -> None:
     assert not captured(model_of(made_of_a_seed)).kept_whole
 
 
+class AsksAfterwards(nn.Module):
+    """Asks its data a question that takes what has drawn before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.last = Part(drops_layer_by_numpy), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.part(x)
+        counted = mask * (y * 0 + 1)
+        return self.last(y) if bool((counted >= 0).all()) else y
+
+
+def test_questions_behind_what_draws_are_asked() -> None:
+    before = other_states()
+    args = torch.randn(4, 3), torch.ones(4, 3)
+    found = capture(AsksAfterwards(), args, {}, device=torch.device("cpu"), rows=4)
+    assert [kept.paths for kept in found.kept_whole if "draws" in kept.cause] == [("part",)]
+    assert [kept.paths for kept in found.kept_whole if "decides" in kept.cause] == [(">part",)]
+    assert other_states() == before
+
+
 def test_trials_begin_all_over_what_may_be_drawn() -> None:
     first = []
     for trial in range(5):

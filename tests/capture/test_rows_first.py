@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyrannc.capture import Captured, capture
+from pyrannc.capture.dims import Dim
+from pyrannc.capture.row_trial import rows_shown
 
 ROWS, PATCHES, WIDTH = 4, 4, 8
 
@@ -192,3 +195,16 @@ def test_what_comes_twice_is_tried_as_one() -> None:
     found = captured(OfTwice(), torch.randn(ROWS, WIDTH), per_row=[1])
     assert [kept.paths for kept in found.kept_whole] == [("part",)]
     assert found.row_wise == (True,)
+
+
+@pytest.mark.parametrize(("width", "rows", "most"), [(8, 4, 64), (8, 100, 100), (300_000, 4, 8), (300_000, 12, 12)])
+def test_what_takes_long_is_tried_with_the_rows_of_the_batch(width: int, rows: int, most: int) -> None:
+    tried: list[int] = []
+
+    def call(x: Tensor) -> Tensor:
+        tried.append(len(x))
+        return x * 2
+
+    operand = torch.empty(1, device="meta"), [Dim(1, 0), Dim(0, width)], False
+    assert rows_shown(call, [operand], torch.device("cpu"), rows) == most
+    assert max(tried) == most
