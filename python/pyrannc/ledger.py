@@ -101,7 +101,8 @@ class Report:
         bubble: share of all devices' time in which neither a forward nor a backward ran.
         compared: whether the captured graph was held against the model itself before it trained, or why not.
         compiled: how many Spans run compiled, and why others do not; nothing where compiling is off.
-        recorded: how many kinds of steps rank 0 replays as CUDA graphs, and why others not; nothing on the host.
+        recorded: how many kinds of steps the ranks replay as CUDA graphs, and why others not, by rank where that
+            differs; nothing on the host.
     """
 
     steps: int
@@ -192,8 +193,20 @@ def report(deployment: Deployment, compared: str) -> Report:
         outcome = Outcome.joined(agree.gather_objects(deployment.compiling.own))
         found = replace(found, compiled=str(outcome))
     if deployment.recordings is not None:
-        found = replace(found, recorded=agree.broadcast_object(str(deployment.recordings)))
+        found = replace(found, recorded=_by_rank(agree.gather_objects(str(deployment.recordings))))
     return found
+
+
+def _by_rank(texts: Sequence[str]) -> str:
+    """What ranks say, once for all that say the same.
+
+    >>> _by_rank(["all", "all"]), _by_rank(["all", "none", "all"])
+    ('all', 'rank 0, 2: all; rank 1: none')
+    """
+    ranks: dict[str, list[str]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(str(rank))
+    return texts[0] if len(ranks) == 1 else "; ".join(f"rank {', '.join(own)}: {text}" for text, own in ranks.items())
 
 
 def _measure(deployment: Deployment) -> _Measured:

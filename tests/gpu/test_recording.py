@@ -39,7 +39,8 @@ def _differences(off: list[Trained], replayed: list[Trained]) -> list[str]:
 def test_replayed_training(name: str, ranks: Ranks) -> None:
     off, replayed = _both(ranks, LOOPS, name, 9)
     assert _differences(off, replayed) == []
-    assert "1 of 1 kinds of steps are replayed" in replayed[0].recorded
+    # Otherwise it is told by rank.
+    assert replayed[0].recorded.startswith("1 of 1 kinds of steps are replayed")
 
 
 @pytest.mark.parametrize("name", ["plain, loss inside", "plain, loss outside"])

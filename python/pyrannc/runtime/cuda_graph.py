@@ -285,8 +285,13 @@ def _found(task: Task) -> list[object]:
     context = task.context
     held = [bucket.own for bucket in context.gradients.gathered.values()]
     addresses = [tensor.data_ptr() for tensor in (*context.params.values(), *context.buffers.values(), *held)]
-    codes = context.code.compiled_for({hi - lo for lo, hi in task.program.rows})
-    return [*addresses, *codes, torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()]
+    switches = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    return [*addresses, *compiled_for(task), *switches]
+
+
+def compiled_for(task: Task) -> list[object]:
+    """The compiled code with which a run computes."""
+    return task.context.code.compiled_for({hi - lo for lo, hi in task.program.rows})
 
 
 def versions(context: StageContext) -> list[object]:

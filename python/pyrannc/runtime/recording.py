@@ -28,7 +28,7 @@ from pyrannc.job.device_memory import left_bytes
 from pyrannc.log import get_logger
 from pyrannc.runtime.batch import OfBatch
 from pyrannc.runtime.context import StageContext
-from pyrannc.runtime.cuda_graph import Recording, Replay, Seen, versions
+from pyrannc.runtime.cuda_graph import Recording, Replay, Seen, compiled_for, versions
 from pyrannc.runtime.run import AnyRun, OfOutputs, Run, Task
 from pyrannc.runtime.timing import StepMarks
 from pyrannc.store.gradient_set import GradientSet
@@ -78,6 +78,7 @@ class _Known:
     """What is known of a program.
 
     Attributes:
+        codes: the compiled code that its Spans ran with: what was found of other code says nothing.
         is_new: no run of it has been met.
         watched: a run, to its end.
         waited: so many runs waited for the device.
@@ -90,6 +91,7 @@ class _Known:
 
     program: RankProgram
     context: StageContext
+    codes: list[object]
     is_new: bool = True
     watched: bool = False
     waited: int = 0
@@ -140,9 +142,14 @@ class Recordings:
 
     def _of(self, task: Task) -> _Known | None:
         key = id(task.context), id(task.program)
-        known = self._known.get(key)
+        known, codes = self._known.get(key), compiled_for(task)
+        if known is not None and known.codes != codes and not self._awaits_backward:
+            if known.recordings:
+                torch.cuda.synchronize()
+            self._drop(self._known.pop(key))
+            known = None
         if known is None and len(self._known) < _MOST_PROGRAMS:
-            known = self._known[key] = _Known(task.program, task.context)
+            known = self._known[key] = _Known(task.program, task.context, codes)
         return known
 
     def _may_record(self, known: _Known, variant: Variant) -> bool:
