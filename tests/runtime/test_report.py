@@ -220,7 +220,7 @@ class Tick:
 
 def _program() -> RankProgram:
     view = {"rank": 0, "stage": 0, "call": "whole", "gather_inputs": True, "total_rows": 2, "microbatches": [1, 1]}
-    view |= {"value_window": None, "grad_window": 2}
+    view |= {"exchanges": False, "value_window": None, "grad_window": 2}
     lists = ("rows", "global_rows", "slices", "inputs", "outputs", "forward", "backward")
     return RankProgram.from_json(json.dumps(view | {key: [] for key in lists}))
 

@@ -229,7 +229,7 @@ def capture(
                 first = once()
             except ReturnedExtentsError as error:
                 if error.origins <= full_masks:
-                    raise
+                    raise CaptureError(str(error)) from None
                 # Where this batch's masks choose all, and each later one is asked for the same, extents are known.
                 full_masks.update(error.origins)
         if first[0].carried:
