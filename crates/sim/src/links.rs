@@ -59,10 +59,13 @@ fn sends(program: &Program) -> impl Iterator<Item = (u32, &Message)> {
     })
 }
 
+/// Bytes from a rank to another.
+type Load = (u32, u32, u64);
+
 /// By kind and microbatch, the time of what ranks exchange: each rank's links carry all that it gives at once, and all that it
 /// takes.
 pub(crate) fn exchanges_us(program: &Program, costs: &dyn Costs) -> Result<HashMap<(BatchKind, u32), f64>, SimError> {
-    let mut moved: HashMap<(BatchKind, u32), Vec<(u32, u32, u64)>> = HashMap::new();
+    let mut moved: HashMap<(BatchKind, u32), Vec<Load>> = HashMap::new();
     for own in &program.ranks {
         for action in own.forward.iter().chain(&own.backward) {
             let Action::Exchange(Exchange { kind, mb, sends, .. }) = action else { continue };
@@ -76,8 +79,7 @@ pub(crate) fn exchanges_us(program: &Program, costs: &dyn Costs) -> Result<HashM
     moved.into_iter().map(|(exchange, parcels)| Ok((exchange, exchange_us(&parcels, costs)?))).collect()
 }
 
-/// Of parcels: from where, to where, how large.
-fn exchange_us(parcels: &[(u32, u32, u64)], costs: &dyn Costs) -> Result<f64, SimError> {
+fn exchange_us(parcels: &[Load], costs: &dyn Costs) -> Result<f64, SimError> {
     let (mut given, mut taken) = (HashMap::<u32, u64>::new(), HashMap::<u32, u64>::new());
     for &(src, dst, bytes) in parcels {
         for (sums, rank) in [(&mut given, src), (&mut taken, dst)] {

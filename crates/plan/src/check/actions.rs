@@ -284,7 +284,8 @@ pub(super) fn check_channels(program: &Program) -> Result<(), CheckError> {
     for ((src, dst), (sends, recvs)) in channels {
         for (&(position, send, sent), &(_, recv, received)) in sends.iter().zip(&recvs) {
             if (sent.mb, sent.kind, &sent.pieces) != (received.mb, received.kind, &received.pieces) {
-                return Err(CheckError::Mismatch { src, position, send: send.clone(), dst, recv: recv.clone() });
+                let (send, recv) = (Box::new(send.clone()), Box::new(recv.clone()));
+                return Err(CheckError::Mismatch { src, position, send, dst, recv });
             }
         }
         if let Some(&(position, action, _)) = sends.get(recvs.len()) {

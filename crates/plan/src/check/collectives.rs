@@ -92,7 +92,7 @@ pub(super) fn check_sums(program: &Program) -> Result<(), CheckError> {
         for (group, found) in by_group {
             let (first, others) = orders.entry(group).or_insert_with(|| (own.rank, found.clone()));
             if let Some((&own_action, &other)) = found.iter().zip(others.iter()).find(|(own, other)| own != other) {
-                let (own_action, others) = (own_action.clone(), other.clone());
+                let (own_action, others) = (Box::new(own_action.clone()), Box::new(other.clone()));
                 return Err(CheckError::Order { rank: own.rank, own: own_action, other: *first, others });
             }
         }

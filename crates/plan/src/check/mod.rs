@@ -209,11 +209,11 @@ pub enum CheckError {
         /// Place among the sender's forward and backward Actions.
         position: usize,
         /// The Send.
-        send: Action,
+        send: Box<Action>,
         /// The receiver.
         dst: u32,
         /// The Recv in the same place of the channel.
-        recv: Action,
+        recv: Box<Action>,
     },
     /// Rows that arrive in another order than they are taken.
     #[error("rank {src} packs {kind} of microbatch {mb} for rank {dst} otherwise than that rank takes them")]
@@ -241,11 +241,11 @@ pub enum CheckError {
         /// A member.
         rank: u32,
         /// The first in which the members differ.
-        own: Action,
+        own: Box<Action>,
         /// The first member.
         other: u32,
         /// What it does there.
-        others: Action,
+        others: Box<Action>,
     },
     /// A rank that holds more than was promised.
     #[error(

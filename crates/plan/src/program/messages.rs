@@ -109,7 +109,7 @@ impl Mailbox {
         let mut coming = exchanges.into_iter().peekable();
         let mut exchanged = |done: usize, actions: &mut Vec<Action>| {
             let may_stand = |next: &Exchange| places.behind(next.kind, next.mb) <= done;
-            while let Some(next) = coming.next_if(&may_stand) {
+            while let Some(next) = coming.next_if(may_stand) {
                 actions.push(Action::Exchange(next));
             }
         };
