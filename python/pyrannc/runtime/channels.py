@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pyrannc.job import process
 from pyrannc.job.exchange import Work, as_sent
+from pyrannc.runtime.collectives import on_nccl
 
 _CTAS = 4
 """Blocks of threads that a message takes on a GPU. One that waits for its peer keeps them from computing."""
@@ -129,15 +130,11 @@ class Channels:
 
 def _nccl_group() -> dist.ProcessGroup:
     """A group of all ranks, in which any two are connected when one first sends to the other."""
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = _CTAS
     default = dist.group.WORLD
     assert default is not None, "this process has joined the others"
     # In a group that is bound to a device torch connects all ranks at once, and all messages share one communicator.
     bound, default.bound_device_id = default.bound_device_id, None
     try:
-        group = dist.new_group(backend="nccl", pg_options=options)
+        return on_nccl(_CTAS)
     finally:
         default.bound_device_id = bound
-    assert isinstance(group, dist.ProcessGroup), "all ranks are members"
-    return group

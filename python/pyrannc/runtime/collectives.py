@@ -44,12 +44,18 @@ def beside_all(device: torch.device, *, ctas: int = 1) -> Group:
     if device.type != "cuda":
         on_host: Group = dist.new_group(backend="gloo")
         return on_host
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = ctas
-    made: Group = dist.new_group(backend="nccl", pg_options=options)
+    made = on_nccl(ctas)
     # NCCL connects at first use, which must not be inside a step.
     sum_over_ranks(torch.zeros(1, device=device), made)
     torch.cuda.synchronize(device)
+    return made
+
+
+def on_nccl(ctas: int) -> Group:
+    """One more process group of all ranks, whose messages take so many blocks of threads on a GPU."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = ctas
+    made: Group = dist.new_group(backend="nccl", pg_options=options)
     return made
 
 

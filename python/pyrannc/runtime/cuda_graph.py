@@ -140,7 +140,7 @@ class Recording:
 
     @property
     def is_stale(self) -> bool:
-        """True when parameters or buffers have moved since, Spans been compiled, or torch told to compute otherwise."""
+        """True when parameters or buffers have moved since, or torch told to compute otherwise."""
         return _found(self.task) != self._found
 
     def replay(self, inputs: OfBatch, inside: Mapping[int, Tensor]) -> None:
@@ -281,12 +281,12 @@ class Replay:
 
 
 def _found(task: Task) -> list[object]:
-    """Where a run finds parameters and buffers, and by what they are computed with."""
+    """Where a run finds parameters and buffers, and torch's switches."""
     context = task.context
     held = [bucket.own for bucket in context.gradients.gathered.values()]
     addresses = [tensor.data_ptr() for tensor in (*context.params.values(), *context.buffers.values(), *held)]
     switches = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
-    return [*addresses, *compiled_for(task), *switches]
+    return [*addresses, *switches]
 
 
 def compiled_for(task: Task) -> list[object]:
