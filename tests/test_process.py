@@ -188,3 +188,19 @@ def test_too_many_processes_for_the_devices(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(process, "detect_launch", lambda: Launch("mpirun", 6, 8, 2, job="j"))
     with pytest.raises(RaNNCError, match=r"rank 6 is process 2 on its host, where it sees 2 CUDA device\(s\)"):
         process.ensure_process_group()
+
+
+# Each worker lets go of many tensors, with the interpreter that a rank at its end does not give away by itself.
+LATE_WORKERS = """
+import sys, torch, torch.distributed as dist
+from pyrannc.job import process
+group = process.control()
+sys.setswitchinterval(1000)
+dist.all_reduce_coalesced([torch.ones(1) for _ in range(2000)], group=group)
+"""
+
+
+def test_ends_beside_late_workers_of_gloo(tmp_path: Path) -> None:
+    path = tmp_path / "late.py"
+    path.write_text(LATE_WORKERS)
+    assert lines(run(BIN / "torchrun", "--nproc-per-node", "2", path)) == []

@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pyrannc import log
 from pyrannc.errors import ConfigError, RaNNCError
+from pyrannc.job import gloo_workers
 from pyrannc.job.launch import Launch, detect_launch
 
 
@@ -74,6 +75,7 @@ def ensure_process_group() -> Process:
     log.configure(launch.rank if default_group is None else dist.get_rank())
     device = own_device()
     made_default = default_group is None
+    gloo_workers.await_at_exit()
     if default_group is None:
         default_group = _join(launch, device)
     process, made_groups = _describe(launch, device, default_group)
