@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -26,21 +27,40 @@ _TOLD = 250
 
 @dataclass(frozen=True)
 class Case:
-    """A model of :mod:`models` and the rows that each rank brings."""
+    """A model of :mod:`models`.
+
+    Attributes:
+        rows: what each rank brings.
+        arguments: more of ``prediction.py``.
+        environment: variables that all ranks have.
+    """
 
     model: str
     sizes: tuple[int, ...]
     rows: int
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
 
+
+_SLOW_LINKS = {"NCCL_P2P_DISABLE": "1"}
+_TWO_STAGES = ("--stages", "2", "--microbatches", "8")
 
 CASES = {
     "bert-24": Case("bert", (24, 1024, 512), 16),
+    "bert-24, small steps": Case("bert", (24, 1024, 128), 4),
+    "bert-24, 2 Stages": Case("bert", (24, 1024, 512), 16, _TWO_STAGES),
+    "bert-24, 2 Stages, uneven rows": Case("bert", (24, 1024, 512), 17, _TWO_STAGES),
+    "bert-24, slow links": Case("bert", (24, 1024, 512), 16, environment=_SLOW_LINKS),
+    "bert-24, 2 Stages, slow links": Case("bert", (24, 1024, 512), 16, _TWO_STAGES, _SLOW_LINKS),
     "bert-48": Case("bert", (48, 1600, 512), 8),
     "bert-96": Case("bert", (96, 2048, 512), 8),
     "gpt2-36": Case("gpt2", (36, 1280, 1024), 8),
+    "gpt2-36, tied over 2 Stages": Case("gpt2", (36, 1280, 1024), 8, _TWO_STAGES),
     "resnet152x2": Case("resnet152", (2, 224), 32),
     "t5-large": Case("t5", (24, 1024, 4096, 16, 64, 512), 16),
+    "unet3d": Case("unet3d", (32, 6, 160, 288, 288), 1),
     "tiny-bert": Case("bert", (2, 64, 32), 4),
+    "tiny-bert, uneven rows": Case("bert", (2, 64, 32), 3, ("--stages", "2", "--microbatches", "4")),
     "tiny-gpt2": Case("gpt2", (2, 64, 32), 4),
 }
 """The tiny ones are for trying this script without a GPU."""
@@ -48,7 +68,8 @@ CASES = {
 
 def main() -> int:
     options = parse()
-    jobs = [job_of(name, ranks, options) for name, ranks in product(options.models, options.ranks)]
+    asked = product(options.models, options.ranks)
+    jobs = [job_of(name, ranks, options) for name, ranks in asked if ranks > 1 or not needs_others(CASES[name])]
     ended = run_jobs(jobs, options.devices, options.timeout, options.deadline, lambda done: note(done, options.output))
     print(markdown(sorted(ended, key=lambda done: jobs.index(done.job))))
     return 0 if any(done.results for done in ended) else 1
@@ -67,11 +88,17 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def needs_others(case: Case) -> bool:
+    """Whether the case says nothing on one rank."""
+    return bool(case.environment) or "--stages" in case.arguments
+
+
 def job_of(name: str, ranks: int, options: argparse.Namespace) -> Job:
     case = CASES[name]
     limits = [f"{limit_gb:g}" for limit_gb in options.limits]
     script = ("prediction.py", case.model, str(case.rows), "--sizes", *map(str, case.sizes))
-    return Job(f"{name} on {ranks}", ranks, (*script, "--memory-limits-gb", *limits, *options.arguments))
+    arguments = (*case.arguments, "--memory-limits-gb", *limits, *options.arguments)
+    return Job(f"{name} on {ranks}", ranks, (*script, *arguments), case.environment)
 
 
 def note(done: Done, output: Path) -> None:
