@@ -113,12 +113,11 @@ def worse(by_name: dict[str, Error], rounding: float) -> list[str]:
     """Names whose numbers are further from the truth than luck explains.
 
     What is exact in one process may be off by :data:`ROUNDINGS` of the type that it is kept in; and the few losses and
-    norms of a habit, which may be exact by chance, by one of the type that is computed in, if that is more.
+    norms of a habit, which may be exact by chance, of the type that is computed in.
     """
     found = []
     for name, error in by_name.items():
-        roundings = ROUNDINGS * error.rounding
-        allowed = LUCK * error.plain + (max(rounding, roundings) if error.scalar else roundings) * error.size
+        allowed = LUCK * error.plain + ROUNDINGS * (rounding if error.scalar else error.rounding) * error.size
         if not error.mine <= allowed:
             found.append(f"{name} is off by {error.mine:.3g}, in one process by {error.plain:.3g}, of {error.size:.3g}")
     return found
