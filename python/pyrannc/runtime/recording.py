@@ -207,10 +207,14 @@ class Recordings:
             known.why_not = "parameters or buffers are in other memory at nearly each step"
             return None
         known.recorded += 1
+        stream = torch.cuda.current_stream(task.context.device)
         try:
             self._record(known, task, inputs, inside, room)
         except Exception as error:  # whatever torch or a kernel has against it
+            # Where a recording cannot begin, torch stays on its stream.
+            torch.cuda.set_stream(stream)
             task.context.forget_messages()
+            self._retire_pool()
             known.failures += 1
             if known.failures == _MOST_FAILURES:
                 known.why_not = f"recording failed: {first_line(error)}"
@@ -247,13 +251,19 @@ class Recordings:
         for recording in known.recordings.values():
             recording.reset()
         known.recordings.clear()
+        self._retire_pool()
+
+    def _retire_pool(self) -> None:
+        """Other recordings get a pool of their own where none has this one: torch refuses a pool whose graphs are all
+        gone while there is memory in it, and cuBLAS keeps some for as long as the process lives."""
+        if not any(known.recordings for known in self._known.values()):
+            self._pool, self._bytes = None, 0
 
     def drop(self) -> None:
         """Gives back all graphs and their memory. Runs that are met again are recorded again."""
         for known in self._known.values():
             self._drop(known)
         self._rooms.clear()
-        self._pool, self._bytes = None, 0
         torch.cuda.empty_cache()
 
     def forget(self, context: StageContext) -> None:

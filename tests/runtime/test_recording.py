@@ -1,0 +1,176 @@
+"""Which runs are recorded, and where to, without a GPU: graphs and their memory are stand-ins."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+
+from pyrannc.runtime import recording
+from pyrannc.runtime.recording import Recordings
+
+ROWS = ((0, 4),)
+
+
+class Graphs:
+    """What torch does with the pools of graphs: one whose graphs are all gone takes no other, as cuBLAS keeps memory in
+    it. A graph that cannot begin leaves torch on its stream.
+
+    Attributes:
+        stream: torch's current one.
+        used: graphs by pool.
+    """
+
+    def __init__(self) -> None:
+        self.stream: object = "own"
+        self.used: Counter[int] = Counter()
+        self.failing = 0
+
+    def begin(self, pool: int) -> None:
+        self.stream = "of recordings"
+        if self.failing:
+            self.failing -= 1
+            raise RuntimeError("an operation is not permitted")
+        if pool in self.used and not self.used[pool]:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        self.used[pool] += 1
+        self.stream = "own"
+
+
+class FakeRecording:
+    """A recording of nothing."""
+
+    graphs: Graphs
+
+    def __init__(self, task: Any, inputs: Any, inside: Any, current: Any, seen: Any, pool: int) -> None:
+        del inputs, inside, seen
+        self.task, self.current, self.pool = task, current, pool
+        self.graphs.begin(pool)
+        self.found = list(task.context.addresses)
+
+    @property
+    def is_stale(self) -> bool:
+        return bool(self.found != self.task.context.addresses)
+
+    def serves(self, inputs: Any, inside: Any) -> bool:
+        del inputs, inside
+        return True
+
+    def reset(self) -> None:
+        self.graphs.used[self.pool] -= 1
+
+
+class Watched:
+    """A run in which nothing waits."""
+
+    def __init__(self, known: Any, *_: Any) -> None:
+        known.watched = True
+
+
+class Replay:
+    """Of a recording."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+
+class Stage:
+    """One rank's, whose program is run again and again."""
+
+    def __init__(self) -> None:
+        self.addresses, self.codes = [0], [object()]
+        gradients = Mock(new_set=lambda: SimpleNamespace(is_held=False))
+        gradients.delivery.is_about_to_give.return_value = False
+        code = SimpleNamespace(compiled_for=lambda _: list(self.codes))
+        self.context = Mock(addresses=self.addresses, code=code, gradients=gradients, device=torch.device("cpu"))
+        program = SimpleNamespace(call="whole", rows=ROWS)
+        self.task: Any = SimpleNamespace(context=self.context, program=program, reduce=True)
+        self.recordings = Recordings()
+
+    def step(self) -> type[Any]:
+        """What carries out the next call."""
+        caller: Any = SimpleNamespace(is_open=False)
+        variant: Any = SimpleNamespace(whole_part="")
+        # A Step, unlike this, is a class that weak references go to.
+        with patch.object(recording._Room, "lend"):
+            return type(self.recordings.run(caller, variant, self.task, {}, {}, None))
+
+
+@pytest.fixture
+def graphs() -> Iterator[Graphs]:
+    """Stand-ins for what needs a GPU."""
+    made, pools = Graphs(), count()
+    FakeRecording.graphs = made
+
+    def set_stream(stream: object) -> None:
+        made.stream = stream
+
+    cuda: dict[str, Any] = {
+        "graph_pool_handle": lambda: next(pools),
+        "current_stream": lambda _: made.stream,
+        "set_stream": set_stream,
+        "synchronize": lambda: None,
+        "empty_cache": lambda: None,
+        "memory_reserved": lambda _: 0,
+    }
+    with (
+        patch.multiple(recording, Recording=FakeRecording, Replay=Replay, _Watched=Watched, before_groups_end=Mock()),
+        patch.multiple(torch.cuda, **cuda),
+    ):
+        yield made
+
+
+def test_a_run_is_watched_and_then_replayed(graphs: Graphs) -> None:
+    stage = Stage()
+    assert [stage.step() for _ in range(4)] == [Watched, Replay, Replay, Replay]
+    assert list(graphs.used.values()) == [1]
+
+
+def test_moved_parameters_are_recorded_in_other_memory(graphs: Graphs) -> None:
+    stage = Stage()
+    assert [stage.step() for _ in range(2)] == [Watched, Replay]
+    stage.addresses[0] = 1
+    assert [stage.step() for _ in range(2)] == [Replay, Replay]
+    assert list(graphs.used.values()) == [0, 1]
+
+
+def test_spans_that_were_compiled_since_are_recorded_in_other_memory(graphs: Graphs) -> None:
+    stage = Stage()
+    assert [stage.step() for _ in range(2)] == [Watched, Replay]
+    stage.codes[0] = object()
+    assert [stage.step() for _ in range(3)] == [Watched, Replay, Replay]
+    assert list(graphs.used.values()) == [0, 1]
+
+
+def test_programs_of_which_one_is_recorded_anew_share_memory(graphs: Graphs) -> None:
+    stage = Stage()
+    first = stage.task
+    second = SimpleNamespace(**{**vars(first), "program": SimpleNamespace(call="whole", rows=ROWS)})
+    for task in (first, second):
+        stage.task = task
+        assert [stage.step() for _ in range(2)] == [Watched, Replay]
+    stage.addresses[0] = 1
+    for task in (first, second):
+        stage.task = task
+        assert stage.step() is Replay
+    assert list(graphs.used.values()) == [2]
+
+
+def test_what_failed_once_is_recorded_the_next_time(graphs: Graphs) -> None:
+    stage, graphs.failing = Stage(), 1
+    assert [stage.step() for _ in range(2)] == [Watched, type(None)]
+    assert graphs.stream == "own"
+    assert [stage.step() for _ in range(2)] == [Replay, Replay]
+
+
+def test_what_fails_twice_is_given_up(graphs: Graphs) -> None:
+    stage, graphs.failing = Stage(), 2
+    assert [stage.step() for _ in range(4)] == [Watched, type(None), type(None), type(None)]
+    assert graphs.stream == "own"
+    assert "recording failed: RuntimeError: an operation is not permitted" in str(stage.recordings)
