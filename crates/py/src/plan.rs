@@ -169,13 +169,12 @@ const ITEMS: SettingNames =
 
 fn no_plan(error: SearchError) -> PyErr {
     let class = error.class();
-    match error {
-        SearchError::DoesNotFit(shortage) => {
-            let worded: Box<dyn Error> = shortage.in_words(&ITEMS).into();
-            class.exception(&*worded)
-        }
-        error => class.exception(&error),
-    }
+    let worded: Box<dyn Error> = match error {
+        SearchError::DoesNotFit(shortage) => shortage.in_words(&ITEMS).into(),
+        SearchError::Stopped => format!("{error} (search_timeout_s)").into(),
+        error => error.into(),
+    };
+    class.exception(&*worded)
 }
 
 /// What the core needs beside a Graph and a Cluster.

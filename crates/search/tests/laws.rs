@@ -106,6 +106,14 @@ fn a_limited_search_says_so_and_gives_what_it_has() {
     }
 }
 
+/// More time would not help.
+#[test]
+fn a_limited_search_tells_what_is_short_where_nothing_fits() {
+    let limits = Limits { time_ms: Some(0), ..Limits::default() };
+    let found = plan(&encoder(12, 256, 64, 5000), &two_nodes(8), &[], &Settings { limits, ..settings(8, 32, 10) });
+    assert!(matches!(found, Err(SearchError::DoesNotFit(_))));
+}
+
 /// Four Stages, with everything asked for that follows the search.
 #[test]
 fn what_follows_the_search_ends_in_time_too() {

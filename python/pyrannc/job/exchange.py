@@ -35,6 +35,11 @@ def start_exchange(
     return dist.batch_isend_irecv(operations) if operations else []
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """The same numbers as they are sent, one behind the other: a view may leave it to who reads to conjugate them."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
 def as_sent(tensor: Tensor) -> Tensor:
     """The same memory with an element type that every back end can send."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

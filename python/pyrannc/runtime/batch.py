@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyrannc.core.partition import RowDim
 from pyrannc.core.program import Exchange, Kind, Parcel, RankProgram, Rows, Transfer
-from pyrannc.job.exchange import Work
+from pyrannc.job.exchange import Work, dense
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.rows import join_rows, local_rows, take_rows
 
@@ -84,7 +84,7 @@ class Batch:
                 return self._of_stage(outputs, value, microbatch, rows, self._made[value])
             return self._of_stage(input_grads, value, microbatch, rows, self._input_dim(value))
 
-        sends = [(peer, part(value, rows).contiguous()) for peer, value, rows in self._moving(kind, exchange.sends)]
+        sends = [(peer, dense(part(value, rows))) for peer, value, rows in self._moving(kind, exchange.sends)]
         receives = []
         for peer, value, rows in self._moving(kind, exchange.recvs):
             facts = self._facts.values[value]

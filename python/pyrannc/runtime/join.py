@@ -11,7 +11,7 @@ from pyrannc.call.whole_batch import BatchRows
 from pyrannc.core.graph import ValueFacts
 from pyrannc.core.partition import RowDim
 from pyrannc.job import process
-from pyrannc.job.exchange import Group, Work, as_sent, give_to_others, start_sum, sum_over_ranks
+from pyrannc.job.exchange import Group, Work, as_sent, dense, give_to_others, start_sum, sum_over_ranks
 from pyrannc.runtime.rows import take_rows
 
 
@@ -39,7 +39,7 @@ class Joiner:
             return tensor
         first = process.get_rank() == 0
         size = list(tensor.shape if shape is None else shape)
-        given = tensor.detach().clone(memory_format=torch.contiguous_format) if first else None
+        given = dense(tensor.detach()).clone() if first else None
         if given is None:
             given = torch.empty(size, dtype=tensor.dtype, device=self._device)
         give_to_others(torch.view_as_real(given) if given.is_complex() else given, 0)
@@ -49,7 +49,7 @@ class Joiner:
         """A tensor of every rank, summed over the ranks where each has rows of its own."""
         if not self._rows.gathered or process.get_world_size() == 1:
             return tensor
-        tensor = tensor.contiguous()
+        tensor = dense(tensor)
         sum_over_ranks(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
         return tensor
 

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pyrannc.blocks.split_backward import SplitBackward
 from pyrannc.core.partition import InputPart
 from pyrannc.core.program import Piece, RankProgram, Recv, Rows, Send
-from pyrannc.job.exchange import Work
+from pyrannc.job.exchange import Work, dense
 from pyrannc.runtime.batch import Batch
 from pyrannc.runtime.context import StageContext
 from pyrannc.runtime.prologue import Prologue
@@ -288,7 +288,7 @@ class Seat:
         for piece in message.pieces:
             row_dim = self._context.parts.crossings[piece.value].row_dim
             rows = (piece.rows[0] - first, piece.rows[1] - first)
-            tensors.append(take_rows(source[piece.value], row_dim, rows).contiguous())
+            tensors.append(dense(take_rows(source[piece.value], row_dim, rows)))
         self._context.channels.send(message.peer, tensors, microbatch=message.microbatch, window=window)
         if message.kind == "value":
             self._let_go_of_sent(message.microbatch)

@@ -142,11 +142,7 @@ impl<'a> Planner<'a> {
     fn outcome(&self) -> Result<Outcome, SearchError> {
         let solver = self.solver(self.settings);
         let cases = solver.cases(&self.settings.microbatch_candidates()?);
-        let solved = solver.solve(&cases).map_err(|stop| match stop {
-            Stop::Complete => self.shortage(),
-            Stop::Candidates | Stop::Time => SearchError::Stopped,
-            Stop::Told => SearchError::Told,
-        })?;
+        let solved = solver.solve(&cases).map_err(|stop| self.none_found(stop))?;
         self.go_on()?;
         let (fastest, fastest_plan) = self.fastest(self.settings, &solved)?;
         let (taken, plan) = self.simplest(&solver, &cases, &solved, (fastest, &fastest_plan))?;
@@ -370,14 +366,28 @@ impl<'a> Planner<'a> {
         Some(plan.predicted.step_us)
     }
 
-    fn shortage(&self) -> SearchError {
+    /// Why a search with this end found no Plan. More time or candidates help where something fits.
+    fn none_found(&self, stop: Stop) -> SearchError {
+        let (pricing, savers) = (self.leanest_pricing(), Saver::most(&self.settings.savers));
+        match stop {
+            Stop::Told => SearchError::Told,
+            Stop::Candidates | Stop::Time if fits(&pricing, &self.rough, &savers) => SearchError::Stopped,
+            Stop::Candidates | Stop::Time | Stop::Complete => self.shortage(&pricing),
+        }
+    }
+
+    /// With the most microbatches, which take the least memory.
+    fn leanest_pricing(&self) -> Pricing<'_> {
         let settings = self.settings;
         let most = settings.microbatch_candidates().ok().and_then(|counts| counts.last().copied()).unwrap_or(1);
-        let schedule = settings.schedules()[0];
-        let pricing = Pricing::new(self.model.problem(self.cluster, settings), schedule, most);
+        Pricing::new(self.model.problem(self.cluster, settings), settings.schedules()[0], most)
+    }
+
+    fn shortage(&self, pricing: &Pricing<'_>) -> SearchError {
+        let settings = self.settings;
         let fitting = more(settings.savers).into_iter().filter(|(_, savers)| {
             let with = Saver::most(savers);
-            fits(&pricing, &self.rough, &with)
+            fits(pricing, &self.rough, &with)
         });
         let own = settings.savers.sharding;
         let (dividing, lacking): (Vec<_>, Vec<_>) = fitting.partition(|(_, savers)| savers.sharding != own);
@@ -385,7 +395,7 @@ impl<'a> Planner<'a> {
             divided: dividing.first().map(|(_, savers)| savers.sharding),
             would_fit: lacking.into_iter().map(|(what, _)| what).collect(),
         };
-        shortage(&pricing, &self.rough, help, |block| {
+        shortage(pricing, &self.rough, help, |block| {
             let OpRun { first, end } = self.model.blocks.blocks[block].ops;
             let place = self.graph.place(self.analysis.main_ops[first as usize]);
             let names = ModuleNames::new(self.graph, &self.analysis.main_ops);
