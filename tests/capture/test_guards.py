@@ -245,6 +245,7 @@ class Reads(nn.Module):
         super().__init__()
         self.tensors = {"scale": torch.ones(2)}
         self.numbers = np.array([1.0, np.nan])
+        self.share = np.float64(0.5)
 
     def by_method(self) -> float:
         return NUMBER
@@ -254,7 +255,7 @@ class Reads(nn.Module):
         return NUMBER
 
     def forward(self, x: Tensor, run: Callable[[Reads, Tensor], Tensor]) -> Tensor:
-        return run(self, x)
+        return run(self, x) * self.share
 
 
 def captured_in_a_script(run: Callable[[Reads, Tensor], Tensor]) -> tuple[Reads, ModuleGuards]:
@@ -293,6 +294,7 @@ def test_what_the_model_reads_is_seen_to_change(
 ) -> None:
     model, guards = captured_in_a_script(run)
     monkeypatch.setattr(HERE, "SCRIPT_STEPS", 1)
+    model.share = np.float64(model.share)
     assert guards.hold()
     change(model, monkeypatch)
     assert not guards.hold()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from types import FunctionType, MappingProxyType, ModuleType
@@ -178,9 +179,10 @@ def _kept(value: Any) -> Any:
         if len(value) > _WATCHED_ITEMS:
             return _SameLength(value)
         return copy.deepcopy(value) if is_plain(value) else copy.copy(value)
-    if hasattr(value, "__array_interface__") and not isinstance(value, Tensor) and value.size <= _WATCHED_ITEMS:
-        return _SameNumbers(value)
-    return value
+    # Where nobody has imported NumPy there are none of its arrays.
+    numpy = sys.modules.get("numpy")
+    is_array = numpy is not None and isinstance(value, numpy.ndarray)
+    return _SameNumbers(value) if is_array and value.size <= _WATCHED_ITEMS else value
 
 
 class _SameNumbers:
