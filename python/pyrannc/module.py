@@ -15,6 +15,7 @@ from pyrannc import config as configuration
 from pyrannc.call.agreed import AgreedCall
 from pyrannc.call.batch_arguments import BatchNames
 from pyrannc.call.row_lists import RowLists
+from pyrannc.call.shared_inputs import refuse_shared
 from pyrannc.call.stale import StaleAttributes
 from pyrannc.call.telling import (
     no_plan_for_both,
@@ -282,6 +283,7 @@ class RaNNCModule(DeployedModel):
             elements = sum(param.numel() for param in self.name_to_param.values())
             ops, params = len(variant.whole.facts.ops), len(variant.whole.facts.params)
             phases.note(f"{type(self.model).__name__}: {ops} ops, {params} parameters with {elements:,} elements")
+        agree.together(lambda: refuse_shared(call.tensors, variant.whole.captured.changed_inputs))
         if self._batch_arguments is None:
             variant.refuse_sequences(call.batch)
         self._stale.mark(variant)

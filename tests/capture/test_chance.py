@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from random import random as drawn_by_name
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -172,6 +173,10 @@ def made_anew_in_what_stays_whole(self: Any, x: Tensor) -> Tensor:
     return x * x.sum().item() * float(np.random.default_rng().random())
 
 
+def held_inside(self: Any, x: Tensor) -> Tensor:
+    return x * float(next(iter(vars(self.rng).values() if hasattr(self.rng, "__dict__") else self.rng)).random())
+
+
 def held_in_what_stays_whole(self: Any, x: Tensor) -> Tensor:
     return x * x.sum().item() * float(self.rng.random())
 
@@ -188,6 +193,8 @@ def made_of_a_seed(self: Any, x: Tensor) -> Tensor:
         (held, np.random.RandomState(0), 'from the generator "rng" of sub-module "1"'),
         (held_as_function, random.Random(0).random, 'from the generator "rng" of sub-module "1"'),
         (held_in_what_stays_whole, random.Random(0), 'from the generator "rng" of sub-module "1"'),
+        (held_inside, [random.Random(0)], 'from the generator "rng" of sub-module "1"'),
+        (held_inside, SimpleNamespace(own=np.random.default_rng(0)), 'from the generator "rng" of sub-module "1"'),
         (held_by_module, None, 'from the generator "RNG" of .*test_chance'),
         (made_anew, None, "makes a generator without a seed"),
         (made_anew_in_what_stays_whole, None, "makes a generator without a seed"),

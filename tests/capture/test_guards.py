@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -220,3 +222,79 @@ def test_hooks_of_torch_are_captured() -> None:
 
     found = captured(lambda _, x: x, change)
     assert {"0.inner.weight_g", "0.inner.weight_v"} <= set(found.params)
+
+
+class Knob:
+    """Its factor is the class's until an object has one."""
+
+    factor = 1.0
+
+
+NUMBER, TENSOR, OBJECT, OWN = 1.0, torch.ones(2), SimpleNamespace(inner=SimpleNamespace(factor=1.0)), Knob()
+SCRIPT_STEPS = 0
+
+
+def by_function() -> float:
+    return NUMBER
+
+
+class Reads(nn.Module):
+    """What it computes rests on values of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors = {"scale": torch.ones(2)}
+        self.numbers = np.array([1.0, np.nan])
+        self.share = np.float64(0.5)
+
+    def by_method(self) -> float:
+        return NUMBER
+
+    @property
+    def by_property(self) -> float:
+        return NUMBER
+
+    def forward(self, x: Tensor, run: Callable[[Reads, Tensor], Tensor]) -> Tensor:
+        return run(self, x) * self.share
+
+
+def captured_in_a_script(run: Callable[[Reads, Tensor], Tensor]) -> tuple[Reads, ModuleGuards]:
+    """The script reads a variable that the model does not."""
+    assert SCRIPT_STEPS >= 0
+    model = Reads()
+    found = capture(model, (torch.randn(4, 2), run), {}, device=torch.device("cpu"), rows=4)
+    return model, ModuleGuards(model, found.python_state)
+
+
+HERE = sys.modules[__name__]
+
+
+@pytest.mark.parametrize(
+    ("run", "change"),
+    [
+        (lambda _, x: x * NUMBER, lambda _, patch: patch.setattr(HERE, "NUMBER", 2.0)),
+        (lambda _, x: x * by_function(), lambda _, patch: patch.setattr(HERE, "NUMBER", 2.0)),
+        (lambda _, x: x * by_function(), lambda _, patch: patch.setattr(HERE, "by_function", lambda: 2.0)),
+        (lambda _, x: x * next(NUMBER for _ in range(1)), lambda _, patch: patch.setattr(HERE, "NUMBER", 2.0)),
+        (lambda model, x: x * model.by_method(), lambda _, patch: patch.setattr(HERE, "NUMBER", 2.0)),
+        (lambda model, x: x * model.by_property, lambda _, patch: patch.setattr(HERE, "NUMBER", 2.0)),
+        (lambda _, x: x * TENSOR, lambda _, patch: patch.setattr(HERE, "TENSOR", torch.zeros(2))),
+        (lambda _, x: x * OBJECT.inner.factor, lambda _, patch: patch.setattr(OBJECT.inner, "factor", 2.0)),
+        (lambda _, x: x * OBJECT.inner.factor, lambda _, patch: patch.setattr(OBJECT, "inner", Knob())),
+        (lambda _, x: x * HERE.OBJECT.inner.factor, lambda _, patch: patch.setattr(HERE, "OBJECT", None)),
+        (lambda _, x: x * OWN.factor, lambda _, patch: patch.setattr(OWN, "factor", 2.0)),
+        (lambda _, x: x * OWN.factor, lambda _, patch: patch.setattr(Knob, "factor", 2.0)),
+        (lambda _, x: x * Knob.factor, lambda _, patch: patch.setattr(Knob, "factor", 2.0)),
+        (lambda model, x: x * model.tensors["scale"], lambda model, _: model.tensors.update(scale=torch.zeros(2))),
+        (lambda model, x: x * model.numbers[0], lambda model, _: model.numbers.put(0, 2.0)),
+    ],
+)
+def test_what_the_model_reads_is_seen_to_change(
+    run: Callable[[Reads, Tensor], Tensor], change: Callable[[Any, Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, guards = captured_in_a_script(run)
+    monkeypatch.setattr(HERE, "SCRIPT_STEPS", 1)
+    model.share = np.float64(model.share)
+    assert guards.hold()
+    change(model, monkeypatch)
+    assert not guards.hold()

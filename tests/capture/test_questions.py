@@ -128,3 +128,20 @@ def test_a_buffer_answers_where_nothing_small_can_stay_whole() -> None:
 def test_a_buffer_that_the_call_changes_does_not_answer_for_others() -> None:
     captured = capture(AsksBuffer(counts=True), (torch.randn(3, _ROWS),), {}, device=torch.device("cpu"), rows=3)
     assert [assumption.question for assumption in captured.assumptions] == [None]
+
+
+class TakesCount(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner = nn.Linear(_ROWS, _ROWS)
+        self.register_buffer("count", torch.tensor(2, dtype=dtype))
+        self.count: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + x[:, : int(self.count)].sum(1, keepdim=True) * float(self.count)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_the_number_in_a_buffer_without_dimensions_is_read_at_each_call(dtype: torch.dtype) -> None:
+    captured = capture(TakesCount(dtype), (torch.randn(3, _ROWS),), {}, device=torch.device("cpu"), rows=3)
+    assert captured.kept_whole

@@ -476,6 +476,23 @@ def test_a_name_that_fits_nothing_is_refused(option: str, name: str) -> None:
         capture(Net(Experts()), args, kwargs, device=CPU, rows=ROWS, options=CaptureOptions(**{option: (name,)}))
 
 
+class ByNumber(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](self.layers[0](x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("option", ["leaf_modules", "row_wise_modules"])
+@pytest.mark.parametrize("name", ["layers", "*layers"])
+def test_what_nothing_calls_is_refused(option: str, name: str) -> None:
+    own = CaptureOptions(**{option: (name,)})
+    with pytest.raises(CaptureError, match=rf"{option}.*is a ModuleList, which has no forward.*layers\.\*'"):
+        capture(ByNumber(), (torch.ones(ROWS, WIDTH),), {}, device=CPU, rows=ROWS, options=own)
+
+
 def test_trials_compute_with_all_digits() -> None:
     seen: set[str] = set()
 

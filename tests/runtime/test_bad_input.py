@@ -51,6 +51,36 @@ def on_second_rank(here: Any, elsewhere: Any) -> Any:
     return here if process.get_rank() == 1 else elsewhere
 
 
+class AddsInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x += 1
+        return self.linear(x) * y  # type: ignore[no-any-return]
+
+
+def given_twice() -> list[Told]:
+    found = []
+    for first in (True, False):
+        module = pyrannc.RaNNCModule(AddsInPlace())
+        x = torch.randn(2, 2 * WIDTH)
+        if not first:
+            module(x[:, :WIDTH], x[:, WIDTH:])
+        whole = x[:, :WIDTH]
+        found.append(told(lambda module=module, whole=whole: module(whole, whole)))
+    return found
+
+
+def test_a_tensor_that_is_given_twice_is_not_changed_in_place(ranks: Ranks) -> None:
+    for errors in ranks(2).run(given_twice):
+        for kind, text in errors:
+            assert kind == "InputError"
+            assert "changes tensor 0 of the arguments in place" in text
+            assert "x.clone()" in text
+
+
 def different_depths() -> Told:
     module = pyrannc.RaNNCModule(Chain(on_second_rank(4, 5)))
     return told(lambda: module(torch.randn(2, WIDTH)))

@@ -278,13 +278,16 @@ HIDDEN = SimpleNamespace(factor=1.0)
 
 
 class Hidden(nn.Module):
+    """What it reads no guard sees."""
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.factor = lambda: HIDDEN.factor
         self.kept: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.first(x)) * HIDDEN.factor
+        y = torch.tanh(self.first(x)) * self.factor()
         self.kept = y
         return self.last(y)  # type: ignore[no-any-return]
 

@@ -14,6 +14,7 @@ from pyrannc.call.batch_arguments import Arguments, BatchArguments, PerRow
 from pyrannc.call.data_guards import Answers
 from pyrannc.call.equal import Fingerprint, HyperParameters, combined, whole_inputs
 from pyrannc.call.param_guards import ParamGuards
+from pyrannc.call.shared_inputs import refuse_shared
 from pyrannc.call.variant import CallKey, Variant, Variants
 from pyrannc.call.whole_batch import BatchRows
 from pyrannc.capture import signature
@@ -181,6 +182,7 @@ class Agreement:
             own.equal = own.equal + whole_inputs(call.tensors, lambda: call.names, per_row, calls)
         if own.variant is None:
             return
+        refuse_shared(call.tensors, own.variant.whole.captured.changed_inputs)
         own.number, own.drawn = own.variant.number, self.draw(own.variant)
 
     def draw(self, variant: Variant) -> int:

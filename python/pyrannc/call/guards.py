@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
 from operator import itemgetter
 from types import FunctionType, MappingProxyType, ModuleType
@@ -141,10 +142,12 @@ class _Watched:
                     self._add(self._proxies.setdefault(kind, vars(kind)), name, 0)
                 return
 
-    def add_global(self, held: dict[str, Any], name: str) -> None:
-        """A global variable that code of the user names."""
+    def add_global(self, held: _Holder, name: str) -> None:
+        """A global variable, or an attribute of an object in one, there or not."""
         if name in held:
             self._add(held, name, _WATCHED_DEPTH)
+        else:
+            self.absent.setdefault(id(held), (held, set()))[1].add(name)
 
     def _add(self, holder: _Holder, name: str, depth: int) -> None:
         value = holder[name]
@@ -172,9 +175,31 @@ def _snapshot(found: Any, count: int) -> Any:
 
 def _kept(value: Any) -> Any:
     """What a later value is compared with."""
-    if isinstance(value, (dict, list, set)) and len(value) > _WATCHED_ITEMS:
-        return _SameLength(value)
-    return copy.deepcopy(value) if isinstance(value, (dict, list, set)) and is_plain(value) else value
+    if isinstance(value, (dict, list, set)):
+        if len(value) > _WATCHED_ITEMS:
+            return _SameLength(value)
+        return copy.deepcopy(value) if is_plain(value) else copy.copy(value)
+    # Where nobody has imported NumPy there are none of its arrays.
+    numpy = sys.modules.get("numpy")
+    is_array = numpy is not None and isinstance(value, numpy.ndarray)
+    return _SameNumbers(value) if is_array and value.size <= _WATCHED_ITEMS else value
+
+
+class _SameNumbers:
+    """Equals one array of NumPy for as long as it has the same numbers."""
+
+    __array_ufunc__ = None
+    """NumPy leaves comparisons to this class."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self._numbers = array.tobytes()
+
+    def __eq__(self, other: object) -> bool:
+        return self._array.tobytes() == self._numbers and other is self._array
+
+    def __hash__(self) -> int:
+        return id(self._array)
 
 
 class _SameLength:

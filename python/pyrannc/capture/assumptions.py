@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pyrannc.errors import RaNNCError
 
+from .global_reads import GlobalRead
 from .lacking import Lacking
 from .source import Place
 
@@ -121,11 +122,11 @@ class PythonState:
     Attributes:
         read: what it asked for, there or not.
         written: what it set without having read it.
-        globals: the global variables that code of the user names, with where they stand.
+        globals: the global variables that code of the user reads, and attributes of objects in them.
         strangers: modules that it called and that are no sub-modules of the model.
     """
 
     read: list[Attribute]
     written: list[Attribute]
-    globals: list[tuple[dict[str, Any], str]]
+    globals: list[GlobalRead]
     strangers: list[nn.Module]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import dis
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from pyrannc.errors import CaptureError
 
 from .assumptions import Attribute, PythonState
 from .flatten import flatten
+from .global_reads import GlobalReads
 from .source import Place, SourceTracker
 from .torch_internals import FakeTensor, attribute_access
 from .untraceable import UntraceableError
@@ -186,18 +186,20 @@ class AttributeLog:
             for (module, name), is_read in self._read_first.items()
             if is_read and module in modules
         ]
-        return PythonState(read, self.written, _globals(self._tracker.codes), [*self._tracker.strangers.values()])
+        own = [function for attribute in read for function in _functions(attribute)]
+        found = GlobalReads(self._tracker.codes, own)
+        return PythonState(read, self.written, [*found], [*self._tracker.strangers.values()])
 
 
-def _globals(codes: Mapping[CodeType, dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
-    """The global variables with plain values that code reads."""
-    found: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
-    for code, held in codes.items():
-        for instruction in dis.get_instructions(code):
-            name = instruction.argval
-            if instruction.opname == "LOAD_GLOBAL" and name in held and is_plain(held[name]):
-                found[id(held), name] = held, name
-    return list(found.values())
+def _functions(attribute: Attribute) -> Iterator[FunctionType]:
+    """What runs where an attribute is a method or a property."""
+    for kind in type(attribute.module).__mro__:
+        if attribute.name in vars(kind):
+            value = vars(kind)[attribute.name]
+            value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            if isinstance(value, FunctionType):
+                yield value
+            return
 
 
 def _kept(path: str, module: nn.Module) -> _Kept:

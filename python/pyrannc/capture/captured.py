@@ -49,6 +49,7 @@ class Captured:
         row_wise: of each group, then of each call that was tried, whether it treats each row by itself.
         shown_rows: as many rows trials had memory for, of groups that they show.
         covered_rows: for batches of how many rows trials stand; None where none has shown anything.
+        changed_inputs: which of the input tensors the forward changes in place.
         can_be_groups: whether calls of some sub-modules can be tried as groups.
         tested_together: sub-modules that are groups because trials say so.
     """
@@ -76,6 +77,7 @@ class Captured:
     row_wise: tuple[bool, ...]
     shown_rows: int
     covered_rows: int | None
+    changed_inputs: frozenset[int]
     can_be_groups: Callable[[Sequence[str]], bool] = field(repr=False)
     tested_together: tuple[KeptWhole, ...] = ()
 
@@ -272,6 +274,7 @@ def capture(
         row_wise=tuple(lowered.row_wise),
         shown_rows=lowered.shown_rows,
         covered_rows=lowered.covered_rows,
+        changed_inputs=_changed_inputs(traced),
         can_be_groups=partial(can_be_groups, cleaned, traced.reader),
     )
 
@@ -305,6 +308,12 @@ def _without_changed_buffers(traced: Trace) -> list[Assumption]:
         else item
         for item in traced.assumptions
     ]
+
+
+def _changed_inputs(traced: Trace) -> frozenset[int]:
+    changed, placeholders = _changed(traced.gm), [node for node in traced.gm.graph.nodes if node.op == "placeholder"]
+    inputs = placeholders[len(traced.params.names) + len(traced.buffers.names) :]
+    return frozenset(place for place, node in enumerate(inputs) if node in changed)
 
 
 def _changed(gm: fx.GraphModule) -> dict[fx.Node, fx.Node]:

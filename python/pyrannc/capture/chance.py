@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -24,6 +25,8 @@ _NUMPY = "numpy.random"
 _ADVICE = "use torch's (torch.rand), or pass the number as a tensor argument"
 _NO_DRAWS = {"seed", "getstate", "setstate", "get_state", "set_state"}
 _WORD = (1 << 32) - 1
+_MOST_ITEMS = 64
+"""Of a container, among which a generator is looked for."""
 _SEEDS = (35, 47468, 225219, 375, 140)
 """Of trials: both generators begin near 1/2, 0, 1, 1/4 and 3/4 of what they may give, so that a branch is taken by one
 trial and left by another."""
@@ -121,13 +124,14 @@ class OtherGenerators:
     """The generators of ``random`` and ``numpy.random``, and those that a model's code holds.
 
     These are attributes of its sub-modules, and variables of the Python modules in which their classes stand: such a
-    generator, or a method of one.
+    generator, a method of one, or what holds one.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._held = [
             (f"the generator {name}", value)
-            for name, item in itertools.chain(_attributes(model), _variables(model))
+            for name, found in itertools.chain(_attributes(model), _variables(model))
+            for item in (found, *itertools.islice(_inside(found), _MOST_ITEMS))
             if _is_generator(value := getattr(item, "__self__", item))
         ]
 
@@ -210,6 +214,16 @@ def _variables(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for module in dict.fromkeys(type(module).__module__ for module in model.modules()):
         for name, value in list(vars(sys.modules.get(module, object)).items()):
             yield f'"{name}" of {module}', value
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """What a container or an object of the user holds."""
+    if isinstance(value, dict):
+        yield from value.values()
+    elif isinstance(value, (list, tuple)):
+        yield from value
+    elif not isinstance(value, (nn.Module, type, ModuleType, FunctionType)):
+        yield from getattr(value, "__dict__", {}).values()
 
 
 def _is_generator(value: Any) -> bool:

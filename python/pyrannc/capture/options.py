@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -33,25 +33,37 @@ class CaptureOptions:
         """The same for a model, with its sub-modules' paths for patterns such as ``layers.*.experts``.
 
         Raises:
-            CaptureError: the model has none of a name.
+            CaptureError: the model has none of a name, or none that can be called.
         """
-        paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
-        whole = _expanded("leaf_modules", self.leaf_modules, paths)
-        by_itself = _expanded("row_wise_modules", self.row_wise_modules, paths)
+        modules = dict(model.named_modules(remove_duplicate=False))
+        whole = _expanded("leaf_modules", self.leaf_modules, modules)
+        by_itself = _expanded("row_wise_modules", self.row_wise_modules, modules)
         own = [path for path in by_itself if path not in whole]
         outermost = tuple(path for path in own if not any(path.startswith(f"{other}.") for other in own))
         return replace(self, leaf_modules=whole, row_wise_modules=outermost)
 
 
-def _expanded(option: str, names: Sequence[str], paths: Sequence[str]) -> tuple[str, ...]:
+def _expanded(option: str, names: Sequence[str], modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
     found: list[str] = []
     for name in names:
-        path = Part.of(name).path
-        like = fnmatch.filter(paths, path) if "*" in path else [name] * (path in paths)
+        part = Part.of(name)
+        path = part.path
+        like = fnmatch.filter(modules, path) if "*" in path else [name] * (path in modules)
         if not like:
             raise CaptureError(f"{option}: the model has no sub-module '{path}'")
+        if name == path and not any(_has_forward(modules[each]) for each in like):
+            kind = type(modules[like[0]]).__name__
+            raise CaptureError(
+                f"{option}: sub-module '{path}' is a {kind}, which has no forward, so nothing ever calls it: name what "
+                f"is called, '{path}.*' or the sub-module that holds it"
+            )
         found += like
     return tuple(dict.fromkeys(found))
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """False for a list of modules and the like."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 NO_OPTIONS = CaptureOptions()

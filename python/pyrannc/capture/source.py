@@ -147,11 +147,15 @@ class SourceTracker:
         return Place(self.module)
 
     def note_code(self) -> None:
-        """Notes what code of the user is running, with its global variables."""
+        """Notes what code of the user is running in the model, with its global variables."""
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code is not self.outermost:
+        running: dict[CodeType, dict[str, Any]] = {}
+        while frame is not None:
+            if frame.f_code is self.outermost:
+                self.codes.update(running)
+                return
             if frame.f_code not in self.codes and belongs_to_user(frame.f_code.co_filename):
-                self.codes[frame.f_code] = frame.f_globals
+                running[frame.f_code] = frame.f_globals
             frame = frame.f_back
 
     @contextmanager

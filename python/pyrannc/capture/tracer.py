@@ -186,7 +186,7 @@ class _Session:
         self.shape_env = BatchShapeEnv()
         self.shape_env.oracle = self.oracle
         self.shape_env.tracker = self.tracker
-        self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True)
+        self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True, export=True)
         self.leaf_paths = list(leaf_modules)
         self.leaf_paths += [path for path in scripted_modules(model) if not _inside(path, leaf_modules)]
 
