@@ -112,6 +112,22 @@ def test_what_is_returned_must_have_known_extents() -> None:
         captured(lambda net, x: x[x > 0])
 
 
+def test_what_an_operator_asks_of_chance_decides_nothing() -> None:
+    """A convolution asks whether there is anything."""
+
+    def convolved(net: Net, x: Tensor) -> Tensor:
+        drawn = torch.arange((torch.rand(()) < 0.5).long() * 4, dtype=x.dtype)
+        return x + F.conv1d(drawn[:, None, None], x.new_ones(1, 1, 1)).sum()
+
+    torch.manual_seed(0)
+    net, x, found = captured(convolved)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        expected = net(x)
+        torch.manual_seed(seed)
+        torch.testing.assert_close(found.gm(*net.parameters(), x)[0], expected)
+
+
 class Stripped(nn.Module):
     """Returns what masks choose, one of them beside another."""
 
