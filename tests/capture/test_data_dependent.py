@@ -112,6 +112,63 @@ def test_what_is_returned_must_have_known_extents() -> None:
         captured(lambda net, x: x[x > 0])
 
 
+@torch.jit.script
+def halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+def up_to_the_longest(net: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    return (torch.arange(lengths.max())[None] < lengths[:, None]).to(x.dtype)
+
+
+def added_to_what_is_as_long(net: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    return (x + up_to_the_longest(net, x, lengths)).sum(1)
+
+
+def scripted(net: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    return halved(up_to_the_longest(net, x, lengths)).sum(1)
+
+
+def scripted_beside(net: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    mask = up_to_the_longest(net, x, lengths)
+    return (mask + halved(mask)).sum(1)
+
+
+class Aligned(nn.Module):
+    def __init__(self, function: Callable[..., Any], width: int) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(width, width), function
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        return self.function(self, self.layer(x), lengths)
+
+
+@pytest.mark.parametrize(
+    ("function", "cause"),
+    [
+        (added_to_what_is_as_long, "takes an extent that data tell"),
+        (scripted, "what other rows would give the scripted function halved is not known"),
+        (scripted_beside, "what other rows would give the scripted function halved is not known"),
+    ],
+)
+@pytest.mark.parametrize("longest", [WIDTH, 12])
+def test_an_extent_that_data_tell_is_not_taken_for_another(
+    function: Callable[..., Any], cause: str, longest: int
+) -> None:
+    """Be it as many as the columns, or a multiple of the rows in this batch."""
+    net, x, lengths = Aligned(function, longest), torch.randn(ROWS, longest), torch.tensor([1, longest, 2, 2])
+    with pytest.raises(CaptureError, match=cause):
+        trace(net, (x, lengths), {}, CPU, ROWS, (1, 1))
+
+
+@pytest.mark.parametrize("function", [scripted, scripted_beside])
+def test_what_scripted_functions_make_of_extents_that_data_tell(function: Callable[..., Any]) -> None:
+    net, x = Aligned(function, WIDTH), torch.randn(ROWS, WIDTH)
+    found = capture(net, (x, torch.tensor([1, 12, 2, 2])), {}, device=CPU, rows=ROWS)
+    for lengths in (torch.tensor([3, 1, 2]), torch.tensor([1, 2, 15])):
+        torch.testing.assert_close(found.gm(*net.parameters(), x[:3], lengths)[0], net(x[:3], lengths))
+
+
 def test_what_an_operator_asks_of_chance_decides_nothing() -> None:
     """A convolution asks whether there is anything."""
 

@@ -499,6 +499,13 @@ class BatchShapeEnv(ShapeQuestions):
             return None
         return self.oracle.answer(expr)
 
+    def granted(self, symbol: sympy.Symbol, size: sympy.Expr) -> None:
+        """Raises UntraceableError: data of another batch may tell another extent, and nothing would ask them."""
+        if self.oracle is not None and self.oracle.attached:
+            here = self.tracker.here() if self.tracker is not None else Place("")
+            cause = f"it takes an extent that data tell ({symbol}) for {size}"
+            raise UntraceableError(f"{here}: {cause}", here, cause)
+
     def answered(self, expr: sympy.Basic) -> None:
         """Raises CaptureError when the answer fixes the batch size."""
         if self.batch_symbol is None or not self.is_fixed(self.batch_symbol):

@@ -266,7 +266,7 @@ class _Session:
             stack.enter_context(override_builtin_ops())
             stack.enter_context(lengths_as_sizes())
             stack.enter_context(opaque_autograd_functions())
-            stack.enter_context(opaque_script_functions(self.oracle, self.mode, self.sizes))
+            stack.enter_context(opaque_script_functions(*own))
             stack.enter_context(captured_tensor_hooks())
             stack.enter_context(traced_data())
             stack.enter_context(idle_module_moves())
