@@ -161,6 +161,15 @@ def test_an_extent_that_data_tell_is_not_taken_for_another(
         trace(net, (x, lengths), {}, CPU, ROWS, (1, 1))
 
 
+def test_what_the_model_itself_checks_of_an_extent_is_its_word() -> None:
+    def checked(net: Any, x: Tensor, lengths: Tensor) -> Tensor:
+        mask = up_to_the_longest(net, x, lengths)
+        torch._check(mask.shape[1] == x.shape[1])
+        return x + mask
+
+    trace(Aligned(checked, WIDTH), (torch.randn(ROWS, WIDTH), torch.tensor([1, 3, 2, 2])), {}, CPU, ROWS, (1, 1))
+
+
 @pytest.mark.parametrize("function", [scripted, scripted_beside])
 def test_what_scripted_functions_make_of_extents_that_data_tell(function: Callable[..., Any]) -> None:
     net, x = Aligned(function, WIDTH), torch.randn(ROWS, WIDTH)

@@ -282,6 +282,15 @@ class Oracle:
         self.assumptions.append(Assumption(str(expr), str(answer), here, assumed, again, answer))
         return answer
 
+    def refuse_granted(self, symbol: sympy.Symbol, size: sympy.Expr) -> None:
+        """Raises UntraceableError for what an operator takes an extent of data for: nothing would ask later data.
+
+        What the model itself checks of it (``torch._check``) is its word.
+        """
+        if self._in_operator:
+            here, cause = self._tracker.here(), f"it takes an extent that data tell ({symbol}) for {size}"
+            raise UntraceableError(f"{here}: {cause}", here, cause)
+
     def _by_chance(self, origins: dict[sympy.Basic, Any]) -> bool:
         """True for what random numbers alone decide."""
         return all(
@@ -500,11 +509,9 @@ class BatchShapeEnv(ShapeQuestions):
         return self.oracle.answer(expr)
 
     def granted(self, symbol: sympy.Symbol, size: sympy.Expr) -> None:
-        """Raises UntraceableError: data of another batch may tell another extent, and nothing would ask them."""
+        """Tells the oracle, once it is there."""
         if self.oracle is not None and self.oracle.attached:
-            here = self.tracker.here() if self.tracker is not None else Place("")
-            cause = f"it takes an extent that data tell ({symbol}) for {size}"
-            raise UntraceableError(f"{here}: {cause}", here, cause)
+            self.oracle.refuse_granted(symbol, size)
 
     def answered(self, expr: sympy.Basic) -> None:
         """Raises CaptureError when the answer fixes the batch size."""
