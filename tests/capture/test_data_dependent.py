@@ -112,6 +112,88 @@ def test_what_is_returned_must_have_known_extents() -> None:
         captured(lambda net, x: x[x > 0])
 
 
+@torch.jit.script
+def halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+def up_to_the_longest(net: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    return (torch.arange(lengths.max())[None] < lengths[:, None]).to(x.dtype)
+
+
+def added_to_what_is_as_long(net: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    return (x + up_to_the_longest(net, x, lengths)).sum(1)
+
+
+def scripted(net: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    return halved(up_to_the_longest(net, x, lengths)).sum(1)
+
+
+def scripted_beside(net: Any, x: Tensor, lengths: Tensor) -> Tensor:
+    mask = up_to_the_longest(net, x, lengths)
+    return (mask + halved(mask)).sum(1)
+
+
+class Aligned(nn.Module):
+    def __init__(self, function: Callable[..., Any], width: int) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(width, width), function
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        return self.function(self, self.layer(x), lengths)
+
+
+@pytest.mark.parametrize(
+    ("function", "cause"),
+    [
+        (added_to_what_is_as_long, "takes an extent that data tell"),
+        (scripted, "what other rows would give the scripted function halved is not known"),
+        (scripted_beside, "what other rows would give the scripted function halved is not known"),
+    ],
+)
+@pytest.mark.parametrize("longest", [WIDTH, 12])
+def test_an_extent_that_data_tell_is_not_taken_for_another(
+    function: Callable[..., Any], cause: str, longest: int
+) -> None:
+    """Be it as many as the columns, or a multiple of the rows in this batch."""
+    net, x, lengths = Aligned(function, longest), torch.randn(ROWS, longest), torch.tensor([1, longest, 2, 2])
+    with pytest.raises(CaptureError, match=cause):
+        trace(net, (x, lengths), {}, CPU, ROWS, (1, 1))
+
+
+def test_what_the_model_itself_checks_of_an_extent_is_its_word() -> None:
+    def checked(net: Any, x: Tensor, lengths: Tensor) -> Tensor:
+        mask = up_to_the_longest(net, x, lengths)
+        torch._check(mask.shape[1] == x.shape[1])
+        return x + mask
+
+    trace(Aligned(checked, WIDTH), (torch.randn(ROWS, WIDTH), torch.tensor([1, 3, 2, 2])), {}, CPU, ROWS, (1, 1))
+
+
+@pytest.mark.parametrize("function", [scripted, scripted_beside])
+def test_what_scripted_functions_make_of_extents_that_data_tell(function: Callable[..., Any]) -> None:
+    net, x = Aligned(function, WIDTH), torch.randn(ROWS, WIDTH)
+    found = capture(net, (x, torch.tensor([1, 12, 2, 2])), {}, device=CPU, rows=ROWS)
+    for lengths in (torch.tensor([3, 1, 2]), torch.tensor([1, 2, 15])):
+        torch.testing.assert_close(found.gm(*net.parameters(), x[:3], lengths)[0], net(x[:3], lengths))
+
+
+def test_what_an_operator_asks_of_chance_decides_nothing() -> None:
+    """A convolution asks whether there is anything."""
+
+    def convolved(net: Net, x: Tensor) -> Tensor:
+        drawn = torch.arange((torch.rand(()) < 0.5).long() * 4, dtype=x.dtype)
+        return x + F.conv1d(drawn[:, None, None], x.new_ones(1, 1, 1)).sum()
+
+    torch.manual_seed(0)
+    net, x, found = captured(convolved)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        expected = net(x)
+        torch.manual_seed(seed)
+        torch.testing.assert_close(found.gm(*net.parameters(), x)[0], expected)
+
+
 class Stripped(nn.Module):
     """Returns what masks choose, one of them beside another."""
 

@@ -86,6 +86,23 @@ def test_part_of_a_batch_does_not_answer() -> None:
         capture(Asks(whole_number), (x,), {}, device=torch.device("cpu"), rows=_ROWS, answers=Answering(True))
 
 
+def test_nothing_is_traced_after_a_question_that_part_of_a_batch_does_not_answer() -> None:
+    asked: list[Tensor] = []
+
+    def caught(x: Tensor) -> object:
+        asked.append(x)
+        try:
+            return whole_number(x)
+        finally:
+            asked.append(x)
+
+    x = torch.randn(_ROWS, 3)
+    model = nn.Sequential(Asks(caught), Asks(caught))
+    with pytest.raises(PartOfBatchError, match="test_questions"):
+        capture(model, (x,), {}, device=torch.device("cpu"), rows=_ROWS, answers=Answering(True))
+    assert len(asked) == 2
+
+
 def test_answers_from_before_are_taken_again() -> None:
     x = torch.randn(_ROWS, _ROWS)
     first = capture(Asks(whole_number), (x,), {}, device=torch.device("cpu"), rows=_ROWS)

@@ -231,6 +231,10 @@ def test_fake_of_packed_rows() -> None:
 
 class Asked(internals.ShapeQuestions):
     asked, watched = 0, 0
+    taken: Any = None
+
+    def granted(self, symbol: Any, size: Any) -> None:
+        self.taken = size
 
     def answer(self, expr: Any) -> Any:
         self.asked += 1
@@ -256,6 +260,11 @@ def test_ShapeQuestions() -> None:
 
     assert targets(traced(call, X, mode=mode)).count(torch.ops.aten.mul.Tensor) == 1
     assert env.watched >= 2
+    # An operator takes an extent of data for that of what it is added to; one of others is still free.
+    traced(lambda x: torch.arange((x > 0).sum()) + torch.arange((x > 1).sum()), X, mode=mode)
+    assert env.taken is None
+    traced(lambda x: torch.arange((x > 0).sum()) + x[0], X, mode=mode)
+    assert env.taken == 2
     # Without an answer, torch's own error stays.
     with pytest.raises(Exception, match="data-dependent"):
         traced(lambda x: x if (x > 0).all() else -x, X)

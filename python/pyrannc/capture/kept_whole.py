@@ -243,7 +243,7 @@ class WholeCall:
             # Extents in lists of rows are no numbers to make up: the whole batch shows what it can.
             tried.row_wise = False
             if not any(tried.gradients):
-                oracle.asked_rows = oracle.asked_rows or Place(self._part.path)
+                oracle.ask_rows(Place(self._part.path))
                 with real_execution(), self._trials.unwatched():
                     tried.row_wise = self._trials.sizes.are_apart(run, reals, operands, made, oracle.rows)
         self._examine(tried)

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from pyrannc.errors import CaptureError
 
-from .assumptions import Assumption, HeldBuffer
+from .assumptions import Assumption, HeldBuffer, PartOfBatchError
 from .autocast import no_autocast
 from .chance import trial_draws
 from .facts import memory, written_memory
@@ -88,10 +88,10 @@ class Oracle:
         batch: what questions are about.
         answered: answers to take where the same is asked again, instead of those of the batch.
         assumes: answers that no later call can check are taken all the same.
+        part_of_batch: there are more rows than those of the batch.
 
     Attributes:
         assumptions: the answers so far.
-        asked_rows: where the model has first asked for something that depends on rows of the batch.
     """
 
     def __init__(
@@ -102,9 +102,11 @@ class Oracle:
         answered: Sequence[Assumption] = (),
         *,
         assumes: bool = True,
+        part_of_batch: bool = False,
     ) -> None:
         self.assumptions: list[Assumption] = []
-        self.asked_rows: Place | None = None
+        self._part_of_batch = part_of_batch
+        self._asked_rows: Place | None = None
         self._tracker = tracker
         self._device = device
         self._batch = batch
@@ -233,19 +235,34 @@ class Oracle:
                 return torch.randn(shape, dtype=fake.dtype, device=self._device)
             return torch.zeros(shape, dtype=fake.dtype, device=self._device)
 
+    def ask_rows(self, here: Place) -> None:
+        """Notes that an answer depends on rows of the batch.
+
+        Raises:
+            PartOfBatchError: it may not be that of the whole batch, so that the rest of the trace would be in vain.
+        """
+        self._asked_rows = self._asked_rows or here
+        self.refuse_part_of_batch()
+
+    def refuse_part_of_batch(self) -> None:
+        """Raises PartOfBatchError if an answer may not be that of the whole batch: the model may have caught it."""
+        if self._part_of_batch and self._asked_rows is not None:
+            raise PartOfBatchError(f"{self._asked_rows} asks for what only the whole batch tells")
+
     def answer(self, expr: sympy.Basic) -> sympy.Basic:
         """The value of a data-dependent expression for the batch; recorded as an assumption."""
         origins = {symbol: self._origin(symbol) for symbol in sorted(expr.free_symbols, key=str)}
         here, assumed = self._tracker.here(), False
         slices = {symbol: (self._slice_of(node), read) for symbol, (node, read) in origins.items()}
         if any(node in self._with_rows for nodes, _ in slices.values() for node in nodes):
-            self.asked_rows = self.asked_rows or here
+            self.ask_rows(here)
         answer = self._answer_before(expr, here)
         if answer is None:
             try:
                 values = {symbol: read(self._value(node, self._asked)) for symbol, (node, read) in origins.items()}
                 answer = expr.subs(values)
-                self._refuse_chance(expr, origins, answer)
+                if not self._in_operator:
+                    self._refuse_chance(expr, origins, answer)
             except NoDataError:
                 answer = expr.subs({symbol: _usual_answer(node) for symbol, (node, _) in origins.items()})
                 assumed = True
@@ -264,6 +281,15 @@ class Oracle:
             again = question(expr, answer, slices, *own)
         self.assumptions.append(Assumption(str(expr), str(answer), here, assumed, again, answer))
         return answer
+
+    def refuse_granted(self, symbol: sympy.Symbol, size: sympy.Expr) -> None:
+        """Raises UntraceableError for what an operator takes an extent of data for: nothing would ask later data.
+
+        What the model itself checks of it (``torch._check``) is its word.
+        """
+        if self._in_operator:
+            here, cause = self._tracker.here(), f"it takes an extent that data tell ({symbol}) for {size}"
+            raise UntraceableError(f"{here}: {cause}", here, cause)
 
     def _by_chance(self, origins: dict[sympy.Basic, Any]) -> bool:
         """True for what random numbers alone decide."""
@@ -481,6 +507,11 @@ class BatchShapeEnv(ShapeQuestions):
         if self.oracle is None or not self.oracle.attached:
             return None
         return self.oracle.answer(expr)
+
+    def granted(self, symbol: sympy.Symbol, size: sympy.Expr) -> None:
+        """Tells the oracle, once it is there."""
+        if self.oracle is not None and self.oracle.attached:
+            self.oracle.refuse_granted(symbol, size)
 
     def answered(self, expr: sympy.Basic) -> None:
         """Raises CaptureError when the answer fixes the batch size."""

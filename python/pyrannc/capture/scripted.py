@@ -17,7 +17,9 @@ from .fallback import BatchSizes, insert_node
 from .flatten import flatten
 from .leaf import OpaqueCall, unchanged
 from .oracle import Oracle, real_execution
+from .source import SourceTracker
 from .torch_internals import SCRIPT_CALL, FakeTensorMode, current_tracer, functorch_is_active, proxy_of
+from .untraceable import UntraceableError
 
 _WITH_EFFECTS = ("aten::manual_seed", "aten::seed", "aten::set_grad_enabled", "prim::Print", "prim::PythonOp")
 
@@ -33,7 +35,9 @@ def scripted_modules(model: nn.Module) -> list[str]:
 
 
 @contextmanager
-def opaque_script_functions(oracle: Oracle, mode: FakeTensorMode, sizes: BatchSizes) -> Iterator[None]:
+def opaque_script_functions(
+    oracle: Oracle, mode: FakeTensorMode, sizes: BatchSizes, tracker: SourceTracker
+) -> Iterator[None]:
     """Keeps calls of scripted functions whole while active."""
     original = SCRIPT_CALL.original
     # Code alone does not tell what a call does: constants and autocast do as well.
@@ -55,6 +59,11 @@ def opaque_script_functions(oracle: Oracle, mode: FakeTensorMode, sizes: BatchSi
             oracle.sample_of(proxy.node) if proxy is not None else operand
             for proxy, operand in zip(proxies, operands, strict=True)
         ]
+
+        def longer(more: int) -> list[Any]:
+            pairs = zip(proxies, operands, strict=True)
+            return [o if p is None else oracle.longer_value_of(p.node, more) for p, o in pairs]
+
         wants: list[bool] = []
 
         def tried(tensors: Sequence[Any]) -> Any:
@@ -67,7 +76,10 @@ def opaque_script_functions(oracle: Oracle, mode: FakeTensorMode, sizes: BatchSi
 
         enabled = torch.is_grad_enabled()
         with real_execution(), unchanged(reals, f"the scripted function {name}"), torch.set_grad_enabled(enabled):
-            made = sizes.at_two_sizes(tried, reals, operands)
+            made = sizes.at_two_sizes(tried, reals, operands, longer)
+        if made.second is None:
+            here, cause = tracker.here(), f"what other rows would give the scripted function {name} is not known"
+            raise UntraceableError(f"{here}: {cause}", here, cause)
         fakes = sizes.fakes(made, operands[0].device, wants, mode)
         arguments = tuple(p if p is not None else o for p, o in zip(proxies, operands, strict=True))
         whole = isinstance(made.first, Tensor)

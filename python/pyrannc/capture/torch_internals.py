@@ -242,6 +242,9 @@ class ShapeQuestions(symbolic_shapes.ShapeEnv):
     def answered(self, expr: sympy.Basic) -> None:
         """Sees every guard right after its answer."""
 
+    def granted(self, symbol: sympy.Symbol, size: sympy.Expr) -> None:
+        """Sees an extent that data tell, and what an operator takes it for: something that no data tell."""
+
     def is_fixed(self, symbol: sympy.Symbol) -> bool:
         """True when the answers so far leave one value, or another symbol, for ``symbol``."""
         return symbol in self.replacements
@@ -265,6 +268,18 @@ class ShapeQuestions(symbolic_shapes.ShapeEnv):
             self.pending_fresh_unbacked_symbols.clear()
         self.answered(sym_node.expr)
         return answer
+
+    def guard_or_defer_runtime_assert(  # type: ignore[override]  # torch's own keeps its answers
+        self, orig_expr: Any, msg: str, fx_node: fx.Node | None = None
+    ) -> bool:
+        """Takes for granted what an operator needs; torch calls it."""
+        of_data = [symbol for symbol in self.replace(orig_expr).free_symbols if self.is_unbacked_symint(symbol)]
+        holds: bool = super().guard_or_defer_runtime_assert(orig_expr, msg, fx_node)
+        for symbol in of_data:
+            size = self.replace(symbol)
+            if not any(map(self.is_unbacked_symint, size.free_symbols)):
+                self.granted(symbol, size)
+        return holds
 
 
 def forget_new_sizes(mode: fake_tensor.FakeTensorMode) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from pyrannc.errors import CaptureError, RaNNCError
 
 from .around import whole_call
-from .assumptions import FROM_ARGUMENTS, Answering, Assumption, HeldBuffer, PartOfBatchError, PythonState
+from .assumptions import FROM_ARGUMENTS, Answering, Assumption, HeldBuffer, PythonState
 from .attributes import AttributeLog, Carried
 from .autocast import Autocast, cached_casts
 from .chance import OtherGenerators, other_generators_restored
@@ -130,10 +130,10 @@ def trace(
     session = _Session(model, args, kwargs, device, rows, per_row, leaf_modules, answers, outputs)
     try:
         traced = session.run()
-        session.refuse_part_of_batch()
+        session.oracle.refuse_part_of_batch()
         return traced
     except Exception as error:
-        session.refuse_part_of_batch()
+        session.oracle.refuse_part_of_batch()
         if isinstance(error, UntraceableError):
             error.functions = session.tracker.functions
         if isinstance(error, RaNNCError):
@@ -182,7 +182,8 @@ class _Session:
         self.attributes = AttributeLog(model, self.tracker)
         sample_device = self.inputs[0].device if self.inputs else torch.device("cpu")
         batch = Batch(self.inputs, per_row, rows)
-        self.oracle = Oracle(self.tracker, sample_device, batch, answers.before, assumes=answers.assumes)
+        own = self.tracker, sample_device, batch, answers.before
+        self.oracle = Oracle(*own, assumes=answers.assumes, part_of_batch=answers.part_of_batch)
         self.shape_env = BatchShapeEnv()
         self.shape_env.oracle = self.oracle
         self.shape_env.tracker = self.tracker
@@ -223,11 +224,6 @@ class _Session:
             carried=self.attributes.carried,
             along_rows=call.along_rows,
         )
-
-    def refuse_part_of_batch(self) -> None:
-        """Raises PartOfBatchError if an answer from the rows at hand may not be that of the whole batch."""
-        if self.answers.part_of_batch and self.oracle.asked_rows is not None:
-            raise PartOfBatchError(f"{self.oracle.asked_rows} asks for what only the whole batch tells")
 
     def whole_calls(self) -> list[WholeCall]:
         """What stays whole."""
@@ -270,7 +266,7 @@ class _Session:
             stack.enter_context(override_builtin_ops())
             stack.enter_context(lengths_as_sizes())
             stack.enter_context(opaque_autograd_functions())
-            stack.enter_context(opaque_script_functions(self.oracle, self.mode, self.sizes))
+            stack.enter_context(opaque_script_functions(*own))
             stack.enter_context(captured_tensor_hooks())
             stack.enter_context(traced_data())
             stack.enter_context(idle_module_moves())

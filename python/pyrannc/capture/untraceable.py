@@ -209,9 +209,9 @@ def _is_below(path: str, outer: str) -> bool:
 
 def _around(model: nn.Module) -> list[Part]:
     """The model without some sub-module that has many of its parameters, outer ones first."""
-    sizes = {name: _share(model, [Part(name)]) for name, _ in model.named_modules() if name}
-    lists = (nn.ModuleList, nn.ModuleDict)
-    found = [n for n, size in sizes.items() if size > _WORTH and not isinstance(model.get_submodule(n), lists)]
+    sizes = {name: _elements([module]) for name, module in model.named_modules() if name}
+    least, lists = _WORTH * _elements([model]), (nn.ModuleList, nn.ModuleDict)
+    found = [n for n, size in sizes.items() if size > least and not isinstance(model.get_submodule(n), lists)]
     found.sort(key=lambda name: (name.count("."), -sizes[name]))
     return [Part("", around=name) for name in found[:_MOST_AROUND]]
 
@@ -226,8 +226,12 @@ def _share(model: nn.Module, parts: Sequence[Part]) -> float:
     if any(part.around for part in parts):
         return 1.0 - _share(model, [Part(f"{part.path}.{part.around}".lstrip(".")) for part in parts])
     modules = [model.get_submodule(part.path) for part in parts if not part.method and not part.function]
-    inside = {id(param): param.numel() for module in modules for param in module.parameters()}
-    return sum(inside.values()) / max(1, sum(param.numel() for param in model.parameters()))
+    return _elements(modules) / max(1, _elements([model]))
+
+
+def _elements(modules: Sequence[nn.Module]) -> int:
+    """Of their parameters, each counted once."""
+    return sum({id(param): param.numel() for module in modules for param in module.parameters()}.values())
 
 
 def alike(model: nn.Module, path: str) -> list[str]:
