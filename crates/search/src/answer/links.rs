@@ -73,7 +73,19 @@ impl<'a> Linker<'a> {
 
     /// By Stage, the number of Stages on the longest way from it to one that feeds no other, both included.
     pub(super) fn depths(&self) -> Vec<u32> {
-        self.pricing.chain.feeds.depths(&self.stages.iter().map(|stage| stage.run.end).collect::<Vec<_>>())
+        self.pricing.chain.feeds.depths(&self.stage_ends())
+    }
+
+    /// By Stage, those that use what it makes, increasing.
+    pub(super) fn feeds(&self) -> Vec<Vec<u32>> {
+        let mut feeds = vec![Vec::new(); self.stages.len()];
+        let edges = self.pricing.chain.feeds.edges(&self.stage_ends());
+        edges.into_iter().for_each(|(from, to)| feeds[from].push(to as u32));
+        feeds
+    }
+
+    fn stage_ends(&self) -> Vec<usize> {
+        self.stages.iter().map(|stage| stage.run.end).collect()
     }
 
     /// By Stage, its order under a Schedule.

@@ -1,5 +1,6 @@
 //! Which Blocks use what others make, and how deep that puts Stages.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use super::spec::CrossingSpec;
@@ -39,12 +40,17 @@ impl Feeds {
     /// By Stage, given where each ends, the number of Stages on the longest way from it to one that feeds no other, both
     /// included.
     pub(crate) fn depths(&self, ends: &[usize]) -> Vec<u32> {
+        rannc_plan::depths(ends.len(), self.edges(ends))
+    }
+
+    /// Stages, each with one that uses what it makes, given where each Stage ends.
+    pub(crate) fn edges(&self, ends: &[usize]) -> BTreeSet<(usize, usize)> {
         let stage_of = |block: usize| ends.partition_point(|&end| end <= block);
-        let edges = |(block, users): (usize, &Vec<usize>)| {
+        let of = |(block, users): (usize, &Vec<usize>)| {
             let from = stage_of(block);
-            users.iter().map(move |&user| (from, stage_of(user))).filter(|(from, to)| from != to).collect::<Vec<_>>()
+            users.iter().map(move |&user| (from, stage_of(user))).collect::<Vec<_>>()
         };
-        rannc_plan::depths(ends.len(), self.users.iter().enumerate().flat_map(edges))
+        self.users.iter().enumerate().flat_map(of).filter(|(from, to)| from != to).collect()
     }
 
     /// True when a Block behind a run uses what is made in it.
