@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 import pyrannc
+from pyrannc._native import Cluster, Graph, Plan
 from pyrannc.capture import capture
+from pyrannc.core.settings import SearchSettings
 
 AT_ONCE = 3.0
 """Ten times what it takes, for machines that do much else."""
@@ -135,6 +137,18 @@ def test_an_error_of_configuration_is_one_line() -> None:
     assert ended.returncode == 1
     levels = "debug, info, warning, error, critical, off"
     assert ended.stderr == f"error: RANNC_LOG: unknown level 'lowd'; the levels are {levels}\n"
+
+
+def test_a_schedule_with_a_name_is_shown_as_what_each_stage_computes(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    captured = capture(model, (torch.zeros(4, 64),), {}, device=torch.device("cpu"), rows=4)
+    settings = SearchSettings(3, 768, stages=3, microbatches=3)
+    plan = Plan.search(Graph.from_json(captured.graph_json), Cluster.preset("cpu", 1, 3), [], settings.to_json())
+    plan.write(tmp_path / "plan.json")
+    shown = run("show", str(tmp_path / "plan.json")).stdout
+    orders = ["F0 F1 F2 B0 B1 B2", "F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"]
+    assert "1F1B" in shown
+    assert re.findall(r"Stage \d: (.*)", shown) == orders, shown
 
 
 def test_all_public_names_are_listed() -> None:

@@ -75,6 +75,9 @@ pub enum PlanFault {
     /// A Stage that is computed again as a whole, but not all of it.
     #[error("stage {0} computes all of it again, but not all of its blocks say so")]
     Recompute(usize),
+    /// Stages that a Stage cannot feed.
+    #[error("stage {0} feeds stages that do not come after it, or lists them out of order")]
+    Feeds(usize),
     /// Orders of computations for other Stages than there are.
     #[error("its schedule lists {listed} stages, but it has {stages}")]
     Orders {
@@ -135,6 +138,7 @@ impl Plan {
             expected = ops.end;
         }
         check_blocks(&self.stages)?;
+        check_feeds(&self.stages)?;
         check_schedule(&self.schedule, &self.stages, self.microbatches)?;
         check_ranks(self.stages.iter().map(|stage| stage.ranks.as_slice()), self.world_size)?;
         let StepPrediction { step_us, bubble, lower_bound_us } = self.predicted;
@@ -170,6 +174,18 @@ fn check_blocks(stages: &[StagePlan]) -> Result<(), PlanFault> {
         }
     }
     Ok(())
+}
+
+/// Checks that Stages feed later ones, as far as they tell.
+fn check_feeds(stages: &[StagePlan]) -> Result<(), PlanFault> {
+    let are_later = |(stage, planned): (usize, &StagePlan)| {
+        let feeds = planned.feeds.iter().flatten().map(|&fed| fed as usize);
+        std::iter::once(stage).chain(feeds).chain([stages.len()]).is_sorted_by(|one, next| one < next)
+    };
+    match stages.iter().enumerate().position(|stage| !are_later(stage)) {
+        Some(stage) => Err(PlanFault::Feeds(stage)),
+        None => Ok(()),
+    }
 }
 
 /// Checks that listed orders have every computation of every Stage.

@@ -4,6 +4,7 @@ use rannc_ir::sealed::{self, Sealed};
 use rannc_ir::{Graph, OpRun};
 use serde::{Deserialize, Serialize};
 
+use crate::partition::Partition;
 use crate::plan::{BlockPlan, OLD_SCHEMA, PLAN_SCHEMA, Plan, StagePlan};
 use crate::plan_file::{PlanFileError, check_graph};
 use crate::predicted::{StagePrediction, StepPrediction};
@@ -78,17 +79,21 @@ impl OldPlan {
         self.stages.iter().flat_map(|stage| std::iter::once(stage.ops).chain(stage.recompute.runs().iter().copied()))
     }
 
-    /// The same Plan with these Blocks, given by their runs and hashes; they end wherever one of [`OldPlan::runs`] does.
+    /// The same Plan of this Graph with these Blocks, given by their runs and hashes; they end wherever one of
+    /// [`OldPlan::runs`] does.
     ///
     /// # Errors
     /// When the fields contradict each other, or the Blocks do not make up the Stages.
-    pub fn upgrade(self, blocks: &[(OpRun, String)]) -> Result<Plan, PlanFileError> {
-        let stages = self.stages.into_iter().map(|stage| {
+    pub fn upgrade(self, graph: &Graph, blocks: &[(OpRun, String)]) -> Result<Plan, PlanFileError> {
+        let cuts: Vec<OpRun> = self.stages.iter().map(|stage| stage.ops).collect();
+        let feeds = Partition::new(graph, &cuts).map(|partition| partition.feeds()).unwrap_or_default();
+        let stages = self.stages.into_iter().enumerate().map(|(number, stage)| {
             let own = blocks.iter().filter(|(ops, _)| within(*ops, stage.ops));
             let own =
                 own.map(|(ops, hash)| BlockPlan { ops: *ops, hash: hash.clone(), recompute: stage.recompute.of(*ops) });
             StagePlan {
                 blocks: own.collect(),
+                feeds: feeds.get(number).cloned(),
                 ops: stage.ops,
                 modules: stage.modules,
                 ranks: stage.ranks,

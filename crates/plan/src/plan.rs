@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::predicted::{StagePrediction, StepPrediction};
 use crate::saver::{Recompute, Sharding};
-use crate::schedule::Schedule;
+use crate::schedule::{Order, Schedule, depths};
 
 /// Version of the plan file that this crate writes and reads.
 pub const PLAN_SCHEMA: u32 = 3;
@@ -56,6 +56,9 @@ pub struct StagePlan {
     pub ranks: Vec<u32>,
     /// Its Blocks in order; none where it has no main Ops.
     pub blocks: Vec<BlockPlan>,
+    /// The Stages that use what it makes, increasing; missing in files of versions that did not tell.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub feeds: Option<Vec<u32>>,
     /// What its Replicas divide among them.
     pub sharding: Sharding,
     /// True when the optimizer's state stays in host memory.
@@ -116,5 +119,19 @@ impl Plan {
             microbatches: self.microbatches,
             schedule: self.schedule.clone(),
         }
+    }
+
+    /// What each Stage computes in which order. Under a Schedule with a name, that is not known of a Plan that does not
+    /// tell which Stages feed which.
+    pub fn orders(&self) -> Option<Vec<Order>> {
+        if let Schedule::Explicit(orders) = &self.schedule {
+            return Some(orders.clone());
+        }
+        let feeds: Option<Vec<&Vec<u32>>> = self.stages.iter().map(|stage| stage.feeds.as_ref()).collect();
+        let edges =
+            |(from, feeds): (usize, &'_ Vec<u32>)| feeds.iter().map(|&to| (from, to as usize)).collect::<Vec<_>>();
+        let depths = depths(self.stages.len(), feeds?.into_iter().enumerate().flat_map(edges));
+        let order = |(stage, depth)| self.schedule.order(stage, depth, self.microbatches);
+        Some(depths.into_iter().enumerate().map(order).collect())
     }
 }

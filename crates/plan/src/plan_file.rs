@@ -207,7 +207,18 @@ impl Plan {
         let blocks: Vec<(OpRun, Recompute)> = blocks.map(|block| (block.ops, block.recompute)).collect();
         let partition = Partition::new(graph, &stages)?.with_spans(graph, &blocks)?;
         partition.verify(graph)?;
+        self.check_feeds(&partition)?;
         Ok(partition)
+    }
+
+    /// Checks that the Stages feed those that the Plan says, where it does.
+    fn check_feeds(&self, partition: &Partition) -> Result<(), PartitionError> {
+        for (stage, (planned, found)) in self.stages.iter().zip(partition.feeds()).enumerate() {
+            if let Some(planned) = planned.feeds.clone().filter(|planned| *planned != found) {
+                return Err(PartitionError::Feeds { stage, found, planned });
+            }
+        }
+        Ok(())
     }
 
     /// Checks that the Plan is for this number of ranks.

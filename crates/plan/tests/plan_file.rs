@@ -20,6 +20,7 @@ fn stage(first: u32, end: u32, ranks: &[u32]) -> StagePlan {
         modules: vec!["net.0-3".into()],
         ranks: ranks.to_vec(),
         blocks: if end == 0 { vec![] } else { vec![block(first, first + 2), block(first + 2, end)] },
+        feeds: None,
         sharding: Sharding::None,
         offload: false,
         predicted,
@@ -37,7 +38,10 @@ fn unsealed() -> Plan {
         batch_rows: 12,
         microbatches: 4,
         schedule: ScheduleKind::OneForwardOneBackward.into(),
-        stages: vec![stage(0, 5, &[1]), stage(5, 9, &[0, 2])],
+        stages: vec![
+            StagePlan { feeds: Some(vec![1]), ..stage(0, 5, &[1]) },
+            StagePlan { feeds: Some(vec![]), ..stage(5, 9, &[0, 2]) },
+        ],
         predicted: StepPrediction { step_us: 12.5, bubble: 0.2, lower_bound_us: 10.0 },
         checksum: String::new(),
     }
@@ -53,6 +57,29 @@ fn fault(change: impl Fn(&mut Plan)) -> PlanFault {
     match plan.seal() {
         Err(PlanFileError::Inconsistent(fault)) => fault,
         other => panic!("the plan is inconsistent, not {other:?}"),
+    }
+}
+
+#[test]
+fn a_named_schedule_has_orders_where_edges_are_told() {
+    let plan = sealed();
+    let orders = |plan: &Plan| plan.orders().map(|orders| orders.iter().map(ToString::to_string).collect::<Vec<_>>());
+    let known = ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"].map(str::to_owned).to_vec();
+    assert_eq!(orders(&plan), Some(known.clone()));
+    let mut apart = plan.clone();
+    apart.stages[0].feeds = Some(Vec::new());
+    assert_eq!(orders(&apart), Some(vec![known[1].clone(); 2]));
+    let mut untold = plan.clone();
+    untold.stages[0].feeds = None;
+    assert_eq!(orders(&untold), None);
+    untold.schedule = Schedule::Explicit(plan.orders().expect("edges are told"));
+    assert_eq!(orders(&untold), Some(known));
+}
+
+#[test]
+fn stages_feed_later_ones() {
+    for feeds in [vec![0], vec![2], vec![1, 1]] {
+        assert_eq!(fault(|plan| plan.stages[0].feeds = Some(feeds.clone())), PlanFault::Feeds(0));
     }
 }
 

@@ -123,7 +123,7 @@ impl Plan {
     /// may use.
     #[pyo3(signature = (limit_bytes=None))]
     fn tables(&self, limit_bytes: Option<u64>) -> String {
-        let tables = PlanTables { plan: &self.0, limit_bytes, workload: None };
+        let tables = PlanTables { plan: &self.0, limit_bytes, workload: None, in_order: false };
         tables.text(Terminal::of_stdout().width())
     }
 

@@ -128,24 +128,28 @@ pub struct PlanTables<'a> {
     /// What a batch asks for, if the model is known.
     #[serde(skip)]
     pub workload: Option<Workload>,
+    /// True when the order of a Schedule with a name is told as well.
+    #[serde(skip)]
+    pub in_order: bool,
 }
 
 impl Report for PlanTables<'_> {
     fn text(&self, width: usize) -> String {
-        let Self { plan, limit_bytes, workload } = self;
+        let Self { plan, limit_bytes, workload, in_order } = self;
+        let told = *in_order || matches!(plan.schedule, Schedule::Explicit(_));
+        let orders = if told { plan.orders() } else { None };
         format!(
             "{}\nTime of a microbatch; reduce and optimizer once a step\n{}\nMemory of a device\n{}{}",
             summary(plan, workload.as_ref(), width),
             stage_table(plan, width),
             memory_table(plan, *limit_bytes, width),
-            listed_orders(plan, width),
+            orders.map(|orders| order_of_stages(&orders, width)).unwrap_or_default(),
         )
     }
 }
 
-/// What each Stage computes in which order, if the Plan lists it.
-fn listed_orders(plan: &Plan, width: usize) -> String {
-    let Schedule::Explicit(orders) = &plan.schedule else { return String::new() };
+/// What each Stage computes in which order.
+fn order_of_stages(orders: &[Order], width: usize) -> String {
     let line = |(stage, order): (usize, &Order)| paragraph(&format!("Stage {stage}: {order}"), width) + "\n";
     let lines: String = orders.iter().enumerate().map(line).collect();
     format!("\nOrder of each stage\n{}", lines.trim_end())
@@ -286,10 +290,30 @@ mod tests {
     #[test]
     fn the_tables_hold_every_stage_and_the_limit() {
         let plan = sample();
-        let tables = PlanTables { plan: &plan, limit_bytes: Some(1 << 30), workload: None };
+        let tables = PlanTables { plan: &plan, limit_bytes: Some(1 << 30), workload: None, in_order: false };
         let text = tables.text(120);
         assert!(text.contains("Time of a microbatch") && text.contains("Memory of a device"));
         assert_eq!(text.matches("1.00 GiB").count(), 2, "{text}");
         assert!(!PlanTables { limit_bytes: None, ..tables }.text(120).contains("Limit"));
+        assert!(!text.contains("Order"), "{text}");
+    }
+
+    /// A name and a list are shown alike.
+    #[test]
+    fn the_order_of_a_named_schedule_is_that_of_its_list() {
+        let named = sample();
+        let listed = Plan { schedule: Schedule::Explicit(named.orders().expect("it tells edges")), ..named.clone() };
+        let order_of = |plan: &Plan, in_order: bool| {
+            let text = PlanTables { plan, limit_bytes: None, workload: None, in_order }.text(120);
+            text.split_once("Order of each stage\n").map(|(_, order)| order.to_owned())
+        };
+        assert_eq!(
+            order_of(&named, true).as_deref(),
+            Some("Stage 0: F0 F1 B0 F2 B1 F3 B2 B3\n\nStage 1: F0 B0 F1 B1 F2 B2 F3 B3")
+        );
+        assert_eq!(order_of(&listed, true), order_of(&named, true));
+        assert_eq!(order_of(&listed, false), order_of(&named, true));
+        let stages = named.stages.iter().map(|stage| StagePlan { feeds: None, ..stage.clone() }).collect();
+        assert_eq!(order_of(&Plan { stages, ..named }, true), None);
     }
 }

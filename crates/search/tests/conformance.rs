@@ -127,6 +127,7 @@ impl Case {
             modules: vec!["net".to_owned()],
             ranks,
             blocks: each_op(ops).map(block).collect(),
+            feeds: None,
             sharding,
             offload: false,
             predicted: StagePrediction::default(),

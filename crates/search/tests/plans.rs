@@ -54,6 +54,19 @@ fn blocks_of_a_plan_are_those_of_its_graph() {
 }
 
 #[test]
+fn stages_feed_those_that_the_plan_says() {
+    let graph = mlp(6, 64);
+    let settings = Settings { stages: Some(3), ..settings(3, 24) };
+    let mut plan = plan(&graph, &cluster("cpu", 3), &settings).expect("fits");
+    let feeds: Vec<_> = plan.stages.iter().map(|stage| stage.feeds.clone()).collect();
+    assert_eq!(feeds, [Some(vec![1]), Some(vec![2]), Some(vec![])]);
+    assert!(plan.partition(&graph).is_ok());
+    plan.stages[0].feeds = Some(vec![1, 2]);
+    let error = plan.seal().expect("it is consistent").partition(&graph).expect_err("it feeds one").to_string();
+    assert!(error.starts_with("stage 0 feeds stages [1], the plan says [1, 2]"), "{error}");
+}
+
+#[test]
 fn a_model_that_does_not_fit_is_cut() {
     let graph = mlp(100, 5000);
     let limited = Settings { memory_limit_bytes: Some(40 << 30), loss_inside: false, ..settings(8, 512) };

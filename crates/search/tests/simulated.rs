@@ -1,6 +1,7 @@
 //! What the search predicts, against the simulator.
 
 mod encoder;
+mod towers;
 
 use encoder::encoder;
 use proptest::prelude::*;
@@ -8,10 +9,11 @@ use rannc_cost::Cluster;
 use rannc_ir::Graph;
 use rannc_plan::{
     Action, Batch, Buckets, CheckError, Holding, Interval, Order, Partition, Plan, Program, Promises, Schedule,
-    Sharding, Trained, build, check, check_memory, split_even,
+    Sharding, Trained, build, check, check_memory, in_flight, split_even,
 };
 use rannc_search::{PlanCosts, Savers, SearchError, Settings};
 use rannc_sim::{Timeline, simulate};
+use towers::towers;
 
 /// How far a prediction may be from the simulated step.
 const TOLERANCE: f64 = 0.001;
@@ -149,7 +151,6 @@ fn weights_fill_bubbles() {
         let timeline = simulated(&graph, &cluster, &parts, &split);
         assert!((split.predicted.step_us / timeline.step_us - 1.0).abs() < TOLERANCE);
         // Less memory than that needs: fewer microbatches wait.
-        let peak_bytes = |plan: &Plan| plan.stages.iter().map(|stage| stage.predicted.memory.total_bytes()).max();
         let limit = peak_bytes(&whole).max(Some(1)).map(|bytes| bytes + (64 << 20));
         let tight = Settings { memory_limit_bytes: limit, memory_margin: 0.0, ..parts.clone() };
         let tight = rannc_search::plan(&graph, &cluster, &[], &tight).expect("fits").plan;
@@ -266,4 +267,57 @@ fn what_is_whole_for_too_long_is_found() {
         sums.iter_mut().zip(reversed).for_each(|(place, sum)| **place = sum);
     };
     assert_eq!(changed(sums_in_reverse), Holding::Gradients);
+}
+
+/// What the search takes a Plan to hold is what its Program holds.
+#[track_caller]
+fn assert_holds_what_was_planned(graph: &Graph, cluster: &Cluster, settings: &Settings, plan: &Plan) {
+    let (program, _, _) = program(graph, cluster, settings, plan);
+    let orders = plan.orders().expect("the search tells which Stages feed which");
+    let held = in_flight(&program).expect("it ends");
+    for (rank, held) in program.ranks.iter().zip(held) {
+        assert_eq!(held, orders[rank.stage as usize].in_flight(), "stage {}", rank.stage);
+    }
+    let timeline = simulated(graph, cluster, settings, plan);
+    for rank in &timeline.ranks {
+        let planned_bytes = plan.stages[rank.stage as usize].predicted.memory.total_bytes() as f64;
+        assert!((planned_bytes / rank.peak_bytes as f64 - 1.0).abs() <= TOLERANCE, "{planned_bytes} {rank:?}");
+    }
+    assert!(plan.predicted.lower_bound_us <= timeline.step_us * (1.0 + TOLERANCE));
+}
+
+fn peak_bytes(plan: &Plan) -> Option<u64> {
+    plan.stages.iter().map(|stage| stage.predicted.memory.total_bytes()).max()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    /// Each tower may be a Stage that no other tower waits for: it holds one microbatch more than the head, wherever it
+    /// stands in the chain.
+    #[test]
+    fn stages_beside_each_other_hold_what_the_machine_says(
+        layers in prop::collection::vec((1..4_u32, any::<bool>()), 2..5), stages in 2..6_u32, microbatches in 2..9_u32,
+    ) {
+        let graph = towers(&layers, 256);
+        let mut cluster = Cluster::preset("cpu", 1, stages).expect("devices");
+        cluster.kinds[0].framework_bytes = 0;
+        let settings = Settings {
+            world_size: stages,
+            batch_rows: u64::from(microbatches * stages) * 64,
+            stages: Some(stages),
+            microbatches: Some(microbatches),
+            memory_margin: 0.0,
+            ..Settings::default()
+        };
+        let found = rannc_search::plan(&graph, &cluster, &[], &settings);
+        prop_assume!(!matches!(found, Err(SearchError::TooFewBlocks { .. })));
+        let plan = found.expect("fits").plan;
+        assert_holds_what_was_planned(&graph, &cluster, &settings, &plan);
+        // With no more memory than that, it is found again, or one that holds less.
+        let tight = Settings { memory_limit_bytes: peak_bytes(&plan).map(|bytes| bytes + 1024), ..settings };
+        let tighter = rannc_search::plan(&graph, &cluster, &[], &tight).expect("the first Plan fits").plan;
+        prop_assert!(peak_bytes(&tighter) <= tight.memory_limit_bytes);
+        assert_holds_what_was_planned(&graph, &cluster, &tight, &tighter);
+    }
 }

@@ -36,6 +36,7 @@ pub(crate) fn run(args: PlanArgs, context: &Context) -> Result<Printer> {
         plan: &outcome.plan,
         limit_bytes: Some(model.limit_bytes(settings.memory_limit_bytes)),
         workload: Some(Workload::new(graph, cluster, outcome.plan.world_size, batch)),
+        in_order: false,
     });
     if let Some(passed_over) = &outcome.report.passed_over {
         printer.note(&passed_over.to_string());

@@ -14,7 +14,7 @@ pub(crate) fn run(args: ShowArgs, context: &Context) -> Result<Printer> {
     let mut printer = Printer::new(format, context);
     match batch {
         Some(rows) => printer.report(&Deployment::new(&plan, rows)),
-        None => printer.report(&PlanTables { plan: &plan, limit_bytes: None, workload: None }),
+        None => printer.report(&PlanTables { plan: &plan, limit_bytes: None, workload: None, in_order: true }),
     }
     Ok(printer)
 }

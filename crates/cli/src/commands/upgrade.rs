@@ -26,7 +26,7 @@ pub(crate) fn run(args: UpgradeArgs, context: &Context) -> Result<Printer> {
         upgrade(&text, &graph)
             .map_err(|error| unreadable(&path, Kind::Plan, || anyhow!("{}: {error}", path.display())))?
     };
-    printer.report(&PlanTables { plan: &plan, limit_bytes: None, workload: None });
+    printer.report(&PlanTables { plan: &plan, limit_bytes: None, workload: None, in_order: false });
     if let Some(output) = output {
         plan.write(&output)?;
         printer.note(&format!("Written to {}", output.display()));

@@ -3,8 +3,8 @@
 use rannc_cost::Blocks;
 use rannc_ir::{Analysis, Graph, OpRun};
 use rannc_plan::{
-    BlockPlan, MemoryPrediction, PLAN_SCHEMA, Plan, Recompute, ScheduleKind, Sharding, StagePlan, StagePrediction,
-    StepPrediction, WholePrediction,
+    BlockPlan, MemoryPrediction, PLAN_SCHEMA, Partition, Plan, Recompute, ScheduleKind, Sharding, StagePlan,
+    StagePrediction, StepPrediction, WholePrediction,
 };
 
 use crate::folder::Folder;
@@ -34,6 +34,9 @@ pub fn write_plan(folder: &Folder, file: &str, stages: &[(u32, u32)], change: im
         plan.stages.push(stage(ops, (rank..rank + replicas).collect(), blocks_of(&graph, ops)));
         (first, rank) = (end, rank + replicas);
     }
+    let cuts: Vec<OpRun> = plan.stages.iter().map(|stage| stage.ops).collect();
+    let feeds = Partition::new(&graph, &cuts).map(|partition| partition.feeds()).unwrap_or_default();
+    plan.stages.iter_mut().zip(feeds).for_each(|(stage, feeds)| stage.feeds = Some(feeds));
     change(&mut plan);
     folder.write(file, &plan.seal().expect("consistent").to_json());
 }
@@ -55,6 +58,7 @@ fn stage(ops: OpRun, ranks: Vec<u32>, blocks: Vec<BlockPlan>) -> StagePlan {
         modules: vec![format!("layers.{}-{}", ops.first / 2, (ops.end - 1) / 2)],
         ranks,
         blocks,
+        feeds: None,
         sharding: Sharding::None,
         offload: false,
         predicted: StagePrediction {

@@ -1,7 +1,7 @@
 //! `rannc plan`, `show` and `diff`.
 
 use insta::assert_snapshot;
-use rannc_plan::{BlockPlan, Plan, Recompute, Sharding, StagePlan};
+use rannc_plan::{BlockPlan, Plan, Recompute, Schedule, Sharding, StagePlan};
 
 use crate::folder::Folder;
 use crate::plan_files::write_plan;
@@ -18,6 +18,27 @@ fn a_plan_file_is_shown() {
     let folder = planned("show");
     assert_snapshot!(folder.rannc("show plan.json").output());
     assert_eq!(folder.rannc("show plan.json --json").output(), folder.read("plan.json"));
+}
+
+#[test]
+fn a_schedule_is_shown_alike_by_name_and_as_a_list() {
+    let folder = planned("order");
+    write_plan(&folder, "listed.json", &[(6, 1), (13, 2)], |plan| {
+        plan.schedule = Schedule::Explicit(plan.orders().expect("it tells which Stages feed which"));
+    });
+    write_plan(&folder, "untold.json", &[(6, 1), (13, 2)], |plan| {
+        plan.stages.iter_mut().for_each(|stage| stage.feeds = None);
+    });
+    let order = |file: &str| {
+        let shown = folder.rannc(&format!("show {file}")).output();
+        shown.split_once("Order of each stage\n").map(|(_, order)| order.trim_end().to_owned())
+    };
+    assert_eq!(
+        order("plan.json").as_deref(),
+        Some("Stage 0: F0 F1 B0 F2 B1 F3 B2 B3\n\nStage 1: F0 B0 F1 B1 F2 B2 F3 B3")
+    );
+    assert_eq!(order("listed.json"), order("plan.json"));
+    assert_eq!(order("untold.json"), None);
 }
 
 #[test]

@@ -47,6 +47,18 @@ pub enum PartitionError {
         /// Main Ops of the Graph.
         main_ops: usize,
     },
+    /// A Stage that feeds others than the Plan says.
+    #[error(
+        "stage {stage} feeds stages {found:?}, the plan says {planned:?}; the file was edited: make the plan again"
+    )]
+    Feeds {
+        /// The Stage.
+        stage: usize,
+        /// Those that use what it makes.
+        found: Vec<u32>,
+        /// Those of the Plan.
+        planned: Vec<u32>,
+    },
     /// A Block may not begin there.
     #[error("a block of the plan may not begin at {place}: {reason}")]
     BlockCut {

@@ -1,5 +1,7 @@
 //! What each Stage of a cut Graph holds, takes in and gives out.
 
+use std::collections::BTreeSet;
+
 use rannc_ir::{BufferId, ConstId, OpId, ParamId, RowDim, ValueId};
 use serde::{Deserialize, Serialize};
 
@@ -43,6 +45,21 @@ pub struct StagePart {
     pub prologue: Option<SpanPart>,
     /// Its other Ops, first batch-free ones; empty where nobody has asked for Spans.
     pub spans: Vec<SpanPart>,
+}
+
+impl Partition {
+    /// By Stage, those that use what it makes, increasing.
+    pub fn feeds(&self) -> Vec<Vec<u32>> {
+        let mut feeds = vec![BTreeSet::new(); self.stages.len()];
+        self.crossings.iter().for_each(|crossing| feeds[crossing.from as usize].extend(&crossing.to));
+        feeds.into_iter().map(Vec::from_iter).collect()
+    }
+
+    /// Stages, each with one that uses what it makes, once for each Value.
+    pub fn edges(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
+        let ends = |from: u32, to: u32| (from as usize, to as usize);
+        self.crossings.iter().flat_map(move |crossing| crossing.to.iter().map(move |&to| ends(crossing.from, to)))
+    }
 }
 
 impl StagePart {

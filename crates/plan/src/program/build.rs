@@ -14,7 +14,7 @@ use super::messages::{Mailbox, mailboxes};
 use super::routes::{BatchSplit, Interval, overlaps, split_even};
 use super::{Program, RankProgram, Transfer};
 use crate::consistent::{PlanFault, check_ranks};
-use crate::partition::{Crossing, OutputSource, Partition};
+use crate::partition::{OutputSource, Partition};
 use crate::plan::Placement;
 use crate::schedule::{Call, Compute, depths};
 
@@ -137,11 +137,7 @@ pub fn build(
 
 /// By Stage, the number of Stages on the longest way from it to one that feeds no other, both included.
 pub fn stage_depths(partition: &Partition) -> Vec<u32> {
-    let feeds = |crossing: &Crossing| {
-        let from = crossing.from as usize;
-        crossing.to.iter().map(move |&to| (from, to as usize)).collect::<Vec<_>>()
-    };
-    depths(partition.stages.len(), partition.crossings.iter().flat_map(feeds))
+    depths(partition.stages.len(), partition.edges())
 }
 
 /// Checks all that indexing relies on, and sums the batch's rows.

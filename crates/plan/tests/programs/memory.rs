@@ -173,6 +173,7 @@ impl Case {
                 modules: vec!["layers".into()],
                 ranks: rank.by_ref().take(self.replicas[stage]).collect(),
                 blocks: layers.iter().map(block).collect(),
+                feeds: None,
                 sharding: self.sharding[stage],
                 offload: false,
                 predicted: self.predicted(stage),

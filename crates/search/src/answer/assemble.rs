@@ -42,8 +42,9 @@ impl Assembly<'_> {
         let ranks = self.used_ranks(solution);
         let (mut stages, mut prices) = (Vec::new(), Vec::new());
         let linker = self.linker(solution);
-        for (stage, order) in solution.found.stages.iter().zip(linker.orders(&schedule)) {
-            let (stage, priced) = self.stage(stage, &order, &ranks);
+        let orders = linker.orders(&schedule).into_iter().zip(linker.feeds());
+        for (stage, (order, feeds)) in solution.found.stages.iter().zip(orders) {
+            let (stage, priced) = self.stage(stage, &order, feeds, &ranks);
             stages.push(stage);
             prices.push(priced);
         }
@@ -88,7 +89,7 @@ impl Assembly<'_> {
         ranks
     }
 
-    fn stage(&self, stage: &FoundStage, order: &Order, used_ranks: &[u32]) -> (StagePlan, Priced) {
+    fn stage(&self, stage: &FoundStage, order: &Order, feeds: Vec<u32>, used_ranks: &[u32]) -> (StagePlan, Priced) {
         let FoundStage { run, positions, saver } = stage;
         let pricing = self.pricing;
         let place = self.order.place_at(positions);
@@ -106,6 +107,7 @@ impl Assembly<'_> {
             modules: self.names.summary(ops.first, ops.end),
             ranks: self.order.ranks(positions.clone()).iter().filter_map(number).collect(),
             blocks: self.block_plans(run.clone(), &recompute),
+            feeds: Some(feeds),
             sharding: saver.sharding,
             offload: saver.offload,
             predicted: pricing.prediction(run, place.replicas, &priced, order),

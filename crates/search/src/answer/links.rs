@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use rannc_plan::{Order, Overlap, Schedule, depths, overlaps, split_even};
+use rannc_plan::{Order, Overlap, Schedule, overlaps, split_even};
 
 use super::batch_exchanges::{BatchExchange, batch_exchanges};
 use super::tied::{TiedSum, tied_sums};
@@ -73,7 +73,19 @@ impl<'a> Linker<'a> {
 
     /// By Stage, the number of Stages on the longest way from it to one that feeds no other, both included.
     pub(super) fn depths(&self) -> Vec<u32> {
-        depths(self.stages.len(), self.crossings().into_keys())
+        self.pricing.chain.feeds.depths(&self.stage_ends())
+    }
+
+    /// By Stage, those that use what it makes, increasing.
+    pub(super) fn feeds(&self) -> Vec<Vec<u32>> {
+        let mut feeds = vec![Vec::new(); self.stages.len()];
+        let edges = self.pricing.chain.feeds.edges(&self.stage_ends());
+        edges.into_iter().for_each(|(from, to)| feeds[from].push(to as u32));
+        feeds
+    }
+
+    fn stage_ends(&self) -> Vec<usize> {
+        self.stages.iter().map(|stage| stage.run.end).collect()
     }
 
     /// By Stage, its order under a Schedule.

@@ -78,19 +78,21 @@ pub(super) fn is_simpler(one: &Solution, other: &Solution) -> bool {
 
 /// The same division where Replicas divide as little as they may, as long as it is about as fast by the formula.
 pub(super) fn dividing_less(pricing: &Pricing<'_>, order: &RankOrder, division: &Solution, error: f64) -> Solution {
-    let count = division.found.stages.len();
+    let ends: Vec<usize> = division.found.stages.iter().map(|stage| stage.run.end).collect();
+    let (count, depths) = (ends.len(), pricing.chain.feeds.depths(&ends));
     let savers = &pricing.problem.settings.savers;
     let priced = |place: usize, saver: Saver| {
         let FoundStage { run, positions, .. } = &division.found.stages[place];
         let at = pricing.at(order.place_at(positions));
         let workspace_bytes = pricing.run_workspace_bytes(run.clone(), &at);
         let entry = Entry::new(pricing, run.clone(), &at, saver, workspace_bytes);
-        let fits = saver.may_be_at(at.place, savers) && entry.max_in_flight >= pricing.step.in_flight(count - place);
+        let fits =
+            saver.may_be_at(at.place, savers) && entry.max_in_flight >= pricing.step.in_flight(depths[place] as usize);
         fits.then_some(entry.cost)
     };
     let step_us = |costs: &[StageCost]| {
-        let later = |(time, later): (StepTime, usize), cost| (pricing.step.prepend(time, cost, later), later + 1);
-        pricing.step.step_us(costs.iter().rev().fold((StepTime::default(), 0), later).0)
+        let prepend = |time, (cost, &depth): (&StageCost, &u32)| pricing.step.prepend(time, cost, depth as usize);
+        pricing.step.step_us(costs.iter().zip(&depths).rev().fold(StepTime::default(), prepend))
     };
     let mut less = division.clone();
     let known: Option<Vec<StageCost>> = (0..count).map(|place| priced(place, less.found.stages[place].saver)).collect();

@@ -22,7 +22,7 @@ pub fn upgrade(text: &str, graph: &Graph) -> Result<Plan, PlanFileError> {
     let cut = Blocks::of(graph, &analysis, runs);
     let hash = |kind: u32| cut.hashes[kind as usize].clone();
     let named: Vec<(OpRun, String)> = cut.blocks.iter().map(|block| (block.ops, hash(block.kind))).collect();
-    old.upgrade(&named)
+    old.upgrade(graph, &named)
 }
 
 const fn ends(ops: OpRun) -> [u32; 2] {

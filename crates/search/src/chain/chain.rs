@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use rannc_cost::{ComputeCost, Device, OpWork};
 
+use super::feeds::Feeds;
 use super::interval::{IntervalSums, IntervalSumsBuilder};
 use super::own::OwnParams;
 use super::spec::{Affine, BlockSpec, ChainSpec, CrossingSpec, KeptSpec, SpanSpec, StateSpec};
@@ -39,6 +40,8 @@ pub(crate) struct Chain {
     clones: Vec<CloneTimes>,
     /// The same of ops that run once a step.
     once: Vec<CloneTimes>,
+    /// Which Blocks use what others make.
+    pub(crate) feeds: Feeds,
     /// What moves between Blocks.
     pub(crate) traffic: Traffic,
     /// The part of it that is between a Stage and the very next one, whichever other Blocks these have.
@@ -113,6 +116,7 @@ impl Chain {
             conversion_us: devices.iter().map(conversion_us).collect(),
             clones: devices.iter().map(|device| clone_times(device, false)).collect(),
             once: devices.iter().map(|device| clone_times(device, true)).collect(),
+            feeds: Feeds::new(len, &crossings),
             traffic: Traffic::whole(len, &crossings),
             direct: Traffic::direct(len, &crossings),
             kept_bytes: kept_sums(&blocks, &kept),

@@ -4,6 +4,7 @@ mod block_times;
 mod chain;
 mod conversions;
 mod extract;
+mod feeds;
 mod interval;
 mod largest;
 mod measured;
@@ -18,6 +19,7 @@ mod traffic;
 
 pub(crate) use chain::Chain;
 pub(crate) use extract::extract;
+pub(crate) use feeds::Feeds;
 pub(crate) use interval::IntervalSums;
 pub(crate) use largest::Largest;
 pub(crate) use measured::Measured;

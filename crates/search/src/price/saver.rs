@@ -1,5 +1,7 @@
 //! Ways to save memory that a Stage may use.
 
+use std::ops::RangeInclusive;
+
 use rannc_plan::Sharding;
 
 use super::place::Place;
@@ -78,10 +80,10 @@ impl Saver {
         !matches!(self.again, Again::ToHold(_))
     }
 
-    /// True when a Stage that holds `in_flight` microbatches may be run so.
-    pub(crate) fn serves(&self, in_flight: u64) -> bool {
+    /// True when a Stage that holds one of these numbers of microbatches may be run so.
+    pub(crate) fn serves(&self, in_flight: &RangeInclusive<u64>) -> bool {
         match self.again {
-            Again::ToHold(held) => held == in_flight,
+            Again::ToHold(held) => in_flight.contains(&held),
             Again::Nothing | Again::Everything => true,
         }
     }

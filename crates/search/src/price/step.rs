@@ -2,8 +2,9 @@
 //!
 //! A step is a graph of computations and messages: microbatches pass the Stages forward, then backward, and every
 //! Stage computes in the order of its Schedule. Its time is the longest path ([`crate::answer`]). For a Stage with
-//! forward f and backward b, t = f + b, w Stages after it and M microbatches, `round` is the way of a microbatch
-//! from its forward to its backward through all later Stages, transfers included.
+//! forward f and backward b, t = f + b and M microbatches, w + 1 Stages on the longest way from it to one that feeds no
+//! other, itself included, `round` is the way of a microbatch from its forward to its backward through all later Stages,
+//! transfers included.
 //!
 //! *1F1B.* A Stage begins to receive one computation ahead: Values beside a backward, gradients beside a forward. It
 //! takes p = max(t, f + Values, b + gradients) for a microbatch. Between the start of its first forward and the end
@@ -264,14 +265,21 @@ impl StepModel {
 
     /// Numbers of microbatches that one of so many Stages may hold, increasing.
     pub(crate) fn held(&self, stages: usize) -> Vec<u64> {
-        let mut held: Vec<u64> = (1..=stages).map(|from_end| self.in_flight(from_end)).collect();
+        let mut held: Vec<u64> = (1..=stages).map(|depth| self.in_flight(depth)).collect();
         held.dedup();
         held
     }
 
-    /// Microbatches that a Stage holds, `from_end` Stages from the end, itself included.
-    pub(crate) fn in_flight(&self, from_end: usize) -> u64 {
-        self.schedule.in_flight(from_end as u64, self.microbatches)
+    /// Microbatches that a Stage holds with so many Stages on the longest way from it to one that feeds no other, itself
+    /// included.
+    pub(crate) fn in_flight(&self, depth: usize) -> u64 {
+        self.schedule.in_flight(depth as u64, self.microbatches)
+    }
+
+    /// The least depth of which no Stage computes otherwise than a deeper one.
+    pub(crate) fn deepest(&self) -> usize {
+        let most = self.schedule.in_flight(u64::MAX, self.microbatches);
+        (1..).find(|&depth| self.in_flight(depth) == most).unwrap_or(usize::MAX)
     }
 
     /// Computation of a Stage in a step.
@@ -288,10 +296,11 @@ impl StepModel {
         rest as f64 * smaller_us + of_larger_us
     }
 
-    /// The step with one more Stage before its last `later_stages` ones.
-    pub(crate) fn prepend(&self, later: StepTime, stage: &StageCost, later_stages: usize) -> StepTime {
+    /// The step with one more Stage before its last ones, of which so many are on the longest way from it to one that feeds
+    /// no other, itself included.
+    pub(crate) fn prepend(&self, later: StepTime, stage: &StageCost, depth: usize) -> StepTime {
         match self.schedule {
-            ScheduleKind::OneForwardOneBackward => self.prepend_1f1b(later, stage, later_stages),
+            ScheduleKind::OneForwardOneBackward => self.prepend_1f1b(later, stage, depth - 1),
             ScheduleKind::FillDrain => self.prepend_fill_drain(later, stage),
         }
     }

@@ -1,5 +1,6 @@
 //! The best division into Stages, and its lower bound.
 
+mod depths;
 mod ranks;
 pub(crate) mod relax;
 mod shortage;

@@ -19,13 +19,14 @@ use rannc_cost::{Cluster, Link};
 
 use super::ranks::FewestRanks;
 use super::table::{Entry, StageKey, StageTable, Wanted};
+use crate::chain::Feeds;
 use crate::price::{Place, Pricing, Saver, StepModel, StepTime};
 use crate::stop::Deadline;
 
 /// How much is told apart: with less of it a bound is found sooner, and lower.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Grain {
-    /// Stages from the end, with many ranks; further ones hold at least as many microbatches.
+    /// Stages from the end, with many ranks; further ones are counted as so many.
     pub(crate) counted: usize,
     /// From so many ranks on there are many.
     pub(crate) many_ranks: u32,
@@ -44,8 +45,9 @@ impl Grain {
 const ROUNDING: f64 = 1e-6;
 
 /// Relaxed Plans for one Schedule and number of microbatches.
-pub(crate) struct Relaxation {
+pub(crate) struct Relaxation<'a> {
     step: StepModel,
+    feeds: &'a Feeds,
     states: States,
     /// Numbers of Replicas that have equally many rows each; a relaxed Stage takes the least of them.
     equal: Vec<RangeInclusive<u32>>,
@@ -55,6 +57,9 @@ pub(crate) struct Relaxation {
     fewest: [Vec<usize>; 2],
     /// The last Stages: none are better in any part of the objective.
     later: Vec<StepTime>,
+    /// No Stage behind is less deep to which a way leads from a Block before it; by Stages behind and Block, whatever the
+    /// ranks.
+    least_ahead: Vec<usize>,
     /// Least time in which a microbatch passes the first Stages.
     before_us: Vec<f64>,
     /// False when it was time to end before all relaxed Plans were looked at.
@@ -98,13 +103,18 @@ impl States {
     }
 
     fn index(&self, behind: usize, block: usize, ranks: usize) -> usize {
-        (behind * (self.blocks + 1) + block) * (self.ranks + 1) + ranks
+        self.row_index(behind, block) * (self.ranks + 1) + ranks
     }
 
     /// The states that only differ in the ranks.
     fn row(&self, behind: usize, block: usize) -> Range<usize> {
         let start = self.index(behind, block, 0);
         start..start + self.ranks + 1
+    }
+
+    /// The number of such rows before this one.
+    fn row_index(&self, behind: usize, block: usize) -> usize {
+        behind * (self.blocks + 1) + block
     }
 
     /// Numbers of Stages that a Plan may have.
@@ -132,9 +142,9 @@ impl States {
         count == self.counted && !self.exactly
     }
 
-    /// Stages behind that a Stage waits for. The more there are, the shorter is every path.
-    fn waited_for(&self, behind: usize) -> usize {
-        if self.stands_for_more(behind) { self.blocks } else { behind }
+    /// No Stage with so many behind it is deeper. The deeper it is, the shorter is every path.
+    fn most_deep(&self, behind: usize) -> usize {
+        1 + if self.stands_for_more(behind) { self.blocks } else { behind }
     }
 
     /// Ranks of a Stage at a place of the table.
@@ -142,27 +152,29 @@ impl States {
         *equal[place % equal.len()].start() as usize / self.unit
     }
 
-    /// True when a Stage may be run so with so many Stages behind it.
-    fn allow(&self, step: &StepModel, entry: &Entry, saver: Saver, behind: usize) -> bool {
-        let count = self.next(behind);
-        let in_flight = step.in_flight(count);
-        entry.max_in_flight >= in_flight && (self.stands_for_more(count) || saver.serves(in_flight))
+    /// True when a Stage that is at least so deep may be run so with so many Stages behind it.
+    fn allow(&self, step: &StepModel, entry: &Entry, saver: Saver, least_deep: usize, behind: usize) -> bool {
+        let most_deep = if self.stands_for_more(self.next(behind)) { self.most() } else { behind + 1 };
+        let in_flight = step.in_flight(least_deep)..=step.in_flight(most_deep);
+        entry.max_in_flight >= *in_flight.start() && saver.serves(&in_flight)
     }
 }
 
-impl Relaxation {
+impl<'a> Relaxation<'a> {
     /// Relaxed Plans that take less than `best_us`.
-    pub(crate) fn new(pricing: &Pricing<'_>, best_us: f64, grain: Grain, deadline: Deadline<'_>) -> Self {
+    pub(crate) fn new(pricing: &Pricing<'a>, best_us: f64, grain: Grain, deadline: Deadline<'_>) -> Self {
         let (states, equal, cluster) = (States::new(pricing, grain), pricing.equal_replicas(), pricing.problem.cluster);
         let of_kind = |kind: usize| equal.iter().map(move |replicas| Place::ideal(cluster, replicas, kind));
         let places: Vec<Place> = (0..cluster.kinds.len()).flat_map(of_kind).collect();
         let ranks = FewestRanks::new(pricing, &places, best_us);
         let table = StageTable::new(pricing, &places, |_| Wanted::Leaving(&ranks), best_us, deadline);
         let (later, before_us) = (vec![StepTime::NEVER; states.len()], vec![f64::INFINITY; states.len()]);
+        let least_ahead = vec![usize::MAX; states.row_index(states.counted + 1, 0)];
         let fewest = [Vec::new(), Vec::new()];
         let least_us = longest_block_us(pricing, &places);
-        let (step, is_complete) = (pricing.step, table.is_complete);
-        let mut relaxed = Self { step, states, equal, table, fewest, later, before_us, is_complete, least_us };
+        let (step, feeds, is_complete) = (pricing.step, &pricing.chain.feeds, table.is_complete);
+        let mut relaxed =
+            Self { step, feeds, states, equal, table, fewest, later, least_ahead, before_us, is_complete, least_us };
         relaxed.find_fewest(best_us);
         if relaxed.fewest[0][states.blocks] <= states.ranks {
             relaxed.find_later(best_us, deadline);
@@ -201,9 +213,10 @@ impl Relaxation {
         // Time on all ranks together.
         let (mut before_us, mut behind_us) = (vec![f64::INFINITY; blocks + 1], vec![f64::INFINITY; blocks + 1]);
         (before_us[0], behind_us[blocks]) = (0.0, 0.0);
-        let in_flight = |end: usize| self.step.in_flight(if end == blocks { 1 } else { 2 });
+        let least_deep = |run: &Range<usize>| if self.feeds.feeds_later(run) { 2 } else { 1 };
+        let fits = |run: Range<usize>, entry: &Entry| entry.max_in_flight >= self.step.in_flight(least_deep(&run));
         let stages =
-            |end: usize| self.table.all_ending(end).filter(move |(_, entry)| entry.max_in_flight >= in_flight(end));
+            |end: usize| self.table.all_ending(end).filter(move |(stage, entry)| fits(stage.first..end, entry));
         let work_us = |stage: &StageKey, entry: &Entry| {
             self.step.busy_us(&entry.cost) * self.states.ranks_at(&self.equal, stage.place) as f64
         };
@@ -226,6 +239,7 @@ impl Relaxation {
     fn find_later(&mut self, best_us: f64, deadline: Deadline<'_>) {
         let States { blocks, counted, .. } = self.states;
         self.later[self.states.index(0, blocks, 0)] = StepTime::default();
+        self.least_ahead[self.states.row_index(0, blocks)] = 0;
         for end in (0..=blocks).rev() {
             for behind in 0..=counted {
                 if deadline.is_over() {
@@ -243,18 +257,24 @@ impl Relaxation {
 
     /// Puts every Stage that ends at `end` before the Stages behind it, for each of these numbers of ranks.
     fn put_before(&mut self, end: usize, behind: usize, ranks: &[usize], best_us: f64) {
-        let Self { step, states, equal, table, fewest: [fewest_before, _], later, .. } = self;
+        let Self { step, feeds, states, equal, table, fewest: [fewest_before, _], later, least_ahead, .. } = self;
         let next = states.next(behind);
+        let ahead = least_ahead[states.row_index(behind, end)];
         for (stage, entry) in table.all_ending(end) {
-            if !states.allow(step, entry, table.savers[stage.saver], behind) {
+            let run = stage.first..end;
+            let least_deep = least_deep(feeds, &run, ahead);
+            if !states.allow(step, entry, table.savers[stage.saver], least_deep, behind) {
                 continue;
             }
+            let ahead_of_it = if feeds.all_lead_to(&run) { least_deep } else { least_deep.min(ahead) };
             let replicas = states.ranks_at(equal, stage.place);
             let enough = |&&ranks: &&usize| ranks + replicas + fewest_before[stage.first] <= states.ranks;
             for &ranks in ranks.iter().take_while(enough) {
                 let behind_it = later[states.index(behind, end, ranks)];
-                let time = step.prepend(behind_it, &entry.cost, states.waited_for(behind));
+                let time = step.prepend(behind_it, &entry.cost, states.most_deep(behind));
                 if step.bound_us(time, 0.0, states.most()) < best_us {
+                    let least = &mut least_ahead[states.row_index(next, stage.first)];
+                    *least = ahead_of_it.min(*least);
                     let own = &mut later[states.index(next, stage.first, ranks + replicas)];
                     *own = own.least(time);
                 }
@@ -284,13 +304,20 @@ impl Relaxation {
 
     /// Puts every Stage that ends at `end` behind the Stages before it.
     fn put_behind(&mut self, end: usize, better: &[Vec<Vec<usize>>], best_us: f64) {
-        let Self { step, states, equal, table, fewest: [_, fewest_behind], later, before_us, .. } = self;
+        let Self {
+            step, feeds, states, equal, table, fewest: [_, fewest_behind], later, least_ahead, before_us, ..
+        } = self;
         let savers = table.savers.clone();
         let most = (states.ranks + 1).saturating_sub(fewest_behind[end]);
         table.retain(end, |stage, entry| {
             let (replicas, busy_us) = (states.ranks_at(equal, stage.place), step.busy_us(&entry.cost));
             let mut useful = false;
-            for behind in states.behind().filter(|&behind| states.allow(step, entry, savers[stage.saver], behind)) {
+            let fits = |&behind: &usize| {
+                let ahead = least_ahead[states.row_index(behind, end)];
+                let least_deep = least_deep(feeds, &(stage.first..end), ahead);
+                states.allow(step, entry, savers[stage.saver], least_deep, behind)
+            };
+            for behind in states.behind().filter(fits) {
                 let next = states.next(behind);
                 for &ranks in better[stage.first][next].iter().take_while(|&ranks| ranks + replicas < most) {
                     let earlier_us = entry.cost.behind_us(before_us[states.index(next, stage.first, ranks)]);
@@ -298,7 +325,7 @@ impl Relaxation {
                     if earlier_us + busy_us >= best_us || behind_it == StepTime::NEVER {
                         continue;
                     }
-                    let time = step.prepend(behind_it, &entry.cost, states.waited_for(behind));
+                    let time = step.prepend(behind_it, &entry.cost, states.most_deep(behind));
                     if step.bound_us(time, earlier_us, states.most()) < best_us {
                         useful = true;
                         let own_us = &mut before_us[states.index(behind, end, ranks + replicas)];
@@ -309,6 +336,11 @@ impl Relaxation {
             useful
         });
     }
+}
+
+/// No Stage of these Blocks is less deep where no Stage that Blocks before its end feed is less deep than `ahead`.
+fn least_deep(feeds: &Feeds, run: &Range<usize>, ahead: usize) -> usize {
+    if feeds.feeds_later(run) { ahead.saturating_add(1) } else { 1 }
 }
 
 /// The Block that takes longest takes so long even alone on as many ranks of some kind as there are.

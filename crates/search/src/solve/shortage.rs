@@ -4,6 +4,7 @@ use std::ops::Range;
 
 use rannc_plan::{MemoryPrediction, Sharding};
 
+use super::depths::{Ahead, Depths};
 use crate::error::{Advice, SearchError, Shortage};
 use crate::price::{At, Place, Pricing, RankOrder, Saver, StageMemory};
 
@@ -115,6 +116,9 @@ struct Fit<'a> {
     memory: Vec<Vec<Need>>,
 }
 
+/// Of divisions of the last Blocks, for each ahead of them the one that misses least; nothing of no Blocks.
+type Closest<'a> = Vec<(Ahead, Option<Tightest<'a>>)>;
+
 /// What a Stage needs beyond what it may use, and for each microbatch in flight.
 #[derive(Clone, Copy)]
 struct Need {
@@ -138,18 +142,20 @@ impl<'a> Fit<'a> {
         let settings = self.pricing.problem.settings;
         let exactly = settings.forced_stages();
         let stride = self.units as usize + 1;
-        let mut later: Vec<Option<Tightest<'a>>> = vec![None; (self.blocks + 1) * stride];
+        let mut depths = Depths::new(&self.pricing.chain.feeds, self.pricing.step.deepest());
+        let mut later: Vec<Closest<'a>> = vec![Closest::new(); (self.blocks + 1) * stride];
+        later[self.blocks * stride].push((Ahead::END, None));
         let mut best: Option<Tightest<'a>> = None;
         let most_units = if settings.replicas.is_some() { 1 } else { self.units };
         for stages in 1..=self.most_stages {
-            let mut now = vec![None; later.len()];
+            let mut now = vec![Closest::new(); later.len()];
             for units in 1..=most_units {
                 for taken in 0..=self.units - units {
-                    self.add_stage(stages, units, taken, &later, &mut now);
+                    self.add_stage((stages, units, taken), &mut depths, &later, &mut now);
                 }
             }
             if exactly.is_none_or(|wanted| wanted == stages) {
-                best = smaller(best, now[self.units as usize]);
+                best = now[self.units as usize].iter().fold(best, |best, &(_, whole)| smaller(best, whole));
             }
             later = now;
         }
@@ -159,32 +165,41 @@ impl<'a> Fit<'a> {
     /// Puts a Stage of so many units before the divisions of `taken` units into one Stage less.
     fn add_stage(
         &self,
-        stages: usize,
-        units: u32,
-        taken: u32,
-        later: &[Option<Tightest<'a>>],
-        now: &mut [Option<Tightest<'a>>],
+        (stages, units, taken): (usize, u32, u32),
+        depths: &mut Depths<'_>,
+        later: &[Closest<'a>],
+        now: &mut [Closest<'a>],
     ) {
         let index = self.order.place_index(self.units - taken - units, units);
         let place = &self.order.places()[index];
-        let in_flight = self.pricing.step.in_flight(stages);
         let stride = self.units as usize + 1;
         for end in 1..=self.blocks {
-            let rest = later[end * stride + taken as usize];
-            let is_last = stages == 1;
-            if (is_last && (end < self.blocks || taken > 0)) || (!is_last && rest.is_none()) {
-                continue;
-            }
-            let needs = &self.memory[index][end * (end - 1) / 2..];
-            for (first, need) in needs[..end].iter().enumerate() {
-                let short_bytes = need.short_bytes + need.microbatch_bytes * in_flight as f64;
-                let short_bytes = short_bytes.max(need.measured_bytes);
-                let stage = Tightest { short_bytes, first, end, place, in_flight, stages };
-                let whole = rest.map_or(stage, |rest| larger(rest, stage));
-                let state = &mut now[first * stride + (taken + units) as usize];
-                *state = smaller(*state, Some(whole));
+            let needs = &self.memory[index][end * (end - 1) / 2..][..end];
+            for &(ahead, rest) in &later[end * stride + taken as usize] {
+                for (first, need) in needs.iter().enumerate() {
+                    let (depth, ahead) = depths.put_before(&(first..end), ahead);
+                    let in_flight = self.pricing.step.in_flight(depth);
+                    let short_bytes = need.short_with(in_flight);
+                    let stage = Tightest { short_bytes, first, end, place, in_flight, stages };
+                    let whole = rest.map_or(stage, |rest| larger(rest, stage));
+                    note(&mut now[first * stride + (taken + units) as usize], ahead, whole);
+                }
             }
         }
+    }
+}
+
+impl Need {
+    /// What a Stage misses that holds so many microbatches.
+    fn short_with(&self, in_flight: u64) -> f64 {
+        (self.short_bytes + self.microbatch_bytes * in_flight as f64).max(self.measured_bytes)
+    }
+}
+
+fn note<'a>(closest: &mut Closest<'a>, ahead: Ahead, whole: Tightest<'a>) {
+    match closest.iter_mut().find(|(known, _)| *known == ahead) {
+        Some((_, known)) => *known = smaller(*known, Some(whole)),
+        None => closest.push((ahead, Some(whole))),
     }
 }
 

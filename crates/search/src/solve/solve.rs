@@ -104,7 +104,7 @@ struct CaseSearch<'a> {
     pricing: Pricing<'a>,
     order: &'a RankOrder,
     table: StageTable,
-    relaxed: &'a Relaxation,
+    relaxed: &'a Relaxation<'a>,
 }
 
 impl<'a> CaseSearch<'a> {
@@ -112,7 +112,7 @@ impl<'a> CaseSearch<'a> {
         problem: Problem<'a>,
         case: SearchCase,
         order: &'a RankOrder,
-        relaxed: &'a Relaxation,
+        relaxed: &'a Relaxation<'a>,
         best_us: f64,
         deadline: Deadline<'_>,
     ) -> Self {
@@ -204,7 +204,13 @@ impl<'a> Solver<'a> {
     }
 
     /// Relaxed Plans of a group's cases that take less than `best_us`.
-    fn relaxed(&self, group: &CaseGroup<'_>, ideal: Problem<'_>, best_us: f64, deadline: Deadline<'_>) -> Relaxation {
+    fn relaxed<'p>(
+        &self,
+        group: &CaseGroup<'_>,
+        ideal: Problem<'p>,
+        best_us: f64,
+        deadline: Deadline<'_>,
+    ) -> Relaxation<'p> {
         let mut relaxed = Relaxation::new(&group.pricing(ideal), best_us, self.grain, deadline);
         relaxed.limit(best_us, deadline);
         relaxed
@@ -314,7 +320,7 @@ impl<'a> Solver<'a> {
     }
 
     /// The best division of a case that takes less than `best_us`.
-    fn look_at(&self, case: SearchCase, relaxed: &Relaxation, best_us: f64) -> (Option<Solution>, Stop) {
+    fn look_at(&self, case: SearchCase, relaxed: &Relaxation<'_>, best_us: f64) -> (Option<Solution>, Stop) {
         let search = CaseSearch::new(self.problem, case, self.order(case), relaxed, best_us, self.deadline());
         let (quick, _) = self.run(&search, Some(1), best_us);
         let (exact, stop) = self.run(&search, None, quick.as_ref().map_or(best_us, |found| found.found.step_us));

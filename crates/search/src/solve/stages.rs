@@ -1,13 +1,14 @@
 //! The dynamic program over Stages, from the last one to the first.
 //!
 //! A state says where the first Stage so far begins, how many units of ranks the Stages take, and how
-//! many Stages there are (as far as their number matters to time and memory, or is limited). Each state
-//! keeps the partial steps that no other of its partial steps dominates in all parts of the objective,
-//! so the result is exact. A partial step is dropped when even the [`Relaxation`] of what is missing
+//! many Stages there are (as far as their number matters or is limited). Each state keeps the partial steps that no other
+//! of its partial steps dominates in all parts of the objective among those before which Stages are as deep, so the result
+//! is exact. A partial step is dropped when even the [`Relaxation`] of what is missing
 //! cannot make it better than a Plan that is known already.
 
 use std::ops::Range;
 
+use super::depths::{Ahead, Depths};
 use super::relax::Relaxation;
 use super::table::{Entry, StageTable};
 use crate::price::{Pricing, RankOrder, Saver, StepModel, StepTime};
@@ -36,6 +37,7 @@ struct Label {
     time: StepTime,
     /// No Plan that goes on from here takes less.
     bound_us: f64,
+    ahead: Ahead,
     /// State and place of the label that this one put a Stage before.
     later: (u32, u32),
     /// Of that Stage.
@@ -58,7 +60,7 @@ impl StageCount {
         let most = pricing.chain.len().min(order.units() as usize);
         let limit = exactly.or(settings.max_stages.map(|stages| stages as usize)).unwrap_or(most);
         let saturates = limit >= most && exactly.is_none();
-        // Beyond as many Stages as microbatches, neither time nor memory in flight depends on the number.
+        // Bounds do not depend on more Stages than there are microbatches.
         let matters = usize::try_from(pricing.step.microbatches).unwrap_or(usize::MAX).min(most);
         Self { counted: if saturates { matters } else { limit.min(most) }, saturates, exactly }
     }
@@ -74,7 +76,7 @@ pub(crate) struct StageSearch<'a> {
     pub(crate) pricing: &'a Pricing<'a>,
     pub(crate) order: &'a RankOrder,
     pub(crate) table: &'a StageTable,
-    pub(crate) relaxed: &'a Relaxation,
+    pub(crate) relaxed: &'a Relaxation<'a>,
 }
 
 impl StageSearch<'_> {
@@ -89,9 +91,10 @@ impl StageSearch<'_> {
     ) -> Option<Found> {
         let count = StageCount::new(self.pricing, self.order, exactly);
         let states = (self.table.blocks + 1) * (self.order.units() as usize + 1) * (count.counted + 1);
-        let mut run =
-            SearchRun { search: self, count, width, best_us, best: None, states: vec![Vec::new(); states], budget };
-        let root = Label { time: StepTime::default(), bound_us: 0.0, later: (0, 0), saver: 0 };
+        let depths = Depths::new(&self.pricing.chain.feeds, self.pricing.step.deepest());
+        let states = vec![Vec::new(); states];
+        let mut run = SearchRun { search: self, count, width, best_us, best: None, depths, states, budget };
+        let root = Label { time: StepTime::default(), bound_us: 0.0, ahead: Ahead::END, later: (0, 0), saver: 0 };
         let start = run.state(self.table.blocks, 0, 0);
         run.states[start].push(root);
         for end in (1..=self.table.blocks).rev() {
@@ -114,6 +117,7 @@ struct SearchRun<'a, 'c> {
     best_us: f64,
     /// That Plan, and the units it takes.
     best: Option<(Label, u32)>,
+    depths: Depths<'a>,
     states: Vec<Vec<Label>>,
     budget: &'a mut Budget<'c>,
 }
@@ -131,16 +135,22 @@ impl SearchRun<'_, '_> {
         labels.retain(|label| label.bound_us < self.best_us);
         labels.sort_by(|left, right| left.bound_us.total_cmp(&right.bound_us));
         labels.truncate(self.width.unwrap_or(usize::MAX));
-        let table = self.search.table;
-        let in_flight = self.search.pricing.step.in_flight(next);
-        for count in self.unit_counts(units) {
-            let unit = self.search.order.units() - units - count;
-            let place = self.search.order.place_index(unit, count);
-            for (number, saver) in table.savers.iter().enumerate() {
-                if saver.serves(in_flight) {
-                    self.extend(&labels, Extension { state, end, unit, place, stages, next, in_flight, saver: number });
+        labels.sort_by_key(|label| label.ahead);
+        let mut number = 0;
+        for alike in labels.chunk_by(|left, right| left.ahead == right.ahead) {
+            let step = self.search.pricing.step;
+            let held = self.depths.possible(alike[0].ahead);
+            let held = held.map(|depths| step.in_flight(*depths.start())..=step.in_flight(*depths.end()));
+            for count in self.unit_counts(units) {
+                let unit = self.search.order.units() - units - count;
+                let place = self.search.order.place_index(unit, count);
+                for (saver, way) in self.search.table.savers.iter().enumerate() {
+                    if held.iter().any(|held| way.serves(held)) {
+                        self.extend(alike, Extension { state, number, end, unit, place, next, saver });
+                    }
                 }
             }
+            number += alike.len();
         }
         self.states[state] = labels;
     }
@@ -152,19 +162,22 @@ impl SearchRun<'_, '_> {
         1..most + 1
     }
 
+    /// Puts Stages before labels that have the same ahead.
     fn extend(&mut self, labels: &[Label], step: Extension) {
         if self.budget.is_spent() {
             return;
         }
-        let table = self.search.table;
-        // A longer run may find Blocks that are cheaper to compute again.
-        let monotone = table.savers[step.saver].is_monotone();
+        let StageSearch { pricing, table, .. } = *self.search;
+        let saver = table.savers[step.saver];
         for (first, entry) in table.ending(step.place, step.saver, step.end).rev() {
-            if monotone && self.too_long(entry) {
+            // A longer run may find Blocks that are cheaper to compute again.
+            if saver.is_monotone() && self.too_long(entry) {
                 break;
             }
-            if entry.max_in_flight >= step.in_flight {
-                self.prepend(labels, entry, first, &step);
+            let (depth, ahead) = self.depths.put_before(&(first..step.end), labels[0].ahead);
+            let in_flight = pricing.step.in_flight(depth);
+            if entry.max_in_flight >= in_flight && saver.serves(&(in_flight..=in_flight)) {
+                self.prepend(labels, entry, Begin { first, depth, ahead }, &step);
             }
         }
     }
@@ -174,7 +187,7 @@ impl SearchRun<'_, '_> {
         self.search.pricing.step.busy_us(&entry.cost) >= self.best_us
     }
 
-    fn prepend(&mut self, labels: &[Label], entry: &Entry, first: usize, step: &Extension) {
+    fn prepend(&mut self, labels: &[Label], entry: &Entry, Begin { first, depth, ahead }: Begin, step: &Extension) {
         let StageSearch { pricing, order, relaxed, .. } = *self.search;
         let before_us = relaxed.before_us(step.next, first, order.range(0, step.unit).end);
         let idle = first == 0 && step.unit > 0;
@@ -186,15 +199,16 @@ impl SearchRun<'_, '_> {
         let target = self.state(first, taken, step.next);
         let most = self.count.exactly.unwrap_or(step.next + first.min(step.unit as usize));
         for (place, label) in labels.iter().enumerate() {
-            let time = pricing.step.prepend(label.time, &entry.cost, step.stages);
-            let (later, saver) = ((index(step.state), index(place)), index(step.saver));
+            let time = pricing.step.prepend(label.time, &entry.cost, depth);
+            let (later, saver) = ((index(step.state), index(step.number + place)), index(step.saver));
             if first == 0 {
-                self.complete(Label { time, bound_us: pricing.step.step_us(time), later, saver }, taken, step.next);
+                let label = Label { time, bound_us: pricing.step.step_us(time), ahead, later, saver };
+                self.complete(label, taken, step.next);
                 continue;
             }
             let bound_us = pricing.step.bound_us(time, before_us, most);
             if bound_us < self.best_us {
-                insert(&pricing.step, &mut self.states[target], Label { time, bound_us, later, saver });
+                insert(&pricing.step, &mut self.states[target], Label { time, bound_us, ahead, later, saver });
             }
         }
     }
@@ -231,18 +245,24 @@ impl SearchRun<'_, '_> {
 #[derive(Clone, Copy)]
 struct Extension {
     state: usize,
+    /// Place of the first label that it is put before.
+    number: usize,
     end: usize,
     /// First unit of the Stage.
     unit: u32,
     /// Which place its units are.
     place: usize,
-    /// Stages behind it.
-    stages: usize,
     /// Stages with it.
     next: usize,
-    /// Microbatches that it must hold.
-    in_flight: u64,
     saver: usize,
+}
+
+/// Where a Stage begins, how deep it is, and what is ahead of Stages before it.
+#[derive(Clone, Copy)]
+struct Begin {
+    first: usize,
+    depth: usize,
+    ahead: Ahead,
 }
 
 fn index(place: usize) -> u32 {
@@ -251,9 +271,10 @@ fn index(place: usize) -> u32 {
 
 /// Adds a label to a state unless another one dominates it, and drops those that it dominates.
 fn insert(step: &StepModel, labels: &mut Vec<Label>, label: Label) {
-    if labels.iter().any(|known| step.dominates(&known.time, &label.time)) {
+    let dominates = |one: &Label, other: &Label| one.ahead == other.ahead && step.dominates(&one.time, &other.time);
+    if labels.iter().any(|known| dominates(known, &label)) {
         return;
     }
-    labels.retain(|known| !step.dominates(&label.time, &known.time));
+    labels.retain(|known| !dominates(&label, known));
     labels.push(label);
 }

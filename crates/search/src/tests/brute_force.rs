@@ -1,5 +1,6 @@
 //! Tests that hold the sums and the dynamic program against what they stand for.
 
+use std::ops::Range;
 use std::sync::atomic::AtomicBool;
 
 use proptest::prelude::*;
@@ -263,8 +264,15 @@ struct Division<'a> {
     order: &'a RankOrder,
     lengths: &'a [usize],
     replicas: &'a [usize],
-    /// To tell times exactly; otherwise the formula tells them.
-    spec: Option<&'a ChainSpec>,
+    spec: &'a ChainSpec,
+    told: Told,
+}
+
+/// What tells times.
+#[derive(Clone, Copy, PartialEq)]
+enum Told {
+    ByFormula,
+    Exactly,
 }
 
 /// The last Stages of a division.
@@ -273,12 +281,16 @@ struct Later {
     time: StepTime,
     /// The first of them first.
     stages: Vec<FoundStage>,
+    /// Of each the Stages on the longest way from it.
+    depths: Vec<usize>,
 }
 
 impl Division<'_> {
-    fn told_us(&self, Later { time, stages }: &Later) -> f64 {
-        let &Self { pricing, order, spec, .. } = self;
-        let Some(ChainSpec { crossings, states, batch, .. }) = spec else { return pricing.step.step_us(*time) };
+    fn told_us(&self, Later { time, stages, .. }: &Later) -> f64 {
+        let &Self { pricing, order, spec: ChainSpec { crossings, states, batch, .. }, told, .. } = self;
+        if told == Told::ByFormula {
+            return pricing.step.step_us(*time);
+        }
         let priced = |FoundStage { run, positions, saver }: &FoundStage| {
             let place = order.place_at(positions);
             let at = pricing.at(place);
@@ -291,6 +303,16 @@ impl Division<'_> {
         pricing.step.exact_us(&pricing.step.schedule.into(), &prices, &replicas, &linker.moves())
     }
 
+    /// The number of Stages on the longest way from a run through the later ones, itself included.
+    fn depth(&self, run: &Range<usize>, later: &Later) -> usize {
+        let feeds = |to: &FoundStage| {
+            let mut uses = self.spec.crossings.iter().filter(|value| run.contains(&value.made_by));
+            uses.any(|value| value.used_by.iter().any(|user| to.run.contains(user)))
+        };
+        let fed = later.stages.iter().zip(&later.depths).filter(|(to, _)| feeds(to));
+        1 + fed.map(|(_, &depth)| depth).max().unwrap_or(0)
+    }
+
     /// The least time over all ways to run the Stages, if there is one that fits.
     fn step_us(&self, savers: &[Saver], place: usize, end: usize, last: u32, later: &Later) -> Option<f64> {
         let step = &self.pricing.step;
@@ -299,7 +321,8 @@ impl Division<'_> {
         let (first, unit) = (end - length, last - replicas);
         let at = self.pricing.at(self.order.place(unit, replicas));
         let workspace_bytes = self.pricing.run_workspace_bytes(first..end, &at);
-        let in_flight = step.in_flight(place + 1);
+        let depth = self.depth(&(first..end), later);
+        let in_flight = step.in_flight(depth);
         let asked = self.pricing.problem.settings.savers.least_sharding;
         let with = |&saver: &Saver| {
             let may_be = if replicas == 1 { saver.sharding == Sharding::None } else { saver.sharding >= asked };
@@ -307,12 +330,13 @@ impl Division<'_> {
                 return None;
             }
             let entry = Entry::new(self.pricing, first..end, &at, saver, workspace_bytes);
-            if !saver.serves(in_flight) || entry.max_in_flight < in_flight {
+            if !saver.serves(&(in_flight..=in_flight)) || entry.max_in_flight < in_flight {
                 return None;
             }
             let stage = FoundStage { run: first..end, positions: self.order.range(unit, last), saver };
-            let time = step.prepend(later.time, &entry.cost, place);
-            let later = Later { time, stages: [vec![stage], later.stages.clone()].concat() };
+            let time = step.prepend(later.time, &entry.cost, depth);
+            let stages = [vec![stage], later.stages.clone()].concat();
+            let later = Later { time, stages, depths: [vec![depth], later.depths.clone()].concat() };
             self.step_us(savers, place + 1, first, unit, &later)
         };
         savers.iter().filter_map(with).min_by(f64::total_cmp)
@@ -347,19 +371,20 @@ fn many_forced_stages_behind_slow_links_are_searched_to_the_end() {
         limits: Limits { candidates: 4_000, ..Limits::default() },
         ..Settings::default()
     };
-    let chain = Chain::new(spec, &cluster.kinds);
+    let chain = Chain::new(spec.clone(), &cluster.kinds);
     let (measured, in_parts, direct) = (&[None][..], false, false);
     let problem = Problem { chain: &chain, cluster: &cluster, measured, settings: &settings, in_parts, direct };
     let orders = RankOrder::all(&cluster, 8, None, 64, Deadline::never());
     assert_eq!(solve(problem, &orders).1.map(|solved| solved.stop), Ok(Stop::Complete));
 }
 
-/// The time of the best Plan: by the formula, or exactly with these Values.
+/// The time of the best Plan.
 fn brute_force(
     problem: Problem<'_>,
     orders: &[RankOrder],
     cases: &[SearchCase],
-    spec: Option<&ChainSpec>,
+    spec: &ChainSpec,
+    told: Told,
 ) -> Option<f64> {
     let Problem { chain, settings, .. } = problem;
     let devices = settings.world_size as usize;
@@ -375,7 +400,7 @@ fn brute_force(
                     for replicas in compositions(used, stages) {
                         let order = &orders[case.order.expect("a real order")];
                         let (pricing, lengths, replicas) = (&pricing, &lengths, &replicas);
-                        let division = Division { pricing, order, lengths, replicas, spec };
+                        let division = Division { pricing, order, lengths, replicas, spec, told };
                         let none = Later::default();
                         let us = division.step_us(&savers, 0, chain.len(), settings.world_size, &none);
                         best = best.into_iter().chain(us).min_by(f64::total_cmp);
@@ -392,12 +417,12 @@ proptest! {
 
     #[test]
     fn the_search_equals_brute_force(spec in spec(5), settings in settings(4), cluster in cluster()) {
-        let chain = Chain::new(spec, &cluster.kinds);
+        let chain = Chain::new(spec.clone(), &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
         let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
         let orders = RankOrder::all(&cluster, settings.world_size, None, 64, Deadline::never());
         let (cases, solved) = solve(problem, &orders);
-        let expected = brute_force(problem, &orders, &cases, None);
+        let expected = brute_force(problem, &orders, &cases, &spec, Told::ByFormula);
         match (&expected, &solved) {
             (Some(expected), Ok(Solved { best, lower_bound_us, stop, .. })) => {
                 let us = best.found.step_us;
@@ -534,14 +559,14 @@ proptest! {
                 link.bytes_per_s *= faster_between;
             }
         }
-        let chain = Chain::new(spec, &cluster.kinds);
+        let chain = Chain::new(spec.clone(), &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
         let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
         let orders = RankOrder::all(&cluster, settings.world_size, None, 64, Deadline::never());
         let (cases, _) = solve(problem, &orders);
         let ideal_cluster = with_best_sends(&cluster);
         for case in cases {
-            let Some(least_us) = brute_force(problem, &orders, &[case], None) else { continue };
+            let Some(least_us) = brute_force(problem, &orders, &[case], &spec, Told::ByFormula) else { continue };
             let ideal = Problem { cluster: &ideal_cluster, in_parts: true, direct: true, ..problem };
             let pricing = Pricing::new(ideal, case.schedule, case.microbatches);
             for best_us in [f64::INFINITY, 2.0 * least_us, SLACK * least_us] {
@@ -559,12 +584,12 @@ proptest! {
         spec in spec(5), settings in settings(4), cluster in cluster(), candidates in 1..300_u64,
     ) {
         let settings = Settings { limits: Limits { candidates, ..settings.limits }, ..settings };
-        let chain = Chain::new(spec, &cluster.kinds);
+        let chain = Chain::new(spec.clone(), &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
         let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
         let orders = RankOrder::all(&cluster, settings.world_size, None, 64, Deadline::never());
         let (cases, solved) = solve(problem, &orders);
-        let least_us = brute_force(problem, &orders, &cases, None).unwrap_or(f64::INFINITY);
+        let least_us = brute_force(problem, &orders, &cases, &spec, Told::ByFormula).unwrap_or(f64::INFINITY);
         match solved {
             Ok(Solved { best, lower_bound_us, stop, .. }) => {
                 prop_assert!(lower_bound_us <= least_us * SLACK && least_us <= best.found.step_us * SLACK);
@@ -584,13 +609,13 @@ proptest! {
         spec in spec(4), settings in settings(4), cluster in cluster(), grain in grain(), units in 1..4_u32,
     ) {
         let settings = Settings { max_microbatches: 3, stages: None, ..settings };
-        let chain = Chain::new(spec, &cluster.kinds);
+        let chain = Chain::new(spec.clone(), &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
         let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
         let (cases, solved) = solve_with(grain, problem, &RankOrder::all(&cluster, settings.world_size, None, units, Deadline::never()));
         let orders = RankOrder::all(&cluster, settings.world_size, None, 64, Deadline::never());
         if let Ok(Solved { best, lower_bound_us, .. }) = solved {
-            let least_us = brute_force(problem, &orders, &cases, None).expect("one was found");
+            let least_us = brute_force(problem, &orders, &cases, &spec, Told::ByFormula).expect("one was found");
             prop_assert!(lower_bound_us <= least_us * SLACK && least_us <= best.found.step_us * SLACK);
         }
     }
@@ -599,14 +624,14 @@ proptest! {
     #[test]
     fn a_search_without_time_tells_the_truth(spec in spec(4), settings in settings(4), cluster in cluster()) {
         let settings = Settings { max_microbatches: 3, ..settings };
-        let chain = Chain::new(spec, &cluster.kinds);
+        let chain = Chain::new(spec.clone(), &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
         let problem = Problem { chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
         let orders = RankOrder::all(&cluster, settings.world_size, None, 64, Deadline::never());
         let (cases, solved) = solve(problem, &orders);
         let limited = Settings { limits: Limits { time_ms: Some(0), ..settings.limits }, ..settings.clone() };
         let (_, quick) = solve(Problem { settings: &limited, ..problem }, &orders);
-        let least_us = brute_force(problem, &orders, &cases, None).unwrap_or(f64::INFINITY);
+        let least_us = brute_force(problem, &orders, &cases, &spec, Told::ByFormula).unwrap_or(f64::INFINITY);
         if let Ok(Solved { best, lower_bound_us, stop, .. }) = quick {
             prop_assert!(lower_bound_us <= least_us * SLACK && least_us <= best.found.step_us * SLACK);
             prop_assert!(stop == Stop::Time || best.found.step_us <= least_us * SLACK);
@@ -623,7 +648,7 @@ proptest! {
         let orders = RankOrder::all(&cluster, settings.world_size, None, 64, Deadline::never());
         let (cases, solved) = solve(problem, &orders);
         if let Ok(Solved { lower_bound_us, .. }) = solved {
-            let least_us = brute_force(problem, &orders, &cases, Some(&spec)).expect("one was found");
+            let least_us = brute_force(problem, &orders, &cases, &spec, Told::Exactly).expect("one was found");
             prop_assert!(lower_bound_us <= least_us * SLACK, "{lower_bound_us} {least_us}");
         }
     }

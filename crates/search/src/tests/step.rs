@@ -7,10 +7,20 @@ use crate::answer::links::{Moves, ReplicaLink};
 use crate::price::StageMemory;
 use crate::price::{BackwardParts, End, PassCost, Priced, StageCost, StepModel, StepTime};
 
+/// The last Stages of a step, and how deep the first of them is.
+type Last = (StepTime, usize);
+
+/// More Stages, of which some feed the next one, before the last ones.
+fn put_before(model: &StepModel, stages: &[StageCost], last: Last) -> Last {
+    let prepend = |(time, behind): Last, stage: &StageCost| {
+        let depth = 1 + if stage.smaller.out_us > 0.0 { behind } else { 0 };
+        (model.prepend(time, stage, depth), depth)
+    };
+    stages.iter().rev().fold(last, prepend)
+}
+
 fn step_us(model: &StepModel, stages: &[StageCost]) -> f64 {
-    let fold = |(time, later), stage: &StageCost| (model.prepend(time, stage, later), later + 1);
-    let (time, _) = stages.iter().rev().fold((StepTime::default(), 0), fold);
-    model.step_us(time)
+    model.step_us(put_before(model, stages, Last::default()).0)
 }
 
 /// The longest path, where nothing at the end of the step waits for messages that are still under way.
@@ -200,11 +210,10 @@ proptest! {
     fn what_dominates_is_never_worse((model, stages) in uneven_step(), (first, length) in (0..6_usize, 1..4_usize)) {
         let length = length.min(stages.len());
         let first = first.min(stages.len() - length);
-        let prepend = |(time, later), stage: &StageCost| (model.prepend(time, stage, later), later + 1);
-        let tail = |stages: &[StageCost]| stages.iter().rev().fold((StepTime::default(), 0), prepend);
+        let tail = |stages: &[StageCost]| put_before(&model, stages, Last::default());
         let (own, other) = (tail(&stages[..length]), tail(&stages[first..first + length]));
-        if model.dominates(&own.0, &other.0) {
-            let whole_us = |tail| model.step_us(stages.iter().rev().fold(tail, prepend).0);
+        if own.1 == other.1 && model.dominates(&own.0, &other.0) {
+            let whole_us = |tail| model.step_us(put_before(&model, &stages, tail).0);
             prop_assert!(whole_us(own) <= whole_us(other) * (1.0 + 1e-12));
         }
     }
@@ -213,8 +222,7 @@ proptest! {
     fn bounds_hold((model, stages) in uneven_step()) {
         for missing in 0..stages.len() {
             let (before, after) = stages.split_at(missing);
-            let fold = |(time, later), stage: &StageCost| (model.prepend(time, stage, later), later + 1);
-            let (time, _) = after.iter().rev().fold((StepTime::default(), 0), fold);
+            let (time, _) = put_before(&model, after, Last::default());
             let pass = |earlier_us, stage: &StageCost| stage.behind_us(earlier_us) + stage.pass_us();
             let pass_us = before.iter().fold(0.0, pass);
             prop_assert!(model.bound_us(time, pass_us, stages.len()) <= step_us(&model, &stages) * (1.0 + 1e-12));

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use rannc_ir::{Graph, OpId, ParamId, ValueId};
 
-use crate::partition::{Crossing, Partition, conversion};
+use crate::partition::{Partition, conversion};
 use crate::plan::{Plan, StagePlan};
 use crate::predicted::{MemoryPrediction, WholePrediction};
 use crate::program::{Bucket, Program};
@@ -80,11 +80,7 @@ impl Size {
 impl Promises {
     /// What a Plan promises of the Graph that it was made for, divided as it says.
     pub fn new(plan: &Plan, graph: &Graph, partition: &Partition) -> Self {
-        let feeds = |crossing: &Crossing| {
-            let from = crossing.from as usize;
-            crossing.to.iter().map(move |&to| (from, to as usize)).collect::<Vec<_>>()
-        };
-        let depths = depths(plan.stages.len(), partition.crossings.iter().flat_map(feeds));
+        let depths = depths(plan.stages.len(), partition.edges());
         let stage = |(stage, depth): (&StagePlan, u32)| {
             let memory = stage.predicted.memory;
             StagePromise {
