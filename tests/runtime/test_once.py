@@ -228,6 +228,34 @@ def test_under_autocast_the_graph_computes_as_its_casts_say(ranks: Ranks) -> Non
     assert "equal outputs and gradients" in told, told
 
 
+class Memory:
+    """A helper of a model, that is no module."""
+
+    last: Tensor | None = None
+
+
+class Remembers(nn.Module):
+    """Keeps a tensor in an object, for itself at the next call or for others to see."""
+
+    def __init__(self, *, reads: bool) -> None:
+        super().__init__()
+        self.first, self.memory, self.reads = nn.Linear(WIDTH, WIDTH), Memory(), reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.reads and self.memory.last is not None:
+            y = y + self.memory.last.mean()
+        self.memory.last = y.detach()
+        return self.memory.last.mean() * y.square().mean()
+
+
+def test_tensors_for_the_next_call_are_refused_wherever_they_are(ranks: Ranks) -> None:
+    (told,) = ranks(1).run(compared, partial(Remembers, reads=True), torch.float32)
+    assert re.search(r"test_once.py:\d+\) reads a tensor that an earlier call .*register_buffer", told), told
+    (told,) = ranks(1).run(compared, partial(Remembers, reads=False), torch.float32)
+    assert "equal outputs and gradients" in told, told
+
+
 def test_an_infinite_gradient_hides_no_other() -> None:
     largest = torch.tensor([float("inf"), 1.0])
     made, expected = (Made({}, {}, {"a": largest, "b": torch.tensor([b])}) for b in (0.0, 7.0))

@@ -105,6 +105,17 @@ def belongs_to_user(file: str) -> bool:
     return not (file.startswith((_TORCH_ROOT, _OWN_ROOT, "<")) or in_stdlib)
 
 
+def place_of(error: BaseException, inside: Place) -> Place:
+    """The user's line from which an exception came last; ``inside`` where it came from none."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if belongs_to_user(file):
+            inside = Place(inside.module, file, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return inside
+
+
 class SourceTracker:
     """Knows the sub-module that is running and the user's line in it.
 
@@ -179,7 +190,7 @@ class SourceTracker:
                 return result
             except Exception as error:
                 if tracker.failure is None:
-                    tracker.failure = tracker._place_of(error)
+                    tracker.failure = place_of(error, Place(tracker.module))
                     tracker.functions = tracker._functions_of(error)
                 raise
             finally:
@@ -201,16 +212,6 @@ class SourceTracker:
             yield
         finally:
             self.after_calls = before
-
-    def _place_of(self, error: BaseException) -> Place:
-        place = Place(self.module)
-        traceback = error.__traceback__
-        while traceback is not None:
-            file = traceback.tb_frame.f_code.co_filename
-            if belongs_to_user(file):
-                place = Place(self.module, file, traceback.tb_lineno)
-            traceback = traceback.tb_next
-        return place
 
     def _functions_of(self, error: BaseException) -> tuple[Part, ...]:
         frames: list[FrameType] = []

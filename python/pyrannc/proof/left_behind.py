@@ -1,0 +1,34 @@
+"""Tensors of a capture that the forward has left in Python objects, which no later call may read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyrannc.capture.source import Place, place_of
+from pyrannc.capture.torch_internals import FakeTensor, TorchDispatchMode, pytree
+from pyrannc.errors import CaptureError
+
+
+class LeftBehindError(Exception):
+    """An operator is given a tensor that has no contents."""
+
+
+class RefusesLeftBehind(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    """While active, operators take no tensors of a capture."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(item, FakeTensor) for item in pytree.tree_leaves((args, kwargs))):
+            raise LeftBehindError(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def refusal(error: LeftBehindError) -> CaptureError:
+    """What the user is told."""
+    return CaptureError(
+        f"{place_of(error, Place(''))} reads a tensor that an earlier call of the model has left in a Python object, "
+        "such as a helper, a dict or a global variable, where a captured call leaves nothing. Register it as a buffer "
+        "(self.register_buffer(...)) and change it with copy_(), or return it from the forward and give it to the next "
+        "call as an argument"
+    )
