@@ -31,6 +31,7 @@ class Keeps(nn.Module):
         self.cache: Any = None
         self.bank = torch.zeros(())
         self.seen: list[Any] = []
+        self.known: dict[str, Any] = {}
         self.inner = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,6 +69,12 @@ def appends(self: Any, x: Tensor) -> Tensor:
     return x
 
 
+def keeps_number(self: Any, x: Tensor) -> Tensor:
+    if "mean" not in self.known:
+        self.known["mean"] = x.detach().abs().mean().item()
+    return x * self.known["mean"]
+
+
 @pytest.mark.parametrize(
     ("forward", "text"),
     [
@@ -76,6 +83,7 @@ def appends(self: Any, x: Tensor) -> Tensor:
         (keeps_mean, r'keeps tensors for the next call.*"cache" of.*register_buffer\("cache"'),
         (changes_in_place, 'keeps tensors for the next call.*"bank" of'),
         (appends, '"seen" of'),
+        (keeps_number, 'counts from call to call.*"known" of'),
     ],
 )
 def test_what_is_carried_from_call_to_call_is_refused(forward: Callable[..., Tensor], text: str) -> None:
@@ -87,7 +95,11 @@ def fills_cache(self: Any, x: Tensor) -> Tensor:
     if self.cache is None or self.cache.shape[0] != x.shape[1]:
         self.cache = torch.arange(x.shape[1])
     self.count = max(self.count, x.shape[1])
-    return x * self.cache
+    if "width" not in self.known:
+        self.known["width"] = x.shape[1]
+    self.known["rows"] = x.shape[0]
+    self.known["mean"] = x.detach().abs().mean().item()
+    return x * self.cache * self.known["width"] * self.known["mean"]
 
 
 def test_caches_are_no_state() -> None:

@@ -18,7 +18,7 @@ from .assumptions import Attribute, PythonState
 from .flatten import flatten
 from .global_reads import GlobalReads
 from .source import Place, SourceTracker
-from .torch_internals import FakeTensor, attribute_access
+from .torch_internals import FakeTensor, attribute_access, pytree
 from .untraceable import UntraceableError
 
 _Key = tuple[int, str]
@@ -31,6 +31,9 @@ _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, range, slice,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
+
+
+_STAND_INS = {torch.SymInt: 3, torch.SymFloat: 0.7, torch.SymBool: True}
 
 
 def is_plain(value: Any) -> bool:
@@ -161,8 +164,11 @@ class AttributeLog:
         finally:
             self._watching = before
 
-    def note_changes(self, depends_on_data: Callable[[Tensor], bool]) -> None:
+    def note_changes(self, depends_on_data: Callable[[Any], bool]) -> None:
         """Finds out what the call has changed, right after it.
+
+        Args:
+            depends_on_data: asked of tensors and of numbers of the trace.
 
         Raises:
             CaptureError: the model keeps a tensor for its next call in a Python attribute.
@@ -175,8 +181,8 @@ class AttributeLog:
                     self.written.append(attribute)
                 elif any(map(depends_on_data, flatten(value)[0])):
                     raise CaptureError(_carries_tensor(attribute))
-                elif is_plain(value) or _symbolic(value):
-                    self.carried.append((attribute, value))
+                elif is_plain(value) or _symbolic(value) or any(map(depends_on_data, _numbers(value))):
+                    self.carried.append((attribute, _for_a_second(value, depends_on_data)))
 
     def state(self) -> PythonState:
         """What the call has read and written."""
@@ -210,6 +216,22 @@ def _kept(path: str, module: nn.Module) -> _Kept:
 
 def _symbolic(value: Any) -> bool:
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _numbers(value: Any) -> list[Any]:
+    """Numbers of the trace in a structure."""
+    return list(filter(_symbolic, pytree.tree_leaves(value)))
+
+
+def _for_a_second(value: Any, depends_on_data: Callable[[Any], bool]) -> Any:
+    """What a call leaves, for a second trace: with other numbers where data decide, so that their use is seen, and in
+    containers."""
+
+    def stand_in(leaf: Any) -> Any:
+        return _STAND_INS[type(leaf)] if _symbolic(leaf) and (leaf is not value or depends_on_data(leaf)) else leaf
+
+    # A container is emptied when it is put back.
+    return copy.copy(pytree.tree_map(stand_in, value))
 
 
 def refuse_changed_tensors(model: nn.Module, changed: Sequence[Tensor]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from pyrannc.errors import CaptureError, InputError, RaNNCError
 
 from .assumptions import FROM_ARGUMENTS, Answering, Assumption, PythonState
-from .attributes import assigned, carries_number, refuse_changed_tensors
+from .attributes import assigned, carries_number, is_plain, refuse_changed_tensors
 from .autocast import autocast_state, no_autocast
 from .clean import CleanGraph, clean, place_of
 from .data_dependent import ReturnedExtentsError
@@ -331,8 +331,14 @@ def _root(node: fx.Node) -> fx.Node:
 
 def _refuse_counting(first: Trace, second: Trace, *, same: bool) -> None:
     """Raises CaptureError unless a call that found what the first one left did the same and left it so."""
-    if second.carried or not same:
-        attribute, _ = (second.carried or first.carried)[0]
+    left = {(attribute.module, attribute.name): value for attribute, value in first.carried}
+    others = [
+        (attribute, value)
+        for attribute, value in second.carried
+        if not is_plain(value) or left.get((attribute.module, attribute.name)) != value
+    ]
+    if others or not same:
+        attribute, _ = (others or first.carried)[0]
         raise carries_number(attribute)
 
 

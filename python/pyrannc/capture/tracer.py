@@ -322,10 +322,16 @@ class _TracedCall:
             with session.attributes.listening():
                 result = session.model(*args, **kwargs)
             updates = self._buffer_updates(buffers)
-        session.attributes.note_changes(lambda tensor: _depends_on_data(tensor, tracer))
+        session.attributes.note_changes(lambda item: self._depends_on_data(item, tracer))
         leaves, self.output = flatten(only_asked(result, session.outputs))
         _refuse_symbolic_results(self.output)
         return leaves + updates
+
+    def _depends_on_data(self, item: Any, tracer: Any) -> bool:
+        """True for a tensor that does, and for a number that more than the number of rows decides."""
+        if isinstance(item, Tensor):
+            return _depends_on_data(item, tracer)
+        return bool(expression(item).free_symbols - {self._session.shape_env.batch_symbol})
 
     def _note_sequences(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not runs_along_rows(module, args, kwargs):
