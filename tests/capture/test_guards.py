@@ -75,6 +75,13 @@ def keeps_number(self: Any, x: Tensor) -> Tensor:
     return x * self.known["mean"]
 
 
+def keeps_first(self: Any, x: Tensor) -> Tensor:
+    mean = float(np.abs(x.detach().numpy()).mean())
+    if self.cache is None:
+        self.cache = mean
+    return x * self.cache  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("forward", "text"),
     [
@@ -83,6 +90,7 @@ def keeps_number(self: Any, x: Tensor) -> Tensor:
         (keeps_mean, r'keeps tensors for the next call.*"cache" of.*register_buffer\("cache"'),
         (changes_in_place, 'keeps tensors for the next call.*"bank" of'),
         (appends, '"seen" of'),
+        (keeps_first, 'counts from call to call.*"cache" of'),
         (keeps_number, 'counts from call to call.*"known" of'),
     ],
 )

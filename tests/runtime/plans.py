@@ -65,6 +65,7 @@ def cut_plan(graph: Graph, cuts: Sequence[int], ranks: Sequence[Sequence[int]], 
     form = json.loads(searched_plan(graph, [1], 1, 1).to_json())
     (whole,) = form["stages"]
     whole["predicted"] = _zeroed(whole["predicted"])
+    del whole["feeds"]
     ends = [0, *cuts, whole["ops"]["end"]]
     form["stages"] = [
         {**whole, **_run(first, end), "ranks": list(members), "blocks": _blocks(whole["blocks"], first, end)}

@@ -317,6 +317,7 @@ class _Lowering:
         call = _call_of_the_user(node)
         if call is None:
             return False
+        call = self._from_one_state(call)
         if node in self.group_of or target_name(node.target) in self.told_row_wise:
             self.row_wise.append(node not in self.group_of)
         elif self.known_row_wise is None or len(self.row_wise) >= len(self.known_row_wise):
@@ -325,6 +326,15 @@ class _Lowering:
         else:
             self.row_wise.append(self.known_row_wise[len(self.row_wise)])
         return self.row_wise[-1]
+
+    def _from_one_state(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The call, which finds no Python attribute as an earlier one has left it: rows may meet in these, too."""
+
+        def run(*operands: Any) -> Any:
+            with self.trace.attributes_restored():
+                return call(*operands)
+
+        return run
 
     def _shown_by_trial(self, node: fx.Node, call: Callable[..., Any]) -> bool:
         """Tries a call, but of equal ones the first alone."""

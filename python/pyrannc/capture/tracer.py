@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -89,7 +89,11 @@ class NamedTensors:
 
 @dataclass
 class Trace:
-    """A raw trace. Placeholders are parameters, buffers, inputs; outputs are result tensors, then buffer updates."""
+    """A raw trace. Placeholders are parameters, buffers, inputs; outputs are result tensors, then buffer updates.
+
+    Attributes:
+        attributes_restored: at its end, Python attributes of the model are as they were before the trace.
+    """
 
     gm: fx.GraphModule
     device: torch.device
@@ -103,6 +107,7 @@ class Trace:
     python_state: PythonState
     carried: list[Carried]
     along_rows: Place | None
+    attributes_restored: Callable[[], AbstractContextManager[None]]
 
 
 def trace(
@@ -223,6 +228,7 @@ class _Session:
             python_state=self.attributes.state(),
             carried=self.attributes.carried,
             along_rows=call.along_rows,
+            attributes_restored=self.attributes.restoring,
         )
 
     def whole_calls(self) -> list[WholeCall]:

@@ -134,7 +134,8 @@ class FewRows:
                        if buffer.value in code.updates}  # fmt: skip
             return state | updates
 
-        with no_autocast():
+        # Parts that stay whole are the user's code.
+        with no_autocast(), AttributeLog(self._model, SourceTracker(self._model)).restoring():
             made = self._made(call, state, after)
         made.values = {value: found[value].detach() for value in values}
         return made
