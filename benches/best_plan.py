@@ -186,6 +186,7 @@ class Drawing:
         blocks = [block for stage in stages for block in stage["blocks"]]
         for stage in stages:
             stage["blocks"] = _cut_blocks(blocks, stage["ops"]["first"], stage["ops"]["end"])
+            del stage["feeds"]
         plan = Plan.seal(json.dumps(found))
         plan.partition(self._graph)
         return plan.predicted(self._graph, self._cluster, [self._profile], self._settings().to_json())
