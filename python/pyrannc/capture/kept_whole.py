@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -223,10 +224,7 @@ class WholeCall:
         proxies = [proxy_of(operand, tracer) for operand in operands]
         reals = [o if p is None else oracle.sample_of(p.node) for p, o in zip(proxies, operands, strict=True)]
 
-        def longer(more: int) -> list[Any]:
-            pairs = zip(proxies, operands, strict=True)
-            return [o if p is None else oracle.longer_value_of(p.node, more) for p, o in pairs]
-
+        longer = partial(oracle.longer_values_of, proxies, operands)
         run = _Runs(lambda tensors: self._run(names, structure, tensors), names, operands, hands_on=self.hands_on)
         try:
             with real_execution(), self._trials.unwatched():

@@ -181,12 +181,16 @@ class Oracle:
         """
         return self._value(node, self._samples)
 
-    def longer_value_of(self, node: fx.Node, more: int) -> Any:
-        """Likewise, for so many rows more, which are the first ones again.
+    def longer_values_of(self, proxies: Sequence[fx.Proxy | None], operands: Sequence[Any], more: int) -> list[Any]:
+        """Operands for so many rows more, which are the first ones again; as they are where they have no proxy.
 
         Raises:
-            NoDataError: the slice reads a tensor without data.
+            NoDataError: a slice reads a tensor without data.
         """
+        pairs = zip(proxies, operands, strict=True)
+        return [o if p is None else self._longer_value_of(p.node, more) for p, o in pairs]
+
+    def _longer_value_of(self, node: fx.Node, more: int) -> Any:
         if more not in self._more:
             counts = {node: self._batch.per_row[place] for node, place in self._inputs.items()}
             self._more[more] = self._samples.with_more_rows(more, counts, self._batch_size)

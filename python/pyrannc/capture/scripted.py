@@ -6,6 +6,7 @@ import hashlib
 import operator
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,10 +61,6 @@ def opaque_script_functions(
             for proxy, operand in zip(proxies, operands, strict=True)
         ]
 
-        def longer(more: int) -> list[Any]:
-            pairs = zip(proxies, operands, strict=True)
-            return [o if p is None else oracle.longer_value_of(p.node, more) for p, o in pairs]
-
         wants: list[bool] = []
 
         def tried(tensors: Sequence[Any]) -> Any:
@@ -76,6 +73,7 @@ def opaque_script_functions(
 
         enabled = torch.is_grad_enabled()
         with real_execution(), unchanged(reals, f"the scripted function {name}"), torch.set_grad_enabled(enabled):
+            longer = partial(oracle.longer_values_of, proxies, operands)
             made = sizes.at_two_sizes(tried, reals, operands, longer)
         if made.second is None:
             here, cause = tracker.here(), f"what other rows would give the scripted function {name} is not known"

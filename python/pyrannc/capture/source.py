@@ -105,7 +105,7 @@ def belongs_to_user(file: str) -> bool:
     return not (file.startswith((_TORCH_ROOT, _OWN_ROOT, "<")) or in_stdlib)
 
 
-def place_of(error: BaseException, inside: Place) -> Place:
+def raised_at(error: BaseException, inside: Place) -> Place:
     """The user's line from which an exception came last; ``inside`` where it came from none."""
     traceback = error.__traceback__
     while traceback is not None:
@@ -190,7 +190,7 @@ class SourceTracker:
                 return result
             except Exception as error:
                 if tracker.failure is None:
-                    tracker.failure = place_of(error, Place(tracker.module))
+                    tracker.failure = raised_at(error, Place(tracker.module))
                     tracker.functions = tracker._functions_of(error)
                 raise
             finally:

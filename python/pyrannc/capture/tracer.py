@@ -328,12 +328,12 @@ class _TracedCall:
             with session.attributes.listening():
                 result = session.model(*args, **kwargs)
             updates = self._buffer_updates(buffers)
-        session.attributes.note_changes(lambda item: self._depends_on_data(item, tracer))
+        session.attributes.note_changes(lambda item: self._is_of_data(item, tracer))
         leaves, self.output = flatten(only_asked(result, session.outputs))
         _refuse_symbolic_results(self.output)
         return leaves + updates
 
-    def _depends_on_data(self, item: Any, tracer: Any) -> bool:
+    def _is_of_data(self, item: Any, tracer: Any) -> bool:
         """True for a tensor that does, and for a number that more than the number of rows decides."""
         if isinstance(item, Tensor):
             return _depends_on_data(item, tracer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyrannc.capture.source import Place, place_of
+from pyrannc.capture.source import Place, raised_at
 from pyrannc.capture.torch_internals import FakeTensor, TorchDispatchMode, pytree
 from pyrannc.errors import CaptureError
 
@@ -27,7 +27,7 @@ class RefusesLeftBehind(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 def refusal(error: LeftBehindError) -> CaptureError:
     """What the user is told."""
     return CaptureError(
-        f"{place_of(error, Place(''))} reads a tensor that an earlier call of the model has left in a Python object, "
+        f"{raised_at(error, Place(''))} reads a tensor that an earlier call of the model has left in a Python object, "
         "such as a helper, a dict or a global variable, where a captured call leaves nothing. Register it as a buffer "
         "(self.register_buffer(...)) and change it with copy_(), or return it from the forward and give it to the next "
         "call as an argument"

@@ -91,8 +91,7 @@ class FewRows:
 
         def call() -> dict[int, Tensor]:
             args, kwargs = unpacked(captured.input_structure.rebuild(self._inputs()))
-            log = AttributeLog(self._model, SourceTracker(self._model))
-            with log.restoring(), _listening(self._model, heard), reparametrized(self._model, every):
+            with _listening(self._model, heard), reparametrized(self._model, every):
                 result = self._model(*args, **kwargs)
             return dict(zip(facts.outputs, captured.tensors_of(result), strict=True))
 
@@ -134,8 +133,7 @@ class FewRows:
                        if buffer.value in code.updates}  # fmt: skip
             return state | updates
 
-        # Parts that stay whole are the user's code.
-        with no_autocast(), AttributeLog(self._model, SourceTracker(self._model)).restoring():
+        with no_autocast():
             made = self._made(call, state, after)
         made.values = {value: found[value].detach() for value in values}
         return made
@@ -157,7 +155,9 @@ class FewRows:
     ) -> Made:
         facts, gradients = self._variant.whole.facts, dict[str, Tensor]()
         names = [buffer.name for buffer in facts.buffers]
-        with same_chance(self._device), torch.set_grad_enabled(self._backward):
+        # Parts that stay whole in the Graph are the user's code, too.
+        attributes = AttributeLog(self._model, SourceTracker(self._model))
+        with attributes.restoring(), same_chance(self._device), torch.set_grad_enabled(self._backward):
             before = _states(self._device)
             outputs = call()
             chance = _states(self._device)

@@ -7,8 +7,8 @@ use rannc_ir::{Graph, OpId, ParamId, ValueId};
 use crate::partition::{Partition, conversion};
 use crate::plan::{Plan, StagePlan};
 use crate::predicted::{MemoryPrediction, WholePrediction};
-use crate::program::{Bucket, Program};
-use crate::schedule::{Schedule, depths};
+use crate::program::{Bucket, Program, stage_depths};
+use crate::schedule::Schedule;
 
 /// Each amount of a Plan is cut off to whole bytes; there are fewer of them.
 const CUT_OFF: u64 = 64;
@@ -80,7 +80,7 @@ impl Size {
 impl Promises {
     /// What a Plan promises of the Graph that it was made for, divided as it says.
     pub fn new(plan: &Plan, graph: &Graph, partition: &Partition) -> Self {
-        let depths = depths(plan.stages.len(), partition.edges());
+        let depths = stage_depths(partition);
         let stage = |(stage, depth): (&StagePlan, u32)| {
             let memory = stage.predicted.memory;
             StagePromise {
