@@ -300,6 +300,46 @@ def global_changed(job: Job) -> None:
     _trained(job, Returns(Chain(), lambda y, target: F.mse_loss(y * SCALE, target)), change)
 
 
+class _Arguments:
+    """As a parser of a command line makes them."""
+
+    scale = 1.0
+
+
+ARGUMENTS = _Arguments()
+STEP = 0
+
+
+@equal()
+def argument_changed(job: Job) -> None:
+    """An attribute of a global object that the model's forward reads is changed: `args.scale = 0.5`."""
+    ARGUMENTS.scale = 1.0
+
+    def forward(y: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(y * ARGUMENTS.scale, target)
+
+    _trained(job, Returns(Chain(), forward), lambda _: setattr(ARGUMENTS, "scale", 0.5))
+
+
+@equal()
+def steps_counted(job: Job) -> None:
+    """The function that trains counts its steps in a global number."""
+    global STEP
+    STEP = 0
+    net = _regression()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+
+    def step() -> None:
+        global STEP
+        STEP += 1
+        learn(job, model, optimizer, step=STEP % 2)
+
+    for _ in range(3):
+        step()
+    job.state(model)
+
+
 class _Remembers(Chain):
     """A chain that keeps something in every call."""
 
@@ -309,6 +349,14 @@ class _Remembers(Chain):
         self.kept: list[Tensor] = []
         self.last: dict[str, Tensor] = {}
         self.bank = torch.zeros(WIDTH)
+        self.sizes: dict[str, float] = {}
+        self.helper = _Helper()
+
+
+class _Helper:
+    """Keeps what it is given."""
+
+    state: Tensor | None = None
 
 
 def _remembering(job: Job, keep: Any) -> None:
@@ -348,6 +396,29 @@ def dict_filled(job: Job) -> None:
     def keep(net: _Remembers, y: Tensor) -> Tensor:
         net.last["y"] = y.detach()
         return y
+
+    _remembering(job, keep)
+
+
+@refused("CaptureError", "sizes", instead=BUFFER)
+def number_kept(job: Job) -> None:
+    """The model keeps a number of its first batch in a dict, for all later ones."""
+
+    def keep(net: _Remembers, y: Tensor) -> Tensor:
+        if "mean" not in net.sizes:
+            net.sizes["mean"] = y.detach().abs().mean().item()
+        return y / net.sizes["mean"]
+
+    _remembering(job, keep)
+
+
+@refused("CaptureError", "earlier call of the model has left", instead=BUFFER)
+def helper_keeps(job: Job) -> None:
+    """A helper object of the model keeps a tensor, which the next call reads."""
+
+    def keep(net: _Remembers, y: Tensor) -> Tensor:
+        before, net.helper.state = net.helper.state, y.detach().mean()
+        return y if before is None else y + before
 
     _remembering(job, keep)
 
