@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 import torch
 from tests.capture.tracing import fake_mode, targets
 from torch import Tensor, fx
+from torch._dynamo.utils import counters
 
 from pyrannc.blocks.graphs import named
 from pyrannc.capture import torch_internals as internals
@@ -57,8 +60,8 @@ def joint(x: Tensor, weight: Tensor, tangent: Tensor) -> list[Tensor]:
     return [made.detach(), *torch.autograd.grad(made, [x, weight], tangent)]
 
 
-def joint_graph() -> tuple[fx.GraphModule, internals.FakeTensorMode]:
-    mode = fake_mode()
+def joint_graph(mode: internals.FakeTensorMode | None = None) -> tuple[fx.GraphModule, internals.FakeTensorMode]:
+    mode = mode or fake_mode()
     with mode:
         arguments = [torch.empty(3, 4), torch.empty(4, 4), torch.empty(3, 4)]
     graph = internals.without_changes(internals.operators_below_autograd(joint, arguments, mode), arguments, mode)
@@ -84,6 +87,18 @@ def test_compiled_by_inductor() -> None:
     for mine, right in zip(code(given), joint(*arguments), strict=True):
         torch.testing.assert_close(mine, right)
     assert given == []
+
+
+def test_mode_of_known_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    counters.clear()
+    for start in range(2):
+        graph, mode = joint_graph(internals.mode_of_known_sizes())
+        internals.compiled_by_inductor(graph, 3, mode, "whole", CPU)
+        assert counters["inductor"]["fxgraph_cache_miss"] == 1
+        assert counters["inductor"]["fxgraph_cache_hit"] == start
+    with internals.mode_of_known_sizes(), pytest.raises(RuntimeError):
+        torch.ones(3).nonzero()
 
 
 def test_has_compiler_of_host() -> None:

@@ -17,6 +17,7 @@ from pyrannc.capture.ops import draws_random_numbers
 from pyrannc.capture.torch_internals import (
     FakeTensorMode,
     OpOverload,
+    mode_of_known_sizes,
     operators_below_autograd,
     parted,
     schema,
@@ -115,7 +116,7 @@ def trace(
         NotCompilable: it does what these cannot hold.
         Exception: torch cannot trace it.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = mode_of_known_sizes()
     with mode:
         takes = [meta._replace(requires_grad=False).empty(device) for meta in form.takes]
         drawn = seen.lifted.empty(device)

@@ -759,6 +759,13 @@ def graph_task() -> int:
 # The compiler
 
 
+def mode_of_known_sizes() -> FakeTensorMode:
+    """Tensors without data, all of whose sizes are numbers. The compiler keeps what it has made from start to start only
+    for modes that could have others. Public: none."""
+    sizes = symbolic_shapes.ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
+
+
 def operators_below_autograd(call: Callable[..., Any], arguments: list[Tensor], mode: FakeTensorMode) -> fx.GraphModule:
     """The ATen operators of a call on tensors without data, backwards inside of it too. Public: ``make_fx`` of
     ``torch.fx.experimental``."""
