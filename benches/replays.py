@@ -74,6 +74,10 @@ def telling_better(better: Callable[..., Any]) -> Callable[..., Any]:
     """``Compiler.better``, that tells what Spans are compiled anew for."""
 
     def told(self: Compiler, code: Any) -> Any:
+        for span in code.spans:
+            for key, fitted in span.fitted.items():
+                if span.better_form(key) is not None:
+                    say(f"Ops {span.part.ops[0]} to {span.part.ops[-1]} gave {span.part.gives}, came {fitted.came}")
         found = better(self, code)
         for task in found[:3]:
             for fitted in task.span.fitted.values():

@@ -760,8 +760,8 @@ def graph_task() -> int:
 
 
 def mode_of_known_sizes() -> FakeTensorMode:
-    """Tensors without data, all of whose sizes are numbers. The compiler keeps what it has made from start to start only
-    for modes that could have others. Public: none."""
+    """Tensors without data, all of whose sizes are numbers. The compiler keeps what it has made from start to start for
+    modes alone that could have others. Public: none."""
     sizes = symbolic_shapes.ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
 
