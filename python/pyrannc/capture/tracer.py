@@ -56,6 +56,7 @@ from .torch_internals import (
     trace_before_dispatch,
     tracing_context,
 )
+from .unknown_lists import refuse_unknown_lists
 from .untraceable import UntraceableError
 
 _ERROR_LINES = 4
@@ -335,6 +336,7 @@ class _TracedCall:
         session.attributes.note_changes(lambda item: self._is_of_data(item, tracer))
         leaves, self.output = flatten(only_asked(result, session.outputs))
         _refuse_symbolic_results(self.output)
+        refuse_unknown_lists(self.output)
         return leaves + updates
 
     def _is_of_data(self, item: Any, tracer: Any) -> bool:
