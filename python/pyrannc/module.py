@@ -197,6 +197,7 @@ class RaNNCModule(DeployedModel):
         if variant is None:
             keep_below(self._config.mem_limit_bytes, self.device)
             variant = self._capture(args, kwargs, call)
+            self._set_limits(variant)
             self._compare(variant, call)
             if not self._follow(variant):
                 with no_autocast():
@@ -206,6 +207,8 @@ class RaNNCModule(DeployedModel):
                 tell_of_normalising(variant, self._deployed("forward").plan)
             self._keep(call.key, variant)
             call = replace(call, drawn=agree.broadcast_object(self._agreement.draw(variant)))
+        else:
+            self._set_limits(variant)
         self._variants.use(variant)
         deployment = self._deployed("forward")
         program = variant.program(
@@ -222,6 +225,13 @@ class RaNNCModule(DeployedModel):
                 context, program, call.tensors, call.drawn, variant, options, call.batch, before, deployment.recordings
             )
         return variant.whole.captured.rebuild_outputs(step.results())
+
+    def _set_limits(self, variant: Variant) -> None:
+        """Sets what the forward sets to parameters in place."""
+        limits = variant.whole.captured.limits
+        params = dict(self.model.named_parameters()) if limits else {}
+        for limit in limits:
+            limit.set(params)
 
     def _compare(self, variant: Variant, call: AgreedCall) -> None:
         """Holds a captured call against the model itself, on a few rows."""

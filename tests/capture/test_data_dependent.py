@@ -465,6 +465,32 @@ def test_what_is_whole_around_a_part_takes_a_weight_from_inside_of_it() -> None:
     assert torch.equal(made, expected)
 
 
+def test_what_is_whole_around_a_part_packs_rows_with_a_mask_of_pairs(assert_equals_model: Any) -> None:
+    class Around(nn.Module):
+        """Attends to the elements of all rows in one sequence, each to those of its own row."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Attention()
+
+        def forward(self, x: Tensor) -> Tensor:
+            packed = torch.cat(list(x)).unsqueeze(0)
+            mask = torch.block_diag(*(torch.ones(len(row), len(row)) for row in x)).bool()
+            return self.inner(packed, mask)
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            made = self.layer(x)
+            return F.scaled_dot_product_attention(made, made, made, mask).squeeze(0)
+
+    options = CaptureOptions((Part("", around="inner").text,))
+    assert_equals_model(Around().double(), lambda rows: ((torch.randn(rows, 2, WIDTH).double(),), {}), options=options)
+
+
 def test_what_is_known_to_stay_whole_is_not_found_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Outer(), nn.Linear(WIDTH, WIDTH)), torch.randn(ROWS, WIDTH)
     first = capture(net, (x,), {}, device=CPU, rows=ROWS)

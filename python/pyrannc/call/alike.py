@@ -86,6 +86,8 @@ def capture_alike(
     hashes: list[str] = agree.gather_objects(graph.hash())
     if len(set(hashes)) > 1:
         raise MismatchError(_first_difference(graph, hashes))
+    if len(set(agree.gather_objects(captured.limits))) > 1:
+        raise MismatchError("the ranks' models limit their parameters in different ways")
     return captured, graph
 
 

@@ -174,7 +174,7 @@ class Variant:
             tried_together=captured.together,
         )
         graph = Graph.from_json(again.graph_json)
-        if graph.hash() != self.whole.graph.hash():
+        if graph.hash() != self.whole.graph.hash() or again.limits != captured.limits:
             here, now = first_difference(self.whole.graph.op_texts(), graph.op_texts(), "the same Ops on other tensors")
             raise CaptureError(
                 f"the model computes something else than when it was captured: it had\n  {here}\nand now has\n  {now}\n"

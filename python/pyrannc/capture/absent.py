@@ -24,19 +24,23 @@ class Absent:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise RaNNCError(self._text)
+        raise self.error()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raises: torch calls it for any function of tensors that has one of these among its arguments."""
         leaves = pytree.tree_leaves((args, kwargs or {}))
-        raise RaNNCError(next(str(item) for item in leaves if isinstance(item, cls)))
+        raise next(item.error() for item in leaves if isinstance(item, cls))
+
+    def error(self) -> RaNNCError:
+        """What any use of it raises."""
+        return RaNNCError(self._text)
 
     def __format__(self, spec: str) -> str:
         return str(self) if not spec else self._refuse()
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise RaNNCError(self._text)
+        raise self.error()
 
     __bool__ = __len__ = __iter__ = __int__ = __float__ = __complex__ = __index__ = __round__ = __call__ = _refuse
     __getitem__ = __setitem__ = __delitem__ = __contains__ = _refuse

@@ -20,6 +20,7 @@ from .clean import CleanGraph, clean, place_of
 from .data_dependent import ReturnedExtentsError
 from .dims import Dim
 from .flatten import Structure, batch_rows, by_extents, flatten
+from .limits import Limit
 from .lower import Lowered, can_be_groups, is_tried, lower
 from .ops import aliased_arguments, mutated_arguments
 from .options import NO_OPTIONS, CaptureOptions
@@ -50,6 +51,7 @@ class Captured:
         shown_rows: as many rows trials had memory for, of groups that they show.
         covered_rows: for batches of how many rows trials stand; None where none has shown anything.
         changed_inputs: which of the input tensors the forward changes in place.
+        limits: what the forward sets to parameters in place; the Graph starts from these.
         can_be_groups: whether calls of some sub-modules can be tried as groups.
         tested_together: sub-modules that are groups because trials say so.
     """
@@ -78,6 +80,7 @@ class Captured:
     shown_rows: int
     covered_rows: int | None
     changed_inputs: frozenset[int]
+    limits: tuple[Limit, ...]
     can_be_groups: Callable[[Sequence[str]], bool] = field(repr=False)
     tested_together: tuple[KeptWhole, ...] = ()
 
@@ -275,6 +278,7 @@ def capture(
         shown_rows=lowered.shown_rows,
         covered_rows=lowered.covered_rows,
         changed_inputs=_changed_inputs(traced),
+        limits=tuple(traced.limits),
         can_be_groups=partial(can_be_groups, cleaned, traced.reader),
     )
 

@@ -160,19 +160,30 @@ class BatchSizes:
         return real
 
     def _longer(self, real: Any, fake: Any, more: int) -> Any:
-        """A sample with some rows more, the first ones again."""
-        for dim, per_row in self._batch_dims(fake):
+        """A sample with some rows more, the first ones again.
+
+        Raises:
+            ValueError: what more rows would make of it is not known.
+        """
+        dims = self._batch_dims(fake)
+        if len(dims) > 1:
+            raise ValueError("it is of pairs of rows, as a mask over a packed batch is")
+        for dim, per_row in dims:
             index = torch.arange(more * per_row, device=real.device) % real.shape[dim]
             real = torch.cat([real, real.index_select(dim, index)], dim)
         return real
 
     def _flipped(self, real: Any, fake: Any) -> Any:
+        """A sample whose last row comes first; what a row has of elements stays in order."""
         try:
-            dims = [dim for dim, _ in self._batch_dims(fake)]
+            dims = self._batch_dims(fake)
         except ValueError:
             # It tells where rows begin.
             return real
-        return real.flip(dims) if dims else real
+        for dim, per_row in dims:
+            index = torch.arange(real.shape[dim], device=real.device).view(-1, per_row).flip(0).flatten()
+            real = real.index_select(dim, index)
+        return real
 
     def row_dim(self, fake: Any) -> int:
         """The dimension whose extent alone is so many times the rows; 0 if there is none."""

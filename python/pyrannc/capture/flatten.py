@@ -106,7 +106,7 @@ def _open(item: Any, leaves: list[Tensor], walk: _Walk) -> Structure:
     if isinstance(item, _SCALARS):
         return Structure((type(item), item), make=lambda _: item)
     if isinstance(item, Absent):
-        return Structure((Absent, str(item)), make=lambda _: item)
+        return Structure((type(item), str(item)), make=lambda _: item)
     if isinstance(item, _SYMBOLS) or id(item) in walk.path or id(item) in walk.barren:
         return _constant(item)
     walk.path.add(id(item))

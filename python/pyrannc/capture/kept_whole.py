@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from .torch_internals import (
     reparametrized,
     version,
 )
+from .unknown_lists import has_lists, shared_structure, without_unknown
 from .untraceable import UntraceableError
 
 _NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -164,9 +165,13 @@ class WholeCall:
         return UntraceableError(message, Place(self._part.path), what, part=self._part)
 
     def _run(
-        self, names: Sequence[str], structure: Structure, tensors: Sequence[Any]
+        self, names: Sequence[str], structure: Structure, tensors: Sequence[Any], expected: Structure | None = None
     ) -> tuple[list[Tensor], Structure]:
-        """A call; buffers that are assigned anew get the new contents."""
+        """A call; buffers that are assigned anew get the new contents.
+
+        Args:
+            expected: what may stand round the results but for lists of unknown lengths, which are left out then.
+        """
         args, kwargs = structure.rebuild(tensors[len(names) :])
         state = dict(zip(names, tensors[: len(names)], strict=True))
         every = {alias: item for name, item in (self._others(names) | state).items() for alias in self._aliases[name]}
@@ -183,7 +188,8 @@ class WholeCall:
         after, form = flatten((args, kwargs))
         if form != structure or any(a is not b for a, b in zip(after, tensors[len(names) :], strict=True)):
             raise self._untraceable("it changes an object that it is called with")
-        return made, output
+        known = None if expected is None else without_unknown(made, output, expected)
+        return (made, output) if known is None or expected is None else (known, expected)
 
     def _others(self, names: Sequence[str]) -> dict[str, Tensor]:
         """In the place of state that no trial has used, tensors that no call can use."""
@@ -196,7 +202,7 @@ class WholeCall:
 
         def call(*tensors: Tensor) -> tuple[Tensor, ...]:
             handed = [tensor.clone() if place in changed else tensor for place, tensor in enumerate(tensors)]
-            made, found = self._run(names, structure, handed)
+            made, found = self._run(names, structure, handed, trial.output)
             if found != trial.output:
                 raise CaptureError(
                     f"{self._part} stays whole and has returned other Python values, or another structure, than when "
@@ -217,25 +223,39 @@ class WholeCall:
         inputs: Sequence[Tensor],
         structure: Structure,
         tracer: Any,
+        shared: Structure | None = None,
     ) -> tuple[Sequence[str], list[Tensor], Tried]:
-        """What runs on the real samples, at several batch sizes, tell of the results."""
+        """What runs on the real samples, at several batch sizes, tell of the results.
+
+        Args:
+            shared: what stands round the results at all of them.
+        """
         operands = [*(current[name] for name in names), *inputs]
         oracle = self._trials.oracle
         proxies = [proxy_of(operand, tracer) for operand in operands]
         reals = [o if p is None else oracle.sample_of(p.node) for p, o in zip(proxies, operands, strict=True)]
 
         longer = partial(oracle.longer_values_of, proxies, operands)
-        run = _Runs(lambda tensors: self._run(names, structure, tensors), names, operands, hands_on=self.hands_on)
+        run = _Runs(
+            lambda tensors: self._run(names, structure, tensors, shared), names, operands, hands_on=self.hands_on
+        )
+        cause: Exception | None = None
         try:
             with real_execution(), self._trials.unwatched():
                 made = self._trials.sizes.at_two_sizes(run, reals, operands, longer)
+                if made.second is None and has_lists(run.outputs[0]):
+                    with suppress(Exception):
+                        run(longer(1))
         except CaptureError:
             raise
         except Exception as error:
-            raise self._untraceable(f"{type(error).__name__}: {error}") from error
-        fault = run.fault(self._buffers)
+            fault, cause = f"{type(error).__name__}: {error}", error
+        else:
+            fault = run.fault(self._buffers)
+        if fault and shared is None and (shared := self._shared(run.outputs)) is not None:
+            return self._tried(names, current, inputs, structure, tracer, shared)
         if fault:
-            raise self._untraceable(fault)
+            raise self._untraceable(fault) from cause
         tried = run.shown(made)
         if has_row_lists(structure.rebuild(inputs)):
             # Extents in lists of rows are no numbers to make up: the whole batch shows what it can.
@@ -246,6 +266,11 @@ class WholeCall:
                     tried.row_wise = self._trials.sizes.are_apart(run, reals, operands, made, oracle.rows)
         self._examine(tried)
         return names, operands, tried
+
+    def _shared(self, outputs: Sequence[Structure]) -> Structure | None:
+        """What stands round the results in all runs, where these show lists of several lengths."""
+        error = self._untraceable("it returns a list whose length depends on the batch, which the model uses")
+        return shared_structure(outputs, error) if len(set(outputs)) > 1 else None
 
     def _examine(self, tried: Tried) -> None:
         """Raises UntraceableError for what a part of a special kind may not do."""
@@ -375,6 +400,11 @@ class _Runs:
         with torch.set_grad_enabled(self._grad_enabled):
             arguments = [item.clone() if isinstance(item, Tensor) else item for item in given[count:]]
         return [*given[:count], *arguments]
+
+    @property
+    def outputs(self) -> list[Structure]:
+        """What stood round the results, run by run."""
+        return [output for output, _, _ in self._forms]
 
     def fault(self, buffers: Set[str]) -> str:
         """Why no Op can stand for it; empty if one can."""

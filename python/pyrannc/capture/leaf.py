@@ -177,7 +177,10 @@ def captured_tensor_hooks() -> Iterator[None]:
 
 @contextmanager
 def traced_data() -> Iterator[None]:
-    """``x.data`` of a traced tensor is ``x.detach()``; it would be a tensor from nowhere."""
+    """``x.data`` of a traced tensor is ``x.detach()``, and what is put there is copied: both would leave no trace.
+
+    Only of what the call is given: what is computed may have views, which keep what they show.
+    """
     # It stands in the class that Tensor is made from.
     owner: Any = Tensor
     original = owner.data
@@ -189,7 +192,17 @@ def traced_data() -> Iterator[None]:
             return data
         return self.detach()
 
-    owner.data = property(read, original.__set__)
+    def write(self: Tensor, new: Tensor) -> None:
+        tracer = current_tracer()
+        proxy = None if tracer is None else proxy_of(self, tracer)
+        if proxy is None:
+            original.__set__(self, new)
+        elif proxy.node.op == "placeholder" and (self.shape, self.dtype) == (new.shape, new.dtype):
+            self.detach().copy_(new)
+        else:
+            raise NotImplementedError("it puts other contents into a tensor's `.data`: use `tensor.copy_(...)`")
+
+    owner.data = property(read, write)
     try:
         yield
     finally:

@@ -28,6 +28,7 @@ from .hooks import refuse_hooks, watched_hooks
 from .kept_whole import Trials, WholeCall, whole_calls_installed
 from .lacking import without_guard
 from .leaf import captured_tensor_hooks, opaque_autograd_functions, traced_data
+from .limits import Limit, take_limits
 from .oracle import Batch, BatchShapeEnv, Oracle, draws
 from .outputs import only_asked
 from .scripted import opaque_script_functions, scripted_modules
@@ -55,6 +56,7 @@ from .torch_internals import (
     trace_before_dispatch,
     tracing_context,
 )
+from .unknown_lists import refuse_unknown_lists
 from .untraceable import UntraceableError
 
 _ERROR_LINES = 4
@@ -92,6 +94,7 @@ class Trace:
     """A raw trace. Placeholders are parameters, buffers, inputs; outputs are result tensors, then buffer updates.
 
     Attributes:
+        limits: what the call sets to parameters, which is not in the trace.
         attributes_restored: at its end, Python attributes of the model are as they were before the trace.
     """
 
@@ -107,6 +110,7 @@ class Trace:
     python_state: PythonState
     carried: list[Carried]
     along_rows: Place | None
+    limits: list[Limit]
     attributes_restored: Callable[[], AbstractContextManager[None]]
 
 
@@ -228,6 +232,7 @@ class _Session:
             python_state=self.attributes.state(),
             carried=self.attributes.carried,
             along_rows=call.along_rows,
+            limits=take_limits(gm.graph, self.params.names),
             attributes_restored=self.attributes.restoring,
         )
 
@@ -331,6 +336,7 @@ class _TracedCall:
         session.attributes.note_changes(lambda item: self._is_of_data(item, tracer))
         leaves, self.output = flatten(only_asked(result, session.outputs))
         _refuse_symbolic_results(self.output)
+        refuse_unknown_lists(self.output)
         return leaves + updates
 
     def _is_of_data(self, item: Any, tracer: Any) -> bool:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tests.contract.habit import alike, equal, refused, warned
 from tests.contract.job import Job
 from tests.contract.settings import REPLICAS, SPREAD, STAGES, Setting
-from tests.contract.training import WIDTH, Chain, Returns, learn, pairs, single
+from tests.contract.training import WIDTH, Chain, Returns, learn, pairs
 
 BUFFER = "keep it in a buffer (`register_buffer`), changed in place"
 
@@ -119,29 +119,35 @@ def data_changed_in_place(job: Job) -> None:
 
 
 class _Shrinking(nn.Module):
-    """A layer whose weight the forward makes smaller."""
+    """A layer whose weight the forward makes smaller, with its loss."""
 
     def __init__(self, change: Callable[[nn.Parameter], Any]) -> None:
         super().__init__()
         self.chain = Chain()
         self.change = change
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
         with torch.no_grad():
             self.change(self.chain.head.weight)
-        return self.chain(x).square().mean()  # type: ignore[no-any-return]
+        return F.mse_loss(self.chain(x), target)
 
 
 @refused("CaptureError", "parameter 'chain.head.weight' in place", instead="compute with a changed copy")
 def parameter_changed_in_forward(job: Job) -> None:
     """The forward changes a parameter in place, under `torch.no_grad()`, as a limit of its norm does."""
-    job.wrap(_Shrinking(lambda weight: weight.mul_(0.9)))(*job.batch(single))
+    job.wrap(_Shrinking(lambda weight: weight.mul_(0.9)))(*job.batch(pairs))
 
 
-@refused("CaptureError", "parameter 'chain.head.weight' in place", instead="compute with a changed copy")
-def data_changed_in_forward(job: Job) -> None:
+@equal()
+def parameter_limited_in_forward(job: Job) -> None:
+    """The forward limits a parameter's elements in place, by `param.clamp_()` under `torch.no_grad()`."""
+    _trained(job, _Shrinking(lambda weight: weight.clamp_(max=0.1)), lambda model: None)
+
+
+@equal()
+def data_limited_in_forward(job: Job) -> None:
     """Likewise, by `param.data.clamp_()`."""
-    job.wrap(_Shrinking(lambda weight: weight.data.clamp_(-0.1, 0.1)))(*job.batch(single))
+    _trained(job, _Shrinking(lambda weight: weight.data.clamp_(-0.1, 0.1)), lambda model: None)
 
 
 @warned("added to the model since", instead="make all modules before wrapping, to plan once only")
