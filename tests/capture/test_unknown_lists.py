@@ -85,7 +85,7 @@ def test_a_list_as_long_as_data_say_is_left_out(assert_equals_model: Any) -> Non
 )
 def test_a_list_that_is_used_stays_inside(then: Callable[[Tensor, Any], Any]) -> None:
     (x,), _ = tokens(4)
-    with pytest.raises(CaptureError, match="'inner'.*list whose length depends on the batch"):
+    with pytest.raises(CaptureError, match=r"'inner'.*list whose length depends on the batch"):
         capture(Around(then), (x,), {}, device=torch.device("cpu"), rows=4)
 
 
