@@ -25,6 +25,7 @@ from competitors import SHARES_ROWS, SYSTEMS
 from traces import pauses_us, traced
 
 from pyrannc.blocks.compiler import Compiler
+from pyrannc.blocks.form import Form
 from pyrannc.job import process
 from pyrannc.runtime.recording import Recordings
 
@@ -76,18 +77,20 @@ def telling_better(better: Callable[..., Any]) -> Callable[..., Any]:
     def told(self: Compiler, code: Any) -> Any:
         for span in code.spans:
             for key, fitted in span.fitted.items():
-                if span.better_form(key) is not None:
-                    say(f"Ops {span.part.ops[0]} to {span.part.ops[-1]} gave {span.part.gives}, came {fitted.came}")
+                form = span.better_form(key)
+                if form is not None:
+                    say(f"Ops {span.part.ops[0]} to {span.part.ops[-1]}", _of_forms(fitted.code.form, form))
         found = better(self, code)
-        for task in found[:3]:
-            for fitted in task.span.fitted.values():
-                pairs = zip(fitted.code.form.takes, task.form.takes, strict=True)
-                differ = [(place, *pair) for place, pair in enumerate(pairs) if pair[0] != pair[1]]
-                say("compiled anew: takes", differ[:2], "wanted", fitted.code.form.wanted, task.form.wanted)
         say(f"{len(found)} of {len(code.spans)} Spans are compiled anew")
         return found
 
     return told
+
+
+def _of_forms(before: Form, form: Form) -> str:
+    pairs = zip(before.takes, form.takes, strict=True)
+    differ = [(place, *pair) for place, pair in enumerate(pairs) if pair[0] != pair[1]]
+    return f"are compiled anew: takes {differ[:2]} wanted {before.wanted} {form.wanted}"
 
 
 def main(last: list[str]) -> None:

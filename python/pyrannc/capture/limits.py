@@ -6,6 +6,7 @@ element at a time and does nothing the second time, so it is set once, before th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,12 +56,13 @@ def take_limits(graph: fx.Graph, names: Sequence[str]) -> list[Limit]:
         names: of these.
     """
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    holders = Counter(storage for holder in placeholders for storage in memory(holder))
+    users = _users_of_changed(graph)
     found = []
     for name, param in zip(names, placeholders, strict=False):
-        others = (other for other in placeholders if other is not param)
-        if any(memory(param) & memory(other) for other in others):
+        if any(holders[storage] > 1 for storage in memory(param)):
             continue
-        setting = _setting(graph, param)
+        setting = _setting([node for storage in memory(param) for node in users.get(storage, ())], param)
         limits = {_limit(name, node, param) for node in setting}
         limit = limits.pop() if len(limits) == 1 else None
         if limit is None:
@@ -72,14 +74,23 @@ def take_limits(graph: fx.Graph, names: Sequence[str]) -> list[Limit]:
     return found
 
 
-def _setting(graph: fx.Graph, param: fx.Node) -> list[fx.Node]:
-    """What changes a parameter; nothing where something reads it before."""
-    found: list[fx.Node] = []
+def _users_of_changed(graph: fx.Graph) -> dict[int, list[fx.Node]]:
+    """By storage that something changes in place, the nodes that take what is in it, in their order."""
+    changed = {storage for node in graph.nodes for operand in mutated_arguments(node) for storage in memory(operand)}
+    users: dict[int, list[fx.Node]] = {storage: [] for storage in changed}
     for node in graph.nodes:
-        operands = [operand for operand in node.all_input_nodes if memory(operand) & memory(param)]
+        for storage in {storage for operand in node.all_input_nodes for storage in memory(operand)} & changed:
+            users[storage].append(node)
+    return users
+
+
+def _setting(users: Sequence[fx.Node], param: fx.Node) -> list[fx.Node]:
+    """What changes a parameter, of the nodes that take it; nothing where something reads it before."""
+    found: list[fx.Node] = []
+    for node in users:
         if any(memory(operand) & memory(param) for operand in mutated_arguments(node)):
             found.append(node)
-        elif operands and not found and not _is_whole_view(node):
+        elif not found and not _is_whole_view(node):
             return []
     return found
 
