@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pyrannc.core.profile import BlockPoint
-from pyrannc.profile.measure import BlockMeter
+from pyrannc.profile.measure import BlockMeter, slowed_down
 from pyrannc.profile.profiler import Subject, row_counts, share_out
 
 from .models import CPU, WIDTH, Cholesky, Layers, Masked, Positions, Residual, block, subject
@@ -173,3 +173,22 @@ def test_batch_free_ops_with_rows_are_made_for_the_rows() -> None:
     assert [fill in masked.blocks.blocks.ops(place) for place in range(len(masked.blocks.parts.stages))].count(
         True
     ) == 1
+
+
+def test_times_are_those_of_a_device_that_is_always_busy(layers: Subject) -> None:
+    meter = BlockMeter(CPU)
+    found = meter.points("block", lambda: block(layers, 2), layers.row_counts, leads=True)
+    assert found is not None
+    assert meter.slowdown == 1.0, "a host is not measured for it"
+    for before in found:
+        after = slowed_down(before, 1.25)
+        for name in ("forward_us", "backward_us", "backward_input_us", "backward_weight_us"):
+            assert getattr(after, name) == pytest.approx(1.25 * getattr(before, name))
+        assert (after.saved_bytes, after.backward_host_us) == (before.saved_bytes, before.backward_host_us)
+    assert slowed_down(BlockPoint(1, fits=False), 1.25) == BlockPoint(1, fits=False)
+
+
+def test_what_all_layers_take_leads(layers: Subject) -> None:
+    hashes = layers.spans.hashes
+    assert layers.leading in hashes
+    assert hashes.count(layers.leading) == max(hashes.count(each) for each in hashes)

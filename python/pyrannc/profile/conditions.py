@@ -71,6 +71,7 @@ def conditions(device: torch.device, *, fused_dropout: bool, compiled: bool = Fa
     if device.type == "cuda":
         versions["cuda"] = str(torch.version.cuda)
         versions["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]  # torch has no types for it
+        versions["clock"] = "as in a training"
         versions["dropout"] = "fused" if fused_dropout else "not fused"
     if compiled:
         versions["spans"] = "compiled"

@@ -24,15 +24,20 @@ _OVERHEAD_TRIALS = 5
 _HOST_SERIES = 3
 _HOST_CALLS = 3
 """Of a series; their backwards are one, as are those of a Stage's Blocks."""
+_DEVICE_TIMES = ("forward_us", "backward_us", "backward_input_us", "backward_weight_us")
 
 
 class BlockMeter:
     """Measures Blocks on ``device``.
 
     What a call costs the host whatever is in it does not count: that is the Cluster's ``action_us``, once for a Stage.
+
+    Attributes:
+        slowdown: how many times longer the leading Block takes in a training than when it is measured; none before.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.slowdown: float | None = None
         self._meter = Meter(device)
         self._forward_overhead_us = self._least_us(_empty_forward(device))
         self._backward_overhead_us = self._least_us(_empty_backward(device))
@@ -42,7 +47,13 @@ class BlockMeter:
         return min(self._meter.host_us([call]) for _ in range(_OVERHEAD_TRIALS))
 
     def points(
-        self, name: str, make: Callable[[], BlockCode], row_counts: Sequence[int], *, compiles: bool = True
+        self,
+        name: str,
+        make: Callable[[], BlockCode],
+        row_counts: Sequence[int],
+        *,
+        compiles: bool = True,
+        leads: bool = False,
     ) -> list[BlockPoint] | None:
         """The costs at each of ``row_counts``, which increase, up to the first that does not fit.
 
@@ -50,6 +61,7 @@ class BlockMeter:
             name: what the log calls the Block.
             make: makes the Block.
             compiles: it is compiled where Spans are.
+            leads: no other takes more of a step.
 
         Returns:
             None when the Block cannot be run on made-up data.
@@ -68,6 +80,8 @@ class BlockMeter:
             points.append(BlockPoint(row_counts[len(points)], fits=False))
         fitting = [point for point in points if point.fits]
         compiled = self._compiled_point(name, code, fitting[-1].rows) if code and compiles and fitting else None
+        if leads and code and fitting:
+            self.slowdown = self._slowdown(code, fitting[-1].rows)
         if compiled is None:
             return points
         return [self._as_compiled(point, fitting[-1], compiled) if point.fits else point for point in points]
@@ -97,6 +111,20 @@ class BlockMeter:
             return replace(plain, **found)  # type: ignore[arg-type]  # all are floats
         sizes = {name: int(scaled(name, name)) for name in ("saved_bytes", "workspace_bytes")}
         return replace(plain, **found, **sizes)  # type: ignore[arg-type]  # likewise
+
+    def _slowdown(self, code: BlockCode, rows: int) -> float:
+        try:
+            feeds = code.feeds(rows)
+            run = code.prepare_backward(feeds, code.forward(rows, feeds))
+
+            def step() -> None:
+                code.forward(rows, feeds)
+                if run.roots:
+                    _run_backward(run)
+
+            return self._meter.slowdown(step)
+        except torch.OutOfMemoryError:
+            return 1.0
 
     def release(self) -> None:
         """Gives the memory of Blocks that are done back to the device."""
@@ -171,11 +199,6 @@ class BlockMeter:
 
     def _backward_us(self, run: Run, *, parted: bool) -> tuple[float, float, float]:
         """Times of the whole backward, and of its two parts where it comes in two."""
-
-        def whole() -> None:
-            torch.autograd.backward(run.roots, run.seeds, retain_graph=True)
-            _drop_gradients(run.fresh)
-
         roots = [get_gradient_edge(root) for root in run.roots]
 
         def parts(*, both: bool) -> None:
@@ -187,7 +210,7 @@ class BlockMeter:
 
         if not run.roots:
             return 0.0, 0.0, 0.0
-        backward_us = self._compute_us(whole, self._backward_overhead_us)
+        backward_us = self._compute_us(partial(_run_backward, run), self._backward_overhead_us)
         if not run.inputs or not run.weights or not parted:
             # All of it is one of the parts.
             return (backward_us, backward_us, 0.0) if run.inputs else (backward_us, 0.0, backward_us)
@@ -199,6 +222,18 @@ class BlockMeter:
 def _prepared(code: BlockCode, rows: int) -> Run:
     feeds = code.feeds(rows)
     return code.prepare_backward(feeds, code.forward(rows, feeds))
+
+
+def slowed_down(point: BlockPoint, factor: float) -> BlockPoint:
+    """The costs where a device takes so many times longer."""
+    if not point.fits:
+        return point
+    return replace(point, **{name: getattr(point, name) * factor for name in _DEVICE_TIMES})
+
+
+def _run_backward(run: Run) -> None:
+    torch.autograd.backward(run.roots, run.seeds, retain_graph=True)
+    _drop_gradients(run.fresh)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -25,6 +25,10 @@ _SERIES = 3
 _ENOUGH_S = 0.1
 """One series is enough when it takes so long."""
 _WARM_UP_CALLS = 2
+_BUSY_S = 2.0
+"""After so long a GPU has come to the clock rate that its power limit allows."""
+_SUSTAINED_S = 0.3
+"""How long it is then looked at."""
 LEAST_US = 0.1
 """Nothing is free."""
 _SLEEP_CYCLES_PER_S = 3e9
@@ -62,6 +66,24 @@ class Meter:
         if self.on_gpu:
             return _median(self._gpu_us(call, calls, queued_s) for _ in range(series))
         return _median(_host_us(call, calls) for _ in range(series))
+
+    def slowdown(self, call: Callable[[], object]) -> float:
+        """How many times longer a call takes on a device that has been busy for long, as in training.
+
+        A GPU at its power limit lowers its clock rate, which the short series of a measurement do not reach.
+        """
+        if not self.on_gpu:
+            return 1.0
+        short_us = self.time_us(call)
+        queued_s, once_s = self._warm_up(call)
+        if queued_s > once_s / 2:
+            # It would wait for its host, and rest meanwhile.
+            return 1.0
+        until_s = time.perf_counter() + _BUSY_S
+        while time.perf_counter() < until_s:
+            self._queue(call, _MOST_CALLS, 0.0)
+        sustained_us, _ = self._queue(call, max(1, int(_SUSTAINED_S / once_s)), 0.0)
+        return max(1.0, sustained_us / short_us)
 
     def host_us(self, calls: Iterable[Callable[[], object]]) -> float:
         """Time of the host for one of some equal calls; what it starts on a GPU may take longer."""

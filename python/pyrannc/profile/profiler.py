@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -21,7 +23,7 @@ from pyrannc.profile.block import BlockCode, BlockSource
 from pyrannc.profile.cache import BlocksKey, LinksKey, ProfileCache
 from pyrannc.profile.conditions import Conditions, Surroundings, conditions, of_devices, surroundings
 from pyrannc.profile.links import measure_collective_slowdown, measure_links
-from pyrannc.profile.measure import BlockMeter
+from pyrannc.profile.measure import BlockMeter, slowed_down
 from pyrannc.profile.update import UpdatePoint, describe, measure_update
 
 _log = get_logger("DPStaging")
@@ -84,6 +86,12 @@ class Subject:
     def times_us(self) -> dict[str, float]:
         """Estimated time of each distinct Block and Span."""
         return self.spans.times_us | self.blocks.times_us
+
+    @property
+    def leading(self) -> str:
+        """The Span of which all together take most of a step."""
+        counts, times_us = Counter(self.spans.hashes), self.spans.times_us
+        return max(counts, key=lambda span: (counts[span] * times_us[span], span))
 
     def find(self, found: str) -> tuple[Runs, int]:
         """The first Block with a hash, else the first Span."""
@@ -191,9 +199,24 @@ def _measure_blocks(
     phases.note(f"measured {len(set(blocks))} distinct blocks of {len(blocks)}{told}")
     measured = agree.together(lambda: _measure_share(subject, device, {block: times_us[block] for block in own}))
     points: dict[Conditions, dict[str, list[BlockPoint]]] = {kind: {} for kind in everyone}
-    for kind, found in zip(everyone, agree.gather_objects(measured), strict=True):
-        points[kind].update(found)
-    return points
+    shares: list[_Share] = agree.gather_objects(measured)
+    for kind, share in zip(everyone, shares, strict=True):
+        points[kind].update(share.points)
+    slowdowns = {kind: share.slowdown for kind, share in zip(everyone, shares, strict=True) if share.slowdown}
+    return {kind: _as_in_training(found, slowdowns.get(kind, 1.0)) for kind, found in points.items()}
+
+
+class _Share(NamedTuple):
+    """What one rank has measured: the points of Blocks, and how much longer the leading one takes in a training."""
+
+    points: dict[str, list[BlockPoint]]
+    slowdown: float | None
+
+
+def _as_in_training(points: Mapping[str, Sequence[BlockPoint]], slowdown: float) -> dict[str, list[BlockPoint]]:
+    if slowdown > 1.0:
+        phases.note(f"a device that is busy all the time takes {slowdown - 1.0:.1%} longer")
+    return {block: [slowed_down(point, slowdown) for point in found] for block, found in points.items()}
 
 
 def share_out(times_us: Mapping[str, float], shares: int) -> list[list[str]]:
@@ -211,9 +234,7 @@ def share_out(times_us: Mapping[str, float], shares: int) -> list[list[str]]:
     return divided
 
 
-def _measure_share(
-    subject: Subject, device: torch.device, times_us: Mapping[str, float]
-) -> dict[str, list[BlockPoint]]:
+def _measure_share(subject: Subject, device: torch.device, times_us: Mapping[str, float]) -> _Share:
     """The points of some Blocks; those that cannot be measured are left out."""
     points: dict[str, list[BlockPoint]] = {}
     shown = process.get_rank() == 0
@@ -230,14 +251,15 @@ def _measure_share(
         for block in times_us:
             runs, place = subject.find(block)
             name = f"{'block' if runs is subject.blocks else 'span'} {place}"
-            compiles = block in subject.spans.hashes
-            found = meter.points(name, partial(runs.code, place, device), subject.row_counts, compiles=compiles)
+            compiles, leads = block in subject.spans.hashes, block == subject.leading
+            code = partial(runs.code, place, device)
+            found = meter.points(name, code, subject.row_counts, compiles=compiles, leads=leads)
             meter.release()
             _log.debug("%s measured: %s", name, found)
             if found is not None:
                 points[block] = found
             bar.advance(weights[block])
-    return points
+    return _Share(points, meter.slowdown)
 
 
 def _seal(key: BlocksKey, blocks: Mapping[str, Sequence[BlockPoint]], update: UpdatePoint | None) -> Profile:

@@ -36,6 +36,9 @@ pub(crate) struct Chain {
     pub(crate) own: OwnParams,
     /// Time to make working copies on each kind of device.
     conversion_us: Vec<IntervalSums>,
+    /// Time to add gradients of working copies to sums of more digits, beyond adding them in their own type, on each kind
+    /// of device.
+    widening_us: Vec<IntervalSums>,
     /// Batch-free ops that several Blocks use, on each kind of device, each op once.
     clones: Vec<CloneTimes>,
     /// The same of ops that run once a step.
@@ -106,6 +109,12 @@ impl Chain {
             builder.finish()
         };
         let trainable = states.iter().filter(|state| state.trainable);
+        let widening_us = |device: &Device| {
+            let us = |state: &StateSpec| {
+                device.efficiency.pointwise.at_peak(state.widening_bytes()) / device.memory_bytes_per_s * 1e6
+            };
+            once(&mut trainable.clone().map(|state| (&state.blocks[..], us(state))))
+        };
         Self {
             state_bytes: of(|state| state.bytes, &mut states.iter()),
             grad_bytes: of(StateSpec::grad_bytes, &mut trainable.clone()),
@@ -114,6 +123,7 @@ impl Chain {
             copy_bytes: of(|state| state.copy_bytes, &mut states.iter()),
             own: OwnParams::new(&blocks, &states),
             conversion_us: devices.iter().map(conversion_us).collect(),
+            widening_us: devices.iter().map(widening_us).collect(),
             clones: devices.iter().map(|device| clone_times(device, false)).collect(),
             once: devices.iter().map(|device| clone_times(device, true)).collect(),
             feeds: Feeds::new(len, &crossings),
@@ -172,6 +182,9 @@ impl Chain {
 
     /// What a run costs for one of so many microbatches, with its part of what runs once a step; infinite when a Block
     /// of it ran out of memory while it was measured.
+    ///
+    /// Gradients are measured, and estimated, as each is added to one of its own type. Those of working copies add up in
+    /// more digits, to which the first microbatch of a step adds nothing: it writes them, which takes as long.
     pub(crate) fn run_cost(&self, times: &Times, first: usize, end: usize, microbatches: u64) -> ComputeCost {
         if times.is_too_large(first, end) {
             return ComputeCost { forward_us: f64::INFINITY, backward_us: f64::INFINITY, ..ComputeCost::default() };
@@ -189,7 +202,11 @@ impl Chain {
             forward_host_us: once.forward_host_us * part,
             backward_host_us: once.backward_host_us * part,
         };
-        times.blocks(first, end) + scaled(self.clones[times.kind].at(first, end)) + once
+        let widening = ComputeCost {
+            backward_us: self.widening_us[times.kind].at(first, end) * (1.0 - part),
+            ..ComputeCost::default()
+        };
+        times.blocks(first, end) + scaled(self.clones[times.kind].at(first, end)) + once + widening
     }
 }
 

@@ -74,6 +74,12 @@ impl StateSpec {
         if self.copy_bytes > 0.0 { self.copy_bytes } else { self.bytes }
     }
 
+    /// What is read and written to add a gradient of its working copy to a sum in its own type, beyond adding it to one
+    /// in the copy's.
+    pub(crate) fn widening_bytes(&self) -> f64 {
+        if self.copy_bytes > 0.0 { 2.0 * (self.bytes - self.copy_bytes).max(0.0) } else { 0.0 }
+    }
+
     /// What its gradient takes: in its own type and, where that is another, in that of the sums.
     pub(crate) fn grad_bytes(&self) -> f64 {
         self.bytes + if self.message_bytes == self.bytes { 0.0 } else { self.message_bytes }
