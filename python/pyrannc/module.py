@@ -28,6 +28,7 @@ from pyrannc.call.unwrap import unwrapped
 from pyrannc.call.variant import MOST_VARIANTS, CallKey, RowMixing, Variant, Variants
 from pyrannc.capture import CaptureOptions, flatten
 from pyrannc.capture.autocast import no_autocast
+from pyrannc.capture.torch_compiler import start_compiling_processes
 from pyrannc.capture.torch_internals import at_end_of_backward
 from pyrannc.core.program import Call, RankProgram
 from pyrannc.errors import ConfigError, PlanError, RaNNCError
@@ -196,6 +197,8 @@ class RaNNCModule(DeployedModel):
         variant = call.variant
         if variant is None:
             keep_below(self._config.mem_limit_bytes, self.device)
+            if self._compiles and self.device.type == "cuda":
+                start_compiling_processes()
             variant = self._capture(args, kwargs, call)
             self._set_limits(variant)
             self._compare(variant, call)

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch._dynamo.utils import counters
 
 from pyrannc.blocks.graphs import named
+from pyrannc.capture import torch_compiler as compiler
 from pyrannc.capture import torch_internals as internals
 
 CPU = torch.device("cpu")
@@ -36,13 +37,13 @@ def example() -> tuple[list[Tensor], internals.FakeTensorMode]:
 
 def functional(call: Callable[..., list[Tensor]] = changed) -> tuple[fx.GraphModule, internals.FakeTensorMode]:
     arguments, mode = example()
-    graph = internals.operators_below_autograd(call, arguments, mode)
-    return internals.without_changes(graph, arguments, mode), mode
+    graph = compiler.operators_below_autograd(call, arguments, mode)
+    return compiler.without_changes(graph, arguments, mode), mode
 
 
 def test_operators_below_autograd() -> None:
     arguments, mode = example()
-    found = set(map(str, targets(internals.operators_below_autograd(changed, arguments, mode))))
+    found = set(map(str, targets(compiler.operators_below_autograd(changed, arguments, mode))))
     assert {"aten.mm.default", "aten.add_.Tensor", "aten.threshold_backward.default"} <= found
 
 
@@ -64,13 +65,13 @@ def joint_graph(mode: internals.FakeTensorMode | None = None) -> tuple[fx.GraphM
     mode = mode or fake_mode()
     with mode:
         arguments = [torch.empty(3, 4), torch.empty(4, 4), torch.empty(3, 4)]
-    graph = internals.without_changes(internals.operators_below_autograd(joint, arguments, mode), arguments, mode)
+    graph = compiler.without_changes(compiler.operators_below_autograd(joint, arguments, mode), arguments, mode)
     return named(graph, ["primals_0", "primals_1", "tangents_0"]), mode
 
 
 def test_parted() -> None:
     graph, mode = joint_graph()
-    forward, backward = internals.parted(graph, 1, mode)
+    forward, backward = compiler.parted(graph, 1, mode)
     x, weight, tangent = torch.randn(3, 4), torch.randn(4, 4), torch.randn(3, 4)
     made, *kept = forward(x, weight)
     assert [node.name for node in backward.graph.find_nodes(op="placeholder")][-1] == "tangents_0"
@@ -80,7 +81,7 @@ def test_parted() -> None:
 
 def test_compiled_by_inductor() -> None:
     graph, mode = joint_graph()
-    code, strides = internals.compiled_by_inductor(graph, 3, mode, "whole", CPU)
+    code, strides = compiler.compiled_by_inductor(graph, 3, mode, "whole", CPU)
     assert strides == [(4, 1), (4, 1), (4, 1)]
     arguments = [torch.randn(3, 4), torch.randn(4, 4), torch.randn(3, 4)]
     given = list(arguments)
@@ -93,20 +94,34 @@ def test_mode_of_known_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     counters.clear()
     for start in range(2):
-        graph, mode = joint_graph(internals.mode_of_known_sizes())
-        internals.compiled_by_inductor(graph, 3, mode, "whole", CPU)
+        graph, mode = joint_graph(compiler.mode_of_known_sizes())
+        compiler.compiled_by_inductor(graph, 3, mode, "whole", CPU)
         assert counters["inductor"]["fxgraph_cache_miss"] == 1
         assert counters["inductor"]["fxgraph_cache_hit"] == start
-    with internals.mode_of_known_sizes(), pytest.raises(RuntimeError):
+    with compiler.mode_of_known_sizes(), pytest.raises(RuntimeError):
         torch.ones(3).nonzero()
 
 
+def test_start_compiling_processes() -> None:
+    script = (
+        "from pyrannc.capture.torch_compiler import start_compiling_processes\n"
+        "start_compiling_processes()\n"
+        "from torch._inductor.async_compile import AsyncCompile\n"
+        "assert AsyncCompile.process_pool.cache_info().currsize == 1\n"
+        "AsyncCompile.wait_pool_ready()\n"
+        "print(AsyncCompile.use_process_pool())\n"
+    )
+    environ = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environ, check=True)
+    assert done.stdout.strip() == "True"
+
+
 def test_has_compiler_of_host() -> None:
-    assert internals.has_compiler_of_host()
+    assert compiler.has_compiler_of_host()
 
 
 def test_default_compiler_folder() -> None:
     script = "from torch._inductor.runtime.cache_dir_utils import cache_dir; print(cache_dir())"
     environ = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environ, check=True)
-    assert done.stdout.strip() == internals.default_compiler_folder()
+    assert done.stdout.strip() == compiler.default_compiler_folder()

@@ -14,15 +14,12 @@ from pyrannc.blocks.graphs import NotCompilable, copied, keep_arguments_whole, n
 from pyrannc.blocks.lifted import Lifted
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture.ops import draws_random_numbers
+from pyrannc.capture.torch_compiler import mode_of_known_sizes, operators_below_autograd, parted, without_changes
 from pyrannc.capture.torch_internals import (
     FakeTensorMode,
     OpOverload,
-    mode_of_known_sizes,
-    operators_below_autograd,
-    parted,
     schema,
     storage_address,
-    without_changes,
 )
 
 

@@ -1,15 +1,16 @@
-"""Every private or undocumented name of torch that pyrannc uses, each with why, and what public name would replace it.
+"""Every private or undocumented name of torch that pyrannc uses, each with why, and what public name would replace it;
+those of its compiler are in :mod:`pyrannc.capture.torch_compiler`.
 
 It stands with capture, which uses nearly all of them; what else uses some (blocks, profile, module) may import capture.
 All other files keep to torch's public names, as ``tests/capture/test_torch_names.py`` proves; name by name, it also
-holds what is relied upon. So a new version of torch shows here, and only here, what it has changed.
+holds what is relied upon. So a new version of torch shows in these two, and only here, what it has changed.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter
@@ -754,101 +755,3 @@ def graph_task() -> int:
     """Inside of a backward: its number."""
     number: int = torch._C._current_graph_task_id()
     return number
-
-
-# The compiler
-
-
-def mode_of_known_sizes() -> FakeTensorMode:
-    """Tensors without data, all of whose sizes are numbers. The compiler keeps what it has made from start to start for
-    modes alone that could have others. Public: none."""
-    sizes = symbolic_shapes.ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
-
-
-def operators_below_autograd(call: Callable[..., Any], arguments: list[Tensor], mode: FakeTensorMode) -> fx.GraphModule:
-    """The ATen operators of a call on tensors without data, backwards inside of it too. Public: ``make_fx`` of
-    ``torch.fx.experimental``."""
-    with mode, tracing(TracingContext(mode)):
-        return proxy_tensor.make_fx(call, _allow_non_fake_inputs=True)(*arguments)
-
-
-def without_changes(graph: fx.GraphModule, arguments: list[Tensor], mode: FakeTensorMode) -> fx.GraphModule:
-    """The same in operators that the compiler knows and that change nothing in place but, at the end, arguments.
-    Public: ``torch.func.functionalize``, without the compiler's operators."""
-    from torch._inductor.decomposition import select_decomp_table
-
-    call = torch.func.functionalize(graph, remove="mutations")
-    with mode, tracing(TracingContext(mode)), torch.no_grad():
-        make = proxy_tensor.make_fx(call, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)
-        return make(*arguments)
-
-
-def parted(
-    joint: fx.GraphModule, results: int, mode: FakeTensorMode, second: Sequence[fx.Node] = ()
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """A graph in two parts, such as forward and backward, with little to keep between them. Public: none.
-
-    Args:
-        joint: its arguments are named tangents if they come to the second part only.
-        results: how many of its results are the first part's.
-        second: what only the second part computes, where no arguments tell; all arguments then stay for it.
-    """
-    from torch._inductor.compile_fx import partition_fn
-    from torch._inductor.virtualized import V
-
-    arguments = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
-    held = list(range(len(arguments))) if second else []
-    for node in second:
-        node.meta["partitioner_tag"] = "must_be_in_backward"
-    with V.set_fake_mode(mode), tracing(TracingContext(mode)), torch.no_grad():
-        return partition_fn(joint, arguments, num_fwd_outputs=results, static_lifetime_input_indices=held)
-
-
-def compiled_by_inductor(
-    graph: fx.GraphModule, results: int, mode: FakeTensorMode, kind: str, device: torch.device
-) -> tuple[Callable[[list[Tensor]], list[Tensor]], list[tuple[int, ...] | None]]:
-    """A graph without changes in place as kernels; the list that they are given is emptied. Public: ``torch.compile``.
-
-    Args:
-        results: so many of the results come out laid out as the graph has them.
-        kind: ``"forward"`` of two parts, ``"backward"``, or ``"whole"``.
-        device: where it runs.
-
-    Returns:
-        The kernels, and the strides of their results as far as they are known.
-    """
-    from torch._inductor import config
-    from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
-    from torch._inductor.virtualized import V
-
-    arguments = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
-    with (
-        V.set_fake_mode(mode),
-        tracing(TracingContext(mode)),
-        torch.no_grad(),
-        config.patch({"triton.cudagraphs": False}),
-    ):
-        if kind == "whole":
-            graph = _recursive_joint_graph_passes(graph, input_device=device)
-        graph.graph.output_node().meta["user_visible_output_idxs"] = list(range(results))
-        with TracingContext.report_output_strides() as strides:
-            code = compile_fx_inner(graph, arguments, is_backward=kind == "backward", is_inference=kind == "whole")
-    return code, strides or []
-
-
-def has_compiler_of_host() -> bool:
-    """True when compiled code can be made for the host's processor. Public: none."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    try:
-        return bool(get_cpp_compiler())
-    except RuntimeError:
-        return False
-
-
-def default_compiler_folder() -> str:
-    """Where the compiler keeps its code if nobody says where; it says so in the environment itself. Public: none."""
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    return default_cache_dir()
