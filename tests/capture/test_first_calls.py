@@ -260,6 +260,13 @@ def test_what_every_call_does_is_captured(forward: Callable[[Any, Tensor], Tenso
     assert isinstance(model.steps, kind)
 
 
+def test_scripted_modules_stay() -> None:
+    model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.Tanh())), nn.Linear(3, 2))
+    inner = model[0]
+    assert len(captured(model).params) == 4
+    assert model[0] is inner
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_big_bird_goes_over_to_full_attention(dropout: float) -> None:
     sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}

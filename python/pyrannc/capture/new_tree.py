@@ -75,7 +75,7 @@ class Tree:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._children = {module: dict(own_modules(module)) for module in model.modules()}
+        self._children = {module: _children(module) for module in model.modules()}
         self._held = _held(model)
 
     def after(self, given: Mapping[str, Tensor], written: Written) -> NewTree | None:
@@ -90,7 +90,7 @@ class Tree:
         """
         every = dict(self._model.named_modules(remove_duplicate=False))
         self._refuse_other_tensors(every, given, written)
-        changed = [module for module, children in self._children.items() if own_modules(module) != children]
+        changed = [module for module, children in self._children.items() if _children(module) != children]
         if not changed:
             return None
         for path, module in every.items():
@@ -100,7 +100,7 @@ class Tree:
         places = (written(module, name) for module in changed for name in self._other_children(module))
         return NewTree(
             kinds={path: type(module) for path, module in every.items()},
-            children={module: dict(own_modules(module)) for module in changed},
+            children={module: _children(module) for module in changed},
             where=next((place for place in places if place is not None), None),
         )
 
@@ -134,6 +134,11 @@ class Tree:
             mapping.update(
                 {name: self._held[f"{path}.{name}"][1] for name, item in mapping.items() if item is not None}
             )
+
+
+def _children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Sub-modules by attribute; what a scripted module has them in is no dictionary."""
+    return dict(own_modules(module))
 
 
 def _held(model: nn.Module) -> dict[str, tuple[str, Tensor]]:
