@@ -17,6 +17,7 @@ from pyrannc.errors import CaptureError
 from .assumptions import Attribute, PythonState
 from .flatten import flatten
 from .global_reads import GlobalReads
+from .new_tree import Left
 from .source import Place, SourceTracker
 from .torch_internals import FakeTensor, attribute_access, pytree
 from .untraceable import UntraceableError
@@ -99,6 +100,11 @@ class AttributeLog:
     Args:
         model: as it is before the call.
         tracker: tells where the model writes.
+
+    Attributes:
+        written: what the call has set without having read it.
+        carried: what it has changed for later calls, with what these find there.
+        left: all plain values that it has set.
     """
 
     def __init__(self, model: nn.Module, tracker: SourceTracker) -> None:
@@ -111,6 +117,11 @@ class AttributeLog:
         self._watching = True
         self.written: list[Attribute] = []
         self.carried: list[Carried] = []
+        self.left: list[Left] = []
+
+    def where(self, module: nn.Module, name: str) -> Place | None:
+        """Where the model has last set an attribute, or a sub-module or tensor that is registered as one."""
+        return self._where.get((id(module), name))
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
@@ -177,6 +188,9 @@ class AttributeLog:
             for name, value in kept.changed():
                 key = id(kept.module), name
                 attribute = Attribute(kept.module, kept.path, name, self._where.get(key))
+                if is_plain(value):
+                    # A container is emptied when it is put back.
+                    self.left.append((kept.module, name, copy.copy(value)))
                 if not self._read_first.get(key, True):
                     self.written.append(attribute)
                 elif any(map(depends_on_data, flatten(value)[0])):

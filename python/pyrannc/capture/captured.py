@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from .assumptions import FROM_ARGUMENTS, Answering, Assumption, PythonState
 from .attributes import assigned, carries_number, is_plain, refuse_changed_tensors
 from .autocast import autocast_state, no_autocast
 from .clean import CleanGraph, clean, place_of
+from .computation import compute_the_same
 from .data_dependent import ReturnedExtentsError
 from .dims import Dim
 from .flatten import Structure, batch_rows, by_extents, flatten
@@ -29,6 +31,8 @@ from .source import Place
 from .told import ToldRowWise
 from .tracer import Trace, trace
 from .untraceable import KeptWhole, WholeModules
+
+_Attempt = tuple[Trace, CleanGraph, Lowered]
 
 
 @dataclass(frozen=True)
@@ -209,8 +213,8 @@ def capture(
     outputs = options.outputs if model.training else None
     full_masks: set[Place] = set()
 
-    def attempt(leaves: Sequence[str]) -> tuple[Trace, CleanGraph, Lowered]:
-        def once() -> tuple[Trace, CleanGraph, Lowered]:
+    def attempt(leaves: Sequence[str]) -> _Attempt:
+        def once() -> _Attempt:
             own = replace(answers, assumes=whole.assumes, full_masks=frozenset(full_masks))
             own = replace(own, as_untraced=whole.as_untraced)
             traced = trace(model, tuple(args), kwargs, device, rows, counts, leaves, own, outputs)
@@ -237,11 +241,7 @@ def capture(
                     raise CaptureError(str(error)) from None
                 # Where this batch's masks choose all, and each later one is asked for the same, extents are known.
                 full_masks.update(error.origins)
-        if first[0].carried:
-            with assigned(first[0].carried):
-                second = once()
-            _refuse_counting(first[0], second[0], same=first[2].graph == second[2].graph)
-        return first
+        return _as_later_calls(first, once)
 
     try:
         # Without rows there is nothing to capture for: this raises.
@@ -331,6 +331,27 @@ def _root(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and (operands := aliased_arguments(node)):
         node = operands[0]
     return node
+
+
+def _as_later_calls(first: _Attempt, once: Callable[[], _Attempt]) -> _Attempt:
+    """The call as later ones are, which find what the first one leaves in Python, and must do the same.
+
+    Raises:
+        CaptureError: they do something else.
+    """
+    found, new_tree = first[0], first[0].new_tree
+    if new_tree is None and not found.carried:
+        return first
+    with nullcontext() if new_tree is None else new_tree.adopted(found.left):
+        with assigned(found.carried):
+            second = once()
+        same = compute_the_same(first[2].graph, second[2].graph)
+        if found.carried:
+            _refuse_counting(found, second[0], same=same or new_tree is not None)
+        if new_tree is not None and not (same and new_tree.is_like(second[0].new_tree)):
+            raise new_tree.refusal()
+    # What this one has read is what later calls will read: the sub-modules that are there now.
+    return first if new_tree is None else second
 
 
 def _refuse_counting(first: Trace, second: Trace, *, same: bool) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import sysconfig
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,7 +132,9 @@ class SourceTracker:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._names = {id(module): name for name, module in model.named_modules()}
+        self._model = weakref.ref(model)
+        self._names: dict[int, str] = {id(module): name for name, module in model.named_modules()}
+        self._new: list[nn.Module] = []
         self._stack = [""]
         self._count = 0
         self.calls: tuple[tuple[str, int], ...] = ()
@@ -177,12 +180,10 @@ class SourceTracker:
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             outer = tracker.calls
-            tracker._stack.append(tracker._names.get(id(module), tracker._stack[-1]))
+            tracker._stack.append(tracker._path(module))
             tracker._count += 1
             tracker.calls = (*outer, (tracker.module, tracker._count))
             try:
-                if id(module) not in tracker._names:
-                    tracker.strangers[id(module)] = module
                 for look in tracker.before_calls:
                     look(module, args, kwargs)
                 result = original(module, *args, **kwargs)
@@ -203,6 +204,22 @@ class SourceTracker:
         finally:
             # Sizes in the graph lead to this tracker, and these to the model.
             self.before_calls.clear()
+
+    def _path(self, module: nn.Module) -> str:
+        """Of a sub-module, also of one that the call has put into the model; of a stranger, that of what calls it."""
+        if id(module) not in self._names and id(module) not in self.strangers:
+            self._find_new(module)
+        return self._names.get(id(module), self._stack[-1])
+
+    def _find_new(self, stranger: nn.Module) -> None:
+        model = self._model()
+        found = {} if model is None else {module: name for name, module in model.named_modules()}
+        new = [module for module in found if id(module) not in self._names]
+        # Kept, so that an id names one module.
+        self._new += new
+        self._names.update((id(module), found[module]) for module in new)
+        if stranger not in found:
+            self.strangers[id(stranger)] = stranger
 
     @contextmanager
     def unchecked(self) -> Iterator[None]:

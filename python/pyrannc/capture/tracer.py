@@ -29,6 +29,7 @@ from .kept_whole import Trials, WholeCall, whole_calls_installed
 from .lacking import without_guard
 from .leaf import captured_tensor_hooks, opaque_autograd_functions, traced_data
 from .limits import Limit, take_limits
+from .new_tree import Left, NewTree, Tree
 from .oracle import Batch, BatchShapeEnv, Oracle, draws
 from .outputs import only_asked
 from .scripted import opaque_script_functions, scripted_modules
@@ -94,7 +95,9 @@ class Trace:
     """A raw trace. Placeholders are parameters, buffers, inputs; outputs are result tensors, then buffer updates.
 
     Attributes:
-        limits: what the call sets to parameters, which is not in the trace.
+        left: plain values that the call sets attributes to.
+        new_tree: the sub-modules that it leaves, where they are others than before.
+        limits: what it sets to parameters, which is not in the trace.
         attributes_restored: at its end, Python attributes of the model are as they were before the trace.
     """
 
@@ -109,6 +112,8 @@ class Trace:
     assumptions: list[Assumption]
     python_state: PythonState
     carried: list[Carried]
+    left: list[Left]
+    new_tree: NewTree | None
     along_rows: Place | None
     limits: list[Limit]
     attributes_restored: Callable[[], AbstractContextManager[None]]
@@ -189,6 +194,7 @@ class _Session:
         self.autocast = Autocast.now()
         self.tracker = SourceTracker(model)
         self.attributes = AttributeLog(model, self.tracker)
+        self.tree = Tree(model)
         sample_device = self.inputs[0].device if self.inputs else torch.device("cpu")
         batch = Batch(self.inputs, per_row, rows)
         own = self.tracker, sample_device, batch, answers.before
@@ -231,6 +237,8 @@ class _Session:
             assumptions=self.oracle.assumptions,
             python_state=self.attributes.state(),
             carried=self.attributes.carried,
+            left=self.attributes.left,
+            new_tree=call.new_tree,
             along_rows=call.along_rows,
             limits=take_limits(gm.graph, self.params.names),
             attributes_restored=self.attributes.restoring,
@@ -306,6 +314,7 @@ class _TracedCall:
         self._recorder = recorder
         self.output = Structure(None)
         self.updated_buffers: list[int] = []
+        self.new_tree: NewTree | None = None
         self.along_rows: Place | None = None
 
     def __call__(self, params: list[Tensor], buffers: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
@@ -333,6 +342,7 @@ class _TracedCall:
             with session.attributes.listening():
                 result = session.model(*args, **kwargs)
             updates = self._buffer_updates(buffers)
+            self.new_tree = session.tree.after(state, session.attributes.where)
         session.attributes.note_changes(lambda item: self._is_of_data(item, tracer))
         leaves, self.output = flatten(only_asked(result, session.outputs))
         _refuse_symbolic_results(self.output)

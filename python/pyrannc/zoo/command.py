@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import threading
@@ -26,6 +27,8 @@ _COLUMNS = ("cut", "in leaves", "in tail", "uncut", "chance", "refused", "failed
 def main(argv: Sequence[str]) -> int:
     """Runs the command; the status is 1 if a model came out wrong, or ended or hung its ranks."""
     options = _parser().parse_args(argv)
+    # All models are made from configurations; what asks the hub for one would wait for it where there is no network.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     chosen = choose(cases(options.library or LIBRARIES), options)
     results = Results(options.results)
     todo = [case for case in chosen if str(case) not in results.found]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 WIDTH, HEADS, LAYERS, VOCABULARY, IMAGE, PATCH = 32, 4, 4, 99, 32, 8
 
@@ -164,15 +166,31 @@ Bounds for all widths; fewer heads, each of its own size; heads of a smaller siz
 
 def small(kind: type[Any], scale: Scale) -> Any:
     """A configuration with small numbers; nested ones too."""
-    default = _default(kind)
-    config = default
-    if scale.anew:
-        try:
-            config = kind(**_small_values(default, scale))
-        except Exception:  # a class that does not take all that it keeps
-            config = default
+    with _without_hub():
+        default = _default(kind)
+        config = default
+        if scale.anew:
+            try:
+                config = kind(**_small_values(default, scale))
+            except Exception:  # a class that does not take all that it keeps
+                config = default
     _settle(config, scale)
     return config
+
+
+@contextmanager
+def _without_hub() -> Iterator[None]:
+    """A part that the hub describes is described by its name, as models of timm are."""
+    from transformers import AutoConfig, TimmWrapperConfig
+
+    def described(name: str, **items: Any) -> Any:
+        owner, _, model = name.partition("/")
+        if owner != "timm":
+            raise OSError(f"{name} is described by the hub alone")
+        return TimmWrapperConfig(architecture=model.partition(".")[0], **items)
+
+    with patch.object(AutoConfig, "from_pretrained", described):
+        yield
 
 
 def _default(kind: type[Any]) -> Any:

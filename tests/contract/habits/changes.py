@@ -161,6 +161,50 @@ def layer_added_later(job: Job) -> None:
     _trained(job, net, change)
 
 
+class _Chooses(nn.Module):
+    """Puts another sub-module in the place of one at its first call."""
+
+    def __init__(self, chosen: Callable[[nn.Linear], nn.Module]) -> None:
+        super().__init__()
+        self.chain = Chain()
+        self.last: nn.Module = nn.Linear(WIDTH, WIDTH)
+        self.is_chosen = False
+        self.chosen = chosen
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        if not self.is_chosen:
+            self.is_chosen = True
+            self.last = self.chosen(self.last)  # type: ignore[arg-type]
+        return F.mse_loss(self.last(self.chain(x)), target)
+
+
+@equal()
+def layer_taken_over_in_forward(job: Job) -> None:
+    """The first call puts a new sub-module in the place of one, which takes over its parameters, as BigBird does."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    def chosen(old: nn.Linear) -> nn.Module:
+        new = Scaled(WIDTH, WIDTH)
+        new.weight, new.bias = old.weight, old.bias
+        return new
+
+    net = _Chooses(chosen)
+    _trained(job, net, lambda model: None)
+    job.same("class of the sub-module", isinstance(net.last, Scaled))
+
+
+@refused(
+    "CaptureError", "parameter 'last.weight' in the forward", "before the optimizer",
+    instead="call the model once before the optimizer and `RaNNCModule` are made",
+)  # fmt: skip
+def layer_made_in_forward(job: Job) -> None:
+    """The first call puts a new sub-module with parameters of its own in the place of one."""
+    job.wrap(_Chooses(lambda old: nn.Linear(WIDTH, WIDTH)))(*job.batch(pairs))
+
+
 @equal()
 def activation_replaced(job: Job) -> None:
     """A module without parameters is replaced after the first call."""
