@@ -54,6 +54,28 @@ def test_without_changes() -> None:
     assert not {"aten.add_.Tensor", "aten.relu_.default"} & found
 
 
+def pooled(x: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        made = torch.nn.functional.max_pool2d(x, 2)
+    return [made.detach(), *torch.autograd.grad(made.sum(), [x])]
+
+
+def test_without_changes_where_nothing_was_compiled() -> None:
+    """A start whose code is all known imports less of the compiler."""
+    script = (
+        "import torch\n"
+        "from pyrannc.capture import torch_compiler as compiler\n"
+        "from tests.capture.test_torch_internals_compiler import pooled\n"
+        "with (mode := compiler.mode_of_known_sizes()):\n"
+        "    arguments = [torch.empty(2, 3, 8, 8)]\n"
+        "graph = compiler.operators_below_autograd(pooled, arguments, mode)\n"
+        "print(len(compiler.without_changes(graph, arguments, mode)(torch.ones(2, 3, 8, 8))))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "2"
+
+
 def joint(x: Tensor, weight: Tensor, tangent: Tensor) -> list[Tensor]:
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     with torch.enable_grad():

@@ -30,6 +30,8 @@ def operators_below_autograd(call: Callable[..., Any], arguments: list[Tensor], 
 def without_changes(graph: fx.GraphModule, arguments: list[Tensor], mode: FakeTensorMode) -> fx.GraphModule:
     """The same in operators that the compiler knows and that change nothing in place but, at the end, arguments.
     Public: ``torch.func.functionalize``, without the compiler's operators."""
+    # Decompositions, such as that of poolings, use it without importing it.
+    import torch._inductor.lowering
     from torch._inductor.decomposition import select_decomp_table
 
     call = torch.func.functionalize(graph, remove="mutations")
