@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from pyrannc.zoo.case import Case, NotByRuleError
-from pyrannc.zoo.command import Results, main, table
+from pyrannc.zoo.case import Case, NotByRuleError, moved
+from pyrannc.zoo.command import Results, hold, main, table
 from pyrannc.zoo.command import _count as count
 from pyrannc.zoo.command import _shard as shard
-from pyrannc.zoo.trial import Outcome
+from pyrannc.zoo.trial import BY_ROUNDING, Outcome
 
 CUT = (
     "transformers/albert.AlbertForMaskedLM",
@@ -112,3 +114,25 @@ def test_status_tells_of_wrong_results(tmp_path: Path, capsys: pytest.CaptureFix
     Results(file).add(case, Outcome("wrong", "it differs"), 1.0)
     assert main(["--library", "torchvision", "--only", "/resnet18$", "--results", str(file)]) == 1
     assert "it differs" in capsys.readouterr().out
+
+
+def test_moved_parameters_are_the_same_each_time() -> None:
+    case = moved(Case("timm", "vgg", "vgg11", lambda rows, _: (nn.LayerNorm(3), {"input": torch.ones(rows, 3)})))
+    model, arguments = case.make(2, False)
+    again, _ = case.make(2, False)
+    assert arguments["input"].shape == (2, 3)
+    assert torch.equal(model.weight, again.weight)
+    assert 0 < float((model.weight.detach() - 1).abs().max()) < 0.2
+    assert model.weight.unique().numel() == 3
+
+
+def test_where_a_rounding_decides_parameters_are_moved() -> None:
+    class Ranks:
+        def hold(self, library: str, name: str, timeout_s: float, *, is_moved: bool = False) -> Outcome:
+            return Outcome("cut", stages=2) if is_moved else Outcome("chance", causes[name])
+
+    causes = {"ties": f"{BY_ROUNDING} (aten.topk)", "draws": "it draws random numbers (aten.rand)"}
+    ranks: Any = Ranks()
+    found = {name: hold(Case("timm", "vgg", name, unused), ranks, ranks, 1.0) for name in causes}
+    assert (found["ties"].column, found["ties"].why) == ("cut", "with its parameters moved.")
+    assert found["draws"].column == "chance"

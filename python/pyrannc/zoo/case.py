@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 ROWS = 4
 """Rows of the global batch."""
+_MOVED = 0.03
+"""Standard deviation of what is added to parameters that are moved."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,23 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.library}/{self.name}"
+
+
+def moved(case: Case) -> Case:
+    """The model with its parameters moved a little, as a training moves them.
+
+    Those that start at zero, or all alike, may lead to ties and to where a derivative jumps: a rounding decides there.
+    """
+
+    def make(rows: int, as_they_are: bool) -> tuple[nn.Module, dict[str, Any]]:
+        model, arguments = case.make(rows, as_they_are)
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for param in filter(Tensor.is_floating_point, model.parameters()):
+                param.add_(torch.randn(param.shape, generator=generator, dtype=param.dtype), alpha=_MOVED)
+        return model, arguments
+
+    return replace(case, make=make)
 
 
 class NotByRuleError(Exception):

@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from .case import ROWS, Case
-from .trial import LIBRARIES, Outcome, cases
+from .trial import BY_ROUNDING, LIBRARIES, Outcome, cases
 from .workers import Workers
 
 _COLUMNS = ("cut", "in leaves", "in tail", "uncut", "chance", "refused", "failed", "hung", "wrong", "no case")
@@ -70,8 +70,11 @@ def pair(stages: int, *, as_they_are: bool) -> Iterator[tuple[Workers, Workers]]
 
 
 def hold(case: Case, cut: Workers, uncut: Workers, timeout_s: float) -> Outcome:
-    """A model in Stages, or, where there are none, uncut."""
+    """A model in Stages, or, where there are none, uncut; where a rounding decides, with its parameters moved."""
     outcome = cut.hold(case.library, case.name, timeout_s)
+    if outcome.column == "chance" and outcome.why.startswith(BY_ROUNDING):
+        outcome = cut.hold(case.library, case.name, timeout_s, is_moved=True)
+        outcome = replace(outcome, why=f"with its parameters moved. {outcome.why}".strip())
     if outcome.column != "refused":
         return outcome
     whole = uncut.hold(case.library, case.name, timeout_s)
@@ -134,8 +137,9 @@ def _parser() -> argparse.ArgumentParser:
         "gradients, buffers and parameters of two steps against one process.",
         epilog="Columns: cut: in Stages, with less than 10% of the parameters in sub-modules that stay whole; in "
         "leaves: with more; in tail: half of them or more run on all rows on every process; uncut: one Stage; chance: "
-        "it draws random numbers, or a rounding decides; no case: it does not run in one process as the "
-        "rules make it. Example: python -m pyrannc zoo --library timm --shard 0/8 --results timm.jsonl",
+        "it draws random numbers, or a rounding decides, with its parameters moved too; no case: it does not run in "
+        "one process as the rules make it. Example: python -m pyrannc zoo --library timm --shard 0/8 --results "
+        "timm.jsonl",
     )
     parser.add_argument("--library", action="append", choices=LIBRARIES, help="this one alone; may be repeated")
     parser.add_argument("--family", action="append", help="models of this design alone; may be repeated")

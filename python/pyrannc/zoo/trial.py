@@ -34,6 +34,8 @@ _NOISE = 8.0
 _FLOAT = Tensor.float
 _PRECISIONS = ((torch.float64, _FLOAT), (torch.float64, Tensor.double), (torch.float32, _FLOAT))
 """The type that a model is run in, and what ``float()`` gives: some do not run in double precision otherwise."""
+BY_ROUNDING = "parameters that are other ones by a rounding make it choose otherwise in one process too"
+"""Why a model cannot be held, unless its parameters are moved."""
 _RATE = 0.01
 _LITTLE = 0.1
 """Share of the parameters below which a part that is not cut needs no word."""
@@ -253,7 +255,7 @@ def _decided_by(case: Case, expected: _Run, as_they_are: bool, tolerance: float)
         return "it draws random numbers"
     nudged = _train_plain(case, as_they_are, nudged=True)
     if _differences(nudged, expected, (0, ROWS), max(tolerance, _NUDGED)):
-        return "parameters that are other ones by a rounding make it choose otherwise in one process too"
+        return BY_ROUNDING
     return ""
 
 

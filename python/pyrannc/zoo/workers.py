@@ -36,12 +36,12 @@ class Workers:
         self._context.set_forkserver_preload(["torch", "torchvision", "timm", "transformers", "pyrannc.module"])
         self._ranks: list[tuple[Any, Connection]] = []
 
-    def hold(self, library: str, name: str, timeout_s: float) -> Outcome:
-        """What came of a model, the worst of all ranks."""
+    def hold(self, library: str, name: str, timeout_s: float, *, is_moved: bool = False) -> Outcome:
+        """What came of a model, the worst of all ranks; ``is_moved``: with its parameters moved a little."""
         if not self._ranks:
             self._start()
         for _, connection in self._ranks:
-            connection.send((library, name))
+            connection.send((library, name, is_moved))
         found = self._collect(timeout_s)
         worst = sorted(found, key=lambda outcome: _BADNESS.index(outcome.column))[-1]
         if worst.column in ("wrong", "failed", "refused", "hung"):
@@ -105,6 +105,7 @@ def _serve(
     os.environ.update(variables)
     import torch
 
+    from .case import moved
     from .trial import cases, run
 
     torch.set_num_threads(1)
@@ -113,13 +114,14 @@ def _serve(
     known = {}
     while True:
         try:
-            library, name = connection.recv()
+            library, name, is_moved = connection.recv()
         except EOFError:
             return
         if library not in known:
             known[library] = {case.name: case for case in cases([library])}
         try:
-            outcome = run(known[library][name], rows, stages, as_they_are=as_they_are)
+            case = known[library][name]
+            outcome = run(moved(case) if is_moved else case, rows, stages, as_they_are=as_they_are)
         except BaseException as error:
             traceback.print_exc()
             outcome = Outcome("failed", f"{type(error).__name__}: {error}")
