@@ -238,6 +238,7 @@ def _measure_share(subject: Subject, device: torch.device, times_us: Mapping[str
     """The points of some Blocks; those that cannot be measured are left out."""
     points: dict[str, list[BlockPoint]] = {}
     shown = process.get_rank() == 0
+    spans, leading = set(subject.spans.hashes), subject.leading
     # Launches cost the same for every Block.
     weights = {block: us + sum(times_us.values()) / len(times_us) for block, us in times_us.items()}
     with (
@@ -251,9 +252,8 @@ def _measure_share(subject: Subject, device: torch.device, times_us: Mapping[str
         for block in times_us:
             runs, place = subject.find(block)
             name = f"{'block' if runs is subject.blocks else 'span'} {place}"
-            compiles, leads = block in subject.spans.hashes, block == subject.leading
-            code = partial(runs.code, place, device)
-            found = meter.points(name, code, subject.row_counts, compiles=compiles, leads=leads)
+            compiles, code = block in spans, partial(runs.code, place, device)
+            found = meter.points(name, code, subject.row_counts, compiles=compiles, leads=block == leading)
             meter.release()
             _log.debug("%s measured: %s", name, found)
             if found is not None:

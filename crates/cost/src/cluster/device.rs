@@ -72,6 +72,11 @@ impl Device {
             ("collective_slowdown", self.collective_slowdown),
         ]
     }
+
+    /// Time of element-wise work that reads and writes so many bytes.
+    pub fn pointwise_us(&self, bytes: f64) -> f64 {
+        self.efficiency.pointwise.at_peak(bytes) / self.memory_bytes_per_s * 1e6
+    }
 }
 
 /// Time of an optimizer step: parameters and gradients are read, its state read and written, the

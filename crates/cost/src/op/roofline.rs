@@ -65,8 +65,8 @@ impl OpWork {
         let speed = Speed::new(self.kind, self.class, device);
         let products = f64::from(self.backward_products.max(1));
         let launch_us = |work: &Work| work.launches * device.launch_us;
-        let summed_bytes = device.efficiency.pointwise.at_peak(self.summed_bytes.at(rows));
-        let backward_us = speed.us(&self.backward, products, rows) + summed_bytes / device.memory_bytes_per_s * 1e6;
+        let summed_us = device.pointwise_us(self.summed_bytes.at(rows));
+        let backward_us = speed.us(&self.backward, products, rows) + summed_us;
         let forward_us = speed.us(&self.forward, 1.0, rows);
         let (forward_host_us, backward_host_us) =
             (launch_us(&self.forward), launch_us(&self.backward) * BACKWARD_LAUNCH);

@@ -110,9 +110,7 @@ impl Chain {
         };
         let trainable = states.iter().filter(|state| state.trainable);
         let widening_us = |device: &Device| {
-            let us = |state: &StateSpec| {
-                device.efficiency.pointwise.at_peak(state.widening_bytes()) / device.memory_bytes_per_s * 1e6
-            };
+            let us = |state: &StateSpec| device.pointwise_us(state.widening_bytes());
             once(&mut trainable.clone().map(|state| (&state.blocks[..], us(state))))
         };
         Self {
