@@ -208,3 +208,42 @@ def test_what_takes_long_is_tried_with_the_rows_of_the_batch(width: int, rows: i
     operand = torch.empty(1, device="meta"), [Dim(1, 0), Dim(0, width)], False
     assert rows_shown(call, [operand], torch.device("cpu"), rows) == most
     assert max(tried) == most
+
+
+SCALED: list[int] = []
+"""Rows of each call of :func:`scaled`."""
+
+
+@torch.library.custom_op("rows_first::scaled", mutates_args=())
+def scaled(x: Tensor, power: int) -> Tensor:
+    SCALED.append(len(x))
+    return x * 2**power
+
+
+@scaled.register_fake
+def _(x: Tensor, power: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Scaled(nn.Module):
+    def __init__(self, *powers: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.powers = powers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for power in self.powers:
+            x = x + scaled(self.layer(x).detach(), power)
+        return x
+
+
+def test_an_operator_is_tried_once_for_operands_that_are_alike() -> None:
+    def calls(*powers: int) -> int:
+        SCALED.clear()
+        assert captured(Scaled(*powers), torch.randn(ROWS, WIDTH), per_row=[1]).row_wise == (True,) * len(powers)
+        return len(SCALED)
+
+    once = calls(2)
+    assert once > 0
+    assert calls(2, 2, 2) == once
+    assert calls(2, 3, 2) == 2 * once

@@ -339,7 +339,7 @@ class _Lowering:
     def _shown_by_trial(self, node: fx.Node, call: Callable[..., Any]) -> bool:
         """Tries a call, but of equal ones the first alone."""
         operands, device = self._operands(node), _device_of(node)
-        does, drawn = getattr(node.target, "does", None), as_drawn(operands)
+        does, drawn = _does(node), as_drawn(operands)
         if does is None or drawn is None:
             shown = rows_shown(call, operands, device, self.all_rows)
             return self._covers(shown) or self._with_sizes(node, call)
@@ -496,6 +496,14 @@ def _call_of_the_user(node: fx.Node) -> Callable[..., Any] | None:
         assert callable(target), "a call"
         return partial(target, **node.kwargs)
     return None
+
+
+def _does(node: fx.Node) -> Hashable | None:
+    """What is equal for calls that do the same with the same operands; None where nobody knows."""
+    if isinstance(node.target, OpOverload):
+        constants = tuple(node.kwargs.items())
+        return (node.target, constants) if all(isinstance(item, Hashable) for item in node.kwargs.values()) else None
+    return getattr(node.target, "does", None)
 
 
 def _results(node: fx.Node) -> list[int | None]:
