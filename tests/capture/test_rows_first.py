@@ -217,12 +217,23 @@ SCALED: list[int] = []
 @torch.library.custom_op("rows_first::scaled", mutates_args=())
 def scaled(x: Tensor, power: int) -> Tensor:
     SCALED.append(len(x))
-    return x * 2**power
+    return x * 2.0**power
 
 
 @scaled.register_fake
 def _(x: Tensor, power: int) -> Tensor:
     return torch.empty_like(x)
+
+
+def _keep_power(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    ctx.power = inputs[1]
+
+
+def _scaled_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return grad * 2.0**ctx.power, None
+
+
+scaled.register_autograd(_scaled_gradient, setup_context=_keep_power)
 
 
 class Scaled(nn.Module):
@@ -233,7 +244,7 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for power in self.powers:
-            x = x + scaled(self.layer(x).detach(), power)
+            x = scaled(self.layer(x), power)
         return x
 
 
