@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from pyrannc.blocks.channels_last import convolutions_of_images
 from pyrannc.blocks.placed import PlacedSpan
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.blocks.span import SpanFunction
@@ -48,6 +49,7 @@ class StageCode:
         device: where it runs; every device that the model named is replaced by it.
         randomness: where random numbers come from; without it, torch's generators as they stand.
         watch: is told of each Span before it computes, and after it.
+        channels_last: convolutions get their images so, as compiled ones want them.
 
     A call returns the Values sent on, the outputs, and the new contents of buffers.
 
@@ -68,6 +70,8 @@ class StageCode:
         device: torch.device,
         randomness: Randomness | None,
         watch: Watch | None = None,
+        *,
+        channels_last: bool = False,
     ) -> None:
         self.watch = watch
         made = {value for op in part.ops for value in facts.ops[op].results}
@@ -82,10 +86,11 @@ class StageCode:
         inputs = {entry.value for entry in part.inputs}
         assert part.prologue is None, "what runs once a step is a code of its own"
         spans = part.spans or (_whole(facts, part.ops, inputs, self._wanted),)
+        laid_out = convolutions_of_images(captured) if channels_last else frozenset()
         self.functions: dict[str, SpanFunction] = {}
         for span in spans:
             if span.hash not in self.functions:
-                self.functions[span.hash] = SpanFunction(captured, facts, span, inputs, device, randomness)
+                self.functions[span.hash] = SpanFunction(captured, facts, span, inputs, device, randomness, laid_out)
         self.randomness = randomness
         self.spans = [
             PlacedSpan(span, self.functions[span.hash], self.functions[span.hash].numbers(captured, span))

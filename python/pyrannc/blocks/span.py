@@ -12,6 +12,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from pyrannc.blocks.bindings import BINDINGS
+from pyrannc.blocks.channels_last import DIMS
 from pyrannc.blocks.compiled import SpanCode
 from pyrannc.blocks.draw import DrawnOp, law_of
 from pyrannc.blocks.form import Form
@@ -29,6 +30,10 @@ def without_gradient(made: Tensor) -> Tensor:
     return made.detach() if leads_nowhere(made) else made
 
 
+def _with_channels_last(image: Tensor) -> Tensor:
+    return image.contiguous(memory_format=torch.channels_last)
+
+
 class SpanFunction:
     """A function, generated from the captured graph, for every Span with the same hash.
 
@@ -39,6 +44,7 @@ class SpanFunction:
         inputs: Values that belong to the user, who never sees them changed.
         device: where it runs; every device that the model named is replaced by it.
         randomness: where random numbers come from; without it, torch's generators as they stand.
+        channels_last: Ops that get their first operand so.
 
     Attributes:
         call: takes the rows, the numbers of the Ops that draw, and what the Span takes; returns what it gives: one
@@ -58,8 +64,9 @@ class SpanFunction:
         inputs: AbstractSet[int],
         device: torch.device,
         randomness: Randomness | None,
+        channels_last: AbstractSet[int] = frozenset(),
     ) -> None:
-        writer = _Writer(captured, facts, device, randomness)
+        writer = _Writer(captured, facts, device, randomness, channels_last)
         writer.write(part, inputs)
         self._drawing = [place for place, op in enumerate(part.ops) if facts.ops[op].random]
         self.draws, self.seeds_generator = writer.draws, writer.seeds_generator
@@ -91,7 +98,12 @@ class _Writer:
     """Copies Ops from the captured graph into a graph of their own."""
 
     def __init__(
-        self, captured: Captured, facts: GraphFacts, device: torch.device, randomness: Randomness | None
+        self,
+        captured: Captured,
+        facts: GraphFacts,
+        device: torch.device,
+        randomness: Randomness | None,
+        channels_last: AbstractSet[int],
     ) -> None:
         self.graph = fx.Graph()
         self.seeds_generator = self.draws = False
@@ -99,6 +111,7 @@ class _Writer:
         self._facts = facts
         self._device = device
         self._randomness = randomness
+        self._channels_last = channels_last
         self._value_of = {place: value for value, place in enumerate(captured.values)}
         self._nodes: dict[int, fx.Node] = {}
         self._numbers: dict[int, fx.Node] = {}
@@ -118,8 +131,16 @@ class _Writer:
             if value in inputs and value in self._facts.mutated_roots:
                 self._nodes[value] = self.graph.call_method("clone", (self._nodes[value],))
         self._write_ops(part.ops)
-        given = tuple(self._nodes[value] for value in part.gives)
+        given = tuple(self._given(value) for value in part.gives)
         self.graph.output(given[0] if len(given) == 1 else given)
+
+    def _given(self, value: int) -> fx.Node:
+        """What is given for a Value: the user gets what lies as the model lays it out."""
+        node = self._nodes[value]
+        is_image = bool(self._channels_last) and len(self._facts.values[value].shape) == DIMS
+        if is_image and value in self._facts.outputs and self._captured.value(value).is_contiguous():
+            return self.graph.call_method("contiguous", (node,))
+        return node
 
     def _write_ops(self, ops: Sequence[int]) -> None:
         ambient = None
@@ -145,6 +166,8 @@ class _Writer:
             # Other kernels than those without data may lay out memory so that a view is not possible.
             target = torch.ops.aten.reshape.default
         args, kwargs = map_aggregate(args, self._argument), map_aggregate(kwargs, self._argument)
+        if op in self._channels_last:
+            args = (self.graph.call_function(_with_channels_last, (args[0],)), *args[1:])
         if drawn is not None:
             args = (self._numbers[op], *args)
         node = self.graph.create_node(original.op, BINDINGS.get(target, target), args, kwargs, name=original.name)

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from pyrannc.blocks.channels_last import images
 from pyrannc.blocks.compiler import Compiler
 from pyrannc.blocks.conversion import conversions
 from pyrannc.blocks.form import Meta
@@ -18,7 +19,7 @@ from pyrannc.capture import Captured
 from pyrannc.core.gradient_reach import Senders, gradient_senders
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Crossing, InputPart, StagePart
-from pyrannc.profile.layout import Layout
+from pyrannc.profile.layout import CHANNELS_LAST, Layout
 
 _PARAM_STD = 0.02
 
@@ -49,6 +50,11 @@ class BlockSource:
     def conversions(self) -> dict[int, int]:
         """Ops that make working copies: by Op, the parameter's Value."""
         return conversions(self.captured, self.facts)
+
+    @cached_property
+    def images(self) -> frozenset[int]:
+        """Values that lie with channels last where Spans are compiled."""
+        return images(self.captured, self.facts) if self.compiler is not None else frozenset()
 
     @cached_property
     def senders(self) -> Senders:
@@ -103,7 +109,14 @@ class BlockCode:
         clones = tuple(op for op in part.ops if op not in own)
         self._shared = self._results_used_by(ops, clones)
         self._part = replace(part, ops=tuple(ops), receives=(*part.receives, *self._shared))
-        self._code = StageCode(source.captured, source.facts, self._part, device, self._randomness)
+        self._code = StageCode(
+            source.captured,
+            source.facts,
+            self._part,
+            device,
+            self._randomness,
+            channels_last=source.compiler is not None,
+        )
         shared = replace(part, ops=clones, inputs=(), receives=(), sends=self._shared, outputs=())
         self._shared_code = StageCode(source.captured, source.facts, shared, device, self._randomness)
         self._state = self._make_state(part)
@@ -165,7 +178,7 @@ class BlockCode:
         return sample.requires_grad_(part.requires_grad)
 
     def _random(self, value: int, rows: int) -> Tensor:
-        """Normal numbers, fair coins, or zeros, which are valid indices, laid out as in the captured call."""
+        """Normal numbers, fair coins, or zeros, which are valid indices, laid out as in a step."""
         facts = self._source.facts.values[value]
 
         def fill(shape: Sequence[int]) -> Tensor:
@@ -175,7 +188,8 @@ class BlockCode:
                 return torch.rand(shape, device=self._device, generator=self._generator) < 0.5
             return torch.zeros(shape, dtype=facts.dtype, device=self._device)
 
-        return Layout.of(self._source.captured.value(value)).make(facts.shape_at(rows), fill)
+        layout = CHANNELS_LAST if value in self._source.images else Layout.of(self._source.captured.value(value))
+        return layout.make(facts.shape_at(rows), fill)
 
     @property
     def keeps_whole(self) -> bool:

@@ -36,6 +36,10 @@ class Layout:
         return stored.permute([self.order.index(dim) for dim in range(len(shape))]).expand(tuple(shape))
 
 
+CHANNELS_LAST = Layout((0, 2, 3, 1), frozenset())
+"""That of images."""
+
+
 def _number(extent: int | torch.SymInt) -> int:
     """An extent in the captured call."""
     return int(hint(extent)) if isinstance(extent, torch.SymInt) else extent

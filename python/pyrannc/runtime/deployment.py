@@ -204,12 +204,13 @@ class Deployment:
         working = working_part(captured, facts, variant.parts.stages[self.stage])
         once, each = working.part.apart()
         gathers = self._make_gathers(facts, once, each, working.copies)
-        code = StageCode(captured, facts, each, self.device, self._randomness, gathers)
+        compiled = self.compiling is not None
+        code = StageCode(captured, facts, each, self.device, self._randomness, gathers, channels_last=compiled)
         if once is None:
             return code, None, working.copies
         names = {facts.params[i].value: facts.params[i].names[0] for i in each.params}
         names |= {value: name for value, (name, _) in working.copies.items()}
-        first = StageCode(captured, facts, once, self.device, self._randomness)
+        first = StageCode(captured, facts, once, self.device, self._randomness, channels_last=compiled)
         return code, PrologueCode(first, facts, once, names), working.copies
 
     def _make_gathers(
