@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 import warnings
@@ -13,6 +12,8 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not say that it is public, its pages do
 
 from .trial import Outcome
 
@@ -35,6 +36,7 @@ class Workers:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch", "torchvision", "timm", "transformers", "pyrannc.module"])
         self._ranks: list[tuple[Any, Connection]] = []
+        self._store: TCPStore | None = None
 
     def hold(self, library: str, name: str, timeout_s: float, *, is_moved: bool = False) -> Outcome:
         """What came of a model, the worst of all ranks; ``is_moved``: with its parameters moved a little."""
@@ -68,14 +70,13 @@ class Workers:
         return outcomes
 
     def _start(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        self._store = store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(len(self._rows)):
             here, there = self._context.Pipe()
             variables = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(self._rows)),
-                "LOCAL_WORLD_SIZE": str(len(self._rows)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "LOCAL_WORLD_SIZE": str(len(self._rows)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # the ranks meet at this process, as at torchrun
                 "RANNC_PARTITION_NUM": str(self._stages), "RANNC_PROFILE": "never", "RANNC_LOG": "error",
                 "RANNC_PIPELINE_NUM": "1" if self._stages == 1 or self._as_they_are else "2",
                 "CUDA_VISIBLE_DEVICES": "",
@@ -94,6 +95,7 @@ class Workers:
             process.join()
             connection.close()
         self._ranks.clear()
+        self._store = None
 
 
 _BADNESS = ("cut", "in leaves", "in tail", "uncut", "chance", "no case", "refused", "failed", "hung", "wrong")
