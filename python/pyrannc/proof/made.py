@@ -157,7 +157,12 @@ class FewRows:
         names = [buffer.name for buffer in facts.buffers]
         # Parts that stay whole in the Graph are the user's code, too.
         attributes = AttributeLog(self._model, SourceTracker(self._model))
-        with attributes.restoring(), same_chance(self._device), torch.set_grad_enabled(self._backward):
+        with (
+            attributes.restoring(),
+            same_chance(self._device),
+            _same_kernels(),
+            torch.set_grad_enabled(self._backward),
+        ):
             before = _states(self._device)
             outputs = call()
             chance = _states(self._device)
@@ -204,6 +209,21 @@ def same_chance(device: torch.device) -> Iterator[None]:
     """Whatever is drawn inside is drawn again afterwards: by torch, Python and NumPy."""
     with other_generators_restored(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
+
+
+@contextmanager
+def _same_kernels() -> Iterator[None]:
+    """Convolutions on GPUs are computed in the same way each time: neither chosen by a trial, nor added up as it comes.
+
+    Under batch statistics of a few rows, or TF32, the other kernel's roundings are as large as an error.
+    """
+    cudnn = torch.backends.cudnn
+    found = cudnn.deterministic, cudnn.benchmark
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        cudnn.deterministic, cudnn.benchmark = found
 
 
 def _states(device: torch.device) -> tuple[bytes, ...]:
