@@ -1,5 +1,4 @@
-//! The time that a Plan is said to take: its division run on the machine, with as many rows of a microbatch on
-//! every Replica as on the largest.
+//! The time that a Plan is said to take: its division run on the machine, each Replica with its own rows.
 
 use rannc_plan::{
     BatchKind, Call, Clock, Compute, ExchangePlaces, Joint, Lane, Order, Payload, Schedule, ScheduleKind, Script,
@@ -9,18 +8,19 @@ use rannc_plan::{
 use super::batch_exchanges::BatchExchange;
 use super::links::{Moves, ReplicaLink};
 use super::tied::TiedSum;
-use crate::price::{BySize, Priced, StepModel};
+use crate::price::{BySize, ReplicaPass, StepModel, TimedStage};
 
 impl StepModel {
-    /// The time of a step of Stages with so many Replicas; infinite where they wait for each other for ever.
-    pub(crate) fn exact_us(&self, schedule: &Schedule, stages: &[Priced], replicas: &[usize], moves: &Moves) -> f64 {
+    /// The time of a step of Stages; infinite where they wait for each other for ever.
+    pub(crate) fn exact_us(&self, schedule: &Schedule, stages: &[TimedStage], moves: &Moves) -> f64 {
         let Moves { links, exchanges, tied } = moves;
-        let stage_of: Vec<usize> =
-            replicas.iter().enumerate().flat_map(|(stage, &count)| std::iter::repeat_n(stage, count)).collect();
+        let replicas = |(stage, timed): (usize, &TimedStage)| std::iter::repeat_n(stage, timed.passes.len());
+        let stage_of: Vec<usize> = stages.iter().enumerate().flat_map(replicas).collect();
+        let passes = stages.iter().flat_map(|timed| &timed.passes).collect();
         let call = call_of(schedule);
         let mut writer = ScriptWriter::new(stage_of.len(), call);
         let mut prices =
-            Prices { step: self, stages, stage_of: &stage_of, messages_us: Vec::new(), sums_us: Vec::new() };
+            Prices { step: self, stages, stage_of: &stage_of, passes, messages_us: Vec::new(), sums_us: Vec::new() };
         let lines = connect(&mut writer, &mut prices, links);
         let together = Together::of_stages(&mut writer, &mut prices, tied);
         let microbatches = u32::try_from(self.microbatches).expect("as many as fit into a plan");
@@ -151,18 +151,16 @@ impl Member<'_> {
 /// How long everything takes.
 struct Prices<'a> {
     step: &'a StepModel,
-    stages: &'a [Priced],
+    stages: &'a [TimedStage],
     stage_of: &'a [usize],
+    /// By rank.
+    passes: Vec<&'a BySize<ReplicaPass>>,
     /// By channel.
     messages_us: Vec<BySize<f64>>,
     sums_us: Vec<f64>,
 }
 
 impl Prices<'_> {
-    fn stage(&self, rank: u32) -> &Priced {
-        &self.stages[self.stage_of[rank as usize]]
-    }
-
     fn ranks_of(&self, stages: &[usize]) -> Vec<u32> {
         (0..).zip(self.stage_of).filter(|(_, stage)| stages.contains(stage)).map(|(rank, _)| rank).collect()
     }
@@ -170,14 +168,7 @@ impl Prices<'_> {
 
 impl Clock for Prices<'_> {
     fn compute(&self, rank: u32, compute: Compute) -> f64 {
-        let stage = self.stage(rank);
-        let pass = stage.by_size()[self.step.size_of(u64::from(compute.microbatch()))];
-        match compute {
-            Compute::Forward(_) => pass.forward_us,
-            Compute::Backward(_) => pass.backward_us,
-            Compute::BackwardInput(_) => pass.backward_us * stage.parts.input,
-            Compute::BackwardWeight(_) => pass.backward_us * stage.parts.weight,
-        }
+        self.passes[rank as usize][self.step.size_of(u64::from(compute.microbatch()))].us(compute)
     }
     fn message(&self, message: Slot) -> f64 {
         // A channel has a message for every microbatch.
@@ -187,7 +178,7 @@ impl Clock for Prices<'_> {
         self.sums_us[sum as usize]
     }
     fn update(&self, rank: u32) -> f64 {
-        self.stage(rank).end.update_us
+        self.stages[self.stage_of[rank as usize]].end.update_us
     }
 }
 
@@ -251,7 +242,7 @@ impl Together {
     /// By Stage, with the tied sums behind every Stage's own.
     fn of_stages(writer: &mut ScriptWriter, prices: &mut Prices<'_>, tied: &[TiedSum]) -> Vec<Self> {
         let mut stages: Vec<Self> = Vec::new();
-        for (stage, priced) in prices.stages.iter().enumerate() {
+        for (stage, timed) in prices.stages.iter().enumerate() {
             let members = prices.ranks_of(&[stage]);
             let mut joint = |lane: Lane, us: f64| {
                 prices.sums_us.push(us);
@@ -259,15 +250,15 @@ impl Together {
             };
             let microbatches = 0..prices.step.microbatches;
             let mut own = Self::default();
-            if priced.end.divides == Sharding::Params {
+            if timed.end.divides == Sharding::Params {
                 // The passes are priced with what they hide, and with what they do not: here Replicas only meet.
                 own.gathers =
                     microbatches.clone().map(|_| [joint(Lane::Gathers, 0.0), joint(Lane::Gathers, 0.0)]).collect();
             }
-            if priced.end.divides >= Sharding::Gradients {
-                own.each = microbatches.map(|_| joint(Lane::Sums, priced.end.reduce_us)).collect();
+            if timed.end.divides >= Sharding::Gradients {
+                own.each = microbatches.map(|_| joint(Lane::Sums, timed.end.reduce_us)).collect();
             } else {
-                own.last.push(joint(Lane::Sums, priced.end.reduce_us));
+                own.last.push(joint(Lane::Sums, timed.end.reduce_us));
             }
             stages.push(own);
         }

@@ -115,8 +115,8 @@ impl<'a> Pricing<'a> {
         self.at_rows(place, rows, |kind| times.map(|time| Arc::clone(&self.times[kind][time])))
     }
 
-    /// Prepares a place for Replicas that have fewer rows of every microbatch.
-    pub(crate) fn at_fewer_rows<'p>(&'p self, place: &'p Place, rows: u64) -> At<'p> {
+    /// Prepares a place for a Replica that has so many rows of every microbatch.
+    pub(crate) fn at_own_rows<'p>(&'p self, place: &'p Place, rows: u64) -> At<'p> {
         let Problem { chain, cluster, measured, .. } = self.problem;
         let times = |kind: usize| Arc::new(chain.times(kind, &cluster.kinds[kind], measured[kind].as_ref(), rows));
         self.at_rows(place, [rows; 3], |kind| {
