@@ -29,7 +29,7 @@ impl StepModel {
         let lists_of = |stage: usize| lists(schedule.order(stage, depths[stage], microbatches), call);
         let lists: Vec<Vec<List>> = (0..stages.len()).map(lists_of).collect();
         for ((rank, line), &stage) in (0..).zip(&lines).zip(&stage_of) {
-            let member = Member { rank, line, together: &together[stage], met: &met[rank as usize] };
+            let member = Member { step: self, rank, line, together: &together[stage], met: &met[rank as usize] };
             let (mut has_sums, lists) = (false, &lists[stage]);
             for (index, list) in lists.iter().enumerate() {
                 let is_here = |kind: BatchKind| lists.len() == 1 || kind.is_of_backward() == (index == 1);
@@ -110,6 +110,7 @@ fn meetings(
 
 /// A Replica with all that it does.
 struct Member<'a> {
+    step: &'a StepModel,
     rank: u32,
     line: &'a Line,
     together: &'a Together,
@@ -131,13 +132,17 @@ impl Member<'_> {
             Step::Compute(compute) => {
                 self.together.write(writer, self.rank, compute, self.awaited(compute), has_sums);
             }
-            Step::Receive(_) => self.line.write(writer, step),
-            Step::Send(_) => {
-                self.line.write(writer, step);
+            Step::Receive(compute) => self.line.receive(writer, compute, self.size_of(compute)),
+            Step::Send(compute) => {
+                self.line.send(writer, compute, self.size_of(compute));
                 done += 1;
                 meet(writer, done);
             }
         });
+    }
+
+    fn size_of(&self, compute: Compute) -> usize {
+        self.step.size_of(u64::from(compute.microbatch()))
     }
 
     /// The exchange that a computation waits for.
@@ -155,8 +160,8 @@ struct Prices<'a> {
     stage_of: &'a [usize],
     /// By rank.
     passes: Vec<&'a BySize<ReplicaPass>>,
-    /// By channel.
-    messages_us: Vec<BySize<f64>>,
+    /// By channel, its messages in order.
+    messages_us: Vec<Vec<f64>>,
     sums_us: Vec<f64>,
 }
 
@@ -171,8 +176,7 @@ impl Clock for Prices<'_> {
         self.passes[rank as usize][self.step.size_of(u64::from(compute.microbatch()))].us(compute)
     }
     fn message(&self, message: Slot) -> f64 {
-        // A channel has a message for every microbatch.
-        self.messages_us[message.channel as usize][self.step.size_of(u64::from(message.place))]
+        self.messages_us[message.channel as usize][message.place as usize]
     }
     fn sum(&self, sum: u32) -> f64 {
         self.sums_us[sum as usize]
@@ -182,47 +186,45 @@ impl Clock for Prices<'_> {
     }
 }
 
-/// The channels of a Replica, by what goes through them.
+/// The channels of a Replica, by the way of what goes through them, and by size of the microbatch.
 #[derive(Clone, Default)]
 struct Line {
-    values_in: Vec<u32>,
-    values_out: Vec<u32>,
-    grads_in: Vec<u32>,
-    grads_out: Vec<u32>,
+    values_in: BySize<Vec<u32>>,
+    values_out: BySize<Vec<u32>>,
+    grads_in: BySize<Vec<u32>>,
+    grads_out: BySize<Vec<u32>>,
 }
 
 impl Line {
-    fn write(&self, writer: &mut ScriptWriter, step: Step) {
-        match step {
-            Step::Receive(compute) => {
-                let Some(payload) = Payload::of(compute) else { return };
-                let channels = if payload == Payload::Value { &self.values_in } else { &self.grads_in };
-                channels.iter().for_each(|&channel| writer.receive(channel, payload, compute.microbatch()));
-            }
-            Step::Compute(_) => {}
-            Step::Send(compute) => {
-                let Some(payload) = Payload::of(compute) else { return };
-                let channels = if payload == Payload::Value { &self.values_out } else { &self.grads_out };
-                channels.iter().for_each(|&channel| writer.send(channel, payload));
-            }
-        }
+    fn receive(&self, writer: &mut ScriptWriter, compute: Compute, size: usize) {
+        let Some(payload) = Payload::of(compute) else { return };
+        let channels = if payload == Payload::Value { &self.values_in } else { &self.grads_in };
+        channels[size].iter().for_each(|&channel| writer.receive(channel, payload, compute.microbatch()));
+    }
+
+    fn send(&self, writer: &mut ScriptWriter, compute: Compute, size: usize) {
+        let Some(payload) = Payload::of(compute) else { return };
+        let channels = if payload == Payload::Value { &self.values_out } else { &self.grads_out };
+        channels[size].iter().for_each(|&channel| writer.send(channel, payload));
     }
 }
 
 /// Makes the channels; returns those of each Replica.
 fn connect(writer: &mut ScriptWriter, prices: &mut Prices<'_>, links: &[ReplicaLink]) -> Vec<Line> {
     let mut lines = vec![Line::default(); prices.stage_of.len()];
+    let mut channel = |from: usize, to: usize, us: BySize<Option<f64>>| {
+        prices.messages_us.push((0..prices.step.microbatches).filter_map(|mb| us[prices.step.size_of(mb)]).collect());
+        writer.channel(number(from), number(to))
+    };
+    let add = |ends: &mut BySize<Vec<u32>>, channel: u32, us: BySize<Option<f64>>| {
+        ends.iter_mut().zip(us).filter(|(_, us)| us.is_some()).for_each(|(channels, _)| channels.push(channel));
+    };
     for &ReplicaLink { from, to, values_us, grads_us } in links {
-        let channel = writer.channel(number(from), number(to));
-        lines[from].values_out.push(channel);
-        lines[to].values_in.push(channel);
-        prices.messages_us.push(values_us);
-        if let Some(grads_us) = grads_us {
-            let channel = writer.channel(number(to), number(from));
-            lines[to].grads_out.push(channel);
-            lines[from].grads_in.push(channel);
-            prices.messages_us.push(grads_us);
-        }
+        let (values, grads) = (channel(from, to, values_us), channel(to, from, grads_us));
+        add(&mut lines[from].values_out, values, values_us);
+        add(&mut lines[to].values_in, values, values_us);
+        add(&mut lines[to].grads_out, grads, grads_us);
+        add(&mut lines[from].grads_in, grads, grads_us);
     }
     lines
 }

@@ -81,6 +81,9 @@ fn slowest(links: &[ReplicaLink], stage_of: &[usize]) -> Vec<StageLink> {
     let mut found: BTreeMap<(usize, usize), StageLink> = BTreeMap::new();
     for &ReplicaLink { from, to, values_us, grads_us } in links {
         let (from, to) = (stage_of[from], stage_of[to]);
+        let all_us = |us: BySize<Option<f64>>| us.map(|us| us.unwrap_or(0.0));
+        let has_grads = grads_us.iter().any(Option::is_some);
+        let (values_us, grads_us) = (all_us(values_us), has_grads.then(|| all_us(grads_us)));
         let link = found.entry((from, to)).or_insert(StageLink { from, to, values_us, grads_us });
         link.values_us = slower(link.values_us, values_us);
         link.grads_us = link.grads_us.zip(grads_us).map(|(one, other)| slower(one, other));

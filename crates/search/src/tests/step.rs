@@ -40,15 +40,15 @@ fn path_us(model: &StepModel, stages: &[StageCost]) -> f64 {
     };
     let both = |pair: &[StageCost], us: fn(&PassCost, &PassCost) -> f64| {
         let [larger_us, smaller_us] = [us(&pair[0].larger, &pair[1].larger), us(&pair[0].smaller, &pair[1].smaller)];
-        [larger_us, smaller_us, smaller_us].map(|us| 2.0 * us)
+        [larger_us, smaller_us, smaller_us].map(|us| Some(2.0 * us))
     };
     let link = |(from, pair): (usize, &[StageCost])| ReplicaLink {
         from,
         to: from + 1,
         values_us: both(pair, |sender, receiver| sender.out_us.max(receiver.in_us)),
-        grads_us: Some(both(pair, |sender, receiver| sender.out_grad_us.max(receiver.in_grad_us))),
+        grads_us: both(pair, |sender, receiver| sender.out_grad_us.max(receiver.in_grad_us)),
     };
-    let sends = |link: &ReplicaLink| link.values_us[2] > 0.0;
+    let sends = |link: &ReplicaLink| link.values_us[2] > Some(0.0);
     let links: Vec<ReplicaLink> = stages.windows(2).enumerate().map(link).filter(sends).collect();
     model.exact_us(
         &model.schedule.into(),
