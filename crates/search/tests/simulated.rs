@@ -15,8 +15,8 @@ use rannc_search::{PlanCosts, Savers, SearchError, Settings};
 use rannc_sim::{Timeline, simulate};
 use towers::towers;
 
-/// How far a prediction may be from the simulated step.
-const TOLERANCE: f64 = 0.001;
+/// How far a prediction may be from the simulated step, and from its memory: bytes are whole there.
+const TOLERANCE: f64 = 1e-6;
 
 fn simulated(graph: &Graph, cluster: &Cluster, settings: &Settings, plan: &Plan) -> Timeline {
     let (program, partition, costs) = program(graph, cluster, settings, plan);
@@ -186,24 +186,46 @@ fn a_row_too_many_costs_a_row() {
     assert!(stage.memory.activations_bytes > 19 * even.stages[0].predicted.memory.activations_bytes / 10);
 }
 
+/// With so many rows beside those that can be shared equally; nothing where that does not fit.
+#[track_caller]
+fn assert_uneven_rows_agree(case: &Case, more_rows: u64) {
+    let even = case.settings();
+    let settings = Settings { batch_rows: even.batch_rows / 12 + more_rows, ..even };
+    let (graph, cluster) = (encoder(case.layers, 1024, 256, 8000), case.cluster());
+    let plan = match rannc_search::plan(&graph, &cluster, &[], &settings) {
+        Err(SearchError::DoesNotFit(_)) => return,
+        found => found.expect("fits").plan,
+    };
+    let (predicted_us, simulated_us) = (plan.predicted.step_us, simulated(&graph, &cluster, &settings, &plan).step_us);
+    let error = predicted_us / simulated_us - 1.0;
+    assert!(error.abs() <= TOLERANCE, "{error:+}: {predicted_us} {simulated_us}");
+    assert!(plan.predicted.lower_bound_us <= simulated_us * (1.0 + TOLERANCE));
+}
+
+/// Microbatches of 34 and of 31 rows: which Replicas of two Stages have rows in common differs.
+#[test]
+fn messages_of_some_microbatches_alone_are_not_waited_for_in_others() {
+    let case = Case {
+        layers: 11,
+        replicas: vec![1, 4, 1, 1, 4, 2, 4],
+        microbatches: 4,
+        loss_inside: true,
+        rows: 1,
+        device: "A100-40G",
+        nodes: 2,
+        bytes_per_s: Some(4e9),
+        sharding: Sharding::None,
+        split_backward: false,
+    };
+    assert_uneven_rows_agree(&case, 65);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(100))]
 
-    /// One Replica for each Stage, so that all rows of a microbatch are on it.
     #[test]
     fn uneven_rows_agree_with_the_simulator(case in cases(), more_rows in 1..200_u64) {
-        let case = Case { replicas: vec![1; case.replicas.len()], sharding: Sharding::None, ..case };
-        let even = case.settings();
-        let settings = Settings { batch_rows: even.batch_rows / 12 + more_rows, ..even };
-        let (graph, cluster) = (encoder(case.layers, 1024, 256, 8000), case.cluster());
-        let found = rannc_search::plan(&graph, &cluster, &[], &settings);
-        prop_assume!(!matches!(found, Err(SearchError::DoesNotFit(_))));
-        let plan = found.expect("fits").plan;
-        let timeline = simulated(&graph, &cluster, &settings, &plan);
-        let (predicted_us, simulated_us) = (plan.predicted.step_us, timeline.step_us);
-        let error = predicted_us / simulated_us - 1.0;
-        prop_assert!(error.abs() <= 2.0 * TOLERANCE, "{error:+.4}: {predicted_us} {simulated_us}");
-        prop_assert!(plan.predicted.lower_bound_us <= simulated_us * (1.0 + 2.0 * TOLERANCE));
+        assert_uneven_rows_agree(&case, more_rows);
     }
 }
 

@@ -8,7 +8,8 @@ use crate::error::SimError;
 
 /// Times and memory of the Stages of one Plan.
 ///
-/// Times are finite and not negative. They and the bytes do not shrink when rows or bytes grow.
+/// Times are finite and not negative. They and the bytes do not shrink when rows or bytes grow; forward and backward
+/// together, as what waits for a slow host may move from one to the other.
 /// The answer to a question is always the same.
 pub trait Costs {
     /// Forward of one Replica's `rows` rows of a microbatch.

@@ -9,7 +9,7 @@ use rannc_plan::{BlockPlan, Order, PLAN_SCHEMA, Plan, PlanFileError, Recompute, 
 use super::links::Linker;
 use super::precision::precision;
 use crate::chain::{BatchSpec, CrossingSpec, StateSpec};
-use crate::price::{Again, At, Priced, Pricing, RankOrder};
+use crate::price::{Again, At, Priced, Pricing, RankOrder, Replicas, TimedStage};
 use crate::solve::{FoundStage, Solution};
 
 /// What a Plan is made from beside the division.
@@ -40,15 +40,15 @@ impl Assembly<'_> {
     ) -> Result<Plan, PlanFileError> {
         let settings = self.pricing.problem.settings;
         let ranks = self.used_ranks(solution);
-        let (mut stages, mut prices) = (Vec::new(), Vec::new());
+        let (mut stages, mut times) = (Vec::new(), Vec::new());
         let linker = self.linker(solution);
         let orders = linker.orders(&schedule).into_iter().zip(linker.feeds());
         for (stage, (order, feeds)) in solution.found.stages.iter().zip(orders) {
-            let (stage, priced) = self.stage(stage, &order, feeds, &ranks);
+            let (stage, timed) = self.stage(stage, &order, feeds, &ranks);
             stages.push(stage);
-            prices.push(priced);
+            times.push(timed);
         }
-        let StepPrediction { step_us, bubble, .. } = step_prediction(&linker, &schedule, &mut stages, &prices);
+        let StepPrediction { step_us, bubble, .. } = step_prediction(&linker, &schedule, &mut stages, &times);
         // Both are sums of the same times, in another order.
         let lower_bound_us = lower_bound_us.min(step_us);
         let microbatches = u32::try_from(solution.case.microbatches).unwrap_or(u32::MAX);
@@ -81,6 +81,18 @@ impl Assembly<'_> {
         self.pricing.stage(run.clone(), at, *saver, workspace_bytes)
     }
 
+    /// The Replicas of a priced Stage.
+    pub(super) fn timed(
+        &self,
+        FoundStage { run, positions, saver }: &FoundStage,
+        priced: &Priced,
+        splits_backward: bool,
+    ) -> TimedStage {
+        let (place, sharding) = (self.order.place_at(positions), saver.sharding);
+        let replicas = Replicas { run: run.clone(), place, sharding, again: priced.again, splits_backward };
+        self.pricing.timed(&replicas, priced.end)
+    }
+
     /// The ranks of the cluster that the Plan uses, increasing; it counts them from 0.
     fn used_ranks(&self, solution: &Solution) -> Vec<u32> {
         let first = solution.found.stages.first().map_or(0, |stage| stage.positions.start);
@@ -89,16 +101,16 @@ impl Assembly<'_> {
         ranks
     }
 
-    fn stage(&self, stage: &FoundStage, order: &Order, feeds: Vec<u32>, used_ranks: &[u32]) -> (StagePlan, Priced) {
+    fn stage(&self, stage: &FoundStage, order: &Order, feeds: Vec<u32>, used_ranks: &[u32]) -> (StagePlan, TimedStage) {
         let FoundStage { run, positions, saver } = stage;
         let pricing = self.pricing;
-        let place = self.order.place_at(positions);
-        let at = pricing.at(place);
+        let at = pricing.at(self.order.place_at(positions));
         let workspace_bytes = pricing.run_workspace_bytes(run.clone(), &at);
         let mut priced = self.priced(stage, &at);
         if order.splits_backward() {
-            priced.parts = pricing.backward_parts(run, &at);
+            priced.waiting_bytes = pricing.chain.waiting_bytes(run, at.most_rows());
         }
+        let timed = self.timed(stage, &priced, order.splits_backward());
         let recompute = self.recompute(stage, &at, workspace_bytes);
         let ops = self.ops(run.start, run.end);
         let number = |rank: &u32| used_ranks.binary_search(rank).ok().and_then(|number| u32::try_from(number).ok());
@@ -110,9 +122,9 @@ impl Assembly<'_> {
             feeds: Some(feeds),
             sharding: saver.sharding,
             offload: saver.offload,
-            predicted: pricing.prediction(run, place.replicas, &priced, order),
+            predicted: pricing.prediction(run, &priced, &timed, order),
         };
-        (planned, priced)
+        (planned, timed)
     }
 
     fn block_plans(&self, run: Range<usize>, recompute: &[Recompute]) -> Vec<BlockPlan> {
@@ -149,27 +161,25 @@ impl Assembly<'_> {
     }
 }
 
-/// What a step of these priced Stages takes, and the share of the devices' time in which they neither run forward nor
+/// What a step of these Stages takes, and the share of the devices' time in which they neither run forward nor
 /// backward; that no Plan takes less is not known of it. What a Stage reduces with others is added to what it reduces, and
 /// to its transfers what depends on how many others it gets gradients from.
 pub(crate) fn step_prediction(
     linker: &Linker<'_>,
     schedule: &Schedule,
     stages: &mut [StagePlan],
-    prices: &[Priced],
+    times: &[TimedStage],
 ) -> StepPrediction {
     let step = &linker.pricing.step;
-    let replicas: Vec<usize> = stages.iter().map(|stage| stage.ranks.len()).collect();
     let moves = linker.moves();
     for ((stage, planned), repeated_bytes) in stages.iter_mut().enumerate().zip(linker.repeated_grads_bytes()) {
         let shared = moves.tied.iter().filter(|sum| sum.stages.contains(&stage));
         planned.predicted.reduce_us += shared.map(|sum| sum.us).sum::<f64>();
         planned.predicted.memory.comm_bytes += repeated_bytes as u64;
     }
-    let step_us = step.exact_us(schedule, prices, &replicas, &moves);
-    let busy_us = |(priced, &count): (&Priced, &usize)| count as f64 * linker.pricing.busy_us(priced);
-    let busy_us: f64 = prices.iter().zip(&replicas).map(busy_us).sum();
-    let devices: usize = replicas.iter().sum();
+    let step_us = step.exact_us(schedule, times, &moves);
+    let busy_us: f64 = times.iter().map(|timed| linker.pricing.busy_us(timed)).sum();
+    let devices: usize = times.iter().map(|timed| timed.passes.len()).sum();
     let bubble = (1.0 - busy_us / (devices as f64 * step_us)).clamp(0.0, 1.0);
     StepPrediction { step_us, bubble, lower_bound_us: 0.0 }
 }

@@ -1,4 +1,4 @@
-//! What the ranks' own batches and the Replicas of a division exchange, where all ranks bring equally many rows.
+//! What the ranks' own batches and the Replicas of a division exchange, where ranks bring as equally many rows as they can.
 
 use std::collections::BTreeMap;
 

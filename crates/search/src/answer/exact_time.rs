@@ -1,5 +1,4 @@
-//! The time that a Plan is said to take: its division run on the machine, with as many rows of a microbatch on
-//! every Replica as on the largest.
+//! The time that a Plan is said to take: its division run on the machine, each Replica with its own rows.
 
 use rannc_plan::{
     BatchKind, Call, Clock, Compute, ExchangePlaces, Joint, Lane, Order, Payload, Schedule, ScheduleKind, Script,
@@ -9,18 +8,19 @@ use rannc_plan::{
 use super::batch_exchanges::BatchExchange;
 use super::links::{Moves, ReplicaLink};
 use super::tied::TiedSum;
-use crate::price::{BySize, Priced, StepModel};
+use crate::price::{BySize, ReplicaPass, StepModel, TimedStage};
 
 impl StepModel {
-    /// The time of a step of Stages with so many Replicas; infinite where they wait for each other for ever.
-    pub(crate) fn exact_us(&self, schedule: &Schedule, stages: &[Priced], replicas: &[usize], moves: &Moves) -> f64 {
+    /// The time of a step of Stages; infinite where they wait for each other for ever.
+    pub(crate) fn exact_us(&self, schedule: &Schedule, stages: &[TimedStage], moves: &Moves) -> f64 {
         let Moves { links, exchanges, tied } = moves;
-        let stage_of: Vec<usize> =
-            replicas.iter().enumerate().flat_map(|(stage, &count)| std::iter::repeat_n(stage, count)).collect();
+        let replicas = |(stage, timed): (usize, &TimedStage)| std::iter::repeat_n(stage, timed.passes.len());
+        let stage_of: Vec<usize> = stages.iter().enumerate().flat_map(replicas).collect();
+        let passes = stages.iter().flat_map(|timed| &timed.passes).collect();
         let call = call_of(schedule);
         let mut writer = ScriptWriter::new(stage_of.len(), call);
         let mut prices =
-            Prices { step: self, stages, stage_of: &stage_of, messages_us: Vec::new(), sums_us: Vec::new() };
+            Prices { step: self, stages, stage_of: &stage_of, passes, messages_us: Vec::new(), sums_us: Vec::new() };
         let lines = connect(&mut writer, &mut prices, links);
         let together = Together::of_stages(&mut writer, &mut prices, tied);
         let microbatches = u32::try_from(self.microbatches).expect("as many as fit into a plan");
@@ -29,7 +29,7 @@ impl StepModel {
         let lists_of = |stage: usize| lists(schedule.order(stage, depths[stage], microbatches), call);
         let lists: Vec<Vec<List>> = (0..stages.len()).map(lists_of).collect();
         for ((rank, line), &stage) in (0..).zip(&lines).zip(&stage_of) {
-            let member = Member { rank, line, together: &together[stage], met: &met[rank as usize] };
+            let member = Member { step: self, rank, line, together: &together[stage], met: &met[rank as usize] };
             let (mut has_sums, lists) = (false, &lists[stage]);
             for (index, list) in lists.iter().enumerate() {
                 let is_here = |kind: BatchKind| lists.len() == 1 || kind.is_of_backward() == (index == 1);
@@ -110,6 +110,7 @@ fn meetings(
 
 /// A Replica with all that it does.
 struct Member<'a> {
+    step: &'a StepModel,
     rank: u32,
     line: &'a Line,
     together: &'a Together,
@@ -131,13 +132,17 @@ impl Member<'_> {
             Step::Compute(compute) => {
                 self.together.write(writer, self.rank, compute, self.awaited(compute), has_sums);
             }
-            Step::Receive(_) => self.line.write(writer, step),
-            Step::Send(_) => {
-                self.line.write(writer, step);
+            Step::Receive(compute) => self.line.receive(writer, compute, self.size_of(compute)),
+            Step::Send(compute) => {
+                self.line.send(writer, compute, self.size_of(compute));
                 done += 1;
                 meet(writer, done);
             }
         });
+    }
+
+    fn size_of(&self, compute: Compute) -> usize {
+        self.step.size_of(u64::from(compute.microbatch()))
     }
 
     /// The exchange that a computation waits for.
@@ -151,18 +156,16 @@ impl Member<'_> {
 /// How long everything takes.
 struct Prices<'a> {
     step: &'a StepModel,
-    stages: &'a [Priced],
+    stages: &'a [TimedStage],
     stage_of: &'a [usize],
-    /// By channel.
-    messages_us: Vec<BySize<f64>>,
+    /// By rank.
+    passes: Vec<&'a BySize<ReplicaPass>>,
+    /// By channel, its messages in order.
+    messages_us: Vec<Vec<f64>>,
     sums_us: Vec<f64>,
 }
 
 impl Prices<'_> {
-    fn stage(&self, rank: u32) -> &Priced {
-        &self.stages[self.stage_of[rank as usize]]
-    }
-
     fn ranks_of(&self, stages: &[usize]) -> Vec<u32> {
         (0..).zip(self.stage_of).filter(|(_, stage)| stages.contains(stage)).map(|(rank, _)| rank).collect()
     }
@@ -170,68 +173,58 @@ impl Prices<'_> {
 
 impl Clock for Prices<'_> {
     fn compute(&self, rank: u32, compute: Compute) -> f64 {
-        let stage = self.stage(rank);
-        let pass = stage.by_size()[self.step.size_of(u64::from(compute.microbatch()))];
-        match compute {
-            Compute::Forward(_) => pass.forward_us,
-            Compute::Backward(_) => pass.backward_us,
-            Compute::BackwardInput(_) => pass.backward_us * stage.parts.input,
-            Compute::BackwardWeight(_) => pass.backward_us * stage.parts.weight,
-        }
+        self.passes[rank as usize][self.step.size_of(u64::from(compute.microbatch()))].us(compute)
     }
     fn message(&self, message: Slot) -> f64 {
-        // A channel has a message for every microbatch.
-        self.messages_us[message.channel as usize][self.step.size_of(u64::from(message.place))]
+        self.messages_us[message.channel as usize][message.place as usize]
     }
     fn sum(&self, sum: u32) -> f64 {
         self.sums_us[sum as usize]
     }
     fn update(&self, rank: u32) -> f64 {
-        self.stage(rank).end.update_us
+        self.stages[self.stage_of[rank as usize]].end.update_us
     }
 }
 
-/// The channels of a Replica, by what goes through them.
+/// The channels of a Replica, by the way of what goes through them, and by size of the microbatch.
 #[derive(Clone, Default)]
 struct Line {
-    values_in: Vec<u32>,
-    values_out: Vec<u32>,
-    grads_in: Vec<u32>,
-    grads_out: Vec<u32>,
+    values_in: BySize<Vec<u32>>,
+    values_out: BySize<Vec<u32>>,
+    grads_in: BySize<Vec<u32>>,
+    grads_out: BySize<Vec<u32>>,
 }
 
 impl Line {
-    fn write(&self, writer: &mut ScriptWriter, step: Step) {
-        match step {
-            Step::Receive(compute) => {
-                let Some(payload) = Payload::of(compute) else { return };
-                let channels = if payload == Payload::Value { &self.values_in } else { &self.grads_in };
-                channels.iter().for_each(|&channel| writer.receive(channel, payload, compute.microbatch()));
-            }
-            Step::Compute(_) => {}
-            Step::Send(compute) => {
-                let Some(payload) = Payload::of(compute) else { return };
-                let channels = if payload == Payload::Value { &self.values_out } else { &self.grads_out };
-                channels.iter().for_each(|&channel| writer.send(channel, payload));
-            }
-        }
+    fn receive(&self, writer: &mut ScriptWriter, compute: Compute, size: usize) {
+        let Some(payload) = Payload::of(compute) else { return };
+        let channels = if payload == Payload::Value { &self.values_in } else { &self.grads_in };
+        channels[size].iter().for_each(|&channel| writer.receive(channel, payload, compute.microbatch()));
+    }
+
+    fn send(&self, writer: &mut ScriptWriter, compute: Compute, size: usize) {
+        let Some(payload) = Payload::of(compute) else { return };
+        let channels = if payload == Payload::Value { &self.values_out } else { &self.grads_out };
+        channels[size].iter().for_each(|&channel| writer.send(channel, payload));
     }
 }
 
 /// Makes the channels; returns those of each Replica.
 fn connect(writer: &mut ScriptWriter, prices: &mut Prices<'_>, links: &[ReplicaLink]) -> Vec<Line> {
     let mut lines = vec![Line::default(); prices.stage_of.len()];
+    let mut channel = |from: usize, to: usize, us: BySize<Option<f64>>| {
+        prices.messages_us.push((0..prices.step.microbatches).filter_map(|mb| us[prices.step.size_of(mb)]).collect());
+        writer.channel(number(from), number(to))
+    };
+    let add = |ends: &mut BySize<Vec<u32>>, channel: u32, us: BySize<Option<f64>>| {
+        ends.iter_mut().zip(us).filter(|(_, us)| us.is_some()).for_each(|(channels, _)| channels.push(channel));
+    };
     for &ReplicaLink { from, to, values_us, grads_us } in links {
-        let channel = writer.channel(number(from), number(to));
-        lines[from].values_out.push(channel);
-        lines[to].values_in.push(channel);
-        prices.messages_us.push(values_us);
-        if let Some(grads_us) = grads_us {
-            let channel = writer.channel(number(to), number(from));
-            lines[to].grads_out.push(channel);
-            lines[from].grads_in.push(channel);
-            prices.messages_us.push(grads_us);
-        }
+        let (values, grads) = (channel(from, to, values_us), channel(to, from, grads_us));
+        add(&mut lines[from].values_out, values, values_us);
+        add(&mut lines[to].values_in, values, values_us);
+        add(&mut lines[to].grads_out, grads, grads_us);
+        add(&mut lines[from].grads_in, grads, grads_us);
     }
     lines
 }
@@ -251,7 +244,7 @@ impl Together {
     /// By Stage, with the tied sums behind every Stage's own.
     fn of_stages(writer: &mut ScriptWriter, prices: &mut Prices<'_>, tied: &[TiedSum]) -> Vec<Self> {
         let mut stages: Vec<Self> = Vec::new();
-        for (stage, priced) in prices.stages.iter().enumerate() {
+        for (stage, timed) in prices.stages.iter().enumerate() {
             let members = prices.ranks_of(&[stage]);
             let mut joint = |lane: Lane, us: f64| {
                 prices.sums_us.push(us);
@@ -259,15 +252,15 @@ impl Together {
             };
             let microbatches = 0..prices.step.microbatches;
             let mut own = Self::default();
-            if priced.end.divides == Sharding::Params {
+            if timed.end.divides == Sharding::Params {
                 // The passes are priced with what they hide, and with what they do not: here Replicas only meet.
                 own.gathers =
                     microbatches.clone().map(|_| [joint(Lane::Gathers, 0.0), joint(Lane::Gathers, 0.0)]).collect();
             }
-            if priced.end.divides >= Sharding::Gradients {
-                own.each = microbatches.map(|_| joint(Lane::Sums, priced.end.reduce_us)).collect();
+            if timed.end.divides >= Sharding::Gradients {
+                own.each = microbatches.map(|_| joint(Lane::Sums, timed.end.reduce_us)).collect();
             } else {
-                own.last.push(joint(Lane::Sums, priced.end.reduce_us));
+                own.last.push(joint(Lane::Sums, timed.end.reduce_us));
             }
             stages.push(own);
         }

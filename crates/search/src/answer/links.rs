@@ -16,9 +16,10 @@ use crate::solve::FoundStage;
 pub(crate) struct ReplicaLink {
     pub(crate) from: usize,
     pub(crate) to: usize,
-    pub(crate) values_us: BySize<f64>,
-    /// `None` when no gradient comes back.
-    pub(crate) grads_us: Option<BySize<f64>>,
+    /// `None` where they have no rows of a microbatch in common.
+    pub(crate) values_us: BySize<Option<f64>>,
+    /// `None` where no gradient comes back.
+    pub(crate) grads_us: BySize<Option<f64>>,
 }
 
 /// Finds the links of a division.
@@ -155,13 +156,11 @@ impl<'a> Linker<'a> {
                 let link = links.entry((from, to)).or_insert_with(|| ReplicaLink {
                     from: first_sender + from,
                     to: first_receiver + to,
-                    values_us: [0.0; 3],
-                    grads_us: has_grads.then_some([0.0; 3]),
+                    values_us: [None; 3],
+                    grads_us: [None; 3],
                 });
-                link.values_us[size] = send_us(true);
-                if let Some(grads_us) = &mut link.grads_us {
-                    grads_us[size] = send_us(false);
-                }
+                link.values_us[size] = Some(send_us(true));
+                link.grads_us[size] = has_grads.then(|| send_us(false));
             }
         }
         links.into_values().collect()

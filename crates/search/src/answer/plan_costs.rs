@@ -15,7 +15,7 @@ use super::exact_time::call_of;
 use super::links::Linker;
 use super::tied::TiedSum;
 use crate::error::SearchError;
-use crate::price::{Again, Model, Priced, Pricing, RankOrder, Saver};
+use crate::price::{Again, Model, Priced, Pricing, RankOrder, ReplicaPass, Replicas, Saver};
 use crate::settings::Settings;
 use crate::solve::FoundStage;
 
@@ -35,6 +35,7 @@ pub struct PlanCosts<'a> {
     nodes: Vec<u32>,
     /// What has been priced already, by Stage and rows.
     known: RefCell<HashMap<(u32, Option<u64>), Priced>>,
+    passes: RefCell<HashMap<(u32, u64), ReplicaPass>>,
 }
 
 /// A Stage of the Plan.
@@ -101,9 +102,22 @@ impl<'a> PlanCosts<'a> {
         let order = RankOrder::of_stages(cluster, &ranks);
         let model = Model::new(graph, &analysis, blocks, cluster, profiles, &settings);
         let nodes = cluster.node_table();
-        let (tied, repeated_grads_bytes, known) = (Vec::new(), Vec::new(), RefCell::default());
-        let mut costs =
-            Self { graph, cluster, settings, model, order, stages, plan, nodes, tied, repeated_grads_bytes, known };
+        let (tied, repeated_grads_bytes) = (Vec::new(), Vec::new());
+        let (known, passes) = (RefCell::default(), RefCell::default());
+        let mut costs = Self {
+            graph,
+            cluster,
+            settings,
+            model,
+            order,
+            stages,
+            plan,
+            nodes,
+            tied,
+            repeated_grads_bytes,
+            known,
+            passes,
+        };
         let (pricing, found) = (costs.pricing(), costs.found_stages());
         let linker = costs.linker(&pricing, &found);
         (costs.tied, costs.repeated_grads_bytes) = (linker.tied_sums(), linker.repeated_grads_bytes());
@@ -118,15 +132,16 @@ impl<'a> PlanCosts<'a> {
         let pricing = self.pricing();
         let found = self.found_stages();
         let mut plan = self.plan.clone();
-        let mut prices = Vec::new();
+        let mut times = Vec::new();
         let linker = self.linker(&pricing, &found);
         let orders = linker.orders(&plan.schedule);
         for (((number, stage), order), found) in (0..).zip(&mut plan.stages).zip(&orders).zip(&found) {
-            let (priced, place) = (self.priced(number, None), self.order.place(number, 1));
-            stage.predicted = pricing.prediction(&found.run, place.replicas, &priced, order);
-            prices.push(priced);
+            let priced = self.priced(number, None);
+            let timed = pricing.timed(&self.replicas(number), priced.end);
+            stage.predicted = pricing.prediction(&found.run, &priced, &timed, order);
+            times.push(timed);
         }
-        plan.predicted = step_prediction(&linker, &self.plan.schedule, &mut plan.stages, &prices);
+        plan.predicted = step_prediction(&linker, &self.plan.schedule, &mut plan.stages, &times);
         plan.seal()
     }
 
@@ -139,15 +154,20 @@ impl<'a> PlanCosts<'a> {
         for stage in 0..self.stages.len() {
             let sharding = std::mem::take(&mut self.stages[stage].saver.sharding);
             if sharding > Sharding::None {
-                self.known.borrow_mut().clear();
+                self.forget();
                 let plan = self.predicted()?;
                 let memory_bytes = plan.stages[stage].predicted.memory.total_bytes();
                 found.push(Undivided { stage, step_us: plan.predicted.step_us, memory_bytes });
             }
             self.stages[stage].saver.sharding = sharding;
         }
-        self.known.borrow_mut().clear();
+        self.forget();
         Ok(found)
+    }
+
+    fn forget(&mut self) {
+        self.known.get_mut().clear();
+        self.passes.get_mut().clear();
     }
 
     /// How the call comes whose steps are simulated: as that of the steps that are told.
@@ -189,22 +209,38 @@ impl<'a> PlanCosts<'a> {
         let pricing = self.pricing();
         let PlannedStage { run, saver, again } = &self.stages[stage as usize];
         let place = self.order.place(stage, 1);
-        let at = rows.map_or_else(|| pricing.at(place), |rows| pricing.at_fewer_rows(place, rows));
+        let at = rows.map_or_else(|| pricing.at(place), |rows| pricing.at_own_rows(place, rows));
         let workspace_bytes = pricing.run_workspace_bytes(run.clone(), &at);
-        let mut priced = pricing.stage(run.clone(), &at, *saver, workspace_bytes);
-        if self.plan.schedule.splits_backward() {
-            priced.parts = pricing.backward_parts(run, &at);
-        }
+        let mut plain = pricing.plain(run, &at, *saver, workspace_bytes);
+        let mut repeated = pricing.compute_again(run, &at, saver.again, &mut plain.memory);
         let mut held_again_bytes: f64 = 0.0;
         for saving in again.iter().map(|&block| pricing.saving(block, &at)) {
-            for pass in [&mut priced.cost.larger, &mut priced.between, &mut priced.cost.smaller] {
-                pass.backward_us += saving.us;
-            }
-            priced.memory.microbatch_bytes -= saving.bytes;
+            repeated.blocks_us += saving.us;
+            plain.memory.microbatch_bytes -= saving.bytes;
             held_again_bytes = held_again_bytes.max(saving.bytes);
         }
-        priced.memory.workspace_bytes += held_again_bytes;
-        priced
+        plain.memory.workspace_bytes += held_again_bytes;
+        let waiting_bytes =
+            if self.plan.schedule.splits_backward() { pricing.chain.waiting_bytes(run, at.most_rows()) } else { 0.0 };
+        Priced { waiting_bytes, ..pricing.with_repeated(run, &at, *saver, &plain, repeated) }
+    }
+
+    /// The Replicas of a Stage.
+    fn replicas(&self, stage: u32) -> Replicas<'_> {
+        let PlannedStage { run, saver, .. } = &self.stages[stage as usize];
+        Replicas {
+            run: run.clone(),
+            place: self.order.place(stage, 1),
+            sharding: saver.sharding,
+            again: self.priced(stage, None).again,
+            splits_backward: self.plan.schedule.splits_backward(),
+        }
+    }
+
+    /// What a Replica takes for its rows of a microbatch.
+    fn pass(&self, stage: u32, rows: u64) -> ReplicaPass {
+        let pass = || self.pricing().replica_pass(&self.replicas(stage), rows);
+        *self.passes.borrow_mut().entry((stage, rows)).or_insert_with(pass)
     }
 }
 
@@ -240,21 +276,19 @@ fn places(blocks: &Blocks, ops: OpRun) -> Range<usize> {
 
 impl Costs for PlanCosts<'_> {
     fn forward_us(&self, stage: u32, rows: u64) -> f64 {
-        self.priced(stage, Some(rows)).cost.larger.forward_us
+        self.pass(stage, rows).forward_us
     }
 
     fn backward_us(&self, stage: u32, rows: u64) -> f64 {
-        self.priced(stage, Some(rows)).cost.larger.backward_us
+        self.pass(stage, rows).backward_us
     }
 
     fn backward_input_us(&self, stage: u32, rows: u64) -> f64 {
-        let priced = self.priced(stage, Some(rows));
-        priced.cost.larger.backward_us * priced.parts.input
+        self.pass(stage, rows).parts_us[0]
     }
 
     fn backward_weight_us(&self, stage: u32, rows: u64) -> f64 {
-        let priced = self.priced(stage, Some(rows));
-        priced.cost.larger.backward_us * priced.parts.weight
+        self.pass(stage, rows).parts_us[1]
     }
 
     fn send_us(&self, src: u32, dst: u32, bytes: u64) -> f64 {
@@ -300,7 +334,7 @@ impl Costs for PlanCosts<'_> {
     }
 
     fn waiting_bytes(&self, stage: u32, rows: u64) -> u64 {
-        self.priced(stage, Some(rows)).parts.waiting_bytes as u64
+        self.priced(stage, Some(rows)).waiting_bytes as u64
     }
 
     fn workspace_bytes(&self, stage: u32, rows: u64) -> u64 {

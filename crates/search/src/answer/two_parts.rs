@@ -8,7 +8,7 @@ use rannc_plan::{Compute, Order, Plan, PlanFileError, Schedule, Sharding};
 use super::assemble::Assembly;
 use super::links::ReplicaLink;
 use super::list_schedule::{ListScheduler, Manner, Scheduled, StageLink, StageTimes};
-use crate::price::{At, BySize, Priced};
+use crate::price::{At, BySize, Priced, ReplicaPass, TimedStage};
 use crate::solve::{FoundStage, Solution};
 use crate::stop::Deadline;
 
@@ -30,17 +30,16 @@ impl Assembly<'_> {
         let linker = self.linker(solution);
         let moves = linker.moves();
         let stage_links = slowest(&moves.links, &linker.stage_of_replicas());
-        let (prices, stages) = self.priced_stages(solution, &stage_links);
+        let (times, stages) = self.priced_stages(solution, &stage_links);
         if step.microbatches < solution.case.microbatches || stages.iter().all(|stage| stage.parts_us.is_none()) {
             return Ok(None);
         }
         let forwards_first = !self.pricing.problem.settings.loss_inside;
         let scheduler = ListScheduler { step, stages: &stages, links: &stage_links, forwards_first, deadline };
-        let replicas: Vec<usize> = solution.found.stages.iter().map(|stage| stage.positions.len()).collect();
         let told = |orders: Vec<Order>| {
             let bytes = scheduler.peak_bytes(&orders);
             let schedule = Schedule::Explicit(orders);
-            Told { us: step.exact_us(&schedule, &prices, &replicas, &moves), bytes, of: schedule }
+            Told { us: step.exact_us(&schedule, &times, &moves), bytes, of: schedule }
         };
         let orders = best_orders(&scheduler, &manners(&linker.depths(), step.microbatches));
         let in_time = orders.into_iter().take_while(|_| !deadline.is_over());
@@ -48,29 +47,30 @@ impl Assembly<'_> {
         best.map(|best| self.plan_by(best.of, solution, 0.0)).transpose()
     }
 
-    fn priced_stages(&self, solution: &Solution, links: &[StageLink]) -> (Vec<Priced>, Vec<StageTimes>) {
+    fn priced_stages(&self, solution: &Solution, links: &[StageLink]) -> (Vec<TimedStage>, Vec<StageTimes>) {
         let priced = |(number, stage): (usize, &FoundStage)| {
             let at = self.pricing.at(self.order.place_at(&stage.positions));
-            let parts = self.pricing.backward_parts(&stage.run, &at);
-            let priced = Priced { parts, ..self.priced(stage, &at) };
+            let waiting_bytes = self.pricing.chain.waiting_bytes(&stage.run, at.most_rows());
+            let priced = Priced { waiting_bytes, ..self.priced(stage, &at) };
+            let timed = self.timed(stage, &priced, true);
             let sends_back = links.iter().any(|link| link.to == number && link.grads_us.is_some());
             let divides = stage.saver.sharding >= Sharding::Gradients && stage.positions.len() > 1;
-            (priced, of_stage(&priced, &at, sends_back && !divides))
+            let times = of_stage(&priced, timed.largest(), &at, sends_back && !divides);
+            (timed, times)
         };
         solution.found.stages.iter().enumerate().map(priced).unzip()
     }
 }
 
-fn of_stage(priced: &Priced, at: &At<'_>, may_split: bool) -> StageTimes {
-    let passes = priced.by_size();
-    let parts = priced.parts;
-    let parts_us = passes.map(|pass| [pass.backward_us * parts.input, pass.backward_us * parts.weight]);
+fn of_stage(priced: &Priced, passes: BySize<ReplicaPass>, at: &At<'_>, may_split: bool) -> StageTimes {
+    let parts_us = passes.map(|pass| pass.parts_us);
+    let has_weights = parts_us.iter().any(|[_, weight_us]| *weight_us > 0.0);
     StageTimes {
         forward_us: passes.map(|pass| pass.forward_us),
         backward_us: passes.map(|pass| pass.backward_us),
-        parts_us: (may_split && parts.weight > 0.0).then_some(parts_us),
+        parts_us: (may_split && has_weights).then_some(parts_us),
         microbatch_bytes: priced.memory.microbatch_bytes,
-        waiting_bytes: parts.waiting_bytes,
+        waiting_bytes: priced.waiting_bytes,
         room_bytes: at.usable_bytes - priced.memory.fixed_bytes(),
     }
 }
@@ -81,6 +81,9 @@ fn slowest(links: &[ReplicaLink], stage_of: &[usize]) -> Vec<StageLink> {
     let mut found: BTreeMap<(usize, usize), StageLink> = BTreeMap::new();
     for &ReplicaLink { from, to, values_us, grads_us } in links {
         let (from, to) = (stage_of[from], stage_of[to]);
+        let all_us = |us: BySize<Option<f64>>| us.map(|us| us.unwrap_or(0.0));
+        let has_grads = grads_us.iter().any(Option::is_some);
+        let (values_us, grads_us) = (all_us(values_us), has_grads.then(|| all_us(grads_us)));
         let link = found.entry((from, to)).or_insert(StageLink { from, to, values_us, grads_us });
         link.values_us = slower(link.values_us, values_us);
         link.grads_us = link.grads_us.zip(grads_us).map(|(one, other)| slower(one, other));

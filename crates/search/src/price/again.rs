@@ -8,17 +8,33 @@ use super::memory::StageMemory;
 use super::saver::Again;
 use super::step::PassCost;
 
+/// What a Stage computes again in every backward.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Repeated {
+    /// All of the forward.
+    pub(crate) forward: bool,
+    /// Some of its Blocks, of every microbatch as of the largest.
+    pub(crate) blocks_us: f64,
+}
+
+impl Repeated {
+    /// Adds it to the backward.
+    pub(super) fn add_to(self, pass: &mut PassCost) {
+        pass.backward_us += self.blocks_us + if self.forward { pass.forward_us } else { 0.0 };
+    }
+}
+
 impl Pricing<'_> {
     /// Trades memory for time.
-    pub(super) fn compute_again(
+    pub(crate) fn compute_again(
         &self,
         run: &Range<usize>,
         at: &At<'_>,
         again: Again,
-        passes: &mut [PassCost],
         memory: &mut StageMemory,
-    ) {
+    ) -> Repeated {
         let rows = at.most_rows();
+        let mut repeated = Repeated::default();
         match again {
             Again::Nothing => {}
             Again::Everything => {
@@ -28,10 +44,10 @@ impl Pricing<'_> {
                 let inside_bytes = (self.kept_bytes(run, at) - passed_bytes).max(0.0);
                 memory.microbatch_bytes -= inside_bytes;
                 memory.workspace_bytes += inside_bytes;
-                passes.iter_mut().for_each(|pass| pass.backward_us += pass.forward_us);
+                repeated.forward = true;
             }
             Again::ToHold(in_flight) => {
-                let Some(choice) = self.savings(run, at, in_flight, memory) else { return };
+                let Some(choice) = self.savings(run, at, in_flight, memory) else { return repeated };
                 let us = match self.problem {
                     Problem { in_parts: true, .. } => choice.least_us(),
                     Problem { direct: true, .. } => choice.sure_us(),
@@ -41,12 +57,13 @@ impl Pricing<'_> {
                     Some(us) => {
                         memory.microbatch_bytes -= choice.needed_bytes;
                         memory.workspace_bytes += largest_bytes(&choice.savings);
-                        passes.iter_mut().for_each(|pass| pass.backward_us += us);
+                        repeated.blocks_us = us;
                     }
                     None => memory.microbatch_bytes = f64::INFINITY,
                 }
             }
         }
+        repeated
     }
 
     /// What each kind of Block of a run can free, and how much is needed to hold `in_flight` microbatches; `None`

@@ -34,9 +34,11 @@ pub(crate) struct Pricing<'a> {
     pub(crate) chain: &'a Chain,
     pub(crate) step: StepModel,
     pub(crate) sizes: MicrobatchSizes,
-    /// By kind of device, by place in the list of different row counts.
+    /// Different numbers of rows of the largest Replicas.
+    row_counts: IndexSet<u64>,
+    /// By kind of device, by place in that list.
     times: Vec<Vec<Arc<Times>>>,
-    /// By the number of Replicas less one, by size of the microbatch, place in the list of different row counts.
+    /// By the number of Replicas less one, by size of the microbatch, place in the list.
     time_of: Vec<BySize<usize>>,
 }
 
@@ -89,7 +91,7 @@ impl<'a> Pricing<'a> {
             row_counts.iter().map(|&rows| Arc::new(chain.times(kind, device, measured, rows))).collect()
         };
         let times = cluster.kinds.iter().enumerate().map(times).collect();
-        Self { problem, chain, step: StepModel::new(schedule, sizes.counts), sizes, times, time_of }
+        Self { problem, chain, step: StepModel::new(schedule, sizes.counts), sizes, row_counts, times, time_of }
     }
 
     /// Rows of the largest microbatch on the largest Replica.
@@ -115,10 +117,14 @@ impl<'a> Pricing<'a> {
         self.at_rows(place, rows, |kind| times.map(|time| Arc::clone(&self.times[kind][time])))
     }
 
-    /// Prepares a place for Replicas that have fewer rows of every microbatch.
-    pub(crate) fn at_fewer_rows<'p>(&'p self, place: &'p Place, rows: u64) -> At<'p> {
+    /// Prepares a place for a Replica that has so many rows of every microbatch.
+    pub(crate) fn at_own_rows<'p>(&'p self, place: &'p Place, rows: u64) -> At<'p> {
         let Problem { chain, cluster, measured, .. } = self.problem;
-        let times = |kind: usize| Arc::new(chain.times(kind, &cluster.kinds[kind], measured[kind].as_ref(), rows));
+        let known = self.row_counts.get_index_of(&rows);
+        let times = |kind: usize| match known {
+            Some(time) => Arc::clone(&self.times[kind][time]),
+            None => Arc::new(chain.times(kind, &cluster.kinds[kind], measured[kind].as_ref(), rows)),
+        };
         self.at_rows(place, [rows; 3], |kind| {
             let times = times(kind);
             [Arc::clone(&times), Arc::clone(&times), times]

@@ -8,6 +8,7 @@ mod memory;
 mod model;
 mod parts;
 mod place;
+mod replicas;
 mod saver;
 mod sharding;
 mod sizes;
@@ -21,9 +22,8 @@ pub(crate) use end::End;
 pub(crate) use knapsack::CHEAPER;
 pub(crate) use memory::{GRADS_ON_THE_WAY, StageMemory};
 pub(crate) use model::Model;
-#[cfg(test)]
-pub(crate) use parts::BackwardParts;
 pub(crate) use place::{Place, RankOrder};
+pub(crate) use replicas::{ReplicaPass, Replicas, TimedStage};
 pub(crate) use saver::{Again, Saver};
 pub(crate) use sizes::BySize;
 pub(crate) use stage::{PlainStage, Priced};

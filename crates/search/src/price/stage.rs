@@ -4,12 +4,13 @@ use std::ops::Range;
 
 use rannc_plan::{Held, Order, PassPrediction, Sharding, StagePrediction};
 
+use super::again::Repeated;
 use super::at::{At, Pricing};
 use super::end::End;
 use super::memory::StageMemory;
-use super::parts::BackwardParts;
+use super::replicas::{ReplicaPass, TimedStage};
 use super::saver::Saver;
-use super::sizes::{BETWEEN, BySize, LARGER, SMALLER};
+use super::sizes::{LARGER, SMALLER};
 use super::step::{PassCost, StageCost};
 use super::time::RunTime;
 
@@ -17,11 +18,11 @@ use super::time::RunTime;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Priced {
     pub(crate) cost: StageCost,
-    /// For the microbatch between the larger and the smaller ones.
-    pub(crate) between: PassCost,
     pub(crate) end: End,
     pub(crate) memory: StageMemory,
-    pub(crate) parts: BackwardParts,
+    pub(crate) again: Repeated,
+    /// Memory of a microbatch between the two parts of its backward, where that may come in two.
+    pub(crate) waiting_bytes: f64,
 }
 
 /// A Stage that computes nothing again, without the end of its step.
@@ -34,32 +35,25 @@ pub(crate) struct PlainStage {
 impl Pricing<'_> {
     /// Time and memory of a Stage whose Blocks need `workspace_bytes`, with whole backwards.
     pub(crate) fn stage(&self, run: Range<usize>, at: &At<'_>, saver: Saver, workspace_bytes: f64) -> Priced {
-        let plain = self.plain(&run, at, saver, workspace_bytes);
-        let mut priced = self.with_saver(&run, at, saver, &plain);
-        if self.sizes.counts[BETWEEN] > 0 {
-            let mut passes = [self.pass(&run, at, BETWEEN)];
-            self.compute_again(&run, at, saver.again, &mut passes, &mut { plain.memory });
-            self.share_out(&run, at, saver.sharding, &mut passes);
-            [priced.between] = passes;
-        }
-        priced
+        self.with_saver(&run, at, saver, &self.plain(&run, at, saver, workspace_bytes))
     }
 
-    /// Computation of a priced Stage in a step.
-    pub(crate) fn busy_us(&self, priced: &Priced) -> f64 {
-        let of_size = |(pass, count): (&PassCost, u64)| if count == 0 { 0.0 } else { count as f64 * pass.compute_us() };
-        priced.by_size().into_iter().zip(self.sizes.counts).map(of_size).sum()
+    /// Computation of all Replicas of a Stage in a step.
+    pub(crate) fn busy_us(&self, stage: &TimedStage) -> f64 {
+        let of_size =
+            |(pass, count): (&ReplicaPass, u64)| if count == 0 { 0.0 } else { count as f64 * pass.whole_us() };
+        stage.passes.iter().map(|passes| passes.iter().zip(self.sizes.counts).map(of_size).sum::<f64>()).sum()
     }
 
     /// What a Plan says of a priced Stage that computes in this order, apart from tied parameters.
     pub(crate) fn prediction(
         &self,
         run: &Range<usize>,
-        replicas: u32,
         priced: &Priced,
+        timed: &TimedStage,
         order: &Order,
     ) -> StagePrediction {
-        let rows = self.replica_rows(replicas);
+        let rows = self.replica_rows(timed.replicas());
         StagePrediction {
             forward_us: priced.cost.larger.forward_us,
             backward_us: priced.cost.larger.backward_us,
@@ -70,13 +64,14 @@ impl Pricing<'_> {
             out_bytes: self.chain.traffic.out_bytes.at(run.start, run.end, rows) as u64,
             memory: priced.memory.prediction(priced.activations_bytes(order)),
             whole: priced.memory.whole(),
-            sizes: self.pass_predictions(replicas, priced),
+            sizes: self.pass_predictions(timed),
         }
     }
 
     /// What each size of microbatch takes, if there are several on the largest Replica.
-    fn pass_predictions(&self, replicas: u32, priced: &Priced) -> Vec<PassPrediction> {
-        let sizes = self.sizes.rows.into_iter().zip(self.sizes.counts).zip(priced.by_size());
+    fn pass_predictions(&self, timed: &TimedStage) -> Vec<PassPrediction> {
+        let replicas = timed.replicas();
+        let sizes = self.sizes.rows.into_iter().zip(self.sizes.counts).zip(timed.largest());
         let found = sizes.filter(|((_, count), _)| *count > 0).map(|((rows, _), pass)| PassPrediction {
             rows: rows.div_ceil(u64::from(replicas)),
             forward_us: pass.forward_us,
@@ -100,7 +95,7 @@ impl Pricing<'_> {
     }
 
     /// A microbatch of some size on a Stage that computes nothing again.
-    fn pass(&self, run: &Range<usize>, at: &At<'_>, size: usize) -> PassCost {
+    pub(super) fn pass(&self, run: &Range<usize>, at: &At<'_>, size: usize) -> PassCost {
         let (place, rows) = (at.place, at.rows[size]);
         let RunTime { forward_us, backward_us } = self.compute(run, at, size);
         let traffic = if self.problem.direct { &self.chain.direct } else { &self.chain.traffic };
@@ -125,16 +120,29 @@ impl Pricing<'_> {
         run: &Range<usize>,
         at: &At<'_>,
         saver: Saver,
-        &PlainStage { cost: StageCost { larger, smaller, .. }, mut memory }: &PlainStage,
+        &PlainStage { cost, mut memory }: &PlainStage,
+    ) -> Priced {
+        let again = self.compute_again(run, at, saver.again, &mut memory);
+        self.with_repeated(run, at, saver, &PlainStage { cost, memory }, again)
+    }
+
+    /// A Stage that computes this again, which its memory knows of already.
+    pub(crate) fn with_repeated(
+        &self,
+        run: &Range<usize>,
+        at: &At<'_>,
+        saver: Saver,
+        &PlainStage { cost: StageCost { larger, smaller, .. }, memory }: &PlainStage,
+        again: Repeated,
     ) -> Priced {
         let mut passes = [larger, smaller];
-        self.compute_again(run, at, saver.again, &mut passes, &mut memory);
+        passes.iter_mut().for_each(|pass| again.add_to(pass));
         self.share_out(run, at, saver.sharding, &mut passes);
         let [larger, smaller] = passes;
         let end = self.end(run, at, saver, &smaller);
         let wait_us = if end.divides >= Sharding::Gradients { end.reduce_us } else { 0.0 };
         let cost = StageCost { larger, smaller, wait_us, end_us: end.us() };
-        Priced { cost, between: smaller, end, memory, parts: BackwardParts::default() }
+        Priced { cost, end, memory, again, waiting_bytes: 0.0 }
     }
 }
 
@@ -142,13 +150,8 @@ impl Priced {
     /// Memory of the microbatches in flight, and of what waits between the two parts of their backwards.
     fn activations_bytes(&self, order: &Order) -> f64 {
         let bytes = |held: Held| {
-            self.memory.microbatch_bytes * held.microbatches as f64 + self.parts.waiting_bytes * held.weights as f64
+            self.memory.microbatch_bytes * held.microbatches as f64 + self.waiting_bytes * held.weights as f64
         };
         order.held().map(bytes).fold(0.0, f64::max)
-    }
-
-    /// What a microbatch of each size takes.
-    pub(crate) fn by_size(&self) -> BySize<&PassCost> {
-        [&self.cost.larger, &self.between, &self.cost.smaller]
     }
 }

@@ -10,7 +10,7 @@ use rannc_plan::Sharding;
 use crate::answer::links::Linker;
 use crate::chain::spec::{Affine, BlockSpec, ChainSpec, CloneSpec, ConversionSpec, CrossingSpec, KeptSpec, StateSpec};
 use crate::chain::{BatchSpec, Chain};
-use crate::price::{CHEAPER, Pricing, Problem, RankOrder, Saver, StepTime};
+use crate::price::{CHEAPER, Pricing, Problem, RankOrder, Replicas, Saver, StepTime};
 use crate::settings::{Limits, Savers, Settings};
 use crate::solve::relax::{Relaxation, with_best_sends};
 use crate::solve::table::Entry;
@@ -291,16 +291,17 @@ impl Division<'_> {
         if told == Told::ByFormula {
             return pricing.step.step_us(*time);
         }
-        let priced = |FoundStage { run, positions, saver }: &FoundStage| {
+        let timed = |FoundStage { run, positions, saver }: &FoundStage| {
             let place = order.place_at(positions);
             let at = pricing.at(place);
             let workspace_bytes = pricing.run_workspace_bytes(run.clone(), &at);
-            pricing.stage(run.clone(), &at, *saver, workspace_bytes)
+            let priced = pricing.stage(run.clone(), &at, *saver, workspace_bytes);
+            let (run, sharding, again) = (run.clone(), saver.sharding, priced.again);
+            pricing.timed(&Replicas { run, place, sharding, again, splits_backward: false }, priced.end)
         };
-        let prices: Vec<_> = stages.iter().map(priced).collect();
-        let replicas: Vec<usize> = stages.iter().map(|stage| stage.positions.len()).collect();
+        let times: Vec<_> = stages.iter().map(timed).collect();
         let linker = Linker::new(crossings, states, batch, order, pricing, stages);
-        pricing.step.exact_us(&pricing.step.schedule.into(), &prices, &replicas, &linker.moves())
+        pricing.step.exact_us(&pricing.step.schedule.into(), &times, &linker.moves())
     }
 
     /// The number of Stages on the longest way from a run through the later ones, itself included.

@@ -4,8 +4,7 @@ use proptest::prelude::*;
 use rannc_plan::{ScheduleKind, Sharding};
 
 use crate::answer::links::{Moves, ReplicaLink};
-use crate::price::StageMemory;
-use crate::price::{BackwardParts, End, PassCost, Priced, StageCost, StepModel, StepTime};
+use crate::price::{End, PassCost, ReplicaPass, StageCost, StepModel, StepTime, TimedStage};
 
 /// The last Stages of a step, and how deep the first of them is.
 type Last = (StepTime, usize);
@@ -25,34 +24,35 @@ fn step_us(model: &StepModel, stages: &[StageCost]) -> f64 {
 
 /// The longest path, where nothing at the end of the step waits for messages that are still under way.
 fn path_us(model: &StepModel, stages: &[StageCost]) -> f64 {
-    let priced = |&cost: &StageCost| Priced {
-        cost,
-        // As small as the formula takes it to be.
-        between: cost.smaller,
+    let pass = |&PassCost { forward_us, backward_us, .. }: &PassCost| ReplicaPass {
+        forward_us,
+        backward_us,
+        ..ReplicaPass::default()
+    };
+    let timed = |cost: &StageCost| TimedStage {
+        // The one between is as small as the formula takes it to be.
+        passes: vec![[&cost.larger, &cost.smaller, &cost.smaller].map(pass)],
         end: End {
             divides: if cost.wait_us > 0.0 { Sharding::Gradients } else { Sharding::None },
             reduce_us: cost.end_us,
             ..End::default()
         },
-        memory: StageMemory::default(),
-        parts: BackwardParts::default(),
     };
     let both = |pair: &[StageCost], us: fn(&PassCost, &PassCost) -> f64| {
         let [larger_us, smaller_us] = [us(&pair[0].larger, &pair[1].larger), us(&pair[0].smaller, &pair[1].smaller)];
-        [larger_us, smaller_us, smaller_us].map(|us| 2.0 * us)
+        [larger_us, smaller_us, smaller_us].map(|us| Some(2.0 * us))
     };
     let link = |(from, pair): (usize, &[StageCost])| ReplicaLink {
         from,
         to: from + 1,
         values_us: both(pair, |sender, receiver| sender.out_us.max(receiver.in_us)),
-        grads_us: Some(both(pair, |sender, receiver| sender.out_grad_us.max(receiver.in_grad_us))),
+        grads_us: both(pair, |sender, receiver| sender.out_grad_us.max(receiver.in_grad_us)),
     };
-    let sends = |link: &ReplicaLink| link.values_us[2] > 0.0;
+    let sends = |link: &ReplicaLink| link.values_us[2] > Some(0.0);
     let links: Vec<ReplicaLink> = stages.windows(2).enumerate().map(link).filter(sends).collect();
     model.exact_us(
         &model.schedule.into(),
-        &stages.iter().map(priced).collect::<Vec<_>>(),
-        &vec![1; stages.len()],
+        &stages.iter().map(timed).collect::<Vec<_>>(),
         &Moves { links, ..Moves::default() },
     )
 }
