@@ -20,7 +20,7 @@ class Case:
     """A model to train.
 
     Attributes:
-        library: ``"transformers"``, ``"timm"`` or ``"torchvision"``.
+        library: its name.
         family: what models of one design share.
         name: of the model, once in its library.
         make: the model and the named arguments of a call with so many rows; same seed, same result. With a second

@@ -133,8 +133,9 @@ def table(found: Sequence[Mapping[str, Any]]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pyrannc zoo",
-        description="Trains models of transformers, timm and torchvision on several processes, and holds outputs, "
-        "gradients, buffers and parameters of two steps against one process.",
+        description="Trains models of transformers, timm, torchvision, torchaudio and diffusers, as far as they are "
+        "installed, on several processes, and holds outputs, gradients, buffers and parameters of two steps against "
+        "one process.",
         epilog="Columns: cut: in Stages, with less than 10% of the parameters in sub-modules that stay whole; in "
         "leaves: with more; in tail: half of them or more run on all rows on every process; uncut: one Stage; chance: "
         "it draws random numbers, or a rounding decides, with its parameters moved too; no case: it does not run in "

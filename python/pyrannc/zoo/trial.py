@@ -23,7 +23,7 @@ from pyrannc.module import RaNNCModule
 
 from .case import ROWS, Case, NotByRuleError, loss_of, quiet
 
-LIBRARIES = ("transformers", "timm", "torchvision")
+LIBRARIES = ("transformers", "timm", "torchvision", "torchaudio", "diffusers")
 STEPS = 2
 _EXACT, _SINGLE = 1e-10, 1e-4
 """By how much numbers may differ; the second where the model itself computes in less than double precision."""

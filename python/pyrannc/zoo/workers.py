@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch does not say that it is public, its pages do
 
-from .trial import Outcome
+from .trial import LIBRARIES, Outcome
 
 _GRACE_S = 5.0
 
@@ -34,7 +34,7 @@ class Workers:
         self._stages = stages
         self._as_they_are = as_they_are
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torchvision", "timm", "transformers", "pyrannc.module"])
+        self._context.set_forkserver_preload(["torch", *LIBRARIES, "pyrannc.module"])
         self._ranks: list[tuple[Any, Connection]] = []
         self._store: TCPStore | None = None
 
