@@ -2,7 +2,7 @@
 
 use crate::schedule::{Compute, Order};
 
-/// The order with some of its backwards in two parts, of which the second comes later or much later; every seed gives
+/// The order of one Stage with some of its backwards in two parts, of which the second comes later or much later; every seed gives
 /// another one.
 pub fn in_two_parts(order: &Order, mut seed: u64) -> Order {
     let mut draw = || {
@@ -10,7 +10,7 @@ pub fn in_two_parts(order: &Order, mut seed: u64) -> Order {
         (seed >> 33) % 3
     };
     let (mut found, mut waiting) = (Vec::new(), std::collections::VecDeque::new());
-    for &compute in &order.0 {
+    for compute in order.computes() {
         let whole = draw() == 0;
         match compute {
             Compute::Backward(mb) if !whole => {
@@ -25,5 +25,5 @@ pub fn in_two_parts(order: &Order, mut seed: u64) -> Order {
         }
     }
     found.extend(waiting);
-    Order(found)
+    found.into_iter().collect()
 }

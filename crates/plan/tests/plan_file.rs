@@ -103,7 +103,7 @@ fn a_listed_schedule_has_every_computation_once() {
         }
     };
     let faults = [
-        (vec!["F0 F1 B0 B1"], "its schedule lists 1 stages, but it has 2"),
+        (vec!["F0 F1 B0 B1"], "its schedule lists 1 orders, but there must be 2: one of stage 0, one of stage 1"),
         (
             vec!["F0 F1 B0 B1", "F0 B0 F1"],
             "the order of stage 1 lacks a computation, or has one of a microbatch that the plan does not have",
@@ -181,7 +181,7 @@ fn inconsistent_plans_are_refused() {
     let none = PlanFault::Ops { stage: 1, first: 5, end: 5, expected: 5 };
     assert_eq!(fault(|plan| plan.stages[1].ops.end = 5), none);
     assert_eq!(fault(|plan| plan.stages[0].ranks.clear()), PlanFault::NoRanks(0));
-    assert_eq!(fault(|plan| plan.stages[0].ranks.push(2)), PlanFault::RankTwice(2));
+    assert_eq!(fault(|plan| plan.stages[1].ranks.push(2)), PlanFault::RankTwice { stage: 1, rank: 2 });
     let outside = PlanFault::RankOutside { stage: 0, rank: 3, world_size: 3 };
     assert_eq!(fault(|plan| plan.stages[0].ranks.push(3)), outside);
     assert_eq!(fault(|plan| plan.world_size = 4), PlanFault::RankUnused(3));

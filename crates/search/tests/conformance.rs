@@ -10,12 +10,12 @@ use rannc_ir::testing::GraphBuilder;
 use rannc_ir::{Analysis, Arg, DType, Dim, Graph, OpRun, ValueId};
 use rannc_plan::testing::in_two_parts;
 use rannc_plan::{
-    Action, Batch, BlockPlan, Buckets, Call, CheckError, Interval, Partition, Payload, Placement, Plan, Program,
+    Action, Batch, BlockPlan, Buckets, Call, CheckError, Interval, Order, Partition, Payload, Placement, Plan, Program,
     Promises, Recompute, Schedule, ScheduleKind, Sharding, StagePlan, StagePrediction, StepPrediction, Trained, build,
     check, check_memory, grid, in_flight, split_even,
 };
 use rannc_search::{Blocks, PlanCosts, Settings};
-use rannc_sim::{Costs, Timeline, What, simulate};
+use rannc_sim::{Costs, Timeline, simulate};
 
 const WIDTH: i64 = 256;
 /// How far an exact time may be from the simulator's where all rows are equal: tensors are priced in whole bytes there.
@@ -193,6 +193,9 @@ impl Costs for Ticks {
     fn fixed_bytes(&self, _: u32) -> u64 {
         0
     }
+    fn framework_bytes(&self, _: u32) -> u64 {
+        0
+    }
     fn microbatch_bytes(&self, _: u32, _: u64) -> u64 {
         1
     }
@@ -208,13 +211,7 @@ fn drawn(timeline: &Timeline) -> String {
         write!(text, "{}:", rank.rank).expect("a String takes any text");
         let mut tick = 0;
         for event in &rank.events {
-            let name = match event.what {
-                What::Forward { mb } => format!("F{mb}"),
-                What::Backward { mb } => format!("B{mb}"),
-                What::BackwardInput { mb } => format!("I{mb}"),
-                What::BackwardWeight { mb } => format!("W{mb}"),
-                _ => continue,
-            };
+            let Some(name) = event.what.computed() else { continue };
             text += &" . ".repeat(event.start_us as usize - tick);
             write!(text, " {name}").expect("a String takes any text");
             tick = event.start_us as usize + 1;
@@ -344,12 +341,13 @@ fn cases() -> impl Strategy<Value = Case> {
 
 /// The Schedule of a chain of Stages with backwards in two parts where no gradients are divided.
 fn split(schedule: Schedule, sharding: &[Sharding], microbatches: u32, seed: u64) -> Schedule {
-    let order = |(stage, level): (usize, &Sharding)| {
-        let depth = u32::try_from(sharding.len() - stage).expect("few");
-        let order = schedule.order(stage, depth, microbatches);
+    let ranks: Vec<Vec<u32>> = (0..).take(sharding.len()).map(|rank| vec![rank]).collect();
+    let feeds: Vec<(usize, usize)> = (1..ranks.len()).map(|to| (to - 1, to)).collect();
+    let order = |((stage, order), level): ((usize, Order), &Sharding)| {
         if *level < Sharding::Gradients { in_two_parts(&order, seed ^ stage as u64) } else { order }
     };
-    Schedule::Explicit(sharding.iter().enumerate().map(order).collect())
+    let orders = schedule.orders(&ranks, &feeds, microbatches).into_iter().enumerate();
+    Schedule::Explicit(orders.zip(sharding).map(order).collect())
 }
 
 proptest! {

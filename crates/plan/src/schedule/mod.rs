@@ -1,9 +1,12 @@
-//! In which order a Stage computes.
+//! In which order computations run: Schedules by name or as lists.
 
 mod compute;
+mod crew;
 mod named;
 mod order;
+mod shared;
 
-pub use compute::{Call, Compute};
+pub use compute::{Call, Compute, Seated, WINDOW};
+pub use crew::Crew;
 pub use named::ScheduleKind;
 pub use order::{Held, Order, OrderError, Schedule, depths};

@@ -65,15 +65,17 @@ proptest! {
         let mut places = vec![Vec::new(); case.placement.ranks.len()];
         for own in &program.ranks {
             let view = program.rank_view(own.rank).expect("the rank exists");
-            for (rows, runs) in view.rows.iter().zip(&view.global_rows) {
-                prop_assert_eq!(rows.rows(), runs.iter().map(|run| run.rows()).sum::<u64>());
-                prop_assert!(runs.windows(2).all(|pair| pair[0].hi < pair[1].lo));
-                places[own.stage as usize].extend(runs.iter().flat_map(|run| run.lo..run.hi));
-            }
             prop_assert_eq!((&view.forward, &view.backward), (&own.forward, &own.backward));
-            for (mb, rows) in (0..).zip(&view.rows) {
-                let forwards = view.forward.iter().filter(|&action| *action == Action::Forward { mb }).count();
-                prop_assert_eq!(forwards, usize::from(!rows.is_empty()));
+            for seat in &view.seats {
+                let stage = own.has_several_seats().then_some(seat.stage);
+                for (mb, (rows, runs)) in (0..).zip(seat.rows.iter().zip(&seat.global_rows)) {
+                    prop_assert_eq!(rows.rows(), runs.iter().map(|run| run.rows()).sum::<u64>());
+                    prop_assert!(runs.windows(2).all(|pair| pair[0].hi < pair[1].lo));
+                    places[seat.stage as usize].extend(runs.iter().flat_map(|run| run.lo..run.hi));
+                    let forward = Action::Forward { mb, stage };
+                    let forwards = view.forward.iter().filter(|&action| *action == forward).count();
+                    prop_assert_eq!(forwards, usize::from(!rows.is_empty()));
+                }
             }
             input_ends += view.inputs.iter().map(|t| if t.src == t.dst { 2 } else { 1 }).sum::<usize>();
         }

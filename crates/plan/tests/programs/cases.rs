@@ -5,8 +5,8 @@ use proptest::prelude::*;
 use rannc_ir::{DType, ParamId, RowDim, ValueId};
 use rannc_plan::testing::in_two_parts;
 use rannc_plan::{
-    Batch, Buckets, Call, CheckError, Crossing, Division, Gradient, InputPart, OutputPart, OutputSource, Partition,
-    Placement, Program, ProgramError, Schedule, ScheduleKind, Sharding, StagePart, build, check, stage_depths,
+    Batch, Buckets, Call, CheckError, Crossing, Division, Gradient, InputPart, Order, OutputPart, OutputSource,
+    Partition, Placement, Program, ProgramError, Schedule, ScheduleKind, Sharding, StagePart, build, check,
 };
 
 pub const ROWS: RowDim = RowDim { dim: 0, per_row: 1 };
@@ -105,12 +105,12 @@ impl Given {
 
     /// Lets backwards come in two parts where Stages do not divide gradients.
     fn split_backwards(&mut self, seed: u64) {
-        let Placement { microbatches, schedule, sharding, .. } = &mut self.placement;
-        let order = |(stage, depth): (usize, u32)| {
-            let order = schedule.order(stage, depth, *microbatches);
+        let Placement { ranks, microbatches, schedule, sharding } = &mut self.placement;
+        let edges: Vec<(usize, usize)> = self.partition.edges().collect();
+        let order = |(stage, order): (usize, Order)| {
             if sharding[stage] < Sharding::Gradients { in_two_parts(&order, seed + stage as u64) } else { order }
         };
-        let orders = stage_depths(&self.partition).into_iter().enumerate().map(order).collect();
+        let orders = schedule.orders(ranks, &edges, *microbatches).into_iter().enumerate().map(order).collect();
         *schedule = Schedule::Explicit(orders);
     }
 

@@ -128,10 +128,10 @@ fn damage_actions(program: &mut Program, damage: Damage, list: Index, place: Ind
         }
         Damage::RepeatAction => list.insert(at, list[at].clone()),
         _ => match &mut list[at] {
-            Action::Forward { mb }
-            | Action::Backward { mb }
-            | Action::BackwardInput { mb }
-            | Action::BackwardWeight { mb } => *mb += 1,
+            Action::Forward { mb, .. }
+            | Action::Backward { mb, .. }
+            | Action::BackwardInput { mb, .. }
+            | Action::BackwardWeight { mb, .. } => *mb += 1,
             Action::Send(message) | Action::Recv(message) => message.mb += 1,
             Action::Exchange(exchange) => exchange.mb += 1,
             Action::ReduceScatter { mb, .. } | Action::AllGather { mb, .. } => *mb += 1,
@@ -242,8 +242,10 @@ fn damage_sums(program: &mut Program, damage: Damage, which: Index, place: Index
             // Sums of whole buckets may come late.
             let late = |action: &Action| match (action, gathered) {
                 (Action::Backward { .. }, None) => divided,
-                (Action::Backward { mb } | Action::BackwardInput { mb }, Some((of, Pass::Backward))) => *mb == of,
-                (Action::Forward { mb }, Some((of, Pass::Forward))) => *mb == of,
+                (Action::Backward { mb, .. } | Action::BackwardInput { mb, .. }, Some((of, Pass::Backward))) => {
+                    *mb == of
+                }
+                (Action::Forward { mb, .. }, Some((of, Pass::Forward))) => *mb == of,
                 _ => false,
             };
             let next = (at..list.len()).find(|&next| late(&list[next]))?;
@@ -388,7 +390,7 @@ proptest! {
         let mut program = case.build();
         let drained = [Call::Whole, Call::Halves].map(|call| case.with(call, ScheduleKind::FillDrain).build());
         for (rank, own) in program.ranks.iter_mut().enumerate() {
-            if let Some(halves) = drains[own.stage as usize] {
+            if let Some(halves) = drains[own.seats[0].stage as usize] {
                 own.forward = in_one_list(&drained[usize::from(halves)].ranks[rank]);
             }
         }
@@ -427,7 +429,7 @@ fn in_one_list(own: &RankProgram) -> Vec<Action> {
 fn with_one_stage_drained(case: &Given, stage: u32) -> Program {
     let mut program = case.build();
     let drained = case.with(Call::Halves, ScheduleKind::FillDrain).build();
-    for (own, other) in program.ranks.iter_mut().zip(drained.ranks).filter(|(own, _)| own.stage == stage) {
+    for (own, other) in program.ranks.iter_mut().zip(drained.ranks).filter(|(own, _)| own.seats[0].stage == stage) {
         own.forward = in_one_list(&other);
     }
     program
@@ -481,7 +483,7 @@ fn errors_name_rank_and_action() {
     };
     assert_eq!(
         swapped(1, "Recv(mb 0, values", "Forward(mb 0)"),
-        "rank 1, action 2, Forward(mb 0): rows 0..2 of v0 must have been received exactly once from stage 0"
+        "rank 1, action 2, Forward(mb 0): rows 0..2 of v0 must have come exactly once from stage 0"
     );
     assert_eq!(
         swapped(0, "Forward(mb 0)", "Send(mb 0, values"),

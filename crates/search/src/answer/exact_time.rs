@@ -2,8 +2,8 @@
 //! every Replica as on the largest.
 
 use rannc_plan::{
-    BatchKind, Call, Clock, Compute, ExchangePlaces, Joint, Lane, Order, Payload, Schedule, ScheduleKind, Script,
-    ScriptWriter, Sharding, Slot, Step, Task, depths, run, with_messages,
+    BatchKind, Call, Channel, Clock, Compute, ExchangePlaces, Joint, Lane, Needed, Order, Payload, Schedule,
+    ScheduleKind, Script, ScriptWriter, Seated, Sharding, Slot, Step, Task, run, with_messages,
 };
 
 use super::batch_exchanges::BatchExchange;
@@ -25,9 +25,10 @@ impl StepModel {
         let together = Together::of_stages(&mut writer, &mut prices, tied);
         let microbatches = u32::try_from(self.microbatches).expect("as many as fit into a plan");
         let met = meetings(&mut writer, &mut prices, exchanges, microbatches);
-        let depths = depths(stages.len(), links.iter().map(|link| (stage_of[link.from], stage_of[link.to])));
-        let lists_of = |stage: usize| lists(schedule.order(stage, depths[stage], microbatches), call);
-        let lists: Vec<Vec<List>> = (0..stages.len()).map(lists_of).collect();
+        let feeds: Vec<(usize, usize)> = links.iter().map(|link| (stage_of[link.from], stage_of[link.to])).collect();
+        let ranks: Vec<Vec<u32>> = (0..stages.len()).map(|stage| prices.ranks_of(&[stage])).collect();
+        let orders = schedule.stage_orders(&ranks, &feeds, microbatches);
+        let lists: Vec<Vec<List>> = orders.iter().map(|order| lists(order, call)).collect();
         for ((rank, line), &stage) in (0..).zip(&lines).zip(&stage_of) {
             let member = Member { rank, line, together: &together[stage], met: &met[rank as usize] };
             let (mut has_sums, lists) = (false, &lists[stage]);
@@ -63,16 +64,16 @@ struct List {
 }
 
 /// An order's computations, in one list or in two.
-fn lists(order: Order, call: Call) -> Vec<List> {
+fn lists(order: &Order, call: Call) -> Vec<List> {
     let is_forward = |compute: &Compute| matches!(compute, Compute::Forward(_));
     let lists = match call {
         Call::Halves => {
-            let (forwards, backwards) = order.0.into_iter().partition(is_forward);
+            let (forwards, backwards): (Vec<Compute>, Vec<Compute>) = order.computes().partition(is_forward);
             vec![forwards, backwards]
         }
-        Call::Forward | Call::Whole => vec![order.0],
+        Call::Forward | Call::Whole => vec![order.computes().collect()],
     };
-    lists.into_iter().map(|computes| List { places: ExchangePlaces::new(&computes), computes }).collect()
+    lists.into_iter().map(|computes| List { places: ExchangePlaces::new(computes.iter().copied()), computes }).collect()
 }
 
 /// An exchange that a rank takes part in.
@@ -127,8 +128,8 @@ impl Member<'_> {
         };
         let mut done = 0;
         meet(writer, done);
-        with_messages(list.computes.iter().copied(), |step| match step {
-            Step::Compute(compute) => {
+        with_messages(list.computes.iter().copied().map(Seated::from), |step| match step {
+            Step::Compute(Seated { compute, .. }) => {
                 self.together.write(writer, self.rank, compute, self.awaited(compute), has_sums);
             }
             Step::Receive(_) => self.line.write(writer, step),
@@ -169,7 +170,7 @@ impl Prices<'_> {
 }
 
 impl Clock for Prices<'_> {
-    fn compute(&self, rank: u32, compute: Compute) -> f64 {
+    fn compute(&self, rank: u32, Seated { compute, .. }: Seated) -> f64 {
         let stage = self.stage(rank);
         let pass = stage.by_size()[self.step.size_of(u64::from(compute.microbatch()))];
         match compute {
@@ -203,14 +204,14 @@ struct Line {
 impl Line {
     fn write(&self, writer: &mut ScriptWriter, step: Step) {
         match step {
-            Step::Receive(compute) => {
-                let Some(payload) = Payload::of(compute) else { return };
-                let channels = if payload == Payload::Value { &self.values_in } else { &self.grads_in };
-                channels.iter().for_each(|&channel| writer.receive(channel, payload, compute.microbatch()));
+            Step::Receive(seated) => {
+                let Some(needed) = Needed::by(seated) else { return };
+                let channels = if needed.payload == Payload::Value { &self.values_in } else { &self.grads_in };
+                channels.iter().for_each(|&channel| writer.receive(channel, needed));
             }
             Step::Compute(_) => {}
-            Step::Send(compute) => {
-                let Some(payload) = Payload::of(compute) else { return };
+            Step::Send(seated) => {
+                let Some(payload) = Payload::of(seated.compute) else { return };
                 let channels = if payload == Payload::Value { &self.values_out } else { &self.grads_out };
                 channels.iter().for_each(|&channel| writer.send(channel, payload));
             }
@@ -222,14 +223,15 @@ impl Line {
 fn connect(writer: &mut ScriptWriter, prices: &mut Prices<'_>, links: &[ReplicaLink]) -> Vec<Line> {
     let mut lines = vec![Line::default(); prices.stage_of.len()];
     for &ReplicaLink { from, to, values_us, grads_us } in links {
-        let channel = writer.channel(number(from), number(to));
-        lines[from].values_out.push(channel);
-        lines[to].values_in.push(channel);
+        let channel = |src: usize, dst: usize| Channel { src: number(src), dst: number(dst), stages: None };
+        let there = writer.channel(channel(from, to));
+        lines[from].values_out.push(there);
+        lines[to].values_in.push(there);
         prices.messages_us.push(values_us);
         if let Some(grads_us) = grads_us {
-            let channel = writer.channel(number(to), number(from));
-            lines[to].grads_out.push(channel);
-            lines[from].grads_in.push(channel);
+            let back = writer.channel(channel(to, from));
+            lines[to].grads_out.push(back);
+            lines[from].grads_in.push(back);
             prices.messages_us.push(grads_us);
         }
     }
@@ -292,7 +294,7 @@ impl Together {
             writer.add(rank, Task::Await { lane: Lane::Sums });
         }
         awaited.into_iter().for_each(|sum| writer.add(rank, Task::Meet { sum }));
-        writer.compute(rank, compute);
+        writer.compute(rank, compute.into());
         if let Some(&sum) = sum {
             writer.add(rank, Task::Sum { sum });
         }

@@ -295,6 +295,10 @@ impl Costs for PlanCosts<'_> {
         (memory.fixed_bytes() - memory.workspace_bytes + self.repeated_grads_bytes[stage as usize]) as u64
     }
 
+    fn framework_bytes(&self, stage: u32) -> u64 {
+        self.priced(stage, None).memory.framework_bytes as u64
+    }
+
     fn microbatch_bytes(&self, stage: u32, rows: u64) -> u64 {
         self.priced(stage, Some(rows)).memory.microbatch_bytes as u64
     }
