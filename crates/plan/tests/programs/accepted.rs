@@ -7,9 +7,9 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use rannc_ir::testing::graphs;
 use rannc_ir::{Analysis, OpRun};
-use rannc_plan::{Action, Partition, plan_channels};
+use rannc_plan::{Action, Partition, in_flight, plan_channels};
 
-use crate::cases::{Given, calls, cases, schedules};
+use crate::cases::{Given, calls, cases, schedules, shared_cases};
 use crate::oracle;
 
 proptest! {
@@ -20,6 +20,17 @@ proptest! {
         let program = case.build();
         prop_assert_eq!(case.check(&program), Ok(()));
         prop_assert_eq!(oracle::run(&case, &program), Ok(()));
+    }
+
+    #[test]
+    fn every_program_of_shared_ranks_is_accepted_and_runs(case in shared_cases()) {
+        let program = case.build();
+        prop_assert_eq!(case.check(&program), Ok(()));
+        prop_assert_eq!(oracle::run(&case, &program), Ok(()));
+        for (own, held) in program.ranks.iter().zip(in_flight(&program).expect("it ends")) {
+            let microbatches = program.microbatches.iter().filter(|&&rows| rows > 0).count();
+            prop_assert!(held <= (own.seats.len() * microbatches) as u64);
+        }
     }
 }
 
