@@ -43,6 +43,20 @@ impl Held {
 }
 
 impl Given {
+    /// A chain of Stages of one Replica each on these ranks, each of which brings as many rows as there are microbatches.
+    pub fn folded(ranks: &[u32], microbatches: u32, call: Call, schedule: impl Into<Schedule>) -> Self {
+        let one = vec![1; ranks.len()];
+        let case = Self::chain(&one, microbatches, &[], call, ScheduleKind::FillDrain);
+        let world = ranks.iter().max().map_or(0, |&last| last as usize + 1);
+        let placement = Placement {
+            ranks: ranks.iter().map(|&rank| vec![rank]).collect(),
+            schedule: schedule.into(),
+            ..case.placement
+        };
+        let batch = Batch { rows_per_rank: vec![u64::from(microbatches); world], ..case.batch };
+        Self { placement, batch, ..case }
+    }
+
     /// A chain of Stages with ranks in order, one input, and one Value from each Stage to the next.
     pub fn chain(
         replicas: &[usize],
@@ -138,6 +152,11 @@ pub fn schedules() -> impl Strategy<Value = ScheduleKind> {
 /// and uneven batches.
 pub fn cases() -> impl Strategy<Value = Given> {
     prop_oneof![2 => Just(false), 1 => Just(true)].prop_flat_map(given)
+}
+
+/// Cases where every rank has one Stage.
+pub fn lone_cases() -> impl Strategy<Value = Given> {
+    given(false)
 }
 
 /// Cases where ranks may have several Stages.
