@@ -10,9 +10,9 @@ use rannc_ir::testing::GraphBuilder;
 use rannc_ir::{Analysis, Arg, DType, Dim, Graph, OpRun, ValueId};
 use rannc_plan::testing::in_two_parts;
 use rannc_plan::{
-    Action, Batch, BlockPlan, Buckets, Call, CheckError, Interval, Order, Partition, Payload, Placement, Plan, Program,
-    Promises, Recompute, Schedule, ScheduleKind, Sharding, StagePlan, StagePrediction, StepPrediction, Trained, build,
-    check, check_memory, grid, in_flight, split_even,
+    Action, Batch, BlockPlan, Buckets, Call, CheckError, Crew, Interval, Order, Partition, Payload, Placement, Plan,
+    Program, Promises, Recompute, Schedule, ScheduleKind, Sharding, StagePlan, StagePrediction, StepPrediction,
+    Trained, build, check, check_memory, grid, in_flight, split_even,
 };
 use rannc_search::{Blocks, PlanCosts, Settings};
 use rannc_sim::{Costs, Timeline, simulate};
@@ -29,6 +29,8 @@ const MOVED: f64 = 1e-3;
 struct Case {
     model: String,
     replicas: Vec<usize>,
+    /// By Stage.
+    ranks: Vec<Vec<u32>>,
     microbatches: u32,
     rows: Vec<u64>,
     schedule: Schedule,
@@ -43,9 +45,11 @@ impl Case {
         let (fields, divided) = fields.split_at(6);
         let [model, replicas, microbatches, rows, schedule, call] = fields else { panic!("six fields in {line}") };
         let named = |name: &str| serde_json::Value::from(name);
+        let counts: Vec<usize> = replicas.split(' ').map(|count| count.parse().expect("a count")).collect();
         Self {
             model: (*model).to_owned(),
-            replicas: replicas.split(' ').map(|count| count.parse().expect("a count")).collect(),
+            ranks: dealt(&counts, counts.iter().sum()),
+            replicas: counts,
             microbatches: microbatches.parse().expect("a count"),
             rows: rows.split(' ').map(|count| count.parse().expect("a count")).collect(),
             schedule: match schedule.split_once('/') {
@@ -101,11 +105,6 @@ impl Case {
         builder.finish(&outputs)
     }
 
-    fn ranks(&self) -> Vec<Vec<u32>> {
-        let mut next = 0..;
-        self.replicas.iter().map(|&count| next.by_ref().take(count).collect()).collect()
-    }
-
     /// True when all Replicas of a Stage compute equally many rows of every microbatch.
     fn has_equal_rows(&self) -> bool {
         let of_rank = u64::from(self.microbatches);
@@ -142,12 +141,18 @@ impl Case {
             batch_rows: self.rows.iter().sum(),
             microbatches: self.microbatches,
             schedule: self.schedule.clone(),
-            stages: self.ranks().into_iter().zip(self.cuts()).zip(&self.sharding).map(stage).collect(),
+            stages: self.ranks.iter().cloned().zip(self.cuts()).zip(&self.sharding).map(stage).collect(),
             predicted: StepPrediction::default(),
             checksum: String::new(),
         };
         plan.seal().expect("the plan is consistent")
     }
+}
+
+/// The Replicas of Stages dealt out to so many ranks, at least as many as the largest Stage has.
+fn dealt(replicas: &[usize], ranks: usize) -> Vec<Vec<u32>> {
+    let mut places = (0..ranks).cycle().map(|place| u32::try_from(place).expect("few"));
+    replicas.iter().map(|&count| places.by_ref().take(count).collect()).collect()
 }
 
 /// Every computation takes one tick, all else no time.
@@ -314,25 +319,31 @@ fn cases() -> impl Strategy<Value = Case> {
     let schedules = prop::sample::select(vec![ScheduleKind::OneForwardOneBackward, ScheduleKind::FillDrain]);
     let levels = prop::sample::select(vec![Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::Params]);
     let parts = prop::option::of(any::<u64>());
-    (models, prop::collection::vec(1..5_usize, 1..6), 1..10_u32, 9..200_u64, schedules, levels, parts).prop_map(
-        |(model, replicas, microbatches, rows, schedule, level, parts)| {
+    let replicas = (prop::collection::vec(1..5_usize, 1..6), prop::option::weighted(0.3, 0..4_usize));
+    (models, replicas, 1..10_u32, 9..200_u64, schedules, levels, parts).prop_map(
+        |(model, (replicas, shared), microbatches, rows, schedule, level, parts)| {
+            let all: usize = replicas.iter().sum();
+            let most = replicas.iter().copied().max().unwrap_or(1);
+            let ranks = shared.map_or(all, |more| (most + more).min(all));
+            let level = if ranks < all { level.min(Sharding::Optimizer) } else { level };
             let sharding: Vec<Sharding> =
                 replicas.iter().map(|&count| if count > 1 { level } else { Sharding::None }).collect();
+            let stage_ranks = dealt(&replicas, ranks);
             Case {
                 model: model.to_owned(),
                 microbatches,
                 rows: {
-                    let ranks = replicas.iter().sum();
                     let equal = (1 + rows % 8) * ranks as u64 * u64::from(microbatches);
                     let rows = split_even(if rows % 2 == 0 { equal } else { rows }, ranks);
                     rows.into_iter().map(Interval::rows).collect()
                 },
                 schedule: match parts {
-                    Some(seed) => split(schedule.into(), &sharding, microbatches, seed),
+                    Some(seed) => split(schedule.into(), &stage_ranks, &sharding, microbatches, seed),
                     None => schedule.into(),
                 },
                 call: if schedule == ScheduleKind::FillDrain { Call::Halves } else { Call::Whole },
                 sharding,
+                ranks: stage_ranks,
                 replicas,
             }
         },
@@ -340,14 +351,14 @@ fn cases() -> impl Strategy<Value = Case> {
 }
 
 /// The Schedule of a chain of Stages with backwards in two parts where no gradients are divided.
-fn split(schedule: Schedule, sharding: &[Sharding], microbatches: u32, seed: u64) -> Schedule {
-    let ranks: Vec<Vec<u32>> = (0..).take(sharding.len()).map(|rank| vec![rank]).collect();
+fn split(schedule: Schedule, ranks: &[Vec<u32>], sharding: &[Sharding], microbatches: u32, seed: u64) -> Schedule {
     let feeds: Vec<(usize, usize)> = (1..ranks.len()).map(|to| (to - 1, to)).collect();
-    let order = |((stage, order), level): ((usize, Order), &Sharding)| {
-        if *level < Sharding::Gradients { in_two_parts(&order, seed ^ stage as u64) } else { order }
+    let may_split = |crew: &Crew| crew.stages.iter().all(|&stage| sharding[stage as usize] < Sharding::Gradients);
+    let order = |(crew, (stage, order)): (Crew, (usize, Order))| {
+        if may_split(&crew) { in_two_parts(&order, seed ^ stage as u64) } else { order }
     };
-    let orders = schedule.orders(&ranks, &feeds, microbatches).into_iter().enumerate();
-    Schedule::Explicit(orders.zip(sharding).map(order).collect())
+    let orders = schedule.orders(ranks, &feeds, microbatches).into_iter().enumerate();
+    Schedule::Explicit(Crew::of_stages(ranks).into_iter().zip(orders).map(order).collect())
 }
 
 proptest! {

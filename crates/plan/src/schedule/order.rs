@@ -64,12 +64,14 @@ impl Schedule {
         }
     }
 
-    /// The same by Stage, each computation without its name. The crews of a Stage may differ in what they do in between.
+    /// The same by Stage, without names. Of crews that compute it in different orders, that of the one that holds most.
     pub fn stage_orders(&self, stage_ranks: &[Vec<u32>], feeds: &[(usize, usize)], microbatches: u32) -> Vec<Order> {
         let (crews, orders) = (Crew::of_stages(stage_ranks), self.orders(stage_ranks, feeds, microbatches));
         let of_stage = |stage: u32| {
-            let place = crews.iter().position(|crew| crew.stages.contains(&stage));
-            place.and_then(|place| orders.get(place)).map(|order| order.of_stage(stage)).unwrap_or_default()
+            let having = crews.iter().zip(&orders).filter(|(crew, _)| crew.stages.contains(&stage));
+            let most_waiting = |order: &Order| order.held().map(|held| held.weights).max();
+            let own = having.map(|(_, order)| order.of_stage(stage));
+            own.max_by_key(|order| (order.in_flight(), most_waiting(order))).unwrap_or_default()
         };
         (0..).zip(stage_ranks).map(|(stage, _)| of_stage(stage)).collect()
     }
