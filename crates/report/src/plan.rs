@@ -1,5 +1,7 @@
 //! Plans as tables.
 
+use std::collections::BTreeSet;
+
 use rannc_cost::{format_bytes, format_us};
 use rannc_plan::{Crew, Interval, Order, Plan, Schedule, StagePlan, StagePrediction, split_even};
 
@@ -203,7 +205,10 @@ impl DeploymentStage {
 
 /// Devices that get no rows of any microbatch.
 pub(crate) fn idle_devices(plan: &Plan) -> usize {
-    Deployment::new(plan, plan.batch_rows).stages.iter().map(|stage| stage.idle_ranks().len()).sum()
+    let deployed = Deployment::new(plan, plan.batch_rows);
+    let replicas = deployed.stages.iter().flat_map(|stage| stage.ranks.iter().zip(&stage.replica_rows));
+    let busy: BTreeSet<u32> = replicas.filter(|&(_, &rows)| rows > 0).map(|(&rank, _)| rank).collect();
+    plan.world_size as usize - busy.len()
 }
 
 impl<'a> Deployment<'a> {
