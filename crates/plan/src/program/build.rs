@@ -18,7 +18,7 @@ use super::{Program, RankProgram, Seat, Transfer};
 use crate::consistent::{PlanFault, check_ranks};
 use crate::partition::{InputPart, OutputSource, Partition};
 use crate::plan::Placement;
-use crate::schedule::{Call, Crew, Order, Seated, depths};
+use crate::schedule::{Call, Crew, Order, Seated};
 
 /// The rows that one call gives.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -135,11 +135,6 @@ pub fn build(
         buckets,
         ranks,
     })
-}
-
-/// By Stage, the number of Stages on the longest way from it to one that feeds no other, both included.
-pub fn stage_depths(partition: &Partition) -> Vec<u32> {
-    depths(partition.stages.len(), partition.edges())
 }
 
 /// Checks all that indexing relies on, and sums the batch's rows.

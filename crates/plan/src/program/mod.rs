@@ -18,7 +18,7 @@ pub use self::batch::ExchangePlaces;
 pub use self::buckets::{
     BUCKET_BYTES, Bucket, Buckets, Division, FIRST_BUCKET_BYTES, Gradient, ReduceDType, Trained, full_bytes,
 };
-pub use self::build::{Batch, ProgramError, build, stage_depths};
+pub use self::build::{Batch, ProgramError, build};
 pub use self::messages::{Needed, Step, plan_channels, with_messages};
 pub use self::routes::{Interval, Overlap, Slice, overlaps, split_even};
 pub use self::seat::Seat;

@@ -17,6 +17,7 @@ enum Damage {
     DropAction,
     RepeatAction,
     OtherMicrobatch,
+    OtherStage,
     DropPiece,
     RepeatPiece,
     ShiftPiece,
@@ -49,10 +50,11 @@ enum Damage {
     LargerBucket,
 }
 
-const DAMAGES: [Damage; 33] = [
+const DAMAGES: [Damage; 34] = [
     Damage::DropAction,
     Damage::RepeatAction,
     Damage::OtherMicrobatch,
+    Damage::OtherStage,
     Damage::DropPiece,
     Damage::RepeatPiece,
     Damage::ShiftPiece,
@@ -137,6 +139,26 @@ fn damage_actions(program: &mut Program, damage: Damage, list: Index, place: Ind
             Action::ReduceScatter { mb, .. } | Action::AllGather { mb, .. } => *mb += 1,
             Action::AllReduce { .. } => return None,
         },
+    }
+    Some(())
+}
+
+/// Lets an Action name another Stage, or none where it must, or one where it must not.
+fn damage_names(program: &mut Program, _: Damage, which: Index, place: Index) -> Option<()> {
+    let own = pick(program.ranks.iter_mut().filter(|own| !own.forward.is_empty()), which)?;
+    let other = own.seats[place.index(own.seats.len())].stage;
+    match pick(own.forward.iter_mut(), place)? {
+        Action::Forward { stage, .. }
+        | Action::Backward { stage, .. }
+        | Action::BackwardInput { stage, .. }
+        | Action::BackwardWeight { stage, .. } => *stage = if *stage == Some(other) { None } else { Some(other) },
+        Action::Send(message) | Action::Recv(message) => {
+            message.stages = match message.stages {
+                Some((from, to)) => Some((to, from)).filter(|_| other == to),
+                None => Some((other, other + 1)),
+            };
+        }
+        _ => return None,
     }
     Some(())
 }
@@ -319,6 +341,7 @@ fn damage_buckets(program: &mut Program, damage: Damage, which: Index, place: In
 fn apply(program: &mut Program, damage: Damage, which: Index, place: Index) -> Option<()> {
     let broken = match damage {
         Damage::DropAction | Damage::RepeatAction | Damage::OtherMicrobatch => damage_actions,
+        Damage::OtherStage => damage_names,
         Damage::DropPiece | Damage::RepeatPiece | Damage::ShiftPiece | Damage::ShrinkPiece | Damage::OtherPeer => {
             damage_message
         }
