@@ -61,7 +61,7 @@ UNREAD = {
         "stages[].spans[].recompute",
     },
     "buckets": {"gradients", "buckets[].dtype", "buckets[].bytes", "buckets[].span"},
-    "rank view": {"replica"},
+    "rank view": {"seats[].replica"},
     "plan": {
         "schema",
         "pyrannc",

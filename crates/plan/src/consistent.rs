@@ -1,11 +1,13 @@
 //! What a Plan may not contradict.
 
+use std::collections::{BTreeMap, BTreeSet};
+
 use thiserror::Error;
 
-use crate::plan::{BlockPlan, Plan, StagePlan};
+use crate::plan::{BlockPlan, Placement, Plan, StagePlan};
 use crate::predicted::StepPrediction;
 use crate::saver::{Recompute, Sharding};
-use crate::schedule::{Order, Schedule};
+use crate::schedule::{Crew, Schedule};
 
 /// As many as a cluster may have: readers make lists of them.
 const MOST_RANKS: u32 = 1_000_000;
@@ -63,9 +65,14 @@ pub enum PlanFault {
         /// Number of ranks.
         world_size: u32,
     },
-    /// A rank stands twice.
-    #[error("rank {0} stands twice in the stages")]
-    RankTwice(u32),
+    /// A rank stands twice in a Stage.
+    #[error("rank {rank} stands twice in stage {stage}")]
+    RankTwice {
+        /// The Stage.
+        stage: usize,
+        /// The rank.
+        rank: u32,
+    },
     /// A rank has no work.
     #[error("rank {0} is in no stage")]
     RankUnused(u32),
@@ -78,19 +85,19 @@ pub enum PlanFault {
     /// Stages that a Stage cannot feed.
     #[error("stage {0} feeds stages that do not come after it, or lists them out of order")]
     Feeds(usize),
-    /// Orders of computations for other Stages than there are.
-    #[error("its schedule lists {listed} stages, but it has {stages}")]
+    /// Orders of computations for other crews than there are.
+    #[error("its schedule lists {listed} orders, but there must be {}: {}", crews.len(), list(crews))]
     Orders {
         /// In the Schedule.
         listed: usize,
         /// In the Plan.
-        stages: usize,
+        crews: Vec<Crew>,
     },
-    /// The order of a Stage does not compute everything once.
-    #[error("the order of stage {stage} {problem}")]
+    /// The order of a crew does not compute everything once.
+    #[error("the order of {crew} {problem}")]
     Order {
-        /// The Stage.
-        stage: usize,
+        /// The crew.
+        crew: Crew,
         /// What is wrong with it.
         problem: &'static str,
     },
@@ -98,7 +105,13 @@ pub enum PlanFault {
     #[error(
         "the order of stage {0} has backwards in two parts, but its replicas divide gradients; list B, not I and W"
     )]
-    DividedParts(usize),
+    DividedParts(u32),
+    /// A Stage divides what several Stages of a rank would have to divide in turn.
+    #[error(
+        "the replicas of stage {0} divide gradients or parameters, but some of its ranks have other stages too; let them \
+         divide no more than the optimizer's state, or give the stage ranks of its own"
+    )]
+    DividedSeats(usize),
     /// A prediction is not a number.
     #[error("a predicted time is infinite or not a number")]
     NotFinite,
@@ -139,8 +152,9 @@ impl Plan {
         }
         check_blocks(&self.stages)?;
         check_feeds(&self.stages)?;
-        check_schedule(&self.schedule, &self.stages, self.microbatches)?;
-        check_ranks(self.stages.iter().map(|stage| stage.ranks.as_slice()), self.world_size)?;
+        let Placement { ranks, sharding, .. } = self.placement();
+        check_ranks(&ranks, &sharding, self.world_size)?;
+        self.check_schedule()?;
         let StepPrediction { step_us, bubble, lower_bound_us } = self.predicted;
         let stage_times = self.stages.iter().flat_map(|StagePlan { predicted: p, .. }| {
             [p.forward_us, p.backward_us, p.transfer_us, p.reduce_us, p.update_us]
@@ -152,6 +166,28 @@ impl Plan {
         }
         let falling = sizes().all(|sizes| sizes.is_sorted_by(|one, next| one.rows > next.rows));
         if falling { Ok(()) } else { Err(PlanFault::Sizes) }
+    }
+
+    /// Checks that listed orders have every computation of every Stage.
+    fn check_schedule(&self) -> Result<(), PlanFault> {
+        let Schedule::Explicit(orders) = &self.schedule else { return Ok(()) };
+        let crews = self.crews();
+        if orders.len() != crews.len() {
+            return Err(PlanFault::Orders { listed: orders.len(), crews });
+        }
+        let divides = |&&stage: &&u32| {
+            let StagePlan { sharding, ranks, .. } = &self.stages[stage as usize];
+            *sharding >= Sharding::Gradients && ranks.len() > 1
+        };
+        for (crew, order) in crews.into_iter().zip(orders) {
+            if let Some(&stage) = crew.stages.iter().find(divides).filter(|_| order.splits_backward()) {
+                return Err(PlanFault::DividedParts(stage));
+            }
+            if let Some(problem) = order.fault(&crew, self.microbatches) {
+                return Err(PlanFault::Order { crew, problem });
+            }
+        }
+        Ok(())
     }
 }
 
@@ -188,42 +224,36 @@ fn check_feeds(stages: &[StagePlan]) -> Result<(), PlanFault> {
     }
 }
 
-/// Checks that listed orders have every computation of every Stage.
-fn check_schedule(schedule: &Schedule, stages: &[StagePlan], microbatches: u32) -> Result<(), PlanFault> {
-    let Schedule::Explicit(orders) = schedule else { return Ok(()) };
-    if orders.len() != stages.len() {
-        return Err(PlanFault::Orders { listed: orders.len(), stages: stages.len() });
+/// Checks that every rank of `0..world_size` stands in some Stage and in none twice, that no Stage is without, and that
+/// Stages with ranks in common divide no gradients; what Stages do not tell to divide is whole.
+pub(crate) fn check_ranks(stages: &[Vec<u32>], sharding: &[Sharding], world_size: u32) -> Result<(), PlanFault> {
+    let mut stages_of: BTreeMap<u32, usize> = BTreeMap::new();
+    for (stage, ranks) in stages.iter().enumerate() {
+        if ranks.is_empty() {
+            return Err(PlanFault::NoRanks(stage));
+        }
+        let mut own = BTreeSet::new();
+        for &rank in ranks {
+            if rank >= world_size {
+                return Err(PlanFault::RankOutside { stage, rank, world_size });
+            }
+            if !own.insert(rank) {
+                return Err(PlanFault::RankTwice { stage, rank });
+            }
+            *stages_of.entry(rank).or_default() += 1;
+        }
     }
-    let divides = |stage: &StagePlan| stage.sharding >= Sharding::Gradients && stage.ranks.len() > 1;
-    let mut listed = stages.iter().zip(orders);
-    if let Some(stage) = listed.position(|(stage, order)| divides(stage) && order.splits_backward()) {
-        return Err(PlanFault::DividedParts(stage));
+    if let Some(rank) = (0..world_size).find(|rank| !stages_of.contains_key(rank)) {
+        return Err(PlanFault::RankUnused(rank));
     }
-    let fault = |(stage, order): (usize, &Order)| Some((stage, order.fault(microbatches)?));
-    match orders.iter().enumerate().find_map(fault) {
-        Some((stage, problem)) => Err(PlanFault::Order { stage, problem }),
+    let divides = |stage: &usize| sharding.get(*stage).is_some_and(|level| *level >= Sharding::Gradients);
+    let is_shared = |stage: &usize| stages[*stage].len() > 1 && stages[*stage].iter().any(|rank| stages_of[rank] > 1);
+    match (0..stages.len()).find(|stage| divides(stage) && is_shared(stage)) {
+        Some(stage) => Err(PlanFault::DividedSeats(stage)),
         None => Ok(()),
     }
 }
 
-/// Checks that every rank of `0..world_size` stands in exactly one Stage, and no Stage is without.
-pub(crate) fn check_ranks<'a>(stages: impl Iterator<Item = &'a [u32]>, world_size: u32) -> Result<(), PlanFault> {
-    let mut all = Vec::new();
-    for (stage, ranks) in stages.enumerate() {
-        if ranks.is_empty() {
-            return Err(PlanFault::NoRanks(stage));
-        }
-        if let Some(&rank) = ranks.iter().find(|&&rank| rank >= world_size) {
-            return Err(PlanFault::RankOutside { stage, rank, world_size });
-        }
-        all.extend_from_slice(ranks);
-    }
-    all.sort_unstable();
-    if let Some(pair) = all.windows(2).find(|pair| pair[0] == pair[1]) {
-        return Err(PlanFault::RankTwice(pair[0]));
-    }
-    match (0..world_size).find(|&rank| all.get(rank as usize) != Some(&rank)) {
-        Some(rank) => Err(PlanFault::RankUnused(rank)),
-        None => Ok(()),
-    }
+fn list(crews: &[Crew]) -> String {
+    crews.iter().map(|crew| format!("one of {crew}")).collect::<Vec<_>>().join(", ")
 }

@@ -30,9 +30,9 @@ pub use plan_file::PlanFileError;
 pub use predicted::{MemoryPrediction, PassPrediction, StagePrediction, StepPrediction, WholePrediction};
 pub use program::{
     Action, BUCKET_BYTES, Batch, BatchKind, Bucket, Buckets, Division, Exchange, ExchangePlaces, FIRST_BUCKET_BYTES,
-    Gradient, Interval, Message, Overlap, Parcel, Pass, Payload, Piece, Program, ProgramError, RankProgram, RankView,
-    ReduceDType, Slice, Step, Trained, Transfer, WINDOW, build, full_bytes, overlaps, plan_channels, split_even,
-    stage_depths, with_messages,
+    Gradient, Interval, Message, Needed, Overlap, Parcel, Pass, Payload, Piece, Program, ProgramError, RankProgram,
+    RankView, ReduceDType, Seat, SeatView, Slice, Step, Trained, Transfer, build, full_bytes, overlaps, plan_channels,
+    split_even, with_messages,
 };
 pub use saver::{Recompute, Sharding};
-pub use schedule::{Call, Compute, Held, Order, OrderError, Schedule, ScheduleKind, depths};
+pub use schedule::{Call, Compute, Crew, Held, Order, OrderError, Schedule, ScheduleKind, Seated, WINDOW, depths};

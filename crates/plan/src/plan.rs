@@ -3,9 +3,9 @@
 use rannc_ir::OpRun;
 use serde::{Deserialize, Serialize};
 
-use crate::predicted::{StagePrediction, StepPrediction};
+use crate::predicted::{MemoryPrediction, StagePrediction, StepPrediction};
 use crate::saver::{Recompute, Sharding};
-use crate::schedule::{Order, Schedule, depths};
+use crate::schedule::{Crew, Order, Schedule};
 
 /// Version of the plan file that this crate writes and reads.
 pub const PLAN_SCHEMA: u32 = 3;
@@ -52,7 +52,7 @@ pub struct StagePlan {
     pub ops: OpRun,
     /// Short summary of the modules that it runs, e.g. `bert.encoder.layer.0-11`.
     pub modules: Vec<String>,
-    /// The rank of each Replica.
+    /// The rank of each Replica. Other Stages may have the same ranks.
     pub ranks: Vec<u32>,
     /// Its Blocks in order; none where it has no main Ops.
     pub blocks: Vec<BlockPlan>,
@@ -121,17 +121,27 @@ impl Plan {
         }
     }
 
-    /// What each Stage computes in which order. Under a Schedule with a name, that is not known of a Plan that does not
-    /// tell which Stages feed which.
+    /// The ranks by the Stages that they have, in the order of a listed Schedule.
+    pub fn crews(&self) -> Vec<Crew> {
+        Crew::of_stages(&self.placement().ranks)
+    }
+
+    /// What each crew computes in which order. Under a Schedule with a name, that is not known of a Plan that does not tell
+    /// which Stages feed which.
     pub fn orders(&self) -> Option<Vec<Order>> {
         if let Schedule::Explicit(orders) = &self.schedule {
             return Some(orders.clone());
         }
-        let feeds: Option<Vec<&Vec<u32>>> = self.stages.iter().map(|stage| stage.feeds.as_ref()).collect();
-        let edges =
-            |(from, feeds): (usize, &'_ Vec<u32>)| feeds.iter().map(|&to| (from, to as usize)).collect::<Vec<_>>();
-        let depths = depths(self.stages.len(), feeds?.into_iter().enumerate().flat_map(edges));
-        let order = |(stage, depth)| self.schedule.order(stage, depth, self.microbatches);
-        Some(depths.into_iter().enumerate().map(order).collect())
+        let mut edges = Vec::new();
+        for (from, stage) in self.stages.iter().enumerate() {
+            edges.extend(stage.feeds.as_ref()?.iter().map(|&to| (from, to as usize)));
+        }
+        Some(self.schedule.orders(&self.placement().ranks, &edges, self.microbatches))
+    }
+
+    /// Expected peak memory of a rank with all Stages of its crew.
+    pub fn memory_of(&self, crew: &Crew) -> MemoryPrediction {
+        let own = crew.stages.iter().map(|&stage| self.stages[stage as usize].predicted.memory);
+        own.reduce(MemoryPrediction::beside).unwrap_or_default()
     }
 }

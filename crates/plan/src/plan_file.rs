@@ -12,6 +12,7 @@ use crate::consistent::PlanFault;
 use crate::partition::{Partition, PartitionError};
 use crate::plan::{OLD_SCHEMA, PLAN_SCHEMA, Plan, StagePlan};
 use crate::saver::Recompute;
+use crate::schedule::Crew;
 
 /// Why a plan file cannot be used.
 #[derive(Debug, Error)]
@@ -64,6 +65,16 @@ pub enum PlanFileError {
         stage: usize,
         /// What it asks for.
         what: &'static str,
+    },
+    /// Asks for several Stages on a rank.
+    #[error(
+        "rank {} of the plan has {crew}; this RaNNC can show and simulate several stages on a rank, but runs only one: give \
+         every rank one stage, as all plans of its own search do",
+        crew.ranks[0]
+    )]
+    SharedRanks {
+        /// The first ranks that have several.
+        crew: Crew,
     },
     /// Made for another Graph.
     #[error(
@@ -237,7 +248,10 @@ impl Plan {
                 return Err(PlanFileError::NotRunnable { stage, what });
             }
         }
-        Ok(())
+        match self.crews().into_iter().find(Crew::is_shared) {
+            Some(crew) => Err(PlanFileError::SharedRanks { crew }),
+            None => Ok(()),
+        }
     }
 }
 

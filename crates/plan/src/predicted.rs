@@ -92,6 +92,20 @@ impl MemoryPrediction {
         ]
     }
 
+    /// Of two Stages on one device: temporary tensors are there while one of them computes, and the framework is there once.
+    #[must_use]
+    pub fn beside(self, other: Self) -> Self {
+        Self {
+            params_bytes: self.params_bytes.saturating_add(other.params_bytes),
+            grads_bytes: self.grads_bytes.saturating_add(other.grads_bytes),
+            optimizer_bytes: self.optimizer_bytes.saturating_add(other.optimizer_bytes),
+            activations_bytes: self.activations_bytes.saturating_add(other.activations_bytes),
+            workspace_bytes: self.workspace_bytes.max(other.workspace_bytes),
+            comm_bytes: self.comm_bytes.saturating_add(other.comm_bytes),
+            framework_bytes: self.framework_bytes.max(other.framework_bytes),
+        }
+    }
+
     /// The sum; of impossible amounts the largest number.
     pub fn total_bytes(&self) -> u64 {
         self.uses().into_iter().fold(0, |sum, (_, bytes)| sum.saturating_add(bytes))

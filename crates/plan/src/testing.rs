@@ -1,6 +1,6 @@
 //! Orders for tests, here and in crates above.
 
-use crate::schedule::{Compute, Order};
+use crate::schedule::{Compute, Order, Seated};
 
 /// The order with some of its backwards in two parts, of which the second comes later or much later; every seed gives
 /// another one.
@@ -10,15 +10,16 @@ pub fn in_two_parts(order: &Order, mut seed: u64) -> Order {
         (seed >> 33) % 3
     };
     let (mut found, mut waiting) = (Vec::new(), std::collections::VecDeque::new());
-    for &compute in &order.0 {
+    for &seated in &order.0 {
         let whole = draw() == 0;
-        match compute {
+        let with = |compute: Compute| Seated { compute, ..seated };
+        match seated.compute {
             Compute::Backward(mb) if !whole => {
-                found.push(Compute::BackwardInput(mb));
-                waiting.push_back(Compute::BackwardWeight(mb));
+                found.push(with(Compute::BackwardInput(mb)));
+                waiting.push_back(with(Compute::BackwardWeight(mb)));
             }
-            Compute::Backward(_) => found.extend(waiting.drain(..).chain([compute])),
-            _ => found.push(compute),
+            Compute::Backward(_) => found.extend(waiting.drain(..).chain([seated])),
+            _ => found.push(seated),
         }
         while !waiting.is_empty() && draw() == 0 {
             found.extend(waiting.pop_front());

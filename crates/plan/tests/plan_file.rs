@@ -103,7 +103,7 @@ fn a_listed_schedule_has_every_computation_once() {
         }
     };
     let faults = [
-        (vec!["F0 F1 B0 B1"], "its schedule lists 1 stages, but it has 2"),
+        (vec!["F0 F1 B0 B1"], "its schedule lists 1 orders, but there must be 2: one of stage 0, one of stage 1"),
         (
             vec!["F0 F1 B0 B1", "F0 B0 F1"],
             "the order of stage 1 lacks a computation, or has one of a microbatch that the plan does not have",
@@ -181,7 +181,7 @@ fn inconsistent_plans_are_refused() {
     let none = PlanFault::Ops { stage: 1, first: 5, end: 5, expected: 5 };
     assert_eq!(fault(|plan| plan.stages[1].ops.end = 5), none);
     assert_eq!(fault(|plan| plan.stages[0].ranks.clear()), PlanFault::NoRanks(0));
-    assert_eq!(fault(|plan| plan.stages[0].ranks.push(2)), PlanFault::RankTwice(2));
+    assert_eq!(fault(|plan| plan.stages[1].ranks.push(2)), PlanFault::RankTwice { stage: 1, rank: 2 });
     let outside = PlanFault::RankOutside { stage: 0, rank: 3, world_size: 3 };
     assert_eq!(fault(|plan| plan.stages[0].ranks.push(3)), outside);
     assert_eq!(fault(|plan| plan.world_size = 4), PlanFault::RankUnused(3));
@@ -223,6 +223,52 @@ fn other_graphs_are_refused() {
 fn a_model_without_main_ops_is_one_stage() {
     let plan = Plan { stages: vec![stage(0, 0, &[0, 1, 2])], ..unsealed() };
     assert!(plan.seal().is_ok());
+}
+
+/// Four Stages on two ranks, there and back.
+fn folded() -> Plan {
+    let stages = [stage(0, 5, &[1]), stage(5, 9, &[0]), stage(9, 13, &[0]), stage(13, 17, &[1])];
+    let mut plan = Plan { world_size: 2, microbatches: 1, stages: stages.into(), ..unsealed() };
+    plan.schedule = listed(&["F0@0 F0@3 B0@3 B0@0", "F0@1 F0@2 B0@2 B0@1"]);
+    plan
+}
+
+fn listed(orders: &[&str]) -> Schedule {
+    Schedule::Explicit(orders.iter().map(|text| text.parse().expect("an order")).collect())
+}
+
+#[test]
+fn a_rank_may_have_several_stages() {
+    let plan = folded().seal().expect("the plan is consistent");
+    assert_eq!(Plan::from_json(&plan.to_json()).expect("just written"), plan);
+    let crews = plan.crews();
+    assert_eq!(crews.iter().map(ToString::to_string).collect::<Vec<_>>(), ["stages 0, 3", "stages 1, 2"]);
+    let one = plan.stages[0].predicted.memory;
+    assert_eq!(plan.memory_of(&crews[0]).total_bytes(), 2 * one.total_bytes());
+    let error = plan.check_runnable().expect_err("one stage a rank is run");
+    assert_eq!(
+        error.to_string(),
+        "rank 1 of the plan has stages 0, 3; this RaNNC can show and simulate several stages on a rank, but runs only one: \
+         give every rank one stage, as all plans of its own search do"
+    );
+    assert!(unsealed().seal().expect("consistent").check_runnable().is_ok());
+}
+
+#[test]
+fn orders_of_shared_ranks_name_their_stages() {
+    let faults = [
+        (vec!["F0 B0"; 4], "lists 4 orders, but there must be 2: one of stages 0, 3, one of stages 1, 2;"),
+        (vec!["F0@0 F0@3 B0@3 B0@0", "F0 B0"], "the order of stages 1, 2 must name one of its ranks' stages"),
+        (vec!["F0@0 F0@3 B0@3 B0@0", "F0@1 F0@2 B0@1"], "the order of stages 1, 2 lacks a computation"),
+    ];
+    for (orders, expected) in faults {
+        let error = Plan { schedule: listed(&orders), ..folded() }.seal().expect_err("it is wrong").to_string();
+        assert!(error.contains(expected), "{error}");
+    }
+    let mut plan = folded();
+    plan.stages[3].ranks = vec![1, 0];
+    plan.stages[3].sharding = Sharding::Gradients;
+    assert!(plan.seal().expect_err("in turn").to_string().contains("the replicas of stage 3 divide gradients or"));
 }
 
 #[test]

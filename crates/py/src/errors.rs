@@ -109,6 +109,7 @@ impl Raised for SearchError {
             | Self::DoesNotFit(_)
             | Self::Stopped
             | Self::Told
+            | Self::NoStep(_)
             | Self::Threads(_) => ErrorClass::PLAN,
         }
     }

@@ -119,7 +119,7 @@ impl PlanDiff {
 fn facts(plan: &Plan) -> Vec<(&'static str, &'static str, Amount)> {
     let count = |count: u32| Amount::Count(u64::from(count));
     let figures = StepFigures::predicted(plan, None);
-    let peak_bytes = plan.stages.iter().map(|stage| stage.predicted.memory.total_bytes()).max().unwrap_or(0);
+    let peak_bytes = plan.crews().iter().map(|crew| plan.memory_of(crew).total_bytes()).max().unwrap_or(0);
     vec![
         ("graph_name", "Graph", Amount::Text(plan.graph_name.clone())),
         ("world_size", "Ranks", count(plan.world_size)),

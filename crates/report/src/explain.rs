@@ -2,7 +2,7 @@
 
 use rannc_cost::{Cluster, format_bytes, format_us, tensor_bytes};
 use rannc_ir::{Analysis, Graph, OpRun};
-use rannc_plan::{MemoryPrediction, Partition, PartitionError, Plan, StagePlan, stage_depths};
+use rannc_plan::{MemoryPrediction, Partition, PartitionError, Plan, StagePlan};
 use rannc_search::{Blocks, Gain, Outcome, PassedOver, SearchReport, Settings, Stop, Undivided};
 use serde::Serialize;
 
@@ -158,7 +158,7 @@ impl Explanation {
             shape: PlanShape::new(other, Some(&workload)),
         });
         Ok(Self {
-            stages: stage_shares(&plan, &stage_depths(&Partition::new(graph, &ops)?), step.bottleneck, question),
+            stages: stage_shares(&plan, &Partition::new(graph, &ops)?, step.bottleneck, question),
             cuts: cuts(&plan, cut_bytes(graph, &ops, rows)?),
             median_cut_bytes: median(cut_bytes(graph, &possible(graph), rows)?),
             runners_up: runners_up.collect(),
@@ -194,15 +194,17 @@ fn microbatch_us(stage: &StagePlan) -> f64 {
     stage.predicted.forward_us + stage.predicted.backward_us + stage.predicted.transfer_us
 }
 
-fn stage_shares(plan: &Plan, depths: &[u32], bottleneck: usize, question: Question<'_>) -> Vec<StageShares> {
+fn stage_shares(plan: &Plan, partition: &Partition, bottleneck: usize, question: Question<'_>) -> Vec<StageShares> {
     let Question { cluster, settings, .. } = question;
     let most_us = microbatch_us(&plan.stages[bottleneck]);
-    let stages = plan.stages.iter().enumerate().map(|(number, stage)| {
+    let edges: Vec<(usize, usize)> = partition.edges().collect();
+    let orders = plan.schedule.stage_orders(&plan.placement().ranks, &edges, plan.microbatches);
+    let stages = plan.stages.iter().zip(orders).map(|(stage, order)| {
         let memory_bytes = stage.ranks.iter().map(|&rank| cluster.device_of(rank).memory_bytes).min().unwrap_or(0);
         StageShares {
             microbatch_us: microbatch_us(stage),
             of_bottleneck: if most_us > 0.0 { microbatch_us(stage) / most_us } else { 0.0 },
-            in_flight: plan.schedule.order(number, depths[number], plan.microbatches).in_flight(),
+            in_flight: order.in_flight(),
             memory_bytes: stage.predicted.memory.total_bytes(),
             usable_bytes: settings.usable_bytes(memory_bytes) as u64,
             largest_use: largest_use(&stage.predicted.memory),

@@ -56,13 +56,21 @@ pub(crate) fn name(what: What) -> String {
         Payload::Value => "values",
         Payload::Grad => "gradients",
     };
+    let of = |mb: u32, stage: Option<u32>| match stage {
+        Some(stage) => format!("{mb} of stage {stage}"),
+        None => mb.to_string(),
+    };
+    let ends =
+        |stages: Option<(u32, u32)>| stages.map_or_else(String::new, |(from, to)| format!(", stage {from} to {to}"));
     match what {
-        What::Forward { mb } => format!("forward {mb}"),
-        What::Backward { mb } => format!("backward {mb}"),
-        What::BackwardInput { mb } => format!("backward {mb}, inputs"),
-        What::BackwardWeight { mb } => format!("backward {mb}, weights"),
-        What::Send { mb, peer, payload } => format!("{} {mb} to rank {peer}", content(payload)),
-        What::Recv { mb, peer, payload } => format!("{} {mb} from rank {peer}", content(payload)),
+        What::Forward { mb, stage } => format!("forward {}", of(mb, stage)),
+        What::Backward { mb, stage } => format!("backward {}", of(mb, stage)),
+        What::BackwardInput { mb, stage } => format!("backward {}, inputs", of(mb, stage)),
+        What::BackwardWeight { mb, stage } => format!("backward {}, weights", of(mb, stage)),
+        What::Send { mb, peer, stages, payload } => format!("{} {mb} to rank {peer}{}", content(payload), ends(stages)),
+        What::Recv { mb, peer, stages, payload } => {
+            format!("{} {mb} from rank {peer}{}", content(payload), ends(stages))
+        }
         What::Exchange { mb, kind } => format!("{kind} {mb}"),
         What::Reduce => "reduce".to_owned(),
         What::Gather => "gather".to_owned(),

@@ -1,7 +1,9 @@
 //! Plans as tables.
 
+use std::collections::BTreeSet;
+
 use rannc_cost::{format_bytes, format_us};
-use rannc_plan::{Interval, Order, Plan, Schedule, StagePlan, StagePrediction, split_even};
+use rannc_plan::{Crew, Interval, Order, Plan, Schedule, StagePlan, StagePrediction, split_even};
 
 use serde::Serialize;
 
@@ -85,9 +87,9 @@ fn memory_table(plan: &Plan, limit_bytes: Option<u64>, width: usize) -> String {
         amount("Total"),
         amount("Limit"),
     ];
-    let rows = plan.stages.iter().enumerate().map(|(number, stage)| {
-        let memory = &stage.predicted.memory;
-        let mut row = vec![number.to_string()];
+    let rows = plan.crews().into_iter().map(|crew| {
+        let memory = plan.memory_of(&crew);
+        let mut row = vec![each_stage(&crew)];
         row.extend(memory.uses().map(|(_, bytes)| format_bytes(bytes)));
         row.push(format_bytes(memory.total_bytes()));
         row.extend(limit_bytes.map(format_bytes));
@@ -143,16 +145,25 @@ impl Report for PlanTables<'_> {
             summary(plan, workload.as_ref(), width),
             stage_table(plan, width),
             memory_table(plan, *limit_bytes, width),
-            orders.map(|orders| order_of_stages(&orders, width)).unwrap_or_default(),
+            orders.map(|orders| order_of_crews(&plan.crews(), &orders, width)).unwrap_or_default(),
         )
     }
 }
 
-/// What each Stage computes in which order.
-fn order_of_stages(orders: &[Order], width: usize) -> String {
-    let line = |(stage, order): (usize, &Order)| paragraph(&format!("Stage {stage}: {order}"), width) + "\n";
-    let lines: String = orders.iter().enumerate().map(line).collect();
-    format!("\nOrder of each stage\n{}", lines.trim_end())
+/// `0`, or `0, 2`.
+fn each_stage(crew: &Crew) -> String {
+    crew.stages.iter().map(u32::to_string).collect::<Vec<_>>().join(", ")
+}
+
+/// What each Stage computes in which order, or where ranks have several, each of these ranks.
+fn order_of_crews(crews: &[Crew], orders: &[Order], width: usize) -> String {
+    let line = |(crew, order): (&Crew, &Order)| {
+        let kind = if crew.is_shared() { "Stages" } else { "Stage" };
+        paragraph(&format!("{kind} {}: {order}", each_stage(crew)), width) + "\n"
+    };
+    let lines: String = crews.iter().zip(orders).map(line).collect();
+    let whose = if crews.iter().any(Crew::is_shared) { "of each rank, by its stages" } else { "of each stage" };
+    format!("\nOrder {whose}\n{}", lines.trim_end())
 }
 
 /// How a Plan divides a batch that comes in equal parts from all ranks.
@@ -194,7 +205,10 @@ impl DeploymentStage {
 
 /// Devices that get no rows of any microbatch.
 pub(crate) fn idle_devices(plan: &Plan) -> usize {
-    Deployment::new(plan, plan.batch_rows).stages.iter().map(|stage| stage.idle_ranks().len()).sum()
+    let deployed = Deployment::new(plan, plan.batch_rows);
+    let replicas = deployed.stages.iter().flat_map(|stage| stage.ranks.iter().zip(&stage.replica_rows));
+    let busy: BTreeSet<u32> = replicas.filter(|&(_, &rows)| rows > 0).map(|(&rank, _)| rank).collect();
+    plan.world_size as usize - busy.len()
 }
 
 impl<'a> Deployment<'a> {

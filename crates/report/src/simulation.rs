@@ -39,8 +39,11 @@ pub struct Simulation {
 pub struct SimulatedRank {
     /// The rank.
     pub rank: u32,
-    /// Its Stage.
+    /// Its Stage, or the first of several.
     pub stage: u32,
+    /// The others of several.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub more_stages: Vec<u32>,
     /// Forward and backward.
     pub busy_us: f64,
     /// Exposed communication: idle while a message that it waits for is under way.
@@ -57,8 +60,11 @@ pub struct SimulatedRank {
 
 impl SimulatedRank {
     fn new(rank: &RankTimeline) -> Self {
-        let &RankTimeline { rank, stage, busy_us, waiting_us, reduce_us, update_us, bubble_us, peak_bytes, .. } = rank;
-        Self { rank, stage, busy_us, waiting_us, reduce_us, update_us, bubble_us, peak_bytes }
+        let &RankTimeline { rank, ref seats, busy_us, waiting_us, reduce_us, update_us, bubble_us, peak_bytes, .. } =
+            rank;
+        let mut stages = seats.iter().map(|seat| seat.stage);
+        let (stage, more_stages) = (stages.next().unwrap_or(0), stages.collect());
+        Self { rank, stage, more_stages, busy_us, waiting_us, reduce_us, update_us, bubble_us, peak_bytes }
     }
 
     fn times_us(&self) -> [f64; 5] {
@@ -70,9 +76,14 @@ impl SimulatedRank {
         let times = self.times_us().into_iter().zip(other.times_us());
         let near = |left: f64, right: f64, whole: f64| (left - right).abs() <= NEAR * whole;
         let peak_bytes = self.peak_bytes as f64;
-        self.stage == other.stage
+        (self.stage, &self.more_stages) == (other.stage, &other.more_stages)
             && times.into_iter().all(|(own_us, other_us)| near(own_us, other_us, step_us))
             && near(peak_bytes, other.peak_bytes as f64, peak_bytes)
+    }
+
+    /// Its Stages: `0`, or `0, 2`.
+    pub(crate) fn stages(&self) -> String {
+        std::iter::once(&self.stage).chain(&self.more_stages).map(u32::to_string).collect::<Vec<_>>().join(", ")
     }
 
     /// All that is shown but the rank itself.
@@ -117,14 +128,14 @@ impl Simulation {
                 None => groups.push((rank, vec![rank.rank])),
             }
         }
-        groups.sort_by_key(|(first, _)| (first.stage, first.rank));
+        groups.sort_by_key(|(first, _)| (first.stage, first.more_stages.clone(), first.rank));
         groups
     }
 
     /// Stage, ranks, and the figures of the first of them; ranks that resemble each other stand in one row.
     fn rows(&self) -> Vec<Vec<String>> {
         let row = |first: &SimulatedRank, ranks: &[u32]| {
-            [first.stage.to_string(), runs(ranks)].into_iter().chain(first.row(self.figures.step_us)).collect()
+            [first.stages(), runs(ranks)].into_iter().chain(first.row(self.figures.step_us)).collect()
         };
         self.groups().into_iter().map(|(first, ranks)| row(first, &ranks)).collect()
     }

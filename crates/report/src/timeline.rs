@@ -22,7 +22,7 @@ const LEAST_CELLS: usize = 20;
 pub fn draw(timeline: &Timeline, simulation: &Simulation, width: usize) -> String {
     let groups = simulation.groups();
     let labels: Vec<String> =
-        groups.iter().map(|(first, ranks)| format!("stage {} rank {} ", first.stage, runs(ranks))).collect();
+        groups.iter().map(|(first, ranks)| format!("stage {} rank {} ", first.stages(), runs(ranks))).collect();
     let indent = labels.iter().map(String::len).max().unwrap_or(0);
     let cells = width.saturating_sub(indent + 2).max(LEAST_CELLS);
     let end = format_us(timeline.step_us);
@@ -46,6 +46,11 @@ pub fn draw(timeline: &Timeline, simulation: &Simulation, width: usize) -> Strin
     drawing + &paragraph(&legend, width)
 }
 
+/// What a computation begins with: its microbatch, and its Stage where the rank has several.
+fn begun(mb: u32, stage: Option<u32>) -> String {
+    stage.map_or_else(|| mb.to_string(), |stage| format!("{mb}@{stage}"))
+}
+
 /// What a rank does in each of the cells, by the middle of each.
 fn line(rank: &RankTimeline, step_us: f64, cells: usize) -> Vec<char> {
     let mut line = vec![BUBBLE; cells];
@@ -56,9 +61,9 @@ fn line(rank: &RankTimeline, step_us: f64, cells: usize) -> Vec<char> {
     for &Event { start_us, end_us, what } in rank.events.iter().filter(|event| !is_message(event)) {
         let slice = &mut line[cell(start_us)..cell(end_us)];
         let (fill, number) = match what {
-            What::Forward { mb } => (FORWARD, mb.to_string()),
-            What::Backward { mb } | What::BackwardInput { mb } => (BACKWARD, mb.to_string()),
-            What::BackwardWeight { mb } => (WEIGHTS, mb.to_string()),
+            What::Forward { mb, stage } => (FORWARD, begun(mb, stage)),
+            What::Backward { mb, stage } | What::BackwardInput { mb, stage } => (BACKWARD, begun(mb, stage)),
+            What::BackwardWeight { mb, stage } => (WEIGHTS, begun(mb, stage)),
             What::Reduce | What::Gather => (REDUCE, String::new()),
             What::Update => (UPDATE, String::new()),
             What::Send { .. } | What::Recv { .. } | What::Exchange { .. } => continue,

@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 
 use rannc_cost::format_bytes;
-use rannc_plan::{Action, Payload, Program};
+use rannc_plan::{Action, Payload, Program, Seat};
 use rannc_sim::{Costs, Event, RankTimeline, Timeline, What};
 use serde_json::{Map, Value, json};
 
@@ -25,7 +25,8 @@ pub struct TracedStep<'a> {
     pub limit_bytes: u64,
 }
 
-/// The step as JSON for ui.perfetto.dev and `chrome://tracing`: a process for each Stage, a thread for what each rank
+/// The step as JSON for ui.perfetto.dev and `chrome://tracing`: a process for each Stage, or where ranks have several for the
+/// first of them, a thread for what each rank
 /// computes and for why it does not, further threads for its messages, an arrow for each message, and a counter of
 /// each rank's memory. What takes no time is left out.
 pub fn chrome_trace(step: TracedStep<'_>) -> String {
@@ -37,8 +38,8 @@ pub fn chrome_trace(step: TracedStep<'_>) -> String {
     format!("[\n{}\n]\n", trace.entries.join(",\n"))
 }
 
-/// A message by sender, receiver, content and microbatch.
-type MessageKey = (u32, u32, Payload, u32);
+/// A message by sender, receiver, their Stages where either has several, content and microbatch.
+type MessageKey = (u32, u32, Option<(u32, u32)>, Payload, u32);
 
 fn message_bytes(step: TracedStep<'_>) -> HashMap<MessageKey, u64> {
     let mut bytes = HashMap::new();
@@ -46,17 +47,23 @@ fn message_bytes(step: TracedStep<'_>) -> HashMap<MessageKey, u64> {
         for action in own.forward.iter().chain(&own.backward) {
             let Action::Send(message) = action else { continue };
             let pieces = message.pieces.iter().map(|piece| step.costs.value_bytes(piece.value, piece.rows.rows()));
-            *bytes.entry((own.rank, message.peer, message.kind, message.mb)).or_default() += pieces.sum::<u64>();
+            let key = (own.rank, message.peer, message.stages, message.kind, message.mb);
+            *bytes.entry(key).or_default() += pieces.sum::<u64>();
         }
     }
     bytes
 }
 
+/// The number of the process in which a rank is shown.
+fn process(own: &RankTimeline) -> u32 {
+    own.seats[0].stage + 1
+}
+
 /// The message that an event of this rank is.
 fn key(rank: u32, what: What) -> Option<MessageKey> {
     match what {
-        What::Send { mb, peer, payload } => Some((rank, peer, payload, mb)),
-        What::Recv { mb, peer, payload } => Some((peer, rank, payload, mb)),
+        What::Send { mb, peer, stages, payload } => Some((rank, peer, stages, payload, mb)),
+        What::Recv { mb, peer, stages, payload } => Some((peer, rank, stages, payload, mb)),
         _ => None,
     }
 }
@@ -77,9 +84,12 @@ impl Trace<'_> {
     }
 
     fn rank(&mut self, own: &RankTimeline) {
-        let process = own.stage + 1;
-        if own.replica == 0 {
-            let name = format!("stage {}: {}", own.stage, self.modules(own));
+        let process = process(own);
+        if own.seats.first().is_some_and(|seat| seat.replica == 0) {
+            let stages: Vec<String> = own.seats.iter().map(|seat| seat.stage.to_string()).collect();
+            let kind = if own.seats.len() > 1 { "stages" } else { "stage" };
+            let modules: Vec<String> = own.seats.iter().map(|&seat| self.modules(seat)).collect();
+            let name = format!("{kind} {}: {}", stages.join(", "), modules.join("; "));
             self.push(&json!({ "ph": "M", "name": "process_name", "pid": process, "args": { "name": name } }));
         }
         let (messages, computations): (Vec<&Event>, Vec<&Event>) =
@@ -101,13 +111,13 @@ impl Trace<'_> {
         }
     }
 
-    fn modules(&self, own: &RankTimeline) -> String {
-        self.step.modules.get(own.stage as usize).cloned().unwrap_or_default()
+    fn modules(&self, seat: Seat) -> String {
+        self.step.modules.get(seat.stage as usize).cloned().unwrap_or_default()
     }
 
     fn thread(&mut self, own: &RankTimeline, thread_name: &str, events: &[&Event]) {
         self.threads += 1;
-        let (process, thread) = (own.stage + 1, self.threads);
+        let (process, thread) = (process(own), self.threads);
         self.push(
             &json!({ "ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": { "name": thread_name } }),
         );
@@ -132,9 +142,9 @@ impl Trace<'_> {
         let Gap { start_us, end_us, cause } = gap;
         let kind = if cause.is_waiting() { "waiting" } else { "bubble" };
         self.push(&json!({
-            "ph": "X", "name": kind, "cat": "idle", "pid": own.stage + 1, "tid": self.threads,
+            "ph": "X", "name": kind, "cat": "idle", "pid": process(own), "tid": self.threads,
             "ts": start_us, "dur": end_us - start_us,
-            "args": { "stage": own.stage, "rank": own.rank, "cause": cause.to_string() },
+            "args": { "stage": own.seats[0].stage, "rank": own.rank, "cause": cause.to_string() },
         }));
     }
 
@@ -142,25 +152,27 @@ impl Trace<'_> {
     fn args(&self, own: &RankTimeline, what: What) -> Value {
         let mut args = Map::new();
         let mut add = |name: &str, value: Value| args.insert(name.to_owned(), value);
-        add("stage", own.stage.into());
+        let named = own.seats.iter().find(|seat| Some(seat.stage) == what.stage());
+        let seat = *named.unwrap_or(&own.seats[0]);
+        add("stage", seat.stage.into());
         add("rank", own.rank.into());
-        if let Some(key @ (src, dst, _, mb)) = key(own.rank, what) {
+        if let Some(key @ (src, dst, _, _, mb)) = key(own.rank, what) {
             add("microbatch", mb.into());
             add("from_rank", src.into());
             add("to_rank", dst.into());
             add("bytes", self.bytes.get(&key).copied().into());
             return args.into();
         }
-        add("replica", own.replica.into());
+        add("replica", seat.replica.into());
         if let What::Exchange { mb, .. } = what {
             add("microbatch", mb.into());
         }
-        if let Some(mb) = what.computed() {
-            let rows = &self.step.program.stage_rows[own.stage as usize][mb as usize][own.replica as usize];
+        if let Some(mb) = what.computed().map(|seated| seated.compute.microbatch()) {
+            let rows = &self.step.program.stage_rows[seat.stage as usize][mb as usize][seat.replica as usize];
             add("microbatch", mb.into());
             add("rows", rows.rows().into());
         }
-        add("modules", self.modules(own).into());
+        add("modules", self.modules(seat).into());
         args.into()
     }
 }

@@ -70,6 +70,9 @@ impl Costs for Rows {
     fn fixed_bytes(&self, _: u32) -> u64 {
         100
     }
+    fn framework_bytes(&self, _: u32) -> u64 {
+        10
+    }
     fn microbatch_bytes(&self, _: u32, rows: u64) -> u64 {
         rows
     }

@@ -46,6 +46,9 @@ pub enum SearchError {
     /// The threads for the search cannot be started.
     #[error("the threads of the search cannot be started: {0}")]
     Threads(#[from] rayon::ThreadPoolBuildError),
+    /// A given Plan has ranks with several Stages, and no step.
+    #[error("the plan's ranks have several stages, and what a step takes then cannot be told: {0}")]
+    NoStep(String),
     /// The Plan contradicts itself.
     #[error(transparent)]
     Plan(#[from] PlanFileError),

@@ -10,12 +10,12 @@ use rannc_ir::testing::{GraphBuilder, cases};
 use rannc_ir::{Analysis, Arg, DType, Dim, Graph, OpRun, ValueId};
 use rannc_plan::testing::in_two_parts;
 use rannc_plan::{
-    Action, Batch, BlockPlan, Buckets, Call, CheckError, Interval, Partition, Payload, Placement, Plan, Program,
-    Promises, Recompute, Schedule, ScheduleKind, Sharding, StagePlan, StagePrediction, StepPrediction, Trained, build,
-    check, check_memory, grid, in_flight, split_even,
+    Action, Batch, BlockPlan, Buckets, Call, CheckError, Crew, Interval, Order, Partition, Payload, Placement, Plan,
+    Program, Promises, Recompute, Schedule, ScheduleKind, Sharding, StagePlan, StagePrediction, StepPrediction,
+    Trained, build, check, check_memory, grid, in_flight, split_even,
 };
 use rannc_search::{Blocks, PlanCosts, Settings};
-use rannc_sim::{Costs, Timeline, What, simulate};
+use rannc_sim::{Costs, Timeline, simulate};
 
 const WIDTH: i64 = 256;
 /// How far an exact time may be from the simulator's: both run the same machine at the same prices, and add up the bytes of
@@ -27,6 +27,8 @@ const ROUNDING: f64 = 1e-9;
 struct Case {
     model: String,
     replicas: Vec<usize>,
+    /// By Stage.
+    ranks: Vec<Vec<u32>>,
     microbatches: u32,
     rows: Vec<u64>,
     schedule: Schedule,
@@ -41,9 +43,11 @@ impl Case {
         let (fields, divided) = fields.split_at(6);
         let [model, replicas, microbatches, rows, schedule, call] = fields else { panic!("six fields in {line}") };
         let named = |name: &str| serde_json::Value::from(name);
+        let counts: Vec<usize> = replicas.split(' ').map(|count| count.parse().expect("a count")).collect();
         Self {
             model: (*model).to_owned(),
-            replicas: replicas.split(' ').map(|count| count.parse().expect("a count")).collect(),
+            ranks: dealt(&counts, counts.iter().sum()),
+            replicas: counts,
             microbatches: microbatches.parse().expect("a count"),
             rows: rows.split(' ').map(|count| count.parse().expect("a count")).collect(),
             schedule: match schedule.split_once('/') {
@@ -99,11 +103,6 @@ impl Case {
         builder.finish(&outputs)
     }
 
-    fn ranks(&self) -> Vec<Vec<u32>> {
-        let mut next = 0..;
-        self.replicas.iter().map(|&count| next.by_ref().take(count).collect()).collect()
-    }
-
     /// True when all ranks bring the rows that Plans are priced for.
     fn has_planned_rows(&self) -> bool {
         let planned = split_even(self.rows.iter().sum(), self.rows.len());
@@ -138,12 +137,18 @@ impl Case {
             batch_rows: self.rows.iter().sum(),
             microbatches: self.microbatches,
             schedule: self.schedule.clone(),
-            stages: self.ranks().into_iter().zip(self.cuts()).zip(&self.sharding).map(stage).collect(),
+            stages: self.ranks.iter().cloned().zip(self.cuts()).zip(&self.sharding).map(stage).collect(),
             predicted: StepPrediction::default(),
             checksum: String::new(),
         };
         plan.seal().expect("the plan is consistent")
     }
+}
+
+/// The Replicas of Stages dealt out to so many ranks, at least as many as the largest Stage has.
+fn dealt(replicas: &[usize], ranks: usize) -> Vec<Vec<u32>> {
+    let mut places = (0..ranks).cycle().map(|place| u32::try_from(place).expect("few"));
+    replicas.iter().map(|&count| places.by_ref().take(count).collect()).collect()
 }
 
 /// Every computation takes one tick, all else no time.
@@ -189,6 +194,9 @@ impl Costs for Ticks {
     fn fixed_bytes(&self, _: u32) -> u64 {
         0
     }
+    fn framework_bytes(&self, _: u32) -> u64 {
+        0
+    }
     fn microbatch_bytes(&self, _: u32, _: u64) -> u64 {
         1
     }
@@ -204,13 +212,7 @@ fn drawn(timeline: &Timeline) -> String {
         write!(text, "{}:", rank.rank).expect("a String takes any text");
         let mut tick = 0;
         for event in &rank.events {
-            let name = match event.what {
-                What::Forward { mb } => format!("F{mb}"),
-                What::Backward { mb } => format!("B{mb}"),
-                What::BackwardInput { mb } => format!("I{mb}"),
-                What::BackwardWeight { mb } => format!("W{mb}"),
-                _ => continue,
-            };
+            let Some(name) = event.what.computed() else { continue };
             text += &" . ".repeat(event.start_us as usize - tick);
             write!(text, " {name}").expect("a String takes any text");
             tick = event.start_us as usize + 1;
@@ -334,15 +336,20 @@ fn drawn_cases() -> impl Strategy<Value = Case> {
     let schedules = prop::sample::select(vec![ScheduleKind::OneForwardOneBackward, ScheduleKind::FillDrain]);
     let levels = prop::sample::select(vec![Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::Params]);
     let parts = prop::option::of(any::<u64>());
-    (models, prop::collection::vec(1..5_usize, 1..6), 1..10_u32, 9..200_u64, schedules, levels, parts).prop_map(
-        |(model, replicas, microbatches, rows, schedule, level, parts)| {
+    let replicas = (prop::collection::vec(1..5_usize, 1..6), prop::option::weighted(0.3, 0..4_usize));
+    (models, replicas, 1..10_u32, 9..200_u64, schedules, levels, parts).prop_map(
+        |(model, (replicas, shared), microbatches, rows, schedule, level, parts)| {
+            let all: usize = replicas.iter().sum();
+            let most = replicas.iter().copied().max().unwrap_or(1);
+            let ranks = shared.map_or(all, |more| (most + more).min(all));
+            let level = if ranks < all { level.min(Sharding::Optimizer) } else { level };
             let sharding: Vec<Sharding> =
                 replicas.iter().map(|&count| if count > 1 { level } else { Sharding::None }).collect();
+            let stage_ranks = dealt(&replicas, ranks);
             Case {
                 model: model.to_owned(),
                 microbatches,
                 rows: {
-                    let ranks: usize = replicas.iter().sum();
                     // Equally many in all places, equally many on all ranks, any.
                     let of_batch = match rows % 3 {
                         0 => (1 + rows % 8) * ranks as u64 * u64::from(microbatches),
@@ -352,11 +359,12 @@ fn drawn_cases() -> impl Strategy<Value = Case> {
                     split_even(of_batch, ranks).into_iter().map(Interval::rows).collect()
                 },
                 schedule: match parts {
-                    Some(seed) => split(schedule.into(), &sharding, microbatches, seed),
+                    Some(seed) => split(schedule.into(), &stage_ranks, &sharding, microbatches, seed),
                     None => schedule.into(),
                 },
                 call: if schedule == ScheduleKind::FillDrain { Call::Halves } else { Call::Whole },
                 sharding,
+                ranks: stage_ranks,
                 replicas,
             }
         },
@@ -364,13 +372,14 @@ fn drawn_cases() -> impl Strategy<Value = Case> {
 }
 
 /// The Schedule of a chain of Stages with backwards in two parts where no gradients are divided.
-fn split(schedule: Schedule, sharding: &[Sharding], microbatches: u32, seed: u64) -> Schedule {
-    let order = |(stage, level): (usize, &Sharding)| {
-        let depth = u32::try_from(sharding.len() - stage).expect("few");
-        let order = schedule.order(stage, depth, microbatches);
-        if *level < Sharding::Gradients { in_two_parts(&order, seed ^ stage as u64) } else { order }
+fn split(schedule: Schedule, ranks: &[Vec<u32>], sharding: &[Sharding], microbatches: u32, seed: u64) -> Schedule {
+    let feeds: Vec<(usize, usize)> = (1..ranks.len()).map(|to| (to - 1, to)).collect();
+    let may_split = |crew: &Crew| crew.stages.iter().all(|&stage| sharding[stage as usize] < Sharding::Gradients);
+    let order = |(crew, (stage, order)): (Crew, (usize, Order))| {
+        if may_split(&crew) { in_two_parts(&order, seed ^ stage as u64) } else { order }
     };
-    Schedule::Explicit(sharding.iter().enumerate().map(order).collect())
+    let orders = schedule.orders(ranks, &feeds, microbatches).into_iter().enumerate();
+    Schedule::Explicit(Crew::of_stages(ranks).into_iter().zip(orders).map(order).collect())
 }
 
 proptest! {

@@ -144,7 +144,9 @@ fn weights_fill_bubbles() {
         let gain = whole.predicted.step_us / split.predicted.step_us;
         assert!(gain > least_gain, "{gain}");
         let Schedule::Explicit(orders) = &split.schedule else { panic!("{}", split.schedule) };
-        assert!(orders.iter().any(Order::splits_backward) && orders.iter().all(|order| order.fault(8).is_none()));
+        assert!(
+            orders.iter().any(Order::splits_backward) && orders.iter().all(|order| order.fault_of_stage(8).is_none())
+        );
         let (program, partition, _) = program(&graph, &cluster, &parts, &split);
         let buckets = Buckets::of(&graph, &partition, &split.placement(), &Trained::captured(&graph));
         assert_eq!(check(&program, &partition, &buckets.gradients), Ok(()));
@@ -246,7 +248,7 @@ proptest! {
         let error = predicted_us / simulated_us - 1.0;
         prop_assert!(error.abs() <= TOLERANCE, "{error:+.3}: {predicted_us} {simulated_us}");
         for (stage, planned) in (0..).zip(&plan.stages) {
-            let peak = timeline.ranks.iter().filter(|rank| rank.stage == stage).map(|rank| rank.peak_bytes).max();
+            let peak = timeline.ranks.iter().filter(|rank| rank.seats[0].stage == stage).map(|rank| rank.peak_bytes).max();
             let (predicted, simulated) = (planned.predicted.memory.total_bytes() as f64, peak.expect("a rank") as f64);
             prop_assert!((predicted / simulated - 1.0).abs() <= TOLERANCE, "memory {predicted} {simulated}");
         }
@@ -298,11 +300,11 @@ fn assert_holds_what_was_planned(graph: &Graph, cluster: &Cluster, settings: &Se
     let orders = plan.orders().expect("the search tells which Stages feed which");
     let held = in_flight(&program).expect("it ends");
     for (rank, held) in program.ranks.iter().zip(held) {
-        assert_eq!(held, orders[rank.stage as usize].in_flight(), "stage {}", rank.stage);
+        assert_eq!(held, orders[rank.seats[0].stage as usize].in_flight(), "rank {}", rank.rank);
     }
     let timeline = simulated(graph, cluster, settings, plan);
     for rank in &timeline.ranks {
-        let planned_bytes = plan.stages[rank.stage as usize].predicted.memory.total_bytes() as f64;
+        let planned_bytes = plan.stages[rank.seats[0].stage as usize].predicted.memory.total_bytes() as f64;
         assert!((planned_bytes / rank.peak_bytes as f64 - 1.0).abs() <= TOLERANCE, "{planned_bytes} {rank:?}");
     }
     assert!(plan.predicted.lower_bound_us <= timeline.step_us * (1.0 + TOLERANCE));

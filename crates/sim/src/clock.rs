@@ -1,7 +1,10 @@
 //! The machine's clock at given costs.
 
+use std::collections::{BTreeMap, HashMap};
+
 use rannc_plan::{
-    CheckError, Clock, Collective, CollectiveKind, Compute, Interval, Program, ProgramScript, RankProgram, Slot,
+    Action, CheckError, Clock, Collective, CollectiveKind, Compute, Interval, Program, ProgramScript, RankProgram,
+    Seated, Slot,
 };
 
 use crate::costs::{Costs, RowCostTable, RowCosts, time};
@@ -10,8 +13,8 @@ use crate::links::{Parcel, exchanges_us, parcels};
 
 /// How long everything in a Program takes.
 pub(crate) struct Prices {
-    /// By rank and microbatch; nothing where a rank computes nothing.
-    rows: Vec<Vec<Option<RowCosts>>>,
+    /// By rank, what it computes.
+    rows: Vec<HashMap<Computed, RowCosts>>,
     /// By channel, its messages in order.
     parcels: Vec<Vec<Parcel>>,
     /// By sum of the script.
@@ -20,12 +23,21 @@ pub(crate) struct Prices {
     updates_us: Vec<f64>,
 }
 
+/// A Stage, where the rank has several, and a microbatch.
+type Computed = (Option<u32>, u32);
+
+fn computed(seated: Seated) -> Computed {
+    (seated.stage, seated.compute.microbatch())
+}
+
 impl Prices {
     pub(crate) fn new(program: &Program, script: &ProgramScript, costs: &dyn Costs) -> Result<Self, SimError> {
         let mut table = RowCostTable::new(costs);
         let rows = program.ranks.iter().map(|own| of_rank(program, own, &mut table)).collect::<Result<_, _>>()?;
-        let update =
-            |own: &RankProgram| time(costs.update_us(own.stage), || format!("the update of stage {}", own.stage));
+        let update = |own: &RankProgram| {
+            let of_stage = |stage| time(costs.update_us(stage), || format!("the update of stage {stage}"));
+            own.seats.iter().map(|seat| of_stage(seat.stage)).sum()
+        };
         Ok(Self {
             rows,
             parcels: parcels(program, &script.script, costs)?,
@@ -34,9 +46,9 @@ impl Prices {
         })
     }
 
-    /// What a rank computes of a microbatch costs.
-    pub(crate) fn of_rows(&self, rank: u32, mb: u32) -> RowCosts {
-        self.rows[rank as usize][mb as usize].expect("it was asked for when the prices were made")
+    /// What a rank's computation of a microbatch costs.
+    pub(crate) fn of_rows(&self, rank: u32, seated: Seated) -> RowCosts {
+        self.rows[rank as usize][&computed(seated)]
     }
 
     pub(crate) fn parcel(&self, message: Slot) -> Parcel {
@@ -48,34 +60,51 @@ fn of_rank(
     program: &Program,
     own: &RankProgram,
     table: &mut RowCostTable<'_>,
-) -> Result<Vec<Option<RowCosts>>, SimError> {
-    let stage = program.stage_rows.get(own.stage as usize);
-    let mut found = vec![None; program.microbatches.len()];
-    for action in own.forward.iter().chain(&own.backward) {
-        let Some(mb) = action.compute().map(Compute::microbatch) else { continue };
-        let replicas = stage.and_then(|stage| stage.get(mb as usize));
-        let rows = replicas.and_then(|replicas| replicas.get(own.replica as usize)).copied().map(Interval::rows);
+) -> Result<HashMap<Computed, RowCosts>, SimError> {
+    let mut found = HashMap::new();
+    for seated in own.forward.iter().chain(&own.backward).filter_map(Action::compute) {
+        let seat =
+            own.seat(seated.stage).ok_or(CheckError::Shape("a rank computes for a stage that it does not have"))?;
+        let replicas = program.stage_rows.get(seat.stage as usize);
+        let replicas = replicas.and_then(|stage| stage.get(seated.compute.microbatch() as usize));
+        let rows = replicas.and_then(|replicas| replicas.get(seat.replica as usize)).copied().map(Interval::rows);
         let rows = rows.ok_or(CheckError::Shape("a rank computes what stage_rows does not have"))?;
-        found[mb as usize] = Some(table.at(own.stage, rows)?);
+        found.insert(computed(seated), table.at(seat.stage, rows)?);
     }
     Ok(found)
 }
 
 fn sums_us(program: &Program, sums: &[Collective], costs: &dyn Costs) -> Result<Vec<f64>, SimError> {
-    let exchanges_us = exchanges_us(program, costs)?;
+    let (exchanges_us, stages) = (exchanges_us(program, costs)?, stages_by_ranks(program));
     let us = |&sum: &Collective| match sum {
-        Collective::Bucket { bucket, kind } => bucket_us(program, bucket, kind, costs),
+        Collective::Bucket { bucket, kind } => bucket_us(program, bucket, kind, &stages, costs),
         Collective::Exchange { kind, mb } => Ok(exchanges_us[&(kind, mb)]),
     };
     sums.iter().map(us).collect()
 }
 
-fn bucket_us(program: &Program, bucket: u32, kind: CollectiveKind, costs: &dyn Costs) -> Result<f64, SimError> {
+/// The Stages that have exactly these ranks, increasing.
+fn stages_by_ranks(program: &Program) -> BTreeMap<Vec<u32>, Vec<u32>> {
+    let mut ranks: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+    for own in &program.ranks {
+        own.seats.iter().for_each(|seat| ranks.entry(seat.stage).or_default().push(own.rank));
+    }
+    let mut stages: BTreeMap<Vec<u32>, Vec<u32>> = BTreeMap::new();
+    ranks.into_iter().for_each(|(stage, ranks)| stages.entry(ranks).or_default().push(stage));
+    stages
+}
+
+/// Sums over the ranks of one Stage are hidden under its backwards; of those over other ranks, nothing is.
+fn bucket_us(
+    program: &Program,
+    bucket: u32,
+    kind: CollectiveKind,
+    stages: &BTreeMap<Vec<u32>, Vec<u32>>,
+    costs: &dyn Costs,
+) -> Result<f64, SimError> {
     let bucket = &program.buckets[bucket as usize];
     let ranks = &program.groups[bucket.group as usize];
-    let stage = |rank: &u32| program.ranks[*rank as usize].stage;
-    let own = ranks.first().map(stage).filter(|first| ranks.iter().all(|rank| stage(rank) == *first));
-    let Some(stage) = own else {
+    let Some(&[stage]) = stages.get(ranks).map(Vec::as_slice) else {
         return time(costs.reduce_tied_us(ranks, bucket.bytes), || {
             format!("the reduction of tied gradients over ranks {ranks:?}")
         });
@@ -92,9 +121,9 @@ fn bucket_us(program: &Program, bucket: u32, kind: CollectiveKind, costs: &dyn C
 }
 
 impl Clock for Prices {
-    fn compute(&self, rank: u32, compute: Compute) -> f64 {
-        let costs = self.of_rows(rank, compute.microbatch());
-        match compute {
+    fn compute(&self, rank: u32, seated: Seated) -> f64 {
+        let costs = self.of_rows(rank, seated);
+        match seated.compute {
             Compute::Forward(_) => costs.forward_us,
             Compute::Backward(_) => costs.backward_us,
             Compute::BackwardInput(_) => costs.backward_input_us,

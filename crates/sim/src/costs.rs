@@ -33,12 +33,15 @@ pub trait Costs {
     /// What gathering `bytes` of a Stage's own Params, of which each rank has its part, adds before a computation; what
     /// overlaps with that is not counted.
     fn gather_us(&self, stage: u32, bytes: u64) -> f64;
-    /// A sum of `bytes` of gradients over ranks of several Stages, which nothing overlaps with.
+    /// A sum of `bytes` of gradients over ranks of several Stages, which nothing overlaps with, be it that several Stages hold
+    /// them, or that these ranks have several.
     fn reduce_tied_us(&self, ranks: &[u32], bytes: u64) -> f64;
     /// The optimizer's update.
     fn update_us(&self, stage: u32) -> f64;
     /// Memory that a rank of the Stage holds throughout the step.
     fn fixed_bytes(&self, stage: u32) -> u64;
+    /// What of that is there once on a rank, however many Stages it has.
+    fn framework_bytes(&self, stage: u32) -> u64;
     /// Memory that `rows` rows of a microbatch hold from the start of forward to the end of backward.
     fn microbatch_bytes(&self, stage: u32, rows: u64) -> u64;
     /// Memory that `rows` rows of a microbatch hold besides between the two parts of their backward.

@@ -7,6 +7,7 @@
 //!   from there, whichever is more.
 //! * Sums of gradients of a Stage's own Params cost what they add after the last backward; those of Params that several
 //!   Stages hold follow it, and nothing hides them.
+//! * Sums over ranks that several Stages have are not hidden either.
 //! * A rank updates when its sums are done and all that it has sent has arrived.
 //!
 //! An exchange of rows with the ranks' own batches takes as long as the slowest message in it, with all that its sender

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use rannc_plan::{Action, BatchKind, Exchange, Message, Payload, Program, Script};
+use rannc_plan::{Action, BatchKind, Channel, CheckError, Exchange, Message, Payload, Program, Script};
 
 use crate::costs::{Costs, time};
 use crate::error::SimError;
@@ -17,34 +17,38 @@ pub(crate) struct Parcel {
     pub(crate) us: f64,
 }
 
-/// What moves on one end of a link at a time: a rank, a Stage that it exchanges with, what, and for which microbatch.
-type End = (u32, u32, Payload, u32);
+/// What moves on one end of a link at a time: a rank, its Stage, one that this exchanges with, what, and for which
+/// microbatch.
+type End = (u32, u32, u32, Payload, u32);
 
 /// By channel of a script, its messages in order. Every message takes the time of one with all that shares its links:
 /// what its sender sends to the receiver's Stage, or its receiver gets from the sender's, for the same microbatch.
 pub(crate) fn parcels(program: &Program, script: &Script, costs: &dyn Costs) -> Result<Vec<Vec<Parcel>>, SimError> {
-    let stage_of = |rank: u32| program.ranks[rank as usize].stage;
-    let ends = |src, dst, &Message { kind, mb, .. }: &Message| -> [End; 2] {
-        [(src, stage_of(dst)), (dst, stage_of(src))].map(|(rank, stage)| (rank, stage, kind, mb))
+    let ends = |src: u32, message: &Message| -> Result<[End; 2], SimError> {
+        let &Message { kind, mb, peer: dst, stages, .. } = message;
+        let only_stage = |rank: u32| program.ranks.get(rank as usize)?.seat(None).map(|seat| seat.stage);
+        let stages = stages.or_else(|| only_stage(src).zip(only_stage(dst)));
+        let (from, to) = stages.ok_or(CheckError::Shape("a message does not tell between which stages it goes"))?;
+        Ok([(src, from, to, kind, mb), (dst, to, from, kind, mb)])
     };
     let mut shared_bytes: HashMap<End, u64> = HashMap::new();
     for (src, message) in sends(program) {
         let sizes = message.pieces.iter().map(|piece| costs.value_bytes(piece.value, piece.rows.rows()));
         let bytes = sizes.fold(0, u64::saturating_add);
-        for end in ends(src, message.peer, message) {
+        for end in ends(src, message)? {
             let sum = shared_bytes.entry(end).or_default();
             *sum = sum.saturating_add(bytes);
         }
     }
-    let channel_of: HashMap<(u32, u32), usize> =
-        script.channels.iter().enumerate().map(|(number, channel)| ((channel.src, channel.dst), number)).collect();
+    let channel_of: HashMap<Channel, usize> =
+        script.channels.iter().enumerate().map(|(number, &channel)| (channel, number)).collect();
     let mut parcels = vec![Vec::new(); script.channels.len()];
     for (src, message) in sends(program) {
-        let &Message { mb, peer, kind, .. } = message;
-        let bytes = ends(src, peer, message).map(|end| shared_bytes[&end]).into_iter().fold(0, u64::max);
+        let &Message { mb, peer, kind, stages, .. } = message;
+        let bytes = ends(src, message)?.map(|end| shared_bytes[&end]).into_iter().fold(0, u64::max);
         let name = || format!("messages of {bytes} bytes from rank {src} to rank {peer}");
         let us = time(costs.send_us(src, peer, bytes), name)?;
-        parcels[channel_of[&(src, peer)]].push(Parcel { payload: kind, mb, us });
+        parcels[channel_of[&Channel { src, dst: peer, stages }]].push(Parcel { payload: kind, mb, us });
     }
     Ok(parcels)
 }

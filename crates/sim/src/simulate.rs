@@ -1,8 +1,8 @@
 //! Runs a Program on the machine and writes down what happens.
 
 use rannc_plan::{
-    Channel, CheckError, Collective, CollectiveKind, Compute, Memory, Observer, Pause, Program, ProgramScript, Slot,
-    Span, run,
+    Channel, CheckError, Collective, CollectiveKind, Compute, Memory, Observer, Pause, Program, ProgramScript,
+    RankProgram, Seated, Slot, Span, run,
 };
 
 use crate::clock::Prices;
@@ -24,6 +24,14 @@ pub fn simulate(program: &Program, costs: &dyn Costs) -> Result<Timeline, SimErr
     Ok(recorder.timeline(step_us))
 }
 
+/// What a rank holds throughout, for all its Stages.
+fn fixed_bytes(own: &RankProgram, costs: &dyn Costs) -> u64 {
+    let stages = || own.seats.iter().map(|seat| seat.stage);
+    let framework_bytes = stages().map(|stage| costs.framework_bytes(stage)).max().unwrap_or(0);
+    let beside = stages().map(|stage| costs.fixed_bytes(stage).saturating_sub(costs.framework_bytes(stage)));
+    beside.fold(framework_bytes, u64::saturating_add)
+}
+
 /// Writes down what every rank does, and what it holds.
 struct Recorder<'a> {
     trains: bool,
@@ -37,8 +45,7 @@ impl<'a> Recorder<'a> {
     fn new(program: &Program, script: &'a ProgramScript, prices: &'a Prices, costs: &dyn Costs) -> Self {
         let ranks = program.ranks.iter().map(|own| RankTimeline {
             rank: own.rank,
-            stage: own.stage,
-            replica: own.replica,
+            seats: own.seats.clone(),
             events: Vec::new(),
             busy_us: 0.0,
             waiting_us: 0.0,
@@ -48,7 +55,7 @@ impl<'a> Recorder<'a> {
             peak_bytes: 0,
             memory: Vec::new(),
         });
-        let memory = program.ranks.iter().map(|own| Memory::new(costs.fixed_bytes(own.stage)));
+        let memory = program.ranks.iter().map(|own| Memory::new(fixed_bytes(own, costs)));
         Self { trains: program.call.trains(), script, prices, ranks: ranks.collect(), memory: memory.collect() }
     }
 
@@ -69,8 +76,8 @@ impl<'a> Recorder<'a> {
 }
 
 impl Observer for Recorder<'_> {
-    fn computed(&mut self, rank: u32, compute: Compute, span: Span) {
-        let costs = self.prices.of_rows(rank, compute.microbatch());
+    fn computed(&mut self, rank: u32, seated: Seated, span: Span) {
+        let (compute, costs) = (seated.compute, self.prices.of_rows(rank, seated));
         let memory = &mut self.memory[rank as usize];
         match compute {
             Compute::Forward(_) => memory.hold(span.start, costs.microbatch_bytes),
@@ -85,14 +92,14 @@ impl Observer for Recorder<'_> {
             memory.release(span.end, costs.waiting_bytes);
         }
         self.ranks[rank as usize].busy_us += span.end - span.start;
-        self.note(rank, span, compute.into());
+        self.note(rank, span, seated.into());
     }
 
     fn moved(&mut self, message: Slot, span: Span) {
-        let Channel { src, dst } = self.script.script.channels[message.channel as usize];
+        let Channel { src, dst, stages } = self.script.script.channels[message.channel as usize];
         let (mb, payload) = (self.prices.parcel(message).mb, self.prices.parcel(message).payload);
-        self.note(src, span, What::Send { mb, peer: dst, payload });
-        self.note(dst, span, What::Recv { mb, peer: src, payload });
+        self.note(src, span, What::Send { mb, peer: dst, stages, payload });
+        self.note(dst, span, What::Recv { mb, peer: src, stages, payload });
     }
 
     fn summed(&mut self, sum: u32, span: Span) {

@@ -1,6 +1,6 @@
 //! What the simulator finds.
 
-use rannc_plan::{BatchKind, Compute, Payload};
+use rannc_plan::{BatchKind, Compute, Payload, Seat, Seated};
 use serde::{Deserialize, Serialize};
 
 /// One simulated step.
@@ -26,10 +26,8 @@ impl Timeline {
 pub struct RankTimeline {
     /// The rank.
     pub rank: u32,
-    /// Its Stage.
-    pub stage: u32,
-    /// Which Replica of the Stage it is.
-    pub replica: u32,
+    /// What it has of which Stages, by increasing Stage.
+    pub seats: Vec<Seat>,
     /// What it does, by start. Computations do not overlap each other; messages overlap everything.
     pub events: Vec<Event>,
     /// Forward and backward.
@@ -60,7 +58,7 @@ pub struct Event {
     pub what: What,
 }
 
-/// What an [`Event`] is.
+/// What an [`Event`] is. Computations name their Stages where the rank has several.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "what", rename_all = "snake_case")]
 pub enum What {
@@ -68,21 +66,33 @@ pub enum What {
     Forward {
         /// The microbatch.
         mb: u32,
+        /// Its Stage.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        stage: Option<u32>,
     },
     /// Backward of a microbatch.
     Backward {
         /// The microbatch.
         mb: u32,
+        /// Its Stage.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        stage: Option<u32>,
     },
     /// The inputs' part of the backward of a microbatch.
     BackwardInput {
         /// The microbatch.
         mb: u32,
+        /// Its Stage.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        stage: Option<u32>,
     },
     /// The weights' part of the backward of a microbatch.
     BackwardWeight {
         /// The microbatch.
         mb: u32,
+        /// Its Stage.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        stage: Option<u32>,
     },
     /// A message leaves.
     Send {
@@ -90,6 +100,9 @@ pub enum What {
         mb: u32,
         /// Where it goes.
         peer: u32,
+        /// From which Stage to which, where either rank has several.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        stages: Option<(u32, u32)>,
         /// What it carries.
         payload: Payload,
     },
@@ -99,6 +112,9 @@ pub enum What {
         mb: u32,
         /// Where it comes from.
         peer: u32,
+        /// From which Stage to which, where either rank has several.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        stages: Option<(u32, u32)>,
         /// What it carries.
         payload: Payload,
     },
@@ -117,25 +133,36 @@ pub enum What {
     Update,
 }
 
-impl From<Compute> for What {
-    fn from(compute: Compute) -> Self {
+impl From<Seated> for What {
+    fn from(Seated { compute, stage }: Seated) -> Self {
         match compute {
-            Compute::Forward(mb) => Self::Forward { mb },
-            Compute::Backward(mb) => Self::Backward { mb },
-            Compute::BackwardInput(mb) => Self::BackwardInput { mb },
-            Compute::BackwardWeight(mb) => Self::BackwardWeight { mb },
+            Compute::Forward(mb) => Self::Forward { mb, stage },
+            Compute::Backward(mb) => Self::Backward { mb, stage },
+            Compute::BackwardInput(mb) => Self::BackwardInput { mb, stage },
+            Compute::BackwardWeight(mb) => Self::BackwardWeight { mb, stage },
         }
     }
 }
 
 impl What {
-    /// The microbatch of a computation.
-    pub const fn computed(self) -> Option<u32> {
+    /// The Stage of the rank that it is about, where that has a name.
+    pub fn stage(self) -> Option<u32> {
         match self {
-            Self::Forward { mb } | Self::Backward { mb } | Self::BackwardInput { mb } | Self::BackwardWeight { mb } => {
-                Some(mb)
-            }
-            _ => None,
+            Self::Send { stages, .. } => stages.map(|(from, _)| from),
+            Self::Recv { stages, .. } => stages.map(|(_, to)| to),
+            _ => self.computed().and_then(|seated| seated.stage),
         }
+    }
+
+    /// The computation that it is, if it is one.
+    pub const fn computed(self) -> Option<Seated> {
+        let (compute, stage) = match self {
+            Self::Forward { mb, stage } => (Compute::Forward(mb), stage),
+            Self::Backward { mb, stage } => (Compute::Backward(mb), stage),
+            Self::BackwardInput { mb, stage } => (Compute::BackwardInput(mb), stage),
+            Self::BackwardWeight { mb, stage } => (Compute::BackwardWeight(mb), stage),
+            _ => return None,
+        };
+        Some(Seated { compute, stage })
     }
 }

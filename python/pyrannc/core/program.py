@@ -158,8 +158,8 @@ class Slice:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One rank's Actions and row ranges for one batch; ``global_rows`` are ``rows`` as they stand in all of it,
-    ``exchanges`` tells whether any rank exchanges rows, windows the messages that may be under way on a channel before
+    """One rank's Actions and row ranges for one batch. The core knows ranks with several Stages, but runs none: the rank
+    has one. ``global_rows`` are ``rows`` as they stand in all of the batch, ``exchanges`` tells whether any rank exchanges rows, windows the messages that may be under way on a channel before
     the sender waits."""
 
     rank: int
@@ -193,15 +193,16 @@ class RankProgram:
     def from_json(text: str) -> RankProgram:
         """Reads the core's ``RankView``."""
         view = json.loads(text)
+        (seat,) = view["seats"]
         return RankProgram(
             rank=view["rank"],
-            stage=view["stage"],
+            stage=seat["stage"],
             call=view["call"],
             gather_inputs=view["gather_inputs"],
             total_rows=view["total_rows"],
             microbatches=tuple(view["microbatches"]),
-            rows=tuple(_rows(pair) for pair in view["rows"]),
-            global_rows=tuple(tuple(_rows(pair) for pair in runs) for runs in view["global_rows"]),
+            rows=tuple(_rows(pair) for pair in seat["rows"]),
+            global_rows=tuple(tuple(_rows(pair) for pair in runs) for runs in seat["global_rows"]),
             slices=tuple(Slice(item["mb"], _rows(item["local"]), item["at"]) for item in view["slices"]),
             inputs=tuple(_transfer(item) for item in view["inputs"]),
             outputs=tuple(_transfer(item) for item in view["outputs"]),

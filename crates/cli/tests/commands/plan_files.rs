@@ -3,7 +3,7 @@
 use rannc_cost::Blocks;
 use rannc_ir::{Analysis, Graph, OpRun};
 use rannc_plan::{
-    BlockPlan, MemoryPrediction, PLAN_SCHEMA, Partition, Plan, Recompute, ScheduleKind, Sharding, StagePlan,
+    BlockPlan, MemoryPrediction, PLAN_SCHEMA, Partition, Plan, Recompute, Schedule, ScheduleKind, Sharding, StagePlan,
     StagePrediction, StepPrediction, WholePrediction,
 };
 
@@ -39,6 +39,15 @@ pub fn write_plan(folder: &Folder, file: &str, stages: &[(u32, u32)], change: im
     plan.stages.iter_mut().zip(feeds).for_each(|(stage, feeds)| stage.feeds = Some(feeds));
     change(&mut plan);
     folder.write(file, &plan.seal().expect("consistent").to_json());
+}
+
+/// Writes a plan of four Stages on two ranks: it goes there and back like a V.
+pub fn write_shared_plan(folder: &Folder, file: &str) {
+    write_plan(folder, file, &[(4, 1), (7, 1), (10, 1), (13, 1)], |plan| {
+        plan.world_size = 2;
+        plan.stages.iter_mut().zip([0, 1, 1, 0]).for_each(|(stage, rank)| stage.ranks = vec![rank]);
+        plan.schedule = Schedule::Explicit(plan.orders().expect("it tells which Stages feed which"));
+    });
 }
 
 /// Each op a Block.

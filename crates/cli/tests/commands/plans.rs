@@ -4,7 +4,7 @@ use insta::assert_snapshot;
 use rannc_plan::{BlockPlan, Plan, Recompute, Schedule, Sharding, StagePlan};
 
 use crate::folder::Folder;
-use crate::plan_files::write_plan;
+use crate::plan_files::{write_plan, write_shared_plan};
 
 /// A folder with a plan of two Stages.
 fn planned(name: &str) -> Folder {
@@ -39,6 +39,16 @@ fn a_schedule_is_shown_alike_by_name_and_as_a_list() {
     );
     assert_eq!(order("listed.json"), order("plan.json"));
     assert_eq!(order("untold.json"), None);
+}
+
+/// What a device holds for both its Stages, and the order of both.
+#[test]
+fn ranks_with_several_stages_are_shown() {
+    let folder = Folder::new("shared");
+    write_shared_plan(&folder, "plan.json");
+    assert_snapshot!(folder.rannc("show plan.json").output());
+    write_plan(&folder, "other.json", &[(6, 1), (13, 1)], |_| ());
+    assert_snapshot!(folder.rannc("diff plan.json other.json").output());
 }
 
 #[test]

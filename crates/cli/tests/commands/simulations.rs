@@ -4,7 +4,7 @@ use insta::assert_snapshot;
 use serde_json::Value;
 
 use crate::folder::Folder;
-use crate::plan_files::write_plan;
+use crate::plan_files::{write_plan, write_shared_plan};
 
 const LINE: &str = "simulate plan.json graph.json --cluster cluster.toml";
 
@@ -19,6 +19,23 @@ fn planned(name: &str) -> Folder {
 fn a_step_is_simulated() {
     let folder = planned("simulate");
     assert_snapshot!(folder.rannc(LINE).output());
+}
+
+#[test]
+fn a_step_of_shared_ranks_is_simulated() {
+    let folder = Folder::new("simulate-shared");
+    write_shared_plan(&folder, "plan.json");
+    assert_snapshot!(folder.rannc(&format!("{LINE} --timeline --trace trace.json")).out);
+    let trace: Value = serde_json::from_str(&folder.read("trace.json")).expect("JSON");
+    let of = |name: &str, key: &str| -> Vec<Value> {
+        let events = trace.as_array().expect("a list").iter().filter(|event| event["name"] == name);
+        events.map(|event| event["args"][key].clone()).collect()
+    };
+    assert_eq!(of("forward 0 of stage 3", "stage"), [3]);
+    assert_eq!(of("values 0 to rank 0, stage 2 to 3", "stage"), [2]);
+    assert_eq!(of("process_name", "name").len(), 2);
+    let json: Value = serde_json::from_str(&folder.rannc(&format!("{LINE} --json")).output()).expect("JSON");
+    assert_eq!((&json["ranks"][0]["stage"], &json["ranks"][0]["more_stages"][0]), (&0.into(), &3.into()));
 }
 
 #[test]

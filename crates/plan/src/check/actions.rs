@@ -7,8 +7,10 @@ use rannc_ir::ValueId;
 use super::carried::Carried;
 use super::layout::computed_rows;
 use super::{ActionFault, CheckError, covers_once, within};
-use crate::partition::Partition;
-use crate::program::{Action, BatchKind, Exchange, Interval, Message, Pass, Payload, Program, RankProgram};
+use crate::partition::{OutputSource, Partition};
+use crate::program::{
+    Action, BatchKind, Exchange, Interval, Message, Pass, Payload, Piece, Program, RankProgram, Seat,
+};
 use crate::schedule::Call;
 
 /// What goes between which Stages.
@@ -19,12 +21,24 @@ struct Needs {
     grads: Vec<Vec<(ValueId, u32)>>,
     /// The same as a set: payload, Value, sending Stage, receiving Stage.
     routes: HashSet<(Payload, ValueId, u32, u32)>,
+    /// The Stages that use an input of the Graph, or make an output.
+    of_batch: HashMap<ValueId, Vec<u32>>,
 }
 
 impl Needs {
     fn new(partition: &Partition) -> Self {
         let none = vec![Vec::new(); partition.stages.len()];
-        let mut needs = Self { values: none.clone(), grads: none, routes: HashSet::new() };
+        let (routes, of_batch) = (HashSet::new(), HashMap::new());
+        let mut needs = Self { values: none.clone(), grads: none, routes, of_batch };
+        let mut add = |value: ValueId, stage: u32| needs.of_batch.entry(value).or_default().push(stage);
+        for (stage, part) in (0..).zip(&partition.stages) {
+            part.inputs.iter().for_each(|input| add(input.value, stage));
+        }
+        for output in &partition.outputs {
+            if let OutputSource::Stage(stage) = output.source {
+                add(output.value, stage);
+            }
+        }
         for crossing in &partition.crossings {
             for &to in &crossing.to {
                 needs.values[to as usize].push((crossing.value, crossing.from));
@@ -65,6 +79,9 @@ pub(super) fn check_ranks(program: &Program, partition: &Partition) -> Result<()
     carried.check_complete()
 }
 
+/// A microbatch of a Stage.
+type Computed = (u32, u32);
+
 /// Rows received for one computation, by Value and sending Stage.
 type Received = BTreeMap<(ValueId, u32), Vec<Interval>>;
 
@@ -74,13 +91,13 @@ struct Walk<'a> {
     needs: &'a Needs,
     carried: &'a mut Carried,
     own: &'a RankProgram,
-    forwards: HashSet<u32>,
-    /// Microbatches whose gradients of what came in have been computed.
-    backwards: HashSet<u32>,
-    /// Microbatches whose gradients of Params have been computed too.
-    ended: HashSet<u32>,
-    /// Received and not yet used, by payload and microbatch.
-    received: HashMap<(Payload, u32), Received>,
+    forwards: HashSet<Computed>,
+    /// Those whose gradients of what came in have been computed.
+    backwards: HashSet<Computed>,
+    /// Those whose gradients of Params have been computed too.
+    ended: HashSet<Computed>,
+    /// Received and not yet used, by payload and what needs it.
+    received: HashMap<(Payload, Computed), Received>,
 }
 
 impl Walk<'_> {
@@ -110,23 +127,23 @@ impl Walk<'_> {
         match action {
             // These are checked together, over all ranks.
             Action::AllReduce { .. } | Action::ReduceScatter { .. } | Action::AllGather { .. } => {}
-            Action::Forward { mb } => {
-                self.check_has_rows(*mb)?;
-                if !self.forwards.insert(*mb) {
+            Action::Forward { mb, stage } => {
+                let own = self.own_rows(*stage, *mb)?;
+                if !self.forwards.insert(own) {
                     return Err(ActionFault::Repeated);
                 }
             }
-            Action::Backward { mb } => {
-                self.begin_backward(*mb)?;
-                self.ended.insert(*mb);
+            Action::Backward { mb, stage } => {
+                let own = self.begin_backward(*stage, *mb)?;
+                self.ended.insert(own);
             }
-            Action::BackwardInput { mb } => self.begin_backward(*mb)?,
-            Action::BackwardWeight { mb } => {
-                self.check_has_rows(*mb)?;
-                if !self.backwards.contains(mb) {
+            Action::BackwardInput { mb, stage } => _ = self.begin_backward(*stage, *mb)?,
+            Action::BackwardWeight { mb, stage } => {
+                let own = self.own_rows(*stage, *mb)?;
+                if !self.backwards.contains(&own) {
                     return Err(ActionFault::BeforeInput);
                 }
-                if !self.ended.insert(*mb) {
+                if !self.ended.insert(own) {
                     return Err(ActionFault::Repeated);
                 }
             }
@@ -135,82 +152,110 @@ impl Walk<'_> {
                 self.check_place(exchange)?;
             }
             Action::Send(message) => {
-                self.check_message(message, true)?;
-                if !self.computed(message) {
+                let (from, _) = self.check_message(message, true)?;
+                if !self.computed(message.kind, (from.stage, message.mb)) {
                     return Err(ActionFault::NotComputed);
                 }
             }
             Action::Recv(message) => {
-                self.check_message(message, false)?;
-                if self.computed(message) {
+                let (from, to) = self.check_message(message, false)?;
+                let needed = (to.stage, message.mb);
+                if self.computed(message.kind, needed) {
                     return Err(ActionFault::TooLate);
                 }
-                let peer_stage = self.program.ranks[message.peer as usize].stage;
-                let received = self.received.entry((message.kind, message.mb)).or_default();
+                let received = self.received.entry((message.kind, needed)).or_default();
                 for piece in &message.pieces {
-                    received.entry((piece.value, peer_stage)).or_default().push(piece.rows);
+                    received.entry((piece.value, from.stage)).or_default().push(piece.rows);
                 }
             }
         }
         Ok(())
     }
 
-    fn begin_backward(&mut self, mb: u32) -> Result<(), ActionFault> {
-        self.check_has_rows(mb)?;
-        if !self.forwards.contains(&mb) {
+    fn begin_backward(&mut self, stage: Option<u32>, mb: u32) -> Result<Computed, ActionFault> {
+        let own = self.own_rows(stage, mb)?;
+        if !self.forwards.contains(&own) {
             return Err(ActionFault::BeforeForward);
         }
-        if self.backwards.insert(mb) { Ok(()) } else { Err(ActionFault::Repeated) }
+        if self.backwards.insert(own) { Ok(own) } else { Err(ActionFault::Repeated) }
     }
 
-    fn check_has_rows(&self, mb: u32) -> Result<(), ActionFault> {
-        let rows = computed_rows(self.program, self.own, mb as usize);
-        if rows.lo < rows.hi { Ok(()) } else { Err(ActionFault::NoRows) }
+    /// The microbatch at the seat that an Action means, of which there must be rows.
+    fn own_rows(&self, stage: Option<u32>, mb: u32) -> Result<Computed, ActionFault> {
+        let seat = self.own.seat(stage).ok_or(ActionFault::WrongSeat)?;
+        if self.rows(seat, mb).is_empty() { Err(ActionFault::NoRows) } else { Ok((seat.stage, mb)) }
     }
 
-    /// True when the computation that makes or needs the message has been done.
-    fn computed(&self, message: &Message) -> bool {
-        match message.kind {
-            Payload::Value => self.forwards.contains(&message.mb),
-            Payload::Grad => self.backwards.contains(&message.mb),
+    fn rows(&self, seat: Seat, mb: u32) -> Interval {
+        computed_rows(self.program, seat, mb as usize)
+    }
+
+    /// True when a Stage's computation has been done that makes or needs this.
+    fn computed(&self, kind: Payload, of: Computed) -> bool {
+        match kind {
+            Payload::Value => self.forwards.contains(&of),
+            Payload::Grad => self.backwards.contains(&of),
         }
     }
 
     /// Demands that a rank has computed what it gives, and not yet what needs what it takes.
     fn check_place(&self, exchange: &Exchange) -> Result<(), ActionFault> {
         let &Exchange { kind, mb, ref sends, ref recvs } = exchange;
-        let all_backwards = || {
-            let mut all = (0..).zip(&self.program.microbatches).filter(|&(mb, _)| self.check_has_rows(mb).is_ok());
-            all.all(|(mb, _)| self.backwards.contains(&mb))
-        };
         let mut given = sends.iter().flat_map(|parcel| &parcel.pieces);
+        let mut taken = recvs.iter().flat_map(|parcel| &parcel.pieces);
         let has_given = match kind {
             BatchKind::Input | BatchKind::OutputGrad => true,
-            BatchKind::Output => sends.is_empty() || self.forwards.contains(&mb),
-            BatchKind::InputGrad => given.all(|piece| match self.carried.is_whole(piece) {
-                true => all_backwards(),
-                false => self.backwards.contains(&mb),
-            }),
+            BatchKind::Output => given.all(|piece| self.at_seats(piece, mb).all(|own| self.forwards.contains(&own))),
+            BatchKind::InputGrad => {
+                given.all(|piece| self.at_seats(piece, mb).all(|own| self.backwards.contains(&own)))
+            }
         };
         let needed = match kind {
-            BatchKind::Input => self.forwards.contains(&mb),
-            BatchKind::OutputGrad => self.backwards.contains(&mb),
+            BatchKind::Input => taken.any(|piece| self.at_seats(piece, mb).any(|own| self.forwards.contains(&own))),
+            BatchKind::OutputGrad => {
+                taken.any(|piece| self.at_seats(piece, mb).any(|own| self.backwards.contains(&own)))
+            }
             BatchKind::Output | BatchKind::InputGrad => false,
         };
-        match (has_given, needed && !recvs.is_empty()) {
+        match (has_given, needed) {
             (false, _) => Err(ActionFault::NotComputed),
             (true, true) => Err(ActionFault::TooLate),
             (true, false) => Ok(()),
         }
     }
 
-    fn check_message(&self, message: &Message, sends: bool) -> Result<(), ActionFault> {
-        self.check_has_rows(message.mb)?;
+    /// What the rank's seats compute with rows of an input, or to make them of an output. Of an input without rows that are
+    /// all microbatches.
+    fn at_seats(&self, &Piece { value, rows }: &Piece, mb: u32) -> impl Iterator<Item = Computed> {
+        let is_whole = self.carried.is_whole(value);
+        let stages = self.needs.of_batch.get(&value).into_iter().flatten();
+        let seats = stages.filter_map(|&stage| self.own.seat_of(stage));
+        let microbatches =
+            move || (0..).take(self.program.microbatches.len()).filter(move |&own| is_whole || own == mb);
+        let all = seats.flat_map(move |seat| microbatches().map(move |mb| (seat, mb)));
+        let has_part = move |&(seat, mb): &(Seat, u32)| {
+            let own = self.rows(seat, mb);
+            if is_whole { !own.is_empty() } else { !own.overlap(rows).is_empty() }
+        };
+        all.filter(has_part).map(|(seat, mb)| (seat.stage, mb))
+    }
+
+    /// The seats between which a message goes.
+    fn check_message(&self, message: &Message, sends: bool) -> Result<(Seat, Seat), ActionFault> {
         let first = message.pieces.first().ok_or(ActionFault::Empty)?;
-        let peer = self.program.ranks.get(message.peer as usize).ok_or(ActionFault::WrongPeer(first.value))?;
-        let (from, to) = if sends { (self.own, peer) } else { (peer, self.own) };
-        let mb = message.mb as usize;
-        let (sent, taken) = (computed_rows(self.program, from, mb), computed_rows(self.program, to, mb));
+        let peer = self.program.ranks.get(message.peer as usize).filter(|peer| peer.rank != self.own.rank);
+        let peer = peer.ok_or(ActionFault::WrongPeer(first.value))?;
+        let (sender, receiver) = if sends { (self.own, peer) } else { (peer, self.own) };
+        let (from, to) = match message.stages {
+            None => (sender.seat(None), receiver.seat(None)),
+            Some(_) if !sender.has_several_seats() && !receiver.has_several_seats() => (None, None),
+            Some((from, to)) => (sender.seat_of(from), receiver.seat_of(to)),
+        };
+        let (from, to) = from.zip(to).ok_or(ActionFault::WrongSeat)?;
+        let (sent, taken) = (self.rows(from, message.mb), self.rows(to, message.mb));
+        if sent.is_empty() || taken.is_empty() {
+            return Err(ActionFault::NoRows);
+        }
         for piece in &message.pieces {
             if !self.needs.routes.contains(&(message.kind, piece.value, from.stage, to.stage)) {
                 return Err(ActionFault::WrongPeer(piece.value));
@@ -219,20 +264,26 @@ impl Walk<'_> {
                 return Err(ActionFault::WrongRows { value: piece.value, rows: piece.rows });
             }
         }
-        Ok(())
+        Ok((from, to))
     }
 
-    /// Demands that a computation has received all it needs, each row once.
+    /// Demands that a computation has all it needs, each row once: received, or made by another seat of the rank.
     fn check_received(&mut self, position: usize, action: &Action) -> Result<(), CheckError> {
-        let (kind, mb, needed) = match action {
-            Action::Forward { mb } => (Payload::Value, *mb, &self.needs.values),
-            Action::Backward { mb } | Action::BackwardInput { mb } => (Payload::Grad, *mb, &self.needs.grads),
+        let (kind, mb, named, needed) = match action {
+            Action::Forward { mb, stage } => (Payload::Value, *mb, stage, &self.needs.values),
+            Action::Backward { mb, stage } | Action::BackwardInput { mb, stage } => {
+                (Payload::Grad, *mb, stage, &self.needs.grads)
+            }
             _ => return Ok(()),
         };
-        let mut received = self.received.remove(&(kind, mb)).unwrap_or_default();
-        let rows = computed_rows(self.program, self.own, mb as usize);
-        for &(value, stage) in &needed[self.own.stage as usize] {
+        let Some(seat) = self.own.seat(*named) else { return Ok(()) };
+        let mut received = self.received.remove(&(kind, (seat.stage, mb))).unwrap_or_default();
+        let rows = self.rows(seat, mb);
+        for &(value, stage) in &needed[seat.stage as usize] {
             let mut pieces = received.remove(&(value, stage)).unwrap_or_default();
+            let beside = self.own.seat_of(stage).filter(|_| self.computed(kind, (stage, mb)));
+            let handed_over = beside.map(|beside| self.rows(beside, mb).overlap(rows));
+            pieces.extend(handed_over.filter(|rows| !rows.is_empty()));
             if !covers_once(&mut pieces, rows) {
                 let (rank, action) = (self.own.rank, action.clone());
                 return Err(CheckError::Rows { rank, position, action, value, stage, rows });
@@ -244,18 +295,19 @@ impl Walk<'_> {
     fn check_complete(&self) -> Result<(), CheckError> {
         let missing = |action| Err(CheckError::Missing { rank: self.own.rank, action });
         let trains = self.program.call.trains();
-        for (mb, _) in (0..).zip(&self.program.microbatches) {
-            if self.check_has_rows(mb).is_err() {
-                continue;
+        let microbatches = || (0..).take(self.program.microbatches.len());
+        let computed = self.own.seats.iter().flat_map(|&seat| microbatches().map(move |mb| (seat, mb)));
+        for (seat, mb) in computed.filter(|&(seat, mb)| !self.rows(seat, mb).is_empty()) {
+            let of = (seat.stage, mb);
+            let stage = self.own.has_several_seats().then_some(seat.stage);
+            if !self.forwards.contains(&of) {
+                return missing(Action::Forward { mb, stage });
             }
-            if !self.forwards.contains(&mb) {
-                return missing(Action::Forward { mb });
+            if trains && !self.backwards.contains(&of) {
+                return missing(Action::Backward { mb, stage });
             }
-            if trains && !self.backwards.contains(&mb) {
-                return missing(Action::Backward { mb });
-            }
-            if trains && !self.ended.contains(&mb) {
-                return missing(Action::BackwardWeight { mb });
+            if trains && !self.ended.contains(&of) {
+                return missing(Action::BackwardWeight { mb, stage });
             }
         }
         Ok(())
@@ -265,23 +317,34 @@ impl Walk<'_> {
 /// Messages of one channel as one side sees them, with their places.
 type Side<'a> = Vec<(usize, &'a Action, &'a Message)>;
 
+/// A channel: the ranks at its ends, and their Stages where either has several.
+type Ends = (u32, u32, Option<(u32, u32)>);
+
 /// Checks that on each channel the n-th Send and the n-th Recv are the same message.
 pub(super) fn check_channels(program: &Program) -> Result<(), CheckError> {
-    let mut channels: BTreeMap<(u32, u32), (Side, Side)> = BTreeMap::new();
+    let mut channels: BTreeMap<Ends, (Side, Side)> = BTreeMap::new();
     for own in &program.ranks {
         for (position, action) in own.forward.iter().chain(&own.backward).enumerate() {
             match action {
                 Action::Send(message) => {
-                    channels.entry((own.rank, message.peer)).or_default().0.push((position, action, message));
+                    channels
+                        .entry((own.rank, message.peer, message.stages))
+                        .or_default()
+                        .0
+                        .push((position, action, message));
                 }
                 Action::Recv(message) => {
-                    channels.entry((message.peer, own.rank)).or_default().1.push((position, action, message));
+                    channels
+                        .entry((message.peer, own.rank, message.stages))
+                        .or_default()
+                        .1
+                        .push((position, action, message));
                 }
                 _ => {}
             }
         }
     }
-    for ((src, dst), (sends, recvs)) in channels {
+    for ((src, dst, _), (sends, recvs)) in channels {
         for (&(position, send, sent), &(_, recv, received)) in sends.iter().zip(&recvs) {
             if (sent.mb, sent.kind, &sent.pieces) != (received.mb, received.kind, &received.pieces) {
                 let (send, recv) = (Box::new(send.clone()), Box::new(recv.clone()));

@@ -91,9 +91,9 @@ impl Carried {
         Ok(())
     }
 
-    /// True for what all microbatches add to.
-    pub(super) fn is_whole(&self, piece: &Piece) -> bool {
-        self.whole.contains(&piece.value)
+    /// True for an input without rows, to whose gradient all microbatches add.
+    pub(super) fn is_whole(&self, input: ValueId) -> bool {
+        self.whole.contains(&input)
     }
 
     /// Demands that nothing is left, and that both ends pack alike.

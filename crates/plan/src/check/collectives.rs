@@ -50,6 +50,10 @@ pub(super) fn check_buckets(program: &Program, gradients: &[Gradient]) -> Result
         if divided == parts.is_empty() || (divided && (parts.len() != ranks.len() || held < elements)) {
             return Err(CheckError::Shape("a bucket's parts are not those of its ranks, or do not hold its gradients"));
         }
+        let is_shared = |rank: &u32| program.ranks[*rank as usize].has_several_seats();
+        if *sharding >= Sharding::Gradients && ranks.len() > 1 && ranks.iter().any(is_shared) {
+            return Err(CheckError::Shape("ranks with several stages divide gradients"));
+        }
         if span.is_some() != (*sharding == Sharding::Params) {
             return Err(CheckError::Shape("a bucket has a span and no divided parameters, or the reverse"));
         }
@@ -73,13 +77,13 @@ pub(super) fn check_sums(program: &Program) -> Result<(), CheckError> {
         let mut gathered = Gathered::default();
         for (position, action) in actions(own).enumerate() {
             match action {
-                Action::Forward { mb } => _ = gathered.computed.insert((*mb, Pass::Forward)),
-                Action::Backward { mb } | Action::BackwardInput { mb } => {
+                Action::Forward { mb, .. } => _ = gathered.computed.insert((*mb, Pass::Forward)),
+                Action::Backward { mb, .. } | Action::BackwardInput { mb, .. } => {
                     gathered.computed.insert((*mb, Pass::Backward));
                 }
                 _ => {}
             }
-            filling(action).into_iter().for_each(|mb| passed.pass(mb));
+            filling(action).into_iter().for_each(|filling| passed.pass(filling));
             let Some(group) = action.group() else { continue };
             let found = check_sum(program, own.rank, action)
                 .and_then(|()| if summed.insert(action) { Ok(()) } else { Err(ActionFault::Repeated) })
@@ -100,15 +104,20 @@ pub(super) fn check_sums(program: &Program) -> Result<(), CheckError> {
     Ok(())
 }
 
-/// The microbatch of an Action behind which nothing adds to its gradients.
-fn filling(action: &Action) -> Option<u32> {
-    if let Action::Backward { mb } | Action::BackwardWeight { mb } = action { Some(*mb) } else { None }
+/// The microbatch of an Action behind which nothing adds to its gradients, and its Stage where that has a name.
+fn filling(action: &Action) -> Option<Filling> {
+    match *action {
+        Action::Backward { mb, stage } | Action::BackwardWeight { mb, stage } => Some((mb, stage)),
+        _ => None,
+    }
 }
+
+type Filling = (u32, Option<u32>);
 
 /// A rank's backwards, those that it has ended and those to come.
 struct Backwards {
-    done: BTreeSet<u32>,
-    to_come: BTreeSet<u32>,
+    done: BTreeSet<Filling>,
+    to_come: BTreeSet<Filling>,
 }
 
 impl Backwards {
@@ -116,18 +125,18 @@ impl Backwards {
         Self { done: BTreeSet::new(), to_come: actions(own).filter_map(filling).collect() }
     }
 
-    fn pass(&mut self, mb: u32) {
-        self.to_come.remove(&mb);
-        self.done.insert(mb);
+    fn pass(&mut self, filling: Filling) {
+        self.to_come.remove(&filling);
+        self.done.insert(filling);
     }
 
     /// Checks that a sum stands behind all backwards that add to it but the one that fills it.
     fn check(&self, action: &Action) -> Result<(), ActionFault> {
         match action {
-            Action::ReduceScatter { mb, .. } if self.to_come.first().is_some_and(|next| next < mb) => {
+            Action::ReduceScatter { mb, .. } if self.to_come.first().is_some_and(|(next, _)| next < mb) => {
                 Err(ActionFault::NotFilled)
             }
-            Action::ReduceScatter { mb, .. } if self.done.last().is_some_and(|last| last >= mb) => {
+            Action::ReduceScatter { mb, .. } if self.done.last().is_some_and(|(last, _)| last >= mb) => {
                 Err(ActionFault::Overfilled)
             }
             Action::AllReduce { .. } if self.to_come.len() > 1 => Err(ActionFault::NotFilled),

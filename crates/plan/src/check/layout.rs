@@ -2,7 +2,7 @@
 
 use crate::check::CheckError;
 use crate::partition::{OutputSource, Partition};
-use crate::program::{Interval, Program, RankProgram};
+use crate::program::{Interval, Program, Seat};
 
 /// Rows by microbatch and rank, after the check that they divide the batch.
 pub(super) struct Layout {
@@ -19,9 +19,9 @@ impl Layout {
     }
 }
 
-/// Rows that a rank computes of a microbatch, possibly none.
-pub(super) fn computed_rows(program: &Program, own: &RankProgram, mb: usize) -> Interval {
-    program.stage_rows[own.stage as usize].get(mb).map_or_else(Interval::default, |rows| rows[own.replica as usize])
+/// Rows that a seat computes of a microbatch, possibly none.
+pub(super) fn computed_rows(program: &Program, seat: Seat, mb: usize) -> Interval {
+    program.stage_rows[seat.stage as usize].get(mb).map_or_else(Interval::default, |rows| rows[seat.replica as usize])
 }
 
 fn check_partition(partition: &Partition) -> Result<(), CheckError> {
@@ -62,10 +62,17 @@ fn check_rank_list(program: &Program) -> Result<(), CheckError> {
     let replicas = |stage: usize| program.stage_rows[stage].first().map_or(0, Vec::len);
     let mut seen: Vec<Vec<bool>> = (0..program.stage_rows.len()).map(|stage| vec![false; replicas(stage)]).collect();
     for (rank, own) in program.ranks.iter().enumerate() {
-        let place = seen.get_mut(own.stage as usize).and_then(|stage| stage.get_mut(own.replica as usize));
-        let place = place.ok_or(CheckError::Shape("a rank's stage or replica does not exist"))?;
-        if own.rank as usize != rank || std::mem::replace(place, true) {
-            return Err(CheckError::Shape("the ranks are not numbered in order, or two are the same replica"));
+        if own.rank as usize != rank || own.seats.is_empty() || !own.seats.is_sorted_by(|a, b| a.stage < b.stage) {
+            return Err(CheckError::Shape(
+                "the ranks are not numbered in order, or one has no seat or two of one stage",
+            ));
+        }
+        for seat in &own.seats {
+            let place = seen.get_mut(seat.stage as usize).and_then(|stage| stage.get_mut(seat.replica as usize));
+            let place = place.ok_or(CheckError::Shape("a rank's stage or replica does not exist"))?;
+            if std::mem::replace(place, true) {
+                return Err(CheckError::Shape("two ranks are the same replica"));
+            }
         }
     }
     if seen.iter().flatten().all(|&seen| seen) { Ok(()) } else { Err(CheckError::Shape("a replica has no rank")) }

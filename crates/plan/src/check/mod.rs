@@ -2,18 +2,20 @@
 //!
 //! It shares no code with the builder. What it proves:
 //! 1. The ranks' slices, and each Stage's Replicas' rows, divide every microbatch without gap or overlap.
-//! 2. Every Stage rank gets each of its rows of each input exactly once from a rank that has it, and
-//!    every rank its rows of each output. What does not stay on its rank is exchanged once, packed alike at both ends: inputs
+//! 2. Every rank gets each row of each input that its seats compute with exactly once from a rank that has it, and
+//!    its own rows of each output. What does not stay on its rank is exchanged once, packed alike at both ends: inputs
 //!    before their microbatch's Forward, outputs after it, and gradients of both likewise around the Backward.
-//! 3. Every rank runs Forward, and in training Backward or both its parts, exactly once for every microbatch of which it
+//! 3. Every seat runs Forward, and in training Backward or both its parts, exactly once for every microbatch of which it
 //!    has rows, Backward after Forward.
-//! 4. Before a Forward, each row of each Value that the Stage takes has been received exactly once;
-//!    before a Backward, or the first part of it, each row of each gradient, once from each Stage that uses the Value.
+//! 4. Before a Forward, each row of each Value that the Stage takes has been received exactly once, or another seat of the
+//!    rank has made it; before a Backward, or the first part of it, the same of each row of each gradient, once from each
+//!    Stage that uses the Value.
 //! 5. Nothing is sent before it is computed, or by a rank that does not have it.
-//! 6. On each channel Sends and Recvs agree in number, order, rows and packing.
+//! 6. On each channel, which goes from seat to seat, Sends and Recvs agree in number, order, rows and packing.
 //! 7. Every gradient is summed in exactly one bucket, over exactly the ranks that hold its Param, after everything that
 //!    adds to it: once a batch, or where the ranks divide gradients, once for each microbatch. The members of a group sum
 //!    the same buckets of the same size in the same order.
+//!    Ranks with several seats divide no gradients.
 //! 8. Where ranks divide Params, each computation stands behind the gathers of all of them, in the order of its Spans;
 //!    these have their place in the order of what the members of a group do together.
 //! 9. All ranks come to their end (see [`machine`](crate::machine) for what blocks).
@@ -53,6 +55,9 @@ pub enum ActionFault {
     /// The second part of a backward first.
     #[error("the first part of this backward comes later")]
     BeforeInput,
+    /// Of a Stage that the rank does not have, or of none where it has several.
+    #[error("the rank does not have this stage, or has several and must name one")]
+    WrongSeat,
     /// In the wrong list, or in a Program without backward.
     #[error("it does not belong into this list of a program whose call is {0}")]
     WrongList(Call),
@@ -167,7 +172,7 @@ pub enum CheckError {
     },
     /// A computation without all it needs.
     #[error(
-        "rank {rank}, action {position}, {action}: rows {rows} of {value} must have been received exactly once from stage {stage}"
+        "rank {rank}, action {position}, {action}: rows {rows} of {value} must have come exactly once from stage {stage}"
     )]
     Rows {
         /// The rank.
@@ -298,15 +303,23 @@ pub fn check(program: &Program, partition: &Partition, gradients: &[Gradient]) -
 
 /// True when the intervals, in any order, make up `whole` without gap or overlap, and none is empty.
 fn covers_once(intervals: &mut [Interval], whole: Interval) -> bool {
+    let runs = if whole.is_empty() { Vec::new() } else { vec![whole] };
+    joined(intervals) == Some(runs)
+}
+
+/// The intervals, in any order, as runs that do not touch; nothing where they overlap or one is empty.
+fn joined(intervals: &mut [Interval]) -> Option<Vec<Interval>> {
     intervals.sort_unstable();
-    let mut at = whole.lo;
-    for interval in intervals {
-        if interval.lo != at || interval.hi <= interval.lo {
-            return false;
+    let mut runs: Vec<Interval> = Vec::new();
+    for &interval in intervals.iter() {
+        match runs.last_mut() {
+            _ if interval.is_empty() => return None,
+            Some(last) if interval.lo < last.hi => return None,
+            Some(last) if interval.lo == last.hi => last.hi = interval.hi,
+            _ => runs.push(interval),
         }
-        at = interval.hi;
     }
-    at == whole.hi
+    Some(runs)
 }
 
 /// True when all of `inner` lies in `outer`.

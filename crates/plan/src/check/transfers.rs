@@ -1,14 +1,14 @@
 //! Do inputs reach the Stages, and outputs their owners?
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use rannc_ir::ValueId;
 
 use super::layout::{Layout, computed_rows};
-use super::{CheckError, covers_once, within};
+use super::{CheckError, joined, within};
 use crate::partition::{OutputSource, Partition};
-use crate::program::{Action, Interval, Program, Transfer};
-use crate::schedule::Compute;
+use crate::program::{Action, Interval, Program, RankProgram, Transfer};
+use crate::schedule::Seated;
 
 /// What a rank gets of a Value of a microbatch.
 type Key = (ValueId, u32, u32);
@@ -28,11 +28,11 @@ impl<'a> Ledger<'a> {
         Self { list, entries }
     }
 
-    /// Demands that `rank` gets `rows` exactly once from ranks that have them.
+    /// Demands that `rank` gets these runs of rows exactly once from ranks that have them.
     fn settle(
         &mut self,
         (value, mb, rank): Key,
-        rows: Interval,
+        runs: Vec<Interval>,
         rows_at: impl Fn(usize) -> Interval,
     ) -> Result<(), CheckError> {
         let transfers = self.entries.remove(&(value, mb, rank)).unwrap_or_default();
@@ -42,11 +42,12 @@ impl<'a> Ledger<'a> {
             }
         }
         let mut received: Vec<Interval> = transfers.iter().map(|transfer| transfer.rows).collect();
-        if covers_once(&mut received, rows) {
-            Ok(())
-        } else {
-            Err(CheckError::TransferRows { list: self.list, rank, mb, value, rows })
+        if joined(&mut received).as_ref() == Some(&runs) {
+            return Ok(());
         }
+        let lo = runs.first().map_or(0, |run| run.lo);
+        let rows = Interval::new(lo, runs.last().map_or(lo, |run| run.hi));
+        Err(CheckError::TransferRows { list: self.list, rank, mb, value, rows })
     }
 
     /// Demands that nothing is left.
@@ -65,24 +66,51 @@ impl<'a> Ledger<'a> {
 pub(super) fn check_inputs(program: &Program, partition: &Partition, layout: &Layout) -> Result<(), CheckError> {
     let mut ledger = Ledger::new("input", &program.inputs);
     for own in &program.ranks {
-        // What has no rows comes with the microbatch that is computed first.
-        let first = own.forward.iter().find_map(Action::compute).map(Compute::microbatch);
         for (mb, slices) in (0..).zip(&layout.slices) {
-            let rows = computed_rows(program, own, mb as usize);
-            if rows.lo == rows.hi {
-                continue;
+            let mut inputs: BTreeMap<ValueId, (bool, Vec<Interval>)> = BTreeMap::new();
+            for seat in &own.seats {
+                let rows = computed_rows(program, *seat, mb as usize);
+                for input in partition.stages[seat.stage as usize].inputs.iter().filter(|_| !rows.is_empty()) {
+                    inputs.entry(input.value).or_insert((input.has_rows, Vec::new())).1.push(rows);
+                }
             }
-            for input in &partition.stages[own.stage as usize].inputs {
-                let key = (input.value, mb, own.rank);
-                if input.has_rows {
-                    ledger.settle(key, rows, |src| slices.get(src).copied().unwrap_or_default())?;
-                } else if first == Some(mb) {
-                    ledger.settle(key, rows, |src| if src == 0 { rows } else { Interval::default() })?;
+            for (value, (has_rows, rows)) in inputs {
+                let key = (value, mb, own.rank);
+                if has_rows {
+                    ledger.settle(key, union(rows), |src| slices.get(src).copied().unwrap_or_default())?;
+                } else if let Some(rows) = first_rows(program, partition, own, value).filter(|(first, _)| *first == mb)
+                {
+                    let of_first = |src| if src == 0 { rows.1 } else { Interval::default() };
+                    ledger.settle(key, vec![rows.1], of_first)?;
                 }
             }
         }
     }
     ledger.close()
+}
+
+/// The first microbatch that a rank computes with an input, which comes with it where it has no rows, and what it computes
+/// of it.
+fn first_rows(program: &Program, partition: &Partition, own: &RankProgram, input: ValueId) -> Option<(u32, Interval)> {
+    own.forward.iter().filter_map(Action::compute).find_map(|Seated { compute, stage }| {
+        let seat = own.seat(stage)?;
+        let takes = partition.stages[seat.stage as usize].inputs.iter().any(|taken| taken.value == input);
+        let mb = compute.microbatch();
+        takes.then(|| (mb, computed_rows(program, seat, mb as usize)))
+    })
+}
+
+/// All the rows, as runs that do not touch.
+fn union(mut rows: Vec<Interval>) -> Vec<Interval> {
+    rows.sort_unstable();
+    let mut runs: Vec<Interval> = Vec::new();
+    for own in rows {
+        match runs.last_mut() {
+            Some(last) if own.lo <= last.hi => last.hi = last.hi.max(own.hi),
+            _ => runs.push(own),
+        }
+    }
+    runs
 }
 
 pub(super) fn check_outputs(program: &Program, partition: &Partition, layout: &Layout) -> Result<(), CheckError> {
@@ -96,16 +124,16 @@ pub(super) fn check_outputs(program: &Program, partition: &Partition, layout: &L
         for (mb, slices) in (0..).zip(&layout.slices) {
             let rows_at = |src: usize| match output.source {
                 OutputSource::Input(_) => slices.get(src).copied().unwrap_or_default(),
-                OutputSource::Stage(stage) => match program.ranks.get(src) {
-                    Some(own) if own.stage == stage => computed_rows(program, own, mb as usize),
-                    _ => Interval::default(),
-                },
+                OutputSource::Stage(stage) => {
+                    let seat = program.ranks.get(src).and_then(|own| own.seat_of(stage));
+                    seat.map_or_else(Interval::default, |seat| computed_rows(program, seat, mb as usize))
+                }
             };
             for (rank, &slice) in (0..).zip(slices) {
                 let whole = Interval::new(0, program.microbatches[mb as usize]);
                 let rows = if program.gather_inputs { slice } else { whole };
                 if rows.lo < rows.hi {
-                    ledger.settle((output.value, mb, rank), rows, rows_at)?;
+                    ledger.settle((output.value, mb, rank), vec![rows], rows_at)?;
                 }
             }
         }

@@ -1,12 +1,12 @@
 //! How long things take on the machine, and who is told when they happen.
 
 use super::script::Slot;
-use crate::schedule::Compute;
+use crate::schedule::Seated;
 
 /// How long things take. Times are not negative, and the answer to a question is always the same.
 pub trait Clock {
     /// A computation of a rank.
-    fn compute(&self, rank: u32, compute: Compute) -> f64;
+    fn compute(&self, rank: u32, seated: Seated) -> f64;
     /// A message, once both ends are ready and the one before it on its channel has arrived.
     fn message(&self, message: Slot) -> f64;
     /// A sum of gradients, once all its members are ready.
@@ -20,7 +20,7 @@ pub trait Clock {
 pub struct Ticks;
 
 impl Clock for Ticks {
-    fn compute(&self, _: u32, _: Compute) -> f64 {
+    fn compute(&self, _: u32, _: Seated) -> f64 {
         1.0
     }
     fn message(&self, _: Slot) -> f64 {
@@ -55,7 +55,7 @@ pub enum Pause {
 /// Is told what happens, rank by rank in the order of time, but not across ranks.
 pub trait Observer {
     /// A rank computes.
-    fn computed(&mut self, _rank: u32, _compute: Compute, _span: Span) {}
+    fn computed(&mut self, _rank: u32, _seated: Seated, _span: Span) {}
     /// A message moves.
     fn moved(&mut self, _message: Slot, _span: Span) {}
     /// A sum runs.

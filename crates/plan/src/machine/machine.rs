@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use super::blocked::Stuck;
 use super::clock::{Clock, Observer, Pause, Span};
 use super::script::{Channel, Joint, Lane, Script, Slot, Task};
-use crate::program::WINDOW;
+use crate::schedule::WINDOW;
 
 /// Runs a script to its end, and returns when that is.
 ///
@@ -106,14 +106,14 @@ impl<C: Clock, O: Observer> Machine<'_, C, O> {
     /// Does the task, or returns false when it must wait.
     fn perform(&mut self, rank: u32, task: Task) -> bool {
         match task {
-            Task::Compute { compute, first, end } => {
+            Task::Compute { seated, first, end } => {
                 let script = self.script;
                 if !self.wait(rank, &script.awaited[first as usize..end as usize]) {
                     return false;
                 }
-                let us = self.clock.compute(rank, compute);
+                let us = self.clock.compute(rank, seated);
                 let span = self.spend(rank, us);
-                self.observer.computed(rank, compute, span);
+                self.observer.computed(rank, seated, span);
             }
             Task::Send { channel, bounded } => return self.send(rank, channel, bounded),
             Task::Recv { channel } => {
@@ -192,7 +192,7 @@ impl<C: Clock, O: Observer> Machine<'_, C, O> {
             self.observer.moved(slot, span);
         }
         if moved.len() > known {
-            let Channel { src, dst } = self.script.channels[channel as usize];
+            let Channel { src, dst, .. } = self.script.channels[channel as usize];
             self.wake(src);
             self.wake(dst);
         }

@@ -3,8 +3,9 @@
 //!
 //! It follows the runtime:
 //!
-//! * A rank does one thing at a time, in the order of its Program. A Recv and the start of a sum never block. A
-//!   computation waits for the messages of its microbatch that its rank has begun to receive.
+//! * A rank does one thing at a time, in the order of its Program, however many Stages it has. A Recv and the start of a sum
+//!   never block. A computation waits for the messages of its microbatch and Stage that its rank has begun to receive. What
+//!   another seat of the rank hands over is there, or the checker has refused the Program.
 //! * A message moves once it is sent, its receiver has begun to receive, and the message before it on its channel has
 //!   arrived. The n-th Send of a channel meets its n-th Recv. Channels do not wait for each other.
 //! * A Send never blocks, except that gradients, and without training Values, wait while [`WINDOW`](crate::WINDOW) earlier messages

@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 
 use super::blocked::{Blocked, Deadlock, Halt, Stuck};
-use crate::program::{Action, BatchKind, Exchange, Message, Pass, Payload, Program, RankProgram};
-use crate::schedule::{Call, Compute};
+use crate::program::{Action, BatchKind, Exchange, Message, Needed, Pass, Payload, Program, RankProgram};
+use crate::schedule::{Call, Seated};
 
 /// What a rank does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -12,7 +12,7 @@ pub enum Task {
     /// Computes, once the messages that it awaits have arrived.
     Compute {
         /// What.
-        compute: Compute,
+        seated: Seated,
         /// Place of the first of those messages among the script's.
         first: u32,
         /// One past the place of the last.
@@ -52,13 +52,15 @@ pub enum Task {
     Update,
 }
 
-/// Messages from one rank to another, in order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Messages from one seat to one of another rank, in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Channel {
     /// The sender.
     pub src: u32,
     /// The receiver.
     pub dst: u32,
+    /// From which Stage to which, where either has several.
+    pub stages: Option<(u32, u32)>,
 }
 
 /// A message: the `place`-th of a channel.
@@ -116,7 +118,7 @@ pub struct ScriptWriter {
     /// By channel, how many messages its receiver has begun to receive.
     posted: Vec<u32>,
     /// By rank, what it has begun to receive for computations to come.
-    coming: Vec<Vec<((Payload, u32), Slot)>>,
+    coming: Vec<Vec<(Needed, Slot)>>,
 }
 
 impl ScriptWriter {
@@ -132,8 +134,8 @@ impl ScriptWriter {
     }
 
     /// One more channel.
-    pub fn channel(&mut self, src: u32, dst: u32) -> u32 {
-        self.script.channels.push(Channel { src, dst });
+    pub fn channel(&mut self, channel: Channel) -> u32 {
+        self.script.channels.push(channel);
         self.posted.push(0);
         number(self.script.channels.len() - 1)
     }
@@ -149,24 +151,23 @@ impl ScriptWriter {
         number(self.script.sums.len() - 1)
     }
 
-    /// The receiver of a channel begins to receive for the computation that needs such a message of a microbatch.
-    pub fn receive(&mut self, channel: u32, payload: Payload, mb: u32) {
+    /// The receiver of a channel begins to receive what a computation needs.
+    pub fn receive(&mut self, channel: u32, needed: Needed) {
         let rank = self.script.channels[channel as usize].dst;
         let place = self.posted[channel as usize];
         self.posted[channel as usize] += 1;
-        self.coming[rank as usize].push(((payload, mb), Slot { channel, place }));
+        self.coming[rank as usize].push((needed, Slot { channel, place }));
         self.add(rank, Task::Recv { channel });
     }
 
     /// A rank computes, once all has arrived that it has begun to receive for that.
-    pub fn compute(&mut self, rank: u32, compute: Compute) {
+    pub fn compute(&mut self, rank: u32, seated: Seated) {
         let first = number(self.script.awaited.len());
-        if let Some(payload) = Payload::of(compute) {
-            let needed = (payload, compute.microbatch());
+        if let Some(needed) = Needed::by(seated) {
             let coming = self.coming[rank as usize].extract_if(.., |(message, _)| *message == needed);
             self.script.awaited.extend(coming.map(|(_, slot)| slot));
         }
-        self.add(rank, Task::Compute { compute, first, end: number(self.script.awaited.len()) });
+        self.add(rank, Task::Compute { seated, first, end: number(self.script.awaited.len()) });
     }
 
     /// The sender of a channel starts to send.
@@ -269,7 +270,7 @@ impl ProgramScript {
 struct Translator<'a> {
     writer: ScriptWriter,
     program: &'a Program,
-    channels: HashMap<(u32, u32), u32>,
+    channels: HashMap<Channel, u32>,
     sums: Vec<Collective>,
     known_sums: HashMap<Collective, u32>,
     /// Who takes part in which exchange.
@@ -299,20 +300,21 @@ impl Translator<'_> {
                 | Action::Backward { .. }
                 | Action::BackwardInput { .. }
                 | Action::BackwardWeight { .. } => {
-                    action.compute().into_iter().for_each(|compute| self.compute(own.rank, compute, &begun));
+                    action.compute().into_iter().for_each(|seated| self.compute(own.rank, seated, &begun));
                 }
                 &Action::Exchange(Exchange { kind, mb, .. }) => {
                     let sum = self.sum(Collective::Exchange { kind, mb })?;
                     self.writer.add(own.rank, Task::Sum { sum });
                     begun.push((kind, mb, sum));
                 }
-                Action::Send(message) => {
-                    let channel = self.channel(own.rank, message.peer)?;
-                    self.writer.send(channel, message.kind);
+                &Action::Send(Message { peer: dst, kind, stages, .. }) => {
+                    let channel = self.channel(Channel { src: own.rank, dst, stages })?;
+                    self.writer.send(channel, kind);
                 }
-                Action::Recv(Message { mb, peer, kind, .. }) => {
-                    let channel = self.channel(*peer, own.rank)?;
-                    self.writer.receive(channel, *kind, *mb);
+                &Action::Recv(Message { mb, peer: src, kind: payload, stages, .. }) => {
+                    let channel = self.channel(Channel { src, dst: own.rank, stages })?;
+                    let stage = stages.map(|(_, to)| to).filter(|_| own.has_several_seats());
+                    self.writer.receive(channel, Needed { payload, stage, mb });
                 }
                 Action::AllReduce { bucket, .. } => {
                     let sum = self.sum(Collective::Bucket { bucket: *bucket, kind: CollectiveKind::AllReduce })?;
@@ -355,11 +357,11 @@ impl Translator<'_> {
     }
 
     /// A computation, once the exchange that it waits for is done.
-    fn compute(&mut self, rank: u32, compute: Compute, begun: &[(BatchKind, u32, u32)]) {
-        let needed = (BatchKind::awaited_by(compute), compute.microbatch());
+    fn compute(&mut self, rank: u32, seated: Seated, begun: &[(BatchKind, u32, u32)]) {
+        let needed = (BatchKind::awaited_by(seated.compute), seated.compute.microbatch());
         let awaited = begun.iter().find(|&&(kind, mb, _)| (Some(kind), mb) == needed);
         awaited.into_iter().for_each(|&(_, _, sum)| self.writer.add(rank, Task::Meet { sum }));
-        self.writer.compute(rank, compute);
+        self.writer.compute(rank, seated);
     }
 
     /// The number of a sum.
@@ -381,12 +383,12 @@ impl Translator<'_> {
         Ok(number)
     }
 
-    fn channel(&mut self, src: u32, dst: u32) -> Result<u32, Halt> {
-        if src.max(dst) as usize >= self.program.ranks.len() {
+    fn channel(&mut self, channel: Channel) -> Result<u32, Halt> {
+        if channel.src.max(channel.dst) as usize >= self.program.ranks.len() {
             return Err(Halt::Shape("a message comes from or goes to a rank that does not exist"));
         }
         let writer = &mut self.writer;
-        Ok(*self.channels.entry((src, dst)).or_insert_with(|| writer.channel(src, dst)))
+        Ok(*self.channels.entry(channel).or_insert_with(|| writer.channel(channel)))
     }
 }
 
@@ -422,7 +424,8 @@ fn gathered_for(action: &Action) -> Option<(u32, Pass)> {
 
 /// The microbatch of a computation behind which nothing adds to its gradients, with its place.
 fn fills((position, action): (usize, &Action)) -> Option<(u32, usize)> {
-    action.compute().filter(|compute| compute.ends_microbatch()).map(|compute| (compute.microbatch(), position))
+    let compute = action.compute().map(|seated| seated.compute).filter(|compute| compute.ends_microbatch());
+    compute.map(|compute| (compute.microbatch(), position))
 }
 
 fn number(place: usize) -> u32 {

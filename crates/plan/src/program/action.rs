@@ -6,7 +6,7 @@ use rannc_ir::ValueId;
 use serde::{Deserialize, Serialize};
 
 use super::routes::Interval;
-use crate::schedule::{Call, Compute};
+use crate::schedule::{Call, Compute, Seated, WINDOW};
 
 /// Rows of one Value that move together with others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -26,9 +26,6 @@ pub enum Payload {
     /// Their gradients, back.
     Grad,
 }
-
-/// Messages of one channel that may be under way before its sender waits, where it does.
-pub const WINDOW: usize = 2;
 
 impl Payload {
     /// The messages that a computation waits for, and makes, if any.
@@ -59,6 +56,9 @@ pub struct Message {
     pub peer: u32,
     /// What it carries.
     pub kind: Payload,
+    /// From which Stage to which, where either rank has several.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stages: Option<(u32, u32)>,
     /// The rows, in the order in which they are packed.
     pub pieces: Vec<Piece>,
 }
@@ -143,21 +143,33 @@ pub enum Action {
     Forward {
         /// The microbatch.
         mb: u32,
+        /// Its Stage, where the rank has several.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        stage: Option<u32>,
     },
     /// Backward of the rank's rows of a microbatch.
     Backward {
         /// The microbatch.
         mb: u32,
+        /// Its Stage, where the rank has several.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        stage: Option<u32>,
     },
     /// The first part of a backward: the gradients of what came in.
     BackwardInput {
         /// The microbatch.
         mb: u32,
+        /// Its Stage, where the rank has several.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        stage: Option<u32>,
     },
     /// The second part of a backward: the gradients of Params.
     BackwardWeight {
         /// The microbatch.
         mb: u32,
+        /// Its Stage, where the rank has several.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        stage: Option<u32>,
     },
     /// Starts to send.
     Send(Message),
@@ -238,24 +250,25 @@ impl Action {
     }
 
     /// The computation that it is, if it is one.
-    pub const fn compute(&self) -> Option<Compute> {
-        match *self {
-            Self::Forward { mb } => Some(Compute::Forward(mb)),
-            Self::Backward { mb } => Some(Compute::Backward(mb)),
-            Self::BackwardInput { mb } => Some(Compute::BackwardInput(mb)),
-            Self::BackwardWeight { mb } => Some(Compute::BackwardWeight(mb)),
-            _ => None,
-        }
+    pub const fn compute(&self) -> Option<Seated> {
+        let (compute, stage) = match *self {
+            Self::Forward { mb, stage } => (Compute::Forward(mb), stage),
+            Self::Backward { mb, stage } => (Compute::Backward(mb), stage),
+            Self::BackwardInput { mb, stage } => (Compute::BackwardInput(mb), stage),
+            Self::BackwardWeight { mb, stage } => (Compute::BackwardWeight(mb), stage),
+            _ => return None,
+        };
+        Some(Seated { compute, stage })
     }
 }
 
-impl From<Compute> for Action {
-    fn from(compute: Compute) -> Self {
+impl From<Seated> for Action {
+    fn from(Seated { compute, stage }: Seated) -> Self {
         match compute {
-            Compute::Forward(mb) => Self::Forward { mb },
-            Compute::Backward(mb) => Self::Backward { mb },
-            Compute::BackwardInput(mb) => Self::BackwardInput { mb },
-            Compute::BackwardWeight(mb) => Self::BackwardWeight { mb },
+            Compute::Forward(mb) => Self::Forward { mb, stage },
+            Compute::Backward(mb) => Self::Backward { mb, stage },
+            Compute::BackwardInput(mb) => Self::BackwardInput { mb, stage },
+            Compute::BackwardWeight(mb) => Self::BackwardWeight { mb, stage },
         }
     }
 }
@@ -263,10 +276,10 @@ impl From<Compute> for Action {
 impl fmt::Display for Action {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (name, message, direction) = match self {
-            Self::Forward { mb } => return write!(f, "Forward(mb {mb})"),
-            Self::Backward { mb } => return write!(f, "Backward(mb {mb})"),
-            Self::BackwardInput { mb } => return write!(f, "BackwardInput(mb {mb})"),
-            Self::BackwardWeight { mb } => return write!(f, "BackwardWeight(mb {mb})"),
+            Self::Forward { mb, stage } => return computation(f, "Forward", *mb, *stage),
+            Self::Backward { mb, stage } => return computation(f, "Backward", *mb, *stage),
+            Self::BackwardInput { mb, stage } => return computation(f, "BackwardInput", *mb, *stage),
+            Self::BackwardWeight { mb, stage } => return computation(f, "BackwardWeight", *mb, *stage),
             Self::AllReduce { group, bucket, bytes } => {
                 return write!(f, "AllReduce(bucket {bucket}, {bytes} bytes over group {group})");
             }
@@ -293,9 +306,20 @@ impl fmt::Display for Action {
             Payload::Value => "values",
             Payload::Grad => "gradients",
         };
-        write!(f, "{name}(mb {}, {kind} {direction} rank {}:", message.mb, message.peer)?;
+        write!(f, "{name}(mb {}, {kind} {direction} rank {}", message.mb, message.peer)?;
+        if let Some((from, to)) = message.stages {
+            write!(f, ", stage {from} to {to}")?;
+        }
+        f.write_str(":")?;
         list(f, &message.pieces)?;
         f.write_str(")")
+    }
+}
+
+fn computation(f: &mut fmt::Formatter<'_>, name: &str, mb: u32, stage: Option<u32>) -> fmt::Result {
+    match stage {
+        Some(stage) => write!(f, "{name}(mb {mb}, stage {stage})"),
+        None => write!(f, "{name}(mb {mb})"),
     }
 }
 

@@ -87,10 +87,10 @@ pub struct ExchangePlaces {
 
 impl ExchangePlaces {
     /// Those among a list's computations.
-    pub fn new(computes: &[Compute]) -> Self {
+    pub fn new(computes: impl IntoIterator<Item = Compute>) -> Self {
         let mut made: BTreeMap<BatchKind, Vec<(u32, usize)>> = BTreeMap::new();
         for (count, compute) in (1..).zip(computes) {
-            if let Some(kind) = BatchKind::made_by(*compute) {
+            if let Some(kind) = BatchKind::made_by(compute) {
                 made.entry(kind).or_default().push((compute.microbatch(), count));
             }
         }

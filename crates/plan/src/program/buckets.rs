@@ -179,7 +179,7 @@ impl Buckets {
 
     /// Divides gradients, given in the order in which the forward first uses their Params.
     pub fn new(gradients: Vec<Gradient>, stage_ranks: &[Vec<u32>], division: Division) -> Self {
-        let groups = groups(&gradients, stage_ranks);
+        let (own_groups, groups) = (stage_groups(stage_ranks).len(), groups(&gradients, stage_ranks));
         let group_of: BTreeMap<&[u32], u32> =
             (0..).zip(&groups).map(|(number, ranks)| (ranks.as_slice(), number)).collect();
         let mut buckets: Vec<Bucket> = Vec::new();
@@ -198,8 +198,7 @@ impl Buckets {
             let key = alike(group, gradient);
             let known = open.get(&key).copied().filter(|&(place, full)| buckets[place].bytes < full);
             let (place, full) = known.unwrap_or_else(|| {
-                let is_first =
-                    (group as usize) < stage_ranks.len() && !buckets.iter().any(|other| other.group == group);
+                let is_first = (group as usize) < own_groups && !buckets.iter().any(|other| other.group == group);
                 let full = match () {
                     () if gradient.span.is_some() => LARGEST_BUCKET_BYTES,
                     () if is_first => FIRST_BUCKET_BYTES,
@@ -280,10 +279,21 @@ fn gradients(graph: &Graph, partition: &Partition, placement: &Placement, traine
     by_use.into_iter().map(gradient).filter(|gradient| !gradient.holders.is_empty()).collect()
 }
 
-/// The ranks of each Stage, then the other sets of holders, sorted.
+/// The ranks of each Stage, but of Stages with the same ones once.
+pub(super) fn stage_groups(stage_ranks: &[Vec<u32>]) -> Vec<Vec<u32>> {
+    let mut groups: Vec<Vec<u32>> = Vec::new();
+    for ranks in stage_ranks {
+        let ranks: Vec<u32> = ranks.iter().copied().collect::<BTreeSet<u32>>().into_iter().collect();
+        if !groups.contains(&ranks) {
+            groups.push(ranks);
+        }
+    }
+    groups
+}
+
+/// The ranks of the Stages, then the other sets of holders, sorted.
 fn groups(gradients: &[Gradient], stage_ranks: &[Vec<u32>]) -> Vec<Vec<u32>> {
-    let of_stages = stage_ranks.iter().map(|ranks| ranks.iter().copied().collect::<BTreeSet<u32>>());
-    let mut groups: Vec<Vec<u32>> = of_stages.map(|ranks| ranks.into_iter().collect()).collect();
+    let mut groups = stage_groups(stage_ranks);
     let shared: BTreeSet<&Vec<u32>> = gradients.iter().map(|gradient| &gradient.holders).collect();
     let others: Vec<Vec<u32>> = shared.into_iter().filter(|ranks| !groups.contains(ranks)).cloned().collect();
     groups.extend(others);

@@ -3,20 +3,22 @@
 //! It depends on the batch only through the number of rows of each rank, so it is built anew when
 //! those change and kept otherwise.
 
+use std::collections::{BTreeSet, HashMap};
+
 use rannc_ir::ValueId;
 use thiserror::Error;
 
 use super::action::Exchange;
 use super::batch::BatchRoutes;
-use super::buckets::{Bucket, Buckets};
+use super::buckets::{Bucket, Buckets, stage_groups};
 use super::collectives::Collectives;
 use super::messages::{Mailbox, mailboxes};
 use super::routes::{BatchSplit, Interval, overlaps, split_even};
-use super::{Program, RankProgram, Transfer};
+use super::{Program, RankProgram, Seat, Transfer};
 use crate::consistent::{PlanFault, check_ranks};
-use crate::partition::{OutputSource, Partition};
+use crate::partition::{InputPart, OutputSource, Partition};
 use crate::plan::Placement;
-use crate::schedule::{Call, Compute, depths};
+use crate::schedule::{Call, Crew, Order, Seated};
 
 /// The rows that one call gives.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -109,7 +111,7 @@ pub fn build(
         .iter()
         .map(|ranks| split.microbatches.iter().map(|&rows| split_even(rows, ranks.len())).collect())
         .collect();
-    let router = Router { placement, partition, buckets, split: &split, stage_rows: &stage_rows };
+    let router = Router::new(placement, partition, buckets, &split, &stage_rows);
     let orders = router.orders();
     let (inputs, outputs) = (router.inputs(&orders), router.outputs(batch.gather_inputs));
     let mut mailboxes = mailboxes(placement, partition, &stage_rows, call);
@@ -135,20 +137,16 @@ pub fn build(
     })
 }
 
-/// By Stage, the number of Stages on the longest way from it to one that feeds no other, both included.
-pub fn stage_depths(partition: &Partition) -> Vec<u32> {
-    depths(partition.stages.len(), partition.edges())
-}
-
 /// Checks all that indexing relies on, and sums the batch's rows.
 fn check_arguments(placement: &Placement, partition: &Partition, batch: &Batch) -> Result<u64, ProgramError> {
-    let (plan, given) = (placement.ranks.iter().map(Vec::len).sum::<usize>(), batch.rows_per_rank.len());
+    let known: BTreeSet<&u32> = placement.ranks.iter().flatten().collect();
+    let (plan, given) = (known.len(), batch.rows_per_rank.len());
     let world_size =
         u32::try_from(given).ok().filter(|_| plan == given).ok_or(ProgramError::WorldSize { plan, given })?;
     if placement.microbatches == 0 {
         return Err(ProgramError::Placement(PlanFault::NoMicrobatches));
     }
-    check_ranks(placement.ranks.iter().map(Vec::as_slice), world_size).map_err(ProgramError::Placement)?;
+    check_ranks(&placement.ranks, &placement.sharding, world_size).map_err(ProgramError::Placement)?;
     let stages = placement.ranks.len();
     if partition.stages.len() != stages {
         return Err(ProgramError::Stages { plan: stages, partition: partition.stages.len() });
@@ -178,14 +176,8 @@ fn check_arguments(placement: &Placement, partition: &Partition, batch: &Batch) 
 
 /// Checks that the buckets are of these Stages.
 fn check_buckets(placement: &Placement, buckets: &Buckets) -> Result<(), ProgramError> {
-    let sorted = |ranks: &Vec<u32>| {
-        let mut sorted = ranks.clone();
-        sorted.sort_unstable();
-        sorted
-    };
-    let own = buckets.groups.iter().take(placement.ranks.len()).cloned();
     let known = |bucket: &Bucket| (bucket.group as usize) < buckets.groups.len();
-    let fits = own.eq(placement.ranks.iter().map(sorted)) && buckets.buckets.iter().all(known);
+    let fits = buckets.groups.starts_with(&stage_groups(&placement.ranks)) && buckets.buckets.iter().all(known);
     if fits { Ok(()) } else { Err(ProgramError::Buckets) }
 }
 
@@ -196,63 +188,115 @@ struct Router<'a> {
     buckets: &'a Buckets,
     split: &'a BatchSplit,
     stage_rows: &'a [Vec<Vec<Interval>>],
+    crews: Vec<Crew>,
+    /// By rank, the place of its crew.
+    crew_of: HashMap<u32, usize>,
+    /// By Stage and rank, the place of the Replica.
+    replicas: HashMap<(u32, u32), usize>,
 }
 
-impl Router<'_> {
+impl<'a> Router<'a> {
+    fn new(
+        placement: &'a Placement,
+        partition: &'a Partition,
+        buckets: &'a Buckets,
+        split: &'a BatchSplit,
+        stage_rows: &'a [Vec<Vec<Interval>>],
+    ) -> Self {
+        let crews = Crew::of_stages(&placement.ranks);
+        let places =
+            crews.iter().enumerate().flat_map(|(place, crew)| crew.ranks.iter().map(move |&rank| (rank, place)));
+        let crew_of = places.collect();
+        let stages = (0..).zip(&placement.ranks);
+        let replicas =
+            stages.flat_map(|(stage, ranks)| (0..).zip(ranks).map(move |(place, &rank)| ((stage, rank), place)));
+        let replicas = replicas.collect();
+        Self { placement, partition, buckets, split, stage_rows, crews, crew_of, replicas }
+    }
+
     fn microbatches(&self) -> impl Iterator<Item = (u32, usize)> + use<> {
         (0..).zip(0..self.split.microbatches.len())
     }
 
-    /// By Stage, its computations of the microbatches that have rows.
-    fn orders(&self) -> Vec<Vec<Compute>> {
+    /// By crew, its computations of the microbatches that have rows.
+    fn orders(&self) -> Vec<Vec<Seated>> {
         let active: Vec<u32> =
             self.microbatches().filter(|&(_, index)| self.split.microbatches[index] > 0).map(|(mb, _)| mb).collect();
-        let order = |(stage, depth): (usize, u32)| {
-            let order = self.placement.schedule.order(stage, depth, rank_number(active.len()));
-            order.0.into_iter().map(|compute| compute.map_microbatch(|nth| active[nth as usize])).collect()
+        let edges: Vec<(usize, usize)> = self.partition.edges().collect();
+        let orders = self.placement.schedule.orders(&self.placement.ranks, &edges, rank_number(active.len()));
+        let of_active = |Seated { compute, stage }: Seated| Seated {
+            compute: compute.map_microbatch(|nth| active[nth as usize]),
+            stage,
         };
-        stage_depths(self.partition).into_iter().enumerate().map(order).collect()
+        orders.into_iter().map(|Order(order)| order.into_iter().map(of_active).collect()).collect()
     }
 
-    fn inputs(&self, orders: &[Vec<Compute>]) -> Vec<Transfer> {
+    /// The rows that a rank computes of a Stage's microbatch; none where it does not have the Stage.
+    fn rows(&self, stage: u32, rank: u32, mb: u32) -> Interval {
+        let replica = self.replicas.get(&(stage, rank));
+        replica.map_or_else(Interval::default, |&replica| self.stage_rows[stage as usize][mb as usize][replica])
+    }
+
+    /// The Stage of one of a rank's computations.
+    fn stage(&self, rank: u32, seated: &Seated) -> u32 {
+        seated.stage.unwrap_or_else(|| self.crews[self.crew_of[&rank]].stages[0])
+    }
+
+    /// True when a rank computes rows there.
+    fn has_rows(&self, rank: u32, seated: &Seated) -> bool {
+        !self.rows(self.stage(rank, seated), rank, seated.compute.microbatch()).is_empty()
+    }
+
+    /// True when a Stage uses an input.
+    fn takes(&self, stage: u32, input: &InputPart) -> bool {
+        self.partition.stages[stage as usize].inputs.iter().any(|own| own.value == input.value)
+    }
+
+    fn inputs(&self, orders: &[Vec<Seated>]) -> Vec<Transfer> {
         let mut transfers = self.whole_inputs(orders);
         for (mb, index) in self.microbatches() {
-            for (stage, part) in self.partition.stages.iter().enumerate() {
+            for (stage, part) in (0..).zip(&self.partition.stages) {
                 if !part.inputs.iter().any(|input| input.has_rows) {
                     continue;
                 }
-                for overlap in overlaps(&self.split.owners[index], &self.stage_rows[stage][index]) {
+                for overlap in overlaps(&self.split.owners[index], &self.stage_rows[stage as usize][index]) {
                     let src = rank_number(overlap.from);
-                    let dst = self.placement.ranks[stage][overlap.to];
-                    let with_rows = part.inputs.iter().filter(|input| input.has_rows);
-                    transfers.extend(with_rows.map(|input| Transfer {
-                        src,
-                        dst,
-                        mb,
-                        value: input.value,
-                        rows: overlap.rows,
-                    }));
+                    let dst = self.placement.ranks[stage as usize][overlap.to];
+                    for input in part.inputs.iter().filter(|input| input.has_rows) {
+                        let rows = overlap.rows.without(self.taken_before(stage, dst, mb, input));
+                        transfers.extend(rows.into_iter().map(|rows| Transfer {
+                            src,
+                            dst,
+                            mb,
+                            value: input.value,
+                            rows,
+                        }));
+                    }
                 }
             }
         }
         transfers
     }
 
-    fn whole_inputs(&self, orders: &[Vec<Compute>]) -> Vec<Transfer> {
+    /// The rows of an input that a rank gets for its Stages before this one.
+    fn taken_before(&self, stage: u32, rank: u32, mb: u32, input: &InputPart) -> impl Iterator<Item = Interval> {
+        let before = self.crews[self.crew_of[&rank]].stages.iter().copied().take_while(move |&other| other < stage);
+        before.filter(|&other| self.takes(other, input)).map(move |other| self.rows(other, rank, mb))
+    }
+
+    /// What has no rows goes to a rank once, for the first of its computations with it.
+    fn whole_inputs(&self, orders: &[Vec<Seated>]) -> Vec<Transfer> {
         let mut transfers = Vec::new();
-        for (stage, part) in self.partition.stages.iter().enumerate() {
-            for (replica, &dst) in self.placement.ranks[stage].iter().enumerate() {
-                let rows_of = |mb: u32| self.stage_rows[stage][mb as usize][replica];
-                let mut order = orders[stage].iter().map(|compute| compute.microbatch());
-                let Some(mb) = order.find(|&mb| !rows_of(mb).is_empty()) else { continue };
-                let whole = part.inputs.iter().filter(|input| !input.has_rows);
-                transfers.extend(whole.map(|input| Transfer {
-                    src: 0,
-                    dst,
-                    mb,
-                    value: input.value,
-                    rows: rows_of(mb),
-                }));
+        for (stage, part) in (0..).zip(&self.partition.stages) {
+            for &dst in &self.placement.ranks[stage as usize] {
+                let computed = orders[self.crew_of[&dst]].iter().filter(|seated| self.has_rows(dst, seated));
+                for input in part.inputs.iter().filter(|input| !input.has_rows) {
+                    let first = computed.clone().find(|seated| self.takes(self.stage(dst, seated), input));
+                    let Some(first) = first.filter(|seated| self.stage(dst, seated) == stage) else { continue };
+                    let mb = first.compute.microbatch();
+                    let rows = self.rows(stage, dst, mb);
+                    transfers.push(Transfer { src: 0, dst, mb, value: input.value, rows });
+                }
             }
         }
         transfers
@@ -298,23 +342,20 @@ impl Router<'_> {
         &self,
         call: Call,
         mailboxes: &mut [Mailbox],
-        mut exchanges: Vec<Vec<Exchange>>,
-        orders: &[Vec<Compute>],
+        exchanges: Vec<Vec<Exchange>>,
+        orders: &[Vec<Seated>],
     ) -> Vec<RankProgram> {
-        let mut programs = Vec::with_capacity(mailboxes.len());
-        for ((stage, ranks), order) in (0..).zip(&self.placement.ranks).zip(orders) {
-            for (replica, &rank) in (0..).zip(ranks) {
-                let rows = |mb: u32| self.stage_rows[stage as usize][mb as usize][replica as usize];
-                let computes: Vec<Compute> =
-                    order.iter().copied().filter(|compute| !rows(compute.microbatch()).is_empty()).collect();
-                let collectives = Collectives::of(self.buckets, rank, stage, order);
-                let exchanges = std::mem::take(&mut exchanges[rank as usize]);
-                let (forward, backward) = mailboxes[rank as usize].lists(call, &computes, exchanges, &collectives);
-                programs.push(RankProgram { rank, stage, replica, forward, backward });
-            }
-        }
-        programs.sort_unstable_by_key(|program| program.rank);
-        programs
+        let stage_groups = stage_groups(&self.placement.ranks).len();
+        let program = |((rank, mailbox), exchanges): ((u32, &mut Mailbox), Vec<Exchange>)| {
+            let place = self.crew_of[&rank];
+            let computes: Vec<Seated> =
+                orders[place].iter().filter(|seated| self.has_rows(rank, seated)).copied().collect();
+            let collectives = Collectives::of(self.buckets, rank, stage_groups, &orders[place]);
+            let (forward, backward) = mailbox.lists(call, &computes, exchanges, &collectives);
+            let seat = |&stage: &u32| Seat { stage, replica: rank_number(self.replicas[&(stage, rank)]) };
+            RankProgram { rank, seats: self.crews[place].stages.iter().map(seat).collect(), forward, backward }
+        };
+        (0..).zip(mailboxes).zip(exchanges).map(program).collect()
     }
 }
 

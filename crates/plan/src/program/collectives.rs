@@ -3,31 +3,31 @@
 use super::action::{Action, Pass};
 use super::buckets::{Bucket, Buckets};
 use crate::saver::Sharding;
-use crate::schedule::Compute;
+use crate::schedule::{Compute, Seated};
 
 /// What one rank does with its buckets.
 #[derive(Clone, Debug)]
 pub(super) struct Collectives<'a> {
-    /// Of the Stage's own Params, with their places.
+    /// Of Params that all ranks of some Stage hold and no others, with their places.
     own: Vec<(u32, &'a Bucket)>,
     /// Of Params that other Stages hold too.
     late: Vec<(u32, &'a Bucket)>,
-    /// The Stage's computations in their order, also those of which the rank has no rows.
-    order: &'a [Compute],
+    /// The computations of the rank's Stages in their order, also those of which the rank has no rows.
+    order: &'a [Seated],
 }
 
 impl<'a> Collectives<'a> {
-    /// Those of a rank whose Stage's ranks are group `stage`.
-    pub(super) fn of(buckets: &'a Buckets, rank: u32, stage: u32, order: &'a [Compute]) -> Self {
+    /// Those of a rank; the ranks of Stages are the first `stage_groups` of the groups.
+    pub(super) fn of(buckets: &'a Buckets, rank: u32, stage_groups: usize, order: &'a [Seated]) -> Self {
         let shared = (0..).zip(&buckets.buckets).filter(|(_, bucket)| {
             let ranks = &buckets.groups[bucket.group as usize];
             ranks.len() > 1 && ranks.binary_search(&rank).is_ok()
         });
-        let (own, late) = shared.partition(|(_, bucket)| bucket.group == stage);
+        let (own, late) = shared.partition(|(_, bucket)| (bucket.group as usize) < stage_groups);
         Self { own, late, order }
     }
 
-    /// Puts what ranks do together into a list of Actions with some of the Stage's computations, and where it has all
+    /// Puts what ranks do together into a list of Actions with some of the rank's computations, and where it has all
     /// backwards of a batch, the sums of gradients.
     ///
     /// The members of a group must come to its collectives in one order. So a rank without rows of a microbatch does its
@@ -35,10 +35,10 @@ impl<'a> Collectives<'a> {
     pub(super) fn within(
         &self,
         actions: Vec<Action>,
-        is_listed: impl Fn(&Compute) -> bool,
+        is_listed: impl Fn(&Seated) -> bool,
         has_backwards: bool,
     ) -> Vec<Action> {
-        let fills = |compute: &Compute| compute.ends_microbatch();
+        let fills = |seated: &Seated| seated.compute.ends_microbatch();
         let rest = actions.iter().filter_map(Action::compute).rfind(fills);
         let divides = self.own.iter().any(|(_, bucket)| bucket.sharding >= Sharding::Gradients);
         let last = if divides { self.order.iter().copied().rfind(fills) } else { rest };
@@ -67,8 +67,8 @@ impl<'a> Collectives<'a> {
     ///
     /// A rank without rows starts its part of a microbatch's sums at once, and before it gathers: the others wait for
     /// some of these sums before they have gathered all. Sums of whole buckets follow, which nobody waits for so early.
-    fn before(&self, compute: Compute, last: Option<Compute>, actions: &mut Vec<Action>) {
-        if let Compute::Backward(mb) = compute {
+    fn before(&self, seated: Seated, last: Option<Seated>, actions: &mut Vec<Action>) {
+        if let Compute::Backward(mb) = seated.compute {
             actions.extend(self.divided(true).map(|&(number, &Bucket { group, bytes, .. })| Action::ReduceScatter {
                 group,
                 bucket: number,
@@ -76,8 +76,8 @@ impl<'a> Collectives<'a> {
                 bytes,
             }));
         }
-        actions.extend(self.gathers(compute));
-        if last == Some(compute) {
+        actions.extend(self.gathers(seated.compute));
+        if last == Some(seated) {
             actions.extend(self.divided(false).map(|&bucket| all_reduce(bucket)));
         }
     }

@@ -1,6 +1,6 @@
 //! Messages between Stages, and their places among a rank's Actions.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use rannc_ir::ValueId;
 
@@ -10,7 +10,7 @@ use super::collectives::Collectives;
 use super::routes::{Interval, overlaps};
 use crate::partition::Partition;
 use crate::plan::Placement;
-use crate::schedule::{Call, Compute};
+use crate::schedule::{Call, Compute, Crew, Seated};
 
 /// All directed rank pairs between which a message between Stages may go, whatever the batch; sorted.
 pub fn plan_channels(placement: &Placement, partition: &Partition) -> Vec<(u32, u32)> {
@@ -18,10 +18,12 @@ pub fn plan_channels(placement: &Placement, partition: &Partition) -> Vec<(u32, 
     let mut pairs = Vec::new();
     for (from, to) in carried_between(partition).into_keys() {
         for sender in ranks_of(from) {
-            pairs.extend(ranks_of(to).flat_map(|receiver| [(sender, receiver), (receiver, sender)]));
+            let others = ranks_of(to).filter(|receiver| *receiver != sender);
+            pairs.extend(others.flat_map(|receiver| [(sender, receiver), (receiver, sender)]));
         }
     }
     pairs.sort_unstable();
+    pairs.dedup();
     pairs
 }
 
@@ -46,50 +48,42 @@ fn carried_between(partition: &Partition) -> BTreeMap<(u32, u32), Carried> {
     all
 }
 
-/// Messages of one rank, by microbatch.
-#[derive(Clone)]
+/// The computation that messages of a rank belong to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Needed {
+    /// What it waits for, and makes.
+    pub payload: Payload,
+    /// Its Stage, where the rank has several.
+    pub stage: Option<u32>,
+    /// Its microbatch.
+    pub mb: u32,
+}
+
+impl Needed {
+    /// What a computation waits for and makes, if it is anything.
+    pub fn by(Seated { compute, stage }: Seated) -> Option<Self> {
+        Some(Self { payload: Payload::of(compute)?, stage, mb: compute.microbatch() })
+    }
+}
+
+/// Messages of one rank, by the computation that they belong to.
+#[derive(Clone, Default)]
 pub(super) struct Mailbox {
-    value_recvs: Vec<Vec<Action>>,
-    value_sends: Vec<Vec<Action>>,
-    grad_recvs: Vec<Vec<Action>>,
-    grad_sends: Vec<Vec<Action>>,
+    recvs: HashMap<Needed, Vec<Action>>,
+    sends: HashMap<Needed, Vec<Action>>,
 }
 
 impl Mailbox {
-    fn new(microbatches: usize) -> Self {
-        let empty = vec![Vec::new(); microbatches];
-        Self { value_recvs: empty.clone(), value_sends: empty.clone(), grad_recvs: empty.clone(), grad_sends: empty }
-    }
-
-    fn take_recvs(&mut self, compute: Compute) -> Vec<Action> {
-        let mb = compute.microbatch() as usize;
-        match Payload::of(compute) {
-            Some(Payload::Value) => std::mem::take(&mut self.value_recvs[mb]),
-            Some(Payload::Grad) => std::mem::take(&mut self.grad_recvs[mb]),
-            None => Vec::new(),
-        }
-    }
-
-    fn take_sends(&mut self, compute: Compute) -> Vec<Action> {
-        let mb = compute.microbatch() as usize;
-        match Payload::of(compute) {
-            Some(Payload::Value) => std::mem::take(&mut self.value_sends[mb]),
-            Some(Payload::Grad) => std::mem::take(&mut self.grad_sends[mb]),
-            None => Vec::new(),
-        }
-    }
-
     /// The forward and the backward list of the rank, with these computations and exchanges in their order.
     pub(super) fn lists(
         &mut self,
         call: Call,
-        computes: &[Compute],
+        computes: &[Seated],
         exchanges: Vec<Exchange>,
         collectives: &Collectives<'_>,
     ) -> (Vec<Action>, Vec<Action>) {
-        let is_forward = |compute: &Compute| matches!(compute, Compute::Forward(_));
-        let (forwards, backwards): (Vec<Compute>, Vec<Compute>) =
-            computes.iter().partition(|compute| is_forward(compute));
+        let is_forward = |seated: &Seated| matches!(seated.compute, Compute::Forward(_));
+        let (forwards, backwards): (Vec<Seated>, Vec<Seated>) = computes.iter().partition(|seated| is_forward(seated));
         match call {
             Call::Forward => (collectives.within(self.actions(&forwards, exchanges), is_forward, false), Vec::new()),
             Call::Whole => (collectives.within(self.actions(computes, exchanges), |_| true, true), Vec::new()),
@@ -97,15 +91,15 @@ impl Mailbox {
                 let (late, early) = exchanges.into_iter().partition(|exchange| exchange.kind.is_of_backward());
                 (
                     collectives.within(self.actions(&forwards, early), is_forward, false),
-                    collectives.within(self.actions(&backwards, late), |compute| !is_forward(compute), true),
+                    collectives.within(self.actions(&backwards, late), |seated| !is_forward(seated), true),
                 )
             }
         }
     }
 
     /// The computations with their messages, and each exchange where it and those before it may stand.
-    fn actions(&mut self, computes: &[Compute], exchanges: Vec<Exchange>) -> Vec<Action> {
-        let places = ExchangePlaces::new(computes);
+    fn actions(&mut self, computes: &[Seated], exchanges: Vec<Exchange>) -> Vec<Action> {
+        let places = ExchangePlaces::new(computes.iter().map(|seated| seated.compute));
         let mut coming = exchanges.into_iter().peekable();
         let mut exchanged = |done: usize, actions: &mut Vec<Action>| {
             let may_stand = |next: &Exchange| places.behind(next.kind, next.mb) <= done;
@@ -116,10 +110,12 @@ impl Mailbox {
         let (mut actions, mut done) = (Vec::new(), 0);
         exchanged(done, &mut actions);
         with_messages(computes.iter().copied(), |step| match step {
-            Step::Receive(compute) => actions.extend(self.take_recvs(compute)),
-            Step::Compute(compute) => actions.push(compute.into()),
-            Step::Send(compute) => {
-                actions.extend(self.take_sends(compute));
+            Step::Receive(seated) => {
+                actions.extend(Needed::by(seated).and_then(|own| self.recvs.remove(&own)).into_iter().flatten());
+            }
+            Step::Compute(seated) => actions.push(seated.into()),
+            Step::Send(seated) => {
+                actions.extend(Needed::by(seated).and_then(|own| self.sends.remove(&own)).into_iter().flatten());
                 done += 1;
                 exchanged(done, &mut actions);
             }
@@ -132,59 +128,84 @@ impl Mailbox {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
     /// Begin to receive what it needs.
-    Receive(Compute),
+    Receive(Seated),
     /// Do it.
-    Compute(Compute),
+    Compute(Seated),
     /// Send what it has made.
-    Send(Compute),
+    Send(Seated),
 }
 
 /// Computations in their order, with the places of their messages: a rank receives one computation that has messages
 /// ahead, and sends right after.
-pub fn with_messages(computes: impl Iterator<Item = Compute> + Clone, mut act: impl FnMut(Step)) {
-    let mut coming = computes.clone().filter(|&compute| Payload::of(compute).is_some());
+pub fn with_messages(computes: impl Iterator<Item = Seated> + Clone, mut act: impl FnMut(Step)) {
+    let has_messages = |seated: &Seated| Payload::of(seated.compute).is_some();
+    let mut coming = computes.clone().filter(has_messages);
     coming.next().into_iter().for_each(|first| act(Step::Receive(first)));
-    for compute in computes {
-        if Payload::of(compute).is_some() {
+    for seated in computes {
+        if has_messages(&seated) {
             coming.next().into_iter().for_each(|next| act(Step::Receive(next)));
         }
-        act(Step::Compute(compute));
-        act(Step::Send(compute));
+        act(Step::Compute(seated));
+        act(Step::Send(seated));
     }
 }
 
-/// What each rank sends and receives, by rank. `stage_rows` is as in [`Program`](super::Program).
+/// What each rank sends and receives, by rank. What one seat of a rank makes and another uses stays where it is, without a
+/// message. `stage_rows` is as in [`Program`](super::Program).
 pub(super) fn mailboxes(
     placement: &Placement,
     partition: &Partition,
     stage_rows: &[Vec<Vec<Interval>>],
     call: Call,
 ) -> Vec<Mailbox> {
-    let microbatches = stage_rows.first().map_or(0, Vec::len);
-    let world_size = placement.ranks.iter().map(Vec::len).sum();
-    let mut mailboxes = vec![Mailbox::new(microbatches); world_size];
+    let mut post = Post::new(placement);
     for ((from, to), carried) in carried_between(partition) {
-        let (from, to) = (from as usize, to as usize);
-        for (mb, index) in (0..).zip(0..microbatches) {
-            for overlap in overlaps(&stage_rows[from][index], &stage_rows[to][index]) {
-                let maker = placement.ranks[from][overlap.from];
-                let user = placement.ranks[to][overlap.to];
-                let message = |kind, values: &[ValueId], peer| {
-                    let piece = |&value| Piece { value, rows: overlap.rows };
-                    Message { mb, peer, kind, pieces: values.iter().map(piece).collect() }
+        for (mb, (made, used)) in (0..).zip(stage_rows[from as usize].iter().zip(&stage_rows[to as usize])) {
+            for overlap in overlaps(made, used) {
+                let maker = (placement.ranks[from as usize][overlap.from], from);
+                let user = (placement.ranks[to as usize][overlap.to], to);
+                if maker.0 == user.0 {
+                    continue;
+                }
+                let pieces = |values: &[ValueId]| -> Vec<Piece> {
+                    values.iter().map(|&value| Piece { value, rows: overlap.rows }).collect()
                 };
-                let sent = Action::Send(message(Payload::Value, &carried.values, user));
-                mailboxes[maker as usize].value_sends[index].push(sent);
-                let received = Action::Recv(message(Payload::Value, &carried.values, maker));
-                mailboxes[user as usize].value_recvs[index].push(received);
+                post.send(Payload::Value, mb, maker, user, pieces(&carried.values));
                 if call.trains() && !carried.grads.is_empty() {
-                    let sent = Action::Send(message(Payload::Grad, &carried.grads, maker));
-                    mailboxes[user as usize].grad_sends[index].push(sent);
-                    let received = Action::Recv(message(Payload::Grad, &carried.grads, user));
-                    mailboxes[maker as usize].grad_recvs[index].push(received);
+                    post.send(Payload::Grad, mb, user, maker, pieces(&carried.grads));
                 }
             }
         }
     }
-    mailboxes
+    post.mailboxes
+}
+
+/// The mailboxes of all ranks.
+struct Post {
+    mailboxes: Vec<Mailbox>,
+    /// By rank, true where it has several Stages.
+    shared: Vec<bool>,
+}
+
+impl Post {
+    fn new(placement: &Placement) -> Self {
+        let crews = Crew::of_stages(&placement.ranks);
+        let world_size = crews.iter().map(|crew| crew.ranks.len()).sum();
+        let mut shared = vec![false; world_size];
+        let sharing = crews.iter().filter(|crew| crew.is_shared()).flat_map(|crew| &crew.ranks);
+        sharing.for_each(|&rank| shared[rank as usize] = true);
+        Self { mailboxes: vec![Mailbox::default(); world_size], shared }
+    }
+
+    /// Puts a message from one rank's Stage to another's at both ends.
+    fn send(&mut self, kind: Payload, mb: u32, src: (u32, u32), dst: (u32, u32), pieces: Vec<Piece>) {
+        let is_shared = |rank: u32| self.shared[rank as usize];
+        let stages = (is_shared(src.0) || is_shared(dst.0)).then_some((src.1, dst.1));
+        let needed = |(rank, stage): (u32, u32)| Needed { payload: kind, stage: is_shared(rank).then_some(stage), mb };
+        let (made_by, needed_by) = (needed(src), needed(dst));
+        let message = |peer: u32, pieces: Vec<Piece>| Message { mb, peer, kind, stages, pieces };
+        let (sent, received) = (Action::Send(message(dst.0, pieces.clone())), Action::Recv(message(src.0, pieces)));
+        self.mailboxes[src.0 as usize].sends.entry(made_by).or_default().push(sent);
+        self.mailboxes[dst.0 as usize].recvs.entry(needed_by).or_default().push(received);
+    }
 }

@@ -7,20 +7,22 @@ mod build;
 mod collectives;
 mod messages;
 mod routes;
+mod seat;
 mod view;
 
 use rannc_ir::ValueId;
 use serde::{Deserialize, Serialize};
 
-pub use self::action::{Action, BatchKind, Exchange, Message, Parcel, Pass, Payload, Piece, WINDOW};
+pub use self::action::{Action, BatchKind, Exchange, Message, Parcel, Pass, Payload, Piece};
 pub use self::batch::ExchangePlaces;
 pub use self::buckets::{
     BUCKET_BYTES, Bucket, Buckets, Division, FIRST_BUCKET_BYTES, Gradient, ReduceDType, Trained, full_bytes,
 };
-pub use self::build::{Batch, ProgramError, build, stage_depths};
-pub use self::messages::{Step, plan_channels, with_messages};
+pub use self::build::{Batch, ProgramError, build};
+pub use self::messages::{Needed, Step, plan_channels, with_messages};
 pub use self::routes::{Interval, Overlap, Slice, overlaps, split_even};
-pub use self::view::RankView;
+pub use self::seat::Seat;
+pub use self::view::{RankView, SeatView};
 use crate::schedule::Call;
 
 /// Rows of a Value that go from one rank to another, or stay where they are (`src == dst`).
@@ -43,10 +45,8 @@ pub struct Transfer {
 pub struct RankProgram {
     /// The rank.
     pub rank: u32,
-    /// Its Stage.
-    pub stage: u32,
-    /// Which Replica of the Stage it is.
-    pub replica: u32,
+    /// What it has of which Stages, by increasing Stage.
+    pub seats: Vec<Seat>,
     /// The whole step of [`Call::Whole`], else all forwards.
     pub forward: Vec<Action>,
     /// All backwards of [`Call::Halves`], else nothing.
@@ -68,9 +68,9 @@ pub struct Program {
     pub slices: Vec<Vec<Slice>>,
     /// By Stage, microbatch and Replica, the rows that it computes.
     pub stage_rows: Vec<Vec<Vec<Interval>>>,
-    /// How inputs reach the Stages; backwards, how their gradients return. An input without rows
-    /// goes whole from rank 0, once to each rank that computes, with the rows of its first microbatch. What does not stay
-    /// where it is stands in an exchange.
+    /// How inputs reach the Stages; backwards, how their gradients return. What several seats of a rank use comes once, and
+    /// its gradient is their sum. An input without rows goes whole from rank 0, once to each rank that computes with it, with
+    /// the rows of its first microbatch. What does not stay where it is stands in an exchange.
     pub inputs: Vec<Transfer>,
     /// How outputs with rows reach the ranks; backwards, how their gradients return. Without
     /// `gather_inputs` every rank has the gradient of every row, and none needs to travel.

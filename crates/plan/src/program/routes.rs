@@ -27,6 +27,19 @@ impl Interval {
     pub const fn is_empty(self) -> bool {
         self.hi <= self.lo
     }
+    /// Its rows that are in none of the others, as runs.
+    pub(crate) fn without(self, others: impl IntoIterator<Item = Self>) -> Vec<Self> {
+        let mut left = vec![self];
+        for other in others {
+            let apart =
+                |own: Self| [Self { hi: own.hi.min(other.lo), ..own }, Self { lo: own.lo.max(other.hi), ..own }];
+            left = match other.is_empty() {
+                true => left,
+                false => left.into_iter().flat_map(apart).filter(|rows| !rows.is_empty()).collect(),
+            };
+        }
+        left
+    }
     /// The rows in both.
     pub fn overlap(self, other: Self) -> Self {
         Self { lo: self.lo.max(other.lo), hi: self.hi.min(other.hi) }
@@ -160,6 +173,17 @@ mod tests {
         assert_eq!(lengths(2, 4), [1, 1, 0, 0]);
         assert_eq!(lengths(0, 2), [0, 0]);
         assert_eq!(split_even(5, 2), [Interval::new(0, 3), Interval::new(3, 5)]);
+    }
+
+    #[test]
+    fn rows_without_others() {
+        let without = |others: &[(u64, u64)]| {
+            let left = Interval::new(2, 8).without(others.iter().map(|&rows| rows.into()));
+            left.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ")
+        };
+        assert_eq!([without(&[]), without(&[(4, 4)]), without(&[(0, 2), (8, 9)])], ["2..8"; 3]);
+        assert_eq!([without(&[(0, 3), (7, 9)]), without(&[(4, 5)])], ["3..7", "2..4 5..8"]);
+        assert_eq!([without(&[(0, 9)]), without(&[(2, 4), (3, 8)])], [""; 2]);
     }
 
     #[test]

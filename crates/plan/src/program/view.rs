@@ -2,18 +2,29 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Action, Interval, Payload, Program, Slice, Transfer};
+use super::{Action, Interval, Payload, Program, Seat, Slice, Transfer};
 use crate::schedule::Call;
+
+/// A seat of a rank, with its rows.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SeatView {
+    /// The Stage.
+    pub stage: u32,
+    /// Which Replica of the Stage it is.
+    pub replica: u32,
+    /// By microbatch, the rows that it computes, possibly none.
+    pub rows: Vec<Interval>,
+    /// The same rows as they stand in the global batch, which is the ranks' batches one after another.
+    pub global_rows: Vec<Vec<Interval>>,
+}
 
 /// One rank's part of a [`Program`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankView {
     /// The rank.
     pub rank: u32,
-    /// Its Stage.
-    pub stage: u32,
-    /// Which Replica of the Stage it is.
-    pub replica: u32,
+    /// What it has of which Stages.
+    pub seats: Vec<SeatView>,
     /// How the call comes.
     pub call: Call,
     /// As in [`Batch`](crate::Batch).
@@ -22,10 +33,6 @@ pub struct RankView {
     pub total_rows: u64,
     /// Rows of each microbatch.
     pub microbatches: Vec<u64>,
-    /// By microbatch, the rows that this rank computes, possibly none.
-    pub rows: Vec<Interval>,
-    /// The same rows as they stand in the global batch, which is the ranks' batches one after another.
-    pub global_rows: Vec<Vec<Interval>>,
     /// The local rows that this rank gives to each microbatch.
     pub slices: Vec<Slice>,
     /// Input transfers from or to this rank, in the order common to all ranks.
@@ -51,19 +58,13 @@ impl Program {
         let touching = |transfers: &[Transfer]| {
             transfers.iter().copied().filter(|transfer| transfer.src == rank || transfer.dst == rank).collect()
         };
-        let rows_of = |replicas: &Vec<Interval>| replicas.get(program.replica as usize).copied();
-        let stage_rows = self.stage_rows.get(program.stage as usize)?;
-        let rows: Vec<Interval> = stage_rows.iter().map(rows_of).collect::<Option<_>>()?;
         Some(RankView {
             rank,
-            stage: program.stage,
-            replica: program.replica,
+            seats: program.seats.iter().map(|&seat| self.seat_view(seat)).collect::<Option<_>>()?,
             call: self.call,
             gather_inputs: self.gather_inputs,
             total_rows: self.total_rows,
             microbatches: self.microbatches.clone(),
-            global_rows: (0..).zip(&rows).map(|(mb, &rows)| self.global_rows(mb, rows)).collect(),
-            rows,
             slices: self.slices.get(rank as usize)?.clone(),
             inputs: touching(&self.inputs),
             outputs: touching(&self.outputs),
@@ -73,6 +74,13 @@ impl Program {
             forward: program.forward.clone(),
             backward: program.backward.clone(),
         })
+    }
+
+    fn seat_view(&self, Seat { stage, replica }: Seat) -> Option<SeatView> {
+        let rows_of = |replicas: &Vec<Interval>| replicas.get(replica as usize).copied();
+        let rows: Vec<Interval> = self.stage_rows.get(stage as usize)?.iter().map(rows_of).collect::<Option<_>>()?;
+        let global_rows = (0..).zip(&rows).map(|(mb, &rows)| self.global_rows(mb, rows)).collect();
+        Some(SeatView { stage, replica, rows, global_rows })
     }
 
     /// Rows of a microbatch as they stand in the global batch: runs that do not touch, in the microbatch's order.

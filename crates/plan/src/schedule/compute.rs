@@ -37,6 +37,10 @@ impl fmt::Display for Call {
     }
 }
 
+/// How many microbatches a Stage may be ahead of those that take what it makes before it has to wait for them, where it does:
+/// as many messages of one channel may be under way.
+pub const WINDOW: usize = 2;
+
 /// One computation of a Stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compute {
@@ -82,5 +86,32 @@ impl Compute {
     /// gradients.
     pub const fn ends_microbatch(self) -> bool {
         matches!(self, Self::Backward(_) | Self::BackwardWeight(_))
+    }
+}
+
+/// A computation of a rank: in which of its seats.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seated {
+    /// What.
+    pub compute: Compute,
+    /// Of which Stage, where the rank has several.
+    pub stage: Option<u32>,
+}
+
+/// `F3` where the rank has one Stage, and `F3@1` in Stage 1 where it has several.
+impl fmt::Display for Seated {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { compute, stage } = self;
+        match stage {
+            Some(stage) => write!(f, "{compute}@{stage}"),
+            None => compute.fmt(f),
+        }
+    }
+}
+
+/// Of a rank with one Stage.
+impl From<Compute> for Seated {
+    fn from(compute: Compute) -> Self {
+        Self { compute, stage: None }
     }
 }

@@ -38,8 +38,8 @@ impl ScheduleKind {
         }
     }
 
-    /// The computations of a Stage for microbatches `0..microbatches`; `depth` is as in
-    /// [`Schedule::order`](super::Schedule::order). Backwards run by increasing microbatch under both schedules, so that
+    /// The computations of a Stage that is alone on its ranks for microbatches `0..microbatches`; `depth` is the number of
+    /// Stages on the longest way from it to one that feeds no other, both included. Backwards run by increasing microbatch under both schedules, so that
     /// gradients are summed in the same order.
     pub fn order(self, depth: u32, microbatches: u32) -> impl Iterator<Item = Compute> {
         let warm_up = match self {
@@ -62,7 +62,7 @@ mod tests {
     use crate::schedule::Order;
 
     fn draw(kind: ScheduleKind, stages: u32, microbatches: u32) -> String {
-        (1..=stages).rev().map(|depth| format!("{}\n", Order(kind.order(depth, microbatches).collect()))).collect()
+        (1..=stages).rev().map(|depth| format!("{}\n", kind.order(depth, microbatches).collect::<Order>())).collect()
     }
 
     #[test]

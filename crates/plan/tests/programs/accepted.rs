@@ -7,9 +7,9 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use rannc_ir::testing::graphs;
 use rannc_ir::{Analysis, OpRun};
-use rannc_plan::{Action, Partition, plan_channels};
+use rannc_plan::{Action, Partition, in_flight, plan_channels};
 
-use crate::cases::{Given, calls, cases, schedules};
+use crate::cases::{Given, calls, cases, schedules, shared_cases};
 use crate::oracle;
 
 proptest! {
@@ -20,6 +20,17 @@ proptest! {
         let program = case.build();
         prop_assert_eq!(case.check(&program), Ok(()));
         prop_assert_eq!(oracle::run(&case, &program), Ok(()));
+    }
+
+    #[test]
+    fn every_program_of_shared_ranks_is_accepted_and_runs(case in shared_cases()) {
+        let program = case.build();
+        prop_assert_eq!(case.check(&program), Ok(()));
+        prop_assert_eq!(oracle::run(&case, &program), Ok(()));
+        for (own, held) in program.ranks.iter().zip(in_flight(&program).expect("it ends")) {
+            let microbatches = program.microbatches.iter().filter(|&&rows| rows > 0).count();
+            prop_assert!(held <= (own.seats.len() * microbatches) as u64);
+        }
     }
 }
 
@@ -65,15 +76,17 @@ proptest! {
         let mut places = vec![Vec::new(); case.placement.ranks.len()];
         for own in &program.ranks {
             let view = program.rank_view(own.rank).expect("the rank exists");
-            for (rows, runs) in view.rows.iter().zip(&view.global_rows) {
-                prop_assert_eq!(rows.rows(), runs.iter().map(|run| run.rows()).sum::<u64>());
-                prop_assert!(runs.windows(2).all(|pair| pair[0].hi < pair[1].lo));
-                places[own.stage as usize].extend(runs.iter().flat_map(|run| run.lo..run.hi));
-            }
             prop_assert_eq!((&view.forward, &view.backward), (&own.forward, &own.backward));
-            for (mb, rows) in (0..).zip(&view.rows) {
-                let forwards = view.forward.iter().filter(|&action| *action == Action::Forward { mb }).count();
-                prop_assert_eq!(forwards, usize::from(!rows.is_empty()));
+            for seat in &view.seats {
+                let stage = own.has_several_seats().then_some(seat.stage);
+                for (mb, (rows, runs)) in (0..).zip(seat.rows.iter().zip(&seat.global_rows)) {
+                    prop_assert_eq!(rows.rows(), runs.iter().map(|run| run.rows()).sum::<u64>());
+                    prop_assert!(runs.windows(2).all(|pair| pair[0].hi < pair[1].lo));
+                    places[seat.stage as usize].extend(runs.iter().flat_map(|run| run.lo..run.hi));
+                    let forward = Action::Forward { mb, stage };
+                    let forwards = view.forward.iter().filter(|&action| *action == forward).count();
+                    prop_assert_eq!(forwards, usize::from(!rows.is_empty()));
+                }
             }
             input_ends += view.inputs.iter().map(|t| if t.src == t.dst { 2 } else { 1 }).sum::<usize>();
         }

@@ -1,12 +1,14 @@
 //! Random cases for the tests of Programs.
 
+use std::collections::BTreeSet;
+
 use proptest::collection::vec;
 use proptest::prelude::*;
 use rannc_ir::{DType, ParamId, RowDim, ValueId};
 use rannc_plan::testing::in_two_parts;
 use rannc_plan::{
-    Batch, Buckets, Call, CheckError, Crossing, Division, Gradient, InputPart, OutputPart, OutputSource, Partition,
-    Placement, Program, ProgramError, Schedule, ScheduleKind, Sharding, StagePart, build, check, stage_depths,
+    Batch, Buckets, Call, CheckError, Crew, Crossing, Division, Gradient, InputPart, Order, OutputPart, OutputSource,
+    Partition, Placement, Program, ProgramError, Schedule, ScheduleKind, Sharding, StagePart, build, check,
 };
 
 pub const ROWS: RowDim = RowDim { dim: 0, per_row: 1 };
@@ -41,6 +43,20 @@ impl Held {
 }
 
 impl Given {
+    /// A chain of Stages of one Replica each on these ranks, each of which brings as many rows as there are microbatches.
+    pub fn folded(ranks: &[u32], microbatches: u32, call: Call, schedule: impl Into<Schedule>) -> Self {
+        let one = vec![1; ranks.len()];
+        let case = Self::chain(&one, microbatches, &[], call, ScheduleKind::FillDrain);
+        let world = ranks.iter().max().map_or(0, |&last| last as usize + 1);
+        let placement = Placement {
+            ranks: ranks.iter().map(|&rank| vec![rank]).collect(),
+            schedule: schedule.into(),
+            ..case.placement
+        };
+        let batch = Batch { rows_per_rank: vec![u64::from(microbatches); world], ..case.batch };
+        Self { placement, batch, ..case }
+    }
+
     /// A chain of Stages with ranks in order, one input, and one Value from each Stage to the next.
     pub fn chain(
         replicas: &[usize],
@@ -77,6 +93,7 @@ impl Given {
             let mut holders: Vec<u32> =
                 stages.iter().flat_map(|&stage| &self.placement.ranks[stage as usize]).copied().collect();
             holders.sort_unstable();
+            holders.dedup();
             let elements = bytes / dtype.bytes();
             let stage =
                 if *divided && stages.len() == 1 && holders.len() > 1 { Some(stages[0] as usize) } else { None };
@@ -105,13 +122,14 @@ impl Given {
 
     /// Lets backwards come in two parts where Stages do not divide gradients.
     fn split_backwards(&mut self, seed: u64) {
-        let Placement { microbatches, schedule, sharding, .. } = &mut self.placement;
-        let order = |(stage, depth): (usize, u32)| {
-            let order = schedule.order(stage, depth, *microbatches);
-            if sharding[stage] < Sharding::Gradients { in_two_parts(&order, seed + stage as u64) } else { order }
+        let Placement { ranks, microbatches, schedule, sharding } = &mut self.placement;
+        let edges: Vec<(usize, usize)> = self.partition.edges().collect();
+        let may_split = |crew: &Crew| crew.stages.iter().all(|&stage| sharding[stage as usize] < Sharding::Gradients);
+        let order = |(crew, (seed, order)): (Crew, (u64, Order))| {
+            if may_split(&crew) { in_two_parts(&order, seed) } else { order }
         };
-        let orders = stage_depths(&self.partition).into_iter().enumerate().map(order).collect();
-        *schedule = Schedule::Explicit(orders);
+        let orders = (seed..).zip(schedule.orders(ranks, &edges, *microbatches));
+        *schedule = Schedule::Explicit(Crew::of_stages(ranks).into_iter().zip(orders).map(order).collect());
     }
 
     /// The same case with another call and Schedule.
@@ -130,17 +148,33 @@ pub fn schedules() -> impl Strategy<Value = ScheduleKind> {
     prop_oneof![Just(ScheduleKind::FillDrain), Just(ScheduleKind::OneForwardOneBackward)]
 }
 
-/// Partitions of one to five Stages with skips and shared Values, shuffled ranks, uneven batches.
+/// Partitions of one to five Stages with skips and shared Values, on shuffled ranks, some of which may have several Stages,
+/// and uneven batches.
 pub fn cases() -> impl Strategy<Value = Given> {
-    vec(1..=4usize, 1..=5).prop_flat_map(|replicas| {
-        let world: usize = replicas.iter().sum();
-        let stages = replicas.len();
-        let ranks: Vec<u32> = (0..).take(world).collect();
-        let placement = (Just(ranks).prop_shuffle(), 1..=9u32, schedules(), vec(shardings(), stages));
-        let placement = placement.prop_map(move |(shuffled, microbatches, schedule, sharding)| {
-            let mut rest = shuffled.into_iter();
-            let ranks = replicas.iter().map(|&count| rest.by_ref().take(count).collect()).collect();
-            Placement { ranks, microbatches, schedule: schedule.into(), sharding }
+    prop_oneof![2 => Just(false), 1 => Just(true)].prop_flat_map(given)
+}
+
+/// Cases where every rank has one Stage.
+pub fn lone_cases() -> impl Strategy<Value = Given> {
+    given(false)
+}
+
+/// Cases where ranks may have several Stages.
+pub fn shared_cases() -> impl Strategy<Value = Given> {
+    given(true)
+}
+
+fn given(shared: bool) -> impl Strategy<Value = Given> {
+    (vec(1..=4usize, 1..=5).prop_flat_map(move |replicas| stage_ranks(replicas, shared))).prop_flat_map(|ranks| {
+        let world = ranks.iter().flatten().max().map_or(0, |&last| last as usize + 1);
+        let stages = ranks.len();
+        let placement = (1..=9u32, schedules(), vec(shardings(), stages));
+        let placement = placement.prop_map(move |(microbatches, schedule, mut sharding)| {
+            let crews = Crew::of_stages(&ranks);
+            for &stage in crews.iter().filter(|crew| crew.is_shared()).flat_map(|crew| &crew.stages) {
+                sharding[stage as usize] = sharding[stage as usize].min(Sharding::Optimizer);
+            }
+            Placement { ranks: ranks.clone(), microbatches, schedule: schedule.into(), sharding }
         });
         let parts = prop::option::of(any::<u64>());
         (placement, partitions(stages), params(stages), batches(world), calls(), parts).prop_map(
@@ -151,6 +185,34 @@ pub fn cases() -> impl Strategy<Value = Given> {
             },
         )
     })
+}
+
+/// Ranks of Stages with so many Replicas: all different, or any of as many as the largest Stage has and up to three more.
+fn stage_ranks(replicas: Vec<usize>, shared: bool) -> BoxedStrategy<Vec<Vec<u32>>> {
+    let all: Vec<u32> = (0..).take(replicas.iter().sum()).collect();
+    if !shared {
+        let deal = move |shuffled: Vec<u32>| {
+            let mut rest = shuffled.into_iter();
+            replicas.iter().map(|&count| rest.by_ref().take(count).collect()).collect()
+        };
+        return Just(all).prop_shuffle().prop_map(deal).boxed();
+    }
+    let most = replicas.iter().copied().max().unwrap_or(1);
+    let drawn = (0..4usize).prop_flat_map(move |more| {
+        let few: Vec<u32> = all[..(most + more).min(all.len())].to_vec();
+        vec(Just(few).prop_shuffle(), replicas.len()).prop_map({
+            let replicas = replicas.clone();
+            move |shuffled| shuffled.into_iter().zip(&replicas).map(|(ranks, &count)| ranks[..count].to_vec()).collect()
+        })
+    });
+    drawn.prop_map(|ranks: Vec<Vec<u32>>| numbered(&ranks)).boxed()
+}
+
+/// The same ranks, numbered without a gap.
+fn numbered(ranks: &[Vec<u32>]) -> Vec<Vec<u32>> {
+    let used: BTreeSet<u32> = ranks.iter().flatten().copied().collect();
+    let number = |rank: &u32| u32::try_from(used.iter().take_while(|used| *used < rank).count()).expect("few");
+    ranks.iter().map(|own| own.iter().map(number).collect()).collect()
 }
 
 fn shardings() -> impl Strategy<Value = Sharding> {

@@ -7,4 +7,5 @@ mod grids;
 mod memory;
 mod oracle;
 mod refused;
+mod shared;
 mod views;

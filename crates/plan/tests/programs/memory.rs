@@ -5,8 +5,8 @@ use proptest::prelude::*;
 use rannc_ir::testing::GraphBuilder;
 use rannc_ir::{Arg, DType, Dim, Graph, OpRun, ValueId};
 use rannc_plan::{
-    Action, Batch, BlockPlan, Buckets, Call, CheckError, Holding, Interval, MemoryPrediction, PLAN_SCHEMA, Partition,
-    PassPrediction, Payload, Plan, Program, Promises, Recompute, Schedule, ScheduleKind, Sharding, StagePlan,
+    Action, Batch, BlockPlan, Buckets, Call, CheckError, Holding, Interval, MemoryPrediction, Order, PLAN_SCHEMA,
+    Partition, PassPrediction, Payload, Plan, Program, Promises, Recompute, ScheduleKind, Sharding, StagePlan,
     StagePrediction, StepPrediction, Trained, WholePrediction, build, check, check_memory, split_even,
 };
 
@@ -136,8 +136,8 @@ impl Case {
         let mut sizes = rows.clone();
         sizes.dedup();
         let depth = u32::try_from(self.widths.len() - stage).expect("few");
-        let held = Schedule::from(self.schedule).order(stage, depth, u32::try_from(rows.len()).expect("few"));
-        let held = held.in_flight();
+        let order: Order = self.schedule.order(depth, u32::try_from(rows.len()).expect("few")).collect();
+        let held = order.in_flight();
         let grads_bytes = layers.in_bytes(rows[0]) + if layers.is_last { 0 } else { layers.out_bytes(rows[0]) };
         let outputs_bytes = if layers.is_last { rows.iter().map(|&rows| layers.out_bytes(rows)).sum() } else { 0 };
         let summed = layers.param_bytes(ELEMENT);
@@ -245,7 +245,7 @@ type Change = fn(&mut [Action]);
 
 /// The forward that follows the first backward comes before it.
 fn forward_earlier(actions: &mut [Action]) {
-    let backward = actions.iter().position(|action| *action == Action::Backward { mb: 0 });
+    let backward = actions.iter().position(|action| *action == Action::Backward { mb: 0, stage: None });
     let Some(backward) = backward else { return };
     if let Some(next) = (backward..actions.len()).find(|&next| matches!(actions[next], Action::Forward { .. })) {
         actions[backward..=next].rotate_right(1);
@@ -263,7 +263,7 @@ fn gradients_first(actions: &mut [Action]) {
 
 /// One Span of the second microbatch is gathered before the forward of the first.
 fn gather_ahead(actions: &mut [Action]) {
-    let forward = actions.iter().position(|action| *action == Action::Forward { mb: 0 });
+    let forward = actions.iter().position(|action| *action == Action::Forward { mb: 0, stage: None });
     let next = actions.iter().position(|action| matches!(action, Action::AllGather { mb: 1, .. }));
     if let (Some(forward), Some(next)) = (forward, next) {
         actions[forward..=next].rotate_right(1);

@@ -53,9 +53,12 @@ struct Oracle<'a> {
     program: &'a Program,
     /// Rows of each microbatch in order.
     microbatches: Vec<Vec<Row>>,
-    /// By rank: its Stage and its rows of each microbatch.
-    computes: Vec<(usize, Vec<std::ops::Range<usize>>)>,
+    /// By rank: its Stages, and its rows of each microbatch there.
+    computes: Vec<BTreeMap<usize, Vec<std::ops::Range<usize>>>>,
 }
+
+/// A microbatch of a Stage.
+type Computed = (usize, u32);
 
 /// Runs the Program to its end.
 pub fn run(case: &Given, program: &Program) -> Result<(), Failure> {
@@ -76,7 +79,7 @@ impl<'a> Oracle<'a> {
                 mb.extend((&mut local).take(length as usize).map(|row| (rank, row)));
             }
         }
-        let mut computes = vec![(0, Vec::new()); case.batch.rows_per_rank.len()];
+        let mut computes = vec![BTreeMap::new(); case.batch.rows_per_rank.len()];
         for (stage, ranks) in case.placement.ranks.iter().enumerate() {
             for (replica, &rank) in ranks.iter().enumerate() {
                 let rows_of = |rows: &Vec<Row>| {
@@ -84,28 +87,49 @@ impl<'a> Oracle<'a> {
                     let start = lengths[..replica].iter().sum::<u64>() as usize;
                     start..start + lengths[replica] as usize
                 };
-                computes[rank as usize] = (stage, microbatches.iter().map(rows_of).collect());
+                computes[rank as usize].insert(stage, microbatches.iter().map(rows_of).collect());
             }
         }
         Self { case, program, microbatches, computes }
     }
 
-    /// The rows that a rank computes of a microbatch.
-    fn rows(&self, rank: usize, mb: usize) -> &[Row] {
-        &self.microbatches[mb][self.computes[rank].1[mb].clone()]
+    /// The rows that a rank computes of a Stage's microbatch.
+    fn rows(&self, rank: usize, (stage, mb): Computed) -> &[Row] {
+        let own = self.computes[rank].get(&stage).map_or(0..0, |rows| rows[mb as usize].clone());
+        &self.microbatches[mb as usize][own]
     }
 
-    /// The microbatch that a rank computes first.
-    fn first_forward(&self, rank: usize) -> Option<usize> {
+    /// The Stage that an Action of a rank means: the one that it names, else the only one.
+    fn stage(&self, rank: usize, named: Option<u32>) -> usize {
+        let mut own = self.computes[rank].keys().copied();
+        named.map_or_else(|| own.next().expect("a rank has a stage"), |stage| stage as usize)
+    }
+
+    /// All that a rank computes with rows.
+    fn all_of(&self, rank: usize) -> impl Iterator<Item = Computed> {
+        let mbs = || 0..self.microbatches.len() as u32;
+        let all = self.computes[rank].keys().flat_map(move |&stage| mbs().map(move |mb| (stage, mb)));
+        all.filter(move |&own| !self.rows(rank, own).is_empty())
+    }
+
+    fn takes(&self, stage: usize, input: ValueId) -> bool {
+        self.case.partition.stages[stage].inputs.iter().any(|own| own.value == input)
+    }
+
+    /// What a rank computes first with an input.
+    fn first_forward(&self, rank: usize, input: ValueId) -> Option<Computed> {
         self.program.ranks[rank].forward.iter().find_map(|action| match action {
-            Action::Forward { mb } => Some(*mb as usize),
+            Action::Forward { mb, stage } => {
+                Some((self.stage(rank, *stage), *mb)).filter(|own| self.takes(own.0, input))
+            }
             _ => None,
         })
     }
 
-    /// The last microbatch with rows.
-    fn last(&self) -> u32 {
-        self.microbatches.iter().rposition(|rows| !rows.is_empty()).unwrap_or_default() as u32
+    /// The Stage that makes a Value that is an output.
+    fn maker(&self, output: ValueId) -> Option<usize> {
+        let own = self.case.partition.outputs.iter().find(|own| own.value == output)?;
+        if let OutputSource::Stage(stage) = own.source { Some(stage as usize) } else { None }
     }
 
     fn is_whole(&self, value: ValueId) -> bool {
@@ -120,13 +144,13 @@ impl<'a> Oracle<'a> {
         ranks.filter(|(_, own)| own.forward.iter().chain(&own.backward).any(is_it)).map(|(rank, _)| rank).collect()
     }
 
-    /// What a rank must have been sent of its Stage's inputs for a forward, without what it has itself.
-    fn inputs_sent_to(&self, rank: usize, mb: usize) -> Vec<Token> {
+    /// What a rank must have been sent of a Stage's inputs for a forward, without what it has itself.
+    fn inputs_sent_to(&self, rank: usize, own: Computed) -> Vec<Token> {
         let mut tokens = Vec::new();
-        for input in &self.case.partition.stages[self.computes[rank].0].inputs {
+        for input in &self.case.partition.stages[own.0].inputs {
             let owner = |row: &Row| if input.has_rows { row.0 } else { 0 };
-            let comes = input.has_rows || self.first_forward(rank) == Some(mb);
-            let rows = self.rows(rank, mb).iter().filter(|row| comes && owner(row) != rank);
+            let comes = input.has_rows || self.first_forward(rank, input.value) == Some(own);
+            let rows = self.rows(rank, own).iter().filter(|row| comes && owner(row) != rank);
             tokens.extend(rows.map(|&row| Token {
                 load: Load::Exchanged(BatchKind::Input),
                 value: input.value,
@@ -137,11 +161,11 @@ impl<'a> Oracle<'a> {
         tokens
     }
 
-    /// What a rank must have been sent of the gradients of its Stage's outputs for a backward.
-    fn output_grads_sent_to(&self, rank: usize, mb: usize) -> Vec<Token> {
+    /// What a rank must have been sent of the gradients of a Stage's outputs for a backward.
+    fn output_grads_sent_to(&self, rank: usize, own: Computed) -> Vec<Token> {
         let comes = self.case.call == Call::Halves && self.case.batch.gather_inputs;
-        let rows: Vec<Row> = self.rows(rank, mb).iter().copied().filter(|row| comes && row.0 != rank).collect();
-        let values = self.outputs_of(self.computes[rank].0, |output| output.requires_grad);
+        let rows: Vec<Row> = self.rows(rank, own).iter().copied().filter(|row| comes && row.0 != rank).collect();
+        let values = self.outputs_of(own.0, |output| output.requires_grad);
         let token = |value| {
             rows.iter()
                 .map(move |&row| Token { load: Load::Exchanged(BatchKind::OutputGrad), value, row, stage: 0 })
@@ -163,31 +187,27 @@ impl<'a> Oracle<'a> {
             .collect()
     }
 
-    /// What comes to a rank's own batch from others in the end.
+    /// What comes to a rank's own batch from others in the end. Gradients of what several seats of a rank use come once.
     fn owed_to(&self, rank: usize) -> Vec<Token> {
         let mut tokens = Vec::new();
-        for (maker, (stage, _)) in self.computes.iter().enumerate().filter(|(maker, _)| *maker != rank) {
-            for mb in 0..self.microbatches.len() {
-                let own = |row: &&Row| !self.case.batch.gather_inputs || row.0 == rank;
-                let outputs = self.outputs_of(*stage, |_| true);
+        for maker in (0..self.computes.len()).filter(|&maker| maker != rank) {
+            let mut grads: BTreeSet<(ValueId, Row)> = BTreeSet::new();
+            for own in self.all_of(maker) {
+                let is_mine = |row: &&Row| !self.case.batch.gather_inputs || row.0 == rank;
+                let outputs = self.outputs_of(own.0, |_| true);
                 tokens.extend(outputs.iter().flat_map(|&value| {
-                    let rows = self.rows(maker, mb).iter().filter(own);
-                    rows.map(move |&row| Token { load: Load::Exchanged(BatchKind::Output), value, row, stage: *stage })
+                    let rows = self.rows(maker, own).iter().filter(is_mine);
+                    rows.map(move |&row| Token { load: Load::Exchanged(BatchKind::Output), value, row, stage: own.0 })
                 }));
-                if self.case.call.trains() {
-                    let sent = self.inputs_sent_to(maker, mb).into_iter();
-                    let inputs = &self.case.partition.stages[*stage].inputs;
-                    let input =
-                        |token: &Token| inputs.iter().find(|input| input.value == token.value).expect("its own");
-                    let mine = |token: &Token| if input(token).has_rows { token.row.0 == rank } else { rank == 0 };
-                    let sent = sent.filter(|token| input(token).requires_grad && mine(token));
-                    tokens.extend(sent.map(|token| Token {
-                        load: Load::Exchanged(BatchKind::InputGrad),
-                        stage: *stage,
-                        ..token
-                    }));
-                }
+                let inputs = &self.case.partition.stages[own.0].inputs;
+                let input = |token: &Token| inputs.iter().find(|input| input.value == token.value).expect("its own");
+                let mine = |token: &Token| if input(token).has_rows { token.row.0 == rank } else { rank == 0 };
+                let sent = self.inputs_sent_to(maker, own).into_iter().filter(|_| self.case.call.trains());
+                let sent = sent.filter(|token| input(token).requires_grad && mine(token));
+                grads.extend(sent.map(|token| (token.value, token.row)));
             }
+            let load = Load::Exchanged(BatchKind::InputGrad);
+            tokens.extend(grads.into_iter().map(|(value, row)| Token { load, value, row, stage: 0 }));
         }
         tokens
     }
@@ -204,25 +224,24 @@ impl<'a> Oracle<'a> {
             for place in transfer.rows.lo..transfer.rows.hi {
                 rows.push(self.row(transfer.mb, place)?);
             }
-            let stage = self.computes[transfer.dst as usize].0;
-            let input = self.case.partition.stages[stage].inputs.iter().find(|input| input.value == transfer.value);
-            let from = if input.is_none_or(|input| input.has_rows) { None } else { Some(0) };
+            let from = self.is_whole(transfer.value).then_some(0);
             let owned = (transfer.rows.lo..transfer.rows.hi)
                 .all(|place| self.row(transfer.mb, place).is_ok_and(|(rank, _)| rank == transfer.src as usize));
             require(from.map_or(owned, |rank: u32| rank == transfer.src), || format!("{transfer:?} from elsewhere"))?;
         }
-        for (rank, (stage, _)) in self.computes.iter().enumerate() {
-            for input in &self.case.partition.stages[*stage].inputs {
-                let mut expected: Vec<Row> = Vec::new();
-                for mb in 0..self.microbatches.len() {
-                    if input.has_rows || self.first_forward(rank) == Some(mb) {
-                        expected.extend(self.rows(rank, mb));
+        for rank in 0..self.computes.len() {
+            let mut needed: BTreeMap<ValueId, BTreeSet<Row>> = BTreeMap::new();
+            for own in self.all_of(rank) {
+                for input in &self.case.partition.stages[own.0].inputs {
+                    if input.has_rows || self.first_forward(rank, input.value) == Some(own) {
+                        needed.entry(input.value).or_default().extend(self.rows(rank, own));
                     }
                 }
-                let mut got = arrived.remove(&(input.value, rank as u32)).unwrap_or_default();
+            }
+            for (input, expected) in needed {
+                let mut got = arrived.remove(&(input, rank as u32)).unwrap_or_default();
                 got.sort_unstable();
-                expected.sort_unstable();
-                require(got == expected, || format!("rank {rank}, input {}: {got:?}", input.value))?;
+                require(got.iter().eq(&expected), || format!("rank {rank}, input {input}: {got:?}"))?;
             }
         }
         require(arrived.is_empty(), || format!("inputs for nobody: {arrived:?}"))
@@ -234,13 +253,11 @@ impl<'a> Oracle<'a> {
         for transfer in &self.program.outputs {
             let output = self.case.partition.outputs.iter().find(|output| output.value == transfer.value);
             let source = output.ok_or_else(|| Failure::Wrong("an output that is none".into()))?.source;
-            let (mb, src, dst) = (transfer.mb as usize, transfer.src as usize, transfer.dst as usize);
+            let (src, dst) = (transfer.src as usize, transfer.dst as usize);
             for place in transfer.rows.lo..transfer.rows.hi {
                 let row = self.row(transfer.mb, place)?;
                 let has = match source {
-                    OutputSource::Stage(stage) => {
-                        self.computes[src].0 == stage as usize && self.rows(src, mb).contains(&row)
-                    }
+                    OutputSource::Stage(stage) => self.rows(src, (stage as usize, transfer.mb)).contains(&row),
                     OutputSource::Input(_) => row.0 == src,
                 };
                 require(has, || format!("{transfer:?} is not there"))?;
@@ -265,7 +282,10 @@ impl<'a> Oracle<'a> {
     }
 }
 
-/// One direction between two ranks.
+/// From which rank to which, and from which Stage to which where that is told.
+type Ends = (u32, u32, Option<(u32, u32)>);
+
+/// One direction between two seats.
 #[derive(Default)]
 struct Pipe {
     under_way: VecDeque<Vec<Token>>,
@@ -278,15 +298,19 @@ struct RankState {
     position: usize,
     /// Recvs begun, in order of posting: sender, message.
     pending: VecDeque<(u32, Message)>,
-    has: BTreeMap<(Load, u32), Vec<Token>>,
+    /// Has been sent, by what needs it.
+    has: BTreeMap<(Payload, Computed), Vec<Token>>,
+    /// Has come in exchanges, with what its seats have used of it.
+    from_batches: Vec<Token>,
+    used: Vec<Token>,
     /// Its exchanges that are not done, in order, with what it gives to whom.
     exchanges: VecDeque<(Exchange, BTreeMap<u32, Vec<Token>>)>,
     /// What has come back to its own batch.
     taken: Vec<Token>,
-    forwards: BTreeSet<u32>,
-    backwards: BTreeSet<u32>,
+    forwards: BTreeSet<Computed>,
+    backwards: BTreeSet<Computed>,
     /// Backwards of which both parts are done.
-    ended: BTreeSet<u32>,
+    ended: BTreeSet<Computed>,
     /// Its sums that are not done, in order.
     sums: VecDeque<Sum>,
     /// Which microbatch it divided last.
@@ -296,7 +320,7 @@ struct RankState {
     /// What it has gathered and not used.
     whole: BTreeSet<Gather>,
     /// By bucket, the microbatches whose gradients are in it.
-    filled: BTreeMap<u32, BTreeSet<u32>>,
+    filled: BTreeMap<u32, BTreeSet<Computed>>,
 }
 
 /// A gather of a bucket for a computation of a microbatch.
@@ -317,7 +341,7 @@ struct Sum {
 struct Execution<'a> {
     oracle: &'a Oracle<'a>,
     ranks: Vec<RankState>,
-    channels: BTreeMap<(u32, u32), Pipe>,
+    channels: BTreeMap<Ends, Pipe>,
     /// What has been summed, by Param and microbatch, over which ranks.
     summed: BTreeMap<(ParamId, Option<u32>), Vec<u32>>,
 }
@@ -358,23 +382,28 @@ impl<'a> Execution<'a> {
         self.check_summed()
     }
 
-    /// The buckets of several ranks, one of them this.
-    fn buckets_of(&self, rank: usize) -> Vec<u32> {
+    /// The buckets of several ranks, one of them this, in which a Stage's Params are.
+    fn buckets_of(&self, rank: usize, stage: usize) -> Vec<u32> {
         let program = self.oracle.program;
         let holds = |members: &Vec<u32>| members.len() > 1 && members.contains(&(rank as u32));
-        let buckets = (0..).zip(&program.buckets);
-        buckets.filter(|(_, bucket)| holds(&program.groups[bucket.group as usize])).map(|(number, _)| number).collect()
+        let buckets = (0..).zip(&program.buckets).filter(|(_, bucket)| holds(&program.groups[bucket.group as usize]));
+        buckets.filter(|&(number, _)| self.fills(stage, number)).map(|(number, _)| number).collect()
+    }
+
+    fn fills(&self, stage: usize, bucket: u32) -> bool {
+        let params = &self.oracle.program.buckets[bucket as usize].params;
+        params.iter().any(|param| self.oracle.case.params[param.0 as usize].stages.contains(&(stage as u32)))
+    }
+
+    /// What a rank puts into a bucket for a sum.
+    fn expected(&self, rank: usize, sum: Sum) -> BTreeSet<Computed> {
+        let all = self.oracle.all_of(rank).filter(|&(stage, _)| self.fills(stage, sum.bucket));
+        all.filter(|(_, mb)| sum.mb.is_none_or(|own| own == *mb)).collect()
     }
 
     /// True when a rank has put all into a bucket that it will for this sum.
     fn is_filled(&self, rank: usize, sum: Sum) -> bool {
-        let has_rows = |&mb: &u32| !self.oracle.rows(rank, mb as usize).is_empty();
-        let all: Vec<u32> = (0..self.oracle.case.placement.microbatches).filter(has_rows).collect();
-        let done = |mb: &u32| self.ranks[rank].ended.contains(mb);
-        match sum.mb {
-            Some(mb) => !has_rows(&mb) || done(&mb),
-            None => all.iter().all(done),
-        }
+        self.expected(rank, sum).is_subset(&self.ranks[rank].ended)
     }
 
     /// Lets the ranks sum, each in its own order; true when any did.
@@ -392,11 +421,9 @@ impl<'a> Execution<'a> {
         {
             any = true;
             for &rank in members(&sum) {
-                let has_rows = |mb: &u32| !self.oracle.rows(rank as usize, *mb as usize).is_empty();
+                let expected = self.expected(rank as usize, sum);
                 let state = &mut self.ranks[rank as usize];
                 state.sums.pop_front();
-                let all = 0..self.oracle.case.placement.microbatches;
-                let expected = all.filter(|mb| sum.mb.is_none_or(|own| own == *mb)).filter(has_rows).collect();
                 let found = state.filled.remove(&sum.bucket).unwrap_or_default();
                 require(found == expected, || format!("rank {rank} has {found:?} in bucket {}", sum.bucket))?;
             }
@@ -441,7 +468,7 @@ impl<'a> Execution<'a> {
         {
             any = true;
             for &rank in members(&gather) {
-                let has_rows = !self.oracle.rows(rank as usize, gather.mb as usize).is_empty();
+                let has_rows = self.oracle.all_of(rank as usize).any(|(_, mb)| mb == gather.mb);
                 let state = &mut self.ranks[rank as usize];
                 state.gathers.pop_front();
                 if has_rows {
@@ -476,17 +503,20 @@ impl<'a> Execution<'a> {
             return Ok(false);
         }
         match action {
-            Action::Forward { mb } => self.compute(rank, Payload::Value, *mb),
-            Action::Backward { mb } => {
-                let done = self.compute(rank, Payload::Grad, *mb)?;
-                if done { self.end(rank, *mb) } else { Ok(false) }
+            Action::Forward { mb, stage } => self.compute(rank, Payload::Value, (self.oracle.stage(rank, *stage), *mb)),
+            Action::Backward { mb, stage } => {
+                let own = (self.oracle.stage(rank, *stage), *mb);
+                let done = self.compute(rank, Payload::Grad, own)?;
+                if done { self.end(rank, own) } else { Ok(false) }
             }
-            Action::BackwardInput { mb } => self.compute(rank, Payload::Grad, *mb),
-            Action::BackwardWeight { mb } => self.end(rank, *mb),
+            Action::BackwardInput { mb, stage } => {
+                self.compute(rank, Payload::Grad, (self.oracle.stage(rank, *stage), *mb))
+            }
+            Action::BackwardWeight { mb, stage } => self.end(rank, (self.oracle.stage(rank, *stage), *mb)),
             Action::Exchange(exchange) => self.begin_exchange(rank, exchange),
             Action::Send(message) => self.send(rank, message),
             Action::Recv(message) => {
-                self.channels.entry((message.peer, rank as u32)).or_default().posted += 1;
+                self.channels.entry((message.peer, rank as u32, message.stages)).or_default().posted += 1;
                 self.ranks[rank].pending.push_back((message.peer, message.clone()));
                 Ok(true)
             }
@@ -505,7 +535,7 @@ impl<'a> Execution<'a> {
         let mut waiting = VecDeque::new();
         let mut held_up = BTreeSet::new();
         for (sender, message) in std::mem::take(&mut state.pending) {
-            let pipe = (sender, rank as u32);
+            let pipe = (sender, rank as u32, message.stages);
             let channel = self.channels.entry(pipe).or_default();
             let Some(tokens) = (!held_up.contains(&pipe)).then(|| channel.under_way.pop_front()).flatten() else {
                 held_up.insert(pipe);
@@ -514,7 +544,8 @@ impl<'a> Execution<'a> {
             };
             let load = Load::Sent(message.kind);
             let tokens = unpacked(self.oracle, load, message.mb, &message.pieces, tokens)?;
-            state.has.entry((load, message.mb)).or_default().extend(tokens);
+            let stage = self.oracle.stage(rank, message.stages.map(|(_, to)| to));
+            state.has.entry((message.kind, (stage, message.mb))).or_default().extend(tokens);
         }
         state.pending = waiting;
         Ok(())
@@ -524,35 +555,37 @@ impl<'a> Execution<'a> {
     fn begin_exchange(&mut self, rank: usize, exchange: &Exchange) -> Result<bool, Failure> {
         let &Exchange { kind, mb, ref sends, .. } = exchange;
         let state = &self.ranks[rank];
-        let from_batch = matches!(kind, BatchKind::Input | BatchKind::OutputGrad);
-        let stage = if from_batch { 0 } else { self.oracle.computes[rank].0 };
         let mut given: BTreeMap<u32, Vec<Token>> = BTreeMap::new();
         for Parcel { peer, pieces } in sends {
             for &Piece { value, rows } in pieces {
                 let is_whole = self.oracle.is_whole(value);
-                let has_rows = |&mb: &u32| !self.oracle.rows(rank, mb as usize).is_empty();
-                let done = match kind {
-                    BatchKind::Input | BatchKind::OutputGrad => true,
-                    BatchKind::Output => state.forwards.contains(&mb),
-                    BatchKind::InputGrad if is_whole => {
-                        (0..=self.oracle.last()).filter(has_rows).all(|mb| state.backwards.contains(&mb))
-                    }
-                    BatchKind::InputGrad => state.backwards.contains(&mb),
-                };
-                require(done, || format!("rank {rank} gives what it has not computed"))?;
-                // Gradients of what has no rows count those that the Stage's first microbatch here has.
+                // Gradients of what has no rows count those that the first microbatch here has with it.
                 let of = match kind {
-                    BatchKind::InputGrad if is_whole => self.oracle.first_forward(rank).unwrap_or_default() as u32,
+                    BatchKind::InputGrad if is_whole => self.oracle.first_forward(rank, value).unwrap_or_default().1,
                     _ => mb,
                 };
-                let own = self.oracle.rows(rank, of as usize);
+                let at = |stage: usize, row: &Row| self.oracle.rows(rank, (stage, of)).contains(row);
+                let takers = || self.oracle.all_of(rank).filter(|(stage, _)| self.oracle.takes(*stage, value));
+                let maker = self.oracle.maker(value).unwrap_or_default();
                 for place in rows.lo..rows.hi {
                     let row = self.oracle.row(of, place)?;
                     let has = match kind {
                         BatchKind::Input if is_whole => rank == 0,
                         BatchKind::Input | BatchKind::OutputGrad => row.0 == rank,
-                        BatchKind::Output | BatchKind::InputGrad => own.contains(&row),
+                        BatchKind::Output => at(maker, &row),
+                        BatchKind::InputGrad => takers().any(|(stage, _)| at(stage, &row)),
                     };
+                    let done = match kind {
+                        BatchKind::Input | BatchKind::OutputGrad => true,
+                        BatchKind::Output => state.forwards.contains(&(maker, mb)),
+                        BatchKind::InputGrad if is_whole => takers().all(|own| state.backwards.contains(&own)),
+                        BatchKind::InputGrad => {
+                            let with_row = takers().filter(|own| own.1 == mb && at(own.0, &row));
+                            with_row.into_iter().all(|own| state.backwards.contains(&own))
+                        }
+                    };
+                    require(done, || format!("rank {rank} gives what it has not computed"))?;
+                    let stage = if kind == BatchKind::Output { maker } else { 0 };
                     require(has, || format!("rank {rank} gives a row that is not its own"))?;
                     given.entry(*peer).or_default().push(Token { load: Load::Exchanged(kind), value, row, stage });
                 }
@@ -583,16 +616,17 @@ impl<'a> Execution<'a> {
             for (rank, Parcel { peer, pieces }) in taken {
                 let tokens = given.remove(&(peer, rank as u32)).unwrap_or_default();
                 let whole = |piece: &Piece| kind == BatchKind::InputGrad && self.oracle.is_whole(piece.value);
-                let of = |piece: &Piece| if whole(piece) { self.oracle.first_forward(peer as usize) } else { None };
+                let first = |piece: &Piece| self.oracle.first_forward(peer as usize, piece.value);
+                let of = |piece: &Piece| if whole(piece) { first(piece) } else { None };
                 let load = Load::Exchanged(kind);
                 let mut tokens = tokens.into_iter();
                 for piece in &pieces {
                     let count = (piece.rows.hi - piece.rows.lo) as usize;
-                    let of = of(piece).map_or(mb, |first| first as u32);
+                    let of = of(piece).map_or(mb, |(_, first)| first);
                     let own = unpacked(self.oracle, load, of, &[*piece], tokens.by_ref().take(count).collect())?;
                     match kind {
                         BatchKind::Output | BatchKind::InputGrad => self.ranks[rank].taken.extend(own),
-                        _ => self.ranks[rank].has.entry((load, mb)).or_default().extend(own),
+                        _ => self.ranks[rank].from_batches.extend(own),
                     }
                 }
                 require(tokens.next().is_none(), || "a parcel is longer than expected".into())?;
@@ -602,20 +636,25 @@ impl<'a> Execution<'a> {
         Ok(any)
     }
 
-    fn compute(&mut self, rank: usize, payload: Payload, mb: u32) -> Result<bool, Failure> {
-        let stage = self.oracle.computes[rank].0;
+    fn compute(&mut self, rank: usize, payload: Payload, own: Computed) -> Result<bool, Failure> {
+        let (oracle, (stage, mb)) = (self.oracle, own);
         let state = &mut self.ranks[rank];
         let of_batch = if payload == Payload::Value { BatchKind::Input } else { BatchKind::OutputGrad };
         let is_exchanging = state.exchanges.iter().any(|(own, _)| (own.kind, own.mb) == (of_batch, mb));
-        let is_needed = |message: &Message| message.kind == payload && message.mb == mb;
+        let stage_of = |message: &Message| oracle.stage(rank, message.stages.map(|(_, to)| to));
+        let is_needed = |message: &Message| message.kind == payload && (stage_of(message), message.mb) == own;
         if is_exchanging || state.pending.iter().any(|(_, message)| is_needed(message)) {
             return Ok(false);
         }
-        let mut needed = match payload {
-            Payload::Value => self.oracle.inputs_sent_to(rank, mb as usize),
-            _ => self.oracle.output_grads_sent_to(rank, mb as usize),
+        let from_batch = match payload {
+            Payload::Value => oracle.inputs_sent_to(rank, own),
+            _ => oracle.output_grads_sent_to(rank, own),
         };
-        for crossing in &self.oracle.case.partition.crossings {
+        let has_all = from_batch.iter().all(|token| state.from_batches.contains(token));
+        require(has_all, || format!("rank {rank} lacks some of {from_batch:?}"))?;
+        state.used.extend(from_batch);
+        let mut needed = Vec::new();
+        for crossing in &oracle.case.partition.crossings {
             for &to in &crossing.to {
                 let (from, to) = (crossing.from as usize, to as usize);
                 let maker = match payload {
@@ -623,7 +662,11 @@ impl<'a> Execution<'a> {
                     Payload::Grad if from == stage && crossing.requires_grad => to,
                     _ => continue,
                 };
-                let rows = self.oracle.rows(rank, mb as usize).iter();
+                // What another seat of the rank has made is there.
+                let computed = if payload == Payload::Value { &state.forwards } else { &state.backwards };
+                let beside = oracle.rows(rank, (maker, mb));
+                let there = |row: &Row| computed.contains(&(maker, mb)) && beside.contains(row);
+                let rows = oracle.rows(rank, own).iter().filter(|row| !there(row));
                 needed.extend(rows.map(|&row| Token {
                     load: Load::Sent(payload),
                     value: crossing.value,
@@ -632,17 +675,16 @@ impl<'a> Execution<'a> {
                 }));
             }
         }
-        let mut has = state.has.remove(&(Load::Sent(payload), mb)).unwrap_or_default();
-        has.extend(state.has.remove(&(Load::Exchanged(of_batch), mb)).unwrap_or_default());
+        let mut has = state.has.remove(&(payload, own)).unwrap_or_default();
         let key = |token: &Token| (token.load, token.value, token.stage, token.row);
         needed.sort_unstable_by_key(key);
         has.sort_unstable_by_key(key);
         require(has == needed, || format!("rank {rank} has {has:?} for microbatch {mb}"))?;
         let done = if payload == Payload::Value { &mut state.forwards } else { &mut state.backwards };
-        require(done.insert(mb), || "computed twice".into())?;
-        require(state.forwards.contains(&mb), || "backward first".into())?;
+        require(done.insert(own), || "computed twice".into())?;
+        require(state.forwards.contains(&own), || "backward first".into())?;
         let pass = if payload == Payload::Grad { Pass::Backward } else { Pass::Forward };
-        for bucket in self.buckets_of(rank) {
+        for bucket in self.buckets_of(rank, stage) {
             let is_divided = self.oracle.program.buckets[bucket as usize].sharding == Sharding::Params;
             let whole = self.ranks[rank].whole.remove(&Gather { bucket, mb, pass });
             require(whole == is_divided, || format!("rank {rank} does not have bucket {bucket} whole"))?;
@@ -651,27 +693,27 @@ impl<'a> Execution<'a> {
     }
 
     /// Ends a backward, which fills the buckets.
-    fn end(&mut self, rank: usize, mb: u32) -> Result<bool, Failure> {
+    fn end(&mut self, rank: usize, own: Computed) -> Result<bool, Failure> {
         let state = &mut self.ranks[rank];
-        require(state.backwards.contains(&mb), || "second part first".into())?;
-        require(state.ended.insert(mb), || "ended twice".into())?;
-        for bucket in self.buckets_of(rank) {
-            self.ranks[rank].filled.entry(bucket).or_default().insert(mb);
+        require(state.backwards.contains(&own), || "second part first".into())?;
+        require(state.ended.insert(own), || "ended twice".into())?;
+        for bucket in self.buckets_of(rank, own.0) {
+            self.ranks[rank].filled.entry(bucket).or_default().insert(own);
         }
         Ok(true)
     }
 
     fn send(&mut self, rank: usize, message: &Message) -> Result<bool, Failure> {
         let state = &self.ranks[rank];
-        let channel = self.channels.entry((rank as u32, message.peer)).or_default();
+        let channel = self.channels.entry((rank as u32, message.peer, message.stages)).or_default();
         let is_bounded = message.kind == Payload::Grad || !self.oracle.case.call.trains();
         if is_bounded && channel.sent >= channel.posted + 2 {
             return Ok(false);
         }
         let done = if message.kind == Payload::Value { &state.forwards } else { &state.backwards };
-        require(done.contains(&message.mb), || format!("rank {rank} sends what it has not computed"))?;
-        let stage = self.oracle.computes[rank].0;
-        let own = self.oracle.rows(rank, message.mb as usize);
+        let stage = self.oracle.stage(rank, message.stages.map(|(from, _)| from));
+        require(done.contains(&(stage, message.mb)), || format!("rank {rank} sends what it has not computed"))?;
+        let own = self.oracle.rows(rank, (stage, message.mb));
         let mut tokens = Vec::new();
         for piece in &message.pieces {
             for place in piece.rows.lo..piece.rows.hi {
@@ -688,11 +730,11 @@ impl<'a> Execution<'a> {
     fn check_end(&self) -> Result<(), Failure> {
         let trains = self.oracle.case.call.trains();
         for (rank, state) in self.ranks.iter().enumerate() {
-            let mbs = (0..self.oracle.microbatches.len()).filter(|&mb| !self.oracle.rows(rank, mb).is_empty());
-            let mbs: BTreeSet<u32> = mbs.map(|mb| mb as u32).collect();
-            let trained = if trains { mbs.clone() } else { BTreeSet::new() };
-            let complete = state.forwards == mbs && state.backwards == trained && state.ended == trained;
-            let clean = state.pending.is_empty() && state.has.is_empty();
+            let all: BTreeSet<Computed> = self.oracle.all_of(rank).collect();
+            let trained = if trains { all.clone() } else { BTreeSet::new() };
+            let complete = state.forwards == all && state.backwards == trained && state.ended == trained;
+            let is_used = |token: &Token| state.used.contains(token);
+            let clean = state.pending.is_empty() && state.has.is_empty() && state.from_batches.iter().all(is_used);
             require(complete && clean, || format!("rank {rank} has not done its work"))?;
             let key = |token: &Token| (token.load, token.value, token.stage, token.row);
             let (mut taken, mut owed) = (state.taken.clone(), self.oracle.owed_to(rank));

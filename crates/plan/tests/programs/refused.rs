@@ -13,8 +13,8 @@ fn error(change: impl Fn(&mut Given)) -> ProgramError {
 #[test]
 fn contradictions_are_refused() {
     assert_eq!(error(|case| case.batch.rows_per_rank = vec![1]), ProgramError::WorldSize { plan: 3, given: 1 });
-    let twice = ProgramError::Placement(PlanFault::RankTwice(0));
-    assert_eq!(error(|case| case.placement.ranks[1][0] = 0), twice);
+    let twice = ProgramError::Placement(PlanFault::RankTwice { stage: 1, rank: 2 });
+    assert_eq!(error(|case| case.placement.ranks[1].push(2)), twice);
     let never = ProgramError::Placement(PlanFault::NoMicrobatches);
     assert_eq!(error(|case| case.placement.microbatches = 0), never);
     assert_eq!(error(|case| drop(case.partition.stages.pop())), ProgramError::Stages { plan: 2, partition: 1 });

@@ -11,14 +11,11 @@ fn the_json_of_a_view() {
     let json = serde_json::to_string(&view).expect("a view is plain data");
     let fields = [
         r#""rank":1"#,
-        r#""stage":1"#,
-        r#""replica":0"#,
+        r#""seats":[{"stage":1,"replica":0,"rows":[[0,3]],"global_rows":[[[0,3]]]}]"#,
         r#""call":"halves""#,
         r#""gather_inputs":true"#,
         r#""total_rows":3"#,
         r#""microbatches":[3]"#,
-        r#""rows":[[0,3]]"#,
-        r#""global_rows":[[[0,3]]]"#,
         r#""slices":[{"mb":0,"local":[0,1],"at":2}]"#,
         r#""inputs":[{"src":1,"dst":0,"mb":0,"value":100,"rows":[2,3]}]"#,
         r#""outputs":[{"src":1,"dst":0,"mb":0,"value":1,"rows":[0,2]},{"src":1,"dst":1,"mb":0,"value":1,"rows":[2,3]}]"#,
@@ -47,13 +44,13 @@ fn rows_know_their_place_in_the_global_batch() {
     let places = |rank| -> Vec<String> {
         let view = program.rank_view(rank).expect("the rank exists");
         let text = |runs: &Vec<_>| runs.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
-        view.global_rows.iter().map(text).collect()
+        view.seats[0].global_rows.iter().map(text).collect()
     };
     assert_eq!(places(0), ["0..2", "2..3 5..6"]);
     assert_eq!(places(1), ["3..5", "6..7"]);
     assert_eq!(places(2), ["0..2 3..5", "2..3 5..7"]);
     let whole = Given::chain(&[1, 1], 1, &[3, 4], Call::Whole, ScheduleKind::FillDrain).build();
-    assert_eq!(whole.rank_view(0).expect("the rank exists").global_rows, [[rannc_plan::Interval::new(0, 7)]]);
+    assert_eq!(whole.rank_view(0).expect("the rank exists").seats[0].global_rows, [[rannc_plan::Interval::new(0, 7)]]);
 }
 
 #[test]

@@ -161,9 +161,19 @@ impl Assembly<'_> {
     }
 }
 
-/// What a step of these Stages takes, and the share of the devices' time in which they neither run forward nor
-/// backward; that no Plan takes less is not known of it. What a Stage reduces with others is added to what it reduces, and
-/// to its transfers what depends on how many others it gets gradients from.
+/// Adds what a Stage reduces with others to what it reduces, and to its transfers what depends on how many others it gets
+/// gradients from.
+pub(super) fn add_linked(linker: &Linker<'_>, stages: &mut [StagePlan]) {
+    let tied = linker.tied_sums();
+    for ((stage, planned), repeated_bytes) in stages.iter_mut().enumerate().zip(linker.repeated_grads_bytes()) {
+        let shared = tied.iter().filter(|sum| sum.stages.contains(&stage));
+        planned.predicted.reduce_us += shared.map(|sum| sum.us).sum::<f64>();
+        planned.predicted.memory.comm_bytes += repeated_bytes as u64;
+    }
+}
+
+/// What a step of these priced Stages takes, and the share of the devices' time in which they neither run forward nor
+/// backward; that no Plan takes less is not known of it. To the Stages is added what they do with others.
 pub(crate) fn step_prediction(
     linker: &Linker<'_>,
     schedule: &Schedule,
@@ -172,11 +182,7 @@ pub(crate) fn step_prediction(
 ) -> StepPrediction {
     let step = &linker.pricing.step;
     let moves = linker.moves();
-    for ((stage, planned), repeated_bytes) in stages.iter_mut().enumerate().zip(linker.repeated_grads_bytes()) {
-        let shared = moves.tied.iter().filter(|sum| sum.stages.contains(&stage));
-        planned.predicted.reduce_us += shared.map(|sum| sum.us).sum::<f64>();
-        planned.predicted.memory.comm_bytes += repeated_bytes as u64;
-    }
+    add_linked(linker, stages);
     let step_us = step.exact_us(schedule, times, &moves);
     let busy_us: f64 = times.iter().map(|timed| linker.pricing.busy_us(timed)).sum();
     let devices: usize = times.iter().map(|timed| timed.passes.len()).sum();

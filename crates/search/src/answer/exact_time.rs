@@ -1,8 +1,8 @@
 //! The time that a Plan is said to take: its division run on the machine, each Replica with its own rows.
 
 use rannc_plan::{
-    BatchKind, Call, Clock, Compute, ExchangePlaces, Joint, Lane, Order, Payload, Schedule, ScheduleKind, Script,
-    ScriptWriter, Sharding, Slot, Step, Task, depths, run, with_messages,
+    BatchKind, Call, Channel, Clock, Compute, ExchangePlaces, Joint, Lane, Needed, Order, Payload, Schedule,
+    ScheduleKind, Script, ScriptWriter, Seated, Sharding, Slot, Step, Task, run, with_messages,
 };
 
 use super::batch_exchanges::BatchExchange;
@@ -25,9 +25,10 @@ impl StepModel {
         let together = Together::of_stages(&mut writer, &mut prices, tied);
         let microbatches = u32::try_from(self.microbatches).expect("as many as fit into a plan");
         let met = meetings(&mut writer, &mut prices, exchanges, microbatches);
-        let depths = depths(stages.len(), links.iter().map(|link| (stage_of[link.from], stage_of[link.to])));
-        let lists_of = |stage: usize| lists(schedule.order(stage, depths[stage], microbatches), call);
-        let lists: Vec<Vec<List>> = (0..stages.len()).map(lists_of).collect();
+        let feeds: Vec<(usize, usize)> = links.iter().map(|link| (stage_of[link.from], stage_of[link.to])).collect();
+        let ranks: Vec<Vec<u32>> = (0..stages.len()).map(|stage| prices.ranks_of(&[stage])).collect();
+        let orders = schedule.stage_orders(&ranks, &feeds, microbatches);
+        let lists: Vec<Vec<List>> = orders.iter().map(|order| lists(order, call)).collect();
         for ((rank, line), &stage) in (0..).zip(&lines).zip(&stage_of) {
             let member = Member { step: self, rank, line, together: &together[stage], met: &met[rank as usize] };
             let (mut has_sums, lists) = (false, &lists[stage]);
@@ -63,16 +64,16 @@ struct List {
 }
 
 /// An order's computations, in one list or in two.
-fn lists(order: Order, call: Call) -> Vec<List> {
+fn lists(order: &Order, call: Call) -> Vec<List> {
     let is_forward = |compute: &Compute| matches!(compute, Compute::Forward(_));
     let lists = match call {
         Call::Halves => {
-            let (forwards, backwards) = order.0.into_iter().partition(is_forward);
+            let (forwards, backwards): (Vec<Compute>, Vec<Compute>) = order.computes().partition(is_forward);
             vec![forwards, backwards]
         }
-        Call::Forward | Call::Whole => vec![order.0],
+        Call::Forward | Call::Whole => vec![order.computes().collect()],
     };
-    lists.into_iter().map(|computes| List { places: ExchangePlaces::new(&computes), computes }).collect()
+    lists.into_iter().map(|computes| List { places: ExchangePlaces::new(computes.iter().copied()), computes }).collect()
 }
 
 /// An exchange that a rank takes part in.
@@ -128,13 +129,13 @@ impl Member<'_> {
         };
         let mut done = 0;
         meet(writer, done);
-        with_messages(list.computes.iter().copied(), |step| match step {
-            Step::Compute(compute) => {
+        with_messages(list.computes.iter().copied().map(Seated::from), |step| match step {
+            Step::Compute(Seated { compute, .. }) => {
                 self.together.write(writer, self.rank, compute, self.awaited(compute), has_sums);
             }
-            Step::Receive(compute) => self.line.receive(writer, compute, self.size_of(compute)),
-            Step::Send(compute) => {
-                self.line.send(writer, compute, self.size_of(compute));
+            Step::Receive(seated) => self.line.receive(writer, seated, self.size_of(seated.compute)),
+            Step::Send(seated) => {
+                self.line.send(writer, seated, self.size_of(seated.compute));
                 done += 1;
                 meet(writer, done);
             }
@@ -172,7 +173,7 @@ impl Prices<'_> {
 }
 
 impl Clock for Prices<'_> {
-    fn compute(&self, rank: u32, compute: Compute) -> f64 {
+    fn compute(&self, rank: u32, Seated { compute, .. }: Seated) -> f64 {
         self.passes[rank as usize][self.step.size_of(u64::from(compute.microbatch()))].us(compute)
     }
     fn message(&self, message: Slot) -> f64 {
@@ -196,14 +197,14 @@ struct Line {
 }
 
 impl Line {
-    fn receive(&self, writer: &mut ScriptWriter, compute: Compute, size: usize) {
-        let Some(payload) = Payload::of(compute) else { return };
-        let channels = if payload == Payload::Value { &self.values_in } else { &self.grads_in };
-        channels[size].iter().for_each(|&channel| writer.receive(channel, payload, compute.microbatch()));
+    fn receive(&self, writer: &mut ScriptWriter, seated: Seated, size: usize) {
+        let Some(needed) = Needed::by(seated) else { return };
+        let channels = if needed.payload == Payload::Value { &self.values_in } else { &self.grads_in };
+        channels[size].iter().for_each(|&channel| writer.receive(channel, needed));
     }
 
-    fn send(&self, writer: &mut ScriptWriter, compute: Compute, size: usize) {
-        let Some(payload) = Payload::of(compute) else { return };
+    fn send(&self, writer: &mut ScriptWriter, seated: Seated, size: usize) {
+        let Some(payload) = Payload::of(seated.compute) else { return };
         let channels = if payload == Payload::Value { &self.values_out } else { &self.grads_out };
         channels[size].iter().for_each(|&channel| writer.send(channel, payload));
     }
@@ -214,7 +215,7 @@ fn connect(writer: &mut ScriptWriter, prices: &mut Prices<'_>, links: &[ReplicaL
     let mut lines = vec![Line::default(); prices.stage_of.len()];
     let mut channel = |from: usize, to: usize, us: BySize<Option<f64>>| {
         prices.messages_us.push((0..prices.step.microbatches).filter_map(|mb| us[prices.step.size_of(mb)]).collect());
-        writer.channel(number(from), number(to))
+        writer.channel(Channel { src: number(from), dst: number(to), stages: None })
     };
     let add = |ends: &mut BySize<Vec<u32>>, channel: u32, us: BySize<Option<f64>>| {
         ends.iter_mut().zip(us).filter(|(_, us)| us.is_some()).for_each(|(channels, _)| channels.push(channel));
@@ -285,7 +286,7 @@ impl Together {
             writer.add(rank, Task::Await { lane: Lane::Sums });
         }
         awaited.into_iter().for_each(|sum| writer.add(rank, Task::Meet { sum }));
-        writer.compute(rank, compute);
+        writer.compute(rank, compute.into());
         if let Some(&sum) = sum {
             writer.add(rank, Task::Sum { sum });
         }

@@ -85,6 +85,11 @@ impl<'a> Linker<'a> {
         feeds
     }
 
+    /// The ranks of each Stage.
+    fn stage_ranks(&self) -> Vec<Vec<u32>> {
+        self.stages.iter().map(|stage| self.order.ranks(stage.positions.clone()).to_vec()).collect()
+    }
+
     fn stage_ends(&self) -> Vec<usize> {
         self.stages.iter().map(|stage| stage.run.end).collect()
     }
@@ -92,8 +97,8 @@ impl<'a> Linker<'a> {
     /// By Stage, its order under a Schedule.
     pub(crate) fn orders(&self, schedule: &Schedule) -> Vec<Order> {
         let microbatches = u32::try_from(self.pricing.step.microbatches).unwrap_or(u32::MAX);
-        let depths = self.depths().into_iter().enumerate();
-        depths.map(|(stage, depth)| schedule.order(stage, depth, microbatches)).collect()
+        let edges: Vec<(usize, usize)> = self.pricing.chain.feeds.edges(&self.stage_ends()).into_iter().collect();
+        schedule.stage_orders(&self.stage_ranks(), &edges, microbatches)
     }
 
     /// By Stage, memory for the gradients that come back from several Stages for one Value, but those from one of them.

@@ -89,7 +89,7 @@ impl ListScheduler<'_> {
             self.run(&mut stages[stage], stage, start_us, compute);
         }
         let end_us = stages.iter().map(|stage| stage.free_us).fold(0.0, f64::max);
-        let orders = stages.into_iter().map(|stage| Order(stage.computed)).collect();
+        let orders = stages.into_iter().map(|stage| stage.computed.into_iter().collect()).collect();
         Some(Scheduled { orders, end_us })
     }
 

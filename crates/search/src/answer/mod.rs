@@ -10,6 +10,7 @@ mod outcome;
 mod plan_costs;
 mod precision;
 mod simplest;
+mod simulated_step;
 mod tied;
 mod two_parts;
 mod upgrade;

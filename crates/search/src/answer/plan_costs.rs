@@ -6,13 +6,14 @@ use std::ops::Range;
 
 use rannc_cost::{Blocks, Cluster, Profile, tensor_bytes};
 use rannc_ir::{Analysis, Graph, OpRun, ValueId};
-use rannc_plan::{Call, Plan, PlanFileError, Recompute, Schedule, ScheduleKind, Sharding};
+use rannc_plan::{Call, Crew, Plan, PlanFileError, Recompute, Schedule, ScheduleKind, Sharding};
 use rannc_sim::Costs;
 use serde::Serialize;
 
-use super::assemble::step_prediction;
+use super::assemble::{add_linked, step_prediction};
 use super::exact_time::call_of;
 use super::links::Linker;
+use super::simulated_step::simulated_step;
 use super::tied::TiedSum;
 use crate::error::SearchError;
 use crate::price::{Again, Model, Priced, Pricing, RankOrder, ReplicaPass, Replicas, Saver};
@@ -127,8 +128,8 @@ impl<'a> PlanCosts<'a> {
     /// The same Plan with what it takes here. That no Plan takes less than another is not known of it.
     ///
     /// # Errors
-    /// When its figures are none.
-    pub fn predicted(&self) -> Result<Plan, PlanFileError> {
+    /// When its figures are none, or its ranks have several Stages and wait for each other.
+    pub fn predicted(&self) -> Result<Plan, SearchError> {
         let pricing = self.pricing();
         let found = self.found_stages();
         let mut plan = self.plan.clone();
@@ -141,15 +142,20 @@ impl<'a> PlanCosts<'a> {
             stage.predicted = pricing.prediction(&found.run, &priced, &timed, order);
             times.push(timed);
         }
-        plan.predicted = step_prediction(&linker, &self.plan.schedule, &mut plan.stages, &times);
-        plan.seal()
+        plan.predicted = if plan.crews().iter().any(Crew::is_shared) {
+            add_linked(&linker, &mut plan.stages);
+            simulated_step(self.plan, self.graph, self, self.call())?
+        } else {
+            step_prediction(&linker, &self.plan.schedule, &mut plan.stages, &times)
+        };
+        Ok(plan.seal()?)
     }
 
     /// For each Stage whose Replicas divide anything: the same Plan where they divide nothing.
     ///
     /// # Errors
     /// When its figures are none.
-    pub fn undivided(&mut self) -> Result<Vec<Undivided>, PlanFileError> {
+    pub fn undivided(&mut self) -> Result<Vec<Undivided>, SearchError> {
         let mut found = Vec::new();
         for stage in 0..self.stages.len() {
             let sharding = std::mem::take(&mut self.stages[stage].saver.sharding);
@@ -327,6 +333,10 @@ impl Costs for PlanCosts<'_> {
     fn fixed_bytes(&self, stage: u32) -> u64 {
         let memory = self.priced(stage, None).memory;
         (memory.fixed_bytes() - memory.workspace_bytes + self.repeated_grads_bytes[stage as usize]) as u64
+    }
+
+    fn framework_bytes(&self, stage: u32) -> u64 {
+        self.priced(stage, None).memory.framework_bytes as u64
     }
 
     fn microbatch_bytes(&self, stage: u32, rows: u64) -> u64 {

@@ -39,6 +39,7 @@ pub(crate) fn tied_sums(
         let ranks = holders.iter().flat_map(|&stage| order.ranks(stages[stage].positions.clone()));
         let mut ranks: Vec<u32> = ranks.copied().collect();
         ranks.sort_unstable();
+        ranks.dedup();
         let us = cluster.all_reduce_us(cluster.group(&ranks), bytes);
         TiedSum { stages: holders, ranks, bytes, us }
     };

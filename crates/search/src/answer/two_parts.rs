@@ -153,7 +153,7 @@ fn manners(depths: &[u32], microbatches: u64) -> Vec<Manner> {
 /// The order with one backward where both its parts follow each other.
 fn joined(order: &Order) -> Order {
     let mut found: Vec<Compute> = Vec::with_capacity(order.0.len());
-    for &compute in &order.0 {
+    for compute in order.computes() {
         match (found.last_mut(), compute) {
             (Some(last @ Compute::BackwardInput(_)), Compute::BackwardWeight(mb)) if last.microbatch() == mb => {
                 *last = Compute::Backward(mb);
@@ -161,7 +161,7 @@ fn joined(order: &Order) -> Order {
             _ => found.push(compute),
         }
     }
-    Order(found)
+    found.into_iter().collect()
 }
 
 #[cfg(test)]
@@ -256,7 +256,7 @@ mod tests {
             for Scheduled { orders, end_us } in found {
                 prop_assert!(end_us <= all_us + sent_us + 1e-6);
                 for order in orders.iter().chain(&orders.iter().map(joined).collect::<Vec<_>>()) {
-                    prop_assert_eq!(order.fault(u32::try_from(microbatches).expect("few")), None);
+                    prop_assert_eq!(order.fault_of_stage(u32::try_from(microbatches).expect("few")), None);
                     prop_assert!(!forwards_first || order.has_forwards_first());
                 }
                 for order in &orders {

@@ -97,6 +97,9 @@ impl Costs for TableCosts {
     fn fixed_bytes(&self, stage: u32) -> u64 {
         self.stage(stage).fixed_bytes
     }
+    fn framework_bytes(&self, stage: u32) -> u64 {
+        self.stage(stage).fixed_bytes.min(7)
+    }
     fn microbatch_bytes(&self, stage: u32, rows: u64) -> u64 {
         self.stage(stage).row_bytes * rows
     }
@@ -143,6 +146,21 @@ pub fn whole_program(
     way: (Call, impl Into<Schedule>),
 ) -> Program {
     let (call, schedule) = way;
+    let mut ranks = 0..;
+    let ranks: Vec<Vec<u32>> = replicas.iter().map(|&count| ranks.by_ref().take(count).collect()).collect();
+    placed_program(graph, cuts, ranks, sharding, microbatches, rows, (call, schedule.into()))
+}
+
+/// The same where Stages have these ranks.
+pub fn placed_program(
+    graph: &Graph,
+    cuts: &[u32],
+    ranks: Vec<Vec<u32>>,
+    sharding: &[Sharding],
+    microbatches: u32,
+    rows: u64,
+    (call, schedule): (Call, Schedule),
+) -> Program {
     let end = u32::try_from(Analysis::new(graph).main_ops.len()).expect("small");
     let ends: Vec<u32> = [0].into_iter().chain(cuts.iter().copied()).chain([end]).collect();
     let runs: Vec<OpRun> = ends.windows(2).map(|ends| OpRun { first: ends[0], end: ends[1] }).collect();
@@ -151,12 +169,10 @@ pub fn whole_program(
         runs.iter().filter(|ops| ops.first < ops.end).map(|&ops| (ops, Recompute::None)).collect();
     let partition = Partition::new(graph, &runs).and_then(|found| found.with_spans(graph, &blocks));
     let partition = partition.expect("the cuts are allowed");
-    let mut ranks = 0..;
-    let ranks: Vec<Vec<u32>> = replicas.iter().map(|&count| ranks.by_ref().take(count).collect()).collect();
-    let mut rows_per_rank = vec![0; replicas.iter().sum()];
+    let mut rows_per_rank = vec![0; 1 + ranks.iter().flatten().max().map_or(0, |&last| last as usize)];
     rows_per_rank[0] = rows;
     let batch = Batch { rows_per_rank, gather_inputs: true };
-    let placement = Placement { ranks, microbatches, schedule: schedule.into(), sharding: sharding.to_vec() };
+    let placement = Placement { ranks, microbatches, schedule, sharding: sharding.to_vec() };
     let buckets = Buckets::of(graph, &partition, &placement, &Trained::captured(graph));
     build(&placement, &partition, &buckets, &batch, call).expect("the case is sound")
 }
@@ -177,20 +193,36 @@ fn shardings() -> impl Strategy<Value = Sharding> {
     prop_oneof![Just(Sharding::None), Just(Sharding::Optimizer), Just(Sharding::Gradients), Just(Sharding::Params)]
 }
 
-/// Random graphs cut where it is allowed, with up to three Replicas a Stage and rows that do not divide.
+/// Random graphs cut where it is allowed, with up to three Replicas a Stage, on ranks of their own or on three ranks that all
+/// share, and rows that do not divide.
 pub fn programs() -> impl Strategy<Value = Program> {
     let replicas = vec(1..=3_usize, 5);
     let sharding = vec(shardings(), 5);
-    (graphs(), vec(any::<Index>(), 0..5), replicas, sharding, 1..=6_u32, 1..=40_u64, ways()).prop_map(
-        |(graph, picks, replicas, sharding, microbatches, rows, way)| {
+    let counts = (1..=6_u32, 1..=40_u64, prop::option::of(0..3_usize));
+    (graphs(), vec(any::<Index>(), 0..5), replicas, sharding, counts, ways()).prop_map(
+        |(graph, picks, replicas, sharding, (microbatches, rows, shared), way)| {
             let cuts = Analysis::new(&graph).cuts;
             let end = u32::try_from(cuts.len() - 1).expect("small");
             let allowed: Vec<u32> = (1..end).filter(|&cut| cuts[cut as usize].is_none()).collect();
             let chosen = picks.iter().filter(|_| !allowed.is_empty()).map(|pick| *pick.get(&allowed));
             let chosen: Vec<u32> = chosen.collect::<BTreeSet<u32>>().into_iter().take(4).collect();
-            whole_program(&graph, &chosen, &replicas[..=chosen.len()], &sharding, microbatches, rows, way)
+            let replicas = &replicas[..=chosen.len()];
+            match shared {
+                None => whole_program(&graph, &chosen, replicas, &sharding, microbatches, rows, way),
+                Some(first) => {
+                    let ranks = shared_ranks(replicas, first);
+                    placed_program(&graph, &chosen, ranks, &[], microbatches, rows, (way.0, way.1.into()))
+                }
+            }
         },
     )
+}
+
+/// The Replicas of Stages dealt out to three ranks, or to as many as there are.
+fn shared_ranks(replicas: &[usize], first: usize) -> Vec<Vec<u32>> {
+    let world = replicas.iter().sum::<usize>().min(3);
+    let mut places = (first..).map(|place| u32::try_from(place % world).expect("few"));
+    replicas.iter().map(|&count| places.by_ref().take(count).collect()).collect()
 }
 
 /// Programs with random costs; messages may take longer than computations.

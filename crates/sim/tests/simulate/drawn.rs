@@ -14,12 +14,12 @@ fn draw(timeline: &Timeline) -> String {
         let events = rank.events.iter().map(|event| {
             let letter = |payload| if payload == Payload::Value { "v" } else { "g" };
             let name = match event.what {
-                What::Forward { mb } => format!("F{mb}"),
-                What::Backward { mb } => format!("B{mb}"),
-                What::BackwardInput { mb } => format!("I{mb}"),
-                What::BackwardWeight { mb } => format!("W{mb}"),
-                What::Send { mb, peer, payload } => format!("{}{mb}>{peer}", letter(payload)),
-                What::Recv { mb, peer, payload } => format!("{}{mb}<{peer}", letter(payload)),
+                What::Forward { .. }
+                | What::Backward { .. }
+                | What::BackwardInput { .. }
+                | What::BackwardWeight { .. } => event.what.computed().expect("it computes").to_string(),
+                What::Send { mb, peer, payload, .. } => format!("{}{mb}>{peer}", letter(payload)),
+                What::Recv { mb, peer, payload, .. } => format!("{}{mb}<{peer}", letter(payload)),
                 What::Exchange { mb, kind } => match kind {
                     BatchKind::Input => format!("i{mb}"),
                     BatchKind::Output => format!("o{mb}"),

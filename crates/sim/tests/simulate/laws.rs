@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use proptest::prelude::*;
-use rannc_plan::{Action, Message, Payload, Program};
+use rannc_plan::{Action, Message, Payload, Program, RankProgram, Seat};
 use rannc_sim::{Costs, RankTimeline, Timeline, What};
 
 use crate::cases::{TableCosts, assert_close, priced_programs};
@@ -36,28 +36,33 @@ fn computations(rank: &RankTimeline) -> Vec<(f64, f64)> {
 
 /// The longest path of row 0 of a microbatch, which the same rank of a Stage has forward and backward.
 fn row_path_us(program: &Program, costs: &TableCosts, mb: u32) -> f64 {
-    let first: Vec<_> = program.ranks.iter().filter(|own| own.replica == 0).collect();
-    let stages: HashMap<u32, u32> = first.iter().map(|own| (own.rank, own.stage)).collect();
+    let seats = program.ranks.iter().flat_map(|own| own.seats.iter().map(move |seat| (own, *seat)));
+    let first: Vec<(&RankProgram, Seat)> = seats.filter(|(_, seat)| seat.replica == 0).collect();
+    let is_first = |rank: u32, stage: u32| first.iter().any(|(own, seat)| (own.rank, seat.stage) == (rank, stage));
     let mut paths: HashMap<(Payload, u32), f64> = HashMap::new();
     let mut by_stage = first.clone();
-    by_stage.sort_by_key(|own| own.stage);
+    by_stage.sort_by_key(|(_, seat)| seat.stage);
     let backwards = if program.call.trains() { by_stage.iter().rev().copied().collect() } else { Vec::new() };
     let visits = by_stage.iter().map(|own| (Payload::Value, *own));
     let mut longest: f64 = 0.0;
-    for (payload, own) in visits.chain(backwards.into_iter().map(|own| (Payload::Grad, own))) {
-        let rows = program.stage_rows[own.stage as usize][mb as usize][0].rows();
-        let forward_us = paths.get(&(Payload::Value, own.stage)).copied().unwrap_or(0.0);
+    for (payload, (own, seat)) in visits.chain(backwards.into_iter().map(|own| (Payload::Grad, own))) {
+        let rows = program.stage_rows[seat.stage as usize][mb as usize][0].rows();
+        let forward_us = paths.get(&(Payload::Value, seat.stage)).copied().unwrap_or(0.0);
         let own_us = match payload {
-            Payload::Value => costs.forward_us(own.stage, rows),
-            Payload::Grad => costs.backward_us(own.stage, rows),
+            Payload::Value => costs.forward_us(seat.stage, rows),
+            Payload::Grad => costs.backward_us(seat.stage, rows),
         };
         let mut path = forward_us;
         for message in received(own.forward.iter().chain(&own.backward), payload, mb) {
-            let Some(from) = stages.get(&message.peer) else { continue };
+            let only_stage = |rank: u32| program.ranks[rank as usize].seats[0].stage;
+            let (from, to) = message.stages.unwrap_or_else(|| (only_stage(message.peer), only_stage(own.rank)));
+            if to != seat.stage || !is_first(message.peer, from) {
+                continue;
+            }
             let bytes = message.pieces.iter().map(|piece| piece.rows.rows()).sum();
-            path = path.max(paths[&(payload, *from)] + costs.send_us(message.peer, own.rank, bytes));
+            path = path.max(paths[&(payload, from)] + costs.send_us(message.peer, own.rank, bytes));
         }
-        paths.insert((payload, own.stage), path + own_us);
+        paths.insert((payload, seat.stage), path + own_us);
         longest = longest.max(path + own_us);
     }
     longest
@@ -93,11 +98,16 @@ fn check_accounts(timeline: &Timeline, rank: &RankTimeline) {
 fn check_memory(costs: &TableCosts, program: &Program, rank: &RankTimeline) {
     assert!(rank.memory.is_sorted_by(|a, b| a.0 < b.0));
     assert!(rank.memory.iter().all(|&(_, bytes)| bytes <= rank.peak_bytes));
-    let fixed_bytes = costs.fixed_bytes(rank.stage);
+    let stages = || rank.seats.iter().map(|seat| seat.stage);
+    let framework_bytes = stages().map(|stage| costs.framework_bytes(stage)).max().expect("a seat");
+    let beside_bytes = stages().map(|stage| costs.fixed_bytes(stage) - costs.framework_bytes(stage)).sum::<u64>();
+    let fixed_bytes = framework_bytes + beside_bytes;
     assert_eq!(rank.memory.last().expect("memory has an end").1, fixed_bytes);
-    let rows = program.stage_rows[rank.stage as usize].iter().map(|replicas| replicas[rank.replica as usize].rows());
-    let alone = rows.map(|rows| costs.microbatch_bytes(rank.stage, rows) + costs.workspace_bytes(rank.stage, rows));
-    assert!(rank.peak_bytes >= fixed_bytes + alone.max().unwrap_or(0));
+    for &Seat { stage, replica } in &rank.seats {
+        let rows = program.stage_rows[stage as usize].iter().map(|replicas| replicas[replica as usize].rows());
+        let alone = rows.map(|rows| costs.microbatch_bytes(stage, rows) + costs.workspace_bytes(stage, rows));
+        assert!(rank.peak_bytes >= fixed_bytes + alone.max().unwrap_or(0));
+    }
 }
 
 proptest! {
@@ -130,7 +140,7 @@ proptest! {
         prop_assert!((0.0..=1.0).contains(&timeline.bubble()));
         assert_close(timeline.step_us * timeline.ranks.len() as f64 * (1.0 - timeline.bubble()), busy_us);
         for (own, rank) in program.ranks.iter().zip(&timeline.ranks) {
-            prop_assert_eq!((own.rank, own.stage, own.replica), (rank.rank, rank.stage, rank.replica));
+            prop_assert_eq!((own.rank, &own.seats), (rank.rank, &rank.seats));
             let actions = own.forward.len() + own.backward.len() + usize::from(program.call.trains());
             prop_assert_eq!(rank.events.len(), actions);
             check_accounts(&timeline, rank);
@@ -158,13 +168,13 @@ proptest! {
     fn messages_follow_each_other_on_their_channel((program, costs) in priced_programs()) {
         let timeline = costs.run(&program);
         for rank in &timeline.ranks {
-            let mut free_us: HashMap<u32, f64> = HashMap::new();
+            let mut free_us: HashMap<(u32, Option<(u32, u32)>), f64> = HashMap::new();
             for event in &rank.events {
-                let What::Recv { mb, peer, payload } = event.what else { continue };
-                let sent = What::Send { mb, peer: rank.rank, payload };
+                let What::Recv { mb, peer, stages, payload } = event.what else { continue };
+                let sent = What::Send { mb, peer: rank.rank, stages, payload };
                 let same = |other: &&rannc_sim::Event| other.what == sent && other.start_us == event.start_us;
                 prop_assert_eq!(timeline.ranks[peer as usize].events.iter().filter(same).count(), 1);
-                prop_assert!(event.start_us >= free_us.insert(peer, event.end_us).unwrap_or(0.0));
+                prop_assert!(event.start_us >= free_us.insert((peer, stages), event.end_us).unwrap_or(0.0));
             }
         }
     }

@@ -166,11 +166,11 @@ proptest! {
         for rank in &timeline.ranks {
             for event in &rank.events {
                 let (backward, mb) = match event.what {
-                    What::Forward { mb } => (false, mb),
-                    What::Backward { mb } => (true, mb),
+                    What::Forward { mb, .. } => (false, mb),
+                    What::Backward { mb, .. } => (true, mb),
                     _ => continue,
                 };
-                let cell = Cell { backward, stage: rank.stage as usize, mb: mb as usize };
+                let cell = Cell { backward, stage: rank.seats[0].stage as usize, mb: mb as usize };
                 assert_close(event.end_us, oracle.end(cell));
             }
         }

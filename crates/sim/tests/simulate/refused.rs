@@ -32,7 +32,7 @@ fn a_reduction_without_all_replicas() {
 #[test]
 fn a_peer_that_does_not_exist() {
     let (mut program, costs) = small();
-    let message = Message { mb: 0, peer: 7, kind: Payload::Value, pieces: Vec::new() };
+    let message = Message { mb: 0, peer: 7, kind: Payload::Value, stages: None, pieces: Vec::new() };
     program.ranks[0].forward.push(Action::Send(message));
     let text = refusal(&program, &costs);
     assert!(text.ends_with("a message comes from or goes to a rank that does not exist"), "{text}");
@@ -41,7 +41,7 @@ fn a_peer_that_does_not_exist() {
 #[test]
 fn a_microbatch_that_does_not_exist() {
     let (mut program, costs) = small();
-    program.ranks[0].forward.push(Action::Forward { mb: 2 });
+    program.ranks[0].forward.push(Action::Forward { mb: 2, stage: None });
     assert!(refusal(&program, &costs).ends_with("a rank computes what stage_rows does not have"));
 }
 

@@ -45,12 +45,12 @@ pub fn check_memory(program: &Program, partition: &Partition, promises: &Promise
     if !promises.are_of(partition) {
         return Ok(());
     }
-    let is_planned = promises.is_planned(program);
+    let held = promises.is_planned(program).then(|| promises.held(program));
     for own in &program.ranks {
         whole::check_gathers(program, own, promises)?;
         whole::check_sums(program, own, promises)?;
-        if is_planned {
-            held::check_held(program, partition, own, promises)?;
+        if let Some(held) = &held {
+            held::check_held(program, partition, own, promises, held)?;
         }
     }
     Ok(())

@@ -7,8 +7,8 @@ use rannc_ir::{Graph, OpId, ParamId, ValueId};
 use crate::partition::{Partition, conversion};
 use crate::plan::{Plan, StagePlan};
 use crate::predicted::{MemoryPrediction, WholePrediction};
-use crate::program::{Bucket, Program, stage_depths};
-use crate::schedule::Schedule;
+use crate::program::{Bucket, Program, RankProgram};
+use crate::schedule::{Order, Schedule};
 
 /// Each amount of a Plan is cut off to whole bytes; there are fewer of them.
 const CUT_OFF: u64 = 64;
@@ -19,6 +19,10 @@ pub struct Promises {
     batch_rows: u64,
     microbatches: u64,
     schedule: Option<Schedule>,
+    /// By Stage.
+    ranks: Vec<Vec<u32>>,
+    /// Stages, each with one that uses what it makes.
+    feeds: Vec<(usize, usize)>,
     stages: Vec<StagePromise>,
     values: HashMap<ValueId, Size>,
     /// What Replicas send each other of a Param.
@@ -27,15 +31,13 @@ pub struct Promises {
 
 /// Of a rank of a Stage.
 #[derive(Clone, Debug)]
-pub(super) struct StagePromise {
+struct StagePromise {
     replicas: u64,
     /// Rows of each size of microbatch on the largest Replica; none where all are equal.
     sizes: Vec<u64>,
-    /// The number of Stages on the longest way to one that feeds no other, both included.
-    depth: u32,
     /// Activations, and what comes in for one microbatch; nothing where the Plan expects nothing.
     expected: Option<(MemoryPrediction, u64)>,
-    pub whole: WholePrediction,
+    whole: WholePrediction,
 }
 
 /// Of activations and messages, in the microbatches that the Plan was made for.
@@ -80,13 +82,11 @@ impl Size {
 impl Promises {
     /// What a Plan promises of the Graph that it was made for, divided as it says.
     pub fn new(plan: &Plan, graph: &Graph, partition: &Partition) -> Self {
-        let depths = stage_depths(partition);
-        let stage = |(stage, depth): (&StagePlan, u32)| {
+        let stage = |stage: &StagePlan| {
             let memory = stage.predicted.memory;
             StagePromise {
                 replicas: stage.ranks.len() as u64,
                 sizes: stage.predicted.sizes.iter().map(|size| size.rows).collect(),
-                depth,
                 expected: (memory.total_bytes() > 0).then_some((memory, stage.predicted.in_bytes)),
                 whole: stage.predicted.whole,
             }
@@ -97,7 +97,9 @@ impl Promises {
             batch_rows: plan.batch_rows,
             microbatches: u64::from(plan.microbatches),
             schedule: Some(plan.schedule.clone()),
-            stages: plan.stages.iter().zip(depths).map(stage).collect(),
+            ranks: plan.placement().ranks,
+            feeds: partition.edges().collect(),
+            stages: plan.stages.iter().map(stage).collect(),
             values: moved.map(|value| (value, Size::of(graph, value))).collect(),
             params: gathered_bytes(graph),
         }
@@ -108,18 +110,31 @@ impl Promises {
         self.stages.len() == partition.stages.len()
     }
 
-    pub(super) fn stage(&self, stage: u32) -> &StagePromise {
+    fn stage(&self, stage: u32) -> &StagePromise {
         &self.stages[stage as usize]
     }
 
-    /// What is held of activations and messages by a rank of a Stage in the microbatches that have rows.
-    pub(super) fn held(&self, program: &Program, stage: u32) -> Option<HeldPromise> {
-        let StagePromise { depth, expected, .. } = self.stage(stage);
-        let (memory, in_bytes) = (*expected)?;
+    /// What is whole for a while on a rank, for all its Stages.
+    pub(super) fn whole(&self, own: &RankProgram) -> WholePrediction {
+        own.seats.iter().map(|seat| self.stage(seat.stage).whole).fold(WholePrediction::default(), |sum, one| {
+            WholePrediction {
+                params_bytes: sum.params_bytes.saturating_add(one.params_bytes),
+                grads_bytes: sum.grads_bytes.saturating_add(one.grads_bytes),
+            }
+        })
+    }
+
+    /// By Stage, what a rank holds for it of activations and messages in the microbatches that have rows.
+    pub(super) fn held(&self, program: &Program) -> Vec<Option<HeldPromise>> {
         let microbatches = program.microbatches.iter().filter(|&&rows| rows > 0).count();
         let count = u32::try_from(microbatches).unwrap_or(u32::MAX);
-        let order = self.schedule.as_ref()?.order(stage as usize, *depth, count);
-        HeldPromise::new(memory, in_bytes, order.in_flight().max(1), microbatches as u64)
+        let schedule = self.schedule.iter();
+        let orders = schedule.flat_map(|schedule| schedule.stage_orders(&self.ranks, &self.feeds, count));
+        let of_stage = |(stage, order): (&StagePromise, Order)| {
+            let (memory, in_bytes) = stage.expected.filter(|_| stage.knows_sizes(program))?;
+            HeldPromise::new(memory, in_bytes, order.in_flight().max(1), microbatches as u64)
+        };
+        self.stages.iter().zip(orders).map(of_stage).collect()
     }
 
     /// True when a Program's microbatches are those that the Plan was made for: rows that do not divide go to the first
@@ -160,7 +175,7 @@ impl StagePromise {
     }
 
     /// True when the Plan knows microbatches of these sizes on the Stage.
-    pub(super) fn knows_sizes(&self, program: &Program) -> bool {
+    fn knows_sizes(&self, program: &Program) -> bool {
         let mut sizes: Vec<u64> = self.rows(program).collect();
         sizes.dedup();
         if self.sizes.is_empty() { sizes.len() == 1 } else { sizes == self.sizes }

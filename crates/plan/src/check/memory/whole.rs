@@ -1,4 +1,5 @@
-//! Params and gradients that are whole for a while although Replicas divide them. How many does not depend on the rows.
+//! Params and gradients that are whole for a while although Replicas divide them, which those of ranks with several seats do
+//! not. How many does not depend on the rows.
 //!
 //! Params are gathered one Span ahead of the computation and freed behind it, so that those of two Spans are whole at a
 //! time; those gathered before another computation than theirs stay. Gradients of a backward fill the buckets in the order
@@ -16,7 +17,7 @@ use crate::saver::Sharding;
 
 /// Checks how much of its Params a rank gathers at a time.
 pub(super) fn check_gathers(program: &Program, own: &RankProgram, promises: &Promises) -> Result<(), CheckError> {
-    let promised = promises.stage(own.stage).whole.params_bytes;
+    let promised = promises.whole(own).params_bytes;
     if two_spans_bytes(program, own, promises) > promised {
         return Ok(());
     }
@@ -32,8 +33,8 @@ pub(super) fn check_gathers(program: &Program, own: &RankProgram, promises: &Pro
                     return Err(refused(own, position, Holding::Params, bytes, promised));
                 }
             }
-            Action::Forward { mb } => gathered.retain(|other| other.of != (mb, Pass::Forward)),
-            Action::Backward { mb } => gathered.retain(|other| other.of != (mb, Pass::Backward)),
+            Action::Forward { mb, .. } => gathered.retain(|other| other.of != (mb, Pass::Forward)),
+            Action::Backward { mb, .. } => gathered.retain(|other| other.of != (mb, Pass::Backward)),
             _ => {}
         }
     }
@@ -83,7 +84,7 @@ fn two_spans_bytes(program: &Program, own: &RankProgram, promises: &Promises) ->
 
 /// Checks how much a rank has of gradients before their sums have ended.
 pub(super) fn check_sums(program: &Program, own: &RankProgram, promises: &Promises) -> Result<(), CheckError> {
-    let promised = promises.stage(own.stage).whole.grads_bytes;
+    let promised = promises.whole(own).grads_bytes;
     let in_order: Vec<u32> = divided(program, own).map(|(number, _)| number).collect();
     if summed_bytes(program, &in_order) > promised {
         return Ok(());
@@ -133,5 +134,5 @@ fn divided<'p>(program: &'p Program, own: &RankProgram) -> impl Iterator<Item = 
 }
 
 fn has_rows(program: &Program, own: &RankProgram, mb: u32) -> bool {
-    !computed_rows(program, own, mb as usize).is_empty()
+    own.seats.iter().any(|&seat| !computed_rows(program, seat, mb as usize).is_empty())
 }
