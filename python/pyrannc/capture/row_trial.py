@@ -317,7 +317,8 @@ class _Trial:
         """Rows of a tensor, of all such tensors the same ones."""
         by_row = tensor.detach().to(self._device).unflatten(0, (-1, dims[0].per_row))  # type: ignore[no-untyped-call]  # torch has no types for it
         if self._choice is None:
-            self._choice = torch.randint(0, by_row.shape[0], (self.rows,), device=self._device)
+            # In their order, as the model may want them sorted, the longest first.
+            self._choice = torch.randint(0, by_row.shape[0], (self.rows,), device=self._device).sort().values
         chosen: Tensor = by_row[self._choice].flatten(0, 1)
         return chosen
 

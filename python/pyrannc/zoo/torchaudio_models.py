@@ -91,9 +91,9 @@ def _symbols(rows: int, length: int) -> Tensor:
     return torch.randint(0, _CLASSES, (rows, length), generator=torch.Generator().manual_seed(2))
 
 
-def _all(rows: int, length: int, dtype: torch.dtype = torch.long) -> Tensor:
-    """Each row has the whole length."""
-    return torch.full((rows,), length, dtype=dtype)
+def _lengths(rows: int, length: int, step: int = 1, dtype: torch.dtype = torch.long) -> Tensor:
+    """Each row is as much shorter than the one before."""
+    return (length - step * torch.arange(rows)).to(dtype)
 
 
 def _letters(rows: int, _: bool) -> tuple[nn.Module, dict[str, Any]]:
@@ -133,7 +133,7 @@ def _wav2vec2(rows: int, skips: bool) -> tuple[nn.Module, dict[str, Any]]:
 
 def _wav2vec2_of_lengths(rows: int, skips: bool) -> tuple[nn.Module, dict[str, Any]]:
     model, arguments = _wav2vec2(rows, skips)
-    return model, {**arguments, "lengths": _all(rows, _SAMPLES) - 100 * torch.arange(rows)}
+    return model, {**arguments, "lengths": _lengths(rows, _SAMPLES, 100)}
 
 
 def _wavlm(rows: int, skips: bool) -> tuple[nn.Module, dict[str, Any]]:
@@ -162,9 +162,9 @@ def _tacotron(rows: int, _: bool) -> tuple[nn.Module, dict[str, Any]]:
     model = Tacotron2(n_mels=_BINS, n_symbol=_CLASSES, **dict.fromkeys(widths, 16))
     return model, {
         "tokens": _symbols(rows, _LENGTH),
-        "token_lengths": _all(rows, _LENGTH),
+        "token_lengths": _lengths(rows, _LENGTH),
         "mel_specgram": _noise(rows, _BINS, 8),
-        "mel_specgram_lengths": _all(rows, 8),
+        "mel_specgram_lengths": _lengths(rows, 8),
     }
 
 
@@ -172,7 +172,7 @@ def _conformer(rows: int, _: bool) -> tuple[nn.Module, dict[str, Any]]:
     from torchaudio.models import Conformer
 
     model = Conformer(_BINS, num_heads=4, ffn_dim=32, num_layers=4, depthwise_conv_kernel_size=3)
-    return model, {"input": _noise(rows, _FRAMES, _BINS), "lengths": _all(rows, _FRAMES)}
+    return model, {"input": _noise(rows, _FRAMES, _BINS), "lengths": _lengths(rows, _FRAMES)}
 
 
 def _emformer(rows: int, _: bool) -> tuple[nn.Module, dict[str, Any]]:
@@ -180,7 +180,7 @@ def _emformer(rows: int, _: bool) -> tuple[nn.Module, dict[str, Any]]:
 
     context = {"left_context_length": 4, "right_context_length": 2}
     model = Emformer(_BINS, num_heads=4, ffn_dim=32, num_layers=4, segment_length=4, **context)
-    return model, {"input": _noise(rows, _FRAMES + 2, _BINS), "lengths": _all(rows, _FRAMES)}
+    return model, {"input": _noise(rows, _FRAMES + 2, _BINS), "lengths": _lengths(rows, _FRAMES)}
 
 
 def _transducer(rows: int, _: bool) -> tuple[nn.Module, dict[str, Any]]:
@@ -188,9 +188,9 @@ def _transducer(rows: int, _: bool) -> tuple[nn.Module, dict[str, Any]]:
 
     return emformer_rnnt_model(**_TRANSDUCER), {
         "sources": _noise(rows, _FRAMES + 4, _BINS),
-        "source_lengths": _all(rows, _FRAMES + 4, torch.int32),
+        "source_lengths": _lengths(rows, _FRAMES + 4, 4, torch.int32),
         "targets": _symbols(rows, _LENGTH).int(),
-        "target_lengths": _all(rows, _LENGTH, torch.int32),
+        "target_lengths": _lengths(rows, _LENGTH, 1, torch.int32),
     }
 
 
