@@ -158,9 +158,14 @@ class Slice:
 
 @dataclass(frozen=True)
 class RankProgram:
-    """One rank's Actions and row ranges for one batch. The core knows ranks with several Stages, but runs none: the rank
-    has one. ``global_rows`` are ``rows`` as they stand in all of the batch, ``exchanges`` tells whether any rank exchanges rows, windows the messages that may be under way on a channel before
-    the sender waits."""
+    """One rank's Actions and row ranges for one batch.
+
+    Attributes:
+        stage: the one that the rank has; the core knows ranks with several, but runs none.
+        global_rows: ``rows`` as they stand in all of the batch.
+        exchanges: whether any rank exchanges rows.
+        value_window, grad_window: messages that may be under way on a channel before the sender waits.
+    """
 
     rank: int
     stage: int

@@ -9,7 +9,7 @@ use rannc_plan::{BlockPlan, Order, PLAN_SCHEMA, Plan, PlanFileError, Recompute, 
 use super::links::Linker;
 use super::precision::precision;
 use crate::chain::{BatchSpec, CrossingSpec, StateSpec};
-use crate::price::{Again, At, Priced, Pricing, RankOrder, Replicas, TimedStage};
+use crate::price::{Again, At, Beside, Priced, Pricing, RankOrder, Replicas, TimedStage};
 use crate::solve::{FoundStage, Solution};
 
 /// What a Plan is made from beside the division.
@@ -26,6 +26,17 @@ pub(crate) struct Assembly<'a> {
 }
 
 impl Assembly<'_> {
+    /// What Stages hold beside what the division was priced with, where they do not fit with it.
+    pub(crate) fn too_full(&self, solution: &Solution, plan: &Plan) -> Beside {
+        let usable = |found: &FoundStage| self.pricing.at(self.order.place_at(&found.positions)).usable_bytes;
+        let repeated = self.linker(solution).repeated_grads_bytes();
+        let stages = solution.found.stages.iter().zip(&plan.stages).zip(repeated);
+        stages
+            .filter(|((found, planned), _)| planned.predicted.memory.total_bytes() as f64 > usable(found))
+            .map(|((found, _), bytes)| ((found.run.start, found.run.end), bytes))
+            .collect()
+    }
+
     /// The Plan of a division, by its own Schedule.
     pub(crate) fn plan(&self, solution: &Solution, lower_bound_us: f64) -> Result<Plan, PlanFileError> {
         self.plan_by(Schedule::Named(solution.case.schedule), solution, lower_bound_us)

@@ -12,7 +12,7 @@ use super::assemble::Assembly;
 use super::count::plans;
 use super::simplest::{ESTIMATED_ERROR, MEASURED_ERROR, PassedOver, dividing_less, is_simpler, leaner};
 use crate::error::SearchError;
-use crate::price::{Model, Pricing, RankOrder, Saver};
+use crate::price::{Beside, Model, Pricing, RankOrder, Saver};
 use crate::settings::{Savers, Settings};
 use crate::solve::{Grain, Help, SearchCase, Solution, Solved, Solver, fits, shortage};
 use crate::stop::{Clock, Deadline, Stop};
@@ -140,16 +140,35 @@ impl<'a> Planner<'a> {
     }
 
     fn outcome(&self) -> Result<Outcome, SearchError> {
-        let solver = self.solver(self.settings);
-        let cases = solver.cases(&self.settings.microbatch_candidates()?);
-        let solved = solver.solve(&cases).map_err(|stop| self.none_found(stop))?;
-        self.go_on()?;
-        let (fastest, fastest_plan) = self.fastest(self.settings, &solved)?;
-        let (taken, plan) = self.simplest(&solver, &cases, &solved, (fastest, &fastest_plan))?;
-        let (taken, plan) = self.in_two_parts(self.settings, &solved, (taken, plan))?;
+        let (mut beside, mut bound_us) = (Beside::new(), None);
+        loop {
+            let mut solver = self.solver(self.settings);
+            solver.problem.beside = &beside;
+            let cases = solver.cases(&self.settings.microbatch_candidates()?);
+            let mut solved = solver.solve(&cases).map_err(|stop| self.none_found(stop))?;
+            self.go_on()?;
+            // Of all Plans, not of those alone that are left.
+            solved.lower_bound_us = *bound_us.get_or_insert(solved.lower_bound_us);
+            match self.fastest(self.settings, &solved)? {
+                Ok(fastest) => return self.outcome_of(&solver, &cases, &solved, fastest),
+                Err(too_full) => add(&mut beside, too_full),
+            }
+        }
+    }
+
+    /// What is told of the fastest Plan, and which one is taken.
+    fn outcome_of(
+        &self,
+        solver: &Solver<'_>,
+        cases: &[SearchCase],
+        solved: &Solved,
+        (fastest, fastest_plan): (&Solution, Plan),
+    ) -> Result<Outcome, SearchError> {
+        let (taken, plan) = self.simplest(solver, cases, solved, (fastest, &fastest_plan))?;
+        let (taken, plan) = self.in_two_parts(self.settings, solved, (taken, plan))?;
         let passed_over = PassedOver::new(&fastest_plan, &plan);
         let elapsed = self.clock.begun.elapsed();
-        let runners_up = self.runners_up(&solver, &cases, &solved, (&taken, &plan))?;
+        let runners_up = self.runners_up(solver, cases, solved, (&taken, &plan))?;
         let gains = self.gains(plan.predicted.step_us);
         self.go_on()?;
         let lower_bound_us = solved.lower_bound_us.min(plan.predicted.step_us);
@@ -157,7 +176,7 @@ impl<'a> Planner<'a> {
             lower_bound_us,
             gap: plan.predicted.step_us / lower_bound_us - 1.0,
             passed_over,
-            plans_covered: plans(self.model.chain.len(), &self.orders, &cases, self.settings),
+            plans_covered: plans(self.model.chain.len(), &self.orders, cases, self.settings),
             blocks: self.model.chain.len(),
             block_kinds: self.model.blocks.hashes.len(),
             measured_kinds: self.model.measured_kinds(),
@@ -172,18 +191,25 @@ impl<'a> Planner<'a> {
         if self.clock.is_told() { Err(SearchError::Told) } else { Ok(()) }
     }
 
-    /// The Plan of the best division, or of a finalist whose step is shorter when it is told exactly.
-    fn fastest<'s>(&self, settings: &Settings, solved: &'s Solved) -> Result<(&'s Solution, Plan), PlanFileError> {
-        let mut fastest = (&solved.best, self.assemble(settings, &solved.best, solved.lower_bound_us)?);
+    /// The Plan of the best division, or of a finalist whose step is shorter when it is told exactly; what the best one
+    /// was not priced with where none fits.
+    fn fastest<'s>(
+        &self,
+        settings: &Settings,
+        solved: &'s Solved,
+    ) -> Result<Result<(&'s Solution, Plan), Beside>, PlanFileError> {
+        let weighed = self.weighed(settings, &solved.best, solved.lower_bound_us)?;
+        let mut fastest = weighed.map(|plan| (&solved.best, plan));
         for finalist in &solved.finalists {
             if self.deadline.is_over() {
                 break;
             }
-            if finalist.found.step_us < fastest.1.predicted.step_us {
-                let plan = self.assemble(settings, finalist, solved.lower_bound_us)?;
-                if plan.predicted.step_us < fastest.1.predicted.step_us {
-                    fastest = (finalist, plan);
-                }
+            let limit_us = fastest.as_ref().map_or(f64::INFINITY, |(_, plan)| plan.predicted.step_us);
+            if finalist.found.step_us < limit_us
+                && let Some(plan) = self.assemble(settings, finalist, solved.lower_bound_us)?
+                && plan.predicted.step_us < limit_us
+            {
+                fastest = Ok((finalist, plan));
             }
         }
         Ok(fastest)
@@ -212,7 +238,7 @@ impl<'a> Planner<'a> {
             }
             if other.found.step_us < limit_us && is_simpler(other, &simplest.0) {
                 let plan = self.assemble(self.settings, other, solved.lower_bound_us)?;
-                if plan.predicted.step_us < limit_us {
+                if let Some(plan) = plan.filter(|plan| plan.predicted.step_us < limit_us) {
                     simplest = (other.clone(), plan);
                 }
             }
@@ -241,8 +267,10 @@ impl<'a> Planner<'a> {
             if self.deadline.is_over() {
                 break;
             }
-            let in_order = |assembly: &Assembly<'_>| assembly.plan_in_two_parts(other, self.deadline);
-            let found = self.with_assembly(settings, other, in_order)?;
+            let found = self.with_assembly(settings, other, |assembly| {
+                let found = assembly.plan_in_two_parts(other, self.deadline)?;
+                Ok::<_, PlanFileError>(found.filter(|plan| assembly.too_full(other, plan).is_empty()))
+            })?;
             if let Some(found) = found
                 && found.predicted.step_us < limit_us.min(best.1.predicted.step_us)
             {
@@ -267,7 +295,8 @@ impl<'a> Planner<'a> {
         let order = self.solver(self.settings).order(division.case);
         let less = dividing_less(&pricing, order, &division, self.error());
         let divided = self.assemble(self.settings, &less, lower_bound_us)?;
-        Ok(if divided.predicted.step_us < limit_us { (less, divided) } else { (division, plan) })
+        let divided = divided.filter(|divided| divided.predicted.step_us < limit_us);
+        Ok(divided.map_or((division, plan), |divided| (less, divided)))
     }
 
     /// The same division by a Schedule that holds fewer microbatches, if that is about as fast.
@@ -284,8 +313,9 @@ impl<'a> Planner<'a> {
         let other = Solution { case: SearchCase { schedule, ..division.case }, ..division.clone() };
         let held = self.assemble(self.settings, &other, lower_bound_us)?;
         let peak_bytes = |plan: &Plan| plan.stages.iter().map(|stage| stage.predicted.memory.total_bytes()).max();
-        let holds_less = peak_bytes(&held) < peak_bytes(&plan);
-        Ok(if holds_less && held.predicted.step_us < limit_us { (other, held) } else { (division, plan) })
+        let is_better = |held: &Plan| peak_bytes(held) < peak_bytes(&plan) && held.predicted.step_us < limit_us;
+        let held = held.filter(is_better);
+        Ok(held.map_or((division, plan), |held| (other, held)))
     }
 
     fn solver<'s>(&'s self, settings: &'s Settings) -> Solver<'s> {
@@ -298,8 +328,28 @@ impl<'a> Planner<'a> {
         }
     }
 
-    fn assemble(&self, settings: &Settings, solution: &Solution, lower_bound_us: f64) -> Result<Plan, PlanFileError> {
-        self.with_assembly(settings, solution, |assembly| assembly.plan(solution, lower_bound_us))
+    /// The Plan of a division, if it fits.
+    fn assemble(
+        &self,
+        settings: &Settings,
+        solution: &Solution,
+        lower_bound_us: f64,
+    ) -> Result<Option<Plan>, PlanFileError> {
+        Ok(self.weighed(settings, solution, lower_bound_us)?.ok())
+    }
+
+    /// The Plan of a division, or why it does not fit.
+    fn weighed(
+        &self,
+        settings: &Settings,
+        solution: &Solution,
+        lower_bound_us: f64,
+    ) -> Result<Result<Plan, Beside>, PlanFileError> {
+        self.with_assembly(settings, solution, |assembly| {
+            let plan = assembly.plan(solution, lower_bound_us)?;
+            let too_full = assembly.too_full(solution, &plan);
+            Ok(if too_full.is_empty() { Ok(plan) } else { Err(too_full) })
+        })
     }
 
     fn with_assembly<T>(&self, settings: &Settings, solution: &Solution, make: impl FnOnce(&Assembly<'_>) -> T) -> T {
@@ -332,7 +382,7 @@ impl<'a> Planner<'a> {
         self.go_on()?;
         let in_time = others.iter().take_while(|_| !self.deadline.is_over());
         let assembled = in_time.map(|other| self.assemble(self.settings, other, solved.lower_bound_us));
-        let mut runners_up = assembled.collect::<Result<Vec<_>, _>>()?;
+        let mut runners_up: Vec<Plan> = assembled.filter_map(Result::transpose).collect::<Result<_, _>>()?;
         runners_up.retain(|other| other.predicted.step_us >= plan.predicted.step_us);
         runners_up.sort_by(|left, right| left.predicted.step_us.total_cmp(&right.predicted.step_us));
         Ok(runners_up)
@@ -361,7 +411,7 @@ impl<'a> Planner<'a> {
         let solver = self.solver(&settings);
         let counts = settings.microbatch_candidates().ok()?;
         let solved = solver.solve(&solver.cases(&counts)).ok()?;
-        let (division, plan) = self.fastest(&settings, &solved).ok()?;
+        let (division, plan) = self.fastest(&settings, &solved).ok()?.ok()?;
         let (_, plan) = self.in_two_parts(&settings, &solved, (division.clone(), plan)).ok()?;
         Some(plan.predicted.step_us)
     }
@@ -401,6 +451,14 @@ impl<'a> Planner<'a> {
             let names = ModuleNames::new(self.graph, &self.analysis.main_ops);
             format!("{} (from {place})", names.summary(first, end).join(", "))
         })
+    }
+}
+
+/// Adds what was found. What is found again was not why a Stage is too full: it is left out from then on.
+fn add(beside: &mut Beside, found: Beside) {
+    for (run, bytes) in found {
+        let known = beside.entry(run).or_insert(-1.0);
+        *known = if bytes > *known { bytes } else { f64::INFINITY };
     }
 }
 

@@ -1,5 +1,6 @@
 //! Runs of Blocks at places: what does not depend on the run, for one Schedule and number of microbatches.
 
+use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 
@@ -14,6 +15,12 @@ use super::step::StepModel;
 use crate::chain::{Chain, Measured, Times};
 use crate::settings::Settings;
 
+/// By first and last Block but one of a Stage, bytes that it holds because of where others are cut, as far as divisions that
+/// do not fit have shown it: for gradients that several Stages send back for one of its Values.
+pub(crate) type Beside = BTreeMap<(usize, usize), f64>;
+/// Before any has.
+pub(crate) const NOTHING_BESIDE: &Beside = &Beside::new();
+
 /// What there is to price: a model on a cluster.
 #[derive(Clone, Copy)]
 pub(crate) struct Problem<'a> {
@@ -24,6 +31,8 @@ pub(crate) struct Problem<'a> {
     pub(crate) settings: &'a Settings,
     /// True when parts of Blocks may be computed again: no choice of Blocks costs less.
     pub(crate) in_parts: bool,
+    /// What Stages hold beside what they are priced with.
+    pub(crate) beside: &'a Beside,
     /// True when only those transfers take time that surely are between a Stage and the very next one.
     pub(crate) direct: bool,
 }

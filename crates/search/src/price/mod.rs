@@ -16,7 +16,9 @@ mod stage;
 mod step;
 mod time;
 
-pub(crate) use at::{At, Pricing, Problem};
+#[cfg(test)]
+pub(crate) use at::NOTHING_BESIDE;
+pub(crate) use at::{At, Beside, Pricing, Problem};
 #[cfg(test)]
 pub(crate) use end::End;
 pub(crate) use knapsack::CHEAPER;

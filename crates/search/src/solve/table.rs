@@ -38,9 +38,15 @@ impl Entry {
         saver: Saver,
         plain: &PlainStage,
     ) -> Self {
+        let beside_bytes = pricing.problem.beside.get(&(run.start, run.end)).copied();
         match saver.again {
             Again::ToHold(in_flight) if plain.memory.room(at.usable_bytes) >= in_flight => Self::default(),
-            _ => Self::of(&pricing.with_saver(run, at, saver, plain), saver, at.usable_bytes),
+            // What is computed again was chosen to fill the memory.
+            Again::ToHold(_) if beside_bytes.is_some() => Self::default(),
+            _ => {
+                let usable_bytes = at.usable_bytes - beside_bytes.unwrap_or(0.0);
+                Self::of(&pricing.with_saver(run, at, saver, plain), saver, usable_bytes)
+            }
         }
     }
 
