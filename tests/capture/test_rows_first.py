@@ -258,3 +258,21 @@ def test_an_operator_is_tried_once_for_operands_that_are_alike() -> None:
     assert once > 0
     assert calls(2, 2, 2) == once
     assert calls(2, 3, 2) == 2 * once
+
+
+class OfRows(nn.Module):
+    """A recurrent network that takes one row after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.lstm(x[row : row + 1])[0] for row in range(x.shape[0])])
+
+
+def test_what_a_part_that_stays_whole_keeps_is_its_own_where_another_needs_its_results() -> None:
+    model = nn.Sequential(OfRows(), nn.Linear(WIDTH, WIDTH), OfRows())
+    found = captured(model, torch.randn(ROWS, 5, WIDTH), per_row=[1])
+    assert [kept.paths for kept in found.kept_whole] == [("0", "2")]
+    assert found.python_state.written == []

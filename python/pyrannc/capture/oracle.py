@@ -7,8 +7,8 @@ of the graph that made the scalar runs on the real sample inputs, and the answer
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -89,6 +89,7 @@ class Oracle:
         answered: answers to take where the same is asked again, instead of those of the batch.
         assumes: answers that no later call can check are taken all the same.
         part_of_batch: there are more rows than those of the batch.
+        apart: what runs in it is not what is captured, nor is it noted.
 
     Attributes:
         assumptions: the answers so far.
@@ -103,7 +104,9 @@ class Oracle:
         *,
         assumes: bool = True,
         part_of_batch: bool = False,
+        apart: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        self._apart = apart
         self.assumptions: list[Assumption] = []
         self._part_of_batch = part_of_batch
         self._asked_rows: Place | None = None
@@ -199,7 +202,7 @@ class Oracle:
     def _value(self, node: fx.Node, samples: _Samples, seed: int | None = None, *, now: bool = False) -> Any:
         """``seed`` starts the random generator for the run; ``now``: as what was written later has left it."""
         # What stays whole may draw from other generators than torch's.
-        with real_execution(), no_autocast(), trial_draws(seed or 0), self._tracker.unchecked():
+        with real_execution(), no_autocast(), trial_draws(seed or 0), self._apart():
             if seed is not None:
                 torch.manual_seed(seed)
             samples.run(self._slice_of(node, samples.known, now=now))

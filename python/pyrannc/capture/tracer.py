@@ -198,7 +198,7 @@ class _Session:
         sample_device = self.inputs[0].device if self.inputs else torch.device("cpu")
         batch = Batch(self.inputs, per_row, rows)
         own = self.tracker, sample_device, batch, answers.before
-        self.oracle = Oracle(*own, assumes=answers.assumes, part_of_batch=answers.part_of_batch)
+        self.oracle = Oracle(*own, assumes=answers.assumes, part_of_batch=answers.part_of_batch, apart=self._apart)
         self.shape_env = BatchShapeEnv()
         self.shape_env.oracle = self.oracle
         self.shape_env.tracker = self.tracker
