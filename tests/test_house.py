@@ -51,7 +51,10 @@ PYTHON: Arrows = {
     "__main__": ("command",),
     "__init__": ("distributed", "module"),
 }
-SPEAK_WITH_OTHER_RANKS = ("job/", "distributed.py", "runtime/channels.py", "runtime/collectives.py", "profile/links.py")
+SPEAK_WITH_OTHER_RANKS = (
+    "job/", "distributed.py", "runtime/channels.py", "runtime/collectives.py", "profile/links.py", "zoo/workers.py"
+)  # fmt: skip
+"""The last one starts ranks, which meet at it."""
 CRATES: Arrows = {
     "ir": (),
     "cost": ("ir",),

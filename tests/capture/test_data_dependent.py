@@ -68,6 +68,11 @@ def written_through_a_view(net: Net, x: Tensor) -> Tensor:
     return made.sum(1)
 
 
+def repeated_to_a_size(net: Net, x: Tensor) -> Tensor:
+    made = net.last(x).repeat_interleave(2, dim=0, output_size=x.shape[0] * 2)
+    return made.view(x.shape[0], -1).sum(1)
+
+
 def captured(function: Callable[..., Any]) -> tuple[Net, Tensor, Captured]:
     torch.manual_seed(0)
     net, x = Net(function).double(), torch.randn(ROWS, WIDTH, dtype=torch.float64)
@@ -87,6 +92,7 @@ def opaque(found: Captured) -> list[dict[str, Any]]:
         (two_apart, 2),
         (in_an_autocast_block, 1),
         (written_through_a_view, 1),
+        (repeated_to_a_size, 0),
     ],
 )
 @pytest.mark.parametrize("rows", [ROWS, 7])

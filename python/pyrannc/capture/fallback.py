@@ -48,6 +48,8 @@ _WITHOUT_GENERATOR = {
     _aten.randperm.generator: _aten.randperm.default,
 }
 """What draws from torch's own generator where it is given none; the first of each takes no size but a plain number."""
+_REPEAT = torch.ops.aten.repeat_interleave.self_int
+"""Each element as often as a number says: its ``output_size`` follows from that, and torch makes it a plain number."""
 _CHOOSE = torch.ops.aten.index.Tensor
 _READ_NUMBER = torch.ops.aten.item.default
 _OF_KNOWN_SHAPE = (torch.ops.aten.ctc_loss.Tensor, torch.ops.aten.ctc_loss.IntList)
@@ -298,6 +300,8 @@ class OperatorFallbacks:
         def proxy_call(proxy_mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
             if func in _WITHOUT_GENERATOR and kwargs.get("generator") is None:
                 func, kwargs = _WITHOUT_GENERATOR[func], {n: item for n, item in kwargs.items() if n != "generator"}
+            if func is _REPEAT:
+                kwargs = {name: item for name, item in kwargs.items() if name != "output_size"}
             if func in _RECURRENT:
                 return self._recurrent(proxy_mode.tracer, func, args, kwargs)
             number = self._constant(proxy_mode.tracer, *args) if func is _READ_NUMBER else None
