@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -29,6 +30,12 @@ def packed(x: Tensor) -> Tensor:
     return (places(x) <= places(x)[:, None]) & same
 
 
+def deep(x: Tensor) -> Tensor:
+    for _ in range(sys.getrecursionlimit()):
+        x = x.tanh()
+    return x
+
+
 MASKS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "nothing hidden": ("none", lambda x: torch.ones(x.shape[0], 1, STEPS, STEPS, dtype=torch.bool)),
     "all places from the first one": ("none", lambda x: (places(x) >= 0).expand(x.shape[0], 1, STEPS, -1)),
@@ -41,6 +48,7 @@ MASKS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "many rows": ("kept", lambda x: torch.full((1, 1, 1, 1), x.shape[0]) < 100),
     "as many places as rows": ("kept", lambda x: (torch.arange(100)[: x.shape[0]] < 50)[:, None, None, None]),
     "what the batch says": ("kept", lambda x: (x[:, :, 0] < 100)[:, None, None, :]),
+    "what a deep network says": ("kept", lambda x: (deep(x)[:, :, 0] < 100)[:, None, None, :]),
 }
 
 

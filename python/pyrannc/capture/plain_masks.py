@@ -69,20 +69,21 @@ def _kind(mask: fx.Node, size: Size) -> str:
 def _made_of_sizes(mask: fx.Node) -> list[fx.Node] | None:
     """The Ops that a mask is made by, in order, if it depends on sizes alone, and not on the numbers of rows."""
     numbered: dict[fx.Node, bool] = {}
-
-    def visit(node: fx.Node) -> bool:
-        """True when the node can be computed; notes whether it numbers the rows."""
-        if node not in numbered:
-            operands = [item for item in node.all_input_nodes if isinstance(item.meta.get("val"), Tensor)]
-            if node.op != "call_function" or not all(visit(operand) for operand in operands):
-                return False
+    left = [mask]
+    while left:
+        node = left[-1]
+        if node.op != "call_function":
+            return None
+        operands = [item for item in node.all_input_nodes if isinstance(item.meta.get("val"), Tensor)]
+        before = [operand for operand in operands if operand not in numbered]
+        if before:
+            left += reversed(before)
+        elif left.pop() not in numbered:
             found = _numbers_rows(node, {operand: numbered[operand] for operand in operands})
             if found is None:
-                return False
+                return None
             numbered[node] = found
-        return True
-
-    return list(numbered) if visit(mask) and not numbered[mask] else None
+    return None if numbered[mask] else list(numbered)
 
 
 def _numbers_rows(node: fx.Node, operands: dict[fx.Node, bool]) -> bool | None:
