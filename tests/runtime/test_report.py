@@ -219,9 +219,10 @@ class Tick:
 
 
 def _program() -> RankProgram:
-    view = {"rank": 0, "stage": 0, "call": "whole", "gather_inputs": True, "total_rows": 2, "microbatches": [1, 1]}
+    view = {"rank": 0, "call": "whole", "gather_inputs": True, "total_rows": 2, "microbatches": [1, 1]}
+    view |= {"seats": [{"stage": 0, "rows": [], "global_rows": []}]}
     view |= {"exchanges": False, "value_window": None, "grad_window": 2}
-    lists = ("rows", "global_rows", "slices", "inputs", "outputs", "forward", "backward")
+    lists = ("slices", "inputs", "outputs", "forward", "backward")
     return RankProgram.from_json(json.dumps(view | {key: [] for key in lists}))
 
 

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -21,8 +20,10 @@ _MOST_ELEMENTS = 30_000_000
 _HEADS, _HEAD_WIDTH, _LAYERS = 4, 16, 4
 _WIDTH = _HEADS * _HEAD_WIDTH
 _SIDE, _FRAMES, _WORDS = 16, 5, 7
-_GROUPS = ("transformers", "unets", "autoencoders")
-"""Packages whose classes are networks of their own; the others hold what is added to them."""
+_ADDED = re.compile(
+    r"ControlNet|Adapter|Config$|Mixin$|AutoModel|Conditioner$|ConditionEncoder$|ImageProjection|Bank$|BackendName$"
+)
+"""Names of what is no network of its own, but added to one."""
 
 _NUMBERS: tuple[tuple[str, int], ...] = (
     (r"^(num_layers|num_single_layers|n_layers|nlayers|depth|num_hidden_layers|num_.*_blocks|num_blocks)$", _LAYERS),
@@ -92,36 +93,31 @@ _SCALES = (
 
 def cases() -> Iterator[Case]:
     """One network of each design."""
-    for module, names in _structure().items():
-        if module.split(".")[0] in _GROUPS:
-            for name in names:
-                yield Case("diffusers", module, name, partial(make, module, name))
-
-
-def _structure() -> dict[str, list[str]]:
     import diffusers.models
 
-    return dict(diffusers.models._import_structure)
+    for name in diffusers.models.__all__:  # type: ignore[attr-defined]  # it is made when it is imported
+        if name[:1].isupper() and not _ADDED.search(name):
+            yield Case("diffusers", name, name, partial(make, name))
 
 
-def make(module: str, name: str, rows: int, as_they_are: bool) -> tuple[nn.Module, dict[str, Any]]:
+def make(name: str, rows: int, as_they_are: bool) -> tuple[nn.Module, dict[str, Any]]:
     """A small network and the named arguments of a training call; its dropout is as by default in any case.
 
     Raises:
         NotByRuleError: the rules make none.
     """
-    rung = _rung(module, name, rows)
-    model = _made(module, name, rung[0])
+    rung = _rung(name, rows)
+    model = _made(name, rung[0])
     return model, _arguments(model, rows, *rung[1:])
 
 
 @cache
-def _rung(module: str, name: str, rows: int) -> tuple[_Scale, str, torch.dtype]:
+def _rung(name: str, rows: int) -> tuple[_Scale, str, torch.dtype]:
     """The scale, the shape of samples and the type of times with which it runs."""
     first = ""
     for scale in _SCALES:
         try:
-            model = quiet(_made(module, name, scale)).double()
+            model = quiet(_made(name, scale)).double()
         except Exception as error:  # whatever a class says to numbers that do not fit together
             first = first or f"config: {type(error).__name__}: {error}"
             continue
@@ -139,9 +135,11 @@ def _double(item: Any) -> Any:
     return item.double() if isinstance(item, Tensor) and item.is_floating_point() else item
 
 
-def _made(module: str, name: str, scale: _Scale) -> nn.Module:
+def _made(name: str, scale: _Scale) -> nn.Module:
+    import diffusers.models
+
     warnings.simplefilter("ignore")
-    kind = getattr(import_module(f"diffusers.models.{module}"), name)
+    kind = getattr(diffusers.models, name)
     known = inspect.signature(kind.__init__).parameters.values()
     own = {item.name: _small(item.name, item.default, scale) for item in known if item.default is not item.empty}
     with torch.device("meta"):
