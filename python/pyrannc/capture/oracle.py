@@ -8,7 +8,7 @@ of the graph that made the scalar runs on the real sample inputs, and the answer
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -170,8 +170,8 @@ class Oracle:
             self._in_operator = before
 
     def close(self) -> None:
-        """Lets go of all tensors."""
-        self._graph = None
+        """Lets go of all tensors, and of the model: torch keeps a trace's sizes, and so who answers for them."""
+        self._graph, self._apart = None, nullcontext
         self._samples = self._asked = _Samples(None, {}, self._device, {})
         self._inputs, self._buffers, self._more = {}, {}, {}
         self._with_rows = set()

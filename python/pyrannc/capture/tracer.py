@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -194,11 +195,12 @@ class _Session:
         self.autocast = Autocast.now()
         self.tracker = SourceTracker(model)
         self.attributes = AttributeLog(model, self.tracker)
+        self.apart = partial(_apart, self.tracker, self.attributes)
         self.tree = Tree(model)
         sample_device = self.inputs[0].device if self.inputs else torch.device("cpu")
         batch = Batch(self.inputs, per_row, rows)
         own = self.tracker, sample_device, batch, answers.before
-        self.oracle = Oracle(*own, assumes=answers.assumes, part_of_batch=answers.part_of_batch, apart=self._apart)
+        self.oracle = Oracle(*own, assumes=answers.assumes, part_of_batch=answers.part_of_batch, apart=self.apart)
         self.shape_env = BatchShapeEnv()
         self.shape_env.oracle = self.oracle
         self.shape_env.tracker = self.tracker
@@ -246,14 +248,8 @@ class _Session:
 
     def whole_calls(self) -> list[WholeCall]:
         """What stays whole."""
-        trials = Trials(self.oracle, self.mode, self.sizes, self._apart)
+        trials = Trials(self.oracle, self.mode, self.sizes, self.apart)
         return [whole_call(self.model, Part.of(text), trials) for text in self.leaf_paths]
-
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """What runs here runs again at each call, and is not what is captured."""
-        with self.tracker.unchecked(), self.attributes.unwatched():
-            yield
 
     def _fake(self, name: str, tensor: Tensor, per_row: int) -> Tensor:
         if id(tensor) in self.lone_slices:
@@ -293,6 +289,13 @@ class _Session:
             if self.answers.as_untraced:
                 stack.enter_context(told_of_no_trace(_has_data))
             yield
+
+
+@contextmanager
+def _apart(tracker: SourceTracker, attributes: AttributeLog) -> Iterator[None]:
+    """What runs here runs again at each call, and is not what is captured."""
+    with tracker.unchecked(), attributes.unwatched():
+        yield
 
 
 def _refuse_other_shape(name: str, before: Tensor, now: Tensor) -> None:
