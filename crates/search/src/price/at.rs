@@ -18,8 +18,6 @@ use crate::settings::Settings;
 /// By first and last Block but one of a Stage, bytes that it holds because of where others are cut, as far as divisions that
 /// do not fit have shown it: for gradients that several Stages send back for one of its Values.
 pub(crate) type Beside = BTreeMap<(usize, usize), f64>;
-/// Before any has.
-pub(crate) const NOTHING_BESIDE: &Beside = &Beside::new();
 
 /// What there is to price: a model on a cluster.
 #[derive(Clone, Copy)]
@@ -29,12 +27,25 @@ pub(crate) struct Problem<'a> {
     /// By kind of device.
     pub(crate) measured: &'a [Option<Measured>],
     pub(crate) settings: &'a Settings,
-    /// True when parts of Blocks may be computed again: no choice of Blocks costs less.
-    pub(crate) in_parts: bool,
     /// What Stages hold beside what they are priced with.
     pub(crate) beside: &'a Beside,
+    /// True when parts of Blocks may be computed again: no choice of Blocks costs less.
+    pub(crate) in_parts: bool,
     /// True when only those transfers take time that surely are between a Stage and the very next one.
     pub(crate) direct: bool,
+}
+
+impl<'a> Problem<'a> {
+    /// As a Plan is priced: no bound, and no division has shown what Stages hold besides.
+    pub(crate) const fn new(
+        chain: &'a Chain,
+        cluster: &'a Cluster,
+        measured: &'a [Option<Measured>],
+        settings: &'a Settings,
+    ) -> Self {
+        const NOTHING: &Beside = &Beside::new();
+        Self { chain, cluster, measured, settings, beside: NOTHING, in_parts: false, direct: false }
+    }
 }
 
 /// Prices Stages for one Schedule and number of microbatches.

@@ -16,8 +16,6 @@ mod stage;
 mod step;
 mod time;
 
-#[cfg(test)]
-pub(crate) use at::NOTHING_BESIDE;
 pub(crate) use at::{At, Beside, Pricing, Problem};
 #[cfg(test)]
 pub(crate) use end::End;

@@ -3,7 +3,7 @@
 use rannc_cost::{Blocks, Cluster, Profile};
 use rannc_ir::{Analysis, Graph};
 
-use super::at::{NOTHING_BESIDE, Problem};
+use super::at::Problem;
 use crate::chain::{BatchSpec, Chain, CrossingSpec, Measured, StateSpec, extract, whole_spans};
 use crate::settings::Settings;
 
@@ -40,15 +40,7 @@ impl Model {
     }
 
     pub(crate) fn problem<'a>(&'a self, cluster: &'a Cluster, settings: &'a Settings) -> Problem<'a> {
-        Problem {
-            chain: &self.chain,
-            cluster,
-            measured: &self.measured,
-            settings,
-            beside: NOTHING_BESIDE,
-            in_parts: false,
-            direct: false,
-        }
+        Problem::new(&self.chain, cluster, &self.measured, settings)
     }
 
     /// Kinds of Blocks that were measured on every kind of device.

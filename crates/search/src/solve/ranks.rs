@@ -51,7 +51,7 @@ mod tests {
     use super::*;
     use crate::chain::Chain;
     use crate::chain::spec::{BlockSpec, ChainSpec};
-    use crate::price::{NOTHING_BESIDE, Problem};
+    use crate::price::Problem;
     use crate::settings::Settings;
 
     #[test]
@@ -62,16 +62,8 @@ mod tests {
         let cluster = Cluster::preset("cpu", 1, 4).expect("4 devices");
         let chain = Chain::new(ChainSpec { blocks, ..ChainSpec::default() }, &cluster.kinds);
         let settings = Settings { world_size: 4, batch_rows: 16, ..Settings::default() };
-        let (measured, in_parts, direct) = (&[None][..], false, false);
-        let problem = Problem {
-            beside: NOTHING_BESIDE,
-            chain: &chain,
-            cluster: &cluster,
-            measured,
-            settings: &settings,
-            in_parts,
-            direct,
-        };
+        let measured = &[None][..];
+        let problem = Problem::new(&chain, &cluster, measured, &settings);
         let pricing = Pricing::new(problem, ScheduleKind::FillDrain, 4);
         let places = [Place::ideal(&cluster, &(1..=1), 0)];
         let block_us = pricing.least_busy_us(0, &pricing.at(&places[0]));

@@ -10,7 +10,7 @@ use rannc_plan::Sharding;
 use crate::answer::links::Linker;
 use crate::chain::spec::{Affine, BlockSpec, ChainSpec, CloneSpec, ConversionSpec, CrossingSpec, KeptSpec, StateSpec};
 use crate::chain::{BatchSpec, Chain};
-use crate::price::{CHEAPER, NOTHING_BESIDE, Pricing, Problem, RankOrder, Replicas, Saver, StepTime};
+use crate::price::{CHEAPER, Pricing, Problem, RankOrder, Replicas, Saver, StepTime};
 use crate::settings::{Limits, Savers, Settings};
 use crate::solve::relax::{Relaxation, with_best_sends};
 use crate::solve::table::Entry;
@@ -223,16 +223,7 @@ fn solve_with(grain: Grain, problem: Problem<'_>, orders: &[RankOrder]) -> (Vec<
 fn best_us(spec: &ChainSpec, cluster: &Cluster, settings: &Settings) -> f64 {
     let chain = Chain::new(spec.clone(), &cluster.kinds);
     let measured = vec![None; cluster.kinds.len()];
-    let problem = Problem {
-        beside: NOTHING_BESIDE,
-        chain: &chain,
-        cluster,
-        measured: &measured,
-        settings,
-
-        in_parts: false,
-        direct: false,
-    };
+    let problem = Problem::new(&chain, cluster, &measured, settings);
     let orders = RankOrder::all(cluster, settings.world_size, None, 64, Deadline::never());
     solve(problem, &orders).1.map_or(f64::INFINITY, |solved| solved.best.found.step_us)
 }
@@ -382,17 +373,8 @@ fn many_forced_stages_behind_slow_links_are_searched_to_the_end() {
         ..Settings::default()
     };
     let chain = Chain::new(spec.clone(), &cluster.kinds);
-    let (measured, in_parts, direct) = (&[None][..], false, false);
-    let problem = Problem {
-        beside: NOTHING_BESIDE,
-        chain: &chain,
-        cluster: &cluster,
-        measured,
-        settings: &settings,
-
-        in_parts,
-        direct,
-    };
+    let measured = &[None][..];
+    let problem = Problem::new(&chain, &cluster, measured, &settings);
     let orders = RankOrder::all(&cluster, 8, None, 64, Deadline::never());
     assert_eq!(solve(problem, &orders).1.map(|solved| solved.stop), Ok(Stop::Complete));
 }
@@ -438,7 +420,7 @@ proptest! {
     fn the_search_equals_brute_force(spec in spec(5), settings in settings(4), cluster in cluster()) {
         let chain = Chain::new(spec.clone(), &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
-        let problem = Problem { beside: NOTHING_BESIDE, chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
+        let problem = Problem::new(&chain, &cluster, &measured, &settings);
         let orders = RankOrder::all(&cluster, settings.world_size, None, 64, Deadline::never());
         let (cases, solved) = solve(problem, &orders);
         let expected = brute_force(problem, &orders, &cases, &spec, Told::ByFormula);
@@ -580,7 +562,7 @@ proptest! {
         }
         let chain = Chain::new(spec.clone(), &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
-        let problem = Problem { beside: NOTHING_BESIDE, chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
+        let problem = Problem::new(&chain, &cluster, &measured, &settings);
         let orders = RankOrder::all(&cluster, settings.world_size, None, 64, Deadline::never());
         let (cases, _) = solve(problem, &orders);
         let ideal_cluster = with_best_sends(&cluster);
@@ -605,7 +587,7 @@ proptest! {
         let settings = Settings { limits: Limits { candidates, ..settings.limits }, ..settings };
         let chain = Chain::new(spec.clone(), &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
-        let problem = Problem { beside: NOTHING_BESIDE, chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
+        let problem = Problem::new(&chain, &cluster, &measured, &settings);
         let orders = RankOrder::all(&cluster, settings.world_size, None, 64, Deadline::never());
         let (cases, solved) = solve(problem, &orders);
         let least_us = brute_force(problem, &orders, &cases, &spec, Told::ByFormula).unwrap_or(f64::INFINITY);
@@ -630,7 +612,7 @@ proptest! {
         let settings = Settings { max_microbatches: 3, stages: None, ..settings };
         let chain = Chain::new(spec.clone(), &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
-        let problem = Problem { beside: NOTHING_BESIDE, chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
+        let problem = Problem::new(&chain, &cluster, &measured, &settings);
         let (cases, solved) = solve_with(grain, problem, &RankOrder::all(&cluster, settings.world_size, None, units, Deadline::never()));
         let orders = RankOrder::all(&cluster, settings.world_size, None, 64, Deadline::never());
         if let Ok(Solved { best, lower_bound_us, .. }) = solved {
@@ -645,7 +627,7 @@ proptest! {
         let settings = Settings { max_microbatches: 3, ..settings };
         let chain = Chain::new(spec.clone(), &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
-        let problem = Problem { beside: NOTHING_BESIDE, chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
+        let problem = Problem::new(&chain, &cluster, &measured, &settings);
         let orders = RankOrder::all(&cluster, settings.world_size, None, 64, Deadline::never());
         let (cases, solved) = solve(problem, &orders);
         let limited = Settings { limits: Limits { time_ms: Some(0), ..settings.limits }, ..settings.clone() };
@@ -663,7 +645,7 @@ proptest! {
         let settings = Settings { max_microbatches: 3, ..settings };
         let chain = Chain::new(spec.clone(), &cluster.kinds);
         let measured = vec![None; cluster.kinds.len()];
-        let problem = Problem { beside: NOTHING_BESIDE, chain: &chain, cluster: &cluster, measured: &measured, settings: &settings, in_parts: false, direct: false };
+        let problem = Problem::new(&chain, &cluster, &measured, &settings);
         let orders = RankOrder::all(&cluster, settings.world_size, None, 64, Deadline::never());
         let (cases, solved) = solve(problem, &orders);
         if let Ok(Solved { lower_bound_us, .. }) = solved {

@@ -7,7 +7,7 @@ use rannc_plan::{Plan, ScheduleKind, Sharding, full_bytes};
 use crate::answer::plan;
 use crate::chain::Chain;
 use crate::chain::spec::{BlockSpec, ChainSpec, StateSpec};
-use crate::price::{NOTHING_BESIDE, Priced, Pricing, Problem, RankOrder, Saver};
+use crate::price::{Priced, Pricing, Problem, RankOrder, Saver};
 use crate::settings::{Savers, Settings};
 
 const LEVELS: [Sharding; 4] = [Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::Params];
@@ -42,15 +42,7 @@ fn priced(run: std::ops::Range<usize>, replicas: u32, microbatches: u64, shardin
     let cluster = cluster();
     let chain = Chain::new(spec(), &cluster.kinds);
     let settings = Settings { world_size: 4, batch_rows: 16, ..Settings::default() };
-    let problem = Problem {
-        beside: NOTHING_BESIDE,
-        chain: &chain,
-        cluster: &cluster,
-        measured: &[None],
-        settings: &settings,
-        in_parts: false,
-        direct: false,
-    };
+    let problem = Problem::new(&chain, &cluster, &[None], &settings);
     let pricing = Pricing::new(problem, ScheduleKind::FillDrain, microbatches);
     let order = RankOrder::packed(&cluster, 4, None, 4);
     let at = pricing.at(order.place(0, replicas));
