@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.capture.tracing import X, fake_mode, targets, traced
 from torch import Tensor, fx, nn
 from torch._export.wrappers import allow_in_pre_dispatch_graph
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from pyrannc.capture import torch_internals as internals
 from pyrannc.errors import RaNNCError
@@ -357,6 +358,62 @@ def test_CONTROL_FLOW() -> None:
     assert calls_seen(branch, lambda: torch.cond(torch.tensor(True), torch.sin, torch.cos, (X,))) == 1
     counted = (torch.tensor(0), X)
     assert calls_seen(loop, lambda: torch.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, x + 1), counted)) == 1
+
+
+def test_COMPILE() -> None:
+    assert calls_seen(internals.COMPILE, lambda: torch.cond(torch.tensor(True), torch.sin, torch.cos, (X,))) == 1
+
+
+def test_COND() -> None:
+    with internals.COMPILE.replaced_by(lambda function, **_: function):
+        assert calls_seen(internals.COND, lambda: torch.cond(torch.tensor(True), torch.sin, torch.cos, (X,)))
+
+
+def test_WHILE_LOOP() -> None:
+    counted = (torch.tensor(0), X)
+    with internals.COMPILE.replaced_by(lambda function, **_: function):
+        loop = lambda: torch.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, x + 1), counted)  # noqa: E731
+        assert calls_seen(internals.WHILE_LOOP, loop)
+
+
+def _sloped(score: Tensor, _b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    return score - (i - j).abs()
+
+
+def test_FLEX_ATTENTION() -> None:
+    heads = torch.randn(2, 1, 3, 4)
+    with internals.COMPILE.replaced_by(lambda function, **_: function):
+        assert calls_seen(internals.FLEX_ATTENTION, lambda: flex_attention(heads, heads, heads, _sloped))
+
+
+def test_flex_attention_operator() -> None:
+    heads = torch.randn(2, 1, 3, 4, dtype=torch.float64, requires_grad=True)
+    blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, 3, 3, device="cpu").as_tuple()
+    found = internals.flex_attention_operator(heads, heads, heads, _sloped, blocks, 0.5, {}, (), ())
+    distances = (torch.arange(3).unsqueeze(1) - torch.arange(3)).abs()
+    scores = (heads @ heads.mT * 0.5 - distances).masked_fill(torch.ones(3, 3).triu(1).bool(), -torch.inf)
+    expected = scores.softmax(-1) @ heads
+    torch.testing.assert_close(found[0], expected)
+    torch.testing.assert_close(*(torch.autograd.grad(item.sin().sum(), heads)[0] for item in (found[0], expected)))
+
+
+def test_flex_attention_results() -> None:
+    query, value = torch.randn(2, 5, 3, 4).transpose(1, 2), torch.randn(2, 3, 5, 8)
+    attended, total, largest = internals.flex_attention_results(query, value)
+    assert attended.shape == (2, 3, 5, 8)
+    assert attended.transpose(1, 2).is_contiguous()
+    assert total.shape == largest.shape == (2, 3, 5)
+    assert total.dtype == largest.dtype == torch.float32
+
+
+def test_looked_up() -> None:
+    table = torch.randn(3, 4, requires_grad=True)
+    place = [torch.tensor(2), torch.tensor(1)]
+    found = internals.looked_up(table, place)
+    assert found == table[2, 1]
+    found.backward()
+    assert table.grad is not None
+    assert table.grad.nonzero().tolist() == [[2, 1]]
 
 
 def test_REGISTER_HOOK() -> None:

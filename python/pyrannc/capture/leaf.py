@@ -45,8 +45,9 @@ class OpaqueCall:
         repeats: it gives the same for the same operands, and changes nothing, as far as trials have shown.
         does: calls that are equal in this do the same with the same operands; None where nobody knows.
         types: of the tensors inside of it, as far as they are known.
-        is_known: its title tells what it computes, as no other does in the same capture, without draws or gradients,
-            and from tensors whose extents do not depend on the batch: like any operator, it may run in several places.
+        is_known: its title tells what it computes, as no other does in the same capture, without draws: like any
+            operator, it may run in several places.
+        tried: what trials call instead, where a call may leave out some of what it can do.
     """
 
     def __init__(self, name: str, call: Callable[..., Any], source_class: str) -> None:
@@ -63,6 +64,7 @@ class OpaqueCall:
         self.does: Hashable | None = None
         self.types: frozenset[torch.dtype] = frozenset()
         self.is_known = False
+        self.tried: Callable[..., Any] | None = None
         self._call = call
 
     def __call__(self, *tensors: Any) -> Any:

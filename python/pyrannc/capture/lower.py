@@ -494,7 +494,7 @@ def _call_of_the_user(node: fx.Node) -> Callable[..., Any] | None:
     own = isinstance(target, OpaqueCall) and not isinstance(target, (Apart, GradientHook))
     if own or (isinstance(target, OpOverload) and target.namespace != "aten"):
         assert callable(target), "a call"
-        return partial(target, **node.kwargs)
+        return partial(getattr(target, "tried", None) or target, **node.kwargs)
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +24,27 @@ def writes(node: fx.Node) -> set[int]:
 def as_one_call(
     group: Sequence[fx.Node], taken: Sequence[fx.Node], given: Sequence[fx.Node], device: torch.device, kind: str
 ) -> OpaqueCall:
-    """The group as a function of what it takes, named by its contents, which are the same on all ranks.
+    """What :func:`as_one_function` makes of the group, as a call; ``kind``: for the name."""
+    function, digest = as_one_function(group, taken, given, device)
+    call = OpaqueCall(f"{kind}_{digest}", function, f"{kind}.{digest}")
+    # The operands whose memory the group changes.
+    written = {storage for node in group for storage in writes(node)}
+    call.changes = tuple(place for place, node in enumerate(taken) if written & memory(node))
+    call.draws = any(draws_random_numbers(node) for node in group)
+    call.draws_elsewhere = any(getattr(node.target, "draws_elsewhere", False) for node in group)
+    return call
+
+
+def as_one_function(
+    group: Sequence[fx.Node], taken: Sequence[fx.Node], given: Sequence[fx.Node], device: torch.device
+) -> tuple[Callable[..., Any], str]:
+    """The group as a function of what it takes, with a digest of its contents, which is the same on all ranks.
 
     Args:
         group: nodes in order.
         taken: what they read of others.
         given: those whose results are the function's.
         device: every device that the model named is replaced by it.
-        kind: for the name.
     """
     inner = fx.Graph()
     copies = {node: inner.placeholder(f"a{place}") for place, node in enumerate(taken)}
@@ -50,13 +63,7 @@ def as_one_call(
     inner.output(tuple(copies[node] for node in given))
     contents.append([group.index(node) for node in given])
     digest = hashlib.sha256(repr(contents).encode()).hexdigest()[:12]
-    module = fx.GraphModule(nn.Module(), inner)
-    call = OpaqueCall(f"{kind}_{digest}", module.forward, f"{kind}.{digest}")
-    # The operands whose memory the group changes.
-    call.changes = tuple(place for place, node in enumerate(taken) if written & memory(node))
-    call.draws = any(draws_random_numbers(node) for node in group)
-    call.draws_elsewhere = any(getattr(node.target, "draws_elsewhere", False) for node in group)
-    return call
+    return fx.GraphModule(nn.Module(), inner).forward, digest
 
 
 def _function(node: fx.Node, written: set[int]) -> Any:

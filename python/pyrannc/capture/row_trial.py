@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .chance import alike_draws
 from .dims import Dim
-from .torch_internals import TorchDispatchMode, all_digits, pytree
+from .torch_internals import FakeTensor, TorchDispatchMode, all_digits, pytree
 
 FEW, MANY = 4, 64
 """Rows that are tried at least: few, and enough for what begins at a number of them."""
@@ -239,11 +239,17 @@ class _Kinds(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has n
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        tensors = [item for item in pytree.tree_leaves(made) if isinstance(item, Tensor)]
+        # Attention traces what it does to scores.
+        tensors = [item for item in pytree.tree_leaves(made) if isinstance(item, Tensor) and not _is_fake(item)]
         self._kinds.update(item.dtype for item in tensors)
-        given = {_memory(item) for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor)}
+        taken = pytree.tree_leaves((args, kwargs)) if tensors else []
+        given = {_memory(item) for item in taken if isinstance(item, Tensor) and not _is_fake(item)}
         self.made_bytes += sum(item.nbytes for item in tensors if _memory(item) not in given)
         return made
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -707,6 +707,39 @@ SCRIPT_CALL = PatchPoint(torch.jit.ScriptFunction, "__call__")
 CONTROL_FLOW = tuple(PatchPoint(torch, _name) for _name in ("cond", "while_loop") if hasattr(torch, _name))
 """Branches and loops run without the compiler inside of what stays whole. Public: none."""
 
+COMPILE = PatchPoint(torch, "compile")
+"""Operators with functions compile these where they are called. Public: ``torch.compiler.set_stance``, not for them."""
+
+COND = PatchPoint(type(torch.ops.higher_order.cond), "__call__")
+"""Branches become Ops. Public: none."""
+
+WHILE_LOOP = PatchPoint(type(torch.ops.higher_order.while_loop), "__call__")
+"""Loops become Ops. Public: none."""
+
+flex_attention_operator = torch.ops.higher_order.flex_attention
+"""Attention whose scores functions change and mask; it takes what these read. Public: ``flex_attention``."""
+
+FLEX_ATTENTION = PatchPoint(type(flex_attention_operator), "__call__")
+"""It becomes an Op. Public: none."""
+
+
+def flex_attention_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tensors like its results: what attention gives, the logarithm of the sum, the largest score. Public: none."""
+    from torch._higher_order_ops.flex_attention import _permute_strides
+
+    exact = torch.float64 if query.dtype == torch.float64 else torch.float32
+    lines = [query.new_empty(query.shape[:-1], dtype=exact) for _ in range(2)]
+    out = _permute_strides(query.new_empty((*query.shape[:-1], value.shape[-1])), query.stride())
+    return out, lines[0], lines[1]
+
+
+def looked_up(tensor: Tensor, indices: list[Tensor]) -> Tensor:
+    """An element, by numbers in tensors, whose gradient can be had inside of attention. Public: none."""
+    from torch._dynamo._trace_wrapped_higher_order_op import mod_index
+
+    return mod_index(tensor, indices)  # type: ignore[no-any-return]
+
+
 REGISTER_HOOK = PatchPoint(Tensor, "register_hook")
 """Gradient hooks become nodes. Public: a mode of torch functions, which some calls pass by."""
 

@@ -21,11 +21,14 @@ from .assumptions import FROM_ARGUMENTS, Answering, Assumption, HeldBuffer, Pyth
 from .attributes import AttributeLog, Carried
 from .autocast import Autocast, cached_casts
 from .chance import OtherGenerators, other_generators_restored
+from .control_flow import control_flow_as_ops
 from .dims import AffineReader
 from .facts import FactRecorder
 from .fallback import BatchSizes, OperatorFallbacks
 from .flatten import Structure, flatten
+from .flex import flex_attention_as_op
 from .hooks import refuse_hooks, watched_hooks
+from .inner_graph import refuse_lost
 from .kept_whole import Trials, WholeCall, whole_calls_installed
 from .lacking import without_guard
 from .leaf import captured_tensor_hooks, opaque_autograd_functions, traced_data
@@ -282,6 +285,8 @@ class _Session:
             stack.enter_context(lengths_as_sizes())
             stack.enter_context(opaque_autograd_functions())
             stack.enter_context(opaque_script_functions(*own))
+            stack.enter_context(control_flow_as_ops(self.tracker))
+            stack.enter_context(flex_attention_as_op(self.tracker))
             stack.enter_context(captured_tensor_hooks())
             stack.enter_context(traced_data())
             stack.enter_context(idle_module_moves())
@@ -350,6 +355,8 @@ class _TracedCall:
         leaves, self.output = flatten(only_asked(result, session.outputs))
         _refuse_symbolic_results(self.output)
         refuse_unknown_lists(self.output)
+        proxies = (proxy_of(item, tracer) for item in leaves + updates)
+        refuse_lost(tracer.graph, [proxy.node for proxy in proxies if proxy is not None])
         return leaves + updates
 
     def _is_of_data(self, item: Any, tracer: Any) -> bool:

@@ -6,6 +6,7 @@ itself. A warning names the sub-module.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -243,22 +244,43 @@ def branch_on_what_is_computed(job: Job) -> None:
 
 
 class _Conditional(nn.Module):
-    def __init__(self) -> None:
+    """Branches by `torch.cond` with layers of their own, then loops by `torch.while_loop`.
+
+    Args:
+        on_rows: what it branches on is a sum over the rows, otherwise over parameters.
+    """
+
+    def __init__(self, *, on_rows: bool) -> None:
         super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.inner, self.one, self.other = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.on_rows = on_rows
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
-        y = torch.cond(y.sum() > 0, lambda y: y * 2, lambda y: y - 1, (y,))
-        _, grown = torch.while_loop(lambda i, _: i < 3, lambda i, y: (i + 1, y * 1.5), (torch.tensor(0), y.detach()))
+        asked = y.sum() if self.on_rows else self.inner.weight.sum() - 0.3
+        y = torch.cond(asked > 0, lambda y: self.one(y).tanh(), lambda y: self.other(y.view(y.shape)) - 1, (y,))
+        _, grown = torch.while_loop(
+            lambda i, _: i < 3, lambda i, y: (i + 1, self.one(y).sin() * 1.5), (torch.tensor(0), y)
+        )
         return y + grown  # type: ignore[no-any-return]
 
 
-@warned(_KEPT, "on all rows", settings=ONCE, instead="torch's own compiler is not used for them")
-def higher_order_operators(job: Job) -> None:
-    """A sub-module branches by `torch.cond` and loops by `torch.while_loop`."""
+def _conditional(job: Job, *, on_rows: bool) -> None:
     torch.manual_seed(5)
-    fit(job, Returns(_Late(_Conditional()), F.mse_loss), pairs)
+    decayed = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1)
+    fit(job, Returns(_Late(_Conditional(on_rows=on_rows)), F.mse_loss), pairs, optimizer=decayed)
+
+
+@equal()
+def higher_order_operators(job: Job) -> None:
+    """A sub-module branches by `torch.cond` on its parameters, and loops by `torch.while_loop`."""
+    _conditional(job, on_rows=False)
+
+
+@equal()
+def branch_on_all_rows(job: Job) -> None:
+    """A sub-module branches by `torch.cond` on what it computes of all rows of the batch."""
+    _conditional(job, on_rows=True)
 
 
 class _Packed(nn.Module):

@@ -1,0 +1,128 @@
+"""``flex_attention``: one Op, with what it does to scores and which it masks as graphs of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .fallback import insert_node
+from .inner_graph import InnerGraph, empty_like, inner_graph, operator_of
+from .leaf import OpaqueCall
+from .source import SourceTracker
+from .torch_internals import (
+    FLEX_ATTENTION,
+    current_tracer,
+    disable_proxy_modes_tracing,
+    flex_attention_operator,
+    flex_attention_results,
+    functorch_is_active,
+    looked_up,
+    proxy_of,
+    pytree,
+)
+from .untraceable import UntraceableError
+
+_QKV, _SAID = 3, 7
+"""Query, key and value; with the functions, the mask's blocks, the scale and options."""
+_PLACES = 4
+"""Batch, head, and which query and key, by which both functions are asked."""
+
+
+@contextmanager
+def flex_attention_as_op(tracker: SourceTracker) -> Iterator[None]:
+    """Calls of ``flex_attention`` become Ops while active, instead of being compiled."""
+    original = FLEX_ATTENTION.original
+
+    def attention(self: Any, *items: Any) -> Any:
+        tracer = current_tracer()
+        if tracer is None:
+            return original(self, *items)
+        if functorch_is_active():
+            here, cause = tracker.here(), "flex_attention is called inside of torch.vmap or the like"
+            raise UntraceableError(f"{here}: {cause}", here, cause)
+        return _Attention(tracer, tracker).of(items[:_QKV], *items[_QKV:_SAID])
+
+    with FLEX_ATTENTION.replaced_by(attention):
+        yield
+
+
+class _Attention:
+    """Calls of the operator."""
+
+    def __init__(self, tracer: Any, tracker: SourceTracker) -> None:
+        self._tracer = tracer
+        self._tracker = tracker
+
+    def of(self, qkv: Sequence[Tensor], score_mod: Any, block_mask: Sequence[Any], scale: float, options: Any) -> Any:
+        """Traces both functions, and returns what stands for the results."""
+        *blocks, mask_mod = block_mask
+        score = qkv[0].new_zeros(())
+        places = [score.new_zeros((), dtype=torch.int32) for _ in range(_PLACES)]
+        with _Lookups(self._tracer):
+            scores = inner_graph(score_mod, [score, *places], self._tracer, self._tracker)
+            masks = inner_graph(mask_mod, places, self._tracer, self._tracker)
+        own = [item if (proxy := proxy_of(item, self._tracer)) is None else proxy for item in (*qkv, *blocks)]
+        reads = [self._tracer.proxy(node) for node in (*scores.reads, *masks.reads)]
+        with disable_proxy_modes_tracing(), torch.no_grad():
+            found = flex_attention_results(qkv[0], qkv[2])
+        wants = any(item.requires_grad for item in (*qkv, *scores.results))
+        fakes = tuple(empty_like(item, requires_grad=wants and item is not found[2]) for item in found)
+        target = _operator(scores, masks, blocks, scale, options)
+        return insert_node(self._tracer, target, (*own, *reads), {}, fakes)
+
+
+class _Lookups(TorchFunctionMode):
+    """``table[i]`` with a number in a tensor is a lookup, whose number torch would read otherwise."""
+
+    def __init__(self, tracer: Any) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        table, *indices = pytree.tree_leaves(args)
+        if func is not Tensor.__getitem__ or not all(isinstance(item, (Tensor, int)) for item in indices):
+            return func(*args, **(kwargs or {}))
+        known = [item if isinstance(item, Tensor) else torch.tensor(item, device=table.device) for item in indices]
+        proxies = [proxy_of(item, self._tracer) for item in (table, *known)]
+        with disable_proxy_modes_tracing():
+            found = looked_up(table, known)
+        return insert_node(self._tracer, looked_up, (proxies[0], proxies[1:]), {}, found)
+
+
+def _operator(scores: InnerGraph, masks: InnerGraph, blocks: Sequence[Any], scale: float, options: Any) -> OpaqueCall:
+    own = _QKV + len(blocks)
+    split = own + len(scores.reads)
+
+    def score_mod(*items: Any) -> Tensor:
+        return scores.call(*items)[0]
+
+    def mask_mod(*items: Any) -> Tensor:
+        return masks.call(*items)[0]
+
+    def run(attention: Callable[..., Any], *tensors: Any) -> Any:
+        mask = (*tensors[_QKV:own], mask_mod)
+        return attention(*tensors[:_QKV], score_mod, mask, scale, options, tensors[own:split], tensors[split:])
+
+    def fused(*tensors: Any) -> Any:
+        return run(_compiled() if tensors[0].is_cuda else flex_attention_operator, *tensors)
+
+    fixed = [item for item in blocks if not isinstance(item, Tensor)]
+    target = operator_of("flex_attention", (fixed, scale, sorted(options.items())), [scores, masks], fused)
+    target.tried = partial(run, flex_attention_operator)
+    return target
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    """Kernels that hold no matrix of scores."""
+
+    def attention(*items: Any) -> Any:
+        return flex_attention_operator(*items)
+
+    return torch.compile(attention, dynamic=False)
