@@ -1,4 +1,4 @@
-"""Operators that are given functions: ``flex_attention``, whose gradients torch has on GPUs only, and ``torch.cond``."""
+"""Operators that take functions: ``flex_attention``, whose gradients torch has on GPUs only, and ``torch.cond``."""
 
 from __future__ import annotations
 
@@ -62,11 +62,10 @@ class Model(nn.Module):
 def _batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     documents = torch.randint(0, 4, (ROWS, LENGTH), generator=generator).sort().values
-    return torch.randn(Gradients = dict[str, Tensor]
-ROWS, LENGTH, WIDTH, generator=generator).cuda(), documents.cuda()
+    return torch.randn(ROWS, LENGTH, WIDTH, generator=generator).cuda(), documents.cuda()
 
 
-def _train(model: nn.Module, optimizer: Optimizer, gradients_now: Callable[[], Gradients]) -> tuple[list[float], Gradients]:
+def _train(model: nn.Module, optimizer: Optimizer, now: Callable[[], Gradients]) -> tuple[list[float], Gradients]:
     """Losses of a few steps on this rank's rows, and the last gradients."""
     count, rank = ROWS // process.get_world_size(), process.get_rank()
     losses, gradients = [], Gradients()
@@ -75,7 +74,7 @@ def _train(model: nn.Module, optimizer: Optimizer, gradients_now: Callable[[], G
         loss = model(*(item[rank * count : (rank + 1) * count] for item in _batch(number)))
         loss.backward()
         losses.append(float(loss))
-        gradients = gradients_now()
+        gradients = now()
         optimizer.step()
     return losses, gradients
 
