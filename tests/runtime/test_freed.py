@@ -1,7 +1,19 @@
 """A model that nobody uses any more is freed."""
 
+import gc
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import pyrannc
+from pyrannc.job import process
+from tests.ranks import run_ranks
+
+TWO_STAGES = {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "2"}
 
 PROGRAM = """
 import gc, weakref
@@ -26,3 +38,38 @@ pyrannc.clear()
 def test_a_deployed_model_is_freed_with_its_parameters() -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
+
+
+def gloo_workers() -> int:
+    """Threads of this process that serve Gloo's communicators."""
+    names = [(thread / "comm").read_text().strip() for thread in Path("/proc/self/task").glob("*")]
+    return names.count("pt_gloo_runloop")
+
+
+def trained() -> pyrannc.RaNNCModule:
+    """After one step."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    wrapped = pyrannc.RaNNCModule(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    wrapped(torch.ones(4, 8)).square().mean().backward()
+    return wrapped
+
+
+def workers_with_each_model() -> list[int]:
+    """With models one after another, of which rank 1 keeps the third."""
+    found, kept = [], []
+    for number in range(5):
+        model = trained()
+        found.append(gloo_workers())
+        if number == 2 and process.get_rank() == 1:
+            kept.append(model)
+        del model
+        gc.collect()
+    process.barrier()
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the system tells nothing of threads")
+def test_communicators_end_when_no_rank_has_their_model() -> None:
+    for first, second, third, fourth, fifth in run_ranks(2, workers_with_each_model, env=TWO_STAGES):
+        assert 0 < first == second == third
+        assert third < fourth == fifth

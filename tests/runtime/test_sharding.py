@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
 
+import pyrannc
 from pyrannc.errors import RaNNCError
+from pyrannc.job import process
 from pyrannc.store.by_element import is_by_element
 from pyrannc.store.gathered import GatheredBucket
 from tests.ranks import RankPool
@@ -363,6 +365,25 @@ def test_by_element(make: Callable[[Any], Optimizer], expected: bool) -> None:
     assert is_by_element(optimizer, HOST) is expected
     assert all(torch.equal(param, then) for param, then in zip(params, before, strict=True))
     assert all(_numel(state) == param.numel() for param, state in optimizer.state.items())
+
+
+def divided_by_element_on_one_rank() -> str:
+    """How gradients are divided where trials of the optimizer have shown different things."""
+    model = nn.Linear(8, 8)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.by_element = process.get_rank() == 0  # type: ignore[attr-defined]  # of users' optimizers
+    module = pyrannc.RaNNCModule(model, optimizer)
+    module(torch.ones(4, 8)).square().mean().backward()
+    optimizer.step()
+    deployed = module._deployment
+    assert deployed is not None
+    module.undeploy()
+    return deployed.buckets.to_json()
+
+
+def test_ranks_divide_alike(ranks: Ranks) -> None:
+    first, second = ranks(2).run(divided_by_element_on_one_rank, env={"RANNC_ENABLE_ZERO": "1"})
+    assert first == second
 
 
 def second_sets(case: Case, folder: str) -> list[int]:

@@ -62,7 +62,7 @@ fn of_rank(
     table: &mut RowCostTable<'_>,
 ) -> Result<HashMap<Computed, RowCosts>, SimError> {
     let mut found = HashMap::new();
-    for seated in own.forward.iter().chain(&own.backward).filter_map(Action::compute) {
+    for seated in own.forward.iter().chain(&own.backward).filter_map(Action::computed) {
         let seat =
             own.seat(seated.stage).ok_or(CheckError::Shape("a rank computes for a stage that it does not have"))?;
         let replicas = program.stage_rows.get(seat.stage as usize);

@@ -1,6 +1,6 @@
 //! What the simulator finds.
 
-use rannc_plan::{BatchKind, Compute, Payload, Seat, Seated};
+use rannc_plan::{BatchKind, Payload, Seat};
 use serde::{Deserialize, Serialize};
 
 /// One simulated step.
@@ -133,16 +133,7 @@ pub enum What {
     Update,
 }
 
-impl From<Seated> for What {
-    fn from(Seated { compute, stage }: Seated) -> Self {
-        match compute {
-            Compute::Forward(mb) => Self::Forward { mb, stage },
-            Compute::Backward(mb) => Self::Backward { mb, stage },
-            Compute::BackwardInput(mb) => Self::BackwardInput { mb, stage },
-            Compute::BackwardWeight(mb) => Self::BackwardWeight { mb, stage },
-        }
-    }
-}
+rannc_plan::with_computations!(What);
 
 impl What {
     /// The Stage of the rank that it is about, where that has a name.
@@ -152,17 +143,5 @@ impl What {
             Self::Recv { stages, .. } => stages.map(|(_, to)| to),
             _ => self.computed().and_then(|seated| seated.stage),
         }
-    }
-
-    /// The computation that it is, if it is one.
-    pub const fn computed(self) -> Option<Seated> {
-        let (compute, stage) = match self {
-            Self::Forward { mb, stage } => (Compute::Forward(mb), stage),
-            Self::Backward { mb, stage } => (Compute::Backward(mb), stage),
-            Self::BackwardInput { mb, stage } => (Compute::BackwardInput(mb), stage),
-            Self::BackwardWeight { mb, stage } => (Compute::BackwardWeight(mb), stage),
-            _ => return None,
-        };
-        Some(Seated { compute, stage })
     }
 }

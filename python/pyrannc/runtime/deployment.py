@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from pyrannc.runtime.channels import Channels
 from pyrannc.runtime.collectives import Groups, beside_all, close
 from pyrannc.runtime.compiling import Compiling
 from pyrannc.runtime.context import StageContext
+from pyrannc.runtime.dropped import end_dropped, when_dropped
 from pyrannc.runtime.exchanges import Exchanges
 from pyrannc.runtime.peaks import begin_peaks
 from pyrannc.runtime.position import ActionRecord
@@ -44,7 +46,7 @@ from pyrannc.store.working_copies import Key
 class Deployment:
     """The model spread over the ranks as a Plan says.
 
-    Every rank makes it at the same time.
+    Every rank makes it at the same time. Where it is dropped, its communicators end when the next one is made.
 
     Args:
         model: the user's model; the tensors that this rank's Stage holds move to ``device``.
@@ -83,6 +85,7 @@ class Deployment:
         compiling: Compiling | None = None,
         records: bool = False,
     ) -> None:
+        end_dropped()
         self.compiling = compiling
         self.recordings = Recordings() if records else None
         self.plan = plan
@@ -98,11 +101,15 @@ class Deployment:
         self.stage = self._stage_of[process.get_rank()]
         self.store = ParamStore(model, self._find_holders(variant), device, sync_params=sync_params)
         self._groups, self._gathering_groups = Groups(), Groups(apart=True)
-        self.gradients = self._make_gradients(variant)
         self._channels = Channels(device)
         self._exchanges = Exchanges(device)
+        made = self._channels, self._exchanges, self._groups, self._gathering_groups
+        self._ends: list[Callable[[], None]] = [each.close for each in made]
+        self._dropped = when_dropped(self, partial(_call_all, self._ends))
+        self.gradients = self._make_gradients(variant)
         # Ranks of one Stage wait for each other's gradients anyway.
         self._totals = beside_all(device) if len(stages) > 1 else None
+        self._ends.append(partial(close, self._totals))
         self._randomness = Randomness(device, fused_dropout=fused_dropout)
         self._record = ActionRecord(watchdog, [_title(number, stage) for number, stage in enumerate(stages)])
         self.timing = Timing(device)
@@ -153,7 +160,7 @@ class Deployment:
             reduce_dtype=self._sums.reduce,
             undivided=[i for i in trained if id(self.store.params[names[i]]) not in listed],
             whole_gradients=[i for i in trained if names[i] in hooked],
-            by_element=self._divides and self._optimizer is not None and self._optimizer.is_by_element,
+            by_element=self._divides and self._is_by_element(),
         )
         found = BucketsFacts.from_json(self.buckets.to_json())
         for ranks in found.groups:
@@ -173,6 +180,10 @@ class Deployment:
         optimizer, sizes = self._optimizer.optimizer, {name: p.numel() for name, p in self.store.params.items()}
         groups = self._groups.of, self._gathering_groups.of
         return agree.together(lambda: DividedParams(own, facts, names, sizes, groups, optimizer))
+
+    def _is_by_element(self) -> bool:
+        """True when the optimizer may be given parts of parameters, as trials on all ranks say. All ranks call it."""
+        return all(agree.gather_objects(self._optimizer is not None and self._optimizer.is_by_element))
 
     def _hooked(self) -> set[str]:
         """Names of the parameters that have hooks on some rank, which get whole gradients. All ranks call it."""
@@ -339,11 +350,13 @@ class Deployment:
         if self.recordings is not None:
             self.recordings.drop()
         self.store.bring_back()
-        self._channels.close()
-        self._exchanges.close()
-        self._groups.close()
-        self._gathering_groups.close()
-        close(self._totals)
+        self._dropped.detach()
+        _call_all(self._ends)
+
+
+def _call_all(ends: Iterable[Callable[[], None]]) -> None:
+    for end in ends:
+        end()
 
 
 def _names_in_tail(variant: Variant) -> list[str]:

@@ -44,6 +44,11 @@ impl Cluster {
         self.levels[level].send.send_us(bytes)
     }
 
+    /// The same between the two devices that are quickest at it.
+    pub fn least_send_us(&self, bytes: f64) -> f64 {
+        self.levels.iter().map(|level| level.send.send_us(bytes)).fold(f64::INFINITY, f64::min)
+    }
+
     /// Time to sum `bytes` over a group for all members, by a ring or a tree, whichever is quicker.
     pub fn all_reduce_us(&self, group: RankGroup, bytes: f64) -> f64 {
         let pass_us = |pass: fn(RankGroup) -> Algorithm| 2.0 * self.pass_us(group, bytes, pass);

@@ -92,7 +92,7 @@ pub(super) fn check_inputs(program: &Program, partition: &Partition, layout: &La
 /// The first microbatch that a rank computes with an input, which comes with it where it has no rows, and what it computes
 /// of it.
 fn first_rows(program: &Program, partition: &Partition, own: &RankProgram, input: ValueId) -> Option<(u32, Interval)> {
-    own.forward.iter().filter_map(Action::compute).find_map(|Seated { compute, stage }| {
+    own.forward.iter().filter_map(Action::computed).find_map(|Seated { compute, stage }| {
         let seat = own.seat(stage)?;
         let takes = partition.stages[seat.stage as usize].inputs.iter().any(|taken| taken.value == input);
         let mb = compute.microbatch();

@@ -300,7 +300,7 @@ impl Translator<'_> {
                 | Action::Backward { .. }
                 | Action::BackwardInput { .. }
                 | Action::BackwardWeight { .. } => {
-                    action.compute().into_iter().for_each(|seated| self.compute(own.rank, seated, &begun));
+                    action.computed().into_iter().for_each(|seated| self.compute(own.rank, seated, &begun));
                 }
                 &Action::Exchange(Exchange { kind, mb, .. }) => {
                     let sum = self.sum(Collective::Exchange { kind, mb })?;
@@ -424,7 +424,7 @@ fn gathered_for(action: &Action) -> Option<(u32, Pass)> {
 
 /// The microbatch of a computation behind which nothing adds to its gradients, with its place.
 fn fills((position, action): (usize, &Action)) -> Option<(u32, usize)> {
-    let compute = action.compute().map(|seated| seated.compute).filter(|compute| compute.ends_microbatch());
+    let compute = action.computed().map(|seated| seated.compute).filter(|compute| compute.ends_microbatch());
     compute.map(|compute| (compute.microbatch(), position))
 }
 

@@ -6,7 +6,7 @@ use rannc_ir::ValueId;
 use serde::{Deserialize, Serialize};
 
 use super::routes::Interval;
-use crate::schedule::{Call, Compute, Seated, WINDOW};
+use crate::schedule::{Call, Compute, WINDOW};
 
 /// Rows of one Value that move together with others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -248,30 +248,9 @@ impl Action {
             _ => None,
         }
     }
-
-    /// The computation that it is, if it is one.
-    pub const fn compute(&self) -> Option<Seated> {
-        let (compute, stage) = match *self {
-            Self::Forward { mb, stage } => (Compute::Forward(mb), stage),
-            Self::Backward { mb, stage } => (Compute::Backward(mb), stage),
-            Self::BackwardInput { mb, stage } => (Compute::BackwardInput(mb), stage),
-            Self::BackwardWeight { mb, stage } => (Compute::BackwardWeight(mb), stage),
-            _ => return None,
-        };
-        Some(Seated { compute, stage })
-    }
 }
 
-impl From<Seated> for Action {
-    fn from(Seated { compute, stage }: Seated) -> Self {
-        match compute {
-            Compute::Forward(mb) => Self::Forward { mb, stage },
-            Compute::Backward(mb) => Self::Backward { mb, stage },
-            Compute::BackwardInput(mb) => Self::BackwardInput { mb, stage },
-            Compute::BackwardWeight(mb) => Self::BackwardWeight { mb, stage },
-        }
-    }
-}
+crate::with_computations!(Action);
 
 impl fmt::Display for Action {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

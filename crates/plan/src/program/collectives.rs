@@ -39,13 +39,13 @@ impl<'a> Collectives<'a> {
         has_backwards: bool,
     ) -> Vec<Action> {
         let fills = |seated: &Seated| seated.compute.ends_microbatch();
-        let rest = actions.iter().filter_map(Action::compute).rfind(fills);
+        let rest = actions.iter().filter_map(Action::computed).rfind(fills);
         let divides = self.own.iter().any(|(_, bucket)| bucket.sharding >= Sharding::Gradients);
         let last = if divides { self.order.iter().copied().rfind(fills) } else { rest };
         let mut coming = self.order.iter().copied().filter(is_listed);
         let mut found = Vec::with_capacity(actions.len());
         for action in actions {
-            if let Some(own) = action.compute() {
+            if let Some(own) = action.computed() {
                 for compute in coming.by_ref() {
                     self.before(compute, last, &mut found);
                     if compute == own {

@@ -115,3 +115,34 @@ impl From<Compute> for Seated {
         Self { compute, stage: None }
     }
 }
+
+/// Ties an enum whose JSON has computations beside other things, each with its microbatch and Stage, to [`Seated`].
+#[macro_export]
+macro_rules! with_computations {
+    ($what:ty) => {
+        impl From<$crate::Seated> for $what {
+            fn from($crate::Seated { compute, stage }: $crate::Seated) -> Self {
+                match compute {
+                    $crate::Compute::Forward(mb) => Self::Forward { mb, stage },
+                    $crate::Compute::Backward(mb) => Self::Backward { mb, stage },
+                    $crate::Compute::BackwardInput(mb) => Self::BackwardInput { mb, stage },
+                    $crate::Compute::BackwardWeight(mb) => Self::BackwardWeight { mb, stage },
+                }
+            }
+        }
+
+        impl $what {
+            /// The computation that it is, if it is one.
+            pub const fn computed(&self) -> Option<$crate::Seated> {
+                let (compute, stage) = match *self {
+                    Self::Forward { mb, stage } => ($crate::Compute::Forward(mb), stage),
+                    Self::Backward { mb, stage } => ($crate::Compute::Backward(mb), stage),
+                    Self::BackwardInput { mb, stage } => ($crate::Compute::BackwardInput(mb), stage),
+                    Self::BackwardWeight { mb, stage } => ($crate::Compute::BackwardWeight(mb), stage),
+                    _ => return None,
+                };
+                Some($crate::Seated { compute, stage })
+            }
+        }
+    };
+}

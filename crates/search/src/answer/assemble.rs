@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use rannc_cost::{Blocks, ModuleNames};
 use rannc_ir::{Graph, OpRun};
-use rannc_plan::{BlockPlan, Order, PLAN_SCHEMA, Plan, PlanFileError, Recompute, Schedule, StagePlan, StepPrediction};
+use rannc_plan::{BlockPlan, Order, PLAN_SCHEMA, Plan, Recompute, Schedule, StagePlan, StepPrediction};
 
 use super::links::Linker;
 use super::precision::precision;
@@ -37,18 +37,13 @@ impl Assembly<'_> {
             .collect()
     }
 
-    /// The Plan of a division, by its own Schedule.
-    pub(crate) fn plan(&self, solution: &Solution, lower_bound_us: f64) -> Result<Plan, PlanFileError> {
+    /// The Plan of a division, by its own Schedule, not sealed.
+    pub(crate) fn plan(&self, solution: &Solution, lower_bound_us: f64) -> Plan {
         self.plan_by(Schedule::Named(solution.case.schedule), solution, lower_bound_us)
     }
 
     /// The Plan of a division by another Schedule.
-    pub(crate) fn plan_by(
-        &self,
-        schedule: Schedule,
-        solution: &Solution,
-        lower_bound_us: f64,
-    ) -> Result<Plan, PlanFileError> {
+    pub(crate) fn plan_by(&self, schedule: Schedule, solution: &Solution, lower_bound_us: f64) -> Plan {
         let settings = self.pricing.problem.settings;
         let ranks = self.used_ranks(solution);
         let (mut stages, mut times) = (Vec::new(), Vec::new());
@@ -63,7 +58,7 @@ impl Assembly<'_> {
         // Both are sums of the same times, in another order.
         let lower_bound_us = lower_bound_us.min(step_us);
         let microbatches = u32::try_from(solution.case.microbatches).unwrap_or(u32::MAX);
-        let plan = Plan {
+        Plan {
             schema: PLAN_SCHEMA,
             pyrannc: env!("CARGO_PKG_VERSION").to_owned(),
             graph_hash: self.graph_hash.to_owned(),
@@ -76,8 +71,7 @@ impl Assembly<'_> {
             stages,
             predicted: StepPrediction { step_us, bubble, lower_bound_us },
             checksum: String::new(),
-        };
-        plan.seal()
+        }
     }
 
     /// What moves between the Stages of a division.

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use rannc_cost::{Blocks, Cluster, ModuleNames, Profile};
 use rannc_ir::{Analysis, Graph, OpRun};
-use rannc_plan::{Plan, PlanFileError, Sharding};
+use rannc_plan::{Plan, Sharding};
 use serde::Serialize;
 
 use super::assemble::Assembly;
@@ -50,7 +50,8 @@ pub struct Gain {
 /// Facts about a search.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct SearchReport {
-    /// No Plan takes less under the same model, but for such whose backwards come in two parts.
+    /// No Plan takes less under the same model, but for such whose backwards come in two parts. It leaves out what no
+    /// Plan surely has, as transfers past a Stage, and exchanges as far as others might have fewer: it is lower for that.
     pub lower_bound_us: f64,
     /// How far the Plan may be above the optimum: its time by the bound, less 1.
     pub gap: f64,
@@ -149,7 +150,7 @@ impl<'a> Planner<'a> {
             self.go_on()?;
             // Of all Plans, not of those alone that are left.
             solved.lower_bound_us = *bound_us.get_or_insert(solved.lower_bound_us);
-            match self.fastest(self.settings, &solved)? {
+            match self.fastest(self.settings, &solved) {
                 Ok(fastest) => return self.outcome_of(&solver, &cases, &solved, fastest),
                 Err(too_full) => add(&mut beside, too_full),
             }
@@ -164,8 +165,8 @@ impl<'a> Planner<'a> {
         solved: &Solved,
         (fastest, fastest_plan): (&Solution, Plan),
     ) -> Result<Outcome, SearchError> {
-        let (taken, plan) = self.simplest(solver, cases, solved, (fastest, &fastest_plan))?;
-        let (taken, plan) = self.in_two_parts(self.settings, solved, (taken, plan))?;
+        let (taken, plan) = self.simplest(solver, cases, solved, (fastest, &fastest_plan));
+        let (taken, plan) = self.in_two_parts(self.settings, solved, (taken, plan));
         let passed_over = PassedOver::new(&fastest_plan, &plan);
         let elapsed = self.clock.begun.elapsed();
         let runners_up = self.runners_up(solver, cases, solved, (&taken, &plan))?;
@@ -183,7 +184,7 @@ impl<'a> Planner<'a> {
             elapsed,
             stop: solved.stop.max(self.deadline.stop()),
         };
-        Ok(Outcome { runners_up, gains, report, plan })
+        Ok(Outcome { runners_up, gains, report, plan: plan.seal()? })
     }
 
     /// Ends here when nobody waits for the answer any more.
@@ -191,28 +192,23 @@ impl<'a> Planner<'a> {
         if self.clock.is_told() { Err(SearchError::Told) } else { Ok(()) }
     }
 
-    /// The Plan of the best division, or of a finalist whose step is shorter when it is told exactly; what the best one
-    /// was not priced with where none fits.
-    fn fastest<'s>(
-        &self,
-        settings: &Settings,
-        solved: &'s Solved,
-    ) -> Result<Result<(&'s Solution, Plan), Beside>, PlanFileError> {
-        let weighed = self.weighed(settings, &solved.best, solved.lower_bound_us)?;
+    /// The Plan of the division, among the best one and the finalists, whose step is the shortest when it is told exactly;
+    /// what the best one was not priced with where none fits. The formula rules none of them out: where Values pass over
+    /// Stages it may be above the truth.
+    fn fastest<'s>(&self, settings: &Settings, solved: &'s Solved) -> Result<(&'s Solution, Plan), Beside> {
+        let weighed = self.weighed(settings, &solved.best, solved.lower_bound_us);
         let mut fastest = weighed.map(|plan| (&solved.best, plan));
-        for finalist in &solved.finalists {
+        for finalist in solved.finalists.iter().filter(|&finalist| *finalist != solved.best) {
             if self.deadline.is_over() {
                 break;
             }
             let limit_us = fastest.as_ref().map_or(f64::INFINITY, |(_, plan)| plan.predicted.step_us);
-            if finalist.found.step_us < limit_us
-                && let Some(plan) = self.assemble(settings, finalist, solved.lower_bound_us)?
-                && plan.predicted.step_us < limit_us
-            {
+            let plan = self.assemble(settings, finalist, solved.lower_bound_us);
+            if let Some(plan) = plan.filter(|plan| plan.predicted.step_us < limit_us) {
                 fastest = Ok((finalist, plan));
             }
         }
-        Ok(fastest)
+        fastest
     }
 
     /// What differs by less than predictions may be off is equally good.
@@ -227,7 +223,7 @@ impl<'a> Planner<'a> {
         cases: &[SearchCase],
         solved: &Solved,
         (fastest, plan): (&Solution, &Plan),
-    ) -> Result<(Solution, Plan), PlanFileError> {
+    ) -> (Solution, Plan) {
         let limit_us = plan.predicted.step_us * (1.0 + self.error());
         let mut simplest = (fastest.clone(), plan.clone());
         let is_simplest = plan.stages.len() == 1 && plan.microbatches == 1;
@@ -236,14 +232,14 @@ impl<'a> Planner<'a> {
             if self.deadline.is_over() {
                 break;
             }
-            if other.found.step_us < limit_us && is_simpler(other, &simplest.0) {
-                let plan = self.assemble(self.settings, other, solved.lower_bound_us)?;
+            if is_simpler(other, &simplest.0) {
+                let plan = self.assemble(self.settings, other, solved.lower_bound_us);
                 if let Some(plan) = plan.filter(|plan| plan.predicted.step_us < limit_us) {
                     simplest = (other.clone(), plan);
                 }
             }
         }
-        let simplest = self.holding_less(simplest, solved.lower_bound_us, limit_us)?;
+        let simplest = self.holding_less(simplest, solved.lower_bound_us, limit_us);
         self.dividing_less(simplest, solved.lower_bound_us, limit_us)
     }
 
@@ -254,9 +250,9 @@ impl<'a> Planner<'a> {
         settings: &Settings,
         solved: &Solved,
         (division, plan): (Solution, Plan),
-    ) -> Result<(Solution, Plan), PlanFileError> {
+    ) -> (Solution, Plan) {
         if !settings.split_backward {
-            return Ok((division, plan));
+            return (division, plan);
         }
         let limit_us = plan.predicted.step_us * (1.0 - self.error());
         let mut others: Vec<&Solution> = std::iter::once(&division).chain(&solved.finalists).collect();
@@ -268,16 +264,16 @@ impl<'a> Planner<'a> {
                 break;
             }
             let found = self.with_assembly(settings, other, |assembly| {
-                let found = assembly.plan_in_two_parts(other, self.deadline)?;
-                Ok::<_, PlanFileError>(found.filter(|plan| assembly.too_full(other, plan).is_empty()))
-            })?;
+                let found = assembly.plan_in_two_parts(other, self.deadline);
+                found.filter(|plan| assembly.too_full(other, plan).is_empty())
+            });
             if let Some(found) = found
                 && found.predicted.step_us < limit_us.min(best.1.predicted.step_us)
             {
                 best = (other.clone(), found);
             }
         }
-        Ok(best)
+        best
     }
 
     /// The same division where Replicas divide less, if that is about as fast.
@@ -286,36 +282,31 @@ impl<'a> Planner<'a> {
         (division, plan): (Solution, Plan),
         lower_bound_us: f64,
         limit_us: f64,
-    ) -> Result<(Solution, Plan), PlanFileError> {
+    ) -> (Solution, Plan) {
         let SearchCase { schedule, microbatches, .. } = division.case;
         if plan.stages.iter().all(|stage| stage.sharding == Sharding::None) || self.deadline.is_over() {
-            return Ok((division, plan));
+            return (division, plan);
         }
         let pricing = Pricing::new(self.model.problem(self.cluster, self.settings), schedule, microbatches);
         let order = self.solver(self.settings).order(division.case);
         let less = dividing_less(&pricing, order, &division, self.error());
-        let divided = self.assemble(self.settings, &less, lower_bound_us)?;
+        let divided = self.assemble(self.settings, &less, lower_bound_us);
         let divided = divided.filter(|divided| divided.predicted.step_us < limit_us);
-        Ok(divided.map_or((division, plan), |divided| (less, divided)))
+        divided.map_or((division, plan), |divided| (less, divided))
     }
 
     /// The same division by a Schedule that holds fewer microbatches, if that is about as fast.
-    fn holding_less(
-        &self,
-        (division, plan): (Solution, Plan),
-        lower_bound_us: f64,
-        limit_us: f64,
-    ) -> Result<(Solution, Plan), PlanFileError> {
+    fn holding_less(&self, (division, plan): (Solution, Plan), lower_bound_us: f64, limit_us: f64) -> (Solution, Plan) {
         let leaner = leaner(self.settings.schedules(), division.case.schedule);
         let Some(schedule) = leaner.filter(|_| !self.deadline.is_over()) else {
-            return Ok((division, plan));
+            return (division, plan);
         };
         let other = Solution { case: SearchCase { schedule, ..division.case }, ..division.clone() };
-        let held = self.assemble(self.settings, &other, lower_bound_us)?;
+        let held = self.assemble(self.settings, &other, lower_bound_us);
         let peak_bytes = |plan: &Plan| plan.stages.iter().map(|stage| stage.predicted.memory.total_bytes()).max();
         let is_better = |held: &Plan| peak_bytes(held) < peak_bytes(&plan) && held.predicted.step_us < limit_us;
         let held = held.filter(is_better);
-        Ok(held.map_or((division, plan), |held| (other, held)))
+        held.map_or((division, plan), |held| (other, held))
     }
 
     fn solver<'s>(&'s self, settings: &'s Settings) -> Solver<'s> {
@@ -328,27 +319,17 @@ impl<'a> Planner<'a> {
         }
     }
 
-    /// The Plan of a division, if it fits.
-    fn assemble(
-        &self,
-        settings: &Settings,
-        solution: &Solution,
-        lower_bound_us: f64,
-    ) -> Result<Option<Plan>, PlanFileError> {
-        Ok(self.weighed(settings, solution, lower_bound_us)?.ok())
+    /// The Plan of a division, if it fits; not sealed.
+    fn assemble(&self, settings: &Settings, solution: &Solution, lower_bound_us: f64) -> Option<Plan> {
+        self.weighed(settings, solution, lower_bound_us).ok()
     }
 
     /// The Plan of a division, or why it does not fit.
-    fn weighed(
-        &self,
-        settings: &Settings,
-        solution: &Solution,
-        lower_bound_us: f64,
-    ) -> Result<Result<Plan, Beside>, PlanFileError> {
+    fn weighed(&self, settings: &Settings, solution: &Solution, lower_bound_us: f64) -> Result<Plan, Beside> {
         self.with_assembly(settings, solution, |assembly| {
-            let plan = assembly.plan(solution, lower_bound_us)?;
+            let plan = assembly.plan(solution, lower_bound_us);
             let too_full = assembly.too_full(solution, &plan);
-            Ok(if too_full.is_empty() { Ok(plan) } else { Err(too_full) })
+            if too_full.is_empty() { Ok(plan) } else { Err(too_full) }
         })
     }
 
@@ -381,11 +362,11 @@ impl<'a> Planner<'a> {
         let others = if count == 0 { Vec::new() } else { solver.runners_up(cases, taken, count) };
         self.go_on()?;
         let in_time = others.iter().take_while(|_| !self.deadline.is_over());
-        let assembled = in_time.map(|other| self.assemble(self.settings, other, solved.lower_bound_us));
-        let mut runners_up: Vec<Plan> = assembled.filter_map(Result::transpose).collect::<Result<_, _>>()?;
+        let assembled = in_time.filter_map(|other| self.assemble(self.settings, other, solved.lower_bound_us));
+        let mut runners_up: Vec<Plan> = assembled.collect();
         runners_up.retain(|other| other.predicted.step_us >= plan.predicted.step_us);
         runners_up.sort_by(|left, right| left.predicted.step_us.total_cmp(&right.predicted.step_us));
-        Ok(runners_up)
+        runners_up.into_iter().map(|plan| Ok(plan.seal()?)).collect()
     }
 
     /// What there was time for. Of a capability that was not searched to the end, only that it gains something is known.
@@ -411,8 +392,8 @@ impl<'a> Planner<'a> {
         let solver = self.solver(&settings);
         let counts = settings.microbatch_candidates().ok()?;
         let solved = solver.solve(&solver.cases(&counts)).ok()?;
-        let (division, plan) = self.fastest(&settings, &solved).ok()?.ok()?;
-        let (_, plan) = self.in_two_parts(&settings, &solved, (division.clone(), plan)).ok()?;
+        let (division, plan) = self.fastest(&settings, &solved).ok()?;
+        let (_, plan) = self.in_two_parts(&settings, &solved, (division.clone(), plan));
         Some(plan.predicted.step_us)
     }
 
@@ -480,4 +461,28 @@ fn more(has: Savers) -> Vec<(&'static str, Savers)> {
         more.push(("optimizer state in host memory", Savers { offload: true, ..has }));
     }
     more
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tests::towers::towers;
+
+    /// Towers side by side, whose Values pass over Stages.
+    #[test]
+    fn no_finalist_is_faster_than_the_fastest() {
+        let graph = towers(&[(1, true), (1, false), (4, true), (4, true)], 512);
+        let mut cluster = Cluster::preset("cpu", 1, 4).expect("a preset");
+        cluster.levels.iter_mut().for_each(|level| level.send.bytes_per_s = 1e7);
+        let settings =
+            Settings { world_size: 4, batch_rows: 64, stages: Some(3), max_microbatches: 8, ..Settings::default() };
+        let told = AtomicBool::new(false);
+        let planner = Planner::new(&graph, &cluster, &[], &settings, Clock::new(&told)).expect("it can be planned");
+        let solver = planner.solver(&settings);
+        let solved = solver.solve(&solver.cases(&settings.microbatch_candidates().expect("some"))).expect("it fits");
+        let (_, fastest) = planner.fastest(&settings, &solved).expect("it fits");
+        let all = solved.finalists.iter().filter_map(|one| planner.assemble(&settings, one, 0.0));
+        let least_us = all.map(|plan| plan.predicted.step_us).fold(f64::INFINITY, f64::min);
+        assert!(fastest.predicted.step_us <= least_us, "{} {least_us}", fastest.predicted.step_us);
+    }
 }

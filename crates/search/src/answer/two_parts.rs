@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use rannc_plan::{Compute, Order, Plan, PlanFileError, Schedule, Sharding};
+use rannc_plan::{Compute, Order, Plan, Schedule, Sharding};
 
 use super::assemble::Assembly;
 use super::links::ReplicaLink;
@@ -21,18 +21,14 @@ const NEARLY: f64 = 0.005;
 impl Assembly<'_> {
     /// The Plan of a division with backwards in two parts, in the best order; `None` where that has no use, or where
     /// microbatches have no rows: then nobody knows their place in an order. Of the orders that were found in time.
-    pub(crate) fn plan_in_two_parts(
-        &self,
-        solution: &Solution,
-        deadline: Deadline<'_>,
-    ) -> Result<Option<Plan>, PlanFileError> {
+    pub(crate) fn plan_in_two_parts(&self, solution: &Solution, deadline: Deadline<'_>) -> Option<Plan> {
         let step = &self.pricing.step;
         let linker = self.linker(solution);
         let moves = linker.moves();
         let stage_links = slowest(&moves.links, &linker.stage_of_replicas());
         let (times, stages) = self.priced_stages(solution, &stage_links);
         if step.microbatches < solution.case.microbatches || stages.iter().all(|stage| stage.parts_us.is_none()) {
-            return Ok(None);
+            return None;
         }
         let forwards_first = !self.pricing.problem.settings.loss_inside;
         let scheduler = ListScheduler { step, stages: &stages, links: &stage_links, forwards_first, deadline };
@@ -44,7 +40,7 @@ impl Assembly<'_> {
         let orders = best_orders(&scheduler, &manners(&linker.depths(), step.microbatches));
         let in_time = orders.into_iter().take_while(|_| !deadline.is_over());
         let best = leanest(in_time.map(told).collect());
-        best.map(|best| self.plan_by(best.of, solution, 0.0)).transpose()
+        best.map(|best| self.plan_by(best.of, solution, 0.0))
     }
 
     fn priced_stages(&self, solution: &Solution, links: &[StageLink]) -> (Vec<TimedStage>, Vec<StageTimes>) {

@@ -10,7 +10,7 @@ use super::own::OwnParams;
 use super::spec::{Affine, BlockSpec, ChainSpec, CrossingSpec, KeptSpec, SpanSpec, StateSpec};
 use super::sums::AffineSums;
 use super::times::Times;
-use super::traffic::Traffic;
+use super::traffic::{BatchTraffic, Traffic};
 
 /// Rows at which ops beside those of Blocks are priced: their results hardly ever depend on the batch.
 const CLONE_ROWS: u64 = 1;
@@ -49,6 +49,8 @@ pub(crate) struct Chain {
     pub(crate) traffic: Traffic,
     /// The part of it that is between a Stage and the very next one, whichever other Blocks these have.
     pub(crate) direct: Traffic,
+    /// What moves between Blocks and the ranks' own batches.
+    pub(crate) batch: BatchTraffic,
     /// Kept for the backward by the operators' own account, received and sent Values included.
     kept_bytes: AffineSums,
     /// Kept by one Block alone and made in it, by Block.
@@ -80,7 +82,7 @@ impl CloneTimes {
 impl Chain {
     /// A chain that may run on these kinds of devices.
     pub(crate) fn new(spec: ChainSpec, devices: &[Device]) -> Self {
-        let ChainSpec { blocks, spans, states, clones, conversions, crossings, kept, batch: _ } = spec;
+        let ChainSpec { blocks, spans, states, clones, conversions, crossings, kept, batch } = spec;
         let len = blocks.len();
         let once = |terms: &mut dyn Iterator<Item = (&[usize], f64)>| {
             let mut builder = IntervalSumsBuilder::new(len);
@@ -127,6 +129,7 @@ impl Chain {
             feeds: Feeds::new(len, &crossings),
             traffic: Traffic::whole(len, &crossings),
             direct: Traffic::direct(len, &crossings),
+            batch: BatchTraffic::new(len, &batch),
             kept_bytes: kept_sums(&blocks, &kept),
             inside_bytes: inside_bytes(&blocks, &kept),
             output_bytes: AffineSums::new(len, |builder, part| {

@@ -26,4 +26,6 @@ pub(crate) use measured::Measured;
 pub(crate) use parts::PartTimes;
 pub use spans::whole_spans;
 pub(crate) use spec::{Affine, BatchSpec, CrossingSpec, StateSpec};
+pub(crate) use sums::BlockSums;
 pub(crate) use times::Times;
+pub(crate) use traffic::BatchTraffic;

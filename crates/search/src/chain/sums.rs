@@ -1,5 +1,7 @@
 //! Sums of amounts that grow with the rows, over all runs of Blocks.
 
+use std::ops::Range;
+
 use super::interval::{IntervalSums, IntervalSumsBuilder};
 use super::spec::Affine;
 
@@ -22,5 +24,26 @@ impl AffineSums {
 
     pub(crate) fn at(&self, first: usize, end: usize, rows: u64) -> f64 {
         self.fixed.at(first, end) + self.per_row.at(first, end) * rows as f64
+    }
+}
+
+/// Sums of [`Affine`] amounts that each belong to one Block.
+#[derive(Clone, Debug)]
+pub(crate) struct BlockSums {
+    /// By place between Blocks, of those before it.
+    before: Vec<Affine>,
+}
+
+impl BlockSums {
+    pub(super) fn new(len: usize, amounts: impl Iterator<Item = (usize, Affine)>) -> Self {
+        let mut before = vec![Affine::default(); len + 1];
+        for (block, amount) in amounts {
+            before[block + 1..].iter_mut().for_each(|sum| *sum += amount);
+        }
+        Self { before }
+    }
+
+    pub(crate) fn at(&self, run: &Range<usize>, rows: u64) -> f64 {
+        self.before[run.end].at(rows) - self.before[run.start].at(rows)
     }
 }

@@ -1,8 +1,8 @@
 //! What runs of Blocks exchange with others.
 
 use super::interval::IntervalSumsBuilder;
-use super::spec::CrossingSpec;
-use super::sums::AffineSums;
+use super::spec::{BatchSpec, CrossingSpec, OutputSpec};
+use super::sums::{AffineSums, BlockSums};
 
 /// What runs exchange with other Blocks.
 #[derive(Clone, Debug)]
@@ -15,6 +15,29 @@ pub(crate) struct Traffic {
     pub(crate) out_bytes: AffineSums,
     /// Gradients from later Blocks, one for each Value.
     pub(crate) out_grad_bytes: AffineSums,
+}
+
+/// What runs surely exchange with the ranks' own batches, as far as it has rows: of inputs, those that no Block before them
+/// uses.
+#[derive(Clone, Debug)]
+pub(crate) struct BatchTraffic {
+    pub(crate) input_bytes: BlockSums,
+    pub(crate) output_bytes: BlockSums,
+    /// Gradients of outputs.
+    pub(crate) output_grad_bytes: BlockSums,
+}
+
+impl BatchTraffic {
+    pub(super) fn new(len: usize, BatchSpec { inputs, outputs }: &BatchSpec) -> Self {
+        let inputs = inputs.iter().filter(|input| input.has_rows);
+        let with_grads = outputs.iter().filter(|output| output.requires_grad);
+        let made = |output: &OutputSpec| (output.made_by, output.bytes);
+        Self {
+            input_bytes: BlockSums::new(len, inputs.filter_map(|input| Some((*input.used_by.first()?, input.bytes)))),
+            output_bytes: BlockSums::new(len, outputs.iter().map(made)),
+            output_grad_bytes: BlockSums::new(len, with_grads.map(made)),
+        }
+    }
 }
 
 /// Counts so much for a Value in the runs that it concerns.

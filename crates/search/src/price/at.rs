@@ -69,6 +69,8 @@ pub(crate) struct At<'p> {
     pub(crate) usable_bytes: f64,
     /// Rows of a microbatch of each size on the largest Replica.
     pub(super) rows: BySize<u64>,
+    /// See [`Pricing::foreign_rows`].
+    pub(super) foreign_rows: [u64; 2],
     /// For each kind of its devices.
     pub(super) devices: Vec<DeviceTimes<'p>>,
     pub(super) framework_bytes: f64,
@@ -166,6 +168,7 @@ impl<'a> Pricing<'a> {
             place,
             usable_bytes: usable.fold(f64::INFINITY, f64::min),
             rows,
+            foreign_rows: self.foreign_rows(rows),
             framework_bytes: framework.unwrap_or(0) as f64,
             collective_slowdown: place.kinds().map(|kind| self.collective_slowdown(kind)).fold(0.0, f64::max),
             devices,

@@ -2,6 +2,7 @@
 
 mod again;
 mod at;
+mod batch;
 mod end;
 mod knapsack;
 mod memory;

@@ -91,7 +91,7 @@ impl Pricing<'_> {
     pub(crate) fn plain_cost(&self, run: &Range<usize>, at: &At<'_>) -> StageCost {
         let smaller = self.pass(run, at, SMALLER);
         let larger = if at.rows[LARGER] == at.rows[SMALLER] { smaller } else { self.pass(run, at, LARGER) };
-        StageCost { larger, smaller, ..StageCost::default() }
+        StageCost { larger, smaller, batch_us: self.batch_us(run, at, &larger, &smaller), ..StageCost::default() }
     }
 
     /// A microbatch of some size on a Stage that computes nothing again.
@@ -132,7 +132,7 @@ impl Pricing<'_> {
         run: &Range<usize>,
         at: &At<'_>,
         saver: Saver,
-        &PlainStage { cost: StageCost { larger, smaller, .. }, memory }: &PlainStage,
+        &PlainStage { cost: StageCost { larger, smaller, batch_us, .. }, memory }: &PlainStage,
         again: Repeated,
     ) -> Priced {
         let mut passes = [larger, smaller];
@@ -141,7 +141,7 @@ impl Pricing<'_> {
         let [larger, smaller] = passes;
         let end = self.end(run, at, saver, &smaller);
         let wait_us = if end.divides >= Sharding::Gradients { end.reduce_us } else { 0.0 };
-        let cost = StageCost { larger, smaller, wait_us, end_us: end.us() };
+        let cost = StageCost { larger, smaller, wait_us, end_us: end.us(), batch_us };
         Priced { cost, end, memory, again, waiting_bytes: 0.0 }
     }
 }

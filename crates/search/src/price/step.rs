@@ -25,6 +25,8 @@
 //! smaller ones, but for the first microbatch's; all other paths go through what they are: the first microbatch on the
 //! way in, the last one on the way out, and all of a Stage that works all the time.
 //!
+//! Beside these stands what a Stage waits for of exchanges with the ranks' own batches (see [`super::batch`]).
+//!
 //! Where nothing is sent to the next Stage, the Stages before and after have their steps side by side, and the longer
 //! one counts. Every term is a path, so nothing is overestimated as long as all that a Stage sends goes to the next one
 //! and gradients come back for it. Values that pass over Stages travel beside the others: there the formula may be above
@@ -82,6 +84,8 @@ pub(crate) struct StageCost {
     pub(crate) wait_us: f64,
     /// Gradient reduction that the backward does not hide, and the optimizer.
     pub(crate) end_us: f64,
+    /// What a step takes at least for what the Stage exchanges with the ranks' own batches.
+    pub(crate) batch_us: f64,
 }
 
 impl StageCost {
@@ -96,6 +100,7 @@ impl StageCost {
             && self.smaller.is_within(&other.smaller)
             && self.wait_us <= other.wait_us
             && self.end_us <= other.end_us
+            && self.batch_us <= other.batch_us
     }
 
     /// What the way of a microbatch through earlier Stages surely adds to the paths through this one.
@@ -306,7 +311,7 @@ impl StepModel {
     }
 
     fn prepend_1f1b(&self, later: StepTime, stage: &StageCost, later_stages: usize) -> StepTime {
-        let StageCost { larger, smaller, wait_us, end_us } = stage;
+        let StageCost { larger, smaller, wait_us, end_us, batch_us } = stage;
         let values = Transfer::new(larger.out_us, smaller.out_us, later.in_us);
         let grads = Transfer::new(larger.out_grad_us, smaller.out_grad_us, later.in_grad_us);
         let paths = if values.smaller_us > 0.0 { later.paths_us.into() } else { Alternating::default() };
@@ -331,7 +336,7 @@ impl StepModel {
         StepTime {
             in_us: smaller.in_us,
             in_grad_us: smaller.in_grad_us,
-            step_us: later.step_us.max(all_us),
+            step_us: later.step_us.max(all_us).max(*batch_us),
             paths_us: paths.into(),
         }
     }
@@ -401,7 +406,7 @@ impl StepModel {
     }
 
     fn prepend_fill_drain(&self, later: StepTime, stage: &StageCost) -> StepTime {
-        let StageCost { larger, smaller, wait_us, end_us: own_end_us } = stage;
+        let StageCost { larger, smaller, wait_us, end_us: own_end_us, batch_us } = stage;
         let values = Transfer::new(larger.out_us, smaller.out_us, later.in_us);
         let grads = Transfer::new(larger.out_grad_us, smaller.out_grad_us, later.in_grad_us);
         let paths = if values.smaller_us > 0.0 { later.paths_us.into() } else { Drained::default() };
@@ -423,7 +428,7 @@ impl StepModel {
         StepTime {
             in_us: smaller.in_us,
             in_grad_us: smaller.in_grad_us,
-            step_us: later.step_us.max(forwards_us + end_us),
+            step_us: later.step_us.max(forwards_us + end_us).max(*batch_us),
             paths_us: Drained { last_forward_us, forwards_us, first_backward_us, backwards_us, end_us }.into(),
         }
     }

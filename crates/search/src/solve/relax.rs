@@ -263,7 +263,9 @@ impl<'a> Relaxation<'a> {
         for (stage, entry) in table.all_ending(end) {
             let run = stage.first..end;
             let least_deep = least_deep(feeds, &run, ahead);
-            if !states.allow(step, entry, table.savers[stage.saver], least_deep, behind) {
+            let in_flight = step.in_flight(least_deep);
+            // To hold more takes no less.
+            if entry.max_in_flight < in_flight || !table.savers[stage.saver].serves(&(in_flight..=in_flight)) {
                 continue;
             }
             let ahead_of_it = if feeds.all_lead_to(&run) { least_deep } else { least_deep.min(ahead) };

@@ -44,7 +44,7 @@ pub(crate) struct SearchCase {
 }
 
 /// A division, and the case that it belongs to.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Solution {
     pub(crate) case: SearchCase,
     pub(crate) found: Found,

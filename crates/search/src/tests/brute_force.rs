@@ -8,7 +8,9 @@ use rannc_cost::{Cluster, FlopRates, OpWork, Poly, Work};
 use rannc_plan::Sharding;
 
 use crate::answer::links::Linker;
-use crate::chain::spec::{Affine, BlockSpec, ChainSpec, CloneSpec, ConversionSpec, CrossingSpec, KeptSpec, StateSpec};
+use crate::chain::spec::{
+    Affine, BlockSpec, ChainSpec, CloneSpec, ConversionSpec, CrossingSpec, InputSpec, KeptSpec, OutputSpec, StateSpec,
+};
 use crate::chain::{BatchSpec, Chain};
 use crate::price::{CHEAPER, Pricing, Problem, RankOrder, Replicas, Saver, StepTime};
 use crate::settings::{Limits, Savers, Settings};
@@ -75,6 +77,21 @@ fn kept(len: usize) -> impl Strategy<Value = KeptSpec> {
     })
 }
 
+/// What the ranks bring and get, in most models little.
+fn batch(len: usize) -> impl Strategy<Value = BatchSpec> {
+    let bytes = |kilobytes: u32| Affine { fixed: 0.0, per_row: f64::from(kilobytes * kilobytes) * 1e3 };
+    let input = (places(len), 0..30_u32, prop::bool::weighted(0.8));
+    let input = input.prop_map(move |(used_by, size, has_rows)| InputSpec { bytes: bytes(size), has_rows, used_by });
+    let output = (0..len, 0..30_u32, any::<bool>());
+    let output = output.prop_map(move |(made_by, size, requires_grad)| OutputSpec {
+        bytes: bytes(size),
+        requires_grad,
+        made_by,
+    });
+    let all = (prop::collection::vec(input, 0..3), prop::collection::vec(output, 0..3));
+    all.prop_map(|(inputs, outputs)| BatchSpec { inputs, outputs })
+}
+
 /// Each Block a kind of its own; whether it begins a Span is drawn.
 fn with_kinds_and_spans(blocks: Vec<(BlockSpec, bool)>) -> Vec<BlockSpec> {
     let mut span = 0;
@@ -115,9 +132,10 @@ fn spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
             prop::collection::vec(conversions, 0..3),
             prop::collection::vec(crossing(len), 0..6),
             prop::collection::vec(kept(len), 0..6),
+            batch(len),
         )
-            .prop_map(|(blocks, states, clones, conversions, crossings, kept)| ChainSpec {
-                batch: BatchSpec::default(),
+            .prop_map(|(blocks, states, clones, conversions, crossings, kept, batch)| ChainSpec {
+                batch,
                 blocks: with_kinds_and_spans(blocks),
                 spans: Vec::new(),
                 states,

@@ -3,3 +3,5 @@
 mod brute_force;
 mod sharding;
 mod step;
+#[path = "../../tests/towers/mod.rs"]
+pub(crate) mod towers;

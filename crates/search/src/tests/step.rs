@@ -196,10 +196,10 @@ proptest! {
         rows in 1..6_u32, counts in (8..40_u64).prop_flat_map(counts),
     ) {
         let growth = f64::from(rows + 1) / f64::from(rows);
-        let more = |StageCost { smaller, wait_us, end_us, .. }: StageCost| {
+        let more = |StageCost { smaller, wait_us, end_us, batch_us, .. }: StageCost| {
             let PassCost { forward_us, backward_us, .. } = smaller;
             let more = PassCost { forward_us: growth * forward_us, backward_us: growth * backward_us, ..smaller };
-            StageCost { larger: if counts[0] > 0 { more } else { smaller }, smaller, wait_us, end_us }
+            StageCost { larger: if counts[0] > 0 { more } else { smaller }, smaller, wait_us, end_us, batch_us }
         };
         let (model, stages) = (StepModel::new(schedule, counts), stages.into_iter().map(more).collect::<Vec<_>>());
         let (closed_us, path_us) = (step_us(&model, &stages), path_us(&model, &stages));
