@@ -433,6 +433,14 @@ def test_only_vmap_is_active() -> None:
     assert seen == [True, False, False]
 
 
+def test_vmap_levels_ended() -> None:
+    with pytest.raises(ValueError, match="inside"), internals.vmap_levels_ended():
+        torch._C._functorch._vmap_increment_nesting(2, "error")
+        assert internals.functorch_is_active()
+        raise ValueError("inside")
+    assert not internals.functorch_is_active()
+
+
 def test_without_levels() -> None:
     own = X.clone().requires_grad_()
 

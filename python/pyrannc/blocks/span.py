@@ -17,6 +17,7 @@ from pyrannc.blocks.compiled import SpanCode
 from pyrannc.blocks.draw import DrawnOp, law_of
 from pyrannc.blocks.form import Form
 from pyrannc.blocks.joint import Seen
+from pyrannc.blocks.one_row import gradient_laid_out, needs_gradient_laid_out
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture import Captured
 from pyrannc.capture.ops import opens_region
@@ -179,6 +180,8 @@ class _Writer:
             is_view = self._facts.root(value) != value and not self._facts.ops[op].mutates
             if is_view and not self._facts.ops[op].grad_enabled:
                 made = self.graph.call_function(without_gradient, (made,))
+            if needs_gradient_laid_out(original, self._device):
+                made = self.graph.call_function(gradient_laid_out, (made,))
             self._nodes[value] = made
 
     def _may_copy(self, op: int) -> bool:

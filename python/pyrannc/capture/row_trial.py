@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .chance import alike_draws
 from .dims import Dim
-from .torch_internals import FakeTensor, TorchDispatchMode, all_digits, pytree
+from .torch_internals import FakeTensor, TorchDispatchMode, all_digits, pytree, vmap_levels_ended
 
 FEW, MANY = 4, 64
 """Rows that are tried at least: few, and enough for what begins at a number of them."""
@@ -386,7 +386,7 @@ class _Trial:
         tensors = {**self._fixed, **rows, **sizes}
         # A function may change what it is given.
         given = [_copy(tensors[place]) for place in range(len(tensors))]
-        with _Kinds(self._seen.kinds) as noted, alike_draws(self._number, _MOST_DRAWS * (hi - lo)):
+        with _Kinds(self._seen.kinds) as noted, alike_draws(self._number, _MOST_DRAWS * (hi - lo)), vmap_levels_ended():
             made = self._call(*given)
         self._inside_bytes = max(self._inside_bytes, noted.made_bytes)
         made = [made] if isinstance(made, Tensor) else [item for item in made if isinstance(item, Tensor)]

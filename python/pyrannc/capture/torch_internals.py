@@ -384,6 +384,17 @@ def only_vmap_is_active() -> bool:
     return bool(levels) and all(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
 
 
+@contextmanager
+def vmap_levels_ended() -> Iterator[None]:
+    """At the end, also by an error, levels of ``torch.vmap`` that captured Ops have begun are over. Public: none."""
+    before = len(pyfunctorch.retrieve_all_functorch_interpreters())
+    try:
+        yield
+    finally:
+        for _ in range(len(pyfunctorch.retrieve_all_functorch_interpreters()) - before):
+            torch._C._functorch._vmap_decrement_nesting()
+
+
 def without_levels(tensor: Tensor) -> Tensor:
     """What a tensor inside of ``torch.vmap`` and the like is made of, which alone tells of gradients. Public: none."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):

@@ -18,7 +18,7 @@ from pyrannc.capture.autocast import no_autocast
 from pyrannc.capture.chance import other_generators_restored, other_states
 from pyrannc.capture.row_lists import unpacked
 from pyrannc.capture.source import SourceTracker
-from pyrannc.capture.torch_internals import reparametrized
+from pyrannc.capture.torch_internals import reparametrized, vmap_levels_ended
 from pyrannc.core.partition import StagePart
 from pyrannc.proof.outcome import seeds
 
@@ -162,6 +162,7 @@ class FewRows:
             same_chance(self._device),
             _same_kernels(),
             torch.set_grad_enabled(self._backward),
+            vmap_levels_ended(),
         ):
             before = _states(self._device)
             outputs = call()

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.contract.habit import equal
 from tests.contract.job import Job
+from tests.contract.settings import Setting
 from tests.contract.training import CLASSES, TOKENS, VOCABULARY, WIDTH, Chain, Returns, fit, padded, pairs
 
 
@@ -264,3 +265,24 @@ def evaluated_batch_norm(job: Job) -> None:
         (out - batch[1]).square().sum().div(max(1, len(out))).backward()
         job.gradients(model)
     job.state(model)
+
+
+class _Patches(Chain):
+    """Patches of an image become its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.norm = nn.Conv2d(1, WIDTH, 2, 2), nn.BatchNorm2d(WIDTH)
+        self.norm.running_var.uniform_(0.5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = x.unsqueeze(1).unsqueeze(1).repeat(1, 1, 4, 1)
+        tokens = self.norm.eval()(self.patches(images)).flatten(2).transpose(1, 2)
+        return super().forward(F.layer_norm(tokens, (WIDTH,))).sum(1)  # type: ignore[no-any-return]
+
+
+@equal(settings=(Setting((8,), 1, 8), Setting((7, 1), 2, 1)))
+def batch_norm_of_one_image(job: Job) -> None:
+    """A convolution and a BatchNorm2d in evaluation mode, whose images are tokens later, for parts of one row."""
+    torch.manual_seed(3)
+    _fit(job, _Patches())
