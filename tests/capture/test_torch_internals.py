@@ -433,11 +433,16 @@ def test_only_vmap_is_active() -> None:
     assert seen == [True, False, False]
 
 
-def test_vmap_levels_ended() -> None:
-    with pytest.raises(ValueError, match="inside"), internals.vmap_levels_ended():
+def _fails_inside() -> None:
+    with internals.vmap_levels_ended():
         torch._C._functorch._vmap_increment_nesting(2, "error")
         assert internals.functorch_is_active()
         raise ValueError("inside")
+
+
+def test_vmap_levels_ended() -> None:
+    with pytest.raises(ValueError, match="inside"):
+        _fails_inside()
     assert not internals.functorch_is_active()
 
 

@@ -20,7 +20,7 @@ def needs_gradient_laid_out(node: fx.Node, device: torch.device) -> bool:
 def gradient_laid_out(tensor: Tensor) -> Tensor:
     """The tensor, whose gradient comes contiguous if it is of one row."""
     if tensor.requires_grad and tensor.shape[0] == 1:
-        tensor.register_hook(_contiguous)
+        tensor.register_hook(_contiguous)  # type: ignore[no-untyped-call]  # torch has no types for it
     return tensor
 
 
