@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from pyrannc import config as configuration
 from pyrannc.call.agreed import AgreedCall
 from pyrannc.call.batch_arguments import BatchNames
+from pyrannc.call.lengths import Lengths, Sample
 from pyrannc.call.row_lists import RowLists
 from pyrannc.call.shared_inputs import refuse_shared
 from pyrannc.call.stale import StaleAttributes
@@ -25,13 +26,13 @@ from pyrannc.call.telling import (
     tell_of_whole_parts,
 )
 from pyrannc.call.unwrap import unwrapped
-from pyrannc.call.variant import MOST_VARIANTS, CallKey, RowMixing, Variant, Variants
+from pyrannc.call.variant import MOST_VALUES, CallKey, RowMixing, Variant, Variants
 from pyrannc.capture import CaptureOptions, flatten
 from pyrannc.capture.autocast import no_autocast
 from pyrannc.capture.torch_compiler import start_compiling_processes
 from pyrannc.capture.torch_internals import at_end_of_backward
 from pyrannc.core.program import Call, RankProgram
-from pyrannc.errors import ConfigError, PlanError, RaNNCError
+from pyrannc.errors import CaptureError, ConfigError, PlanError, RaNNCError, first_line
 from pyrannc.face.deployed import DeployedModel
 from pyrannc.face.state import refuse_unavailable
 from pyrannc.job import agree, phases, process
@@ -157,6 +158,7 @@ class RaNNCModule(DeployedModel):
         self._plan_file = Path(load_deployment) if load_deployment is not None else _configured_plan_file(self._config)
         self._user_optimizer = UserOptimizer.of(optimizer) if optimizer is not None else None
         self._variants = Variants()
+        self._lengths = Lengths(self._variants)
         self._stale = StaleAttributes()
         self._row_lists = RowLists()
         self._agreement = self._new_agreement()
@@ -199,9 +201,7 @@ class RaNNCModule(DeployedModel):
             keep_below(self._config.mem_limit_bytes, self.device)
             if self._compiles and self.device.type == "cuda":
                 start_compiling_processes()
-            variant = self._capture(args, kwargs, call)
-            self._set_limits(variant)
-            self._compare(variant, call)
+            variant = self._captured(args, kwargs, call)
             if not self._follow(variant):
                 with no_autocast():
                     self._deploy(variant, call)
@@ -237,8 +237,8 @@ class RaNNCModule(DeployedModel):
             limit.set(params)
 
     def _compare(self, variant: Variant, call: AgreedCall) -> None:
-        """Holds a captured call against the model itself, on a few rows."""
-        if not (torch.is_grad_enabled() and variant.trains):
+        """Holds a captured call against the model itself, on a few rows; without training if it has no own trace."""
+        if variant.has_own_trace and not (torch.is_grad_enabled() and variant.trains):
             return
         with phases.phase("RaNNCModule", "comparison", "the comparison of the captured graph", busy=True):
             compared = str(compare_once(self.model, variant, call.tensors, call.batch, self.device))
@@ -277,25 +277,45 @@ class RaNNCModule(DeployedModel):
         return begin
 
     def _keep(self, key: CallKey, variant: Variant) -> None:
-        dropped = self._variants.add(key, variant)
-        if dropped is not None:
+        for dropped in self._variants.add(key, variant):
             self._deployed("forward").forget(dropped)
 
+    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: AgreedCall) -> Variant:
+        """The call as a Graph, which is the model's."""
+        variant = self._capture(args, kwargs, call)
+        self._set_limits(variant)
+        try:
+            self._compare(variant, call)
+        except CaptureError as error:
+            if variant.has_own_trace:
+                raise
+            self._lengths.give_up(call.key, first_line(error))
+            return self._captured(args, kwargs, call)
+        return variant
+
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: AgreedCall) -> Variant:
-        if self._variants.made >= _TOLD_CAPTURES and process.get_rank() == 0:
+        sample = Sample(
+            self.model, args, kwargs, self.device, call.own_rows, call.per_row, call.batch, self._row_mixing,
+            self._capture_options,
+        )  # fmt: skip
+
+        def tell(why: str) -> None:
+            if self._variants.traced < _TOLD_CAPTURES or process.get_rank():
+                return
             _log.warning(
-                "capture %d of the model, because this is not as at the call before: %s. Each takes time, the last "
-                "%d are kept; pass what changes with each call as a tensor",
-                self._variants.made + 1, self._variants.why_new(call.key, call.batch.total), MOST_VARIANTS,
+                "capture %d of the model, because this is not as at the call before: %s%s. Each takes time, and the "
+                "oldest goes when all have more than %d tensors; pass what changes with each call as a tensor",
+                self._variants.traced + 1, self._variants.why_new(call.key, call.batch.total), f" ({why})" * bool(why),
+                MOST_VALUES,
             )  # fmt: skip
+
         with phases.phase("Decomposer", "capture", "the capture of the model"):
-            variant = Variant(
-                self.model, args, kwargs, self.device, call.own_rows, call.per_row, call.batch, self._row_mixing,
-                self._capture_options,
-            )  # fmt: skip
+            variant = self._lengths.variant(call.key, sample, tell)
             elements = sum(param.numel() for param in self.name_to_param.values())
             ops, params = len(variant.whole.facts.ops), len(variant.whole.facts.params)
             phases.note(f"{type(self.model).__name__}: {ops} ops, {params} parameters with {elements:,} elements")
+            if not variant.has_own_trace:
+                phases.note("its lengths put into the trace that serves others")
         agree.together(lambda: refuse_shared(call.tensors, variant.whole.captured.changed_inputs))
         if self._batch_arguments is None:
             variant.refuse_sequences(call.batch)

@@ -15,7 +15,7 @@ from pyrannc._native import Graph
 from pyrannc.capture import Captured, CaptureOptions, capture
 from pyrannc.capture.row_trial import within
 from pyrannc.capture.source import Part
-from pyrannc.capture.tracer import trace
+from pyrannc.capture.tracer import Trace, trace
 from pyrannc.errors import CaptureError
 
 CPU, ROWS, WIDTH = torch.device("cpu"), 4, 3
@@ -497,12 +497,16 @@ def test_what_is_whole_around_a_part_packs_rows_with_a_mask_of_pairs(assert_equa
     assert_equals_model(Around().double(), lambda rows: ((torch.randn(rows, 2, WIDTH).double(),), {}), options=options)
 
 
-def test_what_is_known_to_stay_whole_is_not_found_out_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_known_to_stay_whole_is_not_found_out_again() -> None:
     net, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), Outer(), nn.Linear(WIDTH, WIDTH)), torch.randn(ROWS, WIDTH)
     first = capture(net, (x,), {}, device=CPU, rows=ROWS)
-    traced: list[Any] = []
-    monkeypatch.setattr("pyrannc.capture.captured.trace", lambda *args: traced.append(trace(*args)) or traced[-1])
-    again = capture(net, (x,), {}, device=CPU, rows=ROWS, kept_whole=first.kept_whole)
+    traced: list[Trace] = []
+
+    def tracing(*args: Any) -> Trace:
+        traced.append(trace(*args))
+        return traced[-1]
+
+    again = capture(net, (x,), {}, device=CPU, rows=ROWS, kept_whole=first.kept_whole, tracing=tracing)
     assert (again.kept_whole, len(traced)) == (first.kept_whole, 1)
     assert Graph.from_json(again.graph_json).hash() == Graph.from_json(first.graph_json).hash()
 

@@ -217,6 +217,19 @@ def test_fake_of() -> None:
     assert isinstance(parameter, nn.Parameter)
 
 
+def test_fake_of_free_lengths() -> None:
+    mode = fake_mode()
+    x, y = torch.zeros(3, 5), torch.zeros(5, 2, 3, 6)
+    first, second = internals.fake_of(mode, "x", x, 1, {1}), internals.fake_of(mode, "y", y, 0, {0, 3})
+    rows, length = map(internals.expression, first.shape)
+    assert rows != length
+    assert internals.expression(second.shape[0]) == length
+    assert second.shape[1:3] == (2, 3)
+    assert internals.expression(second.shape[3]) not in (rows, length)
+    packed = internals.fake_of(mode, "packed", torch.zeros(6, 5), 2, {1})
+    assert list(map(internals.expression, packed.shape)) == [2 * rows, length]
+
+
 def test_fake_of_packed_rows() -> None:
     mode = fake_mode()
     first = internals.fake_of(mode, "x", X, 1)
@@ -260,6 +273,7 @@ def test_ShapeQuestions() -> None:
 
     assert targets(traced(call, X, mode=mode)).count(torch.ops.aten.mul.Tensor) == 1
     assert env.watched >= 2
+    assert [str(condition).partition("(")[0] for condition in env.conditions] == ["Eq"]
     # An operator takes an extent of data for that of what it is added to; one of others is still free.
     traced(lambda x: torch.arange((x > 0).sum()) + torch.arange((x > 1).sum()), X, mode=mode)
     assert env.taken is None
@@ -293,6 +307,21 @@ def test_simplified() -> None:
     assert internals.simplified(twice) == internals.expression(twice)
     assert size == 3
     assert internals.simplified(twice) == 6
+
+
+def test_symbolic_integer() -> None:
+    mode = fake_mode()
+    symbol = internals.expression(internals.fake_of(mode, "x", X, 1).shape[0])
+    made = internals.symbolic_integer(mode, 2 * symbol + 1, 7)
+    assert (internals.expression(made), internals.hint(made)) == (2 * symbol + 1, 7)
+
+
+def test_NUMBER_REPRS() -> None:
+    rows = internals.fake_of(fake_mode(), "x", X, 1).shape[0]
+    for point, number in zip(internals.NUMBER_REPRS, (rows, rows / 2, rows > 7), strict=True):
+        assert isinstance(number, point.owner)
+        with point.replaced_by(lambda number: "seen"):
+            assert (f"{number}", repr(number)) == ("seen", "seen")
 
 
 def test_hint() -> None:

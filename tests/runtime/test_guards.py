@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import pyrannc
+from pyrannc.call import variant
 from pyrannc.job import process
 from tests.ranks import RankPool
 
@@ -264,12 +265,25 @@ class Weighted(nn.Module):
         return self.last(torch.tanh(self.first(x)) * weight)  # type: ignore[no-any-return]
 
 
+@contextmanager
+def room(values: int) -> Iterator[None]:
+    """Captured forms are kept as long as they have so many Values together."""
+    before, variant.MOST_VALUES = variant.MOST_VALUES, values
+    try:
+        yield
+    finally:
+        variant.MOST_VALUES = before
+
+
 def numbers_come() -> list[str]:
     with compared() as differences:
         pair = Pair(Weighted, differences)
         for number in range(20):
             pair.step(f"with {number}", 1.0 + number % 18 / 100)
-        differences.compare("captures", len(pair.module._variants._by_use), 16)
+        differences.compare("captures", len(pair.module._variants._by_use), 18)
+        with room(0):
+            pair.step("with another", 2.0)
+        differences.compare("captures without room", len(pair.module._variants._by_use), 16)
         pair.module.undeploy()
         return differences.found
 

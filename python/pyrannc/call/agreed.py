@@ -196,10 +196,12 @@ class Agreement:
         return None if self.params is None else self.params.flags
 
     def _is_due(self, variant: Variant) -> bool:
-        """True at the second call of a captured form, and whenever the interval has passed."""
+        """True at the second call of what was traced for itself, and whenever the interval has passed."""
         if not self._interval or not variant.can_compare:
             return False
-        return variant.calls == 1 or (variant.calls > 0 and variant.calls % self._interval == 0)
+        if variant.calls == 1:
+            return variant.has_own_trace
+        return variant.calls > 0 and variant.calls % self._interval == 0
 
     def _compare(
         self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, rows: int

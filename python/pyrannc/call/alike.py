@@ -18,8 +18,10 @@ from pyrannc.capture import (
     CaptureOptions,
     KeptWhole,
     PartOfBatchError,
+    Tracing,
     capture,
     flatten,
+    trace,
 )
 from pyrannc.capture.row_lists import has_row_lists
 from pyrannc.errors import MismatchError
@@ -39,6 +41,7 @@ def capture_alike(
     apart: bool = False,
     tried_together: Sequence[str] = (),
     kept_whole: Sequence[KeptWhole] = (),
+    tracing: Tracing = trace,
 ) -> tuple[Captured, Graph]:
     """The captured call with its Graph. All ranks call it.
 
@@ -46,6 +49,7 @@ def capture_alike(
 
     Args:
         kept_whole: as an earlier capture of the call has found.
+        tracing: gives the trace of the call.
 
     Raises:
         CaptureError: the call cannot be captured.
@@ -67,6 +71,7 @@ def capture_alike(
                 apart=apart,
                 tried_together=tried_together,
                 kept_whole=kept_whole,
+                tracing=tracing,
             )
         except PartOfBatchError:
             return None

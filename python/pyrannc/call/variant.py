@@ -19,7 +19,16 @@ from pyrannc.call.guards import ModuleGuards
 from pyrannc.call.mixing_parts import DividedCapture, without_mixing
 from pyrannc.call.single_row import first_normalising, refuse_single_rows
 from pyrannc.call.whole_batch import BatchRows
-from pyrannc.capture import NO_OPTIONS, Answering, Captured, CaptureOptions, KeptWhole, capture
+from pyrannc.capture import (
+    NO_OPTIONS,
+    Answering,
+    Captured,
+    CaptureOptions,
+    KeptWhole,
+    Tracing,
+    capture,
+    trace,
+)
 from pyrannc.capture.lacking import Lacking
 from pyrannc.capture.row_lists import has_row_lists
 from pyrannc.capture.sequences import ADVICE
@@ -35,7 +44,10 @@ RowMixing: TypeAlias = Literal["batch", "microbatch"]
 """What an Op that mixes rows works on: the global batch, or whatever part of it is in hand."""
 CallKey = tuple[tuple[Hashable, ...], Hashable]
 """The signature of a call, and which parameters require gradients."""
-MOST_VARIANTS = 16
+MOST_VALUES = 50_000
+"""Of all captured forms that are kept, which take about ten kilobytes of the host's memory for each."""
+_LEAST_VARIANTS = 16
+"""So many are kept in any case."""
 _NO_NUMBER = -1
 
 
@@ -69,8 +81,10 @@ class Variant:
         batch: the rows of all ranks.
         row_mixing: what Ops that mix rows work on.
         options: what the script says of captures.
+        tracing: gives the trace of the call.
 
     Attributes:
+        has_own_trace: no other call's trace served it.
         whole: body and tail together.
         tail: what runs once a step on all rows, if there is such a thing.
         whole_of: by Value of the body, that of the whole.
@@ -95,14 +109,18 @@ class Variant:
         batch: BatchRows,
         row_mixing: RowMixing = "batch",
         options: CaptureOptions = NO_OPTIONS,
+        tracing: Tracing = trace,
     ) -> None:
         self._per_row, self._options = per_row, options
+        self.has_own_trace = tracing is trace
 
         def divided_capture(
             together: Sequence[str] = (), *, apart: bool = False, kept_whole: Sequence[KeptWhole] = ()
         ) -> DividedCapture:
             own = model, args, kwargs, device, rows, per_row, options, batch
-            captured, graph = capture_alike(*own, apart=apart, tried_together=together, kept_whole=kept_whole)
+            captured, graph = capture_alike(
+                *own, apart=apart, tried_together=together, kept_whole=kept_whole, tracing=tracing
+            )
             native = graph.divide_tail(row_mixing)
             return DividedCapture(captured, graph, native, DividedFacts.from_json(native.to_json()))
 
@@ -157,30 +175,43 @@ class Variant:
         if has_row_lists((args, kwargs)):
             # Other items may show something else of how rows are treated.
             return
-        per_row, captured = self._per_row, self.whole.captured
-        # This rank's rows are not those that have answered.
-        answers = Answering(before=captured.assumptions)
-        again = capture(
-            model,
-            args,
-            kwargs,
-            device=device,
-            rows=rows,
-            per_row=per_row,
-            options=CaptureOptions(captured.leaves, outputs=self._options.outputs),
-            answers=answers,
-            apart=captured.apart,
-            row_wise=captured.row_wise,
-            tried_together=captured.together,
-        )
-        graph = Graph.from_json(again.graph_json)
-        if graph.hash() != self.whole.graph.hash() or again.limits != captured.limits:
+        graph, same = self.captured_again(model, args, kwargs, device, rows)
+        if not same:
             here, now = first_difference(self.whole.graph.op_texts(), graph.op_texts(), "the same Ops on other tensors")
             raise CaptureError(
                 f"the model computes something else than when it was captured: it had\n  {here}\nand now has\n  {now}\n"
                 "What decides that must be an argument, an attribute of a sub-module, its training flag, or a global "
                 "variable that its forward reads; a closure or a file is not seen to change"
             )
+
+    def captured_again(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+        rows: int,
+        tracing: Tracing = trace,
+    ) -> tuple[Graph, bool]:
+        """The Graph of one more capture of such a call, on this rank alone, and whether it is this one."""
+        captured = self.whole.captured
+        again = capture(
+            model,
+            args,
+            kwargs,
+            device=device,
+            rows=rows,
+            per_row=self._per_row,
+            options=CaptureOptions(captured.leaves, outputs=self._options.outputs),
+            # This rank's rows are not those that have answered.
+            answers=Answering(before=captured.assumptions),
+            apart=captured.apart,
+            row_wise=captured.row_wise,
+            tried_together=captured.together,
+            tracing=tracing,
+        )
+        graph = Graph.from_json(again.graph_json)
+        return graph, graph.hash() == self.whole.graph.hash() and again.limits == captured.limits
 
     def reached(self, outputs: frozenset[int]) -> frozenset[int]:
         """The Values of the whole that some of these outputs may depend on."""
@@ -336,7 +367,7 @@ class Variants:
         self._kept: dict[CallKey, list[Variant]] = {}
         self._by_use: dict[Variant, CallKey] = {}
         self._first: Variant | None = None
-        self.made = 0
+        self.made = self.traced = 0
 
     @property
     def first(self) -> Variant:
@@ -348,18 +379,25 @@ class Variants:
         """The captured form of calls with this key whose guards hold, if there is one."""
         return next((variant for variant in self._kept.get(key, ()) if variant.guards.hold()), None)
 
-    def add(self, key: CallKey, variant: Variant) -> Variant | None:
-        """Keeps a captured form under the next number, and returns one that had to go for it."""
+    def like(self, key: CallKey) -> list[tuple[CallKey, Variant]]:
+        """Those of calls that differ from this one in extents only, the one used last first."""
+        kind = kind_of(key)
+        return [(known, variant) for variant, known in reversed(self._by_use.items()) if kind_of(known) == kind]
+
+    def add(self, key: CallKey, variant: Variant) -> list[Variant]:
+        """Keeps a captured form under the next number, and returns those that had to go for it."""
         self._first = self._first or variant
         variant.number = self.made
         self.made += 1
+        self.traced += variant.has_own_trace
         self._kept.setdefault(key, []).insert(0, variant)
         self._by_use[variant] = key
-        if len(self._by_use) <= MOST_VARIANTS:
-            return None
-        oldest = next(known for known in self._by_use if known is not self._first)
-        self._kept[self._by_use.pop(oldest)].remove(oldest)
-        return oldest
+        dropped = []
+        while len(self._by_use) > _LEAST_VARIANTS and sum(map(_size, self._by_use)) > MOST_VALUES:
+            oldest = next(known for known in self._by_use if known is not self._first)
+            self._kept[self._by_use.pop(oldest)].remove(oldest)
+            dropped.append(oldest)
+        return dropped
 
     def use(self, variant: Variant) -> None:
         """Counts a call, which all ranks make."""
@@ -383,7 +421,24 @@ class Variants:
         self._kept.clear()
         self._by_use.clear()
         self._first = None
-        self.made = 0
+        self.made = self.traced = 0
+
+
+def _size(variant: Variant) -> int:
+    return len(variant.whole.facts.values)
+
+
+def extents_of(key: CallKey) -> tuple[tuple[int, ...], ...]:
+    """Of each tensor of a call, the extents besides the rows."""
+    described: Any = key[0][1]
+    return tuple(extents for _, extents, *_ in described)
+
+
+def kind_of(key: CallKey) -> Hashable:
+    """What calls share that differ in these extents only."""
+    (structure, _, *rest), flags = key
+    described: Any = key[0][1]
+    return structure, tuple((rows, len(extents), *of) for rows, extents, *of in described), *rest, flags
 
 
 def _extents(shape: Sequence[tuple[int, int]]) -> str:

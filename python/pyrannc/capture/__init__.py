@@ -7,9 +7,11 @@ from .attributes import INTERNAL, is_plain
 from .captured import Captured, capture, signature
 from .dims import Dim
 from .flatten import Structure, batch_rows, by_extents, flatten
+from .lengths import FixedLengthError, LengthTrace
 from .options import NO_OPTIONS, CaptureOptions
 from .reading import can_be_traced, may_lack_rows
 from .source import Part, Place
+from .tracer import Trace, Tracing, trace
 from .untraceable import KeptWhole
 
 __all__ = [
@@ -23,13 +25,17 @@ __all__ = [
     "CaptureOptions",
     "Captured",
     "Dim",
+    "FixedLengthError",
     "KeptWhole",
+    "LengthTrace",
     "Part",
     "PartOfBatchError",
     "Place",
     "PythonState",
     "Question",
     "Structure",
+    "Trace",
+    "Tracing",
     "batch_rows",
     "by_extents",
     "can_be_traced",
@@ -38,4 +44,5 @@ __all__ = [
     "is_plain",
     "may_lack_rows",
     "signature",
+    "trace",
 ]

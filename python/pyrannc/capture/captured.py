@@ -29,7 +29,7 @@ from .options import NO_OPTIONS, CaptureOptions
 from .outputs import only_asked
 from .source import Place
 from .told import ToldRowWise
-from .tracer import Trace, trace
+from .tracer import Trace, Tracing, trace
 from .untraceable import KeptWhole, WholeModules
 
 _Attempt = tuple[Trace, CleanGraph, Lowered]
@@ -179,6 +179,7 @@ def capture(
     row_wise: Sequence[bool] | None = None,
     tried_together: Sequence[str] = (),
     kept_whole: Sequence[KeptWhole] = (),
+    tracing: Tracing = trace,
 ) -> Captured:
     """Captures ``model(*args, **kwargs)`` as it would run on ``device``, for any number of rows.
 
@@ -199,6 +200,7 @@ def capture(
         row_wise: as an earlier capture has found; otherwise it is tried.
         tried_together: paths of sub-modules whose Ops may treat each row by itself together, which is tried.
         kept_whole: what an earlier capture has found to stay whole; otherwise it is found out, by one trace for each.
+        tracing: gives the trace of the call.
 
     Raises:
         CaptureError: the call cannot be captured, and no sub-module helps by staying whole; the message names the
@@ -217,7 +219,7 @@ def capture(
         def once() -> _Attempt:
             own = replace(answers, assumes=whole.assumes, full_masks=frozenset(full_masks))
             own = replace(own, as_untraced=whole.as_untraced)
-            traced = trace(model, tuple(args), kwargs, device, rows, counts, leaves, own, outputs)
+            traced = tracing(model, tuple(args), kwargs, device, rows, counts, leaves, own, outputs)
             _refuse_changed_params(traced)
             traced.assumptions[:] = _without_changed_buffers(traced)
             refuse_changed_tensors(model, _changed_constants(traced.gm))

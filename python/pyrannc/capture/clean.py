@@ -29,6 +29,7 @@ from .source import Place
 from .torch_internals import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED, expression
 from .tracer import Trace
 from .untraceable import UntraceableError
+from .whole_slices import drop_whole_slices
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -97,6 +98,11 @@ def copy_what_runs(trace: Trace, cleaned: CleanGraph) -> None:
             env[node] = graph.node_copy(node, lambda old: env[old])
             env[node].meta = node.meta
     _copy_outputs(trace, graph, env, cleaned)
+
+
+def take_wholes(trace: Trace, cleaned: CleanGraph) -> None:
+    """Slices of a whole dimension, which are what they are of."""
+    drop_whole_slices(cleaned.gm.graph, trace.reader.read)
 
 
 def make_functional(trace: Trace, cleaned: CleanGraph) -> None:
@@ -286,6 +292,7 @@ def _identifier(name: str) -> str:
 PASSES: tuple[Callable[[Trace, CleanGraph], None], ...] = (
     drop_unused_in_trace,
     copy_what_runs,
+    take_wholes,
     make_functional,
     convert_once,
     divide_numbers,

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import sympy
 import torch
+from torch import Tensor
 
 from .torch_internals import expression, simplified
 
@@ -19,6 +20,15 @@ class Dim(NamedTuple):
     def at(self, rows: int) -> int:
         """The integer for a batch of ``rows`` rows."""
         return self.per_row * rows + self.fixed
+
+
+def symbols_in(value: Any) -> frozenset[sympy.Symbol]:
+    """What stands for numbers in the extents of tensors, or in numbers of a trace."""
+    if isinstance(value, (list, tuple)):
+        return frozenset().union(*map(symbols_in, value))
+    sizes = value.shape if isinstance(value, Tensor) else (value,)
+    numbers = (size for size in sizes if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)))
+    return frozenset().union(*(expression(number).free_symbols for number in numbers))
 
 
 class AffineReader:

@@ -22,6 +22,7 @@ from pyrannc.errors import CaptureError
 from .assumptions import Assumption, HeldBuffer, PartOfBatchError
 from .autocast import no_autocast
 from .chance import trial_draws
+from .dims import symbols_in
 from .facts import memory, written_memory
 from .questions import question
 from .source import Place, SourceTracker
@@ -93,6 +94,7 @@ class Oracle:
 
     Attributes:
         assumptions: the answers so far.
+        needs_length: where something first ran on tensors whose extents have other symbols than that of the rows.
     """
 
     def __init__(
@@ -108,6 +110,8 @@ class Oracle:
     ) -> None:
         self._apart = apart
         self.assumptions: list[Assumption] = []
+        self.needs_length: Place | None = None
+        self._lengths: frozenset[sympy.Symbol] = frozenset()
         self._part_of_batch = part_of_batch
         self._asked_rows: Place | None = None
         self._tracker = tracker
@@ -127,6 +131,7 @@ class Oracle:
         input_count: int,
         batch_size: sympy.Symbol | None,
         buffers: Sequence[HeldBuffer] = (),
+        lengths: frozenset[sympy.Symbol] = frozenset(),
     ) -> None:
         """Starts to serve ``tracer``.
 
@@ -136,13 +141,14 @@ class Oracle:
             input_count: how many inputs the call has.
             batch_size: stands for the number of rows.
             buffers: whose placeholders stand before the inputs'.
+            lengths: symbols that stand for other numbers than that of the rows.
         """
         first = len(samples) - input_count
         inputs = list(samples)[first:]
         self._buffers = dict(zip(list(samples)[first - len(buffers) : first], buffers, strict=True))
         self._inputs = {node: place for place, node in enumerate(inputs)}
         self._with_rows = {node for node, count in zip(inputs, self._batch.per_row, strict=True) if count}
-        self._graph = tracer.graph
+        self._graph, self._lengths = tracer.graph, lengths
         self._samples = _Samples(tracer.root, samples, self._device, {})
         self._batch_size, self._more = batch_size, {}
         self._asked = self._samples
@@ -205,8 +211,15 @@ class Oracle:
         with real_execution(), no_autocast(), trial_draws(seed or 0), self._apart():
             if seed is not None:
                 torch.manual_seed(seed)
-            samples.run(self._slice_of(node, samples.known, now=now))
+            nodes = self._slice_of(node, samples.known, now=now)
+            self._note_lengths([*nodes, node])
+            samples.run(nodes)
             return samples.known[node]
+
+    def _note_lengths(self, nodes: Sequence[fx.Node]) -> None:
+        """What runs on a sample has its lengths."""
+        if self.needs_length is None and any(symbols_in(node.meta.get("val")) & self._lengths for node in nodes):
+            self.needs_length = self._tracker.here()
 
     def constant_of(self, node: fx.Node) -> int | float | bool | None:
         """The number that ``node``, a tensor of one element, has in every call; None if something may change it."""
@@ -508,6 +521,10 @@ class BatchShapeEnv(ShapeQuestions):
     oracle: Oracle | None = None
     tracker: SourceTracker | None = None
     batch_symbol: sympy.Symbol | None = None
+    lengths: frozenset[sympy.Symbol] = frozenset()
+    """What stands for other numbers than that of the rows."""
+    needs_length: Place | None = None
+    """Where one of these first had to be a number."""
 
     def answer(self, expr: sympy.Basic) -> sympy.Basic | None:
         """The oracle's answer, once it is there."""
@@ -515,13 +532,28 @@ class BatchShapeEnv(ShapeQuestions):
             return None
         return self.oracle.answer(expr)
 
+    def note_text(self, number: Any) -> None:
+        """Notes that a number is made a text."""
+        if expression(number).free_symbols & self.lengths:
+            self._note_length()
+
+    def _note_length(self) -> None:
+        if self.needs_length is None:
+            self.needs_length = Place("") if self.tracker is None else self.tracker.here()
+
     def granted(self, symbol: sympy.Symbol, size: sympy.Expr) -> None:
         """Tells the oracle, once it is there."""
         if self.oracle is not None and self.oracle.attached:
             self.oracle.refuse_granted(symbol, size)
 
     def answered(self, expr: sympy.Basic) -> None:
-        """Raises CaptureError when the answer fixes the batch size."""
+        """Notes an answer that fixes a length.
+
+        Raises:
+            UntraceableError: it fixes the batch size.
+        """
+        if any(map(self.is_fixed, self.lengths)):
+            self._note_length()
         if self.batch_symbol is None or not self.is_fixed(self.batch_symbol):
             return
         place = self.tracker.here() if self.tracker is not None else Place("")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from operator import attrgetter
@@ -214,16 +214,23 @@ def tracing_context(mode: fake_tensor.FakeTensorMode) -> Iterator[None]:
 # --- Symbolic sizes -------------------------------------------------------------------------------------------------
 
 
-def fake_of(mode: fake_tensor.FakeTensorMode, name: str, tensor: Tensor, per_row: int) -> Tensor:
-    """``tensor`` without data, dimension 0 so many times a symbol. Public: ``torch.export.Dim`` and export."""
+def fake_of(
+    mode: fake_tensor.FakeTensorMode, name: str, tensor: Tensor, per_row: int, free: Collection[int] = ()
+) -> Tensor:
+    """``tensor`` without data, dimension 0 so many times a symbol. Public: ``torch.export.Dim`` and export.
+
+    Args:
+        free: the dimensions whose extents are symbols, too, the same one where they are equal.
+    """
     if per_row > 1:
-        by_row = fake_of(mode, name, tensor.detach().unflatten(0, (-1, per_row)), 1)  # type: ignore[no-untyped-call]  # torch has no types for it
+        later = [dim + 1 for dim in free]
+        by_row = fake_of(mode, name, tensor.detach().unflatten(0, (-1, per_row)), 1, later)  # type: ignore[no-untyped-call]  # torch has no types for it
         shape = (by_row.shape[0] * per_row, *by_row.shape[2:])
         with mode:
             made = torch.empty_strided(shape, by_row.stride()[1:], dtype=tensor.dtype, device=tensor.device)
             return made.requires_grad_(tensor.requires_grad)
     dynamic, static = symbolic_shapes.DimDynamic.DUCK, symbolic_shapes.DimDynamic.STATIC
-    sizes = [dynamic if per_row and dim == 0 else static for dim in range(tensor.dim())]
+    sizes = [dynamic if dim in free or (per_row and dim == 0) else static for dim in range(tensor.dim())]
     context: symbolic_shapes.StatelessSymbolicContext[Any, Any] = symbolic_shapes.StatelessSymbolicContext(
         dynamic_sizes=sizes
     )
@@ -245,6 +252,11 @@ class ShapeQuestions(symbolic_shapes.ShapeEnv):
 
     def granted(self, symbol: sympy.Symbol, size: sympy.Expr) -> None:
         """Sees an extent that data tell, and what an operator takes it for: something that no data tell."""
+
+    @property
+    def conditions(self) -> list[sympy.Basic]:
+        """Of all symbols that have a number in the sample, what the answers so far rest on."""
+        return list(dict.fromkeys(guard.expr for guard in self.guards))
 
     def is_fixed(self, symbol: sympy.Symbol) -> bool:
         """True when the answers so far leave one value, or another symbol, for ``symbol``."""
@@ -297,6 +309,14 @@ def expression(number: Any) -> sympy.Expr:
 def simplified(number: Any) -> sympy.Expr:
     """Likewise, after all that the trace has learned of the symbols. Public: none."""
     return number.node.shape_env.simplify(number.node.expr)
+
+
+def symbolic_integer(mode: fake_tensor.FakeTensorMode, expr: sympy.Expr, value: int) -> torch.SymInt:
+    """The number that is ``expr`` of symbols of ``mode``, and ``value`` in the sample. Public: none."""
+    assert mode.shape_env is not None
+    made = mode.shape_env.create_symintnode(expr, hint=value)
+    assert isinstance(made, torch.SymInt)
+    return made
 
 
 def hint(number: Any) -> Any:
@@ -753,6 +773,9 @@ def looked_up(tensor: Tensor, indices: list[Tensor]) -> Tensor:
 
 REGISTER_HOOK = PatchPoint(Tensor, "register_hook")
 """Gradient hooks become nodes. Public: a mode of torch functions, which some calls pass by."""
+
+NUMBER_REPRS = tuple(PatchPoint(_kind, "__repr__") for _kind in (torch.SymInt, torch.SymFloat, torch.SymBool))
+"""The text of a symbolic number names its symbols. Public: none."""
 
 TENSOR_REPR = PatchPoint(Tensor, "__repr__")
 """An error inside of a rule for fake tensors shows its operands. Public: a subclass of Tensor."""

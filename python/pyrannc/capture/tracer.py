@@ -11,6 +11,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
 
@@ -22,7 +23,7 @@ from .attributes import AttributeLog, Carried
 from .autocast import Autocast, cached_casts
 from .chance import OtherGenerators, other_generators_restored
 from .control_flow import control_flow_as_ops
-from .dims import AffineReader
+from .dims import AffineReader, symbols_in
 from .facts import FactRecorder
 from .fallback import BatchSizes, OperatorFallbacks
 from .flatten import Structure, flatten
@@ -41,6 +42,7 @@ from .sequences import ADVICE, runs_along_rows
 from .source import Part, Place, SourceTracker
 from .torch_internals import (
     MODULE_TO,
+    NUMBER_REPRS,
     TENSOR_REPR,
     FakeTensor,
     FakeTensorMode,
@@ -99,6 +101,8 @@ class Trace:
     """A raw trace. Placeholders are parameters, buffers, inputs; outputs are result tensors, then buffer updates.
 
     Attributes:
+        conditions: on all symbols, which the answers rest on.
+        needs_length: where an extent that is a symbol besides the rows had to be a number.
         left: plain values that the call sets attributes to.
         new_tree: the sub-modules that it leaves, where they are others than before.
         limits: what it sets to parameters, which is not in the trace.
@@ -113,6 +117,8 @@ class Trace:
     output: Structure
     updated_buffers: list[int]
     reader: AffineReader
+    conditions: list[sympy.Basic]
+    needs_length: Place | None
     assumptions: list[Assumption]
     python_state: PythonState
     carried: list[Carried]
@@ -121,6 +127,10 @@ class Trace:
     along_rows: Place | None
     limits: list[Limit]
     attributes_restored: Callable[[], AbstractContextManager[None]]
+
+
+Tracing = Callable[..., Trace]
+"""What takes the arguments of :func:`trace`, and gives the trace of the call."""
 
 
 def trace(
@@ -133,19 +143,21 @@ def trace(
     leaf_modules: Sequence[str] = (),
     answers: Answering = FROM_ARGUMENTS,
     outputs: Sequence[str | int] | None = None,
+    free: Sequence[Collection[int]] | None = None,
 ) -> Trace:
     """Traces one call of ``model``. The model is left as it was.
 
     Args:
         per_row: for each tensor of the arguments, how many elements of its dimension 0 each row has; 0: none.
         outputs: what of the result to keep; ``None``: all.
+        free: for each tensor of the arguments, the dimensions besides the rows whose extents are symbols too.
 
     Raises:
         CaptureError: the call cannot be captured.
         PartOfBatchError: the model asks for what only the whole batch tells.
     """
     refuse_hooks(model)
-    session = _Session(model, args, kwargs, device, rows, per_row, leaf_modules, answers, outputs)
+    session = Session(model, args, kwargs, device, rows, per_row, leaf_modules, answers, outputs, free)
     try:
         traced = session.run()
         session.oracle.refuse_part_of_batch()
@@ -163,7 +175,9 @@ def trace(
         raise failure from error
 
 
-class _Session:
+class Session:
+    """A trace of one call: the model, its tensors without data, and who answers for them."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -175,6 +189,7 @@ class _Session:
         leaf_modules: Sequence[str],
         answers: Answering,
         outputs: Sequence[str | int] | None,
+        free: Sequence[Collection[int]] | None = None,
     ) -> None:
         self.model = model
         self.answers = answers
@@ -187,6 +202,7 @@ class _Session:
         self.inputs, self.input = flatten((args, kwargs))
         self.device = device
         self.per_row = per_row
+        self.free = [()] * len(self.inputs) if free is None else free
         fixed = [size for tensor in (*self.params.tensors, *self.buffers.tensors) for size in tensor.shape]
         for tensor, count in zip(self.inputs, per_row, strict=True):
             fixed += tensor.shape[1:] if count else tensor.shape
@@ -211,17 +227,22 @@ class _Session:
         self.leaf_paths = list(leaf_modules)
         self.leaf_paths += [path for path in scripted_modules(model) if not _inside(path, leaf_modules)]
 
-    def run(self) -> Trace:
-        fake_params = [self._fake(f"p{i}", tensor, 0) for i, tensor in enumerate(self.params.tensors)]
-        fake_buffers = [self._fake(f"b{i}", tensor, 0) for i, tensor in enumerate(self.buffers.tensors)]
-        fake_inputs = [
-            self._fake(f"x{i}", tensor, count)
-            for i, (tensor, count) in enumerate(zip(self.samples, self.per_row, strict=True))
-        ]
-        batch = next((t.shape[0] // count for t, count in zip(fake_inputs, self.per_row, strict=True) if count), None)
-        symbol = expression(batch) if isinstance(batch, torch.SymInt) else None
-        self.shape_env.batch_symbol = symbol
+    def fakes(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Parameters, buffers and inputs without data; from then on it is known what stands for the rows."""
+        params = [self._fake(f"p{i}", tensor, 0) for i, tensor in enumerate(self.params.tensors)]
+        buffers = [self._fake(f"b{i}", tensor, 0) for i, tensor in enumerate(self.buffers.tensors)]
+        given = zip(self.samples, self.per_row, self.free, strict=True)
+        inputs = [self._fake(f"x{i}", tensor, count, free) for i, (tensor, count, free) in enumerate(given)]
+        batch = next((t.shape[0] // count for t, count in zip(inputs, self.per_row, strict=True) if count), None)
+        self.symbol = expression(batch) if isinstance(batch, torch.SymInt) else None
         self.sizes = BatchSizes(self.trace_rows, batch if isinstance(batch, torch.SymInt) else None)
+        return params, buffers, inputs
+
+    def run(self) -> Trace:
+        """Traces the call."""
+        fake_params, fake_buffers, fake_inputs = self.fakes()
+        self.shape_env.batch_symbol = self.symbol
+        self.shape_env.lengths = symbols_in(fake_inputs) - {self.symbol}
         recorder = FactRecorder(self.tracker)
         call = _TracedCall(self, recorder)
         try:
@@ -238,7 +259,9 @@ class _Session:
             inputs=self.inputs,
             output=call.output,
             updated_buffers=call.updated_buffers,
-            reader=AffineReader(symbol),
+            reader=AffineReader(self.symbol),
+            conditions=self.shape_env.conditions,
+            needs_length=self.shape_env.needs_length or self.oracle.needs_length,
             assumptions=self.oracle.assumptions,
             python_state=self.attributes.state(),
             carried=self.attributes.carried,
@@ -254,12 +277,12 @@ class _Session:
         trials = Trials(self.oracle, self.mode, self.sizes, self.apart)
         return [whole_call(self.model, Part.of(text), trials) for text in self.leaf_paths]
 
-    def _fake(self, name: str, tensor: Tensor, per_row: int) -> Tensor:
+    def _fake(self, name: str, tensor: Tensor, per_row: int, free: Collection[int] = ()) -> Tensor:
         if id(tensor) in self.lone_slices:
             own = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             fake = fake_of(self.mode, name, nn.Parameter(own, tensor.requires_grad), per_row)
         else:
-            fake = fake_of(self.mode, name, tensor, per_row)
+            fake = fake_of(self.mode, name, tensor, per_row, free)
         if fake.device == self.device:
             return fake
         with self.mode:
@@ -283,6 +306,7 @@ class _Session:
             stack.enter_context(tracing_context(self.mode))
             stack.enter_context(override_builtin_ops())
             stack.enter_context(lengths_as_sizes())
+            stack.enter_context(texts_noted(self.shape_env.note_text))
             stack.enter_context(opaque_autograd_functions())
             stack.enter_context(opaque_script_functions(*own))
             stack.enter_context(control_flow_as_ops(self.tracker))
@@ -317,7 +341,7 @@ def _refuse_other_shape(name: str, before: Tensor, now: Tensor) -> None:
 class _TracedCall:
     """The function that is traced: parameters, buffers and inputs as arguments; result tensors as results."""
 
-    def __init__(self, session: _Session, recorder: FactRecorder) -> None:
+    def __init__(self, session: Session, recorder: FactRecorder) -> None:
         self._session = session
         self._recorder = recorder
         self.output = Structure(None)
@@ -332,7 +356,7 @@ class _TracedCall:
         samples = [*session.params.tensors, *session.buffers.tensors, *session.samples]
         real = dict(zip(placeholders, samples, strict=True))
         held = [HeldBuffer(session.model, name) for name in session.buffers.names]
-        session.oracle.attach(tracer, real, len(inputs), session.shape_env.batch_symbol, held)
+        session.oracle.attach(tracer, real, len(inputs), session.symbol, held, session.shape_env.lengths)
         session.tracker.outermost = sys._getframe().f_code
         session.tracker.before_calls.append(self._note_sequences)
         self._recorder.annotate_nodes_of(tracer.graph)
@@ -496,6 +520,23 @@ def lengths_as_sizes() -> Iterator[None]:
 
     with _LEN.replaced_by(length):
         yield
+
+
+@contextmanager
+def texts_noted(note: Callable[[Any], None]) -> Iterator[None]:
+    """Tells of each number of a trace that is made a text, which for a plain number is another one."""
+    with ExitStack() as stack:
+        for point in NUMBER_REPRS:
+            stack.enter_context(point.replaced_by(_noted(point.original, note)))
+        yield
+
+
+def _noted(original: Callable[[Any], str], note: Callable[[Any], None]) -> Callable[[Any], str]:
+    def text(number: Any) -> str:
+        note(number)
+        return original(number)
+
+    return text
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from pyrannc._native import Plan
 from pyrannc.call.agreed import AgreedCall, Agreement
 from pyrannc.call.batch_arguments import BatchArguments, BatchNames
+from pyrannc.call.lengths import Lengths
 from pyrannc.call.param_guards import ParamGuards, agree_on_trainable
 from pyrannc.call.stale import StaleAttributes
 from pyrannc.call.variant import Variant, Variants
@@ -47,6 +48,7 @@ class DeployedModel(StateOfModel):
     _batch_arguments: BatchNames | None
     _check_unused: bool
     _variants: Variants
+    _lengths: Lengths
     _stale: StaleAttributes
     _agreement: Agreement
     _user_optimizer: UserOptimizer | None = None
@@ -176,6 +178,7 @@ class DeployedModel(StateOfModel):
             self._later.end()
         self._deployment = self._later = None
         self._variants.clear()
+        self._lengths.clear()
         self._stale.clear()
         self._agreement = self._new_agreement()
         self.used_param_ids = set()

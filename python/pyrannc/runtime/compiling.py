@@ -22,6 +22,8 @@ from pyrannc.runtime.peaks import begin_peaks
 _log = get_logger("RaNNCModule")
 _MOST_ROW_COUNTS = 8
 """Of one captured call: a script whose batches never have the same size would compile at each step."""
+_MOST_FORMS = 8
+"""Captured calls that are compiled under a Plan: as many times as torch itself compiles a function."""
 _MOST_MET = 3
 """Steps of a program after which its code stays as it is."""
 _SHOWN = 3
@@ -66,6 +68,8 @@ class Compiling:
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._met: dict[int, dict[int, int]] = {}
+        self._forms: set[int] = set()
+        self._count = 0
         self._compiler: Compiler | None = None
         self._refusals: dict[tuple[int, object], str] = {}
         self._places: dict[tuple[int, object], PlacedSpan] = {}
@@ -73,17 +77,19 @@ class Compiling:
     def prepare(self, context: StageContext, variant: Variant, program: RankProgram) -> None:
         """Compiles for the rows of a program, before its step. All ranks call it with programs for the same rows.
 
-        The first program of a captured call that trains is compiled at once, others when they come again. A step later
-        follows what turned out to be otherwise.
+        The first program of a captured call that trains is compiled at once, others when they come again, as are those
+        of lengths that another call's trace serves. A step later follows what turned out to be otherwise.
         """
         programs = self._met.setdefault(id(context), {})
         met = programs[id(program)] = programs.get(id(program), 0) + 1
         if met > _MOST_MET or len(programs) > _MOST_ROW_COUNTS:
             return
-        at_once = next(iter(programs)) == id(program) and program.call != "forward"
+        at_once = variant.has_own_trace and next(iter(programs)) == id(program) and program.call != "forward"
         if met == (1 if at_once else 2):
+            if not self._takes(context):
+                return
             self._compile(context, lambda: self._tasks(context, variant, program))
-        elif met > 1:
+        elif met > 1 and id(context) in self._forms:
             better = [] if self._compiler is None else self._compiler.better(context.code)
             if any(agree.gather_objects(bool(better))):
                 self._compile(context, lambda: better)
@@ -91,6 +97,22 @@ class Compiling:
     def forget(self, context: StageContext) -> None:
         """Lets go of what is known of a Stage's code."""
         self._met.pop(id(context), None)
+        self._forms.discard(id(context))
+
+    def _takes(self, context: StageContext) -> bool:
+        """True for one of the first captured calls; that others run as they are is told once."""
+        if id(context) not in self._forms:
+            self._count += 1
+            if self._count == _MOST_FORMS + 1 and process.get_rank() == 0:
+                _log.warning(
+                    "Spans are compiled for the first %d kinds of calls that come again, and run as they are for "
+                    "others, such as further lengths: pad rows to multiples of a number, such as 64 or 128, so that "
+                    "fewer lengths occur", _MOST_FORMS,
+                )  # fmt: skip
+            if self._count > _MOST_FORMS:
+                return False
+            self._forms.add(id(context))
+        return True
 
     @property
     def own(self) -> Outcome:
