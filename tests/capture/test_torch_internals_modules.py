@@ -406,10 +406,10 @@ def test_flex_attention_results() -> None:
     assert total.dtype == largest.dtype == torch.float32
 
 
-def test_looked_up() -> None:
+def test_lookup() -> None:
     table = torch.randn(3, 4, requires_grad=True)
     place = [torch.tensor(2), torch.tensor(1)]
-    found = internals.looked_up(table, place)
+    found = internals.lookup()(table, place)
     assert found == table[2, 1]
     found.backward()
     assert table.grad is not None

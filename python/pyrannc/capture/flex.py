@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from .torch_internals import (
     flex_attention_operator,
     flex_attention_results,
     functorch_is_active,
-    looked_up,
+    lookup,
     proxy_of,
     pytree,
 )
@@ -32,6 +33,7 @@ _QKV, _SAID = 3, 7
 """Query, key and value; with the functions, the mask's blocks, the scale and options."""
 _PLACES = 4
 """Batch, head, and which query and key, by which both functions are asked."""
+_MOST_KERNELS = 64
 
 
 @contextmanager
@@ -91,38 +93,53 @@ class _Lookups(TorchFunctionMode):
         known = [item if isinstance(item, Tensor) else torch.tensor(item, device=table.device) for item in indices]
         proxies = [proxy_of(item, self._tracer) for item in (table, *known)]
         with disable_proxy_modes_tracing():
-            found = looked_up(table, known)
-        return insert_node(self._tracer, looked_up, (proxies[0], proxies[1:]), {}, found)
+            found = lookup()(table, known)
+        return insert_node(self._tracer, lookup(), (proxies[0], proxies[1:]), {}, found)
 
 
 def _operator(scores: InnerGraph, masks: InnerGraph, blocks: Sequence[Any], scale: float, options: Any) -> OpaqueCall:
     own = _QKV + len(blocks)
     split = own + len(scores.reads)
 
-    def score_mod(*items: Any) -> Tensor:
-        return scores.call(*items)[0]
+    def unfused(*tensors: Any) -> Any:
+        def score_mod(*items: Any) -> Tensor:
+            return scores.call(*items)[0]
 
-    def mask_mod(*items: Any) -> Tensor:
-        return masks.call(*items)[0]
+        def mask_mod(*items: Any) -> Tensor:
+            return masks.call(*items)[0]
 
-    def run(attention: Callable[..., Any], *tensors: Any) -> Any:
         mask = (*tensors[_QKV:own], mask_mod)
-        return attention(*tensors[:_QKV], score_mod, mask, scale, options, tensors[own:split], tensors[split:])
+        read, read_by_masks = tensors[own:split], tensors[split:]
+        return flex_attention_operator(*tensors[:_QKV], score_mod, mask, scale, options, read, read_by_masks)
 
     def fused(*tensors: Any) -> Any:
-        return run(_compiled() if tensors[0].is_cuda else flex_attention_operator, *tensors)
+        if not tensors[0].is_cuda:
+            return unfused(*tensors)
+        read, read_by_masks = tensors[own:split], tensors[split:]
+
+        # The compiler finds what they read in their closures.
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return scores.call(score, b, h, i, j, *read)[0]
+
+        def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return masks.call(b, h, i, j, *read_by_masks)[0]
+
+        mask = (*tensors[_QKV:own], mask_mod)
+        return _kernels(target.title)(*tensors[:_QKV], score_mod, mask, scale, options)
 
     fixed = [item for item in blocks if not isinstance(item, Tensor)]
     target = operator_of("flex_attention", (fixed, scale, sorted(options.items())), [scores, masks], fused)
-    target.tried = partial(run, flex_attention_operator)
+    target.tried = unfused
     return target
 
 
-@cache
-def _compiled() -> Callable[..., Any]:
-    """Kernels that hold no matrix of scores."""
+@lru_cache(maxsize=_MOST_KERNELS)
+def _kernels(_title: str) -> Callable[..., Any]:
+    """Kernels that hold no matrix of scores, of what an operator's title tells."""
 
     def attention(*items: Any) -> Any:
         return flex_attention_operator(*items)
 
-    return torch.compile(attention, dynamic=False)
+    # The compiler counts by code how often it has compiled something, and stops.
+    own = FunctionType(attention.__code__.replace(), attention.__globals__)
+    return torch.compile(own, dynamic=False, fullgraph=True)

@@ -764,11 +764,11 @@ def flex_attention_results(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     return out, lines[0], lines[1]
 
 
-def looked_up(tensor: Tensor, indices: list[Tensor]) -> Tensor:
-    """An element, by numbers in tensors, whose gradient can be had inside of attention. Public: none."""
+def lookup() -> Callable[[Tensor, list[Tensor]], Tensor]:
+    """Gives an element of a table, by numbers in tensors; its gradient can be had inside of attention. Public: none."""
     from torch._dynamo._trace_wrapped_higher_order_op import mod_index
 
-    return mod_index(tensor, indices)  # type: ignore[no-any-return]
+    return mod_index  # type: ignore[no-any-return]
 
 
 REGISTER_HOOK = PatchPoint(Tensor, "register_hook")
