@@ -170,3 +170,41 @@ def test_attention_with_functions(assert_equals_model: Callable[..., Captured], 
     ops = json.loads(captured.graph_json)["ops"]
     assert [op.get("row_wise") for op in ops if op["target"].startswith("torch.flex_attention.")] == [True]
     assert not captured.kept_whole
+
+
+def by_number(score: Tensor, b: Tensor, _h: Tensor, _i: Tensor, _j: Tensor, documents: Tensor) -> Tensor:
+    return score + 0.1 * b + documents[b, 0]
+
+
+def of_other_rows(score: Tensor, b: Tensor, _h: Tensor, _i: Tensor, _j: Tensor, documents: Tensor) -> Tensor:
+    return score + documents[0, 1] + documents[b, 0]
+
+
+def of_a_table_without_rows(score: Tensor, b: Tensor, _h: Tensor, _i: Tensor, _j: Tensor, _: Tensor) -> Tensor:
+    return score + torch.arange(64.0)[b]
+
+
+class ByRowNumbers(nn.Module):
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, WIDTH)
+        self.function = function
+
+    def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        score = lambda *items: self.function(*items, documents)  # noqa: E731
+        attended = flex_attention(x, x, x, score_mod=score)
+        assert isinstance(attended, Tensor)
+        return self.last(attended).sum((1, 2, 3))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("function", [by_number, of_other_rows, of_a_table_without_rows])
+def test_attention_that_knows_of_other_rows(
+    assert_equals_model: Callable[..., Captured], function: Callable[..., Tensor]
+) -> None:
+    def packed(rows: int) -> Any:
+        torch.manual_seed(rows)
+        return (torch.randn(rows, 1, LENGTH, WIDTH).double(), torch.randint(0, 3, (rows, LENGTH))), {}
+
+    captured = assert_equals_model(ByRowNumbers(function).double(), packed)
+    assert "torch.flex_attention" in targets(captured)
+    assert not any(op.get("row_wise") for op in json.loads(captured.graph_json)["ops"])

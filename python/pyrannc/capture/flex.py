@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from .fallback import insert_node
@@ -18,6 +18,7 @@ from .leaf import OpaqueCall
 from .source import SourceTracker
 from .torch_internals import (
     FLEX_ATTENTION,
+    FakeTensor,
     current_tracer,
     disable_proxy_modes_tracing,
     flex_attention_operator,
@@ -76,7 +77,42 @@ class _Attention:
         wants = any(item.requires_grad for item in (*qkv, *scores.results))
         fakes = tuple(empty_like(item, requires_grad=wants and item is not found[2]) for item in found)
         target = _operator(scores, masks, blocks, scale, options)
+        target.row_wise = _has_rows_first((*qkv, *blocks)) and _goes_by_rows(scores, 1) and _goes_by_rows(masks, 0)
         return insert_node(self._tracer, target, (*own, *reads), {}, fakes)
+
+
+def _has_rows_first(taken: Sequence[Any]) -> bool:
+    """True where the batch, whose parts attention computes apart, is rows, and nothing else has any."""
+    tensors = [item for item in taken if isinstance(item, Tensor)]
+    return isinstance(tensors[0].shape[0], torch.SymInt) and not any(map(_has_rows_within, tensors))
+
+
+def _has_rows_within(tensor: Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in tensor.shape[1:])
+
+
+def _goes_by_rows(part: InnerGraph, place: int) -> bool:
+    """True for a function that uses a row's number to look that row up, and tables with rows for nothing else.
+
+    Args:
+        place: of that number among its operands.
+    """
+    taken = list(part.module.graph.find_nodes(op="placeholder"))
+    number, made = taken[place], [node.meta["val"] for node in part.reads]
+    if any(not isinstance(item, Tensor) or _has_rows_within(item) for item in made):
+        return False
+    read = zip(taken[len(taken) - len(made) :], made, strict=True)
+    tables = {node for node, item in read if item.dim() and isinstance(item.shape[0], torch.SymInt)}
+    users = {user for node in (number, *tables) for user in node.users}
+    return all(_looks_up_row(user, number, tables) for user in users)
+
+
+def _looks_up_row(node: fx.Node, number: fx.Node, tables: Collection[fx.Node]) -> bool:
+    if node.target is not lookup():
+        return False
+    table, indices = node.args
+    assert isinstance(indices, Sequence)
+    return table in tables and indices[0] is number and number not in indices[1:]
 
 
 class _Lookups(TorchFunctionMode):
@@ -113,7 +149,7 @@ def _operator(scores: InnerGraph, masks: InnerGraph, blocks: Sequence[Any], scal
         return flex_attention_operator(*tensors[:_QKV], score_mod, mask, scale, options, read, read_by_masks)
 
     def fused(*tensors: Any) -> Any:
-        if not tensors[0].is_cuda:
+        if not tensors[0].is_cuda or isinstance(tensors[0], FakeTensor):
             return unfused(*tensors)
         read, read_by_masks = tensors[own:split], tensors[split:]
 
@@ -129,7 +165,6 @@ def _operator(scores: InnerGraph, masks: InnerGraph, blocks: Sequence[Any], scal
 
     fixed = [item for item in blocks if not isinstance(item, Tensor)]
     target = operator_of("flex_attention", (fixed, scale, sorted(options.items())), [scores, masks], fused)
-    target.tried = unfused
     return target
 
 

@@ -28,8 +28,8 @@ class InnerGraph:
     """A function of tensors.
 
     Attributes:
-        call: takes its operands, then what it reads of others; gives a tuple of tensors. It runs with autocast off, as
-            every conversion is one of its operators.
+        module: takes its operands, then what it reads of others; gives a tuple of tensors. It runs with autocast off,
+            as every conversion is one of its operators.
         digest: of all that it does, as far as ``is_known``.
         reads: those others.
         results: what it gave, without data.
@@ -37,12 +37,17 @@ class InnerGraph:
         is_known: no code of others is in it.
     """
 
-    call: Callable[..., tuple[Tensor, ...]]
+    module: fx.GraphModule
     digest: str
     reads: tuple[fx.Node, ...]
     results: tuple[Tensor, ...]
     output: Structure
     is_known: bool
+
+    @property
+    def call(self) -> Callable[..., tuple[Tensor, ...]]:
+        """The module's code, without its hooks."""
+        return self.module.forward
 
 
 def inner_graph(
@@ -65,11 +70,11 @@ def inner_graph(
     given = cut.distinct_from_outside(results, own)
     group, reads = cut.parted(own)
     cut.refuse_effects(group, own)
-    call, digest = as_one_function(group, [*own, *reads], given, operands[0].device)
+    module, digest = as_one_function(group, [*own, *reads], given, operands[0].device)
     for node in reversed([*own, *group]):
         tracer.graph.erase_node(node)
     unknown = (node for node in group if isinstance(node.target, OpaqueCall) and not node.target.is_known)
-    return InnerGraph(call, digest, tuple(reads), tuple(results), output, next(unknown, None) is None)
+    return InnerGraph(module, digest, tuple(reads), tuple(results), output, next(unknown, None) is None)
 
 
 class _Cut:
@@ -160,6 +165,7 @@ def operator_of(name: str, said: Sequence[Any], parts: Sequence[InnerGraph], run
     digest = hashlib.sha256(repr(([part.digest for part in parts], said)).encode()).hexdigest()[:12]
     target = OpaqueCall(f"{name}_{digest}", run, f"{name}.{digest}")
     target.draws = False
+    target.takes_functions = True
     target.autocast = Autocast((), cache=True)
     if all(part.is_known for part in parts):
         target.title = target.does = f"torch.{name}.{digest}"

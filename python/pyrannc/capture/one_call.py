@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ def as_one_call(
 ) -> OpaqueCall:
     """What :func:`as_one_function` makes of the group, as a call; ``kind``: for the name."""
     function, digest = as_one_function(group, taken, given, device)
-    call = OpaqueCall(f"{kind}_{digest}", function, f"{kind}.{digest}")
+    call = OpaqueCall(f"{kind}_{digest}", function.forward, f"{kind}.{digest}")
     # The operands whose memory the group changes.
     written = {storage for node in group for storage in writes(node)}
     call.changes = tuple(place for place, node in enumerate(taken) if written & memory(node))
@@ -37,7 +37,7 @@ def as_one_call(
 
 def as_one_function(
     group: Sequence[fx.Node], taken: Sequence[fx.Node], given: Sequence[fx.Node], device: torch.device
-) -> tuple[Callable[..., Any], str]:
+) -> tuple[fx.GraphModule, str]:
     """The group as a function of what it takes, with a digest of its contents, which is the same on all ranks.
 
     Args:
@@ -63,7 +63,7 @@ def as_one_function(
     inner.output(tuple(copies[node] for node in given))
     contents.append([group.index(node) for node in given])
     digest = hashlib.sha256(repr(contents).encode()).hexdigest()[:12]
-    return fx.GraphModule(nn.Module(), inner).forward, digest
+    return fx.GraphModule(nn.Module(), inner), digest
 
 
 def _function(node: fx.Node, written: set[int]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from pyrannc.capture.oracle import BatchShapeEnv
 from pyrannc.capture.source import Place, raised_at
 from pyrannc.capture.torch_internals import FakeTensor, TorchDispatchMode, pytree
 from pyrannc.errors import CaptureError
@@ -20,14 +19,9 @@ class RefusesLeftBehind(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(map(_is_of_capture, pytree.tree_leaves((args, kwargs)))):
+        if any(isinstance(item, FakeTensor) for item in pytree.tree_leaves((args, kwargs))):
             raise LeftBehindError(str(func))
         return func(*args, **(kwargs or {}))
-
-
-def _is_of_capture(item: Any) -> bool:
-    # Operators such as flex_attention trace the functions that they are given.
-    return isinstance(item, FakeTensor) and isinstance(item.fake_mode.shape_env, BatchShapeEnv)
 
 
 def refusal(error: LeftBehindError) -> CaptureError:
