@@ -70,6 +70,23 @@ def test_branches(assert_equals_model: Callable[..., Captured], sign: float) -> 
     assert not captured.kept_whole
 
 
+def without_operands(model: Branching, y: Tensor) -> Tensor:
+    return torch.cond(model.sign > 0, lambda: model.one(y), lambda: y + 1)  # type: ignore[return-value]
+
+
+def by_the_batch(model: Branching, y: Tensor) -> Tensor:
+    return torch.cond(y.shape[0] > 2, lambda y: model.one(y), lambda y: y + 1, (y,))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("function", "is_op"), [(without_operands, True), (by_the_batch, False)])
+def test_other_branches(
+    assert_equals_model: Callable[..., Captured], function: Callable[..., Tensor], is_op: bool
+) -> None:
+    captured = assert_equals_model(Branching(function).double(), call)
+    assert ("torch.cond" in targets(captured)) == is_op
+    assert not captured.kept_whole
+
+
 @pytest.mark.parametrize("turns", [1, 3])
 def test_turns(assert_equals_model: Callable[..., Captured], turns: int) -> None:
     def loop(model: Branching, y: Tensor) -> Tensor:

@@ -23,10 +23,8 @@ def control_flow_as_ops(tracker: SourceTracker) -> Iterator[None]:
 
     def cond(self: Any, pred: Any, true_fn: Any, false_fn: Any, operands: Sequence[Tensor]) -> Any:
         tracer = current_tracer()
-        if tracer is None:
+        if tracer is None or not isinstance(pred, Tensor):
             return (true_fn if bool(pred) else false_fn)(*operands)
-        if not isinstance(pred, Tensor):
-            raise _untraceable(tracker, "branches on a number made of the batch size")
         _refuse_transforms(tracker)
         return _Branches(tracer, tracker).of(pred, true_fn, false_fn, operands)
 

@@ -64,13 +64,13 @@ def inner_graph(
     cut = _Cut(tracer, tracker)
     entered = [operand.clone() for operand in operands]
     results, output = flatten(function(*entered))
-    if not all(isinstance(result, Tensor) and proxy_of(result, tracer) is not None for result in results):
+    if not results or not all(isinstance(item, Tensor) and proxy_of(item, tracer) is not None for item in results):
         raise cut.untraceable("gives something else than tensors that it computes")
     own = [cut.node_of(item) for item in entered]
     given = cut.distinct_from_outside(results, own)
     group, reads = cut.parted(own)
     cut.refuse_effects(group, own)
-    module, digest = as_one_function(group, [*own, *reads], given, operands[0].device)
+    module, digest = as_one_function(group, [*own, *reads], given, results[0].device)
     for node in reversed([*own, *group]):
         tracer.graph.erase_node(node)
     unknown = (node for node in group if isinstance(node.target, OpaqueCall) and not node.target.is_known)
@@ -121,7 +121,8 @@ class _Cut:
 
     def refuse_effects(self, group: Sequence[fx.Node], own: Sequence[fx.Node]) -> None:
         """Raises UntraceableError for what more than the results shows."""
-        read = (item for node in group for item in node.all_input_nodes if item not in group)
+        inside = set(group)
+        read = (item for node in group for item in node.all_input_nodes if item not in inside)
         outside = {storage for node in (*own, *read) for storage in memory(node)}
         if any(writes(node) & outside for node in group):
             raise self.untraceable("changes in place what it is given")
