@@ -111,12 +111,14 @@ def mutated_arguments(node: fx.Node) -> list[fx.Node]:
     if not isinstance(node.target, OpOverload):
         return []
     written = schema(node.target)
+    flag = _UPDATES_RUNNING_STATS.get(written.name)
+    if flag is None and not written.is_mutable:
+        return []
     named = arguments(node)
     mutated = []
     for argument in written.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:
             mutated.extend(_nodes(named[argument.name]))
-    flag = _UPDATES_RUNNING_STATS.get(written.name)
     if flag is not None and named[flag]:
         mutated.extend(_nodes([named["running_mean"], named["running_var"]]))
     return mutated
