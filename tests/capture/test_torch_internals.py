@@ -122,6 +122,15 @@ def test_disable_proxy_modes_tracing() -> None:
     assert targets(traced(call, X)) == [torch.ops.aten.add.Tensor]
 
 
+def test_SYMBOLIC() -> None:
+    def call(x: Tensor) -> Tensor:
+        size = x.shape[0]
+        assert [type(item) for item in (size, size / 2, size > 5)] == list(internals.SYMBOLIC)
+        return x
+
+    traced(call, X)
+
+
 def test_proxy_of() -> None:
     def call(x: Tensor) -> Tensor:
         y = x + 1

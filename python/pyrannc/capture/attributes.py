@@ -19,7 +19,7 @@ from .flatten import flatten
 from .global_reads import GlobalReads
 from .new_tree import Left
 from .source import Place, SourceTracker
-from .torch_internals import FakeTensor, attribute_access, pytree
+from .torch_internals import SYMBOLIC, FakeTensor, attribute_access, pytree
 from .untraceable import UntraceableError
 
 _Key = tuple[int, str]
@@ -229,7 +229,7 @@ def _kept(path: str, module: nn.Module) -> _Kept:
 
 
 def _symbolic(value: Any) -> bool:
-    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return isinstance(value, SYMBOLIC)
 
 
 def _numbers(value: Any) -> list[Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
@@ -18,8 +17,7 @@ from .facts import memory
 from .leaf import OpaqueCall
 from .one_call import writes
 from .ops import closes_region, draws_random_numbers, mutated_arguments, opens_region
-
-_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+from .torch_internals import SYMBOLIC
 
 
 def own_boundaries(graph: fx.Graph, inputs: Sequence[fx.Node], reader: AffineReader) -> set[fx.Node]:
@@ -110,7 +108,7 @@ def _gives_the_same_again(node: fx.Node) -> bool:
 
 def _is_uneven(value: Any, reader: AffineReader) -> bool:
     """True for what has an extent that is no multiple of the rows, though it depends on them or on data."""
-    if isinstance(value, _NUMBERS):
+    if isinstance(value, SYMBOLIC):
         return reader.read(value) is None
     tensors = value if isinstance(value, (list, tuple)) else [value]
     extents = [reader.read(size) for item in tensors if isinstance(item, Tensor) for size in item.shape]

@@ -26,12 +26,10 @@ from .ops import has_effect, is_assertion, is_tuple_access
 from .plain_masks import drop_plain_masks
 from .reciprocals import divide_by_rows
 from .source import Place
-from .torch_internals import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED, expression
+from .torch_internals import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED, SYMBOLIC, expression
 from .tracer import Trace
 from .untraceable import UntraceableError
 from .whole_slices import drop_whole_slices
-
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass
@@ -258,7 +256,7 @@ def sort_into_roles(trace: Trace, cleaned: CleanGraph) -> None:
         if node.op != "call_function":
             continue
         value = node.meta.get("val")
-        if isinstance(value, (*_SYMBOLIC, int, float)) and not isinstance(value, bool):
+        if isinstance(value, (*SYMBOLIC, int, float)) and not isinstance(value, bool):
             cleaned.dims[node] = _batch_integer(trace, node, value)
         elif not is_tuple_access(node):
             cleaned.ops.append(node)
@@ -267,7 +265,7 @@ def sort_into_roles(trace: Trace, cleaned: CleanGraph) -> None:
 def _batch_integer(trace: Trace, node: fx.Node, value: Any) -> Dim:
     dim = trace.reader.read(value)
     if dim is None:
-        expr = expression(value) if isinstance(value, _SYMBOLIC) else value
+        expr = expression(value) if isinstance(value, SYMBOLIC) else value
         if _reads_data(trace, value):
             raise CaptureError(
                 f"{place_of(node)} reads a number from a tensor (.item() or the like) and uses it as an argument; "
@@ -282,7 +280,7 @@ def _batch_integer(trace: Trace, node: fx.Node, value: Any) -> Dim:
 
 
 def _reads_data(trace: Trace, value: Any) -> bool:
-    return isinstance(value, _SYMBOLIC) and bool(expression(value).free_symbols - {trace.reader.symbol})
+    return isinstance(value, SYMBOLIC) and bool(expression(value).free_symbols - {trace.reader.symbol})
 
 
 def _identifier(name: str) -> str:

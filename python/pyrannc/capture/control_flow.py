@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from .fallback import insert_node
-from .inner_graph import InnerGraph, empty_like, inner_graph, operator_of
+from .fallback import argument_of, insert_node
+from .inner_graph import InnerGraph, empty_like, inner_graph, operator_of, refuse_transforms
+from .plain_control_flow import plain_cond, plain_while_loop
 from .source import SourceTracker
-from .torch_internals import COMPILE, COND, WHILE_LOOP, current_tracer, functorch_is_active, proxy_of
+from .torch_internals import COMPILE, COND, WHILE_LOOP, current_tracer
 from .untraceable import UntraceableError
 
 
@@ -24,15 +25,15 @@ def control_flow_as_ops(tracker: SourceTracker) -> Iterator[None]:
     def cond(self: Any, pred: Any, true_fn: Any, false_fn: Any, operands: Sequence[Tensor]) -> Any:
         tracer = current_tracer()
         if tracer is None or not isinstance(pred, Tensor):
-            return (true_fn if bool(pred) else false_fn)(*operands)
-        _refuse_transforms(tracker)
+            return plain_cond(pred, true_fn, false_fn, operands)
+        refuse_transforms("an operator such as torch.cond", tracker)
         return _Branches(tracer, tracker).of(pred, true_fn, false_fn, operands)
 
     def while_loop(self: Any, cond_fn: Any, body_fn: Any, carried: Sequence[Any], additional: Sequence[Any]) -> Any:
         tracer = current_tracer()
         if tracer is None:
-            return _repeated(cond_fn, body_fn, carried, additional)
-        _refuse_transforms(tracker)
+            return plain_while_loop(cond_fn, body_fn, carried, additional)
+        refuse_transforms("an operator such as torch.cond", tracker)
         if not all(isinstance(item, Tensor) for item in carried):
             raise _untraceable(tracker, "carries a Python number from turn to turn")
         return _Turns(tracer, tracker).of(cond_fn, body_fn, carried)
@@ -48,12 +49,6 @@ def _as_it_is(model: Any = None, **_options: Any) -> Any:
     return (lambda function: function) if model is None else model
 
 
-def _repeated(test: Callable[..., Any], body: Callable[..., Any], carried: Any, reads: Sequence[Any]) -> Any:
-    while bool(test(*carried, *reads)):
-        carried = body(*carried, *reads)
-    return carried
-
-
 class _Branches:
     """Calls of ``torch.cond``."""
 
@@ -67,7 +62,7 @@ class _Branches:
         first, second = parts
         if first.output != second.output or list(map(_form, first.results)) != list(map(_form, second.results)):
             raise _untraceable(self._tracker, "has branches that give tensors of other shapes or types")
-        own = [_argument(item, self._tracer) for item in operands]
+        own = [argument_of(item, self._tracer) for item in operands]
         arguments, places = _joined(own, parts, self._tracer)
         calls = [_placed(part, found) for part, found in zip(parts, places, strict=True)]
 
@@ -83,7 +78,7 @@ class _Branches:
         target.tried = both
         wants = [any(part.results[place].requires_grad for part in parts) for place in range(len(first.results))]
         fakes = tuple(empty_like(item, requires_grad=want) for item, want in zip(first.results, wants, strict=True))
-        insert_node(self._tracer, target, (proxy_of(pred, self._tracer), *arguments), {}, fakes)
+        insert_node(self._tracer, target, (argument_of(pred, self._tracer), *arguments), {}, fakes)
         return first.output.rebuild(fakes)
 
 
@@ -99,7 +94,7 @@ class _Turns:
         parts = [inner_graph(function, carried, self._tracer, self._tracker) for function in (cond_fn, body_fn)]
         if list(map(_form, parts[1].results)) != list(map(_form, carried)):
             raise _untraceable(self._tracker, "has a body that gives tensors of other shapes or types than it is given")
-        own = [_argument(item, self._tracer) for item in carried]
+        own = [argument_of(item, self._tracer) for item in carried]
         arguments, places = _joined(own, parts, self._tracer)
         test, body = (_placed(part, found) for part, found in zip(parts, places, strict=True))
         count = len(carried)
@@ -162,16 +157,6 @@ def _form(item: Tensor) -> tuple[Any, ...]:
     return tuple(item.shape), item.dtype, item.device
 
 
-def _argument(item: Any, tracer: Any) -> Any:
-    proxy = proxy_of(item, tracer)
-    return item if proxy is None else proxy
-
-
 def _untraceable(tracker: SourceTracker, what: str) -> UntraceableError:
     here, cause = tracker.here(), f"an operator such as torch.cond {what}"
     return UntraceableError(f"{here}: {cause}", here, cause)
-
-
-def _refuse_transforms(tracker: SourceTracker) -> None:
-    if functorch_is_active():
-        raise _untraceable(tracker, "is called inside of torch.vmap or the like")

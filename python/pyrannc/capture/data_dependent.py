@@ -25,8 +25,7 @@ from .form import Form
 from .one_call import as_one_call, writes
 from .ops import aliased_arguments, closes_region, mutated_arguments, opens_region
 from .source import Place
-
-_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
+from .torch_internals import SYMBOLIC
 
 
 class ReturnedExtentsError(CaptureError):
@@ -88,7 +87,7 @@ def _origins(node: fx.Node, unknown: Set[fx.Node]) -> frozenset[Place]:
 def _is_unknown(node: fx.Node, reader: AffineReader) -> bool:
     """True for what a Graph has no form for: a number, or a tensor with an extent, that depends on data."""
     value = node.meta.get("val")
-    if isinstance(value, _NUMBERS):
+    if isinstance(value, SYMBOLIC):
         return reader.read(value) is None
     tensors = value if isinstance(value, (list, tuple)) else [value]
     return any(reader.read(size) is None for tensor in tensors if isinstance(tensor, Tensor) for size in tensor.shape)

@@ -8,7 +8,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from .torch_internals import expression, simplified
+from .torch_internals import SYMBOLIC, expression, simplified
 
 
 class Dim(NamedTuple):
@@ -27,7 +27,7 @@ def symbols_in(value: Any) -> frozenset[sympy.Symbol]:
     if isinstance(value, (list, tuple)):
         return frozenset().union(*map(symbols_in, value))
     sizes = value.shape if isinstance(value, Tensor) else (value,)
-    numbers = (size for size in sizes if isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)))
+    numbers = (size for size in sizes if isinstance(size, SYMBOLIC))
     return frozenset().union(*(expression(number).free_symbols for number in numbers))
 
 

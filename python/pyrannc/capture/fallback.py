@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,6 +62,12 @@ def insert_node(tracer: Any, target: Callable[..., Any], args: Any, kwargs: Any,
     proxy = tracer.create_proxy("call_function", target, args, kwargs, name=getattr(target, "__name__", None))
     track(result, proxy, tracer)
     return result
+
+
+def argument_of(item: Any, tracer: Any) -> Any:
+    """What a node is given for a tensor or number: what stands for it in the trace, if anything does."""
+    proxy = proxy_of(item, tracer)
+    return item if proxy is None else proxy
 
 
 @dataclass(frozen=True)
@@ -380,8 +387,4 @@ class OperatorFallbacks:
 
     @staticmethod
     def _proxied(tracer: Any, args: Any, kwargs: Any) -> Any:
-        def of(item: Any) -> Any:
-            proxy = proxy_of(item, tracer)
-            return item if proxy is None else proxy
-
-        return pytree.tree_map(of, (args, kwargs))
+        return pytree.tree_map(partial(argument_of, tracer=tracer), (args, kwargs))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .absent import Absent
-from .torch_internals import pytree
+from .torch_internals import SYMBOLIC, pytree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,6 @@ class Structure:
 
 _TENSOR_KEY = ("tensor",)
 _TENSOR = Structure(_TENSOR_KEY)
-_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, type)
 
 
@@ -107,7 +106,7 @@ def _open(item: Any, leaves: list[Tensor], walk: _Walk) -> Structure:
         return Structure((type(item), item), make=lambda _: item)
     if isinstance(item, Absent):
         return Structure((type(item), str(item)), make=lambda _: item)
-    if isinstance(item, _SYMBOLS) or id(item) in walk.path or id(item) in walk.barren:
+    if isinstance(item, SYMBOLIC) or id(item) in walk.path or id(item) in walk.barren:
         return _constant(item)
     walk.path.add(id(item))
     try:

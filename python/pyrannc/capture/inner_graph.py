@@ -17,10 +17,8 @@ from .leaf import OpaqueCall
 from .one_call import as_one_function, writes
 from .ops import draws_random_numbers
 from .source import Place, SourceTracker
-from .torch_internals import disable_proxy_modes_tracing, proxy_of
+from .torch_internals import SYMBOLIC, disable_proxy_modes_tracing, functorch_is_active, proxy_of
 from .untraceable import UntraceableError
-
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def inner_graph(
     own = [cut.node_of(item) for item in entered]
     given = cut.distinct_from_outside(results, own)
     group, reads = cut.parted(own)
-    cut.refuse_effects(group, own)
+    cut.refuse_effects(group, [*own, *reads])
     module, digest = as_one_function(group, [*own, *reads], given, results[0].device)
     for node in reversed([*own, *group]):
         tracer.graph.erase_node(node)
@@ -112,18 +110,16 @@ class _Cut:
         for node in self._added():
             if node in inside or node.op != "call_function":
                 continue
-            is_size = isinstance(node.meta.get("val"), _SYMBOLIC)
+            is_size = isinstance(node.meta.get("val"), SYMBOLIC)
             if not is_size or any(operand in inside for operand in node.all_input_nodes):
                 inside[node] = None
                 group.append(node)
         read = (operand for node in group for operand in node.all_input_nodes if operand not in inside)
         return group, list(dict.fromkeys(read))
 
-    def refuse_effects(self, group: Sequence[fx.Node], own: Sequence[fx.Node]) -> None:
+    def refuse_effects(self, group: Sequence[fx.Node], taken: Sequence[fx.Node]) -> None:
         """Raises UntraceableError for what more than the results shows."""
-        inside = set(group)
-        read = (item for node in group for item in node.all_input_nodes if item not in inside)
-        outside = {storage for node in (*own, *read) for storage in memory(node)}
+        outside = {storage for node in taken for storage in memory(node)}
         if any(writes(node) & outside for node in group):
             raise self.untraceable("changes in place what it is given")
         if any(map(draws_random_numbers, group)):
@@ -140,6 +136,13 @@ class _Cut:
             added.append(node)
             node = node.next
         return added
+
+
+def refuse_transforms(name: str, tracker: SourceTracker) -> None:
+    """Raises UntraceableError for an operator with functions inside of ``torch.vmap`` and the like."""
+    if functorch_is_active():
+        here, cause = tracker.here(), f"{name} is called inside of torch.vmap or the like"
+        raise UntraceableError(f"{here}: {cause}", here, cause)
 
 
 def empty_like(item: Tensor, *, requires_grad: bool) -> Tensor:

@@ -16,7 +16,7 @@ from pyrannc.errors import CaptureError
 
 from .chance import trial_draws
 from .facts import memory
-from .fallback import BatchSizes, TwoSizes, insert_node
+from .fallback import BatchSizes, TwoSizes, argument_of, insert_node
 from .flatten import Structure, flatten
 from .form import Form
 from .leaf import OpaqueCall
@@ -25,6 +25,7 @@ from .plain_control_flow import plain_control_flow
 from .row_lists import has_row_lists, unpacked
 from .source import Part, Place
 from .torch_internals import (
+    SYMBOLIC,
     FakeTensorMode,
     TorchDispatchMode,
     current_tracer,
@@ -37,8 +38,6 @@ from .torch_internals import (
 )
 from .unknown_lists import has_lists, shared_structure, without_unknown
 from .untraceable import UntraceableError
-
-_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class WholeCall:
         if tracer is None or functorch_is_active():
             return self.original(*args, **kwargs)
         inputs, structure = flatten((args, kwargs))
-        if any(isinstance(constant, _NUMBERS) for constant in structure.constants()):
+        if any(isinstance(constant, SYMBOLIC) for constant in structure.constants()):
             raise self._untraceable("it is called with a number made of the batch size or of data")
         current = self._state()
         # What a module keeps is its own; of a method, only what it is found to use, unless chance decides that.
@@ -133,8 +132,7 @@ class WholeCall:
         target.repeats = trial.repeats and not names
         target.types = trial.types
         target.form = Form.of(firsts, results, sizes.reader, str(self._part), self.advice)
-        proxies = (proxy_of(operand, tracer) for operand in firsts)
-        arguments = tuple(p if p is not None else o for p, o in zip(proxies, firsts, strict=True))
+        arguments = tuple(argument_of(operand, tracer) for operand in firsts)
         insert_node(tracer, target, arguments, {}, results)
         results = tuple(item.movedim(0, dim) if dim else item for item, dim in zip(results, given_dims, strict=True))
         return trial.output.rebuild(self._written(trial, inputs, operands, results, tracer))

@@ -17,10 +17,9 @@ from .assumptions import FROM_ARGUMENTS, Answering, PythonState
 from .dims import AffineReader, symbols_in
 from .leaf import OpaqueCall
 from .ops import has_effect
-from .torch_internals import FakeTensor, expression, pytree, symbolic_integer
+from .torch_internals import SYMBOLIC, FakeTensor, expression, pytree, symbolic_integer
 from .tracer import NamedTensors, Session, Trace, trace
 
-_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _SHOWN = 3
 _LEAST = 2
 """Torch takes it for granted of what is a symbol."""
@@ -155,7 +154,7 @@ def _why_fixed(traced: Trace, known: Collection[sympy.Symbol | None]) -> str:
         return "the model changes what later calls find"
     for node in traced.gm.graph.nodes:
         arguments = pytree.tree_leaves((node.args, node.kwargs))
-        if isinstance(node.target, OpaqueCall) or any(isinstance(item, _NUMBERS) for item in arguments):
+        if isinstance(node.target, OpaqueCall) or any(isinstance(item, SYMBOLIC) for item in arguments):
             return f"{getattr(node.target, '__name__', node.target)} stays whole"
         if not symbols_in(node.meta.get("val")) <= set(known):
             return f"{node.target} has extents that depend on data"
@@ -192,9 +191,9 @@ class _Copy:
         graph, left = fx.Graph(), iter(given)
         for node in gm.graph.nodes:
             value = node.meta.get("val")
-            if node.op == "call_function" and isinstance(value, _NUMBERS):
+            if node.op == "call_function" and isinstance(value, SYMBOLIC):
                 value = self._number(node)
-                if not isinstance(value, _NUMBERS):
+                if not isinstance(value, SYMBOLIC):
                     self._env[node] = value
                     continue
             elif node.op == "placeholder":

@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pyrannc.errors import CaptureError
 
 from .flatten import flatten
 from .source import Place
-from .torch_internals import FakeTensor, own_buffers, own_modules, own_params
+from .torch_internals import SYMBOLIC, FakeTensor, own_buffers, own_modules, own_params
 
 Left = tuple[nn.Module, str, Any]
 """A sub-module, an attribute of it, and the plain value that a call leaves there."""
@@ -24,7 +23,6 @@ _ADVICE = (
     "call the model once on such a batch before the optimizer and RaNNCModule(model, ...) are made, or make in "
     "__init__ what it needs"
 )
-_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,7 @@ def _refuse_kept(path: str, module: nn.Module, where: Place | None) -> None:
     for name, value in vars(module).items():
         tensors, structure = flatten(value)
         if any(isinstance(item, FakeTensor) for item in tensors) or any(
-            isinstance(item, _NUMBERS) for item in structure.constants()
+            isinstance(item, SYMBOLIC) for item in structure.constants()
         ):
             raise CaptureError(
                 f"{where or 'the forward'} makes sub-module '{path}' in the forward, which keeps in attribute "

@@ -27,6 +27,7 @@ from .facts import memory, written_memory
 from .questions import question
 from .source import Place, SourceTracker
 from .torch_internals import (
+    SYMBOLIC,
     DisableTorchFunction,
     FakeTensor,
     OpOverload,
@@ -44,7 +45,6 @@ from .untraceable import UntraceableError
 
 _BOOLEAN_READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::allclose")
 _REDRAWS = 16
-_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class NoDataError(LookupError):
@@ -355,7 +355,7 @@ class Oracle:
         """True for what is read from a tensor, be it an extent of others too; False for what is an extent alone."""
         assert self._graph is not None
         made = (node.meta.get("val") for node in self._graph.nodes)
-        return any(isinstance(value, _NUMBERS) and symbol in expression(value).free_symbols for value in made)
+        return any(isinstance(value, SYMBOLIC) and symbol in expression(value).free_symbols for value in made)
 
     def _slice_of(self, node: fx.Node, known: Container[fx.Node] = (), *, now: bool = False) -> list[fx.Node]:
         """``node`` and what it is computed from, in graph order; ``known`` nodes and their ancestors are left out.
@@ -470,7 +470,7 @@ class _Samples:
     def _real_argument(self, argument: Any) -> Any:
         if isinstance(argument, fx.Node):
             return self.known[argument]
-        if isinstance(argument, _NUMBERS):
+        if isinstance(argument, SYMBOLIC):
             size = expression(argument).subs(self._sizes)
             return int(size) if size.is_Integer else hint(argument)
         return self._device if isinstance(argument, torch.device) else argument
@@ -479,7 +479,7 @@ class _Samples:
 def _reader(node: fx.Node, symbol: sympy.Basic) -> Any:
     """How to read ``symbol`` from the value of ``node``; None if the node does not define it."""
     value = node.meta.get("val")
-    if isinstance(value, _NUMBERS):
+    if isinstance(value, SYMBOLIC):
         if expression(value) == symbol:
             return lambda real: real
         target = node.target

@@ -18,15 +18,24 @@ def plain_control_flow() -> Iterator[None]:
         yield
 
 
-def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()) -> Any:
+def plain_cond(
+    pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()
+) -> Any:
+    """``torch.cond`` as Python branches."""
     return (true_fn if bool(pred) else false_fn)(*operands)
 
 
-def _while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried_inputs: Sequence[Any]) -> Any:
+def plain_while_loop(
+    cond_fn: Callable[..., Any],
+    body_fn: Callable[..., Any],
+    carried_inputs: Sequence[Any],
+    additional_inputs: Sequence[Any] = (),
+) -> Any:
+    """``torch.while_loop`` as Python loops."""
     carried = tuple(carried_inputs)
-    while bool(cond_fn(*carried)):
-        carried = body_fn(*carried)
+    while bool(cond_fn(*carried, *additional_inputs)):
+        carried = body_fn(*carried, *additional_inputs)
     return carried
 
 
-_PLAIN = {"cond": _cond, "while_loop": _while_loop}
+_PLAIN = {"cond": plain_cond, "while_loop": plain_while_loop}

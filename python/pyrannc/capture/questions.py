@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate
 
 from .assumptions import HeldBuffer, Question
 from .facts import memory, written_memory
-from .torch_internals import OpOverload, schema
+from .torch_internals import SYMBOLIC, OpOverload, schema
 
 _KEPT_ANSWERS = 256
 
@@ -81,7 +81,7 @@ def _function(
     taken: list[int | HeldBuffer] = []
 
     def argument(item: Any) -> Any:
-        if isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        if isinstance(item, SYMBOLIC):
             raise NotOfInputsError
         return device if isinstance(item, torch.device) else copies[item] if isinstance(item, fx.Node) else item
 

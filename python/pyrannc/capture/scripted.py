@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pyrannc.errors import CaptureError
 
-from .fallback import BatchSizes, insert_node
+from .fallback import BatchSizes, argument_of, insert_node
 from .flatten import flatten
 from .leaf import OpaqueCall, unchanged
 from .oracle import Oracle, real_execution
@@ -79,7 +79,7 @@ def opaque_script_functions(
             here, cause = tracker.here(), f"what other rows would give the scripted function {name} is not known"
             raise UntraceableError(f"{here}: {cause}", here, cause)
         fakes = sizes.fakes(made, operands[0].device, wants, mode)
-        arguments = tuple(p if p is not None else o for p, o in zip(proxies, operands, strict=True))
+        arguments = tuple(argument_of(operand, tracer) for operand in operands)
         whole = isinstance(made.first, Tensor)
         target = OpaqueCall(f"script_{name}", run, f"script.{name}")
         target.does = does = function, structure, target.autocast

@@ -122,9 +122,13 @@ disable_proxy_modes_tracing = proxy_tensor.disable_proxy_modes_tracing
 """What runs under it leaves no node. Public: none."""
 
 
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Numbers of a trace that extents or data tell. Public: each of them."""
+
+
 def proxy_of(item: Any, tracer: Any) -> fx.Proxy | None:
     """What stands for a tensor or a symbolic number in the trace, if anything does. Public: none."""
-    if not isinstance(item, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+    if not isinstance(item, (Tensor, *SYMBOLIC)):
         return None
     slot: Any = proxy_tensor.get_proxy_slot(item, tracer, None)
     if isinstance(slot, proxy_tensor._ProxyTensor):
@@ -774,7 +778,7 @@ def lookup() -> Callable[[Tensor, list[Tensor]], Tensor]:
 REGISTER_HOOK = PatchPoint(Tensor, "register_hook")
 """Gradient hooks become nodes. Public: a mode of torch functions, which some calls pass by."""
 
-NUMBER_REPRS = tuple(PatchPoint(_kind, "__repr__") for _kind in (torch.SymInt, torch.SymFloat, torch.SymBool))
+NUMBER_REPRS = tuple(PatchPoint(_kind, "__repr__") for _kind in SYMBOLIC)
 """The text of a symbolic number names its symbols. Public: none."""
 
 TENSOR_REPR = PatchPoint(Tensor, "__repr__")

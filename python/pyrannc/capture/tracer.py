@@ -43,6 +43,7 @@ from .source import Part, Place, SourceTracker
 from .torch_internals import (
     MODULE_TO,
     NUMBER_REPRS,
+    SYMBOLIC,
     TENSOR_REPR,
     FakeTensor,
     FakeTensorMode,
@@ -486,7 +487,7 @@ def _first_lines(error: Exception) -> str:
 
 
 def _refuse_symbolic_results(structure: Structure) -> None:
-    if isinstance(structure.key, tuple) and structure.key[0] in (torch.SymInt, torch.SymFloat, torch.SymBool):
+    if isinstance(structure.key, tuple) and structure.key[0] in SYMBOLIC:
         raise CaptureError(
             "the model returns a number computed from the batch size or from data; return a tensor, "
             "or leave the number out of the result"
