@@ -201,27 +201,34 @@ def of_a_table_without_rows(score: Tensor, b: Tensor, _h: Tensor, _i: Tensor, _j
     return score + torch.arange(64.0)[b]
 
 
+def of_its_own_row(score: Tensor, b: Tensor, _h: Tensor, _i: Tensor, _j: Tensor, documents: Tensor) -> Tensor:
+    return score + documents[b, 0]
+
+
 class ByRowNumbers(nn.Module):
-    def __init__(self, function: Callable[..., Tensor]) -> None:
+    def __init__(self, function: Callable[..., Tensor], times: int) -> None:
         super().__init__()
         self.last = nn.Linear(WIDTH, WIDTH)
-        self.function = function
+        self.function, self.times = function, times
 
     def forward(self, x: Tensor, documents: Tensor) -> Tensor:
+        documents = documents.repeat_interleave(self.times, 0)
         score = lambda *items: self.function(*items, documents)  # noqa: E731
         attended = flex_attention(x, x, x, score_mod=score)
         assert isinstance(attended, Tensor)
         return self.last(attended).sum((1, 2, 3))  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("function", [by_number, of_other_rows, of_a_table_without_rows])
+@pytest.mark.parametrize(
+    ("function", "times"), [(by_number, 1), (of_other_rows, 1), (of_a_table_without_rows, 1), (of_its_own_row, 2)]
+)
 def test_attention_that_knows_of_other_rows(
-    assert_equals_model: Callable[..., Captured], function: Callable[..., Tensor]
+    assert_equals_model: Callable[..., Captured], function: Callable[..., Tensor], times: int
 ) -> None:
     def packed(rows: int) -> Any:
         torch.manual_seed(rows)
         return (torch.randn(rows, 1, LENGTH, WIDTH).double(), torch.randint(0, 3, (rows, LENGTH))), {}
 
-    captured = assert_equals_model(ByRowNumbers(function).double(), packed)
+    captured = assert_equals_model(ByRowNumbers(function, times).double(), packed)
     assert "torch.flex_attention" in targets(captured)
     assert not any(op.get("row_wise") for op in json.loads(captured.graph_json)["ops"])

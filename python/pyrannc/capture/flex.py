@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from .fallback import insert_node
-from .inner_graph import InnerGraph, empty_like, inner_graph, operator_of
+from .fallback import argument_of, insert_node
+from .inner_graph import InnerGraph, empty_like, inner_graph, operator_of, refuse_transforms
 from .leaf import OpaqueCall
 from .source import SourceTracker
 from .torch_internals import (
@@ -21,14 +21,13 @@ from .torch_internals import (
     FakeTensor,
     current_tracer,
     disable_proxy_modes_tracing,
+    expression,
     flex_attention_operator,
     flex_attention_results,
-    functorch_is_active,
     lookup,
     proxy_of,
     pytree,
 )
-from .untraceable import UntraceableError
 
 _QKV, _SAID = 3, 7
 """Query, key and value; with the functions, the mask's blocks, the scale and options."""
@@ -46,9 +45,7 @@ def flex_attention_as_op(tracker: SourceTracker) -> Iterator[None]:
         tracer = current_tracer()
         if tracer is None:
             return original(self, *items)
-        if functorch_is_active():
-            here, cause = tracker.here(), "flex_attention is called inside of torch.vmap or the like"
-            raise UntraceableError(f"{here}: {cause}", here, cause)
+        refuse_transforms("flex_attention", tracker)
         return _Attention(tracer, tracker).of(items[:_QKV], *items[_QKV:_SAID])
 
     with FLEX_ATTENTION.replaced_by(attention):
@@ -70,14 +67,16 @@ class _Attention:
         with _Lookups(self._tracer):
             scores = inner_graph(score_mod, [score, *places], self._tracer, self._tracker)
             masks = inner_graph(mask_mod, places, self._tracer, self._tracker)
-        own = [item if (proxy := proxy_of(item, self._tracer)) is None else proxy for item in (*qkv, *blocks)]
+        own = [argument_of(item, self._tracer) for item in (*qkv, *blocks)]
         reads = [self._tracer.proxy(node) for node in (*scores.reads, *masks.reads)]
         with disable_proxy_modes_tracing(), torch.no_grad():
             found = flex_attention_results(qkv[0], qkv[2])
         wants = any(item.requires_grad for item in (*qkv, *scores.results))
         fakes = tuple(empty_like(item, requires_grad=wants and item is not found[2]) for item in found)
         target = _operator(scores, masks, blocks, scale, options)
-        target.row_wise = _has_rows_first((*qkv, *blocks)) and _goes_by_rows(scores, 1) and _goes_by_rows(masks, 0)
+        target.row_wise = (
+            _has_rows_first((*qkv, *blocks)) and _goes_by_rows(scores, 1, qkv[0]) and _goes_by_rows(masks, 0, qkv[0])
+        )
         return insert_node(self._tracer, target, (*own, *reads), {}, fakes)
 
 
@@ -91,18 +90,21 @@ def _has_rows_within(tensor: Tensor) -> bool:
     return any(isinstance(size, torch.SymInt) for size in tensor.shape[1:])
 
 
-def _goes_by_rows(part: InnerGraph, place: int) -> bool:
+def _goes_by_rows(part: InnerGraph, place: int, query: Tensor) -> bool:
     """True for a function that uses a row's number to look that row up, and tables with rows for nothing else.
 
     Args:
         place: of that number among its operands.
+        query: tables have as many rows as it, or none.
     """
     taken = list(part.module.graph.find_nodes(op="placeholder"))
     number, made = taken[place], [node.meta["val"] for node in part.reads]
     if any(not isinstance(item, Tensor) or _has_rows_within(item) for item in made):
         return False
     read = zip(taken[len(taken) - len(made) :], made, strict=True)
-    tables = {node for node, item in read if item.dim() and isinstance(item.shape[0], torch.SymInt)}
+    tables = {node: item.shape[0] for node, item in read if item.dim() and isinstance(item.shape[0], torch.SymInt)}
+    if {expression(rows) for rows in tables.values()} - {expression(query.shape[0])}:
+        return False
     users = {user for node in (number, *tables) for user in node.users}
     return all(_looks_up_row(user, number, tables) for user in users)
 
