@@ -17,6 +17,7 @@ from pyrannc.job.launch import Launch, detect_launch
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMPI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 BIN = Path(sys.executable).parent
+TORCHRUN = [BIN / "torchrun", "--standalone", "--nproc-per-node", "2"]
 
 # Prints one line for each rank: the sum of all ranks by both groups, and whether a second use changes anything.
 JOIN = """
@@ -82,7 +83,7 @@ def test_one_process(script: Path) -> None:
 
 
 def test_torchrun(script: Path) -> None:
-    assert lines(run(BIN / "torchrun", "--nproc-per-node", "2", script)) == PAIR
+    assert lines(run(*TORCHRUN, script)) == PAIR
 
 
 @pytest.mark.skipif(not (BIN / "mpirun").exists(), reason="Open MPI's wheel is for Linux only")
@@ -124,7 +125,7 @@ assert again is not joined
 dist.destroy_process_group()
 process.clear()
 """)
-    assert lines(run(BIN / "torchrun", "--nproc-per-node", "2", script)) == []
+    assert lines(run(*TORCHRUN, script)) == []
 
 
 def test_group_that_the_program_makes_anew(tmp_path: Path) -> None:
@@ -203,4 +204,4 @@ dist.all_reduce_coalesced([torch.ones(1) for _ in range(2000)], group=group)
 def test_ends_beside_late_workers_of_gloo(tmp_path: Path) -> None:
     path = tmp_path / "late.py"
     path.write_text(LATE_WORKERS)
-    assert lines(run(BIN / "torchrun", "--nproc-per-node", "2", path)) == []
+    assert lines(run(*TORCHRUN, path)) == []
