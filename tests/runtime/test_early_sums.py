@@ -37,7 +37,9 @@ class Layer(Function):
 def _bucket(number: int, params: list[SharedParam]) -> Bucket:
     numel = ELEMENTS * len(params)
     types = (torch.float32, torch.float32)
-    return Bucket(number, params, numel, (0, 1), types, torch.float32, CPU, number * 128, (), False, False, (0, numel))
+    return Bucket(
+        number, params, numel, (0, 1), types, torch.float32, CPU, number * 128, (), False, False, False, (0, numel)
+    )
 
 
 def _job(layers_of_bucket: int) -> tuple[list[str], list[Tensor]]:

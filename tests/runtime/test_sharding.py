@@ -32,7 +32,7 @@ ONE_STAGE = Case("loss_inside", (2, 3, 1), replicas=(3,), microbatches=2, optimi
 TWO_STAGES = Case("tied", (3, 2, 2), replicas=(2, 1), microbatches=2)
 UNEVEN = Case("loss_inside", (1, 0, 1), replicas=(1, 2), microbatches=3, schedule="1f1b", optimizer="sgd")
 CASES = [ONE_STAGE, TWO_STAGES, UNEVEN]
-LEVELS = ["optimizer", "gradients", "params"]
+LEVELS = ["optimizer", "gradients", "kept_params", "params"]
 
 ALL = pytest.mark.parametrize("sharding", LEVELS)
 EACH = pytest.mark.parametrize("case", CASES, ids=["one_stage", "two_stages", "uneven"])
@@ -255,7 +255,8 @@ FROM_3 = ("contents", "average")
 @ALL
 def test_what_a_script_sees(sharding: str, ranks: Ranks, tmp_path: Path) -> None:
     case = replace(ONE_STAGE, sharding=sharding)
-    raises = {"state", *(FROM_2 if sharding != "optimizer" else ()), *(FROM_3 if sharding == "params" else ())}
+    from_3 = FROM_3 if sharding in ("kept_params", "params") else ()
+    raises = {"state", *(FROM_2 if sharding != "optimizer" else ()), *from_3}
     for differences, found in ranks(3).run(seen, case, str(tmp_path)):
         assert differences == []
         assert {name for name, error in found.items() if error} == raises
@@ -286,6 +287,15 @@ def held_bytes(case: Case, folder: str) -> tuple[list[str], int, int]:
         own = sum(bucket.own.nbytes for bucket in buckets)
         twins.module.undeploy()
         return twins.differences.found, own, most[0]
+
+
+def test_parameters_stay_whole_to_the_end_of_a_step(ranks: Ranks, tmp_path: Path) -> None:
+    case = replace(ONE_STAGE, sharding="kept_params")
+    sizes = [param.numel() * 8 for param in _model_params(case)]
+    for found, own, most in ranks(3).run(held_bytes, case, str(tmp_path)):
+        assert found == []
+        assert sum(sizes) / 3 <= own < most
+        assert sum(sizes) <= most <= sum(sizes) + len(sizes) * 3 * 16 * 8
 
 
 def test_parameters_are_whole_two_spans_at_a_time(ranks: Ranks, tmp_path: Path) -> None:

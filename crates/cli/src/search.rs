@@ -49,7 +49,7 @@ fn savers(zero: ZeroArg, assumed: &[SaverArg]) -> Savers {
         ZeroArg::Auto => (Sharding::None, Sharding::Params),
         ZeroArg::Optimizer => (Sharding::Optimizer, Sharding::Optimizer),
         ZeroArg::Gradients => (Sharding::Gradients, Sharding::Gradients),
-        ZeroArg::Params => (Sharding::Params, Sharding::Params),
+        ZeroArg::Params => (Sharding::KeptParams, Sharding::Params),
     };
     let mut savers = Savers { sharding, least_sharding, ..Savers::default() };
     for saver in assumed {

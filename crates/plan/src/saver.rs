@@ -28,7 +28,9 @@ pub enum Sharding {
     Optimizer,
     /// Gradients (ZeRO 2).
     Gradients,
-    /// Parameters (ZeRO 3).
+    /// Parameters (ZeRO 3), which are gathered once and stay whole until a call or its backward ends.
+    KeptParams,
+    /// Parameters (ZeRO 3), which are gathered for each computation, and whole only around the Span that uses them.
     Params,
 }
 
@@ -39,7 +41,12 @@ impl Sharding {
             Self::None => 0,
             Self::Optimizer => 1,
             Self::Gradients => 2,
-            Self::Params => 3,
+            Self::KeptParams | Self::Params => 3,
         }
+    }
+
+    /// True where each Replica keeps a part of the parameters.
+    pub const fn divides_params(self) -> bool {
+        matches!(self, Self::KeptParams | Self::Params)
     }
 }

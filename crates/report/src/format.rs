@@ -49,7 +49,8 @@ pub(crate) fn savers(stage: &StagePlan) -> String {
 /// `ZeRO 1`; nothing where Replicas divide nothing.
 fn sharding(sharding: Sharding) -> Option<String> {
     let level = sharding.zero_level();
-    (level > 0).then(|| format!("ZeRO {level}"))
+    let kept = if sharding == Sharding::KeptParams { " kept" } else { "" };
+    (level > 0).then(|| format!("ZeRO {level}{kept}"))
 }
 
 /// Increasing numbers with their runs shortened: `0-3, 6`.

@@ -142,7 +142,7 @@ fn divided(level: Sharding) -> &'static str {
         Sharding::None => "nothing",
         Sharding::Optimizer => "the optimizer's state",
         Sharding::Gradients => "gradients and the optimizer's state",
-        Sharding::Params => "parameters, gradients and the optimizer's state",
+        Sharding::KeptParams | Sharding::Params => "parameters, gradients and the optimizer's state",
     }
 }
 

@@ -35,6 +35,9 @@ class Watch(Protocol):
     def pass_by(self, *, backward: bool) -> None:
         """Others compute a forward or backward."""
 
+    def end_run(self) -> None:
+        """No computation follows in this run."""
+
     def alone(self) -> AbstractContextManager[None]:
         """Inside, this rank computes by itself."""
 

@@ -17,7 +17,8 @@ class BucketFacts:
     Attributes:
         group: place of the ranks among the groups.
         params: places of the parameters among the Graph's, in the order in which their gradients come.
-        sharding: what the group divides among its ranks: ``"none"``, ``"optimizer"``, ``"gradients"`` or ``"params"``.
+        sharding: what the group divides among its ranks: ``"none"``, ``"optimizer"``, ``"gradients"``,
+            ``"kept_params"`` or ``"params"``.
         parts: where anything is divided, how many elements each rank of the group has; together at least all.
     """
 
@@ -29,12 +30,17 @@ class BucketFacts:
     @property
     def is_spread(self) -> bool:
         """Each rank keeps a part of the sums."""
-        return self.sharding in ("gradients", "params")
+        return self.is_gathered or self.sharding == "gradients"
 
     @property
     def is_gathered(self) -> bool:
         """Each rank keeps a part of the parameters."""
-        return self.sharding == "params"
+        return self.sharding in ("kept_params", "params")
+
+    @property
+    def is_kept(self) -> bool:
+        """What has been gathered of the parameters stays whole to the end of a run."""
+        return self.sharding == "kept_params"
 
     def of(self, names: Sequence[str]) -> list[str]:
         """The names of its parameters, given those of the Graph's."""

@@ -15,8 +15,8 @@ class Capabilities:
 
     Attributes:
         recompute: computing parts of a forward again for the backward.
-        sharding: the most that Replicas may divide among them: "none", "optimizer", "gradients" or "params", each with
-            those before it.
+        sharding: the most that Replicas may divide among them: "none", "optimizer", "gradients", "kept_params" or
+            "params", each with those before it.
         least_sharding: the least that several Replicas of a Stage divide.
     """
 
@@ -29,7 +29,9 @@ class Capabilities:
         """What ``enable_zero`` of the configuration asks for."""
         if level == "auto":
             return Capabilities(sharding="params")
-        name = {"off": "none", "1": "optimizer", "2": "gradients", "3": "params"}[level]
+        if level == "3":
+            return Capabilities(sharding="params", least_sharding="kept_params")
+        name = {"off": "none", "1": "optimizer", "2": "gradients"}[level]
         return Capabilities(sharding=name, least_sharding=name)
 
 

@@ -99,6 +99,8 @@ class Executor:
             gradients.finish(current)
         self._context.channels.finish()
         self._batch.finish()
+        if self._context.code.watch is not None:
+            self._context.code.watch.end_run()
         if when_forward is not None and forwards_end >= len(actions):
             when_forward()
         if current is not None and self._marks is not None:

@@ -1,4 +1,5 @@
-"""Parameters that are kept in parts are gathered before a Span computes with them, one Span ahead, and freed after it.
+"""Parameters that are kept in parts are gathered before a Span computes with them, one Span ahead, and freed after it,
+or at the end of the run.
 
 In a forward, code of the Stage says which Span comes; in a backward, the gradients of what a Span has given do. Ranks
 gather in the same order, whatever they compute: what a backward does not come to is gathered at its end.
@@ -27,6 +28,7 @@ class SpanGathers:
 
     def __init__(self, needs: Sequence[Sequence[GatheredBucket]]) -> None:
         self._needs = needs
+        self._buckets = {bucket for found in needs for bucket in found}
         self._spans = [place for place, buckets in enumerate(needs) if buckets]
         self._order: list[int] = []
         self._issued = 0
@@ -84,6 +86,11 @@ class SpanGathers:
         self._begin(self._spans[::-1] if backward else self._spans)
         self._reach_all()
 
+    def end_run(self) -> None:
+        """No computation follows: frees what has stayed whole."""
+        for bucket in self._buckets:
+            bucket.release()
+
     # The gathering
 
     def _begin(self, order: Sequence[int]) -> None:
@@ -106,7 +113,7 @@ class SpanGathers:
         coming = [bucket for span in self._order[place + 1 : place + 3] for bucket in self._needs[span]]
         for bucket in self._needs[self._order[place]]:
             if bucket not in coming:
-                bucket.release()
+                bucket.let_go()
 
     def _reach_all(self) -> None:
         for place in range(max(self._issued - 1, 0), len(self._order)):
@@ -116,17 +123,16 @@ class SpanGathers:
     def _end(self) -> None:
         for span in self._order:
             for bucket in self._needs[span]:
-                bucket.release()
+                bucket.let_go()
         self._order = []
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Nothing is gathered inside: what is computed is not of use."""
-        buckets = {bucket for found in self._needs for bucket in found}
-        for bucket in buckets:
+        for bucket in self._buckets:
             bucket.is_alone = True
         try:
             yield
         finally:
-            for bucket in buckets:
+            for bucket in self._buckets:
                 bucket.is_alone = False

@@ -72,6 +72,7 @@ class Bucket:
         parts: where anything is divided, how many elements each of ``ranks`` has, one behind the other.
         is_spread: each of them keeps only its part of the sums.
         is_gathered: and of the parameters.
+        is_kept: these stay whole from their gathering to the end of a run.
         kept: the elements that this rank keeps of the sums, from and to.
     """
 
@@ -86,6 +87,7 @@ class Bucket:
     parts: tuple[int, ...]
     is_spread: bool
     is_gathered: bool
+    is_kept: bool
     kept: tuple[int, int]
 
     def kept_of(self, start: int, numel: int) -> tuple[int, int]:
@@ -141,11 +143,12 @@ def own_buckets(
         ranks = facts.groups[found.group]
         types = sums.of_sums(dtype, len(ranks)), dtype
         start, message = ends.get(types, 0), sums.of_messages(dtype, len(ranks))
-        spread, gathered, kept = found.is_spread, found.is_gathered, (0, numel)
-        if spread:
+        kept = 0, numel
+        if found.is_spread:
             place = ranks.index(process.get_rank())
             kept = sum(found.parts[:place]), sum(found.parts[: place + 1])
-        made = Bucket(number, params, numel, ranks, types, message, device, start, found.parts, spread, gathered, kept)
+        divided = found.parts, found.is_spread, found.is_gathered, found.is_kept, kept
+        made = Bucket(number, params, numel, ranks, types, message, device, start, *divided)
         buckets.append(made)
         ends[types] = start + made.kept_room
     return buckets

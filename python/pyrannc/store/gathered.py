@@ -1,4 +1,5 @@
-"""Parameters of which each Replica keeps a part, and which are whole only while a Span computes with them (ZeRO 3)."""
+"""Parameters of which each Replica keeps a part, and which are whole only while a Span computes with them, or from the
+first use in a run to its end (ZeRO 3)."""
 
 from __future__ import annotations
 
@@ -132,6 +133,11 @@ class GatheredBucket:
         """Waits for none of them, and frees what was gathered."""
         self._works.clear()
         self.release()
+
+    def let_go(self) -> None:
+        """A Span has computed with it: frees what was gathered, unless that stays whole."""
+        if not self._bucket.is_kept:
+            self.release()
 
     def release(self) -> None:
         """Frees what was gathered."""

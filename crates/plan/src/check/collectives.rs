@@ -7,6 +7,7 @@ use rannc_ir::ParamId;
 use super::{ActionFault, CheckError};
 use crate::program::{Action, Bucket, Gradient, Pass, Program, RankProgram};
 use crate::saver::Sharding;
+use crate::schedule::Call;
 
 /// Checks that the buckets hold every gradient once, over the ranks that hold its Param.
 pub(super) fn check_buckets(program: &Program, gradients: &[Gradient]) -> Result<(), CheckError> {
@@ -54,7 +55,7 @@ pub(super) fn check_buckets(program: &Program, gradients: &[Gradient]) -> Result
         if *sharding >= Sharding::Gradients && ranks.len() > 1 && ranks.iter().any(is_shared) {
             return Err(CheckError::Shape("ranks with several stages divide gradients"));
         }
-        if span.is_some() != (*sharding == Sharding::Params) {
+        if span.is_some() != sharding.divides_params() {
             return Err(CheckError::Shape("a bucket has a span and no divided parameters, or the reverse"));
         }
         if sum != *bytes {
@@ -145,21 +146,28 @@ impl Backwards {
     }
 }
 
-/// A rank's computations so far, and what it has gathered for the one to come.
+/// A rank's computations so far, and what it has gathered for the one to come, or to keep.
 #[derive(Default)]
 struct Gathered {
     computed: HashSet<(u32, Pass)>,
+    kept: HashSet<(u32, Pass)>,
     last: Option<((u32, Pass), Option<u32>)>,
 }
 
 impl Gathered {
-    /// Checks that a gather stands before its computation, in the order of the Spans.
+    /// Checks that a gather stands before its computation, in the order of the Spans; one of Params that stay whole before
+    /// all computations, once.
     fn check(&mut self, program: &Program, action: &Action) -> Result<(), ActionFault> {
         let &Action::AllGather { bucket, mb, pass, .. } = action else { return Ok(()) };
-        if self.computed.contains(&(mb, pass)) {
+        let Bucket { span, sharding, .. } = program.buckets[bucket as usize];
+        let keeps = sharding == Sharding::KeptParams;
+        if keeps && (!kept_passes(program.call).contains(&pass) || !self.kept.insert((bucket, pass))) {
+            return Err(ActionFault::Repeated);
+        }
+        let computed = &self.computed;
+        if computed.contains(&(mb, pass)) || (keeps && computed.iter().any(|&(_, done)| done == pass)) {
             return Err(ActionFault::TooLate);
         }
-        let span = program.buckets[bucket as usize].span;
         let before = self.last.replace(((mb, pass), span)).filter(|(of, _)| *of == (mb, pass));
         let in_order =
             before.is_none_or(|(_, before)| if pass == Pass::Forward { before <= span } else { span <= before });
@@ -187,7 +195,7 @@ fn check_sum(program: &Program, rank: u32, action: &Action) -> Result<(), Action
         return Err(ActionFault::WrongBytes(size));
     }
     let divided = found.sharding >= Sharding::Gradients;
-    if (gathers && found.sharding != Sharding::Params) || (!gathers && sums_parts != divided) {
+    if (gathers && !found.sharding.divides_params()) || (!gathers && sums_parts != divided) {
         return Err(ActionFault::WrongSharding(found.sharding));
     }
     let has_rows = |mb: u32| program.microbatches.get(mb as usize).is_some_and(|&rows| rows > 0);
@@ -208,13 +216,21 @@ fn check_all_summed(program: &Program, own: &RankProgram, summed: &HashSet<&Acti
         if ranks.len() < 2 || !ranks.contains(&own.rank) {
             continue;
         }
-        let passes: &[Pass] = match sharding {
-            Sharding::Params if trains => &[Pass::Forward, Pass::Backward],
-            Sharding::Params => &[Pass::Forward],
-            _ => &[],
-        };
-        for (&pass, mb) in passes.iter().flat_map(|pass| has_rows().map(move |mb| (pass, mb))) {
-            check(Action::AllGather { group, bucket, mb, pass, bytes: gathered_bytes(found) })?;
+        let gather =
+            |(pass, mb): (Pass, u32)| Action::AllGather { group, bucket, mb, pass, bytes: gathered_bytes(found) };
+        let passes: &[Pass] = if trains { &[Pass::Forward, Pass::Backward] } else { &[Pass::Forward] };
+        match sharding {
+            Sharding::Params => {
+                let each = passes.iter().flat_map(|&pass| has_rows().map(move |mb| (pass, mb)));
+                each.map(gather).try_for_each(check)?;
+            }
+            Sharding::KeptParams => {
+                // Whichever microbatch comes first: the members of a group do it for the same.
+                let is_done = |pass: Pass| has_rows().any(|mb| summed.contains(&gather((pass, mb))));
+                let missing = kept_passes(program.call).iter().find(|&&pass| !is_done(pass));
+                missing.and_then(|&pass| Some((pass, has_rows().next()?))).map(gather).map_or(Ok(()), check)?;
+            }
+            Sharding::None | Sharding::Optimizer | Sharding::Gradients => {}
         }
         if !trains {
             continue;
@@ -228,6 +244,11 @@ fn check_all_summed(program: &Program, own: &RankProgram, summed: &HashSet<&Acti
         }
     }
     Ok(())
+}
+
+/// Before whose first computation Params are gathered that stay whole: a call in halves lets go of them in between.
+fn kept_passes(call: Call) -> &'static [Pass] {
+    if call == Call::Halves { &[Pass::Forward, Pass::Backward] } else { &[Pass::Forward] }
 }
 
 /// The size of a bucket's parts, in the type of its Params.

@@ -17,7 +17,8 @@
 //!    the same buckets of the same size in the same order.
 //!    Ranks with several seats divide no gradients.
 //! 8. Where ranks divide Params, each computation stands behind the gathers of all of them, in the order of its Spans;
-//!    these have their place in the order of what the members of a group do together.
+//!    these have their place in the order of what the members of a group do together. Where Params stay whole, the first
+//!    computation of each list of Actions does.
 //! 9. All ranks come to their end (see [`machine`](crate::machine) for what blocks).
 //! 10. What a rank holds at a time is no more than its Plan promises ([`check_memory`]): Params and gradients that are
 //!     whole for a while although Replicas divide them; and where it trains in the microbatches that the Plan was made for,

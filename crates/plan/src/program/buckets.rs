@@ -260,7 +260,7 @@ fn gradients(graph: &Graph, partition: &Partition, placement: &Placement, traine
         // What the tail adds comes with no microbatch.
         let whole = trained.whole_gradients.contains(&param) || trained.everywhere.contains(&param);
         let asked = if whole { asked.min(Sharding::Optimizer) } else { asked };
-        let part = stage.map(|stage| &partition.stages[stage]).filter(|_| asked == Sharding::Params);
+        let part = stage.map(|stage| &partition.stages[stage]).filter(|_| asked.divides_params());
         let Some(part) = part else { return (asked, None) };
         match only_span(graph, part, graph.params[param].value) {
             Some(span) => (asked, Some(span)),

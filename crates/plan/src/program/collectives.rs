@@ -42,12 +42,13 @@ impl<'a> Collectives<'a> {
         let rest = actions.iter().filter_map(Action::computed).rfind(fills);
         let divides = self.own.iter().any(|(_, bucket)| bucket.sharding >= Sharding::Gradients);
         let last = if divides { self.order.iter().copied().rfind(fills) } else { rest };
-        let mut coming = self.order.iter().copied().filter(is_listed);
+        let mut coming = self.order.iter().copied().filter(is_listed).peekable();
+        let first = coming.peek().copied();
         let mut found = Vec::with_capacity(actions.len());
         for action in actions {
             if let Some(own) = action.computed() {
                 for compute in coming.by_ref() {
-                    self.before(compute, last, &mut found);
+                    self.before(compute, [first, last], &mut found);
                     if compute == own {
                         break;
                     }
@@ -55,7 +56,7 @@ impl<'a> Collectives<'a> {
             }
             found.push(action);
         }
-        coming.for_each(|compute| self.before(compute, last, &mut found));
+        coming.for_each(|compute| self.before(compute, [first, last], &mut found));
         if has_backwards {
             let own = self.own.iter().filter(|_| last.is_none());
             found.extend(own.chain(&self.late).map(|&bucket| all_reduce(bucket)));
@@ -63,11 +64,11 @@ impl<'a> Collectives<'a> {
         found
     }
 
-    /// What stands before a computation, and what before the `last` that adds to gradients.
+    /// What stands before a computation, before the first of a list, and before the last that adds to gradients.
     ///
     /// A rank without rows starts its part of a microbatch's sums at once, and before it gathers: the others wait for
     /// some of these sums before they have gathered all. Sums of whole buckets follow, which nobody waits for so early.
-    fn before(&self, seated: Seated, last: Option<Seated>, actions: &mut Vec<Action>) {
+    fn before(&self, seated: Seated, [first, last]: [Option<Seated>; 2], actions: &mut Vec<Action>) {
         if let Compute::Backward(mb) = seated.compute {
             actions.extend(self.divided(true).map(|&(number, &Bucket { group, bytes, .. })| Action::ReduceScatter {
                 group,
@@ -76,7 +77,7 @@ impl<'a> Collectives<'a> {
                 bytes,
             }));
         }
-        actions.extend(self.gathers(seated.compute));
+        actions.extend(self.gathers(seated.compute, first == Some(seated)));
         if last == Some(seated) {
             actions.extend(self.divided(false).map(|&bucket| all_reduce(bucket)));
         }
@@ -87,10 +88,12 @@ impl<'a> Collectives<'a> {
         self.own.iter().filter(move |(_, bucket)| (bucket.sharding >= Sharding::Gradients) == is_divided)
     }
 
-    /// In the order in which a computation comes to the Spans.
-    fn gathers(&self, compute: Compute) -> Vec<Action> {
+    /// In the order in which a computation comes to the Spans; for the first of a list also what stays whole from then on.
+    fn gathers(&self, compute: Compute, is_first: bool) -> Vec<Action> {
+        let is_due =
+            |sharding: Sharding| sharding == Sharding::Params || (is_first && sharding == Sharding::KeptParams);
         let mut gathered: Vec<(u32, &Bucket)> =
-            self.own.iter().copied().filter(|(_, bucket)| bucket.sharding == Sharding::Params).collect();
+            self.own.iter().copied().filter(|(_, bucket)| is_due(bucket.sharding)).collect();
         gathered.sort_by_key(|(_, bucket)| std::cmp::Reverse(bucket.span));
         let (mb, pass) = match compute {
             Compute::Forward(mb) => (mb, Pass::Forward),

@@ -100,7 +100,7 @@ impl Given {
             let asked = stage.and_then(|stage| self.placement.sharding.get(stage));
             let most = if span.is_some() { Sharding::Params } else { Sharding::Gradients };
             let sharding = asked.copied().unwrap_or_default().min(most);
-            let span = span.filter(|_| sharding == Sharding::Params);
+            let span = span.filter(|_| sharding > Sharding::Gradients);
             let (dtype, bytes) = (*dtype, *bytes);
             Gradient { param: ParamId(param), dtype, elements, bytes, holders, sharding, span }
         };
@@ -216,7 +216,13 @@ fn numbered(ranks: &[Vec<u32>]) -> Vec<Vec<u32>> {
 }
 
 fn shardings() -> impl Strategy<Value = Sharding> {
-    prop_oneof![Just(Sharding::None), Just(Sharding::Optimizer), Just(Sharding::Gradients), Just(Sharding::Params)]
+    prop::sample::select(vec![
+        Sharding::None,
+        Sharding::Optimizer,
+        Sharding::Gradients,
+        Sharding::KeptParams,
+        Sharding::Params,
+    ])
 }
 
 /// Params of a few bytes to more than a bucket, each on one Stage or several.

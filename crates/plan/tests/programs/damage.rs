@@ -5,7 +5,7 @@ use proptest::sample::Index;
 use rannc_ir::{DType, ValueId};
 use rannc_plan::{
     Action, BatchKind, Call, CheckError, Crossing, Deadlock, Exchange, Interval, Message, Parcel, Pass, Piece, Program,
-    RankProgram, ScheduleKind, Transfer,
+    ScheduleKind, Sharding, Transfer,
 };
 
 use crate::cases::{Given, Held, ROWS, cases, lone_cases};
@@ -414,7 +414,7 @@ proptest! {
         let drained = [Call::Whole, Call::Halves].map(|call| case.with(call, ScheduleKind::FillDrain).build());
         for (rank, own) in program.ranks.iter_mut().enumerate() {
             if let Some(halves) = drains[own.seats[0].stage as usize] {
-                own.forward = in_one_list(&drained[usize::from(halves)].ranks[rank]);
+                own.forward = in_one_list(&drained[usize::from(halves)], rank);
             }
         }
         let verdict = case.check(&program);
@@ -441,10 +441,16 @@ fn agree(case: &Given, program: &Program) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Both lists of a rank as those of a call with its loss inside, to which no gradients of outputs come.
-fn in_one_list(own: &RankProgram) -> Vec<Action> {
-    let comes =
-        |action: &&Action| !matches!(action, Action::Exchange(exchange) if exchange.kind == BatchKind::OutputGrad);
+/// Both lists of a rank as those of a call with its loss inside, to which no gradients of outputs come, and within which
+/// what was gathered to stay whole does.
+fn in_one_list(program: &Program, rank: usize) -> Vec<Action> {
+    let own = &program.ranks[rank];
+    let is_kept = |bucket: u32| program.buckets[bucket as usize].sharding == Sharding::KeptParams;
+    let comes = |action: &&Action| match **action {
+        Action::Exchange(ref exchange) => exchange.kind != BatchKind::OutputGrad,
+        Action::AllGather { bucket, pass: Pass::Backward, .. } => !is_kept(bucket),
+        _ => true,
+    };
     own.forward.iter().chain(&own.backward).filter(comes).cloned().collect()
 }
 
@@ -452,8 +458,8 @@ fn in_one_list(own: &RankProgram) -> Vec<Action> {
 fn with_one_stage_drained(case: &Given, stage: u32) -> Program {
     let mut program = case.build();
     let drained = case.with(Call::Halves, ScheduleKind::FillDrain).build();
-    for (own, other) in program.ranks.iter_mut().zip(drained.ranks).filter(|(own, _)| own.seats[0].stage == stage) {
-        own.forward = in_one_list(&other);
+    for (rank, own) in program.ranks.iter_mut().enumerate().filter(|(_, own)| own.seats[0].stage == stage) {
+        own.forward = in_one_list(&drained, rank);
     }
     program
 }

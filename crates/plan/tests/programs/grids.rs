@@ -292,3 +292,34 @@ fn divided_params_are_gathered_for_each_computation() {
     assert_eq!(list(&program.ranks[0].forward), format!("{}{}", with_rows(0), with_rows(1)));
     assert_eq!(list(&program.ranks[1].forward), format!("{}{}{}", with_rows(0), forward(1), backward(1)));
 }
+
+/// Once for all computations of a list: of a call in halves, for its forwards and for its backwards.
+#[test]
+fn divided_params_that_are_kept_are_gathered_once() {
+    for (call, schedule) in
+        [(Call::Whole, ScheduleKind::OneForwardOneBackward), (Call::Halves, ScheduleKind::FillDrain)]
+    {
+        let mut case = Given::chain(&[2], 2, &[0, 3], call, schedule);
+        let held = |span| Held { divided: true, span: Some(span), ..Held::whole(DType::Float32, 8, &[0]) };
+        case.params = vec![held(0), held(1)];
+        case.placement.sharding = vec![Sharding::KeptParams];
+        let program = case.build();
+        assert_eq!(case.check(&program), Ok(()));
+        let forward = "\
+AllGather(forward of mb 0, bucket 1, 128 bytes over group 0)
+AllGather(forward of mb 0, bucket 0, 128 bytes over group 0)
+";
+        let backward = "\
+AllGather(backward of mb 0, bucket 0, 128 bytes over group 0)
+AllGather(backward of mb 0, bucket 1, 128 bytes over group 0)
+";
+        for own in &program.ranks {
+            let gathers = |actions: &[Action]| {
+                let is_gather = |action: &Action| matches!(action, Action::AllGather { .. });
+                list(&actions.iter().filter(|action| is_gather(action)).cloned().collect::<Vec<_>>())
+            };
+            assert_eq!(gathers(&own.forward), forward);
+            assert_eq!(gathers(&own.backward), if call == Call::Halves { backward } else { "" });
+        }
+    }
+}

@@ -152,6 +152,9 @@ impl Case {
             whole: match self.sharding[stage] {
                 Sharding::None | Sharding::Optimizer => WholePrediction::default(),
                 Sharding::Gradients => WholePrediction { params_bytes: 0, grads_bytes: summed.iter().sum() },
+                Sharding::KeptParams => {
+                    WholePrediction { params_bytes: gathered.iter().sum(), grads_bytes: two_of(&summed) }
+                }
                 Sharding::Params => WholePrediction { params_bytes: two_of(&gathered), grads_bytes: two_of(&summed) },
             },
             sizes: match sizes[..] {
@@ -355,7 +358,7 @@ fn gradients_that_go_elsewhere_are_not_promised() {
 }
 
 fn cases() -> impl Strategy<Value = Case> {
-    let levels = [Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::Params];
+    let levels = [Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::KeptParams, Sharding::Params];
     let stage = (vec(1..40_u64, 1..5), 1..4_usize, prop::sample::select(levels.to_vec()));
     let calls = prop_oneof![
         Just((ScheduleKind::FillDrain, Call::Halves)),

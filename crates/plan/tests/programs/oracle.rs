@@ -137,6 +137,11 @@ impl<'a> Oracle<'a> {
         inputs.any(|input| input.value == value && !input.has_rows)
     }
 
+    /// From the computations of which kind on a Param that stays whole is whole for computations of a kind.
+    fn kept_from(&self, pass: Pass) -> Pass {
+        if self.case.call == Call::Halves { pass } else { Pass::Forward }
+    }
+
     /// The ranks whose lists have an exchange.
     fn members(&self, kind: BatchKind, mb: u32) -> Vec<usize> {
         let is_it = |action: &Action| matches!(action, Action::Exchange(own) if (own.kind, own.mb) == (kind, mb));
@@ -319,6 +324,8 @@ struct RankState {
     gathers: VecDeque<Gather>,
     /// What it has gathered and not used.
     whole: BTreeSet<Gather>,
+    /// Buckets that stay whole, from the computations of which kind on.
+    kept: BTreeSet<(u32, Pass)>,
     /// By bucket, the microbatches whose gradients are in it.
     filled: BTreeMap<u32, BTreeSet<Computed>>,
 }
@@ -451,7 +458,9 @@ impl<'a> Execution<'a> {
             expected.extend(each.into_iter().map(|mb| ((gradient.param, mb), gradient.holders.clone())));
         }
         require(self.summed == expected, || format!("summed are {:?}", self.summed))?;
-        require(self.ranks.iter().all(|state| state.whole.is_empty()), || "parameters that nobody uses".into())?;
+        let kept_in_vain = |&(_, pass): &(u32, Pass)| self.oracle.kept_from(pass) != pass;
+        let in_vain = |state: &RankState| !state.whole.is_empty() || state.kept.iter().any(kept_in_vain);
+        require(!self.ranks.iter().any(in_vain), || "parameters that nobody uses".into())?;
         require(self.ranks.iter().all(|state| state.filled.is_empty()), || "gradients that nobody sums".into())
     }
 
@@ -471,7 +480,9 @@ impl<'a> Execution<'a> {
                 let has_rows = self.oracle.all_of(rank as usize).any(|(_, mb)| mb == gather.mb);
                 let state = &mut self.ranks[rank as usize];
                 state.gathers.pop_front();
-                if has_rows {
+                if program.buckets[gather.bucket as usize].sharding == Sharding::KeptParams {
+                    state.kept.insert((gather.bucket, gather.pass));
+                } else if has_rows {
                     state.whole.insert(gather);
                 }
             }
@@ -685,9 +696,13 @@ impl<'a> Execution<'a> {
         require(state.forwards.contains(&own), || "backward first".into())?;
         let pass = if payload == Payload::Grad { Pass::Backward } else { Pass::Forward };
         for bucket in self.buckets_of(rank, stage) {
-            let is_divided = self.oracle.program.buckets[bucket as usize].sharding == Sharding::Params;
             let whole = self.ranks[rank].whole.remove(&Gather { bucket, mb, pass });
-            require(whole == is_divided, || format!("rank {rank} does not have bucket {bucket} whole"))?;
+            let is_right = match self.oracle.program.buckets[bucket as usize].sharding {
+                Sharding::Params => whole,
+                Sharding::KeptParams => self.ranks[rank].kept.contains(&(bucket, self.oracle.kept_from(pass))),
+                Sharding::None | Sharding::Optimizer | Sharding::Gradients => !whole,
+            };
+            require(is_right, || format!("rank {rank} does not have bucket {bucket} whole"))?;
         }
         Ok(true)
     }

@@ -234,7 +234,7 @@ fn connect(writer: &mut ScriptWriter, prices: &mut Prices<'_>, links: &[ReplicaL
 #[derive(Default)]
 struct Together {
     /// By microbatch, what they gather for its forward and for its backward, where they divide parameters.
-    gathers: Vec<[u32; 2]>,
+    gathers: Vec<[Option<u32>; 2]>,
     /// By microbatch, the sum of its gradients, where they divide these.
     each: Vec<u32>,
     /// Behind all backwards: the sum of its own gradients, where they are whole, and the tied ones.
@@ -244,6 +244,7 @@ struct Together {
 impl Together {
     /// By Stage, with the tied sums behind every Stage's own.
     fn of_stages(writer: &mut ScriptWriter, prices: &mut Prices<'_>, tied: &[TiedSum]) -> Vec<Self> {
+        let halves = writer.call() == Call::Halves;
         let mut stages: Vec<Self> = Vec::new();
         for (stage, timed) in prices.stages.iter().enumerate() {
             let members = prices.ranks_of(&[stage]);
@@ -253,10 +254,12 @@ impl Together {
             };
             let microbatches = 0..prices.step.microbatches;
             let mut own = Self::default();
-            if timed.end.divides == Sharding::Params {
-                // The passes are priced with what they hide, and with what they do not: here Replicas only meet.
-                own.gathers =
-                    microbatches.clone().map(|_| [joint(Lane::Gathers, 0.0), joint(Lane::Gathers, 0.0)]).collect();
+            // Passes and updates are priced with what shows of gathers: here Replicas only meet.
+            let mut meets = |is_met: bool| is_met.then(|| joint(Lane::Gathers, 0.0));
+            match timed.end.divides {
+                Sharding::Params => own.gathers = microbatches.clone().map(|_| [meets(true), meets(true)]).collect(),
+                Sharding::KeptParams => own.gathers.push([meets(true), meets(halves)]),
+                Sharding::None | Sharding::Optimizer | Sharding::Gradients => {}
             }
             if timed.end.divides >= Sharding::Gradients {
                 own.each = microbatches.map(|_| joint(Lane::Sums, timed.end.reduce_us)).collect();
@@ -277,8 +280,8 @@ impl Together {
     fn write(&self, writer: &mut ScriptWriter, rank: u32, compute: Compute, awaited: Option<u32>, has_sums: &mut bool) {
         let microbatch = compute.microbatch() as usize;
         let pass = usize::from(!matches!(compute, Compute::Forward(_)));
-        if let Some(gathers) = self.gathers.get(microbatch) {
-            writer.add(rank, Task::Sum { sum: gathers[pass] });
+        if let Some(sum) = self.gathers.get(microbatch).and_then(|gathers| gathers[pass]) {
+            writer.add(rank, Task::Sum { sum });
             writer.add(rank, Task::Await { lane: Lane::Gathers });
         }
         let sum = self.each.get(microbatch).filter(|_| compute.ends_microbatch());

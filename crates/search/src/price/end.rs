@@ -21,7 +21,8 @@ pub(crate) struct End {
     pub(crate) reduce_us: f64,
     /// At least this for those that other Stages hold too, after all backwards.
     pub(crate) tied_us: f64,
-    /// The optimizer, the collectives that make its parameters whole, and working copies.
+    /// The optimizer, the collectives that make its parameters whole until the next one, as far as they show, and working
+    /// copies.
     pub(crate) update_us: f64,
 }
 
@@ -35,8 +36,8 @@ impl End {
 const TWO: RankGroup = RankGroup { members: 2, nodes: 1, least_per_node: 2, level: 0 };
 
 impl Pricing<'_> {
-    /// Gradient reduction and optimizer, with the last microbatch's pass.
-    pub(super) fn end(&self, run: &Range<usize>, at: &At<'_>, saver: Saver, last: &PassCost) -> End {
+    /// Gradient reduction and optimizer, with the first microbatch's pass and the last one's.
+    pub(super) fn end(&self, run: &Range<usize>, at: &At<'_>, saver: Saver, [first, last]: [&PassCost; 2]) -> End {
         let cluster = self.problem.cluster;
         let sharding = at.place.divides(saver.sharding);
         let Collectives { reduction_us, last_us, each_microbatch } =
@@ -55,18 +56,20 @@ impl Pricing<'_> {
         let gathered_bytes = match sharding {
             Sharding::None => 0.0,
             Sharding::Optimizer | Sharding::Gradients => bytes(&own.bytes),
-            Sharding::Params => rest(bytes(&own.bytes), bytes(&own.spanned_bytes)),
+            Sharding::KeptParams | Sharding::Params => rest(bytes(&own.bytes), bytes(&own.spanned_bytes)),
         };
         let divides = match sharding {
             _ if bytes(&own.message_bytes) <= 0.0 => Sharding::None,
-            Sharding::Params if bytes(&own.spanned_bytes) <= 0.0 => Sharding::Gradients,
+            _ if sharding.divides_params() && bytes(&own.spanned_bytes) <= 0.0 => Sharding::Gradients,
             sharding => sharding,
         };
+        let kept_us = if divides == Sharding::KeptParams { self.kept_gathers_us(run, at, first) } else { 0.0 };
         End {
             divides,
             reduce_us,
             tied_us: cluster.all_reduce_us(TWO, tied_bytes),
             update_us: cluster.all_gather_us(at.place.group, gathered_bytes)
+                + kept_us
                 + self.update_us(run, at, Saver { sharding, ..saver }),
         }
     }
@@ -86,7 +89,7 @@ impl Pricing<'_> {
             // The state comes from the host and goes back.
             let travel_us = 2.0 * state_bytes / device.host_bytes_per_s * 1e6;
             let update_us = if saver.offload { update_us.max(travel_us) } else { update_us };
-            update_us + self.chain.conversion_us(kind, run) * part(Sharding::Params)
+            update_us + self.chain.conversion_us(kind, run) * part(Sharding::KeptParams)
         };
         at.place.kinds().map(on).fold(0.0, f64::max)
     }

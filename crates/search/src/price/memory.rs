@@ -103,7 +103,7 @@ impl Pricing<'_> {
         let (chain, own) = (self.chain, &self.chain.own);
         let states = bytes(&chain.state_bytes) + bytes(&chain.copy_bytes);
         let spanned_bytes = bytes(&own.spanned_bytes) + bytes(&own.spanned_copy_bytes);
-        let params_bytes = held(Sharding::Params).bytes(states, spanned_bytes);
+        let params_bytes = held(Sharding::KeptParams).bytes(states, spanned_bytes);
         let grads_bytes = held(Sharding::Gradients).bytes(bytes(&chain.grad_bytes), bytes(&own.grad_bytes));
         let updated_bytes = held(Sharding::Optimizer).bytes(bytes(&chain.trainable_bytes), bytes(&own.bytes));
         let (whole_params_bytes, whole_grads_bytes) = self.whole_bytes(run, sharding);
@@ -132,10 +132,14 @@ impl Pricing<'_> {
                 let bucket_bytes = full_bytes(message_bytes as u64) as f64 + own.largest_message.at(first, end);
                 (0.0, message_bytes.min(WHOLE_SPANS * bucket_bytes))
             }
-            Sharding::Params => {
+            Sharding::KeptParams | Sharding::Params => {
                 let spans_bytes = |of_largest: &Largest| WHOLE_SPANS * of_largest.at(first, end);
-                let params_bytes = own.gathered_bytes.at(first, end).min(spans_bytes(&own.largest_gathered));
-                (params_bytes, message_bytes.min(spans_bytes(&own.largest_summed)))
+                let all_bytes = own.gathered_bytes.at(first, end);
+                let at_a_time_bytes = match sharding {
+                    Sharding::KeptParams => all_bytes,
+                    _ => all_bytes.min(spans_bytes(&own.largest_gathered)),
+                };
+                (at_a_time_bytes, message_bytes.min(spans_bytes(&own.largest_summed)))
             }
         }
     }
@@ -149,7 +153,7 @@ impl Pricing<'_> {
         let grad_bytes = bytes(&self.chain.grad_bytes);
         let factor = if saver.offload { 0.0 } else { self.problem.settings.optimizer_bytes_per_param_byte };
         // Parameters that other Blocks use too are divided as soon as the run has these.
-        held(Sharding::Params).bytes(bytes(&self.chain.state_bytes), trainable_bytes)
+        held(Sharding::KeptParams).bytes(bytes(&self.chain.state_bytes), trainable_bytes)
             + held(Sharding::Gradients).bytes(grad_bytes, grad_bytes)
             + held(Sharding::Optimizer).bytes(trainable_bytes, trainable_bytes) * factor
     }

@@ -53,7 +53,7 @@ impl Pricing<'_> {
                 let each_microbatch = self.step.microbatches > 1;
                 Collectives { reduction_us, last_us: share(reduction_us, full_bytes), each_microbatch }
             }
-            Sharding::Params => {
+            Sharding::KeptParams | Sharding::Params => {
                 let spans = own.spans(run) as f64;
                 let reduction_us = spans * cluster.reduce_scatter_us(group, bytes / spans);
                 let last_bytes = own.largest_summed.at(run.start, run.end).min(bytes);
@@ -79,6 +79,15 @@ impl Pricing<'_> {
             pass.forward_us = first_us + beside(pass.forward_us, others_us, slowdown);
             pass.backward_us = first_us + beside(pass.backward_us, others_us + sums_us, slowdown);
         }
+    }
+
+    /// What it adds to a step to make parameters whole that stay so: beside the first forward, and where they go before the
+    /// backwards come, beside the first of these.
+    pub(super) fn kept_gathers_us(&self, run: &Range<usize>, at: &At<'_>, first: &PassCost) -> f64 {
+        let (first_us, others_us) = self.gathers_us(run, at);
+        let more_us = |pass_us: f64| first_us + beside(pass_us, others_us, at.collective_slowdown) - pass_us;
+        let again_us = if self.problem.settings.loss_inside { 0.0 } else { more_us(first.backward_us) };
+        more_us(first.forward_us) + again_us
     }
 
     /// Time to make the parameters of all Spans whole: of the first one, which nothing hides, and of the others. Where

@@ -139,7 +139,7 @@ impl Pricing<'_> {
         passes.iter_mut().for_each(|pass| again.add_to(pass));
         self.share_out(run, at, saver.sharding, &mut passes);
         let [larger, smaller] = passes;
-        let end = self.end(run, at, saver, &smaller);
+        let end = self.end(run, at, saver, [&larger, &smaller]);
         let wait_us = if end.divides >= Sharding::Gradients { end.reduce_us } else { 0.0 };
         let cost = StageCost { larger, smaller, wait_us, end_us: end.us(), batch_us };
         Priced { cost, end, memory, again, waiting_bytes: 0.0 }

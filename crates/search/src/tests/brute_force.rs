@@ -165,7 +165,8 @@ fn linked_spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
 }
 
 fn savers() -> impl Strategy<Value = Savers> {
-    let levels = vec![Sharding::None, Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::Params];
+    let most = [Sharding::Optimizer, Sharding::Gradients, Sharding::KeptParams, Sharding::Params];
+    let levels = [vec![Sharding::None; 2], most.to_vec()].concat();
     let drawn = (any::<(bool, bool)>(), prop::sample::select(levels.clone()), prop::sample::select(levels));
     drawn.prop_map(|((recompute, offload), sharding, least)| Savers {
         recompute,

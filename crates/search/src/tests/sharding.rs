@@ -10,7 +10,8 @@ use crate::chain::spec::{BlockSpec, ChainSpec, StateSpec};
 use crate::price::{Priced, Pricing, Problem, RankOrder, Saver};
 use crate::settings::{Savers, Settings};
 
-const LEVELS: [Sharding; 4] = [Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::Params];
+const LEVELS: [Sharding; 5] =
+    [Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::KeptParams, Sharding::Params];
 const MIB: f64 = (1 << 20) as f64;
 
 /// Four Blocks in two Spans; a parameter of each Span, with a working copy, and one that the first and the last Block use.
@@ -63,6 +64,8 @@ fn each_level_divides_what_it_says() {
     // What both Spans use is whole, of the others the copies are gathered.
     let gathered = (2.0 * 400.0_f64).min(200.0 + 400.0);
     assert_eq!(mib(Sharding::Params), [160.0 + 1800.0 / 4.0 + gathered, 340.0 + 1360.0, 680.0]);
+    let kept = 200.0 + 400.0;
+    assert_eq!(mib(Sharding::KeptParams), [160.0 + 1800.0 / 4.0 + kept, 340.0 + 1360.0, 680.0]);
 }
 
 #[test]
@@ -106,7 +109,7 @@ fn collectives_happen_as_often_as_each_level_says() {
     let order = RankOrder::packed(&cluster, 4, None, 4);
     let group = order.place(0, 4).group;
     let gather_us = cluster.all_gather_us(group, 1360.0 * MIB);
-    let [none, optimizer, gradients, params] = LEVELS.map(|sharding| priced(0..4, 4, 4, sharding));
+    let [none, optimizer, gradients, kept, params] = LEVELS.map(|sharding| priced(0..4, 4, 4, sharding));
     // The Blocks compute nothing: all that is seen of a pass is sent beside it.
     assert_eq!(none.cost.larger, optimizer.cost.larger);
     assert_eq!(none.end.reduce_us, optimizer.end.reduce_us);
@@ -124,6 +127,10 @@ fn collectives_happen_as_often_as_each_level_says() {
     assert!(params.cost.larger.backward_us + params.end.reduce_us > copies_us + sums_us);
     let shared_us = cluster.all_gather_us(group, 160.0 * MIB);
     assert!((optimizer.end.update_us - gather_us - (params.end.update_us - shared_us)).abs() < shared_us / 100.0);
+    // Kept ones travel once, whatever the microbatches.
+    assert_eq!(kept.cost.larger.forward_us, none.cost.larger.forward_us);
+    assert!((kept.end.update_us - params.end.update_us - copies_us).abs() < copies_us / 100.0);
+    assert!(kept.cost.larger.backward_us + kept.end.reduce_us < params.cost.larger.backward_us + params.end.reduce_us);
     // The sums of one microbatch have the end of the step.
     let one = priced(0..4, 4, 1, Sharding::Gradients);
     assert_eq!(one.cost.larger, priced(0..4, 4, 1, Sharding::None).cost.larger);

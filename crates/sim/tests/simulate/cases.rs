@@ -190,7 +190,13 @@ pub fn ways() -> impl Strategy<Value = Way> {
 }
 
 fn shardings() -> impl Strategy<Value = Sharding> {
-    prop_oneof![Just(Sharding::None), Just(Sharding::Optimizer), Just(Sharding::Gradients), Just(Sharding::Params)]
+    prop::sample::select(vec![
+        Sharding::None,
+        Sharding::Optimizer,
+        Sharding::Gradients,
+        Sharding::KeptParams,
+        Sharding::Params,
+    ])
 }
 
 /// Random graphs cut where it is allowed, with up to three Replicas a Stage, on ranks of their own or on three ranks that all

@@ -2,9 +2,9 @@
 //! not. How many does not depend on the rows.
 //!
 //! Params are gathered one Span ahead of the computation and freed behind it, so that those of two Spans are whole at a
-//! time; those gathered before another computation than theirs stay. Gradients of a backward fill the buckets in the order
-//! of their numbers; a bucket is whole until its sum has ended, and sums start in the order of the Actions, each when that
-//! before the last has ended. What a rank sums of a microbatch of which it has no rows lies where others have activations.
+//! time; those gathered before another computation than theirs stay. Where Params are gathered once and kept, all are
+//! whole, and there is nothing to prove. Gradients of a backward fill the buckets in the order of their numbers; a bucket is
+//! whole until its sum has ended, and sums start in the order of the Actions, each when that before the last has ended. What a rank sums of a microbatch of which it has no rows lies where others have activations.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -25,8 +25,11 @@ pub(super) fn check_gathers(program: &Program, own: &RankProgram, promises: &Pro
     for (position, action) in actions(own).enumerate() {
         match *action {
             Action::AllGather { bucket, mb, pass, .. } => {
-                gathered.retain(|other| other.of == (mb, pass) || has_rows(program, own, other.of.0));
                 let bucket = &program.buckets[bucket as usize];
+                if bucket.sharding == Sharding::KeptParams {
+                    continue;
+                }
+                gathered.retain(|other| other.of == (mb, pass) || has_rows(program, own, other.of.0));
                 Gathered::add(&mut gathered, (mb, pass), bucket.span, promises.gathered_bytes(bucket));
                 let bytes = whole_bytes(&gathered, (mb, pass));
                 if bytes > promised {
