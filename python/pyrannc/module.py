@@ -29,8 +29,8 @@ from pyrannc.call.unwrap import unwrapped
 from pyrannc.call.variant import MOST_VALUES, CallKey, RowMixing, Variant, Variants
 from pyrannc.capture import CaptureOptions, Sample, flatten
 from pyrannc.capture.autocast import no_autocast
-from pyrannc.capture.torch_compiler import start_compiling_processes
-from pyrannc.capture.torch_internals import at_end_of_backward
+from pyrannc.capture.torch_internals.compiler import start_compiling_processes
+from pyrannc.capture.torch_internals.gradients import at_end_of_backward
 from pyrannc.core.program import Call, RankProgram
 from pyrannc.errors import CaptureError, ConfigError, PlanError, RaNNCError, first_line
 from pyrannc.face.deployed import DeployedModel

@@ -26,7 +26,8 @@ from .ops import has_effect, is_assertion, is_tuple_access
 from .plain_masks import drop_plain_masks
 from .reciprocals import divide_by_rows
 from .source import Place
-from .torch_internals import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED, SYMBOLIC, expression
+from .torch_internals.operators import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED
+from .torch_internals.symbols import SYMBOLIC, expression
 from .tracer import Trace
 from .untraceable import UntraceableError
 from .whole_slices import drop_whole_slices

@@ -18,7 +18,9 @@ from .dims import AffineReader, symbols_in
 from .leaf import OpaqueCall
 from .ops import has_effect
 from .sample import Sample
-from .torch_internals import SYMBOLIC, FakeTensor, expression, pytree, symbolic_integer
+from .torch_internals.fakes import FakeTensor
+from .torch_internals.symbols import SYMBOLIC, expression, symbolic_integer
+from .torch_internals.tensors import pytree
 from .tracer import NamedTensors, Session, Trace, trace
 
 _SHOWN = 3

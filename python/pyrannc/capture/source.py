@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .torch_internals import MODULE_CALL
+from .torch_internals.patching import MODULE_CALL
 
 _TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
 _OWN_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

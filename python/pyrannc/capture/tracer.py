@@ -41,26 +41,16 @@ from .sample import Sample
 from .scripted import opaque_script_functions, scripted_modules
 from .sequences import ADVICE, runs_along_rows
 from .source import Part, Place, SourceTracker
-from .torch_internals import (
-    MODULE_TO,
-    NUMBER_REPRS,
-    SYMBOLIC,
-    TENSOR_REPR,
-    FakeTensor,
-    FakeTensorMode,
-    PatchPoint,
+from .torch_internals.fakes import FakeTensor, FakeTensorMode, fake_tensors_untold, runs_without_data
+from .torch_internals.modules import own_buffers, parse_to, reparametrized
+from .torch_internals.patching import MODULE_TO, NUMBER_REPRS, TENSOR_REPR, PatchPoint
+from .torch_internals.symbols import SYMBOLIC, expression, fake_of
+from .torch_internals.tracing import (
     compiling_state,
     current_tracer,
-    expression,
-    fake_of,
-    fake_tensors_untold,
     non_strict_functions,
     override_builtin_ops,
-    own_buffers,
-    parse_to,
     proxy_of,
-    reparametrized,
-    runs_without_data,
     told_of_no_trace,
     trace_before_dispatch,
     tracing_context,
