@@ -140,3 +140,11 @@ def test_PROXY_CALL() -> None:
         traced(lambda x: x.sin(), X)
     assert torch.ops.aten.sin.default in [func for func, _, _ in seen]
     assert all(pre_dispatch for _, pre_dispatch, _ in seen)
+
+
+def test_TENSOR_META() -> None:
+    with patching.TENSOR_META.replaced_by(lambda _tensor: None):
+        gm = traced(lambda x: x.sin(), X)
+    (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    assert node.meta["val"].shape[1] == 2
+    assert node.meta["tensor_meta"] is None

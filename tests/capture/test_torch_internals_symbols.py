@@ -85,6 +85,7 @@ def test_ShapeQuestions() -> None:
         assert env.asked == 1
         assert rows == 3
         assert env.is_fixed(symbol)
+        assert symbols.expression(rows) == 3
         return branch
 
     assert targets(traced(call, X, mode=mode)).count(torch.ops.aten.mul.Tensor) == 1

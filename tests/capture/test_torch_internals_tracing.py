@@ -24,6 +24,14 @@ def test_trace_before_dispatch() -> None:
     assert all("val" in node.meta for node in gm.graph.nodes if node.op == "call_function")
 
 
+def test_LazyGraphModule() -> None:
+    gm = traced(lambda x: x.sin(), X)
+    assert isinstance(gm, tracing.LazyGraphModule)
+    (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    node.target = torch.ops.aten.cos.default
+    assert torch.equal(gm(X), X.cos())
+
+
 def test_current_tracer() -> None:
     found = []
 

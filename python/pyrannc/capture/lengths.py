@@ -21,6 +21,7 @@ from .sample import Sample
 from .torch_internals.fakes import FakeTensor
 from .torch_internals.symbols import SYMBOLIC, expression, symbolic_integer
 from .torch_internals.tensors import pytree
+from .torch_internals.tracing import LazyGraphModule
 from .tracer import NamedTensors, Session, Trace, trace
 
 _SHOWN = 3
@@ -192,7 +193,7 @@ class _Copy:
                 value = pytree.tree_map_only(FakeTensor, self._tensor, value)
             copied = self._env[node] = graph.node_copy(node, self._env.__getitem__)
             copied.meta = {**node.meta, "val": value} if "val" in node.meta else dict(node.meta)
-        return fx.GraphModule(gm, graph)
+        return LazyGraphModule(gm, graph)
 
     def _number(self, node: fx.Node) -> Any:
         """What a node that gives a number gives here."""

@@ -168,7 +168,8 @@ class SourceTracker:
             if frame.f_code is self.outermost:
                 self.codes.update(running)
                 return
-            if frame.f_code not in self.codes and belongs_to_user(frame.f_code.co_filename):
+            # In this order, as it takes long to hash code.
+            if belongs_to_user(frame.f_code.co_filename) and frame.f_code not in self.codes:
                 running[frame.f_code] = frame.f_globals
             frame = frame.f_back
 

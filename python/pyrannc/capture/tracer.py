@@ -43,7 +43,7 @@ from .sequences import ADVICE, runs_along_rows
 from .source import Part, Place, SourceTracker
 from .torch_internals.fakes import FakeTensor, FakeTensorMode, fake_tensors_untold, runs_without_data
 from .torch_internals.modules import own_buffers, parse_to, reparametrized
-from .torch_internals.patching import MODULE_TO, NUMBER_REPRS, TENSOR_REPR, PatchPoint
+from .torch_internals.patching import MODULE_TO, NUMBER_REPRS, TENSOR_META, TENSOR_REPR, PatchPoint
 from .torch_internals.symbols import SYMBOLIC, expression, fake_of
 from .torch_internals.tracing import (
     compiling_state,
@@ -295,6 +295,7 @@ class Session:
             stack.enter_context(captured_tensor_hooks())
             stack.enter_context(traced_data())
             stack.enter_context(idle_module_moves())
+            stack.enter_context(TENSOR_META.replaced_by(lambda _tensor: None))
             stack.enter_context(recorder.recording())
             if self.answers.as_untraced:
                 stack.enter_context(told_of_no_trace(_has_data))

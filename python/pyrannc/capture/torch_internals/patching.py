@@ -78,3 +78,6 @@ TRACK_TENSOR_TREE = PatchPoint(proxy_tensor, "track_tensor_tree")
 
 PROXY_CALL = PatchPoint(proxy_tensor, "proxy_call")
 """Operators that fake tensors run wrongly are taken over. Public: custom rules for fake tensors, for own operators."""
+
+TENSOR_META = PatchPoint(proxy_tensor, "_extract_tensor_metadata")
+"""Nothing is asked of the strides of each result that is only noted beside its node. Public: none."""

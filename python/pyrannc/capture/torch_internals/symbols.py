@@ -64,6 +64,14 @@ class ShapeQuestions(symbolic_shapes.ShapeEnv):
         """True when the answers so far leave one value, or another symbol, for ``symbol``."""
         return symbol in self.replacements
 
+    def replace(self, expr: Any) -> Any:  # type: ignore[override]  # torch's own keeps its answers
+        """An expression after what was learned of its symbols, mostly nothing; torch asks for it at each step."""
+        return super().replace(expr) if self.replacements else expr
+
+    def _create_fx_call_function(self, op: Any, args: Any) -> tuple[fx.Node | None, bool]:
+        """The node that only torch's validation of symbols makes; elsewhere its record of events would take long."""
+        return super()._create_fx_call_function(op, args) if self._translation_validation_enabled else (None, False)
+
     def _get_stack_summary(self, is_debug: bool = False, framework_loc: str | None = None) -> tuple[SLoc, str]:
         """Where a guard comes from: for torch's errors, but not for its logs, as it imports export to find it out."""
         if is_debug:

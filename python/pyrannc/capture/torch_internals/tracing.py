@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses import fake_tensor
+from torch.fx import _lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 
 from .fakes import FakeTensor, runs_without_data
@@ -42,10 +43,15 @@ def told_of_no_trace(is_traced: Callable[[Tensor], bool]) -> Iterator[None]:
         yield
 
 
+LazyGraphModule = _lazy_graph_module._LazyGraphModule
+"""Makes code of its graph when it is called, if ever. Public: ``fx.GraphModule``, at once."""
+
+
 def trace_before_dispatch(call: Callable[..., Any], *args: Any) -> fx.GraphModule:
     """The Ops of a call as autograd sees them. Public: ``make_fx`` without ``_allow_non_fake_inputs``, or export."""
     trace = proxy_tensor.make_fx(call, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)
-    return trace(*args)
+    with _lazy_graph_module._use_lazy_graph_module(True):
+        return trace(*args)
 
 
 def current_tracer() -> Any:
