@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from pyrannc import config as configuration
 from pyrannc.call.agreed import AgreedCall
 from pyrannc.call.batch_arguments import BatchNames
-from pyrannc.call.lengths import Lengths, Sample
+from pyrannc.call.lengths import Lengths, Wanted
 from pyrannc.call.row_lists import RowLists
 from pyrannc.call.shared_inputs import refuse_shared
 from pyrannc.call.stale import StaleAttributes
@@ -27,10 +27,10 @@ from pyrannc.call.telling import (
 )
 from pyrannc.call.unwrap import unwrapped
 from pyrannc.call.variant import MOST_VALUES, CallKey, RowMixing, Variant, Variants
-from pyrannc.capture import CaptureOptions, flatten
+from pyrannc.capture import CaptureOptions, Sample, flatten
 from pyrannc.capture.autocast import no_autocast
-from pyrannc.capture.torch_compiler import start_compiling_processes
-from pyrannc.capture.torch_internals import at_end_of_backward
+from pyrannc.capture.torch_internals.compiler import start_compiling_processes
+from pyrannc.capture.torch_internals.gradients import at_end_of_backward
 from pyrannc.core.program import Call, RankProgram
 from pyrannc.errors import CaptureError, ConfigError, PlanError, RaNNCError, first_line
 from pyrannc.face.deployed import DeployedModel
@@ -294,10 +294,8 @@ class RaNNCModule(DeployedModel):
         return variant
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: AgreedCall) -> Variant:
-        sample = Sample(
-            self.model, args, kwargs, self.device, call.own_rows, call.per_row, call.batch, self._row_mixing,
-            self._capture_options,
-        )  # fmt: skip
+        sample = Sample(self.model, args, kwargs, self.device, call.own_rows, call.per_row)
+        wanted = Wanted(sample, call.batch, self._row_mixing, self._capture_options)
 
         def tell(why: str) -> None:
             if self._variants.traced < _TOLD_CAPTURES or process.get_rank():
@@ -310,7 +308,7 @@ class RaNNCModule(DeployedModel):
             )  # fmt: skip
 
         with phases.phase("Decomposer", "capture", "the capture of the model"):
-            variant = self._lengths.variant(call.key, sample, tell)
+            variant = self._lengths.variant(call.key, wanted, tell)
             elements = sum(param.numel() for param in self.name_to_param.values())
             ops, params = len(variant.whole.facts.ops), len(variant.whole.facts.params)
             phases.note(f"{type(self.model).__name__}: {ops} ops, {params} parameters with {elements:,} elements")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pyrannc._native import Graph
-from pyrannc.capture import Captured, CaptureOptions, capture
+from pyrannc.capture import Captured, CaptureOptions, Sample, capture
 from pyrannc.capture.row_trial import within
 from pyrannc.capture.source import Part
 from pyrannc.capture.tracer import Trace, trace
@@ -164,7 +164,7 @@ def test_an_extent_that_data_tell_is_not_taken_for_another(
     """Be it as many as the columns, or a multiple of the rows in this batch."""
     net, x, lengths = Aligned(function, longest), torch.randn(ROWS, longest), torch.tensor([1, longest, 2, 2])
     with pytest.raises(CaptureError, match=cause):
-        trace(net, (x, lengths), {}, CPU, ROWS, (1, 1))
+        trace(Sample(net, (x, lengths), {}, CPU, ROWS, (1, 1)))
 
 
 def test_what_the_model_itself_checks_of_an_extent_is_its_word() -> None:
@@ -173,7 +173,8 @@ def test_what_the_model_itself_checks_of_an_extent_is_its_word() -> None:
         torch._check(mask.shape[1] == x.shape[1])
         return x + mask
 
-    trace(Aligned(checked, WIDTH), (torch.randn(ROWS, WIDTH), torch.tensor([1, 3, 2, 2])), {}, CPU, ROWS, (1, 1))
+    args = torch.randn(ROWS, WIDTH), torch.tensor([1, 3, 2, 2])
+    trace(Sample(Aligned(checked, WIDTH), args, {}, CPU, ROWS, (1, 1)))
 
 
 @pytest.mark.parametrize("function", [scripted, scripted_beside])

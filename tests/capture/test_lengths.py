@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pyrannc._native import Graph
-from pyrannc.capture import Captured, CaptureError, FixedLengthError, LengthTrace, capture
+from pyrannc.capture import Captured, CaptureError, FixedLengthError, LengthTrace, Sample, capture
 
 LENGTH, WIDTH = 3, 4
 
@@ -132,7 +132,7 @@ def of_length(length: int) -> tuple[Tensor]:
 
 def any_length(work: Callable[[Any, Tensor], Tensor]) -> tuple[Work, LengthTrace]:
     model = Work(work)
-    return model, LengthTrace(model, of_length(12), {}, torch.device("cpu"), 3, (1,), ({1},))
+    return model, LengthTrace(Sample(model, of_length(12), {}, torch.device("cpu"), 3, (1,)), ({1},))
 
 
 def captured(model: Work, length: int, **options: Any) -> str:

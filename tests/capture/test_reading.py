@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyrannc.capture import can_be_traced, may_lack_rows
+from pyrannc.capture import Sample, can_be_traced, may_lack_rows
 
 Reading = Callable[[Tensor, Tensor], Tensor]
 
@@ -22,6 +21,10 @@ class _Model(nn.Module):
 
     def forward(self, x: Tensor, other: Tensor) -> Tensor:
         return self.reading(x, other)
+
+
+def _sample(model: nn.Module, arguments: tuple[Tensor, ...], rows: int, per_row: tuple[int, ...]) -> Sample:
+    return Sample(model, arguments, {}, torch.device("cpu"), rows, per_row)
 
 
 def _by_row_number(x: Tensor, other: Tensor) -> Tensor:
@@ -49,9 +52,7 @@ def _of_two(x: Tensor, other: Tensor) -> Tensor:
 @pytest.mark.parametrize("rows", [1, 4])
 def test_what_a_tensor_can_be(reading: Reading, lacks: bool, rows: int) -> None:
     arguments = torch.zeros(rows, 3), torch.zeros(rows, 3)
-    device = torch.device("cpu")
-    found = may_lack_rows(_Model(reading), arguments, {}, device=device, rows=rows, per_row=(1, 1), place=1)
-    assert found == lacks
+    assert may_lack_rows(_sample(_Model(reading), arguments, rows, (1, 1)), 1) == lacks
 
 
 def test_of_packed_rows_the_others_are_rows() -> None:
@@ -61,16 +62,18 @@ def test_of_packed_rows_the_others_are_rows() -> None:
         return x.view(other.shape[0], -1, 3).sum(1) * other
 
     arguments = torch.zeros(8, 3), torch.zeros(4, 3)
-    given: dict[str, Any] = {"device": torch.device("cpu"), "rows": 4, "per_row": (2, 1)}
-    assert not may_lack_rows(_Model(reading), arguments, {}, place=1, **given)
-    assert can_be_traced(_Model(reading), arguments, {}, **given)
-    assert may_lack_rows(_Model(_of_two), arguments, {}, place=1, **given)
-    assert not can_be_traced(_Model(lambda x, other: x + other), arguments, {}, **given)
+    packed, of_two, added = (
+        _sample(_Model(read), arguments, 4, (2, 1)) for read in (reading, _of_two, lambda x, other: x + other)
+    )
+    assert not may_lack_rows(packed, 1)
+    assert can_be_traced(packed)
+    assert may_lack_rows(of_two, 1)
+    assert not can_be_traced(added)
 
 
 def test_models_are_left_as_they_were() -> None:
     model = nn.Bilinear(3, 3, 2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     arguments = torch.zeros(4, 3), torch.zeros(4, 3)
-    assert not may_lack_rows(model, arguments, {}, device=torch.device("cpu"), rows=4, per_row=(1, 1), place=0)
+    assert not may_lack_rows(_sample(model, arguments, 4, (1, 1)), 0)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

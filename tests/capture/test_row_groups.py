@@ -16,7 +16,7 @@ from pyrannc._native import Graph
 from pyrannc.call.alike import capture_alike
 from pyrannc.call.mixing_parts import DividedCapture, without_mixing
 from pyrannc.call.whole_batch import BatchRows
-from pyrannc.capture import Captured, CaptureError, CaptureOptions, capture, row_trial
+from pyrannc.capture import Captured, CaptureError, CaptureOptions, Sample, capture, row_trial
 from pyrannc.capture.dims import Dim
 from pyrannc.capture.options import NO_OPTIONS
 from pyrannc.capture.row_trial import rows_shown
@@ -377,9 +377,8 @@ def test_groups_with_calls_of_one_name_are_tried_each() -> None:
 def test_as_many_rows_are_tried_as_all_ranks_have(others: int, row_wise: bool) -> None:
     args, kwargs = call(ROWS)
     batch = BatchRows((ROWS, others), gathered=True)
-    found, _ = capture_alike(
-        Net(LargeCapacity()), args, kwargs, CPU, ROWS, (1,), NO_OPTIONS, batch, tried_together=["inner.0"]
-    )
+    sample = Sample(Net(LargeCapacity()), args, kwargs, CPU, ROWS, (1,))
+    found, _ = capture_alike(sample, NO_OPTIONS, batch, tried_together=["inner.0"])
     assert found.row_wise == (row_wise,)
 
 

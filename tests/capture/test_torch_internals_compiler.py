@@ -15,8 +15,7 @@ from torch import Tensor, fx
 from torch._dynamo.utils import counters
 
 from pyrannc.blocks.graphs import named
-from pyrannc.capture import torch_compiler as compiler
-from pyrannc.capture import torch_internals as internals
+from pyrannc.capture.torch_internals import compiler, fakes
 
 CPU = torch.device("cpu")
 
@@ -29,13 +28,13 @@ def changed(x: Tensor, weight: Tensor, calls: Tensor) -> list[Tensor]:
     return [made.detach(), *torch.autograd.grad(made.sum(), [x, weight])]
 
 
-def example() -> tuple[list[Tensor], internals.FakeTensorMode]:
+def example() -> tuple[list[Tensor], fakes.FakeTensorMode]:
     mode = fake_mode()
     with mode:
         return [torch.empty(3, 4), torch.empty(4, 4), torch.empty(())], mode
 
 
-def functional(call: Callable[..., list[Tensor]] = changed) -> tuple[fx.GraphModule, internals.FakeTensorMode]:
+def functional(call: Callable[..., list[Tensor]] = changed) -> tuple[fx.GraphModule, fakes.FakeTensorMode]:
     arguments, mode = example()
     graph = compiler.operators_below_autograd(call, arguments, mode)
     return compiler.without_changes(graph, arguments, mode), mode
@@ -65,7 +64,7 @@ def test_without_changes_where_nothing_was_compiled() -> None:
     """A start whose code is all known imports less of the compiler."""
     script = (
         "import torch\n"
-        "from pyrannc.capture import torch_compiler as compiler\n"
+        "from pyrannc.capture.torch_internals import compiler\n"
         "from tests.capture.test_torch_internals_compiler import pooled\n"
         "with (mode := compiler.mode_of_known_sizes()):\n"
         "    arguments = [torch.empty(2, 3, 8, 8)]\n"
@@ -83,7 +82,7 @@ def joint(x: Tensor, weight: Tensor, tangent: Tensor) -> list[Tensor]:
     return [made.detach(), *torch.autograd.grad(made, [x, weight], tangent)]
 
 
-def joint_graph(mode: internals.FakeTensorMode | None = None) -> tuple[fx.GraphModule, internals.FakeTensorMode]:
+def joint_graph(mode: fakes.FakeTensorMode | None = None) -> tuple[fx.GraphModule, fakes.FakeTensorMode]:
     mode = mode or fake_mode()
     with mode:
         arguments = [torch.empty(3, 4), torch.empty(4, 4), torch.empty(3, 4)]
@@ -126,7 +125,7 @@ def test_mode_of_known_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_start_compiling_processes() -> None:
     script = (
-        "from pyrannc.capture.torch_compiler import start_compiling_processes\n"
+        "from pyrannc.capture.torch_internals.compiler import start_compiling_processes\n"
         "start_compiling_processes()\n"
         "from torch._inductor.async_compile import AsyncCompile\n"
         "assert AsyncCompile.process_pool.cache_info().currsize == 1\n"

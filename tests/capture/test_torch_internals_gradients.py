@@ -1,4 +1,4 @@
-"""What gradients rest on of torch's private names."""
+"""What is relied upon of torch's private names in ``gradients.py``: a test for each, under its own name."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyrannc.capture import torch_internals as internals
+from pyrannc.capture.torch_internals import gradients
+
+
+def test_tensor_hooks() -> None:
+    before, after = (torch.ones(2, requires_grad=True) for _ in range(2))
+    assert not any(gradients.tensor_hooks(before))
+    handle = before.register_hook(lambda grad: grad)
+    after.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[no-untyped-call]  # torch has no types for it
+    assert list(map(bool, gradients.tensor_hooks(before))) == [True, False]
+    assert list(map(bool, gradients.tensor_hooks(after))) == [False, True]
+    handle.remove()
+    assert not any(gradients.tensor_hooks(before))
 
 
 def test_copy_each() -> None:
     targets = [torch.zeros(2), torch.zeros(3)]
-    internals.copy_each(targets, [torch.ones(2), torch.full((3,), 2.0)])
+    gradients.copy_each(targets, [torch.ones(2), torch.full((3,), 2.0)])
     assert [target.tolist() for target in targets] == [[1, 1], [2, 2, 2]]
 
 
 def test_add_each() -> None:
     targets = [torch.ones(2), torch.zeros(3)]
-    internals.add_each(targets, [torch.ones(2), torch.full((3,), 2.0)])
+    gradients.add_each(targets, [torch.ones(2), torch.full((3,), 2.0)])
     assert [target.tolist() for target in targets] == [[2, 2], [2, 2, 2]]
-
-
-def test_storage_users() -> None:
-    flat = torch.zeros(4)
-    alone = internals.storage_users(flat)
-    param = nn.Parameter(torch.zeros(2))
-    param.grad = flat[:2]
-    assert internals.storage_users(flat) == alone + 1
-    param.grad = None
-    assert internals.storage_users(flat) == alone
 
 
 class _Asks(torch.autograd.Function):
@@ -56,33 +57,24 @@ def _asked(ask: Callable[[Any], Any]) -> list[Any]:
 
 
 def test_runs_in_backward() -> None:
-    assert _asked(internals.runs_in_backward) == [True, False]
+    assert _asked(gradients.runs_in_backward) == [True, False]
 
 
 def test_backward_keeps_graph() -> None:
-    assert _asked(lambda _: internals.backward_keeps_graph()) == [True, False]
+    assert _asked(lambda _: gradients.backward_keeps_graph()) == [True, False]
 
 
 def test_graph_task() -> None:
-    first, second = _asked(lambda _: internals.graph_task())
+    first, second = _asked(lambda _: gradients.graph_task())
     assert first != second
-
-
-def test_tensor_users() -> None:
-    param, grad = nn.Parameter(torch.zeros(2)), torch.zeros(2)
-    alone = internals.tensor_users(grad)
-    param.grad = grad
-    assert internals.tensor_users(grad) == alone + 1
-    param.grad = None
-    assert internals.tensor_users(grad) == alone
 
 
 def test_home_of_state() -> None:
     param, step = nn.Parameter(torch.ones(2, device="meta")), torch.tensor(1.0)
-    assert internals.home_of_state(param, torch.ones(2), "exp_avg", {}).type == "meta"
-    assert internals.home_of_state(param, step, "step", {"fused": False}).type == "cpu"
-    assert internals.home_of_state(param, step, "step", {"fused": True}).type == "meta"
-    assert internals.home_of_state(param, step, "step", {"capturable": True}).type == "meta"
+    assert gradients.home_of_state(param, torch.ones(2), "exp_avg", {}).type == "meta"
+    assert gradients.home_of_state(param, step, "step", {"fused": False}).type == "cpu"
+    assert gradients.home_of_state(param, step, "step", {"fused": True}).type == "meta"
+    assert gradients.home_of_state(param, step, "step", {"capturable": True}).type == "meta"
 
 
 def test_at_end_of_backward() -> None:
@@ -90,7 +82,7 @@ def test_at_end_of_backward() -> None:
     seen = []
 
     def ask(grad: Tensor) -> None:
-        internals.at_end_of_backward(lambda: seen.append(weight.grad is not None))
+        gradients.at_end_of_backward(lambda: seen.append(weight.grad is not None))
         seen.append(weight.grad is not None)
 
     out = weight * 2

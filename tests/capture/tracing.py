@@ -8,19 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pyrannc.capture import torch_internals as internals
+from pyrannc.capture.torch_internals import fakes, symbols, tracing
 
 
 def fake_mode() -> Any:
-    return internals.FakeTensorMode(shape_env=internals.ShapeQuestions(), allow_non_fake_inputs=True)
+    return fakes.FakeTensorMode(shape_env=symbols.ShapeQuestions(), allow_non_fake_inputs=True)
 
 
 def traced(call: Callable[..., Any], *samples: Tensor, mode: Any = None) -> fx.GraphModule:
     """The trace of a call on fake tensors, dimension 0 of each a symbol."""
     mode = mode or fake_mode()
-    fakes = [internals.fake_of(mode, f"x{index}", sample, 1) for index, sample in enumerate(samples)]
+    given = [symbols.fake_of(mode, f"x{index}", sample, 1) for index, sample in enumerate(samples)]
     with mode:
-        return internals.trace_before_dispatch(call, *fakes)
+        return tracing.trace_before_dispatch(call, *given)
 
 
 def targets(gm: fx.GraphModule) -> list[Any]:

@@ -15,7 +15,7 @@ from torch import Generator, Tensor, nn
 from torch.optim import Adam
 
 import pyrannc
-from pyrannc.capture.torch_internals import TorchDispatchMode
+from pyrannc.capture.torch_internals.tensors import TorchDispatchMode
 from tests.ranks import RankPool
 
 from .equivalence import environment

@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 from torch import fx
 
 from pyrannc.blocks.graphs import named, results_in
-from pyrannc.capture.torch_compiler import parted
-from pyrannc.capture.torch_internals import FakeTensorMode
+from pyrannc.capture.torch_internals.compiler import parted
+from pyrannc.capture.torch_internals.fakes import FakeTensorMode
 
 Part = TypeVar("Part")
 

@@ -17,7 +17,7 @@ from pyrannc.blocks.graphs import lay_out
 from pyrannc.blocks.joint import Joint, results_of
 from pyrannc.blocks.later import Later, LaterNode, token
 from pyrannc.blocks.randomness import Randomness
-from pyrannc.capture.torch_compiler import compiled_by_inductor
+from pyrannc.capture.torch_internals.compiler import compiled_by_inductor
 
 Kernels: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]
 """Compiled code; it empties the list that it is given."""

@@ -18,7 +18,7 @@ from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.graphs import NotCompilable
 from pyrannc.blocks.joint import Seen, see, trace
 from pyrannc.blocks.placed import Fitted, PlacedSpan
-from pyrannc.capture.torch_compiler import default_compiler_folder, has_compiler_of_host
+from pyrannc.capture.torch_internals.compiler import default_compiler_folder, has_compiler_of_host
 from pyrannc.core.gradient_reach import Senders
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import SpanPart

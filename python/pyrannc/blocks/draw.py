@@ -18,7 +18,7 @@ from pyrannc.blocks import laws, philox
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.blocks.stream import Draw
 from pyrannc.capture.ops import arguments
-from pyrannc.capture.torch_internals import OpOverload, safe_softmax, schema
+from pyrannc.capture.torch_internals.operators import OpOverload, safe_softmax, schema
 from pyrannc.core.partition import RowDim
 
 _aten = torch.ops.aten

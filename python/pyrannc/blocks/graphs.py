@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from pyrannc.capture.torch_internals import FakeTensorMode
+from pyrannc.capture.torch_internals.fakes import FakeTensorMode
 
 _aten = torch.ops.aten
 _SAME = (_aten.detach.default, _aten.alias.default)

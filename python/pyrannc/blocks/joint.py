@@ -14,8 +14,15 @@ from pyrannc.blocks.graphs import NotCompilable, copied, keep_arguments_whole, n
 from pyrannc.blocks.lifted import Lifted
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture.ops import draws_random_numbers
-from pyrannc.capture.torch_compiler import mode_of_known_sizes, operators_below_autograd, parted, without_changes
-from pyrannc.capture.torch_internals import FakeTensorMode, OpOverload, schema, storage_address
+from pyrannc.capture.torch_internals.compiler import (
+    mode_of_known_sizes,
+    operators_below_autograd,
+    parted,
+    without_changes,
+)
+from pyrannc.capture.torch_internals.fakes import FakeTensorMode
+from pyrannc.capture.torch_internals.operators import OpOverload, schema
+from pyrannc.capture.torch_internals.tensors import storage_address
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from pyrannc.capture.torch_internals import backward_keeps_graph
+from pyrannc.capture.torch_internals.gradients import backward_keeps_graph
 
 Gradients: TypeAlias = Sequence[Tensor | None]
 

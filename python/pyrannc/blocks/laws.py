@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyrannc.blocks.philox import unsigned, words
 from pyrannc.blocks.stream import Draw
-from pyrannc.capture.torch_internals import assert_on_device
+from pyrannc.capture.torch_internals.operators import assert_on_device
 
 # Bits that numbers of a type tell apart below one.
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}

@@ -21,7 +21,8 @@ from pyrannc.blocks.one_row import gradient_laid_out, needs_gradient_laid_out
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture import Captured
 from pyrannc.capture.ops import opens_region
-from pyrannc.capture.torch_internals import SET_GRAD_ENABLED, OpOverload, leads_nowhere
+from pyrannc.capture.torch_internals.operators import SET_GRAD_ENABLED, OpOverload
+from pyrannc.capture.torch_internals.tensors import leads_nowhere
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import SpanPart
 

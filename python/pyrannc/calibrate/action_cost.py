@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pyrannc.call.variant import Variant
 from pyrannc.call.whole_batch import BatchRows
+from pyrannc.capture import Sample
 from pyrannc.config import Config
 from pyrannc.core.profile import ProfileFacts
 from pyrannc.job import process
@@ -52,7 +53,7 @@ def _batch() -> BatchRows:
 
 def _request(device: torch.device, microbatches: int) -> tuple[_Tiny, Request]:
     model, x, batch = _Tiny(), torch.zeros(_MANY, 8, device=device), _batch()
-    variant = Variant(model, (x,), {}, device, _MANY, (1,), batch)
+    variant = Variant(Sample(model, (x,), {}, device, _MANY, (1,)), batch)
     config = Config(partition_num=1, pipeline_num=microbatches, profile="never")
     return model, Request(variant, [x], config, None, device, batch.total, gather_inputs=True)
 

@@ -17,7 +17,7 @@ from pyrannc.call.param_guards import ParamGuards
 from pyrannc.call.shared_inputs import refuse_shared
 from pyrannc.call.variant import CallKey, Variant, Variants
 from pyrannc.call.whole_batch import BatchRows
-from pyrannc.capture import signature
+from pyrannc.capture import Sample, signature
 from pyrannc.capture.autocast import Autocast, no_autocast
 from pyrannc.errors import InputError, MismatchError
 from pyrannc.job import agree, process
@@ -129,7 +129,7 @@ class Agreement:
         if sum(rows) == 0:
             raise InputError("the global batch has no rows: every rank's inputs are empty")
         if own.variant is not None and self._is_due(own.variant):
-            self._compare(own.variant, args, kwargs, device, own.rows)
+            self._compare(own.variant, Sample(self._model, args, kwargs, device, own.rows, own.per_row))
         batch = BatchRows(rows, self._gather_inputs)
         if own.variant is not None and batch.total > own.variant.most_rows:
             own.variant, self._drawn = None, own.drawn or None
@@ -203,15 +203,13 @@ class Agreement:
             return variant.has_own_trace
         return variant.calls > 0 and variant.calls % self._interval == 0
 
-    def _compare(
-        self, variant: Variant, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, rows: int
-    ) -> None:
+    def _compare(self, variant: Variant, sample: Sample) -> None:
         """Lets one rank in turn capture the call again. All ranks call it."""
         mine = variant.calls // self._interval % process.get_world_size() == process.get_rank()
 
         def attempt() -> None:
-            if mine and rows:
-                variant.compare_with(self._model, args, kwargs, device, rows)
+            if mine and sample.rows:
+                variant.compare_with(sample)
 
         agree.together(attempt)
 

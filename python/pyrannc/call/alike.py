@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
-from typing import Any
-
-import torch
-from torch import nn
 
 from pyrannc._native import Graph
 from pyrannc.call.whole_batch import BatchRows
@@ -18,9 +15,9 @@ from pyrannc.capture import (
     CaptureOptions,
     KeptWhole,
     PartOfBatchError,
+    Sample,
     Tracing,
-    capture,
-    flatten,
+    capture_sample,
     trace,
 )
 from pyrannc.capture.row_lists import has_row_lists
@@ -29,12 +26,7 @@ from pyrannc.job import agree
 
 
 def capture_alike(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: torch.device,
-    rows: int,
-    per_row: Sequence[int],
+    sample: Sample,
     options: CaptureOptions,
     batch: BatchRows,
     *,
@@ -56,16 +48,11 @@ def capture_alike(
         MismatchError: another rank captured something else.
     """
 
-    def attempt(args: Any, kwargs: Any, rows: int, answers: Answering) -> tuple[Captured, Graph] | None:
+    def attempt(sample: Sample, answers: Answering) -> tuple[Captured, Graph] | None:
         try:
-            captured = capture(
-                model,
-                args,
-                kwargs,
-                device=device,
-                rows=rows,
+            captured = capture_sample(
+                sample,
                 all_rows=batch.total,
-                per_row=per_row,
                 options=options,
                 answers=answers,
                 apart=apart,
@@ -79,13 +66,14 @@ def capture_alike(
 
     answers = Answering(part_of_batch=batch.in_parts)
     # Items without elements are none that a model can be tried with.
-    none_here = 0 in batch.per_rank and has_row_lists((args, kwargs))
-    found = None if none_here else agree.together(lambda: attempt(args, kwargs, rows, answers))
+    none_here = 0 in batch.per_rank and has_row_lists((sample.args, sample.kwargs))
+    found = None if none_here else agree.together(lambda: attempt(sample, answers))
     if any(asks for (asks,) in agree.gather_numbers((found is None,))):
-        tensors, structure = flatten((args, kwargs))
-        batch.refuse_other_shapes(tensors, per_row)
-        all_args, all_kwargs = structure.rebuild(batch.joined(tensors, per_row, range(len(tensors))))
-        found = agree.together(lambda: attempt(all_args, all_kwargs, batch.total, FROM_ARGUMENTS))
+        tensors, structure = sample.flat()
+        batch.refuse_other_shapes(tensors, sample.per_row)
+        args, kwargs = structure.rebuild(batch.joined(tensors, sample.per_row, range(len(tensors))))
+        whole = replace(sample, args=args, kwargs=kwargs, rows=batch.total)
+        found = agree.together(lambda: attempt(whole, FROM_ARGUMENTS))
     assert found is not None, "the whole batch answers"
     captured, graph = _as_all_have_tried(*found)
     hashes: list[str] = agree.gather_objects(graph.hash())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pyrannc.call.equal import digest, names_inside
 from pyrannc.call.lists_of_rows import ADVICE, refuse_lists_of_rows
-from pyrannc.capture import Structure, batch_rows, can_be_traced, flatten, may_lack_rows
+from pyrannc.capture import Sample, Structure, batch_rows, can_be_traced, flatten, may_lack_rows
 from pyrannc.capture.row_lists import RowList
 from pyrannc.errors import InputError, MismatchError
 from pyrannc.job import agree, process
@@ -227,11 +227,10 @@ class BatchArguments:
                 if not packed:
                     continue
                 per_row = _as_tuple(packed, len(found))
-                run = self._model, call.args, call.kwargs
-                lack = partial(may_lack_rows, *run, device=device, rows=least, per_row=per_row)
-                if any(lack(place=place) for place in own):
+                sample = Sample(self._model, call.args, call.kwargs, device, least, per_row)
+                if any(may_lack_rows(sample, place) for place in own):
                     continue
-                if can_be_traced(*run, device=device, rows=least, per_row=per_row):
+                if can_be_traced(sample):
                     return per_row
             return None
 
@@ -244,14 +243,8 @@ class BatchArguments:
         def unproven() -> int | None:
             if process.get_rank() != 0:
                 return None
-            runs = (
-                place
-                for place in places
-                if may_lack_rows(
-                    self._model, call.args, call.kwargs, device=device, rows=rows, per_row=found, place=place
-                )
-            )
-            return next(runs, None)
+            sample = Sample(self._model, call.args, call.kwargs, device, rows, found)
+            return next((place for place in places if may_lack_rows(sample, place)), None)
 
         place = agree.broadcast_object(agree.together(unproven)) if places else None
         if place is None:

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from pyrannc.capture import INTERNAL, PythonState, is_plain
 from pyrannc.capture.hooks import refuse_new_hooks
-from pyrannc.capture.torch_internals import (
+from pyrannc.capture.torch_internals.modules import (
     hooks_of_all_calls,
     hooks_of_calls,
     own_buffers,
     own_modules,
     own_params,
-    version,
 )
+from pyrannc.capture.torch_internals.tensors import version
 
 _Holder = Mapping[str, Any]
 _WATCHED_ITEMS = 64

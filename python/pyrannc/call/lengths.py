@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from pyrannc.call.batch_arguments import PerRow
@@ -18,9 +17,9 @@ from pyrannc.capture import (
     CaptureOptions,
     FixedLengthError,
     LengthTrace,
+    Sample,
     Trace,
     Tracing,
-    flatten,
     trace,
 )
 from pyrannc.errors import MismatchError, RaNNCError, first_line
@@ -36,40 +35,33 @@ _LEAST = 2
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A call that is to be captured: the arguments of :class:`Variant`."""
+class Wanted:
+    """A captured form that is to be made: the arguments of :class:`Variant`."""
 
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    device: torch.device
-    rows: int
-    per_row: PerRow
+    sample: Sample
     batch: BatchRows
     row_mixing: RowMixing
     options: CaptureOptions
 
     def variant(self, tracing: Tracing = trace) -> Variant:
-        """Its captured form. All ranks call it."""
-        own = self.model, self.args, self.kwargs, self.device, self.rows, self.per_row, self.batch
-        return Variant(*own, self.row_mixing, self.options, tracing)
+        """It. All ranks call it."""
+        return Variant(self.sample, self.batch, self.row_mixing, self.options, tracing)
 
     def traced(self, free: list[list[int]]) -> LengthTrace:
-        """A trace in which some dimensions of its tensors may have any extents."""
-        own = self.model, self.args, self.kwargs, self.device, self.rows, self.per_row
-        outputs = self.options.outputs if self.model.training else None
-        return LengthTrace(*own, free, outputs=outputs)
+        """A trace in which some dimensions of the call's tensors may have any extents."""
+        outputs = self.options.outputs if self.sample.model.training else None
+        return LengthTrace(self.sample, free, outputs=outputs)
 
-    def resized(self, key: CallKey) -> tuple[Any, Any]:
-        """Arguments of zeros with the extents of another call, and as many rows."""
-        tensors, structure = flatten((self.args, self.kwargs))
+    def resized(self, key: CallKey) -> Sample:
+        """A call of zeros with the extents of another one, and as many rows."""
+        tensors, structure = self.sample.flat()
         shapes = [
             (*tensor.shape[:1], *extents) if count else extents
-            for tensor, count, extents in zip(tensors, self.per_row, extents_of(key), strict=True)
+            for tensor, count, extents in zip(tensors, self.sample.per_row, extents_of(key), strict=True)
         ]
         made = [t.detach().new_zeros(s).requires_grad_(t.requires_grad) for t, s in zip(tensors, shapes, strict=True)]
         args, kwargs = structure.rebuild(made)
-        return args, kwargs
+        return replace(self.sample, args=args, kwargs=kwargs)
 
 
 @dataclass
@@ -102,7 +94,7 @@ class Lengths:
         """From now on calls like this one are traced for themselves."""
         self._kinds[kind_of(key)] = _Kind(tries=_MOST_TRACES, why=why)
 
-    def variant(self, key: CallKey, sample: Sample, tell: Callable[[str], None]) -> Variant:
+    def variant(self, key: CallKey, wanted: Wanted, tell: Callable[[str], None]) -> Variant:
         """The captured form of a call that has none. All ranks call it.
 
         Args:
@@ -113,25 +105,25 @@ class Lengths:
             del self._kinds[next(iter(self._kinds))]
         # Ranks whose lengths differ will hear of it.
         if len(set(agree.gather_objects(extents_of(key)))) == 1:
-            found = self._served(kind, key, sample)
+            found = self._served(kind, key, wanted)
             if found is not None:
                 return found
         tell(kind.why)
-        return sample.variant()
+        return wanted.variant()
 
-    def _served(self, kind: _Kind, key: CallKey, sample: Sample) -> Variant | None:
+    def _served(self, kind: _Kind, key: CallKey, wanted: Wanted) -> Variant | None:
         for tracing in kind.traces:
             try:
-                return sample.variant(tracing)
+                return wanted.variant(tracing)
             except (CaptureError, MismatchError) as error:
                 kind.why = str(error).partition("\n")[0]
-        free = self._free(key, sample.per_row)
+        free = self._free(key, wanted.sample.per_row)
         if not free or kind.tries == _MOST_TRACES:
             return None
         kind.tries += 1
         try:
-            tracing = agree.together(lambda: self._traced(key, sample, free))
-            found = sample.variant(tracing)
+            tracing = agree.together(lambda: self._traced(key, wanted, free))
+            found = wanted.variant(tracing)
         except (CaptureError, MismatchError) as error:
             kind.why = str(error).partition("\n")[0]
             return None
@@ -153,7 +145,7 @@ class Lengths:
         firsts = enumerate(int(count > 0) for count in per_row)
         return [[first + place for tensor, place in sorted(free) if tensor == number] for number, first in firsts]
 
-    def _traced(self, key: CallKey, sample: Sample, free: list[list[int]]) -> _Guarded:
+    def _traced(self, key: CallKey, wanted: Wanted, free: list[list[int]]) -> _Guarded:
         """A trace for any lengths, with which a call of other lengths is captured as it was.
 
         Raises:
@@ -167,8 +159,8 @@ class Lengths:
         if whole:
             raise FixedLengthError(f"'{whole[0]}' stays whole")
         try:
-            tracing = _Guarded(sample.model, sample.traced(free))
-            if any(_gives_again(tracing, sample, *one) for one in known):
+            tracing = _Guarded(wanted.sample.model, wanted.traced(free))
+            if any(_gives_again(tracing, wanted, *one) for one in known):
                 return tracing
         except RaNNCError:
             raise
@@ -177,14 +169,14 @@ class Lengths:
         raise FixedLengthError("it goes by its lengths, and by those of earlier calls in another way")
 
 
-def _gives_again(tracing: _Guarded, sample: Sample, key: CallKey, known: Variant) -> bool:
+def _gives_again(tracing: _Guarded, wanted: Wanted, key: CallKey, known: Variant) -> bool:
     """True when an earlier call is captured as it was; false where the trace does not stand for its lengths.
 
     Raises:
         CaptureError: it is captured as something else.
     """
     try:
-        _, same = known.captured_again(sample.model, *sample.resized(key), sample.device, sample.rows, tracing)
+        _, same = known.captured_again(wanted.resized(key), tracing)
     except FixedLengthError:
         return False
     if not same:

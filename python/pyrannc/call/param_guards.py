@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from pyrannc.capture.lacking import Lacking
-from pyrannc.capture.torch_internals import DisableTorchFunctionSubclass, own_buffers, own_params, tensor_hooks
+from pyrannc.capture.torch_internals.gradients import tensor_hooks
+from pyrannc.capture.torch_internals.modules import own_buffers, own_params
+from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.errors import InputError, MismatchError
 from pyrannc.job import agree
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from pyrannc.capture.torch_internals import compiled_module, drop_compiled_call, is_compiled
+from pyrannc.capture.torch_internals.modules import compiled_module, drop_compiled_call, is_compiled
 from pyrannc.errors import RaNNCError
 from pyrannc.log import get_logger
 

@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import nn
 
 from pyrannc._native import Buckets, Graph, Partition, Plan, Program
 from pyrannc.blocks.randomness import draw_key
@@ -25,8 +24,9 @@ from pyrannc.capture import (
     Captured,
     CaptureOptions,
     KeptWhole,
+    Sample,
     Tracing,
-    capture,
+    capture_sample,
     trace,
 )
 from pyrannc.capture.lacking import Lacking
@@ -72,12 +72,7 @@ class Variant:
     ``captured``, ``graph`` and ``facts`` are those of the body, which parts of the batch go through.
 
     Args:
-        model: the user's model.
-        args: sample positional arguments.
-        kwargs: sample keyword arguments.
-        device: where the model will run.
-        rows: batch size of the sample.
-        per_row: for each tensor of the arguments, how many elements of its dimension 0 each row has; 0: none.
+        sample: the call.
         batch: the rows of all ranks.
         row_mixing: what Ops that mix rows work on.
         options: what the script says of captures.
@@ -100,33 +95,27 @@ class Variant:
 
     def __init__(
         self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        device: torch.device,
-        rows: int,
-        per_row: tuple[int, ...],
+        sample: Sample,
         batch: BatchRows,
         row_mixing: RowMixing = "batch",
         options: CaptureOptions = NO_OPTIONS,
         tracing: Tracing = trace,
     ) -> None:
-        self._per_row, self._options = per_row, options
+        self._options = options
         self.has_own_trace = tracing is trace
 
         def divided_capture(
             together: Sequence[str] = (), *, apart: bool = False, kept_whole: Sequence[KeptWhole] = ()
         ) -> DividedCapture:
-            own = model, args, kwargs, device, rows, per_row, options, batch
             captured, graph = capture_alike(
-                *own, apart=apart, tried_together=together, kept_whole=kept_whole, tracing=tracing
+                sample, options, batch, apart=apart, tried_together=together, kept_whole=kept_whole, tracing=tracing
             )
             native = graph.divide_tail(row_mixing)
             return DividedCapture(captured, graph, native, DividedFacts.from_json(native.to_json()))
 
         first = divided_capture()
         again = partial(divided_capture, kept_whole=first.captured.kept_whole)
-        found = without_mixing(model, first, again)
+        found = without_mixing(sample.model, first, again)
         if not found.divided.ops:
             # Some Op has to divide its rows over the Replicas.
             found = again(apart=True)
@@ -149,9 +138,9 @@ class Variant:
         self._reached_in_body: dict[frozenset[int], frozenset[int]] = {}
         self.number = _NO_NUMBER
         self.calls = 0
-        self.guards = agree.together(lambda: ModuleGuards(model, captured.python_state))
+        self.guards = agree.together(lambda: ModuleGuards(sample.model, captured.python_state))
         changes_buffers = any(op.mutates for op in self.whole.facts.ops)
-        self.questions = DataGuards(captured.assumptions, device, waits=changes_buffers)
+        self.questions = DataGuards(captured.assumptions, sample.device, waits=changes_buffers)
         self._programs: dict[Hashable, RankProgram] = {}
         self._buckets: Buckets | None = None
         self._check_outputs()
@@ -161,21 +150,19 @@ class Variant:
         """True when another capture must give the same: no answer came from parameters, which may be elsewhere now."""
         return process.get_world_size() == 1 or not self.questions.unchecked
 
-    def compare_with(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, rows: int
-    ) -> None:
+    def compare_with(self, sample: Sample) -> None:
         """Captures the call once more, on this rank alone.
 
         Raises:
             CaptureError: the model now computes something else, and no guard has seen why.
         """
-        if self.chooses_params and any(isinstance(param, Lacking) for param in model.parameters()):
+        if self.chooses_params and any(isinstance(param, Lacking) for param in sample.model.parameters()):
             # What stays whole is tried on what comes to it, which takes the contents of all parameters before it.
             return
-        if has_row_lists((args, kwargs)):
+        if has_row_lists((sample.args, sample.kwargs)):
             # Other items may show something else of how rows are treated.
             return
-        graph, same = self.captured_again(model, args, kwargs, device, rows)
+        graph, same = self.captured_again(sample)
         if not same:
             here, now = first_difference(self.whole.graph.op_texts(), graph.op_texts(), "the same Ops on other tensors")
             raise CaptureError(
@@ -184,24 +171,11 @@ class Variant:
                 "variable that its forward reads; a closure or a file is not seen to change"
             )
 
-    def captured_again(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        device: torch.device,
-        rows: int,
-        tracing: Tracing = trace,
-    ) -> tuple[Graph, bool]:
+    def captured_again(self, sample: Sample, tracing: Tracing = trace) -> tuple[Graph, bool]:
         """The Graph of one more capture of such a call, on this rank alone, and whether it is this one."""
         captured = self.whole.captured
-        again = capture(
-            model,
-            args,
-            kwargs,
-            device=device,
-            rows=rows,
-            per_row=self._per_row,
+        again = capture_sample(
+            sample,
             options=CaptureOptions(captured.leaves, outputs=self._options.outputs),
             # This rank's rows are not those that have answered.
             answers=Answering(before=captured.assumptions),

@@ -4,12 +4,13 @@ from pyrannc.errors import CaptureError
 
 from .assumptions import FROM_ARGUMENTS, Answering, Assumption, Attribute, PartOfBatchError, PythonState, Question
 from .attributes import INTERNAL, is_plain
-from .captured import Captured, capture, signature
+from .captured import Captured, capture, capture_sample, signature
 from .dims import Dim
 from .flatten import Structure, batch_rows, by_extents, flatten
 from .lengths import FixedLengthError, LengthTrace
 from .options import NO_OPTIONS, CaptureOptions
 from .reading import can_be_traced, may_lack_rows
+from .sample import Sample
 from .source import Part, Place
 from .tracer import Trace, Tracing, trace
 from .untraceable import KeptWhole
@@ -33,6 +34,7 @@ __all__ = [
     "Place",
     "PythonState",
     "Question",
+    "Sample",
     "Structure",
     "Trace",
     "Tracing",
@@ -40,6 +42,7 @@ __all__ = [
     "by_extents",
     "can_be_traced",
     "capture",
+    "capture_sample",
     "flatten",
     "is_plain",
     "may_lack_rows",

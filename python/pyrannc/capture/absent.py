@@ -6,7 +6,7 @@ from typing import Any
 
 from pyrannc.errors import RaNNCError
 
-from .torch_internals import pytree
+from .torch_internals.tensors import pytree
 
 
 class Absent:

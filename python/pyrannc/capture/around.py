@@ -18,7 +18,9 @@ from pyrannc.errors import CaptureError
 from .flatten import flatten
 from .kept_whole import Trials, Tried, WholeCall
 from .source import Part
-from .torch_internals import current_tracer, functorch_is_active, hooks_of_calls
+from .torch_internals.levels import functorch_is_active
+from .torch_internals.modules import hooks_of_calls
+from .torch_internals.tracing import current_tracer
 
 _RELATIVE = 1e-3
 """By how much what comes to the sub-module may differ between the two runs: by rounding, not by chance."""

@@ -19,7 +19,10 @@ from .flatten import flatten
 from .global_reads import GlobalReads
 from .new_tree import Left
 from .source import Place, SourceTracker
-from .torch_internals import SYMBOLIC, FakeTensor, attribute_access, pytree
+from .torch_internals.fakes import FakeTensor
+from .torch_internals.modules import attribute_access
+from .torch_internals.symbols import SYMBOLIC
+from .torch_internals.tensors import pytree
 from .untraceable import UntraceableError
 
 _Key = tuple[int, str]

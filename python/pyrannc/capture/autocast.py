@@ -14,17 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .torch_internals import (
-    ENTER_AUTOCAST,
-    EXIT_AUTOCAST,
-    OpOverload,
-    TorchDispatchMode,
-    autocast_kernel,
-    decomposition,
-    disable_proxy_modes_tracing,
-    pytree,
-    schema,
-)
+from .torch_internals.operators import ENTER_AUTOCAST, EXIT_AUTOCAST, OpOverload, autocast_kernel, decomposition, schema
+from .torch_internals.tensors import TorchDispatchMode, pytree
+from .torch_internals.tracing import disable_proxy_modes_tracing
 
 KINDS = ("cpu", "cuda")
 """Types of devices, each of which has an autocast of its own."""

@@ -17,7 +17,7 @@ from .facts import memory
 from .leaf import OpaqueCall
 from .one_call import writes
 from .ops import closes_region, draws_random_numbers, mutated_arguments, opens_region
-from .torch_internals import SYMBOLIC
+from .torch_internals.symbols import SYMBOLIC
 
 
 def own_boundaries(graph: fx.Graph, inputs: Sequence[fx.Node], reader: AffineReader) -> set[fx.Node]:

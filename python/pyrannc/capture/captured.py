@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,12 +21,13 @@ from .clean import CleanGraph, clean, place_of
 from .computation import compute_the_same
 from .data_dependent import ReturnedExtentsError
 from .dims import Dim
-from .flatten import Structure, batch_rows, by_extents, flatten
+from .flatten import Structure, batch_rows, flatten
 from .limits import Limit
 from .lower import Lowered, can_be_groups, is_tried, lower
 from .ops import aliased_arguments, mutated_arguments
 from .options import NO_OPTIONS, CaptureOptions
 from .outputs import only_asked
+from .sample import Sample
 from .source import Place
 from .told import ToldRowWise
 from .tracer import Trace, Tracing, trace
@@ -153,7 +154,7 @@ def signature(
     Args:
         tensors: of the arguments.
         structure: the positional and named arguments without them.
-        per_row: as for :func:`capture`.
+        per_row: as of a :class:`Sample`.
     """
     described = tuple(_describe(tensor, count) for tensor, count in zip(tensors, per_row, strict=True))
     return structure, described, model.training, autocast_state()
@@ -171,9 +172,20 @@ def capture(
     *,
     device: torch.device,
     rows: int,
+    per_row: tuple[int, ...] | None = None,
+    **how: Any,
+) -> Captured:
+    """:func:`capture_sample` of a call, all of whose tensors with ``rows`` as dimension 0 have rows by default."""
+    with _failing_as_capture():
+        sample = Sample.of(model, args, kwargs, device, rows)
+    return capture_sample(sample if per_row is None else replace(sample, per_row=per_row), **how)
+
+
+def capture_sample(
+    sample: Sample,
+    *,
     all_rows: int | None = None,
     options: CaptureOptions = NO_OPTIONS,
-    per_row: Sequence[int] | None = None,
     answers: Answering = FROM_ARGUMENTS,
     apart: bool = False,
     row_wise: Sequence[bool] | None = None,
@@ -181,20 +193,14 @@ def capture(
     kept_whole: Sequence[KeptWhole] = (),
     tracing: Tracing = trace,
 ) -> Captured:
-    """Captures ``model(*args, **kwargs)`` as it would run on ``device``, for any number of rows.
+    """Captures a call of a model as it would run on the sample's device, for any number of rows.
 
-    The model may have meta parameters, and the device need not exist here. The model is left as it was.
+    The model is left as it was.
 
     Args:
-        model: the module to capture, in training or evaluation mode.
-        args: sample positional arguments.
-        kwargs: sample keyword arguments.
-        device: where the model will run.
-        rows: batch size of the sample.
+        sample: the call.
         all_rows: of the whole batch, as many of which are tried; by default those of the sample.
         options: what the script says of it.
-        per_row: for each tensor of the arguments, how many elements of its dimension 0 each row has; 0: none. By
-            default one where that has the extent ``rows``.
         answers: how the model's questions about data are answered.
         apart: an input with rows is copied first, so that some op treats each row by itself.
         row_wise: as an earlier capture has found; otherwise it is tried.
@@ -207,6 +213,7 @@ def capture(
             place in the model and what to do.
         PartOfBatchError: the model asks for what only the whole batch tells.
     """
+    model, rows = sample.model, sample.rows
     options = options.of(model)
     whole, told = (
         WholeModules(options.leaf_modules, list(kept_whole), allow_uncut=options.allow_uncut),
@@ -219,7 +226,7 @@ def capture(
         def once() -> _Attempt:
             own = replace(answers, assumes=whole.assumes, full_masks=frozenset(full_masks))
             own = replace(own, as_untraced=whole.as_untraced)
-            traced = tracing(model, tuple(args), kwargs, device, rows, counts, leaves, own, outputs)
+            traced = tracing(sample, leaves, own, outputs)
             _refuse_changed_params(traced)
             traced.assumptions[:] = _without_changed_buffers(traced)
             refuse_changed_tensors(model, _changed_constants(traced.gm))
@@ -245,16 +252,10 @@ def capture(
                 full_masks.update(error.origins)
         return _as_later_calls(first, once)
 
-    try:
+    with _failing_as_capture():
         # Without rows there is nothing to capture for: this raises.
-        tensors = flatten((tuple(args), kwargs))[0]
-        batch_rows(tensors)
-        counts = by_extents(tensors, rows) if per_row is None else tuple(per_row)
+        batch_rows(sample.flat()[0])
         traced, cleaned, lowered = whole.until_captured(model, lambda leaves: told.until_captured(leaves, attempt))
-    except RaNNCError:
-        raise
-    except Exception as error:
-        raise CaptureError(f"the model cannot be captured: {type(error).__name__}: {error}") from error
     return Captured(
         graph_json=json.dumps(lowered.graph, separators=(",", ":")),
         gm=cleaned.gm,
@@ -267,7 +268,7 @@ def capture(
         assumptions=[*traced.assumptions, *lowered.assumptions],
         python_state=traced.python_state,
         dims=cleaned.dims,
-        input_structure=flatten((tuple(args), kwargs))[1],
+        input_structure=sample.flat()[1],
         outputs=outputs,
         output_structure=traced.output,
         along_rows=traced.along_rows,
@@ -283,6 +284,17 @@ def capture(
         limits=tuple(traced.limits),
         can_be_groups=partial(can_be_groups, cleaned, traced.reader),
     )
+
+
+@contextmanager
+def _failing_as_capture() -> Iterator[None]:
+    """Whatever fails makes it a CaptureError."""
+    try:
+        yield
+    except RaNNCError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"the model cannot be captured: {type(error).__name__}: {error}") from error
 
 
 def _changed_constants(gm: fx.GraphModule) -> list[Tensor]:

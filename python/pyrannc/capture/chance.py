@@ -17,7 +17,8 @@ from torch import nn
 from pyrannc.errors import CaptureError
 
 from .source import Place, SourceTracker, belongs_to_user
-from .torch_internals import PatchPoint, current_tracer
+from .torch_internals.patching import PatchPoint
+from .torch_internals.tracing import current_tracer
 from .untraceable import UntraceableError
 
 _PYTHON = "Python's random module"

@@ -26,7 +26,9 @@ from .ops import has_effect, is_assertion, is_tuple_access
 from .plain_masks import drop_plain_masks
 from .reciprocals import divide_by_rows
 from .source import Place
-from .torch_internals import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED, SYMBOLIC, expression
+from .torch_internals.operators import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED
+from .torch_internals.symbols import SYMBOLIC, expression
+from .torch_internals.tracing import LazyGraphModule
 from .tracer import Trace
 from .untraceable import UntraceableError
 from .whole_slices import drop_whole_slices
@@ -68,13 +70,13 @@ def clean(trace: Trace, *, apart: bool = False) -> CleanGraph:
     Raises:
         CaptureError: an integer argument is not affine in the batch size.
     """
-    cleaned = CleanGraph(gm=fx.GraphModule(torch.nn.Module(), fx.Graph()))
+    cleaned = CleanGraph(gm=LazyGraphModule(torch.nn.Module(), fx.Graph()))
     for run in PASSES:
         run(trace, cleaned)
     if apart:
         _copy_input(trace, cleaned)
     # Making a GraphModule keeps the graph's nodes, so the lists of nodes stay valid.
-    cleaned.gm = fx.GraphModule(cleaned.gm, cleaned.gm.graph, class_name="Captured")
+    cleaned.gm = LazyGraphModule(cleaned.gm, cleaned.gm.graph, class_name="Captured")
     return cleaned
 
 
@@ -233,7 +235,6 @@ def divide_numbers(_trace: Trace, cleaned: CleanGraph) -> None:
 def part_rows(trace: Trace, cleaned: CleanGraph) -> None:
     """Rows that stand with others in a dimension for a linear layer stand in their own."""
     keep_rows_apart(cleaned.gm.graph, trace.reader.read)
-    cleaned.gm.graph.eliminate_dead_code(is_impure_node=has_effect)
 
 
 def pin_strides(trace: Trace, cleaned: CleanGraph) -> None:

@@ -14,7 +14,8 @@ from .fallback import argument_of, insert_node
 from .inner_graph import InnerGraph, empty_like, inner_graph, operator_of, refuse_transforms
 from .plain_control_flow import plain_cond, plain_while_loop
 from .source import SourceTracker
-from .torch_internals import COMPILE, COND, WHILE_LOOP, current_tracer
+from .torch_internals.patching import COMPILE, COND, WHILE_LOOP
+from .torch_internals.tracing import current_tracer
 from .untraceable import UntraceableError
 
 

@@ -25,7 +25,7 @@ from .form import Form
 from .one_call import as_one_call, writes
 from .ops import aliased_arguments, closes_region, mutated_arguments, opens_region
 from .source import Place
-from .torch_internals import SYMBOLIC
+from .torch_internals.symbols import SYMBOLIC
 
 
 class ReturnedExtentsError(CaptureError):

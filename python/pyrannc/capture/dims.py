@@ -8,7 +8,7 @@ import sympy
 import torch
 from torch import Tensor
 
-from .torch_internals import SYMBOLIC, expression, simplified
+from .torch_internals.symbols import SYMBOLIC, expression, simplified
 
 
 class Dim(NamedTuple):

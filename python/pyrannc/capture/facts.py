@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, fx
 
 from .source import SourceTracker
-from .torch_internals import TRACK_TENSOR_TREE, OpOverload, leads_nowhere, note_new_nodes, schema, storage_address
+from .torch_internals.operators import OpOverload, schema
+from .torch_internals.patching import TRACK_TENSOR_TREE
+from .torch_internals.tensors import leads_nowhere, storage_address
+from .torch_internals.tracing import note_new_nodes
 
 FACTS = "rannc_facts"
 PLACE = "rannc_place"

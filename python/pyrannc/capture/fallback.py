@@ -15,17 +15,11 @@ from .autocast import CastsAsOps, region_of_one_op
 from .dims import AffineReader
 from .oracle import Oracle, real_execution
 from .source import Place, SourceTracker
-from .torch_internals import (
-    PROXY_CALL,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-    disable_proxy_modes_tracing,
-    expression,
-    proxy_of,
-    pytree,
-    track,
-)
+from .torch_internals.fakes import DynamicOutputShapeException, FakeTensorMode, UnsupportedOperatorException
+from .torch_internals.patching import PROXY_CALL
+from .torch_internals.symbols import expression
+from .torch_internals.tensors import pytree
+from .torch_internals.tracing import disable_proxy_modes_tracing, proxy_of, track
 from .untraceable import UntraceableError
 
 _aten = torch.ops.aten

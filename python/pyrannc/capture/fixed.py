@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from .clean import CleanGraph
 from .one_call import as_one_call
 from .row_groups import made_without, with_what_they_need
-from .torch_internals import OpOverload
+from .torch_internals.operators import OpOverload
 
 
 class FixedTensors:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from .absent import Absent
-from .torch_internals import SYMBOLIC, pytree
+from .torch_internals.symbols import SYMBOLIC
+from .torch_internals.tensors import pytree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,18 +16,12 @@ from .fallback import argument_of, insert_node
 from .inner_graph import InnerGraph, empty_like, inner_graph, operator_of, refuse_transforms
 from .leaf import OpaqueCall
 from .source import SourceTracker
-from .torch_internals import (
-    FLEX_ATTENTION,
-    FakeTensor,
-    current_tracer,
-    disable_proxy_modes_tracing,
-    expression,
-    flex_attention_operator,
-    flex_attention_results,
-    lookup,
-    proxy_of,
-    pytree,
-)
+from .torch_internals.fakes import FakeTensor
+from .torch_internals.operators import flex_attention_operator, flex_attention_results, lookup
+from .torch_internals.patching import FLEX_ATTENTION
+from .torch_internals.symbols import expression
+from .torch_internals.tensors import pytree
+from .torch_internals.tracing import current_tracer, disable_proxy_modes_tracing, proxy_of
 
 _QKV, _SAID = 3, 7
 """Query, key and value; with the functions, the mask's blocks, the scale and options."""

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from .facts import FACTS, GRAD_ENABLED, TensorFacts
 from .ops import mutated_arguments
-from .torch_internals import OpOverload, overload_name, schema
+from .torch_internals.operators import OpOverload, overload_name, schema
 
 _WITHOUT_DERIVATIVE = frozenset({"bernoulli_", "copy_", "resize_", "set_"})
 """Torch has none for their functional twins."""

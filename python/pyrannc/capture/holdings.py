@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .source import PACKAGES, belongs_to_user
-from .torch_internals import version
+from .torch_internals.tensors import version
 
 _MOST = 300_000
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)

@@ -13,7 +13,8 @@ from pyrannc.errors import CaptureError
 
 from .holdings import Holdings, TooMuchError
 from .source import SourceTracker
-from .torch_internals import current_tracer, has_backward_hooks, hooks_of_all_calls, hooks_of_calls
+from .torch_internals.modules import has_backward_hooks, hooks_of_all_calls, hooks_of_calls
+from .torch_internals.tracing import current_tracer
 
 _Hooks = dict[int, Callable[..., Any]]
 _NAMED = 3

@@ -17,7 +17,9 @@ from .leaf import OpaqueCall
 from .one_call import as_one_function, writes
 from .ops import draws_random_numbers
 from .source import Place, SourceTracker
-from .torch_internals import SYMBOLIC, disable_proxy_modes_tracing, functorch_is_active, proxy_of
+from .torch_internals.levels import functorch_is_active
+from .torch_internals.symbols import SYMBOLIC
+from .torch_internals.tracing import disable_proxy_modes_tracing, proxy_of
 from .untraceable import UntraceableError
 
 

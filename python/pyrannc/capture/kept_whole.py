@@ -24,18 +24,12 @@ from .oracle import Oracle, real_execution
 from .plain_control_flow import plain_control_flow
 from .row_lists import has_row_lists, unpacked
 from .source import Part, Place
-from .torch_internals import (
-    SYMBOLIC,
-    FakeTensorMode,
-    TorchDispatchMode,
-    current_tracer,
-    functorch_is_active,
-    own_buffers,
-    proxy_of,
-    pytree,
-    reparametrized,
-    version,
-)
+from .torch_internals.fakes import FakeTensorMode
+from .torch_internals.levels import functorch_is_active
+from .torch_internals.modules import own_buffers, reparametrized
+from .torch_internals.symbols import SYMBOLIC
+from .torch_internals.tensors import TorchDispatchMode, pytree, version
+from .torch_internals.tracing import current_tracer, proxy_of
 from .unknown_lists import has_lists, shared_structure, without_unknown
 from .untraceable import UntraceableError
 

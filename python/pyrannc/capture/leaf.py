@@ -16,19 +16,10 @@ from pyrannc.errors import CaptureError
 from .autocast import Autocast
 from .fallback import insert_node
 from .form import Form
-from .torch_internals import (
-    FUNCTION_APPLY,
-    REGISTER_HOOK,
-    current_tracer,
-    disable_proxy_modes_tracing,
-    functions_as_operators,
-    functorch_is_active,
-    only_vmap_is_active,
-    proxy_of,
-    pytree,
-    version,
-    without_levels,
-)
+from .torch_internals.levels import functorch_is_active, only_vmap_is_active, without_levels
+from .torch_internals.patching import FUNCTION_APPLY, REGISTER_HOOK
+from .torch_internals.tensors import pytree, version
+from .torch_internals.tracing import current_tracer, disable_proxy_modes_tracing, functions_as_operators, proxy_of
 
 
 class OpaqueCall:

@@ -9,7 +9,7 @@ from typing import Any
 
 import sympy
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from pyrannc.errors import CaptureError
 
@@ -17,7 +17,11 @@ from .assumptions import FROM_ARGUMENTS, Answering, PythonState
 from .dims import AffineReader, symbols_in
 from .leaf import OpaqueCall
 from .ops import has_effect
-from .torch_internals import SYMBOLIC, FakeTensor, expression, pytree, symbolic_integer
+from .sample import Sample
+from .torch_internals.fakes import FakeTensor
+from .torch_internals.symbols import SYMBOLIC, expression, symbolic_integer
+from .torch_internals.tensors import pytree
+from .torch_internals.tracing import LazyGraphModule
 from .tracer import NamedTensors, Session, Trace, trace
 
 _SHOWN = 3
@@ -44,19 +48,11 @@ class LengthTrace:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        device: torch.device,
-        rows: int,
-        per_row: Sequence[int],
-        free: Sequence[Collection[int]],
-        outputs: Sequence[str | int] | None = None,
+        self, sample: Sample, free: Sequence[Collection[int]], outputs: Sequence[str | int] | None = None
     ) -> None:
         self._free = free
         answers = Answering(assumes=False)
-        traced = trace(model, args, kwargs, device, rows, per_row, (), answers, outputs, free)
+        traced = trace(sample, (), answers, outputs, free)
         traced.gm.graph.eliminate_dead_code(is_impure_node=has_effect)
         placeholders = traced.gm.graph.find_nodes(op="placeholder")
         self._inputs = [node.meta["val"] for node in placeholders][-len(traced.inputs) :]
@@ -90,12 +86,7 @@ class LengthTrace:
 
     def __call__(
         self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        device: torch.device,
-        rows: int,
-        per_row: Sequence[int],
+        sample: Sample,
         leaf_modules: Sequence[str] = (),
         answers: Answering = FROM_ARGUMENTS,
         outputs: Sequence[str | int] | None = None,
@@ -105,7 +96,7 @@ class LengthTrace:
         Raises:
             FixedLengthError: it does not stand for these.
         """
-        session = Session(model, args, kwargs, device, rows, per_row, leaf_modules, answers, outputs)
+        session = Session(sample, leaf_modules, answers, outputs)
         fakes = session.fakes()
         own = self._trace
         if _held(session) != self._held:
@@ -202,7 +193,7 @@ class _Copy:
                 value = pytree.tree_map_only(FakeTensor, self._tensor, value)
             copied = self._env[node] = graph.node_copy(node, self._env.__getitem__)
             copied.meta = {**node.meta, "val": value} if "val" in node.meta else dict(node.meta)
-        return fx.GraphModule(gm, graph)
+        return LazyGraphModule(gm, graph)
 
     def _number(self, node: fx.Node) -> Any:
         """What a node that gives a number gives here."""

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from .facts import memory
 from .ops import mutated_arguments
-from .torch_internals import OpOverload, schema
+from .torch_internals.operators import OpOverload, schema
 
 _LIMITS = frozenset({"clamp_", "clamp_min_", "clamp_max_", "nan_to_num_"})
 """Operators that are limits where all but the first argument are plain numbers."""

@@ -17,7 +17,7 @@ from .facts import FACTS, PLACE, memory
 from .one_call import writes
 from .ops import closes_region, draws_random_numbers, mutated_arguments, opens_region
 from .source import Place
-from .torch_internals import ENTER_AUTOCAST, OpOverload
+from .torch_internals.operators import ENTER_AUTOCAST, OpOverload
 
 _LOOKUP = torch.ops.aten.index.Tensor
 

@@ -35,7 +35,8 @@ from .row_groups import GroupTrials, RowGroup, row_groups
 from .row_trial import as_drawn, rows_shown
 from .sizes import known_sizes
 from .source import Part
-from .torch_internals import FakeTensor, OpOverload, known_data
+from .torch_internals.fakes import FakeTensor, known_data
+from .torch_internals.operators import OpOverload
 from .tracer import NamedTensors, Trace
 from .untraceable import UntraceableError
 

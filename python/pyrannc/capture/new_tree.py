@@ -13,7 +13,9 @@ from pyrannc.errors import CaptureError
 
 from .flatten import flatten
 from .source import Place
-from .torch_internals import SYMBOLIC, FakeTensor, own_buffers, own_modules, own_params
+from .torch_internals.fakes import FakeTensor
+from .torch_internals.modules import own_buffers, own_modules, own_params
+from .torch_internals.symbols import SYMBOLIC
 
 Left = tuple[nn.Module, str, Any]
 """A sub-module, an attribute of it, and the plain value that a call leaves there."""

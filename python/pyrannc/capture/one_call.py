@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate
 from .facts import GRAD_ENABLED, memory
 from .leaf import OpaqueCall
 from .ops import draws_random_numbers, mutated_arguments, target_name
-from .torch_internals import SET_GRAD_ENABLED
+from .torch_internals.operators import SET_GRAD_ENABLED
 
 
 def writes(node: fx.Node) -> set[int]:

@@ -9,15 +9,8 @@ import torch
 from torch import Tensor, fx
 
 from .leaf import GradientHook, OpaqueCall
-from .torch_internals import (
-    ENTER_AUTOCAST,
-    EXIT_AUTOCAST,
-    VMAP_BEGIN,
-    VMAP_END,
-    HigherOrderOperator,
-    OpOverload,
-    schema,
-)
+from .torch_internals.levels import VMAP_BEGIN, VMAP_END
+from .torch_internals.operators import ENTER_AUTOCAST, EXIT_AUTOCAST, HigherOrderOperator, OpOverload, schema
 
 # Checks that hold by the way of tracing.
 _ASSERTIONS = (

@@ -26,21 +26,11 @@ from .dims import symbols_in
 from .facts import memory, written_memory
 from .questions import question
 from .source import Place, SourceTracker
-from .torch_internals import (
-    SYMBOLIC,
-    DisableTorchFunction,
-    FakeTensor,
-    OpOverload,
-    ShapeQuestions,
-    disable_proxy_modes_tracing,
-    expression,
-    hint,
-    known_data,
-    not_compiling,
-    pytree,
-    schema,
-    unset_fake_temporarily,
-)
+from .torch_internals.fakes import FakeTensor, known_data, unset_fake_temporarily
+from .torch_internals.operators import OpOverload, schema
+from .torch_internals.symbols import SYMBOLIC, ShapeQuestions, expression, hint
+from .torch_internals.tensors import DisableTorchFunction, pytree
+from .torch_internals.tracing import disable_proxy_modes_tracing, not_compiling
 from .untraceable import UntraceableError
 
 _BOOLEAN_READS = ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::allclose")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from .torch_internals import CONTROL_FLOW
+from .torch_internals.patching import CONTROL_FLOW
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from .dims import Dim
 from .ops import arguments
-from .torch_internals import OpOverload, schema
+from .torch_internals.operators import OpOverload, schema
 
 _ATEN = torch.ops.aten
 _ATTENTION = _ATEN.scaled_dot_product_attention.default

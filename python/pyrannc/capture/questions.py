@@ -13,7 +13,8 @@ from torch.fx.node import map_aggregate
 
 from .assumptions import HeldBuffer, Question
 from .facts import memory, written_memory
-from .torch_internals import SYMBOLIC, OpOverload, schema
+from .torch_internals.operators import OpOverload, schema
+from .torch_internals.symbols import SYMBOLIC
 
 _KEPT_ANSWERS = 256
 

@@ -4,63 +4,50 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from pyrannc.errors import CaptureError
 
 from .clean import CleanGraph, clean
 from .dims import Dim
-from .flatten import flatten
+from .sample import Sample
 from .tracer import trace
 from .untraceable import UntraceableError, WholeModules
 
 _LEAST_EXTENT = 2
 
 
-def may_lack_rows(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    *,
-    device: torch.device,
-    rows: int,
-    per_row: Sequence[int],
-    place: int,
-    leaf_modules: Sequence[str] = (),
-) -> bool:
+def may_lack_rows(sample: Sample, place: int) -> bool:
     """True when the model uses a tensor, and runs for any number of rows while that tensor stays as it is.
 
     Args:
-        args: positional arguments.
-        kwargs: keyword arguments.
-        device: where the model will run.
-        rows: of the batch.
-        per_row: for each tensor of the arguments, how many elements of its dimension 0 each row has; 0: none.
+        sample: a call, in which the tensor has rows.
         place: of the tensor in question.
-        leaf_modules: sub-modules that the user keeps whole.
     """
-    tensors, structure = flatten((tuple(args), kwargs))
-    without = [0 if index == place else count for index, count in enumerate(per_row)]
+    tensors, structure = sample.flat()
+    without = tuple(0 if index == place else count for index, count in enumerate(sample.per_row))
     if tensors[place].shape[0] < _LEAST_EXTENT:
         # An extent of 1 would go with any.
         tensors[place] = tensors[place].detach().new_zeros(_LEAST_EXTENT, *tensors[place].shape[1:])
-    tried_args, tried_kwargs = structure.rebuild(tensors)
+    args, kwargs = structure.rebuild(tensors)
+    tried = replace(sample, args=args, kwargs=kwargs, per_row=without)
 
     def is_traced_with(leaves: Sequence[str]) -> bool:
         """True when nothing more has to stay whole while the tensor has rows."""
         try:
-            trace(model, tuple(args), kwargs, device, rows, per_row, leaves)
+            trace(sample, leaves)
         except CaptureError:
             return False
         return True
 
     def attempt(leaves: Sequence[str]) -> CleanGraph:
         try:
-            return clean(trace(model, tried_args, tried_kwargs, device, rows, without, leaves))
+            return clean(trace(tried, leaves))
         except UntraceableError as error:
             if error.needs_rows or is_traced_with(leaves):
                 raise CaptureError(str(error)) from error
@@ -70,7 +57,7 @@ def may_lack_rows(
         with warnings.catch_warnings():
             # Of shapes that the user's call does not have.
             warnings.simplefilter("ignore")
-            cleaned = WholeModules(leaf_modules, allow_uncut=True).until_captured(model, attempt)
+            cleaned = WholeModules((), allow_uncut=True).until_captured(sample.model, attempt)
     except CaptureError:
         return False
     tensor = cleaned.inputs[place]
@@ -80,24 +67,16 @@ def may_lack_rows(
     return bool(tensor.users) and not _is_too_short(tensor, tensors[place].shape[0] + 1, cleaned.dims)
 
 
-def can_be_traced(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    *,
-    device: torch.device,
-    rows: int,
-    per_row: Sequence[int],
-) -> bool:
-    """True when the model can be captured with these rows; as for :func:`may_lack_rows`."""
+def can_be_traced(sample: Sample) -> bool:
+    """True when the model can be captured with these rows."""
 
     def attempt(leaves: Sequence[str]) -> None:
-        trace(model, tuple(args), kwargs, device, rows, per_row, leaves)
+        trace(sample, leaves)
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            WholeModules((), allow_uncut=True).until_captured(model, attempt)
+            WholeModules((), allow_uncut=True).until_captured(sample.model, attempt)
     except CaptureError:
         return False
     return True

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .flatten import Structure
-from .torch_internals import pytree
+from .torch_internals.tensors import pytree
 
 
 class RowList(list[Any]):

@@ -15,7 +15,10 @@ from torch import Tensor
 
 from .chance import alike_draws
 from .dims import Dim
-from .torch_internals import FakeTensor, TorchDispatchMode, all_digits, pytree, vmap_levels_ended
+from .torch_internals.devices import all_digits
+from .torch_internals.fakes import FakeTensor
+from .torch_internals.levels import vmap_levels_ended
+from .torch_internals.tensors import TorchDispatchMode, pytree
 
 FEW, MANY = 4, 64
 """Rows that are tried at least: few, and enough for what begins at a number of them."""

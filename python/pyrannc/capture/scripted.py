@@ -19,7 +19,10 @@ from .flatten import flatten
 from .leaf import OpaqueCall, unchanged
 from .oracle import Oracle, real_execution
 from .source import SourceTracker
-from .torch_internals import SCRIPT_CALL, FakeTensorMode, current_tracer, functorch_is_active, proxy_of
+from .torch_internals.fakes import FakeTensorMode
+from .torch_internals.levels import functorch_is_active
+from .torch_internals.patching import SCRIPT_CALL
+from .torch_internals.tracing import current_tracer, proxy_of
 from .untraceable import UntraceableError
 
 _WITH_EFFECTS = ("aten::manual_seed", "aten::seed", "aten::set_grad_enabled", "prim::Print", "prim::PythonOp")

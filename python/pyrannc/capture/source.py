@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .torch_internals import MODULE_CALL
+from .torch_internals.patching import MODULE_CALL
 
 _TORCH_ROOT = os.path.dirname(torch.__file__) + os.sep
 _OWN_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -168,7 +168,8 @@ class SourceTracker:
             if frame.f_code is self.outermost:
                 self.codes.update(running)
                 return
-            if frame.f_code not in self.codes and belongs_to_user(frame.f_code.co_filename):
+            # In this order, as it takes long to hash code.
+            if belongs_to_user(frame.f_code.co_filename) and frame.f_code not in self.codes:
                 running[frame.f_code] = frame.f_globals
             frame = frame.f_back
 

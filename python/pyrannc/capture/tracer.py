@@ -37,29 +37,20 @@ from .limits import Limit, take_limits
 from .new_tree import Left, NewTree, Tree
 from .oracle import Batch, BatchShapeEnv, Oracle, draws
 from .outputs import only_asked
+from .sample import Sample
 from .scripted import opaque_script_functions, scripted_modules
 from .sequences import ADVICE, runs_along_rows
 from .source import Part, Place, SourceTracker
-from .torch_internals import (
-    MODULE_TO,
-    NUMBER_REPRS,
-    SYMBOLIC,
-    TENSOR_REPR,
-    FakeTensor,
-    FakeTensorMode,
-    PatchPoint,
+from .torch_internals.fakes import FakeTensor, FakeTensorMode, fake_tensors_untold, runs_without_data
+from .torch_internals.modules import own_buffers, parse_to, reparametrized
+from .torch_internals.patching import MODULE_TO, NUMBER_REPRS, TENSOR_META, TENSOR_REPR, PatchPoint
+from .torch_internals.symbols import SYMBOLIC, expression, fake_of
+from .torch_internals.tracing import (
     compiling_state,
     current_tracer,
-    expression,
-    fake_of,
-    fake_tensors_untold,
     non_strict_functions,
     override_builtin_ops,
-    own_buffers,
-    parse_to,
     proxy_of,
-    reparametrized,
-    runs_without_data,
     told_of_no_trace,
     trace_before_dispatch,
     tracing_context,
@@ -135,21 +126,15 @@ Tracing = Callable[..., Trace]
 
 
 def trace(
-    model: nn.Module,
-    args: Any,
-    kwargs: Any,
-    device: torch.device,
-    rows: int,
-    per_row: Sequence[int],
+    sample: Sample,
     leaf_modules: Sequence[str] = (),
     answers: Answering = FROM_ARGUMENTS,
     outputs: Sequence[str | int] | None = None,
     free: Sequence[Collection[int]] | None = None,
 ) -> Trace:
-    """Traces one call of ``model``. The model is left as it was.
+    """Traces one call of a model. The model is left as it was.
 
     Args:
-        per_row: for each tensor of the arguments, how many elements of its dimension 0 each row has; 0: none.
         outputs: what of the result to keep; ``None``: all.
         free: for each tensor of the arguments, the dimensions besides the rows whose extents are symbols too.
 
@@ -157,8 +142,8 @@ def trace(
         CaptureError: the call cannot be captured.
         PartOfBatchError: the model asks for what only the whole batch tells.
     """
-    refuse_hooks(model)
-    session = Session(model, args, kwargs, device, rows, per_row, leaf_modules, answers, outputs, free)
+    refuse_hooks(sample.model)
+    session = Session(sample, leaf_modules, answers, outputs, free)
     try:
         traced = session.run()
         session.oracle.refuse_part_of_batch()
@@ -181,18 +166,14 @@ class Session:
 
     def __init__(
         self,
-        model: nn.Module,
-        args: Any,
-        kwargs: Any,
-        device: torch.device,
-        rows: int,
-        per_row: Sequence[int],
+        sample: Sample,
         leaf_modules: Sequence[str],
         answers: Answering,
         outputs: Sequence[str | int] | None,
         free: Sequence[Collection[int]] | None = None,
     ) -> None:
-        self.model = model
+        self.sample = sample
+        model, rows, per_row = sample.model, sample.rows, sample.per_row
         self.answers = answers
         self.outputs = outputs
         self.params = NamedTensors.of(
@@ -200,15 +181,13 @@ class Session:
         )
         self.buffers = NamedTensors.of(dict(model.named_buffers()), dict(model.named_buffers(remove_duplicate=False)))
         self.lone_slices = _lone_slices(self.params.tensors)
-        self.inputs, self.input = flatten((args, kwargs))
-        self.device = device
-        self.per_row = per_row
+        self.inputs, self.input = sample.flat()
         self.free = [()] * len(self.inputs) if free is None else free
         fixed = [size for tensor in (*self.params.tensors, *self.buffers.tensors) for size in tensor.shape]
         for tensor, count in zip(self.inputs, per_row, strict=True):
             fixed += tensor.shape[1:] if count else tensor.shape
         self.trace_rows = _trace_rows(rows, fixed, {1, *per_row})
-        self.samples = [
+        self.real_inputs = [
             _with_rows(tensor, rows, self.trace_rows, count) if count else tensor
             for tensor, count in zip(_distinct(self.inputs), per_row, strict=True)
         ]
@@ -232,9 +211,10 @@ class Session:
         """Parameters, buffers and inputs without data; from then on it is known what stands for the rows."""
         params = [self._fake(f"p{i}", tensor, 0) for i, tensor in enumerate(self.params.tensors)]
         buffers = [self._fake(f"b{i}", tensor, 0) for i, tensor in enumerate(self.buffers.tensors)]
-        given = zip(self.samples, self.per_row, self.free, strict=True)
+        given = zip(self.real_inputs, self.sample.per_row, self.free, strict=True)
         inputs = [self._fake(f"x{i}", tensor, count, free) for i, (tensor, count, free) in enumerate(given)]
-        batch = next((t.shape[0] // count for t, count in zip(inputs, self.per_row, strict=True) if count), None)
+        counted = zip(inputs, self.sample.per_row, strict=True)
+        batch = next((tensor.shape[0] // count for tensor, count in counted if count), None)
         self.symbol = expression(batch) if isinstance(batch, torch.SymInt) else None
         self.sizes = BatchSizes(self.trace_rows, batch if isinstance(batch, torch.SymInt) else None)
         return params, buffers, inputs
@@ -254,7 +234,7 @@ class Session:
             self.oracle.close()
         return Trace(
             gm=gm,
-            device=self.device,
+            device=self.sample.device,
             params=self.params,
             buffers=self.buffers,
             inputs=self.inputs,
@@ -276,7 +256,7 @@ class Session:
     def whole_calls(self) -> list[WholeCall]:
         """What stays whole."""
         trials = Trials(self.oracle, self.mode, self.sizes, self.apart)
-        return [whole_call(self.model, Part.of(text), trials) for text in self.leaf_paths]
+        return [whole_call(self.sample.model, Part.of(text), trials) for text in self.leaf_paths]
 
     def _fake(self, name: str, tensor: Tensor, per_row: int, free: Collection[int] = ()) -> Tensor:
         if id(tensor) in self.lone_slices:
@@ -284,10 +264,10 @@ class Session:
             fake = fake_of(self.mode, name, nn.Parameter(own, tensor.requires_grad), per_row)
         else:
             fake = fake_of(self.mode, name, tensor, per_row, free)
-        if fake.device == self.device:
+        if fake.device == self.sample.device:
             return fake
         with self.mode:
-            moved = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=self.device)
+            moved = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=self.sample.device)
             if isinstance(tensor, nn.Parameter):
                 return nn.Parameter(moved, tensor.requires_grad)
             return moved.requires_grad_(tensor.requires_grad)
@@ -315,6 +295,7 @@ class Session:
             stack.enter_context(captured_tensor_hooks())
             stack.enter_context(traced_data())
             stack.enter_context(idle_module_moves())
+            stack.enter_context(TENSOR_META.replaced_by(lambda _tensor: None))
             stack.enter_context(recorder.recording())
             if self.answers.as_untraced:
                 stack.enter_context(told_of_no_trace(_has_data))
@@ -351,12 +332,12 @@ class _TracedCall:
         self.along_rows: Place | None = None
 
     def __call__(self, params: list[Tensor], buffers: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-        session = self._session
+        session, model = self._session, self._session.sample.model
         tracer = current_tracer()
         placeholders = [node for node in tracer.graph.nodes if node.op == "placeholder"]
-        samples = [*session.params.tensors, *session.buffers.tensors, *session.samples]
-        real = dict(zip(placeholders, samples, strict=True))
-        held = [HeldBuffer(session.model, name) for name in session.buffers.names]
+        tensors = [*session.params.tensors, *session.buffers.tensors, *session.real_inputs]
+        real = dict(zip(placeholders, tensors, strict=True))
+        held = [HeldBuffer(model, name) for name in session.buffers.names]
         session.oracle.attach(tracer, real, len(inputs), session.symbol, held, session.shape_env.lengths)
         session.tracker.outermost = sys._getframe().f_code
         session.tracker.before_calls.append(self._note_sequences)
@@ -365,15 +346,15 @@ class _TracedCall:
         args, kwargs = session.input.rebuild(inputs)
         # Module calls are followed from here on: outside, the fx tracer replaces Module.__call__ itself.
         with (
-            reparametrized(session.model, state),
+            reparametrized(model, state),
             whole_calls_installed(session.whole_calls()),
             session.tracker.following(),
-            OtherGenerators(session.model).untraced(session.tracker),
-            watched_hooks(session.model, session.tracker),
+            OtherGenerators(model).untraced(session.tracker),
+            watched_hooks(model, session.tracker),
             cached_casts(session.autocast.cache),
         ):
             with session.attributes.listening():
-                result = session.model(*args, **kwargs)
+                result = model(*args, **kwargs)
             updates = self._buffer_updates(buffers)
             self.new_tree = session.tree.after(state, session.attributes.where)
         session.attributes.note_changes(lambda item: self._is_of_data(item, tracer))
@@ -403,7 +384,7 @@ class _TracedCall:
         updates = []
         for index, (name, before) in enumerate(zip(self._session.buffers.names, buffers, strict=True)):
             path, _, attribute = name.rpartition(".")
-            now = own_buffers(self._session.model.get_submodule(path)).get(attribute)
+            now = own_buffers(self._session.sample.model.get_submodule(path)).get(attribute)
             if now is not None and now is not before:
                 _refuse_other_shape(name, before, now)
                 self.updated_buffers.append(index)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pyrannc.capture.torch_internals import DisableTorchFunctionSubclass
+from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.errors import RaNNCError
 from pyrannc.store.elsewhere import METADATA, function_name
 

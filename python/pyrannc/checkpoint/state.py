@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pyrannc.capture.torch_internals import EXTRA_STATE, reparametrized
+from pyrannc.capture.torch_internals.modules import EXTRA_STATE, reparametrized
 from pyrannc.checkpoint.recording import recording
 from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pyrannc.capture.torch_internals import AppliesItself, Dropout, NotForDDP, parse_to
+from pyrannc.capture.torch_internals.modules import AppliesItself, Dropout, NotForDDP, parse_to
 from pyrannc.errors import RaNNCError
 from pyrannc.log import get_logger
 from pyrannc.runtime.deployment import Deployment

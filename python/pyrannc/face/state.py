@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pyrannc.capture.torch_internals import LoadsItself
+from pyrannc.capture.torch_internals.modules import LoadsItself
 from pyrannc.checkpoint.state import full_state_dict, full_tensors, load_full_state_dict
 from pyrannc.errors import RaNNCError
 from pyrannc.face.shown import ShownModel

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyrannc.capture.torch_internals import hint
+from pyrannc.capture.torch_internals.symbols import hint
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-from pyrannc.capture.torch_internals import StorageWeakRef, TorchDispatchMode, pytree, sleep_on_gpu, storage_address
+from pyrannc.capture.torch_internals.devices import sleep_on_gpu
+from pyrannc.capture.torch_internals.tensors import StorageWeakRef, TorchDispatchMode, pytree, storage_address
 
 _SERIES_S = 0.005
 """How long one series of calls should take."""

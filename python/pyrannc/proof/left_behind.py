@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from pyrannc.capture.source import Place, raised_at
-from pyrannc.capture.torch_internals import FakeTensor, TorchDispatchMode, pytree
+from pyrannc.capture.torch_internals.fakes import FakeTensor
+from pyrannc.capture.torch_internals.tensors import TorchDispatchMode, pytree
 from pyrannc.errors import CaptureError
 
 

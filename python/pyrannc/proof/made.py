@@ -18,7 +18,8 @@ from pyrannc.capture.autocast import no_autocast
 from pyrannc.capture.chance import other_generators_restored, other_states
 from pyrannc.capture.row_lists import unpacked
 from pyrannc.capture.source import SourceTracker
-from pyrannc.capture.torch_internals import reparametrized, vmap_levels_ended
+from pyrannc.capture.torch_internals.levels import vmap_levels_ended
+from pyrannc.capture.torch_internals.modules import reparametrized
 from pyrannc.core.partition import StagePart
 from pyrannc.proof.outcome import seeds
 

@@ -12,7 +12,7 @@ from pyrannc._native import Buckets, Plan, Watchdog
 from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.call.variant import Variant
-from pyrannc.capture.torch_internals import tensor_hooks
+from pyrannc.capture.torch_internals.gradients import tensor_hooks
 from pyrannc.core.buckets import BucketsFacts
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import StagePart

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
-from pyrannc.capture.torch_internals import before_groups_end
+from pyrannc.capture.torch_internals.devices import before_groups_end
 from pyrannc.job import agree
 
 _numbers = count()

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pyrannc.capture.torch_internals import backward_keeps_graph, is_view, runs_in_backward
+from pyrannc.capture.torch_internals.gradients import backward_keeps_graph, runs_in_backward
+from pyrannc.capture.torch_internals.tensors import is_view
 
 
 class Differentiate(Protocol):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pyrannc.call.variant import Variant
-from pyrannc.capture.torch_internals import before_groups_end
+from pyrannc.capture.torch_internals.devices import before_groups_end
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import first_line
 from pyrannc.job import process

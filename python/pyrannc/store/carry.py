@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyrannc.capture.torch_internals import pytree
+from pyrannc.capture.torch_internals.tensors import pytree
 from pyrannc.errors import InputError
 from pyrannc.job import agree, faults, process
 from pyrannc.job.exchange import exchange, give_to_others

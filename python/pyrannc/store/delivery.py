@@ -17,14 +17,14 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node, get_gradient_edge
 
-from pyrannc.capture.torch_internals import (
-    DisableTorchFunctionSubclass,
+from pyrannc.capture.torch_internals.gradients import (
     add_each,
     at_end_of_backward,
     graph_task,
     runs_in_backward,
     tensor_hooks,
 )
+from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.errors import RaNNCError
 from pyrannc.store.buckets import SharedParam
 from pyrannc.store.gradient_set import GradientSet

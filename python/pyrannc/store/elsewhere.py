@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.capture.lacking import Lacking
-from pyrannc.capture.torch_internals import DisableTorchFunctionSubclass, pytree
+from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass, pytree
 from pyrannc.errors import RaNNCError
 from pyrannc.job import process
 from pyrannc.store.unscale import UNSCALE, unscale_own

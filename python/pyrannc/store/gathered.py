@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from pyrannc.capture.torch_internals import version
+from pyrannc.capture.torch_internals.tensors import version
 from pyrannc.errors import RaNNCError
 from pyrannc.job.exchange import Group, Work, gather_parts
 from pyrannc.store.buckets import Bucket, like

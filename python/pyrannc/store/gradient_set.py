@@ -8,13 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pyrannc.capture.torch_internals import (
-    DisableTorchFunctionSubclass,
-    add_each,
-    copy_each,
-    storage_users,
-    tensor_users,
-)
+from pyrannc.capture.torch_internals.gradients import add_each, copy_each
+from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass, storage_users, tensor_users
 from pyrannc.store.buckets import Bucket, Types, like
 from pyrannc.store.spread_sums import SpreadSums
 from pyrannc.store.spread_tensor import is_spread, own_piece, spread_gradient

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Adafactor, Optimizer
 
-from pyrannc.capture.torch_internals import home_of_state
+from pyrannc.capture.torch_internals.gradients import home_of_state
 from pyrannc.errors import InputError
 from pyrannc.store.param_lists import Listed
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyrannc.capture.torch_internals import copy_each
+from pyrannc.capture.torch_internals.gradients import copy_each
 from pyrannc.job.exchange import Group, Work, scatter_sum
 from pyrannc.store.buckets import Bucket, elements, laid_out, strides_of
 

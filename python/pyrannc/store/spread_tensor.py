@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pyrannc.capture.torch_internals import DisableTorchFunctionSubclass, pytree
+from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass, pytree
 from pyrannc.store.buckets import elements, laid_out
 from pyrannc.store.elsewhere import (
     METADATA,

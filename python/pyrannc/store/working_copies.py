@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from pyrannc.capture.torch_internals import copy_each, version
+from pyrannc.capture.torch_internals.gradients import copy_each
+from pyrannc.capture.torch_internals.tensors import version
 from pyrannc.store.gathered import GatheredBucket
 
 Key = tuple[str, torch.dtype]

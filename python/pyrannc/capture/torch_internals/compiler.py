@@ -1,4 +1,4 @@
-"""What pyrannc uses of the compiler of torch, all of it private or undocumented, as in ``torch_internals.py``."""
+"""The compiler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch.fx.experimental import proxy_tensor, symbolic_shapes
 
-from pyrannc.capture.torch_internals import FakeTensorMode
+from .fakes import FakeTensorMode
 
 
 def mode_of_known_sizes() -> FakeTensorMode:

@@ -1,0 +1,68 @@
+"""Devices and groups of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class _Ends:
+    """What ``destroy_process_group`` ends before the communicators."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.finalize = callback
+
+
+def before_groups_end(callback: Callable[[], None]) -> None:
+    """Has a function called once, when the default process group is destroyed, before its communicators are.
+
+    NCCL waits for ever for graphs that use a communicator, when that is destroyed. Public: none.
+    """
+    torch.distributed.distributed_c10d._world.comms.append(_Ends(callback))
+
+
+@contextmanager
+def all_digits() -> Iterator[None]:
+    """Products and convolutions of float32 have all of its digits inside; afterwards each switch is as it was.
+
+    Public: the switches themselves. The older ones, which torch reads together with these, do not take themselves back:
+    they leave some at "ieee" that were at "none". Where the two disagree, the older ones cannot be read, and stay.
+    """
+    backends: Any = torch.backends
+    kinds = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+    kinds += [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
+    found = [kind.fp32_precision for kind in kinds]
+    products = _readable(torch.get_float32_matmul_precision)
+    others = _readable(lambda: backends.cudnn.allow_tf32)
+    if products not in (None, "highest"):
+        torch.set_float32_matmul_precision("highest")
+    if others:
+        backends.cudnn.allow_tf32 = False
+    for kind in kinds:
+        if kind.fp32_precision not in ("none", "ieee"):
+            kind.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        if products not in (None, "highest"):
+            torch.set_float32_matmul_precision(products)
+        if others:
+            backends.cudnn.allow_tf32 = True
+        for kind, before in zip(kinds, found, strict=True):
+            if kind.fp32_precision != before:
+                kind.fp32_precision = before
+
+
+def _readable(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except RuntimeError:
+        return None
+
+
+def sleep_on_gpu(cycles: int) -> None:
+    """Keeps the GPU waiting until the host has queued what is measured. Public: none."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # torch has no types for it

@@ -1,0 +1,56 @@
+"""Backward, gradients and the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def home_of_state(param: Tensor, value: Tensor, key: Hashable, settings: Mapping[str, Any]) -> torch.device:
+    """Where ``load_state_dict`` of torch's optimizers puts a tensor of a parameter's state. Public: none.
+
+    Args:
+        key: of the value in the state.
+        settings: of the parameter's group.
+    """
+    empty = torch.empty(0, dtype=value.dtype, device=value.device)
+    groups = [{**settings, "params": [0]}]
+    return Optimizer._process_value_according_to_param_policy(param, empty, 0, groups, key).device
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Runs ``callback`` when the backward that is running has come to its end. Public: none."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+tensor_hooks: Callable[[Tensor], tuple[Any, Any]] = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Hooks on a tensor's gradient, before and after it is added; None or empty without. Public: none."""
+
+copy_each = torch._foreach_copy_
+"""Copies tensors into others, in one kernel."""
+
+add_each = torch._foreach_add_
+"""Adds tensors to others, in one kernel."""
+
+
+def runs_in_backward(node: Any) -> bool:
+    """Inside of a backward: true when it runs this node."""
+    runs: bool = torch._C._will_engine_execute_node(node)
+    return runs
+
+
+def backward_keeps_graph() -> bool:
+    """Inside of a backward: true when it has been called with ``retain_graph=True``."""
+    keeps: bool = torch._C._autograd._get_current_graph_task_keep_graph()
+    return keeps
+
+
+def graph_task() -> int:
+    """Inside of a backward: its number."""
+    number: int = torch._C._current_graph_task_id()
+    return number

@@ -1,0 +1,83 @@
+"""Functions that are replaced while a model is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function
+from torch.fx.experimental import proxy_tensor
+
+from .operators import flex_attention_operator
+from .symbols import SYMBOLIC
+
+
+class PatchPoint(NamedTuple):
+    """A function that torch, or a model, looks up by name at each call."""
+
+    owner: Any
+    name: str
+
+    @property
+    def original(self) -> Any:
+        """What the owner holds now: of a class method, the descriptor."""
+        return vars(self.owner)[self.name]
+
+    @contextmanager
+    def replaced_by(self, function: Any) -> Iterator[None]:
+        """``function`` stands there while active."""
+        original = self.original
+        setattr(self.owner, self.name, function)
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.name, original)
+
+
+MODULE_CALL = PatchPoint(nn.Module, "__call__")
+"""Tells which sub-module runs, and where it fails. Public: global forward hooks, which see no failure."""
+
+MODULE_TO = PatchPoint(nn.Module, "to")
+"""A move that changes nothing must not replace parameters. Public: none."""
+
+FUNCTION_APPLY = PatchPoint(Function, "apply")
+"""Custom autograd functions stay whole. Public: ``torch.compiler.allow_in_graph``, for export and compile only."""
+
+SCRIPT_CALL = PatchPoint(torch.jit.ScriptFunction, "__call__")
+"""Scripted functions stay whole. Public: none."""
+
+CONTROL_FLOW = tuple(PatchPoint(torch, _name) for _name in ("cond", "while_loop") if hasattr(torch, _name))
+"""Branches and loops run without the compiler inside of what stays whole. Public: none."""
+
+COMPILE = PatchPoint(torch, "compile")
+"""Operators with functions compile these where they are called. Public: ``torch.compiler.set_stance``, not for them."""
+
+COND = PatchPoint(type(torch.ops.higher_order.cond), "__call__")
+"""Branches become Ops. Public: none."""
+
+WHILE_LOOP = PatchPoint(type(torch.ops.higher_order.while_loop), "__call__")
+"""Loops become Ops. Public: none."""
+
+FLEX_ATTENTION = PatchPoint(type(flex_attention_operator), "__call__")
+"""It becomes an Op. Public: none."""
+
+REGISTER_HOOK = PatchPoint(Tensor, "register_hook")
+"""Gradient hooks become nodes. Public: a mode of torch functions, which some calls pass by."""
+
+NUMBER_REPRS = tuple(PatchPoint(_kind, "__repr__") for _kind in SYMBOLIC)
+"""The text of a symbolic number names its symbols. Public: none."""
+
+TENSOR_REPR = PatchPoint(Tensor, "__repr__")
+"""An error inside of a rule for fake tensors shows its operands. Public: a subclass of Tensor."""
+
+TRACK_TENSOR_TREE = PatchPoint(proxy_tensor, "track_tensor_tree")
+"""Gradient and storage of each result are noted as it is made. Public: none."""
+
+PROXY_CALL = PatchPoint(proxy_tensor, "proxy_call")
+"""Operators that fake tensors run wrongly are taken over. Public: custom rules for fake tensors, for own operators."""
+
+TENSOR_META = PatchPoint(proxy_tensor, "_extract_tensor_metadata")
+"""Nothing is asked of the strides of each result that is only noted beside its node. Public: none."""

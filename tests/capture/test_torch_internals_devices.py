@@ -1,0 +1,85 @@
+"""What is relied upon of torch's private names in ``devices.py``: a test for each, under its own name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.ranks import run_ranks
+
+from pyrannc.capture.torch_internals import devices
+
+
+def test_before_groups_end() -> None:
+    assert run_ranks(1, _ends) == [["before", "after"]]
+
+
+def _ends() -> list[str]:
+    seen: list[str] = []
+    store = dist.HashStore()  # type: ignore[attr-defined]  # public, though torch's types do not say so
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.PrefixStore(str(len(seen)), store), rank=0, world_size=1)
+        if not seen:
+            devices.before_groups_end(lambda: seen.append("before" if dist.is_initialized() else "too late"))
+        dist.destroy_process_group()
+    return [*seen, "after"]
+
+
+def test_all_digits() -> None:
+    """Also where an earlier switch has been set, and none is touched that is precise as it is."""
+    backends: Any = torch.backends
+    kinds = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
+    kinds += [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
+
+    def found() -> list[str]:
+        return [kind.fp32_precision for kind in kinds]
+
+    before = found()
+    backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        kept = found()
+        with devices.all_digits():
+            assert set(found()) <= {"none", "ieee"}
+        assert found() == kept
+    finally:
+        backends.mkldnn.matmul.fp32_precision = "none"
+    with devices.all_digits():
+        pass
+    assert found() == before
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_older_switches_can_be_read_where_all_digits_count(precision: str) -> None:
+    backends: Any = torch.backends
+
+    def older() -> tuple[bool, bool, str]:
+        with backends.cudnn.flags(enabled=False):
+            pass
+        return backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32, torch.get_float32_matmul_precision()
+
+    kinds = [backends.cuda.matmul, backends.mkldnn.matmul]
+    before = [kind.fp32_precision for kind in kinds]
+    torch.set_float32_matmul_precision(precision)
+    try:
+        kept = older()
+        with devices.all_digits():
+            assert older() == (False, False, "highest")
+        assert older() == kept
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        for kind, found in zip(kinds, before, strict=True):
+            kind.fp32_precision = found
+
+
+def test_sleep_on_gpu() -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises((RuntimeError, AttributeError, AssertionError)):
+            devices.sleep_on_gpu(1)
+        return
+    event = torch.cuda.Event()
+    devices.sleep_on_gpu(1_000_000_000)
+    event.record()
+    assert not event.query()
+    event.synchronize()

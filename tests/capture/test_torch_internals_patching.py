@@ -1,0 +1,150 @@
+"""What is relied upon of torch's private names in ``patching.py``: a test for each, under its own name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.capture.tracing import X, fake_mode, traced
+from torch import Tensor, fx, nn
+from torch.nn.attention.flex_attention import flex_attention
+
+from pyrannc.capture.torch_internals import patching, symbols, tracing
+
+
+def test_NUMBER_REPRS() -> None:
+    rows = symbols.fake_of(fake_mode(), "x", X, 1).shape[0]
+    for point, number in zip(patching.NUMBER_REPRS, (rows, rows / 2, rows > 7), strict=True):
+        assert isinstance(number, point.owner)
+        with point.replaced_by(lambda number: "seen"):
+            assert (f"{number}", repr(number)) == ("seen", "seen")
+
+
+def test_TENSOR_REPR() -> None:
+    with patching.TENSOR_REPR.replaced_by(lambda self, **kwargs: "shown"):
+        assert repr(X) == "shown"
+    assert repr(X).startswith("tensor(")
+
+
+def calls_seen(point: patching.PatchPoint, call: Callable[[], Any], static: bool = False) -> int:
+    """How often a call comes by a function that stands in for the original."""
+    original, seen = point.original, []
+
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args)
+        return original.__get__(None, args[0])(*args[1:], **kwargs) if static else original(*args, **kwargs)
+
+    with point.replaced_by(classmethod(stand_in) if static else stand_in):
+        call()
+    assert point.original is original
+    return len(seen)
+
+
+def test_PatchPoint() -> None:
+    original = patching.MODULE_TO.original
+    with pytest.raises(KeyError), patching.MODULE_TO.replaced_by(None):
+        raise KeyError
+    assert vars(nn.Module)["to"] is original
+
+
+def test_MODULE_CALL() -> None:
+    assert calls_seen(patching.MODULE_CALL, lambda: nn.Sequential(nn.Identity(), nn.Identity())(X)) == 3
+
+
+def test_MODULE_TO() -> None:
+    assert calls_seen(patching.MODULE_TO, lambda: nn.Linear(1, 1).to(torch.float64)) == 1
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 2
+
+
+def test_FUNCTION_APPLY() -> None:
+    assert calls_seen(patching.FUNCTION_APPLY, lambda: Twice.apply(X), static=True) == 1
+
+
+@torch.jit.script
+def scripted(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def test_SCRIPT_CALL() -> None:
+    assert calls_seen(patching.SCRIPT_CALL, lambda: scripted(X)) == 1
+
+
+def test_CONTROL_FLOW() -> None:
+    branch, loop = patching.CONTROL_FLOW
+    assert calls_seen(branch, lambda: torch.cond(torch.tensor(True), torch.sin, torch.cos, (X,))) == 1
+    counted = (torch.tensor(0), X)
+    assert calls_seen(loop, lambda: torch.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, x + 1), counted)) == 1
+
+
+def test_COMPILE() -> None:
+    assert calls_seen(patching.COMPILE, lambda: torch.cond(torch.tensor(True), torch.sin, torch.cos, (X,))) == 1
+
+
+def test_COND() -> None:
+    with patching.COMPILE.replaced_by(lambda function, **_: function):
+        assert calls_seen(patching.COND, lambda: torch.cond(torch.tensor(True), torch.sin, torch.cos, (X,)))
+
+
+def test_WHILE_LOOP() -> None:
+    counted = (torch.tensor(0), X)
+    with patching.COMPILE.replaced_by(lambda function, **_: function):
+        loop = lambda: torch.while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, x + 1), counted)  # noqa: E731
+        assert calls_seen(patching.WHILE_LOOP, loop)
+
+
+def test_FLEX_ATTENTION() -> None:
+    heads = torch.randn(2, 1, 3, 4)
+    with patching.COMPILE.replaced_by(lambda function, **_: function):
+        assert calls_seen(patching.FLEX_ATTENTION, lambda: flex_attention(heads, heads, heads))
+
+
+def test_REGISTER_HOOK() -> None:
+    leaf = torch.ones(1, requires_grad=True)
+    assert calls_seen(patching.REGISTER_HOOK, lambda: leaf.register_hook(lambda gradient: gradient)) == 1
+
+
+def test_TRACK_TENSOR_TREE() -> None:
+    original, seen = patching.TRACK_TENSOR_TREE.original, {}
+
+    def track(inner: Any, proxy: Any, *, constant: Any, tracer: Any) -> Any:
+        result = original(inner, proxy, constant=constant, tracer=tracer)
+        if isinstance(proxy, fx.Proxy):  # Autograd is done with the result by then.
+            seen[proxy.node.target] = inner.requires_grad
+        return result
+
+    with patching.TRACK_TENSOR_TREE.replaced_by(track):
+        traced(lambda x: x.detach().sin() + x, X.clone().requires_grad_())
+    assert seen[torch.ops.aten.sin.default] is False
+    assert seen[torch.ops.aten.add.Tensor] is True
+
+
+def test_PROXY_CALL() -> None:
+    original, seen = patching.PROXY_CALL.original, []
+
+    def proxy_call(mode: Any, func: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
+        seen.append((func, pre_dispatch, mode.tracer is tracing.current_tracer()))
+        return original(mode, func, pre_dispatch, args, kwargs)
+
+    with patching.PROXY_CALL.replaced_by(proxy_call):
+        traced(lambda x: x.sin(), X)
+    assert torch.ops.aten.sin.default in [func for func, _, _ in seen]
+    assert all(pre_dispatch for _, pre_dispatch, _ in seen)
+
+
+def test_TENSOR_META() -> None:
+    with patching.TENSOR_META.replaced_by(lambda _tensor: None):
+        gm = traced(lambda x: x.sin(), X)
+    (node,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+    assert node.meta["val"].shape[1] == 2
+    assert node.meta["tensor_meta"] is None
