@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyrannc.capture import Sample, can_be_traced, may_lack_rows
+from pyrannc.capture import Sample, can_be_traced, first_that_may_lack_rows
 
 Reading = Callable[[Tensor, Tensor], Tensor]
 
@@ -52,7 +52,8 @@ def _of_two(x: Tensor, other: Tensor) -> Tensor:
 @pytest.mark.parametrize("rows", [1, 4])
 def test_what_a_tensor_can_be(reading: Reading, lacks: bool, rows: int) -> None:
     arguments = torch.zeros(rows, 3), torch.zeros(rows, 3)
-    assert may_lack_rows(_sample(_Model(reading), arguments, rows, (1, 1)), 1) == lacks
+    found = first_that_may_lack_rows(_sample(_Model(reading), arguments, rows, (1, 1)), [1])
+    assert found == (1 if lacks else None)
 
 
 def test_of_packed_rows_the_others_are_rows() -> None:
@@ -65,9 +66,9 @@ def test_of_packed_rows_the_others_are_rows() -> None:
     packed, of_two, added = (
         _sample(_Model(read), arguments, 4, (2, 1)) for read in (reading, _of_two, lambda x, other: x + other)
     )
-    assert not may_lack_rows(packed, 1)
+    assert first_that_may_lack_rows(packed, [1]) is None
     assert can_be_traced(packed)
-    assert may_lack_rows(of_two, 1)
+    assert first_that_may_lack_rows(of_two, [1]) == 1
     assert not can_be_traced(added)
 
 
@@ -75,5 +76,5 @@ def test_models_are_left_as_they_were() -> None:
     model = nn.Bilinear(3, 3, 2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     arguments = torch.zeros(4, 3), torch.zeros(4, 3)
-    assert not may_lack_rows(_sample(model, arguments, 4, (1, 1)), 0)
+    assert first_that_may_lack_rows(_sample(model, arguments, 4, (1, 1)), [0]) is None
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pyrannc.call.equal import digest, names_inside
 from pyrannc.call.lists_of_rows import ADVICE, refuse_lists_of_rows
-from pyrannc.capture import Sample, Structure, batch_rows, can_be_traced, flatten, may_lack_rows
+from pyrannc.capture import Sample, Structure, batch_rows, can_be_traced, first_that_may_lack_rows, flatten
 from pyrannc.capture.row_lists import RowList
 from pyrannc.errors import InputError, MismatchError
 from pyrannc.job import agree, process
@@ -228,7 +228,7 @@ class BatchArguments:
                     continue
                 per_row = _as_tuple(packed, len(found))
                 sample = Sample(self._model, call.args, call.kwargs, device, least, per_row)
-                if any(may_lack_rows(sample, place) for place in own):
+                if first_that_may_lack_rows(sample, own) is not None:
                     continue
                 if can_be_traced(sample):
                     return per_row
@@ -244,7 +244,7 @@ class BatchArguments:
             if process.get_rank() != 0:
                 return None
             sample = Sample(self._model, call.args, call.kwargs, device, rows, found)
-            return next((place for place in places if may_lack_rows(sample, place)), None)
+            return first_that_may_lack_rows(sample, places)
 
         place = agree.broadcast_object(agree.together(unproven)) if places else None
         if place is None:

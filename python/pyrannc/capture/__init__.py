@@ -9,7 +9,7 @@ from .dims import Dim
 from .flatten import Structure, batch_rows, by_extents, flatten
 from .lengths import FixedLengthError, LengthTrace
 from .options import NO_OPTIONS, CaptureOptions
-from .reading import can_be_traced, may_lack_rows
+from .reading import can_be_traced, first_that_may_lack_rows
 from .sample import Sample
 from .source import Part, Place
 from .tracer import Trace, Tracing, trace
@@ -43,9 +43,9 @@ __all__ = [
     "can_be_traced",
     "capture",
     "capture_sample",
+    "first_that_may_lack_rows",
     "flatten",
     "is_plain",
-    "may_lack_rows",
     "signature",
     "trace",
 ]

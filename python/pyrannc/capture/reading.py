@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,13 +23,27 @@ from .untraceable import UntraceableError, WholeModules
 _LEAST_EXTENT = 2
 
 
-def may_lack_rows(sample: Sample, place: int) -> bool:
-    """True when the model uses a tensor, and runs for any number of rows while that tensor stays as it is.
+def first_that_may_lack_rows(sample: Sample, places: Iterable[int]) -> int | None:
+    """The first tensor that the model uses, and beside which it runs for any number of rows while that tensor stays as it is.
 
     Args:
-        sample: a call, in which the tensor has rows.
-        place: of the tensor in question.
+        sample: a call, in which the tensors have rows.
+        places: of the tensors in question.
     """
+
+    @cache
+    def is_traced_with(leaves: tuple[str, ...]) -> bool:
+        """True when nothing more has to stay whole while all of them have rows."""
+        try:
+            trace(sample, leaves)
+        except CaptureError:
+            return False
+        return True
+
+    return next((place for place in places if _may_lack_rows(sample, place, is_traced_with)), None)
+
+
+def _may_lack_rows(sample: Sample, place: int, is_traced_with: Callable[[tuple[str, ...]], bool]) -> bool:
     tensors, structure = sample.flat()
     without = tuple(0 if index == place else count for index, count in enumerate(sample.per_row))
     if tensors[place].shape[0] < _LEAST_EXTENT:
@@ -37,19 +52,11 @@ def may_lack_rows(sample: Sample, place: int) -> bool:
     args, kwargs = structure.rebuild(tensors)
     tried = replace(sample, args=args, kwargs=kwargs, per_row=without)
 
-    def is_traced_with(leaves: Sequence[str]) -> bool:
-        """True when nothing more has to stay whole while the tensor has rows."""
-        try:
-            trace(sample, leaves)
-        except CaptureError:
-            return False
-        return True
-
     def attempt(leaves: Sequence[str]) -> CleanGraph:
         try:
             return clean(trace(tried, leaves))
         except UntraceableError as error:
-            if error.needs_rows or is_traced_with(leaves):
+            if error.needs_rows or is_traced_with(tuple(leaves)):
                 raise CaptureError(str(error)) from error
             raise
 
