@@ -37,6 +37,11 @@ impl BlockSums {
         Self { before }
     }
 
+    /// False for a run to whose Blocks nothing belongs.
+    pub(crate) fn has_any(&self, run: &Range<usize>) -> bool {
+        self.before[run.end] != self.before[run.start]
+    }
+
     pub(crate) fn at(&self, run: &Range<usize>, rows: u64) -> f64 {
         self.before[run.end].at(rows) - self.before[run.start].at(rows)
     }
