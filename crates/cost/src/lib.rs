@@ -10,8 +10,8 @@ mod units;
 
 pub use block::{Block, Blocks, ModuleNames, nominal_us};
 pub use cluster::{
-    Cluster, Curve, Device, Efficiency, FRAMEWORK_BYTES, FlopRates, Level, Link, MOST_DEVICES, MeasuredLevel, Node,
-    Preset, Products, RankDevice, RankGroup, presets, update_us,
+    Cluster, Collective, Curve, Device, Efficiency, FRAMEWORK_BYTES, FlopRates, Level, Link, MOST_DEVICES,
+    MeasuredLevel, Node, Preset, Products, RankDevice, RankGroup, presets, update_us,
 };
 pub use error::{ClusterFault, CostError, Part};
 pub use op::{ComputeCost, FlopClass, OpKind, OpWork, Operation, Poly, SavedTensors, Work, base_name, tensor_bytes};

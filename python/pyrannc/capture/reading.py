@@ -24,7 +24,7 @@ _LEAST_EXTENT = 2
 
 
 def first_that_may_lack_rows(sample: Sample, places: Iterable[int]) -> int | None:
-    """The first tensor that the model uses, and beside which it runs for any number of rows while that tensor stays as it is.
+    """The first tensor that the model uses while it runs for any number of rows, though that tensor stays as it is.
 
     Args:
         sample: a call, in which the tensors have rows.

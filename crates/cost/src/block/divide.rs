@@ -40,7 +40,7 @@ impl Blocks {
 /// Time of Ops, forward and backward, on a usual device at a usual number of rows: to compare Ops of one Graph.
 pub fn nominal_us(graph: &Graph, ops: &[OpId]) -> f64 {
     let device = Device::nominal();
-    let cost = |&op: &OpId| OpWork::new(&Operation::new(graph, op)).at(&device, NOMINAL_ROWS);
+    let cost = |&op: &OpId| OpWork::new(&Operation::new(graph, op)).at(device, NOMINAL_ROWS);
     ops.iter().map(cost).sum::<ComputeCost>().us()
 }
 

@@ -12,29 +12,41 @@ impl Link {
     }
 }
 
-/// What a collective asks of its links: steps one after another, and times that each device moves all
-/// bytes.
-struct Algorithm {
-    inside_steps: u32,
-    between_steps: u32,
+/// Half of an all-reduce over a group: steps one after another, in which each device moves all bytes so many times.
+#[derive(Clone, Copy, Debug)]
+struct Pass {
+    latency_us: f64,
     volumes: f64,
+    bytes_per_s: f64,
 }
 
-/// Half of an all-reduce: around a ring, every member passes on a part in each step.
-fn ring_pass(group: RankGroup) -> Algorithm {
-    let steps = group.members - 1;
-    let between_steps = if group.nodes > 1 { steps } else { 0 };
-    let volumes = f64::from(steps) / f64::from(group.members);
-    Algorithm { inside_steps: steps - between_steps, between_steps, volumes }
+impl Pass {
+    fn us(&self, bytes: f64) -> f64 {
+        if bytes <= 0.0 { 0.0 } else { self.latency_us + self.volumes * bytes / self.bytes_per_s * 1e6 }
+    }
 }
 
-/// Half of an all-reduce: up or down a tree of the nodes and, in each, of its members.
-fn tree_pass(group: RankGroup) -> Algorithm {
-    let depth = |members: u32| members.max(1).next_power_of_two().ilog2();
-    Algorithm {
-        inside_steps: depth(group.members.div_ceil(group.nodes.max(1))),
-        between_steps: depth(group.nodes),
-        volumes: 1.0,
+/// Collectives over one group.
+#[derive(Clone, Copy, Debug)]
+pub struct Collective {
+    ring: Pass,
+    tree: Pass,
+}
+
+impl Collective {
+    /// Time to sum `bytes` for all members, by a ring or a tree, whichever is quicker.
+    pub fn all_reduce_us(&self, bytes: f64) -> f64 {
+        (2.0 * self.ring.us(bytes)).min(2.0 * self.tree.us(bytes))
+    }
+
+    /// Time to sum `bytes`, of which each member keeps its own part.
+    pub fn reduce_scatter_us(&self, bytes: f64) -> f64 {
+        self.ring.us(bytes)
+    }
+
+    /// Time until every member has `bytes`, of which each member has its own part.
+    pub fn all_gather_us(&self, bytes: f64) -> f64 {
+        self.ring.us(bytes)
     }
 }
 
@@ -49,35 +61,43 @@ impl Cluster {
         self.levels.iter().map(|level| level.send.send_us(bytes)).fold(f64::INFINITY, f64::min)
     }
 
-    /// Time to sum `bytes` over a group for all members, by a ring or a tree, whichever is quicker.
+    /// The collectives over a group.
+    pub fn collective(&self, group: RankGroup) -> Collective {
+        let RankGroup { members, nodes, least_per_node, level } = group;
+        let (inside, between) = (&self.levels[0].collective, &self.levels[1..=level]);
+        // Steps of a ring are taken together by all members, so that the slowest hop counts.
+        let between_us = between.iter().fold(inside.latency_us, |us, level| us.max(level.collective.latency_us));
+        // The members of a node share what leaves it.
+        let lanes = f64::from(least_per_node.max(1));
+        let bytes_per_s =
+            between.iter().fold(inside.bytes_per_s, |rate, level| rate.min(lanes * level.collective.bytes_per_s));
+        let pass = |inside_steps: u32, between_steps: u32, volumes: f64| Pass {
+            latency_us: f64::from(inside_steps) * inside.latency_us + f64::from(between_steps) * between_us,
+            volumes,
+            bytes_per_s,
+        };
+        // Around a ring, every member passes on a part in each step.
+        let steps = members.saturating_sub(1);
+        let between_steps = if nodes > 1 { steps } else { 0 };
+        let ring = pass(steps - between_steps, between_steps, f64::from(steps) / f64::from(members.max(1)));
+        // Up or down a tree of the nodes and, in each, of its members.
+        let depth = |members: u32| members.max(1).next_power_of_two().ilog2();
+        let tree = pass(depth(members.div_ceil(nodes.max(1))), depth(nodes), 1.0);
+        Collective { ring, tree }
+    }
+
+    /// Time to sum `bytes` over a group for all members.
     pub fn all_reduce_us(&self, group: RankGroup, bytes: f64) -> f64 {
-        let pass_us = |pass: fn(RankGroup) -> Algorithm| 2.0 * self.pass_us(group, bytes, pass);
-        pass_us(ring_pass).min(pass_us(tree_pass))
+        self.collective(group).all_reduce_us(bytes)
     }
 
     /// Time to sum `bytes` over a group, of which each member keeps its own part.
     pub fn reduce_scatter_us(&self, group: RankGroup, bytes: f64) -> f64 {
-        self.pass_us(group, bytes, ring_pass)
+        self.collective(group).reduce_scatter_us(bytes)
     }
 
     /// Time until every member of a group has `bytes`, of which each member has its own part.
     pub fn all_gather_us(&self, group: RankGroup, bytes: f64) -> f64 {
-        self.pass_us(group, bytes, ring_pass)
-    }
-
-    fn pass_us(&self, group: RankGroup, bytes: f64, pass: fn(RankGroup) -> Algorithm) -> f64 {
-        if group.members < 2 || bytes <= 0.0 {
-            return 0.0;
-        }
-        let Algorithm { inside_steps, between_steps, volumes } = pass(group);
-        let (inside, between) = (&self.levels[0].collective, &self.levels[1..=group.level]);
-        // Steps of a ring are taken together by all members, so that the slowest hop counts.
-        let between_us = between.iter().fold(inside.latency_us, |us, level| us.max(level.collective.latency_us));
-        let latency_us = f64::from(inside_steps) * inside.latency_us + f64::from(between_steps) * between_us;
-        // The members of a node share what leaves it.
-        let lanes = f64::from(group.least_per_node.max(1));
-        let bytes_per_s =
-            between.iter().fold(inside.bytes_per_s, |rate, level| rate.min(lanes * level.collective.bytes_per_s));
-        latency_us + volumes * bytes / bytes_per_s * 1e6
+        self.collective(group).all_gather_us(bytes)
     }
 }

@@ -14,6 +14,7 @@ mod text;
 
 pub use check::MOST_DEVICES;
 pub use cluster::{Cluster, Level, Link, Node, RankGroup};
+pub use collective::Collective;
 pub use device::{Device, FlopRates, update_us};
 pub use efficiency::{Curve, Efficiency, Products};
 pub use of_ranks::{MeasuredLevel, RankDevice};

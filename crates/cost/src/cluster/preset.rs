@@ -1,5 +1,7 @@
 //! Clusters of known devices: the figures of their data sheets.
 
+use std::sync::LazyLock;
+
 use super::check::MOST_DEVICES;
 use super::cluster::{Cluster, Level, Link, Node};
 use super::device::{COLLECTIVE_SLOWDOWN, Device, FlopRates};
@@ -171,8 +173,9 @@ pub fn presets() -> &'static [Preset] {
 
 impl Device {
     /// What times of Ops are compared by where no device is given: their shares differ little between accelerators.
-    pub(crate) fn nominal() -> Self {
-        AVERAGE.device()
+    pub(crate) fn nominal() -> &'static Self {
+        static NOMINAL: LazyLock<Device> = LazyLock::new(|| AVERAGE.device());
+        &NOMINAL
     }
 }
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 use rannc_cost::{ComputeCost, Device, OpWork};
 
 use super::feeds::Feeds;
-use super::interval::{IntervalSums, IntervalSumsBuilder};
+use super::interval::{Amount, IntervalSums, IntervalSumsBuilder};
 use super::own::OwnParams;
 use super::spec::{Affine, BlockSpec, ChainSpec, CrossingSpec, KeptSpec, SpanSpec, StateSpec};
 use super::sums::AffineSums;
@@ -40,9 +40,9 @@ pub(crate) struct Chain {
     /// of device.
     widening_us: Vec<IntervalSums>,
     /// Batch-free ops that several Blocks use, on each kind of device, each op once.
-    clones: Vec<CloneTimes>,
+    clones: Vec<IntervalSums<ComputeCost>>,
     /// The same of ops that run once a step.
-    once: Vec<CloneTimes>,
+    once: Vec<IntervalSums<ComputeCost>>,
     /// Which Blocks use what others make.
     pub(crate) feeds: Feeds,
     /// What moves between Blocks.
@@ -59,61 +59,26 @@ pub(crate) struct Chain {
     pub(crate) output_bytes: AffineSums,
 }
 
-/// What ops beside those of Blocks cost.
-#[derive(Clone, Debug)]
-struct CloneTimes {
-    forward_us: IntervalSums,
-    backward_us: IntervalSums,
-    forward_host_us: IntervalSums,
-    backward_host_us: IntervalSums,
-}
-
-impl CloneTimes {
-    fn at(&self, first: usize, end: usize) -> ComputeCost {
-        ComputeCost {
-            forward_us: self.forward_us.at(first, end),
-            backward_us: self.backward_us.at(first, end),
-            forward_host_us: self.forward_host_us.at(first, end),
-            backward_host_us: self.backward_host_us.at(first, end),
-        }
-    }
-}
-
 impl Chain {
     /// A chain that may run on these kinds of devices.
     pub(crate) fn new(spec: ChainSpec, devices: &[Device]) -> Self {
         let ChainSpec { blocks, spans, states, clones, conversions, crossings, kept, batch } = spec;
         let len = blocks.len();
-        let once = |terms: &mut dyn Iterator<Item = (&[usize], f64)>| {
-            let mut builder = IntervalSumsBuilder::new(len);
-            terms.for_each(|(places, amount)| builder.add_once(0..len, places, amount));
-            builder.finish()
-        };
         let clone_times = |device: &Device, once_a_step: bool| {
             let clones = clones.iter().filter(|clone| clone.once == once_a_step);
-            let costs: Vec<_> = clones.map(|clone| (&clone.blocks[..], clone.work.at(device, CLONE_ROWS))).collect();
-            let sums =
-                |part: fn(&ComputeCost) -> f64| once(&mut costs.iter().map(|(blocks, cost)| (*blocks, part(cost))));
-            CloneTimes {
-                forward_us: sums(|cost| cost.forward_us),
-                backward_us: sums(|cost| cost.backward_us),
-                forward_host_us: sums(|cost| cost.forward_host_us),
-                backward_host_us: sums(|cost| cost.backward_host_us),
-            }
+            once_each(len, clones.map(|clone| (&clone.blocks[..], clone.work.at(device, CLONE_ROWS))))
         };
         let conversion_us = |device: &Device| {
             let cost = |work: &OpWork| work.at(device, CLONE_ROWS).forward_us;
-            once(&mut conversions.iter().map(|conversion| (&conversion.blocks[..], cost(&conversion.work))))
+            once_each(len, conversions.iter().map(|conversion| (&conversion.blocks[..], cost(&conversion.work))))
         };
         let of = |amount: fn(&StateSpec) -> f64, states: &mut dyn Iterator<Item = &StateSpec>| {
-            let mut builder = IntervalSumsBuilder::new(len);
-            states.for_each(|state| builder.add_once(0..len, &state.blocks, amount(state)));
-            builder.finish()
+            once_each(len, states.map(|state| (&state.blocks[..], amount(state))))
         };
         let trainable = states.iter().filter(|state| state.trainable);
         let widening_us = |device: &Device| {
             let us = |state: &StateSpec| device.pointwise_us(state.widening_bytes());
-            once(&mut trainable.clone().map(|state| (&state.blocks[..], us(state))))
+            once_each(len, trainable.clone().map(|state| (&state.blocks[..], us(state))))
         };
         Self {
             state_bytes: of(|state| state.bytes, &mut states.iter()),
@@ -132,9 +97,9 @@ impl Chain {
             batch: BatchTraffic::new(len, &batch),
             kept_bytes: kept_sums(&blocks, &kept),
             inside_bytes: inside_bytes(&blocks, &kept),
-            output_bytes: AffineSums::new(len, |builder, part| {
+            output_bytes: AffineSums::new(len, |builder| {
                 for (place, block) in blocks.iter().enumerate() {
-                    builder.add_once(0..len, &[place], part(block.output_bytes));
+                    builder.add_once(0..len, &[place], block.output_bytes);
                 }
             }),
             kinds_before: kinds_before(&blocks),
@@ -211,22 +176,29 @@ impl Chain {
     }
 }
 
+/// Sums of amounts that count once in a run with any of their Blocks.
+fn once_each<'s, T: Amount>(len: usize, amounts: impl Iterator<Item = (&'s [usize], T)>) -> IntervalSums<T> {
+    let mut builder = IntervalSumsBuilder::new(len);
+    amounts.for_each(|(blocks, amount)| builder.add_once(0..len, blocks, amount));
+    builder.finish()
+}
+
 fn kept_sums(blocks: &[BlockSpec], kept: &[KeptSpec]) -> AffineSums {
     let len = blocks.len();
-    AffineSums::new(len, |builder, part| {
+    AffineSums::new(len, |builder| {
         for (place, block) in blocks.iter().enumerate() {
-            builder.add_once(0..len, &[place], part(block.private_bytes));
+            builder.add_once(0..len, &[place], block.private_bytes);
         }
         for KeptSpec { bytes, saved_by, made_by, crossings } in kept {
             let Some(made_by) = *made_by else {
-                builder.add_once(0..len, saved_by, part(*bytes));
+                builder.add_once(0..len, saved_by, *bytes);
                 continue;
             };
             for last in kept_until(len, saved_by, crossings) {
-                builder.add_last(0..made_by + 1, last, part(*bytes));
+                builder.add_last(0..made_by + 1, last, *bytes);
             }
             for CrossingSpec { bytes, made_by, used_by, .. } in crossings {
-                builder.add_once(made_by + 1..len, used_by, part(*bytes));
+                builder.add_once(made_by + 1..len, used_by, *bytes);
             }
         }
     })

@@ -1,40 +1,45 @@
 //! Sums over all runs of a chain, from differences.
 
-use std::ops::Range;
+use std::ops::{Add, Range, Sub};
+
+/// What can be summed.
+pub(crate) trait Amount: Copy + Default + Add<Output = Self> + Sub<Output = Self> {}
+
+impl<T: Copy + Default + Add<Output = T> + Sub<Output = T>> Amount for T {}
 
 /// For every run `first..end` of a chain of `len` places, a sum.
 #[derive(Clone, Debug)]
-pub(crate) struct IntervalSums {
+pub(crate) struct IntervalSums<T = f64> {
     stride: usize,
     /// At `end * stride + first`: searches look at all runs with one end.
-    sums: Vec<f64>,
+    sums: Vec<T>,
 }
 
-impl IntervalSums {
+impl<T: Amount> IntervalSums<T> {
     /// The sum of a run.
-    pub(crate) fn at(&self, first: usize, end: usize) -> f64 {
+    pub(crate) fn at(&self, first: usize, end: usize) -> T {
         self.sums[end * self.stride + first]
     }
 }
 
 /// Collects terms of [`IntervalSums`]. A term belongs to runs that begin in a range and hold a place.
 #[derive(Clone, Debug)]
-pub(crate) struct IntervalSumsBuilder {
+pub(crate) struct IntervalSumsBuilder<T = f64> {
     len: usize,
     stride: usize,
     /// At (place + 1, start): how the terms that begin to count at `place` change from start - 1 to start.
-    differences: Vec<f64>,
+    differences: Vec<T>,
 }
 
-impl IntervalSumsBuilder {
+impl<T: Amount> IntervalSumsBuilder<T> {
     pub(crate) fn new(len: usize) -> Self {
         let stride = len + 1;
-        Self { len, stride, differences: vec![0.0; stride * stride] }
+        Self { len, stride, differences: vec![T::default(); stride * stride] }
     }
 
     /// Counts `amount` once in every run that begins in `starts` and holds at least one of `places`
     /// (increasing).
-    pub(crate) fn add_once(&mut self, starts: Range<usize>, places: &[usize], amount: f64) {
+    pub(crate) fn add_once(&mut self, starts: Range<usize>, places: &[usize], amount: T) {
         let mut unseen = starts.start;
         for &place in places {
             self.add(unseen..starts.end.min(place + 1), place, amount);
@@ -43,44 +48,45 @@ impl IntervalSumsBuilder {
     }
 
     /// Counts `amount` in every run that begins in `starts` and ends with one of these places.
-    pub(crate) fn add_last(&mut self, starts: Range<usize>, last: Range<usize>, amount: f64) {
+    pub(crate) fn add_last(&mut self, starts: Range<usize>, last: Range<usize>, amount: T) {
         self.add(starts.clone(), last.start, amount);
         if last.end < self.len {
-            self.add(starts, last.end, -amount);
+            self.add(starts, last.end, T::default() - amount);
         }
     }
 
     /// Counts `amount` in every run that holds `from` but not `until`, which comes later.
-    pub(crate) fn add_open(&mut self, from: usize, until: usize, amount: f64) {
+    pub(crate) fn add_open(&mut self, from: usize, until: usize, amount: T) {
         self.add(0..from + 1, from, amount);
-        self.add(0..from + 1, until, -amount);
+        self.add(0..from + 1, until, T::default() - amount);
     }
 
     /// Counts `amount` in every run that holds `from` and ends before `next`, which comes later.
-    pub(crate) fn add_ending(&mut self, from: usize, next: usize, amount: f64) {
+    pub(crate) fn add_ending(&mut self, from: usize, next: usize, amount: T) {
         self.add(0..from + 1, next - 1, amount);
-        self.add(0..from + 1, next, -amount);
+        self.add(0..from + 1, next, T::default() - amount);
     }
 
-    fn add(&mut self, starts: Range<usize>, place: usize, amount: f64) {
+    fn add(&mut self, starts: Range<usize>, place: usize, amount: T) {
         if starts.start < starts.end {
-            self.differences[(place + 1) * self.stride + starts.start] += amount;
-            self.differences[(place + 1) * self.stride + starts.end] -= amount;
+            let row = &mut self.differences[(place + 1) * self.stride..];
+            row[starts.start] = row[starts.start] + amount;
+            row[starts.end] = row[starts.end] - amount;
         }
     }
 
-    pub(crate) fn finish(self) -> IntervalSums {
+    pub(crate) fn finish(self) -> IntervalSums<T> {
         let Self { len, stride, differences: mut sums } = self;
         for row in sums.chunks_mut(stride) {
-            let mut sum = 0.0;
+            let mut sum = T::default();
             for entry in row {
-                sum += *entry;
+                sum = sum + *entry;
                 *entry = sum;
             }
         }
         for end in 1..=len {
             for start in 0..=len {
-                sums[end * stride + start] += sums[(end - 1) * stride + start];
+                sums[end * stride + start] = sums[end * stride + start] + sums[(end - 1) * stride + start];
             }
         }
         IntervalSums { stride, sums }

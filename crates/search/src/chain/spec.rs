@@ -1,6 +1,6 @@
 //! What a chain is made from: Blocks, state, batch-free ops, Values that cross, tensors that are kept.
 
-use std::ops::Range;
+use std::ops::{Add, AddAssign, Range, Sub};
 
 use rannc_cost::{ComputeCost, Device, OpWork};
 
@@ -11,10 +11,25 @@ pub(crate) struct Affine {
     pub(crate) per_row: f64,
 }
 
-impl std::ops::AddAssign for Affine {
+impl Add for Affine {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        Self { fixed: self.fixed + other.fixed, per_row: self.per_row + other.per_row }
+    }
+}
+
+impl Sub for Affine {
+    type Output = Self;
+
+    fn sub(self, other: Self) -> Self {
+        Self { fixed: self.fixed - other.fixed, per_row: self.per_row - other.per_row }
+    }
+}
+
+impl AddAssign for Affine {
     fn add_assign(&mut self, other: Self) {
-        self.fixed += other.fixed;
-        self.per_row += other.per_row;
+        *self = *self + other;
     }
 }
 

@@ -7,23 +7,17 @@ use super::spec::Affine;
 
 /// Sums of [`Affine`] amounts over all runs.
 #[derive(Clone, Debug)]
-pub(crate) struct AffineSums {
-    fixed: IntervalSums,
-    per_row: IntervalSums,
-}
+pub(crate) struct AffineSums(IntervalSums<Affine>);
 
 impl AffineSums {
-    pub(super) fn new(len: usize, mut add: impl FnMut(&mut IntervalSumsBuilder, fn(Affine) -> f64)) -> Self {
-        let mut sums = |part: fn(Affine) -> f64| {
-            let mut builder = IntervalSumsBuilder::new(len);
-            add(&mut builder, part);
-            builder.finish()
-        };
-        Self { fixed: sums(|amount| amount.fixed), per_row: sums(|amount| amount.per_row) }
+    pub(super) fn new(len: usize, add: impl FnOnce(&mut IntervalSumsBuilder<Affine>)) -> Self {
+        let mut builder = IntervalSumsBuilder::new(len);
+        add(&mut builder);
+        Self(builder.finish())
     }
 
     pub(crate) fn at(&self, first: usize, end: usize, rows: u64) -> f64 {
-        self.fixed.at(first, end) + self.per_row.at(first, end) * rows as f64
+        self.0.at(first, end).at(rows)
     }
 }
 
@@ -41,6 +35,11 @@ impl BlockSums {
             before[block + 1..].iter_mut().for_each(|sum| *sum += amount);
         }
         Self { before }
+    }
+
+    /// False for a run to whose Blocks nothing belongs.
+    pub(crate) fn has_any(&self, run: &Range<usize>) -> bool {
+        self.before[run.end] != self.before[run.start]
     }
 
     pub(crate) fn at(&self, run: &Range<usize>, rows: u64) -> f64 {

@@ -1,7 +1,7 @@
 //! What runs of Blocks exchange with others.
 
 use super::interval::IntervalSumsBuilder;
-use super::spec::{BatchSpec, CrossingSpec, OutputSpec};
+use super::spec::{Affine, BatchSpec, CrossingSpec, OutputSpec};
 use super::sums::{AffineSums, BlockSums};
 
 /// What runs exchange with other Blocks.
@@ -40,17 +40,16 @@ impl BatchTraffic {
     }
 }
 
-/// Counts so much for a Value in the runs that it concerns.
-type Count = fn(&mut IntervalSumsBuilder, &CrossingSpec, f64);
+/// Counts a Value in the runs that it concerns.
+type Count = fn(&mut IntervalSumsBuilder<Affine>, &CrossingSpec);
 
 impl Traffic {
     /// With all other Blocks.
     pub(super) fn whole(len: usize, crossings: &[CrossingSpec]) -> Self {
-        let incoming: Count =
-            |sums, value, amount| sums.add_once(value.made_by + 1..usize::MAX, &value.used_by, amount);
-        let outgoing: Count = |sums, value, amount| {
+        let incoming: Count = |sums, value| sums.add_once(value.made_by + 1..usize::MAX, &value.used_by, value.bytes);
+        let outgoing: Count = |sums, value| {
             if let Some(&last) = value.used_by.last() {
-                sums.add_open(value.made_by, last, amount);
+                sums.add_open(value.made_by, last, value.bytes);
             }
         };
         Self::new(len, crossings, incoming, outgoing)
@@ -60,18 +59,16 @@ impl Traffic {
     /// very next one. Only of Values whose gradients come back, so that both wait for each other.
     pub(super) fn direct(len: usize, crossings: &[CrossingSpec]) -> Self {
         let incoming: Count =
-            |sums, value, amount| sums.add_once(value.made_by + 1..value.made_by + 2, &value.used_by, amount);
+            |sums, value| sums.add_once(value.made_by + 1..value.made_by + 2, &value.used_by, value.bytes);
         let outgoing: Count =
-            |sums, value, amount| value.used_by.iter().for_each(|&user| sums.add_ending(value.made_by, user, amount));
+            |sums, value| value.used_by.iter().for_each(|&user| sums.add_ending(value.made_by, user, value.bytes));
         let with_grads: Vec<_> = crossings.iter().filter(|crossing| crossing.requires_grad).cloned().collect();
         Self::new(len, &with_grads, incoming, outgoing)
     }
 
     fn new(len: usize, crossings: &[CrossingSpec], incoming: Count, outgoing: Count) -> Self {
         let sums = |count: Count, which: fn(&&CrossingSpec) -> bool| {
-            AffineSums::new(len, |builder, part| {
-                crossings.iter().filter(which).for_each(|crossing| count(builder, crossing, part(crossing.bytes)));
-            })
+            AffineSums::new(len, |builder| crossings.iter().filter(which).for_each(|crossing| count(builder, crossing)))
         };
         Self {
             in_bytes: sums(incoming, |_| true),

@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use indexmap::IndexSet;
-use rannc_cost::{Cluster, Device};
+use rannc_cost::{Cluster, Collective, Device};
 use rannc_plan::ScheduleKind;
 
 use super::knapsack::{Saving, cheapest_first};
@@ -74,6 +74,8 @@ pub(crate) struct At<'p> {
     /// For each kind of its devices.
     pub(super) devices: Vec<DeviceTimes<'p>>,
     pub(super) framework_bytes: f64,
+    /// Over all its devices.
+    pub(super) collective: Collective,
     /// See [`Device::collective_slowdown`]; of the device that has most of it.
     pub(super) collective_slowdown: f64,
     /// What one Block of each kind surely frees when it is computed again, and what that takes at most; the
@@ -170,6 +172,7 @@ impl<'a> Pricing<'a> {
             rows,
             foreign_rows: self.foreign_rows(rows),
             framework_bytes: framework.unwrap_or(0) as f64,
+            collective: cluster.collective(place.group),
             collective_slowdown: place.kinds().map(|kind| self.collective_slowdown(kind)).fold(0.0, f64::max),
             devices,
             savings: Vec::new(),

@@ -30,6 +30,9 @@ impl Pricing<'_> {
 
     /// The least that an exchange takes for the first microbatch, and for all of them: over the best links.
     fn exchanges_us(&self, bytes: &BlockSums, run: &Range<usize>, at: &At<'_>) -> [f64; 2] {
+        if !bytes.has_any(run) {
+            return [0.0; 2];
+        }
         let [larger_us, smaller_us] = at.foreign_rows.map(|rows| match bytes.at(run, rows) {
             bytes if rows == 0 || bytes < 1.0 => 0.0,
             bytes => self.problem.cluster.least_send_us(bytes),

@@ -68,7 +68,7 @@ impl Pricing<'_> {
             divides,
             reduce_us,
             tied_us: cluster.all_reduce_us(TWO, tied_bytes),
-            update_us: cluster.all_gather_us(at.place.group, gathered_bytes)
+            update_us: at.collective.all_gather_us(gathered_bytes)
                 + kept_us
                 + self.update_us(run, at, Saver { sharding, ..saver }),
         }

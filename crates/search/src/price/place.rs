@@ -196,8 +196,12 @@ impl Place {
 
     /// The kinds of its devices.
     pub(crate) fn kinds(&self) -> impl Iterator<Item = usize> {
-        let kinds = self.kinds;
-        (0..MAX_KINDS).filter(move |kind| kinds & 1 << kind != 0)
+        let mut left = self.kinds;
+        std::iter::from_fn(move || {
+            let kind = left.trailing_zeros() as usize;
+            left &= left.checked_sub(1)?;
+            Some(kind)
+        })
     }
 }
 

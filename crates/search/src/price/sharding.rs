@@ -40,24 +40,24 @@ impl Pricing<'_> {
         sharding: Sharding,
         full_bytes: f64,
     ) -> Collectives {
-        let (cluster, group, own) = (self.problem.cluster, at.place.group, &self.chain.own);
+        let (collective, own) = (&at.collective, &self.chain.own);
         let bytes = own.message_bytes.at(run.start, run.end);
         let share = |us: f64, of_bytes: f64| if bytes > 0.0 { us * (of_bytes / bytes).min(1.0) } else { 0.0 };
         match at.place.divides(sharding) {
             Sharding::None | Sharding::Optimizer => {
-                let reduction_us = cluster.all_reduce_us(group, bytes);
+                let reduction_us = collective.all_reduce_us(bytes);
                 Collectives { reduction_us, last_us: share(reduction_us, full_bytes), each_microbatch: false }
             }
             Sharding::Gradients => {
-                let reduction_us = cluster.reduce_scatter_us(group, bytes);
+                let reduction_us = collective.reduce_scatter_us(bytes);
                 let each_microbatch = self.step.microbatches > 1;
                 Collectives { reduction_us, last_us: share(reduction_us, full_bytes), each_microbatch }
             }
             Sharding::KeptParams | Sharding::Params => {
                 let spans = own.spans(run) as f64;
-                let reduction_us = spans * cluster.reduce_scatter_us(group, bytes / spans);
+                let reduction_us = spans * collective.reduce_scatter_us(bytes / spans);
                 let last_bytes = own.largest_summed.at(run.start, run.end).min(bytes);
-                let last_us = cluster.reduce_scatter_us(group, last_bytes);
+                let last_us = collective.reduce_scatter_us(last_bytes);
                 Collectives { reduction_us, last_us, each_microbatch: true }
             }
         }
@@ -93,11 +93,11 @@ impl Pricing<'_> {
     /// Time to make the parameters of all Spans whole: of the first one, which nothing hides, and of the others. Where
     /// Spans are of different sizes, the first one is taken to be the largest.
     fn gathers_us(&self, run: &Range<usize>, at: &At<'_>) -> (f64, f64) {
-        let (cluster, group, own) = (self.problem.cluster, at.place.group, &self.chain.own);
+        let (collective, own) = (&at.collective, &self.chain.own);
         let bytes = own.gathered_bytes.at(run.start, run.end);
         let spans = own.spans(run) as f64;
-        let all_us = spans * cluster.all_gather_us(group, bytes / spans);
-        let first_us = cluster.all_gather_us(group, own.largest_gathered.at(run.start, run.end).min(bytes));
+        let all_us = spans * collective.all_gather_us(bytes / spans);
+        let first_us = collective.all_gather_us(own.largest_gathered.at(run.start, run.end).min(bytes));
         (first_us, (all_us - first_us).max(0.0))
     }
 }

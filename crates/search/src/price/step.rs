@@ -129,6 +129,24 @@ pub(crate) struct StepModel {
     counts: BySize<u64>,
 }
 
+/// Comparisons of times that are numbers: `f64::max` and `f64::min` also look for what is none.
+trait Time {
+    fn longer(self, other: Self) -> Self;
+    fn shorter(self, other: Self) -> Self;
+}
+
+impl Time for f64 {
+    #[inline]
+    fn longer(self, other: Self) -> Self {
+        if self > other { self } else { other }
+    }
+
+    #[inline]
+    fn shorter(self, other: Self) -> Self {
+        if self < other { self } else { other }
+    }
+}
+
 /// A message's time between two Stages.
 #[derive(Clone, Copy, Debug)]
 struct Transfer {
@@ -141,7 +159,7 @@ impl Transfer {
     /// end is not known, which takes at least as long as with a smaller one.
     #[inline]
     fn new(larger_us: f64, smaller_us: f64, later_us: f64) -> Self {
-        Self { larger_us: 2.0 * larger_us.max(later_us), smaller_us: 2.0 * smaller_us.max(later_us) }
+        Self { larger_us: 2.0 * larger_us.longer(later_us), smaller_us: 2.0 * smaller_us.longer(later_us) }
     }
 }
 
@@ -230,10 +248,10 @@ impl StepTime {
     /// As good as either in every part.
     pub(crate) fn least(self, other: Self) -> Self {
         Self {
-            in_us: self.in_us.min(other.in_us),
-            in_grad_us: self.in_grad_us.min(other.in_grad_us),
-            step_us: self.step_us.min(other.step_us),
-            paths_us: std::array::from_fn(|path| self.paths_us[path].min(other.paths_us[path])),
+            in_us: self.in_us.shorter(other.in_us),
+            in_grad_us: self.in_grad_us.shorter(other.in_grad_us),
+            step_us: self.step_us.shorter(other.step_us),
+            paths_us: std::array::from_fn(|path| self.paths_us[path].shorter(other.paths_us[path])),
         }
     }
 }
@@ -303,6 +321,8 @@ impl StepModel {
 
     /// The step with one more Stage before its last ones, of which so many are on the longest way from it to one that feeds
     /// no other, itself included.
+    // A call would give what is used at once through memory.
+    #[inline(always)]
     pub(crate) fn prepend(&self, later: StepTime, stage: &StageCost, depth: usize) -> StepTime {
         match self.schedule {
             ScheduleKind::OneForwardOneBackward => self.prepend_1f1b(later, stage, depth - 1),
@@ -310,6 +330,7 @@ impl StepModel {
         }
     }
 
+    #[inline(always)]
     fn prepend_1f1b(&self, later: StepTime, stage: &StageCost, later_stages: usize) -> StepTime {
         let StageCost { larger, smaller, wait_us, end_us, batch_us } = stage;
         let values = Transfer::new(larger.out_us, smaller.out_us, later.in_us);
@@ -318,55 +339,58 @@ impl StepModel {
         let Alternating { span_us, round_us, first_round_us, all_us } = paths;
         let round_us = round_us + (values.smaller_us + grads.smaller_us);
         let first_round_us = first_round_us + (values.larger_us + grads.larger_us);
-        let mut own_us = self.own_us(stage, grads, round_us, later_stages as u64);
+        let mut own_us = self.own_us(stage, grads, round_us, later_stages);
         if self.counts[LARGER] > 0 {
-            own_us = own_us.max(self.uneven_us(stage, grads, [first_round_us, round_us], later_stages));
+            own_us = own_us.longer(self.uneven_us(stage, grads, [first_round_us, round_us], later_stages));
         }
         if *wait_us > 0.0 {
             let backwards_us = self.sum_us(larger.backward_us, smaller.backward_us);
-            own_us = own_us.max(larger.forward_us + backwards_us + (self.microbatches - 1) as f64 * wait_us);
+            own_us = own_us.longer(larger.forward_us + backwards_us + (self.microbatches - 1) as f64 * wait_us);
         }
         // The first microbatch goes forward through the Stage, and the last one back.
         let span_us =
-            own_us.max(larger.forward_us + smaller.backward_us + (values.larger_us + grads.smaller_us) + span_us);
-        let all_us = (span_us + end_us).max(larger.forward_us + values.larger_us + all_us);
+            own_us.longer(larger.forward_us + smaller.backward_us + (values.larger_us + grads.smaller_us) + span_us);
+        let all_us = (span_us + end_us).longer(larger.forward_us + values.larger_us + all_us);
         let round_us = round_us + smaller.compute_us();
         let first_round_us = first_round_us + larger.compute_us();
         let paths = Alternating { span_us, round_us, first_round_us, all_us };
         StepTime {
             in_us: smaller.in_us,
             in_grad_us: smaller.in_grad_us,
-            step_us: later.step_us.max(all_us).max(*batch_us),
+            step_us: later.step_us.longer(all_us).longer(*batch_us),
             paths_us: paths.into(),
         }
     }
 
     /// The longest path that begins with the Stage's first forward and ends with its last backward.
-    fn own_us(&self, stage: &StageCost, grads: Transfer, round_us: f64, later_stages: u64) -> f64 {
+    #[inline]
+    fn own_us(&self, stage: &StageCost, grads: Transfer, round_us: f64, later_stages: usize) -> f64 {
         let PassCost { forward_us, backward_us, in_us, .. } = stage.smaller;
-        let (last, apart) = (self.microbatches - 1, later_stages + 1);
-        let (compute_us, rounds) = (forward_us + backward_us, 1 + last / apart);
+        let (last, later) = ((self.microbatches - 1) as f64, later_stages as f64);
+        let (compute_us, apart, most_rounds) = (forward_us + backward_us, later + 1.0, self.rounds(later_stages + 1));
         let pass_us = compute_us + round_us;
         // What the receives of Values and of gradients take more than what is computed beside them.
-        let values_us = (2.0 * in_us - backward_us).max(0.0);
-        let grads_us = (grads.smaller_us - forward_us).max(0.0);
-        let period_us = compute_us + values_us.max(grads_us);
-        let paired = last.saturating_sub(later_stages) as f64;
-        let mut own_us = self.microbatches as f64 * compute_us + paired * (period_us - compute_us);
-        for rounds in [1, rounds] {
-            let rest = last - (rounds - 1) * apart;
-            let paired = rest.saturating_sub(later_stages);
-            let (rest, paired, unpaired) = (rest as f64, paired as f64, paired.saturating_sub(1) as f64);
-            let begins_us = rest * backward_us + paired * forward_us + (paired * grads_us).max(unpaired * values_us);
-            let ends_us = rest * forward_us + paired * backward_us + (paired * values_us).max(unpaired * grads_us);
-            own_us = own_us.max(rounds as f64 * pass_us + begins_us.max(ends_us));
+        let values_us = (2.0 * in_us - backward_us).longer(0.0);
+        let grads_us = (grads.smaller_us - forward_us).longer(0.0);
+        let period_us = compute_us + values_us.longer(grads_us);
+        // Microbatches that are left beside so many rounds.
+        let rest = |rounds: f64| last - (rounds - 1.0) * apart;
+        let paired = |rest: f64| (rest - later).longer(0.0);
+        let around_us = |rounds: f64| {
+            let (rest, paired) = (rest(rounds), paired(rest(rounds)));
+            let unpaired = (paired - 1.0).longer(0.0);
+            let begins_us = rest * backward_us + paired * forward_us + (paired * grads_us).longer(unpaired * values_us);
+            let ends_us = rest * forward_us + paired * backward_us + (paired * values_us).longer(unpaired * grads_us);
+            rounds * pass_us + begins_us.longer(ends_us)
+        };
+        let busy_us = self.microbatches as f64 * compute_us + paired(last) * (period_us - compute_us);
+        let own_us = busy_us.longer(around_us(1.0));
+        if most_rounds < 2 {
+            return own_us;
         }
-        if rounds >= 2 {
-            let rounds = if pass_us > apart as f64 * period_us { rounds } else { 2 };
-            let between = last - (rounds - 1) * apart;
-            own_us = own_us.max(rounds as f64 * pass_us + between as f64 * period_us);
-        }
-        own_us
+        let most_rounds = most_rounds as f64;
+        let rounds = if pass_us > apart * period_us { most_rounds } else { 2.0 };
+        own_us.longer(around_us(most_rounds)).longer(rounds * pass_us + rest(rounds) * period_us)
     }
 
     /// The longest of the same paths where the first microbatches are larger: those that go through computations of the
@@ -376,20 +400,20 @@ impl StepModel {
         let (larger, smaller) = (&stage.larger, &stage.smaller);
         let (last, count) = ((self.microbatches - 1) as f64, self.counts[LARGER] as f64);
         let later = later_stages as f64;
-        let paired = (last - later).max(0.0);
+        let paired = (last - later).longer(0.0);
         let forwards_us = larger.forward_us - smaller.forward_us;
         let backwards_us = larger.backward_us - smaller.backward_us;
         let busy_us = self.busy_us(stage);
         // Beside a backward the Values for the forward behind it arrive, and beside that the next gradients.
         let (values, forwards) = ((count - later - 1.0).clamp(0.0, paired), (count - later - 1.0).clamp(0.0, paired));
-        let (gradients, backwards) = ((count - 1.0).min(paired), count.min(paired));
+        let (gradients, backwards) = ((count - 1.0).shorter(paired), count.shorter(paired));
         let values_us = paired * (2.0 * smaller.in_us - smaller.backward_us)
             + values * 2.0 * (larger.in_us - smaller.in_us)
             - backwards * backwards_us;
         let grads_us = paired * (grads.smaller_us - smaller.forward_us)
             + gradients * (grads.larger_us - grads.smaller_us)
             - forwards * forwards_us;
-        let own_us = busy_us + values_us.max(grads_us).max(0.0);
+        let own_us = busy_us + values_us.longer(grads_us).longer(0.0);
         // The first microbatch around, and behind it all backwards and the forwards that are paired with them.
         let begins_us = rounds_us[0]
             + self.microbatches as f64 * smaller.backward_us
@@ -402,7 +426,7 @@ impl StepModel {
             + count * forwards_us
             + (1.0 + paired) * smaller.backward_us
             + backwards * backwards_us;
-        own_us.max(begins_us).max(ends_us)
+        own_us.longer(begins_us).longer(ends_us)
     }
 
     fn prepend_fill_drain(&self, later: StepTime, stage: &StageCost) -> StepTime {
@@ -413,22 +437,22 @@ impl StepModel {
         let Drained { last_forward_us, forwards_us, first_backward_us, backwards_us, end_us } = paths;
         // Through the transfers, then through the Stage: the first microbatch on its way in, the last one on its way out.
         let all_us = self.sum_us(values.larger_us, values.smaller_us);
-        let forwards_us = (values.larger_us + forwards_us).max(all_us + last_forward_us);
+        let forwards_us = (values.larger_us + forwards_us).longer(all_us + last_forward_us);
         let last_forward_us = values.smaller_us + last_forward_us;
         let all_us = self.sum_us(larger.forward_us, smaller.forward_us);
-        let forwards_us = (larger.forward_us + forwards_us).max(all_us + last_forward_us);
+        let forwards_us = (larger.forward_us + forwards_us).longer(all_us + last_forward_us);
         let last_forward_us = smaller.forward_us + last_forward_us;
         let all_us = self.sum_us(grads.larger_us, grads.smaller_us);
-        let backwards_us = (backwards_us + grads.smaller_us).max(first_backward_us + all_us);
+        let backwards_us = (backwards_us + grads.smaller_us).longer(first_backward_us + all_us);
         let first_backward_us = first_backward_us + grads.larger_us;
         let all_us = self.sum_us(larger.backward_us, smaller.backward_us) + (self.microbatches - 1) as f64 * wait_us;
-        let backwards_us = (backwards_us + smaller.backward_us).max(first_backward_us + all_us);
+        let backwards_us = (backwards_us + smaller.backward_us).longer(first_backward_us + all_us);
         let first_backward_us = first_backward_us + larger.backward_us;
-        let end_us = end_us.max(backwards_us + own_end_us);
+        let end_us = end_us.longer(backwards_us + own_end_us);
         StepTime {
             in_us: smaller.in_us,
             in_grad_us: smaller.in_grad_us,
-            step_us: later.step_us.max(forwards_us + end_us).max(*batch_us),
+            step_us: later.step_us.longer(forwards_us + end_us).longer(*batch_us),
             paths_us: Drained { last_forward_us, forwards_us, first_backward_us, backwards_us, end_us }.into(),
         }
     }
@@ -438,27 +462,32 @@ impl StepModel {
         time.step_us
     }
 
-    /// No step of at most so many Stages takes less that has these last ones, and before them others through which the
-    /// first microbatch passes forward and the last one back in at least `pass_us`.
-    pub(crate) fn bound_us(&self, later: StepTime, pass_us: f64, stages: usize) -> f64 {
+    /// As many microbatches surely go around one after another in a step of at most so many Stages: those that are not in
+    /// flight together.
+    pub(crate) fn rounds(&self, stages: usize) -> u64 {
+        1 + (self.microbatches - 1) / (stages.max(1) as u64)
+    }
+
+    /// No step with so many [rounds](Self::rounds) takes less that has these last Stages, and before them others through
+    /// which the first microbatch passes forward and the last one back in at least `pass_us`.
+    #[inline]
+    pub(crate) fn bound_us(&self, later: StepTime, pass_us: f64, rounds: u64) -> f64 {
         let StepTime { in_us, in_grad_us, step_us, paths_us } = later;
         let pass_us = if in_us > 0.0 { pass_us } else { 0.0 };
         match self.schedule {
             ScheduleKind::OneForwardOneBackward => {
                 let Alternating { span_us, all_us, round_us, .. } = paths_us.into();
-                // As many microbatches go around one after another as are not in flight together.
-                let rounds = 1 + (self.microbatches - 1) / (stages.max(1) as u64);
                 let earlier_us = if self.counts[LARGER] > 0 { 0.0 } else { pass_us };
                 let around_us = rounds as f64 * (in_us + in_grad_us + round_us + earlier_us);
-                (in_us + in_grad_us + span_us + pass_us).max(in_us + all_us).max(step_us).max(around_us)
+                (in_us + in_grad_us + span_us + pass_us).longer(in_us + all_us).longer(step_us).longer(around_us)
             }
             ScheduleKind::FillDrain => {
                 let Drained { last_forward_us, forwards_us, first_backward_us, backwards_us, end_us } = paths_us.into();
                 // Of all microbatches but one, the transfer takes twice what this end tells.
                 let others = 2.0 * (self.microbatches - 1) as f64;
-                let forwards_us = forwards_us.max(others * in_us + last_forward_us);
-                let backwards_us = backwards_us.max(others * in_grad_us + first_backward_us);
-                (in_us + forwards_us + (in_grad_us + backwards_us + pass_us).max(end_us)).max(step_us)
+                let forwards_us = forwards_us.longer(others * in_us + last_forward_us);
+                let backwards_us = backwards_us.longer(others * in_grad_us + first_backward_us);
+                (in_us + forwards_us + (in_grad_us + backwards_us + pass_us).longer(end_us)).longer(step_us)
             }
         }
     }

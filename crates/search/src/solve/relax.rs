@@ -53,6 +53,8 @@ pub(crate) struct Relaxation<'a> {
     equal: Vec<RangeInclusive<u32>>,
     /// Stages at ideal places: for each kind of device, for each of these numbers.
     table: StageTable,
+    /// By place of the table, the units of ranks that a Stage takes there.
+    units: Vec<usize>,
     /// The fewest units of ranks that can compute the Blocks before a place in time, and those from it on.
     fewest: [Vec<usize>; 2],
     /// The last Stages: none are better in any part of the objective.
@@ -147,11 +149,6 @@ impl States {
         1 + if self.stands_for_more(behind) { self.blocks } else { behind }
     }
 
-    /// Ranks of a Stage at a place of the table.
-    fn ranks_at(&self, equal: &[RangeInclusive<u32>], place: usize) -> usize {
-        *equal[place % equal.len()].start() as usize / self.unit
-    }
-
     /// True when a Stage that is at least so deep may be run so with so many Stages behind it.
     fn allow(&self, step: &StepModel, entry: &Entry, saver: Saver, least_deep: usize, behind: usize) -> bool {
         let most_deep = if self.stands_for_more(self.next(behind)) { self.most() } else { behind + 1 };
@@ -168,13 +165,26 @@ impl<'a> Relaxation<'a> {
         let places: Vec<Place> = (0..cluster.kinds.len()).flat_map(of_kind).collect();
         let ranks = FewestRanks::new(pricing, &places, best_us);
         let table = StageTable::new(pricing, &places, |_| Wanted::Leaving(&ranks), best_us, deadline);
+        let units = places.iter().map(|place| place.fewest() as usize / states.unit).collect();
         let (later, before_us) = (vec![StepTime::NEVER; states.len()], vec![f64::INFINITY; states.len()]);
         let least_ahead = vec![usize::MAX; states.row_index(states.counted + 1, 0)];
         let fewest = [Vec::new(), Vec::new()];
         let least_us = longest_block_us(pricing, &places);
         let (step, feeds, is_complete) = (pricing.step, &pricing.chain.feeds, table.is_complete);
-        let mut relaxed =
-            Self { step, feeds, states, equal, table, fewest, later, least_ahead, before_us, is_complete, least_us };
+        let mut relaxed = Self {
+            step,
+            feeds,
+            states,
+            equal,
+            table,
+            units,
+            fewest,
+            later,
+            least_ahead,
+            before_us,
+            is_complete,
+            least_us,
+        };
         relaxed.find_fewest(best_us);
         if relaxed.fewest[0][states.blocks] <= states.ranks {
             relaxed.find_later(best_us, deadline);
@@ -217,9 +227,7 @@ impl<'a> Relaxation<'a> {
         let fits = |run: Range<usize>, entry: &Entry| entry.max_in_flight >= self.step.in_flight(least_deep(&run));
         let stages =
             |end: usize| self.table.all_ending(end).filter(move |(stage, entry)| fits(stage.first..end, entry));
-        let work_us = |stage: &StageKey, entry: &Entry| {
-            self.step.busy_us(&entry.cost) * self.states.ranks_at(&self.equal, stage.place) as f64
-        };
+        let work_us = |stage: &StageKey, entry: &Entry| self.step.busy_us(&entry.cost) * self.units[stage.place] as f64;
         for end in 1..=blocks {
             for (stage, entry) in stages(end) {
                 before_us[end] = before_us[end].min(before_us[stage.first] + work_us(&stage, entry));
@@ -256,10 +264,11 @@ impl<'a> Relaxation<'a> {
     }
 
     /// Puts every Stage that ends at `end` before the Stages behind it, for each of these numbers of ranks.
-    fn put_before(&mut self, end: usize, behind: usize, ranks: &[usize], best_us: f64) {
-        let Self { step, feeds, states, equal, table, fewest: [fewest_before, _], later, least_ahead, .. } = self;
+    fn put_before(&mut self, end: usize, behind: usize, better: &[(usize, StepTime)], best_us: f64) {
+        let Self { step, feeds, states, table, units, fewest: [fewest_before, _], later, least_ahead, .. } = self;
         let next = states.next(behind);
         let ahead = least_ahead[states.row_index(behind, end)];
+        let (most_deep, rounds) = (states.most_deep(behind), step.rounds(states.most()));
         for (stage, entry) in table.all_ending(end) {
             let run = stage.first..end;
             let least_deep = least_deep(feeds, &run, ahead);
@@ -269,16 +278,16 @@ impl<'a> Relaxation<'a> {
                 continue;
             }
             let ahead_of_it = if feeds.all_lead_to(&run) { least_deep } else { least_deep.min(ahead) };
-            let replicas = states.ranks_at(equal, stage.place);
-            let enough = |&&ranks: &&usize| ranks + replicas + fewest_before[stage.first] <= states.ranks;
-            for &ranks in ranks.iter().take_while(enough) {
-                let behind_it = later[states.index(behind, end, ranks)];
-                let time = step.prepend(behind_it, &entry.cost, states.most_deep(behind));
-                if step.bound_us(time, 0.0, states.most()) < best_us {
-                    let least = &mut least_ahead[states.row_index(next, stage.first)];
+            let least = &mut least_ahead[states.row_index(next, stage.first)];
+            let row = &mut later[states.row(next, stage.first)];
+            let replicas = units[stage.place];
+            let enough =
+                |(ranks, _): &&(usize, StepTime)| ranks + replicas + fewest_before[stage.first] <= states.ranks;
+            for &(ranks, behind_it) in better.iter().take_while(enough) {
+                let time = step.prepend(behind_it, &entry.cost, most_deep);
+                if step.bound_us(time, 0.0, rounds) < best_us {
                     *least = ahead_of_it.min(*least);
-                    let own = &mut later[states.index(next, stage.first, ranks + replicas)];
-                    *own = own.least(time);
+                    row[ranks + replicas] = row[ranks + replicas].least(time);
                 }
             }
         }
@@ -290,7 +299,7 @@ impl<'a> Relaxation<'a> {
         let States { blocks, counted, .. } = self.states;
         self.states.whole().for_each(|behind| self.before_us[self.states.index(behind, 0, 0)] = 0.0);
         // By Block, by number of Stages behind.
-        let mut better: Vec<Vec<Vec<usize>>> = Vec::new();
+        let mut better: Vec<Vec<Vec<(usize, f64)>>> = Vec::new();
         for end in 0..=blocks {
             if deadline.is_over() {
                 self.is_complete = false;
@@ -305,14 +314,15 @@ impl<'a> Relaxation<'a> {
     }
 
     /// Puts every Stage that ends at `end` behind the Stages before it.
-    fn put_behind(&mut self, end: usize, better: &[Vec<Vec<usize>>], best_us: f64) {
+    fn put_behind(&mut self, end: usize, better: &[Vec<Vec<(usize, f64)>>], best_us: f64) {
         let Self {
-            step, feeds, states, equal, table, fewest: [_, fewest_behind], later, least_ahead, before_us, ..
+            step, feeds, states, table, units, fewest: [_, fewest_behind], later, least_ahead, before_us, ..
         } = self;
         let savers = table.savers.clone();
         let most = (states.ranks + 1).saturating_sub(fewest_behind[end]);
+        let rounds = step.rounds(states.most());
         table.retain(end, |stage, entry| {
-            let (replicas, busy_us) = (states.ranks_at(equal, stage.place), step.busy_us(&entry.cost));
+            let (replicas, busy_us) = (units[stage.place], step.busy_us(&entry.cost));
             let mut useful = false;
             let fits = |&behind: &usize| {
                 let ahead = least_ahead[states.row_index(behind, end)];
@@ -321,14 +331,15 @@ impl<'a> Relaxation<'a> {
             };
             for behind in states.behind().filter(fits) {
                 let next = states.next(behind);
-                for &ranks in better[stage.first][next].iter().take_while(|&ranks| ranks + replicas < most) {
-                    let earlier_us = entry.cost.behind_us(before_us[states.index(next, stage.first, ranks)]);
+                let enough = |(ranks, _): &&(usize, f64)| ranks + replicas < most;
+                for &(ranks, earlier_us) in better[stage.first][next].iter().take_while(enough) {
+                    let earlier_us = entry.cost.behind_us(earlier_us);
                     let behind_it = later[states.index(behind, end, states.ranks - ranks - replicas)];
                     if earlier_us + busy_us >= best_us || behind_it == StepTime::NEVER {
                         continue;
                     }
                     let time = step.prepend(behind_it, &entry.cost, states.most_deep(behind));
-                    if step.bound_us(time, earlier_us, states.most()) < best_us {
+                    if step.bound_us(time, earlier_us, rounds) < best_us {
                         useful = true;
                         let own_us = &mut before_us[states.index(behind, end, ranks + replicas)];
                         *own_us = own_us.min(earlier_us + entry.cost.pass_us());
@@ -356,14 +367,15 @@ fn longest_block_us(pricing: &Pricing<'_>, places: &[Place]) -> f64 {
     (0..pricing.chain.len()).map(least_us).filter(|us| us.is_finite()).fold(0.0, f64::max)
 }
 
-/// Makes a state with more ranks as good as those with fewer; the numbers of ranks from which on it is better.
-fn better_with_more<T: Copy + PartialEq>(row: &mut [T], never: T, least: impl Fn(T, T) -> T) -> Vec<usize> {
+/// Makes a state with more ranks as good as those with fewer; the numbers of ranks from which on it is better, and how
+/// good it is there.
+fn better_with_more<T: Copy + PartialEq>(row: &mut [T], never: T, least: impl Fn(T, T) -> T) -> Vec<(usize, T)> {
     let (mut better, mut best) = (Vec::new(), never);
     for (ranks, own) in row.iter_mut().enumerate() {
         *own = least(*own, best);
         if *own != best {
-            better.push(ranks);
             best = *own;
+            better.push((ranks, best));
         }
     }
     better

@@ -198,6 +198,7 @@ impl SearchRun<'_, '_> {
         let taken = order.units() - step.unit;
         let target = self.state(first, taken, step.next);
         let most = self.count.exactly.unwrap_or(step.next + first.min(step.unit as usize));
+        let rounds = pricing.step.rounds(most);
         for (place, label) in labels.iter().enumerate() {
             let time = pricing.step.prepend(label.time, &entry.cost, depth);
             let (later, saver) = ((index(step.state), index(step.number + place)), index(step.saver));
@@ -206,7 +207,7 @@ impl SearchRun<'_, '_> {
                 self.complete(label, taken, step.next);
                 continue;
             }
-            let bound_us = pricing.step.bound_us(time, before_us, most);
+            let bound_us = pricing.step.bound_us(time, before_us, rounds);
             if bound_us < self.best_us {
                 insert(&pricing.step, &mut self.states[target], Label { time, bound_us, ahead, later, saver });
             }

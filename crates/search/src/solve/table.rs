@@ -25,8 +25,8 @@ impl Entry {
         saver: Saver,
         workspace_bytes: f64,
     ) -> Self {
-        let priced = pricing.stage(run, at, saver, workspace_bytes);
-        Self::of(&priced, saver, at.usable_bytes)
+        let plain = pricing.plain(&run, at, saver, workspace_bytes);
+        Self::of(pricing, &run, at, saver, &plain, at.usable_bytes)
     }
 
     /// Prices a Stage beside the plain one. Nothing is computed again to hold what the plain one holds: that does
@@ -45,7 +45,7 @@ impl Entry {
             Again::ToHold(_) if beside_bytes.is_some() => Self::default(),
             _ => {
                 let usable_bytes = at.usable_bytes - beside_bytes.unwrap_or(0.0);
-                Self::of(&pricing.with_saver(run, at, saver, plain), saver, usable_bytes)
+                Self::of(pricing, run, at, saver, plain, usable_bytes)
             }
         }
     }
@@ -55,15 +55,26 @@ impl Entry {
         self.max_in_flight > 0
     }
 
-    fn of(priced: &Priced, saver: Saver, usable_bytes: f64) -> Self {
-        let memory = &priced.memory;
+    fn of(
+        pricing: &Pricing<'_>,
+        run: &Range<usize>,
+        at: &At<'_>,
+        saver: Saver,
+        &PlainStage { cost, mut memory }: &PlainStage,
+        usable_bytes: f64,
+    ) -> Self {
+        let again = pricing.compute_again(run, at, saver.again, &mut memory);
         let max_in_flight = match saver.again {
-            _ if !priced.cost.is_finite() => 0,
+            _ if !cost.is_finite() => 0,
             Again::ToHold(in_flight) if memory.microbatch_bytes.is_finite() => in_flight,
             Again::ToHold(_) => 0,
             Again::Nothing | Again::Everything => memory.room(usable_bytes),
         };
-        Self { cost: priced.cost, max_in_flight, beaten_by: None }
+        if max_in_flight == 0 {
+            return Self::default();
+        }
+        let Priced { cost, .. } = pricing.with_repeated(run, at, saver, &PlainStage { cost, memory }, again);
+        Self { cost, max_in_flight, beaten_by: None }
     }
 
     /// True when no Plan of so many microbatches is better with `other` in its place.
@@ -318,7 +329,8 @@ impl StageTable {
 
     fn layers(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
         let savers = self.savers.len();
-        (0..self.ends.len() / self.blocks).map(move |layer| (layer / savers, layer % savers))
+        let places = self.ends.len() / (savers * self.blocks);
+        (0..places).flat_map(move |place| (0..savers).map(move |saver| (place, saver)))
     }
 
     /// Drops those of the Stages with this last Block that are not useful, and those for which they stand. These are there
@@ -366,22 +378,32 @@ impl StageTable {
 
 /// Marks those of the entries that were priced last that are not better than another one with as much computed again.
 fn note_beaten(open: &[Range<usize>], runs: &mut [Vec<Entry>], microbatches: u64) {
-    let last = |runs: &[Vec<Entry>], saver: usize| *runs[saver].last().expect("it was priced");
+    if open.len() < 2 {
+        return;
+    }
     for (place, alike) in open.iter().enumerate() {
         for (again, saver) in alike.clone().enumerate() {
-            let own = last(runs, saver);
-            if !own.fits() {
-                continue;
-            }
-            let others = open.iter().enumerate().filter(|&(other, _)| other != place);
-            let beats = |&(other, other_alike): &(usize, &Range<usize>)| {
-                let entry = last(runs, other_alike.start + again);
-                let as_good = entry.fits() && entry.beaten_by.is_none() && entry.is_as_good_as(&own, microbatches);
-                as_good && (other < place || !own.is_as_good_as(&entry, microbatches))
-            };
-            let by = others.clone().find(beats).map(|(_, alike)| alike.start + again);
+            let by = beaten_by(open, runs, (place, again), microbatches);
             let own = runs[saver].last_mut().expect("it was priced");
             own.beaten_by = by.map(|saver| u16::try_from(saver).expect("few savers"));
         }
     }
+}
+
+/// The saver with which an entry is as good.
+fn beaten_by(
+    open: &[Range<usize>],
+    runs: &[Vec<Entry>],
+    (place, again): (usize, usize),
+    microbatches: u64,
+) -> Option<usize> {
+    let last = |place: usize| runs[open[place].start + again].last().expect("it was priced");
+    let own = last(place);
+    let beats = |&other: &usize| {
+        let entry = last(other);
+        let as_good = entry.fits() && entry.beaten_by.is_none() && entry.is_as_good_as(own, microbatches);
+        as_good && (other < place || !own.is_as_good_as(entry, microbatches))
+    };
+    let mut others = (0..open.len()).filter(|&other| other != place && own.fits());
+    others.find(beats).map(|other| open[other].start + again)
 }

@@ -225,7 +225,7 @@ proptest! {
             let (time, _) = put_before(&model, after, Last::default());
             let pass = |earlier_us, stage: &StageCost| stage.behind_us(earlier_us) + stage.pass_us();
             let pass_us = before.iter().fold(0.0, pass);
-            prop_assert!(model.bound_us(time, pass_us, stages.len()) <= step_us(&model, &stages) * (1.0 + 1e-12));
+            prop_assert!(model.bound_us(time, pass_us, model.rounds(stages.len())) <= step_us(&model, &stages) * (1.0 + 1e-12));
         }
     }
 }
