@@ -19,7 +19,7 @@ import pyrannc
 from pyrannc._native import Plan
 from pyrannc.job import process
 from pyrannc.store.gradient_set import GradientSet
-from tests.runtime.plans import scheduled
+from tests.runtime.plans import divided, scheduled
 
 ROWS, TOKENS, WIDTH, WORDS = 8, 16, 64, 100
 
@@ -91,6 +91,7 @@ class Loop:
         env: settings of RaNNC.
         autocast: the model is called under it.
         schedule: the order of each Stage's computations, instead of the Plan's own.
+        sharding: what Replicas divide, instead of what the Plan says.
         more: rows that the second rank has more than the first.
     """
 
@@ -100,6 +101,7 @@ class Loop:
     env: dict[str, str] = field(default_factory=lambda: _REPLICAS)
     autocast: bool = False
     schedule: tuple[str, ...] = ()
+    sharding: str = ""
     more: int = 0
 
 
@@ -198,15 +200,18 @@ LOOPS = {
             zeroed_between,
             env,
             autocast,
+            sharding=sharding,
         )
-        for name, env, autocast in (
-            ("autocast", _REPLICAS, True),
-            ("Stages", _PIPELINE, False),
-            ("Stages and autocast", _PIPELINE, True),
-            ("ZeRO 1", {**_REPLICAS, "RANNC_ENABLE_ZERO": "1"}, False),
-            ("ZeRO 2", {**_REPLICAS, "RANNC_ENABLE_ZERO": "2"}, False),
-            ("ZeRO 3", {**_REPLICAS, "RANNC_ENABLE_ZERO": "3"}, False),
-            ("ZeRO 3 and autocast", {**_REPLICAS, "RANNC_ENABLE_ZERO": "3"}, True),
+        for name, env, autocast, sharding in (
+            ("autocast", _REPLICAS, True, ""),
+            ("Stages", _PIPELINE, False, ""),
+            ("Stages and autocast", _PIPELINE, True, ""),
+            ("ZeRO 1", _REPLICAS, False, "optimizer"),
+            ("ZeRO 2", _REPLICAS, False, "gradients"),
+            ("ZeRO 3", _REPLICAS, False, "params"),
+            ("ZeRO 3 and autocast", _REPLICAS, True, "params"),
+            ("ZeRO 3 kept", _REPLICAS, False, "kept_params"),
+            ("ZeRO 3 kept and autocast", _REPLICAS, True, "kept_params"),
         )
         for inside in (True, False)
     },
@@ -264,12 +269,13 @@ def train(loop: Loop, steps: int, graphs: str) -> Trained:
         with torch.autocast("cuda", torch.bfloat16, enabled=loop.autocast):
             return model(ids, labels) if loop.inside else _loss(model(ids), labels)
 
-    if loop.schedule:
+    if loop.schedule or loop.sharding:
         loss_of(0)
-        plan = json.dumps(model.plan)
+        plan = Plan.from_json(json.dumps(model.plan))
+        changed = scheduled(plan, list(loop.schedule)) if loop.schedule else divided(plan, loop.sharding)
         model.undeploy()
         with NamedTemporaryFile(suffix=".json") as file:
-            scheduled(Plan.from_json(plan), list(loop.schedule)).write(Path(file.name))
+            changed.write(Path(file.name))
             model = pyrannc.RaNNCModule(module, optimizer, load_deployment=file.name)
             loss_of(0)
     torch.manual_seed(5)

@@ -49,7 +49,9 @@ def test_gradients_have_memory_once(name: str, ranks: Ranks) -> None:
     assert [trained.gradient_sets for trained in replayed] == [1, 1]
 
 
-@pytest.mark.parametrize("name", ["Stages, loss inside", "Stages, loss outside", "ZeRO 3, loss outside"])
+@pytest.mark.parametrize(
+    "name", ["Stages, loss inside", "Stages, loss outside", "ZeRO 3, loss outside", "ZeRO 3 kept, loss inside"]
+)
 def test_a_thousand_replays(name: str, ranks: Ranks) -> None:
     off, replayed = _both(ranks, LOOPS, name, 1000)
     assert _differences(off, replayed) == []

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::Report;
 use crate::figures::Workload;
-use crate::format::{counted, paragraph, percent, runs, savers, signed_percent};
+use crate::format::{counted, paragraph, percent, runs, savers, sharding, signed_percent};
 use crate::plan::{microbatch_rows, summary};
 use crate::table::{amount, table, text};
 use crate::whatif::PlanShape;
@@ -402,7 +402,7 @@ impl Explanation {
             let fits = if memory_bytes > shares.usable_bytes { "does not fit" } else { "" };
             vec![
                 stage.to_string(),
-                format!("ZeRO {}", planned.sharding.zero_level()),
+                sharding(planned.sharding).unwrap_or_default(),
                 format_bytes(shares.memory_bytes),
                 format_bytes(memory_bytes),
                 format_us(without_us),

@@ -46,8 +46,8 @@ pub(crate) fn savers(stage: &StagePlan) -> String {
     all.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
-/// `ZeRO 1`; nothing where Replicas divide nothing.
-fn sharding(sharding: Sharding) -> Option<String> {
+/// `ZeRO 1`, or `ZeRO 3 kept`; nothing where Replicas divide nothing.
+pub(crate) fn sharding(sharding: Sharding) -> Option<String> {
     let level = sharding.zero_level();
     let kept = if sharding == Sharding::KeptParams { " kept" } else { "" };
     (level > 0).then(|| format!("ZeRO {level}{kept}"))

@@ -298,4 +298,4 @@ def compiled_for(task: Task) -> list[object]:
 def versions(context: StageContext) -> list[object]:
     """Of the parameters that a backward may find changed: what changes one in place changes its version."""
     used = [leaf for value, leaf in context.params.items() if value not in context.copied]
-    return [*map(version, used), *(bucket.versions for bucket in context.gradients.gathered.values())]
+    return [*map(version, used), *(bucket.version for bucket in context.gradients.gathered.values())]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyrannc.store.gathered import GatheredBucket
 
-Versions = tuple[tuple[int, ...], ...]
+Versions = tuple[int, ...]
 
 
 class SpanGathers:
@@ -54,7 +54,7 @@ class SpanGathers:
             self._end()
 
     def _versions(self, span: int) -> Versions:
-        return tuple(bucket.versions for bucket in self._needs[span])
+        return tuple(bucket.version for bucket in self._needs[span])
 
     # In a backward
 

@@ -35,8 +35,6 @@ class GatheredBucket:
         self._group = group
         self._dtype = bucket.types[1]
         self._wholes: dict[torch.dtype, Tensor] = {}
-        self._parts: dict[torch.dtype, Tensor] = {}
-        self._versions: dict[torch.dtype, int] = {}
         self._works: list[Work] = []
         self._is_started = False
         self.leaves = self._leaves(self._dtype)
@@ -81,25 +79,17 @@ class GatheredBucket:
             return self.leaves[name]
         if kind not in self._copies:
             self._copies[kind] = self._leaves(kind)
-            self._parts[kind] = torch.empty_like(self.own, dtype=kind)
             self._empty()
         return self._copies[kind][name]
 
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Before a call: working copies are made of the parameters as they are."""
-        for kind, part in self._parts.items():
-            part.copy_(self.own)
-            self._versions[kind] = version(self.own)
-
     @property
-    def versions(self) -> tuple[int, ...]:
-        """What was gathered last, if this is gathered now; contents of equal versions are equal."""
-        return tuple(self._versions.get(kind, version(self.own)) for kind in sorted(self._needed, key=str))
+    def version(self) -> int:
+        """Of what would be gathered now; contents of equal versions are equal."""
+        return version(self.own)
 
-    def refuse_changed(self, before: tuple[int, ...]) -> None:
+    def refuse_changed(self, before: int) -> None:
         """Raises RaNNCError if a backward would compute with other parameters than its forward."""
-        if self.versions != before:
+        if self.version != before:
             name = self._bucket.params[0].name
             raise RaNNCError(
                 f'parameter "{name}" has changed between a call of the model and its backward, and is not kept whole: '
@@ -117,10 +107,11 @@ class GatheredBucket:
         for kind in sorted(self._needed, key=str):
             whole = self._wholes[kind]
             whole.untyped_storage().resize_(whole.nbytes)
-            own = self._parts.get(kind, self.own)
-            if self.is_alone:
-                whole[slice(*bucket.kept)].copy_(own)
-            else:
+            is_copy = kind != self._dtype
+            if self.is_alone or is_copy:
+                whole[slice(*bucket.kept)].copy_(self.own)
+            if not self.is_alone:
+                own = None if is_copy else self.own
                 self._works += gather_parts(whole, bucket.parts, bucket.ranks, self._group, own)
 
     def wait(self) -> None:

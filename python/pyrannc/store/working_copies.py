@@ -52,10 +52,7 @@ class WorkingCopies:
 
     @torch.no_grad()
     def refresh(self, keys: Collection[Key]) -> None:
-        """Makes copies anew, which are there."""
-        gathered = [self._gathered[name] for name, _ in keys if name in self._gathered]
-        for bucket in dict.fromkeys(gathered):
-            bucket.refresh()
+        """Makes copies anew, which are there; those that are gathered are made by that."""
         keys = [key for key in keys if key[0] not in self._gathered]
         if not keys:
             return

@@ -74,12 +74,12 @@ impl Pricing<'_> {
         }
     }
 
-    /// The optimizer and the working copies, each of a Replica's part.
+    /// The optimizer of a Replica's part, and the working copies of what is not gathered.
     fn update_us(&self, run: &Range<usize>, at: &At<'_>, saver: Saver) -> f64 {
-        let part = |level: Sharding| if saver.sharding >= level { 1.0 / f64::from(at.place.replicas) } else { 1.0 };
+        let part = if saver.sharding == Sharding::None { 1.0 } else { 1.0 / f64::from(at.place.replicas) };
         let own_bytes = self.chain.own.bytes.at(run.start, run.end);
         let tied_bytes = (self.chain.trainable_bytes.at(run.start, run.end) - own_bytes).max(0.0);
-        let bytes = tied_bytes + own_bytes * part(Sharding::Optimizer);
+        let bytes = tied_bytes + own_bytes * part;
         let state_bytes = bytes * self.problem.settings.optimizer_bytes_per_param_byte;
         let Problem { cluster, measured, .. } = self.problem;
         let on = |kind: usize| {
@@ -89,7 +89,9 @@ impl Pricing<'_> {
             // The state comes from the host and goes back.
             let travel_us = 2.0 * state_bytes / device.host_bytes_per_s * 1e6;
             let update_us = if saver.offload { update_us.max(travel_us) } else { update_us };
-            update_us + self.chain.conversion_us(kind, run) * part(Sharding::KeptParams)
+            let gathered_us =
+                if saver.sharding.divides_params() { self.gathered_conversion_us(kind, run) } else { 0.0 };
+            update_us + self.chain.conversion_us(kind, run) - gathered_us
         };
         at.place.kinds().map(on).fold(0.0, f64::max)
     }

@@ -101,9 +101,11 @@ impl Pricing<'_> {
         let held = |level: Sharding| Held { replicas: if sharding >= level { at.place.replicas } else { 1 } };
         let bytes = |sums: &IntervalSums| sums.at(first, end);
         let (chain, own) = (self.chain, &self.chain.own);
-        let states = bytes(&chain.state_bytes) + bytes(&chain.copy_bytes);
-        let spanned_bytes = bytes(&own.spanned_bytes) + bytes(&own.spanned_copy_bytes);
-        let params_bytes = held(Sharding::KeptParams).bytes(states, spanned_bytes);
+        // What is gathered is converted on its way.
+        let gathered_copy_bytes = if sharding.divides_params() { bytes(&own.spanned_copy_bytes) } else { 0.0 };
+        let copy_bytes = (bytes(&chain.copy_bytes) - gathered_copy_bytes).max(0.0);
+        let params_bytes =
+            held(Sharding::KeptParams).bytes(bytes(&chain.state_bytes), bytes(&own.spanned_bytes)) + copy_bytes;
         let grads_bytes = held(Sharding::Gradients).bytes(bytes(&chain.grad_bytes), bytes(&own.grad_bytes));
         let updated_bytes = held(Sharding::Optimizer).bytes(bytes(&chain.trainable_bytes), bytes(&own.bytes));
         let (whole_params_bytes, whole_grads_bytes) = self.whole_bytes(run, sharding);

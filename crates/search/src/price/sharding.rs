@@ -90,14 +90,24 @@ impl Pricing<'_> {
         more_us(first.forward_us) + again_us
     }
 
-    /// Time to make the parameters of all Spans whole: of the first one, which nothing hides, and of the others. Where
-    /// Spans are of different sizes, the first one is taken to be the largest.
+    /// Time to make the parameters of all Spans whole: of the first one, which nothing hides, with what it takes to convert
+    /// the Replicas' parts, and of the others. Where Spans are of different sizes, the first one is taken to be the largest.
     fn gathers_us(&self, run: &Range<usize>, at: &At<'_>) -> (f64, f64) {
         let (collective, own) = (&at.collective, &self.chain.own);
         let bytes = own.gathered_bytes.at(run.start, run.end);
         let spans = own.spans(run) as f64;
         let all_us = spans * collective.all_gather_us(bytes / spans);
         let first_us = collective.all_gather_us(own.largest_gathered.at(run.start, run.end).min(bytes));
-        (first_us, (all_us - first_us).max(0.0))
+        let conversions_us = at.place.kinds().map(|kind| self.gathered_conversion_us(kind, run)).fold(0.0, f64::max);
+        let part_us = conversions_us / f64::from(at.place.replicas);
+        (first_us + part_us, (all_us - first_us).max(0.0))
+    }
+
+    /// Time to make working copies of all that may be gathered.
+    pub(super) fn gathered_conversion_us(&self, kind: usize, run: &Range<usize>) -> f64 {
+        let all_bytes = self.chain.copy_bytes.at(run.start, run.end);
+        let gathered_bytes = self.chain.own.spanned_copy_bytes.at(run.start, run.end);
+        let share = if all_bytes > 0.0 { (gathered_bytes / all_bytes).min(1.0) } else { 0.0 };
+        self.chain.conversion_us(kind, run) * share
     }
 }

@@ -63,16 +63,16 @@ fn each_level_divides_what_it_says() {
     assert_eq!(mib(Sharding::Gradients), [1960.0, 340.0 + (2.0 * bucket_mib).min(1360.0), 680.0]);
     // What both Spans use is whole, of the others the copies are gathered.
     let gathered = (2.0 * 400.0_f64).min(200.0 + 400.0);
-    assert_eq!(mib(Sharding::Params), [160.0 + 1800.0 / 4.0 + gathered, 340.0 + 1360.0, 680.0]);
+    assert_eq!(mib(Sharding::Params), [160.0 + 1200.0 / 4.0 + gathered, 340.0 + 1360.0, 680.0]);
     let kept = 200.0 + 400.0;
-    assert_eq!(mib(Sharding::KeptParams), [160.0 + 1800.0 / 4.0 + kept, 340.0 + 1360.0, 680.0]);
+    assert_eq!(mib(Sharding::KeptParams), [160.0 + 1200.0 / 4.0 + kept, 340.0 + 1360.0, 680.0]);
 }
 
 #[test]
 fn what_other_stages_use_too_stays_whole() {
     let memory = priced(0..2, 4, 2, Sharding::Params).memory;
     let mib = [memory.params_bytes, memory.optimizer_bytes].map(|bytes| bytes / MIB);
-    assert_eq!(mib, [160.0 + 600.0 / 4.0 + 200.0, 2.0 * (160.0 + 400.0 / 4.0)]);
+    assert_eq!(mib, [160.0 + 400.0 / 4.0 + 200.0, 2.0 * (160.0 + 400.0 / 4.0)]);
 }
 
 #[test]
