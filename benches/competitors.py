@@ -176,7 +176,7 @@ class WithRaNNC(Plain):
         return "; ".join(text for text in (short, report.compiled, report.recorded) if text)
 
 
-_LEVELS = {"none": "", "optimizer": "z1", "gradients": "z2", "params": "z3"}
+_LEVELS = {"none": "", "optimizer": "z1", "gradients": "z2", "kept_params": "z3k", "params": "z3"}
 
 
 class Part(nn.Module):

@@ -17,7 +17,12 @@ from .habits import HABITS
 from .loop import Loop
 from .precision import Precision
 
-SHARDING = {"off": "none", "1": "optimizer", "2": "gradients", "3": "params"}
+SHARDING = {
+    "off": {"none"},
+    "1": {"optimizer"},
+    "2": {"gradients"},
+    "3": {"kept_params", "params"},
+}
 """What Plans call the levels of ZeRO."""
 
 
@@ -65,6 +70,6 @@ def _wrong_plan(module: pyrannc.RaNNCModule, row: Row) -> list[str]:
     expected = (layout.stages, layout.microbatches, len(layout.rows))
     wrong = [] if got == expected else [f"Stages, microbatches and ranks are {got} instead of {expected}"]
     divided = {stage["sharding"] for stage in plan["stages"] if len(stage["ranks"]) > 1}
-    if divided - {SHARDING[row.zero]}:
+    if divided - SHARDING[row.zero]:
         wrong.append(f"Replicas divide {divided} instead of {SHARDING[row.zero]}")
     return wrong

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +22,7 @@ from pyrannc.store.gathered import GatheredBucket
 from tests.ranks import RankPool
 
 from .equivalence import Case, Twins, check, double_precision
+from .plans import divided, graph_of, searched_plan
 from .reference import OPTIMIZERS
 from .test_training import accumulate, backward_twice, clip, delay, losses_in_other_orders
 
@@ -270,8 +271,8 @@ def held_bytes(case: Case, folder: str) -> tuple[list[str], int, int]:
         most = [0]
         start = GatheredBucket.start
 
-        def watched(bucket: GatheredBucket) -> None:
-            start(bucket)
+        def watched(bucket: GatheredBucket, types: Iterable[torch.dtype]) -> None:
+            start(bucket, types)
             most[0] = max(most[0], sum(found.nbytes for found in buckets))
 
         twins.step(0)
@@ -308,6 +309,86 @@ def test_parameters_are_whole_two_spans_at_a_time(ranks: Ranks, tmp_path: Path) 
         assert found == []
         assert sum(sizes) / 3 <= own <= sum(sizes) / 3 + len(sizes) * padding
         assert layer <= most <= layer + 2 * padding
+
+
+def gathered_under_autocast(sharding: str, folder: str) -> tuple[int, int]:
+    """Bytes that are gathered at most in a step, and elements of what is only converted."""
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(16, 16), nn.LayerNorm(16))))
+    module = _deployed(model, torch.randn(2, 16), sharding, folder)
+    most, start = [0], GatheredBucket.start
+
+    def watched(bucket: GatheredBucket, types: Iterable[torch.dtype]) -> None:
+        start(bucket, types)
+        deployed = module._deployment
+        assert deployed is not None
+        most[0] = max(most[0], sum(found.nbytes for found in set(deployed.gradients.gathered.values())))
+
+    GatheredBucket.start = watched  # type: ignore[method-assign]  # to look on
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            module(torch.randn(2, 16)).sum().backward()
+    finally:
+        GatheredBucket.start = start  # type: ignore[method-assign]  # likewise
+    module.undeploy()
+    return most[0], sum(p.numel() for layer in model[::2] for p in layer.parameters())
+
+
+def _deployed(model: nn.Module, rows: Tensor, sharding: str, folder: str) -> pyrannc.RaNNCModule:
+    """With one Stage on two ranks, which divide as much."""
+    file = Path(folder) / f"{sharding}{process.get_rank()}.json"
+    with torch.autocast("cpu", torch.bfloat16, enabled=rows.is_floating_point()):
+        graph = graph_of(model, (rows,), {}, len(rows))
+    divided(searched_plan(graph, [2], 1, 2 * len(rows)), sharding).write(file)
+    return pyrannc.RaNNCModule(model, SGD(model.parameters(), lr=0.1), load_deployment=file)
+
+
+def test_each_parameter_is_gathered_in_the_type_that_spans_compute_in(ranks: Ranks, tmp_path: Path) -> None:
+    for most, converted in ranks(2).run(gathered_under_autocast, "kept_params", str(tmp_path)):
+        norms = 3 * 2 * 16
+        padding = 6 * 2 * 16 * 4
+        assert 2 * converted + 4 * norms <= most <= 2 * converted + 4 * norms + padding
+
+
+def broken_off(sharding: str, folder: str) -> list[float]:
+    """Losses of steps after an evaluation that has failed on all ranks."""
+    torch.manual_seed(0)
+    with double_precision():
+        model = nn.Sequential(nn.Embedding(9, 4), nn.Flatten(), nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 1))
+        reference = copy.deepcopy(model)
+        ids = torch.arange(12).view(4, 3) % 9
+        own = ids[2 * process.get_rank() :][:2]
+        module = _deployed(model, own, sharding, folder)
+        optimizer, plain = module.optimizer, SGD(reference.parameters(), lr=0.1)
+        apart = []
+        for step in range(3):
+            loss, right = module(own).square().mean(), reference(ids).square().mean()
+            loss.backward()
+            right.backward()
+            if step == 0:
+                module.eval()
+                with torch.no_grad(), pytest.raises(IndexError):
+                    module(own + 100)
+                module.train()
+            optimizer.step()
+            plain.step()
+            optimizer.zero_grad()
+            plain.zero_grad()
+            parts = module.state_dict(rank0_only=False)
+            apart += [(parts[name] - tensor).abs().max().item() for name, tensor in reference.state_dict().items()]
+        module.undeploy()
+        return apart
+
+
+@pytest.mark.parametrize("sharding", ["kept_params", "params"])
+def test_nothing_stays_of_a_call_that_breaks_off(sharding: str, ranks: Ranks, tmp_path: Path) -> None:
+    for apart in ranks(2).run(broken_off, sharding, str(tmp_path)):
+        assert max(apart) < 1e-12
+
+
+@pytest.mark.parametrize("sharding", ["kept_params", "params"])
+def test_a_backward_again_beside_replicas_without_rows(sharding: str, ranks: Ranks, tmp_path: Path) -> None:
+    case = Case("tied", (2, 1, 0), replicas=(3,), microbatches=2, sharding=sharding)
+    assert ranks(3).run(backward_twice, case, str(tmp_path)) == [[], [], []]
 
 
 def hooked(case: Case, folder: str) -> tuple[list[str], list[int]]:

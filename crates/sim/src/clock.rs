@@ -113,7 +113,7 @@ fn bucket_us(
         CollectiveKind::AllReduce => costs.reduce_us(stage, bucket.bytes),
         CollectiveKind::ReduceScatter(_) => costs.reduce_scatter_us(stage, bucket.bytes),
         CollectiveKind::AllGather(..) => {
-            let us = costs.gather_us(stage, bucket.parts.iter().sum::<u64>().saturating_mul(bucket.dtype.bytes()));
+            let us = costs.gather_us(stage, bucket.parts.iter().sum::<u64>().saturating_mul(bucket.gathered.bytes()));
             return time(us, || format!("the gathering of parameters of stage {stage}"));
         }
     };

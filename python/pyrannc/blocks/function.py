@@ -35,6 +35,9 @@ class Watch(Protocol):
     def pass_by(self, *, backward: bool) -> None:
         """Others compute a forward or backward."""
 
+    def begin_run(self) -> None:
+        """Computations of a run follow."""
+
     def end_run(self) -> None:
         """No computation follows in this run."""
 

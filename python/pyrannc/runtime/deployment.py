@@ -37,6 +37,7 @@ from pyrannc.runtime.timing import Timing
 from pyrannc.runtime.working_part import working_part
 from pyrannc.store.buckets import Bucket, SumTypes, own_buckets
 from pyrannc.store.divided import DividedParams
+from pyrannc.store.gathered import GatheredBucket
 from pyrannc.store.gradients import Gradients
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.store import ParamStore
@@ -242,13 +243,17 @@ class Deployment:
                 f'this call computes with parameter "{refused[0]}" once a step, which the call that the plan was made '
                 "for did not, so it cannot be kept in parts; keep parameters whole with RANNC_ENABLE_ZERO=2"
             )
-        needs = []
+        needs: list[list[GatheredBucket]] = []
+        types: dict[GatheredBucket, list[torch.dtype]] = {}
         for span in each.spans:
             used = [keys[value] for value in span.takes if value in keys and keys[value][0] in gathered]
-            for name, dtype in used:
-                gathered[name].use(name, dtype)
             needs.append(list(dict.fromkeys(gathered[name] for name, _ in used)))
-        return SpanGathers(needs)
+            for name, dtype in used:
+                bucket = gathered[name]
+                known, found = types.setdefault(bucket, []), bucket.dtype if dtype is None else dtype
+                if found not in known:
+                    known.append(found)
+        return SpanGathers(needs, types)
 
     def _make_context(
         self,

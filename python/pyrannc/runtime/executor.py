@@ -66,6 +66,9 @@ class Executor:
                 ranks wait for messages of this kind, at the end.
         """
         gradients = self._context.gradients
+        self._passed.clear()
+        if self._context.code.watch is not None:
+            self._context.code.watch.begin_run()
         ends = (i for i, action in enumerate(actions) if isinstance(action, Backward | BackwardWeight))
         last_backward = max(ends, default=-1)
         forwards_end = self._forwards_end(actions)

@@ -7,7 +7,7 @@ gather in the same order, whatever they compute: what a backward does not come t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,11 +24,14 @@ class SpanGathers:
 
     Args:
         needs: by Span, the buckets that it computes with.
+        types: in which Spans compute with each bucket.
     """
 
-    def __init__(self, needs: Sequence[Sequence[GatheredBucket]]) -> None:
+    def __init__(
+        self, needs: Sequence[Sequence[GatheredBucket]], types: Mapping[GatheredBucket, Sequence[torch.dtype]]
+    ) -> None:
         self._needs = needs
-        self._buckets = {bucket for found in needs for bucket in found}
+        self._types = types
         self._spans = [place for place, buckets in enumerate(needs) if buckets]
         self._order: list[int] = []
         self._issued = 0
@@ -86,9 +89,14 @@ class SpanGathers:
         self._begin(self._spans[::-1] if backward else self._spans)
         self._reach_all()
 
+    def begin_run(self) -> None:
+        """Drops what a run that broke off has left."""
+        for bucket in self._types:
+            bucket.forget_gathers()
+
     def end_run(self) -> None:
         """No computation follows: frees what has stayed whole."""
-        for bucket in self._buckets:
+        for bucket in self._types:
             bucket.release()
 
     # The gathering
@@ -103,7 +111,7 @@ class SpanGathers:
             if self._issued > 1:
                 self._free(self._issued - 2)
             for bucket in self._needs[self._order[self._issued]]:
-                bucket.start()
+                bucket.start(self._types[bucket])
             self._issued += 1
         for bucket in self._needs[self._order[place]]:
             bucket.wait()
@@ -129,10 +137,10 @@ class SpanGathers:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Nothing is gathered inside: what is computed is not of use."""
-        for bucket in self._buckets:
+        for bucket in self._types:
             bucket.is_alone = True
         try:
             yield
         finally:
-            for bucket in self._buckets:
+            for bucket in self._types:
                 bucket.is_alone = False

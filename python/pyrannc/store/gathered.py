@@ -44,7 +44,6 @@ class GatheredBucket:
         whole[bucket.numel :].zero_()
         self.own = whole[slice(*bucket.kept)].clone()
         self._copies: dict[torch.dtype, dict[str, Tensor]] = {}
-        self._needed: set[torch.dtype] = set()
         self._empty()
 
     def _leaves(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -67,20 +66,19 @@ class GatheredBucket:
         """Bytes of what is gathered now."""
         return sum(whole.untyped_storage().nbytes() for whole in self._wholes.values())
 
-    def use(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """What a Stage computes with in the place of a parameter.
+    @property
+    def dtype(self) -> torch.dtype:
+        """The parameters' own type."""
+        return self._dtype
 
-        Args:
-            dtype: of a working copy.
-        """
-        kind = self._dtype if dtype is None else dtype
-        self._needed.add(kind)
-        if kind == self._dtype:
+    def copy(self, name: str, dtype: torch.dtype) -> Tensor:
+        """What a Stage computes with in the place of a parameter that it only converts."""
+        if dtype == self._dtype:
             return self.leaves[name]
-        if kind not in self._copies:
-            self._copies[kind] = self._leaves(kind)
-            self._empty()
-        return self._copies[kind][name]
+        if dtype not in self._copies:
+            self._copies[dtype] = self._leaves(dtype)
+            self._wholes[dtype].untyped_storage().resize_(0)
+        return self._copies[dtype][name]
 
     @property
     def version(self) -> int:
@@ -98,13 +96,17 @@ class GatheredBucket:
             )
 
     @torch.no_grad()
-    def start(self) -> None:
-        """Starts to gather what the other ranks have."""
+    def start(self, types: Iterable[torch.dtype]) -> None:
+        """Starts to gather what the other ranks have.
+
+        Args:
+            types: in which Spans compute with it, in an order that is the same on all ranks.
+        """
         if self._is_started:
             return
         self._is_started = True
         bucket = self._bucket
-        for kind in sorted(self._needed, key=str):
+        for kind in types:
             whole = self._wholes[kind]
             whole.untyped_storage().resize_(whole.nbytes)
             is_copy = kind != self._dtype

@@ -41,7 +41,7 @@ class WorkingCopies:
     def of(self, key: Key) -> Tensor:
         """The copy: a leaf, whose contents are anything until they are refreshed."""
         if key not in self._copies and key[0] in self._gathered:
-            self._copies[key] = self._gathered[key[0]].use(*key)
+            self._copies[key] = self._gathered[key[0]].copy(*key)
         elif key not in self._copies:
             name, dtype = key
             leaf = self._leaves[name]

@@ -23,7 +23,7 @@ pub(super) fn check_buckets(program: &Program, gradients: &[Gradient]) -> Result
     }
     let known: BTreeMap<ParamId, &Gradient> = gradients.iter().map(|gradient| (gradient.param, gradient)).collect();
     let mut summed: BTreeSet<ParamId> = BTreeSet::new();
-    for Bucket { group, params, dtype, bytes, sharding, parts, span } in &program.buckets {
+    for Bucket { group, params, dtype, bytes, sharding, parts, span, gathered } in &program.buckets {
         let ranks = program.groups.get(*group as usize).ok_or(CheckError::Shape("a bucket's group does not exist"))?;
         let (mut sum, mut elements): (u64, u64) = (0, 0);
         for &param in params {
@@ -42,6 +42,9 @@ pub(super) fn check_buckets(program: &Program, gradients: &[Gradient]) -> Result
             }
             if gradient.span != *span {
                 return fault(param, "is in a bucket of another span");
+            }
+            if gradient.gathered != *gathered {
+                return fault(param, "is in a bucket that is gathered in another type");
             }
             sum = sum.saturating_add(gradient.bytes);
             elements = elements.saturating_add(gradient.elements);
@@ -251,9 +254,9 @@ fn kept_passes(call: Call) -> &'static [Pass] {
     if call == Call::Halves { &[Pass::Forward, Pass::Backward] } else { &[Pass::Forward] }
 }
 
-/// The size of a bucket's parts, in the type of its Params.
+/// The size of a bucket's parts, in the type in which they are gathered.
 fn gathered_bytes(bucket: &Bucket) -> u64 {
-    bucket.parts.iter().fold(0, |sum: u64, &part| sum.saturating_add(part)).saturating_mul(bucket.dtype.bytes())
+    bucket.parts.iter().fold(0, |sum: u64, &part| sum.saturating_add(part)).saturating_mul(bucket.gathered.bytes())
 }
 
 fn actions(own: &RankProgram) -> impl Iterator<Item = &Action> {

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use rannc_ir::{Analysis, Graph, OpId, ParamId, ValueId};
+use rannc_ir::{Analysis, DType, Graph, OpId, ParamId, ValueId};
 
 use super::parts::StagePart;
 
@@ -60,8 +60,26 @@ impl Uses {
     }
 }
 
+/// The type in which a model computes with each Param: that to which it converts it, where it does nothing else with it and
+/// that takes less, otherwise its own.
+pub(crate) fn computed_types(graph: &Graph) -> BTreeMap<ParamId, DType> {
+    let mut readers: BTreeMap<ValueId, Vec<OpId>> = BTreeMap::new();
+    for (id, op) in graph.ops.iter() {
+        op.operands().into_iter().for_each(|value| readers.entry(value).or_default().push(id));
+    }
+    let of = |value: ValueId| {
+        let own = graph.values[value].dtype;
+        let converted = match readers.get(&value).map(Vec::as_slice) {
+            Some(&[op]) => conversion(graph, op).map(|result| graph.values[result].dtype),
+            _ => None,
+        };
+        converted.filter(|other| other.bytes() < own.bytes()).unwrap_or(own)
+    };
+    graph.params.iter().map(|(id, param)| (id, of(param.value))).collect()
+}
+
 /// The result of an Op that does nothing but convert to another type.
-pub(crate) fn conversion(graph: &Graph, op: OpId) -> Option<ValueId> {
+fn conversion(graph: &Graph, op: OpId) -> Option<ValueId> {
     let op = &graph.ops[op];
     let converts = op.target == "aten.to.dtype" && op.args.len() == 2 && op.kwargs.is_empty();
     match op.results[..] {

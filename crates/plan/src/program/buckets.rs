@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use rannc_ir::{DType, Graph, ParamId, ValueId};
 use serde::{Deserialize, Serialize};
 
-use crate::partition::{Partition, only_span};
+use crate::partition::{Partition, computed_types, only_span};
 use crate::plan::Placement;
 use crate::saver::Sharding;
 
@@ -72,6 +72,8 @@ pub struct Gradient {
     pub sharding: Sharding,
     /// Where they divide the Param, the place of the Span that alone uses it among its Stage's.
     pub span: Option<u32>,
+    /// The type in which they gather the Param, where they divide it; else its own.
+    pub gathered: DType,
 }
 
 /// Gradients of one type and of the same ranks, one behind the other.
@@ -92,13 +94,15 @@ pub struct Bucket {
     pub parts: Vec<u64>,
     /// Where the Params are divided, the place of the Span that alone uses them among its Stage's.
     pub span: Option<u32>,
+    /// The type in which the Params are gathered, where they are divided; else their own.
+    pub gathered: DType,
 }
 
 impl Bucket {
-    /// The size of all parts, in the type of the Params.
+    /// The size of all parts, as they are gathered.
     pub(super) fn gathered_bytes(&self) -> u64 {
         let elements = self.parts.iter().fold(0, |sum: u64, &part| sum.saturating_add(part));
-        elements.saturating_mul(self.dtype.bytes())
+        elements.saturating_mul(self.gathered.bytes())
     }
 }
 
@@ -204,8 +208,9 @@ impl Buckets {
                     () if is_first => FIRST_BUCKET_BYTES,
                     () => full_bytes(to_come[&key]),
                 };
-                let &Gradient { dtype, sharding, span, .. } = gradient;
-                buckets.push(Bucket { group, params: Vec::new(), dtype, bytes: 0, sharding, parts: Vec::new(), span });
+                let &Gradient { dtype, sharding, span, gathered, .. } = gradient;
+                let (params, parts) = (Vec::new(), Vec::new());
+                buckets.push(Bucket { group, params, dtype, bytes: 0, sharding, parts, span, gathered });
                 (buckets.len() - 1, full)
             });
             open.insert(key, (place, full));
@@ -224,11 +229,11 @@ impl Buckets {
     }
 }
 
-/// Gradients that may share a bucket: their group, type, what is divided, and by which Span it is gathered.
-type Alike = (u32, DType, Sharding, Option<u32>);
+/// Gradients that may share a bucket: their group, type, what is divided, by which Span it is gathered, and in which type.
+type Alike = (u32, DType, Sharding, Option<u32>, DType);
 
-fn alike(group: u32, &Gradient { dtype, sharding, span, .. }: &Gradient) -> Alike {
-    (group, dtype, sharding, span)
+fn alike(group: u32, &Gradient { dtype, sharding, span, gathered, .. }: &Gradient) -> Alike {
+    (group, dtype, sharding, span, gathered)
 }
 
 /// The gradients of a Graph's Params that some rank holds.
@@ -267,6 +272,7 @@ fn gradients(graph: &Graph, partition: &Partition, placement: &Placement, traine
             None => (Sharding::Gradients, None),
         }
     };
+    let computed = computed_types(graph);
     let gradient = |param: ParamId| {
         let value = &graph.values[graph.params[param].value];
         let extents = value.shape.iter().map(|dim| u64::try_from(dim.fixed).unwrap_or(0));
@@ -274,7 +280,8 @@ fn gradients(graph: &Graph, partition: &Partition, placement: &Placement, traine
         let bytes = trained.reduce.of(value.dtype).bytes().saturating_mul(elements);
         let holders = holders(param);
         let (sharding, span) = shared(param, &holders);
-        Gradient { param, dtype: value.dtype, elements, bytes, holders, sharding, span }
+        let gathered = if span.is_some() { computed[&param] } else { value.dtype };
+        Gradient { param, dtype: value.dtype, elements, bytes, holders, sharding, span, gathered }
     };
     by_use.into_iter().map(gradient).filter(|gradient| !gradient.holders.is_empty()).collect()
 }
@@ -317,6 +324,7 @@ mod tests {
             holders: vec![0, 1],
             sharding: Sharding::None,
             span: None,
+            gathered: DType::Float32,
         };
         let gradients = (0..).zip(sizes).map(gradient).collect();
         let found = Buckets::new(gradients, &[vec![0, 1]], Division::Elements);

@@ -102,7 +102,7 @@ impl Given {
             let sharding = asked.copied().unwrap_or_default().min(most);
             let span = span.filter(|_| sharding > Sharding::Gradients);
             let (dtype, bytes) = (*dtype, *bytes);
-            Gradient { param: ParamId(param), dtype, elements, bytes, holders, sharding, span }
+            Gradient { param: ParamId(param), dtype, elements, bytes, holders, sharding, span, gathered: dtype }
         };
         (0..).zip(&self.params).map(gradient).collect()
     }

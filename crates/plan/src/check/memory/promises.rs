@@ -2,9 +2,9 @@
 
 use std::collections::HashMap;
 
-use rannc_ir::{Graph, OpId, ParamId, ValueId};
+use rannc_ir::{DType, Graph, ParamId, ValueId};
 
-use crate::partition::{Partition, conversion};
+use crate::partition::{Partition, computed_types};
 use crate::plan::{Plan, StagePlan};
 use crate::predicted::{MemoryPrediction, WholePrediction};
 use crate::program::{Bucket, Program, RankProgram};
@@ -195,18 +195,11 @@ impl HeldPromise {
     }
 }
 
-/// What Replicas send each other of each Param where each has a part of it: the smaller copy in another type, where the
-/// model does nothing else with it than make that.
+/// What Replicas send each other of each Param where each has a part of it.
 fn gathered_bytes(graph: &Graph) -> HashMap<ParamId, u64> {
-    let mut readers: HashMap<ValueId, Vec<OpId>> = HashMap::new();
-    for (id, op) in graph.ops.iter() {
-        op.operands().into_iter().for_each(|value| readers.entry(value).or_default().push(id));
-    }
-    let bytes = |value: ValueId| Size::of(graph, value).at(0);
-    let copy_bytes = |value: ValueId| match readers.get(&value).map(Vec::as_slice) {
-        Some(&[op]) => conversion(graph, op).map(bytes),
-        _ => None,
+    let bytes = |(id, dtype): (ParamId, DType)| {
+        let value = graph.params[id].value;
+        (id, Size::of(graph, value).at(0) / graph.values[value].dtype.bytes() * dtype.bytes())
     };
-    let gathered = |value: ValueId| copy_bytes(value).map_or(bytes(value), |copy_bytes| copy_bytes.min(bytes(value)));
-    graph.params.iter().map(|(id, param)| (id, gathered(param.value))).collect()
+    computed_types(graph).into_iter().map(bytes).collect()
 }
