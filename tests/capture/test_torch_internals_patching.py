@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.capture.tracing import X, fake_mode, traced
+from tests.capture.tracing import Twice, X, fake_mode, traced
 from torch import Tensor, fx, nn
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -55,16 +55,6 @@ def test_MODULE_CALL() -> None:
 
 def test_MODULE_TO() -> None:
     assert calls_seen(patching.MODULE_TO, lambda: nn.Linear(1, 1).to(torch.float64)) == 1
-
-
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] * 2
 
 
 def test_FUNCTION_APPLY() -> None:

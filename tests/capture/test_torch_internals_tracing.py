@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from tests.capture.tracing import X, fake_mode, targets, traced
+from tests.capture.tracing import Twice, X, fake_mode, targets, traced
 from torch import Tensor, fx, nn
 from torch._export.wrappers import allow_in_pre_dispatch_graph
 
@@ -148,25 +148,17 @@ def test_told_of_no_trace() -> None:
     assert isinstance(fake[0], torch._subclasses.FakeTensor)
 
 
-class Twice(torch.autograd.Function):
+class TwiceAsOperator(Twice):
     @classmethod
     @allow_in_pre_dispatch_graph
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         return super().apply(*args, **kwargs)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] * 2
-
 
 def test_functions_as_operators() -> None:
     def graph() -> list[Any]:
         with tracing.compiling_state():
-            return targets(traced(lambda x: Twice.apply(x + 1), X))
+            return targets(traced(lambda x: TwiceAsOperator.apply(x + 1), X))
 
     assert any(isinstance(target, operators.HigherOrderOperator) for target in graph())
     with tracing.functions_as_operators():

@@ -35,6 +35,9 @@ pub enum Sharding {
 }
 
 impl Sharding {
+    /// All levels, increasing.
+    pub const ALL: [Self; 5] = [Self::None, Self::Optimizer, Self::Gradients, Self::KeptParams, Self::Params];
+
     /// The number by which it is known; 0 for nothing.
     pub const fn zero_level(self) -> u8 {
         match self {

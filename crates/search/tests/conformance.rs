@@ -334,8 +334,7 @@ fn rows_that_do_not_divide_conform() {
 fn drawn_cases() -> impl Strategy<Value = Case> {
     let models = prop::sample::select(vec!["chain", "wide", "tied", "skipping"]);
     let schedules = prop::sample::select(vec![ScheduleKind::OneForwardOneBackward, ScheduleKind::FillDrain]);
-    let dividing = [Sharding::Optimizer, Sharding::Gradients, Sharding::KeptParams, Sharding::Params];
-    let levels = prop::sample::select([vec![Sharding::None], dividing.to_vec()].concat());
+    let levels = prop::sample::select(Sharding::ALL.to_vec());
     let parts = prop::option::of(any::<u64>());
     let replicas = (prop::collection::vec(1..5_usize, 1..6), prop::option::weighted(0.3, 0..4_usize));
     (models, replicas, 1..10_u32, 9..200_u64, schedules, levels, parts).prop_map(

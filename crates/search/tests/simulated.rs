@@ -93,9 +93,7 @@ fn cases() -> impl Strategy<Value = Case> {
     let ways = (any::<bool>(), prop::bool::weighted(0.1));
     let batch = (prop::collection::vec(1..5_u32, 1..9), 0..4_u32, ways, 1..3_u64);
     let links = (1..3_u32, prop::option::of((9.0..10.5_f64).prop_map(|exponent| 10.0_f64.powf(exponent))));
-    let none = vec![Sharding::None; 3];
-    let levels =
-        [none, vec![Sharding::Optimizer, Sharding::Gradients, Sharding::KeptParams, Sharding::Params]].concat();
+    let levels = [vec![Sharding::None; 2], Sharding::ALL.to_vec()].concat();
     let devices = prop::sample::select(vec!["H200", "A100-40G", "V100-32G"]);
     (8..16_u32, batch, devices, links, prop::sample::select(levels)).prop_map(
         |(

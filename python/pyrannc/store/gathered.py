@@ -23,6 +23,7 @@ class GatheredBucket:
 
     Attributes:
         own: this rank's part, in one dimension.
+        dtype: the parameters' own type.
         leaves: what Stages compute with, by first name.
         is_alone: nothing is gathered; what comes into the others' places is anything.
     """
@@ -33,14 +34,14 @@ class GatheredBucket:
     def __init__(self, bucket: Bucket, group: Group | None) -> None:
         self._bucket = bucket
         self._group = group
-        self._dtype = bucket.types[1]
+        self.dtype = bucket.types[1]
         self._wholes: dict[torch.dtype, Tensor] = {}
         self._works: list[Work] = []
         self._is_started = False
-        self.leaves = self._leaves(self._dtype)
+        self.leaves = self._leaves(self.dtype)
         for shared in bucket.params:
             self.leaves[shared.name].data.copy_(shared.param)
-        whole = self._wholes[self._dtype]
+        whole = self._wholes[self.dtype]
         whole[bucket.numel :].zero_()
         self.own = whole[slice(*bucket.kept)].clone()
         self._copies: dict[torch.dtype, dict[str, Tensor]] = {}
@@ -66,15 +67,8 @@ class GatheredBucket:
         """Bytes of what is gathered now."""
         return sum(whole.untyped_storage().nbytes() for whole in self._wholes.values())
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The parameters' own type."""
-        return self._dtype
-
     def copy(self, name: str, dtype: torch.dtype) -> Tensor:
         """What a Stage computes with in the place of a parameter that it only converts."""
-        if dtype == self._dtype:
-            return self.leaves[name]
         if dtype not in self._copies:
             self._copies[dtype] = self._leaves(dtype)
             self._wholes[dtype].untyped_storage().resize_(0)
@@ -109,7 +103,7 @@ class GatheredBucket:
         for kind in types:
             whole = self._wholes[kind]
             whole.untyped_storage().resize_(whole.nbytes)
-            is_copy = kind != self._dtype
+            is_copy = kind != self.dtype
             if self.is_alone or is_copy:
                 whole[slice(*bucket.kept)].copy_(self.own)
             if not self.is_alone:

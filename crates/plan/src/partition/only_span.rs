@@ -26,13 +26,9 @@ pub(crate) fn only_span(graph: &Graph, part: &StagePart, value: ValueId) -> Opti
 /// The Params that no Span has for itself, whatever the Stages: a Prologue uses them, batch-free Ops and others do, or
 /// they are given out.
 pub fn params_beside_spans(graph: &Graph, analysis: &Analysis) -> BTreeSet<ParamId> {
-    let mut readers: BTreeMap<ValueId, BTreeSet<OpId>> = BTreeMap::new();
-    for (id, op) in graph.ops.iter() {
-        op.operands().into_iter().for_each(|value| _ = readers.entry(value).or_default().insert(id));
-    }
+    let readers = readers(graph);
     let beside = |value: ValueId| {
-        let Uses { values, ops } =
-            Uses::of(graph, value, |value| readers.get(&value).into_iter().flatten().copied().collect());
+        let Uses { values, ops } = Uses::of(graph, value, |value| of_value(&readers, value));
         let free = ops.iter().filter(|&&op| analysis.batch_free[op]).count();
         values.iter().any(|value| graph.outputs.contains(value))
             || ops.iter().any(|&op| analysis.once[op])
@@ -63,19 +59,26 @@ impl Uses {
 /// The type in which a model computes with each Param: that to which it converts it, where it does nothing else with it and
 /// that takes less, otherwise its own.
 pub(crate) fn computed_types(graph: &Graph) -> BTreeMap<ParamId, DType> {
-    let mut readers: BTreeMap<ValueId, Vec<OpId>> = BTreeMap::new();
-    for (id, op) in graph.ops.iter() {
-        op.operands().into_iter().for_each(|value| readers.entry(value).or_default().push(id));
-    }
+    let readers = readers(graph);
     let of = |value: ValueId| {
-        let own = graph.values[value].dtype;
-        let converted = match readers.get(&value).map(Vec::as_slice) {
-            Some(&[op]) => conversion(graph, op).map(|result| graph.values[result].dtype),
-            _ => None,
-        };
-        converted.filter(|other| other.bytes() < own.bytes()).unwrap_or(own)
+        let Uses { values, .. } = Uses::of(graph, value, |value| of_value(&readers, value));
+        let types = values.into_iter().map(|value| graph.values[value].dtype);
+        types.min_by_key(|dtype| dtype.bytes()).expect("its own is there")
     };
     graph.params.iter().map(|(id, param)| (id, of(param.value))).collect()
+}
+
+/// The Ops that read each Value.
+fn readers(graph: &Graph) -> BTreeMap<ValueId, BTreeSet<OpId>> {
+    let mut readers: BTreeMap<ValueId, BTreeSet<OpId>> = BTreeMap::new();
+    for (id, op) in graph.ops.iter() {
+        op.operands().into_iter().for_each(|value| _ = readers.entry(value).or_default().insert(id));
+    }
+    readers
+}
+
+fn of_value(readers: &BTreeMap<ValueId, BTreeSet<OpId>>, value: ValueId) -> Vec<OpId> {
+    readers.get(&value).into_iter().flatten().copied().collect()
 }
 
 /// The result of an Op that does nothing but convert to another type.

@@ -216,13 +216,7 @@ fn numbered(ranks: &[Vec<u32>]) -> Vec<Vec<u32>> {
 }
 
 fn shardings() -> impl Strategy<Value = Sharding> {
-    prop::sample::select(vec![
-        Sharding::None,
-        Sharding::Optimizer,
-        Sharding::Gradients,
-        Sharding::KeptParams,
-        Sharding::Params,
-    ])
+    prop::sample::select(Sharding::ALL.to_vec())
 }
 
 /// Params of a few bytes to more than a bucket, each on one Stage or several.

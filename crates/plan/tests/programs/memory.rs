@@ -358,8 +358,7 @@ fn gradients_that_go_elsewhere_are_not_promised() {
 }
 
 fn cases() -> impl Strategy<Value = Case> {
-    let levels = [Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::KeptParams, Sharding::Params];
-    let stage = (vec(1..40_u64, 1..5), 1..4_usize, prop::sample::select(levels.to_vec()));
+    let stage = (vec(1..40_u64, 1..5), 1..4_usize, prop::sample::select(Sharding::ALL.to_vec()));
     let calls = prop_oneof![
         Just((ScheduleKind::FillDrain, Call::Halves)),
         Just((ScheduleKind::FillDrain, Call::Whole)),

@@ -136,12 +136,10 @@ impl Pricing<'_> {
             }
             Sharding::KeptParams | Sharding::Params => {
                 let spans_bytes = |of_largest: &Largest| WHOLE_SPANS * of_largest.at(first, end);
-                let all_bytes = own.gathered_bytes.at(first, end);
-                let at_a_time_bytes = match sharding {
-                    Sharding::KeptParams => all_bytes,
-                    _ => all_bytes.min(spans_bytes(&own.largest_gathered)),
-                };
-                (at_a_time_bytes, message_bytes.min(spans_bytes(&own.largest_summed)))
+                let most_bytes =
+                    if sharding == Sharding::Params { spans_bytes(&own.largest_gathered) } else { f64::INFINITY };
+                let params_bytes = own.gathered_bytes.at(first, end).min(most_bytes);
+                (params_bytes, message_bytes.min(spans_bytes(&own.largest_summed)))
             }
         }
     }

@@ -31,8 +31,7 @@ pub(crate) struct Saver {
 /// What Replicas may divide; nothing is first, as that is all that one Replica may.
 fn levels(savers: &Savers) -> impl Iterator<Item = Sharding> + use<> {
     let asked = savers.least_sharding..=savers.sharding;
-    let all = [Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::KeptParams, Sharding::Params];
-    all.into_iter().filter(move |level| *level == Sharding::None || asked.contains(level))
+    Sharding::ALL.into_iter().filter(move |level| *level == Sharding::None || asked.contains(level))
 }
 
 impl Saver {

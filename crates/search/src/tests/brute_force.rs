@@ -165,8 +165,7 @@ fn linked_spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
 }
 
 fn savers() -> impl Strategy<Value = Savers> {
-    let most = [Sharding::Optimizer, Sharding::Gradients, Sharding::KeptParams, Sharding::Params];
-    let levels = [vec![Sharding::None; 2], most.to_vec()].concat();
+    let levels = [vec![Sharding::None], Sharding::ALL.to_vec()].concat();
     let drawn = (any::<(bool, bool)>(), prop::sample::select(levels.clone()), prop::sample::select(levels));
     drawn.prop_map(|((recompute, offload), sharding, least)| Savers {
         recompute,

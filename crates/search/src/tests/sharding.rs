@@ -10,8 +10,6 @@ use crate::chain::spec::{BlockSpec, ChainSpec, StateSpec};
 use crate::price::{Priced, Pricing, Problem, RankOrder, Saver};
 use crate::settings::{Savers, Settings};
 
-const LEVELS: [Sharding; 5] =
-    [Sharding::None, Sharding::Optimizer, Sharding::Gradients, Sharding::KeptParams, Sharding::Params];
 const MIB: f64 = (1 << 20) as f64;
 
 /// Four Blocks in two Spans; a parameter of each Span, with a working copy, and one that the first and the last Block use.
@@ -79,7 +77,7 @@ fn what_other_stages_use_too_stays_whole() {
 fn one_replica_divides_nothing() {
     for microbatches in [1, 4] {
         let plain = priced(0..4, 1, microbatches, Sharding::None);
-        for sharding in LEVELS {
+        for sharding in Sharding::ALL {
             let divided = priced(0..4, 1, microbatches, sharding);
             assert_eq!((divided.cost, divided.end, divided.memory), (plain.cost, plain.end, plain.memory));
         }
@@ -109,7 +107,7 @@ fn collectives_happen_as_often_as_each_level_says() {
     let order = RankOrder::packed(&cluster, 4, None, 4);
     let group = order.place(0, 4).group;
     let gather_us = cluster.all_gather_us(group, 1360.0 * MIB);
-    let [none, optimizer, gradients, kept, params] = LEVELS.map(|sharding| priced(0..4, 4, 4, sharding));
+    let [none, optimizer, gradients, kept, params] = Sharding::ALL.map(|sharding| priced(0..4, 4, 4, sharding));
     // The Blocks compute nothing: all that is seen of a pass is sent beside it.
     assert_eq!(none.cost.larger, optimizer.cost.larger);
     assert_eq!(none.end.reduce_us, optimizer.end.reduce_us);
@@ -147,7 +145,7 @@ fn planned(savers: Savers, memory_mib: Option<u64>) -> Plan {
 
 #[test]
 fn plans_divide_what_was_asked_for() {
-    for level in LEVELS {
+    for level in Sharding::ALL {
         let exactly = planned(Savers { sharding: level, least_sharding: level, ..Savers::default() }, None);
         for stage in &exactly.stages {
             assert_eq!(stage.sharding, if stage.ranks.len() > 1 { level } else { Sharding::None });

@@ -190,13 +190,7 @@ pub fn ways() -> impl Strategy<Value = Way> {
 }
 
 fn shardings() -> impl Strategy<Value = Sharding> {
-    prop::sample::select(vec![
-        Sharding::None,
-        Sharding::Optimizer,
-        Sharding::Gradients,
-        Sharding::KeptParams,
-        Sharding::Params,
-    ])
+    prop::sample::select(Sharding::ALL.to_vec())
 }
 
 /// Random graphs cut where it is allowed, with up to three Replicas a Stage, on ranks of their own or on three ranks that all
