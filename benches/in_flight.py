@@ -67,7 +67,7 @@ def main() -> None:
             command = [*launcher(stages), __file__, "--rows", str(options.rows)]
             environment = {**always, **os.environ, **asked}
             done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-            schedule, added = json.loads(done.stdout)
+            schedule, added = json.loads(done.stdout.splitlines()[-1])
             figures = "  ".join(f"{bytes_ / MIB:8.1f}" for bytes_ in added)
             print(f"{stages:6} {microbatches:12}  {schedule:10}  {figures}", flush=True)
 
@@ -75,6 +75,7 @@ def main() -> None:
 def measure(rows: int) -> None:
     """Rank 0 prints what a step adds to the memory of each rank, bytes."""
     import pyrannc
+    from pyrannc.core.plan import PlanFacts
     from pyrannc.job import agree, process
 
     joined = process.ensure_process_group()
@@ -89,7 +90,7 @@ def measure(rows: int) -> None:
         added.append(_peak(joined.device) - before)
     everyone = agree.gather_objects(added[-1])
     if joined.rank == 0:
-        print(json.dumps([model.plan["schedule"], everyone]))
+        print(json.dumps([PlanFacts.from_content(model.plan).schedule, everyone]))
     pyrannc.barrier()
     pyrannc.clear()
 

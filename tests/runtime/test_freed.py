@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 import pyrannc
 from pyrannc.job import process
-from tests.ranks import run_ranks
+from tests.ranks import RankPool, run_ranks
 
 TWO_STAGES = {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "2"}
 
@@ -73,3 +74,28 @@ def test_communicators_end_when_no_rank_has_their_model() -> None:
     for first, second, third, fourth, fifth in run_ranks(2, workers_with_each_model, env=TWO_STAGES):
         assert 0 < first == second == third
         assert third < fourth == fifth
+
+
+def bytes_of_tensors() -> int:
+    found = [tensor for tensor in gc.get_objects() if type(tensor) in (torch.Tensor, nn.Parameter)]
+    storages = [tensor.untyped_storage() for tensor in found]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def left_by_trials() -> tuple[int, int]:
+    """Bytes after a first call in a region of autocast, and those that torch keeps for the region alone."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    wrapped = pyrannc.RaNNCModule(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with torch.autocast("cpu", torch.bfloat16):
+        wrapped(torch.ones(4, 64))
+        before = bytes_of_tensors()
+        torch.clear_autocast_cache()
+        return before, before - bytes_of_tensors()
+
+
+def test_what_the_model_was_compared_with_is_freed_before_the_region_of_autocast_ends(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    for before, kept in ranks(2).run(left_by_trials):
+        assert before > 0
+        assert kept == 0

@@ -38,6 +38,17 @@ def keep_below(limit_bytes: int | None, device: torch.device) -> None:
         _kept[device] = _Kept(torch.cuda.get_per_process_memory_fraction(device), allowed)
 
 
+def give_back(device: torch.device) -> None:
+    """Gives memory that nothing uses back to the device.
+
+    In a region of autocast torch keeps the conversions of all weights, and by them the weights, until the region ends:
+    what a trial of the model in the script's region leaves would be there in the first step.
+    """
+    torch.clear_autocast_cache()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def left_bytes(device: torch.device) -> int:
     """What torch can still take of a GPU, besides what it keeps unused."""
     free, _ = torch.cuda.mem_get_info(device)

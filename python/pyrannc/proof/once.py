@@ -15,7 +15,7 @@ from pyrannc.capture.lacking import Lacking
 from pyrannc.capture.untraceable import has_own_forward
 from pyrannc.errors import CaptureError
 from pyrannc.job import agree, process
-from pyrannc.job.device_memory import left_bytes
+from pyrannc.job.device_memory import give_back, left_bytes
 from pyrannc.proof.left_behind import LeftBehindError, RefusesLeftBehind, refusal
 from pyrannc.proof.made import FewRows, Made
 from pyrannc.proof.verdict import ALLOWED, relative
@@ -144,13 +144,13 @@ def _on_rows(
     except Exception as error:  # whatever the user's code raises
         return Comparison(why_not=f"the model does not run on {rows} rows alone: {_line(error)}")
     finally:
-        _give_back(device)
+        give_back(device)
     try:
         made = piece.by_graph()
     except torch.OutOfMemoryError:
         return Comparison(why_not="the device has not enough memory")
     finally:
-        _give_back(device)
+        give_back(device)
     kind = _computed_in(variant)
     allowed = 0.0 if kind is None else ALLOWED[kind]
     worst = [item for item in differences(made, expected) if item.size > allowed]
@@ -163,11 +163,6 @@ def _on_rows(
             return Comparison(why_not=why)
         return _refusal(model, variant, piece, worst[0], rows, allowed)
     return Comparison(rows=rows, with_gradients=backward)
-
-
-def _give_back(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _same_answers(variant: Variant, tensors: Sequence[Tensor]) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from pyrannc.job.device_memory import give_back
+
 
 def begin_peaks(device: torch.device) -> None:
     """Gives back what nothing uses, and forgets the peaks until now."""
+    give_back(device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
