@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.function import Function
 
 from .fallback import argument_of, insert_node
 from .inner_graph import InnerGraph, empty_like, inner_graph, operator_of, refuse_transforms
-from .plain_control_flow import plain_cond, plain_while_loop
+from .plain_control_flow import plain_cond, plain_while_loop, reaching
 from .source import SourceTracker
 from .torch_internals.patching import COMPILE, COND, WHILE_LOOP
 from .torch_internals.tracing import current_tracer
@@ -70,7 +68,7 @@ class _Branches:
         def run(pred: Tensor, *tensors: Any) -> Any:
             chosen = 0 if bool(pred) else 1
             idle = [item for place, item in enumerate(tensors) if place not in places[chosen]]
-            return _reaching(calls[chosen](tensors), idle)
+            return reaching(calls[chosen](tensors), idle)
 
         def both(pred: Tensor, *tensors: Any) -> Any:
             return tuple(item for call in calls for item in call(tensors))
@@ -107,7 +105,7 @@ class _Turns:
                 found = body((*found, *reads))
                 turns += 1
             idle = [item for item in reads if not turns]
-            return _reaching(tuple(item if turns else item.clone() for item in found), idle)
+            return reaching(tuple(item if turns else item.clone() for item in found), idle)
 
         target = operator_of("while_loop", (), parts, run)
         wants = any(item.requires_grad for item in (*carried, *parts[1].results))
@@ -129,29 +127,6 @@ def _placed(part: InnerGraph, places: Sequence[int]) -> Callable[[Sequence[Any]]
         return part.call(*[tensors[place] for place in places])
 
     return call
-
-
-class _Reaching(Function):
-    """A copy of a tensor; what no gradient comes to through it gets one of zeros, as ``torch.cond`` gives."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, *idle: Tensor) -> Tensor:
-        ctx.idle = [(item.shape, item.dtype, item.device) for item in idle]
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.idle)
-
-
-def _reaching(results: tuple[Tensor, ...], idle: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The results, from the first of which that can have gradients these lead to ``idle``, too."""
-    wanting = [item for item in idle if isinstance(item, Tensor) and item.requires_grad]
-    place = next((place for place, item in enumerate(results) if item.is_floating_point()), None)
-    if not wanting or place is None or not torch.is_grad_enabled():
-        return results
-    found = _Reaching.apply(results[place], *wanting)  # type: ignore[no-untyped-call]  # torch has no types for it
-    return (*results[:place], found, *results[place + 1 :])
 
 
 def _form(item: Tensor) -> tuple[Any, ...]:

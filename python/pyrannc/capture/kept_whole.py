@@ -76,6 +76,8 @@ class WholeCall:
         self._aliases = _names_of_each(self._state())
         self._names = list(self._aliases)
         self._buffers = {name for name, _ in self._module.named_buffers(remove_duplicate=False)}
+        # State that branches of torch.cond compute with, taken or not.
+        self._branched: set[str] = set()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -157,18 +159,32 @@ class WholeCall:
         return UntraceableError(message, Place(self._part.path), what, part=self._part)
 
     def _run(
-        self, names: Sequence[str], structure: Structure, tensors: Sequence[Any], expected: Structure | None = None
+        self,
+        names: Sequence[str],
+        structure: Structure,
+        tensors: Sequence[Any],
+        expected: Structure | None = None,
+        *,
+        looks: bool = False,
     ) -> tuple[list[Tensor], Structure]:
         """A call; buffers that are assigned anew get the new contents.
 
         Args:
             expected: what may stand round the results but for lists of unknown lengths, which are left out then.
+            looks: find out with what branches compute that may not be taken.
         """
         args, kwargs = structure.rebuild(tensors[len(names) :])
         state = dict(zip(names, tensors[: len(names)], strict=True))
         every = {alias: item for name, item in (self._others(names) | state).items() for alias in self._aliases[name]}
+
+        def look(function: Callable[..., Any], operands: Sequence[Any]) -> None:
+            with torch.no_grad(), _Used() as seen:
+                function(*operands)
+            self._branched.update(name for name in names if id(state[name]) in seen.ids)
+
+        idle = [state[name] for name in names if name in self._branched]
         # One module may be there under two names.
-        with plain_control_flow(), reparametrized(self._module, every, stack_weights=True):
+        with plain_control_flow(idle, look if looks else None), reparametrized(self._module, every, stack_weights=True):
             own_args, own_kwargs = unpacked((args, kwargs))
             made, output = flatten(self.original(*own_args, **own_kwargs))
             for name in self._buffers.intersection(names):
@@ -229,7 +245,10 @@ class WholeCall:
 
         longer = partial(oracle.longer_values_of, proxies, operands)
         run = _Runs(
-            lambda tensors: self._run(names, structure, tensors, shared), names, operands, hands_on=self.hands_on
+            lambda tensors: self._run(names, structure, tensors, shared, looks=True),
+            names,
+            operands,
+            hands_on=self.hands_on,
         )
         cause: Exception | None = None
         try:

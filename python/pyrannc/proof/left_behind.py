@@ -19,6 +19,11 @@ class RefusesLeftBehind(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """The compiler of torch works while this is active; it would give up what it meets for the whole process."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(isinstance(item, FakeTensor) for item in pytree.tree_leaves((args, kwargs))):
             raise LeftBehindError(str(func))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -133,11 +132,8 @@ def _on_rows(
     piece = FewRows(model, variant, given, rows, device, backward=backward)
     if not _same_answers(variant, given):
         return Comparison(why_not="the model asks its data, and so few rows answer in another way than the batch")
-    targets = [node.target for node in variant.whole.captured.op_nodes]
-    # The compiler of torch does not work while operators are looked at.
-    is_compiled = any(getattr(target, "takes_functions", False) for target in targets)
     try:
-        with nullcontext() if is_compiled else RefusesLeftBehind():  # type: ignore[no-untyped-call]  # torch has no types for it
+        with RefusesLeftBehind():  # type: ignore[no-untyped-call]  # torch has no types for it
             expected = piece.by_model()
     except LeftBehindError as error:
         return refusal(error)

@@ -265,10 +265,12 @@ class _Conditional(nn.Module):
         return y + grown  # type: ignore[no-any-return]
 
 
+_decayed = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
 def _conditional(job: Job, *, on_rows: bool) -> None:
     torch.manual_seed(5)
-    decayed = partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1)
-    fit(job, Returns(_Late(_Conditional(on_rows=on_rows)), F.mse_loss), pairs, optimizer=decayed)
+    fit(job, Returns(_Late(_Conditional(on_rows=on_rows)), F.mse_loss), pairs, optimizer=_decayed)
 
 
 @equal()
@@ -281,6 +283,19 @@ def higher_order_operators(job: Job) -> None:
 def branch_on_all_rows(job: Job) -> None:
     """A sub-module branches by `torch.cond` on what it computes of all rows of the batch."""
     _conditional(job, on_rows=True)
+
+
+class _HiddenBranches(_Conditional):
+    def forward(self, x: Tensor) -> Tensor:
+        sign = torch.from_numpy(np.sign(np.abs(x.detach().numpy()).sum(1, keepdims=True)))
+        return super().forward(x) * sign
+
+
+@equal()
+def branch_in_what_stays_whole(job: Job) -> None:
+    """What reads an array of NumPy branches by `torch.cond`, with layers of its own: those not taken decay, too."""
+    torch.manual_seed(5)
+    fit(job, Returns(_Late(_HiddenBranches(on_rows=False)), F.mse_loss), pairs, optimizer=_decayed)
 
 
 class _Packed(nn.Module):
