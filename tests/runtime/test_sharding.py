@@ -17,6 +17,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Muon, Optimizer
 import pyrannc
 from pyrannc.errors import RaNNCError
 from pyrannc.job import process
+from pyrannc.runtime.seat import Seat
 from pyrannc.store.by_element import is_by_element
 from pyrannc.store.gathered import GatheredBucket
 from tests.ranks import RankPool
@@ -297,6 +298,44 @@ def test_parameters_stay_whole_to_the_end_of_a_step(ranks: Ranks, tmp_path: Path
         assert found == []
         assert sum(sizes) / 3 <= own < most
         assert sum(sizes) <= most <= sum(sizes) + len(sizes) * 3 * 16 * 8
+
+
+def events(case: Case, folder: str) -> tuple[int, list[str]]:
+    """How many buckets are gathered, and the gathers and forwards of a step in their order."""
+    with double_precision():
+        twins, found = Twins(case, folder), []
+        start, forward = GatheredBucket.start, Seat.forward
+
+        def started(bucket: GatheredBucket, types: Iterable[torch.dtype]) -> None:
+            if not bucket.nbytes:
+                found.append("gather")
+            start(bucket, types)
+
+        def computed(seat: Seat, microbatch: int) -> None:
+            found.append("forward")
+            forward(seat, microbatch)
+
+        twins.step(0)
+        GatheredBucket.start = started  # type: ignore[method-assign]  # to look on
+        Seat.forward = computed  # type: ignore[method-assign]  # likewise
+        try:
+            twins.step(1)
+        finally:
+            GatheredBucket.start, Seat.forward = start, forward  # type: ignore[method-assign]  # likewise
+        deployed = twins.module._deployment
+        assert deployed is not None
+        buckets = set(deployed.gradients.gathered.values())
+        twins.module.undeploy()
+        return len(buckets), found
+
+
+def test_parameters_that_stay_whole_are_gathered_before_a_stage_waits_for_rows(ranks: Ranks, tmp_path: Path) -> None:
+    case = replace(UNEVEN, sharding="kept_params")
+    first, *replicas = ranks(3).run(events, case, str(tmp_path))
+    assert first == (0, ["forward"])
+    for count, found in replicas:
+        assert count > 1
+        assert found == ["gather"] * count + ["forward"]
 
 
 def test_parameters_are_whole_two_spans_at_a_time(ranks: Ranks, tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ class Watch(Protocol):
     def pass_by(self, *, backward: bool) -> None:
         """Others compute a forward or backward."""
 
-    def begin_run(self) -> None:
-        """Computations of a run follow."""
+    def begin_run(self, *, backward: bool) -> None:
+        """Computations of a run follow, backwards alone or not."""
 
     def end_run(self) -> None:
         """No computation follows in this run."""

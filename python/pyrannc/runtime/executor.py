@@ -68,7 +68,7 @@ class Executor:
         gradients = self._context.gradients
         self._passed.clear()
         if self._context.code.watch is not None:
-            self._context.code.watch.begin_run()
+            self._context.code.watch.begin_run(backward=not any(map(_is_forward, actions)))
         ends = (i for i, action in enumerate(actions) if isinstance(action, Backward | BackwardWeight))
         last_backward = max(ends, default=-1)
         forwards_end = self._forwards_end(actions)
@@ -134,3 +134,8 @@ class Executor:
         if not self._seat.has_rows(action.microbatch) and key not in self._passed:
             self._passed.add(key)
             self._seat.pass_by(backward=action.direction == "backward")
+
+
+def _is_forward(action: Action) -> bool:
+    """True for a forward, and for what ranks without rows do of one."""
+    return isinstance(action, Forward) or (isinstance(action, AllGather) and action.direction == "forward")

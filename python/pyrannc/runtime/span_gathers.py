@@ -1,5 +1,5 @@
-"""Parameters that are kept in parts are gathered before a Span computes with them, one Span ahead, and freed after it,
-or at the end of the run.
+"""Parameters that are kept in parts are gathered before a Span computes with them, one Span ahead, and freed after it.
+Those that stay whole to the end of a run are gathered from its begin on, while it may still wait for its inputs.
 
 In a forward, code of the Stage says which Span comes; in a backward, the gradients of what a Span has given do. Ranks
 gather in the same order, whatever they compute: what a backward does not come to is gathered at its end.
@@ -89,10 +89,18 @@ class SpanGathers:
         self._begin(self._spans[::-1] if backward else self._spans)
         self._reach_all()
 
-    def begin_run(self) -> None:
-        """Drops what a run that broke off has left."""
+    def begin_run(self, *, backward: bool) -> None:
+        """Drops what a run that broke off has left, and starts to gather what stays whole to the end of this one.
+
+        Args:
+            backward: no forward comes, so that the last Span is the first that computes.
+        """
         for bucket in self._types:
             bucket.forget_gathers()
+        for span in self._spans[::-1] if backward else self._spans:
+            for bucket in self._needs[span]:
+                if bucket.is_kept:
+                    bucket.start(self._types[bucket])
 
     def end_run(self) -> None:
         """No computation follows: frees what has stayed whole."""

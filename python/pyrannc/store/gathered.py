@@ -24,6 +24,7 @@ class GatheredBucket:
     Attributes:
         own: this rank's part, in one dimension.
         dtype: the parameters' own type.
+        is_kept: the parameters stay whole to the end of a run.
         leaves: what Stages compute with, by first name.
         is_alone: nothing is gathered; what comes into the others' places is anything.
     """
@@ -35,6 +36,7 @@ class GatheredBucket:
         self._bucket = bucket
         self._group = group
         self.dtype = bucket.types[1]
+        self.is_kept = bucket.is_kept
         self._wholes: dict[torch.dtype, Tensor] = {}
         self._works: list[Work] = []
         self._is_started = False
@@ -123,7 +125,7 @@ class GatheredBucket:
 
     def let_go(self) -> None:
         """A Span has computed with it: frees what was gathered, unless that stays whole."""
-        if not self._bucket.is_kept:
+        if not self.is_kept:
             self.release()
 
     def release(self) -> None:
