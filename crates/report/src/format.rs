@@ -1,5 +1,7 @@
 //! Amounts and counts in words.
 
+use std::fmt::Display;
+
 pub(crate) use rannc_cost::counted;
 use rannc_plan::{Sharding, StagePlan};
 
@@ -48,9 +50,13 @@ pub(crate) fn savers(stage: &StagePlan) -> String {
 
 /// `ZeRO 1`, or `ZeRO 3 kept`; nothing where Replicas divide nothing.
 pub(crate) fn sharding(sharding: Sharding) -> Option<String> {
-    let level = sharding.zero_level();
+    (sharding > Sharding::None).then(|| format!("ZeRO {}", zero(sharding)))
+}
+
+/// A level by its number: `1`, or `3 kept`.
+pub(crate) fn zero(sharding: Sharding) -> String {
     let kept = if sharding == Sharding::KeptParams { " kept" } else { "" };
-    (level > 0).then(|| format!("ZeRO {level}{kept}"))
+    format!("{}{kept}", sharding.zero_level())
 }
 
 /// Increasing numbers with their runs shortened: `0-3, 6`.
@@ -68,16 +74,16 @@ pub(crate) fn runs(numbers: &[u32]) -> String {
 const MOST_LISTED: usize = 6;
 
 /// `1 + 1 + 2`; of many amounts equal neighbours counted: `12 x 1, 2 x 4`.
-pub(crate) fn each(amounts: &[usize]) -> String {
+pub(crate) fn each<T: Display + PartialEq>(amounts: &[T]) -> String {
     if amounts.len() > MOST_LISTED {
-        return repeats(&amounts.iter().map(|&amount| amount as u64).collect::<Vec<_>>());
+        return repeats(amounts);
     }
     amounts.iter().map(ToString::to_string).collect::<Vec<_>>().join(" + ")
 }
 
 /// Equal neighbours counted: `3 x 8, 7`.
-pub(crate) fn repeats(amounts: &[u64]) -> String {
-    let texts = amounts.chunk_by(u64::eq).filter_map(|run| match run {
+pub(crate) fn repeats<T: Display + PartialEq>(amounts: &[T]) -> String {
+    let texts = amounts.chunk_by(T::eq).filter_map(|run| match run {
         [] => None,
         [only] => Some(only.to_string()),
         [first, ..] => Some(format!("{} x {first}", run.len())),

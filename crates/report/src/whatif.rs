@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::Report;
 use crate::figures::{StepFigures, Workload};
-use crate::format::{decimal, each, percent};
+use crate::format::{decimal, each, percent, zero};
 use crate::plan::idle_devices;
 use crate::table::{Column, amount, table, text};
 
@@ -91,10 +91,8 @@ pub struct PlanShape {
     pub cuts: Vec<String>,
     /// Stages that compute anything again.
     pub recomputing: usize,
-    /// Most that Replicas of a Stage divide.
-    pub sharding: Sharding,
-    /// What the Replicas of each Stage divide, as the number of its ZeRO level.
-    pub zero: Vec<u8>,
+    /// What the Replicas of each Stage divide.
+    pub sharding: Vec<Sharding>,
     /// Stages whose optimizer state is in host memory.
     pub offloading: usize,
 }
@@ -113,8 +111,7 @@ impl PlanShape {
             idle_devices: idle_devices(plan),
             cuts: stages.windows(2).map(|pair| cut(&pair[0], &pair[1])).collect(),
             recomputing: stages.iter().filter(|stage| stage.recomputes()).count(),
-            sharding: stages.iter().map(|stage| stage.sharding).max().unwrap_or_default(),
-            zero: stages.iter().map(|stage| stage.sharding.zero_level()).collect(),
+            sharding: stages.iter().map(|stage| stage.sharding).collect(),
             offloading: stages.iter().filter(|stage| stage.offload).count(),
         }
     }
@@ -128,10 +125,10 @@ impl PlanShape {
     }
 
     fn zero_text(&self) -> Option<String> {
-        let levels: Vec<usize> = self.zero.iter().map(|&level| usize::from(level)).collect();
-        let (first, most) = (levels.first()?, levels.iter().max()?);
-        let text = if levels.iter().all(|level| level == first) { first.to_string() } else { each(&levels) };
-        (*most > 0).then(|| format!("ZeRO {text}"))
+        let levels: Vec<String> = self.sharding.iter().map(|&sharding| zero(sharding)).collect();
+        let first = levels.first()?;
+        let text = if levels.iter().all(|level| level == first) { first.clone() } else { each(&levels) };
+        self.sharding.iter().any(|&sharding| sharding > Sharding::None).then(|| format!("ZeRO {text}"))
     }
 
     /// The Schedule, if it tells anything: of one Stage or one microbatch all are alike.
