@@ -15,8 +15,8 @@ from torch.fx.node import map_arg
 from .dims import AffineReader
 from .facts import memory
 from .leaf import OpaqueCall
-from .one_call import writes
-from .ops import closes_region, draws_random_numbers, mutated_arguments, opens_region
+from .operands import mutated_arguments, written_memory
+from .ops import closes_region, draws_random_numbers, opens_region
 from .torch_internals.symbols import SYMBOLIC
 
 
@@ -62,7 +62,7 @@ def _with_own(user: fx.Node, boundaries: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _boundaries(graph: fx.Graph, inputs: Sequence[fx.Node], reader: AffineReader) -> tuple[set[fx.Node], set[fx.Node]]:
     """What has extents that are no multiples of the rows, or such operands, and all that is made of integers alone."""
-    written = {place for node in graph.nodes if node.op == "call_function" for place in writes(node)}
+    written = {place for node in graph.nodes if node.op == "call_function" for place in written_memory(node)}
     of_rows = {node for node in inputs if _is_integer_with_rows(node, reader)}
     alone, found = set(of_rows), set[fx.Node]()
     depth = 0

@@ -24,7 +24,8 @@ from .dims import Dim
 from .flatten import Structure, batch_rows, flatten
 from .limits import Limit
 from .lower import Lowered, can_be_groups, is_tried, lower
-from .ops import aliased_arguments, mutated_arguments
+from .operands import mutated_arguments
+from .ops import aliased_arguments
 from .options import NO_OPTIONS, CaptureOptions
 from .outputs import only_asked
 from .sample import Sample

@@ -22,8 +22,9 @@ from .boundaries import own_boundaries
 from .dims import AffineReader
 from .facts import CALLS, FACTS, GRAD_ENABLED, PLACE, TensorFacts, memory
 from .form import Form
-from .one_call import as_one_call, writes
-from .ops import aliased_arguments, closes_region, mutated_arguments, opens_region
+from .one_call import as_one_call
+from .operands import mutated_arguments, written_memory
+from .ops import aliased_arguments, closes_region, opens_region
 from .source import Place
 from .torch_internals.symbols import SYMBOLIC
 
@@ -119,7 +120,7 @@ class _Groups:
         for node in self._calls():
             for storage in {place for item in (node, *node.all_input_nodes) for place in memory(item)}:
                 self._touching[storage].append(node)
-            self._written.update(writes(node))
+            self._written.update(written_memory(node))
         self._join_regions()
         for node in unknown:
             self._join(node, *node.users)
@@ -160,7 +161,7 @@ class _Groups:
             for node in self._touching[storage]:
                 if last_writer is not None:
                     before[node].add(last_writer)
-                if storage in writes(node):
+                if storage in written_memory(node):
                     before[node].update(readers)
                     last_writer, readers = node, []
                 else:
@@ -196,7 +197,7 @@ class _Groups:
         """Memory that a group changes is the group's own, or a buffer's."""
         found = []
         for _, nodes in self.to_replace():
-            written = {storage for node in nodes for storage in writes(node)}
+            written = {storage for node in nodes for storage in written_memory(node)}
             touching = [node for storage in written for node in self._touching[storage]]
             found.append(bool(touching) and self._join(nodes[0], *touching))
         return any(found)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, fx
 
 from .source import SourceTracker
-from .torch_internals.operators import OpOverload, schema
 from .torch_internals.patching import TRACK_TENSOR_TREE
 from .torch_internals.tensors import leads_nowhere, storage_address
 from .torch_internals.tracing import note_new_nodes
@@ -36,16 +35,6 @@ def memory(node: fx.Node) -> set[int]:
     if facts is None:
         return {storage for operand in node.all_input_nodes for storage in memory(operand)} if node.args else set()
     return {found.storage for found in facts.values() if found.storage is not None}
-
-
-def written_memory(node: fx.Node) -> set[int]:
-    """The storages that a node changes in place."""
-    changes: tuple[int, ...] = getattr(node.target, "changes", ())
-    if changes:
-        operands = [node.args[place] for place in changes]
-        return {storage for operand in operands if isinstance(operand, fx.Node) for storage in memory(operand)}
-    is_mutable = isinstance(node.target, OpOverload) and schema(node.target).is_mutable
-    return memory(node) if is_mutable else set()
 
 
 class FactRecorder:

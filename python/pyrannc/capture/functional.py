@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from .facts import FACTS, GRAD_ENABLED, TensorFacts
-from .ops import mutated_arguments
+from .operands import mutated_arguments
 from .torch_internals.operators import OpOverload, overload_name, schema
 
 _WITHOUT_DERIVATIVE = frozenset({"bernoulli_", "copy_", "resize_", "set_"})

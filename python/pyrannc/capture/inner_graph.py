@@ -14,7 +14,8 @@ from .autocast import Autocast
 from .facts import PLACE, memory
 from .flatten import Structure, flatten
 from .leaf import OpaqueCall
-from .one_call import as_one_function, writes
+from .one_call import as_one_function
+from .operands import written_memory
 from .ops import draws_random_numbers
 from .source import Place, SourceTracker
 from .torch_internals.levels import functorch_is_active
@@ -122,7 +123,7 @@ class _Cut:
     def refuse_effects(self, group: Sequence[fx.Node], taken: Sequence[fx.Node]) -> None:
         """Raises UntraceableError for what more than the results shows."""
         outside = {storage for node in taken for storage in memory(node)}
-        if any(writes(node) & outside for node in group):
+        if any(written_memory(node) & outside for node in group):
             raise self.untraceable("changes in place what it is given")
         if any(map(draws_random_numbers, group)):
             raise self.untraceable("draws random numbers")

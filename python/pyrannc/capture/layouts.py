@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from pyrannc.errors import CaptureError
 
 from .dims import Dim
-from .facts import FACTS, OF_PLACE, PLACE, TensorFacts, written_memory
-from .ops import arguments
+from .facts import FACTS, OF_PLACE, PLACE, TensorFacts
+from .operands import arguments, written_memory
 from .source import Place
 
 _ATEN = torch.ops.aten

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from .facts import memory
-from .ops import mutated_arguments
+from .operands import mutated_arguments
 from .torch_internals.operators import OpOverload, schema
 
 _LIMITS = frozenset({"clamp_", "clamp_min_", "clamp_max_", "nan_to_num_"})

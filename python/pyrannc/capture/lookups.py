@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from .data_dependent import replaced_by_one
 from .dims import AffineReader
 from .facts import FACTS, PLACE, memory
-from .one_call import writes
-from .ops import closes_region, draws_random_numbers, mutated_arguments, opens_region
+from .operands import mutated_arguments, written_memory
+from .ops import closes_region, draws_random_numbers, opens_region
 from .source import Place
 from .torch_internals.operators import ENTER_AUTOCAST, OpOverload
 
@@ -30,7 +30,7 @@ def join_lookups(graph: fx.Graph, reader: AffineReader, device: torch.device) ->
         reader: tells extents.
         device: where the trace ran.
     """
-    written = {storage for node in graph.nodes for storage in writes(node)}
+    written = {storage for node in graph.nodes for storage in written_memory(node)}
     for level in list(_levels(graph)):
         given = [node for node in level if any(user not in level for user in node.users)]
         plain = all(map(_is_plain, given)) and not any(map(_is_more, level))

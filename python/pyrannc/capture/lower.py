@@ -20,6 +20,7 @@ from .dims import AffineReader, Dim
 from .facts import FACTS, TensorFacts
 from .fixed import FixedTensors
 from .leaf import Apart, GradientHook, OpaqueCall
+from .operands import mutated_arguments
 from .ops import (
     aliased_arguments,
     closes_region,
@@ -27,7 +28,6 @@ from .ops import (
     is_higher_order,
     is_tuple_access,
     may_return_view,
-    mutated_arguments,
     opens_region,
     target_name,
 )

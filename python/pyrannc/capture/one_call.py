@@ -12,13 +12,9 @@ from torch.fx.node import map_aggregate
 
 from .facts import GRAD_ENABLED, memory
 from .leaf import OpaqueCall
-from .ops import draws_random_numbers, mutated_arguments, target_name
+from .operands import written_memory
+from .ops import draws_random_numbers, target_name
 from .torch_internals.operators import SET_GRAD_ENABLED
-
-
-def writes(node: fx.Node) -> set[int]:
-    """The memory that a node changes."""
-    return {storage for operand in mutated_arguments(node) for storage in memory(operand)}
 
 
 def as_one_call(
@@ -28,7 +24,7 @@ def as_one_call(
     function, digest = as_one_function(group, taken, given, device)
     call = OpaqueCall(f"{kind}_{digest}", function.forward, f"{kind}.{digest}")
     # The operands whose memory the group changes.
-    written = {storage for node in group for storage in writes(node)}
+    written = {storage for node in group for storage in written_memory(node)}
     call.changes = tuple(place for place, node in enumerate(taken) if written & memory(node))
     call.draws = any(draws_random_numbers(node) for node in group)
     call.draws_elsewhere = any(getattr(node.target, "draws_elsewhere", False) for node in group)
@@ -50,7 +46,7 @@ def as_one_function(
     copies = {node: inner.placeholder(f"a{place}") for place, node in enumerate(taken)}
     ambient, enabled = inner.call_function(torch.is_grad_enabled), True
     contents: list[Any] = []
-    written = {storage for node in group for storage in writes(node)}
+    written = {storage for node in group for storage in written_memory(node)}
     for node in group:
         if bool(node.meta.get(GRAD_ENABLED, True)) != enabled:
             enabled = not enabled

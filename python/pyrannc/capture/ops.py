@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from .leaf import GradientHook, OpaqueCall
+from .operands import arguments, mutated_arguments, nodes_in
 from .torch_internals.levels import VMAP_BEGIN, VMAP_END
 from .torch_internals.operators import ENTER_AUTOCAST, EXIT_AUTOCAST, HigherOrderOperator, OpOverload, schema
 
@@ -19,8 +20,6 @@ _ASSERTIONS = (
     "aten::sym_constrain_range",
     "aten::sym_constrain_range_for_size",
 )
-# Their schemas do not say that running statistics are written: op -> flag that says so.
-_UPDATES_RUNNING_STATS = {"aten::batch_norm": "training", "aten::instance_norm": "use_input_stats"}
 # Composite ops that return their operand, or a view of it, when they can.
 _MAY_RETURN_VIEW = {
     "aten::reshape", "aten::reshape_as", "aten::flatten", "aten::contiguous", "aten::to", "aten::type_as",
@@ -83,47 +82,13 @@ def is_higher_order(node: fx.Node) -> bool:
     return isinstance(node.target, HigherOrderOperator)
 
 
-def arguments(node: fx.Node) -> dict[str, Any]:
-    """Arguments of an ATen op by schema name, defaults included."""
-    assert isinstance(node.target, OpOverload)
-    named: dict[str, Any] = {}
-    for place, argument in enumerate(schema(node.target).arguments):
-        if argument.name in node.kwargs:
-            named[argument.name] = node.kwargs[argument.name]
-        elif place < len(node.args) and not argument.kwarg_only:
-            named[argument.name] = node.args[place]
-        else:
-            named[argument.name] = argument.default_value
-    return named
-
-
-def mutated_arguments(node: fx.Node) -> list[fx.Node]:
-    """The tensors that the node writes in place."""
-    if isinstance(node.target, OpaqueCall):
-        return _nodes([node.args[place] for place in node.target.changes])
-    if not isinstance(node.target, OpOverload):
-        return []
-    written = schema(node.target)
-    flag = _UPDATES_RUNNING_STATS.get(written.name)
-    if flag is None and not written.is_mutable:
-        return []
-    named = arguments(node)
-    mutated = []
-    for argument in written.arguments:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            mutated.extend(_nodes(named[argument.name]))
-    if flag is not None and named[flag]:
-        mutated.extend(_nodes([named["running_mean"], named["running_var"]]))
-    return mutated
-
-
 def aliased_arguments(node: fx.Node) -> list[fx.Node]:
     """The operands whose storage a result has, by schema."""
     if not isinstance(node.target, OpOverload):
         return []
     named = arguments(node)
     if "dropout" in schema(node.target).name and "input" in named and not draws_random_numbers(node):
-        return _nodes(named["input"])  # it returns its operand, though its schema does not say so
+        return nodes_in(named["input"])  # it returns its operand, though its schema does not say so
     returned: set[str] = set()
     for result in schema(node.target).returns:
         if result.alias_info is not None:
@@ -131,7 +96,7 @@ def aliased_arguments(node: fx.Node) -> list[fx.Node]:
     aliased = []
     for argument in schema(node.target).arguments:
         if argument.alias_info is not None and argument.alias_info.before_set & returned:
-            aliased.extend(_nodes(named[argument.name]))
+            aliased.extend(nodes_in(named[argument.name]))
     return aliased
 
 
@@ -156,11 +121,3 @@ def draws_random_numbers(node: fx.Node) -> bool:
     probabilities = [named[name] for name in _DROPOUT_PROBABILITY if name in named]
     is_dropout = "dropout" in schema(node.target).name or "dropout_p" in named or "dropout" in named
     return not (is_dropout and probabilities and all(p == 0 for p in probabilities))
-
-
-def _nodes(argument: Any) -> list[fx.Node]:
-    if isinstance(argument, fx.Node):
-        return [argument]
-    if isinstance(argument, (list, tuple)):
-        return [node for item in argument for node in _nodes(item)]
-    return []

@@ -23,7 +23,8 @@ from .assumptions import Assumption, HeldBuffer, PartOfBatchError
 from .autocast import no_autocast
 from .chance import trial_draws
 from .dims import symbols_in
-from .facts import memory, written_memory
+from .facts import memory
+from .operands import written_memory
 from .questions import question
 from .source import Place, SourceTracker
 from .torch_internals.fakes import FakeTensor, known_data, unset_fake_temporarily

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from .dims import Dim
-from .ops import arguments
+from .operands import arguments
 from .torch_internals.operators import OpOverload, schema
 
 _ATEN = torch.ops.aten

@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from .assumptions import HeldBuffer, Question
-from .facts import memory, written_memory
+from .facts import memory
+from .operands import written_memory
 from .torch_internals.operators import OpOverload, schema
 from .torch_internals.symbols import SYMBOLIC
 

@@ -18,7 +18,8 @@ from .clean import CleanGraph
 from .dims import Dim
 from .facts import CALLS, memory
 from .leaf import OpaqueCall
-from .one_call import as_one_call, writes
+from .one_call import as_one_call
+from .operands import written_memory
 from .ops import closes_region, draws_random_numbers, is_tuple_access, opens_region
 from .row_trial import rows_shown
 
@@ -90,7 +91,7 @@ def _dependent(cleaned: CleanGraph, nodes: Sequence[fx.Node]) -> set[fx.Node]:
 def made_without(unknown: Collection[fx.Node], nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """What depends on none of some nodes, is not drawn, and stays as it is made."""
     others, depth = set(unknown), 0
-    written = {storage for node in nodes for storage in writes(node)}
+    written = {storage for node in nodes for storage in written_memory(node)}
     for node in nodes:
         depth += opens_region(node)
         if (
@@ -171,12 +172,12 @@ def _is_seen_outside(
         members: of the group.
         takes: the tensors that it reads of others.
     """
-    written = {storage for node in body for storage in writes(node)}
+    written = {storage for node in body for storage in written_memory(node)}
     if any(written & memory(node) for node in takes):
         return True
     made_once = {storage for node in body if node not in members for storage in memory(node)}
     others = [node for node in nodes if node not in body]
-    if any(made_once & writes(node) for node in others):
+    if any(made_once & written_memory(node) for node in others):
         return True
     seen = set(nodes).difference(members)
     read = (operand for node in others for operand in node.all_input_nodes)

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
-from tests.contract.settings import ONCE, STAGES, Setting
+from tests.contract.settings import ONCE, STAGES, TOGETHER, Setting
 from tests.contract.training import CLASSES, WIDTH, Chain, OnPositive, Returns, TokenChain, classes, fit, padded, pairs
 
 _KEPT = r"stays in one piece"
@@ -508,6 +508,18 @@ def images_of_different_sizes(job: Job) -> None:
 def images_in_a_list_before_a_backbone(job: Job) -> None:
     """As above; what is made of each image alone goes to a sub-module, as to the backbone of a detection model."""
     _detect(job, _OfSizes())
+
+
+class _Normalised(_OfSizes):
+    def __init__(self) -> None:
+        super().__init__()
+        self.detector.net = nn.Sequential(nn.BatchNorm1d(WIDTH), self.detector.net)  # type: ignore[assignment]
+
+
+@warned("but for its sub-module 'detector.net'", settings=TOGETHER, instead="its statistics are those of the batch")
+def images_in_a_list_before_batch_norm(job: Job) -> None:
+    """As above, where the sub-module has running statistics, which what is tried of it must leave as they are."""
+    _detect(job, _Normalised())
 
 
 class _Noisy(_OfSizes):

@@ -1,0 +1,63 @@
+"""What an operator is given, and what of it it changes in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from .facts import memory
+from .torch_internals.operators import OpOverload, schema
+
+# Their schemas do not say that running statistics are written: op -> flag that says so.
+_UPDATES_RUNNING_STATS = {"aten::batch_norm": "training", "aten::instance_norm": "use_input_stats"}
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """Arguments of an ATen op by schema name, defaults included."""
+    assert isinstance(node.target, OpOverload)
+    named: dict[str, Any] = {}
+    for place, argument in enumerate(schema(node.target).arguments):
+        if argument.name in node.kwargs:
+            named[argument.name] = node.kwargs[argument.name]
+        elif place < len(node.args) and not argument.kwarg_only:
+            named[argument.name] = node.args[place]
+        else:
+            named[argument.name] = argument.default_value
+    return named
+
+
+def mutated_arguments(node: fx.Node) -> list[fx.Node]:
+    """The tensors that the node writes in place."""
+    changes: Sequence[int] = getattr(node.target, "changes", ())
+    if changes:
+        return nodes_in([node.args[place] for place in changes])
+    if not isinstance(node.target, OpOverload):
+        return []
+    written = schema(node.target)
+    flag = _UPDATES_RUNNING_STATS.get(written.name)
+    if flag is None and not written.is_mutable:
+        return []
+    named = arguments(node)
+    mutated = []
+    for argument in written.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            mutated.extend(nodes_in(named[argument.name]))
+    if flag is not None and named[flag]:
+        mutated.extend(nodes_in([named["running_mean"], named["running_var"]]))
+    return mutated
+
+
+def written_memory(node: fx.Node) -> set[int]:
+    """The storages that a node changes in place."""
+    return {storage for operand in mutated_arguments(node) for storage in memory(operand)}
+
+
+def nodes_in(argument: Any) -> list[fx.Node]:
+    """The nodes in an argument, which may be a list."""
+    if isinstance(argument, fx.Node):
+        return [argument]
+    if isinstance(argument, (list, tuple)):
+        return [node for item in argument for node in nodes_in(item)]
+    return []
