@@ -71,6 +71,17 @@ class Counted(nn.Module):
         return self.head(self.norm(self.words(ids).transpose(1, 2)).transpose(1, 2))
 
 
+class Products(nn.Module):
+    """Saves nothing of parameters that autocast does not convert, so that these may change before the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.inner, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.inner(self.words(ids)).relu())
+
+
 class Waits(Words):
     """The host waits for the device: how many elements are chosen is data."""
 
@@ -93,6 +104,7 @@ class Loop:
         schedule: the order of each Stage's computations, instead of the Plan's own.
         sharding: what Replicas divide, instead of what the Plan says.
         more: rows that the second rank has more than the first.
+        same: so many steps are given their inputs as labels, too.
     """
 
     model: Callable[[], nn.Module]
@@ -103,6 +115,7 @@ class Loop:
     schedule: tuple[str, ...] = ()
     sharding: str = ""
     more: int = 0
+    same: int = 0
 
 
 @dataclass(frozen=True)
@@ -182,6 +195,22 @@ def moved(loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer, st
     return plain(loss_of, optimizer, step)
 
 
+class OneLate:
+    """A step's backward comes after the next step's call."""
+
+    def __init__(self) -> None:
+        self._before: Tensor | None = None
+
+    def __call__(self, loss_of: Callable[[int], Tensor], optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+        loss, before = loss_of(step), self._before if step else None
+        if before is not None:
+            optimizer.zero_grad()
+            before.backward()
+            optimizer.step()
+        self._before = loss
+        return loss.detach()
+
+
 _REPLICAS = {"RANNC_PARTITION_NUM": "1", "RANNC_PIPELINE_NUM": "1"}
 _PIPELINE = {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "4"}
 _LATE = ("F0 F1 F2 F3 I0 I1 W0 I2 W1 I3 W2 W3", "F0 F1 F2 F3 I0 I1 I2 I3 W0 W1 W2 W3")
@@ -225,13 +254,17 @@ LOOPS = {
         )
         for inside in (True, False)
     },
+    "labels that were the inputs": Loop(lambda: Words(True), True, plain, same=4),
     "parameters moved": Loop(lambda: Words(True), True, moved),
     "buffers": Loop(Counted, False, plain),
     "buffers, two calls": Loop(Counted, False, two_calls),
 }
 """By name; all of them are replayed."""
 
-KEPT_AS_THEY_ARE = {"an operator waits": Loop(lambda: Waits(True), True, plain)}
+KEPT_AS_THEY_ARE = {
+    "an operator waits": Loop(lambda: Waits(True), True, plain),
+    "backwards are one call late": Loop(Products, False, OneLate(), autocast=True),
+}
 """What no graph can hold."""
 
 
@@ -267,6 +300,7 @@ def train(loop: Loop, steps: int, graphs: str) -> Trained:
         rows = ROWS + loop.more * process.get_rank()
         ids, labels = torch.randint(WORDS, (2, rows, TOKENS), generator=generator).to(device)
         with torch.autocast("cuda", torch.bfloat16, enabled=loop.autocast):
+            labels = ids if number < loop.same else labels
             return model(ids, labels) if loop.inside else _loss(model(ids), labels)
 
     if loop.schedule or loop.sharding:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from tests.gpu.loops import KEPT_AS_THEY_ARE, LOOPS, SAME, Loop, Trained, train
+import pyrannc
+from pyrannc.job import process
+from tests.gpu.loops import KEPT_AS_THEY_ARE, LOOPS, SAME, Loop, Products, Trained, train
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -63,6 +66,33 @@ def test_what_no_graph_can_hold(name: str, ranks: Ranks) -> None:
     assert _differences(off, carried_out) == []
     assert "0 of 1 kinds of steps are replayed" in carried_out[0].recorded
     assert "because" in carried_out[0].recorded
+
+
+def _one_after_another() -> list[str]:
+    """What two models say of their graphs, while the script still has a loss of the first one."""
+    device, told = process.ensure_process_group().device, []
+    loss = torch.zeros(())
+    for _ in range(2):
+        module = Products().to(device)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        model = pyrannc.RaNNCModule(module, optimizer)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(torch.ones(8, 4, dtype=torch.int64, device=device)).square().mean()
+            loss.backward()
+            optimizer.step()
+        told.append(model.report().recorded)
+        del model, optimizer, module
+        gc.collect()
+    assert loss.isfinite()
+    pyrannc.barrier()
+    return told
+
+
+def test_a_model_after_one_whose_loss_is_held(ranks: Ranks) -> None:
+    env = {"RANNC_PROFILE": "never", "RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "2"}
+    for told in ranks(2).run(_one_after_another, env=env):
+        assert [text[:6] for text in told] == ["1 of 1", "1 of 1"]
 
 
 def _same(inside: bool, place: int, graphs: str) -> Trained:

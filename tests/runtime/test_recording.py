@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from pyrannc.runtime import recording
+from pyrannc.runtime.cuda_graph import Places
 from pyrannc.runtime.recording import Recordings
 
 ROWS = ((0, 4),)
@@ -80,6 +81,13 @@ class Replay:
         pass
 
 
+class Caller:
+    """Who a call is for."""
+
+    def __init__(self, *, is_open: bool) -> None:
+        self.is_open = is_open
+
+
 class Stage:
     """One rank's, whose program is run again and again."""
 
@@ -88,18 +96,18 @@ class Stage:
         gradients = Mock(new_set=lambda: SimpleNamespace(is_held=False))
         gradients.delivery.is_about_to_give.return_value = False
         code = SimpleNamespace(compiled_for=lambda _: list(self.codes))
-        self.context = Mock(addresses=self.addresses, code=code, gradients=gradients, device=torch.device("cpu"))
+        self.context = Mock(
+            addresses=self.addresses, code=code, gradients=gradients, device=torch.device("cpu"), tail=None
+        )
         program = SimpleNamespace(call="whole", rows=ROWS)
         self.task: Any = SimpleNamespace(context=self.context, program=program, reduce=True)
         self.recordings = Recordings()
 
-    def step(self) -> type[Any]:
+    def step(self, caller: Any = None) -> type[Any]:
         """What carries out the next call."""
-        caller: Any = SimpleNamespace(is_open=False)
-        variant: Any = SimpleNamespace(whole_part="")
-        # A Step, unlike this, is a class that weak references go to.
-        with patch.object(recording._Room, "lend"):
-            return type(self.recordings.run(caller, variant, self.task, {}, {}, None))
+        caller = caller or Caller(is_open=False)
+        variant: Any = SimpleNamespace(whole_part="", whole=Mock(facts=Mock(outputs=())))
+        return type(self.recordings.run(caller, variant, self.task, {}, {}, None))
 
 
 @pytest.fixture
@@ -130,6 +138,24 @@ def test_a_run_is_watched_and_then_replayed(graphs: Graphs) -> None:
     stage = Stage()
     assert [stage.step() for _ in range(4)] == [Watched, Replay, Replay, Replay]
     assert list(graphs.used.values()) == [1]
+
+
+def test_nothing_is_recorded_while_a_watched_backward_is_to_come(graphs: Graphs) -> None:
+    stage = Stage()
+    stage.task.program.call = "halves"
+    late = Caller(is_open=True)
+    assert [stage.step(late), stage.step(late)] == [Watched, Watched]
+    late.is_open = False
+    assert stage.step() is Replay
+    assert list(graphs.used.values()) == [1]
+
+
+def test_what_was_one_input_may_be_two_later() -> None:
+    one, other = torch.ones(3), torch.zeros(3)
+    places = Places({0: one, 1: one})
+    places.take({0: one, 1: other})
+    assert torch.equal(places.tensors[0], one)
+    assert torch.equal(places.tensors[1], other)
 
 
 def test_moved_parameters_are_recorded_in_other_memory(graphs: Graphs) -> None:

@@ -37,7 +37,7 @@ class RecordedDraws:
         self.key = CallKey(0, device)
         self.key.begin(0)
         self.holds: list[object] = []
-        self._places = places
+        self._places = tuple(places)
         self._generators = [torch.Generator(device=device) for _ in places]
         self._passed = 0
 

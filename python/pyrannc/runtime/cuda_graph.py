@@ -31,12 +31,11 @@ class Places:
     """Tensors that keep their place.
 
     Args:
-        like: what comes first, by anything; what is one tensor there stays one.
+        like: what comes first, by anything; what is one tensor there may be two later.
     """
 
     def __init__(self, like: Mapping[Any, Tensor]) -> None:
-        own = {id(tensor): torch.empty_like(tensor) for tensor in like.values()}
-        self.tensors = {key: own[id(tensor)] for key, tensor in like.items()}
+        self.tensors = {key: torch.empty_like(tensor) for key, tensor in like.items()}
         # Autograd would take new contents for a change of what a forward has saved.
         self._contents = {key: tensor.data for key, tensor in self.tensors.items()}
 
@@ -50,9 +49,8 @@ class Places:
     @torch.no_grad()
     def take(self, tensors: Mapping[Any, Tensor]) -> None:
         """Takes contents in."""
-        pairs = {id(self.tensors[key]): (self._contents[key], tensor.detach()) for key, tensor in tensors.items()}
-        if pairs:
-            copy_each([own for own, _ in pairs.values()], [given for _, given in pairs.values()])
+        if tensors:
+            copy_each([self._contents[key] for key in tensors], [tensor.detach() for tensor in tensors.values()])
 
 
 @dataclass

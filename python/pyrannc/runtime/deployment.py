@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
@@ -106,6 +107,8 @@ class Deployment:
         self._exchanges = Exchanges(device)
         made = self._channels, self._exchanges, self._groups, self._gathering_groups
         self._ends: list[Callable[[], None]] = [each.close for each in made]
+        if self.recordings is not None:
+            self._ends.insert(0, partial(_drop_graphs, weakref.ref(self.recordings)))
         self._dropped = when_dropped(self, partial(_call_all, self._ends))
         self.gradients = self._make_gradients(variant)
         # Ranks of one Stage wait for each other's gradients anyway.
@@ -319,7 +322,8 @@ class Deployment:
         if self.gradients.pending:
             self.gradients.reduce_delivered()
         self.store.make_whole()
-        self._drop_recordings()
+        if self.recordings is not None:
+            self.recordings.forget_all()
         self.gradients = self._make_gradients(self._first)
         self._contexts.clear()
 
@@ -330,11 +334,6 @@ class Deployment:
             self.compiling.forget(context)
         if context is not None and self.recordings is not None:
             self.recordings.forget(context)
-
-    def _drop_recordings(self) -> None:
-        if self.recordings is not None:
-            self.recordings.drop()
-            self.recordings = Recordings()
 
     def sync_buffers(self, variant: Variant, program: RankProgram) -> None:
         """Gives the first Replica's buffers to the others of the Stage, unless the captured call changes them by rows.
@@ -357,6 +356,14 @@ class Deployment:
         self.store.bring_back()
         self._dropped.detach()
         _call_all(self._ends)
+
+
+def _drop_graphs(recordings: weakref.ref[Recordings]) -> None:
+    """Communicators wait for the graphs that use them, which a loss that the script still has would keep."""
+    left = recordings()
+    if left is not None:
+        torch.cuda.synchronize()
+        left.drop()
 
 
 def _call_all(ends: Iterable[Callable[[], None]]) -> None:

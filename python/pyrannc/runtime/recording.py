@@ -81,6 +81,7 @@ class _Known:
         codes: the compiled code that its Spans ran with: what was found of other code says nothing.
         is_new: no run of it has been met.
         watched: a run, to its end.
+        watcher: who the last watched run is for, where its backward comes later.
         waited: so many runs waited for the device.
         why_not: why it is not recorded; empty if nothing speaks against it.
         seen: of its run.
@@ -94,12 +95,19 @@ class _Known:
     codes: list[object]
     is_new: bool = True
     watched: bool = False
+    watcher: weakref.ref[Caller] | None = None
     waited: int = 0
     why_not: str = ""
     seen: Seen = field(default_factory=Seen)
     recordings: dict[int, Recording] = field(default_factory=dict)
     recorded: int = 0
     failures: int = 0
+
+    @property
+    def is_under_watch(self) -> bool:
+        """True while it is not known to what a watched run comes."""
+        user = None if self.watcher is None else self.watcher()
+        return user is not None and user.is_open
 
 
 class Recordings:
@@ -127,7 +135,8 @@ class Recordings:
         if known is None or not self._may_record(known, variant):
             self._make_room()
             return None
-        if not known.watched:
+        if not known.watched or known.is_under_watch:
+            known.watcher = None if task.program.call == "whole" else weakref.ref(caller)
             room = self.lend_room(caller, task.context) if task.program.call == "whole" else None
             return _Watched(known, task, inputs, inside, marks, room)
         place = self._free_room(task.context)
@@ -266,6 +275,11 @@ class Recordings:
         self._rooms.clear()
         torch.cuda.empty_cache()
 
+    def forget_all(self) -> None:
+        """Lets go of what is known of all runs."""
+        self.drop()
+        self._known.clear()
+
     def forget(self, context: StageContext) -> None:
         """Lets go of what is known of a Stage's runs."""
         for key in [key for key, known in self._known.items() if known.context is context]:
@@ -294,7 +308,7 @@ class _Watched(Run):
         super().__init__(task, marks)
         self._known = known
         self._waits = False
-        known.seen = Seen()
+        self._seen = Seen()
         with self._watching():
             self.forward(inputs, inside, room)
         self._versions = versions(task.context)
@@ -307,14 +321,14 @@ class _Watched(Run):
             self._known.why_not = "parameters change between the call of the model and its backward"
         with self._watching():
             super().backward(grads, reached, keep_graph=keep_graph, reduce=reduce)
-        known = self._known
-        known.seen.grads = {key: torch.empty_like(grad, device="meta") for key, grad in grads.items()}
-        known.seen.reached = reached
+        self._seen.grads = {key: torch.empty_like(grad, device="meta") for key, grad in grads.items()}
+        self._seen.reached = reached
         if not keep_graph and reduce:
             self._end()
 
     def _end(self) -> None:
         known = self._known
+        known.seen = self._seen
         known.watched = not self._waits
         known.waited += self._waits
         if known.waited == _MOST_WAITING:
@@ -322,8 +336,8 @@ class _Watched(Run):
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
-        randomness, known = self._known.context.randomness, self._known
-        randomness.noted = known.seen.places
+        randomness = self._known.context.randomness
+        randomness.noted = self._seen.places
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             before = torch.cuda.get_sync_debug_mode()
@@ -343,9 +357,8 @@ class _Watched(Run):
 
 def _why_not(context: StageContext, variant: Variant, program: RankProgram) -> str:
     """What is known to stand against recording a program's run; empty if nothing is."""
-    if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get(
-        "PYTORCH_ALLOC_CONF", ""
-    ):
+    asked = "".join(os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    if "expandable_segments:true" in "".join(asked.lower().split()):
         return "the allocator has expandable segments, with which replayed messages of NCCL can hang"
     if variant.whole_part:
         return f"{variant.whole_part} stays whole, and may do anything"
