@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from random import random as drawn_by_name
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.capture import Captured, capture
-from pyrannc.capture.chance import alike_draws, other_states, trial_draws
+from pyrannc.capture.chance import alike_draws, other_states, torch_draws, trial_draws
 from pyrannc.errors import CaptureError
 
 RNG = random.Random(0)
@@ -251,6 +252,43 @@ def test_trials_begin_all_over_what_may_be_drawn() -> None:
         assert min(by_one) < 0.005
         assert max(by_one) > 0.995
         assert len([share for share in by_one if 0.1 < share < 0.9]) == 3
+
+
+def test_torch_draws_for_the_host_alone_where_no_gpu_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("manual_seed", "manual_seed_all"):
+        monkeypatch.setattr(torch.cuda, name, None)
+    before = torch.get_rng_state()
+    with torch_draws(3, torch.device("cpu")):
+        drawn = torch.rand(4)
+    assert torch.equal(drawn, torch.rand(4, generator=torch.Generator().manual_seed(3)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu"), torch.device("cuda", 1)])
+def test_torch_draws_leave_the_gpu_that_is_used(device: torch.device | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, kept, restored = torch.Generator().manual_seed(7), [], []
+
+    def get_rng_state(device: torch.device) -> Tensor:
+        kept.append(device)
+        return gpu.get_state()
+
+    def set_rng_state(state: Tensor, device: torch.device) -> None:
+        restored.append(device)
+        gpu.set_state(state)
+
+    stubs = {"is_initialized": lambda: True, "current_device": lambda: 1, "device": nullcontext}
+    own = {"get_rng_state": get_rng_state, "set_rng_state": set_rng_state, "manual_seed": gpu.manual_seed}
+    for name, item in {**stubs, **own, "manual_seed_all": None}.items():
+        monkeypatch.setattr(torch.cuda, name, item)
+    before = gpu.get_state()
+    with torch_draws(3, device):
+        assert gpu.initial_seed() == 3
+    assert torch.equal(gpu.get_state(), before)
+    with torch_draws(None, device):
+        assert gpu.initial_seed() == 7
+        torch.rand(3, generator=gpu)
+    assert torch.equal(gpu.get_state(), before)
+    assert kept == restored == [torch.device("cuda", 1)] * 2
 
 
 def test_draws_are_alike_until_they_are_too_many() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -48,6 +50,69 @@ def test_all_digits() -> None:
     with devices.all_digits():
         pass
     assert found() == before
+
+
+_SWITCHES = (
+    "",
+    "cudnn.",
+    "mkldnn.",
+    "cuda.matmul.",
+    "cudnn.conv.",
+    "cudnn.rnn.",
+    "mkldnn.matmul.",
+    "mkldnn.conv.",
+    "mkldnn.rnn.",
+)
+"""What a switch is read by, those above others first."""
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        {"": "tf32"},
+        {"": "bf16"},
+        {"cudnn.": "tf32"},
+        {"mkldnn.": "bf16"},
+        {"": "tf32", "cudnn.": "ieee"},
+        {"": "tf32", "cuda.matmul.": "tf32", "mkldnn.matmul.": "ieee"},
+        {"cudnn.": "tf32", "cudnn.conv.": "tf32"},
+        {"cudnn.": "ieee", "cudnn.conv.": "tf32"},
+        {"": "ieee", "mkldnn.conv.": "bf16"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("then", [{"": "ieee"}, {"": "tf32"}, {"cudnn.": "ieee"}, {"cudnn.": "tf32"}], ids=str)
+@pytest.mark.parametrize("older", ["", "high", "medium"])
+def test_a_switch_follows_the_one_above_it_after_all_digits(
+    first: dict[str, str], then: dict[str, str], older: str
+) -> None:
+    def put(values: dict[str, str]) -> None:
+        for name, value in values.items():
+            owner = attrgetter(name[:-1])(torch.backends) if name else torch.backends
+            owner.fp32_precision = value
+
+    def read() -> dict[str, str]:
+        return {name: attrgetter(f"{name}fp32_precision")(torch.backends) for name in _SWITCHES}
+
+    def after(inside: AbstractContextManager[None]) -> list[dict[str, str]]:
+        torch.set_float32_matmul_precision(older or "highest")
+        put(dict.fromkeys(_SWITCHES, "none") | first)
+        with inside:
+            within = read()
+        found = [read()]
+        put(then)
+        return [*found, read(), within]
+
+    before = read()
+    try:
+        plain, beside = after(nullcontext()), after(devices.all_digits())
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        put(dict.fromkeys(_SWITCHES, "none"))
+        put({name: value for name, value in before.items() if value != "none"})
+    assert read() == before
+    assert set(beside.pop().values()) <= {"none", "ieee"}
+    assert beside == plain[:2]
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])

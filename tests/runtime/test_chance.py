@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -237,3 +240,38 @@ def test_what_stays_whole_changes_its_argument(division: Division, ranks: Ranks,
     with double_precision():
         file = plan_file(WritesModel(Writes()), division, tmp_path)
     assert ranks(2).run(beside_one_process, division, file) == [[], []]
+
+
+class Asks(nn.Module):
+    """Stays whole in part, as what draws from Python does, and asks what numbers that are drawn decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.last = DropsLayer(by_python), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.last(self.part(x)) * torch.rand(()).item()
+        return x if bool((torch.rand(()) < 2).all()) else -x
+
+
+def seeded_on_gpus() -> list[str]:
+    found: set[str] = set()
+
+    def note(*_: Any) -> None:
+        found.add(next(frame.filename for frame in traceback.extract_stack()[-2::-1] if "torch" not in frame.filename))
+
+    model = Asks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        mock.patch.object(torch.cuda, "manual_seed_all", note),
+        mock.patch.object(torch.cuda, "manual_seed", note),
+    ):
+        module = pyrannc.RaNNCModule(model, optimizer)
+        module(torch.ones(ROWS, WIDTH)).sum().backward()
+        optimizer.step()
+    module.undeploy()
+    return sorted(found)
+
+
+def test_a_first_call_seeds_no_gpu_that_it_does_not_leave_as_it_was(ranks: Ranks) -> None:
+    assert ranks(2).run(seeded_on_gpus, env={"RANNC_ENABLE_ZERO": "1"}) == [[], []]

@@ -20,6 +20,7 @@ from pyrannc.job import process
 from pyrannc.runtime.seat import Seat
 from pyrannc.store.by_element import is_by_element
 from pyrannc.store.gathered import GatheredBucket
+from pyrannc.store.spread_tensor import is_absent
 from tests.ranks import RankPool
 
 from .equivalence import Case, Twins, check, double_precision
@@ -198,6 +199,50 @@ def with_closure(case: Case, folder: str) -> list[str]:
 @EACH
 def test_steps_with_closures(case: Case, sharding: str, ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(3).run(with_closure, replace(case, sharding=sharding), str(tmp_path)) == [[], [], []]
+
+
+def with_failed_steps(case: Case, folder: str) -> list[str]:
+    def fails(*_: Any) -> None:
+        raise RaNNCError("this step fails")
+
+    with double_precision():
+        twins = Twins(case, folder)
+        optimizer: Any = twins.optimizer
+        params, demand = list(twins.module.parameters()), twins.differences.demand
+        listed = list(map(id, _params(optimizer)))
+        twins.step(0)
+        for number, closure in enumerate((fails, None), 1):
+            optimizer.zero_grad()
+            twins.losses(number)[0].backward()
+            demand(any(not is_absent(param) and param.grad is not None for param in params), "there are gradients")
+            optimizer._init_group = fails
+            try:
+                optimizer.step(closure)
+                demand(False, "the step fails")
+            except RaNNCError:
+                found = list(map(id, _params(optimizer)))
+                demand(closure is None or found == listed, "all parameters are listed in the handler")
+                optimizer.zero_grad()
+            del optimizer._init_group
+            left = [param for param in params if not is_absent(param) and param.grad is not None]
+            demand(not left, f"{len(left)} gradients are left")
+            demand(list(map(id, _params(optimizer))) == listed, "all parameters are listed")
+        twins.losses(3)[0].backward()
+        optimizer._init_group = fails
+        demand(bool(met(optimizer.step)), "the step fails")
+        del optimizer._init_group
+        # The state of all, and what is listed, after a step that failed.
+        twins.compare_state("after failed steps")
+        twins.step(4)
+        twins.compare_state("after a step behind them")
+        twins.module.undeploy()
+        return twins.differences.found
+
+
+@ALL
+@EACH
+def test_steps_that_fail(case: Case, sharding: str, ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(3).run(with_failed_steps, replace(case, sharding=sharding), str(tmp_path)) == [[], [], []]
 
 
 def met(job: Callable[[], Any]) -> str:

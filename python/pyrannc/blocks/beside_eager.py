@@ -13,6 +13,7 @@ from torch.fx.node import map_aggregate
 from pyrannc.blocks.compiled import SpanCode
 from pyrannc.blocks.form import Meta
 from pyrannc.blocks.joint import results_of
+from pyrannc.capture.chance import torch_draws
 
 _MOST = 2.0
 """Times the function's own error."""
@@ -37,8 +38,7 @@ def difference(code: SpanCode, device: torch.device) -> str | None:
     Raises:
         Exception: one of them cannot be run.
     """
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-        torch.manual_seed(0)
+    with torch_draws(0, device), torch.enable_grad():
         takes = [_made_up(meta, device) for meta in code.form.takes]
         seeds = [_made_up(code.joint.made[place], device) for place in code.joint.wanted]
         ours = _outcome(code, takes, seeds, compiled=True)

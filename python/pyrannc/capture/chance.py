@@ -1,4 +1,7 @@
-"""Random numbers of Python and NumPy, which a captured graph would draw once for all calls: what draws stays whole."""
+"""Random numbers of Python and NumPy, which a captured graph would draw once for all calls: what draws stays whole.
+
+What the library tries draws from no generator of the script's, torch's included.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from functools import cache
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from pyrannc.errors import CaptureError
@@ -57,6 +61,28 @@ def other_generators_restored() -> Iterator[None]:
         random.setstate(before)
         if numpy is not None:
             numpy.set_state(before_numpy)
+
+
+@contextmanager
+def torch_draws(seed: int | None = None, device: torch.device | None = None) -> Iterator[None]:
+    """Torch's generators of the host and of one GPU are afterwards as they were, and no other is touched.
+
+    ``torch.manual_seed`` begins those of all devices anew, in which ranks and scripts differ.
+
+    Args:
+        seed: what they begin with inside; they go on if it is left out.
+        device: whose; if left out, the process's current GPU, where it uses one.
+    """
+    gpus = [device] if device is not None and device.type == "cuda" else []
+    if not gpus and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no types for it
+        gpus = [torch.device("cuda", torch.cuda.current_device())]
+    with torch.random.fork_rng(devices=gpus):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+            for gpu in gpus:
+                with torch.cuda.device(gpu):
+                    torch.cuda.manual_seed(seed)
+        yield
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from pyrannc.errors import CaptureError
 
 from .assumptions import Assumption, HeldBuffer, PartOfBatchError
 from .autocast import no_autocast
-from .chance import trial_draws
+from .chance import torch_draws, trial_draws
 from .dims import symbols_in
 from .facts import memory
 from .operands import written_memory
@@ -51,7 +51,7 @@ def real_execution() -> Iterator[None]:
         disable_proxy_modes_tracing(),
         DisableTorchFunction(),
         torch.no_grad(),
-        torch.random.fork_rng(devices=[]),
+        torch_draws(),
     ):
         yield
 
@@ -199,9 +199,7 @@ class Oracle:
     def _value(self, node: fx.Node, samples: _Samples, seed: int | None = None, *, now: bool = False) -> Any:
         """``seed`` starts the random generator for the run; ``now``: as what was written later has left it."""
         # What stays whole may draw from other generators than torch's.
-        with real_execution(), no_autocast(), trial_draws(seed or 0), self._apart():
-            if seed is not None:
-                torch.manual_seed(seed)
+        with real_execution(), no_autocast(), trial_draws(seed or 0), self._apart(), torch_draws(seed, self._device):
             nodes = self._slice_of(node, samples.known, now=now)
             self._note_lengths([*nodes, node])
             samples.run(nodes)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .chance import alike_draws
+from .chance import alike_draws, torch_draws
 from .dims import Dim
 from .torch_internals.devices import all_digits
 from .torch_internals.fakes import FakeTensor
@@ -189,9 +189,7 @@ def _holds(
     laws: Sequence[Law] = LAWS,
 ) -> int:
     """With how many rows it holds for all laws, ``least`` where ``many`` take long; 0: it does not."""
-    own = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=own), torch.enable_grad(), all_digits():
-        torch.manual_seed(0)
+    with torch_draws(0, device), torch.enable_grad(), all_digits():
         seen, shown = _Seen(), many
         for law in enumerate(laws):
             trial, start = _Trial(call, operands, FEW, device, seen, *law), time.monotonic()

@@ -21,7 +21,7 @@ from .around import whole_call
 from .assumptions import FROM_ARGUMENTS, Answering, Assumption, HeldBuffer, PythonState
 from .attributes import AttributeLog, Carried
 from .autocast import Autocast, cached_casts
-from .chance import OtherGenerators, other_generators_restored
+from .chance import OtherGenerators, other_generators_restored, torch_draws
 from .control_flow import control_flow_as_ops
 from .dims import AffineReader, symbols_in
 from .facts import FactRecorder
@@ -275,7 +275,7 @@ class Session:
     @contextmanager
     def _environment(self, recorder: FactRecorder) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[]))
+            stack.enter_context(torch_draws())
             stack.enter_context(other_generators_restored())
             stack.enter_context(compiling_state())
             stack.enter_context(fake_tensors_untold())

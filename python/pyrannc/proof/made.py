@@ -15,7 +15,7 @@ from pyrannc.call.variant import Variant
 from pyrannc.capture import flatten
 from pyrannc.capture.attributes import AttributeLog
 from pyrannc.capture.autocast import no_autocast
-from pyrannc.capture.chance import other_generators_restored, other_states
+from pyrannc.capture.chance import other_generators_restored, other_states, torch_draws
 from pyrannc.capture.row_lists import unpacked
 from pyrannc.capture.source import SourceTracker
 from pyrannc.capture.torch_internals.levels import vmap_levels_ended
@@ -209,7 +209,7 @@ class FewRows:
 @contextmanager
 def same_chance(device: torch.device) -> Iterator[None]:
     """Whatever is drawn inside is drawn again afterwards: by torch, Python and NumPy."""
-    with other_generators_restored(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with other_generators_restored(), torch_draws(device=device):
         yield
 
 

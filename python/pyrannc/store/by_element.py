@@ -6,6 +6,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
+from pyrannc.capture.chance import torch_draws
 from pyrannc.store.by_parameter import state_like, tried
 
 _STEPS = 3
@@ -48,8 +49,7 @@ def _updated(optimizer: Optimizer, device: torch.device, in_parts: bool, with_st
                 if with_state:
                     trial.state[own["params"][-1]] = state_like(optimizer, like, part, part.dtype)
         made += own["params"]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
+    with torch_draws(0, device):
         for _ in range(_STEPS):
             sizes = [param.numel() for param in made]
             grads = torch.randn(sum(sizes), generator=generator, dtype=torch.float64)

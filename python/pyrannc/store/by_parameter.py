@@ -12,6 +12,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
+from pyrannc.capture.chance import torch_draws
 from pyrannc.errors import RaNNCError
 
 _STEPS = 4
@@ -105,8 +106,7 @@ def _updated(optimizer: Optimizer, device: torch.device, other: bool, with_state
     generator = Generator().manual_seed(0)
     trial, firsts = _trial(optimizer, device, generator, with_state)
     first_ids = set(map(id, firsts))
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
+    with torch_draws(0, device):
         for step in range(_STEPS):
             for group in trial.param_groups:
                 for param in group["params"]:

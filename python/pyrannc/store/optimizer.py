@@ -20,7 +20,7 @@ from pyrannc.store.by_element import is_by_element
 from pyrannc.store.carry import Route, carry
 from pyrannc.store.divided import DividedParams, part_of_state, whole_state
 from pyrannc.store.optimizer_state import by_number, drop_state, of_no_param, placed, put_state, refuse_misfit
-from pyrannc.store.own_listed import begin_sharing, own_listed, step_with_own
+from pyrannc.store.own_listed import begin_sharing, end_failed_step, own_listed, step_with_own
 from pyrannc.store.param_lists import Listed, ParamLists
 from pyrannc.store.spread_tensor import is_absent
 from pyrannc.store.store import ParamStore
@@ -93,6 +93,7 @@ class UserOptimizer:
 
     def former(self) -> Callable[[], None]:
         """What brings back all that a deployment changes, on this rank alone."""
+        end_failed_step(self.optimizer)
         optimizer, lists, has_state = self.optimizer, self._lists, self._first_has_state
         stores = [] if lists is None else list(lists.stores)
         params = [list(group["params"]) for group in optimizer.param_groups]
@@ -183,6 +184,7 @@ class UserOptimizer:
         lists = self._lists
         if lists is None or store not in lists.stores or not lists.divided:
             return []
+        end_failed_step(self.optimizer)
         ids = set(map(id, store.params.values()))
         items = [item for item in lists.all() if item.parts and id(item.param) in ids]
         holders = {id(param): store.holders.get(name, ()) for name, param in store.params.items()}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakMethod, WeakSet
 
@@ -23,8 +25,13 @@ Divided: TypeAlias = Callable[[], Sequence[DividedParams]]
 
 @dataclass
 class _Hidden:
-    """What an optimizer lists otherwise: by group, all of it and what has been put in its place."""
+    """What an optimizer lists otherwise: by group, all of it and what has been put in its place.
 
+    Attributes:
+        step: the call of ``step`` that it is for, as :func:`_mark` tells; None: it is for no step.
+    """
+
+    step: Any = None
     groups: list[tuple[dict[str, Any], dict[str, Any], list[Any]]] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
 
@@ -38,6 +45,7 @@ _hidden: WeakKeyDictionary[Optimizer, _Hidden] = WeakKeyDictionary()
 @contextmanager
 def own_listed(optimizer: Optimizer) -> Iterator[None]:
     """Lists only what this rank holds, inside."""
+    end_failed_step(optimizer)
     if optimizer in _hidden:
         yield
         return
@@ -46,6 +54,25 @@ def own_listed(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         _show(optimizer)
+
+
+def end_failed_step(optimizer: Optimizer) -> None:
+    """Lists all parameters again if a step has failed since: nobody is told of that."""
+    hidden = _hidden.get(optimizer)
+    if hidden is not None and hidden.step is not None and not _runs(hidden.step):
+        _show(optimizer)
+
+
+def _runs(step: Any) -> bool:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and _mark(frame) != step:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _mark(frame: FrameType) -> Any:
+    """Tells a call from others that run, without keeping what it holds."""
+    return id(frame), frame.f_code
 
 
 def step_with_own(optimizer: Optimizer, divided: Divided) -> None:
@@ -77,30 +104,30 @@ def hide_last(optimizer: Optimizer) -> None:
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     # A step that failed has left it so.
     _show(optimizer)
+    step = _mark(sys._getframe(1))
     if optimizer in _shared:
         pieces = _pieces(optimizer)
         _refuse_parts(optimizer, pieces)
-        _hide(optimizer, pieces)
+        _hide(optimizer, pieces, step)
     closures = [item for item in (*args[1:], *kwargs.values()) if callable(item)]
     if not closures:
         return None
-    whole = {id(closure): _with_all_listed(optimizer, closure) for closure in closures}
+    whole = {id(closure): _with_all_listed(optimizer, closure, step) for closure in closures}
     return (
         tuple(whole.get(id(item), item) for item in args),
         {name: whole.get(id(item), item) for name, item in kwargs.items()},
     )
 
 
-def _with_all_listed(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """The script's closure, which finds all parameters listed."""
+def _with_all_listed(optimizer: Optimizer, closure: Callable[[], Any], step: Any) -> Callable[[], Any]:
+    """The script's closure, which finds all parameters listed; they stay so where it fails, and the step with it."""
 
     def call() -> Any:
         _show(optimizer)
-        try:
-            return closure()
-        finally:
-            if optimizer in _shared:
-                _hide(optimizer, _pieces(optimizer))
+        result = closure()
+        if optimizer in _shared:
+            _hide(optimizer, _pieces(optimizer), step)
+        return result
 
     return call
 
@@ -123,8 +150,8 @@ def _pieces(optimizer: Optimizer) -> dict[int, Piece]:
     return {key: piece for params in _divided_by(optimizer) for key, piece in params.pieces.items()}
 
 
-def _hide(optimizer: Optimizer, pieces: dict[int, Piece]) -> None:
-    hidden = _hidden[optimizer] = _Hidden()
+def _hide(optimizer: Optimizer, pieces: dict[int, Piece], step: Any = None) -> None:
+    hidden = _hidden[optimizer] = _Hidden(step)
     for group in optimizer.param_groups:
         params: list[Tensor] = group["params"]
         works = [_work(param, pieces) for param in params]

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from pyrannc.errors import MismatchError
 from pyrannc.job import agree, process
 from pyrannc.store.divided import DividedParams, Part
+from pyrannc.store.own_listed import end_failed_step
 from pyrannc.store.store import ParamStore
 
 Label: TypeAlias = "tuple[int, str, int]"
@@ -134,6 +135,7 @@ class ParamLists:
 
     def follow(self) -> None:
         """Takes over what the script has changed in ``param_groups`` by hand. All ranks call it."""
+        end_failed_step(self._optimizer)
         groups = [group["params"] for group in self._optimizer.param_groups]
         changed = _ids(groups) != _ids(self._full)
         everyone = agree.gather_numbers((int(changed), len(groups)))

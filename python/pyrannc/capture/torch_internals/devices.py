@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+_ALL_DIGITS = ("none", "ieee")
+
 
 class _Ends:
     """What ``destroy_process_group`` ends before the communicators."""
@@ -28,22 +30,27 @@ def before_groups_end(callback: Callable[[], None]) -> None:
 def all_digits() -> Iterator[None]:
     """Products and convolutions of float32 have all of its digits inside; afterwards each switch is as it was.
 
-    Public: the switches themselves. The older ones, which torch reads together with these, do not take themselves back:
-    they leave some at "ieee" that were at "none". Where the two disagree, the older ones cannot be read, and stay.
+    Public: the switches themselves. One at "none" reads as the one above it, and has to go on doing so: what still
+    reads otherwise once that one is at "ieee" has been set itself. The older ones, which torch reads together with
+    these, do not take themselves back: they leave some at "ieee" that were at "none". Where the two disagree, the older
+    ones cannot be read, and stay.
     """
     backends: Any = torch.backends
+    above = [backends, backends.cudnn, backends.mkldnn]
     kinds = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
     kinds += [backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn]
     found = [kind.fp32_precision for kind in kinds]
     products = _readable(torch.get_float32_matmul_precision)
     others = _readable(lambda: backends.cudnn.allow_tf32)
+    own: list[tuple[Any, str]] = []
+    for switch in (*above, *kinds):
+        if switch.fp32_precision not in _ALL_DIGITS:
+            own.append((switch, switch.fp32_precision))
+            switch.fp32_precision = "ieee"
     if products not in (None, "highest"):
         torch.set_float32_matmul_precision("highest")
     if others:
         backends.cudnn.allow_tf32 = False
-    for kind in kinds:
-        if kind.fp32_precision not in ("none", "ieee"):
-            kind.fp32_precision = "ieee"
     try:
         yield
     finally:
@@ -52,8 +59,14 @@ def all_digits() -> Iterator[None]:
         if others:
             backends.cudnn.allow_tf32 = True
         for kind, before in zip(kinds, found, strict=True):
-            if kind.fp32_precision != before:
-                kind.fp32_precision = before
+            if before not in _ALL_DIGITS:
+                kind.fp32_precision = "none"
+        for switch, before in own:
+            switch.fp32_precision = before
+        for kind, before in zip(kinds, found, strict=True):
+            for value in ("none", before):
+                if kind.fp32_precision != before:
+                    kind.fp32_precision = value
 
 
 def _readable(read: Callable[[], Any]) -> Any:
