@@ -577,6 +577,39 @@ def own_generator(job: Job) -> None:
         job.same("loss", model(*batch))
 
 
+@refused("CaptureError", "generator", "torch.rand", instead="draw without `generator=`, after `torch.manual_seed`")
+def own_torch_generator(job: Job) -> None:
+    """The model draws from a `torch.Generator` of its own (`torch.rand(shape, generator=self.rng)`)."""
+    net = Chain()
+    net.rng = torch.Generator().manual_seed(0)
+    model = job.wrap(Returns(net, lambda y, target: F.mse_loss(y * torch.rand(y.shape, generator=net.rng), target)))
+    for batch in job.batches(pairs):
+        job.same("loss", model(*batch))
+
+
+@equal()
+def idle_torch_generator(job: Job) -> None:
+    """The model holds a `torch.Generator`, from which its forward does not draw."""
+    net = Chain()
+    net.rng = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        net.head.weight.uniform_(-1, 1, generator=net.rng)
+    _trained(job, Returns(net, F.mse_loss), lambda model: None)
+
+
+@alike(settings=SPREAD, note="what draws stays whole, alike on all ranks")
+def given_default_generator(job: Job) -> None:
+    """The model draws with `generator=torch.default_generator`."""
+    torch.manual_seed(3)
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(y * torch.rand(y.shape[-1:], generator=torch.default_generator), target)
+
+    model = job.wrap(Returns(Chain(), loss))
+    for batch in job.batches(pairs):
+        job.same("loss", model(*batch))
+
+
 @equal()
 def generators_of_the_script(job: Job) -> None:
     """The script draws from `random` and numpy between calls of a model that draws from them too."""
