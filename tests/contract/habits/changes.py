@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -396,6 +397,7 @@ class _Remembers(Chain):
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
+        self.counted = Counter[str]()
         self.kept: list[Tensor] = []
         self.last: dict[str, Tensor] = {}
         self.bank = torch.zeros(WIDTH)
@@ -424,6 +426,17 @@ def counter(job: Job) -> None:
     def keep(net: _Remembers, y: Tensor) -> Tensor:
         net.calls += 1
         return y * (1.0 if net.calls < 2 else 0.5)
+
+    _remembering(job, keep)
+
+
+@refused("CaptureError", "counted", instead=BUFFER)
+def counter_of_collections(job: Job) -> None:
+    """The model counts in a `collections.Counter`, a `defaultdict`, an `OrderedDict` or a `deque`."""
+
+    def keep(net: _Remembers, y: Tensor) -> Tensor:
+        net.counted["calls"] += 1
+        return y / net.counted["calls"]
 
     _remembering(job, keep)
 
