@@ -186,6 +186,27 @@ def made_of_a_seed(self: Any, x: Tensor) -> Tensor:
     return x * float(np.random.default_rng(3).random())
 
 
+def drawn_by_torch(self: Any, x: Tensor) -> Tensor:
+    return x * torch.rand(x.shape, generator=self.rng)
+
+
+def drawn_in_place_by_torch(self: Any, x: Tensor) -> Tensor:
+    return x * torch.empty(x.shape).uniform_(generator=self.rng[0])
+
+
+def drawn_by_torch_in_what_stays_whole(self: Any, x: Tensor) -> Tensor:
+    return x * x.sum().item() * torch.rand(x.shape, generator=self.rng)
+
+
+def drawn_by_torch_of_a_closure() -> Forward:
+    own = torch.Generator()
+
+    def run(self: Any, x: Tensor) -> Tensor:
+        return x * torch.rand(x.shape, generator=own)
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("run", "generator", "text"),
     [
@@ -196,6 +217,10 @@ def made_of_a_seed(self: Any, x: Tensor) -> Tensor:
         (held_in_what_stays_whole, random.Random(0), 'from the generator "rng" of sub-module "1"'),
         (held_inside, [random.Random(0)], 'from the generator "rng" of sub-module "1"'),
         (held_inside, SimpleNamespace(own=np.random.default_rng(0)), 'from the generator "rng" of sub-module "1"'),
+        (drawn_by_torch, torch.Generator(), "from a torch.Generator of its own"),
+        (drawn_in_place_by_torch, [torch.Generator()], "from a torch.Generator of its own"),
+        (drawn_by_torch_in_what_stays_whole, torch.Generator(), "from a torch.Generator of its own"),
+        (drawn_by_torch_of_a_closure(), None, "from a torch.Generator of its own"),
         (held_by_module, None, 'from the generator "RNG" of .*test_chance'),
         (made_anew, None, "makes a generator without a seed"),
         (made_anew_in_what_stays_whole, None, "makes a generator without a seed"),
@@ -213,6 +238,32 @@ def test_the_generator_of_all_may_be_held(generator: Any) -> None:
     model = model_of(held)
     model[1].rng = generator
     assert [kept.paths for kept in captured(model).kept_whole] == [("1",)]
+
+
+@pytest.mark.parametrize("generator", [torch.default_generator, None])
+def test_torchs_generator_may_be_given(generator: torch.Generator | None) -> None:
+    model = model_of(drawn_by_torch)
+    model[1].rng = generator
+    assert [kept.paths for kept in captured(model).kept_whole] == ([("1",)] if generator else [])
+
+
+def seeded_anew(self: Any, x: Tensor) -> Tensor:
+    return drawn_by_torch(self, x) if self.rng.manual_seed(1) else x
+
+
+def drawn_by_torch_of_a_seed(self: Any, x: Tensor) -> Tensor:
+    return x * torch.rand(x.shape, generator=torch.Generator().manual_seed(3))
+
+
+def draws_nothing_from_it(self: Any, x: Tensor) -> Tensor:
+    return x * torch.rand(x.shape)
+
+
+@pytest.mark.parametrize("run", [seeded_anew, drawn_by_torch_of_a_seed, draws_nothing_from_it])
+def test_a_generator_of_torch_that_no_call_advances_may_be_held(run: Forward) -> None:
+    model = model_of(run)
+    model[1].rng = torch.Generator().manual_seed(1)
+    assert captured(model)
 
 
 def test_a_generator_with_a_seed_is_a_constant() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import itertools
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,6 +98,42 @@ def keeps_first(self: Any, x: Tensor) -> Tensor:
 def test_what_is_carried_from_call_to_call_is_refused(forward: Callable[..., Tensor], text: str) -> None:
     with pytest.raises(CaptureError, match=text):
         captured(forward)
+
+
+class OwnDict(dict[Any, Any]):
+    """Does something else where it is filled."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value + 1)
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise AssertionError
+
+
+CONTAINERS: list[Any] = [
+    {0: 0}, collections.Counter({0: 0}), collections.defaultdict(int), OrderedDict({0: 0}), OwnDict({0: 0}),
+    [0], deque([0], maxlen=1),
+]  # fmt: skip
+
+
+def counts_in_a_container(self: Any, x: Tensor) -> Tensor:
+    self.cache[0] += 1
+    return x * self.cache[0]  # type: ignore[no-any-return]
+
+
+def keeps_in_a_container(self: Any, x: Tensor) -> Tensor:
+    before, self.cache[0] = self.cache[0], x.mean()
+    return x - before
+
+
+@pytest.mark.parametrize("forward", [counts_in_a_container, keeps_in_a_container])
+@pytest.mark.parametrize("container", CONTAINERS, ids=lambda container: type(container).__name__)
+def test_what_a_container_carries_is_refused(container: Any, forward: Callable[..., Tensor]) -> None:
+    container = copy.deepcopy(container)
+    before = repr(container)
+    with pytest.raises(CaptureError, match=r'(counts from|keeps tensors for the next) call.*"cache" of'):
+        captured(forward, lambda module: setattr(module, "cache", container))
+    assert repr(container) == before
 
 
 def fills_cache(self: Any, x: Tensor) -> Tensor:
@@ -222,7 +259,7 @@ def test_outputs_that_transformers_collects_by_hooks_are_captured_each_time() ->
     sizes: dict[str, Any] = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
     model = LlamaModel(LlamaConfig(**sizes, num_attention_heads=2, attn_implementation="eager")).double()
     call = {"input_ids": torch.randint(9, (3, 4)), "output_hidden_states": True, "use_cache": False}
-    expected = deepcopy(model)(**call)
+    expected = copy.deepcopy(model)(**call)
     assert len(expected.hidden_states) == 3
     state = dict([*model.named_parameters(), *model.named_buffers()])
     # The second capture finds the hooks there; the third has some on what stays whole.

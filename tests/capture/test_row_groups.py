@@ -262,6 +262,34 @@ def test_trials_show_a_group() -> None:
     assert not tail_of(found).tail.ops
 
 
+class Starting(nn.Module):
+    """Sets itself up by its first batch."""
+
+    mean: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mean is None:
+            self.mean = x.detach().mean()
+        return x - self.mean
+
+
+class StartingFirst(Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Starting()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.first(x))
+
+
+def test_trials_of_a_group_leave_attributes_as_they_were() -> None:
+    args, kwargs = call(ROWS)
+    net, options = Net(StartingFirst()), CaptureOptions(leaf_modules=("inner.0.first",))
+    found = capture(net, args, kwargs, device=CPU, rows=ROWS, options=options, tried_together=["inner.0"])
+    assert found.row_wise
+    assert net.get_submodule("inner.0.first").mean is None
+
+
 @pytest.mark.parametrize("kind", [Unsorted, Centred, Dropping, Capacity])
 def test_trials_find_what_is_none(kind: type[nn.Module]) -> None:
     found = captured(kind(), tried=["inner.0"])

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 
 from pyrannc.capture.torch_internals import devices
+from pyrannc.capture.torch_internals.tensors import TorchDispatchMode
 
 
 def test_before_groups_end() -> None:
@@ -113,6 +114,26 @@ def test_a_switch_follows_the_one_above_it_after_all_digits(
     assert read() == before
     assert set(beside.pop().values()) <= {"none", "ieee"}
     assert beside == plain[:2]
+
+
+class _Generators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
+        self.seen: list[torch.Generator] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(kwargs["generator"])
+        return func(*args, **kwargs)
+
+
+def test_generator_address() -> None:
+    own = torch.Generator()
+    with _Generators() as modes:
+        for generator in (own, own, torch.default_generator):
+            torch.rand(2, generator=generator)
+    addresses = [devices.generator_address(generator) for generator in (own, own, torch.default_generator)]
+    assert list(map(devices.generator_address, modes.seen)) == addresses
+    assert len(set(addresses)) == 2
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])

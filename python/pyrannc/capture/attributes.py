@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,9 @@ _HOOKED = "_output_capturing_hooks_installed"
 """Where transformers notes that a call has put hooks on sub-modules. They stay, and so does the note."""
 INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {_HOOKED}
 """Attributes that torch itself keeps in every module, and that note."""
-_CONTAINERS = (dict, list, set)
+_BUILT_IN = (dict, list, set)
+_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
+"""Classes by whose own methods a container is emptied and filled: a Counter's would add, a user's may do anything."""
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, range, slice,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -42,7 +45,7 @@ _STAND_INS = {torch.SymInt: 3, torch.SymFloat: 0.7, torch.SymBool: True}
 
 def is_plain(value: Any) -> bool:
     """True for Python values that are compared by value: scalars, and containers of them."""
-    if isinstance(value, (tuple, list, set, frozenset)):
+    if isinstance(value, (tuple, list, set, frozenset, deque)):
         return all(map(is_plain, value))
     if isinstance(value, dict):
         return all(map(is_plain, value.values()))
@@ -64,9 +67,7 @@ class _Kept:
         now.clear()
         now.update(self.attributes)
         for name, content in self.contents.items():
-            container = self.attributes[name]
-            container.clear()
-            container.extend(content) if isinstance(container, list) else container.update(content)
+            _fill(self.attributes[name], content)
 
     def changed(self) -> Iterator[tuple[str, Any]]:
         """Attributes that are not what they were, with what they are."""
@@ -74,12 +75,37 @@ class _Kept:
         for name, value in now.items():
             if name in INTERNAL:
                 continue
-            before = self.contents.get(name, self.attributes.get(name, _MISSING))
-            if not _same(before, value):
+            before = self.attributes.get(name, _MISSING)
+            if name in self.contents:
+                same = type(before) is type(value) and _same(self.contents[name], _content(value))
+            else:
+                same = _same(before, value)
+            if not same:
                 yield name, value
 
 
 _MISSING = object()
+
+
+def _content(value: Any) -> Any:
+    """What is in a container, as one of a class that does nothing else; anything else is itself."""
+    kind = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
+    if kind is None:
+        return value
+    return kind(kind.items(value)) if issubclass(kind, dict) else kind(kind.__iter__(value))
+
+
+def _fill(container: Any, content: Any) -> None:
+    """Puts a content in the place of what a container holds."""
+    kind = type(content)
+    kind.clear(container)
+    if isinstance(content, dict):
+        for key, value in content.items():
+            kind.__setitem__(container, key, value)
+    elif isinstance(content, set):
+        kind.update(container, content)
+    else:
+        kind.extend(container, content)
 
 
 def _same(before: Any, now: Any) -> bool:
@@ -89,7 +115,7 @@ def _same(before: Any, now: Any) -> bool:
         return False
     if isinstance(before, dict):
         return before.keys() == now.keys() and all(_same(value, now[key]) for key, value in before.items())
-    if isinstance(before, list):
+    if isinstance(before, (list, deque)):
         return len(before) == len(now) and all(map(_same, before, now))
     return is_plain(before) and is_plain(now) and bool(before == now)
 
@@ -196,7 +222,7 @@ class AttributeLog:
                     self.left.append((kept.module, name, copy.copy(value)))
                 if not self._read_first.get(key, True):
                     self.written.append(attribute)
-                elif any(map(depends_on_data, flatten(value)[0])):
+                elif any(map(depends_on_data, flatten(_content(value))[0])):
                     raise CaptureError(_carries_tensor(attribute))
                 elif is_plain(value) or _symbolic(value) or any(map(depends_on_data, _numbers(value))):
                     self.carried.append((attribute, _for_a_second(value, depends_on_data)))
@@ -227,7 +253,12 @@ def _functions(attribute: Attribute) -> Iterator[FunctionType]:
 
 def _kept(path: str, module: nn.Module) -> _Kept:
     attributes = dict(vars(module))
-    contents = {name: copy.copy(value) for name, value in attributes.items() if type(value) in _CONTAINERS}
+    # Hooks stand in torch's own, of other classes: those that a call sets stay.
+    contents = {
+        name: _content(value)
+        for name, value in attributes.items()
+        if type(value) in _BUILT_IN or (name not in INTERNAL and isinstance(value, _CONTAINERS))
+    }
     return _Kept(module, path, attributes, contents)
 
 
@@ -237,7 +268,7 @@ def _symbolic(value: Any) -> bool:
 
 def _numbers(value: Any) -> list[Any]:
     """Numbers of the trace in a structure."""
-    return list(filter(_symbolic, pytree.tree_leaves(value)))
+    return list(filter(_symbolic, pytree.tree_leaves(_content(value))))
 
 
 def _for_a_second(value: Any, depends_on_data: Callable[[Any], bool]) -> Any:
@@ -247,8 +278,12 @@ def _for_a_second(value: Any, depends_on_data: Callable[[Any], bool]) -> Any:
     def stand_in(leaf: Any) -> Any:
         return _STAND_INS[type(leaf)] if _symbolic(leaf) and (leaf is not value or depends_on_data(leaf)) else leaf
 
+    content = pytree.tree_map(stand_in, _content(value))
     # A container is emptied when it is put back.
-    return copy.copy(pytree.tree_map(stand_in, value))
+    made = copy.copy(value if isinstance(value, _CONTAINERS) else content)
+    if isinstance(value, _CONTAINERS):
+        _fill(made, content)
+    return made
 
 
 def refuse_changed_tensors(model: nn.Module, changed: Sequence[Tensor]) -> None:

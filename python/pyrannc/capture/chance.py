@@ -1,10 +1,12 @@
 """Random numbers of Python and NumPy, which a captured graph would draw once for all calls: what draws stays whole.
 
-What the library tries draws from no generator of the script's, torch's included.
+And those of generators that a model holds, torch's too, which nobody sets alike on all ranks: these are refused. What the
+library tries draws from no generator of the script's, torch's included.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import pickle
 import random
@@ -21,13 +23,14 @@ from torch import nn
 from pyrannc.errors import CaptureError
 
 from .source import Place, SourceTracker, belongs_to_user
+from .torch_internals.devices import generator_address
 from .torch_internals.patching import PatchPoint
 from .torch_internals.tracing import current_tracer
 from .untraceable import UntraceableError
 
 _PYTHON = "Python's random module"
 _NUMPY = "numpy.random"
-_ADVICE = "use torch's (torch.rand), or pass the number as a tensor argument"
+_ADVICE = "use torch's own (torch.rand without generator=), or pass the number as a tensor argument"
 _NO_DRAWS = {"seed", "getstate", "setstate", "get_state", "set_state"}
 _WORD = (1 << 32) - 1
 _MOST_ITEMS = 64
@@ -147,6 +150,31 @@ def _state(generator: Any) -> Any:
     return bits.state if bits is not None else generator.get_state(legacy=False)
 
 
+class TorchGenerators:
+    """Generators of torch that are not its own, as runs of a part that stays whole draw from them.
+
+    One that is made or seeded in each run is a constant. One that goes on from run to run is held by somebody, and
+    would go on by trials and on ranks that run the part for more rows.
+    """
+
+    def __init__(self) -> None:
+        # They live on here, so that no other one gets their address.
+        self.drawn: dict[int, tuple[torch.Generator, bytes]] = {}
+
+    def note(self, generator: torch.Generator) -> None:
+        """Called before each draw: what the generator has come to at the first one."""
+        address = generator_address(generator)
+        shared = map(generator_address, (torch.default_generator, *torch.cuda.default_generators))
+        if address not in self.drawn and address not in shared:
+            state = generator.get_state()
+            # No operator reads it, which modes would see.
+            self.drawn[address] = generator, ctypes.string_at(state.data_ptr(), state.nbytes)
+
+    def go_on(self, later: TorchGenerators) -> bool:
+        """True where one has come to something else by a later run, whose generators are noted here, too."""
+        return any(self.drawn.setdefault(key, found)[1] != found[1] for key, found in later.drawn.items())
+
+
 class OtherGenerators:
     """The generators of ``random`` and ``numpy.random``, and those that a model's code holds.
 
@@ -177,7 +205,7 @@ class OtherGenerators:
         def check() -> None:
             name = _moved(before_held, self._held_states())
             if name:
-                raise _refused(Place(tracker.module), f"draws random numbers from {name}")
+                raise refused_draws(Place(tracker.module), f"draws random numbers from {name}")
             name = _moved(before, other_states())
             if name:
                 raise _untraceable(Place(tracker.module), name)
@@ -205,7 +233,7 @@ def _seeded_alone(tracker: SourceTracker) -> Iterator[None]:
 
     def default_rng(seed: Any = None) -> Any:
         if seed is None and belongs_to_user(sys._getframe(1).f_code.co_filename):
-            raise _refused(tracker.here(), "makes a generator without a seed (numpy.random.default_rng())")
+            raise refused_draws(tracker.here(), "makes a generator without a seed (numpy.random.default_rng())")
         return original(seed)
 
     with point.replaced_by(default_rng):
@@ -223,7 +251,8 @@ def _untraceable(place: Place, name: str) -> UntraceableError:
     return UntraceableError(message, place, f"it {cause}")
 
 
-def _refused(place: Place, cause: str) -> CaptureError:
+def refused_draws(place: Place, cause: str) -> CaptureError:
+    """The error for what draws from a generator that nobody sets alike on all ranks."""
     return CaptureError(
         f"{place} {cause}, which would give each rank numbers of its own; {_ADVICE}. What random and numpy.random "
         "themselves draw, in a part that stays whole, is alike on all ranks"

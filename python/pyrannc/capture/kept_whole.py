@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pyrannc.errors import CaptureError
 
-from .chance import trial_draws
+from .chance import TorchGenerators, refused_draws, trial_draws
 from .facts import memory
 from .fallback import BatchSizes, TwoSizes, argument_of, insert_node
 from .flatten import Structure, flatten
@@ -245,6 +245,7 @@ class WholeCall:
 
         longer = partial(oracle.longer_values_of, proxies, operands)
         run = _Runs(
+            self._part,
             lambda tensors: self._run(names, structure, tensors, shared, looks=True),
             names,
             operands,
@@ -257,6 +258,8 @@ class WholeCall:
                 if made.second is None and has_lists(run.outputs[0]):
                     with suppress(Exception):
                         run(longer(1))
+                if made.second is None and run.generators.drawn:
+                    run(reals)
         except CaptureError:
             raise
         except Exception as error:
@@ -349,7 +352,11 @@ class Tried:
 class _Runs:
     """Runs of a part on real tensors, and what they show.
 
+    Attributes:
+        generators: from which they draw.
+
     Args:
+        part: which runs.
         call: gives results, and what stands round them.
         names: of the state among the operands, which comes first.
         operands: as the trace has them.
@@ -358,12 +365,14 @@ class _Runs:
 
     def __init__(
         self,
+        part: Part,
         call: Callable[[Sequence[Any]], tuple[list[Tensor], Structure]],
         names: Sequence[str],
         operands: Sequence[Tensor],
         *,
         hands_on: bool,
     ) -> None:
+        self._part = part
         self._hands_on = hands_on
         self._call = call
         self._names = names
@@ -375,6 +384,7 @@ class _Runs:
         self._reshaped = self._draws = self._draws_elsewhere = False
         self._used: set[str] = set()
         self._types: set[torch.dtype] = set()
+        self.generators = TorchGenerators()
 
     def __call__(self, tensors: Sequence[Any]) -> list[Tensor]:
         """The results of a run that are none of its arguments, then the new contents of those that it has changed."""
@@ -383,6 +393,8 @@ class _Runs:
         with trial_draws(len(self._forms)) as drew, torch.set_grad_enabled(self._grad_enabled), _Used() as seen:
             made, output = self._call(given)
             self._draws_elsewhere |= drew()
+        if self.generators.go_on(seen.generators):
+            raise refused_draws(Place(self._part.path), "draws random numbers from a torch.Generator of its own")
         self._draws |= _generators() != state
         own = {id(item): name for name, item in zip(self._names, given, strict=False)}
         self._used.update(own[key] for key in own.keys() & (seen.ids | set(map(id, made))))
@@ -459,7 +471,11 @@ def _generators() -> list[list[int]]:
 
 
 class _Used(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no types for it
-    """Sees the tensors that operators take, and the types of those that they make."""
+    """Sees the tensors that operators take, and the types of those that they make.
+
+    Attributes:
+        generators: from which operators draw.
+    """
 
     supports_higher_order_operators = True
 
@@ -467,9 +483,14 @@ class _Used(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has no
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self.ids: set[int] = set()
         self.types: set[torch.dtype] = set()
+        self.generators = TorchGenerators()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ids.update(id(item) for item in pytree.tree_leaves((args, kwargs)) if isinstance(item, Tensor))
+        taken = pytree.tree_leaves((args, kwargs))
+        self.ids.update(id(item) for item in taken if isinstance(item, Tensor))
+        for item in taken:
+            if isinstance(item, torch.Generator):
+                self.generators.note(item)
         made = func(*args, **(kwargs or {}))
         self.types.update(item.dtype for item in pytree.tree_leaves(made) if isinstance(item, Tensor))
         return made

@@ -246,7 +246,13 @@ class _Lowering:
             (*self.cleaned.buffers, *self.cleaned.constants), (*self.trace.buffers.tensors, *constants), strict=True
         )
         state |= {node: (tensor, False) for node, tensor in others}
-        trials = GroupTrials(self.cleaned, state.get, partial(_extents, self.trace.reader), self.all_rows)
+        trials = GroupTrials(
+            self.cleaned,
+            state.get,
+            partial(_extents, self.trace.reader),
+            self.all_rows,
+            self.trace.attributes_restored,
+        )
         self.shown_rows = self.all_rows
         for number, group in enumerate(self.groups):
             self.row_wise.append(

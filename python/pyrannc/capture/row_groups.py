@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,13 +211,22 @@ class GroupTrials:
         known: tells tensors.
         extents: of a tensor.
         rows: of the whole batch.
+        attributes_restored: at its end, Python attributes of the model are as they were before the trace.
     """
 
-    def __init__(self, cleaned: CleanGraph, known: Known, extents: Extents, rows: int) -> None:
+    def __init__(
+        self,
+        cleaned: CleanGraph,
+        known: Known,
+        extents: Extents,
+        rows: int,
+        attributes_restored: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._cleaned = cleaned
         self._known = known
         self._extents = extents
         self._rows = rows
+        self._attributes_restored = attributes_restored
         self._found: dict[Hashable, int] = {}
 
     def rows_shown(self, group: RowGroup, device: torch.device) -> int:
@@ -227,7 +237,9 @@ class GroupTrials:
             own = next(item.device for item in operands if isinstance(item, Tensor))
             if own not in calls:
                 calls[own] = group.call(own)
-            return calls[own](*operands)
+            # What runs in it may set itself up by the first batch, which is none of the script's here.
+            with self._attributes_restored():
+                return calls[own](*operands)
 
         operands = [self._operand(node) for node in group.takes]
         title = group.call(torch.device("cpu")).title  # type: ignore[attr-defined]  # an OpaqueCall

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -396,6 +397,7 @@ class _Remembers(Chain):
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
+        self.counted = Counter[str]()
         self.kept: list[Tensor] = []
         self.last: dict[str, Tensor] = {}
         self.bank = torch.zeros(WIDTH)
@@ -424,6 +426,17 @@ def counter(job: Job) -> None:
     def keep(net: _Remembers, y: Tensor) -> Tensor:
         net.calls += 1
         return y * (1.0 if net.calls < 2 else 0.5)
+
+    _remembering(job, keep)
+
+
+@refused("CaptureError", "counted", instead=BUFFER)
+def counter_of_collections(job: Job) -> None:
+    """The model counts in a `collections.Counter`, a `defaultdict`, an `OrderedDict` or a `deque`."""
+
+    def keep(net: _Remembers, y: Tensor) -> Tensor:
+        net.counted["calls"] += 1
+        return y / net.counted["calls"]
 
     _remembering(job, keep)
 
@@ -573,6 +586,39 @@ def own_generator(job: Job) -> None:
     net = Chain()
     net.rng = np.random.default_rng(0)
     model = job.wrap(Returns(net, lambda y, target: F.mse_loss(y * (1 + net.rng.random()), target)))
+    for batch in job.batches(pairs):
+        job.same("loss", model(*batch))
+
+
+@refused("CaptureError", "generator", "torch.rand", instead="draw without `generator=`, after `torch.manual_seed`")
+def own_torch_generator(job: Job) -> None:
+    """The model draws from a `torch.Generator` of its own (`torch.rand(shape, generator=self.rng)`)."""
+    net = Chain()
+    net.rng = torch.Generator().manual_seed(0)
+    model = job.wrap(Returns(net, lambda y, target: F.mse_loss(y * torch.rand(y.shape, generator=net.rng), target)))
+    for batch in job.batches(pairs):
+        job.same("loss", model(*batch))
+
+
+@equal()
+def idle_torch_generator(job: Job) -> None:
+    """The model holds a `torch.Generator`, from which its forward does not draw."""
+    net = Chain()
+    net.rng = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        net.head.weight.uniform_(-1, 1, generator=net.rng)
+    _trained(job, Returns(net, F.mse_loss), lambda model: None)
+
+
+@alike(settings=SPREAD, note="what draws stays whole, alike on all ranks")
+def given_default_generator(job: Job) -> None:
+    """The model draws with `generator=torch.default_generator`."""
+    torch.manual_seed(3)
+
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(y * torch.rand(y.shape[-1:], generator=torch.default_generator), target)
+
+    model = job.wrap(Returns(Chain(), loss))
     for batch in job.batches(pairs):
         job.same("loss", model(*batch))
 

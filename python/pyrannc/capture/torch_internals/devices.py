@@ -76,6 +76,14 @@ def _readable(read: Callable[[], Any]) -> Any:
         return None
 
 
+def generator_address(generator: torch.Generator) -> int:
+    """The same for all Python objects of a generator, of which an operator may get another than its caller has passed.
+
+    Public: none; a generator equals no other object.
+    """
+    return generator._cdata  # type: ignore[attr-defined, no-any-return]  # torch has no types for it
+
+
 def sleep_on_gpu(cycles: int) -> None:
     """Keeps the GPU waiting until the host has queued what is measured. Public: none."""
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # torch has no types for it
