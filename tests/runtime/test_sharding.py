@@ -518,9 +518,31 @@ class Clipped(SGD):
                 param.data.sub_(group["lr"] * param.grad / param.grad.norm())
 
 
+class Late(SGD):
+    """Does so from a step on, or where the norm is large."""
+
+    def __init__(self, params: Any, *, start: int = 0, limit: float = 0.0) -> None:
+        super().__init__(params, lr=0.1)
+        for group in self.param_groups:
+            group.update(start=start, limit=limit, count=0)
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            for param in group["params"]:
+                norm = param.grad.norm()
+                late = group["count"] > group["start"] and norm > group["limit"]
+                param.data.sub_(group["lr"] * (param.grad / norm if late else param.grad))
+
+
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
+        (lambda p: Late(p, start=70), False),
+        (lambda p: Late(p, start=300), False),
+        (lambda p: Late(p, start=10**6), False),
+        (lambda p: Late(p, limit=100.0), False),
+        (lambda p: Late(p, limit=1e6), True),
         (lambda p: Adam(p), True),
         (lambda p: AdamW(p, amsgrad=True, fused=True), True),
         (lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True), True),

@@ -1,7 +1,7 @@
 """Random numbers of Python and NumPy, which a captured graph would draw once for all calls: what draws stays whole.
 
-And those of generators that a model holds, torch's too, which nobody sets alike on all ranks: these are refused. What the
-library tries draws from no generator of the script's, torch's included.
+And those of generators that a model holds, torch's too, which nobody sets alike on all ranks: these are refused. What
+the library tries draws from no generator of the script's, torch's included.
 """
 
 from __future__ import annotations

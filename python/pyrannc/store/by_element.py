@@ -9,15 +9,18 @@ from torch.optim import Optimizer
 from pyrannc.capture.chance import torch_draws
 from pyrannc.store.by_parameter import state_like, tried
 
-_STEPS = 3
+_STEPS, _MOST_STEPS = 100, 1000
 _EXTENT = 3
+_SCALES = (1.0, 1e3, 1e-3)
+"""What gradients are multiplied by, step by step: some optimizers do something else with large ones."""
 
 
 def is_by_element(optimizer: Optimizer, device: torch.device) -> bool:
     """True when an optimizer may be given parts of parameters.
 
     An attribute ``by_element`` of the optimizer or its class decides, if there is one. Otherwise an optimizer of its
-    class and settings is tried on small made-up parameters, whole and in two parts.
+    class and settings is tried on small made-up parameters, whole and in two parts, beyond the steps that its settings
+    may name, from which on some do something else.
 
     Args:
         device: where this rank computes.
@@ -25,10 +28,13 @@ def is_by_element(optimizer: Optimizer, device: torch.device) -> bool:
     stated = getattr(optimizer, "by_element", None)
     if stated is not None:
         return bool(stated)
+    steps = _steps(optimizer)
+    if steps > _MOST_STEPS:
+        return False
     # Some make the state of their parameters at once, and need it.
     for with_state in (False, True):
         try:
-            whole, parts = (_updated(optimizer, device, in_parts, with_state) for in_parts in (False, True))
+            whole, parts = (_updated(optimizer, device, steps, in_parts, with_state) for in_parts in (False, True))
         except Exception:  # what cannot be tried is updated whole
             continue
         # The same operators may round otherwise at the end of a part.
@@ -36,7 +42,14 @@ def is_by_element(optimizer: Optimizer, device: torch.device) -> bool:
     return False
 
 
-def _updated(optimizer: Optimizer, device: torch.device, in_parts: bool, with_state: bool) -> Tensor:
+def _steps(optimizer: Optimizer) -> int:
+    """Some more than any integer among the settings."""
+    values = [value for group in optimizer.param_groups for name, value in group.items() if name != "params"]
+    named = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
+    return max([_STEPS, *(value + _STEPS for value in named)])
+
+
+def _updated(optimizer: Optimizer, device: torch.device, steps: int, in_parts: bool, with_state: bool) -> Tensor:
     """Made-up parameters of all numbers of dimensions after some steps, one behind the other."""
     generator = Generator().manual_seed(0)
     trial = tried(optimizer)
@@ -50,9 +63,9 @@ def _updated(optimizer: Optimizer, device: torch.device, in_parts: bool, with_st
                     trial.state[own["params"][-1]] = state_like(optimizer, like, part, part.dtype)
         made += own["params"]
     with torch_draws(0, device):
-        for _ in range(_STEPS):
+        for step in range(steps):
             sizes = [param.numel() for param in made]
-            grads = torch.randn(sum(sizes), generator=generator, dtype=torch.float64)
+            grads = torch.randn(sum(sizes), generator=generator, dtype=torch.float64) * _SCALES[step % len(_SCALES)]
             for param, grad in zip(made, torch.split(grads, sizes), strict=True):
                 param.grad = grad.view_as(param).to(device, copy=True)
             trial.step()
