@@ -15,6 +15,7 @@ from pyrannc._native import Graph
 from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture import Captured, capture
+from pyrannc.capture.torch_internals.levels import functorch_is_active
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts, StagePart
 from tests.runtime.plans import searched_plan
@@ -150,3 +151,83 @@ def test_what_no_later_span_takes_is_let_go() -> None:
     gc.collect()
     assert len(made) >= 4
     assert max(alive) <= 2
+
+
+class Mapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: torch.tanh(row) / (1 + row.abs().sum()))(self.linear(x))
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class WithoutGradients(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        with torch.no_grad():
+            scale = torch.tanh(x)
+        return x * scale
+
+
+class InAutocast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            made: Tensor = self.layer(x.unsqueeze(1))[0]
+        return made.float()
+
+
+class _Fails(torch.utils._python_dispatch.TorchDispatchMode):
+    """Memory runs out in an operator."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
+        self._name = name
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if self._name in str(func):
+            raise torch.OutOfMemoryError("simulated")
+        return func(*args, **(kwargs or {}))
+
+
+def _open() -> list[object]:
+    """What of torch's state in this thread a region changes."""
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return [nesting, torch.is_autocast_enabled("cpu"), functorch_is_active(), torch.is_grad_enabled()]
+
+
+@pytest.mark.parametrize(
+    ("make", "operator", "ends"),
+    [(Mapped, "tanh", True), (WithoutGradients, "tanh", True), (InAutocast, "rnn", True), (Plain, "tanh", False)],
+)
+def test_an_error_leaves_no_region_open(make: Callable[[], nn.Module], operator: str, ends: bool) -> None:
+    model = make()
+    captured, facts, part = captured_part(model, torch.randn(ROWS, WIDTH))
+    code = StageCode(captured, facts, part, CPU, Randomness(CPU))
+    feeds = {param.value: model.get_parameter(param.names[0]) for param in facts.params}
+    feeds |= dict(zip(facts.constants, captured.constants, strict=True))
+    feeds[facts.inputs[0]] = torch.randn(ROWS, WIDTH)
+    before = _open()
+    with pytest.raises(torch.OutOfMemoryError), _Fails(operator):
+        code(ROWS, feeds)
+    assert _open() == before
+    # What opens none costs nothing.
+    assert any(hasattr(function.call, "__wrapped__") for function in code.functions.values()) == ends

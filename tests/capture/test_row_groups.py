@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.capture.tracing import traced
 from torch import Tensor, nn
 
 from pyrannc._native import Graph
@@ -18,8 +19,11 @@ from pyrannc.call.mixing_parts import DividedCapture, without_mixing
 from pyrannc.call.whole_batch import BatchRows
 from pyrannc.capture import Captured, CaptureError, CaptureOptions, Sample, capture, row_trial
 from pyrannc.capture.dims import Dim
+from pyrannc.capture.one_call import as_one_call
 from pyrannc.capture.options import NO_OPTIONS
 from pyrannc.capture.row_trial import rows_shown
+from pyrannc.capture.torch_internals.levels import functorch_is_active
+from pyrannc.capture.torch_internals.tracing import compiling_state
 from pyrannc.core.tail import DividedFacts
 
 CPU = torch.device("cpu")
@@ -617,3 +621,19 @@ def test_trials_allow_the_roundings_of_what_is_computed_inside() -> None:
     weight = torch.randn(3, 3)
     assert tried(lambda x: ((x.float() @ weight).cumsum(1) * 3).double(), torch.float64)
     assert not tried(lambda x: (x.float() - 1e-2 * x.float().mean(0)).double(), torch.float64)
+
+
+def test_an_error_in_a_group_leaves_no_region_open() -> None:
+    def failing(x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("simulated")
+
+    with compiling_state():
+        nodes = list(traced(torch.vmap(torch.tanh), torch.randn(3, 2)).graph.nodes)
+    group = [node for node in nodes if node.op == "call_function" and node.target is not torch.ops.aten.sym_size.int]
+    taken = list(dict.fromkeys(item for node in group for item in node.all_input_nodes if item not in group))
+    (tanh,) = (node for node in group if node.target is torch.ops.aten.tanh.default)
+    tanh.target = failing
+    call = as_one_call(group, taken, [group[-2]], CPU, "row_group")
+    with pytest.raises(torch.OutOfMemoryError):
+        call(*(torch.randn(3, 2) if node.op == "placeholder" else 3 for node in taken))
+    assert not functorch_is_active()

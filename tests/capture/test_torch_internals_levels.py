@@ -7,7 +7,7 @@ import torch
 from tests.capture.tracing import X, targets, traced
 from torch import Tensor
 
-from pyrannc.capture.torch_internals import levels, tracing
+from pyrannc.capture.torch_internals import levels, operators, tracing
 
 
 def vmap_names() -> list[str]:
@@ -47,17 +47,64 @@ def test_only_vmap_is_active() -> None:
     assert seen == [True, False, False]
 
 
-def _fails_inside() -> None:
-    with levels.vmap_levels_ended():
-        torch._C._functorch._vmap_increment_nesting(2, "error")
-        assert levels.functorch_is_active()
+def _open_all() -> None:
+    """Opens what captured Ops open."""
+    torch._C._functorch._vmap_increment_nesting(2, "error")
+    torch._C._functorch._vmap_increment_nesting(3, "error")
+    operators.ENTER_AUTOCAST("cpu", torch.float16, True, False)
+    operators.ENTER_AUTOCAST("cuda", torch.float16, False, None)
+    operators.SET_GRAD_ENABLED(False)
+    assert levels.functorch_is_active()
+
+
+def _fails() -> None:
+    _open_all()
+    raise ValueError("inside")
+
+
+def _all_that_is_open() -> list[object]:
+    kinds = ("cpu", "cuda")
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    settings = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    return [levels.functorch_is_active(), torch.is_grad_enabled(), nesting, torch.is_autocast_cache_enabled(), settings]
+
+
+def test_regions_ended() -> None:
+    before = _all_that_is_open()
+    with levels.regions_ended():
+        _open_all()
+    assert _all_that_is_open() == before
+
+
+def test_ending_regions() -> None:
+    call = levels.ending_regions(_fails)
+    before = _all_that_is_open()
+    with pytest.raises(ValueError, match="inside"):
+        call()
+    assert _all_that_is_open() == before
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        outer = _all_that_is_open()
+        with pytest.raises(ValueError, match="inside"):
+            call()
+        assert _all_that_is_open() == outer
+    assert levels.ending_regions(lambda x: x + 1)(1) == 2
+
+
+def test_ending_regions_forgets_casts() -> None:
+    weight, x = torch.ones(2, 2, requires_grad=True), torch.ones(2, 2)
+
+    def fails() -> None:
+        operators.ENTER_AUTOCAST("cpu", torch.bfloat16, True, True)
+        torch.mm(x, weight)
         raise ValueError("inside")
 
-
-def test_vmap_levels_ended() -> None:
     with pytest.raises(ValueError, match="inside"):
-        _fails_inside()
-    assert not levels.functorch_is_active()
+        levels.ending_regions(fails)()
+    with torch.no_grad():
+        weight.zero_()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not torch.mm(x, weight).any()
 
 
 def test_without_levels() -> None:

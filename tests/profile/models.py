@@ -99,6 +99,17 @@ class Residual(nn.Module):
         return self.layers[3](torch.tanh(first + second))  # type: ignore[no-any-return]
 
 
+class Mapped(nn.Module):
+    """Rows that run through ``torch.vmap``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.vmap(lambda row: torch.tanh(row) / (1 + row.abs().sum()))(self.first(x)))  # type: ignore[no-any-return]
+
+
 class Masked(nn.Module):
     """A mask as large as the batch that depends on no input; one layer fills it with a learned bias."""
 

@@ -9,11 +9,12 @@ from functools import partial
 import pytest
 import torch
 
+from pyrannc.capture.torch_internals.levels import functorch_is_active
 from pyrannc.core.profile import BlockPoint
 from pyrannc.profile.measure import BlockMeter, slowed_down
 from pyrannc.profile.profiler import Subject, row_counts, share_out
 
-from .models import CPU, WIDTH, Cholesky, Layers, Masked, Positions, Residual, block, subject
+from .models import CPU, WIDTH, Cholesky, Layers, Mapped, Masked, Positions, Residual, block, subject
 
 MORE_THAN_ANY_MEMORY = 1 << 46
 
@@ -192,3 +193,19 @@ def test_what_all_layers_take_leads(layers: Subject) -> None:
     hashes = layers.spans.hashes
     assert layers.leading in hashes
     assert hashes.count(layers.leading) == max(hashes.count(each) for each in hashes)
+
+
+def test_memory_that_runs_out_in_a_vmap_ends_its_level(meter: BlockMeter) -> None:
+    mapped = subject(Mapped(), [torch.randn(4, WIDTH)], (4, 8))
+
+    class Fails(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func is torch.ops.aten.tanh.default and len(args[0]) == 8:
+                raise torch.OutOfMemoryError("simulated")
+            return func(*args, **(kwargs or {}))
+
+    with Fails():
+        found = [points(meter, mapped, place) or [] for place in range(len(mapped.blocks.hashes))]
+    assert [False] in [[point.fits for point in each if not point.fits] for each in found]
+    assert not functorch_is_active()
+    assert torch.vmap(torch.sin)(torch.ones(2)).shape == (2,)

@@ -21,6 +21,7 @@ from pyrannc.blocks.one_row import gradient_laid_out, needs_gradient_laid_out
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture import Captured
 from pyrannc.capture.ops import opens_region
+from pyrannc.capture.torch_internals.levels import ending_regions
 from pyrannc.capture.torch_internals.operators import SET_GRAD_ENABLED, OpOverload
 from pyrannc.capture.torch_internals.tensors import leads_nowhere
 from pyrannc.core.graph import GraphFacts
@@ -78,7 +79,8 @@ class SpanFunction:
         module = fx.GraphModule(torch.nn.Module(), writer.graph)
         function = type(module).forward
         function.__name__, function.__module__ = f"span_{part.hash[:8]}", __name__
-        self.call: Callable[..., Any] = module.forward
+        # An error inside of a region, be it of memory, would leave it open for the rest of the process.
+        self.call: Callable[..., Any] = ending_regions(module.forward) if writer.opens_regions else module.forward
 
     def numbers(self, captured: Captured, part: SpanPart) -> list[int]:
         """The numbers of the Ops that draw, of a Span with the function's hash."""
@@ -108,7 +110,7 @@ class _Writer:
         channels_last: AbstractSet[int],
     ) -> None:
         self.graph = fx.Graph()
-        self.seeds_generator = self.draws = False
+        self.seeds_generator = self.draws = self.opens_regions = False
         self._captured = captured
         self._facts = facts
         self._device = device
@@ -152,6 +154,7 @@ class _Writer:
             if facts.grad_enabled != enabled:
                 ambient = ambient or self.graph.call_function(torch.is_grad_enabled)
                 enabled = facts.grad_enabled
+                self.opens_regions = True
                 self.graph.call_function(SET_GRAD_ENABLED, (ambient if enabled else False,))
             self._write_op(op)
         if not enabled:
@@ -175,6 +178,7 @@ class _Writer:
         node = self.graph.create_node(original.op, BINDINGS.get(target, target), args, kwargs, name=original.name)
         if opens_region(original):
             self._handles[original] = node
+            self.opens_regions = True
         for value in self._facts.ops[op].results:
             _, place = self._captured.values[value]
             made = node if place is None else self.graph.call_function(operator.getitem, (node, place))

@@ -13,7 +13,8 @@ from torch.fx.node import map_aggregate
 from .facts import GRAD_ENABLED, memory
 from .leaf import OpaqueCall
 from .operands import written_memory
-from .ops import draws_random_numbers, target_name
+from .ops import draws_random_numbers, opens_region, target_name
+from .torch_internals.levels import ending_regions
 from .torch_internals.operators import SET_GRAD_ENABLED
 
 
@@ -22,7 +23,9 @@ def as_one_call(
 ) -> OpaqueCall:
     """What :func:`as_one_function` makes of the group, as a call; ``kind``: for the name."""
     function, digest = as_one_function(group, taken, given, device)
-    call = OpaqueCall(f"{kind}_{digest}", function.forward, f"{kind}.{digest}")
+    opens = any(opens_region(node) or not node.meta.get(GRAD_ENABLED, True) for node in group)
+    forward = ending_regions(function.forward) if opens else function.forward
+    call = OpaqueCall(f"{kind}_{digest}", forward, f"{kind}.{digest}")
     # The operands whose memory the group changes.
     written = {storage for node in group for storage in written_memory(node)}
     call.changes = tuple(place for place, node in enumerate(taken) if written & memory(node))

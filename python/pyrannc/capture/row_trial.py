@@ -17,7 +17,7 @@ from .chance import alike_draws, torch_draws
 from .dims import Dim
 from .torch_internals.devices import all_digits
 from .torch_internals.fakes import FakeTensor
-from .torch_internals.levels import vmap_levels_ended
+from .torch_internals.levels import regions_ended
 from .torch_internals.tensors import TorchDispatchMode, pytree
 
 FEW, MANY = 4, 64
@@ -387,7 +387,7 @@ class _Trial:
         tensors = {**self._fixed, **rows, **sizes}
         # A function may change what it is given.
         given = [_copy(tensors[place]) for place in range(len(tensors))]
-        with _Kinds(self._seen.kinds) as noted, alike_draws(self._number, _MOST_DRAWS * (hi - lo)), vmap_levels_ended():
+        with _Kinds(self._seen.kinds) as noted, alike_draws(self._number, _MOST_DRAWS * (hi - lo)), regions_ended():
             made = self._call(*given)
         self._inside_bytes = max(self._inside_bytes, noted.made_bytes)
         made = [made] if isinstance(made, Tensor) else [item for item in made if isinstance(item, Tensor)]

@@ -18,7 +18,7 @@ from pyrannc.capture.autocast import no_autocast
 from pyrannc.capture.chance import other_generators_restored, other_states, torch_draws
 from pyrannc.capture.row_lists import unpacked
 from pyrannc.capture.source import SourceTracker
-from pyrannc.capture.torch_internals.levels import vmap_levels_ended
+from pyrannc.capture.torch_internals.levels import regions_ended
 from pyrannc.capture.torch_internals.modules import reparametrized
 from pyrannc.core.partition import StagePart
 from pyrannc.proof.outcome import seeds
@@ -163,7 +163,7 @@ class FewRows:
             same_chance(self._device),
             _same_kernels(),
             torch.set_grad_enabled(self._backward),
-            vmap_levels_ended(),
+            regions_ended(),
         ):
             before = _states(self._device)
             outputs = call()

@@ -1,9 +1,11 @@
-"""The levels of ``torch.vmap``, ``torch.func.grad`` and the like."""
+"""The levels of ``torch.vmap``, ``torch.func.grad`` and the like, and other regions that captured Ops open."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,14 +27,73 @@ def only_vmap_is_active() -> bool:
 
 
 @contextmanager
-def vmap_levels_ended() -> Iterator[None]:
-    """At the end, also by an error, levels of ``torch.vmap`` that captured Ops have begun are over. Public: none."""
-    before = len(pyfunctorch.retrieve_all_functorch_interpreters())
+def regions_ended() -> Iterator[None]:
+    """At the end, also by an error, what captured Ops have begun is over. Public: none.
+
+    That is levels of ``torch.vmap``, and parts with autocast or without gradients: generated code opens and closes them
+    by calls, so that an error in between leaves them open.
+    """
+    before = _open()
     try:
         yield
     finally:
-        for _ in range(len(pyfunctorch.retrieve_all_functorch_interpreters()) - before):
-            torch._C._functorch._vmap_decrement_nesting()
+        _end(before)
+
+
+def ending_regions(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of captured Ops that leaves nothing open when it fails; quick where it does not. Public: none."""
+
+    @wraps(call)
+    def ended(*args: Any) -> Any:
+        before = _open()
+        try:
+            return call(*args)
+        except BaseException:
+            _end(before)
+            raise
+
+    return ended
+
+
+class _Open(NamedTuple):
+    """What stands open in this thread, and the settings of autocast."""
+
+    levels: int
+    grad: bool
+    nesting: int
+    caches: bool
+    kinds: tuple[tuple[str, bool, torch.dtype], ...]
+
+
+def _open() -> _Open:
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return _Open(
+        torch._C._functorch.maybe_current_level() or 0,
+        torch.is_grad_enabled(),
+        nesting,
+        torch.is_autocast_cache_enabled(),
+        (
+            ("cpu", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+            ("cuda", torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
+        ),
+    )
+
+
+def _end(before: _Open) -> None:
+    now = _open()
+    for _ in range(now.levels - before.levels):
+        torch._C._functorch._vmap_decrement_nesting()
+    torch.set_grad_enabled(before.grad)
+    for _ in range(now.nesting - before.nesting):
+        if torch.autocast_decrement_nesting() == 0:
+            # Or a later region would find casts of weights that have been trained since.
+            torch.clear_autocast_cache()
+    if now.nesting > before.nesting:
+        torch.set_autocast_cache_enabled(before.caches)
+        for kind, enabled, dtype in before.kinds:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
 
 
 def without_levels(tensor: Tensor) -> Tensor:
