@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from random import random as drawn_by_name
 from types import SimpleNamespace
@@ -497,3 +498,36 @@ class WritesAttribute(Calls):
 def test_a_plain_attribute_that_is_changed_is_refused() -> None:
     with pytest.raises(CaptureError, match="keeps tensors for the next call"):
         captured(nn.Sequential(nn.Linear(3, 3), WritesAttribute()))
+
+
+# Other threads of the script, which load and change data
+
+
+def in_thread(run: Callable[[], Any]) -> Any:
+    """What a function gives, or raises, in another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
+@pytest.mark.parametrize("draw", ["random.random()", "random.sample(range(9), 3)", "np.random.rand(3)"])
+def test_other_threads_draw_while_a_model_is_captured(draw: str) -> None:
+    other = nn.Sequential(nn.Linear(3, 3))
+
+    def draws_and_computes() -> Any:
+        return eval(draw), other(torch.randn(2, 3))  # looks the function up, as scripts do
+
+    def run(self: Any, x: Tensor) -> Tensor:
+        in_thread(draws_and_computes)
+        return self.other(x)
+
+    found = captured(model_of(run))
+    assert not found.kept_whole
+    assert not any("ThreadPool" in str(found.place(op)) for op in range(len(found.op_nodes)))
+
+
+def test_a_default_generator_of_another_thread_is_not_the_models() -> None:
+    def run(self: Any, x: Tensor) -> Tensor:
+        in_thread(lambda: np.random.default_rng().random())
+        return self.other(x)
+
+    assert not captured(model_of(run)).kept_whole

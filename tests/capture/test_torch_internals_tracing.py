@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import torch
@@ -43,6 +44,19 @@ def test_current_tracer() -> None:
     traced(call, X)
     assert isinstance(found[0], fx.Tracer)
     assert tracing.current_tracer() is None
+
+
+def test_current_tracer_is_of_its_thread() -> None:
+    found = []
+
+    def call(x: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: found.append(tracing.current_tracer()))
+        thread.start()
+        thread.join()
+        return x + 1
+
+    traced(call, X)
+    assert found == [None]
 
 
 def test_disable_proxy_modes_tracing() -> None:

@@ -11,6 +11,7 @@ import itertools
 import pickle
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -198,9 +199,10 @@ class OtherGenerators:
         """What draws inside of a trace cannot be captured.
 
         It raises UntraceableError where it draws, or, where the function is not found by its name, at the end of the
-        sub-module's call; CaptureError for generators that nobody can set, be it in what stays whole.
+        sub-module's call; CaptureError for generators that nobody can set, be it in what stays whole. What other
+        threads of the script draw by these functions, as loaders of data do, is none of the trace.
         """
-        before, before_held = other_states(), self._held_states()
+        before, before_held, own = other_states(), self._held_states(), threading.get_ident()
 
         def check() -> None:
             name = _moved(before_held, self._held_states())
@@ -215,9 +217,12 @@ class OtherGenerators:
             for title, point in _draws():
 
                 def draw(*args: Any, title: str = title, original: Any = point.original, **kwargs: Any) -> Any:
-                    if current_tracer() is None:
-                        return original(*args, **kwargs)
-                    raise _untraceable(tracker.here(), title)
+                    if current_tracer() is not None:
+                        raise _untraceable(tracker.here(), title)
+                    made = original(*args, **kwargs)
+                    if threading.get_ident() != own:
+                        before[:] = other_states()
+                    return made
 
                 stack.enter_context(point.replaced_by(draw))
             if _numpy() is not None:
@@ -229,10 +234,10 @@ class OtherGenerators:
 def _seeded_alone(tracker: SourceTracker) -> Iterator[None]:
     """Code of the user makes no generator of NumPy that nobody can seed."""
     point = PatchPoint(_numpy(), "default_rng")
-    original = point.original
+    original, own = point.original, threading.get_ident()
 
     def default_rng(seed: Any = None) -> Any:
-        if seed is None and belongs_to_user(sys._getframe(1).f_code.co_filename):
+        if seed is None and threading.get_ident() == own and belongs_to_user(sys._getframe(1).f_code.co_filename):
             raise refused_draws(tracker.here(), "makes a generator without a seed (numpy.random.default_rng())")
         return original(seed)
 

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import sysconfig
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -177,9 +178,11 @@ class SourceTracker:
     def following(self) -> Iterator[None]:
         """Follows module calls while active; on an exception, keeps the innermost place in ``failure``."""
         original = MODULE_CALL.original
-        tracker = self
+        tracker, own = self, threading.get_ident()
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != own:
+                return original(module, *args, **kwargs)
             outer = tracker.calls
             tracker._stack.append(tracker._path(module))
             tracker._count += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
@@ -50,12 +51,22 @@ LazyGraphModule = _lazy_graph_module._LazyGraphModule
 def trace_before_dispatch(call: Callable[..., Any], *args: Any) -> fx.GraphModule:
     """The Ops of a call as autograd sees them. Public: ``make_fx`` without ``_allow_non_fake_inputs``, or export."""
     trace = proxy_tensor.make_fx(call, pre_dispatch=True, tracing_mode="real", _allow_non_fake_inputs=True)
-    with _lazy_graph_module._use_lazy_graph_module(True):
-        return trace(*args)
+    _tracing.append(threading.get_ident())
+    try:
+        with _lazy_graph_module._use_lazy_graph_module(True):
+            return trace(*args)
+    finally:
+        _tracing.pop()
+
+
+_tracing: list[int] = []
+"""The thread of each trace that runs: torch holds its modes for all threads alike."""
 
 
 def current_tracer() -> Any:
-    """The fx tracer of the running trace, None outside of one. Public: none."""
+    """The fx tracer of the trace that runs in this thread, None outside of one. Public: none."""
+    if _tracing and threading.get_ident() not in _tracing:
+        return None
     mode: Any = proxy_tensor.get_proxy_mode()
     return None if mode is None else mode.tracer
 
