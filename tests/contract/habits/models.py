@@ -267,6 +267,31 @@ def evaluated_batch_norm(job: Job) -> None:
     job.state(model)
 
 
+class _Positioned(Chain):
+    """Returns its positions, too, once for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.randn(40, WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        assert isinstance(self.positions, Tensor)
+        return super().forward(x), self.positions.mul(2).unsqueeze(0).repeat(x.shape[0], 1, 1)
+
+
+@equal()
+def a_table_returned_for_each_row(job: Job) -> None:
+    """The model returns a tensor beside its result that is the same for each row, and larger than all else."""
+    net = _Positioned()
+    model = job.wrap(net)
+    for batch in job.batches(pairs):
+        out, positions = model(batch[0])
+        job.rows("output", out)
+        job.rows("positions", positions)
+        (out - batch[1]).square().sum().div(max(1, len(out))).backward()
+        job.gradients(model)
+
+
 class _Patches(Chain):
     """Patches of an image become its tokens."""
 

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use rannc_ir::{DType, Graph, ParamId, ValueId};
+use rannc_ir::{DType, Graph, ParamId, ValueDef, ValueId, batch_free_ops};
 
 use crate::partition::{Partition, computed_types};
 use crate::plan::{Plan, StagePlan};
@@ -91,7 +91,11 @@ impl Promises {
                 whole: stage.predicted.whole,
             }
         };
-        let of_outputs = partition.stages.iter().flat_map(|part| part.outputs.iter().copied());
+        // A Plan leaves out outputs that no part of the batch decides, such as a table repeated for each row.
+        let batch_free = batch_free_ops(graph);
+        let is_planned =
+            |value: &ValueId| !matches!(graph.values[*value].def, ValueDef::Op { op, .. } if batch_free[op]);
+        let of_outputs = partition.stages.iter().flat_map(|part| part.outputs.iter().copied()).filter(is_planned);
         let moved = partition.crossings.iter().map(|crossing| crossing.value).chain(of_outputs);
         Self {
             batch_rows: plan.batch_rows,
