@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -231,3 +232,24 @@ def test_an_error_leaves_no_region_open(make: Callable[[], nn.Module], operator:
     assert _open() == before
     # What opens none costs nothing.
     assert any(hasattr(function.call, "__wrapped__") for function in code.functions.values()) == ends
+
+
+class DrawsElsewhere(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.random()
+
+
+@pytest.mark.parametrize(("make", "others"), [(Noisy, False), (lambda: nn.Sequential(DrawsElsewhere(), Plain()), True)])
+def test_generators_of_others_are_lent_where_something_draws_from_them(
+    make: Callable[[], nn.Module], others: bool
+) -> None:
+    captured, facts, part = captured_part(make(), torch.randn(ROWS, WIDTH))
+    code = StageCode(captured, facts, replace(part, prologue=None, spans=()), CPU, Randomness(CPU))
+    assert code.seeds_generator
+    assert code.seeds_others == others
+    before, state = random.getstate(), torch.get_rng_state()
+    with Randomness(CPU).borrowed(others=code.seeds_others):
+        random.random()
+        torch.rand(())
+    assert (random.getstate() == before) == others
+    assert torch.equal(torch.get_rng_state(), state)

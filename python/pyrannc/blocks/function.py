@@ -65,6 +65,7 @@ class StageCode:
         randomness: as given.
         updates: the new contents of buffers: the Value to store, by the buffer's Value.
         seeds_generator: True when some Op draws from the device's generator.
+        seeds_others: True when some Op draws from those of Python and NumPy, too.
         keeps_whole: True when some Op runs code that was not captured, or a hook of gradients: its backward runs once.
     """
 
@@ -104,6 +105,7 @@ class StageCode:
         ]
         functions = self.functions.values()
         self.seeds_generator = any(function.seeds_generator for function in functions)
+        self.seeds_others = any(function.seeds_others for function in functions)
         draws = any(function.draws for function in functions)
         self._draws_ahead = randomness.drawn_ahead if randomness is not None and draws else _nothing_ahead
         self._feeds = _feeds(spans, self._wanted)

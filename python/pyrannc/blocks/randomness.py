@@ -177,11 +177,16 @@ class Randomness:
             seed_others(seed)
 
     @contextmanager
-    def borrowed(self) -> Iterator[None]:
-        """Gives the generators back to the user as they were."""
+    def borrowed(self, *, others: bool = True) -> Iterator[None]:
+        """Gives the generators back to the user as they were.
+
+        Args:
+            others: those of Python and NumPy, too. Other threads of the script that draw from them meanwhile would
+                draw the same again.
+        """
         state = self._generator.get_state()
         try:
-            with other_generators_restored():
+            with other_generators_restored() if others else nullcontext():
                 yield
         finally:
             self._generator.set_state(state)

@@ -54,6 +54,7 @@ class SpanFunction:
             Value by itself, others as a tuple.
         draws: True when some Op draws by its place in the batch.
         seeds_generator: True when some Op draws from the device's generator.
+        seeds_others: True when some Op draws from those of Python and NumPy, too.
         obstacle: why it cannot be compiled, if that is known without a try.
         seen: by form, what a run without data has shown, or why there cannot be one.
         codes: by form, compiled code, or why there is none.
@@ -73,6 +74,7 @@ class SpanFunction:
         writer.write(part, inputs)
         self._drawing = [place for place, op in enumerate(part.ops) if facts.ops[op].random]
         self.draws, self.seeds_generator = writer.draws, writer.seeds_generator
+        self.seeds_others = writer.seeds_others
         self.obstacle = _obstacle(captured, facts, part)
         self.seen: dict[Form, Seen | str] = {}
         self.codes: dict[Form, SpanCode | str] = {}
@@ -110,7 +112,7 @@ class _Writer:
         channels_last: AbstractSet[int],
     ) -> None:
         self.graph = fx.Graph()
-        self.seeds_generator = self.draws = self.opens_regions = False
+        self.seeds_generator = self.seeds_others = self.draws = self.opens_regions = False
         self._captured = captured
         self._facts = facts
         self._device = device
@@ -207,6 +209,7 @@ class _Writer:
         self.seeds_generator = True
         by_rows = by_rows or not facts.results or any(values[value].depends_on_rows for value in facts.operands)
         elsewhere = getattr(self._captured.op_nodes[op].target, "draws_elsewhere", False)
+        self.seeds_others |= elsewhere
         placer = randomness.placer(by_rows=by_rows, elsewhere=elsewhere)
         self.graph.call_function(placer, (self._numbers[op],))
         return None

@@ -29,7 +29,7 @@ class _Watched:
         self._code = code
         self.made: list[dict[int, Tensor]] = []
         self.updates, self.watch = code.updates, code.watch
-        self.seeds_generator = code.seeds_generator
+        self.seeds_generator, self.seeds_others = code.seeds_generator, code.seeds_others
 
     def __call__(self, rows: int, tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
         made = self._code(rows, tensors)

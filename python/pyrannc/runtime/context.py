@@ -67,9 +67,17 @@ class StageContext:
     @property
     def seeds_generator(self) -> bool:
         """True when some Op draws from the device's generator."""
-        codes = [self.code, *([] if self.prologue is None else [self.prologue.code])]
-        tail = self.tail is not None and self.tail.seeds_generator
-        return tail or any(code.seeds_generator for code in codes)
+        return any(code.seeds_generator for code in self._codes)
+
+    @property
+    def seeds_others(self) -> bool:
+        """True when some Op draws from those of Python and NumPy, too."""
+        return any(code.seeds_others for code in self._codes)
+
+    @property
+    def _codes(self) -> list[StageCode | TailCode]:
+        prologue = [] if self.prologue is None else [self.prologue.code]
+        return [self.code, *prologue, *([] if self.tail is None else [self.tail])]
 
     def forget_messages(self) -> None:
         """Drops what a run that broke off had under way."""

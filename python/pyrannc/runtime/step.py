@@ -116,7 +116,9 @@ class Step:
 
     def _generator(self) -> Any:
         context = self._context
-        return context.randomness.borrowed() if context.seeds_generator else nullcontext()
+        if not context.seeds_generator:
+            return nullcontext()
+        return context.randomness.borrowed(others=context.seeds_others)
 
     def _begin_run(self, inside: Mapping[int, Tensor], marks: StepMarks | None) -> AnyRun:
         task = Task(self._context, self._program, self._weights, self._options.reduce)

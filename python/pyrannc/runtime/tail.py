@@ -32,6 +32,7 @@ class TailCode:
     Attributes:
         params: leaves by Value.
         seeds_generator: True when some Op draws from the device's generator.
+        seeds_others: True when some Op draws from those of Python and NumPy, too.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class TailCode:
         self.known_inputs = sorted(read & self.inputs)
         known = _stage_part(part, part.known_ops, self.known_inputs, [item.value for item in self.known], params=False)
         self._known_code = StageCode(whole.captured, facts, known, device, randomness)
-        self.seeds_generator = self._code.seeds_generator
+        self.seeds_generator, self.seeds_others = self._code.seeds_generator, self._code.seeds_others
 
     def run(self, rows: int, joined: Mapping[int, Tensor], *, store: bool) -> dict[int, Tensor]:
         """Runs the tail; ``store``: buffers get their new contents, otherwise they are left as they are."""
