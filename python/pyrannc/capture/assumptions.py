@@ -98,21 +98,24 @@ FROM_ARGUMENTS = Answering()
 
 @dataclass(frozen=True)
 class Attribute:
-    """A Python attribute of a sub-module.
+    """A Python attribute of a sub-module, or of an object that one holds.
 
     Attributes:
+        module: whose.
         path: of the sub-module.
         where: it was written last.
+        held: the attribute of the sub-module that the object is.
     """
 
-    module: nn.Module = field(repr=False)
+    module: Any = field(repr=False)
     path: str
     name: str
     where: Place | None = None
+    held: str = ""
 
     def __str__(self) -> str:
         owner = f"sub-module '{self.path}'" if self.path else "the model"
-        return f'attribute "{self.name}" of {owner}'
+        return f'attribute "{self.held}{"." if self.held else ""}{self.name}" of {owner}'
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from pyrannc.errors import CaptureError
 from .assumptions import Attribute, PythonState
 from .flatten import flatten
 from .global_reads import GlobalReads
+from .helpers import Helpers
 from .new_tree import Left
 from .source import Place, SourceTracker
 from .torch_internals.fakes import FakeTensor
@@ -133,12 +134,14 @@ class AttributeLog:
     Attributes:
         written: what the call has set without having read it.
         carried: what it has changed for later calls, with what these find there.
+        beside: likewise in objects that sub-modules hold.
         left: all plain values that it has set.
     """
 
     def __init__(self, model: nn.Module, tracker: SourceTracker) -> None:
         self._tracker = tracker
         self._kept = [_kept(path, module) for path, module in model.named_modules()]
+        self._helpers = Helpers(model, INTERNAL)
         self._paths = {id(kept.module): kept.path for kept in self._kept}
         self._read_first: dict[_Key, bool] = {}
         self._where: dict[_Key, Place] = {}
@@ -146,6 +149,7 @@ class AttributeLog:
         self._watching = True
         self.written: list[Attribute] = []
         self.carried: list[Carried] = []
+        self.beside: list[Carried] = []
         self.left: list[Left] = []
 
     def where(self, module: nn.Module, name: str) -> Place | None:
@@ -160,6 +164,7 @@ class AttributeLog:
         finally:
             for kept in self._kept:
                 kept.put_back()
+            self._helpers.put_back()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -213,6 +218,7 @@ class AttributeLog:
         Raises:
             CaptureError: the model keeps a tensor for its next call in a Python attribute.
         """
+        self.beside += self._helpers.changed()
         for kept in self._kept:
             for name, value in kept.changed():
                 key = id(kept.module), name

@@ -355,14 +355,16 @@ def _as_later_calls(first: _Attempt, once: Callable[[], _Attempt]) -> _Attempt:
         CaptureError: they do something else.
     """
     found, new_tree = first[0], first[0].new_tree
-    if new_tree is None and not found.carried:
+    if new_tree is None and not found.carried and not found.beside:
         return first
     with nullcontext() if new_tree is None else new_tree.adopted(found.left):
-        with assigned(found.carried):
+        with assigned([*found.carried, *found.beside]):
             second = once()
         same = compute_the_same(first[2].graph, second[2].graph)
         if found.carried:
             _refuse_counting(found, second[0], same=same or new_tree is not None)
+        elif found.beside and not same and new_tree is None:
+            raise carries_number(found.beside[0][0])
         if new_tree is not None and not (same and new_tree.is_like(second[0].new_tree)):
             raise new_tree.refusal()
     # What this one has read is what later calls will read: the sub-modules that are there now.

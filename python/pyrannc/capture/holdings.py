@@ -117,6 +117,11 @@ def _file(kind: type) -> str:
     return "typed in" if kind.__module__ == "__main__" else getattr(module, "__file__", None) or "<built in>"
 
 
+def is_users_own(kind: type) -> bool:
+    """True for a class from the user's own source files."""
+    return _is_own(_file(kind))
+
+
 def _is_own(file: str | None) -> bool:
     """True for the user's own source files, not those of packages: these name each other without end."""
     return file is not None and belongs_to_user(file) and PACKAGES not in file

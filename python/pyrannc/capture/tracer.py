@@ -95,6 +95,7 @@ class Trace:
     Attributes:
         conditions: on all symbols, which the answers rest on.
         needs_length: where an extent that is a symbol besides the rows had to be a number.
+        beside: what it changes for later calls in objects that sub-modules hold.
         left: plain values that the call sets attributes to.
         new_tree: the sub-modules that it leaves, where they are others than before.
         limits: what it sets to parameters, which is not in the trace.
@@ -114,6 +115,7 @@ class Trace:
     assumptions: list[Assumption]
     python_state: PythonState
     carried: list[Carried]
+    beside: list[Carried]
     left: list[Left]
     new_tree: NewTree | None
     along_rows: Place | None
@@ -246,6 +248,7 @@ class Session:
             assumptions=self.oracle.assumptions,
             python_state=self.attributes.state(),
             carried=self.attributes.carried,
+            beside=self.attributes.beside,
             left=self.attributes.left,
             new_tree=call.new_tree,
             along_rows=call.along_rows,

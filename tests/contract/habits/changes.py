@@ -410,6 +410,9 @@ class _Helper:
 
     state: Tensor | None = None
 
+    def __init__(self) -> None:
+        self.count = 0
+
 
 def _remembering(job: Job, keep: Any) -> None:
     class Net(_Remembers):
@@ -482,6 +485,28 @@ def helper_keeps(job: Job) -> None:
     def keep(net: _Remembers, y: Tensor) -> Tensor:
         before, net.helper.state = net.helper.state, y.detach().mean()
         return y if before is None else y + before
+
+    _remembering(job, keep)
+
+
+@refused("CaptureError", "helper.count", instead=BUFFER)
+def helper_counts(job: Job) -> None:
+    """A helper object of the model counts the calls, and what is computed depends on the count."""
+
+    def keep(net: _Remembers, y: Tensor) -> Tensor:
+        net.helper.count += 1
+        return y / net.helper.count
+
+    _remembering(job, keep)
+
+
+@equal(note="the count stays as it was, since captured calls do not run the forward")
+def helper_counts_for_a_log(job: Job) -> None:
+    """A helper object of the model counts the calls, which changes nothing that is computed."""
+
+    def keep(net: _Remembers, y: Tensor) -> Tensor:
+        net.helper.count += 1
+        return y
 
     _remembering(job, keep)
 
