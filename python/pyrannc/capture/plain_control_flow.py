@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,11 +14,11 @@ from torch.autograd.function import Function
 from .flatten import flatten
 from .torch_internals.patching import CONTROL_FLOW
 
+Look: TypeAlias = Callable[[Callable[..., Any], Sequence[Any]], None]
+
 
 @contextmanager
-def plain_control_flow(
-    idle: Sequence[Tensor] = (), look: Callable[[Callable[..., Any], Sequence[Any]], None] | None = None
-) -> Iterator[None]:
+def plain_control_flow(idle: Sequence[Tensor] = (), look: Look | None = None) -> Iterator[None]:
     """They branch and loop by themselves while active; values and gradients are the same.
 
     Args:
@@ -39,7 +39,7 @@ def plain_cond(
     operands: Sequence[Any] = (),
     *,
     idle: Sequence[Tensor] = (),
-    look: Callable[[Callable[..., Any], Sequence[Any]], None] | None = None,
+    look: Look | None = None,
 ) -> Any:
     """``torch.cond`` as Python branches."""
     if look is not None:
@@ -56,7 +56,7 @@ def plain_while_loop(
     additional_inputs: Sequence[Any] = (),
     *,
     idle: Sequence[Tensor] = (),
-    look: Callable[[Callable[..., Any], Sequence[Any]], None] | None = None,
+    look: Look | None = None,
 ) -> Any:
     """``torch.while_loop`` as Python loops."""
     carried = tuple(carried_inputs)

@@ -136,8 +136,9 @@ class Recordings:
             self._make_room()
             return None
         if not known.watched or known.is_under_watch:
-            known.watcher = None if task.program.call == "whole" else weakref.ref(caller)
-            room = self.lend_room(caller, task.context) if task.program.call == "whole" else None
+            is_whole = task.program.call == "whole"
+            known.watcher = None if is_whole else weakref.ref(caller)
+            room = self.lend_room(caller, task.context) if is_whole else None
             return _Watched(known, task, inputs, inside, marks, room)
         place = self._free_room(task.context)
         recording = None if place is None else self._recording(known, task, inputs, inside, place)

@@ -24,7 +24,6 @@ class GatheredBucket:
     Attributes:
         own: this rank's part, in one dimension.
         dtype: the parameters' own type.
-        is_kept: the parameters stay whole to the end of a run.
         leaves: what Stages compute with, by first name.
         is_alone: nothing is gathered; what comes into the others' places is anything.
     """
@@ -36,7 +35,6 @@ class GatheredBucket:
         self._bucket = bucket
         self._group = group
         self.dtype = bucket.types[1]
-        self.is_kept = bucket.is_kept
         self._wholes: dict[torch.dtype, Tensor] = {}
         self._works: list[Work] = []
         self._is_started = False
@@ -48,6 +46,11 @@ class GatheredBucket:
         self.own = whole[slice(*bucket.kept)].clone()
         self._copies: dict[torch.dtype, dict[str, Tensor]] = {}
         self._empty()
+
+    @property
+    def is_kept(self) -> bool:
+        """True where the parameters stay whole to the end of a run."""
+        return self._bucket.is_kept
 
     def _leaves(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Tensors of a type in memory that is there from a gathering to its release."""
