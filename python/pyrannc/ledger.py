@@ -234,9 +234,16 @@ def _measure(deployment: Deployment) -> _Measured:
         **{name: median(part[name] for part in parts) for name in parts[0]},
         bubble=median(1 - part["computing_us"] / step.step_us for part, step in zip(parts, steps, strict=True)),
         second_bytes=deployment.gradients.second_bytes,
-        peak_bytes=torch.cuda.max_memory_allocated(deployment.device) if on_gpu else None,
+        peak_bytes=_peak_bytes(deployment) if on_gpu else None,
         reserved_bytes=torch.cuda.max_memory_reserved(deployment.device) if on_gpu else None,
     )
+
+
+def _peak_bytes(deployment: Deployment) -> int:
+    """The allocator has seen the recording of a step, and does not see replays."""
+    replay_bytes = 0 if deployment.recordings is None else deployment.recordings.replay_bytes
+    held_bytes = torch.cuda.memory_allocated(deployment.device)
+    return max(torch.cuda.max_memory_allocated(deployment.device), held_bytes + replay_bytes)
 
 
 def _parts_us(step: StepTimes) -> dict[str, float]:

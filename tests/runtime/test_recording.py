@@ -26,10 +26,16 @@ class Graphs:
     Attributes:
         stream: torch's current one.
         used: graphs by pool.
+        failing: so many do not begin.
+        is_full: nothing but graphs has memory left.
+        held_bytes: by tensors, now.
+        most_bytes: likewise, the most until now.
     """
 
     def __init__(self) -> None:
         self.stream: object = "own"
+        self.is_full = False
+        self.held_bytes = self.most_bytes = 100
         self.used: Counter[int] = Counter()
         self.failing = 0
 
@@ -42,6 +48,8 @@ class Graphs:
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
         self.used[pool] += 1
         self.stream = "own"
+        self.most_bytes = max(self.most_bytes, self.held_bytes + 50)
+        self.held_bytes += 10
 
 
 class FakeRecording:
@@ -63,7 +71,13 @@ class FakeRecording:
         del inputs, inside
         return True
 
+    def room_for_outputs(self) -> dict[int, torch.Tensor]:
+        if self.graphs.is_full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {}
+
     def reset(self) -> None:
+        self.graphs.held_bytes -= 10
         self.graphs.used[self.pool] -= 1
 
 
@@ -125,7 +139,9 @@ def graphs() -> Iterator[Graphs]:
         "set_stream": set_stream,
         "synchronize": lambda: None,
         "empty_cache": lambda: None,
-        "memory_reserved": lambda _: 0,
+        "memory_reserved": lambda _: 60 * sum(made.used.values()),
+        "memory_allocated": lambda _: made.held_bytes,
+        "max_memory_allocated": lambda _: made.most_bytes,
     }
     with (
         patch.multiple(recording, Recording=FakeRecording, Replay=Replay, _Watched=Watched, before_groups_end=Mock()),
@@ -138,6 +154,26 @@ def test_a_run_is_watched_and_then_replayed(graphs: Graphs) -> None:
     stage = Stage()
     assert [stage.step() for _ in range(4)] == [Watched, Replay, Replay, Replay]
     assert list(graphs.used.values()) == [1]
+
+
+def test_a_run_is_not_replayed_where_its_outputs_have_no_memory_beside_the_graphs(graphs: Graphs) -> None:
+    stage = Stage()
+    assert [stage.step() for _ in range(2)] == [Watched, Replay]
+    graphs.is_full = True
+    assert [stage.step() for _ in range(2)] == [type(None)] * 2
+    assert list(graphs.used.values()) == [0]
+    assert "there is no memory" in str(stage.recordings)
+
+
+@pytest.mark.parametrize(("before", "expected"), [(0, 40), (5000, 50)])
+def test_what_replays_take_is_known_from_their_recording(graphs: Graphs, before: int, expected: int) -> None:
+    """A higher peak before it leaves the size of its memory, which is no less."""
+    stage = Stage()
+    graphs.most_bytes += before
+    assert [stage.step() for _ in range(2)] == [Watched, Replay]
+    assert stage.recordings.replay_bytes == expected
+    stage.recordings.drop()
+    assert stage.recordings.replay_bytes == 0
 
 
 def test_nothing_is_recorded_while_a_watched_backward_is_to_come(graphs: Graphs) -> None:

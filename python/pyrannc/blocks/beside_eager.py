@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_aggregate, map_arg
 
 from pyrannc.blocks.compiled import SpanCode
 from pyrannc.blocks.form import Meta
 from pyrannc.blocks.joint import results_of
 from pyrannc.capture.chance import torch_draws
+from pyrannc.capture.torch_internals.devices import all_digits
 
 _MOST = 2.0
 """Times the function's own error."""
@@ -44,9 +45,10 @@ def difference(code: SpanCode, device: torch.device) -> str | None:
         ours = _outcome(code, takes, seeds, compiled=True)
         plain = _outcome(code, takes, seeds, compiled=False)
         try:
-            exact: Sequence[Tensor] | None = _exact(code, takes, seeds)
-        except Exception:  # some kernels know no float64
-            exact = None
+            exact: Sequence[Tensor] = _exact(code, takes, seeds)
+        except Exception:  # draws inside of a kernel cannot be had in float64
+            with all_digits():
+                exact = _outcome(code, takes, seeds, compiled=False)
     return _first_difference(_names(code), ours, plain, exact)
 
 
@@ -109,13 +111,22 @@ def _names(code: SpanCode) -> list[str]:
 
 
 class _Exact(fx.Interpreter):
-    """Runs a graph in float64 whatever its types."""
+    """Runs a graph in float64 whatever its types, and operators that do not know it in their own, with all digits."""
 
     def run_node(self, n: fx.Node) -> Any:
-        if n.op == "call_function":
-            args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if n.op != "call_function":
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        try:
             return self.call_function(n.target, map_aggregate(args, _widened), map_aggregate(kwargs, _widened))
-        return super().run_node(n)
+        except Exception:  # what a kernel raises for a type that it does not know
+            own: Any = [map_arg(found, self._in_own_type) for found in (n.args, n.kwargs)]
+            return self.call_function(n.target, *own)
+
+    def _in_own_type(self, node: fx.Node) -> Any:
+        found = self.env[node]
+        is_float = isinstance(found, Tensor) and found.is_floating_point()
+        return found.to(node.meta["val"].dtype) if is_float else found
 
 
 def _widened(item: Any) -> Any:
@@ -129,20 +140,19 @@ def _exact(code: SpanCode, takes: Sequence[Tensor], seeds: Sequence[Tensor]) -> 
         raise NotImplementedError("a kernel draws by itself")
     _place(code)
     drawn = code.joint.lifted.draw(code.randomness, _numbers(code))
-    with torch.no_grad():
+    with torch.no_grad(), all_digits():
         arguments = [_widened(tensor) for tensor in (*takes, *drawn, *seeds)]
         found: Sequence[Tensor] = _Exact(code.joint.joint).run(*arguments)
         return list(found)
 
 
 def _first_difference(
-    names: Sequence[str], ours: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor] | None
+    names: Sequence[str], ours: Sequence[Tensor], plain: Sequence[Tensor], exact: Sequence[Tensor]
 ) -> str | None:
-    right = plain if exact is None else exact
     largest = max(
-        [_Apart.of(tensor, tensor, tensor).size for tensor in right if tensor.is_floating_point()], default=0.0
+        [_Apart.of(tensor, tensor, tensor).size for tensor in exact if tensor.is_floating_point()], default=0.0
     )
-    for name, mine, other, reference in zip(names, ours, plain, right, strict=True):
+    for name, mine, other, reference in zip(names, ours, plain, exact, strict=True):
         text = _told(mine, other, reference, largest)
         if text:
             return f"{name} {text}"

@@ -155,6 +155,15 @@ class Recording:
             increment_version(self._changed)
         self._is_launched = True
 
+    def room_for_outputs(self) -> OfBatch:
+        """Memory for what a replay gives."""
+        return {value: torch.empty_like(tensor, requires_grad=False) for value, tensor in self.run.outputs.items()}
+
+    def give(self, room: OfBatch) -> None:
+        """Copies the outputs of the last replay to there."""
+        if room:
+            copy_each(list(room.values()), [self.run.outputs[value].detach() for value in room])
+
     @property
     def changes_buffers(self) -> bool:
         """True when a run is not to be repeated for one call."""
@@ -187,11 +196,17 @@ class Replay:
         recording: of what.
         inputs: the rank's own.
         inside: the gradients with which backwards inside the call start, by Value.
+        outputs: where its outputs go.
         marks: where to note when computations ran.
     """
 
     def __init__(
-        self, recording: Recording, inputs: OfBatch, inside: Mapping[int, Tensor], marks: StepMarks | None
+        self,
+        recording: Recording,
+        inputs: OfBatch,
+        inside: Mapping[int, Tensor],
+        outputs: OfBatch,
+        marks: StepMarks | None,
     ) -> None:
         self._recording = recording
         self._marks = marks
@@ -208,8 +223,8 @@ class Replay:
             self._finish_marks()
         context.record.enter_outputs(program)
         # The next replay writes to where they are.
-        run = recording.run
-        self.outputs: OfBatch = {value: tensor.clone() for value, tensor in run.outputs.items()}
+        recording.give(outputs)
+        self.outputs = outputs
         self.kept: Set[int] = frozenset()
         self.current: GradientSet | None = recording.current
 

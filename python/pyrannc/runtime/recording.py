@@ -111,9 +111,14 @@ class _Known:
 
 
 class Recordings:
-    """Those of one deployment on one rank."""
+    """Those of one deployment on one rank.
+
+    Attributes:
+        replay_bytes: the most that a replay has, at its peak, beyond what is held between calls.
+    """
 
     def __init__(self) -> None:
+        self.replay_bytes = 0
         self._known: dict[tuple[int, int], _Known] = {}
         self._rooms: list[_Room] = []
         self._open: weakref.ref[Caller] | None = None
@@ -142,13 +147,14 @@ class Recordings:
             return _Watched(known, task, inputs, inside, marks, room)
         place = self._free_room(task.context)
         recording = None if place is None else self._recording(known, task, inputs, inside, place)
-        if place is None or recording is None:
+        outputs = None if recording is None else self._room_for_outputs(known, recording)
+        if place is None or recording is None or outputs is None:
             self._make_room()
             return None
         self._rooms[place].lend(caller)
         if task.program.call == "halves":
             self._open = weakref.ref(caller)
-        return Replay(recording, inputs, inside, marks)
+        return Replay(recording, inputs, inside, outputs, marks)
 
     def _of(self, task: Task) -> _Known | None:
         key = id(task.context), id(task.program)
@@ -240,10 +246,25 @@ class Recordings:
             before_groups_end(_end_all)
         device = task.context.device
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_reserved(device)
+        reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
         gradients = self._rooms[room].gradients
         known.recordings[room] = Recording(task, inputs, inside, gradients, known.seen, self._pool)
-        self._bytes += max(0, torch.cuda.memory_reserved(device) - before)
+        self._bytes += max(0, torch.cuda.memory_reserved(device) - reserved)
+        # The peak may be older than the recording.
+        most = min(torch.cuda.max_memory_allocated(device) - allocated, self._bytes)
+        stays = torch.cuda.memory_allocated(device) - allocated
+        self.replay_bytes = max(self.replay_bytes, most - stays)
+
+    def _room_for_outputs(self, known: _Known, recording: Recording) -> OfBatch | None:
+        """Where a replay's outputs go: what the graphs have keeps from others even what is free in it."""
+        try:
+            return recording.room_for_outputs()
+        except torch.OutOfMemoryError:
+            known.why_not = "there is no memory for its outputs beside the graphs"
+            torch.cuda.synchronize()
+            self._drop(known)
+            torch.cuda.empty_cache()
+            return None
 
     # An end
 
@@ -267,7 +288,7 @@ class Recordings:
         """Other recordings get a pool of their own where none has this one: torch refuses a pool whose graphs are all
         gone while there is memory in it, and cuBLAS keeps some for as long as the process lives."""
         if not any(known.recordings for known in self._known.values()):
-            self._pool, self._bytes = None, 0
+            self._pool, self._bytes, self.replay_bytes = None, 0, 0
 
     def drop(self) -> None:
         """Gives back all graphs and their memory. Runs that are met again are recorded again."""
