@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 import pyrannc
 from pyrannc.job import process
@@ -93,6 +94,31 @@ def test_a_model_after_one_whose_loss_is_held(ranks: Ranks) -> None:
     env = {"RANNC_PROFILE": "never", "RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "2"}
     for told in ranks(2).run(_one_after_another, env=env):
         assert [text[:6] for text in told] == ["1 of 1", "1 of 1"]
+
+
+def _peaks() -> tuple[int, int, int]:
+    """The allocator's peak with the recording of a step, that of replays alone, and what the report says of these."""
+    device = process.ensure_process_group().device
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8))).to(device)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = pyrannc.RaNNCModule(module, optimizer)
+    peaks = []
+    for steps in (5, 4):
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(8192, 512, device=device)).square().mean().backward()
+            optimizer.step()
+        peaks.append(torch.cuda.max_memory_allocated())
+    told = model.report().ranks[pyrannc.get_rank()].peak_bytes.measured
+    assert told is not None
+    return peaks[0], peaks[1], int(told)
+
+
+def test_peaks_count_replays(ranks: Ranks) -> None:
+    for recorded, replayed, told in ranks(2).run(_peaks, env={"RANNC_PROFILE": "never", "RANNC_COMPILE_SPANS": "off"}):
+        assert replayed < 0.8 * recorded
+        assert told == pytest.approx(recorded, rel=0.1)
 
 
 def _same(inside: bool, place: int, graphs: str) -> Trained:

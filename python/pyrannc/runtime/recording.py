@@ -355,6 +355,9 @@ class _Watched(Run):
         known.waited += self._waits
         if known.waited == _MOST_WAITING:
             known.why_not = "an operator waits for the device"
+        # The optimizer may make its state now. In pieces of what the run has had, it would keep the rest of them from
+        # recordings, which have memory of their own.
+        torch.cuda.empty_cache()
 
     @contextmanager
     def _watching(self) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """Parameters that are kept in parts are gathered before a Span computes with them, one Span ahead, and freed after it.
-Those that stay whole to the end of a run are gathered from its begin on, while it may still wait for its inputs.
+The first of those that stay whole to the end of a run are gathered from its begin on, while it may still wait for its
+inputs.
 
 In a forward, code of the Stage says which Span comes; in a backward, the gradients of what a Span has given do. Ranks
 gather in the same order, whatever they compute: what a backward does not come to is gathered at its end.
@@ -17,6 +18,9 @@ from torch import Tensor
 from pyrannc.store.gathered import GatheredBucket
 
 Versions = tuple[int, ...]
+_SPANS_AT_BEGIN = 4
+"""Whose parameters are gathered before the first one computes. In a CUDA graph, what waits for one of very many
+messages waits for most of them: the device has few queues."""
 
 
 class SpanGathers:
@@ -90,14 +94,16 @@ class SpanGathers:
         self._reach_all()
 
     def begin_run(self, *, backward: bool) -> None:
-        """Drops what a run that broke off has left, and starts to gather what stays whole to the end of this one.
+        """Drops what a run that broke off has left, and starts to gather what stays whole to the end of this one for
+        the Spans that come first.
 
         Args:
             backward: no forward comes, so that the last Span is the first that computes.
         """
         for bucket in self._types:
             bucket.forget_gathers()
-        for span in self._spans[::-1] if backward else self._spans:
+        order = self._spans[::-1] if backward else self._spans
+        for span in order[:_SPANS_AT_BEGIN]:
             for bucket in self._needs[span]:
                 if bucket.is_kept:
                     bucket.start(self._types[bucket])

@@ -204,8 +204,8 @@ pub enum Action {
     },
     /// Each rank of a group gets the Params of a bucket, of which each holds its part, for one computation. Within that a
     /// Span's Params are whole from their gather, which starts one Span ahead, to the Span's end. Where they are kept,
-    /// they are gathered from the begin of the list of Actions on, and whole to its end. A rank without rows of the
-    /// microbatch gives its part too. What stands next waits for all the gathers of a computation.
+    /// those of the first Spans are gathered from the begin of the list of Actions on, and all are whole to its end. A
+    /// rank without rows of the microbatch gives its part too. What stands next waits for all the gathers of a computation.
     AllGather {
         /// Place of the ranks among the Program's groups.
         group: u32,
