@@ -81,6 +81,23 @@ fn a_model_that_does_not_fit_is_cut() {
 }
 
 #[test]
+fn ranks_have_memory_for_what_other_stages_give_them() {
+    let mut builder = GraphBuilder::new("Layers");
+    let input = builder.input(DType::Float32, &[Dim::rows(1), Dim::fixed(512)]);
+    let output = (0..4).fold(input, |hidden, layer| builder.linear(hidden, 512, &format!("layers.{layer}")));
+    let graph = builder.finish(&[output]);
+    let settings =
+        |gather_inputs| Settings { stages: Some(2), microbatches: Some(4), gather_inputs, ..settings(2, 4096) };
+    let first = |gather_inputs| {
+        let plan = plan(&graph, &cluster("NVIDIA H200", 2), &settings(gather_inputs)).expect("fits");
+        assert_eq!(replicas(&plan), [1, 1]);
+        plan.stages[0].predicted.memory.comm_bytes
+    };
+    let own_rows = 2048;
+    assert_eq!(first(true) - first(false), own_rows * 512 * 4);
+}
+
+#[test]
 fn hidden_reductions_slow_the_backward_down() {
     let reduce_us = |slowdown: f64| {
         let mut cluster = cluster("NVIDIA H200", 8);

@@ -167,7 +167,18 @@ impl Pricing<'_> {
         let outputs_bytes: f64 =
             outputs.map(|(&rows, count)| chain.output_bytes.at(first, end, rows) * count as f64).sum();
         // One microbatch is received ahead.
-        chain.traffic.in_bytes.at(first, end, rows) + GRADS_ON_THE_WAY * grads_bytes + outputs_bytes
+        let messages_bytes = chain.traffic.in_bytes.at(first, end, rows) + GRADS_ON_THE_WAY * grads_bytes;
+        messages_bytes + outputs_bytes + self.arriving_outputs_bytes(run)
+    }
+
+    /// Of the outputs that other Stages make, the rows that a rank's own batch has: they come while it computes.
+    fn arriving_outputs_bytes(&self, run: &Range<usize>) -> f64 {
+        let settings = self.problem.settings;
+        if !settings.gather_inputs {
+            return 0.0;
+        }
+        let bytes = |first: usize, end: usize| self.chain.output_bytes.at(first, end, settings.rank_rows());
+        (bytes(0, self.chain.len()) - bytes(run.start, run.end)).max(0.0)
     }
 
     /// What a run keeps for the backward of a microbatch, on the device that keeps most.
