@@ -187,6 +187,26 @@ fn a_row_too_many_costs_a_row() {
     assert!(stage.memory.activations_bytes > 19 * even.stages[0].predicted.memory.activations_bytes / 10);
 }
 
+#[test]
+fn each_microbatch_in_flight_counts_by_its_own_size() {
+    let (graph, cluster) = (encoder(8, 1024, 256, 8000), Cluster::preset("H200", 1, 2).expect("devices"));
+    for (loss_inside, split_backward, batch_rows) in
+        [(true, false, 33), (false, false, 33), (false, true, 34), (true, true, 39)]
+    {
+        let settings = Settings {
+            world_size: 2,
+            batch_rows,
+            stages: Some(2),
+            microbatches: Some(8),
+            loss_inside,
+            split_backward,
+            ..Settings::default()
+        };
+        let plan = rannc_search::plan(&graph, &cluster, &[], &settings).expect("fits").plan;
+        assert_holds_what_was_planned(&graph, &cluster, &settings, &plan);
+    }
+}
+
 /// With so many rows beside those that can be shared equally; nothing where that does not fit.
 #[track_caller]
 fn assert_uneven_rows_agree(case: &Case, more_rows: u64) {

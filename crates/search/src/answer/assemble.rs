@@ -9,7 +9,7 @@ use rannc_plan::{BlockPlan, Order, PLAN_SCHEMA, Plan, Recompute, Schedule, Stage
 use super::links::Linker;
 use super::precision::precision;
 use crate::chain::{BatchSpec, CrossingSpec, StateSpec};
-use crate::price::{Again, At, Beside, Priced, Pricing, RankOrder, Replicas, TimedStage};
+use crate::price::{Again, At, Beside, Priced, Pricing, RankOrder, Replicas, TimedStage, activations_bytes};
 use crate::solve::{FoundStage, Solution};
 
 /// What a Plan is made from beside the division.
@@ -86,6 +86,22 @@ impl Assembly<'_> {
         self.pricing.stage(run.clone(), at, *saver, workspace_bytes)
     }
 
+    /// Of microbatches in flight, each by its size; where Blocks are chosen to compute again, all as the largest.
+    fn activations_bytes(&self, stage: &FoundStage, at: &At<'_>, priced: &Priced, order: &Order) -> f64 {
+        let pricing = self.pricing;
+        let held = at.rows.map(|rows| {
+            if rows == at.most_rows() || matches!(stage.saver.again, Again::ToHold(_)) {
+                return priced.held_bytes();
+            }
+            let mut smaller = self.priced(stage, &pricing.at_own_rows(at.place, rows));
+            if order.splits_backward() {
+                smaller.waiting_bytes = pricing.chain.waiting_bytes(&stage.run, rows);
+            }
+            smaller.held_bytes()
+        });
+        activations_bytes(order, |microbatch| held[pricing.step.size_of(microbatch.into())])
+    }
+
     /// The Replicas of a priced Stage.
     pub(super) fn timed(
         &self,
@@ -116,6 +132,7 @@ impl Assembly<'_> {
             priced.waiting_bytes = pricing.chain.waiting_bytes(run, at.most_rows());
         }
         let timed = self.timed(stage, &priced, order.splits_backward());
+        let activations_bytes = self.activations_bytes(stage, &at, &priced, order);
         let recompute = self.recompute(stage, &at, workspace_bytes);
         let ops = self.ops(run.start, run.end);
         let number = |rank: &u32| used_ranks.binary_search(rank).ok().and_then(|number| u32::try_from(number).ok());
@@ -127,7 +144,7 @@ impl Assembly<'_> {
             feeds: Some(feeds),
             sharding: saver.sharding,
             offload: saver.offload,
-            predicted: pricing.prediction(run, &priced, &timed, order),
+            predicted: pricing.prediction(run, &priced, &timed, activations_bytes),
         };
         (planned, timed)
     }

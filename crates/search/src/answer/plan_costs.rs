@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use rannc_cost::{Blocks, Cluster, Profile, tensor_bytes};
 use rannc_ir::{Analysis, Graph, OpRun, ValueId};
-use rannc_plan::{Call, Crew, Plan, PlanFileError, Recompute, Schedule, ScheduleKind, Sharding};
+use rannc_plan::{Call, Crew, Order, Plan, PlanFileError, Recompute, Schedule, ScheduleKind, Sharding};
 use rannc_sim::Costs;
 use serde::Serialize;
 
@@ -16,7 +16,7 @@ use super::links::Linker;
 use super::simulated_step::simulated_step;
 use super::tied::TiedSum;
 use crate::error::SearchError;
-use crate::price::{Again, Model, Priced, Pricing, RankOrder, ReplicaPass, Replicas, Saver};
+use crate::price::{Again, Model, Priced, Pricing, RankOrder, ReplicaPass, Replicas, Saver, activations_bytes};
 use crate::settings::Settings;
 use crate::solve::FoundStage;
 
@@ -139,7 +139,8 @@ impl<'a> PlanCosts<'a> {
         for (((number, stage), order), found) in (0..).zip(&mut plan.stages).zip(&orders).zip(&found) {
             let priced = self.priced(number, None);
             let timed = pricing.timed(&self.replicas(number), priced.end);
-            stage.predicted = pricing.prediction(&found.run, &priced, &timed, order);
+            let activations_bytes = self.activations_bytes(&pricing, number, order);
+            stage.predicted = pricing.prediction(&found.run, &priced, &timed, activations_bytes);
             times.push(timed);
         }
         plan.predicted = if plan.crews().iter().any(Crew::is_shared) {
@@ -149,6 +150,15 @@ impl<'a> PlanCosts<'a> {
             step_prediction(&linker, &self.plan.schedule, &mut plan.stages, &times)
         };
         Ok(plan.seal()?)
+    }
+
+    /// Of microbatches in flight, each by its size; where Blocks are chosen to compute again, all as the largest.
+    fn activations_bytes(&self, pricing: &Pricing<'_>, stage: u32, order: &Order) -> f64 {
+        let at = pricing.at(self.order.place(stage, 1));
+        let all_alike = !self.stages[stage as usize].again.is_empty();
+        let own_rows = |rows: u64| (rows < at.most_rows() && !all_alike).then_some(rows);
+        let held = at.rows.map(|rows| self.priced(stage, own_rows(rows)).held_bytes());
+        activations_bytes(order, |microbatch| held[pricing.step.size_of(microbatch.into())])
     }
 
     /// For each Stage whose Replicas divide anything: the same Plan where they divide nothing.

@@ -68,7 +68,7 @@ pub(crate) struct At<'p> {
     /// Memory that a Plan may use on each device.
     pub(crate) usable_bytes: f64,
     /// Rows of a microbatch of each size on the largest Replica.
-    pub(super) rows: BySize<u64>,
+    pub(crate) rows: BySize<u64>,
     /// See [`Pricing::foreign_rows`].
     pub(super) foreign_rows: [u64; 2],
     /// For each kind of its devices.

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use rannc_plan::{Held, Order, PassPrediction, Sharding, StagePrediction};
+use rannc_plan::{Compute, Order, PassPrediction, Sharding, StagePrediction};
 
 use super::again::Repeated;
 use super::at::{At, Pricing};
@@ -45,13 +45,13 @@ impl Pricing<'_> {
         stage.passes.iter().map(|passes| passes.iter().zip(self.sizes.counts).map(of_size).sum::<f64>()).sum()
     }
 
-    /// What a Plan says of a priced Stage that computes in this order, apart from tied parameters.
+    /// What a Plan says of a priced Stage with so much memory for the microbatches in flight, apart from tied parameters.
     pub(crate) fn prediction(
         &self,
         run: &Range<usize>,
         priced: &Priced,
         timed: &TimedStage,
-        order: &Order,
+        activations_bytes: f64,
     ) -> StagePrediction {
         let rows = self.replica_rows(timed.replicas());
         StagePrediction {
@@ -62,7 +62,7 @@ impl Pricing<'_> {
             update_us: priced.end.update_us,
             in_bytes: self.chain.traffic.in_bytes.at(run.start, run.end, rows) as u64,
             out_bytes: self.chain.traffic.out_bytes.at(run.start, run.end, rows) as u64,
-            memory: priced.memory.prediction(priced.activations_bytes(order)),
+            memory: priced.memory.prediction(activations_bytes),
             whole: priced.memory.whole(),
             sizes: self.pass_predictions(timed),
         }
@@ -147,11 +147,31 @@ impl Pricing<'_> {
 }
 
 impl Priced {
-    /// Memory of the microbatches in flight, and of what waits between the two parts of their backwards.
-    fn activations_bytes(&self, order: &Order) -> f64 {
-        let bytes = |held: Held| {
-            self.memory.microbatch_bytes * held.microbatches as f64 + self.waiting_bytes * held.weights as f64
-        };
-        order.held().map(bytes).fold(0.0, f64::max)
+    /// What is kept of a microbatch in flight, and what waits between the two parts of its backward.
+    pub(crate) fn held_bytes(&self) -> [f64; 2] {
+        [self.memory.microbatch_bytes, self.waiting_bytes]
     }
+}
+
+/// The most that microbatches in flight take on a Stage.
+///
+/// # Arguments
+/// `of` tells what is kept of one, and what waits between the two parts of its backward.
+pub(crate) fn activations_bytes(order: &Order, of: impl Fn(u32) -> [f64; 2]) -> f64 {
+    let (mut most, mut held) = (0.0_f64, 0.0);
+    for compute in order.computes() {
+        let [kept_bytes, waiting_bytes] = of(compute.microbatch());
+        match compute {
+            Compute::Forward(_) => held += kept_bytes,
+            Compute::BackwardInput(_) => held += waiting_bytes,
+            Compute::Backward(_) | Compute::BackwardWeight(_) => {}
+        }
+        most = most.max(held);
+        match compute {
+            Compute::Backward(_) => held -= kept_bytes,
+            Compute::BackwardWeight(_) => held -= kept_bytes + waiting_bytes,
+            Compute::Forward(_) | Compute::BackwardInput(_) => {}
+        }
+    }
+    most
 }
