@@ -58,14 +58,15 @@ class ModuleGuards:
         self._owners = [holder for holder, _ in watched.absent.values()]
         self._lengths = list(map(len, self._owners))
         families = [own_modules(module) for module in model.modules()]
+        self._childless = [family for family in families if not family]
         self._families = [family for family in families if family]
-        self._children = [list(family.values()) for family in self._families]
+        self._children = [list(family.items()) for family in self._families]
         self._strangers = state.strangers
         called = [*model.modules(), *state.strangers]
         hooks = [*hooks_of_all_calls(), *(hooks for module in called for hooks in hooks_of_calls(module))]
         self._hookless = [found for found in hooks if not found]
         self._hooked = [found for found in hooks if found]
-        self._hook_counts = list(map(len, self._hooked))
+        self._hook_keys = list(map(list, self._hooked))
 
     def hold(self) -> bool:
         """True when the captured call is still what the model would do.
@@ -73,7 +74,7 @@ class ModuleGuards:
         Raises:
             CaptureError: hooks of sub-modules have come or gone.
         """
-        if any(self._hookless) or list(map(len, self._hooked)) != self._hook_counts:
+        if any(self._hookless) or list(map(list, self._hooked)) != self._hook_keys:
             refuse_new_hooks(self._model, self._strangers)
             return False
         try:
@@ -81,7 +82,7 @@ class ModuleGuards:
                 return False
         except Exception:  # an attribute is gone, or something that does not compare, a tensor or an array
             return False
-        if [list(family.values()) for family in self._families] != self._children:
+        if any(self._childless) or [list(family.items()) for family in self._families] != self._children:
             return False
         if list(map(len, self._owners)) != self._lengths and not self._still_absent():
             return False
@@ -133,9 +134,14 @@ class _Watched:
         if name in own:
             self._add(own, name, 0)
             return
-        if name in own_params(module) or name in own_buffers(module) or name in own_modules(module):
-            return
-        self.absent.setdefault(id(own), (own, set()))[1].add(name)
+        registered = own_params(module), own_buffers(module), own_modules(module)
+        for holder in registered:
+            if name in holder:
+                if holder[name] is None:
+                    self._add(holder, name, 0)
+                return
+        for holder in (own, *registered):
+            self.absent.setdefault(id(holder), (holder, set()))[1].add(name)
         for kind in type(module).__mro__:
             if name in vars(kind):
                 if is_plain(vars(kind)[name]):
