@@ -380,7 +380,7 @@ HERE = sys.modules[__name__]
         (lambda model, x: model.apart[0](x), lambda model, _: setattr(model.apart[0], "negative_slope", 0.2)),
         (lambda model, x: model.leaf(x), lambda model, _: model.leaf.add_module("late", nn.Tanh())),
         (lambda model, x: x * len(model.layers), lambda model, _: model.layers.append(nn.Tanh())),
-        (lambda model, x: x if model.prior is None else x, lambda model, _: setattr(model, "prior", torch.ones(2))),
+        (lambda model, x: x * (model.prior is None), lambda model, _: setattr(model, "prior", torch.ones(2))),
         (lambda model, x: x * hasattr(model, "late"), lambda model, _: model.register_buffer("late", torch.ones(2))),
         (lambda model, x: x * model.by_method(), lambda _, patch: patch.setattr(Reads, "by_method", lambda _: 2.0)),
     ],

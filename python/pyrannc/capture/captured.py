@@ -150,7 +150,8 @@ def signature(
     """What two calls must share to share a capture.
 
     These are the structure of the arguments, the types of their tensors, all extents but the batch, the model's
-    training flag, the ambient autocast state, and torch's default type. What else a capture rests on, its ``python_state`` tells.
+    training flag, the ambient autocast state, and torch's default type. What else a capture rests on, its
+    ``python_state`` tells.
 
     Args:
         tensors: of the arguments.

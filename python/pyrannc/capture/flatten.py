@@ -149,7 +149,7 @@ def _open_object(item: Any, leaves: list[Tensor], walk: _Walk) -> Structure:
     if not found:
         walk.barren[id(item)] = item
         # It may hold something else at the next call.
-        return Structure((*_constant(item).key, tuple(attributes)), children, lambda _: item)
+        return Structure((_constant(item).key, tuple(attributes)), children, lambda _: item)
     leaves.extend(found)
     names = tuple(attributes)
     template = copy.copy(item)
