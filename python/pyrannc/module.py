@@ -351,8 +351,8 @@ class RaNNCModule(DeployedModel):
             if process.get_rank() == 0:
                 _log.warning(
                     "this call uses parameters or buffers that the calls before did not, or that were added to the "
-                    "model since (%s): the model is deployed anew for it; parameters, gradients and the optimizer's state "
-                    "stay. Make such a call the first one to plan once only", ", ".join(missing),
+                    "model since (%s): the model is deployed anew for it; parameters, gradients and the optimizer's "
+                    "state stay. Make such a call the first one to plan once only", ", ".join(missing),
                 )  # fmt: skip
             self._give_up_deployment()
             self._stale.mark(variant)
