@@ -344,14 +344,15 @@ class RaNNCModule(DeployedModel):
             agree.together(lambda: deployment.refuse_unheld(variant))
         except PlanError as error:
             missing = [name for name in variant.param_names if name not in deployment.store.holders]
+            missing += deployment.added_buffers(variant)
             left_out = [name for name in self._variants.first.param_names if name not in variant.param_names]
             if not missing or left_out:
                 raise PlanError(f"{error}. {no_plan_for_both(missing, left_out)}") from None
             if process.get_rank() == 0:
                 _log.warning(
-                    "this call uses parameters that the calls before did not, or that were added to the model since "
-                    "(%s): the model is deployed anew for it; parameters, gradients and the optimizer's state stay. "
-                    "Make such a call the first one to plan once only", ", ".join(missing),
+                    "this call uses parameters or buffers that the calls before did not, or that were added to the "
+                    "model since (%s): the model is deployed anew for it; parameters, gradients and the optimizer's "
+                    "state stay. Make such a call the first one to plan once only", ", ".join(missing),
                 )  # fmt: skip
             self._give_up_deployment()
             self._stale.mark(variant)

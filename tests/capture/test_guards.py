@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
+import operator
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -287,6 +288,22 @@ class Knob:
     factor = 1.0
 
 
+class Slots:
+    """Its attributes stand in slots."""
+
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+
+class Factor(Knob):
+    """Can be called."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
 NUMBER, TENSOR, OBJECT, OWN = 1.0, torch.ones(2), SimpleNamespace(inner=SimpleNamespace(factor=1.0)), Knob()
 SCRIPT_STEPS = 0
 
@@ -303,6 +320,13 @@ class Reads(nn.Module):
         self.tensors = {"scale": torch.ones(2)}
         self.numbers = np.array([1.0, np.nan])
         self.share = np.float64(0.5)
+        self.options: Any = {"of": [SimpleNamespace(factor=1.0)], "many": [1.0] * 100}
+        self.queue = deque([1.0])
+        self.slots, self.call, self.kind, self.knob = Slots(), Factor(), Factor, Knob()
+        self.apart = [nn.LeakyReLU(0.1)]
+        self.leaf = nn.Tanh()
+        self.layers = nn.ModuleList()
+        self.register_buffer("prior", None)
 
     def by_method(self) -> float:
         return NUMBER
@@ -344,6 +368,21 @@ HERE = sys.modules[__name__]
         (lambda _, x: x * Knob.factor, lambda _, patch: patch.setattr(Knob, "factor", 2.0)),
         (lambda model, x: x * model.tensors["scale"], lambda model, _: model.tensors.update(scale=torch.zeros(2))),
         (lambda model, x: x * model.numbers[0], lambda model, _: model.numbers.put(0, 2.0)),
+        (lambda model, x: x * model.options["of"][0].factor, lambda model, _: vars(model.options["of"][0]).clear()),
+        (lambda model, x: x * model.options["many"][0], lambda model, _: model.options["many"].append(2.0)),
+        (lambda model, x: x * model.options["many"][0], lambda model, _: operator.setitem(model.options["many"], 0, 2)),
+        (lambda model, x: x * model.queue[0], lambda model, _: operator.setitem(model.queue, 0, 2.0)),
+        (lambda model, x: x * model.slots.factor, lambda model, _: setattr(model.slots, "factor", 2.0)),
+        (lambda model, x: model.call(x), lambda model, _: setattr(model.call, "factor", 2.0)),
+        (lambda model, x: x * model.knob.factor, lambda model, _: setattr(model.knob, "factor", 2.0)),
+        (lambda model, x: x * model.knob.factor, lambda _, patch: patch.setattr(Knob, "factor", 2.0)),
+        (lambda model, x: x * model.kind.factor, lambda _, patch: patch.setattr(Knob, "factor", 2.0)),
+        (lambda model, x: model.apart[0](x), lambda model, _: setattr(model.apart[0], "negative_slope", 0.2)),
+        (lambda model, x: model.leaf(x), lambda model, _: model.leaf.add_module("late", nn.Tanh())),
+        (lambda model, x: x * len(model.layers), lambda model, _: model.layers.append(nn.Tanh())),
+        (lambda model, x: x * (model.prior is None), lambda model, _: setattr(model, "prior", torch.ones(2))),
+        (lambda model, x: x * hasattr(model, "late"), lambda model, _: model.register_buffer("late", torch.ones(2))),
+        (lambda model, x: x * model.by_method(), lambda _, patch: patch.setattr(Reads, "by_method", lambda _: 2.0)),
     ],
 )
 def test_what_the_model_reads_is_seen_to_change(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Mapping
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pyrannc.capture import INTERNAL, PythonState, is_plain
+from pyrannc.capture.holdings import is_users_own, slots_of
 from pyrannc.capture.hooks import refuse_new_hooks
 from pyrannc.capture.torch_internals.modules import (
     hooks_of_all_calls,
@@ -23,9 +25,9 @@ from pyrannc.capture.torch_internals.modules import (
 from pyrannc.capture.torch_internals.tensors import version
 
 _Holder = Mapping[str, Any]
-_WATCHED_ITEMS = 64
+_WATCHED_ITEMS = 4096
 """Longer containers are watched by identity and length only."""
-_WATCHED_DEPTH = 3
+_WATCHED_DEPTH = 4
 
 
 class ModuleGuards:
@@ -45,6 +47,10 @@ class ModuleGuards:
             watched.add_read(attribute.module, attribute.name)
         for held, name in state.globals:
             watched.add_global(held, name)
+        for module in state.strangers:
+            watched.add_stranger(module)
+        self._objects = watched.objects
+        self._sizes = list(map(len, self._objects))
         self._names = [(holder, sorted(names)) for holder, names in watched.names.values()]
         self._getters: list[tuple[Callable[[_Holder], Any], _Holder]] = [
             (itemgetter(*names), holder) for holder, names in self._names
@@ -58,14 +64,15 @@ class ModuleGuards:
         self._owners = [holder for holder, _ in watched.absent.values()]
         self._lengths = list(map(len, self._owners))
         families = [own_modules(module) for module in model.modules()]
+        self._childless = [family for family in families if not family]
         self._families = [family for family in families if family]
-        self._children = [list(family.values()) for family in self._families]
+        self._children = [list(family.items()) for family in self._families]
         self._strangers = state.strangers
         called = [*model.modules(), *state.strangers]
         hooks = [*hooks_of_all_calls(), *(hooks for module in called for hooks in hooks_of_calls(module))]
         self._hookless = [found for found in hooks if not found]
         self._hooked = [found for found in hooks if found]
-        self._hook_counts = list(map(len, self._hooked))
+        self._hook_keys = list(map(list, self._hooked))
 
     def hold(self) -> bool:
         """True when the captured call is still what the model would do.
@@ -73,7 +80,7 @@ class ModuleGuards:
         Raises:
             CaptureError: hooks of sub-modules have come or gone.
         """
-        if any(self._hookless) or list(map(len, self._hooked)) != self._hook_counts:
+        if any(self._hookless) or list(map(list, self._hooked)) != self._hook_keys:
             refuse_new_hooks(self._model, self._strangers)
             return False
         try:
@@ -81,7 +88,9 @@ class ModuleGuards:
                 return False
         except Exception:  # an attribute is gone, or something that does not compare, a tensor or an array
             return False
-        if [list(family.values()) for family in self._families] != self._children:
+        if any(self._childless) or [list(family.items()) for family in self._families] != self._children:
+            return False
+        if list(map(len, self._objects)) != self._sizes:
             return False
         if list(map(len, self._owners)) != self._lengths and not self._still_absent():
             return False
@@ -121,6 +130,7 @@ class _Watched:
         self.names: dict[int, tuple[_Holder, set[str]]] = {}
         self.tensors: list[tuple[_Holder, str, Tensor]] = []
         self.absent: dict[int, tuple[_Holder, set[str]]] = {}
+        self.objects: list[_Holder] = []
         self._seen: set[int] = set()
         # Kept while ids serve as keys: the attributes of a class are looked at through a new proxy each time.
         self._proxies: dict[type, MappingProxyType[str, Any]] = {}
@@ -133,14 +143,27 @@ class _Watched:
         if name in own:
             self._add(own, name, 0)
             return
-        if name in own_params(module) or name in own_buffers(module) or name in own_modules(module):
-            return
-        self.absent.setdefault(id(own), (own, set()))[1].add(name)
+        registered = own_params(module), own_buffers(module), own_modules(module)
+        for holder in registered:
+            if name in holder:
+                if holder[name] is None:
+                    self._add(holder, name, 0)
+                return
+        for holder in (own, *registered):
+            self.absent.setdefault(id(holder), (holder, set()))[1].add(name)
         for kind in type(module).__mro__:
             if name in vars(kind):
-                if is_plain(vars(kind)[name]):
+                value = vars(kind)[name]
+                is_method = isinstance(value, FunctionType) and is_users_own(kind)
+                if is_method or is_plain(value) or _has_attributes(value):
                     self._add(self._proxies.setdefault(kind, vars(kind)), name, 0)
                 return
+
+    def add_stranger(self, module: nn.Module) -> None:
+        """A module that the model calls and that is no sub-module."""
+        for name in vars(module):
+            if name not in INTERNAL:
+                self._add(vars(module), name, 0)
 
     def add_global(self, held: _Holder, name: str) -> None:
         """A global variable, or an attribute of an object in one, there or not."""
@@ -156,17 +179,61 @@ class _Watched:
                 self.tensors.append((holder, name, value))
             return
         self.names.setdefault(id(holder), (holder, set()))[1].add(name)
-        if _has_attributes(value) and depth < _WATCHED_DEPTH and id(value) not in self._seen:
+        self._look_into(value, depth)
+
+    def _look_into(self, value: Any, depth: int) -> None:
+        if depth >= _WATCHED_DEPTH or id(value) in self._seen:
+            return
+        if isinstance(value, (dict, list, tuple, deque)):
+            if len(value) <= _WATCHED_ITEMS and not is_plain(value):
+                self._seen.add(id(value))
+                for item in [*value.values()] if isinstance(value, dict) else [*value]:
+                    self._look_into(item, depth + 1)
+        elif _has_attributes(value):
             self._seen.add(id(value))
-            for inner in list(vars(value)):
-                self._add(vars(value), inner, depth + 1)
+            own = {} if isinstance(value, type) else _attributes(value)
+            self.objects.append(own)
+            for name in list(own):
+                self._add(own, name, depth + 1)
+            for kind in value.__mro__ if isinstance(value, type) else type(value).__mro__:
+                held = self._proxies.setdefault(kind, vars(kind))
+                for name in held if is_users_own(kind) else ():
+                    if not name.startswith("__") and name not in own and is_plain(held[name]):
+                        self._add(held, name, depth + 1)
+
+
+class _Slots(Mapping[str, Any]):
+    """The attributes of an object that has slots for them."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self._owner, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for kind in type(self._owner).__mro__ for name in slots_of(kind) if hasattr(self._owner, name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _attributes(value: Any) -> _Holder:
+    return vars(value) if hasattr(value, "__dict__") else _Slots(value)
 
 
 def _has_attributes(value: Any) -> bool:
     """True for objects such as a configuration, whose attributes the forward may have read."""
-    if isinstance(value, (nn.Module, type, ModuleType, FunctionType)) or callable(value):
+    if isinstance(value, type):
+        return is_users_own(value)
+    if isinstance(value, (nn.Module, ModuleType, FunctionType)) or (callable(value) and not is_users_own(type(value))):
         return False
-    return isinstance(getattr(value, "__dict__", None), dict) and not type(value).__module__.startswith("torch")
+    if not isinstance(getattr(value, "__dict__", None), dict):
+        return any(map(slots_of, type(value).__mro__)) and is_users_own(type(value))
+    return not type(value).__module__.startswith("torch")
 
 
 def _snapshot(found: Any, count: int) -> Any:
@@ -175,14 +242,25 @@ def _snapshot(found: Any, count: int) -> Any:
 
 def _kept(value: Any) -> Any:
     """What a later value is compared with."""
-    if isinstance(value, (dict, list, set)):
-        if len(value) > _WATCHED_ITEMS:
-            return _SameLength(value)
-        return copy.deepcopy(value) if is_plain(value) else copy.copy(value)
+    if isinstance(value, (dict, list, set, tuple, deque, bytearray)):
+        return _SameLength(value) if len(value) > _WATCHED_ITEMS else _copied(value, 0)
     # Where nobody has imported NumPy there are none of its arrays.
     numpy = sys.modules.get("numpy")
     is_array = numpy is not None and isinstance(value, numpy.ndarray)
     return _SameNumbers(value) if is_array and value.size <= _WATCHED_ITEMS else value
+
+
+def _copied(value: Any, depth: int) -> Any:
+    """Containers with containers in them; what else is in them is itself."""
+    if depth > _WATCHED_DEPTH:
+        return value
+    if type(value) in (dict, OrderedDict, defaultdict):
+        return {key: _copied(item, depth + 1) for key, item in value.items()}
+    if type(value) in (list, tuple, deque):
+        return type(value)(_copied(item, depth + 1) for item in value)
+    if isinstance(value, (dict, list, set, deque, bytearray)):
+        return copy.deepcopy(value) if is_plain(value) else copy.copy(value)
+    return value
 
 
 class _SameNumbers:

@@ -386,7 +386,10 @@ class Variants:
             return f"a batch of {rows} rows, where trials had shown what holds for up to {last.most_rows}"
         if before == key:
             return last.guards.changed() or "a sub-module"
-        names = ("Python values or structure of the arguments", "shapes or types of tensors", "mode", "autocast")
+        names = (
+            "Python values or structure of the arguments", "shapes or types of tensors", "mode", "autocast",
+            "torch's default type",
+        )  # fmt: skip
         parts = [name for name, old, new in zip(names, before[0], key[0], strict=True) if old != new]
         return ", ".join(parts + ["requires_grad"] * (before[1] != key[1]))
 

@@ -150,7 +150,8 @@ def signature(
     """What two calls must share to share a capture.
 
     These are the structure of the arguments, the types of their tensors, all extents but the batch, the model's
-    training flag, and the ambient autocast state. What else a capture rests on, its ``python_state`` tells.
+    training flag, the ambient autocast state, and torch's default type. What else a capture rests on, its
+    ``python_state`` tells.
 
     Args:
         tensors: of the arguments.
@@ -158,7 +159,7 @@ def signature(
         per_row: as of a :class:`Sample`.
     """
     described = tuple(_describe(tensor, count) for tensor, count in zip(tensors, per_row, strict=True))
-    return structure, described, model.training, autocast_state()
+    return structure, described, model.training, autocast_state(), torch.get_default_dtype()
 
 
 def _describe(tensor: Tensor, per_row: int) -> Hashable:

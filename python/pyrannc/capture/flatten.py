@@ -134,7 +134,8 @@ def _open_container(item: Any, leaves: list[Tensor], walk: _Walk) -> Structure:
     if isinstance(item, dict):
         keys = tuple(item)
         children = tuple(_open(child, leaves, walk) for child in item.values())
-        return Structure((kind, keys), children, lambda made: kind(zip(keys, made, strict=True)))
+        # A Counter would count pairs.
+        return Structure((kind, keys), children, lambda made: kind(dict(zip(keys, made, strict=True))))
     if hasattr(item, "__dict__") and not isinstance(item, (torch.nn.Module, type)) and not callable(item):
         return _open_object(item, leaves, walk)
     return _constant(item)
@@ -147,7 +148,8 @@ def _open_object(item: Any, leaves: list[Tensor], walk: _Walk) -> Structure:
     children = tuple(_open(child, found, walk) for child in attributes.values())
     if not found:
         walk.barren[id(item)] = item
-        return _constant(item)
+        # It may hold something else at the next call.
+        return Structure((_constant(item).key, tuple(attributes)), children, lambda _: item)
     leaves.extend(found)
     names = tuple(attributes)
     template = copy.copy(item)
@@ -168,8 +170,17 @@ def _constant(item: Any) -> Structure:
         hash(item)
         key: Hashable = item
     except TypeError:
-        key = id(item)
+        key = id(item), _contents(item)
     return Structure((type(item), key), make=lambda _: item)
+
+
+def _contents(item: Any) -> Hashable:
+    """What of an object shows that it has been changed in place, if anything does."""
+    if isinstance(item, set):
+        return frozenset(item)
+    if isinstance(item, bytearray):
+        return bytes(item)
+    return item.tobytes() if type(item).__module__ == "numpy" and hasattr(item, "tobytes") else None
 
 
 def _frozen(context: Any) -> Hashable:

@@ -91,13 +91,14 @@ def _inside(value: Any) -> list[Any]:
     if isinstance(value, type):
         return [*value.__bases__, *map(_held, vars(value).values())] if _is_own(_file(value)) else []
     if isinstance(value, nn.Module) or belongs_to_user(_file(type(value))):
-        slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+        slots = [name for kind in type(value).__mro__ for name in slots_of(kind)]
         own = [getattr(value, name) for name in slots if hasattr(value, name)]
         return [type(value), *getattr(value, "__dict__", {}).values(), *own]
     return [getattr(value, "__self__", None)]
 
 
-def _slots(kind: type) -> tuple[str, ...]:
+def slots_of(kind: type) -> tuple[str, ...]:
+    """Names of the attributes that objects of a class have slots for."""
     slots = vars(kind).get("__slots__", ())
     return (slots,) if isinstance(slots, str) else tuple(name for name in slots if not name.startswith("__"))
 

@@ -309,6 +309,8 @@ class Deployment:
 
     def refuse_unheld(self, variant: Variant) -> None:
         """Raises PlanError when every rank must hold something for a captured call, and not all do."""
+        for name in self.added_buffers(variant):
+            raise PlanError(f'this call uses buffer "{name}", which the model did not have when it was deployed')
         everyone = tuple(range(process.get_world_size()))
         for name in _names_in_tail(variant):
             if self.store.holders.get(name) != everyone or self.store.is_in_parts(name):
@@ -316,6 +318,10 @@ class Deployment:
                     f'this call uses "{name}" together with all rows of the batch, which the call that the plan was '
                     "made for did not, so not every rank holds it"
                 )
+
+    def added_buffers(self, variant: Variant) -> list[str]:
+        """First names of the buffers of a captured call that the model did not have when it was deployed."""
+        return [buffer.name for buffer in variant.whole.facts.buffers if buffer.name not in self.store.buffers]
 
     def renew_gradients(self) -> None:
         """Follows ``requires_grad`` of the parameters, which is equal on all ranks. All ranks call it."""

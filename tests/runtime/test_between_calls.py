@@ -1,0 +1,67 @@
+"""What changes between calls is in the next one, as in one process."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pyrannc
+from tests.ranks import RankPool
+
+FORCED = {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "2"}
+
+
+class Net(nn.Module):
+    """Two layers, and what it is told between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.register_buffer("prior", None)
+
+    def forward(self, x: Tensor, told: Any) -> Tensor:
+        factor = told["factor"] if isinstance(told, dict) else told.factor
+        y = self.first(x).tanh() * factor + torch.full((6,), 1 / 3)
+        return self.second(y if self.prior is None else y * self.prior).square().mean()  # type: ignore[no-any-return]
+
+
+def losses(case: str, world: int, rank: int) -> list[float]:
+    torch.manual_seed(0)
+    net = Net().double()
+    model: Any = net if world == 1 else pyrannc.RaNNCModule(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    told: Any = Counter(factor=3) if case == "counter" else SimpleNamespace(factor=1.0)
+    x = torch.randn(8, 4, dtype=torch.float64).chunk(world)[rank]
+    found = []
+    for step in range(4):
+        if case == "argument" and step == 3:
+            told.factor = 0.5
+        if case == "buffer" and step == 3:
+            net.register_buffer("prior", torch.full((6,), 0.5, dtype=torch.float64))
+        torch.set_default_dtype(torch.float64 if case == "type" and step == 3 else torch.float32)
+        try:
+            loss = model(x, told)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        loss.backward()
+        found.append(loss.item())
+    return found
+
+
+def job(case: str) -> list[float]:
+    return losses(case, 2, pyrannc.get_rank())
+
+
+@pytest.mark.parametrize("case", ["counter", "argument", "buffer", "type"])
+def test_what_changes_between_calls_is_in_the_next_one(case: str) -> None:
+    pool = RankPool(2)
+    try:
+        everyone = pool.run(job, case, env=FORCED)
+    finally:
+        pool.close()
+    for found in everyone:
+        assert found == pytest.approx(losses(case, 1, 0), rel=1e-10, abs=0)
