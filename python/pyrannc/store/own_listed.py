@@ -90,7 +90,9 @@ def step_with_own(optimizer: Optimizer, divided: Divided) -> None:
 def begin_sharing(optimizer: Optimizer) -> None:
     """From now on other ranks may hold what the optimizer lists."""
     if optimizer not in _shared:
-        optimizer.register_step_post_hook(_after)
+        handle = optimizer.register_step_post_hook(_after)
+        # The script's own hooks find all parameters, and these as they are after the step.
+        optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
         _shared.add(optimizer)
 
 
