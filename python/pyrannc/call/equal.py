@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pyrannc.capture.contents import contents
+from pyrannc.store.own_listed import steps_of
 
 SMALL_BYTES = 4096
 """Tensors on the host up to here are compared at each call."""
 _OF_RANKS = ("params", "param_names")
 """What every rank has its own of in a param group."""
+_STEPS = "the number of calls of optimizer.step(), which a rank must not leave out or add by itself,"
 EVERY = 100
 """All others are compared at a captured form's first call, and whenever this many calls have passed."""
 
@@ -31,7 +33,7 @@ class HyperParameters:
         self._found: list[Fingerprint] = []
 
     def fingerprints(self) -> list[Fingerprint]:
-        """Each that is a Python value."""
+        """Each that is a Python value, and the number of steps."""
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         now = [[(name, _value(group[name])) for name in group if name not in _OF_RANKS] for group in groups]
         if not _equal(now, self._seen):
@@ -42,7 +44,9 @@ class HyperParameters:
                 for name, value in settings
                 if isinstance(value, (bool, int, float, str, type(None), tuple))
             ]
-        return self._found
+        if self._optimizer is None:
+            return self._found
+        return [*self._found, (_STEPS, steps_of(self._optimizer))]
 
 
 def _value(setting: Any) -> Any:

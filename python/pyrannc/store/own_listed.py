@@ -40,6 +40,7 @@ _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 _shared: WeakSet[Optimizer] = WeakSet()
 _divided: WeakKeyDictionary[Optimizer, WeakMethod[Divided]] = WeakKeyDictionary()
 _hidden: WeakKeyDictionary[Optimizer, _Hidden] = WeakKeyDictionary()
+_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -85,6 +86,11 @@ def step_with_own(optimizer: Optimizer, divided: Divided) -> None:
     _divided[optimizer] = WeakMethod(divided)
     if optimizer not in _hooks:
         _hooks[optimizer] = optimizer.register_step_pre_hook(_before)
+
+
+def steps_of(optimizer: Optimizer) -> int:
+    """How often an optimizer has stepped since other ranks may hold what it lists."""
+    return _steps.get(optimizer, 0)
 
 
 def begin_sharing(optimizer: Optimizer) -> None:
@@ -136,6 +142,7 @@ def _with_all_listed(optimizer: Optimizer, closure: Callable[[], Any], step: Any
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _show(optimizer)
+    _steps[optimizer] = steps_of(optimizer) + 1
     divided = _divided_by(optimizer)
     if divided:
         with collective("optimizer.step()"):

@@ -595,3 +595,16 @@ def weight_decay_by_gradients(job: Job) -> None:
         job.gradients(model)
         optimizer.step()
     job.state(model)
+
+
+@refused("MismatchError", "optimizer.step", instead="decide by what is equal on all ranks")
+def step_left_out_on_one_rank(job: Job) -> None:
+    """One rank leaves out `optimizer.step()`, as by the loss of its own rows."""
+    net = _net()
+    optimizer = _adam(net)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    model(*job.batch(pairs, 1)).backward()
+    if job.rank == 0:
+        optimizer.step()
+    learn(job, model, optimizer, step=2)
