@@ -10,25 +10,29 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pyrannc.capture.contents import contents
-from pyrannc.store.own_listed import steps_of
 
 SMALL_BYTES = 4096
 """Tensors on the host up to here are compared at each call."""
 _OF_RANKS = ("params", "param_names")
 """What every rank has its own of in a param group."""
-_STEPS = "the number of calls of optimizer.step(), which a rank must not leave out or add by itself,"
 EVERY = 100
 """All others are compared at a captured form's first call, and whenever this many calls have passed."""
+_STEPS = "the number of calls of optimizer.step(), which a rank must not leave out or add by itself,"
 
 Fingerprint = tuple[str, int]
 """What it is, in words, and its number."""
 
 
 class HyperParameters:
-    """Learning rates and the like, read again only when one has changed."""
+    """Learning rates and the like, read again only when one has changed.
 
-    def __init__(self, optimizer: Optimizer | None) -> None:
+    Args:
+        steps: how often the optimizer has stepped.
+    """
+
+    def __init__(self, optimizer: Optimizer | None, steps: Callable[[Optimizer], int]) -> None:
         self._optimizer = optimizer
+        self._steps = steps
         self._seen: list[list[tuple[str, Any]]] = []
         self._found: list[Fingerprint] = []
 
@@ -46,7 +50,7 @@ class HyperParameters:
             ]
         if self._optimizer is None:
             return self._found
-        return [*self._found, (_STEPS, steps_of(self._optimizer))]
+        return [*self._found, (_STEPS, self._steps(self._optimizer))]
 
 
 def _value(setting: Any) -> Any:
