@@ -31,6 +31,7 @@ from pyrannc.capture import CaptureOptions, Sample, flatten
 from pyrannc.capture.autocast import no_autocast
 from pyrannc.capture.torch_internals.compiler import start_compiling_processes
 from pyrannc.capture.torch_internals.gradients import at_end_of_backward
+from pyrannc.capture.torch_internals.levels import transforms_are_active
 from pyrannc.core.program import Call, RankProgram
 from pyrannc.errors import CaptureError, ConfigError, PlanError, RaNNCError, first_line
 from pyrannc.face.deployed import DeployedModel
@@ -181,6 +182,12 @@ class RaNNCModule(DeployedModel):
             MismatchError: the ranks disagree.
             PeerError: another rank has died, failed or left meanwhile.
         """
+        if transforms_are_active():
+            raise RaNNCError(
+                "the model was called inside of a transform of torch.func (grad, vjp, jvp, vmap and the like) or of "
+                "forward-mode differentiation, which RaNNC cannot follow: call it outside, and differentiate with "
+                "loss.backward() or torch.autograd.grad()"
+            )
         with collective("model(...)", new_round=True):
             if not torch.is_inference_mode_enabled():
                 return self._run(args, kwargs)

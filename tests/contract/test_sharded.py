@@ -33,6 +33,8 @@ REFUSED = {
     "lbfgs_in_one_stage": "1",
     "whole_on_every_rank": "2",
     "gradients_kept_by_the_script": "2",
+    "average_in_a_hook_after_the_step": "3",
+    "average_put_in_place": "3",
     "weight_penalty_outside": "3",
     "data_replaced": "3",
     "vector_to_params": "3",

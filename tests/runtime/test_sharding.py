@@ -637,3 +637,41 @@ def used_outside(case: Case, folder: str) -> list[str]:
 @pytest.mark.parametrize("sharding", ["optimizer", "gradients"])
 def test_parameters_used_outside_of_the_model(sharding: str, ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(3).run(used_outside, replace(ONE_STAGE, sharding=sharding), str(tmp_path)) == [[], [], []]
+
+
+def watched_and_frozen(case: Case, folder: str) -> list[str]:
+    """A script's hook after steps, registered before the first call, and layers frozen while they have gradients."""
+    with double_precision():
+        twins = Twins(case, folder)
+        seen: list[list[Any]] = [[], []]
+        pairs = [(twins.optimizer, twins.module.model), (twins.reference.optimizer, twins.reference.model)]
+
+        def watch(optimizer: Optimizer, net: nn.Module, notes: list[Any]) -> None:
+            def hook(*_: Any) -> None:
+                notes.append(len(optimizer.param_groups[0]["params"]))
+                notes.extend(param.detach().clone() for param in net.parameters() if case.sharding[-6:] != "params")
+
+            optimizer.register_step_post_hook(hook)
+
+        for (optimizer, net), notes in zip(pairs, seen, strict=True):
+            watch(optimizer, net, notes)
+        twins.step(0)
+        twins.optimizer.zero_grad()
+        for number, trained in enumerate((True, False, True)):
+            for _, net in pairs:
+                net.get_submodule("chain.layers.0").requires_grad_(trained)
+            for loss in twins.losses(number):
+                loss.backward()
+            twins.compare_gradients(f"after backward {number}")
+            for optimizer, _ in pairs:
+                optimizer.step()
+        twins.compare_state("after steps")
+        twins.differences.compare("what hooks saw", *seen)
+        twins.module.undeploy()
+        return twins.differences.found
+
+
+@ALL
+def test_hooks_after_steps_and_frozen_layers_with_gradients(sharding: str, ranks: Ranks, tmp_path: Path) -> None:
+    case = replace(ONE_STAGE, sharding=sharding)
+    assert ranks(3).run(watched_and_frozen, case, str(tmp_path)) == [[], [], []]

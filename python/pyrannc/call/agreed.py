@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,7 @@ class Agreement:
         batch: which arguments have rows.
         gather_inputs: the rows of all ranks count, instead of those of rank 0 alone.
         recapture_interval: after so many calls of a captured form one rank captures again and compares; 0: never.
+        steps: how often an optimizer has stepped.
 
     Attributes:
         params: guards of this rank's parameters, once they are deployed.
@@ -80,11 +81,12 @@ class Agreement:
         *,
         gather_inputs: bool,
         recapture_interval: int,
+        steps: Callable[[Optimizer], int],
     ) -> None:
         self.params: ParamGuards | None = None
         self._model = model
         self._variants = variants
-        self._hyper_parameters = HyperParameters(optimizer)
+        self._hyper_parameters = HyperParameters(optimizer, steps)
         self._batch = batch
         self._gather_inputs = gather_inputs
         self._interval = recapture_interval

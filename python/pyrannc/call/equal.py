@@ -17,21 +17,27 @@ _OF_RANKS = ("params", "param_names")
 """What every rank has its own of in a param group."""
 EVERY = 100
 """All others are compared at a captured form's first call, and whenever this many calls have passed."""
+_STEPS = "the number of calls of optimizer.step(), which a rank must not leave out or add by itself,"
 
 Fingerprint = tuple[str, int]
 """What it is, in words, and its number."""
 
 
 class HyperParameters:
-    """Learning rates and the like, read again only when one has changed."""
+    """Learning rates and the like, read again only when one has changed.
 
-    def __init__(self, optimizer: Optimizer | None) -> None:
+    Args:
+        steps: how often the optimizer has stepped.
+    """
+
+    def __init__(self, optimizer: Optimizer | None, steps: Callable[[Optimizer], int]) -> None:
         self._optimizer = optimizer
+        self._steps = steps
         self._seen: list[list[tuple[str, Any]]] = []
         self._found: list[Fingerprint] = []
 
     def fingerprints(self) -> list[Fingerprint]:
-        """Each that is a Python value."""
+        """Each that is a Python value, and the number of steps."""
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         now = [[(name, _value(group[name])) for name in group if name not in _OF_RANKS] for group in groups]
         if not _equal(now, self._seen):
@@ -42,7 +48,9 @@ class HyperParameters:
                 for name, value in settings
                 if isinstance(value, (bool, int, float, str, type(None), tuple))
             ]
-        return self._found
+        if self._optimizer is None:
+            return self._found
+        return [*self._found, (_STEPS, self._steps(self._optimizer))]
 
 
 def _value(setting: Any) -> Any:

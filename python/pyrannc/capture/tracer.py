@@ -31,7 +31,7 @@ from .flex import flex_attention_as_op
 from .hooks import refuse_hooks, watched_hooks
 from .inner_graph import refuse_lost
 from .kept_whole import Trials, WholeCall, whole_calls_installed
-from .lacking import without_guard
+from .lacking import Lacking, without_guard
 from .leaf import captured_tensor_hooks, opaque_autograd_functions, traced_data
 from .limits import Limit, take_limits
 from .new_tree import Left, NewTree, Tree
@@ -262,7 +262,8 @@ class Session:
         return [whole_call(self.sample.model, Part.of(text), trials) for text in self.leaf_paths]
 
     def _fake(self, name: str, tensor: Tensor, per_row: int, free: Collection[int] = ()) -> Tensor:
-        if id(tensor) in self.lone_slices:
+        # torch would look at a gradient too, of which ranks may have parts.
+        if id(tensor) in self.lone_slices or (tensor.is_leaf and isinstance(tensor.grad, Lacking)):
             own = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             fake = fake_of(self.mode, name, nn.Parameter(own, tensor.requires_grad), per_row)
         else:

@@ -29,6 +29,7 @@ from pyrannc.store.by_parameter import refuse_across, why_across
 from pyrannc.store.former import Former
 from pyrannc.store.later import LaterOptimizers
 from pyrannc.store.optimizer import UserOptimizer
+from pyrannc.store.own_listed import steps_of
 from pyrannc.store.shared_params import note_deployed, note_taken_back
 from pyrannc.store.store import ParamStore
 from pyrannc.switches import switches
@@ -63,6 +64,7 @@ class DeployedModel(StateOfModel):
             BatchArguments(self.model, self._batch_arguments, gather_inputs=self._gather_inputs),
             gather_inputs=self._gather_inputs,
             recapture_interval=self._config.recapture_interval,
+            steps=steps_of,
         )
 
     def _deploy(self, variant: Variant, call: AgreedCall) -> None:

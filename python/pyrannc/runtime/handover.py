@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pyrannc.capture.torch_internals.gradients import backward_keeps_graph, runs_in_backward
 from pyrannc.capture.torch_internals.tensors import is_view
+from pyrannc.errors import RaNNCError
 
 
 class Differentiate(Protocol):
@@ -62,8 +62,14 @@ class _Handover(torch.autograd.Function):
         return tuple(made)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            # torch would take them for constants, and leave out what they add to the gradients.
+            raise RaNNCError(
+                "a gradient through the model was asked for with create_graph=True, as for a gradient penalty, but "
+                "RaNNC computes no gradients of gradients: leave out create_graph=True if nothing is differentiated "
+                "again, or compute the penalty with finite differences, from further calls of the model"
+            )
         for_params = runs_in_backward(ctx.params)
         found = ctx.of_call(grads, keep_graph=backward_keeps_graph(), for_params=for_params)
         return (None, None, None, None, *found)

@@ -148,9 +148,10 @@ class Delivery:
         given, self._given = [item for item in self._given if item[0] == graph_task()], []
         if given and not given[0][1].is_kept:
             self._spare = given[0][1]
-        found = _sum(
-            [{name: item.views[name] for name in self._params if name in active} for _, item, active, _ in given]
-        )
+        with DisableTorchFunctionSubclass():
+            # torch gives none to what was frozen after the call.
+            trained = [name for name, param in self._params.items() if param.requires_grad]
+        found = _sum([{name: item.views[name] for name in trained if name in active} for _, item, active, _ in given])
         self._overflow = given[0][3] if len(given) == 1 else None
         everything = runs_in_backward(self._of_nothing)
         with DisableTorchFunctionSubclass():

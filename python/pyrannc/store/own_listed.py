@@ -40,6 +40,7 @@ _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 _shared: WeakSet[Optimizer] = WeakSet()
 _divided: WeakKeyDictionary[Optimizer, WeakMethod[Divided]] = WeakKeyDictionary()
 _hidden: WeakKeyDictionary[Optimizer, _Hidden] = WeakKeyDictionary()
+_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -87,10 +88,17 @@ def step_with_own(optimizer: Optimizer, divided: Divided) -> None:
         _hooks[optimizer] = optimizer.register_step_pre_hook(_before)
 
 
+def steps_of(optimizer: Optimizer) -> int:
+    """How often an optimizer has stepped since other ranks may hold what it lists."""
+    return _steps.get(optimizer, 0)
+
+
 def begin_sharing(optimizer: Optimizer) -> None:
     """From now on other ranks may hold what the optimizer lists."""
     if optimizer not in _shared:
-        optimizer.register_step_post_hook(_after)
+        handle = optimizer.register_step_post_hook(_after)
+        # The script's own hooks find all parameters, and these as they are after the step.
+        optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
         _shared.add(optimizer)
 
 
@@ -134,6 +142,7 @@ def _with_all_listed(optimizer: Optimizer, closure: Callable[[], Any], step: Any
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _show(optimizer)
+    _steps[optimizer] = steps_of(optimizer) + 1
     divided = _divided_by(optimizer)
     if divided:
         with collective("optimizer.step()"):

@@ -166,7 +166,8 @@ def _can_be_taken(item: Any, target: Spread) -> bool:
         return True
     assert isinstance(target, Tensor)
     if isinstance(item, Spread):
-        return (item.start, item.piece.numel(), item.shape) == (target.start, target.piece.numel(), target.shape)
+        has = target.piece.numel()
+        return item.shape == target.shape and item.piece.numel() == has and (item.start == target.start or not has)
     return not is_elsewhere(item) and item.shape == target.shape
 
 

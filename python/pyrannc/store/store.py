@@ -181,7 +181,8 @@ class ParamStore:
     def put_grads(self, grads: Mapping[str, Tensor]) -> None:
         """Gives ranks their parts of whole gradients."""
         for name, grad in grads.items():
-            if self.is_local(name) and self.params[name].requires_grad:
+            # Those that are frozen by now keep theirs, as torch has it: optimizers go on with them.
+            if self.is_local(name):
                 whole = grad.to(self._device)
                 if self.divided is not None and name in self.divided.spread:
                     whole = self.divided.own_gradient(name, self.params[name], whole)

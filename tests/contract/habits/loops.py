@@ -431,3 +431,37 @@ def moved_after_wrapping(job: Job) -> None:
     model = job.wrap(net, optimizer).to("cpu")
     learn(job, model, optimizer)
     job.state(model)
+
+
+@equal()
+def frozen_before_backward(job: Job) -> None:
+    """Layers are frozen between the call and its `backward()`: they get no gradients."""
+    net = _regression()
+    optimizer = Adam(net.parameters(), lr=0.01)
+    model = job.wrap(net, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(*job.batch(pairs, step))
+        net.net.head.requires_grad_(step != 1)
+        loss.backward()
+        job.gradients(model)
+        optimizer.step()
+    job.state(model)
+
+
+@refused("RaNNCError", "create_graph", instead="leave out `create_graph=True`; finite differences of further calls")
+def gradient_penalty(job: Job) -> None:
+    """`torch.autograd.grad(outputs, x, ..., create_graph=True)`, as for a gradient penalty, or `loss.backward(...)`."""
+    model = job.wrap(Chain(outputs=1))
+    (x, _) = job.batch(pairs)
+    outputs = model(x.requires_grad_()).sum()
+    (gradient,) = torch.autograd.grad(outputs, x, create_graph=job.ranks > 1)
+    gradient.square().mean().backward()
+
+
+@refused("RaNNCError", "torch.func", "backward", instead="`loss.backward()`, `torch.autograd.grad(...)`")
+def differentiated_forwards(job: Job) -> None:
+    """The model is called inside of `torch.func.jvp`, `torch.func.grad` and the like."""
+    model = job.wrap(_regression())
+    x, target = job.batch(pairs)
+    torch.func.jvp(lambda x: model(x, target), (x,), (x,))

@@ -537,3 +537,74 @@ def rate_warmed_up_from_zero(job: Job) -> None:
         learn(job, model, optimizer, step=step)
         scheduler.step()
     job.state(model)
+
+
+@equal((REPLICAS, Setting((3, 0, 5), 1, 4)), note="where every rank holds the whole model")
+def average_in_a_hook_after_the_step(job: Job) -> None:
+    """`optimizer.register_step_post_hook(...)`, before the first call, with an average of `net.parameters()`."""
+    net = _net()
+    optimizer = _adam(net)
+    average = [param.detach().clone() for param in net.parameters()]
+
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        job.same("listed", [len(group["params"]) for group in optimizer.param_groups])
+        for mean, param in zip(average, net.parameters(), strict=True):
+            mean.lerp_(param.detach(), 0.5)
+
+    optimizer.register_step_post_hook(hook)
+    model = job.wrap(net, optimizer)
+    for step in range(3):
+        learn(job, model, optimizer, step=step)
+        job.same("average", average)
+
+
+@equal()
+def frozen_with_gradients(job: Job) -> None:
+    """Layers are frozen while they have gradients, with which the optimizer goes on as torch has it."""
+    net = _net()
+    optimizer = _adam(net)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    first = net.net.layers[0].requires_grad_(False)
+    for step, set_to_none in enumerate((None, False)):
+        if set_to_none is not None:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        model(*job.batch(pairs, step)).backward()
+        job.gradients(model)
+        optimizer.step()
+        job.state(model)
+    first.requires_grad_(True)
+    model(*job.batch(pairs, 3)).backward()
+    job.gradients(model)
+    optimizer.step()
+    job.state(model)
+
+
+@equal()
+def weight_decay_by_gradients(job: Job) -> None:
+    """The script adds each parameter to its gradient (`param.grad.add_(param, alpha=0.1)`) before a step."""
+    net = _net()
+    optimizer = _adam(net)
+    model = job.wrap(net, optimizer)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(*job.batch(pairs, step)).backward()
+        with torch.no_grad():
+            for param in net.parameters():
+                param.grad.add_(param, alpha=0.1)
+        job.gradients(model)
+        optimizer.step()
+    job.state(model)
+
+
+@refused("MismatchError", "optimizer.step", instead="decide by what is equal on all ranks")
+def step_left_out_on_one_rank(job: Job) -> None:
+    """One rank leaves out `optimizer.step()`, as by the loss of its own rows."""
+    net = _net()
+    optimizer = _adam(net)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    model(*job.batch(pairs, 1)).backward()
+    if job.rank == 0:
+        optimizer.step()
+    learn(job, model, optimizer, step=2)

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 import pyrannc
 from tests.contract.habit import equal, refused
 from tests.contract.job import Job
-from tests.contract.settings import REPLICAS, STAGES
+from tests.contract.settings import REPLICAS, STAGES, Setting
 from tests.contract.training import Chain, Returns, learn, pairs, single
 
 ON_OTHER_RANKS = "use `model.state_dict()`, `model.get_param(name)`"
@@ -461,3 +461,20 @@ def head_without_gradient(job: Job) -> None:
         first, _ = model(x)
         (first.square().sum() / max(1, len(x))).backward()
     job.gradients(model)
+
+
+@equal((REPLICAS, Setting((3, 0, 5), 1, 4), Setting((5, 3), 1, 1)), note="where every rank holds the whole model")
+def average_put_in_place(job: Job) -> None:
+    """`param.data = average[name]` for an evaluation, and the former `.data` back after it."""
+    net, model, optimizer = _learned(job)
+    average = {name: param.data * 0.5 for name, param in net.named_parameters()}
+    for step in (1, 2):
+        former = {name: param.data for name, param in net.named_parameters()}
+        for name, param in net.named_parameters():
+            param.data = average[name]
+        with torch.no_grad():
+            job.same("evaluated", model(*job.batch(pairs, step)))
+        for name, param in net.named_parameters():
+            param.data = former[name]
+        learn(job, model, optimizer, step=step)
+    job.state(model)

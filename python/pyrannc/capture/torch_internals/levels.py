@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._functorch import pyfunctorch
+from torch.autograd import forward_ad
 
 VMAP_BEGIN, VMAP_END = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 """Names of the nodes round a ``torch.vmap``. Public: ``torch.vmap``, which leaves them."""
@@ -18,6 +19,11 @@ VMAP_BEGIN, VMAP_END = "_vmap_increment_nesting", "_vmap_decrement_nesting"
 def functorch_is_active() -> bool:
     """True inside ``torch.vmap``, ``torch.func.grad`` and the like. Public: none."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def transforms_are_active() -> bool:
+    """Inside of a transform of ``torch.func``, or of forward-mode differentiation. Public: none."""
+    return functorch_is_active() or forward_ad._current_level >= 0
 
 
 def only_vmap_is_active() -> bool:
