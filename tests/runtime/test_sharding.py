@@ -374,13 +374,16 @@ def events(case: Case, folder: str) -> tuple[int, list[str]]:
         return len(buckets), found
 
 
-def test_parameters_that_stay_whole_are_gathered_before_a_stage_waits_for_rows(ranks: Ranks, tmp_path: Path) -> None:
+def test_first_parameters_that_stay_whole_are_gathered_before_a_stage_waits_for_rows(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     case = replace(UNEVEN, sharding="kept_params")
     first, *replicas = ranks(3).run(events, case, str(tmp_path))
     assert first == (0, ["forward"])
     for count, found in replicas:
-        assert count > 1
-        assert found == ["gather"] * count + ["forward"]
+        # One for each Span; a few are started at once.
+        assert count > 4
+        assert found == ["gather"] * 4 + ["forward"] + ["gather"] * (count - 4)
 
 
 def test_parameters_are_whole_two_spans_at_a_time(ranks: Ranks, tmp_path: Path) -> None:

@@ -75,7 +75,12 @@ class StateOfModel(LoadsItself, ShownModel):
         raise RaNNCError(f'the model has no parameter "{name}"')
 
     def _first_name(self, param: nn.Parameter) -> str:
-        return next(first for first, found in self.name_to_param.items() if found is param)
+        for first, found in self.name_to_param.items():
+            if found is param:
+                return first
+        raise RaNNCError(
+            "the parameter was put into the model after its last call, so no rank knows its values yet: call the model"
+        )
 
     @announced("state_dict()")
     def state_dict(  # type: ignore[override]  # the contract adds rank0_only

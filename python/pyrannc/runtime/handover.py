@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyrannc.capture.torch_internals.gradients import backward_keeps_graph, runs_in_backward
+from pyrannc.capture.torch_internals.levels import functorch_is_active
 from pyrannc.capture.torch_internals.tensors import is_view
 from pyrannc.errors import RaNNCError
 
@@ -69,6 +70,11 @@ class _Handover(torch.autograd.Function):
                 "a gradient through the model was asked for with create_graph=True, as for a gradient penalty, but "
                 "RaNNC computes no gradients of gradients: leave out create_graph=True if nothing is differentiated "
                 "again, or compute the penalty with finite differences, from further calls of the model"
+            )
+        if functorch_is_active():
+            raise RaNNCError(
+                "several gradients through the model were asked for at once (is_grads_batched=True, or torch.vmap round "
+                "a backward), which RaNNC cannot follow: ask for one after another"
             )
         for_params = runs_in_backward(ctx.params)
         found = ctx.of_call(grads, keep_graph=backward_keeps_graph(), for_params=for_params)

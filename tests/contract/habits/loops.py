@@ -465,3 +465,13 @@ def differentiated_forwards(job: Job) -> None:
     model = job.wrap(_regression())
     x, target = job.batch(pairs)
     torch.func.jvp(lambda x: model(x, target), (x,), (x,))
+
+
+@refused("RaNNCError", "is_grads_batched", instead="one gradient after another")
+def batched_gradients(job: Job) -> None:
+    """`torch.autograd.grad(outputs, x, ..., is_grads_batched=True)`."""
+    model = job.wrap(Chain(outputs=1))
+    (x, _) = job.batch(pairs)
+    outputs = model(x.requires_grad_())
+    seeds = torch.stack([torch.ones_like(outputs), 2 * torch.ones_like(outputs)])
+    torch.autograd.grad(outputs, x, seeds, is_grads_batched=True)
