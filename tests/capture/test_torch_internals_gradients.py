@@ -22,6 +22,16 @@ def test_tensor_hooks() -> None:
     assert not any(gradients.tensor_hooks(before))
 
 
+def test_call_first_after_steps() -> None:
+    param, seen = nn.Parameter(torch.ones(2)), []
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    for name in ("script", "other"):
+        optimizer.register_step_post_hook(lambda *_, name=name: seen.append(name))
+    gradients.call_first_after_steps(optimizer, lambda *_: seen.append("first"))
+    optimizer.step()
+    assert seen == ["first", "script", "other"]
+
+
 def test_copy_each() -> None:
     targets = [torch.zeros(2), torch.zeros(3)]
     gradients.copy_each(targets, [torch.ones(2), torch.full((3,), 2.0)])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tests.capture.tracing import X, targets, traced
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pyrannc.capture.torch_internals import levels, operators, tracing
 
@@ -31,6 +34,41 @@ def test_functorch_is_active() -> None:
         return x
 
     torch.vmap(call)(X)
+
+
+def test_transforms_are_active() -> None:
+    seen = []
+
+    def call(x: Tensor) -> Tensor:
+        seen.append(levels.transforms_are_active())
+        return x
+
+    call(X)
+    torch.vmap(call)(X)
+    with forward_ad.dual_level():
+        call(X)
+    call(X)
+    assert seen == [False, True, True, False]
+
+
+class _Seen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seen: list[bool]) -> Tensor:
+        ctx.seen = seen
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.seen.append(levels.is_batched_backward())
+        return grads[0] * 2, None
+
+
+def test_is_batched_backward() -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    for seeds in (torch.ones(2), torch.ones(3, 2)):
+        torch.autograd.grad(_Seen.apply(x, seen), x, seeds, is_grads_batched=seeds.dim() == 2)  # type: ignore[no-untyped-call]  # torch has no types for it
+    assert seen == [False, True]
 
 
 def test_only_vmap_is_active() -> None:

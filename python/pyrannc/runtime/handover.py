@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyrannc.capture.torch_internals.gradients import backward_keeps_graph, runs_in_backward
-from pyrannc.capture.torch_internals.levels import functorch_is_active
+from pyrannc.capture.torch_internals.levels import is_batched_backward
 from pyrannc.capture.torch_internals.tensors import is_view
 from pyrannc.errors import RaNNCError
 
@@ -71,10 +71,10 @@ class _Handover(torch.autograd.Function):
                 "RaNNC computes no gradients of gradients: leave out create_graph=True if nothing is differentiated "
                 "again, or compute the penalty with finite differences, from further calls of the model"
             )
-        if functorch_is_active():
+        if is_batched_backward():
             raise RaNNCError(
-                "several gradients through the model were asked for at once (is_grads_batched=True, or torch.vmap round "
-                "a backward), which RaNNC cannot follow: ask for one after another"
+                "several gradients through the model were asked for at once (is_grads_batched=True, or torch.vmap "
+                "round a backward), which RaNNC cannot follow: ask for one after another"
             )
         for_params = runs_in_backward(ctx.params)
         found = ctx.of_call(grads, keep_graph=backward_keeps_graph(), for_params=for_params)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from pyrannc.capture.torch_internals.gradients import call_first_after_steps
 from pyrannc.job.faults import collective
 from pyrannc.store.divided import DividedParams, Piece
 from pyrannc.store.spread_tensor import is_absent, is_spread
@@ -96,9 +97,8 @@ def steps_of(optimizer: Optimizer) -> int:
 def begin_sharing(optimizer: Optimizer) -> None:
     """From now on other ranks may hold what the optimizer lists."""
     if optimizer not in _shared:
-        handle = optimizer.register_step_post_hook(_after)
         # The script's own hooks find all parameters, and these as they are after the step.
-        optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+        call_first_after_steps(optimizer, _after)
         _shared.add(optimizer)
 
 

@@ -23,6 +23,14 @@ def home_of_state(param: Tensor, value: Tensor, key: Hashable, settings: Mapping
     return Optimizer._process_value_according_to_param_policy(param, empty, 0, groups, key).device
 
 
+def call_first_after_steps(optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], None]) -> None:
+    """Calls a hook after each step, before those that the optimizer has already. Public:
+    ``register_step_post_hook``, which adds it behind them."""
+    handle = optimizer.register_step_post_hook(hook)
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(handle.id, last=False)
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Runs ``callback`` when the backward that is running has come to its end. Public: none."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -26,6 +26,13 @@ def transforms_are_active() -> bool:
     return functorch_is_active() or forward_ad._current_level >= 0
 
 
+def is_batched_backward() -> bool:
+    """Inside of a backward: true when it computes several gradients at once (``is_grads_batched``). Public: none."""
+    level: int = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    return level > 1 or functorch_is_active()
+
+
 def only_vmap_is_active() -> bool:
     """Likewise, but true for ``torch.vmap`` alone, which differentiates nothing. Public: none."""
     levels = pyfunctorch.retrieve_all_functorch_interpreters()
