@@ -66,7 +66,8 @@ class ModuleGuards:
         families = [own_modules(module) for module in model.modules()]
         self._childless = [family for family in families if not family]
         self._families = [family for family in families if family]
-        self._children = [list(family.items()) for family in self._families]
+        self._children = [list(family.values()) for family in self._families]
+        self._child_names = list(map(list, self._families))
         self._strangers = state.strangers
         called = [*model.modules(), *state.strangers]
         hooks = [*hooks_of_all_calls(), *(hooks for module in called for hooks in hooks_of_calls(module))]
@@ -88,7 +89,9 @@ class ModuleGuards:
                 return False
         except Exception:  # an attribute is gone, or something that does not compare, a tensor or an array
             return False
-        if any(self._childless) or [list(family.items()) for family in self._families] != self._children:
+        if any(self._childless) or list(map(list, self._families)) != self._child_names:
+            return False
+        if [list(family.values()) for family in self._families] != self._children:
             return False
         if list(map(len, self._objects)) != self._sizes:
             return False
