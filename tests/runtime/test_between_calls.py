@@ -52,6 +52,49 @@ def losses(case: str, world: int, rank: int) -> list[float]:
     return found
 
 
+class Longest(nn.Module):
+    """Scales by the most steps of any call, as positions whose base grows with them do."""
+
+    def __init__(self, told: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.told, self.longest = told, 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.told == "compared" and x.shape[1] > self.longest:
+            self.longest = x.shape[1]
+        elif self.told == "largest":
+            self.longest = max(self.longest, x.shape[1])
+        return self.second(self.first(x).tanh() / self.longest).square().mean()  # type: ignore[no-any-return]
+
+
+def losses_by_length(told: str, world: int, rank: int) -> list[float]:
+    torch.manual_seed(0)
+    net = Longest(told).double()
+    model: Any = net if world == 1 else pyrannc.RaNNCModule(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    found = []
+    for length in (3, 7, 5, 7, 2, 9, 7, 3):
+        loss = model(torch.randn(8, length, 4, dtype=torch.float64).chunk(world)[rank])
+        loss.backward()
+        found.append(loss.item())
+    return [*found, net.longest]
+
+
+def job_by_length(told: str) -> list[float]:
+    return losses_by_length(told, 2, pyrannc.get_rank())
+
+
+@pytest.mark.parametrize("told", ["compared", "largest"])
+def test_the_most_of_all_calls_so_far(told: str) -> None:
+    pool = RankPool(2)
+    try:
+        everyone = pool.run(job_by_length, told, env=FORCED)
+    finally:
+        pool.close()
+    for found in everyone:
+        assert found == pytest.approx(losses_by_length(told, 1, 0), rel=1e-10, abs=0)
+
+
 def job(case: str) -> list[float]:
     return losses(case, 2, pyrannc.get_rank())
 

@@ -29,6 +29,7 @@ from pyrannc.capture import (
     capture_sample,
     trace,
 )
+from pyrannc.capture.attributes import assign
 from pyrannc.capture.lacking import Lacking
 from pyrannc.capture.row_lists import has_row_lists
 from pyrannc.capture.sequences import ADVICE
@@ -138,6 +139,8 @@ class Variant:
         self._reached_in_body: dict[frozenset[int], frozenset[int]] = {}
         self.number = _NO_NUMBER
         self.calls = 0
+        # What another call of the model finds is what guards, and captures of other calls, are to find.
+        assign(captured.carried)
         self.guards = agree.together(lambda: ModuleGuards(sample.model, captured.python_state))
         changes_buffers = any(op.mutates for op in self.whole.facts.ops)
         self.questions = DataGuards(captured.assumptions, sample.device, waits=changes_buffers)

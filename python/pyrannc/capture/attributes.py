@@ -325,10 +325,15 @@ def assigned(values: Sequence[Carried]) -> Iterator[None]:
     """Attributes with other values while active."""
     before = [(vars(attribute.module), attribute.name, vars(attribute.module).get(attribute.name, _MISSING))
               for attribute, _ in values]  # fmt: skip
-    for attribute, value in values:
-        vars(attribute.module)[attribute.name] = value
+    assign(values)
     try:
         yield
     finally:
         for attributes, name, value in before:
             attributes.pop(name) if value is _MISSING else attributes.update({name: value})
+
+
+def assign(values: Sequence[Carried]) -> None:
+    """Leaves attributes with other values."""
+    for attribute, value in values:
+        vars(attribute.module)[attribute.name] = value

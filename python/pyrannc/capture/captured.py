@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from pyrannc.errors import CaptureError, InputError, RaNNCError
 
 from .assumptions import FROM_ARGUMENTS, Answering, Assumption, PythonState
-from .attributes import assigned, carries_number, is_plain, refuse_changed_tensors
+from .attributes import Carried, assigned, carries_number, is_plain, refuse_changed_tensors
 from .autocast import autocast_state, no_autocast
 from .clean import CleanGraph, clean, place_of
 from .computation import compute_the_same
@@ -35,6 +35,7 @@ from .tracer import Trace, Tracing, trace
 from .untraceable import KeptWhole, WholeModules
 
 _Attempt = tuple[Trace, CleanGraph, Lowered]
+_NUMBERS = (bool, int, float, complex, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Captured:
         covered_rows: for batches of how many rows trials stand; None where none has shown anything.
         changed_inputs: which of the input tensors the forward changes in place.
         limits: what the forward sets to parameters in place; the Graph starts from these.
+        carried: numbers and the like that the call changes for later ones, which do the same with them.
         can_be_groups: whether calls of some sub-modules can be tried as groups.
         tested_together: sub-modules that are groups because trials say so.
     """
@@ -87,6 +89,7 @@ class Captured:
     covered_rows: int | None
     changed_inputs: frozenset[int]
     limits: tuple[Limit, ...]
+    carried: tuple[Carried, ...]
     can_be_groups: Callable[[Sequence[str]], bool] = field(repr=False)
     tested_together: tuple[KeptWhole, ...] = ()
 
@@ -284,6 +287,7 @@ def capture_sample(
         covered_rows=lowered.covered_rows,
         changed_inputs=_changed_inputs(traced),
         limits=tuple(traced.limits),
+        carried=_numbers_alone(traced),
         can_be_groups=partial(can_be_groups, cleaned, traced.reader),
     )
 
@@ -370,6 +374,13 @@ def _as_later_calls(first: _Attempt, once: Callable[[], _Attempt]) -> _Attempt:
             raise new_tree.refusal()
     # What this one has read is what later calls will read: the sub-modules that are there now.
     return first if new_tree is None else second
+
+
+def _numbers_alone(traced: Trace) -> tuple[Carried, ...]:
+    """What a trace carries, where that is nothing but numbers and the like: what may stay, since it has no tensors."""
+    carried = (*traced.carried, *traced.beside)
+    alone = traced.new_tree is None and all(isinstance(value, _NUMBERS) for _, value in carried)
+    return carried if alone else ()
 
 
 def _refuse_counting(first: Trace, second: Trace, *, same: bool) -> None:
