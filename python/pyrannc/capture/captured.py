@@ -377,10 +377,9 @@ def _as_later_calls(first: _Attempt, once: Callable[[], _Attempt]) -> _Attempt:
 
 
 def _numbers_alone(traced: Trace) -> tuple[Carried, ...]:
-    """What a trace carries, where that is nothing but numbers and the like: what may stay, since it has no tensors."""
-    carried = (*traced.carried, *traced.beside)
-    alone = traced.new_tree is None and all(isinstance(value, _NUMBERS) for _, value in carried)
-    return carried if alone else ()
+    """What a trace leaves in attributes, where that is nothing but numbers and the like: what may stay there."""
+    alone = traced.new_tree is None and not traced.beside
+    return tuple(traced.carried) if alone and all(isinstance(value, _NUMBERS) for _, value in traced.carried) else ()
 
 
 def _refuse_counting(first: Trace, second: Trace, *, same: bool) -> None:

@@ -328,6 +328,72 @@ def number_in_dict_changed(job: Job) -> None:
     _trained(job, Returns(net, F.mse_loss), lambda model: net.options.update(shift=1.0))
 
 
+class _Told:
+    """What a model is told of one of its parts."""
+
+    shift = 0.0
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+@equal()
+def object_in_list_changed(job: Job) -> None:
+    """A number of an object in a list of the model is changed: `net.parts[0].scale = 0.5`."""
+    parts = [_Told()]
+
+    class Net(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = parts
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.parts[0].scale
+
+    _trained(job, Returns(Net(), F.mse_loss), lambda model: setattr(parts[0], "scale", 0.5))
+
+
+@equal()
+def number_of_class_changed(job: Job) -> None:
+    """A configuration's number stands in its class, and is set for the object later: `config.shift = 1.0`."""
+    config = _Told()
+
+    class Net(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = config
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + self.config.shift
+
+    _trained(job, Returns(Net(), F.mse_loss), lambda model: setattr(config, "shift", 1.0))
+
+
+@equal()
+def most_steps_so_far(job: Job) -> None:
+    """The model keeps the longest sequence of all calls: `self.longest = max(self.longest, x.shape[1])`."""
+
+    class Net(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.longest = 2
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.longest = max(self.longest, x.shape[1])
+            return super().forward(x).mean(1) / self.longest
+
+    net = Net()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(Returns(net, F.mse_loss), optimizer)
+    for length, (x, target) in zip((3, 5, 2), job.batches(pairs), strict=True):
+        optimizer.zero_grad()
+        loss = model(x[:, None].repeat(1, length, 1), target)
+        loss.backward()
+        job.same("loss", loss)
+        optimizer.step()
+    job.state(model)
+
+
 @equal()
 def dropout_changed(job: Job) -> None:
     """The rate of a dropout layer is changed: `dropout.p = 1.0`."""
@@ -581,6 +647,24 @@ def buffer_set_between_calls(job: Job) -> None:
 
     net = Net()
     _trained(job, Returns(net, F.mse_loss), lambda model: net.temperature.fill_(2.0))
+
+
+@equal(note="with a warning: the model is deployed anew")
+def buffer_registered_later(job: Job) -> None:
+    """A buffer is registered after some steps, where there was none before."""
+
+    class Net(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("prior", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y if self.prior is None else y * self.prior
+
+    net = Net()
+    prior = torch.full((WIDTH,), 0.5, dtype=torch.float64)
+    _trained(job, Returns(net, F.mse_loss), lambda model: net.register_buffer("prior", prior))
 
 
 # Chance and time outside of torch
