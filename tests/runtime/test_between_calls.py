@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import pyrannc
 from tests.ranks import RankPool
 
+Ranks = Callable[[int], RankPool]
 FORCED = {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "2"}
 
 
@@ -85,13 +87,8 @@ def job_by_length(told: str) -> list[float]:
 
 
 @pytest.mark.parametrize("told", ["compared", "largest"])
-def test_the_most_of_all_calls_so_far(told: str) -> None:
-    pool = RankPool(2)
-    try:
-        everyone = pool.run(job_by_length, told, env=FORCED)
-    finally:
-        pool.close()
-    for found in everyone:
+def test_the_most_of_all_calls_so_far(told: str, ranks: Ranks) -> None:
+    for found in ranks(2).run(job_by_length, told, env=FORCED):
         assert found == pytest.approx(losses_by_length(told, 1, 0), rel=1e-10, abs=0)
 
 
@@ -100,11 +97,6 @@ def job(case: str) -> list[float]:
 
 
 @pytest.mark.parametrize("case", ["counter", "argument", "buffer", "type"])
-def test_what_changes_between_calls_is_in_the_next_one(case: str) -> None:
-    pool = RankPool(2)
-    try:
-        everyone = pool.run(job, case, env=FORCED)
-    finally:
-        pool.close()
-    for found in everyone:
+def test_what_changes_between_calls_is_in_the_next_one(case: str, ranks: Ranks) -> None:
+    for found in ranks(2).run(job, case, env=FORCED):
         assert found == pytest.approx(losses(case, 1, 0), rel=1e-10, abs=0)

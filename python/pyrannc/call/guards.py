@@ -194,15 +194,19 @@ class _Watched:
                     self._look_into(item, depth + 1)
         elif _has_attributes(value):
             self._seen.add(id(value))
-            own = {} if isinstance(value, type) else _attributes(value)
-            self.objects.append(own)
-            for name in list(own):
-                self._add(own, name, depth + 1)
-            for kind in value.__mro__ if isinstance(value, type) else type(value).__mro__:
-                held = self._proxies.setdefault(kind, vars(kind))
-                for name in held if is_users_own(kind) else ():
-                    if not name.startswith("__") and name not in own and is_plain(held[name]):
-                        self._add(held, name, depth + 1)
+            self._look_into_object(value, depth)
+
+    def _look_into_object(self, value: Any, depth: int) -> None:
+        is_class = isinstance(value, type)
+        own = {} if is_class else _attributes(value)
+        self.objects.append(own)
+        for name in list(own):
+            self._add(own, name, depth + 1)
+        for kind in filter(is_users_own, value.__mro__ if is_class else type(value).__mro__):
+            held = self._proxies.setdefault(kind, vars(kind))
+            for name in held:
+                if not name.startswith("__") and name not in own and is_plain(held[name]):
+                    self._add(held, name, depth + 1)
 
 
 class _Slots(Mapping[str, Any]):

@@ -309,8 +309,9 @@ class Deployment:
 
     def refuse_unheld(self, variant: Variant) -> None:
         """Raises PlanError when every rank must hold something for a captured call, and not all do."""
-        for name in self.added_buffers(variant):
-            raise PlanError(f'this call uses buffer "{name}", which the model did not have when it was deployed')
+        added = self.added_buffers(variant)
+        if added:
+            raise PlanError(f'this call uses buffer "{added[0]}", which the model did not have when it was deployed')
         everyone = tuple(range(process.get_world_size()))
         for name in _names_in_tail(variant):
             if self.store.holders.get(name) != everyone or self.store.is_in_parts(name):

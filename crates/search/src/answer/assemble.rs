@@ -9,7 +9,7 @@ use rannc_plan::{BlockPlan, Order, PLAN_SCHEMA, Plan, Recompute, Schedule, Stage
 use super::links::Linker;
 use super::precision::precision;
 use crate::chain::{BatchSpec, CrossingSpec, StateSpec};
-use crate::price::{Again, At, Beside, Priced, Pricing, RankOrder, Replicas, TimedStage, activations_bytes};
+use crate::price::{Again, At, Beside, Priced, Pricing, RankOrder, Replicas, TimedStage};
 use crate::solve::{FoundStage, Solution};
 
 /// What a Plan is made from beside the division.
@@ -99,7 +99,7 @@ impl Assembly<'_> {
             }
             smaller.held_bytes()
         });
-        activations_bytes(order, |microbatch| held[pricing.step.size_of(microbatch.into())])
+        pricing.step.activations_bytes(order, held)
     }
 
     /// The Replicas of a priced Stage.

@@ -16,7 +16,7 @@ use super::links::Linker;
 use super::simulated_step::simulated_step;
 use super::tied::TiedSum;
 use crate::error::SearchError;
-use crate::price::{Again, Model, Priced, Pricing, RankOrder, ReplicaPass, Replicas, Saver, activations_bytes};
+use crate::price::{Again, Model, Priced, Pricing, RankOrder, ReplicaPass, Replicas, Saver};
 use crate::settings::Settings;
 use crate::solve::FoundStage;
 
@@ -158,7 +158,7 @@ impl<'a> PlanCosts<'a> {
         let all_alike = !self.stages[stage as usize].again.is_empty();
         let own_rows = |rows: u64| (rows < at.most_rows() && !all_alike).then_some(rows);
         let held = at.rows.map(|rows| self.priced(stage, own_rows(rows)).held_bytes());
-        activations_bytes(order, |microbatch| held[pricing.step.size_of(microbatch.into())])
+        pricing.step.activations_bytes(order, held)
     }
 
     /// For each Stage whose Replicas divide anything: the same Plan where they divide nothing.

@@ -27,7 +27,7 @@ pub(crate) use place::{Place, RankOrder};
 pub(crate) use replicas::{ReplicaPass, Replicas, TimedStage};
 pub(crate) use saver::{Again, Saver};
 pub(crate) use sizes::BySize;
-pub(crate) use stage::{PlainStage, Priced, activations_bytes};
+pub(crate) use stage::{PlainStage, Priced};
 #[cfg(test)]
 pub(crate) use step::PassCost;
 pub(crate) use step::{StageCost, StepModel, StepTime};

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use rannc_plan::{Compute, Order, PassPrediction, Sharding, StagePrediction};
+use rannc_plan::{PassPrediction, Sharding, StagePrediction};
 
 use super::again::Repeated;
 use super::at::{At, Pricing};
@@ -151,27 +151,4 @@ impl Priced {
     pub(crate) fn held_bytes(&self) -> [f64; 2] {
         [self.memory.microbatch_bytes, self.waiting_bytes]
     }
-}
-
-/// The most that microbatches in flight take on a Stage.
-///
-/// # Arguments
-/// `of` tells what is kept of one, and what waits between the two parts of its backward.
-pub(crate) fn activations_bytes(order: &Order, of: impl Fn(u32) -> [f64; 2]) -> f64 {
-    let (mut most, mut held) = (0.0_f64, 0.0);
-    for compute in order.computes() {
-        let [kept_bytes, waiting_bytes] = of(compute.microbatch());
-        match compute {
-            Compute::Forward(_) => held += kept_bytes,
-            Compute::BackwardInput(_) => held += waiting_bytes,
-            Compute::Backward(_) | Compute::BackwardWeight(_) => {}
-        }
-        most = most.max(held);
-        match compute {
-            Compute::Backward(_) => held -= kept_bytes,
-            Compute::BackwardWeight(_) => held -= kept_bytes + waiting_bytes,
-            Compute::Forward(_) | Compute::BackwardInput(_) => {}
-        }
-    }
-    most
 }

@@ -32,7 +32,7 @@
 //! and gradients come back for it. Values that pass over Stages travel beside the others: there the formula may be above
 //! the truth. With only those transfers that surely are between neighbours ([`crate::chain::traffic::Traffic`]) it never is.
 
-use rannc_plan::ScheduleKind;
+use rannc_plan::{Compute, Order, ScheduleKind};
 
 use super::sizes::{BETWEEN, BySize, LARGER, SMALLER};
 
@@ -271,6 +271,29 @@ impl StepModel {
         } else {
             SMALLER
         }
+    }
+
+    /// The most that microbatches in flight take on a Stage that computes in this order.
+    ///
+    /// # Arguments
+    /// `held` is what is kept of one of each size, and what waits between the two parts of its backward.
+    pub(crate) fn activations_bytes(&self, order: &Order, held: BySize<[f64; 2]>) -> f64 {
+        let (mut most, mut sum) = (0.0_f64, 0.0);
+        for compute in order.computes() {
+            let [kept_bytes, waiting_bytes] = held[self.size_of(compute.microbatch().into())];
+            match compute {
+                Compute::Forward(_) => sum += kept_bytes,
+                Compute::BackwardInput(_) => sum += waiting_bytes,
+                Compute::Backward(_) | Compute::BackwardWeight(_) => {}
+            }
+            most = most.max(sum);
+            match compute {
+                Compute::Backward(_) => sum -= kept_bytes,
+                Compute::BackwardWeight(_) => sum -= kept_bytes + waiting_bytes,
+                Compute::Forward(_) | Compute::BackwardInput(_) => {}
+            }
+        }
+        most
     }
 
     /// True when no Plan that goes on from `other` is better than from `own`.
