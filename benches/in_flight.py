@@ -57,12 +57,16 @@ def main() -> None:
     for stages in options.stages:
         for microbatches in options.microbatches:
             asked = {"RANNC_PARTITION_NUM": str(stages), "RANNC_PIPELINE_NUM": str(microbatches)}
-            # Large tensors go back to the system when they are freed, so that the resident set tells what lives.
+            # Large tensors go back to the system when they are freed, so that the resident set tells what lives; a
+            # recorded step keeps its memory between steps.
             always = {
                 "OMP_NUM_THREADS": "1",
                 "MALLOC_MMAP_THRESHOLD_": "65536",
                 "RANNC_LOG": "warning",
                 "RANNC_PROFILE": "never",
+                "RANNC_CUDA_GRAPHS": "off",
+                "RANNC_COMPILE_SPANS": "off",
+                "RANNC_SPLIT_BACKWARD": "false",
             }
             command = [*launcher(stages), __file__, "--rows", str(options.rows)]
             environment = {**always, **os.environ, **asked}

@@ -21,7 +21,7 @@ from pyrannc.job import process
 from pyrannc.job.exchange import Work, as_sent
 from pyrannc.runtime.collectives import on_nccl
 
-_CTAS = 4
+_CTAS = 2
 """Blocks of threads that a message takes on a GPU. One that waits for its peer keeps them from computing."""
 
 

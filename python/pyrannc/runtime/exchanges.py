@@ -15,7 +15,7 @@ from pyrannc.core.program import Exchange, RankProgram
 from pyrannc.job.exchange import Group, Work, start_exchange
 from pyrannc.runtime.collectives import beside_all, close
 
-_CTAS = 4
+_CTAS = 1
 """Blocks of threads that an exchange takes on a GPU. One that waits for others keeps them from computing."""
 
 
