@@ -57,6 +57,22 @@ def test_MODULE_TO() -> None:
     assert calls_seen(patching.MODULE_TO, lambda: nn.Linear(1, 1).to(torch.float64)) == 1
 
 
+def test_IS_GRAD_ENABLED() -> None:
+    with patching.IS_GRAD_ENABLED.replaced_by(lambda: "seen"):
+        assert torch.is_grad_enabled() == "seen"  # type: ignore[comparison-overlap]
+    assert torch.is_grad_enabled() is True
+
+
+def test_fake_requires_grad() -> None:
+    fake = symbols.fake_of(fake_mode(), "x", X, 1)
+    with patching.fake_requires_grad(lambda tensor, required: not required):
+        assert fake.requires_grad
+        assert not X.requires_grad
+        fake.requires_grad = True
+        assert not fake.requires_grad
+    assert fake.requires_grad
+
+
 def test_FUNCTION_APPLY() -> None:
     assert calls_seen(patching.FUNCTION_APPLY, lambda: Twice.apply(X), static=True) == 1
 

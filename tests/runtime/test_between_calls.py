@@ -96,6 +96,57 @@ def job(case: str) -> list[float]:
     return losses(case, 2, pyrannc.get_rank())
 
 
+class Asks(nn.Module):
+    """Does something else where no gradients are recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.register_buffer("seen", torch.ones(6))
+
+    def forward(self, x: Tensor, question: str) -> Tensor:
+        y = self.first(x).tanh()
+        with torch.no_grad():
+            within = torch.is_grad_enabled()
+        if question == "mode" and torch.is_grad_enabled() and not within:
+            self.seen.mul_(0.5).add_(1)
+        if question == "tensor" and not y.requires_grad:
+            y = y * 3
+        with torch.enable_grad():
+            if question == "inside" and torch.is_grad_enabled():
+                y = y * 2
+        if question == "parameter" and self.first.weight.requires_grad:
+            y = y * 5
+        return self.second(y * self.seen).square().mean()  # type: ignore[no-any-return]
+
+
+def losses_by_mode(question: str, world: int, rank: int) -> list[float]:
+    torch.manual_seed(0)
+    net = Asks().double()
+    model: Any = net if world == 1 else pyrannc.RaNNCModule(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    x = torch.randn(8, 4, dtype=torch.float64).chunk(world)[rank]
+    found = []
+    for trains in (True, False, True, False, False, True):
+        with torch.set_grad_enabled(trains):
+            loss = model(x, question)
+        if trains:
+            loss.backward()
+        found.append(loss.item())
+    return found
+
+
+def job_by_mode(question: str) -> list[float]:
+    return losses_by_mode(question, 2, pyrannc.get_rank())
+
+
+@pytest.mark.parametrize("question", ["mode", "tensor", "inside", "parameter"])
+def test_a_forward_may_ask_whether_gradients_are_recorded(question: str, ranks: Ranks) -> None:
+    for found in ranks(2).run(job_by_mode, question, env=FORCED):
+        expected = losses_by_mode(question, 1, 0)
+        assert found == pytest.approx(expected, rel=1e-10, abs=0)
+        assert (len(set(expected)) > 1) == (question in ("mode", "tensor"))
+
+
 @pytest.mark.parametrize("case", ["counter", "argument", "buffer", "type"])
 def test_what_changes_between_calls_is_in_the_next_one(case: str, ranks: Ranks) -> None:
     for found in ranks(2).run(job, case, env=FORCED):

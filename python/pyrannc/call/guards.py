@@ -10,6 +10,7 @@ from operator import itemgetter
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pyrannc.capture import INTERNAL, PythonState, is_plain
@@ -69,6 +70,7 @@ class ModuleGuards:
         self._children = [list(family.values()) for family in self._families]
         self._child_names = list(map(list, self._families))
         self._strangers = state.strangers
+        self._grad_mode = state.grad_mode
         called = [*model.modules(), *state.strangers]
         hooks = [*hooks_of_all_calls(), *(hooks for module in called for hooks in hooks_of_calls(module))]
         self._hookless = [found for found in hooks if not found]
@@ -83,6 +85,8 @@ class ModuleGuards:
         """
         if any(self._hookless) or list(map(list, self._hooked)) != self._hook_keys:
             refuse_new_hooks(self._model, self._strangers)
+            return False
+        if self._grad_mode is not None and self._grad_mode is not torch.is_grad_enabled():
             return False
         try:
             if [get(holder) for get, holder in self._getters] != self._values:
@@ -109,6 +113,8 @@ class ModuleGuards:
 
     def changed(self) -> str | None:
         """What is not as it was, if that has a name."""
+        if self._grad_mode is not None and self._grad_mode is not torch.is_grad_enabled():
+            return "the answer to torch.is_grad_enabled()"
         for (holder, names), values in zip(self._names, self._values, strict=True):
             for name, old in zip(names, values if len(names) > 1 else [values], strict=True):
                 now = holder.get(name)

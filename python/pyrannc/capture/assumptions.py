@@ -127,9 +127,11 @@ class PythonState:
         written: what it set without having read it.
         globals: the global variables that code of the user reads, and attributes of objects in them.
         strangers: modules that it called and that are no sub-modules of the model.
+        grad_mode: whether gradients were recorded, where it asked that; ``None`` where it did not.
     """
 
     read: list[Attribute]
     written: list[Attribute]
     globals: list[GlobalRead]
     strangers: list[nn.Module]
+    grad_mode: bool | None

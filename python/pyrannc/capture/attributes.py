@@ -233,8 +233,12 @@ class AttributeLog:
                 elif is_plain(value) or _symbolic(value) or any(map(depends_on_data, _numbers(value))):
                     self.carried.append((attribute, _for_a_second(value, depends_on_data)))
 
-    def state(self) -> PythonState:
-        """What the call has read and written."""
+    def state(self, grad_mode: bool | None) -> PythonState:
+        """What the call has read and written.
+
+        Args:
+            grad_mode: as in :class:`PythonState`.
+        """
         modules = {id(kept.module): kept.module for kept in self._kept}
         read = [
             Attribute(modules[module], self._paths[module], name)
@@ -243,7 +247,7 @@ class AttributeLog:
         ]
         own = [function for attribute in read for function in _functions(attribute)]
         found = GlobalReads(self._tracker.codes, own)
-        return PythonState(read, self.written, [*found], [*self._tracker.strangers.values()])
+        return PythonState(read, self.written, [*found], [*self._tracker.strangers.values()], grad_mode)
 
 
 def _functions(attribute: Attribute) -> Iterator[FunctionType]:

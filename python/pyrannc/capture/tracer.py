@@ -28,6 +28,7 @@ from .facts import FactRecorder
 from .fallback import BatchSizes, OperatorFallbacks
 from .flatten import Structure, flatten
 from .flex import flex_attention_as_op
+from .grad_mode import GradMode
 from .hooks import refuse_hooks, watched_hooks
 from .inner_graph import refuse_lost
 from .kept_whole import Trials, WholeCall, whole_calls_installed
@@ -194,6 +195,7 @@ class Session:
             for tensor, count in zip(_distinct(self.inputs), per_row, strict=True)
         ]
         self.autocast = Autocast.now()
+        self.grad_mode = GradMode()
         self.tracker = SourceTracker(model)
         self.attributes = AttributeLog(model, self.tracker)
         self.apart = partial(_apart, self.tracker, self.attributes)
@@ -246,7 +248,7 @@ class Session:
             conditions=self.shape_env.conditions,
             needs_length=self.shape_env.needs_length or self.oracle.needs_length,
             assumptions=self.oracle.assumptions,
-            python_state=self.attributes.state(),
+            python_state=self.attributes.state(self.grad_mode.enabled if self.grad_mode.asked else None),
             carried=self.attributes.carried,
             beside=self.attributes.beside,
             left=self.attributes.left,
@@ -357,7 +359,7 @@ class _TracedCall:
             watched_hooks(model, session.tracker),
             cached_casts(session.autocast.cache),
         ):
-            with session.attributes.listening():
+            with session.attributes.listening(), session.grad_mode.answering():
                 result = model(*args, **kwargs)
             updates = self._buffer_updates(buffers)
             self.new_tree = session.tree.after(state, session.attributes.where)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function
 from torch.fx.experimental import proxy_tensor
 
+from .fakes import FakeTensor
 from .operators import flex_attention_operator
 from .symbols import SYMBOLIC
 
@@ -78,6 +79,22 @@ TRACK_TENSOR_TREE = PatchPoint(proxy_tensor, "track_tensor_tree")
 
 PROXY_CALL = PatchPoint(proxy_tensor, "proxy_call")
 """Operators that fake tensors run wrongly are taken over. Public: custom rules for fake tensors, for own operators."""
+
+IS_GRAD_ENABLED = PatchPoint(torch, "is_grad_enabled")
+"""A trace records gradients also for calls that do not. Public: none."""
+
+
+@contextmanager
+def fake_requires_grad(answer: Callable[[Tensor, bool], bool]) -> Iterator[None]:
+    """Python is told ``answer(tensor, required)`` for ``requires_grad`` of a fake tensor. Public: none."""
+    real: Any = Tensor.requires_grad
+    fake: Any = FakeTensor
+    fake.requires_grad = property(lambda tensor: answer(tensor, real.__get__(tensor)), real.__set__)
+    try:
+        yield
+    finally:
+        del fake.requires_grad
+
 
 TENSOR_META = PatchPoint(proxy_tensor, "_extract_tensor_metadata")
 """Nothing is asked of the strides of each result that is only noted beside its node. Public: none."""
