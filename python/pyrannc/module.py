@@ -27,7 +27,7 @@ from pyrannc.call.telling import (
 )
 from pyrannc.call.unwrap import unwrapped
 from pyrannc.call.variant import MOST_VALUES, CallKey, RowMixing, Variant, Variants
-from pyrannc.capture import CaptureOptions, Sample, flatten
+from pyrannc.capture import Captured, CaptureOptions, Sample, flatten
 from pyrannc.capture.autocast import no_autocast
 from pyrannc.capture.torch_internals.compiler import start_compiling_processes
 from pyrannc.capture.torch_internals.gradients import at_end_of_backward
@@ -190,12 +190,15 @@ class RaNNCModule(DeployedModel):
             )
         with collective("model(...)", new_round=True):
             if not torch.is_inference_mode_enabled():
-                return self._run(args, kwargs)
-            # What lives on after the call, such as leaves and buffers, must be ordinary tensors.
-            with torch.inference_mode(False), torch.no_grad():
-                return self._run(*_ordinary((args, kwargs)))
+                captured, made = self._run(args, kwargs)
+            else:
+                # What lives on after the call, such as leaves and buffers, must be ordinary tensors.
+                with torch.inference_mode(False), torch.no_grad():
+                    captured, made = self._run(*_ordinary((args, kwargs)))
+            return captured.hand_back(made, (args, kwargs))
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Captured, list[Tensor]]:
+        """The call's captured form, and the tensors that it gives."""
         self.device = process.ensure_process_group().device
         args, kwargs = self._row_lists.packed(args, kwargs, self.device)
         call = self._agreement.agree(args, kwargs, self.device)
@@ -234,7 +237,7 @@ class RaNNCModule(DeployedModel):
             step = Step(
                 context, program, call.tensors, call.drawn, variant, options, call.batch, before, deployment.recordings
             )
-        return variant.whole.captured.rebuild_outputs(step.results())
+        return variant.whole.captured, step.results()
 
     def _set_limits(self, variant: Variant) -> None:
         """Sets what the forward sets to parameters in place."""

@@ -48,7 +48,7 @@ class ReferenceRun:
             for record, buffer in zip(self.graph["buffers"], self.buffers, strict=True):
                 if "update" in record:
                     buffer.copy_(self.env[self.captured.values[record["update"]]])
-        return self.captured.rebuild_outputs(outputs)
+        return self.captured.hand_back(outputs, (args, kwargs))
 
     def _run(self, node: fx.Node, op: dict[str, Any]) -> None:
         operands = {self.ids[key]: self.env[key] for key in map(self._key, node.all_input_nodes) if key in self.ids}

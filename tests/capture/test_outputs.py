@@ -77,13 +77,13 @@ def test_the_rest_is_no_output(kind: str, name: str | int) -> None:
     # What only the rest needs is not computed.
     assert not any("head" in json.dumps(op) for op in json.loads(found.graph_json)["ops"])
     loss = torch.ones(())
-    made = found.rebuild_outputs([loss])
+    made = found.hand_back([loss], ((), {}))
     assert type(made) is type(Model(KINDS[kind])(torch.randn(ROWS, WIDTH)))
     assert (getattr(made, name) if isinstance(name, str) and kind != "dict" else made[name]) is loss
 
 
 def test_a_position_is_of_the_fields_that_are_there() -> None:
-    made = captured(Model(KINDS["fields"]), 1).rebuild_outputs([torch.ones(ROWS, WIDTH)])
+    made = captured(Model(KINDS["fields"]), 1).hand_back([torch.ones(ROWS, WIDTH)], ((), {}))
     assert made.logits is made[1]
     with pytest.raises(RaNNCError, match="output 'loss'"):
         made.loss.backward()
@@ -95,7 +95,7 @@ def test_a_part_with_several_tensors() -> None:
 
 
 def test_using_the_rest_raises() -> None:
-    made = captured(Model(KINDS["dict"]), "loss").rebuild_outputs([torch.ones(())])
+    made = captured(Model(KINDS["dict"]), "loss").hand_back([torch.ones(())], ((), {}))
     for use in (
         lambda: made["logits"].shape,
         lambda: made["logits"] + 1,

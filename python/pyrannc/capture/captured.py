@@ -22,6 +22,7 @@ from .computation import compute_the_same
 from .data_dependent import ReturnedExtentsError
 from .dims import Dim
 from .flatten import Structure, batch_rows, flatten
+from .handed_back import Put, with_puts
 from .limits import Limit
 from .lower import Lowered, can_be_groups, is_tried, lower
 from .operands import mutated_arguments
@@ -48,6 +49,7 @@ class Captured:
     Attributes:
         op_numbers: those of the Ops before the call was divided.
         outputs: the parts of the result that the script asks for, ``None`` for all.
+        puts: what the call puts into its arguments.
         along_rows: where a layer first takes the rows for the steps of a sequence.
         kept_whole: the sub-modules in which nothing could be captured.
         leaves: all paths of what stays whole.
@@ -78,6 +80,7 @@ class Captured:
     input_structure: Structure
     outputs: tuple[str | int, ...] | None
     output_structure: Structure
+    puts: tuple[Put, ...]
     along_rows: Place | None
     kept_whole: tuple[KeptWhole, ...]
     leaves: tuple[str, ...]
@@ -138,13 +141,24 @@ class Captured:
         text = json.dumps(graph, separators=(",", ":"))
         return replace(self, graph_json=text, row_wise=tuple(row_wise))
 
-    def tensors_of(self, result: Any) -> list[Tensor]:
-        """Those of the model's own result that are the Graph's outputs, in their order."""
-        return flatten(only_asked(result, self.outputs))[0]
+    def tensors_of(self, result: Any, arguments: Any) -> list[Tensor]:
+        """Those that are the Graph's outputs, in their order, of what the model itself gives.
 
-    def rebuild_outputs(self, leaves: Sequence[Tensor]) -> Any:
-        """The model's result with ``leaves``, in the order of the Graph's outputs, as its tensors."""
-        return self.output_structure.rebuild(leaves)
+        Args:
+            arguments: positional and named ones, right after the call.
+        """
+        return flatten(with_puts(only_asked(result, self.outputs), self.puts, arguments))[0]
+
+    def hand_back(self, leaves: Sequence[Tensor], arguments: Any) -> Any:
+        """The model's result with ``leaves``, in the order of the Graph's outputs, as its tensors.
+
+        Args:
+            arguments: positional and named ones that get what the model puts into them.
+        """
+        result, values = self.output_structure.rebuild(leaves)
+        for put, own in zip(self.puts, values, strict=True):
+            put.hand_back(arguments, own)
+        return result
 
 
 def signature(
@@ -276,6 +290,7 @@ def capture_sample(
         input_structure=sample.flat()[1],
         outputs=outputs,
         output_structure=traced.output,
+        puts=tuple(traced.puts),
         along_rows=traced.along_rows,
         kept_whole=tuple(whole.found),
         leaves=(*whole.paths, *told.whole),

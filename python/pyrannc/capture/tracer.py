@@ -29,6 +29,7 @@ from .fallback import BatchSizes, OperatorFallbacks
 from .flatten import Structure, flatten
 from .flex import flex_attention_as_op
 from .grad_mode import GradMode
+from .handed_back import Put, as_given, with_puts
 from .hooks import refuse_hooks, watched_hooks
 from .inner_graph import refuse_lost
 from .kept_whole import Trials, WholeCall, whole_calls_installed
@@ -95,6 +96,8 @@ class Trace:
 
     Attributes:
         conditions: on all symbols, which the answers rest on.
+        output: the structure of the result, and of what the call puts into its arguments.
+        puts: where it puts that.
         needs_length: where an extent that is a symbol besides the rows had to be a number.
         beside: what it changes for later calls in objects that sub-modules hold.
         left: plain values that the call sets attributes to.
@@ -109,6 +112,7 @@ class Trace:
     buffers: NamedTensors
     inputs: list[Tensor]
     output: Structure
+    puts: list[Put]
     updated_buffers: list[int]
     reader: AffineReader
     conditions: list[sympy.Basic]
@@ -243,6 +247,7 @@ class Session:
             buffers=self.buffers,
             inputs=self.inputs,
             output=call.output,
+            puts=call.puts,
             updated_buffers=call.updated_buffers,
             reader=AffineReader(self.symbol),
             conditions=self.shape_env.conditions,
@@ -333,6 +338,7 @@ class _TracedCall:
         self._session = session
         self._recorder = recorder
         self.output = Structure(None)
+        self.puts: list[Put] = []
         self.updated_buffers: list[int] = []
         self.new_tree: NewTree | None = None
         self.along_rows: Place | None = None
@@ -358,13 +364,16 @@ class _TracedCall:
             OtherGenerators(model).untraced(session.tracker),
             watched_hooks(model, session.tracker),
             cached_casts(session.autocast.cache),
+            as_given((args, kwargs)) as given,
         ):
             with session.attributes.listening(), session.grad_mode.answering():
                 result = model(*args, **kwargs)
+            self.puts = given.puts()
+            result = with_puts(only_asked(result, session.outputs), self.puts, (args, kwargs))
             updates = self._buffer_updates(buffers)
             self.new_tree = session.tree.after(state, session.attributes.where)
         session.attributes.note_changes(lambda item: self._is_of_data(item, tracer))
-        leaves, self.output = flatten(only_asked(result, session.outputs))
+        leaves, self.output = flatten(result)
         _refuse_symbolic_results(self.output)
         refuse_unknown_lists(self.output)
         proxies = (proxy_of(item, tracer) for item in leaves + updates)

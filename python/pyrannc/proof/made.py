@@ -16,6 +16,7 @@ from pyrannc.capture import flatten
 from pyrannc.capture.attributes import AttributeLog
 from pyrannc.capture.autocast import no_autocast
 from pyrannc.capture.chance import other_generators_restored, other_states, torch_draws
+from pyrannc.capture.handed_back import as_given
 from pyrannc.capture.row_lists import unpacked
 from pyrannc.capture.source import SourceTracker
 from pyrannc.capture.torch_internals.levels import regions_ended
@@ -92,9 +93,9 @@ class FewRows:
 
         def call() -> dict[int, Tensor]:
             args, kwargs = unpacked(captured.input_structure.rebuild(self._inputs()))
-            with _listening(self._model, heard), reparametrized(self._model, every):
+            with _listening(self._model, heard), reparametrized(self._model, every), as_given((args, kwargs)):
                 result = self._model(*args, **kwargs)
-            return dict(zip(facts.outputs, captured.tensors_of(result), strict=True))
+                return dict(zip(facts.outputs, captured.tensors_of(result, (args, kwargs)), strict=True))
 
         return self._made(call, state, lambda: every)
 

@@ -14,6 +14,7 @@ from pyrannc.blocks.randomness import Randomness
 from pyrannc.call.variant import Variant
 from pyrannc.capture.attributes import AttributeLog
 from pyrannc.capture.autocast import no_autocast
+from pyrannc.capture.handed_back import as_given
 from pyrannc.capture.row_lists import unpacked
 from pyrannc.capture.source import SourceTracker
 from pyrannc.core.partition import StagePart
@@ -95,9 +96,9 @@ class Reference:
         captured, facts = self._variant.whole.captured, self._variant.whole.facts
         args, kwargs = unpacked(captured.input_structure.rebuild([tensor.clone() for tensor in tensors]))
         # This rank's model must not have made a call that no other rank's has.
-        with AttributeLog(self._model, SourceTracker(self._model)).restoring():
+        with AttributeLog(self._model, SourceTracker(self._model)).restoring(), as_given((args, kwargs)):
             result = functional_call(self._model, dict(state), args, kwargs, tie_weights=True)
-        return dict(zip(facts.outputs, captured.tensors_of(result), strict=True))
+            return dict(zip(facts.outputs, captured.tensors_of(result, (args, kwargs)), strict=True))
 
 
 def _run_graph(

@@ -91,7 +91,10 @@ class Step:
         self._input_grads: dict[int, Tensor] = {}
         self._tail_grads: dict[int, Tensor] = {}
         self._outputs: tuple[int, ...] = ()
-        self._sources = tuple(value for value, tensor in self._inputs.items() if tensor.requires_grad)
+        used = variant.reached(frozenset(variant.whole.facts.outputs))
+        self._sources = tuple(
+            value for value, tensor in self._inputs.items() if tensor.requires_grad and variant.whole_of[value] in used
+        )
         self._wanted = frozenset(() if self._loss is None else (self._loss,))
         self._done = False
         self._summed = False

@@ -1,0 +1,139 @@
+"""What a forward puts into containers and objects that it is given: whoever gives them finds it there afterwards."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from .attributes import is_plain
+
+Path = tuple[Hashable, ...]
+"""Positions, keys and names of attributes that lead to something, from the positional and the named arguments."""
+
+
+@dataclass(frozen=True)
+class Put:
+    """What a call changes in a container or an object among its arguments.
+
+    Attributes:
+        path: where that is.
+        names: positions, keys or attributes that are others than before, or new.
+        gone: those that are no more.
+    """
+
+    path: Path
+    names: tuple[Hashable, ...]
+    gone: tuple[Hashable, ...]
+
+    def values(self, arguments: Any) -> list[Any]:
+        """What stands there, right after a call with these arguments."""
+        found = _contents(_at(arguments, self.path))
+        return [found[name] for name in self.names]
+
+    def hand_back(self, arguments: Any, values: Sequence[Any]) -> None:
+        """Puts it into arguments that have been given."""
+        holder = _at(arguments, self.path)
+        contents = _contents(holder) | dict(zip(self.names, values, strict=True))
+        _fill(holder, {name: value for name, value in contents.items() if name not in self.gone})
+
+
+class Given:
+    """Arguments as they are before a call.
+
+    Args:
+        arguments: positional and named ones.
+    """
+
+    def __init__(self, arguments: Any) -> None:
+        self._found = [(path, holder, _contents(holder)) for path, holder in _holders(arguments, (), {})]
+
+    def puts(self) -> list[Put]:
+        """What the call has changed."""
+        return [put for path, holder, before in self._found if (put := _put(path, before, _contents(holder)))]
+
+    def put_back(self) -> None:
+        """Leaves them as they were."""
+        for path, holder, before in self._found:
+            if _put(path, before, _contents(holder)):
+                _fill(holder, before)
+
+
+@contextmanager
+def as_given(arguments: Any) -> Iterator[Given]:
+    """Afterwards the arguments of a call are as they were before."""
+    given = Given(arguments)
+    try:
+        yield given
+    finally:
+        given.put_back()
+
+
+def with_puts(result: Any, puts: Sequence[Put], arguments: Any) -> tuple[Any, list[list[Any]]]:
+    """A result, and what a call has put into its arguments."""
+    return result, [put.values(arguments) for put in puts]
+
+
+def _holders(item: Any, path: Path, seen: dict[int, Any]) -> Iterator[tuple[Path, Any]]:
+    """Containers and objects that can be changed, each once."""
+    contents = _contents(item)
+    if not contents and not _may_change(item):
+        return
+    if id(item) in seen:
+        return
+    seen[id(item)] = item
+    if _may_change(item):
+        yield path, item
+    for name, value in contents.items():
+        yield from _holders(value, (*path, name), seen)
+
+
+def _may_change(item: Any) -> bool:
+    return isinstance(item, (dict, list, deque)) or _has_attributes(item)
+
+
+def _has_attributes(item: Any) -> bool:
+    if isinstance(item, (dict, list, tuple, deque, Tensor, nn.Module, type)):
+        return False
+    return isinstance(getattr(item, "__dict__", None), dict) and not callable(item)
+
+
+def _contents(item: Any) -> dict[Hashable, Any]:
+    if isinstance(item, dict):
+        return dict(item)
+    if isinstance(item, (list, tuple, deque)):
+        return dict(enumerate(item))
+    return dict(vars(item)) if _has_attributes(item) else {}
+
+
+def _fill(holder: Any, contents: dict[Hashable, Any]) -> None:
+    if isinstance(holder, (list, deque)):
+        holder.clear()
+        holder.extend(contents.values())
+        return
+    held = holder if isinstance(holder, dict) else vars(holder)
+    for name in [name for name in held if name not in contents]:
+        del held[name]
+    held.update(contents)
+
+
+def _put(path: Path, before: dict[Hashable, Any], now: dict[Hashable, Any]) -> Put | None:
+    names = [name for name, value in now.items() if name not in before or not _same(before[name], value)]
+    gone = [name for name in before if name not in now]
+    return Put(path, tuple(names), tuple(gone)) if names or gone else None
+
+
+def _same(before: Any, now: Any) -> bool:
+    if before is now:
+        return True
+    return type(before) is type(now) and is_plain(before) and is_plain(now) and bool(before == now)
+
+
+def _at(arguments: Any, path: Path) -> Any:
+    for name in path:
+        arguments = _contents(arguments)[name]
+    return arguments

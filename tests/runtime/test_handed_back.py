@@ -1,0 +1,113 @@
+"""What a forward puts into its arguments."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import pyrannc
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+FORCED = {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "2"}
+
+
+class Fills(nn.Module):
+    """Leaves results in a dict, an object, what that holds, and a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, batch: dict[str, Tensor], found: Any, layers: list[Tensor]) -> Tensor:
+        x = batch.pop("bias") + batch["x"]
+        batch["x"] = batch["x"] * 2
+        found.hidden = self.first(x).tanh()
+        found.deep["size"] = found.hidden.abs().mean()
+        found.calls += 1
+        layers.append(found.hidden.detach())
+        return self.second(found.hidden).square().mean()  # type: ignore[no-any-return]
+
+
+def trained(world: int, rank: int) -> list[Any]:
+    torch.manual_seed(0)
+    net = Fills().double()
+    model: Any = net if world == 1 else pyrannc.RaNNCModule(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    found = SimpleNamespace(deep={}, calls=0)
+    made: list[Any] = []
+    for _ in range(3):
+        batch = {name: torch.randn(8, 4, dtype=torch.float64).chunk(world)[rank] for name in ("x", "bias")}
+        layers: list[Tensor] = []
+        loss = model(batch, found, layers)
+        (loss + found.deep["size"]).backward()
+        made += [loss.item(), found.calls, found.deep["size"].item(), "bias" in batch, len(layers)]
+        made += [whole(tensor, world) for tensor in (batch["x"], found.hidden.detach(), layers[0])]
+    grad_of = (lambda name: net.get_parameter(name).grad) if world == 1 else model.get_param_grad
+    return [*made, *(grad_of(name) for name, _ in net.named_parameters())]
+
+
+def whole(rows: Tensor, world: int) -> Tensor:
+    return rows if world == 1 else torch.cat(gathered(rows))
+
+
+def gathered(item: Any) -> list[Any]:
+    found: list[Any] = [None] * pyrannc.get_world_size()
+    torch.distributed.all_gather_object(found, item)
+    return found
+
+
+def train() -> list[Any]:
+    return trained(2, pyrannc.get_rank())
+
+
+def test_what_a_forward_puts_into_its_arguments_is_there(ranks: Ranks) -> None:
+    expected = trained(1, 0)
+    for found in ranks(2).run(train, env=FORCED):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def decoded(world: int, rank: int) -> list[Any]:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    net = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).double().eval()
+    ids, cache = torch.randint(20, (4, 5)).chunk(world)[rank], DynamicCache()
+    model: Any = copy.deepcopy(net) if world == 1 else pyrannc.RaNNCModule(net)
+    with torch.no_grad():
+        logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+        following = logits[:, -1:].argmax(-1)
+        later = model(input_ids=following, past_key_values=cache, use_cache=True).logits
+    return [whole(logits, world), whole(later, world), cache.get_seq_length()]
+
+
+def decode() -> list[Any]:
+    return decoded(2, pyrannc.get_rank())
+
+
+def test_a_cache_of_keys_and_values_is_filled(ranks: Ranks) -> None:
+    expected = decoded(1, 0)
+    for found in ranks(2).run(decode, env=FORCED):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, found: Any) -> Tensor:
+        found.hidden = self.linear(x)
+        raise ValueError("not today")
+
+
+def test_a_capture_that_fails_leaves_nothing_in_arguments() -> None:
+    model, found = pyrannc.RaNNCModule(Fails()), SimpleNamespace()
+    with pytest.raises(pyrannc.RaNNCError, match="not today"):
+        model(torch.randn(2, 4), found)
+    assert not vars(found)
