@@ -168,6 +168,14 @@ class Global(SGD):
             param.data -= param.grad / (1 + self.seen)
 
 
+class Noisy(SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data += 0.01 * torch.randn_like(param)
+
+
 class Holder(SGD):
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)
@@ -194,12 +202,13 @@ class Needs(SGD):
     [
         (lambda: torch.optim.LBFGS(params()), "its step.. needs a closure"),
         (lambda: Global(params(), lr=0.1), "depends on the gradients of others"),
+        (lambda: Noisy(params(), lr=0.1), "draws random numbers"),
         (lambda: Holder(params()), 'keeps parameters in its attribute "kept"'),
         (lambda: Around(SGD(params(), lr=0.1)), 'another optimizer, in its attribute "inner"'),
         (lambda: Needs(params(), lr=0.1), "failed .AssertionError: a closure"),
     ],
 )
-def test_optimizers_that_look_at_all_parameters_are_refused(make: Callable[[], Optimizer], text: str) -> None:
+def test_optimizers_that_ranks_would_step_otherwise_are_refused(make: Callable[[], Optimizer], text: str) -> None:
     optimizer = make()
     with pytest.raises(RaNNCError, match=text):
         refuse_across(optimizer, 2, HOST)

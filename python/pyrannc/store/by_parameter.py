@@ -66,13 +66,20 @@ def why_across(optimizer: Optimizer, device: torch.device) -> str | None:
     for with_state in (False, True):
         try:
             alone, beside = (_updated(optimizer, device, other, with_state) for other in (False, True))
+            redrawn = _updated(optimizer, device, False, with_state, seed=1)
         except Exception as error:
             failure = failure or f"a try on small made-up parameters failed ({type(error).__name__}: {error})"
             continue
-        if all(torch.equal(mine.nan_to_num(), its.nan_to_num()) for mine, its in zip(alone, beside, strict=True)):
+        if not _same(alone, redrawn):
+            return "its step() draws random numbers, and each rank would draw them for its own parameters alone"
+        if _same(alone, beside):
             return None
         return "a try on small made-up parameters has shown that the update of one depends on the gradients of others"
     return failure
+
+
+def _same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(mine.nan_to_num(), its.nan_to_num()) for mine, its in zip(some, others, strict=True))
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
@@ -101,12 +108,17 @@ def _inside(item: Any, groups: set[int], depth: int = 4) -> Iterator[Any]:
             yield from _inside(part, groups, depth - 1)
 
 
-def _updated(optimizer: Optimizer, device: torch.device, other: bool, with_state: bool) -> list[Tensor]:
-    """The first made-up parameter of each group after some steps; ``other``: the rest has other gradients."""
+def _updated(optimizer: Optimizer, device: torch.device, other: bool, with_state: bool, seed: int = 0) -> list[Tensor]:
+    """The first made-up parameter of each group after some steps.
+
+    Args:
+        other: the rest has other gradients.
+        seed: of what the steps draw.
+    """
     generator = Generator().manual_seed(0)
     trial, firsts = _trial(optimizer, device, generator, with_state)
     first_ids = set(map(id, firsts))
-    with torch_draws(0, device):
+    with torch_draws(seed, device):
         for step in range(_STEPS):
             for group in trial.param_groups:
                 for param in group["params"]:
