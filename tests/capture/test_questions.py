@@ -142,9 +142,34 @@ def test_a_buffer_answers_where_nothing_small_can_stay_whole() -> None:
     assert not question.holds([float(number) for number in question.ask([x])])
 
 
-def test_a_buffer_that_the_call_changes_does_not_answer_for_others() -> None:
-    captured = capture(AsksBuffer(counts=True), (torch.randn(3, _ROWS),), {}, device=torch.device("cpu"), rows=3)
-    assert [assumption.question for assumption in captured.assumptions] == [None]
+def test_a_buffer_that_the_call_changes_is_asked_again() -> None:
+    model, x = AsksBuffer(counts=True), torch.randn(3, _ROWS)
+    captured = capture(model, (x,), {}, device=torch.device("cpu"), rows=3)
+    (question,) = (assumption.question for assumption in captured.assumptions)
+    assert question is not None
+    assert question.holds([float(number) for number in question.ask([x])])
+    model(x)
+    assert not question.holds([float(number) for number in question.ask([x])])
+
+
+class CountsFirst(AsksBuffer):
+    """Asks its buffer for what the same call has written into it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.share -= 0.1
+        return super().forward(x)
+
+
+def test_a_question_about_what_the_call_has_written_leaves_the_buffer_as_it_is() -> None:
+    model, x = CountsFirst(), torch.randn(3, _ROWS)
+    captured = capture(model, (x,), {}, device=torch.device("cpu"), rows=3)
+    (question,) = (assumption.question for assumption in captured.assumptions)
+    assert question is not None
+    before = model.share.clone()
+    assert question.holds([float(number) for number in question.ask([x])])
+    assert torch.equal(model.share, before)
+    model.share += 1
+    assert not question.holds([float(number) for number in question.ask([x])])
 
 
 class TakesCount(nn.Module):

@@ -239,6 +239,29 @@ def buffers_change() -> list[str]:
         return differences.found
 
 
+class Counts(Shares):
+    """Asks a buffer that it has changed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.share += 0.25
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x * 2 if self.share > 1.7 else x
+
+
+def changed_buffers_are_asked() -> list[str]:
+    with compared() as differences:
+        pair = Pair(Counts, differences)
+        pair.step("first")
+        pair.step("again")
+        text = told(lambda: pair.step("another answer"))
+        differences.demand("asks buffer 'share' for Eq(u0, 1), and it gives another answer" in text, text)
+        pair.both(lambda model: model.share.fill_(1.0))
+        pair.step("the same answer")
+        pair.module.undeploy()
+        return differences.found
+
+
 def ranks_differ() -> list[str]:
     with compared() as differences:
         pair = Pair(Weighted, differences)
@@ -327,7 +350,16 @@ def unseen_changes() -> list[str]:
 
 @pytest.mark.parametrize(
     "job",
-    [attributes_change, params_change, answers_change, buffers_change, ranks_differ, numbers_come, unseen_changes],
+    [
+        attributes_change,
+        params_change,
+        answers_change,
+        buffers_change,
+        changed_buffers_are_asked,
+        ranks_differ,
+        numbers_come,
+        unseen_changes,
+    ],
     ids=lambda job: job.__name__,
 )
 def test_guards(job: Callable[[], list[str]], ranks: Ranks) -> None:

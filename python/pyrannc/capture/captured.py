@@ -247,7 +247,6 @@ def capture_sample(
             own = replace(own, as_untraced=whole.as_untraced)
             traced = tracing(sample, leaves, own, outputs)
             _refuse_changed_params(traced)
-            traced.assumptions[:] = _without_changed_buffers(traced)
             refuse_changed_tensors(model, _changed_constants(traced.gm))
             name, mode = _qualified_name(model), model.training
             with no_autocast():
@@ -334,19 +333,6 @@ def _refuse_changed_params(traced: Trace) -> None:
                 "part of the batch, on the ranks that hold it: compute with a changed copy (`weight.clamp(-1, 1)`), "
                 "change the parameter after optimizer.step(), or keep what changes in a buffer"
             )
-
-
-def _without_changed_buffers(traced: Trace) -> list[Assumption]:
-    """The assumptions; one about a buffer that the call changes holds for no other call."""
-    changed, placeholders = _changed(traced.gm), [node for node in traced.gm.graph.nodes if node.op == "placeholder"]
-    buffers = enumerate(zip(traced.buffers.names, placeholders[len(traced.params.names) :], strict=False))
-    names = {name for place, (name, node) in buffers if node in changed or place in traced.updated_buffers}
-    return [
-        replace(item, question=None)
-        if item.question is not None and any(buffer.name in names for buffer in item.question.buffers)
-        else item
-        for item in traced.assumptions
-    ]
 
 
 def _changed_inputs(traced: Trace) -> frozenset[int]:

@@ -87,23 +87,38 @@ def _function(
             raise NotOfInputsError
         return device if isinstance(item, torch.device) else copies[item] if isinstance(item, fx.Node) else item
 
-    given = {place for node in rest if node.op != "call_function" for place in memory(node)}
+    written = _written_alone(rest)
     for node in rest:
         if node.op == "placeholder":
             if node not in sources:
                 raise NotOfInputsError
             taken.append(sources[node])
-            copies[node] = graph.placeholder(node.name)
+            given = graph.placeholder(node.name)
+            # What the forward writes into it is for the forward itself to write.
+            copies[node] = graph.call_function(torch.clone, (given,)) if memory(node) & written else given
         elif node.op == "get_attr":
             owner.register_buffer(node.name, constant(node))
             copies[node] = graph.get_attr(node.name)
         else:
-            if _draws(node) or written_memory(node) & given:
+            if _draws(node):
                 raise NotOfInputsError
             args, kwargs = map_aggregate(node.args, argument), map_aggregate(node.kwargs, argument)
             copies[node] = graph.create_node(node.op, node.target, args, kwargs, node.name)
     graph.output(copies[last.all_input_nodes[0]])
     return fx.GraphModule(owner, graph), taken
+
+
+def _written_alone(nodes: Sequence[fx.Node]) -> set[int]:
+    """The storages that some nodes change in place, of which each is that of one input or buffer at most.
+
+    Raises:
+        NotOfInputsError: what else has such a storage would not see what is written into a copy.
+    """
+    written = {place for node in nodes for place in written_memory(node)}
+    given = [(node.op, place) for node in nodes if node.op != "call_function" for place in memory(node) & written]
+    if any(op == "get_attr" for op, _ in given) or len(given) > len(set(given)):
+        raise NotOfInputsError
+    return written
 
 
 def _draws(node: fx.Node) -> bool:

@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor
+from torch import Generator, Tensor, nn
 
 from tests.contract.habit import equal, refused
 from tests.contract.job import Job
-from tests.contract.settings import COVERING, EMPTY, ONCE, REPLICAS, STAGES, Setting
-from tests.contract.training import WIDTH, Chain, Returns, fit
+from tests.contract.settings import COVERING, EMPTY, ONCE, REPLICAS, STAGES, TOGETHER, Setting
+from tests.contract.training import WIDTH, Chain, Returns, fit, pairs
 
 Question = Callable[[Tensor], object]
 """Whether a choice is made, given a mask of rows."""
@@ -98,3 +98,10 @@ def asked_sum_changes(job: Job) -> None:
         job.same("loss", loss)
         loss.backward()
         job.gradients(model)
+
+
+@refused("InputError", "num_batches_tracked", "another answer", settings=TOGETHER, instead="give it a momentum")
+def batch_norm_with_cumulative_average(job: Job) -> None:
+    """BatchNorm with `momentum=None`, which divides by the number of its calls, in training."""
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None), nn.Linear(WIDTH, WIDTH))
+    fit(job, net, pairs, criterion=F.mse_loss)
