@@ -30,6 +30,12 @@ _UNDECIDED = -4
 """Numbers in the place of a captured form's: there is none yet, something is wrong, ``requires_grad`` has changed, it
 has to be found out which arguments have rows."""
 
+_AS_CAPTURED, _BY_BUFFERS, _BY_OTHERS = range(3)
+"""What answers a captured form's questions otherwise: nothing, buffers that all ranks have and that say yes or no, or
+anything else."""
+_MOST_ANSWERED = 4
+"""Captured forms of one kind of call that differ in what buffers answer."""
+
 
 @dataclass(frozen=True)
 class AgreedCall:
@@ -133,13 +139,44 @@ class Agreement:
         if own.variant is not None and self._is_due(own.variant):
             self._compare(own.variant, Sample(self._model, args, kwargs, device, own.rows, own.per_row))
         batch = BatchRows(rows, self._gather_inputs)
-        if own.variant is not None and batch.total > own.variant.most_rows:
-            own.variant, self._drawn = None, own.drawn or None
+        found, drawn = own.variant, everyone[0][-1]
         with no_autocast():
+            if found is not None and found.questions.of_buffers:
+                own.variant = self._as_answered(own, batch)
+            if own.variant is not None and batch.total > own.variant.most_rows:
+                own.variant = None
+            if own.variant is not found:
+                self._drawn = own.drawn or None
+                drawn = drawn if own.variant is None else agree.broadcast_object(self.draw(own.variant))
             self._answers = None if own.variant is None else self._ask(own.variant, own, batch)
-        return AgreedCall(
-            own.key, own.variant, own.call.tensors, own.per_row, own.rows, batch, self._answers, everyone[0][-1]
-        )
+        return AgreedCall(own.key, own.variant, own.call.tensors, own.per_row, own.rows, batch, self._answers, drawn)
+
+    def _as_answered(self, own: _Own, batch: BatchRows) -> Variant | None:
+        """The captured form with the answers that buffers give now, if there is one. All ranks call it.
+
+        Where other data decide too, or there are many of them already, it is that of the latest call.
+        """
+        forms = [*self._variants.that_hold(own.key)]
+        for form in forms:
+            told = agree.gather_numbers((len(forms), form.number, self._answered(form, own, batch)))
+            if len({(count, number) for count, number, _ in told}) > 1:
+                raise MismatchError(_different_calls(self._model, own.call.tensors))
+            answered = max(found for *_, found in told)
+            if answered == _AS_CAPTURED:
+                return form
+            if answered == _BY_OTHERS:
+                return forms[0]
+        return None if len(forms) < _MOST_ANSWERED else forms[0]
+
+    @staticmethod
+    def _answered(form: Variant, own: _Own, batch: BatchRows) -> int:
+        questions = form.questions
+        assert own.per_row is not None, "a captured form has rows"
+        others = [*questions.ask(batch.joined(own.call.tensors, own.per_row, questions.takes)).others()]
+        decided = all(question.buffers and assumption.decides for assumption, question in others)
+        if not questions.known or not decided:
+            return _BY_OTHERS
+        return _BY_BUFFERS if others else _AS_CAPTURED
 
     @staticmethod
     def _ask(variant: Variant, own: _Own, batch: BatchRows) -> Answers | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,18 +32,23 @@ class Answers:
         if self.checked:
             return
         self.checked = True
+        for assumption, question in self.others():
+            names = ", ".join(f"'{name}'" for name in sorted({buffer.name for buffer in question.buffers}))
+            asked, it = (f"buffer {names}", "it") if names else ("the batch", "this batch")
+            raise InputError(
+                f"{assumption.where} asks {asked} for {assumption.expr}, and {it} gives another answer "
+                f"than {assumption.value}, with which the model was captured; make every batch give that answer, "
+                "or compute both ways and choose with torch.where"
+            )
+
+    def others(self) -> Iterator[tuple[Assumption, Question]]:
+        """Those that have another answer than at the capture; waits for the device."""
         self.arrived()
         rest = self.numbers.tolist()
         for assumption, question, count in self.asked:
             own, rest = rest[:count], rest[count:]
             if not question.holds(own):
-                names = ", ".join(f"'{name}'" for name in sorted({buffer.name for buffer in question.buffers}))
-                asked, it = (f"buffer {names}", "it") if names else ("the batch", "this batch")
-                raise InputError(
-                    f"{assumption.where} asks {asked} for {assumption.expr}, and {it} gives another answer "
-                    f"than {assumption.value}, with which the model was captured; make every batch give that answer, "
-                    "or compute both ways and choose with torch.where"
-                )
+                yield assumption, question
 
 
 class DataGuards:
@@ -56,13 +61,20 @@ class DataGuards:
 
     Attributes:
         takes: the input tensors that decide.
+        of_buffers: buffers decide too; where they say otherwise, another capture may serve the call.
     """
 
     def __init__(self, assumptions: Sequence[Assumption], device: torch.device, *, waits: bool) -> None:
         self._questions = [(item, item.question) for item in assumptions if item.question is not None]
         self.unchecked = [item for item in assumptions if item.question is None]
-        self.waits = waits or device.type == "cpu"
+        self.of_buffers = any(question.buffers for _, question in self._questions)
+        self.waits = waits or self.of_buffers or device.type == "cpu"
         self.takes = frozenset(place for _, question in self._questions for place in question.takes)
+
+    @property
+    def known(self) -> bool:
+        """True on a rank that can ask all of them."""
+        return all(question.is_known for _, question in self._questions)
 
     def __bool__(self) -> bool:
         return bool(self._questions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal, TypeAlias
@@ -354,7 +354,11 @@ class Variants:
 
     def find(self, key: CallKey) -> Variant | None:
         """The captured form of calls with this key whose guards hold, if there is one."""
-        return next((variant for variant in self._kept.get(key, ()) if variant.guards.hold()), None)
+        return next(self.that_hold(key), None)
+
+    def that_hold(self, key: CallKey) -> Iterator[Variant]:
+        """Those with this key whose guards hold, the latest first; they differ in answers to questions about data."""
+        return (variant for variant in self._kept.get(key, ()) if variant.guards.hold())
 
     def like(self, key: CallKey) -> list[tuple[CallKey, Variant]]:
         """Those of calls that differ from this one in extents only, the one used last first."""

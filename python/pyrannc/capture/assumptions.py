@@ -68,6 +68,11 @@ class Assumption:
     answer: Any = field(default=None, compare=False, repr=False)
     """What ``value`` is the text of."""
 
+    @property
+    def decides(self) -> bool:
+        """True for yes and no, False for a number that is computed with."""
+        return self.value in ("True", "False")
+
 
 class PartOfBatchError(RaNNCError):
     """The rows at hand cannot answer what the model asks for."""

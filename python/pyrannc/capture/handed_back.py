@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .attributes import is_plain
+from .row_lists import RowList
 
 Path = tuple[Hashable, ...]
 """Positions, keys and names of attributes that lead to something, from the positional and the named arguments."""
@@ -93,7 +94,7 @@ def _holders(item: Any, path: Path, seen: dict[int, Any]) -> Iterator[tuple[Path
 
 
 def _may_change(item: Any) -> bool:
-    return isinstance(item, (dict, list, deque)) or _has_attributes(item)
+    return (isinstance(item, (dict, list, deque)) and not isinstance(item, RowList)) or _has_attributes(item)
 
 
 def _has_attributes(item: Any) -> bool:
@@ -105,7 +106,7 @@ def _has_attributes(item: Any) -> bool:
 def _contents(item: Any) -> dict[Hashable, Any]:
     if isinstance(item, dict):
         return dict(item)
-    if isinstance(item, (list, tuple, deque)):
+    if isinstance(item, (list, tuple, deque)) and not isinstance(item, RowList):
         return dict(enumerate(item))
     return dict(vars(item)) if _has_attributes(item) else {}
 

@@ -79,7 +79,8 @@ def why_across(optimizer: Optimizer, device: torch.device) -> str | None:
 
 
 def _same(some: list[Tensor], others: list[Tensor]) -> bool:
-    return all(torch.equal(mine.nan_to_num(), its.nan_to_num()) for mine, its in zip(some, others, strict=True))
+    pairs = zip(some, others, strict=True)
+    return all(torch.equal(mine.detach().nan_to_num(), its.detach().nan_to_num()) for mine, its in pairs)
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
