@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -311,3 +312,29 @@ def batch_norm_of_one_image(job: Job) -> None:
     """A convolution and a BatchNorm2d in evaluation mode, whose images are tokens later, for parts of one row."""
     torch.manual_seed(3)
     _fit(job, _Patches())
+
+
+class _Fills(nn.Module):
+    """Leaves more than it returns in what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Chain()
+
+    def forward(self, batch: dict[str, Tensor], found: Any) -> Tensor:
+        y: Tensor = self.net(batch.pop("x"))
+        batch["y"], found.size = y, y.detach().abs().mean()
+        return y.detach()
+
+
+@equal()
+def results_in_arguments(job: Job) -> None:
+    """The forward puts results into a dict and an object that it is given, and the script trains on one of them."""
+    model = job.wrap(_Fills())
+    for x, target in job.batches(pairs):
+        batch, found = {"x": x}, SimpleNamespace()
+        job.rows("result", model(batch, found))
+        loss = F.mse_loss(batch["y"], target)
+        job.same("size", found.size)
+        loss.backward()
+        job.gradients(model)

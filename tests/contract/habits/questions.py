@@ -105,3 +105,49 @@ def batch_norm_with_cumulative_average(job: Job) -> None:
     """BatchNorm with `momentum=None`, which divides by the number of its calls, in training."""
     net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None), nn.Linear(WIDTH, WIDTH))
     fit(job, net, pairs, criterion=F.mse_loss)
+
+
+class _Begins(Chain):
+    """Does something else at its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("begun", torch.zeros((), dtype=torch.bool))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.begun:
+            self.begun.fill_(True)
+            x = x * 3
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@equal(settings=(REPLICAS,))
+def flag_of_a_first_call(job: Job) -> None:
+    """A buffer tells of the first call (`if not self.begun`), and all ranks have it: it is captured again."""
+    fit(job, _Begins(), pairs, criterion=F.mse_loss)
+
+
+class _Asks(nn.Module):
+    """Does something else where no gradients are recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Chain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x)
+        return y if torch.is_grad_enabled() and y.requires_grad else y * 3
+
+
+@equal()
+def asked_whether_gradients_are_recorded(job: Job) -> None:
+    """`if torch.is_grad_enabled()`, in steps of training and under `torch.no_grad()` between them."""
+    model = job.wrap(_Asks())
+    for x, target in job.batches(pairs):
+        y = model(x)
+        F.mse_loss(y, target).backward()
+        job.gradients(model)
+        with torch.no_grad():
+            job.rows("evaluated", model(x))
