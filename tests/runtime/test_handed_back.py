@@ -111,3 +111,36 @@ def test_a_capture_that_fails_leaves_nothing_in_arguments() -> None:
     with pytest.raises(pyrannc.RaNNCError, match="not today"):
         model(torch.randn(2, 4), found)
     assert not vars(found)
+
+
+class Moves(nn.Module):
+    """Changes containers, and puts others in their place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, parts: list[dict[str, Tensor]], info: dict[str, Any]) -> Tensor:
+        first = parts.pop(0)
+        first["made"] = self.linear(first["x"] + x * parts[0]["x"])
+        parts.append({"other": first["made"] * 2})
+        info["old"]["seen"], info["old"] = True, {"new": first["made"].detach()}
+        return first["made"].square().mean()
+
+
+def test_containers_that_move_and_are_replaced() -> None:
+    made = []
+    for wrap in (lambda net: net, pyrannc.RaNNCModule):
+        torch.manual_seed(0)
+        model: Any = wrap(Moves().double())
+        for _ in range(2):
+            x, old = torch.randn(3, 4, dtype=torch.float64), {}
+            first: dict[str, Tensor] = {"x": x}
+            parts, info = [first, {"x": x + 1}], {"old": old}
+            loss = model(x, parts, info)
+            assert old == {"seen": True}
+            assert first["x"] is x
+            made.append([loss, first["made"], [[*part] for part in parts], parts[-1]["other"], info["old"]["new"]])
+    for plain, own in zip(made[:2], made[2:], strict=True):
+        assert plain[2] == own[2]
+        torch.testing.assert_close([*plain[:2], *plain[3:]], [*own[:2], *own[3:]], rtol=1e-12, atol=0)

@@ -22,7 +22,7 @@ from .computation import compute_the_same
 from .data_dependent import ReturnedExtentsError
 from .dims import Dim
 from .flatten import Structure, batch_rows, flatten
-from .handed_back import Put, with_puts
+from .handed_back import Given, Put, hand_back
 from .limits import Limit
 from .lower import Lowered, can_be_groups, is_tried, lower
 from .operands import mutated_arguments
@@ -141,13 +141,13 @@ class Captured:
         text = json.dumps(graph, separators=(",", ":"))
         return replace(self, graph_json=text, row_wise=tuple(row_wise))
 
-    def tensors_of(self, result: Any, arguments: Any) -> list[Tensor]:
+    def tensors_of(self, result: Any, given: Given) -> list[Tensor]:
         """Those that are the Graph's outputs, in their order, of what the model itself gives.
 
         Args:
-            arguments: positional and named ones, right after the call.
+            given: the arguments of the call that has given it.
         """
-        return flatten(with_puts(only_asked(result, self.outputs), self.puts, arguments))[0]
+        return flatten(given.with_puts(only_asked(result, self.outputs), self.puts))[0]
 
     def hand_back(self, leaves: Sequence[Tensor], arguments: Any) -> Any:
         """The model's result with ``leaves``, in the order of the Graph's outputs, as its tensors.
@@ -156,8 +156,7 @@ class Captured:
             arguments: positional and named ones that get what the model puts into them.
         """
         result, values = self.output_structure.rebuild(leaves)
-        for put, own in zip(self.puts, values, strict=True):
-            put.hand_back(arguments, own)
+        hand_back(self.puts, values, arguments)
         return result
 
 

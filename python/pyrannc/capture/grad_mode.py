@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -33,14 +34,15 @@ class GradMode:
     def answering(self) -> Iterator[None]:
         """While active, in the trace of the call."""
         real: Callable[[], bool] = IS_GRAD_ENABLED.original
+        own = threading.get_ident()
 
         def is_grad_enabled() -> bool:
-            return self._answer(real()) if _asks(sys._getframe(1)) else real()
+            asks = threading.get_ident() == own and _asks(sys._getframe(1))
+            return self._answer(real()) if asks else real()
 
         def requires_grad(tensor: Tensor, required: bool) -> bool:
-            if not required or tensor.is_leaf or not _asks(sys._getframe(2)):
-                return required
-            return self._answer(required)
+            asks = required and not tensor.is_leaf and _asks(sys._getframe(2))
+            return self._answer(required) if asks else required
 
         with IS_GRAD_ENABLED.replaced_by(is_grad_enabled), fake_requires_grad(requires_grad):
             yield

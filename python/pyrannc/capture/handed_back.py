@@ -31,14 +31,8 @@ class Put:
     names: tuple[Hashable, ...]
     gone: tuple[Hashable, ...]
 
-    def values(self, arguments: Any) -> list[Any]:
-        """What stands there, right after a call with these arguments."""
-        found = _contents(_at(arguments, self.path))
-        return [found[name] for name in self.names]
-
-    def hand_back(self, arguments: Any, values: Sequence[Any]) -> None:
-        """Puts it into arguments that have been given."""
-        holder = _at(arguments, self.path)
+    def into(self, holder: Any, values: Sequence[Any]) -> None:
+        """Does the same to another container or object, with these values."""
         contents = _contents(holder) | dict(zip(self.names, values, strict=True))
         _fill(holder, {name: value for name, value in contents.items() if name not in self.gone})
 
@@ -57,6 +51,11 @@ class Given:
         """What the call has changed."""
         return [put for path, holder, before in self._found if (put := _put(path, before, _contents(holder)))]
 
+    def with_puts(self, result: Any, puts: Sequence[Put]) -> tuple[Any, list[list[Any]]]:
+        """A result of the call, and what stands where it puts something."""
+        contents = {path: _contents(holder) for path, holder, _ in self._found}
+        return result, [[contents[put.path][name] for name in put.names] for put in puts]
+
     def put_back(self) -> None:
         """Leaves them as they were."""
         for path, holder, before in self._found:
@@ -74,9 +73,11 @@ def as_given(arguments: Any) -> Iterator[Given]:
         given.put_back()
 
 
-def with_puts(result: Any, puts: Sequence[Put], arguments: Any) -> tuple[Any, list[list[Any]]]:
-    """A result, and what a call has put into its arguments."""
-    return result, [put.values(arguments) for put in puts]
+def hand_back(puts: Sequence[Put], values: Sequence[Sequence[Any]], arguments: Any) -> None:
+    """Puts into arguments what a call puts there."""
+    holders = [_at(arguments, put.path) for put in puts]
+    for put, holder, own in zip(puts, holders, values, strict=True):
+        put.into(holder, own)
 
 
 def _holders(item: Any, path: Path, seen: dict[int, Any]) -> Iterator[tuple[Path, Any]]:

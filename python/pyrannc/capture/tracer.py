@@ -29,7 +29,7 @@ from .fallback import BatchSizes, OperatorFallbacks
 from .flatten import Structure, flatten
 from .flex import flex_attention_as_op
 from .grad_mode import GradMode
-from .handed_back import Put, as_given, with_puts
+from .handed_back import Put, as_given
 from .hooks import refuse_hooks, watched_hooks
 from .inner_graph import refuse_lost
 from .kept_whole import Trials, WholeCall, whole_calls_installed
@@ -369,7 +369,7 @@ class _TracedCall:
             with session.attributes.listening(), session.grad_mode.answering():
                 result = model(*args, **kwargs)
             self.puts = given.puts()
-            result = with_puts(only_asked(result, session.outputs), self.puts, (args, kwargs))
+            result = given.with_puts(only_asked(result, session.outputs), self.puts)
             updates = self._buffer_updates(buffers)
             self.new_tree = session.tree.after(state, session.attributes.where)
         session.attributes.note_changes(lambda item: self._is_of_data(item, tracer))
@@ -485,8 +485,8 @@ def _first_lines(error: Exception) -> str:
 def _refuse_symbolic_results(structure: Structure) -> None:
     if isinstance(structure.key, tuple) and structure.key[0] in SYMBOLIC:
         raise CaptureError(
-            "the model returns a number computed from the batch size or from data; return a tensor, "
-            "or leave the number out of the result"
+            "the model returns a number computed from the batch size or from data, or puts one into an argument; "
+            "return a tensor, or leave the number out"
         )
     for child in structure.children:
         _refuse_symbolic_results(child)

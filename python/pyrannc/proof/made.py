@@ -93,9 +93,9 @@ class FewRows:
 
         def call() -> dict[int, Tensor]:
             args, kwargs = unpacked(captured.input_structure.rebuild(self._inputs()))
-            with _listening(self._model, heard), reparametrized(self._model, every), as_given((args, kwargs)):
+            with _listening(self._model, heard), reparametrized(self._model, every), as_given((args, kwargs)) as given:
                 result = self._model(*args, **kwargs)
-                return dict(zip(facts.outputs, captured.tensors_of(result, (args, kwargs)), strict=True))
+                return dict(zip(facts.outputs, captured.tensors_of(result, given), strict=True))
 
         return self._made(call, state, lambda: every)
 

@@ -96,9 +96,9 @@ class Reference:
         captured, facts = self._variant.whole.captured, self._variant.whole.facts
         args, kwargs = unpacked(captured.input_structure.rebuild([tensor.clone() for tensor in tensors]))
         # This rank's model must not have made a call that no other rank's has.
-        with AttributeLog(self._model, SourceTracker(self._model)).restoring(), as_given((args, kwargs)):
+        with AttributeLog(self._model, SourceTracker(self._model)).restoring(), as_given((args, kwargs)) as given:
             result = functional_call(self._model, dict(state), args, kwargs, tie_weights=True)
-            return dict(zip(facts.outputs, captured.tensors_of(result, (args, kwargs)), strict=True))
+            return dict(zip(facts.outputs, captured.tensors_of(result, given), strict=True))
 
 
 def _run_graph(
