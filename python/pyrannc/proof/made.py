@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,11 +93,12 @@ class FewRows:
 
         def call() -> dict[int, Tensor]:
             args, kwargs = unpacked(captured.input_structure.rebuild(self._inputs()))
-            with _listening(self._model, heard), reparametrized(self._model, every), as_given((args, kwargs)) as given:
+            with _listening(self._model, heard), as_given((args, kwargs)) as given:
                 result = self._model(*args, **kwargs)
                 return dict(zip(facts.outputs, captured.tensors_of(result, given), strict=True))
 
-        return self._made(call, state, lambda: every)
+        # A checkpoint runs it again in the backward.
+        return self._made(call, state, lambda: every, reparametrized(self._model, every))
 
     def by_graph(self, *, values: Sequence[int] = ()) -> Made:
         """By the captured Graph, uncut, which draws as torch does.
@@ -136,7 +137,7 @@ class FewRows:
             return state | updates
 
         with no_autocast():
-            made = self._made(call, state, after)
+            made = self._made(call, state, after, nullcontext())
         made.values = {value: found[value].detach() for value in values}
         return made
 
@@ -154,6 +155,7 @@ class FewRows:
         call: Callable[[], dict[int, Tensor]],
         state: Mapping[str, Tensor],
         after: Callable[[], Mapping[str, Tensor]],
+        within: AbstractContextManager[None],
     ) -> Made:
         facts, gradients = self._variant.whole.facts, dict[str, Tensor]()
         names = [buffer.name for buffer in facts.buffers]
@@ -165,6 +167,7 @@ class FewRows:
             _same_kernels(),
             torch.set_grad_enabled(self._backward),
             regions_ended(),
+            within,
         ):
             before = _states(self._device)
             outputs = call()

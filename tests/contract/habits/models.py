@@ -153,6 +153,18 @@ def checkpointed(job: Job) -> None:
     _fit(job, Net())
 
 
+@equal()
+def checkpointed_reentrant(job: Job) -> None:
+    """The same in its older form (`use_reentrant=True`), behind another layer."""
+
+    class Net(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden: Tensor = checkpoint(self.layers[1], self.layers[0](x).tanh(), use_reentrant=True)
+            return self.head(self.layers[2](hidden) + x)  # type: ignore[no-any-return]
+
+    _fit(job, Net())
+
+
 class _Clipped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
