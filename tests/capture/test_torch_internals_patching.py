@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -61,6 +62,21 @@ def test_IS_GRAD_ENABLED() -> None:
     with patching.IS_GRAD_ENABLED.replaced_by(lambda: "seen"):
         assert torch.is_grad_enabled() == "seen"  # type: ignore[comparison-overlap]
     assert torch.is_grad_enabled() is True
+
+
+def test_GRAD_SWITCHES() -> None:
+    for (enter, leave, mode), switch in zip(
+        patching.GRAD_SWITCHES,
+        (torch.no_grad, torch.enable_grad, partial(torch.set_grad_enabled, False)),
+        strict=True,
+    ):
+
+        def run(switch: Any = switch, mode: bool | None = mode) -> None:
+            with switch():
+                assert torch.is_grad_enabled() is bool(mode)
+
+        assert calls_seen(enter, run) == 1
+        assert calls_seen(leave, run) == 1
 
 
 def test_fake_requires_grad() -> None:

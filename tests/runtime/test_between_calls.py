@@ -96,6 +96,11 @@ def job(case: str) -> list[float]:
     return losses(case, 2, pyrannc.get_rank())
 
 
+@torch.enable_grad()
+def enabled_here() -> bool:
+    return torch.is_grad_enabled()
+
+
 class Asks(nn.Module):
     """Does something else where no gradients are recorded."""
 
@@ -115,6 +120,13 @@ class Asks(nn.Module):
         with torch.enable_grad():
             if question == "inside" and torch.is_grad_enabled():
                 y = y * 2
+        if question == "after" and torch.is_grad_enabled():
+            y = y * 7
+        with torch.no_grad(), torch.set_grad_enabled(True):
+            if question == "nested" and torch.is_grad_enabled():
+                y = y * 2
+        if question == "decorated" and enabled_here():
+            y = y * 2
         if question == "parameter" and self.first.weight.requires_grad:
             y = y * 5
         return self.second(y * self.seen).square().mean()  # type: ignore[no-any-return]
@@ -139,12 +151,12 @@ def job_by_mode(question: str) -> list[float]:
     return losses_by_mode(question, 2, pyrannc.get_rank())
 
 
-@pytest.mark.parametrize("question", ["mode", "tensor", "inside", "parameter"])
+@pytest.mark.parametrize("question", ["mode", "tensor", "inside", "after", "nested", "decorated", "parameter"])
 def test_a_forward_may_ask_whether_gradients_are_recorded(question: str, ranks: Ranks) -> None:
     for found in ranks(2).run(job_by_mode, question, env=FORCED):
         expected = losses_by_mode(question, 1, 0)
         assert found == pytest.approx(expected, rel=1e-10, abs=0)
-        assert (len(set(expected)) > 1) == (question in ("mode", "tensor"))
+        assert (len(set(expected)) > 1) == (question in ("mode", "tensor", "after"))
 
 
 @pytest.mark.parametrize("case", ["counter", "argument", "buffer", "type"])

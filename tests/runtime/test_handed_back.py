@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import pyrannc
+from pyrannc.capture import flatten
+from pyrannc.capture.absent import Absent
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -144,3 +147,45 @@ def test_containers_that_move_and_are_replaced() -> None:
     for plain, own in zip(made[:2], made[2:], strict=True):
         assert plain[2] == own[2]
         torch.testing.assert_close([*plain[:2], *plain[3:]], [*own[:2], *own[3:]], rtol=1e-12, atol=0)
+
+
+class Passes(nn.Module):
+    """Changes what it is given, and returns it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(4, 4), kind
+
+    def forward(self, x: Tensor, given: Any) -> Any:
+        y = self.linear(x)
+        if self.kind == "dict":
+            given["x"] = y
+            return given
+        if self.kind == "list":
+            given.append(y * given[0])
+            return {"out": y, "hidden": given}
+        if self.kind == "object":
+            given.made = {"y": y * given.x}
+            return given
+        given["calls"] += 1
+        given["rows"] = x.shape[0]
+        return y
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("kind", ["dict", "list", "object", "counter"])
+def test_what_is_returned_may_be_what_was_given(kind: str, trains: bool) -> None:
+    made = []
+    for wrap in (lambda net: net, pyrannc.RaNNCModule):
+        torch.manual_seed(0)
+        model: Any = wrap(Passes(kind).double())
+        x = torch.randn(3, 4, dtype=torch.float64)
+        kinds = {"dict": {"x": x}, "list": [x], "object": SimpleNamespace(x=x), "counter": Counter(calls=2)}
+        given: Any = kinds[kind]
+        with torch.set_grad_enabled(trains):
+            result = model(x, given)
+        if kind == "counter":
+            assert given["calls"] == 3
+            assert given["rows"] == 3 if wrap is not pyrannc.RaNNCModule else isinstance(given["rows"], Absent)
+        made.append(flatten((result, None if kind == "counter" else given))[0])
+    torch.testing.assert_close(*made, rtol=1e-12, atol=0)

@@ -136,8 +136,6 @@ class Agreement:
         rows = tuple(count if self._gather_inputs or rank == 0 else 0 for rank, count in enumerate(counts))
         if sum(rows) == 0:
             raise InputError("the global batch has no rows: every rank's inputs are empty")
-        if own.variant is not None and self._is_due(own.variant):
-            self._compare(own.variant, Sample(self._model, args, kwargs, device, own.rows, own.per_row))
         batch = BatchRows(rows, self._gather_inputs)
         found, drawn = own.variant, everyone[0][-1]
         with no_autocast():
@@ -148,6 +146,9 @@ class Agreement:
             if own.variant is not found:
                 self._drawn = own.drawn or None
                 drawn = drawn if own.variant is None else agree.broadcast_object(self.draw(own.variant))
+        if own.variant is not None and self._is_due(own.variant):
+            self._compare(own.variant, Sample(self._model, args, kwargs, device, own.rows, own.per_row))
+        with no_autocast():
             self._answers = None if own.variant is None else self._ask(own.variant, own, batch)
         return AgreedCall(own.key, own.variant, own.call.tensors, own.per_row, own.rows, batch, self._answers, drawn)
 

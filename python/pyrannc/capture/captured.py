@@ -146,8 +146,20 @@ class Captured:
 
         Args:
             given: the arguments of the call that has given it.
+
+        Raises:
+            CaptureError: it gives others.
         """
-        return flatten(given.with_puts(only_asked(result, self.outputs), self.puts))[0]
+        try:
+            tensors, _ = flatten(given.with_puts(only_asked(result, self.outputs), self.puts))
+        except LookupError:
+            tensors = []
+        if len(tensors) != self.output_structure.leaf_count:
+            raise CaptureError(
+                "the model returns other tensors, or puts others into its arguments, when it runs than when it is "
+                "captured: let both do the same"
+            )
+        return tensors
 
     def hand_back(self, leaves: Sequence[Tensor], arguments: Any) -> Any:
         """The model's result with ``leaves``, in the order of the Graph's outputs, as its tensors.

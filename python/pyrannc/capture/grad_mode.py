@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from .source import belongs_to_user
-from .torch_internals.operators import SET_GRAD_ENABLED
-from .torch_internals.patching import IS_GRAD_ENABLED, fake_requires_grad
-from .torch_internals.tracing import current_tracer
+from .torch_internals.patching import GRAD_SWITCHES, IS_GRAD_ENABLED, fake_requires_grad
 
 
 class GradMode:
@@ -29,6 +27,9 @@ class GradMode:
     def __init__(self) -> None:
         self.enabled = torch.is_grad_enabled()
         self.asked = False
+        self._now = self.enabled
+        self._ever = self.enabled
+        self._before: dict[int, list[bool]] = {}
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -38,28 +39,45 @@ class GradMode:
 
         def is_grad_enabled() -> bool:
             asks = threading.get_ident() == own and _asks(sys._getframe(1))
-            return self._answer(real()) if asks else real()
+            return self._answer(self._now and real()) if asks else real()
 
         def requires_grad(tensor: Tensor, required: bool) -> bool:
             asks = required and not tensor.is_leaf and _asks(sys._getframe(2))
-            return self._answer(required) if asks else required
+            return self._answer(self._ever) if asks else required
 
-        with IS_GRAD_ENABLED.replaced_by(is_grad_enabled), fake_requires_grad(requires_grad):
+        with ExitStack() as stack:
+            stack.enter_context(IS_GRAD_ENABLED.replaced_by(is_grad_enabled))
+            stack.enter_context(fake_requires_grad(requires_grad))
+            for enter, leave, mode in GRAD_SWITCHES:
+                stack.enter_context(enter.replaced_by(self._switching(enter.original, own, mode)))
+                stack.enter_context(leave.replaced_by(self._switching_back(leave.original, own)))
             yield
 
-    def _answer(self, in_trace: bool) -> bool:
-        if not in_trace:
-            return False
+    def _answer(self, told: bool) -> bool:
         self.asked = True
-        return self.enabled or _enabled_inside()
+        return told
+
+    def _switching(self, original: Callable[..., Any], own: int, mode: bool | None) -> Callable[..., Any]:
+        """What switches the mode, to that which it is given where ``mode`` is None."""
+
+        def switch(switcher: Any, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == own and _asks(sys._getframe(1)):
+                self._before.setdefault(id(switcher), []).append(self._now)
+                self._now = mode if mode is not None else bool([*args, *kwargs.values()][0])
+                self._ever |= self._now
+            return original(switcher, *args, **kwargs)
+
+        return switch
+
+    def _switching_back(self, original: Callable[..., Any], own: int) -> Callable[..., Any]:
+        def switch_back(switcher: Any, *args: Any) -> Any:
+            if threading.get_ident() == own and (before := self._before.get(id(switcher))):
+                self._now = before.pop()
+            return original(switcher, *args)
+
+        return switch_back
 
 
 def _asks(frame: FrameType) -> bool:
-    return belongs_to_user(frame.f_code.co_filename)
-
-
-def _enabled_inside() -> bool:
-    """True inside of the forward's own ``torch.enable_grad()``."""
-    tracer: Any = current_tracer()
-    switches = tracer.graph.find_nodes(op="call_function", target=SET_GRAD_ENABLED)
-    return sum(1 if node.args[0] else -1 for node in switches) > 0
+    """True for code of the user, and for what torch puts round a function that a switch decorates."""
+    return belongs_to_user(frame.f_code.co_filename) or frame.f_code.co_name == "decorate_context"

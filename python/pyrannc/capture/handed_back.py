@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,8 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .absent import Absent
 from .attributes import is_plain
 from .row_lists import RowList
+from .torch_internals.symbols import SYMBOLIC
+from .torch_internals.tensors import pytree
 
 Path = tuple[Hashable, ...]
 """Positions, keys and names of attributes that lead to something, from the positional and the named arguments."""
@@ -52,9 +55,15 @@ class Given:
         return [put for path, holder, before in self._found if (put := _put(path, before, _contents(holder)))]
 
     def with_puts(self, result: Any, puts: Sequence[Put]) -> tuple[Any, list[list[Any]]]:
-        """A result of the call, and what stands where it puts something."""
+        """A result of the call, and what stands where it puts something.
+
+        Raises:
+            LookupError: nothing does.
+        """
         contents = {path: _contents(holder) for path, holder, _ in self._found}
-        return result, [[contents[put.path][name] for name in put.names] for put in puts]
+        values = [[contents[put.path][name] for name in put.names] for put in puts]
+        return result, [[_without_numbers(value, name) for value, name in zip(own, put.names, strict=True)]
+                        for own, put in zip(values, puts, strict=True)]  # fmt: skip
 
     def put_back(self) -> None:
         """Leaves them as they were."""
@@ -71,6 +80,15 @@ def as_given(arguments: Any) -> Iterator[Given]:
         yield given
     finally:
         given.put_back()
+
+
+def _without_numbers(value: Any, name: Hashable) -> Any:
+    """What raises where it is used, in the place of numbers of the trace."""
+    absent = Absent(
+        f"the model puts a number that it computes from the batch into {name!r} of an argument, which RaNNC does not "
+        "hand back: compute it outside of the model, or put a tensor there"
+    )
+    return pytree.tree_map(lambda leaf: absent if isinstance(leaf, SYMBOLIC) else leaf, value)
 
 
 def hand_back(puts: Sequence[Put], values: Sequence[Sequence[Any]], arguments: Any) -> None:
@@ -95,7 +113,7 @@ def _holders(item: Any, path: Path, seen: dict[int, Any]) -> Iterator[tuple[Path
 
 
 def _may_change(item: Any) -> bool:
-    return (isinstance(item, (dict, list, deque)) and not isinstance(item, RowList)) or _has_attributes(item)
+    return type(item) in (dict, OrderedDict, defaultdict, Counter, list, deque) or _has_attributes(item)
 
 
 def _has_attributes(item: Any) -> bool:
@@ -120,7 +138,8 @@ def _fill(holder: Any, contents: dict[Hashable, Any]) -> None:
     held = holder if isinstance(holder, dict) else vars(holder)
     for name in [name for name in held if name not in contents]:
         del held[name]
-    held.update(contents)
+    # A Counter would add.
+    dict.update(held, contents)
 
 
 def _put(path: Path, before: dict[Hashable, Any], now: dict[Hashable, Any]) -> Put | None:

@@ -370,10 +370,11 @@ class _TracedCall:
                 result = model(*args, **kwargs)
             self.puts = given.puts()
             result = given.with_puts(only_asked(result, session.outputs), self.puts)
+            # What is returned may be what was given.
+            leaves, self.output = flatten(result)
             updates = self._buffer_updates(buffers)
             self.new_tree = session.tree.after(state, session.attributes.where)
         session.attributes.note_changes(lambda item: self._is_of_data(item, tracer))
-        leaves, self.output = flatten(result)
         _refuse_symbolic_results(self.output)
         refuse_unknown_lists(self.output)
         proxies = (proxy_of(item, tracer) for item in leaves + updates)

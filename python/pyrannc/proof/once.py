@@ -137,6 +137,8 @@ def _on_rows(
             expected = piece.by_model()
     except LeftBehindError as error:
         return refusal(error)
+    except CaptureError as error:
+        return error
     except Exception as error:  # whatever the user's code raises
         return Comparison(why_not=f"the model does not run on {rows} rows alone: {_line(error)}")
     finally:

@@ -84,6 +84,15 @@ IS_GRAD_ENABLED = PatchPoint(torch, "is_grad_enabled")
 """A trace records gradients also for calls that do not. Public: none."""
 
 
+GRAD_SWITCHES = (
+    (PatchPoint(torch.no_grad, "__enter__"), PatchPoint(torch.no_grad, "__exit__"), False),
+    (PatchPoint(torch.enable_grad, "__enter__"), PatchPoint(torch.enable_grad, "__exit__"), True),
+    (PatchPoint(torch.set_grad_enabled, "__init__"), PatchPoint(torch.set_grad_enabled, "__exit__"), None),
+)
+"""What switches the recording of gradients, what switches it back, and to what the first does; ``None``: to what it is
+given. Public: none."""
+
+
 @contextmanager
 def fake_requires_grad(answer: Callable[[Tensor, bool], bool]) -> Iterator[None]:
     """Python is told ``answer(tensor, required)`` for ``requires_grad`` of a fake tensor. Public: none."""
