@@ -155,9 +155,10 @@ class Agreement:
     def _as_answered(self, own: _Own, batch: BatchRows) -> Variant | None:
         """The captured form with the answers that buffers give now, if there is one. All ranks call it.
 
-        Where other data decide too, or there are many of them already, it is that of the latest call.
+        Where other data decide too, or there are many of them already, it is the latest.
         """
-        forms = [*self._variants.that_hold(own.key)]
+        assert own.variant is not None, "it asks buffers"
+        forms = [own.variant, *own.others]
         for form in forms:
             told = agree.gather_numbers((len(forms), form.number, self._answered(form, own, batch)))
             if len({(count, number) for count, number, _ in told}) > 1:
@@ -216,7 +217,10 @@ class Agreement:
             own.number = _UNDECIDED
             return
         own.key = self._key(call, per_row)
-        own.variant = self._variants.find(own.key)
+        forms = self._variants.that_hold(own.key)
+        own.variant = next(forms, None)
+        if own.variant is not None and own.variant.questions.of_buffers:
+            own.others = [*forms]
         calls = 0 if own.variant is None else own.variant.calls
         if self._gather_inputs and process.get_world_size() > 1:
             own.equal = own.equal + whole_inputs(call.tensors, lambda: call.names, per_row, calls)
@@ -256,7 +260,11 @@ class Agreement:
 
 @dataclass
 class _Own:
-    """What this rank has found out about its call."""
+    """What this rank has found out about its call.
+
+    Attributes:
+        others: captured forms beside ``variant`` that may serve it, as buffers answer.
+    """
 
     call: Arguments
     per_row: PerRow | None = None
@@ -264,6 +272,7 @@ class _Own:
     rows: int = 0
     key: CallKey = ((), None)
     variant: Variant | None = None
+    others: list[Variant] = field(default_factory=list)
     equal: list[Fingerprint] = field(default_factory=list)
     drawn: int = 0
 

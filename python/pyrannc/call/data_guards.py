@@ -11,6 +11,12 @@ from torch import Tensor
 from pyrannc.capture import Assumption, Question
 from pyrannc.errors import InputError
 
+_OF_BATCH = "make every batch give that answer, or compute both ways and choose with torch.where"
+_OF_BUFFER = (
+    "compute with the buffer as a tensor, not as a Python number (of BatchNorm: give it a momentum), or choose with "
+    "torch.where; a few answers of yes and no are followed where every rank has the buffer, as with one Stage"
+)
+
 
 @dataclass
 class Answers:
@@ -37,8 +43,7 @@ class Answers:
             asked, it = (f"buffer {names}", "it") if names else ("the batch", "this batch")
             raise InputError(
                 f"{assumption.where} asks {asked} for {assumption.expr}, and {it} gives another answer "
-                f"than {assumption.value}, with which the model was captured; make every batch give that answer, "
-                "or compute both ways and choose with torch.where"
+                f"than {assumption.value}, with which the model was captured; {_OF_BUFFER if names else _OF_BATCH}"
             )
 
     def others(self) -> Iterator[tuple[Assumption, Question]]:

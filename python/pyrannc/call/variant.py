@@ -352,12 +352,8 @@ class Variants:
         assert self._first is not None, "there is a captured form"
         return self._first
 
-    def find(self, key: CallKey) -> Variant | None:
-        """The captured form of calls with this key whose guards hold, if there is one."""
-        return next(self.that_hold(key), None)
-
     def that_hold(self, key: CallKey) -> Iterator[Variant]:
-        """Those with this key whose guards hold, the latest first; they differ in answers to questions about data."""
+        """The captured forms with this key whose guards hold, the latest first; they differ in answers of data."""
         return (variant for variant in self._kept.get(key, ()) if variant.guards.hold())
 
     def like(self, key: CallKey) -> list[tuple[CallKey, Variant]]:
