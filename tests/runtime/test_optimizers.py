@@ -176,6 +176,12 @@ class Noisy(SGD):
                 param.data += 0.01 * torch.randn_like(param)
 
 
+class Seeded(SGD):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.generator = torch.Generator()
+
+
 class Holder(SGD):
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)
@@ -203,6 +209,7 @@ class Needs(SGD):
         (lambda: torch.optim.LBFGS(params()), "its step.. needs a closure"),
         (lambda: Global(params(), lr=0.1), "depends on the gradients of others"),
         (lambda: Noisy(params(), lr=0.1), "draws random numbers"),
+        (lambda: Seeded(params()), "draws random numbers"),
         (lambda: Holder(params()), 'keeps parameters in its attribute "kept"'),
         (lambda: Around(SGD(params(), lr=0.1)), 'another optimizer, in its attribute "inner"'),
         (lambda: Needs(params(), lr=0.1), "failed .AssertionError: a closure"),

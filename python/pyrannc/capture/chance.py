@@ -188,7 +188,7 @@ class OtherGenerators:
             (f"the generator {name}", value)
             for name, found in itertools.chain(_attributes(model), _variables(model))
             for item in (found, *itertools.islice(_inside(found), _MOST_ITEMS))
-            if _is_generator(value := getattr(item, "__self__", item))
+            if is_generator(value := getattr(item, "__self__", item))
         ]
 
     def _held_states(self) -> list[tuple[str, bytes]]:
@@ -287,7 +287,7 @@ def _inside(value: Any) -> Iterator[Any]:
         yield from getattr(value, "__dict__", {}).values()
 
 
-def _is_generator(value: Any) -> bool:
+def is_generator(value: Any) -> bool:
     """True for one of Python or NumPy that is not the one that all use."""
     numpy, kinds = _numpy(), (random.Random,)
     if numpy is not None:

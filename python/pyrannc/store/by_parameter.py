@@ -12,13 +12,14 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
-from pyrannc.capture.chance import torch_draws
+from pyrannc.capture.chance import is_generator, other_generators_restored, torch_draws
 from pyrannc.errors import RaNNCError
 
 _STEPS = 4
 _EXTENT = 3
 _OTHER_SCALES = (1.0, 1e3, 1e-3, 50.0)
 """What the other parameters' gradients are multiplied by, step by step: no rate that is the same throughout."""
+_DRAWS = "its step() draws random numbers, and each rank would draw them for its own parameters alone"
 
 
 def refuse_across(optimizer: Optimizer | None, stages: int, device: torch.device, *, divided: bool = False) -> None:
@@ -61,6 +62,8 @@ def why_across(optimizer: Optimizer, device: torch.device) -> str | None:
     inner = next((name for name, value in vars(optimizer).items() if isinstance(value, Optimizer)), None)
     if inner is not None:
         return f'it works with another optimizer, in its attribute "{inner}"'
+    if any(isinstance(value, Generator) or is_generator(value) for value in vars(optimizer).values()):
+        return _DRAWS
     failure = ""
     # Some make the state of their parameters at once, and need it.
     for with_state in (False, True):
@@ -71,7 +74,7 @@ def why_across(optimizer: Optimizer, device: torch.device) -> str | None:
             failure = failure or f"a try on small made-up parameters failed ({type(error).__name__}: {error})"
             continue
         if not _same(alone, redrawn):
-            return "its step() draws random numbers, and each rank would draw them for its own parameters alone"
+            return _DRAWS
         if _same(alone, beside):
             return None
         return "a try on small made-up parameters has shown that the update of one depends on the gradients of others"
@@ -119,7 +122,7 @@ def _updated(optimizer: Optimizer, device: torch.device, other: bool, with_state
     generator = Generator().manual_seed(0)
     trial, firsts = _trial(optimizer, device, generator, with_state)
     first_ids = set(map(id, firsts))
-    with torch_draws(seed, device):
+    with torch_draws(seed, device), other_generators_restored():
         for step in range(_STEPS):
             for group in trial.param_groups:
                 for param in group["params"]:
