@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,3 +190,28 @@ def test_what_is_returned_may_be_what_was_given(kind: str, trains: bool) -> None
             assert given["rows"] == 3 if wrap is not pyrannc.RaNNCModule else isinstance(given["rows"], Absent)
         made.append(flatten((result, None if kind == "counter" else given))[0])
     torch.testing.assert_close(*made, rtol=1e-12, atol=0)
+
+
+@dataclass
+class Found:
+    scale: float = 2.0
+    made: Any = None
+
+
+@pytest.mark.parametrize("make", [SimpleNamespace, Found])
+def test_new_objects_that_are_alike_take_one_capture(make: Callable[[], Any]) -> None:
+    class Fills(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, found: Any) -> Tensor:
+            found.made = self.linear(x) * getattr(found, "scale", 1.0)
+            return x * 2
+
+    model: Any = pyrannc.RaNNCModule(Fills().double())
+    for _ in range(3):
+        x, found = torch.randn(3, 4, dtype=torch.float64), make()
+        model(x, found)
+        torch.testing.assert_close(found.made, model.model.linear(x) * getattr(found, "scale", 1.0))
+    assert model._variants.made == 1

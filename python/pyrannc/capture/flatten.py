@@ -11,6 +11,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -142,11 +143,11 @@ def _open_container(item: Any, leaves: list[Tensor], walk: _Walk) -> Structure:
 
 
 def _open_object(item: Any, leaves: list[Tensor], walk: _Walk) -> Structure:
-    """Opens the attributes of an object, if there is a tensor somewhere in them."""
+    """Opens the attributes of an object, if there is a tensor somewhere in them, or it has nothing else."""
     attributes = vars(item)
     found: list[Tensor] = []
     children = tuple(_open(child, found, walk) for child in attributes.values())
-    if not found:
+    if not found and type(item) is not SimpleNamespace and not dataclasses.is_dataclass(item):
         walk.barren[id(item)] = item
         # It may hold something else at the next call.
         return Structure((_constant(item).key, tuple(attributes)), children, lambda _: item)
