@@ -110,7 +110,7 @@ class Fails(nn.Module):
         raise ValueError("not today")
 
 
-def test_a_capture_that_fails_leaves_nothing_in_arguments() -> None:
+def fail() -> None:
     model, found = pyrannc.RaNNCModule(Fails()), SimpleNamespace()
     with pytest.raises(pyrannc.RaNNCError, match="not today"):
         model(torch.randn(2, 4), found)
@@ -132,7 +132,7 @@ class Moves(nn.Module):
         return first["made"].square().mean()
 
 
-def test_containers_that_move_and_are_replaced() -> None:
+def move() -> None:
     made = []
     for wrap in (lambda net: net, pyrannc.RaNNCModule):
         torch.manual_seed(0)
@@ -173,9 +173,7 @@ class Passes(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("kind", ["dict", "list", "object", "counter"])
-def test_what_is_returned_may_be_what_was_given(kind: str, trains: bool) -> None:
+def pass_on(kind: str, trains: bool) -> None:
     made = []
     for wrap in (lambda net: net, pyrannc.RaNNCModule):
         torch.manual_seed(0)
@@ -198,8 +196,7 @@ class Found:
     made: Any = None
 
 
-@pytest.mark.parametrize("make", [SimpleNamespace, Found])
-def test_new_objects_that_are_alike_take_one_capture(make: Callable[[], Any]) -> None:
+def find(make: Callable[[], Any]) -> None:
     class Fills(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -215,3 +212,19 @@ def test_new_objects_that_are_alike_take_one_capture(make: Callable[[], Any]) ->
         model(x, found)
         torch.testing.assert_close(found.made, model.model.linear(x) * getattr(found, "scale", 1.0))
     assert model._variants.made == 1
+
+
+@pytest.mark.parametrize("job", [fail, move])
+def test_arguments_of_one_process(job: Callable[[], None], ranks: Ranks) -> None:
+    ranks(1).run(job)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("kind", ["dict", "list", "object", "counter"])
+def test_what_is_returned_may_be_what_was_given(kind: str, trains: bool, ranks: Ranks) -> None:
+    ranks(1).run(pass_on, kind, trains)
+
+
+@pytest.mark.parametrize("make", [SimpleNamespace, Found])
+def test_new_objects_that_are_alike_take_one_capture(make: Callable[[], Any], ranks: Ranks) -> None:
+    ranks(1).run(find, make)
