@@ -67,16 +67,6 @@ def gathered(item: Any) -> list[Any]:
     return found
 
 
-def train() -> list[Any]:
-    return trained(2, pyrannc.get_rank())
-
-
-def test_what_a_forward_puts_into_its_arguments_is_there(ranks: Ranks) -> None:
-    expected = trained(1, 0)
-    for found in ranks(2).run(train, env=FORCED):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
 def decoded(world: int, rank: int) -> list[Any]:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
@@ -90,13 +80,14 @@ def decoded(world: int, rank: int) -> list[Any]:
     return [whole(logits, world), whole(later, world), cache.get_seq_length()]
 
 
-def decode() -> list[Any]:
-    return decoded(2, pyrannc.get_rank())
+def on_a_rank(made: Callable[[int, int], list[Any]]) -> list[Any]:
+    return made(2, pyrannc.get_rank())
 
 
-def test_a_cache_of_keys_and_values_is_filled(ranks: Ranks) -> None:
-    expected = decoded(1, 0)
-    for found in ranks(2).run(decode, env=FORCED):
+@pytest.mark.parametrize("made", [trained, decoded])
+def test_what_a_forward_puts_into_its_arguments_is_there(made: Callable[[int, int], list[Any]], ranks: Ranks) -> None:
+    expected = made(1, 0)
+    for found in ranks(2).run(on_a_rank, made, env=FORCED):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 

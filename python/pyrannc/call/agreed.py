@@ -149,7 +149,8 @@ class Agreement:
         if own.variant is not None and self._is_due(own.variant):
             self._compare(own.variant, Sample(self._model, args, kwargs, device, own.rows, own.per_row))
         with no_autocast():
-            self._answers = None if own.variant is None else self._ask(own.variant, own, batch)
+            to_ask = None if own.is_answered else own.variant
+            self._answers = None if to_ask is None else self._ask(to_ask, own, batch)
         return AgreedCall(own.key, own.variant, own.call.tensors, own.per_row, own.rows, batch, self._answers, drawn)
 
     def _as_answered(self, own: _Own, batch: BatchRows) -> Variant | None:
@@ -165,6 +166,7 @@ class Agreement:
                 raise MismatchError(_different_calls(self._model, own.call.tensors))
             answered = max(found for *_, found in told)
             if answered == _AS_CAPTURED:
+                own.is_answered = True
                 return form
             if answered == _BY_OTHERS:
                 return forms[0]
@@ -264,6 +266,7 @@ class _Own:
 
     Attributes:
         others: captured forms beside ``variant`` that may serve it, as buffers answer.
+        is_answered: all questions of ``variant`` have been asked, and have the answers of the capture.
     """
 
     call: Arguments
@@ -273,6 +276,7 @@ class _Own:
     key: CallKey = ((), None)
     variant: Variant | None = None
     others: list[Variant] = field(default_factory=list)
+    is_answered: bool = False
     equal: list[Fingerprint] = field(default_factory=list)
     drawn: int = 0
 
