@@ -107,7 +107,7 @@ def _start(job: Job, devices: list[int]) -> _Running:
     script, *arguments = job.script
     stdout = tempfile.TemporaryFile("w+")  # noqa: SIM115  # read and closed when the job has ended
     stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115  # likewise
-    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(_names(devices))}
     process = subprocess.Popen(
         [*launcher(job.ranks), str(_HERE / script), *arguments],
         env={"OMP_NUM_THREADS": "4", **os.environ, **visible, **job.environment},
@@ -116,6 +116,12 @@ def _start(job: Job, devices: list[int]) -> _Running:
         text=True,
     )
     return _Running(job, devices, process, stdout, stderr, time.monotonic())
+
+
+def _names(devices: Sequence[int]) -> list[str]:
+    """What they are called by those who start this script: it may be shown some of the machine's alone."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    return [shown[device] if device < len(shown) and shown[device] else str(device) for device in devices]
 
 
 def launcher(ranks: int) -> list[str]:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import pyrannc
 from pyrannc.job import process
+from pyrannc.runtime.batch import Batch
 from tests.ranks import RankPool, run_ranks
 
 TWO_STAGES = {"RANNC_PARTITION_NUM": "2", "RANNC_PIPELINE_NUM": "2"}
@@ -99,3 +100,44 @@ def test_what_the_model_was_compared_with_is_freed_before_the_region_of_autocast
     for before, kept in ranks(2).run(left_by_trials):
         assert before > 0
         assert kept == 0
+
+
+class Padded(nn.Module):
+    """Gives a few columns of a wide product, and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.last(self.first(x).relu())[:, :3]
+        return found.square().mean(), found
+
+
+def kept_of_padded() -> tuple[list[int], bool]:
+    """Bytes that this rank keeps of each microbatch's outputs with rows until the step ends, and whether the user's are dense."""
+    kept: list[int] = []
+    outputs = Batch.outputs
+
+    def watched(batch: Batch, made: dict[tuple[int, int], Tensor]) -> dict[int, Tensor]:
+        kept.extend(tensor.untyped_storage().nbytes() for tensor in made.values() if tensor.dim())
+        return outputs(batch, made)
+
+    torch.manual_seed(0)
+    model = Padded()
+    wrapped = pyrannc.RaNNCModule(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.arange(32.0).reshape(4, 8).add(process.get_rank()).sin()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Batch, "outputs", watched)
+        loss, found = wrapped(x)
+    loss.backward()
+    torch.manual_seed(0)
+    torch.testing.assert_close(found, Padded()(x)[1])
+    return kept, found.is_contiguous()
+
+
+def test_of_an_output_that_is_a_part_of_a_larger_tensor_only_the_part_is_kept(ranks: Callable[[int], RankPool]) -> None:
+    found = ranks(2).run(kept_of_padded, env=TWO_STAGES)
+    # Four rows of three columns in each of two microbatches.
+    assert [kept for both, _ in found for kept in both] == [4 * 3 * 4] * 2
+    assert all(is_dense for _, is_dense in found)

@@ -159,6 +159,15 @@ class Batch:
 
     # Back to the ranks
 
+    def kept(self, output: Tensor) -> Tensor:
+        """An output of a microbatch as it is kept to the end of the run.
+
+        One that is a part of a larger tensor (compilers pad products) would be copied to be sent, and its rows that
+        stay here would keep all of the larger one.
+        """
+        padded = output.untyped_storage().nbytes() > output.nbytes
+        return output.clone() if self._program.exchanges and padded else output
+
     def outputs(self, made: OfStage) -> dict[int, Tensor]:
         """The outputs with rows that some Stage makes, for this rank's rows.
 

@@ -130,7 +130,7 @@ class Seat:
                 results = context.code(self._rows_in(microbatch), tensors)
             self._store_updates(results, before)
         for value in self._part.outputs:
-            self.outputs[microbatch, value] = results[value].detach()
+            self.outputs[microbatch, value] = self._batch.kept(results[value].detach())
         self._keep(microbatch, feeds, results)
 
     def _once(self) -> Mapping[int, Tensor]:
