@@ -24,6 +24,7 @@ from traces import pauses_us
 from pyrannc._native import Graph
 from pyrannc.capture import capture
 from pyrannc.core.plan import MemoryPrediction, PlanFacts, StagePlan, StagePrediction, StepPrediction
+from tests.conformance.programs import cases
 from tests.ranks import run_programs
 
 BENCHES = Path(__file__).parents[1] / "benches"
@@ -123,6 +124,15 @@ def test_jobs_keep_what_they_have_when_one_fails(tmp_path: Path, monkeypatch: py
     assert by_name["slow"].failure.startswith("stopped after 3")
     assert (by_name["bad"].results, by_name["bad"].failure) == ([], "boom")
     assert by_name["large"].failure == "needs 3 devices"
+
+
+def test_jobs_take_the_devices_that_the_script_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "launcher", lambda ranks: [sys.executable])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    script = tmp_path / "script.py"
+    script.write_text("import json, os; print(json.dumps({'shown': os.environ['CUDA_VISIBLE_DEVICES']}))")
+    found = run_jobs([Job(name, 1, (str(script),)) for name in "ab"], 2, 20, 60, lambda _: None)
+    assert sorted(done.results[0]["shown"] for done in found) == ["5", "7"]
 
 
 def test_a_plan_that_ends_its_run_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,3 +236,16 @@ def test_rows_to_compete_in_are_told_apart() -> None:
     assert len(set(names)) == len(names)
     assert {system for row in ROWS for system in row.systems} <= SYSTEMS.keys()
     assert max(sum(row.ranks == ranks for row in ROWS) for ranks in (2, 8)) <= 25
+
+
+def test_the_list_of_programs_is_timed() -> None:
+    arguments = ("-m", "benches.conformance", "--tokens", "2", "--width", "8", "--steps", "2")
+    first, second = run_programs(2, sys.executable, *arguments)
+    assert first.status == second.status == 0, first
+    timed = [case for case in cases() if case.world_size == 2 and case.call != "forward"]
+    lines = [line for line in first.stdout.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + len(timed) > 2
+    # A name, and what was predicted and measured.
+    figures = [list(map(float, line.split("|")[2:4])) for line in lines[2:]]
+    assert all(figure > 0 for figures_of_case in figures for figure in figures_of_case)
+    assert f"over {len(timed)} cases" in first.stdout

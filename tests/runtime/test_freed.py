@@ -115,7 +115,7 @@ class Padded(nn.Module):
 
 
 def kept_of_padded() -> tuple[list[int], bool]:
-    """Bytes that this rank keeps of each microbatch's outputs with rows until the step ends, and whether the user's are dense."""
+    """Bytes that this rank keeps of each microbatch's outputs with rows, and whether the user's are dense."""
     kept: list[int] = []
     outputs = Batch.outputs
 

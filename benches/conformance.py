@@ -1,0 +1,117 @@
+"""The list of Programs on which the machine's users agree, timed: what the machine prices beside what ranks measure.
+
+    torchrun --standalone --nproc-per-node 2 -m benches.conformance
+
+Runs the cases that are meant for so many ranks, with layers that are wide enough for their times to count, at prices
+measured on these devices; prints a Markdown table. Started in the project's folder. A call without a backward has no
+price. Who computes what in which order, and what travels, ``tests/conformance`` compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import fmean
+from unittest.mock import patch
+
+import torch
+from tests.conformance.programs import Case, Model, cases, planned
+
+import pyrannc
+from pyrannc import planning
+from pyrannc._native import Cluster, Plan, Profile
+from pyrannc.core.settings import SearchSettings
+from pyrannc.job import process
+from pyrannc.ledger import Compared
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a row: ``tokens`` vectors of ``width`` numbers each."""
+
+    tokens: int
+    width: int
+
+
+def main() -> int:
+    options = parse()
+    torch.backends.cuda.matmul.allow_tf32 = True
+    joined = process.ensure_process_group()
+    chosen = [case for case in cases() if case.world_size == joined.world_size and case.call != "forward"]
+    lines, errors = [], []
+    for case in chosen:
+        time = timed(case, Sizes(options.tokens, options.width), options.steps)
+        errors.append(abs(time.error or 0.0))
+        lines.append(f"| {case} | {in_ms(time.predicted)} | {in_ms(time.measured)} | {time.error or 0.0:+.1%} |")
+        if joined.rank == 0:
+            print(lines[-1], file=sys.stderr, flush=True)
+    if joined.rank == 0:
+        print("| case | predicted ms | measured ms | error |\n|---|--:|--:|--:|")
+        print("\n".join(lines))
+        print(f"\n- error of time: mean {fmean(errors):.1%}, worst {max(errors):.1%}, over {len(errors)} cases")
+    pyrannc.barrier()
+    pyrannc.clear()
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=2048, help="vectors of a row")
+    parser.add_argument("--width", type=int, default=4096, help="of each layer")
+    parser.add_argument("--steps", type=int, default=16, help="of each case; the ledger keeps the last ten")
+    return parser.parse_args()
+
+
+def in_ms(time_us: float | None) -> str:
+    return "-" if time_us is None else f"{time_us / 1e3:.2f}"
+
+
+def timed(case: Case, sizes: Sizes, steps: int) -> Compared:
+    """The time of a step of a case."""
+    device = process.ensure_process_group().device
+    torch.manual_seed(0)
+    module = Model(case.model, len(case.replicas), inside=case.call == "whole", width=sizes.width)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-6)
+    x = torch.randn(case.rows[process.get_rank()], sizes.tokens, sizes.width, device=device)
+    level = "3" if any("params" in level for level in case.divided) else "off"
+    with taken(case), patch.dict(os.environ, {"RANNC_ENABLE_ZERO": level}):
+        model = pyrannc.RaNNCModule(module, optimizer)
+        for _ in range(steps + 1):
+            optimizer.zero_grad()
+            made = model(x)
+            loss = made[0] if isinstance(made, tuple) else made.square().mean()
+            loss.backward()
+            optimizer.step()
+        time = model.report().step_us
+    model.undeploy()
+    return time
+
+
+@contextmanager
+def taken(case: Case) -> Iterator[None]:
+    """A search finds the Plan of the case, at the prices that it is given."""
+
+    def search(request: planning.Request, cluster: Cluster, profiles: Sequence[Profile], world_size: int) -> Plan:
+        settings = SearchSettings(
+            world_size=world_size,
+            batch_rows=request.batch_rows,
+            gather_inputs=request.gather_inputs,
+            optimizer_bytes_per_param_byte=0.0,
+            loss_inside=request.variant.loss_inside,
+            replays=request.config.records_on(request.device.type),
+        )
+        for measured in profiles[:1]:
+            cluster = cluster.with_links(measured)
+        graph = request.variant.graph
+        return planned(case, graph).predicted(graph, cluster, list(profiles), settings.to_json())
+
+    with patch.object(planning, "search", search):
+        yield
+
+
+if __name__ == "__main__":
+    sys.exit(main())
