@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any, get_args
 
 import pytest
@@ -21,7 +21,7 @@ from pyrannc.core.buckets import BucketsFacts
 from pyrannc.core.graph import GraphFacts
 from pyrannc.core.partition import Parts
 from pyrannc.core.plan import PlanFacts
-from pyrannc.core.profile import ProfileFacts
+from pyrannc.core.profile import Links, ProfileFacts
 from pyrannc.core.program import Call, RankProgram
 from pyrannc.core.settings import Capabilities, Limits, SearchSettings
 from pyrannc.core.tail import DividedFacts
@@ -208,7 +208,16 @@ def graph(graph_json: str) -> Graph:
 def plan(graph: Graph) -> Plan:
     # Rows that do not divide make microbatches of two sizes.
     settings = SearchSettings(world_size=2, batch_rows=ROWS + 2, microbatches=2, stages=2)
-    return Plan.search(graph, Cluster.preset("cpu", 1, 2), [], settings.to_json())
+    content = {
+        "graph_hash": graph.hash(),
+        "device": "cpu",
+        "precision": "",
+        "versions": {},
+        "blocks": {},
+        "update": None,
+    }
+    measured = Profile.seal(json.dumps({**content, "eager_spans": ["s1"], **asdict(Links())}))
+    return Plan.search(graph, Cluster.preset("cpu", 1, 2), [measured], settings.to_json())
 
 
 def test_every_field_of_the_graph_is_read_or_known(graph_json: str, read: Any) -> None:

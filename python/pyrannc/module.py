@@ -209,7 +209,7 @@ class RaNNCModule(DeployedModel):
         variant = call.variant
         if variant is None:
             keep_below(self._config.mem_limit_bytes, self.device)
-            if self._compiles and self.device.type == "cuda":
+            if self.device.type == "cuda" and self._config.compiles_on("cuda"):
                 start_compiling_processes()
             variant = self._captured(args, kwargs, call)
             if not self._follow(variant):

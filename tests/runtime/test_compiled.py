@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from torch.nn import functional
 import pyrannc
 from pyrannc.blocks.beside_eager import difference
 from pyrannc.blocks.compiled import SpanCode
-from pyrannc.blocks.compiler import Compiler, own_folder
+from pyrannc.blocks.compiler import BY_PLAN, Compiler, own_folder
 from pyrannc.blocks.form import Meta
 from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.randomness import Randomness
@@ -30,6 +31,7 @@ from tests.ranks import RankPool
 from tests.test_spans import CPU, ROWS, captured_part
 
 from .equivalence import double_precision, environment
+from .plans import sealed
 
 Ranks = Callable[[int], RankPool]
 WIDTH, TOKENS, WORDS, STEPS = 8, 4, 12, 4
@@ -432,3 +434,52 @@ def test_a_folder_of_others_is_not_used(tmp_path: Path, monkeypatch: pytest.Monk
     open_to_all.mkdir()
     open_to_all.chmod(0o777)
     assert own_folder(open_to_all).stat().st_mode & 0o777 == 0o700
+
+
+MEASURED = """
+import sys, time, torch, pyrannc
+from pyrannc.blocks.compiled import SpanCode
+run, kind, file = SpanCode.__call__, sys.argv[1], sys.argv[2]
+def slowed(self, *args):
+    time.sleep(0.02)
+    return run(self, *args)
+if kind == "slow":
+    SpanCode.__call__ = slowed
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8), torch.nn.Softmax(-1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model = pyrannc.RaNNCModule(model, optimizer, load_deployment=file if kind == "load" else None)
+for _ in range(3):
+    model(torch.ones(2, 8)).square().sum().backward()
+model.save_deployment(file)
+print(model.report().compiled, "|", *model.plan.get("eager_spans", ()))
+"""
+
+
+def test_what_compiling_was_measured_not_to_pay_for_stands_in_the_plan(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    environ = {**os.environ, "RANNC_COMPILE_SPANS": "on", "RANNC_PROFILE": "always"}
+
+    def start(kind: str) -> tuple[str, list[str]]:
+        done = subprocess.run(
+            [sys.executable, "-c", MEASURED, kind, str(file)],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=True,
+            env={**environ, "RANNC_PROFILE_CACHE_DIR": str(tmp_path / kind)},
+        )
+        assert "not compiled are" not in done.stderr
+        told, hashes = done.stdout.split("|")
+        return told.strip(), hashes.split()
+
+    told, hashes = start("slow")
+    count = len(hashes)
+    assert count > 0
+    assert told == f"0 of {count} Spans run compiled; not compiled are {count} because {BY_PLAN}"
+    assert start("load") == (told, hashes)
+    # A file that names one of them, as another device's would.
+    content = {**json.loads(file.read_text()), "eager_spans": hashes[:1]}
+    file.write_text(sealed(content))
+    again, named = start("load")
+    assert named == hashes[:1]
+    assert again.startswith(f"{count - 1} of {count} Spans run compiled")

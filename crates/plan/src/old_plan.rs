@@ -105,6 +105,7 @@ impl OldPlan {
         let plan = Plan {
             schema: PLAN_SCHEMA,
             stages: stages.collect(),
+            eager_spans: Vec::new(),
             pyrannc: self.pyrannc,
             graph_hash: self.graph_hash,
             graph_name: self.graph_name,

@@ -42,6 +42,7 @@ fn unsealed() -> Plan {
             StagePlan { feeds: Some(vec![1]), ..stage(0, 5, &[1]) },
             StagePlan { feeds: Some(vec![]), ..stage(5, 9, &[0, 2]) },
         ],
+        eager_spans: Vec::new(),
         predicted: StepPrediction { step_us: 12.5, bubble: 0.2, lower_bound_us: 10.0 },
         checksum: String::new(),
     }
@@ -91,6 +92,14 @@ fn reads_what_it_writes_to_the_byte() {
     assert_eq!(again, plan);
     assert_eq!(again.to_json(), text);
     assert_eq!(again.seal().expect("still consistent").checksum, plan.checksum);
+}
+
+#[test]
+fn spans_that_are_not_compiled_are_told_where_there_are_any() {
+    assert!(!sealed().to_json().contains("eager_spans"));
+    let plan = Plan { eager_spans: vec!["s1".into(), "s2".into()], ..unsealed() }.seal().expect("it is consistent");
+    let again = Plan::from_json(&plan.to_json()).expect("the text is a plan");
+    assert_eq!(again.eager_spans, ["s1", "s2"]);
 }
 
 #[test]

@@ -106,11 +106,13 @@ impl Blocks {
         let analysis = Analysis::new(graph);
         let found = of(&analysis, rannc_search::Blocks::new(graph, &analysis));
         let stages: Vec<OpRun> = found.blocks.iter().map(|block| block.ops).collect();
+        let whole: Vec<_> = stages.iter().map(|&ops| (ops, rannc_plan::Recompute::None)).collect();
+        let partition = rannc_plan::Partition::new(graph, &stages).or_raise()?;
         let hash = |block: &rannc_search::Block| found.hashes[block.kind as usize].clone();
         Ok(Self {
             hashes: found.blocks.iter().map(hash).collect(),
             times_us: found.blocks.iter().map(|block| nominal_us(graph, &block.own_ops)).collect(),
-            partition: rannc_plan::Partition::new(graph, &stages).or_raise()?,
+            partition: partition.with_spans(graph, &whole).or_raise()?,
             ops: found.blocks.into_iter().map(|block| block.own_ops).collect(),
         })
     }

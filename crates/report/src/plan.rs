@@ -103,9 +103,10 @@ pub(crate) fn summary(plan: &Plan, workload: Option<&Workload>, width: usize) ->
     let figures = StepFigures::predicted(plan, workload);
     let rank = figures.rank().map(|rank| format!("; {rank}")).unwrap_or_default();
     format!(
-        "{}{}{}{}{}",
+        "{}{}{}{}{}{}",
         title(plan, plan.batch_rows, width),
         precision(plan, width),
+        eager_spans(plan, width),
         paragraph(&format!("Predicted: {}{rank}", figures.speed()), width),
         figures.devices(width),
         Deployment::new(plan, plan.batch_rows).remarks(width),
@@ -115,6 +116,17 @@ pub(crate) fn summary(plan: &Plan, workload: Option<&Workload>, width: usize) ->
 /// In which types the model computes, if the Plan tells.
 fn precision(plan: &Plan, width: usize) -> String {
     if plan.precision.is_empty() { String::new() } else { paragraph(&format!("Precision: {}", plan.precision), width) }
+}
+
+/// What is not compiled, if the Plan tells.
+fn eager_spans(plan: &Plan, width: usize) -> String {
+    match plan.eager_spans.len() {
+        0 => String::new(),
+        count => {
+            let kinds = counted(count as u64, "kind of span", "kinds of spans");
+            paragraph(&format!("Not compiled: {kinds}, which were measured to be no slower as they are"), width)
+        }
+    }
 }
 
 /// A Plan to show with its predictions: times of one microbatch on the largest Replica of each Stage, memory of one
@@ -288,6 +300,14 @@ mod tests {
         assert!(lines[3].contains("Stage") && lines[3].contains("Rows"), "{text}");
         assert!(lines[5].contains("0-1") && lines[5].contains("4, 3"), "{text}");
         assert!(lines[6].ends_with(" 7"), "{text}");
+    }
+
+    #[test]
+    fn what_is_not_compiled_is_told() {
+        let plan = Plan { eager_spans: vec!["s1".to_owned(), "s2".to_owned()], ..sample() };
+        let told = "Not compiled: 2 kinds of spans, which were measured to be no slower as they are\n";
+        assert!(summary(&plan, None, 120).contains(told));
+        assert!(!summary(&sample(), None, 120).contains("Not compiled"));
     }
 
     #[test]

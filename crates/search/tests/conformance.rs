@@ -138,6 +138,7 @@ impl Case {
             microbatches: self.microbatches,
             schedule: self.schedule.clone(),
             stages: self.ranks.iter().cloned().zip(self.cuts()).zip(&self.sharding).map(stage).collect(),
+            eager_spans: Vec::new(),
             predicted: StepPrediction::default(),
             checksum: String::new(),
         };

@@ -103,6 +103,24 @@ fn spans_are_priced_as_they_were_measured() {
     assert_eq!((fast.memory.workspace_bytes, slow.memory.workspace_bytes), (1 << 20, 1 << 21));
 }
 
+/// What a measurement has decided stands in the Plan.
+#[test]
+fn plans_name_the_spans_that_were_measured_as_they_are() {
+    let graph = encoder(2, 256, 64, 1000);
+    let cluster = Cluster::preset("H200", 1, 1).expect("a device");
+    assert!(planned(&graph, &[point(ROWS, 1000, 1000)]).eager_spans.is_empty());
+    let mut measured = profile(&graph, &cluster, &[point(ROWS, 1000, 1000)]);
+    measured.eager_spans.extend(["s2".to_owned(), "s1".to_owned()]);
+    let measured = measured.seal().expect("figures agree");
+    let read = Profile::from_json(&measured.to_json()).expect("the text is a profile");
+    let other = Profile { device: "another".to_owned(), eager_spans: ["s3".to_owned()].into(), ..read.clone() };
+    let other = other.seal().expect("figures agree");
+    let settings = Settings { runners_up: 2, ..one_stage() };
+    let found = plan(&graph, &cluster, &[other, read], &settings).expect("fits");
+    assert_eq!(found.plan.eager_spans, ["s1", "s2"]);
+    assert!(found.runners_up.iter().all(|plan| plan.eager_spans == found.plan.eager_spans));
+}
+
 #[test]
 fn what_was_measured_for_some_devices_serves_any_number() {
     let graph = encoder(48, 256, 64, 1000);

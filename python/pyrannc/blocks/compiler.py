@@ -28,6 +28,8 @@ from pyrannc.log import get_logger
 _log = get_logger("RaNNCModule")
 _FOLDER, _FOLDER_OF_TRITON = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 """The variables that say where compiled code is kept."""
+BY_PLAN = "they were measured to be no slower as they are"
+"""Why Spans are not compiled that a Plan names."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,15 @@ class Compiler:
 
     Args:
         folder: where compiled code is kept from start to start; None for as long as the process lives.
+        eager_spans: hashes of those that stay as they are.
 
     Attributes:
         unable: why nothing can be compiled here; empty if it can.
     """
 
-    def __init__(self, device: torch.device, folder: Path | None) -> None:
+    def __init__(self, device: torch.device, folder: Path | None, eager_spans: Set[str] = frozenset()) -> None:
         self._device = device
+        self._eager_spans = eager_spans
         self._folder = _usable(folder)
         self.unable = "" if has_compiler_of_host() else "there is no C++ compiler (set CXX, or install g++)"
 
@@ -142,6 +146,8 @@ class Compiler:
     def _compiled(self, task: Task, code: StageCode) -> SpanCode | str:
         function, numbers, randomness = task.span.function, len(task.span.numbers), code.randomness
         assert randomness is not None, "the code is not for training"
+        if task.span.part.hash_of_all in self._eager_spans:
+            return BY_PLAN
         if self.unable or isinstance(task.seen, str):
             return self.unable or str(task.seen)
         if function.obstacle:

@@ -6,6 +6,7 @@ The classes mirror the core's JSON (crates/plan: ``Partition``).
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +50,9 @@ class OutputPart:
     row_dim: RowDim | None
 
 
+_WITHOUT = " without "
+
+
 @dataclass(frozen=True)
 class SpanPart:
     """Ops that run as one function; all numbers are the Graph's ids.
@@ -63,6 +67,16 @@ class SpanPart:
     takes: tuple[int, ...]
     gives: tuple[int, ...]
     hash: str
+
+    def without(self, ops: Sequence[int], takes: Sequence[int], gives: Sequence[int]) -> SpanPart:
+        """The rest of it, where some of its Ops are left to others."""
+        left_out = [place for place, op in enumerate(self.ops) if op not in ops]
+        return SpanPart(tuple(ops), tuple(takes), tuple(gives), f"{self.hash}{_WITHOUT}{left_out}")
+
+    @property
+    def hash_of_all(self) -> str:
+        """The core's hash, of all of its Ops."""
+        return self.hash.partition(_WITHOUT)[0]
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,12 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class PlanFacts:
-    """A Plan, as far as it is read here; ``schedule`` is a name, or ``listed``."""
+    """A Plan, as far as it is read here.
+
+    Attributes:
+        schedule: a name, or ``listed``.
+        eager_spans: hashes of the Spans that are not compiled.
+    """
 
     world_size: int
     batch_rows: int
@@ -125,6 +130,7 @@ class PlanFacts:
     schedule: str
     stages: tuple[StagePlan, ...]
     predicted: StepPrediction
+    eager_spans: frozenset[str] = frozenset()
 
     @property
     def divides(self) -> bool:
@@ -146,6 +152,7 @@ class PlanFacts:
             schedule=plan["schedule"] if isinstance(plan["schedule"], str) else "listed",
             stages=tuple(_stage(item) for item in plan["stages"]),
             predicted=StepPrediction(plan["predicted"]["step_us"], plan["predicted"]["bubble"]),
+            eager_spans=frozenset(plan.get("eager_spans", ())),
         )
 
 

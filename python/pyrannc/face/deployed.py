@@ -116,7 +116,7 @@ class DeployedModel(StateOfModel):
                 sync_params=switches().sync_params_on_init,
                 fused_dropout=self._config.fused_dropout,
                 reduce_dtype=self._config.reduce_dtype,
-                compiling=Compiling(compiled_folder(self._config)) if self._compiles else None,
+                compiling=self._compiling(plan),
                 records=self._config.records_on(self.device.type),
             )
         store = self._deployment.store
@@ -131,9 +131,10 @@ class DeployedModel(StateOfModel):
             get_logger("DPStaging").info("deployed this plan:\n%s", plan.tables(self._config.mem_limit_bytes))
             save_if_asked(plan, self._config)
 
-    @property
-    def _compiles(self) -> bool:
-        return self._config.compiles_on(self.device.type)
+    def _compiling(self, plan: Plan) -> Compiling | None:
+        if not self._config.compiles_on(self.device.type):
+            return None
+        return Compiling(compiled_folder(self._config), PlanFacts.of(plan).eager_spans)
 
     def _note_used_params(self, store: ParamStore) -> None:
         used = {name: param for name, param in self.name_to_param.items() if name in store.holders}

@@ -93,6 +93,9 @@ class BlockCode:
         part: the Block as if it were a Stage.
         ops: what it computes for itself.
         device: where it runs.
+
+    Attributes:
+        span_hash: of the Span that it is in a Stage which has it all.
     """
 
     def __init__(
@@ -103,7 +106,8 @@ class BlockCode:
         self._device = device
         self._randomness = Randomness(device, fused_dropout=source.fused_dropout)
         self._generator = torch.Generator(device).manual_seed(0)
-        part = replace(part, ops=tuple(op for op in part.ops if op not in source.conversions))
+        self.span_hash = part.spans[-1].hash
+        part = replace(part, ops=tuple(op for op in part.ops if op not in source.conversions), prologue=None, spans=())
         ops = [op for op in ops if op not in source.conversions]
         own = set(ops)
         clones = tuple(op for op in part.ops if op not in own)
@@ -195,6 +199,11 @@ class BlockCode:
     def keeps_whole(self) -> bool:
         """True when some Op's backward runs once."""
         return self._code.keeps_whole
+
+    @property
+    def can_compile(self) -> bool:
+        """True where Spans are compiled."""
+        return self._source.compiler is not None
 
     def compile(self, rows: int, feeds: Mapping[int, Tensor]) -> bool:
         """Lets it run as a Stage's Spans do on so many rows; false if it stays as it is."""

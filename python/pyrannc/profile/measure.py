@@ -24,6 +24,8 @@ _OVERHEAD_TRIALS = 5
 _HOST_SERIES = 3
 _HOST_CALLS = 3
 """Of a series; their backwards are one, as are those of a Stage's Blocks."""
+_MOST_AGAINST_PLAIN = 1.03
+"""Compiled code may take so many times what its operators do: measurements differ, and it needs less memory."""
 _DEVICE_TIMES = ("forward_us", "backward_us", "backward_input_us", "backward_weight_us")
 
 
@@ -34,10 +36,13 @@ class BlockMeter:
 
     Attributes:
         slowdown: how many times longer the leading Block takes in a training than when it is measured; none before.
+        eager_spans: hashes of what is measured as it is, although it would be compiled, because that does not work or
+            does not pay.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.slowdown: float | None = None
+        self.eager_spans: set[str] = set()
         self._meter = Meter(device)
         self._forward_overhead_us = self._least_us(_empty_forward(device))
         self._backward_overhead_us = self._least_us(_empty_backward(device))
@@ -79,20 +84,27 @@ class BlockMeter:
                 return None
             points.append(BlockPoint(row_counts[len(points)], fits=False))
         fitting = [point for point in points if point.fits]
-        compiled = self._compiled_point(name, code, fitting[-1].rows) if code and compiles and fitting else None
+        compiled = self._compiled_point(name, code, fitting[-1]) if code and compiles and fitting else None
         if leads and code and fitting:
             self.slowdown = self._slowdown(code, fitting[-1].rows)
         if compiled is None:
             return points
         return [self._as_compiled(point, fitting[-1], compiled) if point.fits else point for point in points]
 
-    def _compiled_point(self, name: str, code: BlockCode, rows: int) -> BlockPoint | None:
-        """The cost of compiled code, where there is some that runs."""
+    def _compiled_point(self, name: str, code: BlockCode, plain: BlockPoint) -> BlockPoint | None:
+        """The cost of compiled code, where there is some that runs and pays."""
+        rows = plain.rows
         try:
             if code.compile(rows, code.feeds(rows)):
-                return self._point(code, rows, self._host_us(code, rows))
+                compiled = self._point(code, rows, self._host_us(code, rows))
+                if _taken_us(compiled) <= _MOST_AGAINST_PLAIN * _taken_us(plain):
+                    return compiled
         except Exception as error:  # whatever a compiler or its code raises: the operators are measured
             _log.debug("%s is measured as it is: %s", name, first_line(error))
+            if is_out_of_memory(error):
+                return None
+        if code.can_compile:
+            self.eager_spans.add(code.span_hash)
         return None
 
     def _as_compiled(self, plain: BlockPoint, last: BlockPoint, compiled: BlockPoint) -> BlockPoint:
@@ -268,3 +280,8 @@ def _empty_backward(device: torch.device) -> Callable[[], object]:
         leaf.grad = None
 
     return backward
+
+
+def _taken_us(point: BlockPoint) -> float:
+    """By the device, or by a host that is slower to start it."""
+    return max(point.forward_us + point.backward_us, point.forward_host_us + point.backward_host_us)

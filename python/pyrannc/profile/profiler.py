@@ -142,13 +142,13 @@ def _profiles_of_blocks(subject: Subject, device: torch.device, cache: ProfileCa
     known = agree.together(lambda: [cache.find(key, subject.row_counts) for key in keys] if first else [])
     if agree.broadcast_object(None not in known):
         return [found for found in known if found is not None]
-    points = _measure_blocks(subject, device, everyone)
+    measured = _measure_blocks(subject, device, everyone)
     updates: list[UpdatePoint | None] = agree.gather_objects(measure_update(subject.optimizer, device))
 
     def keep() -> list[Profile]:
-        profiles = [_seal(key, points[key.conditions], updates[everyone.index(key.conditions)]) for key in keys]
-        for key, measured in zip(keys, profiles, strict=True):
-            cache.keep(key, measured)
+        profiles = [_seal(key, measured[key.conditions], updates[everyone.index(key.conditions)]) for key in keys]
+        for key, found in zip(keys, profiles, strict=True):
+            cache.keep(key, found)
         return profiles
 
     return agree.together(lambda: keep() if first else [])
@@ -187,8 +187,8 @@ def _blocks_key(subject: Subject, kind: Conditions, told: _Told) -> BlocksKey:
 
 def _measure_blocks(
     subject: Subject, device: torch.device, everyone: Sequence[Conditions]
-) -> dict[Conditions, dict[str, list[BlockPoint]]]:
-    """Points by hash of the Block, for each kind of device. All ranks call it."""
+) -> dict[Conditions, _Measured]:
+    """What was measured on each kind of device. All ranks call it."""
     rank = process.get_rank()
     alike = [other for other, kind in enumerate(everyone) if kind == everyone[rank]]
     times_us = subject.times_us
@@ -198,18 +198,30 @@ def _measure_blocks(
     told = f", and {whole} distinct runs of them" if whole else ""
     phases.note(f"measured {len(set(blocks))} distinct blocks of {len(blocks)}{told}")
     measured = agree.together(lambda: _measure_share(subject, device, {block: times_us[block] for block in own}))
-    points: dict[Conditions, dict[str, list[BlockPoint]]] = {kind: {} for kind in everyone}
     shares: list[_Share] = agree.gather_objects(measured)
+    found = {kind: _Measured({}, set()) for kind in everyone}
     for kind, share in zip(everyone, shares, strict=True):
-        points[kind].update(share.points)
+        found[kind].points.update(share.points)
+        found[kind].eager_spans.update(share.eager_spans)
     slowdowns = {kind: share.slowdown for kind, share in zip(everyone, shares, strict=True) if share.slowdown}
-    return {kind: _as_in_training(found, slowdowns.get(kind, 1.0)) for kind, found in points.items()}
+    return {
+        kind: alone._replace(points=_as_in_training(alone.points, slowdowns.get(kind, 1.0)))
+        for kind, alone in found.items()
+    }
+
+
+class _Measured(NamedTuple):
+    """Of one kind of device: points by hash of the Block, and what is not compiled."""
+
+    points: dict[str, list[BlockPoint]]
+    eager_spans: set[str]
 
 
 class _Share(NamedTuple):
-    """What one rank has measured: the points of Blocks, and how much longer the leading one takes in a training."""
+    """What one rank has measured, and how much longer the leading Block takes in a training."""
 
     points: dict[str, list[BlockPoint]]
+    eager_spans: set[str]
     slowdown: float | None
 
 
@@ -259,16 +271,17 @@ def _measure_share(subject: Subject, device: torch.device, times_us: Mapping[str
             if found is not None:
                 points[block] = found
             bar.advance(weights[block])
-    return _Share(points, meter.slowdown)
+    return _Share(points, meter.eager_spans, meter.slowdown)
 
 
-def _seal(key: BlocksKey, blocks: Mapping[str, Sequence[BlockPoint]], update: UpdatePoint | None) -> Profile:
+def _seal(key: BlocksKey, measured: _Measured, update: UpdatePoint | None) -> Profile:
     content = {
         "graph_hash": key.graph_hash,
         "device": key.conditions.device,
         "precision": key.conditions.precision,
         "versions": dict(key.conditions.versions),
-        "blocks": {block: [asdict(point) for point in points] for block, points in blocks.items()},
+        "blocks": {block: [asdict(point) for point in points] for block, points in measured.points.items()},
+        "eager_spans": sorted(measured.eager_spans),
         "update": None if update is None else asdict(update),
     }
     return Profile.seal(json.dumps(content | asdict(Links())))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pyrannc.blocks.compiler import Compiler, Task, assumed
+from pyrannc.blocks.compiler import BY_PLAN, Compiler, Task, assumed
 from pyrannc.blocks.form import Meta
 from pyrannc.blocks.placed import PlacedSpan
 from pyrannc.call.variant import Variant
@@ -63,10 +63,12 @@ class Compiling:
 
     Args:
         folder: where compiled code is kept; None for this process alone.
+        eager_spans: hashes of the Spans that stay as they are.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, eager_spans: Set[str] = frozenset()) -> None:
         self._folder = folder
+        self._eager_spans = eager_spans
         self._met: dict[int, dict[int, int]] = {}
         self._forms: set[int] = set()
         self._count = 0
@@ -133,7 +135,8 @@ class Compiling:
             outcomes: list[tuple[Outcome, bool]] = agree.gather_objects((self.own, self.own.refusals != before))
             outcome = Outcome.joined([found for found, _ in outcomes])
             phases.note(f"{outcome.done} of {outcome.all} Spans of all ranks run compiled")
-        if outcome.refusals and any(is_new for _, is_new in outcomes) and process.get_rank() == 0:
+        unexpected = outcome.refusals.keys() - {BY_PLAN}
+        if unexpected and any(is_new for _, is_new in outcomes) and process.get_rank() == 0:
             _log.warning("%s", outcome)
 
     def _compile_own(self, context: StageContext, tasks: Sequence[Task]) -> None:
@@ -157,7 +160,7 @@ class Compiling:
 
     def _tasks(self, context: StageContext, variant: Variant, program: RankProgram) -> list[Task]:
         if self._compiler is None:
-            self._compiler = Compiler(context.device, self._folder)
+            self._compiler = Compiler(context.device, self._folder, self._eager_spans)
         sizes = dict.fromkeys(hi - lo for lo, hi in program.rows if hi > lo)
         return [task for rows in sizes for task in self._tasks_at(self._compiler, context, variant, program, rows)]
 

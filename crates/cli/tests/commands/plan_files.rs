@@ -25,6 +25,7 @@ pub fn write_plan(folder: &Folder, file: &str, stages: &[(u32, u32)], change: im
         microbatches: 4,
         schedule: ScheduleKind::OneForwardOneBackward.into(),
         stages: Vec::new(),
+        eager_spans: Vec::new(),
         predicted: StepPrediction { step_us: 2500.0, bubble: 0.3, lower_bound_us: 2400.0 },
         checksum: String::new(),
     };

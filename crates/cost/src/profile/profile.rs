@@ -1,6 +1,6 @@
 //! Measured costs of Blocks, of the end of a step, and of links.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -28,6 +28,9 @@ pub struct Profile {
     pub versions: BTreeMap<String, String>,
     /// The Blocks by their hash.
     pub blocks: BTreeMap<String, BlockProfile>,
+    /// Hashes of the Spans that were measured as they are although Spans are compiled: there was no code, or no gain.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub eager_spans: BTreeSet<String>,
     /// The end of a step, if it was measured.
     pub update: Option<MeasuredUpdate>,
     /// [`crate::Device::collective_slowdown`], if it was measured.
@@ -48,6 +51,7 @@ impl Profile {
             precision: precision.to_owned(),
             versions: BTreeMap::new(),
             blocks: BTreeMap::new(),
+            eager_spans: BTreeSet::new(),
             update: None,
             collective_slowdown: None,
             levels: Vec::new(),

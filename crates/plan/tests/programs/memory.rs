@@ -193,6 +193,7 @@ impl Case {
             microbatches: self.microbatches,
             schedule: self.schedule.into(),
             stages: (0..self.widths.len()).map(stage).collect(),
+            eager_spans: Vec::new(),
             predicted: StepPrediction::default(),
             checksum: String::new(),
         };

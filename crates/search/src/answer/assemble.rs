@@ -23,6 +23,7 @@ pub(crate) struct Assembly<'a> {
     pub(crate) names: &'a ModuleNames<'a>,
     pub(crate) order: &'a RankOrder,
     pub(crate) pricing: &'a Pricing<'a>,
+    pub(crate) eager_spans: &'a [String],
 }
 
 impl Assembly<'_> {
@@ -69,6 +70,7 @@ impl Assembly<'_> {
             microbatches: settings.microbatches.unwrap_or(microbatches),
             schedule,
             stages,
+            eager_spans: self.eager_spans.to_vec(),
             predicted: StepPrediction { step_us, bubble, lower_bound_us },
             checksum: String::new(),
         }

@@ -346,6 +346,7 @@ impl<'a> Planner<'a> {
             names: &ModuleNames::new(self.graph, &self.analysis.main_ops),
             order: self.solver(self.settings).order(solution.case),
             pricing: &pricing,
+            eager_spans: &self.model.eager_spans,
         };
         make(&assembly)
     }

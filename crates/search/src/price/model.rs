@@ -1,6 +1,8 @@
 //! A graph's chain of Blocks with its costs on a cluster.
 
-use rannc_cost::{Blocks, Cluster, Profile};
+use std::collections::BTreeSet;
+
+use rannc_cost::{Blocks, Cluster, Device, Profile};
 use rannc_ir::{Analysis, Graph};
 
 use super::at::Problem;
@@ -16,6 +18,8 @@ pub(crate) struct Model {
     pub(crate) batch: BatchSpec,
     /// By kind of device.
     pub(crate) measured: Vec<Option<Measured>>,
+    /// Of all kinds of devices.
+    pub(crate) eager_spans: Vec<String>,
 }
 
 impl Model {
@@ -30,13 +34,16 @@ impl Model {
     ) -> Self {
         let spans = whole_spans(graph, analysis, &blocks);
         let spec = extract(graph, analysis, &blocks, &spans, cluster.kinds[0].host, settings);
+        let profile_of = |device: &Device| profiles.iter().find(|profile| profile.device == device.name);
         let measured = cluster.kinds.iter().map(|device| {
-            let profile = profiles.iter().find(|profile| profile.device == device.name)?;
-            Measured::new(profile, device, &blocks, &spans, &spec.blocks, settings.rank_rows())
+            Measured::new(profile_of(device)?, device, &blocks, &spans, &spec.blocks, settings.rank_rows())
         });
         let measured = measured.collect();
+        let eager: BTreeSet<_> =
+            cluster.kinds.iter().filter_map(profile_of).flat_map(|found| &found.eager_spans).collect();
+        let eager_spans = eager.into_iter().cloned().collect();
         let (crossings, states, batch) = (spec.crossings.clone(), spec.states.clone(), spec.batch.clone());
-        Self { blocks, chain: Chain::new(spec, &cluster.kinds), crossings, states, batch, measured }
+        Self { blocks, chain: Chain::new(spec, &cluster.kinds), crossings, states, batch, measured, eager_spans }
     }
 
     pub(crate) fn problem<'a>(&'a self, cluster: &'a Cluster, settings: &'a Settings) -> Problem<'a> {
