@@ -62,7 +62,7 @@ class Task:
         """The optimizer, fused where torch has that."""
         if self.optimizer == "sgd":
             return SGD(module.parameters(), lr=1e-3, momentum=0.9)
-        return AdamW(module.parameters(), lr=1e-5, fused=torch.cuda.is_available())
+        return AdamW(module.parameters(), lr=1e-6, fused=torch.cuda.is_available())
 
 
 def _kind() -> str:
