@@ -26,7 +26,7 @@ from pyrannc import planning
 from pyrannc._native import Cluster, Plan, Profile
 from pyrannc.core.settings import SearchSettings
 from pyrannc.job import process
-from pyrannc.ledger import Compared
+from pyrannc.ledger import Report
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,17 @@ def main() -> int:
     torch.backends.cuda.matmul.allow_tf32 = True
     joined = process.ensure_process_group()
     chosen = [case for case in cases() if case.world_size == joined.world_size and case.call != "forward"]
+    chosen = chosen[: options.cases]
     lines, errors = [], []
     for case in chosen:
-        time = timed(case, Sizes(options.tokens, options.width), options.steps)
+        report = trained(case, Sizes(options.tokens, options.width), options.steps)
+        time = report.step_us
         errors.append(abs(time.error or 0.0))
         lines.append(f"| {case} | {in_ms(time.predicted)} | {in_ms(time.measured)} | {time.error or 0.0:+.1%} |")
         if joined.rank == 0:
             print(lines[-1], file=sys.stderr, flush=True)
+            if options.report:
+                print(report, file=sys.stderr, flush=True)
     if joined.rank == 0:
         print("| case | predicted ms | measured ms | error |\n|---|--:|--:|--:|")
         print("\n".join(lines))
@@ -63,6 +67,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=2048, help="vectors of a row")
     parser.add_argument("--width", type=int, default=4096, help="of each layer")
     parser.add_argument("--steps", type=int, default=16, help="of each case; the ledger keeps the last ten")
+    parser.add_argument("--cases", type=int, default=None, help="so many, the first of the list")
+    parser.add_argument("--report", action="store_true", help="print the ledger of each case to stderr")
     return parser.parse_args()
 
 
@@ -70,8 +76,8 @@ def in_ms(time_us: float | None) -> str:
     return "-" if time_us is None else f"{time_us / 1e3:.2f}"
 
 
-def timed(case: Case, sizes: Sizes, steps: int) -> Compared:
-    """The time of a step of a case."""
+def trained(case: Case, sizes: Sizes, steps: int) -> Report:
+    """What is known of some steps of a case."""
     device = process.ensure_process_group().device
     torch.manual_seed(0)
     module = Model(case.model, len(case.replicas), inside=case.call == "whole", width=sizes.width)
@@ -86,9 +92,9 @@ def timed(case: Case, sizes: Sizes, steps: int) -> Compared:
             loss = made[0] if isinstance(made, tuple) else made.square().mean()
             loss.backward()
             optimizer.step()
-        time = model.report().step_us
+        report = model.report()
     model.undeploy()
-    return time
+    return report
 
 
 @contextmanager
