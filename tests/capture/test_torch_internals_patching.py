@@ -79,14 +79,20 @@ def test_GRAD_SWITCHES() -> None:
         assert calls_seen(leave, run) == 1
 
 
-def test_fake_requires_grad() -> None:
+def test_fake_told_of_gradients() -> None:
     fake = symbols.fake_of(fake_mode(), "x", X, 1)
-    with patching.fake_requires_grad(lambda tensor, required: not required):
+    told = {
+        "requires_grad": lambda tensor, required: not required,
+        "grad_fn": lambda tensor, node: "no node" if node is None else "a node",
+    }
+    with patching.fake_told_of_gradients(told):
         assert fake.requires_grad
         assert not X.requires_grad
         fake.requires_grad = True
         assert not fake.requires_grad
+        assert (fake.grad_fn, X.grad_fn, (fake + 1).grad_fn) == ("no node", None, "a node")
     assert fake.requires_grad
+    assert fake.grad_fn is None
 
 
 def test_FUNCTION_APPLY() -> None:

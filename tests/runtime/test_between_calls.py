@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 
 import pyrannc
 from tests.ranks import RankPool
@@ -117,6 +117,12 @@ class Asks(nn.Module):
             self.seen.mul_(0.5).add_(1)
         if question == "tensor" and not y.requires_grad:
             y = y * 3
+        if question == "node" and y.grad_fn is None:
+            y = y * 3
+        if question == "leaf" and y.is_leaf and not x.grad_fn and x.is_leaf:
+            y = y * 3
+        if question == "imported" and is_grad_enabled():
+            y = y * 3
         with torch.enable_grad():
             if question == "inside" and torch.is_grad_enabled():
                 y = y * 2
@@ -151,12 +157,15 @@ def job_by_mode(question: str) -> list[float]:
     return losses_by_mode(question, 2, pyrannc.get_rank())
 
 
-@pytest.mark.parametrize("question", ["mode", "tensor", "inside", "after", "nested", "decorated", "parameter"])
+CHANGING = ["mode", "tensor", "after", "node", "leaf", "imported"]
+
+
+@pytest.mark.parametrize("question", [*CHANGING, "inside", "nested", "decorated", "parameter"])
 def test_a_forward_may_ask_whether_gradients_are_recorded(question: str, ranks: Ranks) -> None:
     for found in ranks(2).run(job_by_mode, question, env=FORCED):
         expected = losses_by_mode(question, 1, 0)
         assert found == pytest.approx(expected, rel=1e-10, abs=0)
-        assert (len(set(expected)) > 1) == (question in ("mode", "tensor", "after"))
+        assert (len(set(expected)) > 1) == (question in CHANGING)
 
 
 @pytest.mark.parametrize("case", ["counter", "argument", "buffer", "type"])

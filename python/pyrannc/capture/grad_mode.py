@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .source import belongs_to_user
-from .torch_internals.patching import GRAD_SWITCHES, IS_GRAD_ENABLED, fake_requires_grad
+from .torch_internals.patching import GRAD_SWITCHES, IS_GRAD_ENABLED, PatchPoint, fake_told_of_gradients
 
 
 class GradMode:
@@ -36,18 +36,26 @@ class GradMode:
         """While active, in the trace of the call."""
         real: Callable[[], bool] = IS_GRAD_ENABLED.original
         own = threading.get_ident()
+        is_leaf: Any = Tensor.is_leaf
 
         def is_grad_enabled() -> bool:
             asks = threading.get_ident() == own and _asks(sys._getframe(1))
             return self._answer(self._now and real()) if asks else real()
 
-        def requires_grad(tensor: Tensor, required: bool) -> bool:
-            asks = required and not tensor.is_leaf and _asks(sys._getframe(2))
-            return self._answer(self._ever) if asks else required
+        def told(otherwise: Any) -> Callable[[Tensor, Any], Any]:
+            """What is true of a result; in a call that has recorded nothing, ``otherwise``."""
+
+            def answer(tensor: Tensor, found: Any) -> Any:
+                asks = found is not otherwise and not is_leaf.__get__(tensor) and _asks(sys._getframe(2))
+                return otherwise if asks and not self._answer(self._ever) else found
+
+            return answer
 
         with ExitStack() as stack:
-            stack.enter_context(IS_GRAD_ENABLED.replaced_by(is_grad_enabled))
-            stack.enter_context(fake_requires_grad(requires_grad))
+            for point in (IS_GRAD_ENABLED, *_imported(real)):
+                stack.enter_context(point.replaced_by(is_grad_enabled))
+            answers = {"requires_grad": told(False), "grad_fn": told(None), "is_leaf": told(True)}
+            stack.enter_context(fake_told_of_gradients(answers))
             for enter, leave, mode in GRAD_SWITCHES:
                 stack.enter_context(enter.replaced_by(self._switching(enter.original, own, mode)))
                 stack.enter_context(leave.replaced_by(self._switching_back(leave.original, own)))
@@ -76,6 +84,16 @@ class GradMode:
             return original(switcher, *args)
 
         return switch_back
+
+
+def _imported(function: object) -> list[PatchPoint]:
+    """Where modules of the user have a function under a name of theirs."""
+    found = []
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        if names.get("__name__") == "__main__" or belongs_to_user(names.get("__file__") or torch.__file__):
+            found += [PatchPoint(module, name) for name, value in names.items() if value is function]
+    return found
 
 
 def _asks(frame: FrameType) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -94,15 +94,24 @@ given. Public: none."""
 
 
 @contextmanager
-def fake_requires_grad(answer: Callable[[Tensor, bool], bool]) -> Iterator[None]:
-    """Python is told ``answer(tensor, required)`` for ``requires_grad`` of a fake tensor. Public: none."""
-    real: Any = Tensor.requires_grad
+def fake_told_of_gradients(answers: Mapping[str, Callable[[Tensor, Any], Any]]) -> Iterator[None]:
+    """Python is told ``answers[name](tensor, real)`` for attributes of a fake tensor, such as ``requires_grad``.
+
+    Public: none.
+    """
     fake: Any = FakeTensor
-    fake.requires_grad = property(lambda tensor: answer(tensor, real.__get__(tensor)), real.__set__)
+
+    def told(name: str, answer: Callable[[Tensor, Any], Any]) -> property:
+        real: Any = getattr(Tensor, name)
+        return property(lambda tensor: answer(tensor, real.__get__(tensor)), getattr(real, "__set__", None))
+
+    for name, answer in answers.items():
+        setattr(fake, name, told(name, answer))
     try:
         yield
     finally:
-        del fake.requires_grad
+        for name in answers:
+            delattr(fake, name)
 
 
 TENSOR_META = PatchPoint(proxy_tensor, "_extract_tensor_metadata")
