@@ -58,7 +58,7 @@ CASES = {
     "gpt2-36, tied over 2 Stages": Case("gpt2", (36, 1280, 1024), 8, _TWO_STAGES),
     "resnet152x2": Case("resnet152", (2, 224), 32),
     "t5-large": Case("t5", (24, 1024, 4096, 16, 64, 512), 16),
-    "unet3d": Case("unet3d", (32, 6, 160, 288, 288), 1),
+    "unet3d": Case("unet3d", (32, 6, 128, 192, 192), 1),
     "tiny-bert": Case("bert", (2, 64, 32), 4),
     "tiny-bert, uneven rows": Case("bert", (2, 64, 32), 3, ("--stages", "2", "--microbatches", "4")),
     "tiny-gpt2": Case("gpt2", (2, 64, 32), 4),

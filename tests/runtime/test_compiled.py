@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 import pyrannc
+from pyrannc.blocks import beside_eager
 from pyrannc.blocks.beside_eager import difference
 from pyrannc.blocks.compiled import SpanCode
 from pyrannc.blocks.compiler import BY_PLAN, Compiler, own_folder
@@ -284,6 +286,33 @@ def test_what_differs_is_not_used(folder: str) -> None:
     assert "the gradient of argument" in (
         difference(replace(found, backward=replace(backward, first=wrong_gradients)), CPU) or ""
     )
+
+
+@pytest.mark.timeout(300)
+def test_what_was_computed_in_float64_is_let_go_where_memory_ends(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, _ = compiled(Tied(), torch.randn(ROWS, WIDTH), folder)
+    codes = [made for span in stage.code.spans for made in span.function.codes.values() if isinstance(made, SpanCode)]
+    run_node, outcome = beside_eager._Exact.run_node, beside_eager._outcome
+    made: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def run_short_of_memory(self: Any, node: Any) -> Any:
+        found = run_node(self, node)
+        if isinstance(found, Tensor) and node.op == "call_function":
+            made.append(weakref.ref(found))
+        if len(made) == 4:
+            raise torch.OutOfMemoryError("no more")
+        return found
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        alive.append(sum(tensor() is not None for tensor in made))
+        return outcome(*args, **kwargs)
+
+    monkeypatch.setattr(beside_eager._Exact, "run_node", run_short_of_memory)
+    monkeypatch.setattr(beside_eager, "_outcome", watched)
+    assert difference(codes[0], CPU) is None
+    assert len(made) == 4
+    assert alive == [0, 0, 0]
 
 
 @pytest.mark.timeout(300)

@@ -44,9 +44,8 @@ def difference(code: SpanCode, device: torch.device) -> str | None:
         seeds = [_made_up(code.joint.made[place], device) for place in code.joint.wanted]
         ours = _outcome(code, takes, seeds, compiled=True)
         plain = _outcome(code, takes, seeds, compiled=False)
-        try:
-            exact: Sequence[Tensor] = _exact(code, takes, seeds)
-        except Exception:  # draws inside of a kernel cannot be had in float64
+        exact = _exact(code, takes, seeds)
+        if exact is None:
             with all_digits():
                 exact = _outcome(code, takes, seeds, compiled=False)
     return _first_difference(_names(code), ours, plain, exact)
@@ -135,14 +134,21 @@ def _widened(item: Any) -> Any:
     return torch.float64 if item in _FLOATS and isinstance(item, torch.dtype) else item
 
 
-def _exact(code: SpanCode, takes: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor]:
+def _exact(code: SpanCode, takes: Sequence[Tensor], seeds: Sequence[Tensor]) -> Sequence[Tensor] | None:
+    """What :func:`_outcome` is in float64; None where that cannot be had: a kernel draws by itself, or memory lacks.
+
+    What has failed holds its tensors as long as its exception lives, which is no longer than this runs.
+    """
     if code.joint.lifted.placed:
-        raise NotImplementedError("a kernel draws by itself")
+        return None
     _place(code)
     drawn = code.joint.lifted.draw(code.randomness, _numbers(code))
     with torch.no_grad(), all_digits():
-        arguments = [_widened(tensor) for tensor in (*takes, *drawn, *seeds)]
-        found: Sequence[Tensor] = _Exact(code.joint.joint).run(*arguments)
+        try:
+            arguments = [_widened(tensor) for tensor in (*takes, *drawn, *seeds)]
+            found: Sequence[Tensor] = _Exact(code.joint.joint).run(*arguments)
+        except Exception:  # whatever an operator raises that does not know float64
+            return None
         return list(found)
 
 
