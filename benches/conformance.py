@@ -43,12 +43,16 @@ def main() -> int:
     joined = process.ensure_process_group()
     chosen = [case for case in cases() if case.world_size == joined.world_size and case.call != "forward"]
     chosen = chosen[: options.cases]
+    if not chosen:
+        print(f"the list has no case for {joined.world_size} ranks", file=sys.stderr)
+        return 1
     lines, errors = [], []
     for case in chosen:
         report = trained(case, Sizes(options.tokens, options.width), options.steps)
         time = report.step_us
-        errors.append(abs(time.error or 0.0))
-        lines.append(f"| {case} | {in_ms(time.predicted)} | {in_ms(time.measured)} | {time.error or 0.0:+.1%} |")
+        assert time.error is not None, "steps were measured"
+        errors.append(abs(time.error))
+        lines.append(f"| {case} | {in_ms(time.predicted)} | {in_ms(time.measured)} | {time.error:+.1%} |")
         if joined.rank == 0:
             print(lines[-1], file=sys.stderr, flush=True)
             if options.report:

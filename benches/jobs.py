@@ -119,9 +119,9 @@ def _start(job: Job, devices: list[int]) -> _Running:
 
 
 def _names(devices: Sequence[int]) -> list[str]:
-    """What they are called by those who start this script: it may be shown some of the machine's alone."""
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    return [shown[device] if device < len(shown) and shown[device] else str(device) for device in devices]
+    """What they are called by those who start this script, where it is shown some of the machine's alone."""
+    shown = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return [shown[device] for device in devices] if shown else list(map(str, devices))
 
 
 def launcher(ranks: int) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,3 +174,37 @@ def test_a_forward_may_ask_whether_gradients_are_recorded(question: str, ranks: 
 def test_what_changes_between_calls_is_in_the_next_one(case: str, ranks: Ranks) -> None:
     for found in ranks(2).run(job, case, env=FORCED):
         assert found == pytest.approx(losses(case, 1, 0), rel=1e-10, abs=0)
+
+
+class AsksLate(nn.Module):
+    """Imports, as it runs for the first time, a module that asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        import late_question
+
+        y = self.layer(x).square().mean()
+        return y * 2 if late_question.is_grad_enabled() else y * 3
+
+
+def late_losses(folder: str) -> tuple[list[float], bool]:
+    sys.path.insert(0, folder)
+    torch.manual_seed(0)
+    net = AsksLate()
+    model = pyrannc.RaNNCModule(net, torch.optim.SGD(net.parameters(), lr=0.0))
+    found = []
+    for trains in (False, True, False):
+        with torch.set_grad_enabled(trains):
+            found.append(float(model(torch.ones(4, 4)).detach()))
+    return found, sys.modules["late_question"].is_grad_enabled is torch.is_grad_enabled
+
+
+def test_a_module_that_is_imported_while_it_is_captured_asks_torch_itself(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "late_question.py").write_text("from torch import is_grad_enabled\n")
+    for (off, on, again), is_torchs in ranks(2).run(late_losses, str(tmp_path), env=FORCED):
+        assert is_torchs
+        assert again == pytest.approx(off)
+        assert off == pytest.approx(1.5 * on)

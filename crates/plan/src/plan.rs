@@ -38,8 +38,7 @@ pub struct Plan {
     pub schedule: Schedule,
     /// The Stages in order.
     pub stages: Vec<StagePlan>,
-    /// Hashes of the Spans that are not compiled, increasing: where Blocks were measured, they were no slower as they are,
-    /// or there was no code that computes the same.
+    /// Hashes of the Spans that are not compiled, increasing: where Blocks were measured, their code took longer.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub eager_spans: Vec<String>,
     /// Expected time of a step.

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .source import belongs_to_user
 from .torch_internals.patching import GRAD_SWITCHES, IS_GRAD_ENABLED, PatchPoint, fake_told_of_gradients
+
+_NAMES: Any = vars(ModuleType)["__dict__"]
 
 
 class GradMode:
@@ -52,6 +54,7 @@ class GradMode:
             return answer
 
         with ExitStack() as stack:
+            stack.callback(_give_back, is_grad_enabled, real)
             for point in (IS_GRAD_ENABLED, *_imported(real)):
                 stack.enter_context(point.replaced_by(is_grad_enabled))
             answers = {"requires_grad": told(False), "grad_fn": told(None), "is_leaf": told(True)}
@@ -86,13 +89,21 @@ class GradMode:
         return switch_back
 
 
+def _give_back(substitute: object, real: object) -> None:
+    """Modules that were first imported meanwhile have what stood there."""
+    for point in _imported(substitute):
+        setattr(point.owner, point.name, real)
+
+
 def _imported(function: object) -> list[PatchPoint]:
     """Where modules of the user have a function under a name of theirs."""
     found = []
     for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", {})
-        if names.get("__name__") == "__main__" or belongs_to_user(names.get("__file__") or torch.__file__):
-            found += [PatchPoint(module, name) for name, value in names.items() if value is function]
+        # Some stand for modules that are not there, and fail when they are asked.
+        names = _NAMES.__get__(module) if isinstance(module, ModuleType) else {}
+        file = names.get("__file__")
+        if names.get("__name__") == "__main__" or (isinstance(file, str) and belongs_to_user(file)):
+            found += [PatchPoint(module, name) for name, value in list(names.items()) if value is function]
     return found
 
 

@@ -200,11 +200,6 @@ class BlockCode:
         """True when some Op's backward runs once."""
         return self._code.keeps_whole
 
-    @property
-    def can_compile(self) -> bool:
-        """True where Spans are compiled."""
-        return self._source.compiler is not None
-
     def compile(self, rows: int, feeds: Mapping[int, Tensor]) -> bool:
         """Lets it run as a Stage's Spans do on so many rows; false if it stays as it is."""
         compiler, code = self._source.compiler, self._code
@@ -213,6 +208,11 @@ class BlockCode:
         known = {value: Meta.of(tensor) for value, tensor in {**self._state, **feeds}.items()}
         tasks = compiler.tasks(code, self._source.facts, rows, known, self._source.senders, trains=True)
         return all(compiler.compile(task, code) is None for task in tasks)
+
+    def leave_as_it_is(self) -> None:
+        """Lets it run without compiled code again."""
+        for span in self._code.spans:
+            span.fitted.clear()
 
     def forward(self, rows: int, feeds: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Runs the Block as a step does, new contents of buffers included."""

@@ -74,7 +74,7 @@ def conditions(device: torch.device, *, fused_dropout: bool, compiled: bool = Fa
         versions["clock"] = "as in a training"
         versions["dropout"] = "fused" if fused_dropout else "not fused"
     if compiled:
-        versions["spans"], versions["images"] = "compiled", "channels last"
+        versions["spans"], versions["images"] = "compiled where that pays", "channels last"
     return Conditions(device_name(device), _precision(device), tuple(versions.items()), _switches(device))
 
 

@@ -36,8 +36,7 @@ class BlockMeter:
 
     Attributes:
         slowdown: how many times longer the leading Block takes in a training than when it is measured; none before.
-        eager_spans: hashes of what is measured as it is, although it would be compiled, because that does not work or
-            does not pay.
+        eager_spans: hashes of Spans whose code takes longer than their operators.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -85,6 +84,8 @@ class BlockMeter:
             points.append(BlockPoint(row_counts[len(points)], fits=False))
         fitting = [point for point in points if point.fits]
         compiled = self._compiled_point(name, code, fitting[-1]) if code and compiles and fitting else None
+        if code and compiled is None:
+            code.leave_as_it_is()
         if leads and code and fitting:
             self.slowdown = self._slowdown(code, fitting[-1].rows)
         if compiled is None:
@@ -99,12 +100,9 @@ class BlockMeter:
                 compiled = self._point(code, rows, self._host_us(code, rows))
                 if _taken_us(compiled) <= _MOST_AGAINST_PLAIN * _taken_us(plain):
                     return compiled
+                self.eager_spans.add(code.span_hash)
         except Exception as error:  # whatever a compiler or its code raises: the operators are measured
             _log.debug("%s is measured as it is: %s", name, first_line(error))
-            if is_out_of_memory(error):
-                return None
-        if code.can_compile:
-            self.eager_spans.add(code.span_hash)
         return None
 
     def _as_compiled(self, plain: BlockPoint, last: BlockPoint, compiled: BlockPoint) -> BlockPoint:

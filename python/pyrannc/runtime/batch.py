@@ -165,8 +165,9 @@ class Batch:
         One that is a part of a larger tensor (compilers pad products) would be copied to be sent, and its rows that
         stay here would keep all of the larger one.
         """
-        padded = output.untyped_storage().nbytes() > output.nbytes
-        return output.clone() if self._program.exchanges and padded else output
+        if not self._program.exchanges or 0 in output.stride():
+            return output
+        return output.clone() if output.untyped_storage().nbytes() > output.nbytes else output
 
     def outputs(self, made: OfStage) -> dict[int, Tensor]:
         """The outputs with rows that some Stage makes, for this rank's rows.

@@ -28,7 +28,7 @@ pub struct Profile {
     pub versions: BTreeMap<String, String>,
     /// The Blocks by their hash.
     pub blocks: BTreeMap<String, BlockProfile>,
-    /// Hashes of the Spans that were measured as they are although Spans are compiled: there was no code, or no gain.
+    /// Hashes of the Spans that were measured as they are although Spans are compiled: their code takes longer.
     #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
     pub eager_spans: BTreeSet<String>,
     /// The end of a step, if it was measured.

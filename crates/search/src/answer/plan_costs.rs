@@ -133,6 +133,9 @@ impl<'a> PlanCosts<'a> {
         let pricing = self.pricing();
         let found = self.found_stages();
         let mut plan = self.plan.clone();
+        if self.model.measured_kinds() > 0 {
+            plan.eager_spans.clone_from(&self.model.eager_spans);
+        }
         let mut times = Vec::new();
         let linker = self.linker(&pricing, &found);
         let orders = linker.orders(&plan.schedule);
