@@ -7,7 +7,7 @@ use rannc_cost::{BlockPoint, BlockProfile, Blocks, Cluster, Profile};
 use rannc_ir::testing::GraphBuilder;
 use rannc_ir::{Analysis, Arg, DType, Dim, Graph};
 use rannc_plan::Plan;
-use rannc_search::{SearchError, Settings, plan, whole_spans};
+use rannc_search::{PlanCosts, SearchError, Settings, plan, whole_spans};
 
 const ROWS: u64 = 8;
 
@@ -116,8 +116,17 @@ fn plans_name_the_spans_that_were_measured_as_they_are() {
     let other = Profile { device: "another".to_owned(), eager_spans: ["s3".to_owned()].into(), ..read.clone() };
     let other = other.seal().expect("figures agree");
     let settings = Settings { runners_up: 2, ..one_stage() };
-    let found = plan(&graph, &cluster, &[other, read], &settings).expect("fits");
+    let found = plan(&graph, &cluster, &[other, read.clone()], &settings).expect("fits");
     assert_eq!(found.plan.eager_spans, ["s1", "s2"]);
+    // At the same prices a Plan that was found by others names them, and without measurements keeps what it names.
+    let estimated = plan(&graph, &cluster, &[], &settings).expect("fits").plan;
+    let repriced = |profiles: &[Profile], plan: &Plan| {
+        let costs = PlanCosts::new(&graph, &cluster, profiles, &settings, plan).expect("it is of this graph");
+        costs.predicted().expect("figures").eager_spans
+    };
+    assert!(estimated.eager_spans.is_empty());
+    assert_eq!(repriced(&[read], &estimated), ["s1", "s2"]);
+    assert_eq!(repriced(&[], &found.plan), ["s1", "s2"]);
     assert!(found.runners_up.iter().all(|plan| plan.eager_spans == found.plan.eager_spans));
 }
 
