@@ -18,6 +18,7 @@ _SECTIONS = {
     "optimizers": "Optimizers",
     "precision": "Mixed precision",
     "changes": "Changes between calls",
+    "attributes": "What is kept in Python",
     "questions": "Questions about data",
     "whole": "What no graph holds",
     "rows": "Rows and arguments",

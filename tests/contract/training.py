@@ -146,3 +146,14 @@ def learn(job: Job, model: nn.Module, optimizer: Optimizer, data: Data = pairs, 
     job.gradients(model)
     optimizer.step()
     return loss
+
+
+def learn_around(job: Job, net: nn.Module, change: Callable[[Any], Any], steps: int = 2) -> None:
+    """A step, ``change(model)``, and more steps."""
+    optimizer = SGD(net.parameters(), lr=0.1)
+    model = job.wrap(net, optimizer)
+    learn(job, model, optimizer)
+    change(model)
+    for step in range(1, 1 + steps):
+        learn(job, model, optimizer, step=step)
+    job.state(model)

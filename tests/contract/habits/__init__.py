@@ -3,6 +3,7 @@
 from tests.contract.habit import HABITS
 
 from . import (  # noqa: F401  # the order of the document
+    attributes,
     calls,
     chance,
     changes,

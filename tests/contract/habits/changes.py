@@ -1,9 +1,8 @@
-"""What changes between calls: parameters, hooks, attributes, state in Python, chance outside of torch."""
+"""What changes between calls: parameters, hooks, chance outside of torch, arguments."""
 
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,21 +16,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tests.contract.habit import alike, equal, refused, warned
 from tests.contract.job import Job
-from tests.contract.settings import REPLICAS, SPREAD, STAGES, Setting
-from tests.contract.training import WIDTH, Chain, Returns, learn, pairs
-
-BUFFER = "keep it in a buffer (`register_buffer`), changed in place"
-
-
-def _trained(job: Job, net: nn.Module, change: Any, steps: int = 2) -> None:
-    """A step, ``change(model)``, and more steps."""
-    optimizer = SGD(net.parameters(), lr=0.1)
-    model = job.wrap(net, optimizer)
-    learn(job, model, optimizer)
-    change(model)
-    for step in range(1, 1 + steps):
-        learn(job, model, optimizer, step=step)
-    job.state(model)
+from tests.contract.settings import REPLICAS, SPREAD, STAGES
+from tests.contract.training import WIDTH, Chain, Returns, learn_around, pairs
 
 
 def _regression() -> Returns:
@@ -45,7 +31,7 @@ def _regression() -> Returns:
 def frozen_later(job: Job) -> None:
     """`requires_grad_(False)` on a layer after some steps."""
     net = _regression()
-    _trained(job, net, lambda model: net.net.layers[1].requires_grad_(False))
+    learn_around(job, net, lambda model: net.net.layers[1].requires_grad_(False))
 
 
 @equal()
@@ -53,7 +39,7 @@ def unfrozen_later(job: Job) -> None:
     """A layer frozen at first gets `requires_grad_(True)` after some steps."""
     net = _regression()
     net.net.layers[1].requires_grad_(False)
-    _trained(job, net, lambda model: net.net.layers[1].requires_grad_(True))
+    learn_around(job, net, lambda model: net.net.layers[1].requires_grad_(True))
 
 
 @equal()
@@ -64,7 +50,7 @@ def data_replaced(job: Job) -> None:
         for param in model.parameters():
             param.data = param.data * 0.5
 
-    _trained(job, _regression(), change)
+    learn_around(job, _regression(), change)
 
 
 def _halve(model: nn.Module) -> None:
@@ -74,13 +60,13 @@ def _halve(model: nn.Module) -> None:
 @equal(settings=(REPLICAS,))
 def vector_to_params(job: Job) -> None:
     """`vector_to_parameters(parameters_to_vector(model.parameters()), ...)` where every rank holds the whole model."""
-    _trained(job, _regression(), _halve)
+    learn_around(job, _regression(), _halve)
 
 
 @refused("RaNNCError", "get_param", settings=(STAGES,), instead="`model.state_dict()`, `model.load_state_dict(state)`")
 def params_to_vector_of_parts(job: Job) -> None:
     """The same where other ranks hold a part of the parameters."""
-    _trained(job, _regression(), _halve)
+    learn_around(job, _regression(), _halve)
 
 
 @equal()
@@ -91,7 +77,7 @@ def vector_to_params_of_parts(job: Job) -> None:
         count = sum(param.numel() for param in model.parameters())
         vector_to_parameters(torch.linspace(-0.5, 0.5, count), model.parameters())
 
-    _trained(job, _regression(), change)
+    learn_around(job, _regression(), change)
 
 
 @equal()
@@ -116,7 +102,7 @@ def data_changed_in_place(job: Job) -> None:
         for param in model.parameters():
             param.data.clamp_(-0.2, 0.2)
 
-    _trained(job, _regression(), change)
+    learn_around(job, _regression(), change)
 
 
 class _Shrinking(nn.Module):
@@ -142,13 +128,13 @@ def parameter_changed_in_forward(job: Job) -> None:
 @equal()
 def parameter_limited_in_forward(job: Job) -> None:
     """The forward limits a parameter's elements in place, by `param.clamp_()` under `torch.no_grad()`."""
-    _trained(job, _Shrinking(lambda weight: weight.clamp_(max=0.1)), lambda model: None)
+    learn_around(job, _Shrinking(lambda weight: weight.clamp_(max=0.1)), lambda model: None)
 
 
 @equal()
 def data_limited_in_forward(job: Job) -> None:
     """Likewise, by `param.data.clamp_()`."""
-    _trained(job, _Shrinking(lambda weight: weight.data.clamp_(-0.1, 0.1)), lambda model: None)
+    learn_around(job, _Shrinking(lambda weight: weight.data.clamp_(-0.1, 0.1)), lambda model: None)
 
 
 @warned("added to the model since", instead="make all modules before wrapping, to plan once only")
@@ -159,7 +145,7 @@ def layer_added_later(job: Job) -> None:
     def change(model: nn.Module) -> None:
         net.net.layers.append(nn.Linear(WIDTH, WIDTH))
 
-    _trained(job, net, change)
+    learn_around(job, net, change)
 
 
 class _Chooses(nn.Module):
@@ -193,7 +179,7 @@ def layer_taken_over_in_forward(job: Job) -> None:
         return new
 
     net = _Chooses(chosen)
-    _trained(job, net, lambda model: None)
+    learn_around(job, net, lambda model: None)
     job.same("class of the sub-module", isinstance(net.last, Scaled))
 
 
@@ -219,7 +205,7 @@ def activation_replaced(job: Job) -> None:
             return self.act(super().forward(x))  # type: ignore[no-any-return]
 
     net = Net()
-    _trained(job, Returns(net, F.mse_loss), lambda model: setattr(net, "act", nn.Sigmoid()))
+    learn_around(job, Returns(net, F.mse_loss), lambda model: setattr(net, "act", nn.Sigmoid()))
 
 
 @refused(
@@ -261,14 +247,14 @@ def forward_hook_returns(job: Job) -> None:
     """A forward hook that changes what a layer returns, registered before the first call."""
     net = _regression()
     net.net.layers[0].register_forward_hook(lambda module, args, out: out * 0.5)
-    _trained(job, net, lambda model: None)
+    learn_around(job, net, lambda model: None)
 
 
 @refused("RaNNCError|CaptureError|InputError", "hook", instead="register hooks before the first call")
 def forward_hook_added_later(job: Job) -> None:
     """A forward hook is registered after the first call."""
     net = _regression()
-    _trained(job, net, lambda model: net.net.layers[0].register_forward_hook(lambda module, args, out: out * 0.5))
+    learn_around(job, net, lambda model: net.net.layers[0].register_forward_hook(lambda module, args, out: out * 0.5))
 
 
 @refused("CaptureError|RaNNCError", "hook", instead="put an `autograd.Function` into the model")
@@ -276,7 +262,7 @@ def backward_hook(job: Job) -> None:
     """A module has a backward hook (`register_full_backward_hook`)."""
     net = _regression()
     net.net.layers[0].register_full_backward_hook(lambda module, grads, outs: None)
-    _trained(job, net, lambda model: None)
+    learn_around(job, net, lambda model: None)
 
 
 @equal()
@@ -284,7 +270,7 @@ def gradient_hook(job: Job) -> None:
     """A parameter has a hook (`param.register_hook`)."""
     net = _regression()
     net.net.layers[1].weight.register_hook(lambda grad: grad * 0)
-    _trained(job, net, lambda model: None)
+    learn_around(job, net, lambda model: None)
 
 
 @equal()
@@ -297,374 +283,7 @@ def hook_after_accumulation(job: Job) -> None:
         param.grad.mul_(0.5)
 
     net.net.layers[1].weight.register_post_accumulate_grad_hook(halve)
-    _trained(job, net, lambda model: None)
-
-
-# Attributes
-
-
-class _Scaled(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.alpha = 1.0
-        self.options = {"shift": 0.0}
-        self.dropout = nn.Dropout(0.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(super().forward(x) * self.alpha + self.options["shift"])  # type: ignore[no-any-return]
-
-
-@equal()
-def number_changed(job: Job) -> None:
-    """A number that the model reads is changed: `net.alpha = 0.5`."""
-    net = _Scaled()
-    _trained(job, Returns(net, F.mse_loss), lambda model: setattr(net, "alpha", 0.5))
-
-
-@equal()
-def number_in_dict_changed(job: Job) -> None:
-    """A number in a dict of the model is changed: `net.options["shift"] = 1.0`."""
-    net = _Scaled()
-    _trained(job, Returns(net, F.mse_loss), lambda model: net.options.update(shift=1.0))
-
-
-class _Told:
-    """What a model is told of one of its parts."""
-
-    shift = 0.0
-
-    def __init__(self) -> None:
-        self.scale = 1.0
-
-
-@equal()
-def object_in_list_changed(job: Job) -> None:
-    """A number of an object in a list of the model is changed: `net.parts[0].scale = 0.5`."""
-    parts = [_Told()]
-
-    class Net(Chain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = parts
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) * self.parts[0].scale
-
-    _trained(job, Returns(Net(), F.mse_loss), lambda model: setattr(parts[0], "scale", 0.5))
-
-
-@equal()
-def number_of_class_changed(job: Job) -> None:
-    """A configuration's number stands in its class, and is set for the object later: `config.shift = 1.0`."""
-    config = _Told()
-
-    class Net(Chain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config = config
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + self.config.shift
-
-    _trained(job, Returns(Net(), F.mse_loss), lambda model: setattr(config, "shift", 1.0))
-
-
-@equal()
-def most_steps_so_far(job: Job) -> None:
-    """The model keeps the longest sequence of all calls: `self.longest = max(self.longest, x.shape[1])`."""
-
-    class Net(Chain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.longest = 2
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.longest = max(self.longest, x.shape[1])
-            return super().forward(x).mean(1) / self.longest
-
-    net = Net()
-    optimizer = SGD(net.parameters(), lr=0.1)
-    model = job.wrap(Returns(net, F.mse_loss), optimizer)
-    for length, (x, target) in zip((3, 5, 2), job.batches(pairs), strict=True):
-        optimizer.zero_grad()
-        loss = model(x[:, None].repeat(1, length, 1), target)
-        loss.backward()
-        job.same("loss", loss)
-        optimizer.step()
-    job.state(model)
-
-
-@equal()
-def dropout_changed(job: Job) -> None:
-    """The rate of a dropout layer is changed: `dropout.p = 1.0`."""
-    net = _Scaled()
-    _trained(job, Returns(net, F.mse_loss), lambda model: setattr(net.dropout, "p", 1.0))
-
-
-SCALE = 1.0
-
-
-@equal()
-def global_changed(job: Job) -> None:
-    """A global number that the model's forward reads is changed."""
-    global SCALE
-    SCALE = 1.0
-
-    def change(model: nn.Module) -> None:
-        global SCALE
-        SCALE = 0.5
-
-    _trained(job, Returns(Chain(), lambda y, target: F.mse_loss(y * SCALE, target)), change)
-
-
-class _Arguments:
-    """As a parser of a command line makes them."""
-
-    scale = 1.0
-
-
-ARGUMENTS = _Arguments()
-STEP = 0
-
-
-@equal()
-def argument_changed(job: Job) -> None:
-    """An attribute of a global object that the model's forward reads is changed: `args.scale = 0.5`."""
-    ARGUMENTS.scale = 1.0
-
-    def forward(y: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(y * ARGUMENTS.scale, target)
-
-    _trained(job, Returns(Chain(), forward), lambda _: setattr(ARGUMENTS, "scale", 0.5))
-
-
-@equal()
-def steps_counted(job: Job) -> None:
-    """The function that trains counts its steps in a global number."""
-    global STEP
-    STEP = 0
-    net = _regression()
-    optimizer = SGD(net.parameters(), lr=0.1)
-    model = job.wrap(net, optimizer)
-
-    def step() -> None:
-        global STEP
-        STEP += 1
-        learn(job, model, optimizer, step=STEP % 2)
-
-    for _ in range(3):
-        step()
-    job.state(model)
-
-
-class _Remembers(Chain):
-    """A chain that keeps something in every call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.counted = Counter[str]()
-        self.kept: list[Tensor] = []
-        self.last: dict[str, Tensor] = {}
-        self.bank = torch.zeros(WIDTH)
-        self.sizes: dict[str, float] = {}
-        self.helper = _Helper()
-
-
-class _Helper:
-    """Keeps what it is given."""
-
-    state: Tensor | None = None
-
-    def __init__(self) -> None:
-        self.count = 0
-
-
-def _remembering(job: Job, keep: Any) -> None:
-    class Net(_Remembers):
-        def forward(self, x: Tensor) -> Tensor:
-            return keep(self, super().forward(x))  # type: ignore[no-any-return]
-
-    _trained(job, Returns(Net(), F.mse_loss), lambda model: None)
-
-
-@refused("CaptureError", "calls", instead=BUFFER)
-def counter(job: Job) -> None:
-    """The model counts its calls in a Python number."""
-
-    def keep(net: _Remembers, y: Tensor) -> Tensor:
-        net.calls += 1
-        return y * (1.0 if net.calls < 2 else 0.5)
-
-    _remembering(job, keep)
-
-
-@refused("CaptureError", "counted", instead=BUFFER)
-def counter_of_collections(job: Job) -> None:
-    """The model counts in a `collections.Counter`, a `defaultdict`, an `OrderedDict` or a `deque`."""
-
-    def keep(net: _Remembers, y: Tensor) -> Tensor:
-        net.counted["calls"] += 1
-        return y / net.counted["calls"]
-
-    _remembering(job, keep)
-
-
-@refused("CaptureError", "kept", instead="return it as an output of the model")
-def list_grows(job: Job) -> None:
-    """The model appends to a list of its own."""
-
-    def keep(net: _Remembers, y: Tensor) -> Tensor:
-        net.kept.append(y.detach())
-        return y
-
-    _remembering(job, keep)
-
-
-@refused("CaptureError", "last", instead="return it as an output of the model")
-def dict_filled(job: Job) -> None:
-    """The model stores a tensor in a dict of its own."""
-
-    def keep(net: _Remembers, y: Tensor) -> Tensor:
-        net.last["y"] = y.detach()
-        return y
-
-    _remembering(job, keep)
-
-
-@refused("CaptureError", "sizes", instead=BUFFER)
-def number_kept(job: Job) -> None:
-    """The model keeps a number of its first batch in a dict, for all later ones."""
-
-    def keep(net: _Remembers, y: Tensor) -> Tensor:
-        if "mean" not in net.sizes:
-            net.sizes["mean"] = y.detach().abs().mean().item()
-        return y / net.sizes["mean"]
-
-    _remembering(job, keep)
-
-
-@refused("CaptureError", "earlier call of the model has left", instead=BUFFER)
-def helper_keeps(job: Job) -> None:
-    """A helper object of the model keeps a tensor, which the next call reads."""
-
-    def keep(net: _Remembers, y: Tensor) -> Tensor:
-        before, net.helper.state = net.helper.state, y.detach().mean()
-        return y if before is None else y + before
-
-    _remembering(job, keep)
-
-
-@refused("CaptureError", "helper.count", instead=BUFFER)
-def helper_counts(job: Job) -> None:
-    """A helper object of the model counts the calls, and what is computed depends on the count."""
-
-    def keep(net: _Remembers, y: Tensor) -> Tensor:
-        net.helper.count += 1
-        return y / net.helper.count
-
-    _remembering(job, keep)
-
-
-@equal(note="the count stays as it was, since captured calls do not run the forward")
-def helper_counts_for_a_log(job: Job) -> None:
-    """A helper object of the model counts the calls, which changes nothing that is computed."""
-
-    def keep(net: _Remembers, y: Tensor) -> Tensor:
-        net.helper.count += 1
-        return y
-
-    _remembering(job, keep)
-
-
-@refused("CaptureError", "bank", instead=BUFFER)
-def running_tensor(job: Job) -> None:
-    """The model advances a tensor that is a plain attribute: `self.bank = 0.9 * self.bank + ...`."""
-
-    def keep(net: _Remembers, y: Tensor) -> Tensor:
-        net.bank = 0.9 * net.bank + net.head.bias.detach()
-        return y + net.bank
-
-    _remembering(job, keep)
-
-
-class _Counting(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls.add_(1)
-        return super().forward(x) / self.calls
-
-
-@equal()
-def buffer_counts(job: Job) -> None:
-    """The model counts its calls in a buffer, changed in place."""
-    _trained(job, Returns(_Counting(), F.mse_loss), lambda model: None)
-
-
-@equal(settings=(Setting((8, 0, 0), 1, 4), Setting((3, 0, 5), 1, 2)))
-def buffer_counts_while_rows_change(job: Job) -> None:
-    """The same, and some calls have too few rows for every Replica."""
-    net = Returns(_Counting(), F.mse_loss)
-    model = job.wrap(net)
-    for step, rows in enumerate((8, 8, 24)):
-        loss = model(*job.batch(pairs, step, rows))
-        job.same("loss", loss)
-        loss.backward()
-    job.gradients(model)
-    job.state(model)
-
-
-@equal()
-def buffer_assigned(job: Job) -> None:
-    """The model assigns its buffer anew: `self.bank = 0.9 * self.bank + ...`."""
-
-    class Net(Chain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("bank", torch.zeros(WIDTH))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.bank = 0.9 * self.bank + 0.1 * self.head.bias.detach()
-            return super().forward(x) + self.bank
-
-    _trained(job, Returns(Net(), F.mse_loss), lambda model: None)
-
-
-@equal()
-def buffer_set_between_calls(job: Job) -> None:
-    """The script changes a buffer in place between calls, as a schedule of a temperature does."""
-
-    class Net(Chain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("temperature", torch.ones(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) / self.temperature
-
-    net = Net()
-    _trained(job, Returns(net, F.mse_loss), lambda model: net.temperature.fill_(2.0))
-
-
-@equal(note="with a warning: the model is deployed anew")
-def buffer_registered_later(job: Job) -> None:
-    """A buffer is registered after some steps, where there was none before."""
-
-    class Net(Chain):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("prior", None)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = super().forward(x)
-            return y if self.prior is None else y * self.prior
-
-    net = Net()
-    prior = torch.full((WIDTH,), 0.5, dtype=torch.float64)
-    _trained(job, Returns(net, F.mse_loss), lambda model: net.register_buffer("prior", prior))
+    learn_around(job, net, lambda model: None)
 
 
 # Chance and time outside of torch
@@ -716,7 +335,7 @@ def idle_torch_generator(job: Job) -> None:
     net.rng = torch.Generator().manual_seed(0)
     with torch.no_grad():
         net.head.weight.uniform_(-1, 1, generator=net.rng)
-    _trained(job, Returns(net, F.mse_loss), lambda model: None)
+    learn_around(job, Returns(net, F.mse_loss), lambda model: None)
 
 
 @alike(settings=SPREAD, note="what draws stays whole, alike on all ranks")
@@ -802,4 +421,4 @@ def answer_changes(job: Job) -> None:
 @equal(note="another answer is an error; with `torch.where` both are possible")
 def answer_stays(job: Job) -> None:
     """The model asks its data a question, and every batch gives the same answer."""
-    _trained(job, Returns(Chain(), _if_large), lambda model: None)
+    learn_around(job, Returns(Chain(), _if_large), lambda model: None)
