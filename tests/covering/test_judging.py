@@ -11,7 +11,7 @@ import torch
 from tests.contract.job import Note
 
 from .array import FACTORS, Row
-from .judging import differences, errors, kind_of, together, unlike, worse, worse_kinds
+from .judging import Error, differences, errors, kind_of, together, unlike, worse, worse_kinds
 from .precision import PRECISIONS
 from .running import run_plain
 
@@ -51,6 +51,18 @@ def test_three_times_the_error_everywhere_is_found() -> None:
     by_name = errors(triple, PLAIN, TRUTH)
     assert worse(by_name, PRECISION.rounding) == []
     assert {text.partition(":")[0] for text in worse_kinds([by_name, by_name])} == {"loss", "norm", "gradient", "state"}
+
+
+def test_norms_that_are_noted_in_float64_may_be_off_by_a_rounding_of_float32() -> None:
+    rounding = torch.finfo(torch.float32).eps / 2
+
+    def told(share: float) -> list[str]:
+        return worse_kinds(
+            [{"norm": Error(share * rounding * 9.0, 0.0, 9.0, torch.finfo(torch.float64).eps / 2, True)}]
+        )
+
+    assert told(0.9) == []
+    assert len(told(1.1)) == 1
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
