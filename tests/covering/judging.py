@@ -130,8 +130,8 @@ def worse(by_name: dict[str, Error], rounding: float) -> list[str]:
 def worse_kinds(habits: Iterable[dict[str, Error]]) -> list[str]:
     """Kinds of numbers that over all habits are more than :data:`FACTOR` times further from the truth.
 
-    Losses and norms are few, and may be off by one rounding of the type that they are computed in: of float32 where they
-    are noted in float64.
+    Losses and norms are few, and may be off by one rounding of the type that they are computed in: of float32
+    where they are noted in float64.
     """
     kinds: dict[str, Error] = {}
     for by_name in habits:
