@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from statistics import fmean
 from unittest.mock import patch
 
@@ -24,17 +23,8 @@ from tests.conformance.programs import Case, Model, cases, planned
 import pyrannc
 from pyrannc import planning
 from pyrannc._native import Cluster, Plan, Profile
-from pyrannc.core.settings import SearchSettings
 from pyrannc.job import process
 from pyrannc.ledger import Report
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Of a row: ``tokens`` vectors of ``width`` numbers each."""
-
-    tokens: int
-    width: int
 
 
 def main() -> int:
@@ -48,7 +38,7 @@ def main() -> int:
         return 1
     lines, errors = [], []
     for case in chosen:
-        report = trained(case, Sizes(options.tokens, options.width), options.steps)
+        report = trained(case, options)
         time = report.step_us
         assert time.error is not None, "steps were measured"
         errors.append(abs(time.error))
@@ -80,17 +70,17 @@ def in_ms(time_us: float | None) -> str:
     return "-" if time_us is None else f"{time_us / 1e3:.2f}"
 
 
-def trained(case: Case, sizes: Sizes, steps: int) -> Report:
+def trained(case: Case, options: argparse.Namespace) -> Report:
     """What is known of some steps of a case."""
     device = process.ensure_process_group().device
     torch.manual_seed(0)
-    module = Model(case.model, len(case.replicas), inside=case.call == "whole", width=sizes.width)
+    module = Model(case.model, len(case.replicas), inside=case.call == "whole", width=options.width)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-6)
-    x = torch.randn(case.rows[process.get_rank()], sizes.tokens, sizes.width, device=device)
+    x = torch.randn(case.rows[process.get_rank()], options.tokens, options.width, device=device)
     level = "3" if any("params" in level for level in case.divided) else "off"
     with taken(case), patch.dict(os.environ, {"RANNC_ENABLE_ZERO": level}):
         model = pyrannc.RaNNCModule(module, optimizer)
-        for _ in range(steps + 1):
+        for _ in range(options.steps + 1):
             optimizer.zero_grad()
             made = model(x)
             loss = made[0] if isinstance(made, tuple) else made.square().mean()
@@ -106,18 +96,9 @@ def taken(case: Case) -> Iterator[None]:
     """A search finds the Plan of the case, at the prices that it is given."""
 
     def search(request: planning.Request, cluster: Cluster, profiles: Sequence[Profile], world_size: int) -> Plan:
-        settings = SearchSettings(
-            world_size=world_size,
-            batch_rows=request.batch_rows,
-            gather_inputs=request.gather_inputs,
-            optimizer_bytes_per_param_byte=0.0,
-            loss_inside=request.variant.loss_inside,
-            replays=request.config.records_on(request.device.type),
-        )
-        for measured in profiles[:1]:
-            cluster = cluster.with_links(measured)
-        graph = request.variant.graph
-        return planned(case, graph).predicted(graph, cluster, list(profiles), settings.to_json())
+        graph, linked = request.variant.graph, planning.with_links(cluster, profiles)
+        asked = planning.search_settings(request, world_size)
+        return planned(case, graph).predicted(graph, linked, list(profiles), asked.to_json())
 
     with patch.object(planning, "search", search):
         yield

@@ -74,8 +74,17 @@ def search(request: Request, cluster: Cluster, profiles: Sequence[Profile], worl
     Raises:
         PlanError: nothing fits, or the configuration asks for what cannot be.
     """
+    asked, linked = search_settings(request, world_size), with_links(cluster, profiles)
+    plan, remark = Plan.search_with_remark(request.variant.graph, linked, list(profiles), asked.to_json())
+    if remark:
+        phases.note(remark)
+    return plan
+
+
+def search_settings(request: Request, world_size: int) -> SearchSettings:
+    """What the core is asked for."""
     config = request.config
-    settings = SearchSettings(
+    return SearchSettings(
         world_size=world_size,
         batch_rows=request.batch_rows,
         gather_inputs=request.gather_inputs,
@@ -95,12 +104,11 @@ def search(request: Request, cluster: Cluster, profiles: Sequence[Profile], worl
         capabilities=Capabilities.of_zero(request.zero),
         limits=Limits(config.search_timeout_ms),
     )
-    for measured in profiles[:1]:
-        cluster = cluster.with_links(measured)
-    plan, remark = Plan.search_with_remark(request.variant.graph, cluster, list(profiles), settings.to_json())
-    if remark:
-        phases.note(remark)
-    return plan
+
+
+def with_links(cluster: Cluster, profiles: Sequence[Profile]) -> Cluster:
+    """The cluster with the links that were measured, if any were."""
+    return cluster.with_links(profiles[0]) if profiles else cluster
 
 
 def _state_bytes_per_param_byte(optimizer: Optimizer | None, default: float) -> float:

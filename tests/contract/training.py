@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.optim import SGD, Optimizer
 
@@ -135,6 +136,11 @@ def clipped(model: nn.Module, most: float) -> Tensor:
     if isinstance(model, pyrannc.RaNNCModule):
         return model.clip_grad_norm(most)
     return nn.utils.clip_grad_norm_(model.parameters(), most)
+
+
+def regression() -> Returns:
+    """A model that returns the mean of its squared errors."""
+    return Returns(Chain(), F.mse_loss)
 
 
 def learn(job: Job, model: nn.Module, optimizer: Optimizer, data: Data = pairs, step: int = 0) -> Tensor:

@@ -16,6 +16,7 @@ from .source import belongs_to_user
 from .torch_internals.patching import GRAD_SWITCHES, IS_GRAD_ENABLED, PatchPoint, fake_told_of_gradients
 
 _NAMES: Any = vars(ModuleType)["__dict__"]
+"""What a module has by name, without asking the module."""
 
 
 class GradMode:

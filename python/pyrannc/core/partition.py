@@ -68,10 +68,9 @@ class SpanPart:
     gives: tuple[int, ...]
     hash: str
 
-    def without(self, ops: Sequence[int], takes: Sequence[int], gives: Sequence[int]) -> SpanPart:
-        """The rest of it, where some of its Ops are left to others."""
-        left_out = [place for place, op in enumerate(self.ops) if op not in ops]
-        return SpanPart(tuple(ops), tuple(takes), tuple(gives), f"{self.hash}{_WITHOUT}{left_out}")
+    def hash_without(self, places: Sequence[int]) -> str:
+        """That of the rest, where Ops at some places are left to others."""
+        return f"{self.hash}{_WITHOUT}{places}"
 
     @property
     def hash_of_all(self) -> str:

@@ -60,8 +60,9 @@ def _without(facts: GraphFacts, span: SpanPart, dropped: Set[int]) -> SpanPart:
     made = {facts.ops[span.ops[place]].results[0] for place in places}
     converted = {facts.ops[span.ops[place]].operands[0] for place in places}
     used = dict.fromkeys(value for op in ops for value in facts.ops[op].operands)
-    return span.without(
-        ops,
-        takes=[*(value for value in span.takes if value not in converted), *(value for value in used if value in made)],
-        gives=[value for value in span.gives if value not in made],
+    return SpanPart(
+        ops=tuple(ops),
+        takes=(*(value for value in span.takes if value not in converted), *(value for value in used if value in made)),
+        gives=tuple(value for value in span.gives if value not in made),
+        hash=span.hash_without(places),
     )

@@ -17,12 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tests.contract.habit import alike, equal, refused, warned
 from tests.contract.job import Job
 from tests.contract.settings import REPLICAS, SPREAD, STAGES
-from tests.contract.training import WIDTH, Chain, Returns, learn_around, pairs
-
-
-def _regression() -> Returns:
-    return Returns(Chain(), F.mse_loss)
-
+from tests.contract.training import WIDTH, Chain, Returns, learn_around, pairs, regression
 
 # Parameters
 
@@ -30,14 +25,14 @@ def _regression() -> Returns:
 @equal()
 def frozen_later(job: Job) -> None:
     """`requires_grad_(False)` on a layer after some steps."""
-    net = _regression()
+    net = regression()
     learn_around(job, net, lambda model: net.net.layers[1].requires_grad_(False))
 
 
 @equal()
 def unfrozen_later(job: Job) -> None:
     """A layer frozen at first gets `requires_grad_(True)` after some steps."""
-    net = _regression()
+    net = regression()
     net.net.layers[1].requires_grad_(False)
     learn_around(job, net, lambda model: net.net.layers[1].requires_grad_(True))
 
@@ -50,7 +45,7 @@ def data_replaced(job: Job) -> None:
         for param in model.parameters():
             param.data = param.data * 0.5
 
-    learn_around(job, _regression(), change)
+    learn_around(job, regression(), change)
 
 
 def _halve(model: nn.Module) -> None:
@@ -60,13 +55,13 @@ def _halve(model: nn.Module) -> None:
 @equal(settings=(REPLICAS,))
 def vector_to_params(job: Job) -> None:
     """`vector_to_parameters(parameters_to_vector(model.parameters()), ...)` where every rank holds the whole model."""
-    learn_around(job, _regression(), _halve)
+    learn_around(job, regression(), _halve)
 
 
 @refused("RaNNCError", "get_param", settings=(STAGES,), instead="`model.state_dict()`, `model.load_state_dict(state)`")
 def params_to_vector_of_parts(job: Job) -> None:
     """The same where other ranks hold a part of the parameters."""
-    learn_around(job, _regression(), _halve)
+    learn_around(job, regression(), _halve)
 
 
 @equal()
@@ -77,13 +72,13 @@ def vector_to_params_of_parts(job: Job) -> None:
         count = sum(param.numel() for param in model.parameters())
         vector_to_parameters(torch.linspace(-0.5, 0.5, count), model.parameters())
 
-    learn_around(job, _regression(), change)
+    learn_around(job, regression(), change)
 
 
 @equal()
 def optimizer_by_data(job: Job) -> None:
     """An optimizer by hand: `param.data = param.data - lr * param.grad`."""
-    model = job.wrap(_regression())
+    model = job.wrap(regression())
     for batch in job.batches(pairs):
         model.zero_grad()
         loss = model(*batch)
@@ -102,7 +97,7 @@ def data_changed_in_place(job: Job) -> None:
         for param in model.parameters():
             param.data.clamp_(-0.2, 0.2)
 
-    learn_around(job, _regression(), change)
+    learn_around(job, regression(), change)
 
 
 class _Shrinking(nn.Module):
@@ -140,7 +135,7 @@ def data_limited_in_forward(job: Job) -> None:
 @warned("added to the model since", instead="make all modules before wrapping, to plan once only")
 def layer_added_later(job: Job) -> None:
     """A layer with parameters is added to the model after the first call."""
-    net = _regression()
+    net = regression()
 
     def change(model: nn.Module) -> None:
         net.net.layers.append(nn.Linear(WIDTH, WIDTH))
@@ -234,7 +229,7 @@ def rate_by_own_loss(job: Job) -> None:
 @refused("CaptureError|RaNNCError", "hook", instead="return what the hook would keep as an output of the model")
 def forward_hook_keeps(job: Job) -> None:
     """A forward hook keeps what a layer returns."""
-    net = _regression()
+    net = regression()
     kept: list[Tensor] = []
     net.net.layers[0].register_forward_hook(lambda module, args, out: kept.append(out.detach().sum()))
     model = job.wrap(net)
@@ -245,7 +240,7 @@ def forward_hook_keeps(job: Job) -> None:
 @equal()
 def forward_hook_returns(job: Job) -> None:
     """A forward hook that changes what a layer returns, registered before the first call."""
-    net = _regression()
+    net = regression()
     net.net.layers[0].register_forward_hook(lambda module, args, out: out * 0.5)
     learn_around(job, net, lambda model: None)
 
@@ -253,14 +248,14 @@ def forward_hook_returns(job: Job) -> None:
 @refused("RaNNCError|CaptureError|InputError", "hook", instead="register hooks before the first call")
 def forward_hook_added_later(job: Job) -> None:
     """A forward hook is registered after the first call."""
-    net = _regression()
+    net = regression()
     learn_around(job, net, lambda model: net.net.layers[0].register_forward_hook(lambda module, args, out: out * 0.5))
 
 
 @refused("CaptureError|RaNNCError", "hook", instead="put an `autograd.Function` into the model")
 def backward_hook(job: Job) -> None:
     """A module has a backward hook (`register_full_backward_hook`)."""
-    net = _regression()
+    net = regression()
     net.net.layers[0].register_full_backward_hook(lambda module, grads, outs: None)
     learn_around(job, net, lambda model: None)
 
@@ -268,7 +263,7 @@ def backward_hook(job: Job) -> None:
 @equal()
 def gradient_hook(job: Job) -> None:
     """A parameter has a hook (`param.register_hook`)."""
-    net = _regression()
+    net = regression()
     net.net.layers[1].weight.register_hook(lambda grad: grad * 0)
     learn_around(job, net, lambda model: None)
 
@@ -276,7 +271,7 @@ def gradient_hook(job: Job) -> None:
 @equal()
 def hook_after_accumulation(job: Job) -> None:
     """A parameter has a hook that runs after its gradient (`register_post_accumulate_grad_hook`)."""
-    net = _regression()
+    net = regression()
 
     def halve(param: Tensor) -> None:
         assert param.grad is not None

@@ -14,17 +14,25 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 from tests.contract.habit import equal, refused, warned
 from tests.contract.job import Job
 from tests.contract.settings import FREE
-from tests.contract.training import CLASSES, WIDTH, Chain, Returns, classes, clipped, fit, learn, pairs, single
-
-
-def _regression() -> Returns:
-    return Returns(Chain(), F.mse_loss)
+from tests.contract.training import (
+    CLASSES,
+    WIDTH,
+    Chain,
+    Returns,
+    classes,
+    clipped,
+    fit,
+    learn,
+    pairs,
+    regression,
+    single,
+)
 
 
 @equal(settings=FREE)
 def plan_of_the_search(job: Job) -> None:
     """The search chooses Stages, Replicas and microbatches."""
-    fit(job, _regression(), pairs)
+    fit(job, regression(), pairs)
 
 
 @equal()
@@ -35,7 +43,7 @@ def schedulers(job: Job) -> None:
         lambda optimizer: CosineAnnealingLR(optimizer, 3),
         lambda optimizer: OneCycleLR(optimizer, 0.2, total_steps=4),
     ):
-        net = _regression()
+        net = regression()
         optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
         scheduler = make(optimizer)
         model = job.wrap(net, optimizer)
@@ -49,7 +57,7 @@ def schedulers(job: Job) -> None:
 @equal()
 def parameter_groups(job: Job) -> None:
     """The optimizer has several groups of parameters."""
-    net = _regression()
+    net = regression()
     decayed = [param for param in net.parameters() if param.dim() > 1]
     others = [param for param in net.parameters() if param.dim() < 2]
     optimizer = AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0, "lr": 0.05}], lr=0.01)
@@ -62,7 +70,7 @@ def parameter_groups(job: Job) -> None:
 @equal()
 def accumulated_gradients(job: Job) -> None:
     """Gradients of two batches add up before a step."""
-    net = _regression()
+    net = regression()
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
     for step, batch in enumerate(job.batches(pairs, 4)):
@@ -77,7 +85,7 @@ def accumulated_gradients(job: Job) -> None:
 @equal()
 def zeroed_gradients(job: Job) -> None:
     """`optimizer.zero_grad(set_to_none=False)`, or `model.zero_grad()`, before a backward."""
-    net = _regression()
+    net = regression()
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
     for step, batch in enumerate(job.batches(pairs, 4)):
@@ -94,7 +102,7 @@ def zeroed_gradients(job: Job) -> None:
 @equal(note="`nn.utils.clip_grad_norm_` sees this rank's gradients only")
 def clipped_by_the_module(job: Job) -> None:
     """`model.clip_grad_norm(max_norm)` before a step."""
-    net = _regression()
+    net = regression()
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
     for batch in job.batches(pairs):
@@ -127,7 +135,7 @@ def training_and_evaluation(job: Job) -> None:
 @equal()
 def gradients_switched_off_first(job: Job) -> None:
     """The first call is under `torch.no_grad()`, as to check that all is well; training follows."""
-    net = _regression()
+    net = regression()
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
     with torch.no_grad():
@@ -140,7 +148,7 @@ def gradients_switched_off_first(job: Job) -> None:
 @equal()
 def two_calls_one_backward(job: Job) -> None:
     """Two calls of the model, then one backward of the sum."""
-    net = _regression()
+    net = regression()
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
     for step in range(2):
@@ -155,7 +163,7 @@ def two_calls_one_backward(job: Job) -> None:
 @equal()
 def kept_graph(job: Job) -> None:
     """`backward(retain_graph=True)`, then a second backward."""
-    model = job.wrap(_regression())
+    model = job.wrap(regression())
     loss = model(*job.batch(pairs))
     loss.backward(retain_graph=True)
     (3 * loss).backward()
@@ -165,7 +173,7 @@ def kept_graph(job: Job) -> None:
 @refused("RaNNCError", "retain_graph=True", instead="call `loss.backward(retain_graph=True)` the first time")
 def graph_not_kept(job: Job) -> None:
     """A second `backward()` for the same call, without `retain_graph=True`."""
-    model = job.wrap(_regression())
+    model = job.wrap(regression())
     loss = model(*job.batch(pairs))
     loss.backward()
     job.gradients(model)
@@ -176,14 +184,14 @@ def graph_not_kept(job: Job) -> None:
 @equal()
 def state_loaded_before(job: Job) -> None:
     """A saved state is loaded into the model and the optimizer before the first call."""
-    net = _regression()
+    net = regression()
     optimizer = Adam(net.parameters(), lr=0.01)
     for _ in range(2):
         optimizer.zero_grad()
         net(*pairs(4, Generator().manual_seed(5))).backward()
         optimizer.step()
     saved, saved_optimizer = copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict())
-    net = _regression()
+    net = regression()
     optimizer = Adam(net.parameters(), lr=0.5)
     model = job.wrap(net, optimizer)
     model.load_state_dict(saved)
@@ -196,7 +204,7 @@ def state_loaded_before(job: Job) -> None:
 @equal()
 def state_round_trip(job: Job) -> None:
     """`model.state_dict()` on all ranks, more steps, and `model.load_state_dict()` back."""
-    net = _regression()
+    net = regression()
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
     learn(job, model, optimizer)
@@ -233,7 +241,7 @@ def evaluated_output_changed_in_place(job: Job) -> None:
 @equal()
 def loss_changed_in_place(job: Job) -> None:
     """The script divides the loss in place (`loss /= 4`)."""
-    model = job.wrap(_regression())
+    model = job.wrap(regression())
     for batch in job.batches(pairs):
         loss = model(*batch)
         loss /= 4
@@ -245,7 +253,7 @@ def loss_changed_in_place(job: Job) -> None:
 @equal()
 def error_caught(job: Job) -> None:
     """An error of a step is caught on all ranks, and the loop goes on."""
-    net = _regression()
+    net = regression()
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
     for step in range(3):
@@ -262,7 +270,7 @@ def error_caught(job: Job) -> None:
 @equal()
 def input_gradients(job: Job) -> None:
     """The script asks for gradients of its inputs by `requires_grad_()`."""
-    model = job.wrap(_regression())
+    model = job.wrap(regression())
     for x, target in job.batches(pairs):
         x.requires_grad_()
         model(x, target).backward()
@@ -331,7 +339,7 @@ def model_that_returns_its_loss_after_another(job: Job) -> None:
 @equal()
 def optimizer_by_hand(job: Job) -> None:
     """The script updates `model.parameters()` in place under `torch.no_grad()`."""
-    model = job.wrap(_regression())
+    model = job.wrap(regression())
     for batch in job.batches(pairs):
         model.zero_grad()
         model(*batch).backward()
@@ -344,7 +352,7 @@ def optimizer_by_hand(job: Job) -> None:
 @equal()
 def optimizer_made_later(job: Job) -> None:
     """The optimizer is made of `model.parameters()` after the first call."""
-    model = job.wrap(_regression())
+    model = job.wrap(regression())
     job.same("first", model(*job.batch(pairs, 9)))
     optimizer = Adam(model.parameters(), lr=0.01)
     for step in range(2):
@@ -355,7 +363,7 @@ def optimizer_made_later(job: Job) -> None:
 @equal()
 def step_with_closure(job: Job) -> None:
     """`optimizer.step(closure)` with an optimizer that calls the closure once."""
-    net = _regression()
+    net = regression()
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
     for batch in job.batches(pairs):
@@ -374,7 +382,7 @@ def step_with_closure(job: Job) -> None:
 @equal()
 def average_of_weights(job: Job) -> None:
     """The script keeps a moving average of the state that `model.state_dict()` gives."""
-    net = _regression()
+    net = regression()
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
     average = {name: torch.zeros_like(param) for name, param in net.named_parameters()}
@@ -389,7 +397,7 @@ def average_of_weights(job: Job) -> None:
 @equal()
 def last_batch_is_short(job: Job) -> None:
     """The last batch has fewer rows."""
-    net = _regression()
+    net = regression()
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
     for rows in (16, 8):
@@ -405,7 +413,7 @@ def last_batch_is_short(job: Job) -> None:
 @equal()
 def losses_kept(job: Job) -> None:
     """The script keeps losses in a list and takes their mean at the end of the epoch."""
-    net = _regression()
+    net = regression()
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer)
     losses = [learn(job, model, optimizer, step=step) for step in range(3)]
@@ -426,7 +434,7 @@ def classification(job: Job) -> None:
 @warned("to.. and cuda.. do nothing", instead="leave it out: the Plan places the parameters")
 def moved_after_wrapping(job: Job) -> None:
     """`model.to(device)` after wrapping."""
-    net = _regression()
+    net = regression()
     optimizer = SGD(net.parameters(), lr=0.1)
     model = job.wrap(net, optimizer).to("cpu")
     learn(job, model, optimizer)
@@ -436,7 +444,7 @@ def moved_after_wrapping(job: Job) -> None:
 @equal()
 def frozen_before_backward(job: Job) -> None:
     """Layers are frozen between the call and its `backward()`: they get no gradients."""
-    net = _regression()
+    net = regression()
     optimizer = Adam(net.parameters(), lr=0.01)
     model = job.wrap(net, optimizer)
     for step in range(3):
@@ -462,7 +470,7 @@ def gradient_penalty(job: Job) -> None:
 @refused("RaNNCError", "torch.func", "backward", instead="`loss.backward()`, `torch.autograd.grad(...)`")
 def differentiated_forwards(job: Job) -> None:
     """The model is called inside of `torch.func.jvp`, `torch.func.grad` and the like."""
-    model = job.wrap(_regression())
+    model = job.wrap(regression())
     x, target = job.batch(pairs)
     torch.func.jvp(lambda x: model(x, target), (x,), (x,))
 
