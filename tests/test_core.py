@@ -60,7 +60,7 @@ UNREAD = {
         "stages[].prologue.recompute",
         "stages[].spans[].recompute",
     },
-    "buckets": {"gradients", "buckets[].dtype", "buckets[].bytes", "buckets[].span", "buckets[].gathered"},
+    "buckets": {"gradients", "buckets[].dtype", "buckets[].bytes", "buckets[].gathered"},
     "rank view": {"seats[].replica"},
     "plan": {
         "schema",

@@ -92,7 +92,7 @@ def test_a_profile_survives_its_file(layers: Subject, tmp_path: Path) -> None:
         "working copies": "once a step",
         "backwards": "whole and in two parts",
         "updates": "alone",
-        "links": "beside products of bfloat16",
+        "links": "as Stages send, beside products of bfloat16",
     }
     points = json.loads(again.to_json())["blocks"]
     assert all([point["rows"] for point in block] == [1, 4] for block in points.values())

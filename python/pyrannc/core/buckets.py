@@ -20,12 +20,14 @@ class BucketFacts:
         sharding: what the group divides among its ranks: ``"none"``, ``"optimizer"``, ``"gradients"``,
             ``"kept_params"`` or ``"params"``.
         parts: where anything is divided, how many elements each rank of the group has; together at least all.
+        span: where the parameters are divided, the place of the Span that alone uses them among its Stage's.
     """
 
     group: int
     params: tuple[int, ...]
     sharding: str
     parts: tuple[int, ...]
+    span: int | None
 
     @property
     def is_spread(self) -> bool:
@@ -66,7 +68,7 @@ class BucketsFacts:
         return BucketsFacts(
             groups=tuple(tuple(ranks) for ranks in found["groups"]),
             buckets=tuple(
-                BucketFacts(item["group"], tuple(item["params"]), item["sharding"], tuple(item["parts"]))
+                BucketFacts(item["group"], tuple(item["params"]), item["sharding"], tuple(item["parts"]), item["span"])
                 for item in found["buckets"]
             ),
         )

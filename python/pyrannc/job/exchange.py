@@ -16,6 +16,11 @@ Work: TypeAlias = dist.Work
 """What is under way; ``wait()`` waits for it (on a GPU: makes the current stream wait)."""
 
 
+CTAS_OF_MESSAGES = 2
+"""Blocks of threads that a message between Stages takes on a GPU. One that waits for its peer keeps them from
+computing."""
+
+
 def exchange(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
     """Sends and receives contiguous tensors at once, on the group of all ranks.
 
@@ -182,3 +187,11 @@ def _received(like: Tensor, source: int, device: torch.device) -> Tensor:
     if arrived.numel():
         exchange([], [(source, arrived)])
     return arrived
+
+
+def on_nccl(ctas: int) -> Group:
+    """One more process group of all ranks, whose messages take so many blocks of threads on a GPU."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = ctas
+    made: Group = dist.new_group(backend="nccl", pg_options=options)
+    return made

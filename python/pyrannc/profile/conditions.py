@@ -67,7 +67,7 @@ def conditions(device: torch.device, *, fused_dropout: bool, compiled: bool = Fa
     """Those in force on ``device`` now."""
     versions = {"pyrannc": _native.version, "torch": torch.__version__}
     versions |= {"working copies": "once a step", "backwards": "whole and in two parts", "updates": "alone"}
-    versions["links"] = "beside products of bfloat16"
+    versions["links"] = "as Stages send, beside products of bfloat16"
     if device.type == "cuda":
         versions["cuda"] = str(torch.version.cuda)
         versions["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]  # torch has no types for it

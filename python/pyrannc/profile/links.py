@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyrannc.core.profile import LevelPoint, LinkPoint
 from pyrannc.job import agree, process
-from pyrannc.job.exchange import exchange
+from pyrannc.job.exchange import CTAS_OF_MESSAGES, Group, on_nccl, start_exchange
 
 _SMALL_BYTES = 1 << 12
 _LARGE_BYTES = 1 << 25
@@ -85,8 +85,11 @@ def _wait(works: list[dist.Work | None]) -> None:
 def _measure_level(ranks: list[int], device: torch.device) -> tuple[LinkPoint, LinkPoint]:
     """Messages and sums between ``ranks``, which no inner level joins. All ranks call it."""
     own, first, second = process.get_rank(), ranks[0], ranks[1]
-    send = _measure_send(first, second, device) if own in (first, second) else None
+    channel = on_nccl(CTAS_OF_MESSAGES) if device.type == "cuda" else process.world()
+    send = _measure_send(first, second, channel, device) if own in (first, second) else None
     process.barrier()
+    if channel is not process.world():
+        dist.destroy_process_group(channel)
     group = process.world() if len(ranks) == process.get_world_size() else dist.new_group(ranks)
     collective = _measure_collective(group, device) if own in ranks else None
     if own in ranks and group is not process.world():
@@ -95,15 +98,15 @@ def _measure_level(ranks: list[int], device: torch.device) -> tuple[LinkPoint, L
     return found
 
 
-def _measure_send(first: int, second: int, device: torch.device) -> LinkPoint:
-    """A message there and back."""
+def _measure_send(first: int, second: int, channel: Group, device: torch.device) -> LinkPoint:
+    """A message there and back, as Stages send it."""
 
     def there_and_back(tensor: Tensor) -> None:
         for source, destination in ((first, second), (second, first)):
-            if process.get_rank() == source:
-                exchange([(destination, tensor)], [])
-            else:
-                exchange([], [(source, tensor)])
+            is_source = process.get_rank() == source
+            sends, receives = ([(destination, tensor)], []) if is_source else ([], [(source, tensor)])
+            for work in start_exchange(sends, receives, channel):
+                work.wait()
 
     small_us, large_us, large_bytes = _two_sizes(there_and_back, device)
     latency_us = small_us / 2

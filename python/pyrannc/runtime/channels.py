@@ -18,11 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyrannc.job import process
-from pyrannc.job.exchange import Work, as_sent
-from pyrannc.runtime.collectives import on_nccl
-
-_CTAS = 2
-"""Blocks of threads that a message takes on a GPU. One that waits for its peer keeps them from computing."""
+from pyrannc.job.exchange import CTAS_OF_MESSAGES, Work, as_sent, on_nccl
 
 
 @dataclass(frozen=True)
@@ -135,6 +131,6 @@ def _nccl_group() -> dist.ProcessGroup:
     # In a group that is bound to a device torch connects all ranks at once, and all messages share one communicator.
     bound, default.bound_device_id = default.bound_device_id, None
     try:
-        return on_nccl(_CTAS)
+        return on_nccl(CTAS_OF_MESSAGES)
     finally:
         default.bound_device_id = bound

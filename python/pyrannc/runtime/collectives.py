@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from pyrannc.job import process
-from pyrannc.job.exchange import Group, sum_over_ranks
+from pyrannc.job.exchange import Group, on_nccl, sum_over_ranks
 
 
 class Groups:
@@ -48,14 +48,6 @@ def beside_all(device: torch.device, *, ctas: int = 1) -> Group:
     # NCCL connects at first use, which must not be inside a step.
     sum_over_ranks(torch.zeros(1, device=device), made)
     torch.cuda.synchronize(device)
-    return made
-
-
-def on_nccl(ctas: int) -> Group:
-    """One more process group of all ranks, whose messages take so many blocks of threads on a GPU."""
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = ctas
-    made: Group = dist.new_group(backend="nccl", pg_options=options)
     return made
 
 

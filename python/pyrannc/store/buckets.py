@@ -70,6 +70,7 @@ class Bucket:
         message: type in which they are summed over ranks.
         start: of the bucket among all of its types.
         parts: where anything is divided, how many elements each of ``ranks`` has, one behind the other.
+        span: where the parameters are divided, which Span alone uses them.
         is_spread: each of them keeps only its part of the sums.
         is_gathered: and of the parameters.
         is_kept: these stay whole from their gathering to the end of a run.
@@ -85,6 +86,7 @@ class Bucket:
     device: torch.device
     start: int
     parts: tuple[int, ...]
+    span: int | None
     is_spread: bool
     is_gathered: bool
     is_kept: bool
@@ -147,7 +149,7 @@ def own_buckets(
         if found.is_spread:
             place = ranks.index(process.get_rank())
             kept = sum(found.parts[:place]), sum(found.parts[: place + 1])
-        divided = found.parts, found.is_spread, found.is_gathered, found.is_kept, kept
+        divided = found.parts, found.span, found.is_spread, found.is_gathered, found.is_kept, kept
         made = Bucket(number, params, numel, ranks, types, message, device, start, *divided)
         buckets.append(made)
         ends[types] = start + made.kept_room

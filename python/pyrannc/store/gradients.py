@@ -232,13 +232,18 @@ class Gradients:
         del self._open[index]
         self._start_due(current)
         # Others start these sums in backwards too, which wait for nothing that this rank does later.
-        self._finish_scattering(leave=1)
+        self._finish_earlier_spans()
 
     # Sums over ranks
 
-    def _finish_scattering(self, leave: int = 0) -> None:
-        """Waits for sums in parts, all but the last so many, and lets go of what was summed."""
-        while len(self._scattering) > leave:
+    def _finish_scattering(self) -> None:
+        """Waits for sums in parts, and lets go of what was summed."""
+        while self._scattering:
+            self._scattering.popleft().finish()
+
+    def _finish_earlier_spans(self) -> None:
+        """Likewise for all but the last one, and those of its Span, whose buckets are full at the same time."""
+        while len(self._scattering) > 1 and not self._scattering[0].is_of_span_of(self._scattering[-1]):
             self._scattering.popleft().finish()
 
     def sum(self, current: GradientSet, bucket: int, *, filled: bool) -> None:

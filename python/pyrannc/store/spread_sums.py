@@ -34,6 +34,10 @@ class SpreadSums:
         self._works: list[Work] = []
         self._arriving: Tensor | None = None
 
+    def is_of_span_of(self, other: SpreadSums) -> bool:
+        """True when one Span alone uses the parameters of both."""
+        return self._bucket.span is not None and self._bucket.span == other._bucket.span
+
     def begin(self) -> None:
         """Forgets what was summed."""
         self._is_empty = True
