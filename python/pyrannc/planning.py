@@ -98,12 +98,17 @@ def search_settings(request: Request, world_size: int) -> SearchSettings:
         max_microbatches=config.max_pipeline,
         min_microbatch_rows=config.min_pipeline_bs,
         loss_inside=request.variant.loss_inside,
-        replays=config.records_on(request.device.type) and not request.variant.whole_part,
+        replays=replays(request),
         split_backward=config.split_backward and not request.variant.whole_part,
         reduce_dtype=config.reduce_dtype,
         capabilities=Capabilities.of_zero(request.zero),
         limits=Limits(config.search_timeout_ms),
     )
+
+
+def replays(request: Request) -> bool:
+    """Whether steps are replayed as CUDA graphs, where nothing else is against it."""
+    return request.config.records_on(request.device.type) and not request.variant.whole_part
 
 
 def with_links(cluster: Cluster, profiles: Sequence[Profile]) -> Cluster:
@@ -273,7 +278,7 @@ def _subject(request: Request, cluster: Cluster, hosts: Sequence[str]) -> Subjec
     def runs(blocks: Blocks) -> Runs:
         parts = Parts.from_json(blocks.partition_json())
         fused = request.config.fused_dropout
-        given = request.samples, variant.starts, fused, compiler
+        given = request.samples, variant.starts, fused, compiler, replays(request)
         return Runs(blocks, parts, BlockSource(variant.captured, variant.facts, parts.crossings, *given))
 
     return Subject(

@@ -189,6 +189,23 @@ def test_times_are_those_of_a_device_that_is_always_busy(layers: Subject) -> Non
     assert slowed_down(BlockPoint(1, fits=False), 1.25) == BlockPoint(1, fits=False)
 
 
+@pytest.mark.parametrize("replayed", [False, True])
+def test_a_slow_host_does_not_count_where_steps_are_replayed(
+    layers: Subject, monkeypatch: pytest.MonkeyPatch, replayed: bool
+) -> None:
+    """Compiled code that takes the device half as long, and the host ten times as long."""
+    code = block(layers, 2)
+    monkeypatch.setattr(code, "compile", lambda rows, feeds: True)
+    monkeypatch.setattr(code, "leave_as_it_is", lambda: None)
+    points = iter([BlockPoint(1, True, 20.0, 20.0, 10.0, 10.0), BlockPoint(1, True, 10.0, 10.0, 100.0, 100.0)])
+    meter = BlockMeter(CPU, replayed=replayed)
+    monkeypatch.setattr(meter, "_point", lambda *_: next(points))
+    found = meter.points("block", lambda: code, (1,))
+    assert found is not None
+    assert [point.forward_us for point in found] == [10.0 if replayed else 20.0]
+    assert meter.eager_spans == (set() if replayed else {code.span_hash})
+
+
 def test_what_all_layers_take_leads(layers: Subject) -> None:
     hashes = layers.spans.hashes
     assert layers.leading in hashes

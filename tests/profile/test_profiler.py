@@ -171,6 +171,10 @@ def more_rows(layers: Subject, request: pytest.FixtureRequest) -> Subject:
     return replace(layers, row_counts=(1, 8))
 
 
+def replayed(layers: Subject, request: pytest.FixtureRequest) -> Subject:
+    return replace(layers, spans=replace(layers.spans, source=replace(layers.spans.source, replayed=True)))
+
+
 def other_version(layers: Subject, request: pytest.FixtureRequest) -> Subject:
     request.getfixturevalue("monkeypatch").setattr(torch, "__version__", "99.0")
     return layers
@@ -204,7 +208,8 @@ def deterministic(layers: Subject, request: pytest.FixtureRequest) -> Subject:
 
 
 @pytest.mark.parametrize(
-    "change", [other_graph, more_rows, other_version, other_precision, other_kernels, other_threads, deterministic]
+    "change",
+    [other_graph, more_rows, replayed, other_version, other_precision, other_kernels, other_threads, deterministic],
 )
 def test_what_changes_the_cost_is_measured_anew(
     layers: Subject,

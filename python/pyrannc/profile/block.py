@@ -36,6 +36,7 @@ class BlockSource:
         starts: the Graph's outputs that get gradients from outside.
         fused_dropout: as in the configuration.
         compiler: compiles Blocks where Spans are compiled.
+        replayed: steps are replayed as CUDA graphs.
     """
 
     captured: Captured
@@ -45,6 +46,7 @@ class BlockSource:
     starts: frozenset[int]
     fused_dropout: bool
     compiler: Compiler | None = None
+    replayed: bool = False
 
     @cached_property
     def conversions(self) -> dict[int, int]:

@@ -63,7 +63,9 @@ class Conditions:
     switches: str
 
 
-def conditions(device: torch.device, *, fused_dropout: bool, compiled: bool = False) -> Conditions:
+def conditions(
+    device: torch.device, *, fused_dropout: bool, compiled: bool = False, replayed: bool = False
+) -> Conditions:
     """Those in force on ``device`` now."""
     versions = {"pyrannc": _native.version, "torch": torch.__version__}
     versions |= {"working copies": "once a step", "backwards": "whole and in two parts", "updates": "alone"}
@@ -73,6 +75,8 @@ def conditions(device: torch.device, *, fused_dropout: bool, compiled: bool = Fa
         versions["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]  # torch has no types for it
         versions["clock"] = "as in a training"
         versions["dropout"] = "fused" if fused_dropout else "not fused"
+    if replayed:
+        versions["steps"] = "replayed"
     if compiled:
         versions["spans"], versions["images"] = "compiled where that pays", "channels last"
     return Conditions(device_name(device), _precision(device), tuple(versions.items()), _switches(device))

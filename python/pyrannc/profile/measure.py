@@ -34,15 +34,19 @@ class BlockMeter:
 
     What a call costs the host whatever is in it does not count: that is the Cluster's ``action_us``, once for a Stage.
 
+    Args:
+        replayed: steps are replayed as CUDA graphs.
+
     Attributes:
         slowdown: how many times longer the leading Block takes in a training than when it is measured; none before.
         eager_spans: hashes of Spans whose code takes longer than their operators.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, replayed: bool = False) -> None:
         self.slowdown: float | None = None
         self.eager_spans: set[str] = set()
-        self._meter = Meter(device)
+        self._replayed = replayed
+        self._meter = Meter(device, replayed=replayed)
         self._forward_overhead_us = self._least_us(_empty_forward(device))
         self._backward_overhead_us = self._least_us(_empty_backward(device))
 
@@ -70,6 +74,12 @@ class BlockMeter:
         Returns:
             None when the Block cannot be run on made-up data.
         """
+        with self._meter.where_replays_are_made():
+            return self._points(name, make, row_counts, compiles=compiles, leads=leads)
+
+    def _points(
+        self, name: str, make: Callable[[], BlockCode], row_counts: Sequence[int], *, compiles: bool, leads: bool
+    ) -> list[BlockPoint] | None:
         points: list[BlockPoint] = []
         code: BlockCode | None = None
         try:
@@ -98,12 +108,17 @@ class BlockMeter:
         try:
             if code.compile(rows, code.feeds(rows)):
                 compiled = self._point(code, rows, self._host_us(code, rows))
-                if _taken_us(compiled) <= _MOST_AGAINST_PLAIN * _taken_us(plain):
+                if self._taken_us(compiled) <= _MOST_AGAINST_PLAIN * self._taken_us(plain):
                     return compiled
                 self.eager_spans.add(code.span_hash)
         except Exception as error:  # whatever a compiler or its code raises: the operators are measured
             _log.debug("%s is measured as it is: %s", name, first_line(error))
         return None
+
+    def _taken_us(self, point: BlockPoint) -> float:
+        """By the device, or by a host that is slower to start it each time."""
+        device_us, host_us = point.forward_us + point.backward_us, point.forward_host_us + point.backward_host_us
+        return device_us if self._replayed else max(device_us, host_us)
 
     def _as_compiled(self, plain: BlockPoint, last: BlockPoint, compiled: BlockPoint) -> BlockPoint:
         """What compiled code costs at other rows, by what it gains at the last: each takes a compilation."""
@@ -278,8 +293,3 @@ def _empty_backward(device: torch.device) -> Callable[[], object]:
         leaf.grad = None
 
     return backward
-
-
-def _taken_us(point: BlockPoint) -> float:
-    """By the device, or by a host that is slower to start it."""
-    return max(point.forward_us + point.backward_us, point.forward_host_us + point.backward_host_us)

@@ -1,7 +1,8 @@
 """Time and memory of calls on a device.
 
 A GPU runs what the host has queued, so many calls take as long as the slower of the two needs. Its own time is
-measured while it finds all of them queued: it sleeps until then, and runs them without a gap.
+measured while it finds all of them queued: it sleeps until then, and runs them without a gap. Where steps are replayed
+as CUDA graphs, in which kernels stand otherwise apart, calls are too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -53,20 +55,63 @@ class MemoryWatch(Protocol):
 
 
 class Meter:
-    """Measures calls on ``device``."""
+    """Measures calls on ``device``.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        replayed: they are parts of steps that are replayed as CUDA graphs.
+    """
+
+    def __init__(self, device: torch.device, *, replayed: bool = False) -> None:
         self._device = device
         self.on_gpu = device.type == "cuda"
+        self._replayed = replayed and self.on_gpu
+
+    @contextmanager
+    def where_replays_are_made(self) -> Iterator[None]:
+        """What is called inside may be replayed, with what is made inside: graphs have a stream of their own."""
+        if not self._replayed:
+            yield
+            return
+        before = torch.cuda.current_stream(self._device)
+        stream = torch.cuda.graph(torch.cuda.CUDAGraph()).capture_stream
+        assert stream is not None, "torch has one for all recordings"
+        stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:
+            before.wait_stream(stream)
 
     def time_us(self, call: Callable[[], object]) -> float:
         """Time of a call among many of its kind: on a GPU without gaps in which it waits for the host."""
         queued_s, once_s = self._warm_up(call)
         calls = min(max(int(_SERIES_S / once_s), 1), _MOST_CALLS)
+        graph = self._recorded(call, calls)
+        if graph is not None:
+            return self._time_us(graph.replay, *self._warm_up(graph.replay), 1) / calls
+        return self._time_us(call, queued_s, once_s, calls)
+
+    def _time_us(self, call: Callable[[], object], queued_s: float, once_s: float, calls: int) -> float:
+        """The median of series of so many calls."""
         series = 1 if calls * once_s > _ENOUGH_S else _SERIES
         if self.on_gpu:
             return _median(self._gpu_us(call, calls, queued_s) for _ in range(series))
         return _median(_host_us(call, calls) for _ in range(series))
+
+    def _recorded(self, call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph | None:
+        """So many calls as one graph, where steps are replayed; None where they wait for the device, or the like."""
+        if not self._replayed:
+            return None
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+        try:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                for _ in range(calls):
+                    call()
+        except Exception:  # whatever torch or a kernel has against it; memory may lack for this alone
+            # Where a recording cannot begin, torch stays on its stream.
+            torch.cuda.set_stream(stream)
+            return None
+        return graph
 
     def slowdown(self, call: Callable[[], object]) -> float:
         """How many times longer a call takes on a device that has been busy for long, as in training.
@@ -75,15 +120,17 @@ class Meter:
         """
         if not self.on_gpu:
             return 1.0
-        short_us = self.time_us(call)
-        queued_s, once_s = self._warm_up(call)
+        graph = self._recorded(call, 1)
+        run = call if graph is None else graph.replay
+        queued_s, once_s = self._warm_up(run)
         if queued_s > once_s / 2:
             # It would wait for its host, and rest meanwhile.
             return 1.0
+        short_us = self._time_us(run, queued_s, once_s, _MOST_CALLS)
         until_s = time.perf_counter() + _BUSY_S
         while time.perf_counter() < until_s:
-            self._queue(call, _MOST_CALLS, 0.0)
-        sustained_us, _ = self._queue(call, max(1, int(_SUSTAINED_S / once_s)), 0.0)
+            self._queue(run, _MOST_CALLS, 0.0)
+        sustained_us, _ = self._queue(run, max(1, int(_SUSTAINED_S / once_s)), 0.0)
         return max(1.0, sustained_us / short_us)
 
     def host_us(self, calls: Iterable[Callable[[], object]]) -> float:

@@ -123,7 +123,8 @@ def profile(subject: Subject, device: torch.device, cache: ProfileCache) -> list
         On rank 0, in the order of the ranks that have those devices first; nothing on other ranks.
     """
     source = subject.spans.source
-    kind = conditions(device, fused_dropout=source.fused_dropout, compiled=source.compiler is not None)
+    compiled = source.compiler is not None
+    kind = conditions(device, fused_dropout=source.fused_dropout, compiled=compiled, replayed=source.replayed)
     own = kind, surroundings()
     told: list[tuple[Conditions, Surroundings]] = agree.gather_objects(own)
     blocks = _profiles_of_blocks(subject, device, cache, told)
@@ -260,7 +261,7 @@ def _measure_share(subject: Subject, device: torch.device, times_us: Mapping[str
         Randomness(device).borrowed(),
         Bar("profiling blocks", sum(weights.values()), len(weights), shown=shown) as bar,
     ):
-        meter = BlockMeter(device)
+        meter = BlockMeter(device, replayed=subject.spans.source.replayed)
         for block in times_us:
             runs, place = subject.find(block)
             name = f"{'block' if runs is subject.blocks else 'span'} {place}"
