@@ -86,15 +86,18 @@ fn ranks_have_memory_for_what_other_stages_give_them() {
     let input = builder.input(DType::Float32, &[Dim::rows(1), Dim::fixed(512)]);
     let output = (0..4).fold(input, |hidden, layer| builder.linear(hidden, 512, &format!("layers.{layer}")));
     let graph = builder.finish(&[output]);
-    let settings =
-        |gather_inputs| Settings { stages: Some(2), microbatches: Some(4), gather_inputs, ..settings(2, 4096) };
-    let first = |gather_inputs| {
-        let plan = plan(&graph, &cluster("NVIDIA H200", 2), &settings(gather_inputs)).expect("fits");
+    let comm_bytes = |gather_inputs, replays| {
+        let forced = Settings { stages: Some(2), microbatches: Some(4), ..settings(2, 4096) };
+        let forced = Settings { gather_inputs, replays, ..forced };
+        let plan = plan(&graph, &cluster("NVIDIA H200", 2), &forced).expect("fits");
         assert_eq!(replicas(&plan), [1, 1]);
-        plan.stages[0].predicted.memory.comm_bytes
+        plan.stages.iter().map(|stage| stage.predicted.memory.comm_bytes).collect::<Vec<_>>()
     };
-    let own_rows = 2048;
-    assert_eq!(first(true) - first(false), own_rows * 512 * 4);
+    let (own_rows_bytes, arriving) = (2048 * 512 * 4, comm_bytes(true, false));
+    assert_eq!(arriving[0] - comm_bytes(false, false)[0], own_rows_bytes);
+    // What a replay gives is copied, on every rank.
+    let replayed = comm_bytes(true, true);
+    assert_eq!([replayed[0] - arriving[0], replayed[1] - arriving[1]], [own_rows_bytes; 2]);
 }
 
 #[test]

@@ -155,6 +155,11 @@ class Recording:
             increment_version(self._changed)
         self._is_launched = True
 
+    @property
+    def output_bytes(self) -> int:
+        """Of memory for what a replay gives."""
+        return sum(tensor.nbytes for tensor in self.run.outputs.values())
+
     def room_for_outputs(self) -> OfBatch:
         """Memory for what a replay gives."""
         return {value: torch.empty_like(tensor, requires_grad=False) for value, tensor in self.run.outputs.items()}

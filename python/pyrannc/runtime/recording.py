@@ -253,7 +253,7 @@ class Recordings:
         # The peak may be older than the recording.
         most = min(torch.cuda.max_memory_allocated(device) - allocated, self._bytes)
         stays = torch.cuda.memory_allocated(device) - allocated
-        self.replay_bytes = max(self.replay_bytes, most - stays)
+        self.replay_bytes = max(self.replay_bytes, most - stays + known.recordings[room].output_bytes)
 
     def _room_for_outputs(self, known: _Known, recording: Recording) -> OfBatch | None:
         """Where a replay's outputs go: what the graphs have keeps from others even what is free in it."""

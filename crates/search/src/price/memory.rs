@@ -168,7 +168,16 @@ impl Pricing<'_> {
             outputs.map(|(&rows, count)| chain.output_bytes.at(first, end, rows) * count as f64).sum();
         // One microbatch is received ahead.
         let messages_bytes = chain.traffic.in_bytes.at(first, end, rows) + GRADS_ON_THE_WAY * grads_bytes;
-        messages_bytes + outputs_bytes + self.arriving_outputs_bytes(run)
+        messages_bytes + outputs_bytes + self.arriving_outputs_bytes(run) + self.copied_outputs_bytes()
+    }
+
+    /// What a replayed step gives is copied: the next replay writes to where it was computed.
+    fn copied_outputs_bytes(&self) -> f64 {
+        let settings = self.problem.settings;
+        if !settings.replays || !settings.gather_inputs {
+            return 0.0;
+        }
+        self.chain.output_bytes.at(0, self.chain.len(), settings.rank_rows())
     }
 
     /// Of the outputs that other Stages make, the rows that a rank's own batch has: they come while it computes.
