@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -198,7 +199,9 @@ def test_a_slow_host_does_not_count_where_steps_are_replayed(
     monkeypatch.setattr(code, "compile", lambda rows, feeds: True)
     monkeypatch.setattr(code, "leave_as_it_is", lambda: None)
     points = iter([BlockPoint(1, True, 20.0, 20.0, 10.0, 10.0), BlockPoint(1, True, 10.0, 10.0, 100.0, 100.0)])
-    meter = BlockMeter(CPU, replayed=replayed)
+    meter = BlockMeter(CPU)
+    monkeypatch.setattr(meter._meter, "where_replays_are_made", nullcontext)
+    monkeypatch.setattr(meter._meter, "replays", replayed)
     monkeypatch.setattr(meter, "_point", lambda *_: next(points))
     found = meter.points("block", lambda: code, (1,))
     assert found is not None

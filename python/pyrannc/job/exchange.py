@@ -16,7 +16,7 @@ Work: TypeAlias = dist.Work
 """What is under way; ``wait()`` waits for it (on a GPU: makes the current stream wait)."""
 
 
-CTAS_OF_MESSAGES = 2
+_CTAS_OF_MESSAGES = 2
 """Blocks of threads that a message between Stages takes on a GPU. One that waits for its peer keeps them from
 computing."""
 
@@ -195,3 +195,16 @@ def on_nccl(ctas: int) -> Group:
     options.config.max_ctas = ctas
     made: Group = dist.new_group(backend="nccl", pg_options=options)
     return made
+
+
+def between_pairs() -> dist.ProcessGroup:
+    """One more process group on NCCL, for messages between Stages: any two ranks are connected when one first sends to
+    the other. All ranks call it."""
+    default = dist.group.WORLD
+    assert default is not None, "this process has joined the others"
+    # In a group that is bound to a device torch connects all ranks at once, and all messages share one communicator.
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        return on_nccl(_CTAS_OF_MESSAGES)
+    finally:
+        default.bound_device_id = bound

@@ -98,6 +98,7 @@ class BlockCode:
 
     Attributes:
         span_hash: of the Span that it is in a Stage which has it all.
+        randomness: from where it draws.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class BlockCode:
         self._source = source
         self._place = place
         self._device = device
-        self._randomness = Randomness(device, fused_dropout=source.fused_dropout)
+        self.randomness = Randomness(device, fused_dropout=source.fused_dropout)
         self._generator = torch.Generator(device).manual_seed(0)
         self.span_hash = part.spans[-1].hash
         part = replace(part, ops=tuple(op for op in part.ops if op not in source.conversions), prologue=None, spans=())
@@ -120,11 +121,11 @@ class BlockCode:
             source.facts,
             self._part,
             device,
-            self._randomness,
+            self.randomness,
             channels_last=source.compiler is not None,
         )
         shared = replace(part, ops=clones, inputs=(), receives=(), sends=self._shared, outputs=())
-        self._shared_code = StageCode(source.captured, source.facts, shared, device, self._randomness)
+        self._shared_code = StageCode(source.captured, source.facts, shared, device, self.randomness)
         self._state = self._make_state(part)
         self._weights = [tensor for tensor in self._state.values() if tensor.requires_grad]
         for weight in self._weights:
@@ -218,7 +219,7 @@ class BlockCode:
 
     def forward(self, rows: int, feeds: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Runs the Block as a step does, new contents of buffers included."""
-        self._randomness.at([(0, rows)])
+        self.randomness.at([(0, rows)])
         results = self._code(rows, {**self._state, **feeds})
         with torch.no_grad():
             for buffer, update in self._code.updates.items():

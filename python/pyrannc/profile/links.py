@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyrannc.core.profile import LevelPoint, LinkPoint
 from pyrannc.job import agree, process
-from pyrannc.job.exchange import CTAS_OF_MESSAGES, Group, on_nccl, start_exchange
+from pyrannc.job.exchange import Group, between_pairs
 
 _SMALL_BYTES = 1 << 12
 _LARGE_BYTES = 1 << 25
@@ -32,8 +32,6 @@ def measure_links(hosts: Sequence[str], level_names: Sequence[str], device: torc
         hosts: the host of each rank.
         level_names: the levels, from those inside a host outwards; the first and the last are measured.
     """
-    # Later exchanges concern two ranks only, and the group must have been used by all before.
-    dist.all_reduce(torch.zeros(1, device=device), group=process.world())
     inside = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
     between = [hosts.index(host) for host in dict.fromkeys(hosts)]
     measured = [
@@ -85,7 +83,7 @@ def _wait(works: list[dist.Work | None]) -> None:
 def _measure_level(ranks: list[int], device: torch.device) -> tuple[LinkPoint, LinkPoint]:
     """Messages and sums between ``ranks``, which no inner level joins. All ranks call it."""
     own, first, second = process.get_rank(), ranks[0], ranks[1]
-    channel = on_nccl(CTAS_OF_MESSAGES) if device.type == "cuda" else process.world()
+    channel = between_pairs() if device.type == "cuda" else process.world()
     send = _measure_send(first, second, channel, device) if own in (first, second) else None
     process.barrier()
     if channel is not process.world():
@@ -103,10 +101,12 @@ def _measure_send(first: int, second: int, channel: Group, device: torch.device)
 
     def there_and_back(tensor: Tensor) -> None:
         for source, destination in ((first, second), (second, first)):
-            is_source = process.get_rank() == source
-            sends, receives = ([(destination, tensor)], []) if is_source else ([], [(source, tensor)])
-            for work in start_exchange(sends, receives, channel):
-                work.wait()
+            if process.get_rank() == source:
+                work = dist.isend(tensor, destination, group=channel)
+            else:
+                work = dist.irecv(tensor, source, group=channel)
+            assert work is not None, "both are members"
+            work.wait()
 
     small_us, large_us, large_bytes = _two_sizes(there_and_back, device)
     latency_us = small_us / 2

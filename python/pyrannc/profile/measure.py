@@ -45,7 +45,6 @@ class BlockMeter:
     def __init__(self, device: torch.device, *, replayed: bool = False) -> None:
         self.slowdown: float | None = None
         self.eager_spans: set[str] = set()
-        self._replayed = replayed
         self._meter = Meter(device, replayed=replayed)
         self._forward_overhead_us = self._least_us(_empty_forward(device))
         self._backward_overhead_us = self._least_us(_empty_backward(device))
@@ -84,6 +83,7 @@ class BlockMeter:
         code: BlockCode | None = None
         try:
             code = make()
+            self._meter.draw_from(code.randomness)
             host_us = self._host_us(code, row_counts[0])
             for rows in row_counts:
                 points.append(self._point(code, rows, host_us))
@@ -118,7 +118,7 @@ class BlockMeter:
     def _taken_us(self, point: BlockPoint) -> float:
         """By the device, or by a host that is slower to start it each time."""
         device_us, host_us = point.forward_us + point.backward_us, point.forward_host_us + point.backward_host_us
-        return device_us if self._replayed else max(device_us, host_us)
+        return device_us if self._meter.replays else max(device_us, host_us)
 
     def _as_compiled(self, plain: BlockPoint, last: BlockPoint, compiled: BlockPoint) -> BlockPoint:
         """What compiled code costs at other rows, by what it gains at the last: each takes a compilation."""

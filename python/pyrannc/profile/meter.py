@@ -10,15 +10,22 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 
-from pyrannc.capture.torch_internals.devices import sleep_on_gpu
+from pyrannc.blocks.randomness import Randomness
+from pyrannc.blocks.recorded import Place, RecordedDraws
+from pyrannc.capture.torch_internals.devices import Graph, sleep_on_gpu
 from pyrannc.capture.torch_internals.tensors import StorageWeakRef, TorchDispatchMode, pytree, storage_address
+from pyrannc.errors import first_line
+from pyrannc.log import get_logger
+
+_log = get_logger("DPStaging")
 
 _SERIES_S = 0.005
 """How long one series of calls should take."""
@@ -54,21 +61,79 @@ class MemoryWatch(Protocol):
         """The most that was held since it was entered, or since the last question."""
 
 
+class Recorded:
+    """Calls as a CUDA graph.
+
+    Args:
+        call: what is recorded.
+        calls: so many times.
+        draws: from where it draws, if it may.
+        device: where it runs.
+
+    Raises:
+        Exception: it cannot be recorded.
+    """
+
+    def __init__(self, call: Callable[[], object], calls: int, draws: Randomness | None, device: torch.device) -> None:
+        self._graph = Graph()
+        self._own = None if draws is None else RecordedDraws(_places(call, draws) * calls, device)
+        if self._own is not None:
+            self._own.register(self._graph)
+        stream = torch.cuda.current_stream(device)
+        try:
+            with (
+                nullcontext() if draws is None or self._own is None else draws.recorded(self._own),
+                warnings.catch_warnings(),
+                torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
+            ):
+                # A call without kernels is worth no warning.
+                warnings.simplefilter("ignore")
+                for _ in range(calls):
+                    call()
+        except Exception:
+            # Where a recording cannot begin, torch stays on its stream.
+            torch.cuda.set_stream(stream)
+            raise
+        if draws is not None and self._own is not None:
+            draws.begin_replay(self._own)
+
+    def replay(self) -> None:
+        """Runs the calls."""
+        self._graph.replay()
+
+
+def _places(call: Callable[[], object], draws: Randomness) -> list[Place]:
+    """For what a call sets the device's generator."""
+    before, draws.noted = draws.noted, []
+    try:
+        call()
+        return draws.noted
+    finally:
+        draws.noted = before
+
+
 class Meter:
     """Measures calls on ``device``.
 
     Args:
         replayed: they are parts of steps that are replayed as CUDA graphs.
+
+    Attributes:
+        on_gpu: the device is a GPU.
+        replays: what is measured now is replayed.
     """
 
     def __init__(self, device: torch.device, *, replayed: bool = False) -> None:
         self._device = device
+        self._draws: Randomness | None = None
         self.on_gpu = device.type == "cuda"
         self._replayed = replayed and self.on_gpu
+        self.replays = self._replayed
 
     @contextmanager
     def where_replays_are_made(self) -> Iterator[None]:
         """What is called inside may be replayed, with what is made inside: graphs have a stream of their own."""
+        self.replays, self._draws = self._replayed, None
         if not self._replayed:
             yield
             return
@@ -82,13 +147,17 @@ class Meter:
         finally:
             before.wait_stream(stream)
 
+    def draw_from(self, randomness: Randomness) -> None:
+        """What is measured from now on draws from there."""
+        self._draws = randomness
+
     def time_us(self, call: Callable[[], object]) -> float:
         """Time of a call among many of its kind: on a GPU without gaps in which it waits for the host."""
         queued_s, once_s = self._warm_up(call)
         calls = min(max(int(_SERIES_S / once_s), 1), _MOST_CALLS)
-        graph = self._recorded(call, calls)
-        if graph is not None:
-            return self._time_us(graph.replay, *self._warm_up(graph.replay), 1) / calls
+        recorded = self._recorded(call, calls)
+        if recorded is not None:
+            return max(LEAST_US, self._time_us(recorded.replay, *self._warm_up(recorded.replay), 1) / calls)
         return self._time_us(call, queued_s, once_s, calls)
 
     def _time_us(self, call: Callable[[], object], queued_s: float, once_s: float, calls: int) -> float:
@@ -98,20 +167,18 @@ class Meter:
             return _median(self._gpu_us(call, calls, queued_s) for _ in range(series))
         return _median(_host_us(call, calls) for _ in range(series))
 
-    def _recorded(self, call: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph | None:
-        """So many calls as one graph, where steps are replayed; None where they wait for the device, or the like."""
-        if not self._replayed:
+    def _recorded(self, call: Callable[[], object], calls: int) -> Recorded | None:
+        """So many calls as one graph, where they are replayed; ``None`` where they cannot be."""
+        if not self.replays:
             return None
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         try:
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                for _ in range(calls):
-                    call()
-        except Exception:  # whatever torch or a kernel has against it; memory may lack for this alone
-            # Where a recording cannot begin, torch stays on its stream.
-            torch.cuda.set_stream(stream)
+            return Recorded(call, calls, self._draws, self._device)
+        except torch.OutOfMemoryError:
             return None
-        return graph
+        except Exception as error:  # whatever torch or a kernel has against it, such as that it waits for the device
+            _log.debug("it is not measured as replayed: %s", first_line(error))
+            self.replays = False
+            return None
 
     def slowdown(self, call: Callable[[], object]) -> float:
         """How many times longer a call takes on a device that has been busy for long, as in training.
@@ -120,13 +187,13 @@ class Meter:
         """
         if not self.on_gpu:
             return 1.0
-        graph = self._recorded(call, 1)
-        run = call if graph is None else graph.replay
+        recorded = self._recorded(call, 1)
+        run = call if recorded is None else recorded.replay
         queued_s, once_s = self._warm_up(run)
         if queued_s > once_s / 2:
             # It would wait for its host, and rest meanwhile.
             return 1.0
-        short_us = self._time_us(run, queued_s, once_s, _MOST_CALLS)
+        short_us = self._time_us(run, queued_s, once_s, min(max(int(_SERIES_S / once_s), 1), _MOST_CALLS))
         until_s = time.perf_counter() + _BUSY_S
         while time.perf_counter() < until_s:
             self._queue(run, _MOST_CALLS, 0.0)

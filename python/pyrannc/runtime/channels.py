@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyrannc.job import process
-from pyrannc.job.exchange import CTAS_OF_MESSAGES, Work, as_sent, on_nccl
+from pyrannc.job.exchange import Work, as_sent, between_pairs
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Channels:
         self._opened.update(new)
         on_gpu = self._device.type == "cuda"
         if new and not self._groups:
-            self._groups = {upwards: _nccl_group() if on_gpu else process.world() for upwards in (True, False)}
+            self._groups = {upwards: between_pairs() if on_gpu else process.world() for upwards in (True, False)}
         if on_gpu:
             self._connect([pair for pair in new if self._rank in pair])
 
@@ -122,15 +122,3 @@ class Channels:
             if group is not process.world():
                 dist.destroy_process_group(group)
         self._groups.clear()
-
-
-def _nccl_group() -> dist.ProcessGroup:
-    """A group of all ranks, in which any two are connected when one first sends to the other."""
-    default = dist.group.WORLD
-    assert default is not None, "this process has joined the others"
-    # In a group that is bound to a device torch connects all ranks at once, and all messages share one communicator.
-    bound, default.bound_device_id = default.bound_device_id, None
-    try:
-        return on_nccl(CTAS_OF_MESSAGES)
-    finally:
-        default.bound_device_id = bound

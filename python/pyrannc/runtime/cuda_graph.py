@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from pyrannc.blocks.recorded import Place, RecordedDraws
+from pyrannc.capture.torch_internals.devices import Graph
 from pyrannc.capture.torch_internals.gradients import copy_each
 from pyrannc.capture.torch_internals.tensors import version
 from pyrannc.errors import RaNNCError
@@ -102,7 +103,7 @@ class Recording:
         self._pool = pool
         self._draws = RecordedDraws(seen.places, device)
         self.clock = Clock(task.program, device)
-        self._graph, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        self._graph, self._backward = Graph(), Graph()
         self._grads = Places({key: torch.empty_like(like, device=device) for key, like in seen.grads.items()})
         self.run = Run(task, self.clock, lends=False)
         # Copies that earlier calls were lent move now if at all.

@@ -227,12 +227,13 @@ class Gradients:
         # A node of autograd may have many parameters, whose gradients then come in any order.
         self._open[index] += 1
         missing = len(self._leaves_of[index]) - self._count_complete(current, index) - self._open[index]
-        if missing > 0 or not self._take(current, index, whole=True):
+        if missing > 0:
             return
-        del self._open[index]
-        self._start_due(current)
         # Others start these sums in backwards too, which wait for nothing that this rank does later.
-        self._finish_earlier_spans()
+        self._finish_other_spans(current, index)
+        if self._take(current, index, whole=True):
+            del self._open[index]
+            self._start_due(current)
 
     # Sums over ranks
 
@@ -241,10 +242,14 @@ class Gradients:
         while self._scattering:
             self._scattering.popleft().finish()
 
-    def _finish_earlier_spans(self) -> None:
-        """Likewise for all but the last one, and those of its Span, whose buckets are full at the same time."""
-        while len(self._scattering) > 1 and not self._scattering[0].is_of_span_of(self._scattering[-1]):
-            self._scattering.popleft().finish()
+    def _finish_other_spans(self, current: GradientSet, index: int) -> None:
+        """Likewise, before a bucket takes memory, for those of other Spans: all of one Span's come together."""
+        coming = current.spread.get(index)
+        if coming is None:
+            return
+        for sums in [sums for sums in self._scattering if not sums.is_of_span_of(coming)]:
+            self._scattering.remove(sums)
+            sums.finish()
 
     def sum(self, current: GradientSet, bucket: int, *, filled: bool) -> None:
         """Starts the sum of a bucket over the ranks that hold its parameters, in the order of the calls.

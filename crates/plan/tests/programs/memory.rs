@@ -41,6 +41,12 @@ fn two_of(bytes: &[u64]) -> u64 {
     bytes.windows(2).map(|pair| pair.iter().sum()).chain(bytes.iter().copied()).max().unwrap_or(0)
 }
 
+/// While one layer's gradients come, those of the layer behind it are summed, and the part of a Replica arrives.
+fn summed_at_once(bytes: &[u64], replicas: u64) -> u64 {
+    let pairs = bytes.windows(2).map(|pair| pair[0] + pair[1] + pair[1] / replicas);
+    pairs.chain(bytes.iter().copied()).max().unwrap_or(0)
+}
+
 impl Layers {
     /// By layer, with weights of such elements.
     fn param_bytes(&self, weight_element: u64) -> Vec<u64> {
@@ -152,10 +158,14 @@ impl Case {
             whole: match self.sharding[stage] {
                 Sharding::None | Sharding::Optimizer => WholePrediction::default(),
                 Sharding::Gradients => WholePrediction { params_bytes: 0, grads_bytes: summed.iter().sum() },
-                Sharding::KeptParams => {
-                    WholePrediction { params_bytes: gathered.iter().sum(), grads_bytes: two_of(&summed) }
-                }
-                Sharding::Params => WholePrediction { params_bytes: two_of(&gathered), grads_bytes: two_of(&summed) },
+                Sharding::KeptParams => WholePrediction {
+                    params_bytes: gathered.iter().sum(),
+                    grads_bytes: summed_at_once(&summed, replicas),
+                },
+                Sharding::Params => WholePrediction {
+                    params_bytes: two_of(&gathered),
+                    grads_bytes: summed_at_once(&summed, replicas),
+                },
             },
             sizes: match sizes[..] {
                 [_] => Vec::new(),

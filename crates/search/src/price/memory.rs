@@ -108,7 +108,7 @@ impl Pricing<'_> {
             held(Sharding::KeptParams).bytes(bytes(&chain.state_bytes), bytes(&own.spanned_bytes)) + copy_bytes;
         let grads_bytes = held(Sharding::Gradients).bytes(bytes(&chain.grad_bytes), bytes(&own.grad_bytes));
         let updated_bytes = held(Sharding::Optimizer).bytes(bytes(&chain.trainable_bytes), bytes(&own.bytes));
-        let (whole_params_bytes, whole_grads_bytes) = self.whole_bytes(run, sharding);
+        let (whole_params_bytes, whole_grads_bytes) = self.whole_bytes(run, at, sharding);
         let optimizer_bytes = updated_bytes * self.problem.settings.optimizer_bytes_per_param_byte;
         StageMemory {
             params_bytes: params_bytes + whole_params_bytes,
@@ -124,22 +124,26 @@ impl Pricing<'_> {
     }
 
     /// Parameters and gradients that are whole for a while although Replicas divide them.
-    fn whole_bytes(&self, run: &Range<usize>, sharding: Sharding) -> (f64, f64) {
+    fn whole_bytes(&self, run: &Range<usize>, at: &At<'_>, sharding: Sharding) -> (f64, f64) {
         let Range { start: first, end } = *run;
         let own = &self.chain.own;
         let message_bytes = own.message_bytes.at(first, end);
+        // A sum that is on its way arrives in memory of its own.
+        let summed_bytes = |bytes: f64| {
+            message_bytes.min(WHOLE_SPANS * bytes) + message_bytes.min(bytes) / f64::from(at.place.replicas)
+        };
         match sharding {
             Sharding::None | Sharding::Optimizer => (0.0, 0.0),
             Sharding::Gradients => {
                 let bucket_bytes = full_bytes(message_bytes as u64) as f64 + own.largest_message.at(first, end);
-                (0.0, message_bytes.min(WHOLE_SPANS * bucket_bytes))
+                (0.0, summed_bytes(bucket_bytes))
             }
             Sharding::KeptParams | Sharding::Params => {
                 let spans_bytes = |of_largest: &Largest| WHOLE_SPANS * of_largest.at(first, end);
                 let most_bytes =
                     if sharding == Sharding::Params { spans_bytes(&own.largest_gathered) } else { f64::INFINITY };
                 let params_bytes = own.gathered_bytes.at(first, end).min(most_bytes);
-                (params_bytes, message_bytes.min(spans_bytes(&own.largest_summed)))
+                (params_bytes, summed_bytes(own.largest_summed.at(first, end)))
             }
         }
     }

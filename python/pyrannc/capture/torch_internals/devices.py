@@ -87,3 +87,30 @@ def generator_address(generator: torch.Generator) -> int:
 def sleep_on_gpu(cycles: int) -> None:
     """Keeps the GPU waiting until the host has queued what is measured. Public: none."""
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+class Graph(torch.cuda.CUDAGraph):
+    """A CUDA graph whose recording leaves torch as it was when it fails.
+
+    torch goes on giving memory from the graph's pool where what was recorded turns out to be none (an operator has
+    waited for the device): it ends that only behind the call that fails. Public: the graph itself.
+    """
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        """Begins a recording, into a pool of its own if none is given."""
+        self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        super().capture_begin(pool=self._pool, capture_error_mode=capture_error_mode)
+
+    def capture_end(self) -> None:
+        """Ends it.
+
+        Raises:
+            Exception: what was recorded cannot be replayed.
+        """
+        try:
+            super().capture_end()
+        except Exception:
+            device = torch.cuda.current_device()
+            torch._C._cuda_endAllocateToPool(device, self._pool)
+            torch._C._cuda_releasePool(device, self._pool)
+            raise

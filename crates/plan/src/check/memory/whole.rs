@@ -5,8 +5,8 @@
 //! time; those gathered before another computation than theirs stay. Where Params are gathered once and kept, all are
 //! whole, and there is nothing to prove. Gradients of a backward fill the buckets in the order of their numbers; a bucket is
 //! whole until its sum has ended, and sums start in the order of the Actions, each when those before the last one have
-//! ended, but for those of one Span, which are under way together. What a rank sums of a microbatch of which it has no rows
-//! lies where others have activations.
+//! ended, but for those of one Span, which are under way together; what a rank gets of a sum comes beside it. What a rank
+//! sums of a microbatch of which it has no rows lies where others have activations.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -115,6 +115,7 @@ pub(super) fn check_sums(program: &Program, own: &RankProgram, promises: &Promis
 fn summed_bytes(program: &Program, order: &[u32]) -> u64 {
     let size = |bucket: u32| program.buckets[bucket as usize].bytes;
     let span = |bucket: u32| program.buckets[bucket as usize].span;
+    let part = |bucket: u32| size(bucket) / (program.groups[program.buckets[bucket as usize].group as usize].len() as u64);
     let mut due = order.iter().copied().peekable();
     let mut filled = BTreeSet::new();
     let (mut waiting, mut under_way, mut last, mut most) = (0, 0, None, 0);
@@ -125,7 +126,7 @@ fn summed_bytes(program: &Program, order: &[u32]) -> u64 {
         while let Some(next) = due.next_if(|next| filled.contains(next)) {
             waiting -= size(next);
             let beside = if span(next).is_some() && span(next) == last { under_way } else { 0 };
-            (under_way, last) = (beside + size(next), span(next));
+            (under_way, last) = (beside + size(next) + part(next), span(next));
         }
     }
     most
