@@ -162,10 +162,9 @@ impl Case {
                     params_bytes: gathered.iter().sum(),
                     grads_bytes: summed_at_once(&summed, replicas),
                 },
-                Sharding::Params => WholePrediction {
-                    params_bytes: two_of(&gathered),
-                    grads_bytes: summed_at_once(&summed, replicas),
-                },
+                Sharding::Params => {
+                    WholePrediction { params_bytes: two_of(&gathered), grads_bytes: summed_at_once(&summed, replicas) }
+                }
             },
             sizes: match sizes[..] {
                 [_] => Vec::new(),
@@ -342,6 +341,29 @@ fn sums_that_keep_buckets_waiting_are_found_whatever_the_batch() {
     for call in [Call::Whole, Call::Halves] {
         let promised = case.promised_for(call, vec![9, 0, 5, 8]);
         assert_eq!(promised.changed(sum_in_reverse), Some(Holding::Gradients), "{call}");
+    }
+}
+
+/// While the first bucket of a Span fills, all of those of the Span behind it are under way. A Plan that promises less than
+/// any order takes is not held to it.
+#[test]
+fn what_sums_take_is_known_to_the_byte() {
+    for half_digits in [false, true] {
+        let case = Case { half_digits, ..Case::uneven(2, 2, Sharding::Params) };
+        let graph = case.graph();
+        let promising = |less: u64| {
+            let (mut plan, promised) = (case.plan(&graph), case.promised());
+            for (stage, widths) in case.widths.iter().enumerate() {
+                let summed = case.layers(stage).param_bytes(ELEMENT);
+                // The biases beside weights of halves have a bucket of their own, which is full first.
+                let first = |layer: usize| if half_digits { ELEMENT * widths[layer] } else { summed[layer] };
+                let needed = (1..summed.len()).map(|layer| first(layer - 1) + summed[layer] + summed[layer] / 2).max();
+                plan.stages[stage].predicted.whole.grads_bytes = needed.expect("two layers") - less;
+            }
+            Promised { promises: Promises::new(&plan, &graph, &promised.partition), ..promised }
+        };
+        assert_eq!(promising(0).changed(sum_in_reverse), Some(Holding::Gradients));
+        assert_eq!(promising(1).changed(sum_in_reverse), None);
     }
 }
 

@@ -56,14 +56,17 @@ fn each_level_divides_what_it_says() {
     };
     assert_eq!(mib(Sharding::None), [1960.0, 1360.0, 2720.0]);
     assert_eq!(mib(Sharding::Optimizer), [1960.0, 1360.0, 680.0]);
-    // Two buckets on their way, each with a parameter more than a full one.
+    // Two buckets on their way, each with a parameter more than a full one, and the part that arrives of a sum.
     let bucket_mib = full_bytes((1360.0 * MIB) as u64) as f64 / MIB + 800.0;
-    assert_eq!(mib(Sharding::Gradients), [1960.0, 340.0 + (2.0 * bucket_mib).min(1360.0), 680.0]);
+    let arriving = bucket_mib.min(1360.0) / 4.0;
+    assert_eq!(mib(Sharding::Gradients), [1960.0, 340.0 + (2.0 * bucket_mib).min(1360.0) + arriving, 680.0]);
     // What both Spans use is whole, of the others the copies are gathered.
     let gathered = (2.0 * 400.0_f64).min(200.0 + 400.0);
-    assert_eq!(mib(Sharding::Params), [160.0 + 1200.0 / 4.0 + gathered, 340.0 + 1360.0, 680.0]);
+    // What both Spans use counts with each of them.
+    let grads = 340.0 + 1360.0 + (800.0 + 160.0) / 4.0;
+    assert_eq!(mib(Sharding::Params), [160.0 + 1200.0 / 4.0 + gathered, grads, 680.0]);
     let kept = 200.0 + 400.0;
-    assert_eq!(mib(Sharding::KeptParams), [160.0 + 1200.0 / 4.0 + kept, 340.0 + 1360.0, 680.0]);
+    assert_eq!(mib(Sharding::KeptParams), [160.0 + 1200.0 / 4.0 + kept, grads, 680.0]);
 }
 
 #[test]

@@ -115,7 +115,8 @@ pub(super) fn check_sums(program: &Program, own: &RankProgram, promises: &Promis
 fn summed_bytes(program: &Program, order: &[u32]) -> u64 {
     let size = |bucket: u32| program.buckets[bucket as usize].bytes;
     let span = |bucket: u32| program.buckets[bucket as usize].span;
-    let part = |bucket: u32| size(bucket) / (program.groups[program.buckets[bucket as usize].group as usize].len() as u64);
+    let part =
+        |bucket: u32| size(bucket) / (program.groups[program.buckets[bucket as usize].group as usize].len() as u64);
     let mut due = order.iter().copied().peekable();
     let mut filled = BTreeSet::new();
     let (mut waiting, mut under_way, mut last, mut most) = (0, 0, None, 0);
