@@ -28,6 +28,12 @@ def test_version() -> None:
     assert tensors.version(tensor) > before
 
 
+def test_base_of() -> None:
+    tensor = torch.ones(3)
+    assert tensors.base_of(tensor[:1]) is tensor
+    assert tensors.base_of(tensor) is None
+
+
 def test_is_view() -> None:
     tensor = torch.ones(2)
     assert tensors.is_view(tensor[:1])

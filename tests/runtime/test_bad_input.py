@@ -397,3 +397,73 @@ def test_after_a_failed_deployment_the_next_call_works(ranks: Ranks) -> None:
         assert not ready
         for mine, theirs in zip(found, expected, strict=True):
             assert torch.allclose(mine, theirs, rtol=0, atol=1e-12)
+
+
+class Adjacent(nn.Module):
+    """Mixes features as a sparse matrix says, which is made here."""
+
+    def forward(self, indices: Tensor, values: Tensor, x: Tensor) -> Tensor:
+        matrix = torch.sparse_coo_tensor(indices, values, (WIDTH, WIDTH))
+        return torch.sparse.mm(matrix, x.t()).t()
+
+
+class OnGraphs(nn.Module):
+    """Takes the matrix as an argument, has it as a buffer, or has its indices and values."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first, self.mix = nn.Linear(WIDTH, WIDTH), Adjacent()
+        matrix = torch.eye(WIDTH).to_sparse()
+        if way == "whole":
+            self.register_buffer("matrix", matrix)
+        self.register_buffer("indices", matrix.indices().clone())
+        self.register_buffer("values", matrix.values().clone())
+
+    def forward(self, x: Tensor, matrix: Tensor | None = None) -> Tensor:
+        x = self.first(x)
+        if matrix is not None:
+            return torch.sparse.mm(matrix, x.t()).t().square().sum()
+        assert isinstance(self.indices, Tensor)
+        assert isinstance(self.values, Tensor)
+        loss: Tensor = self.mix(self.indices, self.values, x).square().sum()
+        return loss
+
+
+def sparse_tensors() -> tuple[list[Told], list[float]]:
+    device = process.ensure_process_group().device
+    x, matrix = torch.ones(4, WIDTH, device=device), torch.eye(WIDTH, device=device).to_sparse()
+
+    def wrapped(way: str) -> pyrannc.RaNNCModule:
+        torch.manual_seed(0)
+        module = OnGraphs(way).to(device)
+        return pyrannc.RaNNCModule(module, torch.optim.SGD(module.parameters(), lr=0.1))
+
+    calls: list[Callable[[], Any]] = [
+        lambda: wrapped("parts")(x, matrix),
+        lambda: wrapped("parts")(x, matrix.values().view(-1, 1)),
+        lambda: wrapped("parts")(torch.nested.nested_tensor([x[0], x[1, :2]])),
+        lambda: wrapped("whole")(x),
+    ]
+    model = wrapped("parts")
+    losses = []
+    for _ in range(2):
+        loss = model(x)
+        loss.backward()
+        losses.append(float(loss.detach()))
+    return [told(call) for call in calls], losses
+
+
+def test_sparse_tensors_are_refused_with_what_works(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    expected = float(OnGraphs("parts")(torch.ones(8, WIDTH)).detach())
+    texts = [
+        ("InputError", "tensor 1 of the arguments", "sparse (torch.sparse_coo)", "indices().clone()"),
+        ("InputError", "tensor 1 of the arguments", "a view of a sparse tensor", "x.clone()"),
+        ("InputError", "tensor 0 of the arguments", "nested", "to_padded_tensor"),
+        ("CaptureError", 'buffer "matrix" of the model', "sparse (torch.sparse_coo)", "sub-module"),
+    ]
+    for found, losses in ranks(2).run(sparse_tensors):
+        for (kind, text), (expected_kind, *parts) in zip(found, texts, strict=True):
+            assert kind == expected_kind
+            assert all(part in text for part in parts), text
+        assert losses == pytest.approx([expected] * 2)

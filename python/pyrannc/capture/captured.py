@@ -20,6 +20,7 @@ from .autocast import autocast_state, no_autocast
 from .clean import CleanGraph, clean, place_of
 from .computation import compute_the_same
 from .data_dependent import ReturnedExtentsError
+from .dense import refuse_state_not_dense
 from .dims import Dim
 from .flatten import Structure, batch_rows, flatten
 from .handed_back import Given, Put, hand_back
@@ -244,6 +245,7 @@ def capture_sample(
         PartOfBatchError: the model asks for what only the whole batch tells.
     """
     model, rows = sample.model, sample.rows
+    refuse_state_not_dense(model)
     options = options.of(model)
     whole, told = (
         WholeModules(options.leaf_modules, list(kept_whole), allow_uncut=options.allow_uncut),

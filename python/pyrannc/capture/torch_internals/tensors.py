@@ -27,6 +27,11 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def base_of(tensor: Tensor) -> Tensor | None:
+    """What a view is a view of. Public: none."""
+    return tensor._base
+
+
 def leads_nowhere(tensor: Tensor) -> bool:
     """True for a view made while autograd was off of what requires gradients: torch says that it does, too.
 
