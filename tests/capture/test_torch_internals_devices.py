@@ -182,6 +182,10 @@ def test_graph() -> None:
         before = torch.cuda.memory_reserved()
         with pytest.raises(RuntimeError), torch.cuda.graph(devices.Graph(), capture_error_mode="thread_local"):
             (x * 2).sum().item()
+        # Nor does the generator take what follows for a recording.
+        drawn = torch.nn.functional.dropout(x, 0.5)
+        assert 0 < int((drawn == 0).sum()) < x.numel()
+        del drawn
         torch.cuda.empty_cache()
         assert torch.cuda.memory_reserved() == before
     graph = devices.Graph()

@@ -85,3 +85,18 @@ def test_what_draws_is_replayed(meter: Meter) -> None:
         assert meter.time_us(draws) > 0
     assert meter.replays
     assert 0.4 < float((seen[-1] == 0).double().mean()) < 0.6
+
+
+def test_what_draws_and_waits_is_measured_as_it_is(meter: Meter) -> None:
+    randomness = Randomness(GPU)
+    x = torch.ones(1 << 16, device=GPU)
+
+    def draws() -> float:
+        randomness.place(3, by_rows=False)
+        return float(torch.nn.functional.dropout(x, 0.5).sum())
+
+    with randomness.borrowed():
+        meter.draw_from(randomness)
+        assert meter.time_us(draws) > 0
+        assert not meter.replays
+        assert 0.4 < draws() / (2 * x.numel()) < 0.6

@@ -4,9 +4,9 @@
 //! Params are gathered one Span ahead of the computation and freed behind it, so that those of two Spans are whole at a
 //! time; those gathered before another computation than theirs stay. Where Params are gathered once and kept, all are
 //! whole, and there is nothing to prove. Gradients of a backward fill the buckets in the order of their numbers; a bucket is
-//! whole until its sum has ended, and sums start in the order of the Actions, each when those before the last one have
-//! ended, but for those of one Span, which are under way together; what a rank gets of a sum comes beside it. What a rank
-//! sums of a microbatch of which it has no rows lies where others have activations.
+//! whole until its sum has ended, and sums start in the order of the Actions; what a rank gets of a sum comes beside it. When
+//! a bucket is full, sums that are under way end, but for those of its Span. What a rank sums of a microbatch of which it has
+//! no rows lies where others have activations.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -113,21 +113,21 @@ pub(super) fn check_sums(program: &Program, own: &RankProgram, promises: &Promis
 
 /// The most that is whole in a backward whose buckets are summed in this order.
 fn summed_bytes(program: &Program, order: &[u32]) -> u64 {
-    let size = |bucket: u32| program.buckets[bucket as usize].bytes;
-    let span = |bucket: u32| program.buckets[bucket as usize].span;
-    let part =
-        |bucket: u32| size(bucket) / (program.groups[program.buckets[bucket as usize].group as usize].len() as u64);
+    let bucket = |number: u32| &program.buckets[number as usize];
+    let ranks = |bucket: &Bucket| program.groups[bucket.group as usize].len() as u64;
     let mut due = order.iter().copied().peekable();
     let mut filled = BTreeSet::new();
-    let (mut waiting, mut under_way, mut last, mut most) = (0, 0, None, 0);
-    for bucket in order.iter().copied().collect::<BTreeSet<u32>>() {
-        filled.insert(bucket);
-        waiting += size(bucket);
-        most = most.max(waiting + under_way);
-        while let Some(next) = due.next_if(|next| filled.contains(next)) {
-            waiting -= size(next);
-            let beside = if span(next).is_some() && span(next) == last { under_way } else { 0 };
-            (under_way, last) = (beside + size(next) + part(next), span(next));
+    let mut under_way: Vec<(Option<u32>, u64)> = Vec::new();
+    let (mut waiting, mut most) = (0, 0);
+    for number in order.iter().copied().collect::<BTreeSet<u32>>() {
+        let coming = bucket(number);
+        filled.insert(number);
+        waiting += coming.bytes;
+        most = most.max(waiting + under_way.iter().map(|(_, bytes)| bytes).sum::<u64>());
+        under_way.retain(|&(span, _)| span.is_some() && span == coming.span);
+        while let Some(next) = due.next_if(|next| filled.contains(next)).map(bucket) {
+            waiting -= next.bytes;
+            under_way.push((next.span, next.bytes + next.bytes / ranks(next)));
         }
     }
     most
