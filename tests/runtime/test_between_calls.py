@@ -109,6 +109,7 @@ class Asks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
         self.register_buffer("seen", torch.ones(6))
 
     def forward(self, x: Tensor, question: str) -> Tensor:
@@ -128,8 +129,17 @@ class Asks(nn.Module):
         with torch.enable_grad():
             if question == "inside" and torch.is_grad_enabled():
                 y = y * 2
+            made, unmade = self.second(y), self.frozen(y)
         if question == "after" and torch.is_grad_enabled():
             y = y * 7
+        if question == "outside" and not y.requires_grad:
+            y = y * 3
+        if question == "made inside" and (made * 2).grad_fn is None:
+            y = y * 3
+        if question == "made of frozen" and not unmade.requires_grad:
+            y = y * 3
+        if question == "made of it" and made.requires_grad and made.grad_fn is not None:
+            y = y * 3
         with torch.no_grad(), torch.set_grad_enabled(True):
             if question == "nested" and torch.is_grad_enabled():
                 y = y * 2
@@ -159,10 +169,10 @@ def job_by_mode(question: str) -> list[float]:
     return losses_by_mode(question, 2, pyrannc.get_rank())
 
 
-CHANGING = ["mode", "tensor", "after", "node", "leaf", "imported"]
+CHANGING = ["mode", "tensor", "after", "node", "leaf", "imported", "outside", "made inside", "made of frozen"]
 
 
-@pytest.mark.parametrize("question", [*CHANGING, "inside", "nested", "decorated", "parameter"])
+@pytest.mark.parametrize("question", [*CHANGING, "made of it", "inside", "nested", "decorated", "parameter"])
 def test_a_forward_may_ask_whether_gradients_are_recorded(question: str, ranks: Ranks) -> None:
     for found in ranks(2).run(job_by_mode, question, env=FORCED):
         expected = losses_by_mode(question, 1, 0)

@@ -10,10 +10,15 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
+from .facts import FACTS
 from .source import belongs_to_user
 from .torch_internals.patching import GRAD_SWITCHES, IS_GRAD_ENABLED, PatchPoint, fake_told_of_gradients
+from .torch_internals.tracing import current_tracer, note_new_nodes, proxy_of
+
+_RECORDED = "rannc_recorded"
+"""In the ``meta`` of nodes: the call records gradients where it makes them."""
 
 _NAMES: Any = vars(ModuleType)["__dict__"]
 """What a module has by name, without asking the module."""
@@ -34,6 +39,14 @@ class GradMode:
         self._ever = self.enabled
         self._before: dict[int, list[bool]] = {}
 
+    def note_nodes_of(self, graph: fx.Graph) -> None:
+        """From now on, every node made in ``graph`` tells whether the call records gradients there."""
+
+        def note(node: fx.Node) -> None:
+            node.meta[_RECORDED] = self._now
+
+        note_new_nodes(graph, note)
+
     @contextmanager
     def answering(self) -> Iterator[None]:
         """While active, in the trace of the call."""
@@ -50,7 +63,7 @@ class GradMode:
 
             def answer(tensor: Tensor, found: Any) -> Any:
                 asks = found is not otherwise and not is_leaf.__get__(tensor) and _asks(sys._getframe(2))
-                return otherwise if asks and not self._answer(self._ever) else found
+                return otherwise if asks and not self._answer(self._has_history(tensor)) else found
 
             return answer
 
@@ -64,6 +77,14 @@ class GradMode:
                 stack.enter_context(enter.replaced_by(self._switching(enter.original, own, mode)))
                 stack.enter_context(leave.replaced_by(self._switching_back(leave.original, own)))
             yield
+
+    def _has_history(self, tensor: Tensor) -> bool:
+        """Of a result that has one in the trace: whether the call records how it is made."""
+        if self.enabled or not self._ever:
+            return self._ever
+        tracer = current_tracer()
+        proxy = None if tracer is None else proxy_of(tensor, tracer)
+        return self._ever if proxy is None else _is_recorded(proxy.node)
 
     def _answer(self, told: bool) -> bool:
         self.asked = True
@@ -88,6 +109,27 @@ class GradMode:
             return original(switcher, *args)
 
         return switch_back
+
+
+def _is_recorded(node: fx.Node) -> bool:
+    """True where the call records gradients on some way from a tensor that requires them to a node's result."""
+    left, seen = [node], {node}
+    while left:
+        current = left.pop()
+        if not _requires_grad(current):
+            continue
+        if current.op != "call_function":
+            return True
+        if current.meta.get(_RECORDED, True):
+            new = [operand for operand in current.all_input_nodes if operand not in seen]
+            seen.update(new)
+            left += new
+    return False
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    facts = node.meta.get(FACTS)
+    return facts is None or any(found.requires_grad for found in facts.values())
 
 
 def _give_back(substitute: object, real: object) -> None:

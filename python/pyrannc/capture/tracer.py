@@ -354,6 +354,7 @@ class _TracedCall:
         session.tracker.outermost = sys._getframe().f_code
         session.tracker.before_calls.append(self._note_sequences)
         self._recorder.annotate_nodes_of(tracer.graph)
+        session.grad_mode.note_nodes_of(tracer.graph)
         state = session.params.by_every_name(params) | session.buffers.by_every_name(buffers)
         args, kwargs = session.input.rebuild(inputs)
         # Module calls are followed from here on: outside, the fx tracer replaces Module.__call__ itself.
