@@ -10,20 +10,19 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 
 from pyrannc.blocks.randomness import Randomness
-from pyrannc.blocks.recorded import Place, RecordedDraws
-from pyrannc.capture.torch_internals.devices import Graph, sleep_on_gpu
+from pyrannc.capture.torch_internals.devices import sleep_on_gpu
 from pyrannc.capture.torch_internals.tensors import StorageWeakRef, TorchDispatchMode, pytree, storage_address
 from pyrannc.errors import first_line
 from pyrannc.log import get_logger
+from pyrannc.profile.recorded import Recorded
 
 _log = get_logger("DPStaging")
 
@@ -61,57 +60,6 @@ class MemoryWatch(Protocol):
         """The most that was held since it was entered, or since the last question."""
 
 
-class Recorded:
-    """Calls as a CUDA graph.
-
-    Args:
-        call: what is recorded.
-        calls: so many times.
-        draws: from where it draws, if it may.
-        device: where it runs.
-
-    Raises:
-        Exception: it cannot be recorded.
-    """
-
-    def __init__(self, call: Callable[[], object], calls: int, draws: Randomness | None, device: torch.device) -> None:
-        self._graph = Graph()
-        self._own = None if draws is None else RecordedDraws(_places(call, draws) * calls, device)
-        if self._own is not None:
-            self._own.register(self._graph)
-        stream = torch.cuda.current_stream(device)
-        try:
-            with (
-                nullcontext() if draws is None or self._own is None else draws.recorded(self._own),
-                warnings.catch_warnings(),
-                torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
-            ):
-                # A call without kernels is worth no warning.
-                warnings.simplefilter("ignore")
-                for _ in range(calls):
-                    call()
-        except Exception:
-            # Where a recording cannot begin, torch stays on its stream.
-            torch.cuda.set_stream(stream)
-            raise
-        if draws is not None and self._own is not None:
-            draws.begin_replay(self._own)
-
-    def replay(self) -> None:
-        """Runs the calls."""
-        self._graph.replay()
-
-
-def _places(call: Callable[[], object], draws: Randomness) -> list[Place]:
-    """For what a call sets the device's generator."""
-    before, draws.noted = draws.noted, []
-    try:
-        call()
-        return draws.noted
-    finally:
-        draws.noted = before
-
-
 class Meter:
     """Measures calls on ``device``.
 
@@ -125,7 +73,7 @@ class Meter:
 
     def __init__(self, device: torch.device, *, replayed: bool = False) -> None:
         self._device = device
-        self._draws: Randomness | None = None
+        self._randomness: Randomness | None = None
         self.on_gpu = device.type == "cuda"
         self._replayed = replayed and self.on_gpu
         self.replays = self._replayed
@@ -133,7 +81,7 @@ class Meter:
     @contextmanager
     def where_replays_are_made(self) -> Iterator[None]:
         """What is called inside may be replayed, with what is made inside: graphs have a stream of their own."""
-        self.replays, self._draws = self._replayed, None
+        self.replays, self._randomness = self._replayed, None
         if not self._replayed:
             yield
             return
@@ -149,7 +97,7 @@ class Meter:
 
     def draw_from(self, randomness: Randomness) -> None:
         """What is measured from now on draws from there."""
-        self._draws = randomness
+        self._randomness = randomness
 
     def time_us(self, call: Callable[[], object]) -> float:
         """Time of a call among many of its kind: on a GPU without gaps in which it waits for the host."""
@@ -172,7 +120,7 @@ class Meter:
         if not self.replays:
             return None
         try:
-            return Recorded(call, calls, self._draws, self._device)
+            return Recorded(call, calls, self._randomness or Randomness(self._device))
         except torch.OutOfMemoryError:
             return None
         except Exception as error:  # whatever torch or a kernel has against it, such as that it waits for the device
