@@ -171,7 +171,7 @@ def test_sleep_on_gpu() -> None:
     event.synchronize()
 
 
-def test_graph() -> None:
+def test_Graph() -> None:
     """A recording that fails leaves no memory behind, and the next one begins as if there had been none."""
     if not torch.cuda.is_available():
         assert {"_cuda_endAllocateToPool", "_cuda_releasePool"} <= set(dir(torch._C))

@@ -107,7 +107,9 @@ def test_overflow_of_one_rank_is_that_of_all(ranks: Ranks) -> None:
 
 def test_what_lies_between_buckets_is_no_overflow() -> None:
     params = [SharedParam(f"p{numel}", nn.Parameter(torch.ones(numel)), (0,)) for numel in (3, 64, 5)]
-    facts = BucketsFacts(groups=((0,),), buckets=tuple(BucketFacts(0, (place,), "none", ()) for place in range(3)))
+    facts = BucketsFacts(
+        groups=((0,),), buckets=tuple(BucketFacts(0, (place,), "none", (), None) for place in range(3))
+    )
     torch.use_deterministic_algorithms(True)
     try:
         # What is allocated and not written is NaN then.
