@@ -458,7 +458,7 @@ def test_sparse_tensors_are_refused_with_what_works(ranks: Ranks) -> None:
     expected = float(OnGraphs("parts")(torch.ones(8, WIDTH)).detach())
     texts = [
         ("InputError", "tensor 1 of the arguments", "sparse (torch.sparse_coo)", "indices().clone()"),
-        ("InputError", "tensor 1 of the arguments", "a view of a sparse tensor", "x.clone()"),
+        ("InputError", "tensor 1 of the arguments", "a view of a sparse or nested tensor", "x.clone()"),
         ("InputError", "tensor 0 of the arguments", "nested", "to_padded_tensor"),
         ("CaptureError", 'buffer "matrix" of the model', "sparse (torch.sparse_coo)", "sub-module"),
     ]

@@ -19,7 +19,7 @@ from pyrannc.call.variant import CallKey, Variant, Variants
 from pyrannc.call.whole_batch import BatchRows
 from pyrannc.capture import Sample, signature
 from pyrannc.capture.autocast import Autocast, no_autocast
-from pyrannc.capture.dense import refuse_inputs_not_dense
+from pyrannc.capture.dense import why_not_dense
 from pyrannc.errors import InputError, MismatchError
 from pyrannc.job import agree, process
 from pyrannc.switches import switches
@@ -206,7 +206,6 @@ class Agreement:
         if answers is not None:
             answers.check()
         call = own.call
-        refuse_inputs_not_dense(call.tensors)
         _check_inputs(call.tensors, device)
         per_row = own.per_row = self._batch.known(call)
         if per_row is None:
@@ -285,6 +284,9 @@ class _Own:
 
 def _check_inputs(tensors: list[Tensor], device: torch.device) -> None:
     for index, tensor in enumerate(tensors):
+        why = why_not_dense(tensor)
+        if why:
+            raise InputError(f"tensor {index} of the arguments is {why}")
         if tensor.device != device:
             raise InputError(
                 f"tensor {index} of the arguments (shape {tuple(tensor.shape)}) is on {tensor.device}, but this "

@@ -5,46 +5,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pyrannc.errors import CaptureError, InputError
+from pyrannc.errors import CaptureError
 
 from .torch_internals.tensors import DisableTorchFunctionSubclass, base_of
 
-_MADE_INSIDE = "make it in a sub-module where it is used (torch.sparse_coo_tensor), which then stays whole"
 
-
-def refuse_inputs_not_dense(tensors: list[Tensor]) -> None:
-    """Raises InputError for the first of the arguments' tensors that is not dense."""
-    for index, tensor in enumerate(tensors):
-        if _is_dense(tensor):
-            continue
+def why_not_dense(tensor: Tensor) -> str:
+    """What a tensor is, and what to do instead; empty if it is dense."""
+    with DisableTorchFunctionSubclass():
+        base = base_of(tensor)
         if tensor.is_nested:
-            raise InputError(
-                f"tensor {index} of the arguments is nested: pad it (torch.nested.to_padded_tensor), and give the "
-                "lengths as another tensor"
+            return "nested: pad it (torch.nested.to_padded_tensor), and have the lengths as another tensor"
+        if tensor.layout != torch.strided:
+            return (
+                f"sparse ({tensor.layout}): have copies of its indices and its values instead "
+                "(x.coalesce().indices().clone(), x.coalesce().values().clone()), and make it in a sub-module where it "
+                "is used (torch.sparse_coo_tensor), which then stays whole"
             )
-        what = f"tensor {index} of the arguments (shape {tuple(tensor.shape)}) is"
-        if tensor.layout == torch.strided:
-            raise InputError(f"{what} a view of a sparse tensor: pass a copy of it (x.clone())")
-        raise InputError(
-            f"{what} sparse ({tensor.layout}): give the model copies of its indices and its values instead "
-            f"(x.coalesce().indices().clone(), x.coalesce().values().clone()), and {_MADE_INSIDE}"
-        )
+        if base is not None and (base.is_nested or base.layout != torch.strided):
+            return "a view of a sparse or nested tensor: have a copy of it instead (x.clone())"
+    return ""
 
 
 def refuse_state_not_dense(model: nn.Module) -> None:
     """Raises CaptureError for the first parameter or buffer that is not dense."""
-    named: list[tuple[str, Tensor]] = [(f'parameter "{name}"', param) for name, param in model.named_parameters()]
-    named += [(f'buffer "{name}"', tensor) for name, tensor in model.named_buffers()]
-    for what, tensor in named:
-        if not _is_dense(tensor):
-            kind = "nested" if tensor.is_nested else f"sparse ({tensor.layout})"
-            raise CaptureError(
-                f"{what} of the model is {kind}, which cannot be captured: keep its indices and its values, each a "
-                f"buffer of its own, and {_MADE_INSIDE}"
-            )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    with DisableTorchFunctionSubclass():
-        found = (tensor, base_of(tensor))
-        return all(item is None or (not item.is_nested and item.layout == torch.strided) for item in found)
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            why = why_not_dense(tensor)
+            if why:
+                raise CaptureError(f'{kind} "{name}" of the model is {why}')

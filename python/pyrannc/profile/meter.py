@@ -102,7 +102,7 @@ class Meter:
     def time_us(self, call: Callable[[], object]) -> float:
         """Time of a call among many of its kind: on a GPU without gaps in which it waits for the host."""
         queued_s, once_s = self._warm_up(call)
-        calls = min(max(int(_SERIES_S / once_s), 1), _MOST_CALLS)
+        calls = _calls(once_s)
         recorded = self._recorded(call, calls)
         if recorded is not None:
             return max(LEAST_US, self._time_us(recorded.replay, *self._warm_up(recorded.replay), 1) / calls)
@@ -141,7 +141,7 @@ class Meter:
         if queued_s > once_s / 2:
             # It would wait for its host, and rest meanwhile.
             return 1.0
-        short_us = self._time_us(run, queued_s, once_s, min(max(int(_SERIES_S / once_s), 1), _MOST_CALLS))
+        short_us = self._time_us(run, queued_s, once_s, _calls(once_s))
         until_s = time.perf_counter() + _BUSY_S
         while time.perf_counter() < until_s:
             self._queue(run, _MOST_CALLS, 0.0)
@@ -207,6 +207,11 @@ def _host_us(call: Callable[[], object], calls: int) -> float:
     for _ in range(calls):
         call()
     return (time.perf_counter() - start) * 1e6 / calls
+
+
+def _calls(once_s: float) -> int:
+    """Of a series, where one takes so long."""
+    return min(max(int(_SERIES_S / once_s), 1), _MOST_CALLS)
 
 
 def _median(times_us: Iterable[float]) -> float:

@@ -516,6 +516,13 @@ def no_argument_with_rows(job: Job) -> None:
     job.wrap(Returns(Chain(), lambda y: y))(torch.tensor(1.0))
 
 
+@refused("InputError", "tensor 1 of the arguments is sparse", "stays whole", instead="pass its indices and values")
+def a_sparse_argument(job: Job) -> None:
+    """An argument is a sparse tensor, such as the adjacency of a graph."""
+    model = job.wrap(Returns(Chain(), lambda y, matrix: torch.sparse.mm(matrix, y.t())))
+    model(torch.ones(4, WIDTH), torch.eye(WIDTH).to_sparse())
+
+
 @equal(note="`gather_inputs=False`")
 def inputs_of_the_first_rank(job: Job) -> None:
     """Rank 0 brings the whole batch (`RaNNCModule(..., gather_inputs=False)`)."""

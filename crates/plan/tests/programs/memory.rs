@@ -284,16 +284,18 @@ fn gather_ahead(actions: &mut [Action]) {
 }
 
 /// What fills first is summed last.
+fn first_sums(actions: &mut [Action]) -> Vec<&mut Action> {
+    actions.iter_mut().filter(|action| matches!(action, Action::ReduceScatter { mb: 0, .. })).collect()
+}
+
 fn sum_in_reverse(actions: &mut [Action]) {
-    let is_sum = |action: &&mut Action| matches!(action, Action::ReduceScatter { mb: 0, .. });
-    let mut sums: Vec<&mut Action> = actions.iter_mut().filter(is_sum).collect();
+    let mut sums = first_sums(actions);
     let reversed: Vec<Action> = sums.iter().rev().map(|sum| (**sum).clone()).collect();
     sums.iter_mut().zip(reversed).for_each(|(place, sum)| **place = sum);
 }
 
 fn sum_the_second_first(actions: &mut [Action]) {
-    let is_sum = |action: &&mut Action| matches!(action, Action::ReduceScatter { mb: 0, .. });
-    let mut sums: Vec<&mut Action> = actions.iter_mut().filter(is_sum).collect();
+    let mut sums = first_sums(actions);
     if let [first, second, ..] = &mut sums[..] {
         std::mem::swap(*first, *second);
     }

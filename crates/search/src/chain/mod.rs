@@ -21,7 +21,6 @@ pub(crate) use chain::Chain;
 pub(crate) use extract::extract;
 pub(crate) use feeds::Feeds;
 pub(crate) use interval::IntervalSums;
-pub(crate) use largest::Largest;
 pub(crate) use measured::Measured;
 pub(crate) use parts::PartTimes;
 pub use spans::whole_spans;

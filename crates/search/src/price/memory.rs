@@ -7,7 +7,7 @@ use rannc_plan::{MemoryPrediction, Sharding, WholePrediction, full_bytes};
 use super::at::{At, Pricing};
 use super::saver::Saver;
 use super::sizes::LARGER;
-use crate::chain::{IntervalSums, Largest};
+use crate::chain::IntervalSums;
 
 /// Gradients in transfer at a time: one in use, one on its way.
 pub(crate) const GRADS_ON_THE_WAY: f64 = 2.0;
@@ -139,9 +139,8 @@ impl Pricing<'_> {
                 (0.0, summed_bytes(bucket_bytes))
             }
             Sharding::KeptParams | Sharding::Params => {
-                let spans_bytes = |of_largest: &Largest| WHOLE_SPANS * of_largest.at(first, end);
-                let most_bytes =
-                    if sharding == Sharding::Params { spans_bytes(&own.largest_gathered) } else { f64::INFINITY };
+                let spans_bytes = WHOLE_SPANS * own.largest_gathered.at(first, end);
+                let most_bytes = if sharding == Sharding::Params { spans_bytes } else { f64::INFINITY };
                 let params_bytes = own.gathered_bytes.at(first, end).min(most_bytes);
                 (params_bytes, summed_bytes(own.largest_summed.at(first, end)))
             }
@@ -177,21 +176,19 @@ impl Pricing<'_> {
 
     /// What a replayed step gives is copied: the next replay writes to where it was computed.
     fn copied_outputs_bytes(&self) -> f64 {
-        let settings = self.problem.settings;
-        if !settings.replays || !settings.gather_inputs {
-            return 0.0;
-        }
-        self.chain.output_bytes.at(0, self.chain.len(), settings.rank_rows())
+        if self.problem.settings.replays { self.outputs_of_rank_bytes(0..self.chain.len()) } else { 0.0 }
     }
 
     /// Of the outputs that other Stages make, the rows that a rank's own batch has: they come while it computes.
     fn arriving_outputs_bytes(&self, run: &Range<usize>) -> f64 {
+        let all_bytes = self.outputs_of_rank_bytes(0..self.chain.len());
+        (all_bytes - self.outputs_of_rank_bytes(run.clone())).max(0.0)
+    }
+
+    /// Of the outputs that a run makes, the rows that a rank's own batch has.
+    fn outputs_of_rank_bytes(&self, run: Range<usize>) -> f64 {
         let settings = self.problem.settings;
-        if !settings.gather_inputs {
-            return 0.0;
-        }
-        let bytes = |first: usize, end: usize| self.chain.output_bytes.at(first, end, settings.rank_rows());
-        (bytes(0, self.chain.len()) - bytes(run.start, run.end)).max(0.0)
+        if settings.gather_inputs { self.chain.output_bytes.at(run.start, run.end, settings.rank_rows()) } else { 0.0 }
     }
 
     /// What a run keeps for the backward of a microbatch, on the device that keeps most.
