@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any
@@ -157,6 +158,28 @@ def test_older_switches_can_be_read_where_all_digits_count(precision: str) -> No
         torch.set_float32_matmul_precision("highest")
         for kind, found in zip(kinds, before, strict=True):
             kind.fp32_precision = found
+
+
+_FILL = 'extern "C" __global__ void fill(float* x, int value) { x[threadIdx.x] = value + blockDim.x; }'
+
+
+def test_compile_cuda() -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises((RuntimeError, AssertionError, OSError)):
+            devices.compile_cuda(_FILL, "fill")
+        return
+    kernel, x = devices.compile_cuda(_FILL, "fill"), torch.zeros(64, device="cuda")
+    shared_bytes = torch.cuda.get_device_properties().shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch has no type for it
+    kernel.set_shared_memory_config(shared_bytes)
+    stream = torch.cuda.current_stream()
+    kernel(grid=(1, 1, 1), block=(64, 1, 1), args=[x, 7], shared_mem=shared_bytes, stream=stream)
+    assert x.tolist() == [71.0] * 64
+
+
+def test_CudaKernel() -> None:
+    """Its arguments are those of torch's."""
+    mine, torchs = (inspect.signature(kind.__call__) for kind in (devices.CudaKernel, torch.cuda._utils._CudaKernel))
+    assert set(mine.parameters) == set(torchs.parameters)
 
 
 def test_sleep_on_gpu() -> None:

@@ -100,3 +100,17 @@ def test_what_draws_and_waits_is_measured_as_it_is(meter: Meter) -> None:
         assert meter.time_us(draws) > 0
         assert not meter.replays
         assert 0.4 < draws() / (2 * x.numel()) < 0.6
+
+
+def test_products_take_longer_beside_a_message(meter: Meter) -> None:
+    # As many thread blocks as there are multiprocessors: two of them come a second time round.
+    blocks = torch.cuda.get_device_properties(GPU).multi_processor_count
+    first = torch.randn(128 * blocks, 8192, device=GPU, dtype=torch.bfloat16)
+    second = torch.randn(8192, 256, device=GPU, dtype=torch.bfloat16)
+    copied = torch.randn(1 << 26, device=GPU)
+    product = meter.message_slowdown(lambda: first @ second)
+    copy = meter.message_slowdown(lambda: copied * 2)
+    assert product is not None
+    assert copy is not None
+    assert 0.05 < product < 1.2
+    assert copy < 0.05

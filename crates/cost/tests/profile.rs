@@ -33,7 +33,7 @@ fn sealed() -> Profile {
     profile.blocks.insert("b1".to_owned(), BlockProfile::new(vec![point(4, 10.0), point(8, 18.5), out_of_memory(64)]));
     profile.blocks.insert("b2".to_owned(), BlockProfile::new(vec![out_of_memory(1)]));
     profile.update = Some(MeasuredUpdate { params_bytes: 4_000_000, update_us: 25.0 });
-    profile.collective_slowdown = Some(0.75);
+    (profile.collective_slowdown, profile.message_slowdown) = (Some(0.75), Some(0.05));
     let link = Link { latency_us: 12.5, bytes_per_s: 3.3e11 };
     profile.levels.push(MeasuredLevel { name: "NVLink".to_owned(), send: link, collective: link });
     profile.seal().expect("figures agree")
@@ -166,10 +166,16 @@ fn contradictions_are_named() {
     profile.update = Some(MeasuredUpdate { params_bytes: 0, update_us: 25.0 });
     let error = profile.seal().expect_err("no parameters").to_string();
     assert!(error.contains("takes 25 us for 0 bytes of parameters"), "{error}");
-    let mut profile = sealed();
-    profile.collective_slowdown = Some(-0.5);
-    let error = profile.seal().expect_err("a speed-up").to_string();
-    assert!(error.contains("prolong computations by -0.5 times"), "{error}");
+    let slowdowns: [(&str, fn(&mut Profile) -> &mut Option<f64>); 2] = [
+        ("collective_slowdown", |profile| &mut profile.collective_slowdown),
+        ("message_slowdown", |profile| &mut profile.message_slowdown),
+    ];
+    for (name, slowdown) in slowdowns {
+        let mut profile = sealed();
+        *slowdown(&mut profile) = Some(-0.5);
+        let error = profile.seal().expect_err("a speed-up").to_string();
+        assert!(error.contains(&format!("{name} prolongs computations by a share of -0.5")), "{error}");
+    }
     let mut profile = sealed();
     profile.levels[0].send.bytes_per_s = 0.0;
     let error = profile.seal().expect_err("no bandwidth").to_string();

@@ -114,6 +114,18 @@ fn hidden_reductions_slow_the_backward_down() {
 }
 
 #[test]
+fn messages_slow_computations_down() {
+    let forward_us = |stages: u32, slowdown: f64| {
+        let mut cluster = cluster("NVIDIA H200", 4);
+        cluster.kinds[0].message_slowdown = slowdown;
+        let forced = Settings { stages: Some(stages), microbatches: Some(4), ..settings(4, 64) };
+        plan(&encoder(24, 1024, 512, 30_000), &cluster, &forced).expect("fits").stages[0].predicted.forward_us
+    };
+    assert!((forward_us(2, 0.25) / forward_us(2, 0.0) - 1.25).abs() < 1e-9);
+    assert_eq!(forward_us(1, 0.25), forward_us(1, 0.0));
+}
+
+#[test]
 fn an_encoder_is_cut_between_its_layers() {
     let graph = encoder(24, 1024, 512, 30_000);
     let forced = Settings { stages: Some(2), ..settings(4, 64) };

@@ -11,6 +11,7 @@ import torch
 from pyrannc.calibrate.workloads import Workload, Workloads
 from pyrannc.job import process
 from pyrannc.job.progress import Bar
+from pyrannc.profile.links import transformer_products
 from pyrannc.profile.measure import is_out_of_memory
 from pyrannc.profile.meter import Meter
 
@@ -103,12 +104,15 @@ def _shares(speeds: Sequence[Speed], peak: float) -> list[list[float]]:
 
 
 def _gpu_figures(device: torch.device) -> Figures:
-    """What only a GPU has: a way to its host's memory, and memory that is taken before any tensor."""
+    """What only a GPU has: a way to its host, memory that is taken before any tensor, messages that take of it."""
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)
     framework_bytes = total - free - torch.cuda.memory_reserved(device)
     host = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(host, device=device)
-    us = Meter(device).time_us(lambda: there.copy_(host, non_blocking=True))
-    return {"framework_gib": framework_bytes / 2**30, "host_gb_per_s": _COPY_BYTES / us / 1e3}
+    meter, products = Meter(device), transformer_products(device)
+    us = meter.time_us(lambda: there.copy_(host, non_blocking=True))
+    figures = {"framework_gib": framework_bytes / 2**30, "host_gb_per_s": _COPY_BYTES / us / 1e3}
+    slowdown = meter.message_slowdown(lambda: products(1))
+    return figures if slowdown is None else {**figures, "message_slowdown": slowdown}

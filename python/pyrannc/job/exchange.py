@@ -16,7 +16,7 @@ Work: TypeAlias = dist.Work
 """What is under way; ``wait()`` waits for it (on a GPU: makes the current stream wait)."""
 
 
-_CTAS_OF_MESSAGES = 2
+CTAS_OF_MESSAGES = 2
 """Blocks of threads that a message between Stages takes on a GPU. One that waits for its peer keeps them from
 computing."""
 
@@ -205,6 +205,6 @@ def between_pairs() -> dist.ProcessGroup:
     # In a group that is bound to a device torch connects all ranks at once, and all messages share one communicator.
     bound, default.bound_device_id = default.bound_device_id, None
     try:
-        return on_nccl(_CTAS_OF_MESSAGES)
+        return on_nccl(CTAS_OF_MESSAGES)
     finally:
         default.bound_device_id = bound

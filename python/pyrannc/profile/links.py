@@ -50,13 +50,8 @@ def measure_collective_slowdown(device: torch.device) -> float | None:
     """
     if device.type != "cuda":
         return None
-    # Where all numbers are alike a device at its power limit is faster.
-    rows, first, second = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in _PRODUCTS)
+    compute = transformer_products(device)
     buckets = [torch.randn(_LARGE_BYTES // 4, device=device) for _ in range(_BUCKETS)]
-
-    def compute(times: int) -> None:
-        for _ in range(times):
-            torch.nn.functional.gelu(rows @ first) @ second
 
     def reduce() -> list[dist.Work | None]:
         # A mean is a sum whose numbers stay finite.
@@ -72,6 +67,18 @@ def measure_collective_slowdown(device: torch.device) -> float | None:
     times = agree.broadcast_object(1 + int(2 * reduce_us / _time_us(lambda: compute(1), device)))
     compute_us, beside_us = _time_us(lambda: compute(times), device), _time_us(lambda: beside(times), device)
     return max(0.0, (beside_us - compute_us) / reduce_us)
+
+
+def transformer_products(device: torch.device) -> Callable[[int], None]:
+    """Does so many times what a layer of a transformer does behind its attention."""
+    # Where all numbers are alike a device at its power limit is faster.
+    rows, first, second = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in _PRODUCTS)
+
+    def compute(times: int) -> None:
+        for _ in range(times):
+            torch.nn.functional.gelu(rows @ first) @ second
+
+    return compute
 
 
 def _wait(works: list[dist.Work | None]) -> None:

@@ -39,11 +39,13 @@ class BlockMeter:
 
     Attributes:
         slowdown: how many times longer the leading Block takes in a training than when it is measured; none before.
+        message_slowdown: by what share it takes longer beside a message; none before, and where that is not known.
         eager_spans: hashes of Spans whose code takes longer than their operators.
     """
 
     def __init__(self, device: torch.device, *, replayed: bool = False) -> None:
         self.slowdown: float | None = None
+        self.message_slowdown: float | None = None
         self.eager_spans: set[str] = set()
         self._meter = Meter(device, replayed=replayed)
         self._forward_overhead_us = self._least_us(_empty_forward(device))
@@ -97,7 +99,7 @@ class BlockMeter:
         if code and compiled is None:
             code.leave_as_it_is()
         if leads and code and fitting:
-            self.slowdown = self._slowdown(code, fitting[-1].rows)
+            self._measure_in_training(code, fitting[-1].rows)
         if compiled is None:
             return points
         return [self._as_compiled(point, fitting[-1], compiled) if point.fits else point for point in points]
@@ -137,7 +139,9 @@ class BlockMeter:
         sizes = {name: int(scaled(name, name)) for name in ("saved_bytes", "workspace_bytes")}
         return replace(plain, **found, **sizes)  # type: ignore[arg-type]  # likewise
 
-    def _slowdown(self, code: BlockCode, rows: int) -> float:
+    def _measure_in_training(self, code: BlockCode, rows: int) -> None:
+        """What else there is beside a Block in a training."""
+        self.slowdown = 1.0
         try:
             feeds = code.feeds(rows)
             run = code.prepare_backward(feeds, code.forward(rows, feeds))
@@ -147,9 +151,10 @@ class BlockMeter:
                 if run.roots:
                     _run_backward(run)
 
-            return self._meter.slowdown(step)
+            self.slowdown = self._meter.slowdown(step)
+            self.message_slowdown = self._meter.message_slowdown(step)
         except torch.OutOfMemoryError:
-            return 1.0
+            pass
 
     def release(self) -> None:
         """Gives the memory of Blocks that are done back to the device."""

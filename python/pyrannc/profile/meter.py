@@ -22,6 +22,7 @@ from pyrannc.capture.torch_internals.devices import sleep_on_gpu
 from pyrannc.capture.torch_internals.tensors import StorageWeakRef, TorchDispatchMode, pytree, storage_address
 from pyrannc.errors import first_line
 from pyrannc.log import get_logger
+from pyrannc.profile.message import WaitingMessage
 from pyrannc.profile.recorded import Recorded
 
 _log = get_logger("DPStaging")
@@ -42,6 +43,8 @@ LEAST_US = 0.1
 """Nothing is free."""
 _SLEEP_CYCLES_PER_S = 3e9
 """More than any GPU runs, so that none wakes up before all calls are queued."""
+_TIMES_WAITED = 3
+"""A message waits so many times longer than calls should take beside it."""
 
 
 class MemoryWatch(Protocol):
@@ -128,6 +131,11 @@ class Meter:
             self.replays = False
             return None
 
+    def _as_in_a_step(self, call: Callable[[], object]) -> Callable[[], object]:
+        """The call, or its replay."""
+        recorded = self._recorded(call, 1)
+        return call if recorded is None else recorded.replay
+
     def slowdown(self, call: Callable[[], object]) -> float:
         """How many times longer a call takes on a device that has been busy for long, as in training.
 
@@ -135,8 +143,7 @@ class Meter:
         """
         if not self.on_gpu:
             return 1.0
-        recorded = self._recorded(call, 1)
-        run = call if recorded is None else recorded.replay
+        run = self._as_in_a_step(call)
         queued_s, once_s = self._warm_up(run)
         if queued_s > once_s / 2:
             # It would wait for its host, and rest meanwhile.
@@ -147,6 +154,36 @@ class Meter:
             self._queue(run, _MOST_CALLS, 0.0)
         sustained_us, _ = self._queue(run, max(1, int(_SUSTAINED_S / once_s)), 0.0)
         return max(1.0, sustained_us / short_us)
+
+    def message_slowdown(self, call: Callable[[], object]) -> float | None:
+        """By what share a call takes longer on a device on which a message waits for its other end.
+
+        Returns:
+            None where that cannot be known.
+        """
+        if not self.on_gpu:
+            return None
+        try:
+            message = WaitingMessage()
+        except Exception as error:  # whatever a compiler of kernels raises
+            _log.debug("what messages cost computations is not known: %s", first_line(error))
+            return None
+        run = self._as_in_a_step(call)
+        queued_s, once_s = self._warm_up(run)
+        if queued_s > once_s / 2:
+            # It would wait for its host.
+            return 0.0
+        calls = _calls(once_s)
+        waiting_cycles = int(_TIMES_WAITED * calls * (queued_s + once_s) * _SLEEP_CYCLES_PER_S)
+        shares = []
+        for _ in range(_SERIES):
+            alone_us, _ = self._queue(run, calls, queued_s)
+            message.begin(waiting_cycles)
+            beside_us, _ = self._queue(run, calls, queued_s)
+            if message.waits:
+                shares.append(beside_us / alone_us - 1.0)
+            message.end()
+        return max(0.0, statistics.median(shares)) if shares else None
 
     def host_us(self, calls: Iterable[Callable[[], object]]) -> float:
         """Time of the host for one of some equal calls; what it starts on a GPU may take longer."""

@@ -144,7 +144,9 @@ def _profiles_of_blocks(subject: Subject, device: torch.device, cache: ProfileCa
     if agree.broadcast_object(None not in known):
         return [found for found in known if found is not None]
     measured = _measure_blocks(subject, device, everyone)
-    updates: list[UpdatePoint | None] = agree.gather_objects(measure_update(subject.optimizer, device))
+    updates: list[UpdatePoint | None] = agree.gather_objects(
+        measure_update(subject.optimizer, device, replayed=subject.spans.source.replayed)
+    )
 
     def keep() -> list[Profile]:
         profiles = [_seal(key, measured[key.conditions], updates[everyone.index(key.conditions)]) for key in keys]
@@ -204,26 +206,29 @@ def _measure_blocks(
     for kind, share in zip(everyone, shares, strict=True):
         found[kind].points.update(share.points)
         found[kind].eager_spans.update(share.eager_spans)
-    slowdowns = {kind: share.slowdown for kind, share in zip(everyone, shares, strict=True) if share.slowdown}
-    return {
-        kind: alone._replace(points=_as_in_training(alone.points, slowdowns.get(kind, 1.0)))
-        for kind, alone in found.items()
-    }
+    for kind, share in zip(everyone, shares, strict=True):
+        if share.slowdown is not None:
+            points = _as_in_training(found[kind].points, share.slowdown)
+            found[kind] = found[kind]._replace(points=points, message_slowdown=share.message_slowdown)
+    return found
 
 
 class _Measured(NamedTuple):
-    """Of one kind of device: points by hash of the Block, and what is not compiled."""
+    """Of one kind of device: points by hash of the Block, what is not compiled, and by what share a message beside
+    computations prolongs them."""
 
     points: dict[str, list[BlockPoint]]
     eager_spans: set[str]
+    message_slowdown: float | None = None
 
 
 class _Share(NamedTuple):
-    """What one rank has measured, and how much longer the leading Block takes in a training."""
+    """What one rank has measured, and how much longer the leading Block takes in a training and beside a message."""
 
     points: dict[str, list[BlockPoint]]
     eager_spans: set[str]
     slowdown: float | None
+    message_slowdown: float | None
 
 
 def _as_in_training(points: Mapping[str, Sequence[BlockPoint]], slowdown: float) -> dict[str, list[BlockPoint]]:
@@ -272,7 +277,7 @@ def _measure_share(subject: Subject, device: torch.device, times_us: Mapping[str
             if found is not None:
                 points[block] = found
             bar.advance(weights[block])
-    return _Share(points, meter.eager_spans, meter.slowdown)
+    return _Share(points, meter.eager_spans, meter.slowdown, meter.message_slowdown)
 
 
 def _seal(key: BlocksKey, measured: _Measured, update: UpdatePoint | None) -> Profile:
@@ -284,5 +289,6 @@ def _seal(key: BlocksKey, measured: _Measured, update: UpdatePoint | None) -> Pr
         "blocks": {block: [asdict(point) for point in points] for block, points in measured.points.items()},
         "eager_spans": sorted(measured.eager_spans),
         "update": None if update is None else asdict(update),
+        "message_slowdown": measured.message_slowdown,
     }
     return Profile.seal(json.dumps(content | asdict(Links())))

@@ -35,8 +35,13 @@ class UpdatePoint:
     update_us: float
 
 
-def measure_update(optimizer: Optimizer | None, device: torch.device) -> UpdatePoint | None:
+def measure_update(optimizer: Optimizer | None, device: torch.device, *, replayed: bool = False) -> UpdatePoint | None:
     """Measures an optimizer of the same class and settings on made-up parameters; the given one is left alone.
+
+    Args:
+        optimizer: the user's.
+        device: of its parameters.
+        replayed: steps are replayed as CUDA graphs, so that the host comes to it long before the device does.
 
     Returns:
         None without an optimizer, and when such an optimizer cannot be made or run.
@@ -45,7 +50,7 @@ def measure_update(optimizer: Optimizer | None, device: torch.device) -> UpdateP
     if optimizer is None or group is None:
         return None
     try:
-        return _measure(optimizer, group, device)
+        return _measure(optimizer, group, device, replayed=replayed)
     except Exception as error:
         _log.warning("the optimizer's time is estimated, because it cannot be measured: %s", error)
         return None
@@ -73,7 +78,7 @@ def _dtype(group: dict[str, Any]) -> torch.dtype:
     return found
 
 
-def _measure(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> UpdatePoint:
+def _measure(optimizer: Optimizer, group: dict[str, Any], device: torch.device, *, replayed: bool) -> UpdatePoint:
     dtype, meter = _dtype(group), Meter(device)
     numel = _GPU_NUMEL if meter.on_gpu else _HOST_NUMEL
     params = [nn.Parameter(torch.zeros(numel, dtype=dtype, device=device)) for _ in range(_PARAMS)]
@@ -84,5 +89,5 @@ def _measure(optimizer: Optimizer, group: dict[str, Any], device: torch.device) 
     for param in params:
         param.grad = torch.zeros_like(param)
     device_us = meter.time_us(own.step)
-    host_us = meter.host_us([own.step] * 3) if meter.on_gpu else 0.0
+    host_us = meter.host_us([own.step] * 3) if meter.on_gpu and not replayed else 0.0
     return UpdatePoint(_PARAMS * numel * dtype.itemsize, max(device_us, host_us))

@@ -6,7 +6,7 @@ use super::efficiency::Efficiency;
 use crate::units::{GIB, GIGA, TERA};
 
 /// The figures that may be 0.
-pub(crate) const MAY_BE_ZERO: [&str; 2] = ["framework_gib", "collective_slowdown"];
+pub(crate) const MAY_BE_ZERO: [&str; 3] = ["framework_gib", "collective_slowdown", "message_slowdown"];
 
 /// [`Device::collective_slowdown`] where nothing is known: about what it is on H200s.
 pub(crate) const COLLECTIVE_SLOWDOWN: f64 = 0.5;
@@ -50,13 +50,15 @@ pub struct Device {
     pub host_bytes_per_s: f64,
     /// By what share of its own time a collective prolongs computations that run beside it.
     pub collective_slowdown: f64,
+    /// By what share of their own time computations take longer while a message of their Stage is under way.
+    pub message_slowdown: f64,
     /// Shares of the peaks that ops reach.
     pub efficiency: Efficiency,
 }
 
 impl Device {
     /// Its figures in the units and under the names of a cluster file.
-    pub(crate) fn figures(&self) -> [(&'static str, f64); 11] {
+    pub(crate) fn figures(&self) -> [(&'static str, f64); 12] {
         let rates = self.flops_per_s;
         [
             ("memory_gib", self.memory_bytes as f64 / GIB),
@@ -70,6 +72,7 @@ impl Device {
             ("framework_gib", self.framework_bytes as f64 / GIB),
             ("host_gb_per_s", self.host_bytes_per_s / GIGA),
             ("collective_slowdown", self.collective_slowdown),
+            ("message_slowdown", self.message_slowdown),
         ]
     }
 

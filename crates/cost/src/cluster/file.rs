@@ -138,6 +138,10 @@ impl Reader<'_> {
                 None if base.is_none() => COLLECTIVE_SLOWDOWN,
                 given => figure("collective_slowdown", given, 1.0, |base| base.collective_slowdown)?,
             },
+            message_slowdown: match table.message_slowdown {
+                None if base.is_none() => 0.0,
+                given => figure("message_slowdown", given, 1.0, |base| base.message_slowdown)?,
+            },
             host: table.host.unwrap_or(base.as_ref().is_some_and(|base| base.host)),
             tf32: table.tf32.unwrap_or(base.as_ref().is_some_and(|base| base.tf32)),
             name: table.name.or(base.as_ref().map(|base| base.name.clone())).unwrap_or(key),

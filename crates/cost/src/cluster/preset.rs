@@ -207,6 +207,7 @@ impl Preset {
             framework_bytes: if host { 0 } else { FRAMEWORK_BYTES },
             host_bytes_per_s: self.host_gb_per_s * GIGA,
             collective_slowdown: COLLECTIVE_SLOWDOWN,
+            message_slowdown: 0.0,
             efficiency: Efficiency::default(),
         };
         Device { efficiency: Efficiency::built_in(&device), ..device }

@@ -39,6 +39,7 @@ pub(super) struct DeviceTable {
     pub(super) framework_gib: Figure,
     pub(super) host_gb_per_s: Figure,
     pub(super) collective_slowdown: Figure,
+    pub(super) message_slowdown: Figure,
     #[serde(default)]
     pub(super) efficiency: EfficiencyTable,
 }

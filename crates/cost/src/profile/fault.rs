@@ -54,8 +54,13 @@ pub enum ProfileFault {
     #[error("the end of a step takes {} us for {} bytes of parameters; both must be positive numbers", .0.update_us, .0.params_bytes)]
     Update(MeasuredUpdate),
     /// A slowdown that speeds up, or stops everything.
-    #[error("collectives prolong computations by {0} times their own time; this must be 0 or a positive number")]
-    CollectiveSlowdown(f64),
+    #[error("{name} prolongs computations by a share of {share}; this must be 0 or a positive number")]
+    Slowdown {
+        /// Which one.
+        name: &'static str,
+        /// What it adds.
+        share: f64,
+    },
     /// A latency or bandwidth that no link has.
     #[error("level {level} has a link of {} us and {} bytes/s; both must be positive numbers", link.latency_us, link.bytes_per_s)]
     Link {

@@ -35,6 +35,9 @@ pub struct Profile {
     pub update: Option<MeasuredUpdate>,
     /// [`crate::Device::collective_slowdown`], if it was measured.
     pub collective_slowdown: Option<f64>,
+    /// [`crate::Device::message_slowdown`], if it was measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub message_slowdown: Option<f64>,
     /// The links, from those inside a node outwards.
     pub levels: Vec<MeasuredLevel>,
     /// SHA-256, in hex, of the compact JSON of this Profile with an empty checksum.
@@ -54,6 +57,7 @@ impl Profile {
             eager_spans: BTreeSet::new(),
             update: None,
             collective_slowdown: None,
+            message_slowdown: None,
             levels: Vec::new(),
             checksum: String::new(),
         }
@@ -69,8 +73,12 @@ impl Profile {
         if let Some(update) = self.update.filter(|update| !update.is_positive()) {
             return Err(ProfileFault::Update(update));
         }
-        if let Some(slowdown) = self.collective_slowdown.filter(|slowdown| !(0.0..f64::INFINITY).contains(slowdown)) {
-            return Err(ProfileFault::CollectiveSlowdown(slowdown));
+        let slowdowns =
+            [("collective_slowdown", self.collective_slowdown), ("message_slowdown", self.message_slowdown)];
+        for (name, share) in slowdowns {
+            if let Some(share) = share.filter(|share| !(0.0..f64::INFINITY).contains(share)) {
+                return Err(ProfileFault::Slowdown { name, share });
+            }
         }
         for MeasuredLevel { name, send, collective } in &self.levels {
             let positive = |value: f64| value.is_finite() && value > 0.0;

@@ -17,6 +17,8 @@ pub(crate) struct Measured {
     pub(crate) update_us_per_byte: Option<f64>,
     /// See [`Device::collective_slowdown`].
     pub(crate) collective_slowdown: Option<f64>,
+    /// See [`Device::message_slowdown`].
+    pub(crate) message_slowdown: Option<f64>,
 }
 
 impl Measured {
@@ -43,10 +45,14 @@ impl Measured {
         }
         let any_us = measured_us > 0.0 && modelled_us > 0.0;
         let scale = if any_us { measured_us / modelled_us } else { 1.0 };
-        let update_us_per_byte = profile.update.map(|update| update.us_per_byte());
-        let collective_slowdown = profile.collective_slowdown;
-        let any = found.iter().any(Option::is_some);
-        any.then_some(Self { blocks: found, spans: known(spans), scale, update_us_per_byte, collective_slowdown })
+        found.iter().any(Option::is_some).then(|| Self {
+            spans: known(spans),
+            blocks: found,
+            scale,
+            update_us_per_byte: profile.update.map(|update| update.us_per_byte()),
+            collective_slowdown: profile.collective_slowdown,
+            message_slowdown: profile.message_slowdown,
+        })
     }
 
     /// Kinds of Blocks that were measured.

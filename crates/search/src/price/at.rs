@@ -46,6 +46,16 @@ impl<'a> Problem<'a> {
         const NOTHING: &Beside = &Beside::new();
         Self { chain, cluster, measured, settings, beside: NOTHING, in_parts: false, direct: false }
     }
+
+    fn collective_slowdown(&self, kind: usize) -> f64 {
+        let measured = self.measured[kind].as_ref().and_then(|measured| measured.collective_slowdown);
+        measured.unwrap_or(self.cluster.kinds[kind].collective_slowdown)
+    }
+
+    fn message_slowdown(&self, kind: usize) -> f64 {
+        let measured = self.measured[kind].as_ref().and_then(|measured| measured.message_slowdown);
+        measured.unwrap_or(self.cluster.kinds[kind].message_slowdown)
+    }
 }
 
 /// Prices Stages for one Schedule and number of microbatches.
@@ -60,6 +70,8 @@ pub(crate) struct Pricing<'a> {
     times: Vec<Vec<Arc<Times>>>,
     /// By the number of Replicas less one, by size of the microbatch, place in the list.
     time_of: Vec<BySize<usize>>,
+    /// See [`Device::message_slowdown`]; of the device that has most of it.
+    pub(super) most_message_slowdown: f64,
 }
 
 /// A place, with what does not depend on the Stage that is there.
@@ -86,6 +98,8 @@ pub(crate) struct At<'p> {
 /// A device, and what it takes for all Blocks with the rows of each size of microbatch.
 pub(super) struct DeviceTimes<'p> {
     pub(super) device: &'p Device,
+    /// See [`Device::message_slowdown`].
+    pub(super) message_slowdown: f64,
     pub(super) times: BySize<Arc<Times>>,
 }
 
@@ -115,7 +129,10 @@ impl<'a> Pricing<'a> {
             row_counts.iter().map(|&rows| Arc::new(chain.times(kind, device, measured, rows))).collect()
         };
         let times = cluster.kinds.iter().enumerate().map(times).collect();
-        Self { problem, chain, step: StepModel::new(schedule, sizes.counts), sizes, row_counts, times, time_of }
+        let step = StepModel::new(schedule, sizes.counts);
+        let slowdowns = (0..cluster.kinds.len()).map(|kind| problem.message_slowdown(kind));
+        let most_message_slowdown = slowdowns.fold(0.0, f64::max);
+        Self { problem, chain, step, sizes, row_counts, times, time_of, most_message_slowdown }
     }
 
     /// Rows of the largest microbatch on the largest Replica.
@@ -162,7 +179,11 @@ impl<'a> Pricing<'a> {
         times: impl Fn(usize) -> BySize<Arc<Times>>,
     ) -> At<'p> {
         let Problem { cluster, settings, .. } = self.problem;
-        let of_kind = |kind: usize| DeviceTimes { device: &cluster.kinds[kind], times: times(kind) };
+        let of_kind = |kind: usize| DeviceTimes {
+            device: &cluster.kinds[kind],
+            message_slowdown: self.problem.message_slowdown(kind),
+            times: times(kind),
+        };
         let devices: Vec<_> = place.kinds().map(of_kind).collect();
         let usable = devices.iter().map(|DeviceTimes { device, .. }| settings.usable_bytes(device.memory_bytes));
         let framework = devices.iter().map(|DeviceTimes { device, .. }| device.framework_bytes).max();
@@ -173,7 +194,7 @@ impl<'a> Pricing<'a> {
             foreign_rows: self.foreign_rows(rows),
             framework_bytes: framework.unwrap_or(0) as f64,
             collective: cluster.collective(place.group),
-            collective_slowdown: place.kinds().map(|kind| self.collective_slowdown(kind)).fold(0.0, f64::max),
+            collective_slowdown: place.kinds().map(|kind| self.problem.collective_slowdown(kind)).fold(0.0, f64::max),
             devices,
             savings: Vec::new(),
         };
@@ -181,12 +202,6 @@ impl<'a> Pricing<'a> {
             at.savings = self.savings_of_kinds(&at);
         }
         at
-    }
-
-    fn collective_slowdown(&self, kind: usize) -> f64 {
-        let Problem { cluster, measured, .. } = self.problem;
-        let measured = measured[kind].as_ref().and_then(|measured| measured.collective_slowdown);
-        measured.unwrap_or(cluster.kinds[kind].collective_slowdown)
     }
 
     fn savings_of_kinds(&self, at: &At<'_>) -> Vec<Saving> {

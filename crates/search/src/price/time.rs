@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use super::at::{At, DeviceTimes, Pricing};
 use super::sizes::{LARGER, SMALLER};
+use super::step::StageCost;
 
 /// Forward and backward of a run, for one microbatch.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -43,13 +44,24 @@ impl Pricing<'_> {
         let microbatches = self.sizes.counts.iter().sum();
         let replays = self.problem.settings.replays;
         let on = |device: &DeviceTimes<'_>| {
-            let cost = self.chain.run_cost(&device.times[size], run.start, run.end, microbatches);
+            let mut cost = self.chain.run_cost(&device.times[size], run.start, run.end, microbatches);
+            if run.len() < self.chain.len() {
+                // Some message is under way nearly always: receives begin one computation ahead, and wait.
+                cost.forward_us *= 1.0 + device.message_slowdown;
+                cost.backward_us *= 1.0 + device.message_slowdown;
+            }
             RunTime::new(cost, device.device, replays)
         };
         at.devices.iter().map(on).fold(RunTime::default(), |slowest, time| RunTime {
             forward_us: slowest.forward_us.max(time.forward_us),
             backward_us: slowest.backward_us.max(time.backward_us),
         })
+    }
+
+    /// What the computation of a Stage takes at least in a step, if its run begins no later than that of one that takes
+    /// `cost`: the longest run is all of the model, and has no messages beside it.
+    pub(crate) fn least_of_longer_us(&self, cost: &StageCost) -> f64 {
+        self.step.busy_us(cost) / (1.0 + self.most_message_slowdown)
     }
 
     /// A Block adds at least this to the computation of any Stage in a step.

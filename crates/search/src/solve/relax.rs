@@ -361,8 +361,8 @@ fn longest_block_us(pricing: &Pricing<'_>, places: &[Place]) -> f64 {
     let most = places.iter().filter(|place| place.replicas == pricing.problem.settings.world_size);
     let ats: Vec<_> = most.map(|place| pricing.at(place)).collect();
     let least_us = |block: usize| {
-        let busy_us = ats.iter().map(|at| pricing.plain(&(block..block + 1), at, Saver::PLAIN, 0.0).cost);
-        busy_us.map(|cost| pricing.step.busy_us(&cost)).fold(f64::INFINITY, f64::min)
+        let costs = ats.iter().map(|at| pricing.plain_cost(&(block..block + 1), at));
+        costs.map(|cost| pricing.least_of_longer_us(&cost)).fold(f64::INFINITY, f64::min)
     };
     (0..pricing.chain.len()).map(least_us).filter(|us| us.is_finite()).fold(0.0, f64::max)
 }

@@ -184,7 +184,7 @@ impl SearchRun<'_, '_> {
 
     /// True when a Stage takes so long that no Plan with it, or with a longer run at its place, is better.
     fn too_long(&self, entry: &Entry) -> bool {
-        self.search.pricing.step.busy_us(&entry.cost) >= self.best_us
+        self.search.pricing.least_of_longer_us(&entry.cost) >= self.best_us
     }
 
     fn prepend(&mut self, labels: &[Label], entry: &Entry, Begin { first, depth, ahead }: Begin, step: &Extension) {

@@ -242,7 +242,8 @@ impl StageTable {
         for first in firsts.rev() {
             let run = first..end;
             workspace_bytes = workspace_bytes.max(layers.workspaces[first]);
-            // Both this and the time of what is plain only grow with the run, and every saver adds time.
+            // This only grows with the run, as does the time of what is plain but for messages beside it, and every
+            // saver adds time.
             open.retain(|alike| {
                 pricing.least_model_bytes(&run, layers.at, self.savers[alike.start]) <= layers.at.usable_bytes
             });
@@ -252,7 +253,7 @@ impl StageTable {
                 continue;
             }
             let cost = pricing.plain_cost(&run, layers.at);
-            if open.is_empty() || pricing.step.busy_us(&cost) >= best_us {
+            if open.is_empty() || pricing.least_of_longer_us(&cost) >= best_us {
                 break;
             }
             for alike in &open {

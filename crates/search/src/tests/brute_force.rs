@@ -202,11 +202,13 @@ fn settings(devices: u32) -> impl Strategy<Value = Settings> {
 
 /// One or two nodes, the second of them perhaps of slower devices.
 fn cluster() -> impl Strategy<Value = Cluster> {
-    (1..3_u32, any::<bool>(), 1..20_u32).prop_map(|(nodes, mixed, megabytes_per_s)| {
+    let slowdown = prop_oneof![Just(0.0), 0.0..1.0_f64];
+    (1..3_u32, any::<bool>(), 1..20_u32, slowdown).prop_map(|(nodes, mixed, megabytes_per_s, slowdown)| {
         let mut cluster = Cluster::preset("cpu", nodes, 4_u32.div_ceil(nodes)).expect("4 devices");
         for (level, bytes_per_s) in cluster.levels.iter_mut().zip([1e8, 1e6 * f64::from(megabytes_per_s)]) {
             (level.send.bytes_per_s, level.collective.bytes_per_s) = (bytes_per_s, bytes_per_s);
         }
+        cluster.kinds[0].message_slowdown = slowdown;
         if mixed && nodes == 2 {
             let mut slower = cluster.kinds[0].clone();
             slower.name = "slower".into();

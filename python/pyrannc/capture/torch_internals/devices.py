@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 _ALL_DIGITS = ("none", "ieee")
 
@@ -87,6 +88,34 @@ def generator_address(generator: torch.Generator) -> int:
 def sleep_on_gpu(cycles: int) -> None:
     """Keeps the GPU waiting until the host has queued what is measured. Public: none."""
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
+class CudaKernel(Protocol):
+    """A kernel that was compiled here."""
+
+    def __call__(
+        self,
+        *,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        args: Sequence[Tensor | int | float],
+        shared_mem: int,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        """Starts it."""
+
+    def set_shared_memory_config(self, shared_mem_bytes: int) -> None:
+        """Lets a thread block have so much memory."""
+
+
+def compile_cuda(source: str, name: str) -> CudaKernel:
+    """A kernel of CUDA C++ for the current GPU. Public: none; its compiler is a part of torch's packages.
+
+    Raises:
+        RuntimeError: it cannot be compiled.
+    """
+    made: CudaKernel = torch.cuda._compile_kernel(source, name)
+    return made
 
 
 class Graph(torch.cuda.CUDAGraph):
