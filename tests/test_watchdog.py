@@ -129,6 +129,29 @@ def test_killed_rank(job: Callable[..., Job]) -> None:
     assert time.monotonic() - start < 3
 
 
+FOLLOWED = """
+def replay(number):
+    with open(folder / f"gpu{rank}", "r+b" if (folder / f"gpu{rank}").exists() else "wb") as gpu:
+        gpu.write(number.to_bytes(4, sys.byteorder))
+replay(0)
+dog.follow(str(folder / f"gpu{rank}"))
+dog.recorded(7, ["what comes before " + FORWARD, FORWARD])
+"""
+
+
+def test_killed_rank_whose_gpu_replays(job: Callable[..., Job]) -> None:
+    running = job(f"{FOLLOWED}replay(7 + rank){STEP}", world_size=2)
+    for rank in range(2):
+        running.wait_for(f"step{rank}")
+    os.kill(running.ranks[1].pid, signal.SIGKILL)
+    status, _, stderr = running.ends(0)
+    assert status == Watchdog.EXIT_STATUS
+    assert stderr == (
+        f'RaNNC: rank 1 died while it was in model(...), at "wait for input", its GPU at "{FORWARD}". '
+        f'Rank 0 was in model(...), at "wait for input", its GPU at "what comes before {FORWARD}". All ranks stop.\n'
+    )
+
+
 def test_killed_rank_0(job: Callable[..., Job]) -> None:
     running = job(STEP)
     for rank in range(3):
@@ -308,6 +331,13 @@ def test_strangers_are_ignored() -> None:
     dog.close()
 
 
+def test_a_file_that_cannot_be_followed(tmp_path: Path) -> None:
+    dog = Watchdog.listen(1, "127.0.0.1")
+    with pytest.raises(FileNotFoundError):
+        dog.follow(str(tmp_path / "none"))
+    dog.close()
+
+
 def test_errors_of_connect() -> None:
     dog = Watchdog.listen(3, "127.0.0.1")
     with pytest.raises(PeerError, match="refused rank 1: it counts 2 ranks, rank 0 counts 3"):
@@ -414,6 +444,12 @@ dog.close()
 def test_progress_inside_a_phase_is_no_stall(job: Callable[..., Job]) -> None:
     body = "call()\nfor _ in range(15):\n    dog.advance()\n    time.sleep(0.1)\ndog.end()\ndog.close()"
     running = job(body, world_size=2, stall_timeout_s=0.7)
+    assert [running.ends(rank) for rank in range(2)] == [(0, "", "")] * 2
+
+
+def test_a_gpu_that_comes_to_other_places_is_no_stall(job: Callable[..., Job]) -> None:
+    body = "call()\nfor place in range(15):\n    replay(7 + place % 2)\n    time.sleep(0.1)\ndog.end()\ndog.close()"
+    running = job(f"{FOLLOWED}{body}", world_size=2, stall_timeout_s=0.7)
     assert [running.ends(rank) for rank in range(2)] == [(0, "", "")] * 2
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pyrannc._native import Cluster, Graph, Plan
+from pyrannc._native import Buckets, Cluster, Graph, Plan, Program
 from pyrannc.capture import capture
+from pyrannc.core.program import RankProgram
 from pyrannc.errors import PlanError
 
 
@@ -47,6 +48,27 @@ def divided(plan: Plan, sharding: str | Sequence[str]) -> Plan:
         for stage, level in zip(form["stages"], levels, strict=True)
     ]
     return Plan.from_json(sealed({**form, "stages": stages}))
+
+
+def rank_programs(model: nn.Module, rows: int, width: int, replicas: Sequence[int], call: str) -> list[RankProgram]:
+    """What each rank does in a call of the best Plan with 4 microbatches, all of the batch on rank 0."""
+    graph = graph_of(model, (torch.ones(rows, width),), {}, rows)
+    plan = searched_plan(graph, replicas, 4, rows)
+    partition = plan.partition(graph)
+    buckets = Buckets.divide(
+        plan,
+        partition,
+        graph,
+        trained=range(len(json.loads(graph.to_json())["params"])),
+        everywhere=[],
+        reduce_dtype="float32",
+        undivided=[],
+        whole_gradients=[],
+        by_element=True,
+    )
+    ranks = sum(replicas)
+    program = Program.build(plan, partition, buckets, [rows, *[0] * (ranks - 1)], True, call)
+    return [RankProgram.from_json(program.rank_view(rank)) for rank in range(ranks)]
 
 
 def main_op_count(graph: Graph) -> int:

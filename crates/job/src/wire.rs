@@ -25,11 +25,13 @@ pub struct Beat {
     pub calls: Calls,
     /// The Action, or the phase of the first call, that it is at.
     pub action: Option<String>,
+    /// The place of a replay that its GPU is at.
+    pub device: Option<String>,
     /// It computes by itself, for as long as that takes.
     pub busy: bool,
     /// The collective that it was in has failed, and it asks why.
     pub torn: bool,
-    /// Grows with each call, Action and phase that begins or ends.
+    /// Grows with each call, Action and phase that begins or ends, and where its GPU is seen at another place.
     pub progress: u64,
 }
 
@@ -38,10 +40,14 @@ impl Beat {
     pub fn place(&self) -> String {
         let call = self.calls.current().map(|call| format!("in {}", call.name));
         let action = self.action.as_ref().map(|action| format!("at \"{action}\""));
-        match (call, action) {
+        let place = match (call, action) {
             (Some(call), Some(action)) => format!("{call}, {action}"),
             (Some(place), None) | (None, Some(place)) => place,
             (None, None) => "outside of any collective call".to_owned(),
+        };
+        match &self.device {
+            Some(device) => format!("{place}, its GPU at \"{device}\""),
+            None => place,
         }
     }
 }

@@ -1,5 +1,6 @@
 //! `pyrannc._native.Watchdog`.
 
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread;
 use std::time::Duration;
@@ -179,6 +180,21 @@ impl Watchdog {
     #[pyo3(signature = (*, failed=false))]
     fn idle(&self, failed: bool) {
         self.inner.position().leave(failed);
+    }
+
+    /// From now on the GPU writes to this file at which place of a replay it is: a native u32, 0 outside of any.
+    fn follow(&self, path: PathBuf) -> PyResult<()> {
+        Ok(self.inner.position().follow(&path)?)
+    }
+
+    /// The places of a recording have these names, by their numbers from `first` (at least 1) on.
+    fn recorded(&self, first: u32, names: Vec<String>) {
+        self.inner.position().recorded(first, names);
+    }
+
+    /// The recording whose places begin with `first` is gone.
+    fn forgotten(&self, first: u32) {
+        self.inner.position().forgotten(first);
     }
 
     /// Why the job ends, if that is known within so many seconds; asked by a rank whose collective has failed.

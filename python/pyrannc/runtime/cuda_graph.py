@@ -102,19 +102,19 @@ class Recording:
         self._inside.take(inside)
         self._pool = pool
         self._draws = RecordedDraws(seen.places, device)
-        self.clock = Clock(task.program, device)
+        self.clock = Clock(task.program, context.record, device)
         self._graph, self._backward = Graph(), Graph()
         self._grads = Places({key: torch.empty_like(like, device=device) for key, like in seen.grads.items()})
         self.run = Run(task, self.clock, lends=False)
         # Copies that earlier calls were lent move now if at all.
         context.gradients.working.refresh(context.copied.values())
         versions_before = [version(tensor) for tensor in context.buffers.values()]
-        with self._recording(self._graph):
-            self.clock.start()
+        program = task.program
+        with self._recording(self._graph), self.clock.graph(program.forward, 0):
             self.run.forward(self._inputs.tensors, self._inside.tensors, current)
-        if task.program.call == "halves":
+        if program.call == "halves":
             self.run.begin_backward(lambda: current)
-            with self._recording(self._backward):
+            with self._recording(self._backward), self.clock.graph(program.backward, len(program.forward)):
                 self.run.backward(self._grads.tensors, seen.reached, keep_graph=False, reduce=True)
         self._changed = [
             tensor
@@ -124,6 +124,7 @@ class Recording:
         self._found = _found(task)
         # The recording has counted the changes that the first launch makes.
         self._is_launched = False
+        self.clock.announce()
 
     @contextmanager
     def _recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
@@ -193,6 +194,7 @@ class Recording:
         """Gives back the graphs and their memory."""
         self._graph.reset()
         self._backward.reset()
+        self.clock.retire()
 
 
 class Replay:

@@ -11,6 +11,7 @@ mod hearing;
 mod judge;
 mod peers;
 mod position;
+mod replays;
 mod telling;
 
 use std::hash::{DefaultHasher, Hash, Hasher};

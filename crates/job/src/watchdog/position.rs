@@ -1,7 +1,10 @@
 //! Where this rank is, written by the training thread and read by the watchdog's.
 
+use std::io;
+use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use super::replays::Replays;
 use crate::calls::Calls;
 use crate::wire::Beat;
 
@@ -22,9 +25,10 @@ struct State {
     progress: u64,
     torn: bool,
     failed_at: Option<String>,
+    replays: Replays,
 }
 
-/// The current call, the names of a program's Actions, and the current one.
+/// The current call, the names of a program's Actions, and the current one; in replays, where the GPU is.
 pub struct Position(Mutex<State>);
 
 impl Default for Position {
@@ -37,6 +41,7 @@ impl Default for Position {
             progress: 0,
             torn: false,
             failed_at: None,
+            replays: Replays::default(),
         }))
     }
 }
@@ -99,6 +104,21 @@ impl Position {
         state.progress += 1;
     }
 
+    /// From now on the GPU writes to this file at which place of a replay it is: a native u32, 0 outside of any.
+    pub fn follow(&self, path: &Path) -> io::Result<()> {
+        self.state().replays.follow(path)
+    }
+
+    /// The places of a recording have these names, by their numbers from `first` (at least 1) on.
+    pub fn recorded(&self, first: u32, names: Vec<String>) {
+        self.state().replays.add(first, names);
+    }
+
+    /// The recording whose places begin with `first` is gone.
+    pub fn forgotten(&self, first: u32) {
+        self.state().replays.remove(first);
+    }
+
     /// The current call's collective has failed, and its rank asks why.
     pub fn tear(&self) {
         self.state().torn = true;
@@ -106,7 +126,7 @@ impl Position {
 
     /// Where the exception arose that has ended the last call, or else where the rank is.
     pub fn failed_at(&self) -> String {
-        let state = self.state();
+        let mut state = self.state();
         state.failed_at.clone().unwrap_or_else(|| state.beat().place())
     }
 
@@ -126,7 +146,11 @@ impl Position {
 }
 
 impl State {
-    fn beat(&self) -> Beat {
+    fn beat(&mut self) -> Beat {
+        if self.replays.look() {
+            self.progress += 1;
+        }
+        let device = self.replays.place().cloned();
         let (action, busy) = match &self.doing {
             Doing::Nothing => (None, false),
             Doing::Phase { name, busy } => (Some(name.clone()), *busy),
@@ -134,6 +158,6 @@ impl State {
                 (Some(self.names.get(*index).cloned().unwrap_or_else(|| format!("action {index}"))), false)
             }
         };
-        Beat { calls: self.calls.clone(), action, busy, torn: self.torn, progress: self.progress }
+        Beat { calls: self.calls.clone(), action, device, busy, torn: self.torn, progress: self.progress }
     }
 }
