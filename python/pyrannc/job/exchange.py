@@ -17,8 +17,8 @@ Work: TypeAlias = dist.Work
 
 
 CTAS_OF_MESSAGES = 2
-"""Blocks of threads that a message between Stages takes on a GPU. One that waits for its peer keeps them from
-computing."""
+"""Blocks of threads that a message between Stages, or of rows of the batch, takes on a GPU. One that waits for its peer
+keeps them from computing; with one block alone it is half as fast."""
 
 
 def exchange(sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:

@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 from pyrannc.core.program import Exchange, RankProgram
-from pyrannc.job.exchange import Group, Work, start_exchange
+from pyrannc.job.exchange import CTAS_OF_MESSAGES, Group, Work, start_exchange
 from pyrannc.runtime.collectives import beside_all, close
-
-_CTAS = 1
-"""Blocks of threads that an exchange takes on a GPU. One that waits for others keeps them from computing."""
 
 
 class Exchanges:
@@ -38,7 +35,7 @@ class Exchanges:
             return
         self._opened = program
         if self._group is None:
-            self._group = beside_all(self._device, ctas=_CTAS)
+            self._group = beside_all(self._device, ctas=CTAS_OF_MESSAGES)
         if self._device.type == "cuda":
             self._connect(program)
 
