@@ -33,7 +33,7 @@ from pyrannc.capture.torch_internals.compiler import start_compiling_processes
 from pyrannc.capture.torch_internals.gradients import at_end_of_backward
 from pyrannc.capture.torch_internals.levels import transforms_are_active
 from pyrannc.core.program import Call, RankProgram
-from pyrannc.errors import CaptureError, ConfigError, PlanError, RaNNCError, first_line
+from pyrannc.errors import CaptureError, ConfigError, PeerError, PlanError, RaNNCError, first_line
 from pyrannc.face.deployed import DeployedModel
 from pyrannc.face.state import refuse_unavailable
 from pyrannc.job import agree, phases, process
@@ -247,11 +247,30 @@ class RaNNCModule(DeployedModel):
             limit.set(params)
 
     def _compare(self, variant: Variant, call: AgreedCall) -> None:
-        """Holds a captured call against the model itself, on a few rows; without training if it has no own trace."""
+        """Holds a captured call against the model itself, on a few rows; without training if it has no own trace.
+
+        Meanwhile other ranks look whether all tensors have rows that are taken to have them.
+        """
+        doubt = call.doubt
         if variant.has_own_trace and not (torch.is_grad_enabled() and variant.trains):
+            if doubt is not None:
+                doubt.look_and_settle(call.batch)
             return
         with phases.phase("RaNNCModule", "comparison", "the comparison of the captured graph", busy=True):
-            compared = str(compare_once(self.model, variant, call.tensors, call.batch, self.device))
+
+            def meanwhile(share: int, shares: int) -> None:
+                if doubt is not None:
+                    with self._stale.lifted():
+                        doubt.look(share, shares)
+
+            try:
+                compared = str(compare_once(self.model, variant, call.tensors, call.batch, self.device, meanwhile))
+            except CaptureError:
+                if doubt is not None:
+                    doubt.settle()
+                raise
+            if doubt is not None:
+                doubt.settle()
             phases.note(compared)
         self._compared = self._compared or compared
 
@@ -292,7 +311,15 @@ class RaNNCModule(DeployedModel):
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: AgreedCall) -> Variant:
         """The call as a Graph, which is the model's."""
-        variant = self._capture(args, kwargs, call)
+        try:
+            variant = self._capture(args, kwargs, call)
+        except PeerError:
+            raise
+        except Exception:
+            # All ranks come here, each with an error of its own. Taken to have rows, what has none may be the cause.
+            if call.doubt is not None:
+                call.doubt.look_and_settle(call.batch)
+            raise
         self._set_limits(variant)
         try:
             self._compare(variant, call)

@@ -166,13 +166,11 @@ fn contradictions_are_named() {
     profile.update = Some(MeasuredUpdate { params_bytes: 0, update_us: 25.0 });
     let error = profile.seal().expect_err("no parameters").to_string();
     assert!(error.contains("takes 25 us for 0 bytes of parameters"), "{error}");
-    let slowdowns: [(&str, fn(&mut Profile) -> &mut Option<f64>); 2] = [
-        ("collective_slowdown", |profile| &mut profile.collective_slowdown),
-        ("message_slowdown", |profile| &mut profile.message_slowdown),
-    ];
-    for (name, slowdown) in slowdowns {
+    for name in ["collective_slowdown", "message_slowdown"] {
         let mut profile = sealed();
-        *slowdown(&mut profile) = Some(-0.5);
+        let share =
+            if name == "message_slowdown" { &mut profile.message_slowdown } else { &mut profile.collective_slowdown };
+        *share = Some(-0.5);
         let error = profile.seal().expect_err("a speed-up").to_string();
         assert!(error.contains(&format!("{name} prolongs computations by a share of -0.5")), "{error}");
     }

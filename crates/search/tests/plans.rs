@@ -115,14 +115,17 @@ fn hidden_reductions_slow_the_backward_down() {
 
 #[test]
 fn messages_slow_computations_down() {
-    let forward_us = |stages: u32, slowdown: f64| {
+    let times_us = |stages: u32, slowdown: f64| {
         let mut cluster = cluster("NVIDIA H200", 4);
         cluster.kinds[0].message_slowdown = slowdown;
         let forced = Settings { stages: Some(stages), microbatches: Some(4), ..settings(4, 64) };
-        plan(&encoder(24, 1024, 512, 30_000), &cluster, &forced).expect("fits").stages[0].predicted.forward_us
+        let predicted =
+            plan(&encoder(24, 1024, 512, 30_000), &cluster, &forced).expect("fits").stages[0].predicted.clone();
+        [predicted.forward_us, predicted.backward_us]
     };
-    assert!((forward_us(2, 0.25) / forward_us(2, 0.0) - 1.25).abs() < 1e-9);
-    assert_eq!(forward_us(1, 0.25), forward_us(1, 0.0));
+    let ([forward_us, backward_us], longer) = (times_us(2, 0.0), times_us(2, 0.25));
+    assert!((longer[0] / forward_us - 1.25).abs() < 1e-9 && (longer[1] / backward_us - 1.25).abs() < 1e-9);
+    assert_eq!(times_us(1, 0.25), times_us(1, 0.0));
 }
 
 #[test]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pyrannc.call.batch_arguments import Arguments, BatchArguments, PerRow
+from pyrannc.call.batch_arguments import Arguments, BatchArguments, PerRow, RowsInDoubt
 from pyrannc.call.data_guards import Answers
 from pyrannc.call.equal import Fingerprint, HyperParameters, combined, whole_inputs
 from pyrannc.call.param_guards import ParamGuards
@@ -51,6 +51,7 @@ class AgreedCall:
         batch: the rows of all ranks.
         answers: to the model's questions about the batch, to be checked before gradients are handed over.
         drawn: rank 0's number for the call's random numbers.
+        doubt: whether all of these have rows, where that is not proven yet: before the call is carried out.
     """
 
     key: CallKey
@@ -61,6 +62,7 @@ class AgreedCall:
     batch: BatchRows
     answers: Answers | None
     drawn: int
+    doubt: RowsInDoubt | None
 
 
 class Agreement:
@@ -129,9 +131,9 @@ class Agreement:
             raise MismatchError(_different_calls(self._model, own.call.tensors))
         if len({equal for *_, equal, _ in everyone}) > 1:
             raise MismatchError(_different_values(own.equal))
-        counts = [count for _, count, *_ in everyone]
+        counts, doubt = [count for _, count, *_ in everyone], None
         if own.per_row is None:
-            own.per_row = self._batch.find(own.call, device)
+            own.per_row, doubt = self._batch.find(own.call, device)
             own.rows, own.key = own.call.rows(own.per_row), self._key(own.call, own.per_row)
             counts = [count for (count,) in agree.gather_numbers((own.rows,))]
         rows = tuple(count if self._gather_inputs or rank == 0 else 0 for rank, count in enumerate(counts))
@@ -152,7 +154,9 @@ class Agreement:
         with no_autocast():
             to_ask = None if own.is_answered else own.variant
             self._answers = None if to_ask is None else self._ask(to_ask, own, batch)
-        return AgreedCall(own.key, own.variant, own.call.tensors, own.per_row, own.rows, batch, self._answers, drawn)
+        return AgreedCall(
+            own.key, own.variant, own.call.tensors, own.per_row, own.rows, batch, self._answers, drawn, doubt
+        )
 
     def _as_answered(self, own: _Own, batch: BatchRows) -> Variant | None:
         """The captured form with the answers that buffers give now, if there is one. All ranks call it.

@@ -10,16 +10,17 @@ the number of rows is that of the tensors that are not packed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from pyrannc.call.equal import digest, names_inside
 from pyrannc.call.lists_of_rows import ADVICE, refuse_lists_of_rows
+from pyrannc.call.whole_batch import BatchRows
 from pyrannc.capture import Sample, Structure, batch_rows, can_be_traced, first_that_may_lack_rows, flatten
 from pyrannc.capture.row_lists import RowList
 from pyrannc.errors import InputError, MismatchError
@@ -94,6 +95,57 @@ def _names(place: str, item: Any, count: int) -> list[str]:
     return inside if len(inside) == count else [place] * count
 
 
+class RowsInDoubt:
+    """Tensors of a call that have as many elements as the batch has rows, and may yet have none of them.
+
+    Each rank looks with its own arguments: what a model asks of its data can decide.
+
+    Args:
+        sample: the call, in which they have rows.
+        places: theirs.
+        accept: is called when all have rows.
+        refuse: raises InputError for one that may have none.
+    """
+
+    def __init__(
+        self,
+        sample: Sample,
+        places: Sequence[int],
+        accept: Callable[[], None],
+        refuse: Callable[[int], NoReturn],
+    ) -> None:
+        self._sample = sample
+        self._places = places
+        self._accept = accept
+        self._refuse = refuse
+        self._found: int | None = None
+
+    def look(self, share: int, shares: int) -> None:
+        """Looks at a share of them: takes a capture for each."""
+        self._found = first_that_may_lack_rows(self._sample, self._places[share::shares])
+
+    def settle(self) -> None:
+        """Ends the doubt, when all shares have been looked at. All ranks call it.
+
+        Raises:
+            InputError: one may have no rows.
+        """
+        found = [place for place in agree.gather_objects(self._found) if place is not None]
+        if found:
+            self._refuse(min(found))
+        self._accept()
+
+    def look_and_settle(self, batch: BatchRows) -> None:
+        """Both, at once. All ranks call it.
+
+        Raises:
+            InputError: one may have no rows.
+        """
+        own, looking = process.get_rank(), [rank for rank, rows in enumerate(batch.per_rank) if rows]
+        agree.together(lambda: self.look(looking.index(own), len(looking)) if own in looking else None)
+        self.settle()
+
+
 class BatchArguments:
     """Knows for the calls of one model which tensors have rows.
 
@@ -162,11 +214,11 @@ class BatchArguments:
             raise InputError(str(error)) from None
         refuse_lists_of_rows(call.args, call.kwargs, call.tensors, rows)
 
-    def find(self, call: Arguments, device: torch.device) -> PerRow:
-        """Finds out which tensors have rows. All ranks call it.
+    def find(self, call: Arguments, device: torch.device) -> tuple[PerRow, RowsInDoubt | None]:
+        """Finds out which tensors have rows, and what is to be proven of them. All ranks call it.
 
         Raises:
-            InputError: a tensor may have rows and may not, or has not as many elements for each row.
+            InputError: a tensor has not as many elements for each row.
             MismatchError: a tensor without rows has another value on another rank, or rows have other numbers of
                 elements there.
         """
@@ -175,22 +227,27 @@ class BatchArguments:
             None if named is not None and named[place] else _brought(tensor)
             for place, tensor in enumerate(call.tensors)
         ]
-        everyone: list[tuple[list[int], list[Hashable]]] = agree.gather_objects((_extents(call), brought))
-        if len({len(brought) for _, brought in everyone}) > 1:
+        own = _extents(call), brought, tuple(call.in_row_lists)
+        everyone: list[tuple[list[int], list[Hashable], tuple[bool, ...]]] = agree.gather_objects(own)
+        if len({len(brought) for _, brought, _ in everyone}) > 1:
             raise MismatchError("the ranks pass different numbers of tensors")
+        if len({in_row_lists for *_, in_row_lists in everyone}) > 1:
+            raise MismatchError("an argument is a list of rows on some ranks, and none on others")
         if not self._gather_inputs:
             everyone = everyone[:1]
-        extents = [extents for extents, _ in everyone]
-        differs = [len(set(values)) > 1 for values in zip(*(values for _, values in everyone), strict=True)]
+        extents = [extents for extents, *_ in everyone]
+        differs = [len(set(values)) > 1 for values in zip(*(values for _, values, _ in everyone), strict=True)]
         if named is None:
-            found = self._proven(call, extents, differs, device)
+            found = self._by_extents(call, extents, differs, device)
+            doubt = self._doubt(call, found, differs, device)
         else:
             _refuse_differing(call, named, differs)
-            found = _counted(call, extents, [place for place, mark in enumerate(named) if mark])
-        self._found[call.key] = found
-        return found
+            found, doubt = _counted(call, extents, [place for place, mark in enumerate(named) if mark]), None
+        if doubt is None:
+            self._found[call.key] = found
+        return found, doubt
 
-    def _proven(self, call: Arguments, extents: _Extents, differs: Sequence[bool], device: torch.device) -> PerRow:
+    def _by_extents(self, call: Arguments, extents: _Extents, differs: Sequence[bool], device: torch.device) -> PerRow:
         first = next(place for place, extent in enumerate(extents[0]) if extent >= 0)
         found = _alike(extents, {first: 1})
         if any(differ and not count for differ, count in zip(differs, found, strict=True)):
@@ -199,13 +256,22 @@ class BatchArguments:
             packed = _counts(extents, places)
             found = found if packed is None else _alike(extents, packed)
         _refuse_differing(call, found, differs)
-        found = self._of_fewer_rows(call, extents, found, differs, device)
+        return self._of_fewer_rows(call, extents, found, differs, device)
+
+    def _doubt(
+        self, call: Arguments, found: PerRow, differs: Sequence[bool], device: torch.device
+    ) -> RowsInDoubt | None:
         # A single one is the batch, for there has to be one.
         certain = [differ or is_list for differ, is_list in zip(differs, call.in_row_lists, strict=True)]
         open_places = [place for place, count in enumerate(found) if count and not certain[place]]
-        open_places = open_places if sum(map(bool, found)) > 1 else []
-        self._refuse_unproven(call, _rows_of(extents[0], found), device, found, open_places)
-        return found
+        if not open_places or sum(map(bool, found)) == 1:
+            return None
+        sample = Sample(self._model, call.args, call.kwargs, device, call.rows(found), found)
+
+        def accept() -> None:
+            self._found[call.key] = found
+
+        return RowsInDoubt(sample, open_places, accept, lambda place: self._refuse_unproven(call, place))
 
     def _of_fewer_rows(
         self, call: Arguments, extents: _Extents, found: PerRow, differs: Sequence[bool], device: torch.device
@@ -237,18 +303,7 @@ class BatchArguments:
         packed: PerRow | None = agree.broadcast_object(agree.together(fewer))
         return packed or found
 
-    def _refuse_unproven(
-        self, call: Arguments, rows: int, device: torch.device, found: PerRow, places: Sequence[int]
-    ) -> None:
-        def unproven() -> int | None:
-            if process.get_rank() != 0:
-                return None
-            sample = Sample(self._model, call.args, call.kwargs, device, rows, found)
-            return first_that_may_lack_rows(sample, places)
-
-        place = agree.broadcast_object(agree.together(unproven)) if places else None
-        if place is None:
-            return
+    def _refuse_unproven(self, call: Arguments, place: int) -> NoReturn:
         shape = tuple(call.tensors[place].shape)
         same = " and is the same on all ranks" if process.get_world_size() > 1 and self._gather_inputs else ""
         raise InputError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -28,6 +30,23 @@ class StaleAttributes:
                 f"the {attribute} is set by the forward ({attribute.where}), which runs when the model is captured and "
                 "never again, so it has no value; return it from the forward instead"
             )
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Inside, what was there is there."""
+        now = {key: vars(module).get(key[1], _NOTHING) for key, (module, _) in self._before.items()}
+        self._put({key: before for key, (_, before) in self._before.items()})
+        try:
+            yield
+        finally:
+            self._put(now)
+
+    def _put(self, values: Mapping[tuple[int, str], Any]) -> None:
+        for key, value in values.items():
+            (module, _), name = self._before[key], key[1]
+            vars(module).pop(name, None)
+            if value is not _NOTHING:
+                vars(module)[name] = value
 
     def clear(self) -> None:
         """Puts back what was there."""

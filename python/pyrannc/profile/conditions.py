@@ -73,10 +73,10 @@ def conditions(
     if device.type == "cuda":
         versions["cuda"] = str(torch.version.cuda)
         versions["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]  # torch has no types for it
-        versions["clock"] = "as in a training"
+        versions["clock"], versions["messages"] = "as in a training", "beside the leading Span"
         versions["dropout"] = "fused" if fused_dropout else "not fused"
     if replayed:
-        versions["steps"] = "replayed"
+        versions["steps"], versions["updates"] = "replayed", "alone, by the device"
     if compiled:
         versions["spans"], versions["images"] = "compiled where that pays", "channels last"
     return Conditions(device_name(device), _precision(device), tuple(versions.items()), _switches(device))

@@ -24,7 +24,7 @@ class WaitingMessage:
     time round where a message has others.
 
     Raises:
-        RuntimeError: no kernel can be compiled here.
+        RuntimeError: no kernel can be compiled here, or run.
     """
 
     def __init__(self) -> None:
@@ -34,6 +34,9 @@ class WaitingMessage:
         self._kernel.set_shared_memory_config(self._shared_bytes)
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch has no types for it
         self._end = torch.cuda.Event()  # type: ignore[no-untyped-call]  # likewise
+        # What cannot run does not run here already.
+        self.begin(0)
+        self.end()
 
     def begin(self, cycles: int) -> None:
         """Begins to wait for so many cycles of the GPU, beside what is started from now on."""

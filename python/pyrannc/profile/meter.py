@@ -172,7 +172,7 @@ class Meter:
         queued_s, once_s = self._warm_up(run)
         if queued_s > once_s / 2:
             # It would wait for its host.
-            return 0.0
+            return None
         calls = _calls(once_s)
         waiting_cycles = int(_TIMES_WAITED * calls * (queued_s + once_s) * _SLEEP_CYCLES_PER_S)
         shares = []

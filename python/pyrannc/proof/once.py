@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,7 +66,12 @@ class Difference:
 
 
 def compare_once(
-    model: nn.Module, variant: Variant, tensors: Sequence[Tensor], batch: BatchRows, device: torch.device
+    model: nn.Module,
+    variant: Variant,
+    tensors: Sequence[Tensor],
+    batch: BatchRows,
+    device: torch.device,
+    meanwhile: Callable[[int, int], None],
 ) -> Comparison:
     """Runs a few rows through the model as it is, and through its captured Graph. All ranks call it.
 
@@ -75,19 +80,31 @@ def compare_once(
 
     Args:
         tensors: of this rank's arguments.
+        meanwhile: what other ranks with rows do, or else this one before: it is given a share of the work, and how many
+            there are.
 
     Raises:
         CaptureError: they differ by more than rounding.
     """
     whole = not any(isinstance(item, Lacking) or item.is_meta for item in (*model.parameters(), *model.buffers()))
     able = [able for (able,) in agree.gather_numbers((int(whole and batch.own_count > 0),))]
-    if not any(able):
-        return Comparison(why_not="no rank has all parameters")
-    rank = able.index(1)
-    mine = process.get_rank() == rank
-    rows = batch.per_rank[rank]
-    found = agree.together(lambda: _compare(model, variant, tensors, rows, device) if mine else None)
-    comparison: Comparison | CaptureError = agree.gather_objects(found)[rank]
+    own, rank = process.get_rank(), able.index(1) if any(able) else None
+    looking = [other for other, rows in enumerate(batch.per_rank) if rows]
+    looking = [other for other in looking if other != rank] or looking
+
+    def compared() -> Comparison | CaptureError:
+        if own in looking:
+            meanwhile(looking.index(own), len(looking))
+        if own != rank:
+            return Comparison(why_not="no rank has all parameters")
+        try:
+            return _compare(model, variant, tensors, batch.per_rank[own], device)
+        except CaptureError as error:
+            # All ranks raise it.
+            return error
+
+    found: list[Comparison | CaptureError] = agree.gather_objects(agree.together(compared))
+    comparison = found[0 if rank is None else rank]
     if isinstance(comparison, CaptureError):
         raise comparison
     return comparison

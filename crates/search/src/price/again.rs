@@ -79,7 +79,9 @@ impl Pricing<'_> {
         if memory.peak_bytes(in_flight) <= usable_bytes {
             return None;
         }
-        let in_run = |saving: &Saving| Saving { count: self.chain.count(saving.kind, run), ..*saving };
+        let longer = self.beside_messages(run, at);
+        let in_run =
+            |saving: &Saving| Saving { count: self.chain.count(saving.kind, run), us: saving.us * longer, ..*saving };
         let savings: Vec<Saving> = at.savings.iter().map(in_run).filter(|saving| saving.count > 0).collect();
         let room_bytes = (usable_bytes - memory.fixed_bytes() - largest_bytes(&savings)) / in_flight as f64;
         Some(Choice { savings, needed_bytes: memory.microbatch_bytes - room_bytes })

@@ -58,6 +58,12 @@ impl Pricing<'_> {
         })
     }
 
+    /// How many times longer what a run computes again takes beside messages; on the device that has most of it.
+    pub(crate) fn beside_messages(&self, run: &Range<usize>, at: &At<'_>) -> f64 {
+        let slowdown = at.devices.iter().map(|device| device.message_slowdown).fold(0.0, f64::max);
+        if run.len() < self.chain.len() { 1.0 + slowdown } else { 1.0 }
+    }
+
     /// What the computation of a Stage takes at least in a step, if its run begins no later than that of one that takes
     /// `cost`: the longest run is all of the model, and has no messages beside it.
     pub(crate) fn least_of_longer_us(&self, cost: &StageCost) -> f64 {

@@ -212,6 +212,7 @@ fn cluster() -> impl Strategy<Value = Cluster> {
         if mixed && nodes == 2 {
             let mut slower = cluster.kinds[0].clone();
             slower.name = "slower".into();
+            slower.message_slowdown /= 2.0;
             slower.flops_per_s.fp32 /= 3.0;
             slower.memory_bytes = 60_000_000;
             cluster.kinds.push(slower);

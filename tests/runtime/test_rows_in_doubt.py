@@ -1,0 +1,112 @@
+"""Which tensors of the arguments have rows is found out by some ranks while one compares the captured graph."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pyrannc
+from pyrannc.call import alike, batch_arguments
+from pyrannc.capture import Sample
+from pyrannc.job import process
+from tests.ranks import RankPool
+
+Ranks = Callable[[int], RankPool]
+ROWS = 4
+WIDTH = 3
+
+
+class Beside(nn.Module):
+    """Uses tensors beside the batch, which all ranks bring alike: of each row, or one for all.
+
+    Args:
+        by_row: which of them have rows.
+    """
+
+    def __init__(self, by_row: tuple[bool, ...]) -> None:
+        super().__init__()
+        self.by_row = by_row
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.last: Tensor | None = None
+
+    def forward(self, x: Tensor, *beside: Tensor) -> Tensor:
+        x = self.linear(x)
+        for by_row, tensor in zip(self.by_row, beside, strict=True):
+            x = x * tensor.unsqueeze(1) if by_row else x * tensor.sum()
+        self.last = x
+        return x.sum()
+
+
+def _called(by_row: tuple[bool, ...]) -> tuple[list[int], str]:
+    """Which tensors this rank has looked at, and the error of the call."""
+    looked: list[int] = []
+    first_that_may_lack_rows = batch_arguments.first_that_may_lack_rows
+
+    def note(sample: Sample, places: list[int]) -> int | None:
+        looked.extend(places)
+        return first_that_may_lack_rows(sample, places)
+
+    torch.manual_seed(0)
+    module = Beside(by_row)
+    model = pyrannc.RaNNCModule(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x = torch.rand(ROWS, WIDTH) + process.get_rank()
+    beside = [torch.rand(ROWS, generator=torch.Generator().manual_seed(place)) for place in range(len(by_row))]
+    with patch.object(batch_arguments, "first_that_may_lack_rows", note):
+        for _ in range(2):
+            try:
+                loss = model(x, *beside)
+            except pyrannc.InputError as error:
+                looked.append(-1)
+                text = str(error)
+            else:
+                loss.backward()
+                text = ""
+    return looked, text
+
+
+@pytest.mark.parametrize(("world_size", "shares"), [(1, [[0, 1, 2, 3]]), (2, [[], [1, 2, 3]]), (3, [[], [1, 3], [2]])])
+def test_each_is_looked_at_once(ranks: Ranks, world_size: int, shares: list[list[int]]) -> None:
+    found = ranks(world_size).run(_called, (True, True, True))
+    assert found == [(share, "") for share in shares]
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_one_without_rows_is_refused_by_all_at_each_call(ranks: Ranks, world_size: int, which: int) -> None:
+    for looked, text in ranks(world_size).run(_called, tuple(place != which for place in range(3))):
+        assert looked.count(-1) == 2
+        assert "may have the rows of the batch or none" in text
+        assert f"argument {which + 1} (" in text
+
+
+def _failed(broken: int) -> tuple[str, float]:
+    """What a call raises whose capture fails on one rank with an error that is not ours, and after how long."""
+    module = Beside((True,))
+    model = pyrannc.RaNNCModule(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    x, mask = torch.rand(ROWS, WIDTH) + process.get_rank(), torch.ones(ROWS)
+    start = time.monotonic()
+
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no memory for it")
+
+    try:
+        if process.get_rank() == broken:
+            with patch.object(alike, "capture_sample", fail):
+                model(x, mask)
+        else:
+            model(x, mask)
+    except (RuntimeError, pyrannc.RaNNCError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "", 0.0
+
+
+def test_a_failure_of_one_rank_is_that_of_all_while_rows_are_in_doubt(ranks: Ranks) -> None:
+    (healthy, waited_s), (failed, _) = ranks(2).run(_failed, 1)
+    assert "no memory for it" in failed
+    assert "no memory for it" in healthy
+    assert waited_s < 10
