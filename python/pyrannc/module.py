@@ -263,16 +263,13 @@ class RaNNCModule(DeployedModel):
                     with self._stale.lifted():
                         doubt.look(share, shares)
 
-            try:
-                compared = str(compare_once(self.model, variant, call.tensors, call.batch, self.device, meanwhile))
-            except CaptureError:
-                if doubt is not None:
-                    doubt.settle()
-                raise
+            found = compare_once(self.model, variant, call.tensors, call.batch, self.device, meanwhile)
             if doubt is not None:
                 doubt.settle()
-            phases.note(compared)
-        self._compared = self._compared or compared
+            if isinstance(found, CaptureError):
+                raise found
+            phases.note(str(found))
+        self._compared = self._compared or str(found)
 
     def _prove(self, deployment: Deployment, variant: Variant, program: RankProgram, call: AgreedCall) -> None:
         """Compares the call with one process, once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,25 +34,26 @@ class StaleAttributes:
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Inside, what was there is there."""
-        now = {key: vars(module).get(key[1], _NOTHING) for key, (module, _) in self._before.items()}
-        self._put({key: before for key, (_, before) in self._before.items()})
+        absent = self._lift()
         try:
             yield
         finally:
-            self._put(now)
-
-    def _put(self, values: Mapping[tuple[int, str], Any]) -> None:
-        for key, value in values.items():
-            (module, _), name = self._before[key], key[1]
-            vars(module).pop(name, None)
-            if value is not _NOTHING:
+            for (_, name), (module, value) in absent.items():
                 vars(module)[name] = value
 
     def clear(self) -> None:
         """Puts back what was there."""
-        for (_, name), (module, value) in self._before.items():
-            if isinstance(vars(module).get(name), Absent):
-                del vars(module)[name]
-                if value is not _NOTHING:
-                    vars(module)[name] = value
+        self._lift()
         self._before.clear()
+
+    def _lift(self) -> dict[tuple[int, str], tuple[nn.Module, Absent]]:
+        """Puts back what was there, where nobody has set something else since; gives what stood in its place."""
+        lifted = {}
+        for key, (module, before) in self._before.items():
+            now = vars(module).get(key[1])
+            if isinstance(now, Absent):
+                lifted[key] = module, now
+                del vars(module)[key[1]]
+                if before is not _NOTHING:
+                    vars(module)[key[1]] = before
+        return lifted

@@ -72,7 +72,7 @@ def compare_once(
     batch: BatchRows,
     device: torch.device,
     meanwhile: Callable[[int, int], None],
-) -> Comparison:
+) -> Comparison | CaptureError:
     """Runs a few rows through the model as it is, and through its captured Graph. All ranks call it.
 
     One rank computes, which has rows and all parameters. Parameters, buffers, attributes and generators are afterwards
@@ -83,8 +83,8 @@ def compare_once(
         meanwhile: what other ranks with rows do, or else this one before: it is given a share of the work, and how many
             there are.
 
-    Raises:
-        CaptureError: they differ by more than rounding.
+    Returns:
+        The same on all ranks: what came of it, or the error where they differ by more than rounding.
     """
     whole = not any(isinstance(item, Lacking) or item.is_meta for item in (*model.parameters(), *model.buffers()))
     able = [able for (able,) in agree.gather_numbers((int(whole and batch.own_count > 0),))]
@@ -100,14 +100,10 @@ def compare_once(
         try:
             return _compare(model, variant, tensors, batch.per_rank[own], device)
         except CaptureError as error:
-            # All ranks raise it.
             return error
 
     found: list[Comparison | CaptureError] = agree.gather_objects(agree.together(compared))
-    comparison = found[0 if rank is None else rank]
-    if isinstance(comparison, CaptureError):
-        raise comparison
-    return comparison
+    return found[0 if rank is None else rank]
 
 
 def _compare(

@@ -234,7 +234,7 @@ impl<'a> PlanCosts<'a> {
         let mut repeated = pricing.compute_again(run, &at, saver.again, &mut plain.memory);
         let mut held_again_bytes: f64 = 0.0;
         for saving in again.iter().map(|&block| pricing.saving(block, &at)) {
-            repeated.blocks_us += saving.us * pricing.beside_messages(run, &at);
+            repeated.blocks_us += saving.us * pricing.again_beside_messages(run, &at);
             plain.memory.microbatch_bytes -= saving.bytes;
             held_again_bytes = held_again_bytes.max(saving.bytes);
         }

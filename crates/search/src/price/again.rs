@@ -79,7 +79,7 @@ impl Pricing<'_> {
         if memory.peak_bytes(in_flight) <= usable_bytes {
             return None;
         }
-        let longer = self.beside_messages(run, at);
+        let longer = self.again_beside_messages(run, at);
         let in_run =
             |saving: &Saving| Saving { count: self.chain.count(saving.kind, run), us: saving.us * longer, ..*saving };
         let savings: Vec<Saving> = at.savings.iter().map(in_run).filter(|saving| saving.count > 0).collect();

@@ -45,11 +45,9 @@ impl Pricing<'_> {
         let replays = self.problem.settings.replays;
         let on = |device: &DeviceTimes<'_>| {
             let mut cost = self.chain.run_cost(&device.times[size], run.start, run.end, microbatches);
-            if run.len() < self.chain.len() {
-                // Some message is under way nearly always: receives begin one computation ahead, and wait.
-                cost.forward_us *= 1.0 + device.message_slowdown;
-                cost.backward_us *= 1.0 + device.message_slowdown;
-            }
+            let longer = self.beside_messages(run, device.message_slowdown);
+            cost.forward_us *= longer;
+            cost.backward_us *= longer;
             RunTime::new(cost, device.device, replays)
         };
         at.devices.iter().map(on).fold(RunTime::default(), |slowest, time| RunTime {
@@ -58,10 +56,15 @@ impl Pricing<'_> {
         })
     }
 
-    /// How many times longer what a run computes again takes beside messages; on the device that has most of it.
-    pub(crate) fn beside_messages(&self, run: &Range<usize>, at: &At<'_>) -> f64 {
-        let slowdown = at.devices.iter().map(|device| device.message_slowdown).fold(0.0, f64::max);
+    /// How many times longer a run computes where some message is under way nearly always: receives begin one computation
+    /// ahead, and wait. The whole model has none.
+    fn beside_messages(&self, run: &Range<usize>, slowdown: f64) -> f64 {
         if run.len() < self.chain.len() { 1.0 + slowdown } else { 1.0 }
+    }
+
+    /// The same for what it computes again; on the device that has most of it.
+    pub(crate) fn again_beside_messages(&self, run: &Range<usize>, at: &At<'_>) -> f64 {
+        self.beside_messages(run, at.devices.iter().map(|device| device.message_slowdown).fold(0.0, f64::max))
     }
 
     /// What the computation of a Stage takes at least in a step, if its run begins no later than that of one that takes
