@@ -30,8 +30,12 @@ pub trait Guests: Send + Sync + 'static {
     /// The rank has gone again before it was let in.
     fn free(&self, rank: u32);
 
+    /// Tells the rank that it is in, by [`Message::Welcome`]. From that moment it must be reached by whatever is told to all:
+    /// the host may leave as soon as the rank has read it.
+    fn welcome(&self, rank: u32, sender: Sender) -> io::Result<()>;
+
     /// The rank is in. It may be listened to on this thread for as long as it stays.
-    fn seat(self: &Arc<Self>, rank: u32, sender: Sender, receiver: Receiver);
+    fn seat(self: &Arc<Self>, rank: u32, receiver: Receiver);
 }
 
 /// Lets guests in until they are complete, and closes the door then.
@@ -48,8 +52,8 @@ pub fn let_in<G: Guests>(door: Door, guests: &Arc<G>) {
                 let greeted = greet(stream, &door.token, &*hosts);
                 drop(door);
                 busy.fetch_sub(1, Ordering::AcqRel);
-                if let Ok(Some((rank, sender, receiver))) = greeted {
-                    hosts.seat(rank, sender, receiver);
+                if let Ok(Some((rank, receiver))) = greeted {
+                    hosts.seat(rank, receiver);
                 }
             });
             if started.is_err() {
@@ -67,7 +71,7 @@ pub fn spawn(run: impl FnOnce() + Send + 'static) -> io::Result<()> {
 }
 
 /// Hears out a caller; it is a rank of this job if it knows the token.
-fn greet(stream: TcpStream, expected: &str, guests: &impl Guests) -> io::Result<Option<(u32, Sender, Receiver)>> {
+fn greet(stream: TcpStream, expected: &str, guests: &impl Guests) -> io::Result<Option<(u32, Receiver)>> {
     let (sender, mut receiver) = wire::split(stream)?;
     let hello = receiver.receive_before(Instant::now() + HANDSHAKE)?;
     let Message::Hello { token, rank, world_size } = hello else { return Ok(None) };
@@ -78,9 +82,9 @@ fn greet(stream: TcpStream, expected: &str, guests: &impl Guests) -> io::Result<
         sender.send(&Message::Refused { reason })?;
         return Ok(None);
     }
-    if let Err(error) = sender.send(&Message::Welcome) {
+    if let Err(error) = guests.welcome(rank, sender) {
         guests.free(rank);
         return Err(error);
     }
-    Ok(Some((rank, sender, receiver)))
+    Ok(Some((rank, receiver)))
 }

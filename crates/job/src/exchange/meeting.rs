@@ -1,5 +1,6 @@
 //! How the ranks of an exchange come together: each knows the one above it and waits for those below.
 
+use std::io;
 use std::net::TcpStream;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -9,7 +10,7 @@ use crate::door::{self, Door};
 use crate::error::JobError;
 use crate::home::Home;
 use crate::reception::{self, Guests};
-use crate::wire::{Receiver, Sender};
+use crate::wire::{Message, Receiver, Sender};
 
 /// A rank whose door is open for those below it.
 pub struct Meeting {
@@ -120,8 +121,11 @@ impl Guests for Below {
         }
     }
 
-    fn seat(self: &Arc<Self>, rank: u32, sender: Sender, receiver: Receiver) {
-        drop(sender);
+    fn welcome(&self, _: u32, sender: Sender) -> io::Result<()> {
+        sender.send(&Message::Welcome)
+    }
+
+    fn seat(self: &Arc<Self>, rank: u32, receiver: Receiver) {
         if let Some(place) = self.places().all.iter_mut().find(|place| place.0 == rank) {
             place.2 = Some(receiver.into_stream());
         }

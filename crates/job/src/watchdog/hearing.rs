@@ -28,8 +28,18 @@ impl Guests for Watchdog {
         self.peers().get(rank).standing = Standing::Unknown;
     }
 
-    fn seat(self: &Arc<Self>, rank: u32, sender: Sender, receiver: Receiver) {
-        self.admit(rank, sender);
+    fn welcome(&self, rank: u32, sender: Sender) -> io::Result<()> {
+        // Under the lock, so that a `Bye` of just now waits for the rank to be among those who hear it.
+        let mut peers = self.peers();
+        sender.send(&Message::Welcome)?;
+        if self.is_over() {
+            sender.send(&Message::Bye)?;
+        }
+        peers.get(rank).sender = Some(Arc::new(sender));
+        Ok(())
+    }
+
+    fn seat(self: &Arc<Self>, rank: u32, receiver: Receiver) {
         self.listen_to(rank, receiver);
     }
 }
@@ -44,10 +54,6 @@ impl Watchdog {
             peer.standing = Standing::Working;
         }
         free
-    }
-
-    pub(super) fn admit(&self, rank: u32, sender: Sender) {
-        self.peers().get(rank).sender = Some(Arc::new(sender));
     }
 
     /// Hears a connected rank until it is gone.
@@ -109,5 +115,38 @@ impl Watchdog {
             }
         };
         self.order(&Stop { cause, said_by: None, grace_ms: 0 });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use super::super::{Limits, POLL};
+    use super::*;
+
+    /// A rank may leave as soon as another one knows that it is connected with it.
+    #[test]
+    fn who_has_just_come_hears_that_a_rank_leaves() {
+        let long = Duration::from_secs(30);
+        let limits = Limits {
+            heartbeat: long,
+            silence: long,
+            stall: long,
+            left: long,
+            different: long,
+            late: long,
+            grace: long,
+        };
+        for round in 0..200 {
+            let (host, address) = Watchdog::listen(2, "127.0.0.1", limits, || ()).expect("a door");
+            let guest = Watchdog::connect(&address, (1, 2), long, limits, || ()).expect("a place");
+            host.close();
+            let start = Instant::now();
+            while guest.peers().get(0).standing != Standing::Left {
+                assert!(start.elapsed() < Duration::from_secs(5), "round {round}: the guest takes the host for dead");
+                thread::sleep(POLL);
+            }
+        }
     }
 }

@@ -107,7 +107,7 @@ impl Watchdog {
         let home = home.map_err(|source| JobError::Connect { rank, above: 0, address: address.to_owned(), source })?;
         let watchdog = Arc::new(Self::new((rank, world_size), home, limits, flush));
         watchdog.claim(0);
-        watchdog.admit(0, sender);
+        watchdog.peers().get(0).sender = Some(Arc::new(sender));
         watchdog.spawn(move |watchdog| watchdog.listen_to(0, receiver)).map_err(JobError::Thread)?;
         watchdog.spawn(|watchdog| watchdog.beat()).map_err(JobError::Thread)?;
         Ok(watchdog)
