@@ -261,7 +261,7 @@ class RaNNCModule(DeployedModel):
             def meanwhile(share: int, shares: int) -> None:
                 if doubt is not None:
                     with self._stale.lifted():
-                        doubt.look(share, shares)
+                        doubt.look(share, shares, is_plain=variant.whole.captured.is_plain)
 
             found = compare_once(self.model, variant, call.tensors, call.batch, self.device, meanwhile)
             if doubt is not None:

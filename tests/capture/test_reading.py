@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pyrannc.capture import Sample, can_be_traced, first_that_may_lack_rows
+from pyrannc.capture import (
+    NO_OPTIONS,
+    CaptureOptions,
+    Sample,
+    can_be_traced,
+    capture_sample,
+    first_that_may_lack_rows,
+    reading,
+    tracer,
+)
 
 Reading = Callable[[Tensor, Tensor], Tensor]
 
@@ -70,6 +79,57 @@ def test_of_packed_rows_the_others_are_rows() -> None:
     assert can_be_traced(packed)
     assert first_that_may_lack_rows(of_two, [1]) == 1
     assert not can_be_traced(added)
+
+
+class _Loss(nn.Module):
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return F.mse_loss(x, other)
+
+
+class _Both(nn.Module):
+    def forward(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        return x + other, x
+
+
+class _AsksItsData(nn.Module):
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return x + other if bool((x.abs() < 10).all()) else x - other
+
+
+class _AsksWhetherTraced(nn.Module):
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            raise RuntimeError("this cannot be traced")
+        return x + other
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "is_plain"),
+    [
+        (_Loss(), NO_OPTIONS, True),
+        (_AsksItsData(), NO_OPTIONS, False),
+        (_AsksWhetherTraced(), NO_OPTIONS, False),
+        (nn.Bilinear(3, 3, 2), CaptureOptions(leaf_modules=[""], allow_uncut=True), False),
+        (_Both(), CaptureOptions(outputs=[0]), False),
+    ],
+)
+def test_a_plain_capture_need_not_be_traced_again(
+    model: nn.Module, options: CaptureOptions, is_plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That all have rows is a trace more where something else may have failed."""
+    sample = _sample(model, (torch.zeros(4, 3), torch.zeros(4, 3)), 4, (1, 1))
+    assert capture_sample(sample, options=options).is_plain is is_plain
+    traces = []
+
+    def count(sample: Sample, leaves: Sequence[str]) -> tracer.Trace:
+        traces.append(sample.per_row)
+        return tracer.trace(sample, leaves)
+
+    monkeypatch.setattr(reading, "trace", count)
+    for known in (False, True):
+        assert first_that_may_lack_rows(sample, [1], is_plain=known) is None
+    if is_plain:
+        assert traces == [(1, 0), (1, 1), (1, 0)]
 
 
 def test_models_are_left_as_they_were() -> None:

@@ -47,9 +47,9 @@ def _called(by_row: tuple[bool, ...]) -> tuple[list[int], str]:
     looked: list[int] = []
     first_that_may_lack_rows = batch_arguments.first_that_may_lack_rows
 
-    def note(sample: Sample, places: list[int]) -> int | None:
+    def note(sample: Sample, places: list[int], *, is_plain: bool) -> int | None:
         looked.extend(places)
-        return first_that_may_lack_rows(sample, places)
+        return first_that_may_lack_rows(sample, places, is_plain=is_plain)
 
     torch.manual_seed(0)
     module = Beside(by_row)

@@ -120,9 +120,13 @@ class RowsInDoubt:
         self._refuse = refuse
         self._found: int | None = None
 
-    def look(self, share: int, shares: int) -> None:
-        """Looks at a share of them: takes a capture for each."""
-        self._found = first_that_may_lack_rows(self._sample, self._places[share::shares])
+    def look(self, share: int, shares: int, *, is_plain: bool = False) -> None:
+        """Looks at a share of them: takes a trace for each.
+
+        Args:
+            is_plain: of the captured call.
+        """
+        self._found = first_that_may_lack_rows(self._sample, self._places[share::shares], is_plain=is_plain)
 
     def settle(self) -> None:
         """Ends the doubt, when all shares have been looked at. All ranks call it.

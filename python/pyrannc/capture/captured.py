@@ -63,6 +63,7 @@ class Captured:
         changed_inputs: which of the input tensors the forward changes in place.
         limits: what the forward sets to parameters in place; the Graph starts from these.
         carried: numbers and the like that the call changes for later ones, which do the same with them.
+        is_plain: a trace gives it that keeps nothing whole, and is answered nothing.
         can_be_groups: whether calls of some sub-modules can be tried as groups.
         tested_together: sub-modules that are groups because trials say so.
     """
@@ -94,6 +95,7 @@ class Captured:
     changed_inputs: frozenset[int]
     limits: tuple[Limit, ...]
     carried: tuple[Carried, ...]
+    is_plain: bool
     can_be_groups: Callable[[Sequence[str]], bool] = field(repr=False)
     tested_together: tuple[KeptWhole, ...] = ()
 
@@ -287,6 +289,7 @@ def capture_sample(
         # Without rows there is nothing to capture for: this raises.
         batch_rows(sample.flat()[0])
         traced, cleaned, lowered = whole.until_captured(model, lambda leaves: told.until_captured(leaves, attempt))
+    leaves = (*whole.paths, *told.whole)
     return Captured(
         graph_json=json.dumps(lowered.graph, separators=(",", ":")),
         gm=cleaned.gm,
@@ -305,7 +308,7 @@ def capture_sample(
         puts=tuple(traced.puts),
         along_rows=traced.along_rows,
         kept_whole=tuple(whole.found),
-        leaves=(*whole.paths, *told.whole),
+        leaves=leaves,
         together=(*told.by_ops, *tried_together),
         grouped=lowered.grouped,
         apart=apart,
@@ -315,6 +318,7 @@ def capture_sample(
         changed_inputs=_changed_inputs(traced),
         limits=tuple(traced.limits),
         carried=_numbers_alone(traced),
+        is_plain=not (leaves or whole.as_untraced or traced.assumptions) and outputs is None and tracing is trace,
         can_be_groups=partial(can_be_groups, cleaned, traced.reader),
     )
 

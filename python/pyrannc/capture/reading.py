@@ -23,17 +23,20 @@ from .untraceable import UntraceableError, WholeModules
 _LEAST_EXTENT = 2
 
 
-def first_that_may_lack_rows(sample: Sample, places: Iterable[int]) -> int | None:
+def first_that_may_lack_rows(sample: Sample, places: Iterable[int], *, is_plain: bool = False) -> int | None:
     """The first tensor that the model uses while it runs for any number of rows, though that tensor stays as it is.
 
     Args:
         sample: a call, in which the tensors have rows.
         places: of the tensors in question.
+        is_plain: the call has been captured, and :attr:`Captured.is_plain`.
     """
 
     @cache
     def is_traced_with(leaves: tuple[str, ...]) -> bool:
         """True when nothing more has to stay whole while all of them have rows."""
+        if is_plain and not leaves:
+            return True
         try:
             trace(sample, leaves)
         except CaptureError:

@@ -64,6 +64,11 @@ class Difference:
     name: str | int
     size: float
 
+    @property
+    def of(self) -> tuple[str, str | int]:
+        """Of what it is."""
+        return self.kind, self.name
+
 
 def compare_once(
     model: nn.Module,
@@ -165,9 +170,11 @@ def _on_rows(
     kind = _computed_in(variant)
     allowed = 0.0 if kind is None else ALLOWED[kind]
     worst = [item for item in differences(made, expected) if item.size > allowed]
-    if worst and kind is not None and all(_may_be_noise(item, expected) for item in worst):
-        nudged = piece.by_model(nudged=torch.finfo(kind).eps)
-        worst = [item for item in worst if _size_of(nudged, expected, item) * _ROUNDING <= item.size]
+    if worst and kind is not None and _may_be_noise(worst, expected):
+        of_rounding = {
+            item.of: item.size for item in differences(piece.by_model(nudged=torch.finfo(kind).eps), expected)
+        }
+        worst = [item for item in worst if of_rounding.get(item.of, 0.0) * _ROUNDING <= item.size]
     if worst:
         why = _explained(piece, expected, made, worst[0])
         if why:
@@ -194,10 +201,13 @@ def _computed_in(variant: Variant) -> torch.dtype | None:
     return max(types & ALLOWED.keys(), key=ALLOWED.__getitem__, default=None)
 
 
-def _may_be_noise(item: Difference, expected: Made) -> bool:
-    """True for a gradient so small that it may be roundings alone, as that of the bias of an attention's keys."""
+def _may_be_noise(worst: Sequence[Difference], expected: Made) -> bool:
+    """True for gradients so small that they may be roundings alone, as that of the bias of an attention's keys."""
+    if any(item.kind != "gradient" for item in worst):
+        return False
     sizes = {name: _largest(grad) for name, grad in expected.gradients.items()}
-    return item.kind == "gradient" and sizes.get(str(item.name), 0.0) <= _MOST_NOISE * max(sizes.values(), default=0.0)
+    least = _MOST_NOISE * max(sizes.values(), default=0.0)
+    return all(sizes.get(str(item.name), 0.0) <= least for item in worst)
 
 
 def _largest(tensor: Tensor) -> float:
@@ -244,9 +254,7 @@ def _explained(piece: FewRows, expected: Made, made: Made, first: Difference) ->
 
 
 def _size_of(one: Made, other: Made, first: Difference) -> float:
-    return next(
-        (item.size for item in differences(one, other) if (item.kind, item.name) == (first.kind, first.name)), 0.0
-    )
+    return next((item.size for item in differences(one, other) if item.of == first.of), 0.0)
 
 
 def _refusal(
