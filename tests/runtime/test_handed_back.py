@@ -187,6 +187,84 @@ class Found:
     made: Any = None
 
 
+@dataclass(slots=True)
+class Slotted:
+    scale: float = 2.0
+    made: Any = None
+
+
+class Slots:
+    __slots__ = ("factor", "made")
+
+
+class Frozen(Slots):
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value.clone())
+
+
+class Called:
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.factor  # type: ignore[attr-defined, no-any-return]  # set by whoever has it
+
+
+class OwnDict(dict[str, Any]):
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value * 1)
+
+
+class OwnList(list[Any]):
+    def __init__(self, *items: Any) -> None:
+        super().__init__([*items, None])
+
+
+class Multiplies(nn.Module):
+    """Uses and changes what it is given, of whatever class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        y = self.linear(x)
+        made = y.square().mean()
+        if isinstance(given, dict):
+            given["made"] = made
+            return (y * given["factor"]).mean()
+        if isinstance(given, list):
+            given.append(made)
+            return (y * given[0]).mean()
+        given.made = made
+        return (given(y) if callable(given) else y * given.factor).mean()
+
+
+def _give(holder: Any, factor: Tensor) -> Any:
+    if isinstance(holder, dict):
+        holder["factor"] = factor
+    elif isinstance(holder, list):
+        holder[0] = factor
+        del holder[1:]
+    else:
+        holder.factor = factor
+    return holder
+
+
+def hold(make: Callable[[], Any], rows: bool) -> None:
+    made = []
+    for wrap in (lambda net: net, pyrannc.RaNNCModule):
+        torch.manual_seed(0)
+        model: Any = wrap(Multiplies().double())
+        given = make()
+        for call in range(4):
+            given = make() if call == 2 else given
+            x = torch.randn(3, 4, dtype=torch.float64)
+            loss = model(x, _give(given, torch.randn(3 if rows else 1, 4, dtype=torch.float64)))
+            held = given["made"] if isinstance(given, dict) else given[-1] if isinstance(given, list) else given.made
+            (loss + held).backward()
+            made.append([loss.detach(), held.detach()])
+        made.append([param.grad for param in model.parameters()])
+    torch.testing.assert_close(made[:5], made[5:], rtol=1e-12, atol=1e-14)
+
+
 def find(make: Callable[[], Any]) -> None:
     class Fills(nn.Module):
         def __init__(self) -> None:
@@ -216,6 +294,12 @@ def test_what_is_returned_may_be_what_was_given(kind: str, trains: bool, ranks: 
     ranks(1).run(pass_on, kind, trains)
 
 
-@pytest.mark.parametrize("make", [SimpleNamespace, Found])
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("make", [Slots, Frozen, Called, SimpleNamespace, OwnDict, OwnList])
+def test_a_holder_of_any_class_is_looked_into_at_each_call(make: Callable[[], Any], rows: bool, ranks: Ranks) -> None:
+    ranks(1).run(hold, make, rows)
+
+
+@pytest.mark.parametrize("make", [SimpleNamespace, Found, Slotted])
 def test_new_objects_that_are_alike_take_one_capture(make: Callable[[], Any], ranks: Ranks) -> None:
     ranks(1).run(find, make)

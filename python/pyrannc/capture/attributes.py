@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pyrannc.errors import CaptureError
 
 from .assumptions import Attribute, PythonState
+from .containers import CONTAINERS, content, fill
 from .flatten import flatten
 from .global_reads import GlobalReads
 from .helpers import Helpers
@@ -33,8 +34,6 @@ _HOOKED = "_output_capturing_hooks_installed"
 INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {_HOOKED}
 """Attributes that torch itself keeps in every module, and that note."""
 _BUILT_IN = (dict, list, set)
-_CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
-"""Classes by whose own methods a container is emptied and filled: a Counter's would add, a user's may do anything."""
 _PLAIN = (
     type(None), bool, int, float, complex, str, bytes, range, slice,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
@@ -67,8 +66,8 @@ class _Kept:
         self.attributes.update({_HOOKED: now[_HOOKED]} if _HOOKED in now else {})
         now.clear()
         now.update(self.attributes)
-        for name, content in self.contents.items():
-            _fill(self.attributes[name], content)
+        for name, held in self.contents.items():
+            fill(self.attributes[name], held)
 
     def changed(self) -> Iterator[tuple[str, Any]]:
         """Attributes that are not what they were, with what they are."""
@@ -78,7 +77,7 @@ class _Kept:
                 continue
             before = self.attributes.get(name, _MISSING)
             if name in self.contents:
-                same = type(before) is type(value) and _same(self.contents[name], _content(value))
+                same = type(before) is type(value) and _same(self.contents[name], content(value))
             else:
                 same = _same(before, value)
             if not same:
@@ -86,27 +85,6 @@ class _Kept:
 
 
 _MISSING = object()
-
-
-def _content(value: Any) -> Any:
-    """What is in a container, as one of a class that does nothing else; anything else is itself."""
-    kind = next((kind for kind in _CONTAINERS if isinstance(value, kind)), None)
-    if kind is None:
-        return value
-    return kind(kind.items(value)) if issubclass(kind, dict) else kind(kind.__iter__(value))
-
-
-def _fill(container: Any, content: Any) -> None:
-    """Puts a content in the place of what a container holds."""
-    kind = type(content)
-    kind.clear(container)
-    if isinstance(content, dict):
-        for key, value in content.items():
-            kind.__setitem__(container, key, value)
-    elif isinstance(content, set):
-        kind.update(container, content)
-    else:
-        kind.extend(container, content)
 
 
 def _same(before: Any, now: Any) -> bool:
@@ -228,7 +206,7 @@ class AttributeLog:
                     self.left.append((kept.module, name, copy.copy(value)))
                 if not self._read_first.get(key, True):
                     self.written.append(attribute)
-                elif any(map(depends_on_data, flatten(_content(value))[0])):
+                elif any(map(depends_on_data, flatten(content(value))[0])):
                     raise CaptureError(_carries_tensor(attribute))
                 elif is_plain(value) or _symbolic(value) or any(map(depends_on_data, _numbers(value))):
                     self.carried.append((attribute, _for_a_second(value, depends_on_data)))
@@ -265,9 +243,9 @@ def _kept(path: str, module: nn.Module) -> _Kept:
     attributes = dict(vars(module))
     # Hooks stand in torch's own, of other classes: those that a call sets stay.
     contents = {
-        name: _content(value)
+        name: content(value)
         for name, value in attributes.items()
-        if type(value) in _BUILT_IN or (name not in INTERNAL and isinstance(value, _CONTAINERS))
+        if type(value) in _BUILT_IN or (name not in INTERNAL and isinstance(value, CONTAINERS))
     }
     return _Kept(module, path, attributes, contents)
 
@@ -278,7 +256,7 @@ def _symbolic(value: Any) -> bool:
 
 def _numbers(value: Any) -> list[Any]:
     """Numbers of the trace in a structure."""
-    return list(filter(_symbolic, pytree.tree_leaves(_content(value))))
+    return list(filter(_symbolic, pytree.tree_leaves(content(value))))
 
 
 def _for_a_second(value: Any, depends_on_data: Callable[[Any], bool]) -> Any:
@@ -288,11 +266,11 @@ def _for_a_second(value: Any, depends_on_data: Callable[[Any], bool]) -> Any:
     def stand_in(leaf: Any) -> Any:
         return _STAND_INS[type(leaf)] if _symbolic(leaf) and (leaf is not value or depends_on_data(leaf)) else leaf
 
-    content = pytree.tree_map(stand_in, _content(value))
+    found = pytree.tree_map(stand_in, content(value))
     # A container is emptied when it is put back.
-    made = copy.copy(value if isinstance(value, _CONTAINERS) else content)
-    if isinstance(value, _CONTAINERS):
-        _fill(made, content)
+    made = copy.copy(value if isinstance(value, CONTAINERS) else found)
+    if isinstance(value, CONTAINERS):
+        fill(made, found)
     return made
 
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from .absent import Absent
+from .containers import fill
+from .members import fill_members, has_members, members, twin
 from .torch_internals.symbols import SYMBOLIC
 from .torch_internals.tensors import pytree
 
@@ -137,30 +139,45 @@ def _open_container(item: Any, leaves: list[Tensor], walk: _Walk) -> Structure:
         children = tuple(_open(child, leaves, walk) for child in item.values())
         # A Counter would count pairs.
         return Structure((kind, keys), children, lambda made: kind(dict(zip(keys, made, strict=True))))
-    if hasattr(item, "__dict__") and not isinstance(item, (torch.nn.Module, type)) and not callable(item):
-        return _open_object(item, leaves, walk)
-    return _constant(item)
+    if isinstance(item, list):
+        return _open_list(item, leaves, walk)
+    return _open_object(item, leaves, walk) if has_members(item) else _constant(item)
+
+
+def _open_list(item: Any, leaves: list[Tensor], walk: _Walk) -> Structure:
+    """Opens a list of a class of its own."""
+    children = tuple(_open(child, leaves, walk) for child in list.__iter__(item))
+    template = copy.copy(item)
+    fill(template, ())
+
+    def make(made: list[Any]) -> Any:
+        built = copy.copy(template)
+        fill(built, made)
+        return built
+
+    kind: Any = type(item)
+    return Structure(kind, children, make)
 
 
 def _open_object(item: Any, leaves: list[Tensor], walk: _Walk) -> Structure:
     """Opens the attributes of an object, if there is a tensor somewhere in them, or it has nothing else."""
-    attributes = vars(item)
+    attributes = members(item)
+    names = tuple(attributes)
     found: list[Tensor] = []
     children = tuple(_open(child, found, walk) for child in attributes.values())
     if not found and type(item) is not SimpleNamespace and not dataclasses.is_dataclass(item):
         walk.barren[id(item)] = item
-        # It may hold something else at the next call.
-        return Structure((_constant(item).key, tuple(attributes)), children, lambda _: item)
+        # It may hold something else at the next call, but for a value, as a path is.
+        by_value: Any = type(item).__hash__
+        is_value = not hasattr(item, "__dict__") and by_value not in (None, object.__hash__)
+        return _constant(item) if is_value else Structure((_constant(item).key, names), children, lambda _: item)
     leaves.extend(found)
-    names = tuple(attributes)
-    template = copy.copy(item)
-    for name in names:
-        object.__setattr__(template, name, None)
+    template = twin(item)
+    fill_members(template, dict.fromkeys(names))
 
     def make(made: list[Any]) -> Any:
-        built = copy.copy(template)
-        for name, value in zip(names, made, strict=True):
-            object.__setattr__(built, name, value)
+        built = twin(template)
+        fill_members(built, dict(zip(names, made, strict=True)))
         return built
 
     return Structure((type(item), names), children, make)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
-
 from .absent import Absent
 from .attributes import is_plain
+from .containers import content, fill
+from .members import fill_members, has_members, members
 from .row_lists import RowList
 from .torch_internals.symbols import SYMBOLIC
 from .torch_internals.tensors import pytree
@@ -113,33 +113,24 @@ def _holders(item: Any, path: Path, seen: dict[int, Any]) -> Iterator[tuple[Path
 
 
 def _may_change(item: Any) -> bool:
-    return type(item) in (dict, OrderedDict, defaultdict, Counter, list, deque) or _has_attributes(item)
-
-
-def _has_attributes(item: Any) -> bool:
-    if isinstance(item, (dict, list, tuple, deque, Tensor, nn.Module, type)):
-        return False
-    return isinstance(getattr(item, "__dict__", None), dict) and not callable(item)
+    return isinstance(item, (dict, list, deque)) or has_members(item)
 
 
 def _contents(item: Any) -> dict[Hashable, Any]:
     if isinstance(item, dict):
-        return dict(item)
+        return dict(content(item))
     if isinstance(item, (list, tuple, deque)) and not isinstance(item, RowList):
         return dict(enumerate(item))
-    return dict(vars(item)) if _has_attributes(item) else {}
+    return dict(members(item).items())
 
 
 def _fill(holder: Any, contents: dict[Hashable, Any]) -> None:
-    if isinstance(holder, (list, deque)):
-        holder.clear()
-        holder.extend(contents.values())
-        return
-    held = holder if isinstance(holder, dict) else vars(holder)
-    for name in [name for name in held if name not in contents]:
-        del held[name]
-    # A Counter would add.
-    dict.update(held, contents)
+    if isinstance(holder, dict):
+        fill(holder, contents)
+    elif isinstance(holder, (list, deque)):
+        fill(holder, contents.values())
+    else:
+        fill_members(holder, {str(name): value for name, value in contents.items()})
 
 
 def _put(path: Path, before: dict[Hashable, Any], now: dict[Hashable, Any]) -> Put | None:
