@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use thiserror::Error;
 
+use crate::bucket_sizes::{FIRST_BUCKET_BYTES, LARGEST_BUCKET_BYTES};
 use crate::plan::{BlockPlan, Placement, Plan, StagePlan};
 use crate::predicted::StepPrediction;
 use crate::saver::{Recompute, Sharding};
@@ -112,6 +113,17 @@ pub enum PlanFault {
          divide no more than the optimizer's state, or give the stage ranks of its own"
     )]
     DividedSeats(usize),
+    /// Buckets of a size that no links ask for.
+    #[error(
+        "stage {stage} has buckets of {bytes} bytes; there can be {FIRST_BUCKET_BYTES} at least and {LARGEST_BUCKET_BYTES} \
+         at most"
+    )]
+    BucketBytes {
+        /// The Stage.
+        stage: usize,
+        /// Of its last buckets.
+        bytes: u64,
+    },
     /// A prediction is not a number.
     #[error("a predicted time is infinite or not a number")]
     NotFinite,
@@ -151,6 +163,7 @@ impl Plan {
             expected = ops.end;
         }
         check_blocks(&self.stages)?;
+        check_buckets(&self.stages)?;
         check_feeds(&self.stages)?;
         let Placement { ranks, sharding, .. } = self.placement();
         check_ranks(&ranks, &sharding, self.world_size)?;
@@ -189,6 +202,17 @@ impl Plan {
         }
         Ok(())
     }
+}
+
+/// Checks that buckets have sizes that the search may give them.
+fn check_buckets(stages: &[StagePlan]) -> Result<(), PlanFault> {
+    let sizes = stages.iter().enumerate().filter_map(|(stage, planned)| Some((stage, planned.bucket_bytes?)));
+    for (stage, bytes) in sizes {
+        if !(FIRST_BUCKET_BYTES..=LARGEST_BUCKET_BYTES).contains(&bytes) {
+            return Err(PlanFault::BucketBytes { stage, bytes });
+        }
+    }
+    Ok(())
 }
 
 /// Checks that Blocks make up their Stages, and agree on what is computed again as a whole.

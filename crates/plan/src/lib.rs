@@ -1,5 +1,6 @@
 //! Plans: what each Stage holds, the Actions of every rank, the static checker, the file format.
 
+mod bucket_sizes;
 mod check;
 mod consistent;
 mod machine;
@@ -14,6 +15,7 @@ mod schedule;
 #[cfg(feature = "testing")]
 pub mod testing;
 
+pub use bucket_sizes::{BUCKET_BYTES, FIRST_BUCKET_BYTES, LARGEST_BUCKET_BYTES, full_bytes};
 pub use check::{ActionFault, CheckError, Holding, Promises, check, check_memory};
 pub use consistent::PlanFault;
 pub use machine::{
@@ -29,10 +31,9 @@ pub use plan::{BlockPlan, PLAN_SCHEMA, Placement, Plan, StagePlan};
 pub use plan_file::PlanFileError;
 pub use predicted::{MemoryPrediction, PassPrediction, StagePrediction, StepPrediction, WholePrediction};
 pub use program::{
-    Action, BUCKET_BYTES, Batch, BatchKind, Bucket, Buckets, Division, Exchange, ExchangePlaces, FIRST_BUCKET_BYTES,
-    Gradient, Interval, Message, Needed, Overlap, Parcel, Pass, Payload, Piece, Program, ProgramError, RankProgram,
-    RankView, ReduceDType, Seat, SeatView, Slice, Step, Trained, Transfer, build, full_bytes, overlaps, plan_channels,
-    split_even, with_messages,
+    Action, Batch, BatchKind, Bucket, Buckets, Division, Exchange, ExchangePlaces, Gradient, Interval, Message, Needed,
+    Overlap, Parcel, Pass, Payload, Piece, Program, ProgramError, RankProgram, RankView, ReduceDType, Seat, SeatView,
+    Slice, Step, Trained, Transfer, build, overlaps, plan_channels, split_even, with_messages,
 };
 pub use saver::{Recompute, Sharding};
 pub use schedule::{Call, Compute, Crew, Held, Order, OrderError, Schedule, ScheduleKind, Seated, WINDOW, depths};

@@ -99,6 +99,7 @@ impl OldPlan {
                 ranks: stage.ranks,
                 sharding: stage.sharding,
                 offload: stage.offload,
+                bucket_bytes: None,
                 predicted: stage.predicted,
             }
         });

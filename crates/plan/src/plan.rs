@@ -3,6 +3,7 @@
 use rannc_ir::OpRun;
 use serde::{Deserialize, Serialize};
 
+use crate::bucket_sizes::BUCKET_BYTES;
 use crate::predicted::{MemoryPrediction, StagePrediction, StepPrediction};
 use crate::saver::{Recompute, Sharding};
 use crate::schedule::{Crew, Order, Schedule};
@@ -66,6 +67,10 @@ pub struct StagePlan {
     pub sharding: Sharding,
     /// True when the optimizer's state stays in host memory.
     pub offload: bool,
+    /// Size at which the last buckets of its gradients are full, as its links are; missing in files of versions that did
+    /// not tell.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bucket_bytes: Option<u64>,
     /// Expected cost.
     pub predicted: StagePrediction,
 }
@@ -110,15 +115,27 @@ pub struct Placement {
     pub schedule: Schedule,
     /// By Stage, what its Replicas divide among them; nothing where it is missing.
     pub sharding: Vec<Sharding>,
+    /// By Stage, the size at which the last buckets of its gradients are full; [`BUCKET_BYTES`] where it is missing.
+    pub bucket_bytes: Vec<u64>,
+}
+
+impl Placement {
+    /// Size at which the last buckets of a group of ranks are full: the least of the Stages that have just these.
+    pub(crate) fn bucket_bytes_of(&self, group: &[u32]) -> u64 {
+        let is_own = |ranks: &[u32]| ranks.len() == group.len() && ranks.iter().all(|rank| group.contains(rank));
+        let stages = self.ranks.iter().zip(&self.bucket_bytes).filter(|(ranks, _)| is_own(ranks));
+        stages.map(|(_, &bytes)| bytes).min().unwrap_or(BUCKET_BYTES)
+    }
 }
 
 impl Plan {
-    /// The ranks of the Stages and what they divide, the number of microbatches and the Schedule: all that a Program
-    /// needs of the Plan.
+    /// The ranks of the Stages, what they divide, the sizes of their buckets, the number of microbatches and the Schedule:
+    /// all that a Program needs of the Plan.
     pub fn placement(&self) -> Placement {
         Placement {
             ranks: self.stages.iter().map(|stage| stage.ranks.clone()).collect(),
             sharding: self.stages.iter().map(|stage| stage.sharding).collect(),
+            bucket_bytes: self.stages.iter().map(|stage| stage.bucket_bytes.unwrap_or(BUCKET_BYTES)).collect(),
             microbatches: self.microbatches,
             schedule: self.schedule.clone(),
         }

@@ -4,8 +4,8 @@ use proptest::prelude::*;
 use rannc_ir::OpRun;
 use rannc_ir::testing::{cases, damaged, mlp};
 use rannc_plan::{
-    BlockPlan, MemoryPrediction, Plan, PlanFault, PlanFileError, Recompute, Schedule, ScheduleKind, Sharding,
-    StagePlan, StagePrediction, StepPrediction,
+    BUCKET_BYTES, BlockPlan, FIRST_BUCKET_BYTES, LARGEST_BUCKET_BYTES, MemoryPrediction, Plan, PlanFault,
+    PlanFileError, Recompute, Schedule, ScheduleKind, Sharding, StagePlan, StagePrediction, StepPrediction,
 };
 
 fn block(first: u32, end: u32) -> BlockPlan {
@@ -23,6 +23,7 @@ fn stage(first: u32, end: u32, ranks: &[u32]) -> StagePlan {
         feeds: None,
         sharding: Sharding::None,
         offload: false,
+        bucket_bytes: None,
         predicted,
     }
 }
@@ -82,6 +83,20 @@ fn stages_feed_later_ones() {
     for feeds in [vec![0], vec![2], vec![1, 1]] {
         assert_eq!(fault(|plan| plan.stages[0].feeds = Some(feeds.clone())), PlanFault::Feeds(0));
     }
+}
+
+#[test]
+fn buckets_have_sizes_that_links_may_ask_for() {
+    for bytes in [0, FIRST_BUCKET_BYTES - 1, LARGEST_BUCKET_BYTES + 1, u64::MAX] {
+        let expected = PlanFault::BucketBytes { stage: 1, bytes };
+        assert_eq!(fault(|plan| plan.stages[1].bucket_bytes = Some(bytes)), expected);
+    }
+    let mut plan = unsealed();
+    plan.stages[1].bucket_bytes = Some(FIRST_BUCKET_BYTES);
+    let plan = plan.seal().expect("it is consistent");
+    assert_eq!(plan.placement().bucket_bytes, [BUCKET_BYTES, FIRST_BUCKET_BYTES]);
+    assert_eq!(Plan::from_json(&plan.to_json()).expect("the text is a plan"), plan);
+    assert!(!sealed().to_json().contains("bucket_bytes"));
 }
 
 #[test]

@@ -330,7 +330,13 @@ fn params_of_one_span_are_divided() {
     let ends = u32::try_from(Analysis::new(&graph).main_ops.len()).expect("few");
     let partition = spanned(&graph, &[0, ends]);
     let schedule = ScheduleKind::FillDrain.into();
-    let placement = Placement { ranks: vec![vec![0, 1]], microbatches: 1, schedule, sharding: vec![Sharding::Params] };
+    let placement = Placement {
+        ranks: vec![vec![0, 1]],
+        microbatches: 1,
+        schedule,
+        sharding: vec![Sharding::Params],
+        bucket_bytes: Vec::new(),
+    };
     let buckets = Buckets::of(&graph, &partition, &placement, &Trained::captured(&graph));
     let found = buckets.gradients.iter().map(|gradient| (gradient.param.0, gradient.sharding, gradient.span));
     let mut found: Vec<_> = found.collect();

@@ -18,8 +18,13 @@ fn step() -> (Program, Timeline) {
     let graph = mlp(2, 4);
     let partition = Partition::new(&graph, &runs).expect("the cut is allowed");
     let schedule = ScheduleKind::OneForwardOneBackward.into();
-    let placement =
-        Placement { ranks: vec![vec![0, 1], vec![2]], microbatches: MICROBATCHES, schedule, sharding: Vec::new() };
+    let placement = Placement {
+        ranks: vec![vec![0, 1], vec![2]],
+        microbatches: MICROBATCHES,
+        schedule,
+        sharding: Vec::new(),
+        bucket_bytes: Vec::new(),
+    };
     let batch = Batch { rows_per_rank: vec![8, 8, 8], gather_inputs: true };
     let buckets = Buckets::of(&graph, &partition, &placement, &Trained::captured(&graph));
     let program = build(&placement, &partition, &buckets, &batch, Call::Whole).expect("the case is sound");

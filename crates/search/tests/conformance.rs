@@ -125,6 +125,7 @@ impl Case {
             feeds: None,
             sharding,
             offload: false,
+            bucket_bytes: None,
             predicted: StagePrediction::default(),
         };
         let plan = Plan {

@@ -213,9 +213,9 @@ fn gains_are_told_with_backwards_in_two_parts() {
 /// Two Stages would be a little faster than one.
 #[test]
 fn the_simpler_of_plans_that_are_as_good_is_taken() {
-    let graph = encoder(12, 256, 64, 50);
+    let graph = encoder(12, 768, 64, 50);
     let mut simpler = 0;
-    for batch_rows in (8..200).step_by(8) {
+    for batch_rows in (8..200).step_by(16) {
         let settings = Settings { world_size: 4, batch_rows, ..Settings::default() };
         let outcome = plan(&graph, &two_nodes(4), &[], &settings).expect("fits");
         let Some(other) = outcome.report.passed_over else { continue };

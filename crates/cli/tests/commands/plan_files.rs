@@ -71,6 +71,7 @@ fn stage(ops: OpRun, ranks: Vec<u32>, blocks: Vec<BlockPlan>) -> StagePlan {
         feeds: None,
         sharding: Sharding::None,
         offload: false,
+        bucket_bytes: None,
         predicted: StagePrediction {
             forward_us: 100.0 * us,
             backward_us: 200.0 * us,

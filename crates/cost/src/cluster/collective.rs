@@ -24,6 +24,11 @@ impl Pass {
     fn us(&self, bytes: f64) -> f64 {
         if bytes <= 0.0 { 0.0 } else { self.latency_us + self.volumes * bytes / self.bytes_per_s * 1e6 }
     }
+
+    /// What takes twice the latency.
+    fn balanced_bytes(&self) -> f64 {
+        if self.volumes <= 0.0 { 0.0 } else { self.latency_us / 1e6 * self.bytes_per_s / self.volumes }
+    }
 }
 
 /// Collectives over one group.
@@ -37,6 +42,12 @@ impl Collective {
     /// Time to sum `bytes` for all members, by a ring or a tree, whichever is quicker.
     pub fn all_reduce_us(&self, bytes: f64) -> f64 {
         (2.0 * self.ring.us(bytes)).min(2.0 * self.tree.us(bytes))
+    }
+
+    /// Size of a sum that takes twice as long as its latency: less takes hardly less time, and more shows longer where
+    /// nothing hides it.
+    pub fn balanced_bytes(&self) -> f64 {
+        self.ring.balanced_bytes().min(self.tree.balanced_bytes())
     }
 
     /// Time to sum `bytes`, of which each member keeps its own part.

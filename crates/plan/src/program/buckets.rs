@@ -9,27 +9,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use rannc_ir::{DType, Graph, ParamId, ValueId};
 use serde::{Deserialize, Serialize};
 
+use crate::bucket_sizes::{BUCKET_BYTES, FIRST_BUCKET_BYTES, LARGEST_BUCKET_BYTES, full_bytes};
 use crate::partition::{Partition, computed_types, only_span};
 use crate::plan::Placement;
 use crate::saver::Sharding;
-
-/// Size at which the first bucket of a Stage's gradients is full. It is small, so that sums begin early.
-pub const FIRST_BUCKET_BYTES: u64 = 1 << 20;
-
-/// Size at which the last buckets are full: their sums have nothing left to hide under.
-pub const BUCKET_BYTES: u64 = 25 << 20;
-
-/// Size at which any bucket is full: what is in it waits for its sum twice, as it came and in the bucket.
-const LARGEST_BUCKET_BYTES: u64 = 128 << 20;
-
-/// Between them a bucket is full with this part of what is still to come. Each bucket costs the host a few launches, and
-/// its sum starts when it is full.
-const PARTS_TO_COME: u64 = 4;
-
-/// Size at which a bucket is full that is not its Stage's first, with `to_come` bytes from its beginning on.
-pub fn full_bytes(to_come: u64) -> u64 {
-    (to_come / PARTS_TO_COME).clamp(BUCKET_BYTES, LARGEST_BUCKET_BYTES)
-}
 
 /// Type in which gradients are summed over ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -178,12 +161,12 @@ impl Trained {
 impl Buckets {
     /// Divides the gradients of a Graph whose Stages run on these ranks.
     pub fn of(graph: &Graph, partition: &Partition, placement: &Placement, trained: &Trained) -> Self {
-        Self::new(gradients(graph, partition, placement, trained), &placement.ranks, trained.division)
+        Self::new(gradients(graph, partition, placement, trained), placement, trained.division)
     }
 
     /// Divides gradients, given in the order in which the forward first uses their Params.
-    pub fn new(gradients: Vec<Gradient>, stage_ranks: &[Vec<u32>], division: Division) -> Self {
-        let (own_groups, groups) = (stage_groups(stage_ranks).len(), groups(&gradients, stage_ranks));
+    pub fn new(gradients: Vec<Gradient>, placement: &Placement, division: Division) -> Self {
+        let (own, groups) = (stage_groups(&placement.ranks), groups(&gradients, &placement.ranks));
         let group_of: BTreeMap<&[u32], u32> =
             (0..).zip(&groups).map(|(number, ranks)| (ranks.as_slice(), number)).collect();
         let mut buckets: Vec<Bucket> = Vec::new();
@@ -202,11 +185,12 @@ impl Buckets {
             let key = alike(group, gradient);
             let known = open.get(&key).copied().filter(|&(place, full)| buckets[place].bytes < full);
             let (place, full) = known.unwrap_or_else(|| {
-                let is_first = (group as usize) < own_groups && !buckets.iter().any(|other| other.group == group);
+                let least = own.get(group as usize).map(|own| placement.bucket_bytes_of(own));
+                let is_first = least.is_some() && !buckets.iter().any(|other| other.group == group);
                 let full = match () {
                     () if gradient.span.is_some() => LARGEST_BUCKET_BYTES,
                     () if is_first => FIRST_BUCKET_BYTES,
-                    () => full_bytes(to_come[&key]),
+                    () => full_bytes(to_come[&key], least.unwrap_or(BUCKET_BYTES)),
                 };
                 let &Gradient { dtype, sharding, span, gathered, .. } = gradient;
                 let (params, parts) = (Vec::new(), Vec::new());
@@ -312,10 +296,11 @@ mod tests {
     use rannc_ir::Entity;
 
     use super::*;
+    use crate::schedule::ScheduleKind;
 
     const MIB: u64 = 1 << 20;
 
-    fn divided(sizes: impl IntoIterator<Item = u64>) -> (Vec<u64>, Vec<ParamId>) {
+    fn divided(sizes: impl IntoIterator<Item = u64>, least: u64) -> (Vec<u64>, Vec<ParamId>) {
         let gradient = |(number, bytes)| Gradient {
             param: ParamId::new(number),
             dtype: DType::Float32,
@@ -327,27 +312,39 @@ mod tests {
             gathered: DType::Float32,
         };
         let gradients = (0..).zip(sizes).map(gradient).collect();
-        let found = Buckets::new(gradients, &[vec![0, 1]], Division::Elements);
+        let placement = Placement {
+            ranks: vec![vec![0, 1]],
+            microbatches: 1,
+            schedule: ScheduleKind::FillDrain.into(),
+            sharding: Vec::new(),
+            bucket_bytes: vec![least],
+        };
+        let found = Buckets::new(gradients, &placement, Division::Elements);
         let params = found.buckets.iter().flat_map(|bucket| bucket.params.clone()).collect();
         (found.buckets.iter().map(|bucket| bucket.bytes).collect(), params)
     }
 
     #[test]
     fn buckets_are_small_at_both_ends_and_few() {
-        let (sizes, params) = divided(std::iter::repeat_n(3 * MIB, 400));
+        let (sizes, params) = divided(std::iter::repeat_n(3 * MIB, 400), 25 * MIB);
         assert_eq!(params, (0..400).rev().map(ParamId::new).collect::<Vec<_>>());
         assert_eq!(sizes.iter().sum::<u64>(), 1200 * MIB);
         assert_eq!(sizes[0], 3 * MIB);
         assert!(sizes[1..].iter().all(|&bytes| bytes <= LARGEST_BUCKET_BYTES + 3 * MIB), "{sizes:?}");
         assert!(sizes[1..].is_sorted_by(|one, next| one >= next), "{sizes:?}");
-        assert!(*sizes.last().unwrap() <= BUCKET_BYTES + 3 * MIB, "{sizes:?}");
+        assert!(*sizes.last().unwrap() <= 28 * MIB, "{sizes:?}");
         assert!(sizes.len() < 20, "{sizes:?}");
+        let (smaller, _) = divided(std::iter::repeat_n(3 * MIB, 400), MIB);
+        assert_eq!(smaller[..8], sizes[..8]);
+        assert_eq!(smaller.last(), Some(&(3 * MIB)));
+        assert!(smaller.len() < 30, "{smaller:?}");
     }
 
     #[test]
     fn small_models_have_buckets_of_the_least_size() {
-        let (sizes, _) = divided(std::iter::repeat_n(MIB, 80));
-        assert_eq!(sizes, [1, 25, 25, 25, 4].map(|mib| mib * MIB));
+        let sizes = |least: u64| divided(std::iter::repeat_n(MIB, 80), least * MIB).0;
+        assert_eq!(sizes(25), [1, 25, 25, 25, 4].map(|mib| mib * MIB));
+        assert_eq!(sizes(128), [1, 79].map(|mib| mib * MIB));
     }
 
     #[test]

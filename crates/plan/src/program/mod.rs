@@ -15,9 +15,7 @@ use serde::{Deserialize, Serialize};
 
 pub use self::action::{Action, BatchKind, Exchange, Message, Parcel, Pass, Payload, Piece};
 pub use self::batch::ExchangePlaces;
-pub use self::buckets::{
-    BUCKET_BYTES, Bucket, Buckets, Division, FIRST_BUCKET_BYTES, Gradient, ReduceDType, Trained, full_bytes,
-};
+pub use self::buckets::{Bucket, Buckets, Division, Gradient, ReduceDType, Trained};
 pub use self::build::{Batch, ProgramError, build};
 pub use self::messages::{Needed, Step, plan_channels, with_messages};
 pub use self::routes::{Interval, Overlap, Slice, overlaps, split_even};

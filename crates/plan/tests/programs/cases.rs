@@ -83,7 +83,13 @@ impl Given {
         };
         partition.outputs.push(output);
         let batch = Batch { rows_per_rank: rows_per_rank.to_vec(), gather_inputs: true };
-        let placement = Placement { ranks, microbatches, schedule: schedule.into(), sharding: Vec::new() };
+        let placement = Placement {
+            ranks,
+            microbatches,
+            schedule: schedule.into(),
+            sharding: Vec::new(),
+            bucket_bytes: Vec::new(),
+        };
         Self { placement, partition, params: Vec::new(), batch, call }
     }
 
@@ -108,7 +114,7 @@ impl Given {
     }
 
     pub fn try_build(&self) -> Result<Program, ProgramError> {
-        let buckets = Buckets::new(self.gradients(), &self.placement.ranks, Division::Elements);
+        let buckets = Buckets::new(self.gradients(), &self.placement, Division::Elements);
         build(&self.placement, &self.partition, &buckets, &self.batch, self.call)
     }
 
@@ -122,7 +128,7 @@ impl Given {
 
     /// Lets backwards come in two parts where Stages do not divide gradients.
     fn split_backwards(&mut self, seed: u64) {
-        let Placement { ranks, microbatches, schedule, sharding } = &mut self.placement;
+        let Placement { ranks, microbatches, schedule, sharding, .. } = &mut self.placement;
         let edges: Vec<(usize, usize)> = self.partition.edges().collect();
         let may_split = |crew: &Crew| crew.stages.iter().all(|&stage| sharding[stage as usize] < Sharding::Gradients);
         let order = |(crew, (seed, order)): (Crew, (u64, Order))| {
@@ -174,7 +180,13 @@ fn given(shared: bool) -> impl Strategy<Value = Given> {
             for &stage in crews.iter().filter(|crew| crew.is_shared()).flat_map(|crew| &crew.stages) {
                 sharding[stage as usize] = sharding[stage as usize].min(Sharding::Optimizer);
             }
-            Placement { ranks: ranks.clone(), microbatches, schedule: schedule.into(), sharding }
+            Placement {
+                ranks: ranks.clone(),
+                microbatches,
+                schedule: schedule.into(),
+                sharding,
+                bucket_bytes: Vec::new(),
+            }
         });
         let parts = prop::option::of(any::<u64>());
         (placement, partitions(stages), params(stages), batches(world), calls(), parts).prop_map(

@@ -188,6 +188,7 @@ impl Case {
                 feeds: None,
                 sharding: self.sharding[stage],
                 offload: false,
+                bucket_bytes: None,
                 predicted: self.predicted(stage),
             }
         };

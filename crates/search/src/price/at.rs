@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use indexmap::IndexSet;
 use rannc_cost::{Cluster, Collective, Device};
-use rannc_plan::ScheduleKind;
+use rannc_plan::{FIRST_BUCKET_BYTES, LARGEST_BUCKET_BYTES, ScheduleKind};
 
 use super::knapsack::{Saving, cheapest_first};
 use super::place::Place;
@@ -88,6 +88,8 @@ pub(crate) struct At<'p> {
     pub(super) framework_bytes: f64,
     /// Over all its devices.
     pub(super) collective: Collective,
+    /// See [`StagePlan::bucket_bytes`](rannc_plan::StagePlan::bucket_bytes).
+    pub(crate) bucket_bytes: u64,
     /// See [`Device::collective_slowdown`]; of the device that has most of it.
     pub(super) collective_slowdown: f64,
     /// What one Block of each kind surely frees when it is computed again, and what that takes at most; the
@@ -187,13 +189,15 @@ impl<'a> Pricing<'a> {
         let devices: Vec<_> = place.kinds().map(of_kind).collect();
         let usable = devices.iter().map(|DeviceTimes { device, .. }| settings.usable_bytes(device.memory_bytes));
         let framework = devices.iter().map(|DeviceTimes { device, .. }| device.framework_bytes).max();
+        let collective = cluster.collective(place.group);
         let mut at = At {
             place,
             usable_bytes: usable.fold(f64::INFINITY, f64::min),
             rows,
             foreign_rows: self.foreign_rows(rows),
             framework_bytes: framework.unwrap_or(0) as f64,
-            collective: cluster.collective(place.group),
+            collective,
+            bucket_bytes: (collective.balanced_bytes() as u64).clamp(FIRST_BUCKET_BYTES, LARGEST_BUCKET_BYTES),
             collective_slowdown: place.kinds().map(|kind| self.problem.collective_slowdown(kind)).fold(0.0, f64::max),
             devices,
             savings: Vec::new(),

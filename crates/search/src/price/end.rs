@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use rannc_cost::{RankGroup, update_us};
-use rannc_plan::{BUCKET_BYTES, Sharding};
+use rannc_plan::Sharding;
 
 use super::at::{At, Pricing, Problem};
 use super::saver::Saver;
@@ -40,8 +40,7 @@ impl Pricing<'_> {
     pub(super) fn end(&self, run: &Range<usize>, at: &At<'_>, saver: Saver, [first, last]: [&PassCost; 2]) -> End {
         let cluster = self.problem.cluster;
         let sharding = at.place.divides(saver.sharding);
-        let Collectives { reduction_us, last_us, each_microbatch } =
-            self.collectives(run, at, sharding, BUCKET_BYTES as f64);
+        let Collectives { reduction_us, last_us, each_microbatch } = self.collectives(run, at, sharding);
         // Buckets are reduced while the last backward runs; only the last one must wait for its end. Where each
         // microbatch's are, the passes know of the others.
         let exposed_us = (reduction_us - last.backward_us).max(last_us);

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use rannc_plan::{BUCKET_BYTES, Sharding};
+use rannc_plan::Sharding;
 
 use super::at::{At, Pricing};
 use super::place::Place;
@@ -32,26 +32,20 @@ fn beside(compute_us: f64, collectives_us: f64, slowdown: f64) -> f64 {
 }
 
 impl Pricing<'_> {
-    /// How gradients of a run's own parameters are summed. `full_bytes` are those of a full bucket that is the last one.
-    pub(super) fn collectives(
-        &self,
-        run: &Range<usize>,
-        at: &At<'_>,
-        sharding: Sharding,
-        full_bytes: f64,
-    ) -> Collectives {
+    /// How gradients of a run's own parameters are summed.
+    pub(super) fn collectives(&self, run: &Range<usize>, at: &At<'_>, sharding: Sharding) -> Collectives {
         let (collective, own) = (&at.collective, &self.chain.own);
         let bytes = own.message_bytes.at(run.start, run.end);
-        let share = |us: f64, of_bytes: f64| if bytes > 0.0 { us * (of_bytes / bytes).min(1.0) } else { 0.0 };
+        let last_bytes = bytes.min(at.bucket_bytes as f64);
         match at.place.divides(sharding) {
             Sharding::None | Sharding::Optimizer => {
                 let reduction_us = collective.all_reduce_us(bytes);
-                Collectives { reduction_us, last_us: share(reduction_us, full_bytes), each_microbatch: false }
+                Collectives { reduction_us, last_us: collective.all_reduce_us(last_bytes), each_microbatch: false }
             }
             Sharding::Gradients => {
                 let reduction_us = collective.reduce_scatter_us(bytes);
                 let each_microbatch = self.step.microbatches > 1;
-                Collectives { reduction_us, last_us: share(reduction_us, full_bytes), each_microbatch }
+                Collectives { reduction_us, last_us: collective.reduce_scatter_us(last_bytes), each_microbatch }
             }
             Sharding::KeptParams | Sharding::Params => {
                 let spans = own.spans(run) as f64;
@@ -70,8 +64,7 @@ impl Pricing<'_> {
         if sharding < Sharding::Gradients {
             return;
         }
-        let Collectives { reduction_us, last_us, each_microbatch } =
-            self.collectives(run, at, sharding, BUCKET_BYTES as f64);
+        let Collectives { reduction_us, last_us, each_microbatch } = self.collectives(run, at, sharding);
         let (first_us, others_us) = if sharding == Sharding::Params { self.gathers_us(run, at) } else { (0.0, 0.0) };
         let slowdown = at.collective_slowdown;
         let sums_us = if each_microbatch { (reduction_us - last_us).max(0.0) } else { 0.0 };

@@ -172,7 +172,7 @@ pub fn placed_program(
     let mut rows_per_rank = vec![0; 1 + ranks.iter().flatten().max().map_or(0, |&last| last as usize)];
     rows_per_rank[0] = rows;
     let batch = Batch { rows_per_rank, gather_inputs: true };
-    let placement = Placement { ranks, microbatches, schedule, sharding: sharding.to_vec() };
+    let placement = Placement { ranks, microbatches, schedule, sharding: sharding.to_vec(), bucket_bytes: Vec::new() };
     let buckets = Buckets::of(graph, &partition, &placement, &Trained::captured(graph));
     build(&placement, &partition, &buckets, &batch, call).expect("the case is sound")
 }
