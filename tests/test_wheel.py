@@ -34,7 +34,7 @@ def run(*command: object, cwd: Path, status: int = 0, **variables: str) -> subpr
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Beside uv's environments, so that it links packages. Always the same, so that cargo knows what it has built."""
+    """Beside uv's environments, so that it links packages."""
     path = ROOT / "target" / "wheel-test"
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
@@ -58,7 +58,11 @@ def built(folder: Path) -> Path:
     assert (source / "docs" / "json.md").exists()
     assert not list(source.rglob("*.so"))
     build = [MATURIN, "build", "--release", "--locked", "--interpreter", sys.executable, "--out", folder]
-    run(*build, cwd=source, CARGO_TARGET_DIR=str(ROOT / "target"))
+    # What the packages of others were compiled to serves; ours would be taken for what these sources are compiled to.
+    target = folder / "target"
+    if (ROOT / "target" / "release").exists():
+        shutil.copytree(ROOT / "target" / "release", target / "release")
+    run(*build, cwd=source, CARGO_TARGET_DIR=str(target))
     (wheel,) = folder.glob("*.whl")
     return wheel
 

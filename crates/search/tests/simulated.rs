@@ -8,8 +8,9 @@ use proptest::prelude::*;
 use rannc_cost::Cluster;
 use rannc_ir::Graph;
 use rannc_plan::{
-    Action, Batch, Buckets, CheckError, FIRST_BUCKET_BYTES, Holding, Interval, LARGEST_BUCKET_BYTES, Order, Partition,
-    Plan, Program, Promises, Schedule, Sharding, Trained, build, check, check_memory, in_flight, split_even,
+    Action, BUCKET_BYTES, Batch, Buckets, CheckError, FIRST_BUCKET_BYTES, Holding, Interval, LARGEST_BUCKET_BYTES,
+    Order, Partition, Plan, Program, Promises, Schedule, Sharding, Trained, build, check, check_memory, in_flight,
+    split_even,
 };
 use rannc_search::{PlanCosts, Savers, SearchError, Settings};
 use rannc_sim::{Timeline, simulate};
@@ -164,22 +165,23 @@ fn weights_fill_bubbles() {
 #[test]
 fn last_buckets_are_as_links_are() {
     let graph = encoder(12, 1024, 128, 50);
-    let stage = |gb_per_s: f64| {
-        let mut cluster = Cluster::preset("H200", 1, 4).expect("devices");
+    let stage = |ranks: u32, gb_per_s: f64| {
+        let mut cluster = Cluster::preset("H200", 1, ranks).expect("devices");
         cluster.kinds[0].collective_slowdown = 0.0;
         cluster.levels[0].collective.bytes_per_s = gb_per_s * 1e9;
-        let settings = Settings { world_size: 4, batch_rows: 256, stages: Some(1), ..Settings::default() };
+        let settings = Settings { world_size: ranks, batch_rows: 256, stages: Some(1), ..Settings::default() };
         let mut plan = rannc_search::plan(&graph, &cluster, &[], &settings).expect("fits").plan;
         assert!(
             (simulated(&graph, &cluster, &settings, &plan).step_us / plan.predicted.step_us - 1.0).abs() < TOLERANCE
         );
         plan.stages.remove(0)
     };
-    let sizes = [1e-3, 100.0, 300.0, 1e6].map(|gb_per_s| stage(gb_per_s).bucket_bytes.expect("links are known"));
+    let sizes = [1e-3, 100.0, 300.0, 1e6].map(|gb_per_s| stage(4, gb_per_s).bucket_bytes.expect("links are known"));
     assert_eq!((sizes[0], sizes[3]), (FIRST_BUCKET_BYTES, LARGEST_BUCKET_BYTES));
     assert!(sizes.is_sorted_by(|less, more| less < more), "{sizes:?}");
+    assert_eq!(stage(1, 100.0).bucket_bytes, Some(BUCKET_BYTES), "one alone sums nothing");
     // Where the backward hides all but the last sum, that takes twice as long as nothing would.
-    let ratio = stage(300.0).predicted.reduce_us / stage(1e9).predicted.reduce_us;
+    let ratio = stage(4, 300.0).predicted.reduce_us / stage(4, 1e9).predicted.reduce_us;
     assert!((1.0..2.1).contains(&ratio), "{ratio}");
 }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use indexmap::IndexSet;
 use rannc_cost::{Cluster, Collective, Device};
-use rannc_plan::{FIRST_BUCKET_BYTES, LARGEST_BUCKET_BYTES, ScheduleKind};
+use rannc_plan::{BUCKET_BYTES, FIRST_BUCKET_BYTES, LARGEST_BUCKET_BYTES, ScheduleKind};
 
 use super::knapsack::{Saving, cheapest_first};
 use super::place::Place;
@@ -190,6 +190,12 @@ impl<'a> Pricing<'a> {
         let usable = devices.iter().map(|DeviceTimes { device, .. }| settings.usable_bytes(device.memory_bytes));
         let framework = devices.iter().map(|DeviceTimes { device, .. }| device.framework_bytes).max();
         let collective = cluster.collective(place.group);
+        // One alone sums nothing.
+        let bucket_bytes = if place.replicas > 1 {
+            (collective.balanced_bytes() as u64).clamp(FIRST_BUCKET_BYTES, LARGEST_BUCKET_BYTES)
+        } else {
+            BUCKET_BYTES
+        };
         let mut at = At {
             place,
             usable_bytes: usable.fold(f64::INFINITY, f64::min),
@@ -197,7 +203,7 @@ impl<'a> Pricing<'a> {
             foreign_rows: self.foreign_rows(rows),
             framework_bytes: framework.unwrap_or(0) as f64,
             collective,
-            bucket_bytes: (collective.balanced_bytes() as u64).clamp(FIRST_BUCKET_BYTES, LARGEST_BUCKET_BYTES),
+            bucket_bytes,
             collective_slowdown: place.kinds().map(|kind| self.problem.collective_slowdown(kind)).fold(0.0, f64::max),
             devices,
             savings: Vec::new(),
