@@ -71,6 +71,7 @@ UNREAD = {
         "stages[].ops",
         "stages[].blocks[].ops",
         "stages[].blocks[].hash",
+        "stages[].bucket_bytes",
         "stages[].feeds",
         "stages[].predicted.transfer_us",
         "stages[].predicted.in_bytes",
