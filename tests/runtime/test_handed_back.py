@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import PosixPath
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import pyrannc
 from pyrannc.capture import flatten
 from pyrannc.capture.absent import Absent
+from pyrannc.capture.handed_back import as_given
 from tests.ranks import RankPool
 
 Ranks = Callable[[int], RankPool]
@@ -217,6 +219,52 @@ class OwnList(list[Any]):
         super().__init__([*items, None])
 
 
+class Private:
+    __slots__ = ("__factor", "made")
+
+    @property
+    def factor(self) -> Tensor:
+        return self.__factor
+
+    @factor.setter
+    def factor(self, factor: Tensor) -> None:
+        self.__factor = factor
+
+
+class Delegates:
+    """What it does not have itself, it asks of what it holds."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self) -> None:
+        self.inner = SimpleNamespace()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value) if name == "inner" else setattr(self.inner, name, value)
+
+
+class Mirrors(dict[str, Any]):
+    """Its items are attributes too."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        object.__setattr__(self, name, value)
+
+
+class Beside(list[Any]):
+    """Has attributes beside its items, and another way to be read."""
+
+    def __init__(self) -> None:
+        super().__init__([None])
+        self.scale = 1.0
+
+    def __iter__(self) -> Any:
+        return iter(enumerate(super().__iter__()))
+
+
 class Multiplies(nn.Module):
     """Uses and changes what it is given, of whatever class."""
 
@@ -232,7 +280,7 @@ class Multiplies(nn.Module):
             return (y * given["factor"]).mean()
         if isinstance(given, list):
             given.append(made)
-            return (y * given[0]).mean()
+            return (y * given[0] * getattr(given, "scale", 1.0)).mean()
         given.made = made
         return (given(y) if callable(given) else y * given.factor).mean()
 
@@ -243,6 +291,7 @@ def _give(holder: Any, factor: Tensor) -> Any:
     elif isinstance(holder, list):
         holder[0] = factor
         del holder[1:]
+        holder.scale = float(factor.sum() > 0) + 1  # type: ignore[attr-defined]  # of a class of its own
     else:
         holder.factor = factor
     return holder
@@ -258,6 +307,8 @@ def hold(make: Callable[[], Any], rows: bool) -> None:
             given = make() if call == 2 else given
             x = torch.randn(3, 4, dtype=torch.float64)
             loss = model(x, _give(given, torch.randn(3 if rows else 1, 4, dtype=torch.float64)))
+            if isinstance(given, Mirrors):
+                assert given.made is given["made"]  # type: ignore[attr-defined]  # set by itself
             held = given["made"] if isinstance(given, dict) else given[-1] if isinstance(given, list) else given.made
             (loss + held).backward()
             made.append([loss.detach(), held.detach()])
@@ -294,8 +345,13 @@ def test_what_is_returned_may_be_what_was_given(kind: str, trains: bool, ranks: 
     ranks(1).run(pass_on, kind, trains)
 
 
+HOLDERS: list[Callable[[], Any]] = [
+    Slots, Frozen, Private, Delegates, Called, SimpleNamespace, OwnDict, Mirrors, OwnList, Beside,
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("rows", [True, False])
-@pytest.mark.parametrize("make", [Slots, Frozen, Called, SimpleNamespace, OwnDict, OwnList])
+@pytest.mark.parametrize("make", HOLDERS)
 def test_a_holder_of_any_class_is_looked_into_at_each_call(make: Callable[[], Any], rows: bool, ranks: Ranks) -> None:
     ranks(1).run(hold, make, rows)
 
@@ -303,3 +359,31 @@ def test_a_holder_of_any_class_is_looked_into_at_each_call(make: Callable[[], An
 @pytest.mark.parametrize("make", [SimpleNamespace, Found, Slotted])
 def test_new_objects_that_are_alike_take_one_capture(make: Callable[[], Any], ranks: Ranks) -> None:
     ranks(1).run(find, make)
+
+
+class Pathlike(PosixPath):
+    pass
+
+
+class Shown(Slots):
+    @property
+    def made(self) -> str:  # type: ignore[override]  # it hides the slot
+        raise RuntimeError("nobody asks")
+
+
+def test_structures_are_those_of_what_is_held() -> None:
+    path, shown, mixed = Pathlike("a/b"), Shown(), Beside()
+    before = flatten(path)[1]
+    assert str(path) == "a/b"
+    assert flatten(path)[1] == before
+    Slots.made.__set__(shown, torch.ones(2))  # type: ignore[attr-defined]  # a slot
+    found, structure = flatten(shown)
+    assert [*found] == [found[0]]
+    assert Slots.made.__get__(structure.rebuild(found)) is found[0]  # type: ignore[attr-defined]  # likewise
+    structures = []
+    for mixed.scale in (1.0, 2.0):
+        structures.append(flatten(mixed)[1])
+    assert structures[0] != structures[1]
+    with as_given(mixed):
+        pass
+    assert [*list.__iter__(mixed)] == [None]

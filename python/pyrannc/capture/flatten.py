@@ -6,7 +6,6 @@ tensors are opened; everything else is a constant of the structure.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .absent import Absent
-from .containers import fill
+from .containers import content, fill
 from .members import fill_members, has_members, members, twin
 from .torch_internals.symbols import SYMBOLIC
 from .torch_internals.tensors import pytree
@@ -134,29 +133,34 @@ def _open_container(item: Any, leaves: list[Tensor], walk: _Walk) -> Structure:
         return Structure((kind, _frozen(context)), children, lambda made: node.unflatten_fn(made, context))
     if pytree.is_namedtuple_instance(item):
         return Structure(kind, tuple(_open(child, leaves, walk) for child in item), lambda made: kind(*made))
-    if isinstance(item, dict):
-        keys = tuple(item)
-        children = tuple(_open(child, leaves, walk) for child in item.values())
-        # A Counter would count pairs.
-        return Structure((kind, keys), children, lambda made: kind(dict(zip(keys, made, strict=True))))
-    if isinstance(item, list):
-        return _open_list(item, leaves, walk)
+    if isinstance(item, (dict, list)):
+        return _open_own_container(item, leaves, walk)
     return _open_object(item, leaves, walk) if has_members(item) else _constant(item)
 
 
-def _open_list(item: Any, leaves: list[Tensor], walk: _Walk) -> Structure:
-    """Opens a list of a class of its own."""
-    children = tuple(_open(child, leaves, walk) for child in list.__iter__(item))
-    template = copy.copy(item)
-    fill(template, ())
+def _open_own_container(item: Any, leaves: list[Tensor], walk: _Walk) -> Structure:
+    """Opens a dict or a list of a class of its own, which may have attributes beside its items."""
+    held, attributes = content(item), members(item)
+    items = held if isinstance(held, dict) else dict(enumerate(held))
+    keys, names = tuple(items), tuple(attributes)
+    children = tuple(_open(child, leaves, walk) for child in (*items.values(), *attributes.values()))
+    kind: Any = type(item)
+    template = None if isinstance(item, dict) else twin(item)
+    if template is not None:
+        fill(template, ())
 
     def make(made: list[Any]) -> Any:
-        built = copy.copy(template)
-        fill(built, made)
+        own, rest = made[: len(items)], made[len(items) :]
+        if template is None:
+            # A Counter would count pairs.
+            built = kind(dict(zip(keys, own, strict=True)))
+        else:
+            built = twin(template)
+            fill(built, own)
+        fill_members(built, dict(zip(names, rest, strict=True)))
         return built
 
-    kind: Any = type(item)
-    return Structure(kind, children, make)
+    return Structure((kind, keys, names), children, make)
 
 
 def _open_object(item: Any, leaves: list[Tensor], walk: _Walk) -> Structure:

@@ -116,21 +116,32 @@ def _may_change(item: Any) -> bool:
     return isinstance(item, (dict, list, deque)) or has_members(item)
 
 
+@dataclass(frozen=True)
+class _Attribute:
+    """The name of one that stands beside items."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f".{self.name}"
+
+
 def _contents(item: Any) -> dict[Hashable, Any]:
-    if isinstance(item, dict):
-        return dict(content(item))
-    if isinstance(item, (list, tuple, deque)) and not isinstance(item, RowList):
-        return dict(enumerate(item))
-    return dict(members(item).items())
+    """Items and attributes."""
+    if isinstance(item, RowList) or not isinstance(item, (dict, list, tuple, deque)):
+        return dict(members(item).items())
+    held = content(item)
+    items: dict[Hashable, Any] = dict(held) if isinstance(held, dict) else dict(enumerate(held))
+    return items | {_Attribute(name): value for name, value in members(item).items()}
 
 
 def _fill(holder: Any, contents: dict[Hashable, Any]) -> None:
-    if isinstance(holder, dict):
-        fill(holder, contents)
-    elif isinstance(holder, (list, deque)):
-        fill(holder, contents.values())
-    else:
+    if not isinstance(holder, (dict, list, deque)):
         fill_members(holder, {str(name): value for name, value in contents.items()})
+        return
+    items = {name: value for name, value in contents.items() if not isinstance(name, _Attribute)}
+    fill(holder, items if isinstance(holder, dict) else items.values())
+    fill_members(holder, {name.name: value for name, value in contents.items() if isinstance(name, _Attribute)})
 
 
 def _put(path: Path, before: dict[Hashable, Any], now: dict[Hashable, Any]) -> Put | None:

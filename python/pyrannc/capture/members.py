@@ -1,4 +1,4 @@
-"""What objects hold that are no containers: attributes, in their dictionaries and in slots."""
+"""What objects hold beside items: attributes, in their dictionaries and in slots."""
 
 from __future__ import annotations
 
@@ -9,52 +9,91 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .holdings import is_users_own, slots_of
+from .holdings import is_users_own
+
+_NO_SLOTS = ("__dict__", "__weakref__")
 
 
 def has_members(item: Any) -> bool:
     """True for objects that hold what somebody has put there; those of packages that can be called are functions."""
-    if isinstance(item, (dict, list, tuple, set, frozenset, Tensor, nn.Module, ModuleType, FunctionType, type)):
+    if isinstance(item, (Tensor, nn.Module, ModuleType, FunctionType, type)):
         return False
     if callable(item) and not is_users_own(type(item)):
         return False
-    if isinstance(getattr(item, "__dict__", None), dict):
-        return True
-    return is_users_own(type(item)) and any(map(slots_of, type(item).__mro__))
+    return _dictionary(item) is not None or any(True for _ in _users_slots(type(item)))
 
 
 def members(item: Any) -> dict[str, Any]:
-    """Attributes by name; none for what has no members."""
+    """Attributes by name; none for what has no members. Slots of packages, as of a path, are caches of theirs."""
     if not has_members(item):
         return {}
-    return {**getattr(item, "__dict__", {}), **{name: getattr(item, name) for name in _filled_slots(item)}}
+    found = dict(_dictionary(item) or {})
+    for name, slot in _users_slots(type(item)):
+        try:
+            # As the class holds it: what the user's own ways to read it do is not wanted here.
+            found[name] = slot.__get__(item)
+        except AttributeError:
+            continue
+    return found
 
 
 def fill_members(item: Any, contents: Mapping[str, Any]) -> None:
     """Leaves an object with these attributes and no others, past its own ways to set them: it may be frozen."""
-    own = getattr(item, "__dict__", {})
-    slots = {name for kind in type(item).__mro__ for name in slots_of(kind)}
+    own = _dictionary(item)
+    slots = dict(_users_slots(type(item)))
     for name in members(item).keys() - contents.keys():
         if name in slots:
-            object.__delattr__(item, name)
-        else:
+            slots[name].__delete__(item)
+        elif own is not None:
             del own[name]
     for name, value in contents.items():
         if name in slots:
-            object.__setattr__(item, name, value)
-        else:
+            slots[name].__set__(item, value)
+        elif own is not None:
             own[name] = value
 
 
 def twin(item: Any) -> Any:
-    """Another object of the same class, whose members are to be filled: it may have none yet."""
+    """Another object of the same class that holds the same."""
+    if hasattr(type(item), "__copy__"):
+        return copy.copy(item)
     try:
-        # Past a user's own way to set attributes, which copies would take where there are slots.
-        return object.__new__(type(item))
+        made = object.__new__(type(item))
     except TypeError:
         # It holds more than members, as an exception does.
         return copy.copy(item)
+    own = _dictionary(made)
+    if own is not None:
+        own.update(_dictionary(item) or {})
+    for kind in type(item).__mro__:
+        for _, slot in _slots(kind):
+            try:
+                slot.__set__(made, slot.__get__(item))
+            except AttributeError:
+                continue
+    return made
 
 
-def _filled_slots(item: Any) -> Iterator[str]:
-    return (name for kind in type(item).__mro__ for name in slots_of(kind) if hasattr(item, name))
+def _dictionary(item: Any) -> dict[str, Any] | None:
+    try:
+        own = object.__getattribute__(item, "__dict__")
+    except AttributeError:
+        return None
+    # A dict may be its own attributes.
+    return own if isinstance(own, dict) and own is not item else None
+
+
+def _users_slots(kind: type) -> Iterator[tuple[str, Any]]:
+    return (slot for base in kind.__mro__ if "__slots__" in vars(base) and is_users_own(base) for slot in _slots(base))
+
+
+def _slots(kind: type) -> Iterator[tuple[str, Any]]:
+    """Names of the slots that a class adds, as it holds them, and what reads and sets them."""
+    names = vars(kind).get("__slots__", ())
+    for name in (names,) if isinstance(names, str) else names:
+        if name in _NO_SLOTS:
+            continue
+        is_private = name.startswith("__") and not name.endswith("__")
+        held = f"_{kind.__name__.lstrip('_')}{name}" if is_private else name
+        if hasattr(vars(kind).get(held), "__set__"):
+            yield held, vars(kind)[held]

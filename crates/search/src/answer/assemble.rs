@@ -146,7 +146,7 @@ impl Assembly<'_> {
             feeds: Some(feeds),
             sharding: saver.sharding,
             offload: saver.offload,
-            bucket_bytes: Some(at.bucket_bytes),
+            bucket_bytes: Some(at.bucket_bytes(saver.sharding)),
             predicted: pricing.prediction(run, &priced, &timed, activations_bytes),
         };
         (planned, timed)

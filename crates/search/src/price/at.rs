@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use indexmap::IndexSet;
 use rannc_cost::{Cluster, Collective, Device};
-use rannc_plan::{BUCKET_BYTES, FIRST_BUCKET_BYTES, LARGEST_BUCKET_BYTES, ScheduleKind};
+use rannc_plan::{BUCKET_BYTES, FIRST_BUCKET_BYTES, LARGEST_BUCKET_BYTES, ScheduleKind, Sharding};
 
 use super::knapsack::{Saving, cheapest_first};
 use super::place::Place;
@@ -88,8 +88,6 @@ pub(crate) struct At<'p> {
     pub(super) framework_bytes: f64,
     /// Over all its devices.
     pub(super) collective: Collective,
-    /// See [`StagePlan::bucket_bytes`](rannc_plan::StagePlan::bucket_bytes).
-    pub(crate) bucket_bytes: u64,
     /// See [`Device::collective_slowdown`]; of the device that has most of it.
     pub(super) collective_slowdown: f64,
     /// What one Block of each kind surely frees when it is computed again, and what that takes at most; the
@@ -106,6 +104,15 @@ pub(super) struct DeviceTimes<'p> {
 }
 
 impl At<'_> {
+    /// See [`StagePlan::bucket_bytes`](rannc_plan::StagePlan::bucket_bytes). Where Replicas divide gradients, larger buckets
+    /// take memory and smaller ones are summed for every microbatch.
+    pub(crate) fn bucket_bytes(&self, sharding: Sharding) -> u64 {
+        if self.place.replicas == 1 || self.place.divides(sharding) >= Sharding::Gradients {
+            return BUCKET_BYTES;
+        }
+        (self.collective.balanced_bytes() as u64).clamp(FIRST_BUCKET_BYTES, LARGEST_BUCKET_BYTES)
+    }
+
     /// Rows of the largest microbatch on the largest Replica.
     pub(crate) fn most_rows(&self) -> u64 {
         self.rows[LARGER]
@@ -190,12 +197,6 @@ impl<'a> Pricing<'a> {
         let usable = devices.iter().map(|DeviceTimes { device, .. }| settings.usable_bytes(device.memory_bytes));
         let framework = devices.iter().map(|DeviceTimes { device, .. }| device.framework_bytes).max();
         let collective = cluster.collective(place.group);
-        // One alone sums nothing.
-        let bucket_bytes = if place.replicas > 1 {
-            (collective.balanced_bytes() as u64).clamp(FIRST_BUCKET_BYTES, LARGEST_BUCKET_BYTES)
-        } else {
-            BUCKET_BYTES
-        };
         let mut at = At {
             place,
             usable_bytes: usable.fold(f64::INFINITY, f64::min),
@@ -203,7 +204,6 @@ impl<'a> Pricing<'a> {
             foreign_rows: self.foreign_rows(rows),
             framework_bytes: framework.unwrap_or(0) as f64,
             collective,
-            bucket_bytes,
             collective_slowdown: place.kinds().map(|kind| self.problem.collective_slowdown(kind)).fold(0.0, f64::max),
             devices,
             savings: Vec::new(),

@@ -135,8 +135,8 @@ impl Pricing<'_> {
         match sharding {
             Sharding::None | Sharding::Optimizer => (0.0, 0.0),
             Sharding::Gradients => {
-                let bucket_bytes =
-                    full_bytes(message_bytes as u64, at.bucket_bytes) as f64 + own.largest_message.at(first, end);
+                let bucket_bytes = full_bytes(message_bytes as u64, at.bucket_bytes(sharding)) as f64
+                    + own.largest_message.at(first, end);
                 (0.0, summed_bytes(bucket_bytes))
             }
             Sharding::KeptParams | Sharding::Params => {

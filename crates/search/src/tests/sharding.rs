@@ -2,7 +2,7 @@
 
 use rannc_cost::Cluster;
 use rannc_ir::testing::mlp;
-use rannc_plan::{FIRST_BUCKET_BYTES, Plan, ScheduleKind, Sharding, full_bytes};
+use rannc_plan::{BUCKET_BYTES, Plan, ScheduleKind, Sharding, full_bytes};
 
 use crate::answer::plan;
 use crate::chain::Chain;
@@ -57,7 +57,7 @@ fn each_level_divides_what_it_says() {
     assert_eq!(mib(Sharding::None), [1960.0, 1360.0, 2720.0]);
     assert_eq!(mib(Sharding::Optimizer), [1960.0, 1360.0, 680.0]);
     // Two buckets on their way, each with a parameter more than a full one, and the part that arrives of a sum.
-    let bucket_mib = full_bytes((1360.0 * MIB) as u64, FIRST_BUCKET_BYTES) as f64 / MIB + 800.0;
+    let bucket_mib = full_bytes((1360.0 * MIB) as u64, BUCKET_BYTES) as f64 / MIB + 800.0;
     let arriving = bucket_mib.min(1360.0) / 4.0;
     assert_eq!(mib(Sharding::Gradients), [1960.0, 340.0 + (2.0 * bucket_mib).min(1360.0) + arriving, 680.0]);
     // What both Spans use is whole, of the others the copies are gathered.
