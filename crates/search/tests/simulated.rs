@@ -185,6 +185,25 @@ fn last_buckets_are_as_links_are() {
     assert!((1.0..2.1).contains(&ratio), "{ratio}");
 }
 
+/// A large word table has the gradient that comes last, and all of its sum shows.
+#[test]
+fn the_sum_of_a_word_table_shows() {
+    let stage = |vocabulary: i64| {
+        let graph = encoder(12, 1024, 128, vocabulary);
+        let mut cluster = Cluster::preset("H200", 1, 4).expect("devices");
+        cluster.kinds[0].collective_slowdown = 0.0;
+        let settings = Settings { world_size: 4, batch_rows: 256, stages: Some(1), ..Settings::default() };
+        let mut plan = rannc_search::plan(&graph, &cluster, &[], &settings).expect("fits").plan;
+        let group = rannc_cost::RankGroup { members: 4, nodes: 1, least_per_node: 4, level: 0 };
+        (plan.stages.remove(0).predicted.reduce_us, cluster.all_reduce_us(group, (vocabulary * 1024 * 4) as f64))
+    };
+    let (large_us, table_us) = stage(32_000);
+    assert!((large_us / table_us - 1.0).abs() < 1e-9, "{large_us} {table_us}");
+    let (small_us, table_us) = stage(50);
+    assert!(small_us > table_us);
+    assert!(small_us < 0.2 * large_us, "{small_us} {large_us}");
+}
+
 /// One rank has 33 rows: one microbatch of two rows and 31 of one.
 #[test]
 fn a_row_too_many_costs_a_row() {

@@ -48,6 +48,7 @@ fn extract_blocks(graph: &Graph, analysis: &Analysis, blocks: &Blocks, host: boo
         reduce,
         block_of: analysis.main_ops.iter().map(|_| 0).collect(),
         states: BTreeMap::new(),
+        first_uses: BTreeMap::new(),
         clones: BTreeMap::new(),
         cloned_bytes: Vec::new(),
         uses: BTreeMap::new(),
@@ -81,6 +82,8 @@ struct Extractor<'a> {
     block_of: Vec<usize>,
     /// Blocks that read each parameter, buffer and constant.
     states: BTreeMap<ValueId, Vec<usize>>,
+    /// The main op that uses each of them first.
+    first_uses: BTreeMap<ValueId, usize>,
     /// Blocks that each batch-free op is cloned for, and that of each other op that runs once a step.
     clones: BTreeMap<OpId, Vec<usize>>,
     /// What each of them keeps that nobody else knows, by Block.
@@ -142,7 +145,7 @@ impl Extractor<'_> {
 
     /// Notes the operands of an op, and the batch-free ops behind them.
     fn operands(&mut self, place: usize, op: OpId, private_bytes: &mut Poly, block: &mut BlockSpec) {
-        let mut open = self.graph.ops[op].operands();
+        let (mut open, user) = (self.graph.ops[op].operands(), op.index());
         while let Some(value) = open.pop() {
             match self.graph.values[value].def {
                 ValueDef::Input(_) => {
@@ -150,6 +153,7 @@ impl Extractor<'_> {
                 }
                 ValueDef::Param(_) | ValueDef::Buffer(_) | ValueDef::Constant(_) => {
                     note(self.states.entry(value).or_default(), place);
+                    self.first_uses.entry(value).or_insert(user);
                 }
                 ValueDef::Op { op, .. } => match self.analysis.main_index[op] {
                     Some(made) if self.block_of[made as usize] != place => {
@@ -158,6 +162,7 @@ impl Extractor<'_> {
                     Some(_) => {}
                     None if let Some(&param) = self.conversions.param_of.get(&op) => {
                         note(self.states.entry(param).or_default(), place);
+                        self.first_uses.entry(param).or_insert(user);
                         note(self.converted.entry(op).or_default(), place);
                     }
                     None if note(self.clones.entry(op).or_default(), place) => {
@@ -339,7 +344,8 @@ impl Extractor<'_> {
         let copy_bytes =
             self.conversions.copy_of.get(&value).map_or(0.0, |&copy| tensor_bytes(&self.graph.values[copy]).at(0));
         let beside_spans = matches!(tensor.def, ValueDef::Param(param) if self.beside_spans.contains(&param));
-        StateSpec { bytes, message_bytes, copy_bytes, trainable, beside_spans, blocks: blocks.to_vec() }
+        let first_use = self.first_uses.get(&value).copied().unwrap_or(usize::MAX);
+        StateSpec { bytes, message_bytes, copy_bytes, trainable, beside_spans, blocks: blocks.to_vec(), first_use }
     }
 
     fn crossing(&self, value: ValueId, blocks: &[usize]) -> Option<(ValueId, CrossingSpec)> {

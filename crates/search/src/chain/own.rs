@@ -27,6 +27,9 @@ pub(crate) struct OwnParams {
     pub(crate) largest_summed: Largest,
     /// The largest gradient, as it is summed over ranks.
     pub(crate) largest_message: Largest,
+    /// Of each Block, what is summed of the parameters that it uses first in the chain, each with the last Block that uses
+    /// it; what the Block itself uses first comes first.
+    first_used: Vec<Vec<(usize, f64)>>,
     /// Of each Block.
     span_of: Vec<usize>,
 }
@@ -63,6 +66,16 @@ impl OwnParams {
                 messages[block] = state.message_bytes.max(messages[block]);
             }
         }
+        let mut first_used: Vec<Vec<(usize, f64)>> = vec![Vec::new(); len];
+        let mut by_use = trainable.clone();
+        by_use.sort_by(|one, other| {
+            one.first_use.cmp(&other.first_use).then(other.message_bytes.total_cmp(&one.message_bytes))
+        });
+        for state in by_use {
+            if let (Some(&first), Some(&last)) = (state.blocks.first(), state.blocks.last()) {
+                first_used[first].push((last, state.message_bytes));
+            }
+        }
         Self {
             bytes: own(&|state| state.bytes),
             grad_bytes: own(&StateSpec::grad_bytes),
@@ -73,8 +86,15 @@ impl OwnParams {
             largest_gathered: of_span(&spanned(StateSpec::gathered_bytes)),
             largest_summed: of_span(&|state| state.message_bytes),
             largest_message: Largest::of_places(&messages),
+            first_used,
             span_of,
         }
+    }
+
+    /// What is summed of the parameter whose gradient comes last.
+    pub(crate) fn last_message_bytes(&self, run: &Range<usize>) -> f64 {
+        let mut own = self.first_used[run.clone()].iter().flatten().filter(|&&(last, _)| last < run.end);
+        own.next().map_or(0.0, |&(_, bytes)| bytes)
     }
 
     /// Spans of a run.

@@ -81,6 +81,8 @@ pub(crate) struct StateSpec {
     /// True when others than Blocks use it, or it is given out: Replicas have it whole all the time.
     pub(crate) beside_spans: bool,
     pub(crate) blocks: Vec<usize>,
+    /// The op that uses it first; what is used earlier has its gradient later.
+    pub(crate) first_use: usize,
 }
 
 impl StateSpec {

@@ -36,7 +36,8 @@ impl Pricing<'_> {
     pub(super) fn collectives(&self, run: &Range<usize>, at: &At<'_>, sharding: Sharding) -> Collectives {
         let (collective, own) = (&at.collective, &self.chain.own);
         let bytes = own.message_bytes.at(run.start, run.end);
-        let last_bytes = bytes.min(at.bucket_bytes(sharding) as f64);
+        // A bucket takes parameters whole.
+        let last_bytes = bytes.min(own.last_message_bytes(run).max(at.bucket_bytes(sharding) as f64));
         match at.place.divides(sharding) {
             Sharding::None | Sharding::Optimizer => {
                 let reduction_us = collective.all_reduce_us(bytes);

@@ -112,6 +112,7 @@ fn spec(max_len: usize) -> impl Strategy<Value = ChainSpec> {
                 trainable,
                 beside_spans,
                 blocks,
+                first_use: bytes as usize % 4,
             },
         );
         let work = |us: u32| OpWork {

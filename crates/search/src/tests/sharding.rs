@@ -22,6 +22,7 @@ fn spec() -> ChainSpec {
         trainable: true,
         beside_spans: false,
         blocks: blocks.to_vec(),
+        first_use: blocks[0],
     };
     ChainSpec {
         blocks: (0..4).map(block).collect(),
