@@ -37,16 +37,24 @@ impl Pricing<'_> {
         let (collective, own) = (&at.collective, &self.chain.own);
         let bytes = own.message_bytes.at(run.start, run.end);
         // A bucket takes parameters whole.
-        let last_bytes = bytes.min(own.last_message_bytes(run).max(at.bucket_bytes(sharding) as f64));
+        let last_bucket_bytes = || bytes.min(own.last_message_bytes(run).max(at.bucket_bytes(sharding) as f64));
         match at.place.divides(sharding) {
             Sharding::None | Sharding::Optimizer => {
                 let reduction_us = collective.all_reduce_us(bytes);
-                Collectives { reduction_us, last_us: collective.all_reduce_us(last_bytes), each_microbatch: false }
+                Collectives {
+                    reduction_us,
+                    last_us: collective.all_reduce_us(last_bucket_bytes()),
+                    each_microbatch: false,
+                }
             }
             Sharding::Gradients => {
                 let reduction_us = collective.reduce_scatter_us(bytes);
                 let each_microbatch = self.step.microbatches > 1;
-                Collectives { reduction_us, last_us: collective.reduce_scatter_us(last_bytes), each_microbatch }
+                Collectives {
+                    reduction_us,
+                    last_us: collective.reduce_scatter_us(last_bucket_bytes()),
+                    each_microbatch,
+                }
             }
             Sharding::KeptParams | Sharding::Params => {
                 let spans = own.spans(run) as f64;
