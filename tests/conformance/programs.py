@@ -81,5 +81,5 @@ def planned(case: Case, graph: Graph) -> Plan:
     ranks = [list(range(end - count, end)) for end, count in zip(ends, case.replicas, strict=True)]
     cuts = [2 * stage for stage in range(1, len(case.replicas))]
     listed = [order.strip() for order in case.schedule.split("/")]
-    plan = divided(cut_plan(graph, cuts, ranks, case.microbatches), case.divided)
+    plan = divided(cut_plan(graph, cuts, ranks, case.microbatches, sum(case.rows)), case.divided)
     return scheduled(plan, listed if "F0" in case.schedule else case.schedule)

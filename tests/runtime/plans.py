@@ -78,8 +78,10 @@ def main_op_count(graph: Graph) -> int:
     return count
 
 
-def cut_plan(graph: Graph, cuts: Sequence[int], ranks: Sequence[Sequence[int]], microbatches: int) -> Plan:
-    """A Plan with cuts before these main Ops, and these ranks for each Stage.
+def cut_plan(
+    graph: Graph, cuts: Sequence[int], ranks: Sequence[Sequence[int]], microbatches: int, rows: int = 1
+) -> Plan:
+    """A Plan with cuts before these main Ops, and these ranks for each Stage, for so many rows or one a microbatch.
 
     Raises:
         PlanError: a cut is not possible there.
@@ -96,7 +98,7 @@ def cut_plan(graph: Graph, cuts: Sequence[int], ranks: Sequence[Sequence[int]], 
     form["predicted"] = _zeroed(form["predicted"])
     form["world_size"] = sum(len(members) for members in ranks)
     form["microbatches"] = microbatches
-    form["batch_rows"] = max(form["batch_rows"], microbatches)
+    form["batch_rows"] = max(rows, microbatches)
     plan = Plan.from_json(sealed(form))
     plan.partition(graph)
     return plan
