@@ -86,23 +86,24 @@ def gather_parts(
 
 
 def scatter_sum(
-    flat: Tensor, parts: Sequence[int], ranks: Sequence[int], group: Group | None
+    flat: Tensor, parts: Sequence[int], ranks: Sequence[int], group: Group | None, place: Tensor | None = None
 ) -> tuple[Tensor, list[Work]]:
     """Starts to sum a flat tensor over the ranks of a group, each its part; what is there then of others is anything.
 
     Args:
         parts: elements of each rank, one behind the other.
         ranks: of the group, increasing.
+        place: where this rank's part may go, besides the flat tensor and memory of its own.
 
     Returns:
         This rank's part, and what is under way.
     """
     whole, pieces = _in_parts(flat, parts)
-    place = ranks.index(process.get_rank())
-    own = flat.narrow(0, sum(parts[:place]), parts[place])
+    index = ranks.index(process.get_rank())
+    own = flat.narrow(0, sum(parts[:index]), parts[index])
     if len(set(parts)) == 1:
         # What is written shares no memory with what the others still read.
-        own = torch.empty_like(own)
+        own = torch.empty_like(own) if place is None else place
         works = [dist.reduce_scatter_tensor(as_sent(own), whole, group=group, async_op=True)] if parts[0] else []
     else:
         shares = [(piece, rank) for piece, rank in zip(pieces, ranks, strict=True) if piece.numel()]

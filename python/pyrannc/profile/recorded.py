@@ -9,7 +9,7 @@ import torch
 
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.blocks.recorded import Place, RecordedDraws
-from pyrannc.capture.torch_internals.devices import Graph
+from pyrannc.capture.torch_internals.graphs import Graph
 
 
 class Recorded:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from pyrannc.blocks.recorded import Place, RecordedDraws
-from pyrannc.capture.torch_internals.devices import Graph
 from pyrannc.capture.torch_internals.gradients import copy_each
+from pyrannc.capture.torch_internals.graphs import Graph
 from pyrannc.capture.torch_internals.tensors import version
 from pyrannc.errors import RaNNCError
 from pyrannc.runtime.batch import OfBatch

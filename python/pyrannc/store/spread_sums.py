@@ -66,7 +66,9 @@ class SpreadSums:
         bucket, came = self._bucket, self._came
         if came is None:
             came = torch.zeros(bucket.room, dtype=bucket.types[0], device=bucket.device)
-        self._arriving, self._works = scatter_sum(came.to(bucket.message), bucket.parts, bucket.ranks, group)
+        place = self._part if self._is_empty and self._part.dtype == bucket.message else None
+        message = came.to(bucket.message)
+        self._arriving, self._works = scatter_sum(message, bucket.parts, bucket.ranks, group, place)
         self._came = None
 
     def finish(self) -> None:
@@ -77,7 +79,8 @@ class SpreadSums:
             if self._is_empty:
                 self._part.zero_()
         elif self._is_empty:
-            self._part.copy_(self._arriving)
+            if self._arriving is not self._part:
+                self._part.copy_(self._arriving)
         else:
             self._part.add_(self._arriving)
         self._is_empty, self._arriving, self._works = False, None, []
