@@ -12,6 +12,8 @@ import torch
 
 Event = dict[str, Any]
 
+_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+
 
 def traced(step: Callable[[], object], steps: int, device: torch.device) -> list[Event]:
     """The events of some steps on this rank."""
@@ -36,7 +38,7 @@ def pauses_us(events: Sequence[Event], *, but: str = "") -> tuple[float, list[fl
     work = sorted(
         (event["ts"], event["ts"] + event["dur"])
         for event in events
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and not (but and but in event["name"])
+        if event.get("cat") in _WORK and not (but and but in event["name"])
     )
     if not work:
         return 0.0, []
@@ -46,3 +48,16 @@ def pauses_us(events: Sequence[Event], *, but: str = "") -> tuple[float, list[fl
         pauses.append(max(0.0, start - end))
         end = max(end, stop)
     return end - work[0][0], pauses
+
+
+def replays(events: Sequence[Event]) -> list[list[Event]]:
+    """What each replay of a CUDA graph has run on the device."""
+    launches = {
+        event["args"]["correlation"] for event in events if event.get("name") in ("cudaGraphLaunch", "cuGraphLaunch")
+    }
+    found: dict[int, list[Event]] = {launch: [] for launch in launches}
+    for event in events:
+        launch = event.get("args", {}).get("correlation")
+        if event.get("cat") in _WORK and launch in launches:
+            found[launch].append(event)
+    return [replay for replay in found.values() if replay]

@@ -76,9 +76,10 @@ def conditions(
         versions["clock"], versions["messages"] = "as in a training", "beside the leading Span"
         versions["dropout"] = "fused" if fused_dropout else "not fused"
     if replayed:
-        versions["steps"], versions["updates"] = "replayed", "alone, by the device"
+        versions["steps"], versions["updates"] = "replayed, counters set by kernels", "alone, by the device"
     if compiled:
-        versions["spans"], versions["images"] = "compiled where that pays", "channels last"
+        versions["spans"] = "compiled where that pays, gradients that go on first"
+        versions["images"] = "channels last"
     return Conditions(device_name(device), _precision(device), tuple(versions.items()), _switches(device))
 
 

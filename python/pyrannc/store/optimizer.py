@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
 from pyrannc.job.exchange import give_to_others
@@ -268,8 +270,13 @@ class UserOptimizer:
             lists.follow()
 
     def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        with own_listed(self.optimizer):
+        with own_listed(self.optimizer), self._around_zero_grad(*args, **kwargs):
             self._plain_zero_grad(*args, **kwargs)
+
+    def _around_zero_grad(self, set_to_none: bool = True) -> AbstractContextManager[Any]:
+        """Where gradients are only let go of, classes of tensors have no say in it, which takes some time for each."""
+        is_torchs = getattr(self._plain_zero_grad, "__func__", None) is Optimizer.zero_grad
+        return DisableTorchFunctionSubclass() if is_torchs and set_to_none else nullcontext()
 
     def _state_dict(self, from_global: bool | None = None) -> dict[str, Any]:
         """The optimizer's state.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from pyrannc.store.buckets import SharedParam, elements
 from pyrannc.store.divided import DividedParams
 from pyrannc.store.elsewhere import bring_here, send_away
 from pyrannc.store.spread_tensor import is_spread, own_gradient
+
+Held = TypeVar("Held", bound=Tensor)
 
 
 class ParamStore:
@@ -87,11 +90,15 @@ class ParamStore:
 
     def local_params(self) -> dict[str, nn.Parameter]:
         """Parameters that this rank holds, by first name, in the model's order."""
-        return {name: param for name, param in self.params.items() if self.is_local(name)}
+        return self._local(self.params)
 
     def local_buffers(self) -> dict[str, Tensor]:
         """Buffers that this rank holds, by first name, in the model's order."""
-        return {name: buffer for name, buffer in self.buffers.items() if self.is_local(name)}
+        return self._local(self.buffers)
+
+    def _local(self, tensors: dict[str, Held]) -> dict[str, Held]:
+        rank = process.get_rank()
+        return {name: tensor for name, tensor in tensors.items() if rank in self.holders.get(name, ())}
 
     def local_ids(self) -> set[int]:
         """``id`` of each parameter and buffer that this rank holds."""

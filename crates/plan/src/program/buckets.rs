@@ -129,7 +129,7 @@ pub struct Buckets {
     pub gradients: Vec<Gradient>,
     /// Ranks, increasing: first those of each Stage, then others that hold the same Params.
     pub groups: Vec<Vec<u32>>,
-    /// In the order in which they are summed.
+    /// In the order in which they are summed: of each group in that in which they are full.
     pub buckets: Vec<Bucket>,
 }
 
@@ -207,8 +207,9 @@ impl Buckets {
             let own: Vec<u64> = bucket.params.iter().map(|param| elements[param]).collect();
             bucket.parts = division.parts(&own, groups[bucket.group as usize].len());
         }
-        // A stable sort: the buckets of a group stay in the order in which they fill.
-        buckets.sort_by_key(|bucket| bucket.group);
+        // One that is filled while others of its group come and go is full behind them.
+        let came: BTreeMap<ParamId, usize> = gradients.iter().rev().map(|found| found.param).zip(0..).collect();
+        buckets.sort_by_key(|bucket| (bucket.group, bucket.params.last().map(|param| came[param])));
         Self { gradients, groups, buckets }
     }
 }
@@ -300,8 +301,8 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    fn divided(sizes: impl IntoIterator<Item = u64>, least: u64) -> (Vec<u64>, Vec<ParamId>) {
-        let gradient = |(number, bytes)| Gradient {
+    fn gradient(number: u32, bytes: u64) -> Gradient {
+        Gradient {
             param: ParamId::new(number),
             dtype: DType::Float32,
             elements: bytes / 4,
@@ -310,8 +311,14 @@ mod tests {
             sharding: Sharding::None,
             span: None,
             gathered: DType::Float32,
-        };
-        let gradients = (0..).zip(sizes).map(gradient).collect();
+        }
+    }
+
+    fn divided(sizes: impl IntoIterator<Item = u64>, least: u64) -> (Vec<u64>, Vec<ParamId>) {
+        buckets_of((0..).zip(sizes).map(|(number, bytes)| gradient(number, bytes)).collect(), least)
+    }
+
+    fn buckets_of(gradients: Vec<Gradient>, least: u64) -> (Vec<u64>, Vec<ParamId>) {
         let placement = Placement {
             ranks: vec![vec![0, 1]],
             microbatches: 1,
@@ -345,6 +352,15 @@ mod tests {
         let sizes = |least: u64| divided(std::iter::repeat_n(MIB, 80), least * MIB).0;
         assert_eq!(sizes(25), [1, 25, 25, 25, 4].map(|mib| mib * MIB));
         assert_eq!(sizes(128), [1, 79].map(|mib| mib * MIB));
+    }
+
+    #[test]
+    fn none_waits_for_one_that_is_full_later() {
+        // A table of which several Spans make use shares its bucket with what comes first.
+        let (sharding, spans) = (Sharding::Params, [None, Some(0), Some(1), None]);
+        let gradients = (0..).zip(spans).map(|(number, span)| Gradient { sharding, span, ..gradient(number, MIB / 2) });
+        let (_, params) = buckets_of(gradients.collect(), MIB);
+        assert_eq!(params, [2, 1, 3, 0].map(ParamId::new));
     }
 
     #[test]

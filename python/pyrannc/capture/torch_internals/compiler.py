@@ -79,11 +79,14 @@ def compiled_by_inductor(
     from torch._inductor.virtualized import V
 
     arguments = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    # A backward begins beside the sum of gradients of the one before. Its first product is then that of the gradient
+    # that goes on, which wants few multiprocessors at once, and not that of a weight's, which leaves memory earlier.
+    reorders = config.reorder_for_peak_memory and kind != "backward"
     with (
         V.set_fake_mode(mode),
         tracing(TracingContext(mode)),
         torch.no_grad(),
-        config.patch({"triton.cudagraphs": False}),
+        config.patch({"triton.cudagraphs": False, "reorder_for_peak_memory": reorders}),
     ):
         if kind == "whole":
             graph = _recursive_joint_graph_passes(graph, input_device=device)
