@@ -301,7 +301,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    fn gradient(number: u32, bytes: u64) -> Gradient {
+    fn gradient(number: usize, bytes: u64) -> Gradient {
         Gradient {
             param: ParamId::new(number),
             dtype: DType::Float32,
