@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -270,13 +269,19 @@ class UserOptimizer:
             lists.follow()
 
     def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        with own_listed(self.optimizer), self._around_zero_grad(*args, **kwargs):
+        if self._only_lets_go(*args, **kwargs):
+            end_failed_step(self.optimizer)
+            # Parameters of other ranks have none to let go of. What classes of tensors would say takes time for each.
+            with DisableTorchFunctionSubclass():
+                self._plain_zero_grad(*args, **kwargs)
+            return
+        with own_listed(self.optimizer):
             self._plain_zero_grad(*args, **kwargs)
 
-    def _around_zero_grad(self, set_to_none: bool = True) -> AbstractContextManager[Any]:
-        """Where gradients are only let go of, classes of tensors have no say in it, which takes some time for each."""
+    def _only_lets_go(self, set_to_none: bool = True, *args: Any, **kwargs: Any) -> bool:
+        """True where gradients are set to None by torch's own method, and nothing reads them."""
         is_torchs = getattr(self._plain_zero_grad, "__func__", None) is Optimizer.zero_grad
-        return DisableTorchFunctionSubclass() if is_torchs and set_to_none else nullcontext()
+        return bool(is_torchs and set_to_none and not args and not kwargs)
 
     def _state_dict(self, from_global: bool | None = None) -> dict[str, Any]:
         """The optimizer's state.
