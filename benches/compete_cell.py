@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from competitors import SHARES_ROWS, SYSTEMS, System, Task
 from models import Batch, make_batch
-from traces import pauses_us, replays, traced
+from traces import kernels_us, pauses_us, replays, traced
 
 from pyrannc.job import process
 
 CHECKED = 10
 """Steps whose losses are compared."""
+_MOST = 0.8
+"""Of the time of kernels."""
 
 
 def main() -> None:
@@ -45,10 +47,12 @@ def main() -> None:
 def idle(system: System, batch: Batch, device: torch.device) -> float | None:
     """The share of two steps in which no kernel computes on this rank; those of NCCL may wait for a peer.
 
-    Where steps are replayed it is that of the replays: around them the profiler holds the host up.
+    Where replays have most of what runs it is their share: around them the profiler holds the host up.
     """
     events = traced(lambda: system.step(batch), 2, device)
-    found = [pauses_us(part, but="nccl") for part in replays(events) or [events]]
+    replayed = replays(events)
+    counts = sum(map(kernels_us, replayed)) > _MOST * kernels_us(events)
+    found = [pauses_us(part, but="nccl") for part in (replayed if counts else [events])]
     whole_us = sum(span_us for span_us, _ in found)
     return sum(sum(pauses) for _, pauses in found) / whole_us if whole_us else None
 

@@ -50,6 +50,11 @@ def pauses_us(events: Sequence[Event], *, but: str = "") -> tuple[float, list[fl
     return end - work[0][0], pauses
 
 
+def kernels_us(events: Sequence[Event]) -> float:
+    """How long all kernels but those of NCCL take together."""
+    return sum(event["dur"] for event in events if event.get("cat") == "kernel" and "nccl" not in event["name"])
+
+
 def replays(events: Sequence[Event]) -> list[list[Event]]:
     """What each replay of a CUDA graph has run on the device."""
     launches = {

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from pyrannc import _native
+from pyrannc.capture.torch_internals.memsets import replaces_memsets
 
 _VARIABLES = (
     "ATEN_",
@@ -76,7 +77,8 @@ def conditions(
         versions["clock"], versions["messages"] = "as in a training", "beside the leading Span"
         versions["dropout"] = "fused" if fused_dropout else "not fused"
     if replayed:
-        versions["steps"], versions["updates"] = "replayed, counters set by kernels", "alone, by the device"
+        memsets = "kernels" if device.type == "cuda" and replaces_memsets(torch.cuda.current_device()) else "memsets"
+        versions["steps"], versions["updates"] = f"replayed, counters set by {memsets}", "alone, by the device"
     if compiled:
         versions["spans"] = "compiled where that pays, gradients that go on first"
         versions["images"] = "channels last"

@@ -25,10 +25,9 @@ extern "C" __global__ void fill_words(unsigned int* words, unsigned int value, u
 
 
 def memsets_to_kernels(graph: torch.cuda.CUDAGraph) -> int:
-    """Puts kernels in the place of small memsets.
+    """Puts kernels in the place of small memsets, where :func:`replaces_memsets`.
 
-    Where NVIDIA's bindings for Python, which torch brings with it on Linux, are not there, all stays as it is. Public:
-    the graph; where a compiled kernel is, is not.
+    Public: the graph; where a compiled kernel is, is not.
 
     Args:
         graph: was recorded with ``keep_graph``, and not instantiated yet.
@@ -39,46 +38,57 @@ def memsets_to_kernels(graph: torch.cuda.CUDAGraph) -> int:
     Raises:
         RuntimeError: the driver refuses; the graph is then not to be used.
     """
-    try:
-        from cuda.bindings import driver
-    except ImportError:
+    device = torch.cuda.current_device()
+    if not replaces_memsets(device):
         return 0
+    from cuda.bindings import driver
+
     raw = driver.CUgraph(graph.raw_cuda_graph())
-    _, count = _done(driver.cuGraphGetNodes(raw))
-    nodes, _ = _done(driver.cuGraphGetNodes(raw, count)) if count else ((), 0)
-    kind = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET
-    found = [node for node in nodes if _done(driver.cuGraphNodeGetType(node)) == (kind,)]
-    return sum(_replace(driver, raw, node) for node in found)
+    kinds = {node: _done(driver.cuGraphNodeGetType(node))[0] for node in _listed(driver.cuGraphGetNodes, raw)}
+    types = driver.CUgraphNodeType
+    if {types.CU_GRAPH_NODE_TYPE_MEM_ALLOC, types.CU_GRAPH_NODE_TYPE_MEM_FREE} & set(kinds.values()):
+        # Nothing can be taken out of such a graph.
+        return 0
+    memsets = [node for node, kind in kinds.items() if kind == types.CU_GRAPH_NODE_TYPE_MEMSET]
+    return sum(_replace(driver, raw, node, device) for node in memsets)
 
 
-def _replace(driver: Any, graph: Any, node: Any) -> bool:
+@cache
+def replaces_memsets(device: int) -> bool:
+    """True with NVIDIA's bindings for Python, which torch for CUDA 13 brings with it, and a compiler of kernels."""
+    try:
+        from cuda.bindings import __version__
+
+        return int(__version__.partition(".")[0]) >= 13 and _fill_words(device) is not None
+    except Exception:  # whatever a compiler of kernels raises
+        return False
+
+
+def _replace(driver: Any, graph: Any, node: Any, device: int) -> bool:
     (memset,) = _done(driver.cuGraphMemsetNodeGetParams(node))
     size = memset.elementSize * memset.width
     if memset.height != 1 or size > _MOST_BYTES or size % 4 or int(memset.dst) % 4:
         return False
-    before = _neighbours(driver.cuGraphNodeGetDependencies, node)
-    behind = _neighbours(driver.cuGraphNodeGetDependentNodes, node)
-    if any(special for _, special in before + behind):
-        return False
+    # It begins when those before it have ended, and those behind it when it has: other edges join kernels alone.
+    before = _listed(driver.cuGraphNodeGetDependencies, node)
+    behind = _listed(driver.cuGraphNodeGetDependentNodes, node)
     kernel = driver.CUDA_KERNEL_NODE_PARAMS()
-    kernel.func = driver.CUfunction(_fill_words(torch.cuda.current_device()).func.value)
+    kernel.func = driver.CUfunction(_fill_words(device).func.value)
     kernel.gridDimX = kernel.gridDimY = kernel.gridDimZ = kernel.blockDimY = kernel.blockDimZ = 1
     kernel.blockDimX = _THREADS
     arguments = int(memset.dst), _word(memset.value, memset.elementSize), size // 4
     kernel.kernelParams = arguments, (c_void_p, c_uint, c_uint)
-    (made,) = _done(driver.cuGraphAddKernelNode(graph, [other for other, _ in before], len(before), kernel))
-    for other, _ in behind:
+    (made,) = _done(driver.cuGraphAddKernelNode(graph, before, len(before), kernel))
+    for other in behind:
         _done(driver.cuGraphAddDependencies(graph, [made], [other], None, 1))
     _done(driver.cuGraphDestroyNode(node))
     return True
 
 
-def _neighbours(ask: Any, node: Any) -> list[tuple[Any, bool]]:
-    """With whether something else joins them than that one ends before the other starts."""
-    *_, count = _done(ask(node))
-    nodes, edges, _ = _done(ask(node, count)) if count else ((), (), 0)
-    special = [bool(edge.from_port or edge.to_port or edge.type) for edge in edges]
-    return list(zip(nodes, special, strict=True))
+def _listed(ask: Any, about: Any) -> list[Any]:
+    """The nodes that the driver tells of a graph or a node."""
+    *_, count = _done(ask(about))
+    return list(_done(ask(about, count))[0]) if count else []
 
 
 def _word(value: int, element_bytes: int) -> int:

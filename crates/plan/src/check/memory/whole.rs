@@ -4,7 +4,7 @@
 //! Params are gathered one Span ahead of the computation and freed behind it, so that those of two Spans are whole at a
 //! time; those gathered before another computation than theirs stay. Where Params are gathered once and kept, all are
 //! whole, and there is nothing to prove. Gradients of a backward fill the buckets in the order of their numbers; a bucket is
-//! whole until its sum has ended, and sums start in the order of the Actions; what a rank gets of a sum comes beside it. When
+//! whole until its sum has ended, and sums start in the order of the Actions; what a rank gets of a sum may come beside it. When
 //! a bucket is full, sums that are under way end, but for those of its Span. What a rank sums of a microbatch of which it has
 //! no rows lies where others have activations.
 
