@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from compete_cell import limit, own_batch, task_of
 from competitors import SHARES_ROWS, SYSTEMS
-from traces import pauses_us, traced
+from traces import kernels_us, pauses_us, traced
 
 from pyrannc.blocks.compiler import Compiler
 from pyrannc.blocks.form import Form
@@ -137,12 +137,11 @@ def tell_launches(step: Callable[[], object], device: torch.device) -> None:
     say("calls of CUDA in two steps:", dict(calls.most_common(8)))
     span_us, pauses = pauses_us(events, but="nccl")
     kernels = [event for event in events if event.get("cat") == "kernel"]
-    own_us = {
-        which: sum(event["dur"] for event in kernels if ("nccl" in event["name"]) == which) for which in (False, True)
-    }
+    own_us = kernels_us(events)
+    nccls_us = sum(event["dur"] for event in kernels) - own_us
     say(
-        f"two steps, {span_us / 1e3:.1f} ms: {len(kernels)} kernels, which compute for {own_us[False] / 1e3:.1f} ms, "
-        f"NCCL's are there for {own_us[True] / 1e3:.1f} ms, pauses {sum(pauses) / 1e3:.1f} ms"
+        f"two steps, {span_us / 1e3:.1f} ms: {len(kernels)} kernels, which compute for {own_us / 1e3:.1f} ms, "
+        f"NCCL's are there for {nccls_us / 1e3:.1f} ms, pauses {sum(pauses) / 1e3:.1f} ms"
     )
 
 

@@ -24,7 +24,7 @@ class WaitingMessage:
     time round where a message has others.
 
     Raises:
-        RuntimeError: no kernel can be compiled here, or run.
+        Exception: no kernel can be compiled here, or run.
     """
 
     def __init__(self) -> None:

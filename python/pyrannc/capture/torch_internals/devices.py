@@ -112,7 +112,7 @@ def compile_cuda(source: str, name: str) -> CudaKernel:
     """A kernel of CUDA C++ for the current GPU. Public: none; its compiler is a part of torch's packages.
 
     Raises:
-        RuntimeError: it cannot be compiled.
+        Exception: it cannot be compiled, as where torch finds no CUDA toolkit (OSError).
     """
     made: CudaKernel = torch.cuda._compile_kernel(source, name)
     return made
