@@ -91,8 +91,8 @@ def test_a_profile_survives_its_file(layers: Subject, tmp_path: Path) -> None:
         "torch": torch.__version__,
         "working copies": "once a step",
         "backwards": "whole and in two parts",
-        "updates": "alone",
-        "links": "as Stages send, beside products of bfloat16",
+        "updates": "alone, of random numbers",
+        "links": "as Stages send, beside the leading Span",
     }
     points = json.loads(again.to_json())["blocks"]
     assert all([point["rows"] for point in block] == [1, 4] for block in points.values())

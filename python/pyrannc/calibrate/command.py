@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         links: list[LevelPoint] = []
         if len(ranks) > 1:
             links = measure_links([rank.host for rank in ranks], cluster.level_names, device)
-            slowdown = measure_collective_slowdown(device)
+            slowdown = measure_collective_slowdown(device, None)
             common |= {} if slowdown is None else {"collective_slowdown": slowdown}
         text = calibrated(cluster, {name: {**figures, **common} for name, figures in found.items()}, links)
         agree.together(lambda: _write(arguments.output, text) if process.get_rank() == 0 else None)

@@ -47,19 +47,21 @@ class BlocksKey:
 
 @dataclass(frozen=True)
 class LinksKey:
-    """What the links between ranks were measured for, for any model.
+    """What the links between ranks were measured for.
 
     Attributes:
         ranks_per_node: how the ranks are spread.
         level_names: the levels of the links.
         conditions: on the devices, each once.
         surroundings: of all ranks, each once.
+        beside: the hash of the Span beside which sums were measured, and its rows.
     """
 
     ranks_per_node: tuple[int, ...]
     level_names: tuple[str, ...]
     conditions: tuple[Conditions, ...]
     surroundings: tuple[Surroundings, ...]
+    beside: tuple[str, int] | None = None
 
 
 class ProfileCache:

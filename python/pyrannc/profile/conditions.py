@@ -69,8 +69,9 @@ def conditions(
 ) -> Conditions:
     """Those in force on ``device`` now."""
     versions = {"pyrannc": _native.version, "torch": torch.__version__}
-    versions |= {"working copies": "once a step", "backwards": "whole and in two parts", "updates": "alone"}
-    versions["links"] = "as Stages send, beside products of bfloat16"
+    versions |= {"working copies": "once a step", "backwards": "whole and in two parts"}
+    versions["updates"] = "alone, of random numbers" + (", by the device" if replayed else "")
+    versions["links"] = "as Stages send, beside the leading Span"
     if device.type == "cuda":
         versions["cuda"] = str(torch.version.cuda)
         versions["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -78,7 +79,7 @@ def conditions(
         versions["dropout"] = "fused" if fused_dropout else "not fused"
     if replayed:
         memsets = "kernels" if device.type == "cuda" and replaces_memsets(torch.cuda.current_device()) else "memsets"
-        versions["steps"], versions["updates"] = f"replayed, counters set by {memsets}", "alone, by the device"
+        versions["steps"] = f"replayed, counters set by {memsets}"
     if compiled:
         versions["spans"] = "compiled where that pays, gradients that go on first"
         versions["images"] = "channels last"

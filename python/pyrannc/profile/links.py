@@ -42,15 +42,18 @@ def measure_links(hosts: Sequence[str], level_names: Sequence[str], device: torc
     return measured
 
 
-def measure_collective_slowdown(device: torch.device) -> float | None:
-    """By what share of its own time a sum over all ranks prolongs a transformer's matrix products. All ranks call it.
+def measure_collective_slowdown(device: torch.device, compute: Callable[[int], object] | None) -> float | None:
+    """By what share of its own time a sum over all ranks prolongs what is computed beside it. All ranks call it.
+
+    Args:
+        compute: computes so many times; ``None`` for a transformer's matrix products.
 
     Returns:
         None on a host that computes itself.
     """
     if device.type != "cuda":
         return None
-    compute = transformer_products(device)
+    compute = compute or transformer_products(device)
     buckets = [torch.randn(_LARGE_BYTES // 4, device=device) for _ in range(_BUCKETS)]
 
     def reduce() -> list[dist.Work | None]:

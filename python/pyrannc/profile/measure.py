@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -139,18 +140,33 @@ class BlockMeter:
         sizes = {name: int(scaled(name, name)) for name in ("saved_bytes", "workspace_bytes")}
         return replace(plain, **found, **sizes)  # type: ignore[arg-type]  # likewise
 
+    @contextmanager
+    def in_steps(self, make: Callable[[], BlockCode], rows: int) -> Iterator[Callable[[], object] | None]:
+        """A Block's forward and backward as steps run them, to be called inside.
+
+        Args:
+            make: makes the Block.
+
+        Returns:
+            None where it cannot run, or waits for its host.
+        """
+        with self._meter.where_replays_are_made():
+            try:
+                code = make()
+                self._meter.draw_from(code.randomness)
+                if not code.compile(rows, code.feeds(rows)):
+                    code.leave_as_it_is()
+                step = self._meter.without_host(_step(code, rows))
+            except Exception as error:  # whatever a compiler or its code raises
+                _log.debug("sums are not measured beside the leading Span: %s", first_line(error))
+                step = None
+            yield step
+
     def _measure_in_training(self, code: BlockCode, rows: int) -> None:
         """What else there is beside a Block in a training."""
         self.slowdown = 1.0
         try:
-            feeds = code.feeds(rows)
-            run = code.prepare_backward(feeds, code.forward(rows, feeds))
-
-            def step() -> None:
-                code.forward(rows, feeds)
-                if run.roots:
-                    _run_backward(run)
-
+            step = _step(code, rows)
             self.slowdown = self._meter.slowdown(step)
             self.message_slowdown = self._meter.message_slowdown(step)
         except torch.OutOfMemoryError:
@@ -298,3 +314,16 @@ def _empty_backward(device: torch.device) -> Callable[[], object]:
         leaf.grad = None
 
     return backward
+
+
+def _step(code: BlockCode, rows: int) -> Callable[[], None]:
+    """A Block's forward, and the backward of one before."""
+    feeds = code.feeds(rows)
+    run = code.prepare_backward(feeds, code.forward(rows, feeds))
+
+    def step() -> None:
+        code.forward(rows, feeds)
+        if run.roots:
+            _run_backward(run)
+
+    return step

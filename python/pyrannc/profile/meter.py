@@ -136,6 +136,12 @@ class Meter:
         recorded = self._recorded(call, 1)
         return call if recorded is None else recorded.replay
 
+    def without_host(self, call: Callable[[], object]) -> Callable[[], object] | None:
+        """The call, or its replay; None where the device waits for its host."""
+        run = self._as_in_a_step(call)
+        queued_s, once_s = self._warm_up(run)
+        return run if queued_s <= once_s / 2 else None
+
     def slowdown(self, call: Callable[[], object]) -> float:
         """How many times longer a call takes on a device that has been busy for long, as in training.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import NamedTuple
@@ -166,15 +166,37 @@ def _links(subject: Subject, device: torch.device, cache: ProfileCache, told: _T
         level_names=subject.level_names,
         conditions=tuple(dict.fromkeys(kind for kind, _ in told)),
         surroundings=tuple(dict.fromkeys(around for _, around in told)),
+        beside=(subject.leading, subject.row_counts[-1]) if device.type == "cuda" else None,
     )
     first = process.get_rank() == 0
     known = agree.together(lambda: cache.find_links(key) if first else None)
     if agree.broadcast_object(known is not None):
         return known or Links()
     levels = measure_links(subject.hosts, subject.level_names, device)
-    measured = Links(tuple(levels), measure_collective_slowdown(device))
+    measured = Links(tuple(levels), _collective_slowdown(subject, device))
     agree.together(lambda: cache.keep_links(key, measured) if first else None)
     return measured
+
+
+def _collective_slowdown(subject: Subject, device: torch.device) -> float | None:
+    """What sums take from the leading Span; where it cannot run so on some rank, from products. All ranks call it."""
+    if device.type != "cuda":
+        return None
+    runs, place = subject.find(subject.leading)
+    meter = BlockMeter(device, replayed=subject.spans.source.replayed)
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        Randomness(device).borrowed(),
+        meter.in_steps(partial(runs.code, place, device), subject.row_counts[-1]) as step,
+    ):
+        runs_everywhere = all(agree.gather_objects(step is not None))
+        return measure_collective_slowdown(device, partial(_repeat, step) if step and runs_everywhere else None)
+
+
+def _repeat(step: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        step()
 
 
 def _blocks_key(subject: Subject, kind: Conditions, told: _Told) -> BlocksKey:
