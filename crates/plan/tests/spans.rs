@@ -89,9 +89,10 @@ proptest! {
         for span in partition.stages.iter().flat_map(|part| &part.spans) {
             let told = texts.entry(&span.hash).or_insert_with(|| text(&graph, span));
             prop_assert_eq!(told.as_str(), text(&graph, span));
-            // Where batch-free Ops cannot run before the others, all of the Stage stays together.
-            let together = span.ops.iter().any(|&op| analysis.batch_free[op]);
-            for op in span.ops.iter().filter(|_| !together).filter_map(|&op| analysis.main_index[op]) {
+        }
+        // Where batch-free Ops cannot run before the others, all of the Stage stays together.
+        for span in partition.stages.iter().filter(|part| part.spans.len() > 1).flat_map(|part| &part.spans) {
+            for op in span.ops.iter().filter_map(|&op| analysis.main_index[op]) {
                 let (_, recompute) = blocks.iter().find(|(ops, _)| (ops.first..ops.end).contains(&op)).expect("its block");
                 prop_assert_eq!(*recompute, span.recompute);
             }
@@ -150,6 +151,24 @@ fn batch_free_ops_run_once() {
     assert_eq!(hashes(&partition).into_iter().collect::<BTreeSet<_>>().len(), 1);
 }
 
+#[test]
+fn batch_free_ops_run_with_their_only_user() {
+    let mut builder = GraphBuilder::new("Masked");
+    let mut hidden = builder.input_with_grad(&[B, Dim::fixed(8)]);
+    let shared = builder.op("aten.zeros.default", vec![Arg::List(vec![Arg::Dim(B), Arg::Int(8)])], &[B, Dim::fixed(8)]);
+    for layer in 0..3 {
+        builder.module(&format!("layers.{layer}"));
+        let shorter = builder.pointwise("aten.neg.default", &[shared]);
+        let mask = builder.pointwise("aten.exp.default", &[shorter]);
+        hidden = builder.pointwise("aten.mul.Tensor", &[hidden, mask]);
+    }
+    let partition = spanned(&builder.finish(&[hidden]), &[0, 3]);
+    let spans: Vec<&[OpId]> = partition.stages[0].spans.iter().map(|span| &span.ops[..]).collect();
+    let op = |numbers: &[u32]| numbers.iter().map(|&number| OpId(number)).collect::<Vec<_>>();
+    assert_eq!(spans, [op(&[0]), op(&[1, 2, 3]), op(&[4, 5, 6]), op(&[7, 8, 9])]);
+    assert_eq!(hashes(&partition).into_iter().collect::<BTreeSet<_>>().len(), 2);
+}
+
 /// A table that is filled again after it has been read.
 #[test]
 fn what_changes_between_its_readers_stays_in_order() {
@@ -184,7 +203,7 @@ fn normed() -> Graph {
     let positions = builder.op("aten.arange.default", vec![Arg::Dim(B)], &[B, Dim::fixed(1)]);
     let hidden = builder.pointwise("aten.mul.Tensor", &[input, noisy]);
     let result = builder.pointwise("aten.add.Tensor", &[hidden, positions]);
-    builder.finish(&[result])
+    builder.finish(&[result, positions])
 }
 
 #[test]

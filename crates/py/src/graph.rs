@@ -106,13 +106,15 @@ impl Blocks {
         let analysis = Analysis::new(graph);
         let found = of(&analysis, rannc_search::Blocks::new(graph, &analysis));
         let stages: Vec<OpRun> = found.blocks.iter().map(|block| block.ops).collect();
-        let whole: Vec<_> = stages.iter().map(|&ops| (ops, rannc_plan::Recompute::None)).collect();
-        let partition = rannc_plan::Partition::new(graph, &stages).or_raise()?;
+        let mut partition = rannc_plan::Partition::new(graph, &stages).or_raise()?;
+        for (part, block) in partition.stages.iter_mut().zip(&found.blocks) {
+            part.spans = vec![part.function(graph, &analysis, block.own_ops.clone())];
+        }
         let hash = |block: &rannc_search::Block| found.hashes[block.kind as usize].clone();
         Ok(Self {
             hashes: found.blocks.iter().map(hash).collect(),
             times_us: found.blocks.iter().map(|block| nominal_us(graph, &block.own_ops)).collect(),
-            partition: partition.with_spans(graph, &whole).or_raise()?,
+            partition,
             ops: found.blocks.into_iter().map(|block| block.own_ops).collect(),
         })
     }
@@ -132,7 +134,7 @@ impl Blocks {
         self.times_us.clone()
     }
 
-    /// The Graph divided as if each Block were a Stage, as JSON.
+    /// The Graph divided as if each Block were a Stage, as JSON; the Span of each is what it computes for itself.
     fn partition_json(&self) -> PyResult<String> {
         serde_json::to_string(&self.partition).or_raise_as(ErrorClass::PLAN)
     }

@@ -43,7 +43,7 @@ pub struct StagePart {
     pub mutated_buffers: Vec<BufferId>,
     /// Its Ops that run once a step, before all others, whatever part of the batch comes.
     pub prologue: Option<SpanPart>,
-    /// Its other Ops, first batch-free ones; empty where nobody has asked for Spans.
+    /// Its other Ops, first the batch-free ones that several Spans use; empty where nobody has asked for Spans.
     pub spans: Vec<SpanPart>,
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use rannc_ir::{Analysis, Graph, OpId, OpRun, Signature, ValueId, repeated_module, signature};
+use rannc_ir::{Analysis, Graph, Op, OpId, OpRun, Signature, ValueId, repeated_module, signature};
 
 use super::error::PartitionError;
 use super::parts::{Partition, SpanPart, StagePart};
@@ -31,6 +31,32 @@ impl Partition {
             (part.prologue, part.spans) = (prologue, spans);
         }
         Ok(self)
+    }
+}
+
+impl StagePart {
+    /// Some of the Stage's Ops as one function that gives what of theirs the Stage does.
+    pub fn function(&self, graph: &Graph, analysis: &Analysis, ops: Vec<OpId>) -> SpanPart {
+        SpanPart::new(graph, analysis, ops, Recompute::None, &self.gives(graph))
+    }
+
+    /// What it gives to other Stages, outputs and buffers.
+    fn gives(&self, graph: &Graph) -> BTreeSet<ValueId> {
+        let updates = self.mutated_buffers.iter().filter_map(|&buffer| graph.buffers[buffer].update);
+        self.sends.iter().chain(&self.outputs).copied().chain(updates).collect()
+    }
+}
+
+impl SpanPart {
+    fn new(
+        graph: &Graph,
+        analysis: &Analysis,
+        ops: Vec<OpId>,
+        recompute: Recompute,
+        wanted: &BTreeSet<ValueId>,
+    ) -> Self {
+        let Signature { hash, takes, gives } = signature(graph, analysis, &ops, |value| wanted.contains(&value));
+        Self { ops, takes, gives, hash, recompute }
     }
 }
 
@@ -68,6 +94,24 @@ fn blocks_of_ops(
     if block_of.len() == main_ops { Ok(block_of) } else { Err(PartitionError::Blocks { main_ops }) }
 }
 
+/// By Value that is used, the one run that uses it; none where there are several.
+struct Users(HashMap<ValueId, Option<usize>>);
+
+impl Users {
+    fn add(&mut self, op: &Op, user: Option<usize>) {
+        for value in op.operands() {
+            self.0.entry(value).and_modify(|known| *known = known.filter(|_| *known == user)).or_insert(user);
+        }
+    }
+
+    /// The one run that uses an Op's results.
+    fn only_one_of(&self, op: &Op) -> Option<usize> {
+        let mut found = op.results.iter().filter_map(|value| self.0.get(value).copied());
+        let first = found.next().flatten()?;
+        found.all(|other| other == Some(first)).then_some(first)
+    }
+}
+
 struct Divider<'g> {
     graph: &'g Graph,
     analysis: &'g Analysis,
@@ -79,26 +123,50 @@ impl Divider<'_> {
     fn spans(&self, part: &StagePart, level: usize) -> Spans {
         let (once, each): (Vec<OpId>, Vec<OpId>) = part.ops.iter().partition(|&&op| self.analysis.once[op]);
         let (free, main): (Vec<OpId>, Vec<OpId>) = each.iter().partition(|&&op| self.analysis.batch_free[op]);
+        let mut wanted = part.gives(self.graph);
         let runs = if self.may_run_before(&free, &main) {
-            let first = (!free.is_empty()).then_some((free, Recompute::None));
-            first.into_iter().chain(self.runs(main, level)).collect()
+            let mut runs = self.runs(main, level);
+            let shared = self.share_out(free, &wanted, &mut runs);
+            let first = (!shared.is_empty()).then_some((shared, Recompute::None));
+            first.into_iter().chain(runs).collect()
         } else {
             vec![(each, self.recompute_of_all(&main))]
         };
-        let mut wanted: BTreeSet<ValueId> = part.sends.iter().chain(&part.outputs).copied().collect();
-        wanted.extend(part.mutated_buffers.iter().filter_map(|&buffer| self.graph.buffers[buffer].update));
         for ops in runs.iter().map(|(ops, _)| ops) {
             wanted.extend(signature(self.graph, self.analysis, ops, |_| false).takes);
         }
-        let span = |ops: Vec<OpId>, recompute| {
-            let Signature { hash, takes, gives } =
-                signature(self.graph, self.analysis, &ops, |value| wanted.contains(&value));
-            SpanPart { ops, takes, gives, hash, recompute }
-        };
+        let span = |ops, recompute| SpanPart::new(self.graph, self.analysis, ops, recompute, &wanted);
         Spans {
             prologue: (!once.is_empty()).then(|| span(once, Recompute::None)),
             spans: runs.into_iter().map(|(ops, recompute)| span(ops, recompute)).collect(),
         }
+    }
+
+    /// Adds the batch-free Ops that one run alone uses to it, as Blocks have them: compiled with the rest, most of what
+    /// they make, such as a mask repeated for each row, is never stored. Returns the others: what is `given` out, what
+    /// several runs use, and what touches a storage that is changed in place.
+    fn share_out(
+        &self,
+        free: Vec<OpId>,
+        given: &BTreeSet<ValueId>,
+        runs: &mut [(Vec<OpId>, Recompute)],
+    ) -> Vec<OpId> {
+        let mut users = Users(given.iter().map(|&value| (value, None)).collect());
+        for (place, (ops, _)) in runs.iter().enumerate() {
+            ops.iter().for_each(|&op| users.add(&self.graph.ops[op], Some(place)));
+        }
+        let mut shared = Vec::new();
+        for id in free.into_iter().rev() {
+            let op = &self.graph.ops[id];
+            let mut touched = op.operands().into_iter().chain(op.results.iter().copied());
+            let stays = touched.any(|value| self.analysis.storages.is_changed(value));
+            let user = users.only_one_of(op).filter(|_| !stays);
+            users.add(op, user);
+            user.map_or(&mut shared, |place| &mut runs[place].0).push(id);
+        }
+        shared.reverse();
+        runs.iter_mut().for_each(|(ops, _)| ops.sort_unstable());
+        shared
     }
 
     /// True when no main Op reads what a later batch-free Op changes in place.
