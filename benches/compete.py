@@ -151,8 +151,8 @@ def told(done: Done) -> str:
 
 
 _COLUMNS = (
-    *("row", "system", "ms a step", "(best)", "samples/s", "MFU", "of best peer", "predicted", "idle", "first step"),
-    *("reserved GiB", "losses", "plan"),
+    *("row", "system", "ms a step", "(best)", "samples/s", "MFU", "of best peer", "predicted", "memory predicted", "idle"),
+    *("first step", "reserved GiB", "losses", "plan"),
 )
 
 
@@ -195,6 +195,7 @@ def _figures(
         f"{flops / (ms / 1e3) / _PEAK_FLOPS:.1%}",
         f"{ms / best:.3f}" if best else "",
         f"{last['predicted_ms'] / ms - 1:+.1%}" if last.get("predicted_ms") else "",
+        f"{last['memory_error']:+.1%}" if last.get("memory_error") is not None else "",
         f"{last['idle']:.1%}" if last.get("idle") is not None else "",
         f"{last['first_s']:.0f} s" if "first_s" in last else "",
         f"{max(cell.get('reserved_gib', 0.0) for cell in mine):.1f}",

@@ -38,7 +38,7 @@ def main() -> None:
     losses += [global_loss(made.step(own_batch(task, device, seed, shares)), shares) for seed in range(1, CHECKED)]
     batch = own_batch(task, device, 0, shares)
     result = {"losses": losses, "first_s": first_s, **measured(made, batch, device), "plan": made.plan}
-    result |= {"predicted_ms": made.predicted_ms, "idle": idle(made, batch, device)}
+    result |= {"predicted_ms": made.predicted_ms, "memory_error": made.memory_error, "idle": idle(made, batch, device)}
     if dist.get_rank() == 0:
         print(json.dumps(result), flush=True)
     dist.barrier()

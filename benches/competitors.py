@@ -92,6 +92,11 @@ class System(ABC):
         """What it has said that a step takes."""
         return None
 
+    @property
+    def memory_error(self) -> float | None:
+        """By what share of the measured peak of memory its prediction is off, on the rank where it is most."""
+        return None
+
     def step(self, batch: Batch) -> Tensor:
         """One step of training; the loss of this rank's rows."""
         self.optimizer.zero_grad()
@@ -166,6 +171,11 @@ class WithRaNNC(Plain):
     @property
     def predicted_ms(self) -> float:
         return float(self._wrapped.plan["predicted"]["step_us"]) / 1e3
+
+    @property
+    def memory_error(self) -> float | None:
+        errors = [rank.peak_bytes.error for rank in self._wrapped.report().ranks]
+        return max((error for error in errors if error is not None), key=abs, default=None)
 
     @property
     def plan(self) -> str:

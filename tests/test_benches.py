@@ -222,11 +222,12 @@ def test_peers_are_neither_rannc_nor_what_travels_nowhere() -> None:
     cell = {"row": "tiny-bert", "round": 0, "ranks": 2, "losses": [1.0], "reserved_gib": 0.0, "predicted_ms": None}
     figures = {"ddp": 8.0, "rannc": 6.0, "bound": 4.0}
     cells = [cell | {"system": system, "ms": [ms, ms], "idle": None, "first_s": 1.0} for system, ms in figures.items()]
-    cells[1] |= {"predicted_ms": 9.0, "idle": 0.25}
+    cells[1] |= {"predicted_ms": 9.0, "memory_error": -0.02, "idle": 0.25}
     found = table(cells, 2)
     columns = {str(column.header): list(column.cells) for column in found.columns}
     assert columns["of best peer"] == ["1.000", "0.750", "0.500"]
     assert columns["predicted"] == ["", "+50.0%", ""]
+    assert columns["memory predicted"] == ["", "-2.0%", ""]
     assert columns["idle"] == ["", "25.0%", ""]
     assert columns["losses"] == ["equal", "equal", ""]
 
