@@ -2,11 +2,13 @@
 
 mod encoder;
 
+use std::collections::BTreeSet;
+
 use encoder::encoder;
 use rannc_cost::{BlockPoint, BlockProfile, Blocks, Cluster, Profile};
 use rannc_ir::testing::GraphBuilder;
-use rannc_ir::{Analysis, Arg, DType, Dim, Graph};
-use rannc_plan::Plan;
+use rannc_ir::{Analysis, Arg, DType, Dim, Graph, OpId, OpRun};
+use rannc_plan::{Partition, Plan, Recompute};
 use rannc_search::{PlanCosts, SearchError, Settings, plan, whole_spans};
 
 const ROWS: u64 = 8;
@@ -101,6 +103,36 @@ fn spans_are_priced_as_they_were_measured() {
     assert!((slow.forward_us - fast.forward_us - 80.0 * count as f64).abs() < 1e-6);
     assert_eq!(slow.memory.activations_bytes - fast.memory.activations_bytes, (count as u64) << 24);
     assert_eq!((fast.memory.workspace_bytes, slow.memory.workspace_bytes), (1 << 20, 1 << 21));
+}
+
+/// A Stage runs the functions that were measured, batch-free Ops of theirs included.
+#[test]
+fn what_is_measured_is_what_runs() {
+    let b = Dim::rows(1);
+    let mut builder = GraphBuilder::new("Masked");
+    let mut hidden = builder.input_with_grad(&[b, Dim::fixed(8)]);
+    let shared = builder.op("aten.zeros.default", vec![Arg::List(vec![Arg::Dim(b), Arg::Int(8)])], &[b, Dim::fixed(8)]);
+    for layer in 0..3 {
+        builder.module(&format!("layers.{layer}"));
+        let mask = builder.pointwise("aten.exp.default", &[shared]);
+        hidden = builder.pointwise("aten.mul.Tensor", &[hidden, mask]);
+    }
+    let graph = builder.finish(&[hidden]);
+    let analysis = Analysis::new(&graph);
+    let blocks = Blocks::new(&graph, &analysis);
+    let measured = whole_spans(&graph, &analysis, &blocks);
+    let alone: Vec<OpRun> = measured.blocks.iter().map(|span| span.ops).collect();
+    let alone = Partition::new(&graph, &alone).expect("cuts are allowed");
+    let measured = alone.stages.iter().zip(measured.blocks);
+    let measured: Vec<_> =
+        measured.map(|(part, span)| part.function(&graph, &analysis, span.own_ops)).map(|span| span.hash).collect();
+    let whole = OpRun { first: 0, end: 3 };
+    let blocks: Vec<_> = blocks.blocks.iter().map(|block| (block.ops, Recompute::None)).collect();
+    let runs = Partition::new(&graph, &[whole]).expect("one stage").with_spans(&graph, &blocks).expect("its blocks");
+    let [shared, runs @ ..] = &runs.stages[0].spans[..] else { panic!("no spans") };
+    assert_eq!(shared.ops, [OpId(0)]);
+    assert_eq!(runs.iter().map(|span| span.hash.clone()).collect::<Vec<_>>(), measured);
+    assert_eq!(measured.iter().collect::<BTreeSet<_>>().len(), 1, "all layers are one function");
 }
 
 /// What a measurement has decided stands in the Plan.

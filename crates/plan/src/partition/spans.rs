@@ -145,12 +145,7 @@ impl Divider<'_> {
     /// Adds the batch-free Ops that one run alone uses to it, as Blocks have them: compiled with the rest, most of what
     /// they make, such as a mask repeated for each row, is never stored. Returns the others: what is `given` out, what
     /// several runs use, and what touches a storage that is changed in place.
-    fn share_out(
-        &self,
-        free: Vec<OpId>,
-        given: &BTreeSet<ValueId>,
-        runs: &mut [(Vec<OpId>, Recompute)],
-    ) -> Vec<OpId> {
+    fn share_out(&self, free: Vec<OpId>, given: &BTreeSet<ValueId>, runs: &mut [(Vec<OpId>, Recompute)]) -> Vec<OpId> {
         let mut users = Users(given.iter().map(|&value| (value, None)).collect());
         for (place, (ops, _)) in runs.iter().enumerate() {
             ops.iter().for_each(|&op| users.add(&self.graph.ops[op], Some(place)));
