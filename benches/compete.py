@@ -151,8 +151,8 @@ def told(done: Done) -> str:
 
 
 _COLUMNS = (
-    *("row", "system", "ms a step", "(best)", "samples/s", "MFU", "of best peer", "predicted", "memory predicted", "idle"),
-    *("first step", "reserved GiB", "losses", "plan"),
+    *("row", "system", "ms a step", "(best)", "samples/s", "MFU", "of best peer", "predicted", "memory predicted"),
+    *("idle", "first step", "reserved GiB", "losses", "plan"),
 )
 
 

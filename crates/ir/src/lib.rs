@@ -10,6 +10,7 @@ mod graph;
 mod hash;
 mod json;
 mod once;
+mod only_users;
 mod ops;
 mod parse;
 mod paths;
@@ -35,6 +36,7 @@ pub use graph::{
     ValueDef, ValueId,
 };
 pub use hash::{Signature, block_hash, signature, text_hash};
+pub use only_users::only_users;
 pub use paths::{is_index, repeated_module, unit_path};
 pub use problem::{GraphPlace, GraphProblem, VerifyError, VerifyErrors};
 pub use row_state::{Join, Mixing, RowDim, RowState};

@@ -330,20 +330,27 @@ fn damage_is_found() {
     }
 }
 
-/// A Param that two Spans use, and one that a batch-free Op other than a conversion uses, stay whole.
+/// A Param that two Spans use, one whose view they use, and one that a Prologue uses other than to convert it stay whole.
 #[test]
 fn params_of_one_span_are_divided() {
     let mut builder = GraphBuilder::new("Spans");
     let wide = [B, Dim::fixed(4)];
     let input = builder.input(DType::Float32, &wide);
     let params = ["own", "shared", "turned", "converted"].map(|name| builder.param(name, &[4, 4]));
+    let row = builder.param("repeated", &[4]);
     let turned = builder.op("aten.t.default", vec![Arg::Value(params[2])], &[Dim::fixed(4), Dim::fixed(4)]);
     let half = vec![Arg::Value(params[3]), Arg::Str("bfloat16".into())];
     let converted = builder.op("aten.to.dtype", half, &[Dim::fixed(4), Dim::fixed(4)]);
+    let sizes = Arg::List(vec![Arg::Dim(B), Arg::Int(4)]);
+    let repeated = builder.op("aten.expand.default", vec![Arg::Value(row), sizes], &wide);
+    builder.value_mut(repeated).alias_of = Some(row);
     let mut last = input;
-    for (layer, weight) in [params[0], params[1], turned, params[1], converted].into_iter().enumerate() {
+    for (layer, weight) in
+        [params[0], params[1], turned, params[1], repeated, repeated, converted].into_iter().enumerate()
+    {
         builder.module(&format!("layers.{layer}"));
-        last = builder.op("aten.linear.default", vec![Arg::Value(last), Arg::Value(weight)], &wide);
+        let target = if weight == repeated { "aten.add.Tensor" } else { "aten.linear.default" };
+        last = builder.op(target, vec![Arg::Value(last), Arg::Value(weight)], &wide);
     }
     let graph = builder.finish(&[last]);
     let ends = u32::try_from(Analysis::new(&graph).main_ops.len()).expect("few");
@@ -362,7 +369,8 @@ fn params_of_one_span_are_divided() {
     found.sort_unstable();
     let spans = partition.stages[0].spans.len() as u32;
     let (whole, divided) = (Sharding::Gradients, Sharding::Params);
-    let last = Some(spans - 1);
-    assert_eq!(found, [(0, divided, Some(0)), (1, whole, None), (2, whole, None), (3, divided, last)]);
+    let (first, last) = (Some(1), Some(spans - 1));
+    let expected = [(0, divided, first), (1, whole, None), (2, whole, None), (3, divided, last), (4, whole, None)];
+    assert_eq!(found, expected);
     assert!(buckets.buckets.iter().all(|bucket| bucket.span.is_some() == (bucket.sharding == divided)));
 }

@@ -105,34 +105,48 @@ fn spans_are_priced_as_they_were_measured() {
     assert_eq!((fast.memory.workspace_bytes, slow.memory.workspace_bytes), (1 << 20, 1 << 21));
 }
 
-/// A Stage runs the functions that were measured, batch-free Ops of theirs included.
+/// Stages run the functions that were measured, batch-free Ops of theirs included, wherever the cuts are.
 #[test]
 fn what_is_measured_is_what_runs() {
     let b = Dim::rows(1);
+    let wide = [b, Dim::fixed(8)];
     let mut builder = GraphBuilder::new("Masked");
-    let mut hidden = builder.input_with_grad(&[b, Dim::fixed(8)]);
-    let shared = builder.op("aten.zeros.default", vec![Arg::List(vec![Arg::Dim(b), Arg::Int(8)])], &[b, Dim::fixed(8)]);
+    let mut hidden = builder.input_with_grad(&wide);
+    let zeros = |builder: &mut GraphBuilder| {
+        builder.op("aten.zeros.default", vec![Arg::List(vec![Arg::Dim(b), Arg::Int(8)])], &wide)
+    };
+    let shared = zeros(&mut builder);
     for layer in 0..3 {
         builder.module(&format!("layers.{layer}"));
         let mask = builder.pointwise("aten.exp.default", &[shared]);
+        let filled = zeros(&mut builder);
+        builder.in_place("aten.fill_.Scalar", filled);
         hidden = builder.pointwise("aten.mul.Tensor", &[hidden, mask]);
+        hidden = builder.pointwise("aten.mul.Tensor", &[hidden, filled]);
     }
     let graph = builder.finish(&[hidden]);
     let analysis = Analysis::new(&graph);
     let blocks = Blocks::new(&graph, &analysis);
-    let measured = whole_spans(&graph, &analysis, &blocks);
-    let alone: Vec<OpRun> = measured.blocks.iter().map(|span| span.ops).collect();
+    let spans = whole_spans(&graph, &analysis, &blocks).blocks;
+    let alone: Vec<OpRun> = spans.iter().map(|span| span.ops).collect();
     let alone = Partition::new(&graph, &alone).expect("cuts are allowed");
-    let measured = alone.stages.iter().zip(measured.blocks);
-    let measured: Vec<_> =
-        measured.map(|(part, span)| part.function(&graph, &analysis, span.own_ops)).map(|span| span.hash).collect();
-    let whole = OpRun { first: 0, end: 3 };
+    let measured = alone.stages.iter().zip(spans).map(|(part, span)| part.function(&graph, &analysis, span.own_ops));
+    let measured: BTreeSet<String> = measured.map(|span| span.hash).collect();
+    assert_eq!(measured.len(), 1, "all layers are one function");
     let blocks: Vec<_> = blocks.blocks.iter().map(|block| (block.ops, Recompute::None)).collect();
-    let runs = Partition::new(&graph, &[whole]).expect("one stage").with_spans(&graph, &blocks).expect("its blocks");
-    let [shared, runs @ ..] = &runs.stages[0].spans[..] else { panic!("no spans") };
-    assert_eq!(shared.ops, [OpId(0)]);
-    assert_eq!(runs.iter().map(|span| span.hash.clone()).collect::<Vec<_>>(), measured);
-    assert_eq!(measured.iter().collect::<BTreeSet<_>>().len(), 1, "all layers are one function");
+    for cuts in [&[0, 6][..], &[0, 2, 6], &[0, 4, 6], &[0, 2, 4, 6]] {
+        let stages: Vec<OpRun> = cuts.windows(2).map(|ends| OpRun { first: ends[0], end: ends[1] }).collect();
+        let partition = Partition::new(&graph, &stages).expect("cuts are allowed");
+        let partition = partition.with_spans(&graph, &blocks).expect("its blocks");
+        for part in &partition.stages {
+            let (shared, layers): (Vec<_>, Vec<_>) = part.spans.iter().partition(|span| span.ops.contains(&OpId(0)));
+            assert_eq!(
+                (shared.len(), layers.len()),
+                (1, part.ops.iter().filter(|op| analysis.main_index[**op].is_some()).count() / 2)
+            );
+            assert!(layers.iter().all(|span| measured.contains(&span.hash)));
+        }
+    }
 }
 
 /// What a measurement has decided stands in the Plan.

@@ -20,7 +20,7 @@ from pyrannc.errors import RaNNCError
 from pyrannc.job import agree, process
 from pyrannc.planning import find_cluster, own_device
 from pyrannc.profile.cache import write_atomically
-from pyrannc.profile.links import measure_collective_slowdown, measure_links
+from pyrannc.profile.links import measure_links, measure_products_slowdown
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         links: list[LevelPoint] = []
         if len(ranks) > 1:
             links = measure_links([rank.host for rank in ranks], cluster.level_names, device)
-            slowdown = measure_collective_slowdown(device, None)
+            slowdown = measure_products_slowdown(device)
             common |= {} if slowdown is None else {"collective_slowdown": slowdown}
         text = calibrated(cluster, {name: {**figures, **common} for name, figures in found.items()}, links)
         agree.together(lambda: _write(arguments.output, text) if process.get_rank() == 0 else None)

@@ -71,10 +71,17 @@ class LevelPoint:
 
 @dataclass(frozen=True)
 class ProfileFacts:
-    """A Profile, as far as it is read here: points of each Block by its hash, and links from the inner level out."""
+    """A Profile, as far as it is read here.
+
+    Attributes:
+        blocks: points of each Block, by its hash.
+        levels: links, from the inner level out.
+        eager_spans: hashes of the Spans that are not compiled.
+    """
 
     blocks: dict[str, tuple[BlockPoint, ...]]
     levels: tuple[LevelPoint, ...]
+    eager_spans: frozenset[str]
 
     @staticmethod
     def of(profile: Profile) -> ProfileFacts:
@@ -83,6 +90,7 @@ class ProfileFacts:
         return ProfileFacts(
             blocks={block: tuple(_point(item) for item in points) for block, points in content["blocks"].items()},
             levels=tuple(_level(item) for item in content["levels"]),
+            eager_spans=frozenset(content.get("eager_spans", ())),
         )
 
 

@@ -46,22 +46,39 @@ class BlocksKey:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """A Span that runs while gradients are summed.
+
+    Attributes:
+        span: its hash.
+        rows: with which it runs.
+        eager: it is not compiled.
+        starts: the Graph's outputs that get gradients from outside.
+    """
+
+    span: str
+    rows: int
+    eager: bool
+    starts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class LinksKey:
-    """What the links between ranks were measured for.
+    """What the links between ranks were measured for, or what sums over them take from computations.
 
     Attributes:
         ranks_per_node: how the ranks are spread.
         level_names: the levels of the links.
         conditions: on the devices, each once.
         surroundings: of all ranks, each once.
-        beside: the hash of the Span beside which sums were measured, and its rows.
+        beside: what was computed meanwhile; None for the links alone.
     """
 
     ranks_per_node: tuple[int, ...]
     level_names: tuple[str, ...]
     conditions: tuple[Conditions, ...]
     surroundings: tuple[Surroundings, ...]
-    beside: tuple[str, int] | None = None
+    beside: Beside | None = None
 
 
 class ProfileCache:

@@ -42,19 +42,30 @@ def measure_links(hosts: Sequence[str], level_names: Sequence[str], device: torc
     return measured
 
 
-def measure_collective_slowdown(device: torch.device, compute: Callable[[int], object] | None) -> float | None:
-    """By what share of its own time a sum over all ranks prolongs what is computed beside it. All ranks call it.
-
-    Args:
-        compute: computes so many times; ``None`` for a transformer's matrix products.
+def measure_products_slowdown(device: torch.device) -> float | None:
+    """By what share of its own time a sum over all ranks prolongs a transformer's matrix products. All ranks call it.
 
     Returns:
         None on a host that computes itself.
     """
     if device.type != "cuda":
         return None
-    compute = compute or transformer_products(device)
-    buckets = [torch.randn(_LARGE_BYTES // 4, device=device) for _ in range(_BUCKETS)]
+    return measure_collective_slowdown(buckets_to_sum(device), transformer_products(device))
+
+
+def buckets_to_sum(device: torch.device) -> list[Tensor]:
+    """What is summed beside computations."""
+    return [torch.randn(_LARGE_BYTES // 4, device=device) for _ in range(_BUCKETS)]
+
+
+def measure_collective_slowdown(buckets: Sequence[Tensor], compute: Callable[[int], object]) -> float:
+    """By what share of its own time a sum over all ranks prolongs what is computed beside it. All ranks call it.
+
+    Args:
+        buckets: on this rank's GPU.
+        compute: computes so many times.
+    """
+    device = buckets[0].device
 
     def reduce() -> list[dist.Work | None]:
         # A mean is a sum whose numbers stay finite.

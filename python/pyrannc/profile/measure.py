@@ -141,26 +141,38 @@ class BlockMeter:
         return replace(plain, **found, **sizes)  # type: ignore[arg-type]  # likewise
 
     @contextmanager
-    def in_steps(self, make: Callable[[], BlockCode], rows: int) -> Iterator[Callable[[], object] | None]:
+    def in_steps(
+        self, make: Callable[[], BlockCode], rows: int, *, eager: bool
+    ) -> Iterator[Callable[[], object] | None]:
         """A Block's forward and backward as steps run them, to be called inside.
 
         Args:
             make: makes the Block.
+            eager: it is not compiled.
 
         Returns:
             None where it cannot run, or waits for its host.
         """
         with self._meter.where_replays_are_made():
-            try:
-                code = make()
-                self._meter.draw_from(code.randomness)
-                if not code.compile(rows, code.feeds(rows)):
-                    code.leave_as_it_is()
-                step = self._meter.without_host(_step(code, rows))
-            except Exception as error:  # whatever a compiler or its code raises
-                _log.debug("sums are not measured beside the leading Span: %s", first_line(error))
-                step = None
-            yield step
+            yield self._in_steps(make, rows, eager)
+
+    def _in_steps(self, make: Callable[[], BlockCode], rows: int, eager: bool) -> Callable[[], object] | None:
+        try:
+            code = make()
+            self._meter.draw_from(code.randomness)
+            if eager or not self._compiles(code, rows):
+                code.leave_as_it_is()
+            return self._meter.without_host(_step(code, rows))
+        except Exception as error:  # whatever the code raises, such as that there is no room for it
+            _log.debug("sums are not measured beside the leading Span: %s", first_line(error))
+            return None
+
+    def _compiles(self, code: BlockCode, rows: int) -> bool:
+        try:
+            return code.compile(rows, code.feeds(rows))
+        except Exception as error:  # whatever a compiler raises: the operators run
+            _log.debug("the leading Span is measured as it is: %s", first_line(error))
+            return False
 
     def _measure_in_training(self, code: BlockCode, rows: int) -> None:
         """What else there is beside a Block in a training."""

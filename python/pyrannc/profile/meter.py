@@ -138,9 +138,14 @@ class Meter:
 
     def without_host(self, call: Callable[[], object]) -> Callable[[], object] | None:
         """The call, or its replay; None where the device waits for its host."""
+        warm = self._warmed(call)
+        return None if warm is None else warm[0]
+
+    def _warmed(self, call: Callable[[], object]) -> tuple[Callable[[], object], float, float] | None:
+        """Likewise, with the seconds until it returns, and until the device has done it."""
         run = self._as_in_a_step(call)
         queued_s, once_s = self._warm_up(run)
-        return run if queued_s <= once_s / 2 else None
+        return (run, queued_s, once_s) if queued_s <= once_s / 2 else None
 
     def slowdown(self, call: Callable[[], object]) -> float:
         """How many times longer a call takes on a device that has been busy for long, as in training.
@@ -149,11 +154,11 @@ class Meter:
         """
         if not self.on_gpu:
             return 1.0
-        run = self._as_in_a_step(call)
-        queued_s, once_s = self._warm_up(run)
-        if queued_s > once_s / 2:
+        warm = self._warmed(call)
+        if warm is None:
             # It would wait for its host, and rest meanwhile.
             return 1.0
+        run, queued_s, once_s = warm
         short_us = self._time_us(run, queued_s, once_s, _calls(once_s))
         until_s = time.perf_counter() + _BUSY_S
         while time.perf_counter() < until_s:
@@ -174,11 +179,10 @@ class Meter:
         except Exception as error:  # whatever a compiler of kernels raises
             _log.debug("what messages cost computations is not known: %s", first_line(error))
             return None
-        run = self._as_in_a_step(call)
-        queued_s, once_s = self._warm_up(run)
-        if queued_s > once_s / 2:
-            # It would wait for its host.
+        warm = self._warmed(call)
+        if warm is None:
             return None
+        run, queued_s, once_s = warm
         calls = _calls(once_s)
         waiting_cycles = int(_TIMES_WAITED * calls * (queued_s + once_s) * _SLEEP_CYCLES_PER_S)
         shares = []

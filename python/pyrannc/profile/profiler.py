@@ -5,25 +5,32 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from pyrannc._native import Blocks, Profile
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.core.partition import Parts
-from pyrannc.core.profile import BlockPoint, Links
+from pyrannc.core.profile import BlockPoint, Links, ProfileFacts
 from pyrannc.job import agree, phases, process
 from pyrannc.job.progress import Bar
 from pyrannc.log import get_logger
 from pyrannc.profile.block import BlockCode, BlockSource
-from pyrannc.profile.cache import BlocksKey, LinksKey, ProfileCache
+from pyrannc.profile.cache import Beside, BlocksKey, LinksKey, ProfileCache
 from pyrannc.profile.conditions import Conditions, Surroundings, conditions, of_devices, surroundings
-from pyrannc.profile.links import measure_collective_slowdown, measure_links
+from pyrannc.profile.links import (
+    buckets_to_sum,
+    measure_collective_slowdown,
+    measure_links,
+    measure_products_slowdown,
+)
 from pyrannc.profile.measure import BlockMeter, slowed_down
+from pyrannc.profile.meter import Meter
 from pyrannc.profile.update import UpdatePoint, describe, measure_update
 
 _log = get_logger("DPStaging")
@@ -128,7 +135,7 @@ def profile(subject: Subject, device: torch.device, cache: ProfileCache) -> list
     own = kind, surroundings()
     told: list[tuple[Conditions, Surroundings]] = agree.gather_objects(own)
     blocks = _profiles_of_blocks(subject, device, cache, told)
-    links = _links(subject, device, cache, told)
+    links = _links(subject, device, cache, told, blocks)
     return agree.together(lambda: [links.joined_to(profile) for profile in blocks])
 
 
@@ -157,8 +164,12 @@ def _profiles_of_blocks(subject: Subject, device: torch.device, cache: ProfileCa
     return agree.together(lambda: keep() if first else [])
 
 
-def _links(subject: Subject, device: torch.device, cache: ProfileCache, told: _Told) -> Links:
-    """What is between the ranks. All ranks call it; rank 0 needs it."""
+def _links(subject: Subject, device: torch.device, cache: ProfileCache, told: _Told, blocks: list[Profile]) -> Links:
+    """What is between the ranks. All ranks call it; rank 0 needs it.
+
+    Args:
+        blocks: the Profiles, on rank 0.
+    """
     if process.get_world_size() == 1:
         return Links()
     key = LinksKey(
@@ -166,32 +177,70 @@ def _links(subject: Subject, device: torch.device, cache: ProfileCache, told: _T
         level_names=subject.level_names,
         conditions=tuple(dict.fromkeys(kind for kind, _ in told)),
         surroundings=tuple(dict.fromkeys(around for _, around in told)),
-        beside=(subject.leading, subject.row_counts[-1]) if device.type == "cuda" else None,
     )
+    levels = _kept(cache, key, lambda: Links(tuple(measure_links(subject.hosts, subject.level_names, device))))
+    if device.type != "cuda":
+        return levels
+    first = process.get_rank() == 0
+    beside: Beside | None = agree.broadcast_object(agree.together(lambda: _beside(subject, blocks) if first else None))
+    slowdown = _kept(cache, replace(key, beside=beside), lambda: Links((), _slowdown(subject, device, beside)))
+    return Links(levels.levels, slowdown.collective_slowdown)
+
+
+def _kept(cache: ProfileCache, key: LinksKey, measure: Callable[[], Links]) -> Links:
+    """From the cache or measured. All ranks call it; rank 0 gets it."""
     first = process.get_rank() == 0
     known = agree.together(lambda: cache.find_links(key) if first else None)
     if agree.broadcast_object(known is not None):
         return known or Links()
-    levels = measure_links(subject.hosts, subject.level_names, device)
-    measured = Links(tuple(levels), _collective_slowdown(subject, device))
+    measured = measure()
     agree.together(lambda: cache.keep_links(key, measured) if first else None)
     return measured
 
 
-def _collective_slowdown(subject: Subject, device: torch.device) -> float | None:
-    """What sums take from the leading Span; where it cannot run so on some rank, from products. All ranks call it."""
-    if device.type != "cuda":
+def _beside(subject: Subject, blocks: Sequence[Profile]) -> Beside | None:
+    """The leading Span with the most rows that fit on all devices; None if none do."""
+    span, facts = subject.leading, [ProfileFacts.of(profile) for profile in blocks]
+    fitting = [[point.rows for point in found.blocks.get(span, ()) if point.fits] for found in facts]
+    if not all(fitting):
         return None
-    runs, place = subject.find(subject.leading)
+    rows = min(*map(max, fitting), subject.row_counts[-1])
+    runs, place = subject.find(span)
+    eager = any(runs.parts.stages[place].spans[-1].hash in found.eager_spans for found in facts)
+    return Beside(span, rows, eager, tuple(sorted(subject.spans.source.starts)))
+
+
+def _slowdown(subject: Subject, device: torch.device, beside: Beside | None) -> float | None:
+    """What sums take from a Span; where it cannot run so on some rank, from products. All ranks call it."""
+    found = None if beside is None else _slowdown_of(subject, device, beside)
+    Meter(device).release()
+    if found is not None:
+        return found
+    phases.note("what sums cost computations is measured beside products, not beside the leading span")
+    return measure_products_slowdown(device)
+
+
+def _slowdown_of(subject: Subject, device: torch.device, beside: Beside) -> float | None:
+    """None on all ranks where one of them cannot run the Span so, or has no room for what is summed."""
+    runs, place = subject.find(beside.span)
     meter = BlockMeter(device, replayed=subject.spans.source.replayed)
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
         Randomness(device).borrowed(),
-        meter.in_steps(partial(runs.code, place, device), subject.row_counts[-1]) as step,
+        meter.in_steps(partial(runs.code, place, device), beside.rows, eager=beside.eager) as step,
     ):
-        runs_everywhere = all(agree.gather_objects(step is not None))
-        return measure_collective_slowdown(device, partial(_repeat, step) if step and runs_everywhere else None)
+        buckets = None if step is None else _if_there_is_room(partial(buckets_to_sum, device))
+        if not all(agree.gather_objects(buckets is not None)) or step is None or buckets is None:
+            return None
+        return measure_collective_slowdown(buckets, partial(_repeat, step))
+
+
+def _if_there_is_room(make: Callable[[], list[Tensor]]) -> list[Tensor] | None:
+    try:
+        return make()
+    except torch.OutOfMemoryError:
+        return None
 
 
 def _repeat(step: Callable[[], object], times: int) -> None:

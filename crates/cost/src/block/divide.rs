@@ -249,8 +249,17 @@ mod tests {
                 let cloned: BTreeSet<OpId> = makers(used).flat_map(|op| analysis.clones(&graph, op)).collect();
                 cloned.into_iter().for_each(|op| users.entry(op).or_default().push(place));
             }
+            // What is given out or lies where something is changed in place stays with what others use, and all before it.
+            let changed = |op: OpId| {
+                let values = graph.ops[op].operands().into_iter().chain(graph.ops[op].results.iter().copied());
+                values.into_iter().any(|value| analysis.storages.is_changed(value))
+            };
+            let stays = users.keys().copied().filter(|&op| changed(op));
+            let stays: BTreeSet<OpId> =
+                stays.chain(makers(graph.outputs.clone())).flat_map(|op| analysis.clones(&graph, op)).collect();
             for (place, block) in blocks.iter().enumerate() {
-                let own = users.iter().filter(|(_, places)| **places == [place]).map(|(&op, _)| op);
+                let alone = users.iter().filter(|(op, places)| **places == [place] && !stays.contains(op));
+                let own = alone.map(|(&op, _)| op);
                 let main = &analysis.main_ops[block.ops.first as usize..block.ops.end as usize];
                 let each = own.chain(main.iter().copied()).filter(|&op| !analysis.once[op]);
                 let expected: BTreeSet<OpId> = each.collect();

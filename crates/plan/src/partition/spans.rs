@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use rannc_ir::{Analysis, Graph, Op, OpId, OpRun, Signature, ValueId, repeated_module, signature};
+use rannc_ir::{Analysis, Graph, OpId, OpRun, Signature, ValueId, only_users, repeated_module, signature};
 
 use super::error::PartitionError;
 use super::parts::{Partition, SpanPart, StagePart};
@@ -94,24 +94,6 @@ fn blocks_of_ops(
     if block_of.len() == main_ops { Ok(block_of) } else { Err(PartitionError::Blocks { main_ops }) }
 }
 
-/// By Value that is used, the one run that uses it; none where there are several.
-struct Users(HashMap<ValueId, Option<usize>>);
-
-impl Users {
-    fn add(&mut self, op: &Op, user: Option<usize>) {
-        for value in op.operands() {
-            self.0.entry(value).and_modify(|known| *known = known.filter(|_| *known == user)).or_insert(user);
-        }
-    }
-
-    /// The one run that uses an Op's results.
-    fn only_one_of(&self, op: &Op) -> Option<usize> {
-        let mut found = op.results.iter().filter_map(|value| self.0.get(value).copied());
-        let first = found.next().flatten()?;
-        found.all(|other| other == Some(first)).then_some(first)
-    }
-}
-
 struct Divider<'g> {
     graph: &'g Graph,
     analysis: &'g Analysis,
@@ -126,7 +108,7 @@ impl Divider<'_> {
         let mut wanted = part.gives(self.graph);
         let runs = if self.may_run_before(&free, &main) {
             let mut runs = self.runs(main, level);
-            let shared = self.share_out(free, &wanted, &mut runs);
+            let shared = self.share_out(free, level, &mut runs);
             let first = (!shared.is_empty()).then_some((shared, Recompute::None));
             first.into_iter().chain(runs).collect()
         } else {
@@ -143,23 +125,24 @@ impl Divider<'_> {
     }
 
     /// Adds the batch-free Ops that one run alone uses to it, as Blocks have them: compiled with the rest, most of what
-    /// they make, such as a mask repeated for each row, is never stored. Returns the others: what is `given` out, what
-    /// several runs use, and what touches a storage that is changed in place.
-    fn share_out(&self, free: Vec<OpId>, given: &BTreeSet<ValueId>, runs: &mut [(Vec<OpId>, Recompute)]) -> Vec<OpId> {
-        let mut users = Users(given.iter().map(|&value| (value, None)).collect());
+    /// they make, such as a mask repeated for each row, is never stored. Returns the others. What several runs of the whole
+    /// Graph use does not depend on the cuts.
+    fn share_out(&self, free: Vec<OpId>, level: usize, runs: &mut [(Vec<OpId>, Recompute)]) -> Vec<OpId> {
+        let all = self.runs(self.analysis.main_ops.clone(), level);
+        let run_of: HashMap<OpId, usize> =
+            all.iter().enumerate().flat_map(|(place, (ops, _))| ops.iter().map(move |&op| (op, place))).collect();
+        let only = only_users(self.graph, self.analysis, |op| run_of[&op]);
+        let mut here: HashMap<usize, BTreeSet<usize>> = HashMap::new();
         for (place, (ops, _)) in runs.iter().enumerate() {
-            ops.iter().for_each(|&op| users.add(&self.graph.ops[op], Some(place)));
+            ops.iter().for_each(|op| _ = here.entry(run_of[op]).or_default().insert(place));
         }
         let mut shared = Vec::new();
-        for id in free.into_iter().rev() {
-            let op = &self.graph.ops[id];
-            let mut touched = op.operands().into_iter().chain(op.results.iter().copied());
-            let stays = touched.any(|value| self.analysis.storages.is_changed(value));
-            let user = users.only_one_of(op).filter(|_| !stays);
-            users.add(op, user);
-            user.map_or(&mut shared, |place| &mut runs[place].0).push(id);
+        for op in free {
+            match only.get(&op).and_then(|run| here.get(run)).filter(|places| places.len() == 1) {
+                Some(places) => places.iter().for_each(|&place| runs[place].0.push(op)),
+                None => shared.push(op),
+            }
         }
-        shared.reverse();
         runs.iter_mut().for_each(|(ops, _)| ops.sort_unstable());
         shared
     }
