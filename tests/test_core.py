@@ -284,7 +284,8 @@ def test_every_field_of_the_profile_is_read_or_known(read: Any) -> None:
     (measured,) = profile(subject(Layers(2), [torch.randn(ROWS, WIDTH)], (1,)), CPU, ProfileCache(None))
     content = json.loads(measured.to_json())
     link = {"latency_us": 1.0, "bytes_per_s": 1e9}
-    content["levels"], content["message_slowdown"], content["eager_spans"] = [{"name": "loopback", "send": link, "collective": link}], 0.25, ["s1"]
+    content["levels"], content["message_slowdown"] = [{"name": "loopback", "send": link, "collective": link}], 0.25
+    content["eager_spans"] = ["s1"]
     linked = Profile.seal(json.dumps(content))
     read("profile", [lambda: ProfileFacts.of(linked)])
 
