@@ -472,6 +472,50 @@ def test_nothing_stays_of_a_call_that_breaks_off(sharding: str, ranks: Ranks, tm
         assert max(apart) < 1e-12
 
 
+class Repeated(nn.Module):
+    """Several layers use one view of a parameter, repeated for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 8)
+        self.row = nn.Parameter(torch.randn(8))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden, row = self.embed(ids), self.row.expand(ids.shape[0], -1)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden)) * row
+        return hidden
+
+
+def with_repeated(sharding: str, folder: str) -> list[float]:
+    torch.manual_seed(0)
+    with double_precision():
+        model = Repeated()
+        reference = copy.deepcopy(model)
+        ids = torch.arange(4)
+        own = ids[2 * process.get_rank() :][:2]
+        module = _deployed(model, own, sharding, folder)
+        optimizer, plain = module.optimizer, SGD(reference.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            plain.zero_grad()
+            module(own).square().mean().backward()
+            reference(ids).square().mean().backward()
+            optimizer.step()
+            plain.step()
+        parts = module.state_dict(rank0_only=False)
+        apart = [(parts[name] - tensor).abs().max().item() for name, tensor in reference.state_dict().items()]
+        module.undeploy()
+        return apart
+
+
+@pytest.mark.parametrize("sharding", ["kept_params", "params"])
+def test_views_of_a_parameter_that_several_spans_use(sharding: str, ranks: Ranks, tmp_path: Path) -> None:
+    for apart in ranks(2).run(with_repeated, sharding, str(tmp_path)):
+        assert max(apart) < 1e-12
+
+
 @pytest.mark.parametrize("sharding", ["kept_params", "params"])
 def test_a_backward_again_beside_replicas_without_rows(sharding: str, ranks: Ranks, tmp_path: Path) -> None:
     case = Case("tied", (2, 1, 0), replicas=(3,), microbatches=2, sharding=sharding)
