@@ -460,10 +460,15 @@ def broken_off(sharding: str, folder: str) -> list[float]:
             plain.step()
             optimizer.zero_grad()
             plain.zero_grad()
-            parts = module.state_dict(rank0_only=False)
-            apart += [(parts[name] - tensor).abs().max().item() for name, tensor in reference.state_dict().items()]
+            apart += _apart(module, reference)
         module.undeploy()
         return apart
+
+
+def _apart(module: pyrannc.RaNNCModule, reference: nn.Module) -> list[float]:
+    """The largest difference of each tensor of the state."""
+    parts = module.state_dict(rank0_only=False)
+    return [(parts[name] - tensor).abs().max().item() for name, tensor in reference.state_dict().items()]
 
 
 @pytest.mark.parametrize("sharding", ["kept_params", "params"])
@@ -504,8 +509,7 @@ def with_repeated(sharding: str, folder: str) -> list[float]:
             reference(ids).square().mean().backward()
             optimizer.step()
             plain.step()
-        parts = module.state_dict(rank0_only=False)
-        apart = [(parts[name] - tensor).abs().max().item() for name, tensor in reference.state_dict().items()]
+        apart = _apart(module, reference)
         module.undeploy()
         return apart
 

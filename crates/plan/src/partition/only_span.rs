@@ -3,15 +3,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::iter;
 
-use rannc_ir::{Analysis, DType, Graph, OpId, ParamId, ValueId};
+use rannc_ir::{Analysis, DType, Graph, OpId, ParamId, Storages, ValueId};
 
 use super::parts::StagePart;
 
 /// The place of the one Span that uses a Param of a Stage with this Value, and views of it. Where all that the Stage does
 /// with it is to convert it to another type, the Span that uses the result, for the conversion needs no more than each
 /// rank's part.
-pub(crate) fn only_span(graph: &Graph, part: &StagePart, value: ValueId) -> Option<u32> {
-    let found = Uses::of(graph, value, |value| {
+pub(crate) fn only_span(graph: &Graph, storages: &Storages, part: &StagePart, value: ValueId) -> Option<u32> {
+    let found = Uses::of(graph, storages, value, |value| {
         part.ops.iter().copied().filter(|&op| graph.ops[op].operands().contains(&value)).collect()
     });
     if found.any_of(&part.sends) || found.any_of(&part.outputs) {
@@ -30,7 +30,7 @@ pub(crate) fn only_span(graph: &Graph, part: &StagePart, value: ValueId) -> Opti
 pub fn params_beside_spans(graph: &Graph, analysis: &Analysis) -> BTreeSet<ParamId> {
     let readers = readers(graph);
     let beside = |value: ValueId| {
-        let found = Uses::of(graph, value, |value| of_value(&readers, value));
+        let found = Uses::of(graph, &analysis.storages, value, |value| of_value(&readers, value));
         found.any_of(&graph.outputs) || found.ops.iter().any(|&op| analysis.batch_free[op])
     };
     graph.params.iter().filter(|(_, param)| beside(param.value)).map(|(id, _)| id).collect()
@@ -38,43 +38,33 @@ pub fn params_beside_spans(graph: &Graph, analysis: &Analysis) -> BTreeSet<Param
 
 /// What a Param is used for.
 struct Uses {
-    /// Its Value, and what that is converted to if nothing else is done with it.
-    values: Vec<ValueId>,
-    /// The last of these, and views of it.
-    views: BTreeSet<ValueId>,
-    /// The Ops that read one of the views.
+    /// Its Value, what that is converted to if nothing else is done with it, and views of the last of these.
+    values: BTreeSet<ValueId>,
+    /// The Ops that read the last of these, and its views.
     ops: Vec<OpId>,
 }
 
 impl Uses {
-    fn of(graph: &Graph, value: ValueId, readers: impl Fn(ValueId) -> Vec<OpId>) -> Self {
-        let first = readers(value);
-        let converted = if let [op] = first[..] { conversion(graph, op) } else { None };
-        let last = converted.unwrap_or(value);
-        let mut values = vec![value];
-        values.extend(converted);
-        let (mut views, mut ops, mut open) = (BTreeSet::new(), Vec::new(), vec![last]);
-        while let Some(view) = open.pop() {
-            if !views.insert(view) {
-                continue;
-            }
-            let own = readers(view);
-            let results = own.iter().flat_map(|&op| &graph.ops[op].results).copied();
-            open.extend(results.filter(|&result| shares_storage(graph, result, last)));
-            ops.extend(own);
+    fn of(graph: &Graph, storages: &Storages, value: ValueId, readers: impl Fn(ValueId) -> Vec<OpId>) -> Self {
+        let (mut values, mut last, mut ops) = (BTreeSet::from([value]), value, readers(value));
+        if let Some(converted) = conversion(graph, &ops) {
+            values.insert(converted);
+            (last, ops) = (converted, readers(converted));
         }
-        Self { values, views, ops }
+        // Readers of views are added, whose results may be views as well.
+        let mut place = 0;
+        while let Some(op) = ops.get(place) {
+            let results = graph.ops[*op].results.iter().copied();
+            let views = results.filter(|&result| storages.root[result] == storages.root[last] && values.insert(result));
+            ops.extend(views.collect::<Vec<_>>().into_iter().flat_map(&readers));
+            place += 1;
+        }
+        Self { values, ops }
     }
 
     fn any_of(&self, given: &[ValueId]) -> bool {
-        given.iter().any(|value| self.values.contains(value) || self.views.contains(value))
+        given.iter().any(|value| self.values.contains(value))
     }
-}
-
-/// True for a view.
-fn shares_storage(graph: &Graph, view: ValueId, of: ValueId) -> bool {
-    let root = |value| iter::successors(Some(value), |&value| graph.values[value].alias_of).last();
-    root(view) == root(of)
 }
 
 /// The type in which a model computes with each Param: that to which it converts it, where it does nothing else with it and
@@ -82,8 +72,8 @@ fn shares_storage(graph: &Graph, view: ValueId, of: ValueId) -> bool {
 pub(crate) fn computed_types(graph: &Graph) -> BTreeMap<ParamId, DType> {
     let readers = readers(graph);
     let of = |value: ValueId| {
-        let Uses { values, .. } = Uses::of(graph, value, |value| of_value(&readers, value));
-        let types = values.into_iter().map(|value| graph.values[value].dtype);
+        let values = iter::once(value).chain(conversion(graph, &of_value(&readers, value)));
+        let types = values.map(|value| graph.values[value].dtype);
         types.min_by_key(|dtype| dtype.bytes()).expect("its own is there")
     };
     graph.params.iter().map(|(id, param)| (id, of(param.value))).collect()
@@ -102,8 +92,9 @@ fn of_value(readers: &BTreeMap<ValueId, BTreeSet<OpId>>, value: ValueId) -> Vec<
     readers.get(&value).into_iter().flatten().copied().collect()
 }
 
-/// The result of an Op that does nothing but convert to another type.
-fn conversion(graph: &Graph, op: OpId) -> Option<ValueId> {
+/// What the only reader of a Value gives, if it does nothing but convert it to another type.
+fn conversion(graph: &Graph, readers: &[OpId]) -> Option<ValueId> {
+    let [op] = *readers else { return None };
     let op = &graph.ops[op];
     let converts = op.target == "aten.to.dtype" && op.args.len() == 2 && op.kwargs.is_empty();
     match op.results[..] {

@@ -1,6 +1,6 @@
 //! Divides the Ops of a Stage into Spans: consecutive Blocks that give up the same for memory, up to one repeated module.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use rannc_ir::{Analysis, Graph, OpId, OpRun, Signature, ValueId, only_users, repeated_module, signature};
 
@@ -23,7 +23,10 @@ impl Partition {
         let analysis = Analysis::new(graph);
         let block_of = blocks_of_ops(graph, &analysis, blocks)?;
         let divider = Divider { graph, analysis: &analysis, blocks, block_of };
-        let divided = |level| self.stages.iter().map(|part| divider.spans(part, level)).collect::<Vec<_>>();
+        let divided = |level| {
+            let near = divider.neighbours(level);
+            self.stages.iter().map(|part| divider.spans(part, level, &near)).collect::<Vec<_>>()
+        };
         let by_level: Vec<Vec<Spans>> = LEVELS.map(divided).collect();
         let shortest = by_level.iter().map(|stages| code(stages)).min().unwrap_or(0);
         let chosen = by_level.into_iter().find(|stages| code(stages) <= LONGER * shortest);
@@ -94,6 +97,34 @@ fn blocks_of_ops(
     if block_of.len() == main_ops { Ok(block_of) } else { Err(PartitionError::Blocks { main_ops }) }
 }
 
+/// Which Ops of the whole Graph run together, whatever the cuts.
+struct Neighbours {
+    /// The run of each main Op.
+    run_of: HashMap<OpId, usize>,
+    /// The run that alone uses a batch-free Op.
+    only: BTreeMap<OpId, usize>,
+}
+
+impl Neighbours {
+    /// Adds the batch-free Ops that one of a Stage's runs alone uses to it, as Blocks have them: compiled with the rest,
+    /// most of what they make, such as a mask repeated for each row, is never stored. Returns the others.
+    fn share_out(&self, free: Vec<OpId>, runs: &mut [(Vec<OpId>, Recompute)]) -> Vec<OpId> {
+        let mut here: HashMap<usize, BTreeSet<usize>> = HashMap::new();
+        for (place, (ops, _)) in runs.iter().enumerate() {
+            ops.iter().for_each(|op| _ = here.entry(self.run_of[op]).or_default().insert(place));
+        }
+        let mut shared = Vec::new();
+        for op in free {
+            match self.only.get(&op).and_then(|run| here.get(run)).filter(|places| places.len() == 1) {
+                Some(places) => places.iter().for_each(|&place| runs[place].0.push(op)),
+                None => shared.push(op),
+            }
+        }
+        runs.iter_mut().for_each(|(ops, _)| ops.sort_unstable());
+        shared
+    }
+}
+
 struct Divider<'g> {
     graph: &'g Graph,
     analysis: &'g Analysis,
@@ -102,13 +133,21 @@ struct Divider<'g> {
 }
 
 impl Divider<'_> {
-    fn spans(&self, part: &StagePart, level: usize) -> Spans {
+    fn neighbours(&self, level: usize) -> Neighbours {
+        let runs = self.runs(self.analysis.main_ops.clone(), level);
+        let of_run = |(place, (ops, _)): (usize, (Vec<OpId>, Recompute))| ops.into_iter().map(move |op| (op, place));
+        let run_of: HashMap<OpId, usize> = runs.into_iter().enumerate().flat_map(of_run).collect();
+        let only = only_users(self.graph, self.analysis, |op| run_of[&op]);
+        Neighbours { run_of, only }
+    }
+
+    fn spans(&self, part: &StagePart, level: usize, near: &Neighbours) -> Spans {
         let (once, each): (Vec<OpId>, Vec<OpId>) = part.ops.iter().partition(|&&op| self.analysis.once[op]);
         let (free, main): (Vec<OpId>, Vec<OpId>) = each.iter().partition(|&&op| self.analysis.batch_free[op]);
         let mut wanted = part.gives(self.graph);
         let runs = if self.may_run_before(&free, &main) {
             let mut runs = self.runs(main, level);
-            let shared = self.share_out(free, level, &mut runs);
+            let shared = near.share_out(free, &mut runs);
             let first = (!shared.is_empty()).then_some((shared, Recompute::None));
             first.into_iter().chain(runs).collect()
         } else {
@@ -122,29 +161,6 @@ impl Divider<'_> {
             prologue: (!once.is_empty()).then(|| span(once, Recompute::None)),
             spans: runs.into_iter().map(|(ops, recompute)| span(ops, recompute)).collect(),
         }
-    }
-
-    /// Adds the batch-free Ops that one run alone uses to it, as Blocks have them: compiled with the rest, most of what
-    /// they make, such as a mask repeated for each row, is never stored. Returns the others. What several runs of the whole
-    /// Graph use does not depend on the cuts.
-    fn share_out(&self, free: Vec<OpId>, level: usize, runs: &mut [(Vec<OpId>, Recompute)]) -> Vec<OpId> {
-        let all = self.runs(self.analysis.main_ops.clone(), level);
-        let run_of: HashMap<OpId, usize> =
-            all.iter().enumerate().flat_map(|(place, (ops, _))| ops.iter().map(move |&op| (op, place))).collect();
-        let only = only_users(self.graph, self.analysis, |op| run_of[&op]);
-        let mut here: HashMap<usize, BTreeSet<usize>> = HashMap::new();
-        for (place, (ops, _)) in runs.iter().enumerate() {
-            ops.iter().for_each(|op| _ = here.entry(run_of[op]).or_default().insert(place));
-        }
-        let mut shared = Vec::new();
-        for op in free {
-            match only.get(&op).and_then(|run| here.get(run)).filter(|places| places.len() == 1) {
-                Some(places) => places.iter().for_each(|&place| runs[place].0.push(op)),
-                None => shared.push(op),
-            }
-        }
-        runs.iter_mut().for_each(|(ops, _)| ops.sort_unstable());
-        shared
     }
 
     /// True when no main Op reads what a later batch-free Op changes in place.

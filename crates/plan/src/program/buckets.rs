@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use rannc_ir::{DType, Graph, ParamId, ValueId};
+use rannc_ir::{DType, Graph, ParamId, Storages, ValueId};
 use serde::{Deserialize, Serialize};
 
 use crate::bucket_sizes::{BUCKET_BYTES, FIRST_BUCKET_BYTES, LARGEST_BUCKET_BYTES, full_bytes};
@@ -240,6 +240,7 @@ fn gradients(graph: &Graph, partition: &Partition, placement: &Placement, traine
         let ranks: BTreeSet<u32> = holding.flat_map(|(_, ranks)| ranks).copied().collect();
         ranks.into_iter().collect()
     };
+    let storages = Storages::new(graph);
     // What several Stages hold, or all ranks for the tail, stays whole.
     let shared = |param: ParamId, holders: &[u32]| {
         let mut own = (0..).zip(&partition.stages).filter(|(_, part)| part.params.contains(&param));
@@ -252,7 +253,7 @@ fn gradients(graph: &Graph, partition: &Partition, placement: &Placement, traine
         let asked = if whole { asked.min(Sharding::Optimizer) } else { asked };
         let part = stage.map(|stage| &partition.stages[stage]).filter(|_| asked.divides_params());
         let Some(part) = part else { return (asked, None) };
-        match only_span(graph, part, graph.params[param].value) {
+        match only_span(graph, &storages, part, graph.params[param].value) {
             Some(span) => (asked, Some(span)),
             None => (Sharding::Gradients, None),
         }
