@@ -13,7 +13,7 @@ from pyrannc.job.faults import collective
 from pyrannc.store.delivery import Delivery
 from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.overflow import share_overflow
-from pyrannc.store.spread_tensor import own_gradient
+from pyrannc.store.spread_tensor import own_gradients
 from pyrannc.store.store import ParamStore
 
 
@@ -79,5 +79,4 @@ def _sets(store: ParamStore, optimizer: UserOptimizer | None) -> list[list[Tenso
     others = {id(param): param for param in store.local_params().values()}
     for param in listed:
         others.pop(id(param), None)
-    own = [[own_gradient(param) for param in params] for params in (listed, others.values())]
-    return [[grad for grad in grads if grad is not None and grad.numel()] for grads in own]
+    return [own_gradients(params) for params in (listed, others.values())]

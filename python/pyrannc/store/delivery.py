@@ -179,17 +179,19 @@ class Delivery:
                 )
 
     def _set(self, gradients: Mapping[str, Tensor]) -> None:
-        known = []
-        for name, new in gradients.items():
-            param = self._params[name]
-            with DisableTorchFunctionSubclass():
+        known, whole = [], []
+        with DisableTorchFunctionSubclass():
+            for name, new in gradients.items():
+                param = self._params[name]
                 grad = param.grad
                 if grad is None:
                     param.grad = new
-            if grad is not None and is_spread(grad) == is_spread(new):
-                known.append((grad, new))
-            elif grad is not None and is_spread(new):
-                _add_whole(param, new)
+                elif is_spread(grad) == is_spread(new):
+                    known.append((grad, new))
+                elif is_spread(new):
+                    whole.append((param, new))
+        for param, new in whole:
+            _add_whole(param, new)
         if known:
             self._overflow = None
             add_each([own_piece(grad) for grad, _ in known], [own_piece(new) for _, new in known])

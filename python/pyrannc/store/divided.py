@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.core.buckets import BucketsFacts
 from pyrannc.job import process
 from pyrannc.job.exchange import Group, gather_parts
@@ -76,11 +75,10 @@ class Piece:
             self.param.data = home
 
     def take_gradient(self) -> None:
-        """Gives the tensor its part of the parameter's gradient."""
+        """Gives the tensor its part of the parameter's gradient; inside of ``DisableTorchFunctionSubclass``."""
         if self.tensor is None:
             return
-        with DisableTorchFunctionSubclass():
-            grad = self.param.grad
+        grad = self.param.grad
         if grad is None or is_spread(grad):
             self.tensor.grad = None if grad is None else own_piece(grad)
         else:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import is_
 from types import FrameType
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakMethod, WeakSet
@@ -15,11 +16,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from pyrannc.capture.torch_internals.gradients import call_first_after_steps
+from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.job.faults import collective
 from pyrannc.store.divided import DividedParams, Piece
 from pyrannc.store.spread_tensor import is_absent, is_spread
 
 _KEYS = ("params", "param_names")
+_NOTHING = object()
 
 Divided: TypeAlias = Callable[[], Sequence[DividedParams]]
 
@@ -164,7 +167,7 @@ def _hide(optimizer: Optimizer, pieces: dict[int, Piece], step: Any = None) -> N
     for group in optimizer.param_groups:
         params: list[Tensor] = group["params"]
         works = [_work(param, pieces) for param in params]
-        if all(work is param for work, param in zip(works, params, strict=True)):
+        if all(map(is_, works, params)):
             continue
         all_of_them = {key: group[key] for key in _KEYS if key in group}
         kept = [place for place, work in enumerate(works) if work is not None]
@@ -174,14 +177,18 @@ def _hide(optimizer: Optimizer, pieces: dict[int, Piece], step: Any = None) -> N
         hidden.pieces += [pieces[id(param)] for param in params if id(param) in pieces]
     for piece in hidden.pieces:
         piece.come_home()
-        piece.take_gradient()
-        _move_state(optimizer, piece.param, piece.tensor)
+    # What classes of tensors would say takes time for each.
+    with DisableTorchFunctionSubclass():
+        for piece in hidden.pieces:
+            piece.take_gradient()
+            _move_state(optimizer, piece.param, piece.tensor)
 
 
 def _work(param: Tensor, pieces: dict[int, Piece]) -> Tensor | None:
     """What is updated here of a parameter that an optimizer lists."""
-    if id(param) in pieces:
-        return pieces[id(param)].tensor
+    piece = pieces.get(id(param))
+    if piece is not None:
+        return piece.tensor
     return None if is_absent(param) else param
 
 
@@ -207,5 +214,8 @@ def _refuse_parts(optimizer: Optimizer, pieces: dict[int, Piece]) -> None:
 
 def _move_state(optimizer: Optimizer, source: Tensor | None, target: Tensor | None) -> None:
     """State is listed under the parameter, but kept by an optimizer under what it works with."""
-    if source is not None and target is not None and source is not target and source in optimizer.state:
-        optimizer.state[target] = optimizer.state.pop(source)
+    if source is None or target is None or source is target:
+        return
+    state = optimizer.state.pop(source, _NOTHING)
+    if state is not _NOTHING:
+        optimizer.state[target] = state

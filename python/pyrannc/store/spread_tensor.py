@@ -6,7 +6,7 @@ whole raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,14 @@ def own_gradient(param: Tensor) -> Tensor | None:
     with DisableTorchFunctionSubclass():
         grad = param.grad
     return None if grad is None else own_piece(grad)
+
+
+def own_gradients(params: Iterable[Tensor]) -> list[Tensor]:
+    """What this rank has of parameters' gradients, without those that have none."""
+    with DisableTorchFunctionSubclass():
+        grads = [param.grad for param in params]
+    own = [own_piece(grad) for grad in grads if grad is not None]
+    return [grad for grad in own if grad.numel()]
 
 
 def own_piece(tensor: Tensor) -> Tensor:
