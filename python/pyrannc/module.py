@@ -256,13 +256,12 @@ class RaNNCModule(DeployedModel):
             if doubt is not None:
                 doubt.look_and_settle(call.batch)
             return
-        whole = variant.whole
         with phases.phase("RaNNCModule", "comparison", "the comparison of the captured graph", busy=True):
 
             def meanwhile(share: int, shares: int) -> None:
                 if doubt is not None:
                     with self._stale.lifted():
-                        doubt.look(share, shares, is_plain=whole.captured.is_plain, unused=whole.facts.unused_inputs)
+                        doubt.look(share, shares, is_plain=variant.whole.captured.is_plain)
 
             found = compare_once(self.model, variant, call.tensors, call.batch, self.device, meanwhile)
             if doubt is not None:

@@ -19,7 +19,6 @@ from pyrannc.capture import (
     reading,
     tracer,
 )
-from pyrannc.capture.tied_rows import tied_rows
 
 Reading = Callable[[Tensor, Tensor], Tensor]
 
@@ -139,58 +138,3 @@ def test_models_are_left_as_they_were() -> None:
     arguments = torch.zeros(4, 3), torch.zeros(4, 3)
     assert first_that_may_lack_rows(_sample(model, arguments, 4, (1, 1)), [0]) is None
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-class _Several(nn.Module):
-    def forward(self, x: Tensor, added: Tensor, asked: Tensor, summed: Tensor, unused: Tensor) -> Tensor:
-        x = x + added
-        x = x * summed.sum() if summed.shape[0] > 1 else x
-        return x * asked if asked.shape[0] == x.shape[0] else x + asked.sum()
-
-
-def _several(rows: int = 4) -> Sample:
-    return _sample(_Several(), tuple(torch.zeros(rows, 3) for _ in range(5)), rows, (1, 1, 1, 1, 1))
-
-
-def test_operators_tell_of_several_in_one_trace() -> None:
-    """What the model itself asks, and sums, tell nothing."""
-    assert tied_rows(_several(), range(5)) == {0, 1}
-    assert tied_rows(_several(), [1]) == {1}
-    assert tied_rows(_several(), [2, 3]) == set()
-    alone = _sample(_Model(lambda x, other: x * 2), (torch.zeros(4, 3), torch.zeros(4, 3)), 4, (1, 1))
-    assert tied_rows(alone, [0, 1]) == {1}
-
-
-@pytest.mark.parametrize(
-    ("reading", "tied"),
-    [
-        (lambda x, other: x + other, {0, 1}),
-        (lambda x, other: torch.stack([x, other], 1), {0, 1}),
-        (lambda x, other: torch.cat([x, other]), set()),
-        (lambda x, other: x @ other.T, set()),
-        (lambda x, other: x.T @ other, set()),
-        (lambda x, other: torch.bmm(x[:, None], other[:, :, None]), {0, 1}),
-        (lambda x, other: F.mse_loss(x, other), set()),
-        (lambda x, other: torch.ops.aten.mse_loss(x, other), {0, 1}),
-        (lambda x, other: F.scaled_dot_product_attention(*(t[:, None] for t in (x, other, other))), {0, 1}),
-        (lambda x, other: F.cross_entropy(x, other.long().amax(1)), {0, 1}),
-        (lambda x, other: x.view(other.shape[0], -1) + other, set()),
-        (lambda x, other: x.view(other.shape[0], -1) + other.sum(), set()),
-        (lambda x, other: x + other if x.shape[0] == other.shape[0] else x, set()),
-        (lambda x, other: x[:, None] * (other if x.shape == other.shape else other[:1])[:, None], set()),
-        (lambda x, other: x + other[: int(x.shape[0])], set()),
-    ],
-)
-@pytest.mark.parametrize("rows", [0, 1, 4])
-def test_which_operators_tell(reading: Reading, tied: set[int], rows: int) -> None:
-    arguments = torch.zeros(rows, 3), torch.zeros(rows, 3)
-    assert tied_rows(_sample(_Model(reading), arguments, rows, (1, 1)), [0, 1]) == tied
-
-
-def test_packed_rows_are_told_by_operators() -> None:
-    arguments = torch.zeros(8, 3), torch.zeros(4, 3)
-
-    def reading(x: Tensor, other: Tensor) -> Tensor:
-        return x.unflatten(0, (-1, 2)).sum(1) * other
-
-    assert tied_rows(_sample(_Model(reading), arguments, 4, (2, 1)), [0, 1]) == {0, 1}

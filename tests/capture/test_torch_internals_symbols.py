@@ -58,28 +58,9 @@ def test_fake_of_packed_rows() -> None:
     assert symbols.expression(turned.shape[0] // 4) == symbols.expression(first.shape[0])
 
 
-def test_fake_of_own_rows() -> None:
-    mode = fake_mode()
-    packed = X.repeat_interleave(2, 0)
-    own = [symbols.fake_of(mode, "x", X, 1, own_rows=True), symbols.fake_of(mode, "y", packed, 2, own_rows=True)]
-    shared = [symbols.fake_of(mode, name, X.clone(), 1) for name in "zu"]
-    found = [symbols.expression(fake.shape[0]).free_symbols for fake in (*own, *shared)]
-    assert [len(symbols) for symbols in found] == [1, 1, 1, 1]
-    assert len(set().union(*found)) == 3
-    assert found[2] == found[3]
-    assert own[1].shape[0] == 6
-
-
 class Asked(symbols.ShapeQuestions):
     asked, watched = 0, 0
     taken: Any = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ties: list[tuple[str, str]] = []
-
-    def tied(self, symbol: Any, size: Any) -> None:
-        self.ties.append((str(size), str(symbols.asking_operator())))
 
     def granted(self, symbol: Any, size: Any) -> None:
         self.taken = size
@@ -118,25 +99,6 @@ def test_ShapeQuestions() -> None:
     # Without an answer, torch's own error stays.
     with pytest.raises(Exception, match="data-dependent"):
         traced(lambda x: x if (x > 0).all() else -x, X)
-
-
-def test_asking_operator() -> None:
-    """Which symbol stands for which, and who has taken it for that."""
-
-    def ties(call: Any) -> dict[str, str]:
-        env = Asked()
-        mode = fakes.FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
-        made = [symbols.fake_of(mode, name, X.clone(), 1, own_rows=True) for name in "xy"]
-        names = {str(symbols.expression(fake.shape[0])): name for fake, name in zip(made, "xy", strict=True)}
-        with mode:
-            call(*made)
-        return {names.get(text, text): by for text, by in env.ties}
-
-    assert ties(lambda x, y: x * y.sum()) == {}
-    assert ties(lambda x, y: x.shape[0] == 3 or None) == {"3": "None"}
-    assert [*ties(lambda x, y: x + y).values()] == ["aten.add.Tensor"]
-    assert [*ties(lambda x, y: x if x.shape[0] == y.shape[0] else y).values()] == ["None"]
-    assert symbols.asking_operator() is None
 
 
 def test_forget_new_sizes() -> None:

@@ -120,15 +120,13 @@ class RowsInDoubt:
         self._refuse = refuse
         self._found: int | None = None
 
-    def look(self, share: int, shares: int, *, is_plain: bool = False, unused: Collection[int] = ()) -> None:
-        """Looks at a share of them: takes a trace, and one more for each that this does not tell of.
+    def look(self, share: int, shares: int, *, is_plain: bool = False) -> None:
+        """Looks at a share of them: takes a trace for each.
 
         Args:
             is_plain: of the captured call.
-            unused: tensors that it does nothing with, for which rows are no matter.
         """
-        places = [place for place in self._places if place not in unused][share::shares]
-        self._found = first_that_may_lack_rows(self._sample, places, is_plain=is_plain)
+        self._found = first_that_may_lack_rows(self._sample, self._places[share::shares], is_plain=is_plain)
 
     def settle(self) -> None:
         """Ends the doubt, when all shares have been looked at. All ranks call it.

@@ -17,7 +17,6 @@ from pyrannc.errors import CaptureError
 from .clean import CleanGraph, clean
 from .dims import Dim
 from .sample import Sample
-from .tied_rows import tied_rows
 from .tracer import trace
 from .untraceable import UntraceableError, WholeModules
 
@@ -44,12 +43,7 @@ def first_that_may_lack_rows(sample: Sample, places: Iterable[int], *, is_plain:
             return False
         return True
 
-    places = list(places)
-    # For a single one this would be a trace more at times.
-    tied = tied_rows(sample, places) if len(places) > 1 else set()
-    return next(
-        (place for place in places if place not in tied and _may_lack_rows(sample, place, is_traced_with)), None
-    )
+    return next((place for place in places if _may_lack_rows(sample, place, is_traced_with)), None)
 
 
 def _may_lack_rows(sample: Sample, place: int, is_traced_with: Callable[[tuple[str, ...]], bool]) -> bool:

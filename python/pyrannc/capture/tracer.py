@@ -169,12 +169,7 @@ def trace(
 
 
 class Session:
-    """A trace of one call: the model, its tensors without data, and who answers for them.
-
-    Args:
-        own_rows: tensors of the arguments that have rows, and a symbol of their own for the number of them.
-        shape_env: of the sizes.
-    """
+    """A trace of one call: the model, its tensors without data, and who answers for them."""
 
     def __init__(
         self,
@@ -183,11 +178,8 @@ class Session:
         answers: Answering,
         outputs: Sequence[str | int] | None,
         free: Sequence[Collection[int]] | None = None,
-        own_rows: Collection[int] = (),
-        shape_env: BatchShapeEnv | None = None,
     ) -> None:
         self.sample = sample
-        self.own_rows = own_rows
         model, rows, per_row = sample.model, sample.rows, sample.per_row
         self.answers = answers
         self.outputs = outputs
@@ -216,7 +208,7 @@ class Session:
         batch = Batch(self.inputs, per_row, rows)
         own = self.tracker, sample_device, batch, answers.before
         self.oracle = Oracle(*own, assumes=answers.assumes, part_of_batch=answers.part_of_batch, apart=self.apart)
-        self.shape_env = BatchShapeEnv() if shape_env is None else shape_env
+        self.shape_env = BatchShapeEnv()
         self.shape_env.oracle = self.oracle
         self.shape_env.tracker = self.tracker
         self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True, export=True)
@@ -228,10 +220,7 @@ class Session:
         params = [self._fake(f"p{i}", tensor, 0) for i, tensor in enumerate(self.params.tensors)]
         buffers = [self._fake(f"b{i}", tensor, 0) for i, tensor in enumerate(self.buffers.tensors)]
         given = zip(self.real_inputs, self.sample.per_row, self.free, strict=True)
-        inputs = [
-            self._fake(f"x{i}", tensor, count, free, own_rows=i in self.own_rows)
-            for i, (tensor, count, free) in enumerate(given)
-        ]
+        inputs = [self._fake(f"x{i}", tensor, count, free) for i, (tensor, count, free) in enumerate(given)]
         counted = zip(inputs, self.sample.per_row, strict=True)
         batch = next((tensor.shape[0] // count for tensor, count in counted if count), None)
         self.symbol = expression(batch) if isinstance(batch, torch.SymInt) else None
@@ -279,15 +268,13 @@ class Session:
         trials = Trials(self.oracle, self.mode, self.sizes, self.apart)
         return [whole_call(self.sample.model, Part.of(text), trials) for text in self.leaf_paths]
 
-    def _fake(
-        self, name: str, tensor: Tensor, per_row: int, free: Collection[int] = (), *, own_rows: bool = False
-    ) -> Tensor:
+    def _fake(self, name: str, tensor: Tensor, per_row: int, free: Collection[int] = ()) -> Tensor:
         # torch would look at a gradient too, of which ranks may have parts.
         if id(tensor) in self.lone_slices or (tensor.is_leaf and isinstance(tensor.grad, Lacking)):
             own = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             fake = fake_of(self.mode, name, nn.Parameter(own, tensor.requires_grad), per_row)
         else:
-            fake = fake_of(self.mode, name, tensor, per_row, free, own_rows=own_rows)
+            fake = fake_of(self.mode, name, tensor, per_row, free)
         if fake.device == self.sample.device:
             return fake
         with self.mode:

@@ -108,13 +108,6 @@ class GraphFacts:
             first_use=_first_use(ops),
         )
 
-    @property
-    def unused_inputs(self) -> frozenset[int]:
-        """Places of the inputs that nothing is computed of, and that are not handed back."""
-        updates = {buffer.update for buffer in self.buffers}
-        used = {*self.first_use, *self.outputs, *updates}
-        return frozenset(place for place, value in enumerate(self.inputs) if value not in used)
-
     @cached_property
     def mutated_roots(self) -> frozenset[int]:
         """Values whose storage some Op changes in place, under their first name."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
-from types import FrameType
 from typing import Any
 
 import sympy
@@ -14,39 +12,27 @@ from torch._guards import SLoc
 from torch._subclasses import fake_tensor
 from torch.fx.experimental import symbolic_shapes
 
-from .operators import OpOverload
-
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 """Numbers of a trace that extents or data tell. Public: each of them."""
 
 
 def fake_of(
-    mode: fake_tensor.FakeTensorMode,
-    name: str,
-    tensor: Tensor,
-    per_row: int,
-    free: Collection[int] = (),
-    *,
-    own_rows: bool = False,
+    mode: fake_tensor.FakeTensorMode, name: str, tensor: Tensor, per_row: int, free: Collection[int] = ()
 ) -> Tensor:
     """``tensor`` without data, dimension 0 so many times a symbol. Public: ``torch.export.Dim`` and export.
 
     Args:
         free: the dimensions whose extents are symbols, too, the same one where they are equal.
-        own_rows: the symbol of dimension 0 is that of no other tensor.
     """
     if per_row > 1:
         later = [dim + 1 for dim in free]
-        rows = tensor.detach().unflatten(0, (-1, per_row))  # type: ignore[no-untyped-call]  # torch has no types for it
-        by_row = fake_of(mode, name, rows, 1, later, own_rows=own_rows)
+        by_row = fake_of(mode, name, tensor.detach().unflatten(0, (-1, per_row)), 1, later)  # type: ignore[no-untyped-call]  # torch has no types for it
         shape = (by_row.shape[0] * per_row, *by_row.shape[2:])
         with mode:
             made = torch.empty_strided(shape, by_row.stride()[1:], dtype=tensor.dtype, device=tensor.device)
             return made.requires_grad_(tensor.requires_grad)
     dynamic, static = symbolic_shapes.DimDynamic.DUCK, symbolic_shapes.DimDynamic.STATIC
     sizes = [dynamic if dim in free or (per_row and dim == 0) else static for dim in range(tensor.dim())]
-    if own_rows:
-        sizes[0] = symbolic_shapes.DimDynamic.DYNAMIC
     context: symbolic_shapes.StatelessSymbolicContext[Any, Any] = symbolic_shapes.StatelessSymbolicContext(
         dynamic_sizes=sizes
     )
@@ -68,15 +54,6 @@ class ShapeQuestions(symbolic_shapes.ShapeEnv):
 
     def granted(self, symbol: sympy.Symbol, size: sympy.Expr) -> None:
         """Sees an extent that data tell, and what an operator takes it for: something that no data tell."""
-
-    def tied(self, symbol: sympy.Symbol, size: sympy.Expr) -> None:
-        """Sees what an answer has left of a symbol: a number, or what it is of others."""
-
-    def _set_replacement(self, a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
-        """Puts something else in the place of a symbol; torch calls it."""
-        super()._set_replacement(a, tgt, msg)
-        if a in self.replacements:
-            self.tied(a, self.replacements[a])
 
     @property
     def conditions(self) -> list[sympy.Basic]:
@@ -126,15 +103,6 @@ class ShapeQuestions(symbolic_shapes.ShapeEnv):
             if not any(map(self.is_unbacked_symint, size.free_symbols)):
                 self.granted(symbol, size)
         return holds
-
-
-def asking_operator() -> OpOverload | None:
-    """The operator that asks something of sizes, within its question; None within one of other code. Public: none."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
-        frame = frame.f_back
-    found = None if frame is None else frame.f_locals.get("func")
-    return found if isinstance(found, OpOverload) else None
 
 
 def forget_new_sizes(mode: fake_tensor.FakeTensorMode) -> None:
