@@ -138,3 +138,32 @@ def test_models_are_left_as_they_were() -> None:
     arguments = torch.zeros(4, 3), torch.zeros(4, 3)
     assert first_that_may_lack_rows(_sample(model, arguments, 4, (1, 1)), [0]) is None
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def _asks_more(x: Tensor, other: Tensor) -> Tensor:
+    return x + (other.mean(0, keepdim=True) if x.shape[0] != other.shape[0] else other)
+
+
+def _asks_less(x: Tensor, other: Tensor) -> Tensor:
+    return x + (other.mean(0, keepdim=True) if x.shape[0] > other.shape[0] else other)
+
+
+def _tries(x: Tensor, other: Tensor) -> Tensor:
+    try:
+        return x + other
+    except RuntimeError:
+        return x + other.mean(0)
+
+
+@pytest.mark.parametrize("read", [_of_two, _asks_more, _asks_less, _tries, lambda x, other: x @ other.T])
+@pytest.mark.parametrize("per_row", [1, 2])
+def test_among_several_the_one_that_lacks_rows_is_found(read: Reading, per_row: int) -> None:
+    class Several(nn.Module):
+        def forward(self, x: Tensor, by_row: Tensor, other: Tensor, target: Tensor) -> Tensor:
+            x = x.unflatten(0, (-1, per_row)).sum(1) * by_row
+            return F.cross_entropy(read(x, other), target)
+
+    arguments = torch.zeros(4 * per_row, 3), torch.zeros(4, 3), torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
+    sample = _sample(Several(), arguments, 4, (per_row, 1, 1, 1))
+    assert first_that_may_lack_rows(sample, [0, 1, 2, 3]) == 2
+    assert first_that_may_lack_rows(sample, [0, 1, 3]) is None
