@@ -162,6 +162,9 @@ class WithRaNNC(Plain):
             os.environ["RANNC_PIPELINE_NUM"] = str(microbatches)
         if task.limit_gib:
             os.environ["RANNC_MEM_LIMIT_GB"] = str(task.limit_gib)
+        if task.precision == "bfloat16":
+            # As all others do; by default it sums in float32.
+            os.environ["RANNC_REDUCE_DTYPE"] = "param"
         os.environ.setdefault("RANNC_ENABLE_ZERO", "auto")
         module = task.module()
         optimizer = task.make_optimizer(module)

@@ -297,6 +297,30 @@ class Slots:
         self.factor = 1.0
 
 
+class PrivateSlots:
+    """Nobody else calls what stands in its slot by that name."""
+
+    __slots__ = ("__factor",)
+
+    def __init__(self) -> None:
+        self.set(1.0)
+
+    def set(self, factor: float) -> None:
+        self.__factor = factor
+
+    @property
+    def factor(self) -> float:
+        return self.__factor
+
+
+class SlotsAndMore(Slots):
+    """Has a dictionary beside slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = 1.0
+
+
 class Factor(Knob):
     """Can be called."""
 
@@ -323,6 +347,7 @@ class Reads(nn.Module):
         self.options: Any = {"of": [SimpleNamespace(factor=1.0)], "many": [1.0] * 100}
         self.queue = deque([1.0])
         self.slots, self.call, self.kind, self.knob = Slots(), Factor(), Factor, Knob()
+        self.private, self.both = PrivateSlots(), SlotsAndMore()
         self.apart = [nn.LeakyReLU(0.1)]
         self.leaf = nn.Tanh()
         self.layers = nn.ModuleList()
@@ -373,6 +398,10 @@ HERE = sys.modules[__name__]
         (lambda model, x: x * model.options["many"][0], lambda model, _: operator.setitem(model.options["many"], 0, 2)),
         (lambda model, x: x * model.queue[0], lambda model, _: operator.setitem(model.queue, 0, 2.0)),
         (lambda model, x: x * model.slots.factor, lambda model, _: setattr(model.slots, "factor", 2.0)),
+        (lambda model, x: x * model.private.factor, lambda model, _: model.private.set(2.0)),
+        (lambda model, x: x * model.both.factor, lambda model, _: setattr(model.both, "factor", 2.0)),
+        (lambda model, x: x * model.both.more, lambda model, _: setattr(model.both, "more", 2.0)),
+        (lambda model, x: x * model.both.more, lambda model, _: delattr(model.both, "factor")),
         (lambda model, x: model.call(x), lambda model, _: setattr(model.call, "factor", 2.0)),
         (lambda model, x: x * model.knob.factor, lambda model, _: setattr(model.knob, "factor", 2.0)),
         (lambda model, x: x * model.knob.factor, lambda _, patch: patch.setattr(Knob, "factor", 2.0)),

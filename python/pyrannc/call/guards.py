@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.capture import INTERNAL, PythonState, is_plain
-from pyrannc.capture.holdings import is_users_own, slots_of
+from pyrannc.capture.holdings import is_users_own, users_slots
 from pyrannc.capture.hooks import refuse_new_hooks
 from pyrannc.capture.torch_internals.modules import (
     hooks_of_all_calls,
@@ -204,10 +204,12 @@ class _Watched:
 
     def _look_into_object(self, value: Any, depth: int) -> None:
         is_class = isinstance(value, type)
-        own = {} if is_class else _attributes(value)
-        self.objects.append(own)
-        for name in list(own):
-            self._add(own, name, depth + 1)
+        own: set[str] = set()
+        for holder in [] if is_class else _holders(value):
+            self.objects.append(holder)
+            own.update(holder)
+            for name in list(holder):
+                self._add(holder, name, depth + 1)
         for kind in filter(is_users_own, value.__mro__ if is_class else type(value).__mro__):
             held = self._proxies.setdefault(kind, vars(kind))
             for name in held:
@@ -216,26 +218,33 @@ class _Watched:
 
 
 class _Slots(Mapping[str, Any]):
-    """The attributes of an object that has slots for them."""
+    """The attributes that an object has in slots."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
+        self._slots = dict(users_slots(type(owner)))
 
     def __getitem__(self, name: str) -> Any:
         try:
-            return getattr(self._owner, name)
+            return self._slots[name].__get__(self._owner)
         except AttributeError:
             raise KeyError(name) from None
 
     def __iter__(self) -> Iterator[str]:
-        return (name for kind in type(self._owner).__mro__ for name in slots_of(kind) if hasattr(self._owner, name))
+        return (name for name in self._slots if name in self)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
-def _attributes(value: Any) -> _Holder:
-    return vars(value) if hasattr(value, "__dict__") else _Slots(value)
+def _holders(value: Any) -> list[_Holder]:
+    """Where an object has its attributes."""
+    found: list[_Holder] = [vars(value)] if hasattr(value, "__dict__") else []
+    return [*found, _Slots(value)] if _has_slots(value) else found
+
+
+def _has_slots(value: Any) -> bool:
+    return any(True for _ in users_slots(type(value)))
 
 
 def _has_attributes(value: Any) -> bool:
@@ -245,7 +254,7 @@ def _has_attributes(value: Any) -> bool:
     if isinstance(value, (nn.Module, ModuleType, FunctionType)) or (callable(value) and not is_users_own(type(value))):
         return False
     if not isinstance(getattr(value, "__dict__", None), dict):
-        return any(map(slots_of, type(value).__mro__)) and is_users_own(type(value))
+        return _has_slots(value)
     return not type(value).__module__.startswith("torch")
 
 

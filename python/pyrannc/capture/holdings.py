@@ -18,6 +18,7 @@ from .torch_internals.tensors import version
 
 _MOST = 300_000
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
+_NO_SLOTS = ("__dict__", "__weakref__")
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 
 
@@ -91,16 +92,29 @@ def _inside(value: Any) -> list[Any]:
     if isinstance(value, type):
         return [*value.__bases__, *map(_held, vars(value).values())] if _is_own(_file(value)) else []
     if isinstance(value, nn.Module) or belongs_to_user(_file(type(value))):
-        slots = [name for kind in type(value).__mro__ for name in slots_of(kind)]
+        slots = [name for kind in type(value).__mro__ for name, _ in slots_of(kind)]
         own = [getattr(value, name) for name in slots if hasattr(value, name)]
         return [type(value), *getattr(value, "__dict__", {}).values(), *own]
     return [getattr(value, "__self__", None)]
 
 
-def slots_of(kind: type) -> tuple[str, ...]:
-    """Names of the attributes that objects of a class have slots for."""
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if not name.startswith("__"))
+def slots_of(kind: type) -> Iterator[tuple[str, Any]]:
+    """Names of the slots that a class adds, as it holds them, and what reads and sets them."""
+    names = vars(kind).get("__slots__", ())
+    for name in (names,) if isinstance(names, str) else names:
+        if name in _NO_SLOTS:
+            continue
+        is_private = name.startswith("__") and not name.endswith("__")
+        held = f"_{kind.__name__.lstrip('_')}{name}" if is_private else name
+        if hasattr(vars(kind).get(held), "__set__"):
+            yield held, vars(kind)[held]
+
+
+def users_slots(kind: type) -> Iterator[tuple[str, Any]]:
+    """Likewise, of all bases that are no package's."""
+    return (
+        slot for base in kind.__mro__ if "__slots__" in vars(base) and is_users_own(base) for slot in slots_of(base)
+    )
 
 
 def _held(item: Any) -> Any:

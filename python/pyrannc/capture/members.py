@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
-from .holdings import is_users_own
-
-_NO_SLOTS = ("__dict__", "__weakref__")
+from .holdings import is_users_own, slots_of, users_slots
 
 
 def has_members(item: Any) -> bool:
@@ -20,7 +18,7 @@ def has_members(item: Any) -> bool:
         return False
     if callable(item) and not is_users_own(type(item)):
         return False
-    return _dictionary(item) is not None or any(True for _ in _users_slots(type(item)))
+    return _dictionary(item) is not None or any(True for _ in users_slots(type(item)))
 
 
 def members(item: Any) -> dict[str, Any]:
@@ -28,7 +26,7 @@ def members(item: Any) -> dict[str, Any]:
     if not has_members(item):
         return {}
     found = dict(_dictionary(item) or {})
-    for name, slot in _users_slots(type(item)):
+    for name, slot in users_slots(type(item)):
         try:
             # As the class holds it: what the user's own ways to read it do is not wanted here.
             found[name] = slot.__get__(item)
@@ -40,7 +38,7 @@ def members(item: Any) -> dict[str, Any]:
 def fill_members(item: Any, contents: Mapping[str, Any]) -> None:
     """Leaves an object with these attributes and no others, past its own ways to set them: it may be frozen."""
     own = _dictionary(item)
-    slots = dict(_users_slots(type(item)))
+    slots = dict(users_slots(type(item)))
     for name in members(item).keys() - contents.keys():
         if name in slots:
             slots[name].__delete__(item)
@@ -66,7 +64,7 @@ def twin(item: Any) -> Any:
     if own is not None:
         own.update(_dictionary(item) or {})
     for kind in type(item).__mro__:
-        for _, slot in _slots(kind):
+        for _, slot in slots_of(kind):
             try:
                 slot.__set__(made, slot.__get__(item))
             except AttributeError:
@@ -81,19 +79,3 @@ def _dictionary(item: Any) -> dict[str, Any] | None:
         return None
     # A dict may be its own attributes.
     return own if isinstance(own, dict) and own is not item else None
-
-
-def _users_slots(kind: type) -> Iterator[tuple[str, Any]]:
-    return (slot for base in kind.__mro__ if "__slots__" in vars(base) and is_users_own(base) for slot in _slots(base))
-
-
-def _slots(kind: type) -> Iterator[tuple[str, Any]]:
-    """Names of the slots that a class adds, as it holds them, and what reads and sets them."""
-    names = vars(kind).get("__slots__", ())
-    for name in (names,) if isinstance(names, str) else names:
-        if name in _NO_SLOTS:
-            continue
-        is_private = name.startswith("__") and not name.endswith("__")
-        held = f"_{kind.__name__.lstrip('_')}{name}" if is_private else name
-        if hasattr(vars(kind).get(held), "__set__"):
-            yield held, vars(kind)[held]
