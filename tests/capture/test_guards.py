@@ -183,10 +183,23 @@ def test_forward_hooks_are_refused(register: Callable[[Any], Any]) -> None:
     handles[0].remove()
 
 
+class Slot:
+    """Counts where nobody else looks."""
+
+    __slots__ = ("__count",)
+
+    def __init__(self) -> None:
+        self.__count = 0
+
+    def step(self) -> None:
+        self.__count += 1
+
+
 class Counter:
     total = 0
 
     def __init__(self) -> None:
+        self.slot = Slot()
         self.inside: Any = {"a": [({"b": [{"c": [[]]}]},)]}
         self.queue: Any = deque([[0]])
         self.array = np.zeros(2)
@@ -210,11 +223,14 @@ class Counter:
     def next_number(self) -> None:
         next(self.numbers)
 
+    def in_private_slot(self) -> None:
+        self.slot.step()
+
 
 FAR: list[list[int]] = [[] for _ in range(100)]
 
 
-@pytest.mark.parametrize("count", ["deep", "far", "of_class", "in_queue", "in_array", "next_number"])
+@pytest.mark.parametrize("count", ["deep", "far", "of_class", "in_queue", "in_array", "next_number", "in_private_slot"])
 def test_forward_hooks_that_keep_something_deep_inside_are_refused(count: str) -> None:
     counter = Counter()
 
