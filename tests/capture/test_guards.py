@@ -329,12 +329,59 @@ class PrivateSlots:
         return self.__factor
 
 
+class SlotsAgain(Slots):
+    """Has another slot of the same name."""
+
+    __slots__ = ("factor",)
+
+
+OfPackage = type("OfPackage", (), {"__slots__": ("factor",), "__module__": "sympy.core.basic"})
+
+
+class SlotsOfPackage(OfPackage):  # type: ignore[valid-type,misc]  # it is made just before
+    """All that it has stands in the slot of a base from a package."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+
+class Checked:
+    """Stands in the place of a slot, which it reads and sets."""
+
+    def __init__(self, slot: Any) -> None:
+        self.slot = slot
+
+    def __get__(self, owner: Any, kind: type) -> Any:
+        return self.slot.__get__(owner, kind)
+
+    def __set__(self, owner: Any, value: float) -> None:
+        self.slot.__set__(owner, float(value))
+
+
+class CheckedSlots:
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+
+CheckedSlots.factor = Checked(CheckedSlots.factor)  # type: ignore[assignment,method-assign]  # as a library may do
+
+
 class SlotsAndMore(Slots):
     """Has a dictionary beside slots."""
 
     def __init__(self) -> None:
         super().__init__()
         self.more = 1.0
+
+
+class Replaced:
+    """Laid out like :class:`Slots`."""
+
+    __slots__ = ("factor",)
 
 
 class Factor(Knob):
@@ -345,11 +392,25 @@ class Factor(Knob):
 
 
 NUMBER, TENSOR, OBJECT, OWN = 1.0, torch.ones(2), SimpleNamespace(inner=SimpleNamespace(factor=1.0)), Knob()
+SLOTS = Slots()
 SCRIPT_STEPS = 0
 
 
 def by_function() -> float:
     return NUMBER
+
+
+class OwnSlots(nn.Module):
+    """A module with a slot."""
+
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
 
 
 class Reads(nn.Module):
@@ -363,7 +424,9 @@ class Reads(nn.Module):
         self.options: Any = {"of": [SimpleNamespace(factor=1.0)], "many": [1.0] * 100}
         self.queue = deque([1.0])
         self.slots, self.call, self.kind, self.knob = Slots(), Factor(), Factor, Knob()
-        self.private, self.both = PrivateSlots(), SlotsAndMore()
+        self.private, self.both, self.again = PrivateSlots(), SlotsAndMore(), SlotsAgain()
+        self.of_package, self.checked, self.other = SlotsOfPackage(), CheckedSlots(), Slots()
+        self.own = OwnSlots()
         self.apart = [nn.LeakyReLU(0.1)]
         self.leaf = nn.Tanh()
         self.layers = nn.ModuleList()
@@ -418,6 +481,12 @@ HERE = sys.modules[__name__]
         (lambda model, x: x * model.both.factor, lambda model, _: setattr(model.both, "factor", 2.0)),
         (lambda model, x: x * model.both.more, lambda model, _: setattr(model.both, "more", 2.0)),
         (lambda model, x: x * model.both.more, lambda model, _: delattr(model.both, "factor")),
+        (lambda model, x: x * model.again.factor, lambda model, _: setattr(model.again, "factor", 2.0)),
+        (lambda model, x: x * model.of_package.factor, lambda model, _: setattr(model.of_package, "factor", 2.0)),
+        (lambda model, x: x * model.checked.factor, lambda model, _: setattr(model.checked, "factor", 2.0)),
+        (lambda model, x: x * model.other.factor, lambda model, _: setattr(model.other, "__class__", Replaced)),
+        (lambda model, x: model.own(x), lambda model, _: setattr(model.own, "factor", 2.0)),
+        (lambda _, x: x * SLOTS.factor, lambda _, patch: patch.setattr(SLOTS, "factor", 2.0)),
         (lambda model, x: model.call(x), lambda model, _: setattr(model.call, "factor", 2.0)),
         (lambda model, x: x * model.knob.factor, lambda model, _: setattr(model.knob, "factor", 2.0)),
         (lambda model, x: x * model.knob.factor, lambda _, patch: patch.setattr(Knob, "factor", 2.0)),
@@ -439,3 +508,4 @@ def test_what_the_model_reads_is_seen_to_change(
     assert guards.hold()
     change(model, monkeypatch)
     assert not guards.hold()
+    guards.changed()

@@ -199,6 +199,12 @@ class Slots:
     __slots__ = ("factor", "made")
 
 
+class Again(Slots):
+    """Has other slots of the same names."""
+
+    __slots__ = ("factor", "made")
+
+
 class Frozen(Slots):
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value.clone())
@@ -346,7 +352,7 @@ def test_what_is_returned_may_be_what_was_given(kind: str, trains: bool, ranks: 
 
 
 HOLDERS: list[Callable[[], Any]] = [
-    Slots, Frozen, Private, Delegates, Called, SimpleNamespace, OwnDict, Mirrors, OwnList, Beside,
+    Slots, Again, Frozen, Private, Delegates, Called, SimpleNamespace, OwnDict, Mirrors, OwnList, Beside,
 ]  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.capture import INTERNAL, PythonState, is_plain
-from pyrannc.capture.holdings import is_users_own, users_slots
+from pyrannc.capture.holdings import Slots, is_users_own
 from pyrannc.capture.hooks import refuse_new_hooks
 from pyrannc.capture.torch_internals.modules import (
     hooks_of_all_calls,
@@ -158,6 +158,10 @@ class _Watched:
                 if holder[name] is None:
                     self._add(holder, name, 0)
                 return
+        for slots in Slots.of(module):
+            if name in slots:
+                self._add(slots, name, 0)
+                return
         for holder in (own, *registered):
             self.absent.setdefault(id(holder), (holder, set()))[1].add(name)
         for kind in type(module).__mro__:
@@ -217,34 +221,9 @@ class _Watched:
                     self._add(held, name, depth + 1)
 
 
-class _Slots(Mapping[str, Any]):
-    """The attributes that an object has in slots."""
-
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
-        self._slots = dict(users_slots(type(owner)))
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            return self._slots[name].__get__(self._owner)
-        except AttributeError:
-            raise KeyError(name) from None
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._slots if name in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
 def _holders(value: Any) -> list[_Holder]:
     """Where an object has its attributes."""
-    found: list[_Holder] = [vars(value)] if hasattr(value, "__dict__") else []
-    return [*found, _Slots(value)] if _has_slots(value) else found
-
-
-def _has_slots(value: Any) -> bool:
-    return any(True for _ in users_slots(type(value)))
+    return [*([vars(value)] if hasattr(value, "__dict__") else []), *Slots.of(value)]
 
 
 def _has_attributes(value: Any) -> bool:
@@ -254,7 +233,7 @@ def _has_attributes(value: Any) -> bool:
     if isinstance(value, (nn.Module, ModuleType, FunctionType)) or (callable(value) and not is_users_own(type(value))):
         return False
     if not isinstance(getattr(value, "__dict__", None), dict):
-        return _has_slots(value)
+        return bool(Slots.of(value)) and is_users_own(type(value))
     return not type(value).__module__.startswith("torch")
 
 

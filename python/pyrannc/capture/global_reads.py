@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from .holdings import Slots
 from .source import belongs_to_user
 
 GlobalRead: TypeAlias = tuple[Mapping[str, Any], str]
@@ -59,7 +60,8 @@ class GlobalReads:
         own = getattr(value, "__dict__", None)
         kinds = value.__mro__ if isinstance(value, type) else type(value).__mro__
         classes = [self._proxies.setdefault(kind, vars(kind)) for kind in kinds]
-        return [own, *classes] if isinstance(own, dict) else [*classes]
+        slots = [] if isinstance(value, (type, ModuleType)) else Slots.of(value)
+        return [*([own] if isinstance(own, dict) else []), *slots, *classes]
 
 
 def _may_change(value: Any) -> bool:

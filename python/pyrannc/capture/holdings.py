@@ -110,11 +110,45 @@ def slots_of(kind: type) -> Iterator[tuple[str, Any]]:
             yield held, vars(kind)[held]
 
 
-def users_slots(kind: type) -> Iterator[tuple[str, Any]]:
-    """Likewise, of all bases that are no package's."""
-    return (
-        slot for base in kind.__mro__ if "__slots__" in vars(base) and is_users_own(base) for slot in slots_of(base)
-    )
+def users_slots(kind: type, *, of_packages: bool = False) -> dict[str, Any]:
+    """What reads and sets the slots of a class and its bases, by name; of equal names that of the first class.
+
+    Args:
+        of_packages: of bases from packages, too, but for torch and the standard library.
+    """
+    found: dict[str, Any] = {}
+    for base in kind.__mro__:
+        if "__slots__" in vars(base) and (is_users_own(base) or (of_packages and belongs_to_user(_file(base)))):
+            for name, slot in slots_of(base):
+                found.setdefault(name, slot)
+    return found
+
+
+class Slots(Mapping[str, Any]):
+    """The attributes that an object has in slots; those that packages keep for themselves are left out."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+        slots = users_slots(type(owner), of_packages=True)
+        self._slots = {name: slot for name, slot in slots.items() if not name.startswith("__")}
+
+    @staticmethod
+    def of(owner: Any) -> list[Slots]:
+        """None where it has no slots."""
+        found = Slots(owner)
+        return [found] if found._slots else []
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return self._slots[name].__get__(self._owner, type(self._owner))
+        except Exception:  # nothing is there, or what stands in the slot's place says so in its own way
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._slots if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def _held(item: Any) -> Any:

@@ -18,7 +18,7 @@ def has_members(item: Any) -> bool:
         return False
     if callable(item) and not is_users_own(type(item)):
         return False
-    return _dictionary(item) is not None or any(True for _ in users_slots(type(item)))
+    return _dictionary(item) is not None or bool(users_slots(type(item)))
 
 
 def members(item: Any) -> dict[str, Any]:
@@ -26,10 +26,10 @@ def members(item: Any) -> dict[str, Any]:
     if not has_members(item):
         return {}
     found = dict(_dictionary(item) or {})
-    for name, slot in users_slots(type(item)):
+    for name, slot in users_slots(type(item)).items():
         try:
             # As the class holds it: what the user's own ways to read it do is not wanted here.
-            found[name] = slot.__get__(item)
+            found[name] = slot.__get__(item, type(item))
         except AttributeError:
             continue
     return found
@@ -38,7 +38,7 @@ def members(item: Any) -> dict[str, Any]:
 def fill_members(item: Any, contents: Mapping[str, Any]) -> None:
     """Leaves an object with these attributes and no others, past its own ways to set them: it may be frozen."""
     own = _dictionary(item)
-    slots = dict(users_slots(type(item)))
+    slots = users_slots(type(item))
     for name in members(item).keys() - contents.keys():
         if name in slots:
             slots[name].__delete__(item)
@@ -66,7 +66,7 @@ def twin(item: Any) -> Any:
     for kind in type(item).__mro__:
         for _, slot in slots_of(kind):
             try:
-                slot.__set__(made, slot.__get__(item))
+                slot.__set__(made, slot.__get__(item, type(item)))
             except AttributeError:
                 continue
     return made
