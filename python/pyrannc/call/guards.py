@@ -233,7 +233,7 @@ def _has_attributes(value: Any) -> bool:
     if isinstance(value, (nn.Module, ModuleType, FunctionType)) or (callable(value) and not is_users_own(type(value))):
         return False
     if not isinstance(getattr(value, "__dict__", None), dict):
-        return bool(Slots.of(value)) and is_users_own(type(value))
+        return bool(Slots.of(value))
     return not type(value).__module__.startswith("torch")
 
 

@@ -111,10 +111,10 @@ def slots_of(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def users_slots(kind: type, *, of_packages: bool = False) -> dict[str, Any]:
-    """What reads and sets the slots of a class and its bases, by name; of equal names that of the first class.
+    """What reads and sets the slots of a class and its bases that are the user's; of equal names that of the first.
 
     Args:
-        of_packages: of bases from packages, too, but for torch and the standard library.
+        of_packages: those of bases from packages, too, but for torch and the standard library.
     """
     found: dict[str, Any] = {}
     for base in kind.__mro__:
@@ -125,16 +125,16 @@ def users_slots(kind: type, *, of_packages: bool = False) -> dict[str, Any]:
 
 
 class Slots(Mapping[str, Any]):
-    """The attributes that an object has in slots; those that packages keep for themselves are left out."""
+    """The attributes that an object has in slots; those of packages' own classes are for these to keep."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
-        slots = users_slots(type(owner), of_packages=True)
+        slots = users_slots(type(owner), of_packages=is_users_own(type(owner)))
         self._slots = {name: slot for name, slot in slots.items() if not name.startswith("__")}
 
     @staticmethod
     def of(owner: Any) -> list[Slots]:
-        """None where it has no slots."""
+        """One, or none where its class has no slots."""
         found = Slots(owner)
         return [found] if found._slots else []
 
