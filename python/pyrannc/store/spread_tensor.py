@@ -91,7 +91,7 @@ def own_gradient(param: Tensor) -> Tensor | None:
 
 
 def own_gradients(params: Iterable[Tensor]) -> list[Tensor]:
-    """What this rank has of parameters' gradients, without those that have none."""
+    """What this rank has of parameters' gradients, where that is any element."""
     with DisableTorchFunctionSubclass():
         grads = [param.grad for param in params]
     own = [own_piece(grad) for grad in grads if grad is not None]

@@ -153,6 +153,36 @@ def argument_changed(job: Job) -> None:
     learn_around(job, Returns(Chain(), forward), lambda _: setattr(ARGUMENTS, "scale", 0.5))
 
 
+class _Slots:
+    """Has a private slot alone."""
+
+    __slots__ = ("__scale",)
+
+    def set(self, scale: float) -> None:
+        self.__scale = scale
+
+    def of(self, y: Tensor) -> Tensor:
+        return y * self.__scale
+
+
+SLOTS = _Slots()
+
+
+@equal()
+def slots_changed(job: Job) -> None:
+    """Numbers in slots that the model reads are changed, of a global object and of one that it has."""
+    net = Returns(Chain(), lambda y, target: F.mse_loss(net.slots.of(SLOTS.of(y)), target))
+    net.slots = _Slots()
+    for scaled in (net.slots, SLOTS):
+        scaled.set(1.0)
+
+    def change(_: object) -> None:
+        net.slots.set(0.5)
+        SLOTS.set(0.25)
+
+    learn_around(job, net, change)
+
+
 @equal()
 def steps_counted(job: Job) -> None:
     """The function that trains counts its steps in a global number."""
