@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from operator import getitem
 from random import random as drawn_by_name
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from pyrannc.capture import Captured, capture
 from pyrannc.capture.chance import alike_draws, other_states, torch_draws, trial_draws
+from pyrannc.capture.ops import draws_random_numbers
 from pyrannc.errors import CaptureError
 
 RNG = random.Random(0)
@@ -531,3 +533,18 @@ def test_a_default_generator_of_another_thread_is_not_the_models() -> None:
         return self.other(x)
 
     assert not captured(model_of(run)).kept_whole
+
+
+def test_backwards_of_attention_draw_what_their_forwards_have_drawn() -> None:
+    graph, aten = fx.Graph(), torch.ops.aten
+    q, k, v, grad = (graph.placeholder(name) for name in "qkvg")
+    forward = graph.call_function(
+        aten._scaled_dot_product_efficient_attention.default, (q, k, v, None, True), {"dropout_p": 0.1}
+    )
+    out, logsumexp, seed, offset = (graph.call_function(getitem, (forward, place)) for place in range(4))
+    backward = graph.call_function(
+        aten._scaled_dot_product_efficient_attention_backward.default,
+        (grad, q, k, v, None, out, logsumexp, seed, offset, 0.1, [True, True, True, False]),
+    )
+    assert draws_random_numbers(forward)
+    assert not draws_random_numbers(backward)

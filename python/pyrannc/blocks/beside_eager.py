@@ -14,6 +14,8 @@ from pyrannc.blocks.compiled import SpanCode
 from pyrannc.blocks.form import Meta
 from pyrannc.blocks.joint import results_of
 from pyrannc.capture.chance import torch_draws
+from pyrannc.capture.operands import arguments
+from pyrannc.capture.ops import draws_random_numbers
 from pyrannc.capture.torch_internals.devices import all_digits
 
 _MOST = 2.0
@@ -110,22 +112,33 @@ def _names(code: SpanCode) -> list[str]:
 
 
 class _Exact(fx.Interpreter):
-    """Runs a graph in float64 whatever its types, and operators that do not know it in their own, with all digits."""
+    """Runs a graph in float64 whatever its types, with all digits; in their own types operators that do not know it, and
+    those that draw, which would draw others."""
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":
             return super().run_node(n)
+        if draws_random_numbers(n):
+            return self._run_in_own_type(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         try:
             return self.call_function(n.target, map_aggregate(args, _widened), map_aggregate(kwargs, _widened))
         except Exception:  # what a kernel raises for a type that it does not know
-            own: Any = [map_arg(found, self._in_own_type) for found in (n.args, n.kwargs)]
-            return self.call_function(n.target, *own)
+            return self._run_in_own_type(n)
+
+    def _run_in_own_type(self, n: fx.Node) -> Any:
+        own: Any = [map_arg(found, self._in_own_type) for found in (n.args, n.kwargs)]
+        return self.call_function(n.target, *own)
 
     def _in_own_type(self, node: fx.Node) -> Any:
         found = self.env[node]
         is_float = isinstance(found, Tensor) and found.is_floating_point()
         return found.to(node.meta["val"].dtype) if is_float else found
+
+
+def _draws_by_values(node: fx.Node) -> bool:
+    """True for an operator that draws other numbers for other values, as attention with dropout does not."""
+    return draws_random_numbers(node) and "dropout_p" not in arguments(node)
 
 
 def _widened(item: Any) -> Any:
@@ -135,15 +148,15 @@ def _widened(item: Any) -> Any:
 
 
 def _exact(code: SpanCode, takes: Sequence[Tensor], seeds: Sequence[Tensor]) -> Sequence[Tensor] | None:
-    """What :func:`_outcome` is in float64; None where that cannot be had: a kernel draws by itself, or memory lacks.
+    """What :func:`_outcome` is in float64; None where that cannot be had: memory lacks, or what is drawn hangs on roundings.
 
     What has failed holds its tensors as long as its exception lives, which is no longer than this runs.
     """
-    if code.joint.lifted.placed:
+    if any(map(_draws_by_values, code.joint.joint.graph.nodes)):
         return None
     _place(code)
-    drawn = code.joint.lifted.draw(code.randomness, _numbers(code))
-    with torch.no_grad(), all_digits():
+    with code.randomness.borrowed(), torch.no_grad(), all_digits():
+        drawn = code.joint.lifted.draw(code.randomness, _numbers(code))
         try:
             arguments = [_widened(tensor) for tensor in (*takes, *drawn, *seeds)]
             found: Sequence[Tensor] = _Exact(code.joint.joint).run(*arguments)

@@ -116,7 +116,8 @@ def draws_random_numbers(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     named = arguments(node)
-    if any(named.get(flag) is False for flag in _TRAINING_FLAGS):
+    # Backwards of attention are told what their forwards have drawn.
+    if "philox_seed" in named or any(named.get(flag) is False for flag in _TRAINING_FLAGS):
         return False
     probabilities = [named[name] for name in _DROPOUT_PROBABILITY if name in named]
     is_dropout = "dropout" in schema(node.target).name or "dropout_p" in named or "dropout" in named

@@ -67,9 +67,10 @@ def ensure_process_group() -> Process:
         RaNNCError: This host has fewer CUDA devices than processes.
     """
     global _state
+    joined = _joined()
+    if joined is not None:
+        return joined
     default_group = dist.group.WORLD if dist.is_initialized() else None
-    if _state is not None and default_group is _state.default_group:
-        return _state.process
     start_s = time.monotonic()
     launch = detect_launch()
     log.configure(launch.rank if default_group is None else dist.get_rank())
@@ -92,6 +93,11 @@ def ensure_process_group() -> Process:
     return process
 
 
+def _joined() -> Process | None:
+    """This process as it has joined the others, None where it has not, or where their default group is another by now."""
+    return _state.process if _state is not None and dist.group.WORLD is _state.default_group else None
+
+
 def control() -> dist.ProcessGroup:
     """Return the Gloo group of all ranks, for exchange between hosts' memories. Joins the others if need be."""
     return ensure_process_group().control
@@ -104,11 +110,17 @@ def world() -> dist.ProcessGroup:
 
 def get_rank() -> int:
     """Return this process's rank. Does not join the others."""
+    joined = _joined()
+    if joined is not None:
+        return joined.rank
     return dist.get_rank() if dist.is_initialized() else detect_launch().rank
 
 
 def get_world_size() -> int:
     """Return the number of processes. Does not join the others."""
+    joined = _joined()
+    if joined is not None:
+        return joined.world_size
     return dist.get_world_size() if dist.is_initialized() else detect_launch().world_size
 
 

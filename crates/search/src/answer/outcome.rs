@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use super::assemble::Assembly;
 use super::count::plans;
-use super::simplest::{ESTIMATED_ERROR, MEASURED_ERROR, PassedOver, dividing_less, is_simpler, leaner};
+use super::simplest::{ESTIMATED_ERROR, MEASURED_ERROR, PassedOver, as_fast_us, dividing_less, is_simpler, leaner};
 use crate::error::SearchError;
 use crate::price::{Beside, Model, Pricing, RankOrder, Saver};
 use crate::settings::{Savers, Settings};
@@ -291,7 +291,7 @@ impl<'a> Planner<'a> {
         let order = self.solver(self.settings).order(division.case);
         let less = dividing_less(&pricing, order, &division, self.error());
         let divided = self.assemble(self.settings, &less, lower_bound_us);
-        let divided = divided.filter(|divided| divided.predicted.step_us < limit_us);
+        let divided = divided.filter(|divided| divided.predicted.step_us < as_fast_us(limit_us));
         divided.map_or((division, plan), |divided| (less, divided))
     }
 
