@@ -43,7 +43,7 @@ def difference(code: SpanCode, device: torch.device) -> str | None:
     """
     with torch_draws(0, device), torch.enable_grad():
         takes = [_made_up(meta, device) for meta in code.form.takes]
-        seeds = [_made_up(code.joint.made[place], device) for place in code.joint.wanted]
+        seeds = [_made_up(code.ends.made[place], device) for place in code.ends.wanted]
         ours = _outcome(code, takes, seeds, compiled=True)
         plain = _outcome(code, takes, seeds, compiled=False)
         exact = _exact(code, takes, seeds)
@@ -80,8 +80,8 @@ def _numbers(code: SpanCode) -> list[int]:
 
 def _outcome(code: SpanCode, takes: Sequence[Tensor], seeds: Sequence[Tensor], *, compiled: bool) -> list[Tensor]:
     """What is given, new contents of what is changed, and gradients."""
-    form, joint, randomness = code.form, code.joint, code.randomness
-    changed = set(joint.changed)
+    form, ends, randomness = code.form, code.ends, code.randomness
+    changed = set(ends.changed)
     leaves = [
         (tensor.clone() if place in changed else tensor.detach()).requires_grad_(meta.requires_grad)
         for place, (tensor, meta) in enumerate(zip(takes, form.takes, strict=True))
@@ -90,24 +90,24 @@ def _outcome(code: SpanCode, takes: Sequence[Tensor], seeds: Sequence[Tensor], *
     with randomness.borrowed(), torch.set_grad_enabled(form.trains):
         found = code(_numbers(code), leaves, set()) if compiled else code.plain(form.rows, *_numbers(code), *leaves)
     results = results_of(found)
-    made = [result for result, item in zip(results, joint.given, strict=True) if not item.taken]
+    made = [result for result, item in zip(results, ends.given, strict=True) if not item.taken]
     grads: Sequence[Tensor | None] = ()
     if seeds:
-        sources = [leaves[place] for place in joint.differentiated]
-        grads = torch.autograd.grad([made[place] for place in joint.wanted], sources, seeds, allow_unused=True)
+        sources = [leaves[place] for place in ends.differentiated]
+        grads = torch.autograd.grad([made[place] for place in ends.wanted], sources, seeds, allow_unused=True)
     found_grads = [
         torch.zeros_like(takes[place]) if grad is None else grad
-        for place, grad in zip(joint.differentiated, grads, strict=bool(seeds))
+        for place, grad in zip(ends.differentiated, grads, strict=bool(seeds))
     ]
-    return [*(tensor.detach() for tensor in made), *(leaves[place] for place in joint.changed), *found_grads]
+    return [*(tensor.detach() for tensor in made), *(leaves[place] for place in ends.changed), *found_grads]
 
 
 def _names(code: SpanCode) -> list[str]:
-    joint = code.joint
+    ends = code.ends
     return [
-        *(f"result {place}" for place in range(len(joint.made))),
-        *(f"the new contents of argument {place}" for place in joint.changed),
-        *(f"the gradient of argument {place}" for place in joint.differentiated),
+        *(f"result {place}" for place in range(len(ends.made))),
+        *(f"the new contents of argument {place}" for place in ends.changed),
+        *(f"the gradient of argument {place}" for place in ends.differentiated),
     ]
 
 
@@ -152,14 +152,15 @@ def _exact(code: SpanCode, takes: Sequence[Tensor], seeds: Sequence[Tensor]) -> 
 
     What has failed holds its tensors as long as its exception lives, which is no longer than this runs.
     """
-    if any(map(_draws_by_values, code.joint.joint.graph.nodes)):
+    assert code.whole is not None, "it was compiled just now"
+    if any(map(_draws_by_values, code.whole.graph.nodes)):
         return None
     _place(code)
     with code.randomness.borrowed(), torch.no_grad(), all_digits():
-        drawn = code.joint.lifted.draw(code.randomness, _numbers(code))
+        drawn = code.lifted.draw(code.randomness, _numbers(code))
         try:
             arguments = [_widened(tensor) for tensor in (*takes, *drawn, *seeds)]
-            found: Sequence[Tensor] = _Exact(code.joint.joint).run(*arguments)
+            found: Sequence[Tensor] = _Exact(code.whole).run(*arguments)
         except Exception:  # whatever an operator raises that does not know float64
             return None
         return list(found)

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from pyrannc.blocks.backward_parts import BackwardParts, in_parts
 from pyrannc.blocks.form import Form, Meta
 from pyrannc.blocks.graphs import lay_out
-from pyrannc.blocks.joint import Joint, results_of
+from pyrannc.blocks.joint import Ends, Joint, results_of
 from pyrannc.blocks.later import Later, LaterNode, token
+from pyrannc.blocks.lifted import Lifted
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture.torch_internals.compiler import compiled_by_inductor
 
@@ -36,7 +37,7 @@ def _compiled_backward(
     if joint.backward is None:
         return None
     lay_out(joint.backward, strides, joint.mode)
-    parts = in_parts(joint.backward, joint.differentiated, form.may_wait, joint.mode)
+    parts = in_parts(joint.backward, joint.ends.differentiated, form.may_wait, joint.mode)
     first, left = compiled_by_inductor(parts.first, len(parts.early), joint.mode, "backward", device)
     second = None
     if parts.second is not None:
@@ -51,18 +52,22 @@ class SpanCode:
 
     Attributes:
         form: what it is compiled for.
-        joint: what it was compiled from, without graphs.
+        ends: what goes in and comes out.
+        lifted: what is drawn.
+        whole: forward and backward as one graph, from which it was compiled just now; None for code of a former start.
         plain: the function that it stands for, given rows, numbers of Ops, and what the Span takes.
         numbers: how many Ops draw.
     """
 
     form: Form
-    joint: Joint
+    ends: Ends
+    lifted: Lifted
     forward: Kernels
     backward: BackwardParts[Kernels] | None
     plain: Callable[..., Any]
     numbers: int
     randomness: Randomness
+    whole: fx.GraphModule | None = None
 
     @staticmethod
     def compile(joint: Joint, form: Form, plain: Callable[..., Any], numbers: int, randomness: Randomness) -> SpanCode:
@@ -71,11 +76,12 @@ class SpanCode:
         Raises:
             Exception: the compiler cannot.
         """
-        made = len(joint.made)
+        made = len(joint.ends.made)
         kind, device = "whole" if joint.backward is None else "forward", randomness.device
         forward, strides = compiled_by_inductor(joint.forward, made, joint.mode, kind, device)
-        backward = _compiled_backward(joint, form, strides[made + len(joint.changed) :], device)
-        return SpanCode(form, joint, forward, backward, plain, numbers, randomness)
+        backward = _compiled_backward(joint, form, strides[made + len(joint.ends.changed) :], device)
+        whole = joint.whole
+        return SpanCode(form, joint.ends, joint.lifted, forward, backward, plain, numbers, randomness, whole)
 
     def __call__(self, numbers: Sequence[int], takes: Sequence[Tensor], came: set[tuple[bool, ...]]) -> Any:
         """What the Span gives: one Value by itself, others as a tuple.
@@ -84,20 +90,20 @@ class SpanCode:
             numbers: of the Ops that draw.
             came: backwards with other gradients than expected say here which came, by what is made.
         """
-        joint = self.joint
-        drawn = joint.lifted.draw(self.randomness, numbers)
+        ends = self.ends
+        drawn = self.lifted.draw(self.randomness, numbers)
         if self.backward is None:
             with torch.no_grad():
                 results = self.forward([*takes, *drawn])
         else:
             later, waits, tensors = self._set_late_apart(self.backward.late, takes)
             results = _SpanNode.apply(self, came, later, waits, *tensors, *drawn)  # type: ignore[no-untyped-call]  # torch has no types for it
-        made = len(joint.made)
-        if joint.changed:
+        made = len(ends.made)
+        if ends.changed:
             with torch.no_grad():
-                for place, contents in zip(joint.changed, results[made:], strict=False):
+                for place, contents in zip(ends.changed, results[made:], strict=False):
                     takes[place].copy_(contents)
-        given = [takes[item.place] if item.taken else results[item.place] for item in joint.given]
+        given = [takes[item.place] if item.taken else results[item.place] for item in ends.given]
         return given[0] if len(given) == 1 else tuple(given)
 
     @staticmethod
@@ -116,19 +122,19 @@ class SpanCode:
 
     def is_recomputed_for(self, wanted: Sequence[bool]) -> bool:
         """True for a backward with other gradients than it was compiled for."""
-        return tuple(place for place, came in enumerate(wanted) if came) != self.joint.wanted
+        return tuple(place for place, came in enumerate(wanted) if came) != self.ends.wanted
 
     def recompute(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of what came in, by the function itself; a backward took other gradients than expected."""
-        joint, form = self.joint, self.form
+        form = self.form
         count = len(form.takes)
         leaves = [
             tensor.detach().requires_grad_(meta.requires_grad)
             for tensor, meta in zip(tensors[:count], form.takes, strict=True)
         ]
-        with torch.enable_grad(), joint.lifted.given(self.randomness, tensors[count:]):
+        with torch.enable_grad(), self.lifted.given(self.randomness, tensors[count:]):
             results = results_of(self.plain(form.rows, *range(self.numbers), *leaves))
-            made = [result for result, item in zip(results, joint.given, strict=True) if not item.taken]
+            made = [result for result, item in zip(results, self.ends.given, strict=True) if not item.taken]
         pairs = [(root, grad) for root, grad in zip(made, grads, strict=True) if grad is not None]
         sources = [leaf for leaf in leaves if leaf.requires_grad]
         found = torch.autograd.grad(
@@ -140,8 +146,8 @@ class SpanCode:
     @property
     def may_be_recomputed(self) -> bool:
         """True when a backward may come with other gradients than it was compiled for."""
-        able = [place for place, meta in enumerate(self.joint.made) if meta.requires_grad]
-        return able != list(self.joint.wanted) or len(able) > 1
+        able = [place for place, meta in enumerate(self.ends.made) if meta.requires_grad]
+        return able != list(self.ends.wanted) or len(able) > 1
 
 
 class _SpanNode(Function):
@@ -152,22 +158,22 @@ class _SpanNode(Function):
         ctx: Any, code: SpanCode, came: set[tuple[bool, ...]], later: Later | None, _: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         results = tuple(code.forward(list(tensors)))
-        joint = code.joint
-        given = len(joint.made) + len(joint.changed)
+        ends = code.ends
+        given = len(ends.made) + len(ends.changed)
         made, kept = results[:given], results[given:]
         ctx.set_materialize_grads(False)
         ctx.code, ctx.came, ctx.later, ctx.kept, ctx.count = code, came, later, len(kept), len(tensors)
         ctx.save_for_backward(*kept, *(tensors if code.may_be_recomputed else ()))
-        without = [tensor for tensor, meta in zip(made, joint.made, strict=False) if not meta.requires_grad]
-        ctx.mark_non_differentiable(*without, *made[len(joint.made) :])
+        without = [tensor for tensor, meta in zip(made, ends.made, strict=False) if not meta.requires_grad]
+        ctx.mark_non_differentiable(*without, *made[len(ends.made) :])
         return made
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         code, later = ctx.code, ctx.later
-        joint: Joint = code.joint
-        grads, saved = grads[: len(joint.made)], ctx.saved_tensors
+        ends: Ends = code.ends
+        grads, saved = grads[: len(ends.made)], ctx.saved_tensors
         came = tuple(grad is not None for grad in grads)
         if not any(came):
             if later is not None:
@@ -180,7 +186,7 @@ class _SpanNode(Function):
                 late = [found[place] for place in code.backward.late]
                 later.compute = lambda: late
         else:
-            kept = [*saved[: ctx.kept], *(_laid_out(grads[place], joint.made[place]) for place in joint.wanted)]
+            kept = [*saved[: ctx.kept], *(_laid_out(grads[place], ends.made[place]) for place in ends.wanted)]
             del saved, grads
             # What is kept goes as the kernels have read it, unless the graph stays.
             ctx.maybe_clear_saved_tensors()

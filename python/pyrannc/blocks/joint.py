@@ -41,6 +41,25 @@ class Given:
 
 
 @dataclass(frozen=True)
+class Ends:
+    """What goes into a form's forward and backward, and what comes out of them.
+
+    Attributes:
+        given: by result of the function.
+        made: the results that the forward makes.
+        changed: by place of what comes in, what is changed.
+        wanted: places of the made results that a gradient comes back for.
+        differentiated: places of what comes in that gets gradients.
+    """
+
+    given: tuple[Given, ...]
+    made: tuple[Meta, ...]
+    changed: tuple[int, ...]
+    wanted: tuple[int, ...]
+    differentiated: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Joint:
     """Forward and backward of a form.
 
@@ -48,26 +67,17 @@ class Joint:
         mode: of the tensors in the graphs.
         forward: takes what the Span takes, then what is drawn; gives what is made, new contents of what is changed, and
             what is kept for the backward.
-        backward: takes what is kept, then gradients of what is wanted; gives those of ``differentiated``. None
+        backward: takes what is kept, then gradients of what is wanted; gives those of what is differentiated. None
             without a backward.
-        joint: both in one, before they are parted: what came in and the gradients to results and gradients.
-        given: by result of the function.
-        made: how many results the forward makes.
-        changed: by place of what comes in, what is changed.
-        wanted: places of the made results that a gradient comes back for.
-        differentiated: places of what comes in that gets gradients.
+        whole: both in one, before they are parted: what came in and the gradients to results and gradients.
         lifted: what is drawn.
     """
 
     mode: FakeTensorMode
     forward: fx.GraphModule
     backward: fx.GraphModule | None
-    joint: fx.GraphModule
-    given: tuple[Given, ...]
-    made: tuple[Meta, ...]
-    changed: tuple[int, ...]
-    wanted: tuple[int, ...]
-    differentiated: tuple[int, ...]
+    whole: fx.GraphModule
+    ends: Ends
     lifted: Lifted
 
 
@@ -140,16 +150,19 @@ def trace(
     if trains:
         forward, backward = parted(copied(graph), results, mode)
         keep_arguments_whole(forward, backward, results)
-    return Joint(
-        mode=mode,
-        forward=forward if trains else graph,
-        backward=backward if trains else None,
-        joint=graph,
+    ends = Ends(
         given=tuple(tracing.given),
         made=tuple(given.meta for given in tracing.given if not given.taken),
         changed=tuple(changed),
         wanted=tuple(tracing.given[place].place for place in roots) if trains else (),
         differentiated=tuple(tracing.differentiated) if trains else (),
+    )
+    return Joint(
+        mode=mode,
+        forward=forward if trains else graph,
+        backward=backward if trains else None,
+        whole=graph,
+        ends=ends,
         lifted=seen.lifted,
     )
 

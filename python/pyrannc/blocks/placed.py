@@ -78,7 +78,7 @@ class PlacedSpan:
         fitted = self.fitted.get(key)
         if fitted is None:
             return None
-        form, given = fitted.code.form, fitted.code.joint.given
+        form, given = fitted.code.form, fitted.code.ends.given
         if len(fitted.came) == 1:
             (came,) = fitted.came
             wanted = tuple(item.taken or came[item.place] for item in given)

@@ -17,5 +17,7 @@ mod upgrade;
 
 pub use outcome::{Gain, Outcome, SearchReport, plan, plan_until};
 pub use plan_costs::{PlanCosts, Undivided, check_plan};
+#[cfg(test)]
+pub(crate) use simplest::HOST_US;
 pub use simplest::PassedOver;
 pub use upgrade::upgrade;

@@ -4,7 +4,7 @@ use rannc_cost::Cluster;
 use rannc_ir::testing::mlp;
 use rannc_plan::{BUCKET_BYTES, Plan, ScheduleKind, Sharding, full_bytes};
 
-use crate::answer::plan;
+use crate::answer::{HOST_US, plan};
 use crate::chain::Chain;
 use crate::chain::spec::{BlockSpec, ChainSpec, StateSpec};
 use crate::price::{Priced, Pricing, Problem, RankOrder, Saver};
@@ -140,11 +140,15 @@ fn collectives_happen_as_often_as_each_level_says() {
 }
 
 fn planned(savers: Savers, memory_mib: Option<u64>) -> Plan {
+    planned_of(2048, savers, memory_mib)
+}
+
+fn planned_of(width: i64, savers: Savers, memory_mib: Option<u64>) -> Plan {
     let mut cluster = Cluster::preset("H200", 1, 4).expect("devices");
     cluster.kinds[0].framework_bytes = 0;
     let memory_limit_bytes = memory_mib.map(|mib| mib << 20);
     let settings = Settings { world_size: 4, batch_rows: 64, memory_limit_bytes, savers, ..Settings::default() };
-    plan(&mlp(12, 2048), &cluster, &[], &settings).expect("it fits").plan
+    plan(&mlp(12, width), &cluster, &[], &settings).expect("it fits").plan
 }
 
 #[test]
@@ -169,6 +173,16 @@ fn replicas_divide_no_more_than_serves() {
     // With one microbatch half of an all-reduce is saved; parameters would be gathered twice.
     assert!(levels(&free) <= Some(Sharding::Gradients), "{:?}", levels(&free));
     assert!(levels(&tight) >= levels(&free));
-    // Among Stages, the objective tells steps to so much.
-    assert!(tight.predicted.step_us >= 0.98 * free.predicted.step_us);
+    // Among Stages, the objective tells steps to so much; what is shorter than the host's part lasts as long as that.
+    let lasts_us = |plan: &Plan| plan.predicted.step_us.max(HOST_US);
+    assert!(lasts_us(&tight) >= 0.98 * lasts_us(&free));
+}
+
+#[test]
+fn nothing_is_divided_to_save_what_the_host_takes_anyway() {
+    let savers = Savers { sharding: Sharding::Params, ..Savers::default() };
+    let (short, long) = (planned(savers, None), planned_of(8192, savers, None));
+    assert!(short.predicted.step_us < HOST_US && long.predicted.step_us > HOST_US);
+    assert!(short.stages.iter().all(|stage| stage.sharding == Sharding::None));
+    assert!(long.stages.iter().any(|stage| stage.sharding > Sharding::None));
 }
