@@ -67,7 +67,7 @@ class Stage:
 
     def compile(self, folder: Path) -> dict[int, Meta]:
         """Compiles all Spans; what they give, by Value."""
-        compiler = Compiler(CPU, folder)
+        compiler = Compiler(CPU, folder, lambda: ())
         known = {value: Meta.of(tensor) for value, tensor in self.tensors.items()}
         tasks = compiler.tasks(self.code, self.facts, ROWS, known, None, trains=True)
         assert {compiler.compile(task, self.code) for task in tasks} == {None}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,7 +24,7 @@ from pyrannc.job import agree, phases, process
 from pyrannc.log import get_logger
 from pyrannc.profile.block import BlockSource
 from pyrannc.profile.cache import ProfileCache, default_folder, write_atomically
-from pyrannc.profile.conditions import device_name, uses_tf32
+from pyrannc.profile.conditions import Conditions, conditions, device_name, uses_tf32
 from pyrannc.profile.profiler import Runs, Subject, profile, row_counts
 
 _log = get_logger("DPStaging")
@@ -270,10 +271,16 @@ def compiled_folder(config: Config) -> Path | None:
     return (Path(config.profile_cache_dir) if config.profile_cache_dir else default_folder()) / "compiled"
 
 
+def conditions_of_code(device: torch.device, config: Config) -> Callable[[], Conditions]:
+    """What compiled code depends on beside what it computes, as it is when it is asked for."""
+    return partial(conditions, device, fused_dropout=config.fused_dropout, compiled=True)
+
+
 def _subject(request: Request, cluster: Cluster, hosts: Sequence[str]) -> Subject:
     variant, world_size = request.variant, process.get_world_size()
     compiles = request.config.compiles_on(request.device.type)
-    compiler = Compiler(request.device, compiled_folder(request.config)) if compiles else None
+    folder, own = compiled_folder(request.config), conditions_of_code(request.device, request.config)
+    compiler = Compiler(request.device, folder, own) if compiles else None
 
     def runs(blocks: Blocks) -> Runs:
         parts = Parts.from_json(blocks.partition_json())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -121,6 +122,48 @@ def test_mode_of_known_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert counters["inductor"]["fxgraph_cache_hit"] == start
     with compiler.mode_of_known_sizes(), pytest.raises(RuntimeError):
         torch.ones(3).nonzero()
+
+
+def compiled_and_kept() -> str:
+    graph, mode = joint_graph(compiler.mode_of_known_sizes())
+    code, _ = compiler.compiled_by_inductor(graph, 3, mode, "whole", CPU)
+    key = compiler.key_of_kernels(code)
+    assert key is not None
+    return key
+
+
+def test_key_of_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    assert compiled_and_kept() == compiled_and_kept()
+    assert compiler.key_of_kernels(joint) is None
+
+
+def test_kept_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    key = compiled_and_kept()
+    for backward in (False, True):
+        code = compiler.kept_kernels(key, backward=backward)
+        assert code is not None
+        arguments = [torch.randn(3, 4), torch.randn(4, 4), torch.randn(3, 4)]
+        given = list(arguments)
+        for mine, right in zip(code(given), joint(*arguments), strict=True):
+            torch.testing.assert_close(mine, right)
+        assert given == []
+        assert compiler.key_of_kernels(code) == key
+    shutil.rmtree(tmp_path / "fxgraph")
+    assert compiler.kept_kernels(key, backward=False) is None
+
+
+def test_state_of_compiler() -> None:
+    from torch._functorch import config as partitioning
+    from torch._inductor import config
+
+    state = compiler.state_of_compiler()
+    assert compiler.state_of_compiler() == state
+    for changed_config, name in ((config, "max_fusion_size"), (partitioning, "activation_memory_budget")):
+        with changed_config.patch({name: 0.5 if name.endswith("budget") else 3}):
+            assert compiler.state_of_compiler() != state
+    assert compiler.state_of_compiler() == state
 
 
 def test_start_compiling_processes() -> None:

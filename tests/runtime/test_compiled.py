@@ -252,12 +252,14 @@ class Drawing(nn.Module):
         return x.tanh()
 
 
-def compiled(model: nn.Module, x: Tensor, folder: str, *, in_parts: bool = False) -> tuple[Stage, list[str | None]]:
+def compiled(
+    model: nn.Module, x: Tensor, folder: str, *, in_parts: bool = False, conditions: str = ""
+) -> tuple[Stage, list[str | None]]:
     captured, facts, part = captured_part(model, x)
     code = StageCode(captured, facts, part, CPU, Randomness(CPU))
     params: dict[int, Tensor] = {param.value: model.get_parameter(param.names[0]) for param in facts.params}
     known = {value: Meta.of(tensor) for value, tensor in {**params, facts.inputs[0]: x}.items()}
-    compiler = Compiler(CPU, Path(folder))
+    compiler = Compiler(CPU, Path(folder), lambda: conditions)
     late = params.keys() if in_parts else frozenset()
     tasks = compiler.tasks(code, facts, ROWS, known, None, trains=True, late=late)
     return Stage(code, params, facts), [compiler.compile(task, code) for task in tasks]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -13,6 +13,7 @@ from pyrannc.capture.torch_internals.compiler import parted
 from pyrannc.capture.torch_internals.fakes import FakeTensorMode
 
 Part = TypeVar("Part")
+Other = TypeVar("Other")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class BackwardParts(Generic[Part]):
     early: tuple[int, ...]
     second: Part | None = None
     late: tuple[int, ...] = ()
+
+    def mapped(self, call: Callable[[Part], Other]) -> BackwardParts[Other]:
+        """The same with other forms of its parts."""
+        second = None if self.second is None else call(self.second)
+        return BackwardParts(call(self.first), self.early, second, self.late)
 
 
 def in_parts(

@@ -112,8 +112,10 @@ def _names(code: SpanCode) -> list[str]:
 
 
 class _Exact(fx.Interpreter):
-    """Runs a graph in float64 whatever its types, with all digits; in their own types operators that do not know it, and
-    those that draw, which would draw others."""
+    """Runs a graph in float64 whatever its types, with all digits.
+
+    In their own types run operators that do not know it, and those that draw, which would draw others.
+    """
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":
@@ -148,7 +150,7 @@ def _widened(item: Any) -> Any:
 
 
 def _exact(code: SpanCode, takes: Sequence[Tensor], seeds: Sequence[Tensor]) -> Sequence[Tensor] | None:
-    """What :func:`_outcome` is in float64; None where that cannot be had: memory lacks, or what is drawn hangs on roundings.
+    """What :func:`_outcome` is in float64; None where that cannot be had: memory lacks, or draws hang on roundings.
 
     What has failed holds its tensors as long as its exception lives, which is no longer than this runs.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from pyrannc.blocks.form import Form, Meta
 from pyrannc.blocks.function import StageCode
 from pyrannc.blocks.graphs import NotCompilable
 from pyrannc.blocks.joint import Seen, see, trace
+from pyrannc.blocks.kept import KeptCode
 from pyrannc.blocks.placed import Fitted, PlacedSpan
 from pyrannc.capture.torch_internals.compiler import default_compiler_folder, has_compiler_of_host
 from pyrannc.core.gradient_reach import Senders
@@ -61,16 +62,25 @@ class Compiler:
 
     Args:
         folder: where compiled code is kept from start to start; None for as long as the process lives.
+        conditions: what kernels depend on beside what they compute, as it is now.
         eager_spans: hashes of those that stay as they are.
 
     Attributes:
         unable: why nothing can be compiled here; empty if it can.
     """
 
-    def __init__(self, device: torch.device, folder: Path | None, eager_spans: Set[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        folder: Path | None,
+        conditions: Callable[[], object],
+        eager_spans: Set[str] = frozenset(),
+    ) -> None:
         self._device = device
+        self._conditions = conditions
         self._eager_spans = eager_spans
         self._folder = _usable(folder)
+        self._kept = KeptCode(self._folder)
         self.unable = "" if has_compiler_of_host() else "there is no C++ compiler (set CXX, or install g++)"
 
     def tasks(
@@ -154,14 +164,20 @@ class Compiler:
             return function.obstacle
         try:
             with _kept_in(self._folder):
+                file = self._kept.file_of(function, task.form, task.seen, self._device, self._conditions())
+                found = self._kept.find(file, function, task.form, task.seen, numbers, randomness)
+                if found is not None:
+                    return found
                 joint = trace(function.call, task.form, numbers, task.seen, randomness, self._device)
                 made = SpanCode.compile(joint, task.form, function.call, numbers, randomness)
-            if made.may_be_recomputed and (joint.changed or joint.lifted.placed):
+            if made.may_be_recomputed and (made.ends.changed or made.lifted.placed):
                 return "a backward may come for some of its results, and it changes buffers or draws inside of a kernel"
             if self._device.type == "cuda":
                 # What steps have let go of is kept in pieces of their sizes.
                 torch.cuda.empty_cache()
             differs = difference(made, self._device)
+            if differs is None:
+                self._kept.put(file, made)
         except NotCompilable as error:
             return str(error)
         except Exception as error:  # the compiler may fail in any way; the Span goes on without it

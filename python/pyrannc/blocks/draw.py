@@ -107,6 +107,11 @@ def law_of(node: fx.Node, dtype: torch.dtype, randomness: Randomness) -> _Law | 
     return _LAWS.get(node.target)
 
 
+def name_of_law(law: _Law) -> str:
+    """Tells a law from all others."""
+    return "attention" if law is _attention else next(str(op) for op, known in _LAWS.items() if known is law)
+
+
 # Dropout
 
 

@@ -158,7 +158,7 @@ class Randomness:
             by_rows: parts of the batch differ.
             elsewhere: it draws from those of Python and NumPy too.
         """
-        return _Placer(self, by_rows, elsewhere)
+        return Placer(self, by_rows, elsewhere)
 
     def place(self, op: int, *, by_rows: bool, elsewhere: bool = False) -> None:
         """Sets the generators for the Op: for the rows in hand, or alike for all."""
@@ -193,7 +193,7 @@ class Randomness:
 
 
 @dataclass(eq=False)
-class _Placer:
+class Placer:
     """A callable that generated code can name."""
 
     randomness: Randomness
@@ -205,4 +205,5 @@ class _Placer:
         self.__module__ = __name__
 
     def __call__(self, op: int) -> None:
+        """Sets the generators for the Op."""
         self.randomness.place(op, by_rows=self.by_rows, elsewhere=self.elsewhere)

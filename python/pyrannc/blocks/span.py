@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.fx.node import map_aggregate
 from pyrannc.blocks.bindings import BINDINGS
 from pyrannc.blocks.channels_last import DIMS
 from pyrannc.blocks.compiled import SpanCode
+from pyrannc.blocks.described import described
 from pyrannc.blocks.draw import DrawnOp, law_of
 from pyrannc.blocks.form import Form
 from pyrannc.blocks.joint import Seen
@@ -78,11 +80,17 @@ class SpanFunction:
         self.obstacle = _obstacle(captured, facts, part)
         self.seen: dict[Form, Seen | str] = {}
         self.codes: dict[Form, SpanCode | str] = {}
+        self._graph = writer.graph
         module = fx.GraphModule(torch.nn.Module(), writer.graph)
         function = type(module).forward
         function.__name__, function.__module__ = f"span_{part.hash[:8]}", __name__
         # An error inside of a region, be it of memory, would leave it open for the rest of the process.
         self.call: Callable[..., Any] = ending_regions(module.forward) if writer.opens_regions else module.forward
+
+    @cached_property
+    def text(self) -> str | None:
+        """All of it as text; None where some part has none."""
+        return described(self._graph, {_with_channels_last: "channels last", without_gradient: "without gradient"})
 
     def numbers(self, captured: Captured, part: SpanPart) -> list[int]:
         """The numbers of the Ops that draw, of a Span with the function's hash."""

@@ -22,7 +22,7 @@ from pyrannc.job import agree, phases, process
 from pyrannc.job.faults import announced, watchdog
 from pyrannc.ledger import Report, report
 from pyrannc.log import get_logger
-from pyrannc.planning import Request, compiled_folder, decide, dry_run, save_if_asked
+from pyrannc.planning import Request, compiled_folder, conditions_of_code, decide, dry_run, save_if_asked
 from pyrannc.runtime.compiling import Compiling
 from pyrannc.runtime.deployment import Deployment
 from pyrannc.store.by_parameter import refuse_across, why_across
@@ -134,7 +134,9 @@ class DeployedModel(StateOfModel):
     def _compiling(self, plan: Plan) -> Compiling | None:
         if not self._config.compiles_on(self.device.type):
             return None
-        return Compiling(compiled_folder(self._config), PlanFacts.of(plan).eager_spans)
+        return Compiling(
+            compiled_folder(self._config), conditions_of_code(self.device, self._config), PlanFacts.of(plan).eager_spans
+        )
 
     def _note_used_params(self, store: ParamStore) -> None:
         used = {name: param for name, param in self.name_to_param.items() if name in store.holders}

@@ -94,7 +94,7 @@ def ensure_process_group() -> Process:
 
 
 def _joined() -> Process | None:
-    """This process as it has joined the others, None where it has not, or where their default group is another by now."""
+    """This process among the others; None where it has not joined them, or their default group is another by now."""
     return _state.process if _state is not None and dist.group.WORLD is _state.default_group else None
 
 

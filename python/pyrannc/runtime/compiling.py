@@ -63,11 +63,15 @@ class Compiling:
 
     Args:
         folder: where compiled code is kept; None for this process alone.
+        conditions: what kernels depend on beside what they compute, as it is now.
         eager_spans: hashes of the Spans that stay as they are.
     """
 
-    def __init__(self, folder: Path | None, eager_spans: Set[str] = frozenset()) -> None:
+    def __init__(
+        self, folder: Path | None, conditions: Callable[[], object], eager_spans: Set[str] = frozenset()
+    ) -> None:
         self._folder = folder
+        self._conditions = conditions
         self._eager_spans = eager_spans
         self._met: dict[int, dict[int, int]] = {}
         self._forms: set[int] = set()
@@ -160,7 +164,7 @@ class Compiling:
 
     def _tasks(self, context: StageContext, variant: Variant, program: RankProgram) -> list[Task]:
         if self._compiler is None:
-            self._compiler = Compiler(context.device, self._folder, self._eager_spans)
+            self._compiler = Compiler(context.device, self._folder, self._conditions, self._eager_spans)
         sizes = dict.fromkeys(hi - lo for lo, hi in program.rows if hi > lo)
         return [task for rows in sizes for task in self._tasks_at(self._compiler, context, variant, program, rows)]
 

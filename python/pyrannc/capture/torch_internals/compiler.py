@@ -96,6 +96,39 @@ def compiled_by_inductor(
     return code, strides or []
 
 
+def key_of_kernels(kernels: Callable[..., Any]) -> str | None:
+    """Under what the compiler has kept kernels in its folder; None where it has not. Public: none."""
+    return getattr(kernels, "_fx_graph_cache_key", None)
+
+
+def kept_kernels(key: str, *, backward: bool) -> Callable[[list[Tensor]], list[Tensor]] | None:
+    """Kernels that the compiler has kept; None where they are not there any more. Public: none, but for those of whole
+    models (``torch.compiler.load_cache_artifacts``)."""
+    from torch._inductor.codecache import FxGraphCache
+    from torch._inductor.output_code import CompiledFxGraphConstants
+    from torch._inductor.utils import BoxedBool
+    from torch._inductor.virtualized import V
+
+    mode, constants = mode_of_known_sizes(), CompiledFxGraphConstants()
+    with V.set_fake_mode(mode), tracing(TracingContext(mode)):
+        found, _ = FxGraphCache._lookup_graph(key, [], local=True, remote_cache=None, constants=constants)
+        if found is not None:
+            found._fx_graph_cache_key = key
+            found.post_compile([], constants, {"cudagraphs": BoxedBool(False), "is_backward": backward})
+    return found
+
+
+def state_of_compiler() -> tuple[str, ...]:
+    """All of the compiler that decides what it makes of a graph: its code, its settings, and its own compiler. Public:
+    none."""
+    from torch._functorch import config as partitioning
+    from torch._inductor import config
+    from torch._inductor.codecache import CacheBase, torch_key
+
+    settings = (item.get_hash().hex() for item in (config, partitioning))
+    return torch_key().hex(), CacheBase.get_system()["hash"], *settings
+
+
 def start_compiling_processes() -> None:
     """Starts the processes that compile kernels, in the background; until they are there, the caller itself compiles.
     Public: ``torch.compile`` starts them with its first call."""
