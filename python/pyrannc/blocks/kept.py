@@ -92,11 +92,21 @@ class KeptCode:
             backward = None if code.backward is None else code.backward.mapped(_key)
             kept = _Kept(code.ends, _key(code.forward), backward)
             file.parent.mkdir(exist_ok=True, mode=0o700)
-            with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as written:
-                written.write(pickle.dumps(kept))
-            os.replace(written.name, file)
+            _write(file, pickle.dumps(kept))
         except (_Gone, OSError):  # nothing depends on it
             _log.debug("compiled code is not kept", exc_info=True)
+
+
+def _write(file: Path, text: bytes) -> None:
+    """At once, as other ranks may read it or write the same."""
+    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as written:
+        try:
+            written.write(text)
+            written.flush()
+            os.replace(written.name, file)
+        except OSError:
+            os.unlink(written.name)
+            raise
 
 
 def _kernels(key: str, *, backward: bool = False) -> Kernels:
