@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.ranks import run_ranks
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pyrannc.capture.torch_internals import devices
 from pyrannc.capture.torch_internals.tensors import TorchDispatchMode
@@ -180,6 +181,13 @@ def test_CudaKernel() -> None:
     """Its arguments are those of torch's."""
     mine, torchs = (inspect.signature(kind.__call__) for kind in (devices.CudaKernel, torch.cuda._utils._CudaKernel))
     assert set(mine.parameters) == set(torchs.parameters)
+
+
+def test_order_of_attention_kernels() -> None:
+    before = devices.order_of_attention_kernels()
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        assert devices.order_of_attention_kernels()[:2] == [SDPBackend.MATH.value, SDPBackend.FLASH_ATTENTION.value]
+    assert devices.order_of_attention_kernels() == before
 
 
 def test_sleep_on_gpu() -> None:

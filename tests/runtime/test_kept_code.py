@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pyrannc.blocks import compiler
+from pyrannc.blocks import compiler, kept
 from tests.runtime.test_compiled import ROWS, WIDTH, Stage, compiled
 
 
@@ -100,6 +101,43 @@ def _with_another_setting(folder: str) -> None:
         made(folder)
 
 
+def _with_deterministic_kernels(folder: str) -> None:
+    torch.set_deterministic_debug_mode("error")
+    try:
+        made(folder)
+    finally:
+        torch.set_deterministic_debug_mode("default")
+
+
+def _with_a_switch_of_attention(folder: str) -> None:
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        made(folder)
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(False)
+
+
+def _with_plain_attention(folder: str) -> None:
+    with sdpa_kernel(SDPBackend.MATH):
+        made(folder)
+
+
+def _with_another_kernel(folder: str) -> None:
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("exp", lambda x: x.sqrt(), "CUDA")
+    try:
+        made(folder)
+    finally:
+        library._destroy()
+
+
+def _without_caches(folder: str) -> None:
+    from torch._inductor import config
+
+    with config.patch({"force_disable_caches": True}):
+        made(folder)
+
+
 OTHERS: dict[str, Callable[[str], object]] = {
     "a number": lambda folder: made(folder, Layer(factor=2.0000000000000004)),
     "another kind of number": lambda folder: made(folder, Layer(factor=2)),
@@ -109,6 +147,11 @@ OTHERS: dict[str, Callable[[str], object]] = {
     "which gradients wait": lambda folder: made(folder, in_parts=True),
     "the default type": _with_default_of_64_bits,
     "a setting of the compiler": _with_another_setting,
+    "deterministic kernels": _with_deterministic_kernels,
+    "a switch of attention": _with_a_switch_of_attention,
+    "plain attention": _with_plain_attention,
+    "a kernel of the script": _with_another_kernel,
+    "caches that are off": _without_caches,
 }
 
 
@@ -142,6 +185,19 @@ def test_kernels_that_are_gone_are_made_anew(tmp_path: Path, monkeypatch: pytest
     with traces(monkeypatch) as seen:
         made(str(tmp_path))
     assert len(seen) == 1
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["state_of_compiler", "key_of_kernels"])
+def test_a_torch_without_these_names_keeps_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(*_: Any) -> Any:
+        raise AttributeError(name)
+
+    monkeypatch.setattr(kept, name, lacking)
+    with traces(monkeypatch) as seen:
+        made(str(tmp_path))
+        made(str(tmp_path))
+    assert len(seen) == 2
 
 
 @pytest.mark.timeout(300)

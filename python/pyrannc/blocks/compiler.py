@@ -142,13 +142,14 @@ class Compiler:
         Returns:
             Why there is none.
         """
-        codes = task.span.function.codes
-        if task.form not in codes:
-            codes[task.form] = self._compiled(task, code)
-        found = codes[task.form]
+        codes, deterministic = task.span.function.codes, torch.are_deterministic_algorithms_enabled()
+        kind = task.form, deterministic
+        if kind not in codes:
+            codes[kind] = self._compiled(task, code)
+        found = codes[kind]
         if isinstance(found, str):
             return found
-        key = task.form.rows, task.form.trains, torch.are_deterministic_algorithms_enabled()
+        key = task.form.rows, task.form.trains, deterministic
         task.span.fitted[key] = Fitted(found, [None] * len(task.form.takes))
         task.span.missed.pop(key, None)
         return None

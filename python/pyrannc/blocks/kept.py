@@ -50,18 +50,24 @@ class KeptCode:
     def file_of(
         self, function: SpanFunction, form: Form, seen: Seen, device: torch.device, conditions: object
     ) -> Path | None:
-        """The file of a Span's code for a form; None where no text tells it from others.
+        """The file of a Span's code for a form; None where nothing is kept, or no text tells it from others.
 
         Args:
             conditions: what kernels depend on beside what they compute.
         """
-        text = None if self._folder is None else function.text
-        if self._folder is None or text is None:
+        if self._folder is None:
+            return None
+        try:
+            text, compiler = function.text, state_of_compiler()
+        except Exception:  # whatever another torch makes of private names
+            _log.debug("compiled code is not kept", exc_info=True)
+            return None
+        if text is None or compiler is None:
             return None
         draws = [(draw.numel, threshold) for draw, threshold in seen.lifted.draws]
         whole = (
             text, form, draws, seen.lifted.placed, seen.gives, seen.taken, str(device), conditions,
-            torch.get_default_dtype(), _hash_of_sources(), state_of_compiler(),
+            torch.get_default_dtype(), _hash_of_sources(), compiler,
         )  # fmt: skip
         return self._folder / hashlib.sha256(repr(whole).encode()).hexdigest()
 
@@ -93,7 +99,7 @@ class KeptCode:
             kept = _Kept(code.ends, _key(code.forward), backward)
             file.parent.mkdir(exist_ok=True, mode=0o700)
             _write(file, pickle.dumps(kept))
-        except (_Gone, OSError):  # nothing depends on it
+        except Exception:  # what torch has not kept, or a disk cannot hold; nothing depends on it
             _log.debug("compiled code is not kept", exc_info=True)
 
 
@@ -131,6 +137,8 @@ def _key(kernels: Kernels) -> str:
 def _hash_of_sources() -> str:
     """That of this package's code, which decides what is compiled."""
     found = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        found.update(path.read_bytes())
+    package = Path(__file__).parents[1]
+    for path in sorted(package.rglob("*.py")):
+        text = path.read_bytes()
+        found.update(f"{path.relative_to(package)} {len(text)} ".encode() + text)
     return found.hexdigest()

@@ -59,7 +59,7 @@ class SpanFunction:
         seeds_others: True when some Op draws from those of Python and NumPy, too.
         obstacle: why it cannot be compiled, if that is known without a try.
         seen: by form, what a run without data has shown, or why there cannot be one.
-        codes: by form, compiled code, or why there is none.
+        codes: by form and whether only deterministic kernels may run, compiled code, or why there is none.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class SpanFunction:
         self.seeds_others = writer.seeds_others
         self.obstacle = _obstacle(captured, facts, part)
         self.seen: dict[Form, Seen | str] = {}
-        self.codes: dict[Form, SpanCode | str] = {}
+        self.codes: dict[tuple[Form, bool], SpanCode | str] = {}
         self._graph = writer.graph
         module = fx.GraphModule(torch.nn.Module(), writer.graph)
         function = type(module).forward

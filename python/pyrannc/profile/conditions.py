@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from pyrannc import _native
+from pyrannc.capture.torch_internals.devices import order_of_attention_kernels
 from pyrannc.capture.torch_internals.memsets import replaces_memsets
 
 _VARIABLES = (
@@ -151,6 +152,8 @@ def _switches(device: torch.device) -> str:
             "lean attention": cuda.mem_efficient_sdp_enabled(),
             "cudnn's attention": cuda.cudnn_sdp_enabled(),
             "plain attention": cuda.math_sdp_enabled(),
+            "order of attentions": order_of_attention_kernels(),
+            "half sums of plain attention": cuda.fp16_bf16_reduction_math_sdp_allowed(),
         }
     else:
         switches |= {

@@ -167,12 +167,13 @@ impl<'a> Planner<'a> {
     ) -> Result<Outcome, SearchError> {
         let (taken, plan) = self.simplest(solver, cases, solved, (fastest, &fastest_plan));
         let (taken, plan) = self.in_two_parts(self.settings, solved, (taken, plan));
-        let passed_over = PassedOver::new(&fastest_plan, &plan);
+        // What the host decides is no matter of what predictions may be off.
+        let passed_over = PassedOver::new(&fastest_plan, &plan).filter(|passed| passed.faster <= self.error());
         let elapsed = self.clock.begun.elapsed();
         let runners_up = self.runners_up(solver, cases, solved, (&taken, &plan))?;
         let gains = self.gains(plan.predicted.step_us);
         self.go_on()?;
-        let lower_bound_us = solved.lower_bound_us.min(plan.predicted.step_us);
+        let lower_bound_us = solved.lower_bound_us.max(plan.predicted.lower_bound_us).min(plan.predicted.step_us);
         let report = SearchReport {
             lower_bound_us,
             gap: plan.predicted.step_us / lower_bound_us - 1.0,
@@ -291,8 +292,14 @@ impl<'a> Planner<'a> {
         let order = self.solver(self.settings).order(division.case);
         let less = dividing_less(&pricing, order, &division, self.error());
         let divided = self.assemble(self.settings, &less, lower_bound_us);
-        let divided = divided.filter(|divided| divided.predicted.step_us < as_fast_us(limit_us));
-        divided.map_or((division, plan), |divided| (less, divided))
+        let Some(mut divided) = divided.filter(|divided| divided.predicted.step_us < as_fast_us(limit_us)) else {
+            return (division, plan);
+        };
+        if divided.predicted.step_us > limit_us {
+            // No step with a host is shorter.
+            divided.predicted.lower_bound_us = divided.predicted.step_us;
+        }
+        (less, divided)
     }
 
     /// The same division by a Schedule that holds fewer microbatches, if that is about as fast.

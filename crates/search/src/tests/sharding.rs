@@ -184,5 +184,6 @@ fn nothing_is_divided_to_save_what_the_host_takes_anyway() {
     let (short, long) = (planned(savers, None), planned_of(8192, savers, None));
     assert!(short.predicted.step_us < HOST_US && long.predicted.step_us > HOST_US);
     assert!(short.stages.iter().all(|stage| stage.sharding == Sharding::None));
+    assert!(short.predicted.step_us <= 1.02 * short.predicted.lower_bound_us);
     assert!(long.stages.iter().any(|stage| stage.sharding > Sharding::None));
 }

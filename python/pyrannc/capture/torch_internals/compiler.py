@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch.fx.experimental import proxy_tensor, symbolic_shapes
 
+from .devices import order_of_attention_kernels
 from .fakes import FakeTensorMode
 
 
@@ -108,9 +109,10 @@ def kept_kernels(key: str, *, backward: bool) -> Callable[[list[Tensor]], list[T
     from torch._inductor.output_code import CompiledFxGraphConstants
     from torch._inductor.utils import BoxedBool
     from torch._inductor.virtualized import V
+    from torch.utils._python_dispatch import _disable_current_modes
 
     mode, constants = mode_of_known_sizes(), CompiledFxGraphConstants()
-    with V.set_fake_mode(mode), tracing(TracingContext(mode)):
+    with _disable_current_modes(), V.set_fake_mode(mode), tracing(TracingContext(mode)):
         found, _ = FxGraphCache._lookup_graph(key, [], local=True, remote_cache=None, constants=constants)
         if found is not None:
             found._fx_graph_cache_key = key
@@ -118,15 +120,34 @@ def kept_kernels(key: str, *, backward: bool) -> Callable[[list[Tensor]], list[T
     return found
 
 
-def state_of_compiler() -> tuple[str, ...]:
-    """All of the compiler that decides what it makes of a graph: its code, its settings, and its own compiler. Public:
-    none."""
+def state_of_compiler() -> tuple[object, ...] | None:
+    """What decides what the compiler makes of operators, and torch which operators a call has below autograd: their
+    code, settings and switches, and the names of kernels that Python has put in the place of torch's. None where the
+    compiler keeps nothing. Public: none."""
     from torch._functorch import config as partitioning
     from torch._inductor import config
     from torch._inductor.codecache import CacheBase, torch_key
 
-    settings = (item.get_hash().hex() for item in (config, partitioning))
-    return torch_key().hex(), CacheBase.get_system()["hash"], *settings
+    if config.force_disable_caches or not config.fx_graph_cache:
+        return None
+    settings = [item.get_hash().hex() for item in (config, partitioning)]
+    cuda: Any = torch.backends.cuda
+    switches = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]  # it is made at import
+        cuda.matmul.fp32_precision,
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+        cuda.fp16_bf16_reduction_math_sdp_allowed(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        order_of_attention_kernels(),
+    )
+    replaced = sorted(name for name in torch.library._impls if name.startswith("aten/") and not name.endswith("/Meta"))
+    return torch_key().hex(), CacheBase.get_system()["hash"], settings, switches, replaced
 
 
 def start_compiling_processes() -> None:

@@ -85,6 +85,12 @@ def generator_address(generator: torch.Generator) -> int:
     return generator._cdata  # type: ignore[attr-defined, no-any-return]  # torch has no types for it
 
 
+def order_of_attention_kernels() -> list[int]:
+    """Numbers of the backends in which attention looks for one that it may use, the first one first. Public: none; they
+    are set by ``torch.nn.attention.sdpa_kernel(..., set_priority=True)``."""
+    return list(torch._C._get_sdp_priority_order())
+
+
 def sleep_on_gpu(cycles: int) -> None:
     """Keeps the GPU waiting until the host has queued what is measured. Public: none."""
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]  # torch has no types for it
