@@ -21,9 +21,10 @@ Arrows = Mapping[str, Sequence[str]]
 Edges = dict[str, set[str]]
 
 # What each part imports: what is named here, and what that imports.
-BASE = ("log", "switches")
+BASE = ("files", "log", "switches")
 PYTHON: Arrows = {
     "errors": (),
+    "files": (),
     "suggest": (),
     "switches": (),
     "log": ("errors", "suggest"),

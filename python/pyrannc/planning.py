@@ -20,10 +20,11 @@ from pyrannc.config import Config
 from pyrannc.core.partition import Parts
 from pyrannc.core.settings import Capabilities, Limits, SearchSettings
 from pyrannc.errors import PlanFileError, ProfileError
+from pyrannc.files import write_atomically
 from pyrannc.job import agree, phases, process
 from pyrannc.log import get_logger
 from pyrannc.profile.block import BlockSource
-from pyrannc.profile.cache import ProfileCache, default_folder, write_atomically
+from pyrannc.profile.cache import ProfileCache, default_folder
 from pyrannc.profile.conditions import Conditions, conditions, device_name, uses_tf32
 from pyrannc.profile.profiler import Runs, Subject, profile, row_counts
 

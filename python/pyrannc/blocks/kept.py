@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import pickle
-import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +17,7 @@ from pyrannc.blocks.joint import Ends, Seen
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.blocks.span import SpanFunction
 from pyrannc.capture.torch_internals.compiler import kept_kernels, key_of_kernels, state_of_compiler
+from pyrannc.files import write_atomically
 from pyrannc.log import get_logger
 
 _log = get_logger("RaNNCModule")
@@ -98,21 +97,9 @@ class KeptCode:
             backward = None if code.backward is None else code.backward.mapped(_key)
             kept = _Kept(code.ends, _key(code.forward), backward)
             file.parent.mkdir(exist_ok=True, mode=0o700)
-            _write(file, pickle.dumps(kept))
+            write_atomically(file, pickle.dumps(kept))
         except Exception:  # what torch has not kept, or a disk cannot hold; nothing depends on it
             _log.debug("compiled code is not kept", exc_info=True)
-
-
-def _write(file: Path, text: bytes) -> None:
-    """At once, as other ranks may read it or write the same."""
-    with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as written:
-        try:
-            written.write(text)
-            written.flush()
-            os.replace(written.name, file)
-        except OSError:
-            os.unlink(written.name)
-            raise
 
 
 def _kernels(key: str, *, backward: bool = False) -> Kernels:

@@ -17,9 +17,9 @@ from pyrannc.calibrate.shares import Figures, measure_device
 from pyrannc.config import Config
 from pyrannc.core.profile import LevelPoint
 from pyrannc.errors import RaNNCError
+from pyrannc.files import write_atomically
 from pyrannc.job import agree, process
 from pyrannc.planning import find_cluster, own_device
-from pyrannc.profile.cache import write_atomically
 from pyrannc.profile.links import measure_links, measure_products_slowdown
 
 if sys.version_info >= (3, 11):

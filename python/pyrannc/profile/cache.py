@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from pyrannc._native import Profile
 from pyrannc.core.profile import BlockPoint, Links, ProfileFacts
 from pyrannc.errors import ProfileError
+from pyrannc.files import write_atomically
 from pyrannc.job import phases
 from pyrannc.log import get_logger
 from pyrannc.profile.conditions import Conditions, Surroundings
@@ -174,22 +174,6 @@ def default_folder() -> Path:
     """Where this user's profiles are."""
     home = os.environ.get("XDG_CACHE_HOME")
     return (Path(home) if home else Path.home() / ".cache") / "pyrannc"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that is whole whenever it is there.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
-        try:
-            file.write(text)
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
 
 
 def _is_of(profile: Profile, key: BlocksKey) -> bool:
