@@ -15,26 +15,52 @@ from pyrannc.job import process
 from tests.ranks import RankPool
 
 ROWS, TOKENS, WIDTH, HEADS = 4, 64, 256, 4
+_UNMEASURED = {"RANNC_PROFILE": "never"}
 
 
 class Masked(nn.Module):
-    """Attention that some tokens are hidden from."""
+    """Attention that some tokens are hidden from.
 
-    def __init__(self) -> None:
+    Args:
+        bias: of the scores, which is learnt: ``"dense"``, or ``"by head"`` with a column for each as in T5, for which
+            torch has no kernel; or none.
+    """
+
+    def __init__(self, bias: str) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.to_qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.by_head = bias == "by head"
+        shape = (1, TOKENS, TOKENS, HEADS) if self.by_head else (1, HEADS, TOKENS, TOKENS)
+        self.bias = nn.Parameter(torch.randn(shape)) if bias else None
 
     def forward(self, x: Tensor, shown: Tensor) -> Tensor:
         q, k, v = self.to_qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=shown, dropout_p=0.1 if self.training else 0.0)
+        mask = shown
+        if self.bias is not None:
+            bias = self.bias.permute(0, 3, 1, 2) if self.by_head else self.bias
+            mask = torch.where(shown, bias, -1e4).to(q.dtype)
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.1 if self.training else 0.0)
         return x + F.dropout(self.out(mixed.transpose(1, 2).flatten(2)), 0.1, self.training)
 
 
-class Layers(nn.Module):
-    def __init__(self) -> None:
+class Layer(nn.Module):
+    """So many attentions, one after another."""
+
+    def __init__(self, attentions: int, bias: str) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Masked() for _ in range(3))
+        self.attentions = nn.ModuleList(Masked(bias) for _ in range(attentions))
+
+    def forward(self, x: Tensor, shown: Tensor) -> Tensor:
+        for attention in self.attentions:
+            x = attention(x, shown)
+        return x
+
+
+class Layers(nn.Module):
+    def __init__(self, attentions: int, bias: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(attentions, bias) for _ in range(3))
 
     def forward(self, x: Tensor, shown: Tensor) -> Tensor:
         for layer in self.layers:
@@ -42,10 +68,10 @@ class Layers(nn.Module):
         return x
 
 
-def _trained(autocast: bool) -> tuple[list[float], str, Any]:
+def _trained(attentions: int, bias: str, autocast: bool) -> tuple[list[float], str, Any]:
     device = process.ensure_process_group().device
     torch.manual_seed(1)
-    module = Layers().to(device)
+    module = Layers(attentions, bias).to(device)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     model = pyrannc.RaNNCModule(module, optimizer)
     torch.manual_seed(2)
@@ -64,9 +90,13 @@ def _trained(autocast: bool) -> tuple[list[float], str, Any]:
 
 
 @pytest.mark.parametrize(("autocast", "tolerance"), [(False, 1e-4), (True, 2e-2)])
-def test_spans_with_attention_that_drops(autocast: bool, tolerance: float, ranks: Callable[[int], RankPool]) -> None:
+@pytest.mark.parametrize("bias", ["", "dense", "by head"])
+@pytest.mark.parametrize("attentions", [1, 2])
+def test_spans_with_attention_that_drops(
+    attentions: int, bias: str, autocast: bool, tolerance: float, ranks: Callable[[int], RankPool]
+) -> None:
     plain, compiled = (
-        ranks(2).run(_trained, autocast, env={"RANNC_PROFILE": "never", "RANNC_COMPILE_SPANS": spans})
+        ranks(2).run(_trained, attentions, bias, autocast, env={**_UNMEASURED, "RANNC_COMPILE_SPANS": spans})
         for spans in ("off", "on")
     )
     for (expected, _, before), (losses, told, after) in zip(plain, compiled, strict=True):

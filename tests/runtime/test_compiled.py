@@ -244,16 +244,16 @@ class Stage:
 
 
 class Drawing(nn.Module):
-    """Draws from torch's generator, as often as is said."""
+    """Draws from torch's generator, as often as is said, each time for what was drawn before unless ``apart``."""
 
-    def __init__(self, draws: int) -> None:
+    def __init__(self, draws: int, *, apart: bool = False) -> None:
         super().__init__()
-        self.first, self.draws = nn.Linear(WIDTH, WIDTH), draws
+        self.first, self.draws, self.apart = nn.Linear(WIDTH, WIDTH), draws, apart
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
+        x = start = self.first(x)
         for _ in range(self.draws):
-            x = x + torch.poisson(x.detach().abs())
+            x = x + torch.poisson((start if self.apart else x).detach().abs())
         return x.tanh()
 
 
@@ -341,9 +341,24 @@ def test_second_parts_that_differ_are_not_used(folder: str) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_generator_that_several_kernels_draw_from_is_left_to_them(folder: str) -> None:
-    _, refusals = compiled(Drawing(2), torch.randn(ROWS, WIDTH), folder)
-    assert "several Ops draw from the device's generator" in refusals
+def test_kernels_that_draw_one_after_another_find_the_generator_set(folder: str) -> None:
+    stage, refusals = compiled(Drawing(3), torch.randn(ROWS, WIDTH), folder)
+    assert set(refusals) == {None}
+    codes = [made for span in stage.code.spans for made in span.function.codes.values() if isinstance(made, SpanCode)]
+    found = next(code for code in codes if code.lifted.placed)
+    assert len(found.lifted.placed) == 3
+    assert difference(found, CPU) is None
+    exchanged = replace(found.lifted, placed=found.lifted.placed[::-1])
+    assert "result 0" in (difference(replace(found, lifted=exchanged), CPU) or "")
+    for placed in (found.lifted.placed[:2], [*found.lifted.placed, found.lifted.placed[0]]):
+        with pytest.raises(RuntimeError, match="from the generator"):
+            difference(replace(found, lifted=replace(found.lifted, placed=placed)), CPU)
+
+
+@pytest.mark.timeout(300)
+def test_kernels_that_may_draw_in_any_order_are_left_alone(folder: str) -> None:
+    _, refusals = compiled(Drawing(2, apart=True), torch.randn(ROWS, WIDTH), folder)
+    assert "Ops that do not wait for one another draw from the device's generator" in refusals
 
 
 class Tied(nn.Module):

@@ -162,7 +162,8 @@ def _exact(code: SpanCode, takes: Sequence[Tensor], seeds: Sequence[Tensor]) -> 
         drawn = code.lifted.draw(code.randomness, _numbers(code))
         try:
             arguments = [_widened(tensor) for tensor in (*takes, *drawn, *seeds)]
-            found: Sequence[Tensor] = _Exact(code.whole).run(*arguments)
+            with code.lifted.placing(code.randomness, _numbers(code)):
+                found: Sequence[Tensor] = _Exact(code.whole).run(*arguments)
         except Exception:  # whatever an operator raises that does not know float64
             return None
         return list(found)

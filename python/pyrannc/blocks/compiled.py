@@ -92,12 +92,8 @@ class SpanCode:
         """
         ends = self.ends
         drawn = self.lifted.draw(self.randomness, numbers)
-        if self.backward is None:
-            with torch.no_grad():
-                results = self.forward([*takes, *drawn])
-        else:
-            later, waits, tensors = self._set_late_apart(self.backward.late, takes)
-            results = _SpanNode.apply(self, came, later, waits, *tensors, *drawn)  # type: ignore[no-untyped-call]  # torch has no types for it
+        with self.lifted.placing(self.randomness, numbers):
+            results = self._run(takes, drawn, came)
         made = len(ends.made)
         if ends.changed:
             with torch.no_grad():
@@ -105,6 +101,15 @@ class SpanCode:
                     takes[place].copy_(contents)
         given = [takes[item.place] if item.taken else results[item.place] for item in ends.given]
         return given[0] if len(given) == 1 else tuple(given)
+
+    def _run(self, takes: Sequence[Tensor], drawn: Sequence[Tensor], came: set[tuple[bool, ...]]) -> Sequence[Tensor]:
+        """What the forward makes, and new contents of what it changes."""
+        if self.backward is None:
+            with torch.no_grad():
+                return self.forward([*takes, *drawn])
+        later, waits, tensors = self._set_late_apart(self.backward.late, takes)
+        results: tuple[Tensor, ...] = _SpanNode.apply(self, came, later, waits, *tensors, *drawn)  # type: ignore[no-untyped-call]  # torch has no types for it
+        return results
 
     @staticmethod
     def _set_late_apart(

@@ -102,9 +102,20 @@ def law_of(node: fx.Node, dtype: torch.dtype, randomness: Randomness) -> _Law | 
     if dtype.is_complex or not isinstance(node.target, OpOverload) or arguments(node).get("generator") is not None:
         return None
     if node.target is _aten.scaled_dot_product_attention.default:
-        # The host has no kernel for attention with dropout.
-        return None if randomness.fused_dropout and randomness.device.type != "cpu" else _attention
+        return None if randomness.fused_dropout and _may_be_fused(node, dtype, randomness.device) else _attention
     return _LAWS.get(node.target)
+
+
+def _may_be_fused(node: fx.Node, dtype: torch.dtype, device: torch.device) -> bool:
+    """False for attention with dropout that torch has no kernel for, and computes by its formula.
+
+    The host has none at all. Others know no float64, and no mask with gaps between what one query sees, such as T5's,
+    which comes from a table with a column for each head.
+    """
+    mask = arguments(node)["attn_mask"]
+    step = 1 if mask is None else mask.meta["val"].stride(-1)
+    has_gaps = isinstance(step, int) and step != 1
+    return device.type != "cpu" and dtype != torch.float64 and not has_gaps
 
 
 def name_of_law(law: _Law) -> str:

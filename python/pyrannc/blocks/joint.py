@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -235,15 +236,28 @@ class _Tracing:
 
 def _refuse(graph: fx.GraphModule, lifted: Lifted) -> None:
     """Raises for Ops whose effects or numbers would be others in compiled code."""
-    drawing = 0
+    drawing = []
     for node in graph.graph.nodes:
         if node.op != "call_function" or getattr(node.target, "__module__", "") == "_operator":
             continue
         if not isinstance(node.target, OpOverload) or node.target.namespace not in ("aten", "prims"):
             raise NotCompilable(f"{node.target} is not an operator of torch")
-        drawing += draws_random_numbers(node)
+        if draws_random_numbers(node):
+            drawing.append(node)
         own = schema(node.target)
         if not own.returns or own.is_mutable:
             raise NotCompilable(f"{node.target} has effects beside its results")
-    if drawing != len(lifted.placed) or drawing > 1:
-        raise NotCompilable("several Ops draw from the device's generator" if drawing else "it sets the generator")
+    if len(drawing) != len(lifted.placed):
+        raise NotCompilable("it sets the generator otherwise than its Ops draw from it")
+    if not all(_waits_for(node, before) for before, node in pairwise(drawing)):
+        raise NotCompilable("Ops that do not wait for one another draw from the device's generator")
+
+
+def _waits_for(node: fx.Node, before: fx.Node) -> bool:
+    """True where an Op needs what another one gives, so that no compiler can exchange them."""
+    waiting, seen = [node], {node}
+    while waiting:
+        new = [operand for operand in waiting.pop().all_input_nodes if operand not in seen]
+        seen.update(new)
+        waiting += new
+    return before in seen

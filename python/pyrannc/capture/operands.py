@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -17,12 +17,17 @@ _UPDATES_RUNNING_STATS = {"aten::batch_norm": "training", "aten::instance_norm":
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Arguments of an ATen op by schema name, defaults included."""
     assert isinstance(node.target, OpOverload)
+    return named_arguments(node.target, node.args, node.kwargs)
+
+
+def named_arguments(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What an op is given by schema name, defaults included."""
     named: dict[str, Any] = {}
-    for place, argument in enumerate(schema(node.target).arguments):
-        if argument.name in node.kwargs:
-            named[argument.name] = node.kwargs[argument.name]
-        elif place < len(node.args) and not argument.kwarg_only:
-            named[argument.name] = node.args[place]
+    for place, argument in enumerate(schema(op).arguments):
+        if argument.name in kwargs:
+            named[argument.name] = kwargs[argument.name]
+        elif place < len(args) and not argument.kwarg_only:
+            named[argument.name] = args[place]
         else:
             named[argument.name] = argument.default_value
     return named

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from .leaf import GradientHook, OpaqueCall
-from .operands import arguments, mutated_arguments, nodes_in
+from .operands import arguments, mutated_arguments, named_arguments, nodes_in
 from .torch_internals.levels import VMAP_BEGIN, VMAP_END
 from .torch_internals.operators import ENTER_AUTOCAST, EXIT_AUTOCAST, HigherOrderOperator, OpOverload, schema
 
@@ -113,12 +114,17 @@ def draws_random_numbers(node: fx.Node) -> bool:
     """True when the node's result depends on the state of a random generator."""
     if isinstance(node.target, OpaqueCall):
         return not isinstance(node.target, GradientHook) and node.target.draws
-    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+    return isinstance(node.target, OpOverload) and call_draws(node.target, node.args, node.kwargs)
+
+
+def call_draws(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True when what an op gives for these arguments depends on the state of a random generator."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    named = arguments(node)
+    named = named_arguments(op, args, kwargs)
     # Backwards of attention are told what their forwards have drawn.
     if "philox_seed" in named or any(named.get(flag) is False for flag in _TRAINING_FLAGS):
         return False
     probabilities = [named[name] for name in _DROPOUT_PROBABILITY if name in named]
-    is_dropout = "dropout" in schema(node.target).name or "dropout_p" in named or "dropout" in named
+    is_dropout = "dropout" in schema(op).name or "dropout_p" in named or "dropout" in named
     return not (is_dropout and probabilities and all(p == 0 for p in probabilities))

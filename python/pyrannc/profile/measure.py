@@ -25,6 +25,8 @@ _OVERHEAD_TRIALS = 5
 _HOST_SERIES = 3
 _HOST_CALLS = 3
 """Of a series; their backwards are one, as are those of a Stage's Blocks."""
+_LONG_US = 1e4
+"""Where a device computes for so long, one series of one call tells enough of a host that is over long before."""
 _MOST_AGAINST_PLAIN = 1.03
 """Compiled code may take so many times what its operators do: measurements differ, and it needs less memory."""
 _DEVICE_TIMES = ("forward_us", "backward_us", "backward_input_us", "backward_weight_us")
@@ -193,24 +195,26 @@ class BlockMeter:
         if not self._meter.on_gpu:
             return 0.0, 0.0
         feeds = code.feeds(rows)
+        is_long = self._meter.once_us(lambda: code.forward(rows, feeds)) > _LONG_US
+        series, calls = (1, 1) if is_long else (_HOST_SERIES, _HOST_CALLS)
 
         def forwards() -> None:
-            for _ in range(_HOST_CALLS):
+            for _ in range(calls):
                 code.forward(rows, feeds)
 
         def backwards() -> Iterator[Callable[[], None]]:
-            for _ in range(_HOST_SERIES):
-                first, *runs = [_prepared(code, rows) for _ in range(1 + _HOST_CALLS)]
+            for _ in range(series):
+                first, *runs = [_prepared(code, rows) for _ in range(1 + calls)]
                 roots = [root for run in runs for root in run.roots]
                 seeds = [seed for run in runs for seed in run.seeds]
                 # A thread that has slept is slower at first.
                 torch.autograd.backward(first.roots, first.seeds)
                 yield partial(torch.autograd.backward, roots, seeds)
 
-        forward_us = self._meter.host_us([forwards] * _HOST_SERIES) / _HOST_CALLS - self._forward_overhead_us
+        forward_us = self._meter.host_us([forwards] * series) / calls - self._forward_overhead_us
         backward_us = 0.0
         if _prepared(code, rows).roots:
-            backward_us = (self._meter.host_us(backwards()) - self._backward_overhead_us) / _HOST_CALLS
+            backward_us = (self._meter.host_us(backwards()) - self._backward_overhead_us) / calls
         return max(0.0, forward_us), max(0.0, backward_us)
 
     def _point(self, code: BlockCode, rows: int, host_us: tuple[float, float]) -> BlockPoint:

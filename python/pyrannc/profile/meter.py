@@ -195,6 +195,15 @@ class Meter:
             message.end()
         return max(0.0, statistics.median(shares)) if shares else None
 
+    def once_us(self, call: Callable[[], object]) -> float:
+        """Time until the device has done a second call, which makes nothing for the first time."""
+        call()
+        self.synchronize()
+        start = time.perf_counter()
+        call()
+        self.synchronize()
+        return (time.perf_counter() - start) * 1e6
+
     def host_us(self, calls: Iterable[Callable[[], object]]) -> float:
         """Time of the host for one of some equal calls; what it starts on a GPU may take longer."""
         times_us = []
@@ -205,9 +214,12 @@ class Meter:
 
     def _warm_up(self, call: Callable[[], object]) -> tuple[float, float]:
         """Seconds until a call returns, and until the device has done it."""
+        start = time.perf_counter()
         for _ in range(_WARM_UP_CALLS):
             call()
-        self.synchronize()
+            self.synchronize()
+            if time.perf_counter() - start > _ENOUGH_S:
+                break
         start = time.perf_counter()
         call()
         queued_s = time.perf_counter() - start
