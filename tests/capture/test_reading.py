@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,32 @@ def test_what_a_tensor_can_be(reading: Reading, lacks: bool, rows: int) -> None:
     assert found == (1 if lacks else None)
 
 
+def test_what_follows_an_index_past_the_end_is_not_traced() -> None:
+    after: list[int] = []
+
+    def reading(x: Tensor, other: Tensor) -> Tensor:
+        x = _by_row_number(x, other)
+        after.append(0)
+        return x * other.sum()
+
+    arguments = torch.zeros(4, 3), torch.zeros(4, 3)
+    assert first_that_may_lack_rows(_sample(_Model(reading), arguments, 4, (1, 1)), [1]) is None
+    assert not after
+    capture_sample(_sample(_Model(reading), arguments, 4, (1, 1)))
+    assert after
+
+
+def test_an_index_past_the_end_counts_though_the_model_catches_errors() -> None:
+    def reading(x: Tensor, other: Tensor) -> Tensor:
+        try:
+            return _by_row_number(x, other)
+        except Exception:
+            return _by_row_number(x, other)
+
+    arguments = torch.zeros(4, 3), torch.zeros(4, 3)
+    assert first_that_may_lack_rows(_sample(_Model(reading), arguments, 4, (1, 1)), [1]) is None
+
+
 def test_of_packed_rows_the_others_are_rows() -> None:
     """Patches of images beside a size of each."""
 
@@ -121,9 +148,9 @@ def test_a_plain_capture_need_not_be_traced_again(
     assert capture_sample(sample, options=options).is_plain is is_plain
     traces = []
 
-    def count(sample: Sample, leaves: Sequence[str]) -> tracer.Trace:
+    def count(sample: Sample, leaves: Sequence[str], **how: Any) -> tracer.Trace:
         traces.append(sample.per_row)
-        return tracer.trace(sample, leaves)
+        return tracer.trace(sample, leaves, **how)
 
     monkeypatch.setattr(reading, "trace", count)
     for known in (False, True):

@@ -51,6 +51,7 @@ from .torch_internals.tracing import (
     compiling_state,
     current_tracer,
     non_strict_functions,
+    note_new_nodes,
     override_builtin_ops,
     proxy_of,
     told_of_no_trace,
@@ -138,19 +139,21 @@ def trace(
     answers: Answering = FROM_ARGUMENTS,
     outputs: Sequence[str | int] | None = None,
     free: Sequence[Collection[int]] | None = None,
+    watch: Callable[[fx.Node], None] | None = None,
 ) -> Trace:
     """Traces one call of a model. The model is left as it was.
 
     Args:
         outputs: what of the result to keep; ``None``: all.
         free: for each tensor of the arguments, the dimensions besides the rows whose extents are symbols too.
+        watch: is told of each operator, as its node is made; what it raises ends the trace.
 
     Raises:
         CaptureError: the call cannot be captured.
         PartOfBatchError: the model asks for what only the whole batch tells.
     """
     refuse_hooks(sample.model)
-    session = Session(sample, leaf_modules, answers, outputs, free)
+    session = Session(sample, leaf_modules, answers, outputs, free, watch)
     try:
         traced = session.run()
         session.oracle.refuse_part_of_batch()
@@ -178,8 +181,10 @@ class Session:
         answers: Answering,
         outputs: Sequence[str | int] | None,
         free: Sequence[Collection[int]] | None = None,
+        watch: Callable[[fx.Node], None] | None = None,
     ) -> None:
         self.sample = sample
+        self.watch = watch
         model, rows, per_row = sample.model, sample.rows, sample.per_row
         self.answers = answers
         self.outputs = outputs
@@ -355,6 +360,8 @@ class _TracedCall:
         session.tracker.before_calls.append(self._note_sequences)
         self._recorder.annotate_nodes_of(tracer.graph)
         session.grad_mode.note_nodes_of(tracer.graph)
+        if session.watch is not None:
+            note_new_nodes(tracer.graph, session.watch)
         state = session.params.by_every_name(params) | session.buffers.by_every_name(buffers)
         args, kwargs = session.input.rebuild(inputs)
         # Module calls are followed from here on: outside, the fx tracer replaces Module.__call__ itself.
