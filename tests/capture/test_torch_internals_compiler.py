@@ -180,6 +180,20 @@ def test_start_compiling_processes() -> None:
     assert done.stdout.strip() == "True"
 
 
+def test_begin_loading_compiler() -> None:
+    script = (
+        "import sys\n"
+        "from pyrannc.capture.torch_internals.compiler import begin_loading_compiler\n"
+        "assert 'torch._inductor.compile_fx' not in sys.modules\n"
+        "begin_loading_compiler().join()\n"
+        "assert begin_loading_compiler() is begin_loading_compiler()\n"
+        "from torch._inductor.compile_fx import compile_fx_inner\n"
+        "print(compile_fx_inner.__name__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "compile_fx_inner"
+
+
 def test_has_compiler_of_host() -> None:
     assert compiler.has_compiler_of_host()
 

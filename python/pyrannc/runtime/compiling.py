@@ -11,6 +11,7 @@ from pyrannc.blocks.compiler import BY_PLAN, Compiler, Task, assumed
 from pyrannc.blocks.form import Meta
 from pyrannc.blocks.placed import PlacedSpan
 from pyrannc.call.variant import Variant
+from pyrannc.capture.torch_internals.compiler import begin_loading_compiler
 from pyrannc.core.gradient_reach import Senders, gradient_senders
 from pyrannc.core.program import RankProgram
 from pyrannc.job import agree, phases, process
@@ -73,6 +74,8 @@ class Compiling:
         self._folder = folder
         self._conditions = conditions
         self._eager_spans = eager_spans
+        # Meanwhile ranks wait for one another, and for their devices.
+        self._loading = begin_loading_compiler()
         self._met: dict[int, dict[int, int]] = {}
         self._forms: set[int] = set()
         self._count = 0
@@ -86,6 +89,8 @@ class Compiling:
         The first program of a captured call that trains is compiled at once, others when they come again, as are those
         of lengths that another call's trace serves. A step later follows what turned out to be otherwise.
         """
+        # A script may fork, which no other thread's imports outlive.
+        self._loading.join()
         programs = self._met.setdefault(id(context), {})
         met = programs[id(program)] = programs.get(id(program), 0) + 1
         if met > _MOST_MET or len(programs) > _MOST_ROW_COUNTS:

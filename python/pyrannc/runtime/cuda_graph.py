@@ -47,7 +47,6 @@ class Places:
             for key, tensor in tensors.items()
         )
 
-    @torch.no_grad()
     def take(self, tensors: Mapping[Any, Tensor]) -> None:
         """Takes contents in."""
         if tensors:

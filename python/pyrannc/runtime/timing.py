@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -70,7 +71,9 @@ class Timing:
         previous, self._last = self._last, None
         if program.call == "forward":
             return None
-        step = self._last = StepMarks(program, self._mark)
+        # Backwards run on the stream of the call, too. Looking it up takes longer than marking it.
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+        step = self._last = StepMarks(program, partial(self._mark, stream))
         if previous is not None and previous.reduced is not None:
             previous.end = step.start
         self._steps.append(step)
@@ -85,9 +88,9 @@ class Timing:
         found = [step.times() for step in self._steps]
         return [times for times in found if times is not None]
 
-    def _mark(self) -> _Event:
+    def _mark(self, stream: torch.cuda.Stream | None) -> _Event:
         event = self._spare.pop() if self._spare else self._new_event()
-        event.record()
+        event.record(stream)
         return event
 
     def _new_event(self) -> _Event:
@@ -170,7 +173,7 @@ class _HostEvent:
     def __init__(self) -> None:
         self._s = 0.0
 
-    def record(self) -> None:
+    def record(self, _: None) -> None:
         self._s = time.perf_counter()
 
     def elapsed_time(self, end: _HostEvent) -> float:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -156,6 +160,21 @@ def start_compiling_processes() -> None:
     from torch._inductor.async_compile import maybe_warm_pool
 
     maybe_warm_pool()
+
+
+@cache
+def begin_loading_compiler() -> threading.Thread:
+    """Loads the compiler in the background, which takes seconds; returns the thread that does. Public: none, but
+    ``torch.compile`` loads it with its first call."""
+
+    def load() -> None:
+        # What fails here fails again where it is needed, and is told there.
+        with suppress(Exception):
+            importlib.import_module("torch._inductor.compile_fx")
+
+    loading = threading.Thread(target=load, name="load the compiler", daemon=True)
+    loading.start()
+    return loading
 
 
 def has_compiler_of_host() -> bool:
