@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from competitors import SHARES_ROWS, SYSTEMS, System, Task
 from models import Batch, make_batch
-from traces import kernels_us, pauses_us, replays, traced
+from traces import kernels_us, messages, pauses_us, replays, traced, without_waits
 
 from pyrannc.job import process
 
@@ -45,14 +45,24 @@ def main() -> None:
 
 
 def idle(system: System, batch: Batch, device: torch.device) -> float | None:
-    """The share of two steps in which no kernel computes on this rank; those of NCCL may wait for a peer.
+    """The share of two steps in which no kernel works on this rank; those of NCCL do not while they wait for a peer.
 
-    Where replays have most of what runs it is their share: around them the profiler holds the host up.
+    Where replays have most of what runs it is their share: around them the profiler holds the host up. Where ranks
+    do not send each other the same, as in a pipeline, what waits cannot be told, and no kernel of NCCL counts as work.
     """
     events = traced(lambda: system.step(batch), 2, device)
     replayed = replays(events)
     counts = sum(map(kernels_us, replayed)) > _MOST * kernels_us(events)
-    found = [pauses_us(part, but="nccl") for part in (replayed if counts else [events])]
+    parts = replayed if counts else [events]
+    everyone: list[list[list[float]]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, [[event["dur"] for event in messages(part)] for part in parts])
+    if len({tuple(map(len, of_rank)) for of_rank in everyone}) == 1:
+        found = [
+            pauses_us(without_waits(part, [min(of_ranks) for of_ranks in zip(*durations, strict=True)]))
+            for part, durations in zip(parts, zip(*everyone, strict=True), strict=True)
+        ]
+    else:
+        found = [pauses_us(part, but="nccl") for part in parts]
     whole_us = sum(span_us for span_us, _ in found)
     return sum(sum(pauses) for _, pauses in found) / whole_us if whole_us else None
 

@@ -50,6 +50,25 @@ def pauses_us(events: Sequence[Event], *, but: str = "") -> tuple[float, list[fl
     return end - work[0][0], pauses
 
 
+def messages(events: Sequence[Event]) -> list[Event]:
+    """The kernels of NCCL, each kind in its order, which is that of all ranks that send each other the same."""
+    found = (event for event in events if event.get("cat") == "kernel" and "nccl" in event["name"])
+    return sorted(found, key=lambda event: (event["name"], event["ts"]))
+
+
+def without_waits(events: Sequence[Event], least_us: Sequence[float]) -> list[Event]:
+    """The events, of which messages begin when all ranks have come.
+
+    Args:
+        least_us: of each message, how long it took on the rank that came last.
+    """
+    shortened = {
+        id(event): {**event, "ts": event["ts"] + event["dur"] - us, "dur": us}
+        for event, us in zip(messages(events), least_us, strict=True)
+    }
+    return [shortened.get(id(event), event) for event in events]
+
+
 def kernels_us(events: Sequence[Event]) -> float:
     """How long all kernels but those of NCCL take together."""
     return sum(event["dur"] for event in events if event.get("cat") == "kernel" and "nccl" not in event["name"])

@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import best_plan
 import jobs
@@ -19,7 +20,7 @@ from jobs import Done, Job, run_jobs
 from models import MODELS, loss_is_inside, loss_of, make_batch, make_model
 from planning import plans
 from plans import describe
-from traces import pauses_us
+from traces import messages, pauses_us, without_waits
 
 from pyrannc._native import Graph
 from pyrannc.capture import capture
@@ -216,6 +217,20 @@ def test_pauses_are_between_what_works() -> None:
     assert pauses_us(events) == (12.0, [0.0, 0.0, 2.0])
     assert pauses_us(events, but="nccl") == (12.0, [0.0, 6.0])
     assert pauses_us([events[2]]) == (0.0, [])
+
+
+def test_messages_work_once_all_ranks_have_come() -> None:
+    def kernel(name: str, start: float, end: float) -> dict[str, Any]:
+        return {"cat": "kernel", "name": name, "ts": start, "dur": end - start}
+
+    first, last = kernel("nccl_sum", 0.0, 8.0), kernel("nccl_sum", 10.0, 20.0)
+    events = [last, kernel("product", 0.0, 4.0), kernel("nccl_gather", 1.0, 3.0), first]
+    assert messages(events) == [kernel("nccl_gather", 1.0, 3.0), first, last]
+    assert pauses_us(events)[1] == [0.0, 0.0, 0.0, 2.0]
+    span_us, pauses = pauses_us(without_waits(events, [1.0, 3.0, 6.0]))
+    assert span_us == 20.0
+    assert pauses == [0.0, 0.0, 1.0, 6.0]
+    assert first["dur"] == 8.0
 
 
 def test_peers_are_neither_rannc_nor_what_travels_nowhere() -> None:
