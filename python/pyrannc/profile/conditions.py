@@ -77,7 +77,7 @@ def conditions(
         versions["cuda"] = str(torch.version.cuda)
         versions["cudnn"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]  # torch has no types for it
         versions["clock"], versions["messages"] = "as in a training", "beside the leading Span"
-        versions["dropout"] = "fused" if fused_dropout else "not fused"
+        versions["dropout"] = "fused where torch has a kernel, several in a Span" if fused_dropout else "not fused"
     if replayed:
         memsets = "kernels" if device.type == "cuda" and replaces_memsets(torch.cuda.current_device()) else "memsets"
         versions["steps"] = f"replayed, counters set by {memsets}"
