@@ -33,8 +33,7 @@ _MOST_CALLS = 5
 """Of a series: a GPU's queue takes about a thousand kernels."""
 _SERIES = 3
 _ENOUGH_S = 0.1
-"""One series is enough when it takes so long."""
-_WARM_UP_CALLS = 2
+"""One series is enough when it takes so long, and one call before it."""
 _BUSY_S = 2.0
 """After so long a GPU has come to the clock rate that its power limit allows."""
 _SUSTAINED_S = 0.3
@@ -199,10 +198,7 @@ class Meter:
         """Time until the device has done a second call, which makes nothing for the first time."""
         call()
         self.synchronize()
-        start = time.perf_counter()
-        call()
-        self.synchronize()
-        return (time.perf_counter() - start) * 1e6
+        return self._timed(call)[1] * 1e6
 
     def host_us(self, calls: Iterable[Callable[[], object]]) -> float:
         """Time of the host for one of some equal calls; what it starts on a GPU may take longer."""
@@ -213,13 +209,13 @@ class Meter:
         return _median(times_us)
 
     def _warm_up(self, call: Callable[[], object]) -> tuple[float, float]:
-        """Seconds until a call returns, and until the device has done it."""
-        start = time.perf_counter()
-        for _ in range(_WARM_UP_CALLS):
-            call()
-            self.synchronize()
-            if time.perf_counter() - start > _ENOUGH_S:
-                break
+        """Seconds until a call returns, and until the device has done it, when it has been called before."""
+        call()
+        self.synchronize()
+        timed = self._timed(call)
+        return timed if timed[1] > _ENOUGH_S else self._timed(call)
+
+    def _timed(self, call: Callable[[], object]) -> tuple[float, float]:
         start = time.perf_counter()
         call()
         queued_s = time.perf_counter() - start
