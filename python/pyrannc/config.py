@@ -86,8 +86,8 @@ class Config:
             for one Plan and one set of row counts, another mask of the same law under another Plan. False computes it
             by its formula with a mask that no Plan changes, which costs the memory of all attention scores (two
             tensors of them, and a byte for each, in forward until backward) and the time to move them, several times
-            that of the kernel. So is what torch has no such kernel for, anything on the host, float64, or scores with
-            a bias whose last dimension has gaps, as T5's: no Plan ever changes that mask.
+            that of the kernel. So is what no such kernel takes: anything on the host, float64, or scores with a bias
+            whose last dimension has gaps, as T5's. No Plan ever changes those masks.
         enable_zero: What the Replicas of a Stage divide among them (ZeRO): "off", nothing; "1", the optimizer's state;
             "2", also gradients; "3", also parameters; each of them for every Stage that has several Replicas; "auto",
             for each Stage what the search finds best.

@@ -81,15 +81,53 @@ def test_what_follows_an_index_past_the_end_is_not_traced() -> None:
     assert after
 
 
-def test_an_index_past_the_end_counts_though_the_model_catches_errors() -> None:
-    def reading(x: Tensor, other: Tensor) -> Tensor:
-        try:
-            return _by_row_number(x, other)
-        except Exception:
-            return _by_row_number(x, other)
+def _caught(x: Tensor, other: Tensor) -> Tensor:
+    try:
+        return _by_row_number(x, other)
+    except Exception:
+        return x * other.sum()
 
-    arguments = torch.zeros(4, 3), torch.zeros(4, 3)
-    assert first_that_may_lack_rows(_sample(_Model(reading), arguments, 4, (1, 1)), [1]) is None
+
+def _unused(x: Tensor, other: Tensor) -> Tensor:
+    _ = other[torch.arange(x.shape[0])]
+    return x * other.sum()
+
+
+def _with_number_of_data(x: Tensor, other: Tensor) -> Tensor:
+    count = (x[:, 0] > 1e3).nonzero().shape[0]
+    return x + other[torch.arange(count)].sum(0) + other.sum(0)
+
+
+def _behind_a_mask(x: Tensor, other: Tensor) -> Tensor:
+    table = other.sum(0)[None, :2, None].expand(1, 2, 100)
+    return x * table[torch.tensor([[True, False]]), torch.arange(x.shape[0])][:, None]
+
+
+def _written_through_a_view(x: Tensor, other: Tensor) -> Tensor:
+    index = torch.arange(x.shape[0])
+    index[:] = 0
+    return x + other[index] + other.sum(0)
+
+
+def _at_most_the_last(x: Tensor, other: Tensor) -> Tensor:
+    return x + other[torch.arange(x.shape[0]).clamp(max=1)] + other.sum(0)
+
+
+@pytest.mark.parametrize(
+    ("reading", "lacks"),
+    [
+        (_caught, False),
+        (_unused, False),
+        (_with_number_of_data, True),
+        (_behind_a_mask, True),
+        (_written_through_a_view, True),
+        (_at_most_the_last, True),
+    ],
+)
+def test_only_what_the_number_of_rows_decides_is_past_the_end(reading: Reading, lacks: bool) -> None:
+    arguments = torch.rand(4, 3), torch.rand(4, 3)
+    found = first_that_may_lack_rows(_sample(_Model(reading), arguments, 4, (1, 1)), [1])
+    assert found == (1 if lacks else None)
 
 
 def test_of_packed_rows_the_others_are_rows() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,15 +15,16 @@ from torch.fx.node import map_arg
 from pyrannc.errors import CaptureError
 
 from .clean import CleanGraph, clean
-from .dims import AffineReader, Dim, symbols_in
+from .dims import AffineReader
+from .facts import memory
+from .operands import written_memory
 from .oracle import real_execution
 from .sample import Sample
+from .torch_internals.symbols import SYMBOLIC
 from .tracer import trace
 from .untraceable import UntraceableError, WholeModules
 
 _LEAST_EXTENT = 2
-_DimOf = Callable[[fx.Node], Dim | None]
-"""What a node is that stands for a number."""
 
 
 def first_that_may_lack_rows(sample: Sample, places: Iterable[int], *, is_plain: bool = False) -> int | None:
@@ -59,12 +60,17 @@ def _may_lack_rows(sample: Sample, place: int, is_traced_with: Callable[[tuple[s
     tried = replace(sample, args=args, kwargs=kwargs, per_row=without)
 
     def attempt(leaves: Sequence[str]) -> CleanGraph:
+        watch = _Watch(len(tensors) - place, tensors[place].shape[0] + 1)
         try:
-            return clean(trace(tried, leaves, watch=_Watch(len(tensors) - place, tensors[place].shape[0] + 1)))
+            cleaned = clean(trace(tried, leaves, watch=watch))
         except UntraceableError as error:
-            if error.needs_rows or is_traced_with(tuple(leaves)):
+            if watch.found or error.needs_rows or is_traced_with(tuple(leaves)):
                 raise CaptureError(str(error)) from error
             raise
+        if watch.found:
+            # The model has caught the error.
+            raise _PastTheEndError
+        return cleaned
 
     try:
         with warnings.catch_warnings():
@@ -73,11 +79,10 @@ def _may_lack_rows(sample: Sample, place: int, is_traced_with: Callable[[tuple[s
             cleaned = WholeModules((), allow_uncut=True).until_captured(sample.model, attempt)
     except CaptureError:
         return False
-    tensor = cleaned.inputs[place]
     if not any(node.users for node, count in zip(cleaned.inputs, without, strict=True) if count):
         # Then nothing else can be the batch.
         return False
-    return bool(tensor.users) and not _is_too_short(tensor, tensors[place].shape[0] + 1, cleaned.dims)
+    return bool(cleaned.inputs[place].users)
 
 
 def can_be_traced(sample: Sample) -> bool:
@@ -96,88 +101,87 @@ def can_be_traced(sample: Sample) -> bool:
 
 
 class _PastTheEndError(CaptureError):
-    """A row's number is an index past the end of a tensor."""
+    """A row's number is an index past the end of a tensor; nothing checks that without data."""
 
 
 class _Watch:
-    """Ends a trace whose outcome is known: a deep model has few masks, made before its first layer.
+    """Ends a trace in which a row's number is an index past the end of what an argument gives.
+
+    Such an argument has rows. A deep model has few masks, made before its first layer: the rest need not be traced.
 
     Args:
-        from_end: which of the arguments, the last of which comes first, must not have the rows of the batch.
+        from_end: which of the arguments, the last of which is 1.
         rows: with so many it would lack some.
+
+    Attributes:
+        found: there was one.
     """
 
     def __init__(self, from_end: int, rows: int) -> None:
+        self.found = False
         self._from_end, self._rows = from_end, rows
         self._derived: set[fx.Node] = set()
 
-    def __call__(self, node: fx.Node) -> None:
+    def __call__(self, node: fx.Node, reader: AffineReader) -> None:
         if not self._derived:
             self._derived.add(list(node.graph.find_nodes(op="placeholder"))[-self._from_end])
         if self._derived.isdisjoint(node.all_input_nodes):
             return
         self._derived.add(node)
-        with real_execution():
-            if _is_past_the_end(node, self._derived, self._rows, _dim_of):
-                raise _PastTheEndError(f"{node} takes rows that are not there")
+        if node.target is torch.ops.aten.index.Tensor and node.args[0] in self._derived:
+            with real_execution():
+                self.found |= _is_past_the_end(node, _Numbers(node.graph, self._rows, reader))
+        if self.found:
+            raise _PastTheEndError
 
 
-def _dim_of(node: fx.Node) -> Dim | None:
-    """What a number of a trace is that knows one symbol, that of the rows."""
-    size = node.meta.get("val")
-    if not isinstance(size, torch.SymInt):
-        return None
-    symbols = symbols_in(size)
-    return AffineReader(next(iter(symbols), None)).read(size) if len(symbols) < 2 else None
-
-
-def _is_too_short(tensor: fx.Node, rows: int, dims: Mapping[fx.Node, Dim]) -> bool:
-    """True when a row's number is an index past the end of what ``tensor`` gives; nothing checks that without data."""
-    derived = {tensor}
-    for node in tensor.graph.nodes:
-        if derived.isdisjoint(node.all_input_nodes):
-            continue
-        derived.add(node)
-        if _is_past_the_end(node, derived, rows, dims.get):
-            return True
-    return False
-
-
-def _is_past_the_end(node: fx.Node, derived: Set[fx.Node], rows: int, dim_of: _DimOf) -> bool:
-    """True for an index of a tensor that is derived, past the end of it."""
-    if node.target is not torch.ops.aten.index.Tensor or node.args[0] not in derived:
-        return False
+def _is_past_the_end(node: fx.Node, numbers: _Numbers) -> bool:
+    """True for an index that is greater than the last one."""
     tensor, indices = node.args
+    given = [index for index in indices if isinstance(index, fx.Node)]  # type: ignore[union-attr]  # a list
+    if any(index.meta["val"].dtype != torch.long for index in given):
+        # A mask stands for as many indices as it has dimensions.
+        return False
     extents = tensor.meta["val"].shape  # type: ignore[union-attr]  # it is a node
     return any(
-        isinstance(extent, int) and isinstance(index, fx.Node) and _greatest(index, rows, dim_of) >= extent
+        isinstance(extent, int) and isinstance(index, fx.Node) and numbers.greatest(index) >= extent
         for extent, index in zip(extents, indices, strict=False)  # type: ignore[arg-type]  # as many as dimensions at most
     )
 
 
-def _greatest(index: fx.Node, rows: int, dim_of: _DimOf) -> int:
-    """The greatest index, if it depends on the number of rows alone."""
-    try:
-        found = _value(index, rows, dim_of)
-    except LookupError:
-        return -1
-    return int(found.max()) if isinstance(found, Tensor) and found.numel() and found.dtype == torch.long else -1
+class _Numbers:
+    """What a trace computes of the number of rows alone, for so many rows.
 
-
-def _value(node: fx.Node, rows: int, dim_of: _DimOf) -> Any:
-    """What a node makes for ``rows`` rows.
-
-    Raises:
-        LookupError: it depends on data.
+    Args:
+        reader: of numbers in the symbol for the rows.
     """
-    dim = dim_of(node)
-    if dim is not None:
-        return dim.at(rows)
-    if node.op != "call_function":
-        raise LookupError(node.name)
 
-    def real(item: fx.Node) -> Any:
-        return _value(item, rows, dim_of)
+    def __init__(self, graph: fx.Graph, rows: int, reader: AffineReader) -> None:
+        self._rows, self._reader = rows, reader
+        # A write may go through a view, which no operand tells.
+        self._written = {storage for node in graph.nodes for storage in written_memory(node)}
 
-    kwargs = {key: item for key, item in node.kwargs.items() if key != "device"}
-    return node.target(*map_arg(node.args, real), **map_arg(kwargs, real))  # type: ignore[operator]
+    def greatest(self, index: fx.Node) -> int:
+        """The greatest number of an index, -1 where more than the number of rows decides."""
+        try:
+            found = self._value(index)
+        except LookupError:
+            return -1
+        return int(found.max()) if isinstance(found, Tensor) and found.numel() and found.dtype == torch.long else -1
+
+    def _value(self, node: fx.Node) -> Any:
+        """What a node makes.
+
+        Raises:
+            LookupError: it depends on data, or is written to.
+        """
+        made = node.meta.get("val")
+        if isinstance(made, SYMBOLIC):
+            dim = self._reader.read(made)
+            if dim is None:
+                raise LookupError(node.name)
+            return dim.at(self._rows)
+        if node.op != "call_function" or not self._written.isdisjoint(memory(node)):
+            raise LookupError(node.name)
+        kwargs = {key: item for key, item in node.kwargs.items() if key != "device"}
+        return node.target(*map_arg(node.args, self._value), **map_arg(kwargs, self._value))  # type: ignore[operator]

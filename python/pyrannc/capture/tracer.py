@@ -129,6 +129,9 @@ class Trace:
     attributes_restored: Callable[[], AbstractContextManager[None]]
 
 
+Watch = Callable[[fx.Node, AffineReader], None]
+"""Takes a node, and what reads numbers in the symbol for the rows."""
+
 Tracing = Callable[..., Trace]
 """What takes the arguments of :func:`trace`, and gives the trace of the call."""
 
@@ -139,14 +142,14 @@ def trace(
     answers: Answering = FROM_ARGUMENTS,
     outputs: Sequence[str | int] | None = None,
     free: Sequence[Collection[int]] | None = None,
-    watch: Callable[[fx.Node], None] | None = None,
+    watch: Watch | None = None,
 ) -> Trace:
     """Traces one call of a model. The model is left as it was.
 
     Args:
         outputs: what of the result to keep; ``None``: all.
         free: for each tensor of the arguments, the dimensions besides the rows whose extents are symbols too.
-        watch: is told of each operator, as its node is made; what it raises ends the trace.
+        watch: is told of each node as it is made; what it raises ends the trace, unless the model catches it.
 
     Raises:
         CaptureError: the call cannot be captured.
@@ -181,7 +184,7 @@ class Session:
         answers: Answering,
         outputs: Sequence[str | int] | None,
         free: Sequence[Collection[int]] | None = None,
-        watch: Callable[[fx.Node], None] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.sample = sample
         self.watch = watch
@@ -360,8 +363,10 @@ class _TracedCall:
         session.tracker.before_calls.append(self._note_sequences)
         self._recorder.annotate_nodes_of(tracer.graph)
         session.grad_mode.note_nodes_of(tracer.graph)
-        if session.watch is not None:
-            note_new_nodes(tracer.graph, session.watch)
+        watch = session.watch
+        if watch is not None:
+            reader = AffineReader(session.symbol)
+            note_new_nodes(tracer.graph, lambda node: watch(node, reader))
         state = session.params.by_every_name(params) | session.buffers.by_every_name(buffers)
         args, kwargs = session.input.rebuild(inputs)
         # Module calls are followed from here on: outside, the fx tracer replaces Module.__call__ itself.

@@ -82,7 +82,7 @@ def conditions(
         memsets = "kernels" if device.type == "cuda" and replaces_memsets(torch.cuda.current_device()) else "memsets"
         versions["steps"] = f"replayed, counters set by {memsets}"
     if compiled:
-        versions["spans"] = "compiled where that pays, gradients that go on first"
+        versions["spans"] = "compiled where that pays, with several draws, gradients that go on first"
         versions["images"] = "channels last"
     return Conditions(device_name(device), _precision(device), tuple(versions.items()), _switches(device))
 

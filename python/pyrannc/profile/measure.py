@@ -25,8 +25,6 @@ _OVERHEAD_TRIALS = 5
 _HOST_SERIES = 3
 _HOST_CALLS = 3
 """Of a series; their backwards are one, as are those of a Stage's Blocks."""
-_LONG_US = 1e4
-"""Where a device computes for so long, one series of one call tells enough of a host that is over long before."""
 _MOST_AGAINST_PLAIN = 1.03
 """Compiled code may take so many times what its operators do: measurements differ, and it needs less memory."""
 _DEVICE_TIMES = ("forward_us", "backward_us", "backward_input_us", "backward_weight_us")
@@ -195,8 +193,9 @@ class BlockMeter:
         if not self._meter.on_gpu:
             return 0.0, 0.0
         feeds = code.feeds(rows)
-        is_long = self._meter.once_us(lambda: code.forward(rows, feeds)) > _LONG_US
-        series, calls = (1, 1) if is_long else (_HOST_SERIES, _HOST_CALLS)
+        # Of a host that does not matter one call tells enough.
+        is_idle = self._meter.leaves_host_idle(lambda: code.forward(rows, feeds))
+        series, calls = (1, 1) if is_idle else (_HOST_SERIES, _HOST_CALLS)
 
         def forwards() -> None:
             for _ in range(calls):

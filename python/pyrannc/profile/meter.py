@@ -34,6 +34,8 @@ _MOST_CALLS = 5
 _SERIES = 3
 _ENOUGH_S = 0.1
 """One series is enough when it takes so long, and one call before it."""
+_LONG_S = 0.01
+"""A call that takes so long hides a host that starts it in half of that."""
 _BUSY_S = 2.0
 """After so long a GPU has come to the clock rate that its power limit allows."""
 _SUSTAINED_S = 0.3
@@ -194,11 +196,10 @@ class Meter:
             message.end()
         return max(0.0, statistics.median(shares)) if shares else None
 
-    def once_us(self, call: Callable[[], object]) -> float:
-        """Time until the device has done a second call, which makes nothing for the first time."""
-        call()
-        self.synchronize()
-        return self._timed(call)[1] * 1e6
+    def leaves_host_idle(self, call: Callable[[], object]) -> bool:
+        """True where the device works for long when the host has started all of it."""
+        queued_s, once_s = self._warm_up(call)
+        return once_s > _LONG_S and queued_s <= once_s / 2
 
     def host_us(self, calls: Iterable[Callable[[], object]]) -> float:
         """Time of the host for one of some equal calls; what it starts on a GPU may take longer."""

@@ -89,7 +89,6 @@ class Compiling:
         The first program of a captured call that trains is compiled at once, others when they come again, as are those
         of lengths that another call's trace serves. A step later follows what turned out to be otherwise.
         """
-        # A script may fork, which no other thread's imports outlive.
         self._loading.join()
         programs = self._met.setdefault(id(context), {})
         met = programs[id(program)] = programs.get(id(program), 0) + 1

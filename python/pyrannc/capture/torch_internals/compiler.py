@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -172,7 +173,13 @@ def begin_loading_compiler() -> threading.Thread:
         with suppress(Exception):
             importlib.import_module("torch._inductor.compile_fx")
 
+    def await_loading() -> None:
+        if threading.current_thread() is not loading:
+            loading.join()
+
     loading = threading.Thread(target=load, name="load the compiler", daemon=True)
+    # Locks of modules that another thread imports stay locked in a child.
+    os.register_at_fork(before=await_loading)
     loading.start()
     return loading
 

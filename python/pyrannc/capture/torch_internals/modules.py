@@ -85,8 +85,8 @@ def parse_to(*args: Any, **kwargs: Any) -> tuple[torch.device | None, torch.dtyp
 def is_compiled(module: nn.Module) -> bool:
     """True for what ``torch.compile`` has made of a module. Public: none."""
     # Before torch.compile is used there is none.
-    compiler: Any = sys.modules.get("torch._dynamo")
-    return compiler is not None and isinstance(module, compiler.OptimizedModule)
+    made: Any = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)
+    return made is not None and isinstance(module, made)
 
 
 def compiled_module(compiled: nn.Module) -> nn.Module:
