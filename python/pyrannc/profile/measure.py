@@ -110,7 +110,8 @@ class BlockMeter:
         rows = plain.rows
         try:
             if code.compile(rows, code.feeds(rows)):
-                compiled = self._point(code, rows, self._host_us(code, rows))
+                # Its parts are taken to gain what the whole backward does.
+                compiled = self._point(code, rows, self._host_us(code, rows), parted=False)
                 if self._taken_us(compiled) <= _MOST_AGAINST_PLAIN * self._taken_us(plain):
                     return compiled
                 self.eager_spans.add(code.span_hash)
@@ -216,7 +217,7 @@ class BlockMeter:
             backward_us = (self._meter.host_us(backwards()) - self._backward_overhead_us) / calls
         return max(0.0, forward_us), max(0.0, backward_us)
 
-    def _point(self, code: BlockCode, rows: int, host_us: tuple[float, float]) -> BlockPoint:
+    def _point(self, code: BlockCode, rows: int, host_us: tuple[float, float], *, parted: bool = True) -> BlockPoint:
         feeds = code.feeds(rows)
 
         def forward() -> dict[int, Tensor]:
@@ -225,7 +226,7 @@ class BlockMeter:
         forward_us = self._compute_us(forward, self._forward_overhead_us)
         saved_bytes, workspace_bytes = self._memory(code, forward, feeds)
         run = code.prepare_backward(feeds, forward())
-        backward_us, input_us, weight_us = self._backward_us(run, parted=not code.keeps_whole)
+        backward_us, input_us, weight_us = self._backward_us(run, parted=parted and not code.keeps_whole)
         return BlockPoint(
             rows=rows,
             forward_us=forward_us,
