@@ -202,7 +202,7 @@ def test_a_slow_host_does_not_count_where_steps_are_replayed(
     meter = BlockMeter(CPU)
     monkeypatch.setattr(meter._meter, "where_replays_are_made", nullcontext)
     monkeypatch.setattr(meter._meter, "replays", replayed)
-    monkeypatch.setattr(meter, "_point", lambda *_: next(points))
+    monkeypatch.setattr(meter, "_point", lambda *_, **__: next(points))
     found = meter.points("block", lambda: code, (1,))
     assert found is not None
     assert [point.forward_us for point in found] == [10.0 if replayed else 20.0]
