@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from torch import fx
 
-from pyrannc.blocks.graphs import named, results_in
+from pyrannc.blocks.graphs import behind, named, results_in
 from pyrannc.capture.torch_internals.compiler import parted
 from pyrannc.capture.torch_internals.fakes import FakeTensorMode
 
@@ -57,23 +57,11 @@ def in_parts(
     graph = named(backward, [f"kept_{place}" for place in range(arguments)])
     results = dict(zip(differentiated, results_in(graph), strict=True))
     graph.graph.output_node().args = ([results[place] for place in (*early, *late)],)
-    at_once = _behind([results[place] for place in early])
-    behind_late = _behind([results[place] for place in late])
+    at_once = behind([results[place] for place in early])
+    behind_late = behind([results[place] for place in late])
     waiting = [node for node in behind_late if node not in at_once and node.op != "placeholder"]
     if not waiting:
         return whole
     graph.recompile()
     first, second = parted(graph, len(early), mode, waiting)
     return BackwardParts(first, early, second, late)
-
-
-def _behind(results: Sequence[Any]) -> dict[fx.Node, None]:
-    """All that some results are computed from, themselves included."""
-    found: dict[fx.Node, None] = {}
-    left = [result for result in results if isinstance(result, fx.Node)]
-    while left:
-        node = left.pop()
-        if node not in found:
-            found[node] = None
-            left.extend(node.all_input_nodes)
-    return found

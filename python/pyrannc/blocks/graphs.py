@@ -150,3 +150,15 @@ def _views_of_argument(node: Any) -> list[fx.Node]:
         chain.append(node)
         node = node.all_input_nodes[0]
     return chain[::-1] if chain and node.op == "placeholder" else []
+
+
+def behind(results: Sequence[Any]) -> dict[fx.Node, None]:
+    """All that some results are computed from, themselves included."""
+    found: dict[fx.Node, None] = {}
+    left = [result for result in results if isinstance(result, fx.Node)]
+    while left:
+        node = left.pop()
+        if node not in found:
+            found[node] = None
+            left.extend(node.all_input_nodes)
+    return found

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from pyrannc.blocks.form import Form, Meta
-from pyrannc.blocks.graphs import NotCompilable, copied, keep_arguments_whole, named, take_changes_out
+from pyrannc.blocks.graphs import NotCompilable, behind, copied, keep_arguments_whole, named, take_changes_out
 from pyrannc.blocks.lifted import Lifted
 from pyrannc.blocks.randomness import Randomness
 from pyrannc.capture.ops import draws_random_numbers
@@ -249,15 +249,6 @@ def _refuse(graph: fx.GraphModule, lifted: Lifted) -> None:
             raise NotCompilable(f"{node.target} has effects beside its results")
     if len(drawing) != len(lifted.placed):
         raise NotCompilable("it sets the generator otherwise than its Ops draw from it")
-    if not all(_waits_for(node, before) for before, node in pairwise(drawing)):
+    # No compiler can exchange Ops of which one needs what the other gives.
+    if not all(before in behind([node]) for before, node in pairwise(drawing)):
         raise NotCompilable("Ops that do not wait for one another draw from the device's generator")
-
-
-def _waits_for(node: fx.Node, before: fx.Node) -> bool:
-    """True where an Op needs what another one gives, so that no compiler can exchange them."""
-    waiting, seen = [node], {node}
-    while waiting:
-        new = [operand for operand in waiting.pop().all_input_nodes if operand not in seen]
-        seen.update(new)
-        waiting += new
-    return before in seen
