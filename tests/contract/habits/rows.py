@@ -329,6 +329,26 @@ def first_argument_with_the_batch_extent(job: Job) -> None:
         job.same("loss", model(torch.linspace(0.5, 2.0, 4), x, target))
 
 
+def _looked_up(y: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    index = torch.arange(y.shape[0], device=y.device)
+    index[:] = 0
+    return F.mse_loss(y, target) * weights[index].mean() * weights.sum()
+
+
+@refused(
+    "InputError",
+    "argument 2",
+    "rows",
+    settings=_EQUAL_EXTENT,
+    instead="name those with rows: `RaNNCModule(..., batch_arguments=[...])`",
+)
+def argument_looked_up_by_what_was_written_over(job: Job) -> None:
+    """Such an argument is looked up by row numbers that are written over: `index[:] = 0`."""
+    model = job.wrap(Returns(Chain(), _looked_up))
+    for x, target in job.batches(pairs):
+        job.same("loss", model(x, target, torch.linspace(0.5, 2.0, 4)))
+
+
 @refused("InputError", "batch_arguments", "forward", instead="the names in the model's `forward`")
 def no_such_argument(job: Job) -> None:
     """`RaNNCModule(..., batch_arguments=[...])` has a name that is not an argument's."""
