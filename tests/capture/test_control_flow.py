@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from pyrannc.capture import Captured, capture
+from pyrannc.capture.facts import GRAD_ENABLED
+from pyrannc.capture.grad_mode import GradMode
+from pyrannc.capture.one_call import as_one_function
 
 WIDTH, LENGTH = 4, 16
 
@@ -232,3 +235,15 @@ def test_attention_that_knows_of_other_rows(
     captured = assert_equals_model(ByRowNumbers(function, times).double(), packed)
     assert "torch.flex_attention" in targets(captured)
     assert not any(op.get("row_wise") for op in json.loads(captured.graph_json)["ops"])
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_a_function_holds_nothing_of_the_trace_that_it_is_cut_out_of(records: bool) -> None:
+    graph = fx.Graph()
+    node = graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),))
+    node.meta[GRAD_ENABLED] = records
+    with GradMode().answering():
+        function, _ = as_one_function([node], node.all_input_nodes, [node], torch.device("cpu"))
+    compiled: Any = torch.compile(function, fullgraph=True, backend="eager")
+    x = torch.ones(3, requires_grad=True)
+    assert compiled(x)[0].requires_grad is records

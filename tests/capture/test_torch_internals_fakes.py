@@ -23,6 +23,12 @@ def test_FakeTensorMode() -> None:
         assert ((there @ there.T).shape, there.device.type) == ((2, 2), "cuda")
 
 
+def test_TraceMode() -> None:
+    ours = fakes.TraceMode().from_tensor(X)
+    assert isinstance((ours + 1).fake_mode, fakes.TraceMode)
+    assert not isinstance(fake_mode().from_tensor(X).fake_mode, fakes.TraceMode)
+
+
 def test_unset_fake_temporarily() -> None:
     with fake_mode(), fakes.unset_fake_temporarily():
         assert type(torch.ones(2)) is Tensor

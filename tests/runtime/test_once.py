@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pyrannc
+from pyrannc.capture.torch_internals.fakes import FakeTensorMode, TraceMode
 from pyrannc.errors import RaNNCError
+from pyrannc.proof.left_behind import LeftBehindError, RefusesLeftBehind
 from pyrannc.proof.made import Made
 from pyrannc.proof.once import differences
 from tests.ranks import RankPool
@@ -260,3 +262,14 @@ def test_an_infinite_gradient_hides_no_other() -> None:
     largest = torch.tensor([float("inf"), 1.0])
     made, expected = (Made({}, {}, {"a": largest, "b": torch.tensor([b])}) for b in (0.0, 7.0))
     assert [item.name for item in differences(made, expected) if item.size > 0] == ["b"]
+
+
+def test_what_torch_traces_for_itself_is_not_left_behind() -> None:
+    left, own = TraceMode().from_tensor(torch.ones(3)), FakeTensorMode().from_tensor(torch.ones(3))
+    with RefusesLeftBehind():  # type: ignore[no-untyped-call]  # torch has no types for it
+        assert (own + 1).device == own.device
+        # An error there would end the process.
+        assert left.device == own.device
+        assert left.layout == own.layout
+        with pytest.raises(LeftBehindError):
+            left + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,16 @@ from .ops import draws_random_numbers, opens_region, target_name
 from .torch_internals.levels import ending_regions
 from .torch_internals.operators import SET_GRAD_ENABLED
 
+_is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
+"""While a call is traced, torch has another function under this name, which answers the model."""
+
 
 def as_one_call(
     group: Sequence[fx.Node], taken: Sequence[fx.Node], given: Sequence[fx.Node], device: torch.device, kind: str
 ) -> OpaqueCall:
     """What :func:`as_one_function` makes of the group, as a call; ``kind``: for the name."""
     function, digest = as_one_function(group, taken, given, device)
-    opens = any(opens_region(node) or not node.meta.get(GRAD_ENABLED, True) for node in group)
+    opens = any(opens_region(node) or not _records(node) for node in group)
     forward = ending_regions(function.forward) if opens else function.forward
     call = OpaqueCall(f"{kind}_{digest}", forward, f"{kind}.{digest}")
     # The operands whose memory the group changes.
@@ -47,11 +50,12 @@ def as_one_function(
     """
     inner = fx.Graph()
     copies = {node: inner.placeholder(f"a{place}") for place, node in enumerate(taken)}
-    ambient, enabled = inner.call_function(torch.is_grad_enabled), True
+    switches = not all(map(_records, group))
+    ambient, enabled = inner.call_function(_is_grad_enabled) if switches else None, True
     contents: list[Any] = []
     written = {storage for node in group for storage in written_memory(node)}
     for node in group:
-        if bool(node.meta.get(GRAD_ENABLED, True)) != enabled:
+        if _records(node) != enabled:
             enabled = not enabled
             inner.call_function(SET_GRAD_ENABLED, (ambient if enabled else False,))
         args, kwargs = map_aggregate((node.args, node.kwargs), lambda item: _copied(item, copies, device))
@@ -63,6 +67,11 @@ def as_one_function(
     contents.append([group.index(node) for node in given])
     digest = hashlib.sha256(repr(contents).encode()).hexdigest()[:12]
     return fx.GraphModule(nn.Module(), inner), digest
+
+
+def _records(node: fx.Node) -> bool:
+    """True where gradients are recorded, if they are around the function."""
+    return bool(node.meta.get(GRAD_ENABLED, True))
 
 
 def _function(node: fx.Node, written: set[int]) -> Any:

@@ -43,7 +43,7 @@ from .sample import Sample
 from .scripted import opaque_script_functions, scripted_modules
 from .sequences import ADVICE, runs_along_rows
 from .source import Part, Place, SourceTracker
-from .torch_internals.fakes import FakeTensor, FakeTensorMode, fake_tensors_untold, runs_without_data
+from .torch_internals.fakes import FakeTensor, TraceMode, fake_tensors_untold, runs_without_data
 from .torch_internals.modules import own_buffers, parse_to, reparametrized
 from .torch_internals.patching import MODULE_TO, NUMBER_REPRS, TENSOR_META, TENSOR_REPR, PatchPoint
 from .torch_internals.symbols import SYMBOLIC, expression, fake_of
@@ -219,7 +219,7 @@ class Session:
         self.shape_env = BatchShapeEnv()
         self.shape_env.oracle = self.oracle
         self.shape_env.tracker = self.tracker
-        self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True, export=True)
+        self.mode = TraceMode(shape_env=self.shape_env, allow_non_fake_inputs=True, export=True)
         self.leaf_paths = list(leaf_modules)
         self.leaf_paths += [path for path in scripted_modules(model) if not _inside(path, leaf_modules)]
 

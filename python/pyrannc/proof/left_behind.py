@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from pyrannc.capture.source import Place, raised_at
-from pyrannc.capture.torch_internals.fakes import FakeTensor
+from pyrannc.capture.torch_internals.fakes import FakeTensor, TraceMode
 from pyrannc.capture.torch_internals.tensors import TorchDispatchMode, pytree
 from pyrannc.errors import CaptureError
+
+_DESCRIBE = (torch.ops.prim.device.default, torch.ops.prim.layout.default)
+"""What reads no contents: torch ends the process where one of these raises."""
 
 
 class LeftBehindError(Exception):
@@ -25,9 +30,13 @@ class RefusesLeftBehind(TorchDispatchMode):  # type: ignore[no-untyped-call]  # 
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(item, FakeTensor) for item in pytree.tree_leaves((args, kwargs))):
+        if func not in _DESCRIBE and any(map(_is_of_capture, pytree.tree_leaves((args, kwargs)))):
             raise LeftBehindError(str(func))
         return func(*args, **(kwargs or {}))
+
+
+def _is_of_capture(item: object) -> bool:
+    return isinstance(item, FakeTensor) and isinstance(item.fake_mode, TraceMode)
 
 
 def refusal(error: LeftBehindError) -> CaptureError:

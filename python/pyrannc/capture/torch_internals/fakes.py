@@ -16,6 +16,11 @@ FakeTensor = fake_tensor.FakeTensor
 FakeTensorMode = fake_tensor.FakeTensorMode
 """Runs a model on tensors without data, on a device that need not be here. Public: none; torch.export hides its own."""
 
+
+class TraceMode(FakeTensorMode):  # type: ignore[no-untyped-call]  # torch has no types for it
+    """That of a trace, whose tensors are told from those that torch makes for itself, as its compiler does."""
+
+
 unset_fake_temporarily = fake_tensor.unset_fake_temporarily
 """Real execution inside a trace, to answer questions about data. Public: none."""
 
