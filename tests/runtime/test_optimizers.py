@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adadelta, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 import pyrannc
@@ -81,6 +81,12 @@ def test_structures_go_to_those_who_need_them(ranks: Ranks) -> None:
 # Overflow
 
 
+def _with_gradient(grad: Tensor) -> nn.Parameter:
+    param = nn.Parameter(torch.zeros_like(grad))
+    param.grad = grad
+    return param
+
+
 def overflowed() -> list[list[list[float]]]:
     process.ensure_process_group()
     rank = process.get_rank()
@@ -90,7 +96,8 @@ def overflowed() -> list[list[list[float]]]:
         for number in bad:
             if rank == 1:
                 sets[number][-1].view(-1)[1] = float("nan")
-        share_overflow(sets, None, None if scale is None else torch.tensor(scale), HOST)
+        params = [[_with_gradient(grad) for grad in grads] for grads in sets]
+        share_overflow(params, None, None if scale is None else torch.tensor(scale), HOST)
         return [[value for grad in grads for value in grad.view(-1).nan_to_num(nan=-1.0).tolist()] for grads in sets]
 
     return [told(None), told(None, 0), told(8.0, 1), told(1.0, 0, 1), told(2.0, 0, 1)]  # type: ignore[return-value]

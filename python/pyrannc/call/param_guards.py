@@ -75,7 +75,7 @@ class ParamGuards:
         if list(map(Tensor.data_ptr, self._whole)) != self._pointers:
             self._take_over_data()
         with DisableTorchFunctionSubclass():
-            hooked = any(any(tensor_hooks(param)) for param in self._spread)
+            hooked = any(map(any, map(tensor_hooks, self._spread)))
             return not hooked and list(map(_requires_grad, self._params)) == self._own_flags
 
     def _take_over_data(self) -> None:

@@ -305,7 +305,7 @@ def _found(task: Task) -> list[object]:
     """Where a run finds parameters and buffers, and torch's switches."""
     context = task.context
     held = [bucket.own for bucket in context.gradients.gathered.values()]
-    addresses = [tensor.data_ptr() for tensor in (*context.params.values(), *context.buffers.values(), *held)]
+    addresses = map(Tensor.data_ptr, (*context.params.values(), *context.buffers.values(), *held))
     switches = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
     return [*addresses, *switches]
 

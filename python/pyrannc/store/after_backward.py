@@ -48,10 +48,12 @@ def finish_backward(
         if everywhere:
             average(everywhere, share)
         if stages > 1 or spread:
-            sets = _sets(store, optimizer)
+            listed, others = _judged_together(store, optimizer)
             # Where all gradients here are judged together, the delivery may have done that as it scaled them.
             known = delivery.take_overflow()
-            share_overflow(sets, None if scale is None or sets[1] else known, scale, process.own_device())
+            if scale is None or own_gradients(others):
+                known = None
+            share_overflow((listed, others), known, scale, process.own_device())
 
 
 def average(params: Sequence[Tensor], share: float) -> None:
@@ -73,10 +75,8 @@ def average(params: Sequence[Tensor], share: float) -> None:
         param.grad = total
 
 
-def _sets(store: ParamStore, optimizer: UserOptimizer | None) -> list[list[Tensor]]:
-    """The gradients of the optimizer's parameters here, and those of the model's others."""
+def _judged_together(store: ParamStore, optimizer: UserOptimizer | None) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The optimizer's parameters here, and the model's others."""
     listed = [] if optimizer is None else optimizer.listed()
-    others = {id(param): param for param in store.local_params().values()}
-    for param in listed:
-        others.pop(id(param), None)
-    return [own_gradients(params) for params in (listed, others.values())]
+    own = set(map(id, listed))
+    return listed, [param for param in store.local_params().values() if id(param) not in own]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from pyrannc.store.buckets import SharedParam
 from pyrannc.store.gradient_set import GradientSet
 from pyrannc.store.spread_tensor import is_spread, own_piece
 
+_requires_grad = attrgetter("requires_grad")
+
 
 class Delivery:
     """The node before the parameters of one rank.
@@ -42,6 +45,7 @@ class Delivery:
 
     def __init__(self, params: Sequence[SharedParam], spread: Set[str], nothing: nn.Parameter) -> None:
         self._params = {shared.name: shared.param for shared in params}
+        self._every = frozenset(self._params)
         self._spread = spread
         self._nothing = nothing
         self._of_nothing = get_gradient_edge(nothing).node
@@ -92,10 +96,19 @@ class Delivery:
         """
         if active is None:
             # Hooks must not run where no gradient comes: these parameters get theirs by themselves.
-            active = frozenset(name for name, param in self._params.items() if not any(tensor_hooks(param)))
+            hooked = self._hooked()
+            active = self._every.difference(hooked) if hooked else self._every
         if active not in self._tokens:
             self._tokens[active] = self._make_token([name for name in self._params if name in active])
         return self._tokens[active]
+
+    def _hooked(self) -> list[str]:
+        """Names of the parameters that have hooks now."""
+        # What classes of tensors would say takes time for each.
+        with DisableTorchFunctionSubclass():
+            if not any(map(any, map(tensor_hooks, self._params.values()))):
+                return []
+            return [name for name, param in self._params.items() if any(tensor_hooks(param))]
 
     def _make_token(self, names: list[str]) -> Tensor:
         owner = weakref.ref(self)
@@ -150,21 +163,24 @@ class Delivery:
             self._spare = given[0][1]
         with DisableTorchFunctionSubclass():
             # torch gives none to what was frozen after the call.
-            trained = [name for name, param in self._params.items() if param.requires_grad]
-        found = _sum([{name: item.views[name] for name in trained if name in active} for _, item, active, _ in given])
+            all_train = all(map(_requires_grad, self._params.values()))
+            frozen = [] if all_train else [name for name, param in self._params.items() if not param.requires_grad]
+        found = _sum([_of(item, active, frozen) for _, item, active, _ in given])
         self._overflow = given[0][3] if len(given) == 1 else None
         everything = runs_in_backward(self._of_nothing)
-        with DisableTorchFunctionSubclass():
-            hooked = {name for name in found if any(tensor_hooks(self._params[name]))}
+        hooked = found.keys() & self._hooked()
         self._refuse_parts(found, hooked, everything)
         # torch would do the same for each parameter, at a price: where nobody looks, it is done for all at once.
         if everything:
-            self._set({name: found.pop(name) for name in list(found) if name not in hooked})
+            rest = {name: found[name] for name in hooked}
+            self._set({name: grad for name, grad in found.items() if name not in hooked} if hooked else found)
+            found = rest
         if found:
             self._overflow = None
-        gradients = [found.pop(name, None) for name in names]
-        if everything and found:
-            self._give_at_once(found)
+        gradients = [found.get(name) for name in names]
+        late = {name: grad for name, grad in found.items() if name not in names} if everything else {}
+        if late:
+            self._give_at_once(late)
         return gradients
 
     def _refuse_parts(self, found: Collection[str], hooked: Set[str], everything: bool) -> None:
@@ -220,8 +236,18 @@ def _may_run(param: Tensor) -> bool:
         return True
 
 
-def _sum(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _of(gradients: GradientSet, active: Set[str], frozen: Sequence[str]) -> Mapping[str, Tensor]:
+    """Those of the parameters that get one, by name."""
+    if not frozen and gradients.views.keys() <= active:
+        return gradients.views
+    left_out = {*(gradients.views.keys() - active), *frozen}
+    return {name: view for name, view in gradients.views.items() if name not in left_out}
+
+
+def _sum(parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
     """Gradients by name, of which the first ones take up the others."""
+    if len(parts) == 1:
+        return parts[0]
     found: dict[str, Tensor] = {}
     for part in parts:
         again = [name for name in part if name in found]

@@ -69,8 +69,8 @@ class Piece:
         """Takes over data that the script has given the parameter elsewhere."""
         if self._home is None:
             return
-        home = like(self._home, self.param)
-        if self.param.data_ptr() != home.data_ptr():
+        if self.param.data_ptr() != self._home.data_ptr():
+            home = like(self._home, self.param)
             home.copy_(self.param.detach())
             self.param.data = home
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pyrannc.job.exchange import sum_over_ranks
+from pyrannc.store.spread_tensor import first_own_gradient, own_gradients
 from pyrannc.store.unscale import tell_of_overflow
 
 
@@ -16,34 +17,37 @@ from pyrannc.store.unscale import tell_of_overflow
 def share_overflow(
     sets: Sequence[Sequence[Tensor]], known: Tensor | None, scale: Tensor | None, device: torch.device
 ) -> None:
-    """Makes one element infinite in each set that is finite here and not on some other rank. All ranks call it.
+    """Makes one element infinite in each set of gradients that is finite here and not on some other rank. All ranks
+    call it.
 
     Only where the loss was scaled: gradients of others are the script's own business. The host waits for no device.
 
     Args:
-        sets: gradients of this rank that are judged together, as those of one optimizer; as many sets on all ranks.
+        sets: of parameters whose gradients on this rank are judged together, as those of one optimizer; as many sets on
+            all ranks.
         known: 1 if gradients of the first set are not finite, else 0, which is no matter where the loss was not scaled;
             ``None`` if nobody has looked. With it, no other set has gradients.
         scale: what the loss was multiplied by; None if that is not known.
         device: this rank's.
     """
     if known is None:
-        own = [_overflow(grads, device) for grads in sets]
+        own = [_overflow(own_gradients(params), device) for params in sets]
     else:
         own = [known, *(torch.zeros((), device=device) for _ in sets[1:])]
     scaled = torch.ones((), device=device) if scale is None else (scale.detach() != 1).any()
     found = torch.stack([flag.to(device, torch.float32) for flag in (*own, scaled)])
     sum_over_ranks(found)
-    for grads, here, anywhere in zip(sets, own, found, strict=False):
-        element = next((grad[(0,) * grad.dim()] for grad in grads if grad.numel()), None)
-        if element is None:
+    for params, here, anywhere in zip(sets, own, found, strict=False):
+        grad = first_own_gradient(params)
+        if grad is None:
             tell_of_overflow((found[:-1].amax() > 0) & (found[-1] > 0))
         else:
+            element = grad[(0,) * grad.dim()]
             spoilt = ((anywhere > 0) & (here == 0) & (found[-1] > 0)).to(element.device)
             element.copy_(torch.where(spoilt, torch.full_like(element, math.inf), element))
 
 
 def _overflow(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     """1 where some gradient is not finite, else 0."""
-    largest = nn.utils.get_total_norm([grad for grad in grads if grad.numel()], math.inf)
+    largest = nn.utils.get_total_norm(grads, math.inf)
     return (~largest.isfinite()).to(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import is_
@@ -19,12 +19,56 @@ from pyrannc.capture.torch_internals.gradients import call_first_after_steps
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.job.faults import collective
 from pyrannc.store.divided import DividedParams, Piece
-from pyrannc.store.spread_tensor import is_absent, is_spread
+from pyrannc.store.spread_tensor import Spread, is_absent, is_spread
 
 _KEYS = ("params", "param_names")
 _NOTHING = object()
 
 Divided: TypeAlias = Callable[[], Sequence[DividedParams]]
+
+
+@dataclass
+class _Works:
+    """What is updated here of what a group lists, which holds for as long as it lists the same.
+
+    Attributes:
+        listed: the parameters of the group.
+        kinds: their classes, which tell what is on other ranks.
+        places: of those that are updated here.
+        tensors: what is updated, in their order.
+        pieces: of parameters of the group.
+        parts_of_others: a parameter that another optimizer updates in parts, if the group has one.
+    """
+
+    listed: list[Tensor]
+    kinds: list[type]
+    places: list[int]
+    tensors: list[Tensor]
+    pieces: list[Piece]
+    parts_of_others: Tensor | None
+
+    @classmethod
+    def of(cls, params: Sequence[Tensor], pieces: Mapping[int, Piece]) -> _Works:
+        works = [(place, _work(param, pieces)) for place, param in enumerate(params)]
+        updated = [(place, work) for place, work in works if work is not None]
+        return cls(
+            list(params),
+            list(map(type, params)),
+            [place for place, _ in updated],
+            [work for _, work in updated],
+            [pieces[id(param)] for param in params if id(param) in pieces],
+            next((param for param in params if is_spread(param) and id(param) not in pieces), None),
+        )
+
+    def hold(self, params: Sequence[Tensor]) -> bool:
+        """True where the group lists the same; quick, as every step asks it."""
+        same = len(params) == len(self.listed) and all(map(is_, params, self.listed))
+        return same and list(map(type, params)) == self.kinds
+
+    @property
+    def are_all(self) -> bool:
+        """True where all that is listed is updated here, as it is."""
+        return len(self.tensors) == len(self.listed) and all(map(is_, self.tensors, self.listed))
 
 
 @dataclass
@@ -45,6 +89,8 @@ _shared: WeakSet[Optimizer] = WeakSet()
 _divided: WeakKeyDictionary[Optimizer, WeakMethod[Divided]] = WeakKeyDictionary()
 _hidden: WeakKeyDictionary[Optimizer, _Hidden] = WeakKeyDictionary()
 _steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+_works: WeakKeyDictionary[Optimizer | DividedParams, list[_Works]] = WeakKeyDictionary()
+"""Those of the last step, by group; with pieces, of whose they are: they go with them."""
 
 
 @contextmanager
@@ -54,7 +100,7 @@ def own_listed(optimizer: Optimizer) -> Iterator[None]:
     if optimizer in _hidden:
         yield
         return
-    _hide(optimizer, {})
+    _hide(optimizer, _works_of(optimizer, ()))
     try:
         yield
     finally:
@@ -117,9 +163,9 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     _show(optimizer)
     step = _mark(sys._getframe(1))
     if optimizer in _shared:
-        pieces = _pieces(optimizer)
-        _refuse_parts(optimizer, pieces)
-        _hide(optimizer, pieces, step)
+        works = _works_of(optimizer, _divided_by(optimizer))
+        _refuse_parts(optimizer, works)
+        _hide(optimizer, works, step)
     closures = [item for item in (*args[1:], *kwargs.values()) if callable(item)]
     if not closures:
         return None
@@ -137,7 +183,7 @@ def _with_all_listed(optimizer: Optimizer, closure: Callable[[], Any], step: Any
         _show(optimizer)
         result = closure()
         if optimizer in _shared:
-            _hide(optimizer, _pieces(optimizer), step)
+            _hide(optimizer, _works_of(optimizer, _divided_by(optimizer)), step)
         return result
 
     return call
@@ -158,33 +204,40 @@ def _divided_by(optimizer: Optimizer) -> Sequence[DividedParams]:
     return () if method is None else method()
 
 
-def _pieces(optimizer: Optimizer) -> dict[int, Piece]:
-    return {key: piece for params in _divided_by(optimizer) for key, piece in params.pieces.items()}
+def _works_of(optimizer: Optimizer, divided: Sequence[DividedParams]) -> list[_Works]:
+    """By group, what is updated here, in pieces where parameters are divided."""
+    groups = [group["params"] for group in optimizer.param_groups]
+    owner = divided[0] if divided else optimizer
+    known = _works.get(owner, [])
+    if len(divided) < 2 and len(known) == len(groups) and all(map(_Works.hold, known, groups)):
+        return known
+    pieces = {key: piece for params in divided for key, piece in params.pieces.items()}
+    found = [_Works.of(params, pieces) for params in groups]
+    if len(divided) < 2:
+        _works[owner] = found
+    return found
 
 
-def _hide(optimizer: Optimizer, pieces: dict[int, Piece], step: Any = None) -> None:
+def _hide(optimizer: Optimizer, found: Sequence[_Works], step: Any = None) -> None:
     hidden = _hidden[optimizer] = _Hidden(step)
-    for group in optimizer.param_groups:
-        params: list[Tensor] = group["params"]
-        works = [_work(param, pieces) for param in params]
-        if all(map(is_, works, params)):
+    for group, works in zip(optimizer.param_groups, found, strict=True):
+        if works.are_all:
             continue
         all_of_them = {key: group[key] for key in _KEYS if key in group}
-        kept = [place for place, work in enumerate(works) if work is not None]
-        group.update({key: [listed[place] for place in kept] for key, listed in all_of_them.items()})
-        group["params"] = [works[place] for place in kept]
+        group.update({key: [listed[place] for place in works.places] for key, listed in all_of_them.items()})
+        group["params"] = list(works.tensors)
         hidden.groups.append((group, all_of_them, group["params"]))
-        hidden.pieces += [pieces[id(param)] for param in params if id(param) in pieces]
+        hidden.pieces += works.pieces
     for piece in hidden.pieces:
         piece.come_home()
     # What classes of tensors would say takes time for each.
     with DisableTorchFunctionSubclass():
         for piece in hidden.pieces:
             piece.take_gradient()
-            _move_state(optimizer, piece.param, piece.tensor)
+    _move_state(optimizer, [(piece.param, piece.tensor) for piece in hidden.pieces])
 
 
-def _work(param: Tensor, pieces: dict[int, Piece]) -> Tensor | None:
+def _work(param: Tensor, pieces: Mapping[int, Piece]) -> Tensor | None:
     """What is updated here of a parameter that an optimizer lists."""
     piece = pieces.get(id(param))
     if piece is not None:
@@ -202,20 +255,23 @@ def _show(optimizer: Optimizer) -> None:
             group.update(all_of_them)
     for piece in hidden.pieces:
         piece.drop_gradient()
-        _move_state(optimizer, piece.tensor, piece.param)
+    _move_state(optimizer, [(piece.tensor, piece.param) for piece in hidden.pieces])
 
 
-def _refuse_parts(optimizer: Optimizer, pieces: dict[int, Piece]) -> None:
+def _refuse_parts(optimizer: Optimizer, found: Sequence[_Works]) -> None:
     """Raises RaNNCError where an optimizer lists what another one updates in parts."""
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if id(param) not in pieces and is_spread(param):
-            param.home.refuse(f"{type(optimizer).__name__}, which was not given to RaNNCModule,")
+    for works in found:
+        if works.parts_of_others is not None:
+            assert isinstance(works.parts_of_others, Spread), "another optimizer has pieces of it"
+            works.parts_of_others.home.refuse(f"{type(optimizer).__name__}, which was not given to RaNNCModule,")
 
 
-def _move_state(optimizer: Optimizer, source: Tensor | None, target: Tensor | None) -> None:
+def _move_state(optimizer: Optimizer, pairs: Sequence[tuple[Tensor | None, Tensor | None]]) -> None:
     """State is listed under the parameter, but kept by an optimizer under what it works with."""
-    if source is None or target is None or source is target:
-        return
-    state = optimizer.state.pop(source, _NOTHING)
-    if state is not _NOTHING:
-        optimizer.state[target] = state
+    state = optimizer.state
+    for source, target in pairs:
+        if source is None or target is None or source is target:
+            continue
+        moved = state.pop(source, _NOTHING)
+        if moved is not _NOTHING:
+            state[target] = moved

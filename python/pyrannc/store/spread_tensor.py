@@ -98,6 +98,16 @@ def own_gradients(params: Iterable[Tensor]) -> list[Tensor]:
     return [grad for grad in own if grad.numel()]
 
 
+def first_own_gradient(params: Iterable[Tensor]) -> Tensor | None:
+    """The first of them."""
+    with DisableTorchFunctionSubclass():
+        for param in params:
+            own = None if param.grad is None else own_piece(param.grad)
+            if own is not None and own.numel():
+                return own
+    return None
+
+
 def own_piece(tensor: Tensor) -> Tensor:
     """This rank's piece of a tensor, or the whole."""
     return tensor.piece if isinstance(tensor, Spread) else tensor
