@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import flex_attention
 
 import pyrannc
 from pyrannc.capture.torch_internals.fakes import FakeTensorMode, TraceMode
+from pyrannc.capture.torch_internals.patching import PatchPoint
 from pyrannc.errors import RaNNCError
 from pyrannc.proof.left_behind import LeftBehindError, RefusesLeftBehind
 from pyrannc.proof.made import Made
@@ -273,3 +275,31 @@ def test_what_torch_traces_for_itself_is_not_left_behind() -> None:
         assert left.layout == own.layout
         with pytest.raises(LeftBehindError):
             left + 1
+
+
+class Attends(nn.Module):
+    """Attention with slopes that are trained, whose gradients torch traces for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.slopes = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.rand(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def sloped(score: Tensor, _b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score - self.slopes[h] * (i - j).abs()
+
+        heads = self.first(x).unflatten(-1, (2, -1)).transpose(1, 2)
+        attended = flex_attention.flex_attention(heads, heads, heads, score_mod=sloped)
+        assert isinstance(attended, Tensor)
+        return attended.square().mean()
+
+
+def attending() -> str:
+    # torch has these gradients on GPUs only, but their formula runs anywhere.
+    with PatchPoint(flex_attention, "_validate_device").replaced_by(lambda *_: None):
+        return compared(Attends, torch.float32)
+
+
+def test_gradients_of_operators_that_take_functions(ranks: Ranks) -> None:
+    (told,) = ranks(1).run(attending)
+    assert "equal outputs and gradients" in told, told
