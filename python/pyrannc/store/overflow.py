@@ -35,16 +35,17 @@ def share_overflow(
     else:
         own = [known, *(torch.zeros((), device=device) for _ in sets[1:])]
     scaled = torch.ones((), device=device) if scale is None else (scale.detach() != 1).any()
-    found = torch.stack([flag.to(device, torch.float32) for flag in (*own, scaled)])
+    here = torch.stack([flag.to(device, torch.float32) for flag in (*own, scaled)])
+    found = here.clone()
     sum_over_ranks(found)
-    for params, here, anywhere in zip(sets, own, found, strict=False):
+    spoilt = (found > 0) & (here == 0) & (found[-1:] > 0)
+    for place, params in enumerate(sets):
         grad = first_own_gradient(params)
         if grad is None:
-            tell_of_overflow((found[:-1].amax() > 0) & (found[-1] > 0))
+            tell_of_overflow(found)
         else:
             element = grad[(0,) * grad.dim()]
-            spoilt = ((anywhere > 0) & (here == 0) & (found[-1] > 0)).to(element.device)
-            element.copy_(torch.where(spoilt, torch.full_like(element, math.inf), element))
+            element.masked_fill_(spoilt[place].to(element.device), math.inf)
 
 
 def _overflow(grads: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -15,7 +15,11 @@ _told: dict[torch.device, Tensor] = {}
 
 
 def tell_of_overflow(found: Tensor) -> None:
-    """Notes, for a rank without gradients of its own, whether another rank's are not finite (above 0)."""
+    """Notes, for a rank without gradients of its own, whether another rank's are not finite.
+
+    Args:
+        found: above 0 for each set of gradients some of which are not, and at last where the loss was scaled.
+    """
     _told[found.device] = found
 
 
@@ -30,4 +34,5 @@ def unscale_own(func: Callable[..., Any], own: Sequence[Tensor], found: Tensor, 
     if own:
         func(list(own), found, scale)
     elif (told := _told.pop(found.device, None)) is not None:
-        found.copy_(torch.maximum(found, told.to(found.dtype).reshape(found.shape)))
+        overflow = (told[:-1] > 0).any() & (told[-1] > 0)
+        found.copy_(torch.maximum(found, overflow.to(found.dtype).reshape(found.shape)))
