@@ -3,8 +3,10 @@
 import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,8 @@ import pyrannc
 
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+# As what a script keeps for a parameter may lead back to the optimizer that updates it.
+model[0].weight.register_hook(lambda grad: grad / optimizer.param_groups[0]["lr"])
 wrapped = pyrannc.RaNNCModule(model, optimizer)
 for _ in range(2):
     optimizer.zero_grad()
@@ -40,6 +44,30 @@ pyrannc.clear()
 def test_a_deployed_model_is_freed_with_its_parameters() -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
+
+
+def alive_with_divided_parameters() -> list[bool]:
+    """Optimizer, parameter and module, after a script that has used them is over."""
+
+    def script() -> list[weakref.ref[Any]]:
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        model[0].weight.optimizer = optimizer  # type: ignore[assignment]  # what a script may do
+        wrapped = pyrannc.RaNNCModule(model, optimizer)
+        for _ in range(2):
+            wrapped(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+        return [weakref.ref(item) for item in (optimizer, model[0].weight, wrapped)]
+
+    watched = script()
+    gc.collect()
+    return [watch() is not None for watch in watched]
+
+
+@pytest.mark.parametrize("level", ["off", "1", "3"])
+def test_an_optimizer_is_freed_to_which_its_parameters_lead(ranks: Callable[[int], RankPool], level: str) -> None:
+    env = {"RANNC_ENABLE_ZERO": level, "RANNC_PARTITION_NUM": "1"}
+    assert ranks(2).run(alive_with_divided_parameters, env=env) == [[False] * 3] * 2
 
 
 def gloo_workers() -> int:

@@ -243,3 +243,41 @@ def test_an_optimizer_may_say_that_it_looks_at_all_parameters() -> None:
 def test_what_is_no_optimizer_is_refused() -> None:
     with pytest.raises(RaNNCError, match="the optimizer is a list, but"):
         pyrannc.RaNNCModule(nn.Linear(2, 2), [SGD(params(), lr=0.1)])  # type: ignore[arg-type]
+
+
+ONE_STAGE = {"RANNC_PARTITION_NUM": "1"}
+
+
+class TwoLosses(nn.Module):
+    """Which of them gradients come back for is known in the backward only."""
+
+    def __init__(self, named: str) -> None:
+        super().__init__()
+        self.add_module(named, nn.ModuleList(nn.Linear(4, 4) for _ in range(6)))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        (layers,) = self.children()
+        assert isinstance(layers, nn.ModuleList)
+        for layer in layers:
+            x = layer(x).tanh()
+        return x.square().mean(), x.exp().mean()
+
+
+def order_of_hooks(named: str) -> list[int]:
+    """Places of the parameters in the order in which their hooks have run."""
+    torch.manual_seed(0)
+    model, seen = TwoLosses(named), list[int]()
+    for place, param in enumerate(model.parameters()):
+        param.register_hook(lambda _, place=place: seen.append(place))
+    wrapped = pyrannc.RaNNCModule(model, SGD(model.parameters(), lr=0.1))
+    sum(wrapped(torch.ones(2, 4))).backward()
+    return seen
+
+
+def test_hooks_run_in_an_order_that_all_ranks_have(ranks: Ranks) -> None:
+    """They may sum over ranks. What Python makes of names, as in a set, may differ from rank to rank."""
+    found = [
+        order for name in ("layers", "blocks", "parts") for order in ranks(2).run(order_of_hooks, name, env=ONE_STAGE)
+    ]
+    assert found == [found[0]] * 6
+    assert sorted(found[0]) == list(range(12))

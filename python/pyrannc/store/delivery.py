@@ -168,7 +168,8 @@ class Delivery:
         found = _sum([_of(item, active, frozen) for _, item, active, _ in given])
         self._overflow = given[0][3] if len(given) == 1 else None
         everything = runs_in_backward(self._of_nothing)
-        hooked = found.keys() & self._hooked()
+        # Hooks run in one order on all ranks: they may sum over these.
+        hooked = [name for name in self._hooked() if name in found]
         self._refuse_parts(found, hooked, everything)
         # torch would do the same for each parameter, at a price: where nobody looks, it is done for all at once.
         if everything:
@@ -183,9 +184,9 @@ class Delivery:
             self._give_at_once(late)
         return gradients
 
-    def _refuse_parts(self, found: Collection[str], hooked: Set[str], everything: bool) -> None:
+    def _refuse_parts(self, found: Collection[str], hooked: Collection[str], everything: bool) -> None:
         """Raises where torch, or a hook, would take a part of a gradient for the whole."""
-        for name in self._spread & set(hooked if everything else found):
+        for name in sorted(self._spread & set(hooked if everything else found)):
             if name in hooked or _may_run(self._params[name]):
                 what = "a hook on it, registered after the model was called," if everything else "this backward"
                 raise RaNNCError(

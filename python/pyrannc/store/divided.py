@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import TypeAlias
 
 import torch
@@ -21,8 +22,9 @@ from pyrannc.core.buckets import BucketsFacts
 from pyrannc.job import process
 from pyrannc.job.exchange import Group, gather_parts
 from pyrannc.store.buckets import Bucket, elements, laid_out, like, strides_of, within
+from pyrannc.store.elsewhere import Guarded
 from pyrannc.store.gathered import GatheredBucket
-from pyrannc.store.spread_tensor import SpreadTensor, is_spread, own_piece, spread_gradient, spread_param
+from pyrannc.store.spread_tensor import SpreadTensor, is_absent, is_spread, own_piece, spread_gradient, spread_param
 
 GroupOf: TypeAlias = Callable[[tuple[int, ...]], Group | None]
 
@@ -90,6 +92,62 @@ class Piece:
             self.tensor.grad = None
 
 
+@dataclass
+class Works:
+    """What is updated here of what a group of an optimizer lists, which holds for as long as it lists the same.
+
+    Attributes:
+        listed: the parameters of the group.
+        kinds: their classes, which tell what is on other ranks.
+        places: of those that are updated here.
+        tensors: what is updated, in their order.
+        pieces: of parameters of the group.
+        parts_of_others: a parameter that another optimizer updates in parts, if the group has one.
+    """
+
+    listed: list[Tensor]
+    kinds: list[type]
+    places: list[int]
+    tensors: list[Tensor]
+    pieces: list[Piece]
+    parts_of_others: Tensor | None = None
+
+    @classmethod
+    def of(cls, params: Sequence[Tensor], pieces: Mapping[int, Piece]) -> Works:
+        """Those of parameters, some of which may be updated in pieces, by ``id``."""
+        kinds = list(map(type, params))
+        if not pieces and not any(issubclass(kind, Guarded) for kind in set(kinds)):
+            return cls(list(params), kinds, list(range(len(params))), list(params), [])
+        found = [(place, _updated_of(param, pieces)) for place, param in enumerate(params)]
+        updated = [(place, tensor) for place, tensor in found if tensor is not None]
+        return cls(
+            list(params),
+            kinds,
+            [place for place, _ in updated],
+            [tensor for _, tensor in updated],
+            [pieces[id(param)] for param in params if id(param) in pieces],
+            next((param for param in params if is_spread(param) and id(param) not in pieces), None),
+        )
+
+    def hold(self, params: Sequence[Tensor]) -> bool:
+        """True where the group lists the same; quick, as every step asks it."""
+        same = len(params) == len(self.listed) and all(map(is_, params, self.listed))
+        return same and list(map(type, params)) == self.kinds
+
+    @property
+    def are_all(self) -> bool:
+        """True where all that is listed is updated here, as it is."""
+        return len(self.tensors) == len(self.listed) and all(map(is_, self.tensors, self.listed))
+
+
+def _updated_of(param: Tensor, pieces: Mapping[int, Piece]) -> Tensor | None:
+    """What is updated here of a parameter that an optimizer lists."""
+    piece = pieces.get(id(param))
+    if piece is not None:
+        return piece.tensor
+    return None if is_absent(param) else param
+
+
 class DividedParams:
     """The divided parameters of one rank's Stage.
 
@@ -121,6 +179,7 @@ class DividedParams:
         self._optimizer = weakref.ref(optimizer)
         self._group_of, self._gathering_group_of = groups
         self.pieces: dict[int, Piece] = {}
+        self._works: list[Works] = []
         self.parts = all_parts(facts, names, sizes)
         self.spread = {
             name: self.parts[name] for bucket in facts.buckets if bucket.is_spread for name in bucket.of(names)
@@ -171,6 +230,12 @@ class DividedParams:
     def updated_by(self, optimizer: Optimizer) -> bool:
         """True for the optimizer that updates the parts; another one updates whole parameters, on every Replica."""
         return self._optimizer() is optimizer
+
+    def works(self, groups: Sequence[Sequence[Tensor]]) -> list[Works]:
+        """What is updated here of what the groups of the optimizer list, found anew where they list something else."""
+        if len(self._works) != len(groups) or not all(map(Works.hold, self._works, groups)):
+            self._works = [Works.of(params, self.pieces) for params in groups]
+        return self._works
 
     def gather(self) -> None:
         """After an update: gives every Replica the others' parts of what is whole. All ranks of the Stage call it."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import is_
 from types import FrameType
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary, WeakMethod, WeakSet
@@ -18,57 +17,13 @@ from torch.utils.hooks import RemovableHandle
 from pyrannc.capture.torch_internals.gradients import call_first_after_steps
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.job.faults import collective
-from pyrannc.store.divided import DividedParams, Piece
-from pyrannc.store.spread_tensor import Spread, is_absent, is_spread
+from pyrannc.store.divided import DividedParams, Piece, Works
+from pyrannc.store.spread_tensor import Spread
 
 _KEYS = ("params", "param_names")
 _NOTHING = object()
 
 Divided: TypeAlias = Callable[[], Sequence[DividedParams]]
-
-
-@dataclass
-class _Works:
-    """What is updated here of what a group lists, which holds for as long as it lists the same.
-
-    Attributes:
-        listed: the parameters of the group.
-        kinds: their classes, which tell what is on other ranks.
-        places: of those that are updated here.
-        tensors: what is updated, in their order.
-        pieces: of parameters of the group.
-        parts_of_others: a parameter that another optimizer updates in parts, if the group has one.
-    """
-
-    listed: list[Tensor]
-    kinds: list[type]
-    places: list[int]
-    tensors: list[Tensor]
-    pieces: list[Piece]
-    parts_of_others: Tensor | None
-
-    @classmethod
-    def of(cls, params: Sequence[Tensor], pieces: Mapping[int, Piece]) -> _Works:
-        works = [(place, _work(param, pieces)) for place, param in enumerate(params)]
-        updated = [(place, work) for place, work in works if work is not None]
-        return cls(
-            list(params),
-            list(map(type, params)),
-            [place for place, _ in updated],
-            [work for _, work in updated],
-            [pieces[id(param)] for param in params if id(param) in pieces],
-            next((param for param in params if is_spread(param) and id(param) not in pieces), None),
-        )
-
-    def hold(self, params: Sequence[Tensor]) -> bool:
-        """True where the group lists the same; quick, as every step asks it."""
-        same = len(params) == len(self.listed) and all(map(is_, params, self.listed))
-        return same and list(map(type, params)) == self.kinds
-
-    @property
-    def are_all(self) -> bool:
-        """True where all that is listed is updated here, as it is."""
-        return len(self.tensors) == len(self.listed) and all(map(is_, self.tensors, self.listed))
 
 
 @dataclass
@@ -89,8 +44,6 @@ _shared: WeakSet[Optimizer] = WeakSet()
 _divided: WeakKeyDictionary[Optimizer, WeakMethod[Divided]] = WeakKeyDictionary()
 _hidden: WeakKeyDictionary[Optimizer, _Hidden] = WeakKeyDictionary()
 _steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-_works: WeakKeyDictionary[Optimizer | DividedParams, list[_Works]] = WeakKeyDictionary()
-"""Those of the last step, by group; with pieces, of whose they are: they go with them."""
 
 
 @contextmanager
@@ -204,21 +157,16 @@ def _divided_by(optimizer: Optimizer) -> Sequence[DividedParams]:
     return () if method is None else method()
 
 
-def _works_of(optimizer: Optimizer, divided: Sequence[DividedParams]) -> list[_Works]:
+def _works_of(optimizer: Optimizer, divided: Sequence[DividedParams]) -> list[Works]:
     """By group, what is updated here, in pieces where parameters are divided."""
     groups = [group["params"] for group in optimizer.param_groups]
-    owner = divided[0] if divided else optimizer
-    known = _works.get(owner, [])
-    if len(divided) < 2 and len(known) == len(groups) and all(map(_Works.hold, known, groups)):
-        return known
+    if len(divided) == 1:
+        return divided[0].works(groups)
     pieces = {key: piece for params in divided for key, piece in params.pieces.items()}
-    found = [_Works.of(params, pieces) for params in groups]
-    if len(divided) < 2:
-        _works[owner] = found
-    return found
+    return [Works.of(params, pieces) for params in groups]
 
 
-def _hide(optimizer: Optimizer, found: Sequence[_Works], step: Any = None) -> None:
+def _hide(optimizer: Optimizer, found: Sequence[Works], step: Any = None) -> None:
     hidden = _hidden[optimizer] = _Hidden(step)
     for group, works in zip(optimizer.param_groups, found, strict=True):
         if works.are_all:
@@ -237,14 +185,6 @@ def _hide(optimizer: Optimizer, found: Sequence[_Works], step: Any = None) -> No
     _move_state(optimizer, [(piece.param, piece.tensor) for piece in hidden.pieces])
 
 
-def _work(param: Tensor, pieces: Mapping[int, Piece]) -> Tensor | None:
-    """What is updated here of a parameter that an optimizer lists."""
-    piece = pieces.get(id(param))
-    if piece is not None:
-        return piece.tensor
-    return None if is_absent(param) else param
-
-
 def _show(optimizer: Optimizer) -> None:
     hidden = _hidden.pop(optimizer, None)
     if hidden is None:
@@ -258,7 +198,7 @@ def _show(optimizer: Optimizer) -> None:
     _move_state(optimizer, [(piece.tensor, piece.param) for piece in hidden.pieces])
 
 
-def _refuse_parts(optimizer: Optimizer, found: Sequence[_Works]) -> None:
+def _refuse_parts(optimizer: Optimizer, found: Sequence[Works]) -> None:
     """Raises RaNNCError where an optimizer lists what another one updates in parts."""
     for works in found:
         if works.parts_of_others is not None:
