@@ -97,7 +97,7 @@ def overflowed() -> list[list[list[float]]]:
             if rank == 1:
                 sets[number][-1].view(-1)[1] = float("nan")
         params = [[_with_gradient(grad) for grad in grads] for grads in sets]
-        share_overflow(params, None, None if scale is None else torch.tensor(scale), HOST)
+        share_overflow(*params, frozenset[str], None, None if scale is None else torch.tensor(scale), HOST)
         return [[value for grad in grads for value in grad.view(-1).nan_to_num(nan=-1.0).tolist()] for grads in sets]
 
     return [told(None), told(None, 0), told(8.0, 1), told(1.0, 0, 1), told(2.0, 0, 1)]  # type: ignore[return-value]

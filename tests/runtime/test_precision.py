@@ -261,3 +261,39 @@ def test_a_scaler_grows_and_backs_off_as_in_one_process(
         for (_, norm, loss), (_, right_norm, right_loss) in zip(told, expected, strict=True):
             assert norm == pytest.approx(right_norm, rel=0.01, nan_ok=True)
             assert loss == pytest.approx(right_loss, rel=0.01, nan_ok=True)
+
+
+def two_scaled_optimizers(module: bool, given: int) -> tuple[list[float], list[Tensor]]:
+    """Scales and parameters of six steps, in one of which the gradients of the first layer alone are not finite."""
+    torch.manual_seed(0)
+    net: nn.Module = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    params = list(net.parameters())
+    optimizers = [Adam(params[:2], lr=0.01), Adam(params[2:], lr=0.01)]
+    if module:
+        net = pyrannc.RaNNCModule(net, optimizers[given])
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2), []
+    for step in range(6):
+        x = torch.randn(8, 6, generator=Generator().manual_seed(step), dtype=torch.float64)
+        if step == 3:
+            x[5, 0] = float("inf")
+        scaler.scale(net(own((x,), (4, 4))[0] if module else x).square().mean()).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        scales.append(scaler.get_scale())
+    state = net.state_dict()
+    return scales, list(state.values())
+
+
+@pytest.mark.parametrize("given", [0, 1])
+@pytest.mark.parametrize("setting", [{"RANNC_PARTITION_NUM": "2"}, {"RANNC_ENABLE_ZERO": "3"}])
+def test_a_scaler_leaves_out_the_step_of_one_optimizer_of_two(
+    ranks: Callable[[int], RankPool], setting: dict[str, str], given: int
+) -> None:
+    scales, right = two_scaled_optimizers(False, given)
+    assert scales[3] < scales[2]
+    found = ranks(2).run(two_scaled_optimizers, True, given, env=setting)
+    assert [scales_of_rank for scales_of_rank, _ in found] == [scales] * 2
+    for param, expected in zip(found[0][1], right, strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-9, atol=1e-12)

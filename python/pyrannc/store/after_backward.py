@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -53,7 +54,8 @@ def finish_backward(
             known = delivery.take_overflow()
             if scale is None or own_gradients(others):
                 known = None
-            share_overflow((listed, others), known, scale, process.own_device())
+            names = _names_listed(store, optimizer)
+            share_overflow(listed, others, names, known, scale, process.own_device())
 
 
 def average(params: Sequence[Tensor], share: float) -> None:
@@ -80,3 +82,17 @@ def _judged_together(store: ParamStore, optimizer: UserOptimizer | None) -> tupl
     listed = [] if optimizer is None else optimizer.listed()
     own = set(map(id, listed))
     return listed, [param for param in store.local_params().values() if id(param) not in own]
+
+
+def _names_listed(store: ParamStore, optimizer: UserOptimizer | None) -> Callable[[], Set[str]]:
+    """Tells the model's parameters that the optimizer lists on any rank, for as long as both live."""
+    of_model, lister = weakref.ref(store), None if optimizer is None else weakref.ref(optimizer)
+
+    def names() -> Set[str]:
+        held, user = of_model(), None if lister is None else lister()
+        if held is None or user is None:
+            return frozenset()
+        listed = set(map(id, user.all()))
+        return {name for name, param in held.params.items() if id(param) in listed}
+
+    return names

@@ -7,7 +7,7 @@ optimizer by hand, is done by the ranks that hold the parameter, and is nothing 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NoReturn, TypeVar
@@ -162,6 +162,11 @@ def is_elsewhere(tensor: Tensor) -> bool:
     return isinstance(tensor, Guarded)
 
 
+def names_in_model(tensors: Iterable[object]) -> list[str]:
+    """First names of the parameters or buffers that those of other ranks are, or were made of."""
+    return [tensor.home.name for tensor in tensors if isinstance(tensor, Guarded)]
+
+
 # What scripts may do.
 
 
@@ -220,7 +225,8 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     first: Guarded = guarded[0]
     home = first._home
     if name == UNSCALE:
-        return unscale_own(func, [grad for grad in args[0] if not isinstance(grad, Guarded)], *args[1:])
+        own = [grad for grad in args[0] if not isinstance(grad, Guarded)]
+        return unscale_own(func, own, names_in_model(args[0]), *args[1:])
     if not isinstance(tensors[0], Guarded):
         if name in _LIKE_ANOTHER:
             return func(args[0], first.stand_in())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -15,34 +15,39 @@ from pyrannc.store.unscale import tell_of_overflow
 
 @torch.no_grad()
 def share_overflow(
-    sets: Sequence[Sequence[Tensor]], known: Tensor | None, scale: Tensor | None, device: torch.device
+    listed: Sequence[Tensor],
+    others: Sequence[Tensor],
+    names: Callable[[], Set[str]],
+    known: Tensor | None,
+    scale: Tensor | None,
+    device: torch.device,
 ) -> None:
-    """Makes one element infinite in each set of gradients that is finite here and not on some other rank. All ranks
-    call it.
+    """Makes one gradient of each set infinite that is finite here and not on some other rank. All ranks call it.
 
     Only where the loss was scaled: gradients of others are the script's own business. The host waits for no device.
 
     Args:
-        sets: of parameters whose gradients on this rank are judged together, as those of one optimizer; as many sets on
-            all ranks.
-        known: 1 if gradients of the first set are not finite, else 0, which is no matter where the loss was not scaled;
-            ``None`` if nobody has looked. With it, no other set has gradients.
+        listed: the parameters on this rank of one optimizer, whose gradients are judged together.
+        others: the model's others, likewise.
+        names: of the optimizer's parameters on all ranks.
+        known: 1 if gradients of ``listed`` are not finite, else 0, which is no matter where the loss was not scaled;
+            ``None`` if nobody has looked. With it, ``others`` have no gradients.
         scale: what the loss was multiplied by; None if that is not known.
         device: this rank's.
     """
     if known is None:
-        own = [_overflow(own_gradients(params), device) for params in sets]
+        own = [_overflow(own_gradients(params), device) for params in (listed, others)]
     else:
-        own = [known, *(torch.zeros((), device=device) for _ in sets[1:])]
+        own = [known, torch.zeros((), device=device)]
     scaled = torch.ones((), device=device) if scale is None else (scale.detach() != 1).any()
     here = torch.stack([flag.to(device, torch.float32) for flag in (*own, scaled)])
     found = here.clone()
     sum_over_ranks(found)
     spoilt = (found > 0) & (here == 0) & (found[-1:] > 0)
-    for place, params in enumerate(sets):
+    for place, params in enumerate((listed, others)):
         grad = first_own_gradient(params)
         if grad is None:
-            tell_of_overflow(found)
+            tell_of_overflow(found, names)
         else:
             element = grad[(0,) * grad.dim()]
             element.masked_fill_(spoilt[place].to(element.device), math.inf)

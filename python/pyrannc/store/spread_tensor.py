@@ -26,6 +26,7 @@ from pyrannc.store.elsewhere import (
     is_elsewhere,
     made_elsewhere,
     named,
+    names_in_model,
 )
 from pyrannc.store.unscale import UNSCALE, unscale_own
 
@@ -138,7 +139,7 @@ def _done_to_pieces(func: Callable[..., Any], name: str, args: Sequence[Any], kw
     first = next(leaf for leaf in leaves if isinstance(leaf, Spread))
     if name == UNSCALE:
         own = [own_piece(grad) for grad in args[0] if not is_absent(grad)]
-        return unscale_own(func, [grad for grad in own if grad.numel()], *args[1:])
+        return unscale_own(func, [grad for grad in own if grad.numel()], names_in_model(args[0]), *args[1:])
     if name in _COPIES and (name == "data.get" or not isinstance(first, SpreadParameter)):
         with DisableTorchFunctionSubclass():
             return _made(first, first.home, func(first.piece, *args[1:], **kwargs), first.start)

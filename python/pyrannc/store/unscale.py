@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,28 +12,42 @@ from torch import Tensor
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 """The operator by which it unscales gradients, in place, and finds out whether one is not finite."""
 
-_told: dict[torch.device, Tensor] = {}
+
+@dataclass(frozen=True)
+class _Told:
+    found: Tensor
+    listed: Callable[[], Set[str]]
 
 
-def tell_of_overflow(found: Tensor) -> None:
+_told: dict[torch.device, _Told] = {}
+
+
+def tell_of_overflow(found: Tensor, listed: Callable[[], Set[str]]) -> None:
     """Notes, for a rank without gradients of its own, whether another rank's are not finite.
 
     Args:
-        found: above 0 for each set of gradients some of which are not, and at last where the loss was scaled.
+        found: of two sets of gradients, above 0 where some are not; then above 0 where the loss was scaled.
+        listed: names of the parameters of the first set, on all ranks.
     """
-    _told[found.device] = found
+    _told[found.device] = _Told(found, listed)
 
 
-def unscale_own(func: Callable[..., Any], own: Sequence[Tensor], found: Tensor, scale: Tensor) -> None:
+def unscale_own(
+    func: Callable[..., Any], own: Sequence[Tensor], away: Sequence[str], found: Tensor, scale: Tensor
+) -> None:
     """Unscales the gradients of this rank.
 
     Args:
         func: the operator.
+        away: names of the parameters whose gradients are on other ranks alone.
         found: becomes 1 where one is not finite.
         scale: to multiply them by.
     """
     if own:
         func(list(own), found, scale)
-    elif (told := _told.pop(found.device, None)) is not None:
-        overflow = (told[:-1] > 0).any() & (told[-1] > 0)
+    elif (told := _told.get(found.device)) is not None:
+        listed = told.listed()
+        in_first = [name in listed for name in away]
+        asked = told.found[0 if any(in_first) else 1 : 1 if all(in_first) else 2]
+        overflow = (asked > 0).any() & (told.found[-1] > 0)
         found.copy_(torch.maximum(found, overflow.to(found.dtype).reshape(found.shape)))
