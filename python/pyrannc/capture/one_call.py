@@ -50,13 +50,14 @@ def as_one_function(
     """
     inner = fx.Graph()
     copies = {node: inner.placeholder(f"a{place}") for place, node in enumerate(taken)}
-    switches = not all(map(_records, group))
-    ambient, enabled = inner.call_function(_is_grad_enabled) if switches else None, True
+    ambient: fx.Node | None = None
+    enabled = True
     contents: list[Any] = []
     written = {storage for node in group for storage in written_memory(node)}
     for node in group:
         if _records(node) != enabled:
             enabled = not enabled
+            ambient = ambient or inner.call_function(_is_grad_enabled)
             inner.call_function(SET_GRAD_ENABLED, (ambient if enabled else False,))
         args, kwargs = map_aggregate((node.args, node.kwargs), lambda item: _copied(item, copies, device))
         copies[node] = inner.call_function(_function(node, written), args, kwargs, name=node.name)

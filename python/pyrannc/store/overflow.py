@@ -44,13 +44,11 @@ def share_overflow(
     found = here.clone()
     sum_over_ranks(found)
     spoilt = (found > 0) & (here == 0) & (found[-1:] > 0)
+    tell_of_overflow(found, names)
     for place, params in enumerate((listed, others)):
         grad = first_own_gradient(params)
-        if grad is None:
-            tell_of_overflow(found, names)
-        else:
-            element = grad[(0,) * grad.dim()]
-            element.masked_fill_(spoilt[place].to(element.device), math.inf)
+        if grad is not None:
+            grad[(0,) * grad.dim()].masked_fill_(spoilt[place].to(grad.device), math.inf)
 
 
 def _overflow(grads: Sequence[Tensor], device: torch.device) -> Tensor:

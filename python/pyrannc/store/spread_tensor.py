@@ -101,12 +101,7 @@ def own_gradients(params: Iterable[Tensor]) -> list[Tensor]:
 
 def first_own_gradient(params: Iterable[Tensor]) -> Tensor | None:
     """The first of them."""
-    with DisableTorchFunctionSubclass():
-        for param in params:
-            own = None if param.grad is None else own_piece(param.grad)
-            if own is not None and own.numel():
-                return own
-    return None
+    return next((grad for grad in map(own_gradient, params) if grad is not None and grad.numel()), None)
 
 
 def own_piece(tensor: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ _told: dict[torch.device, _Told] = {}
 
 
 def tell_of_overflow(found: Tensor, listed: Callable[[], Set[str]]) -> None:
-    """Notes, for a rank without gradients of its own, whether another rank's are not finite.
+    """Notes, for ranks without gradients of an optimizer, whether other ranks' are not finite.
 
     Args:
         found: of two sets of gradients, above 0 where some are not; then above 0 where the loss was scaled.
