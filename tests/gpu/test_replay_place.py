@@ -14,7 +14,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from pyrannc.capture.torch_internals.devices import Graph, sleep_on_gpu
+from pyrannc.capture.torch_internals.devices import sleep_on_gpu
+from pyrannc.capture.torch_internals.graphs import Graph
 from pyrannc.core.program import Backward, Forward, RankProgram
 from pyrannc.job import process
 from pyrannc.job.faults import watchdog

@@ -263,20 +263,33 @@ def test_a_scaler_grows_and_backs_off_as_in_one_process(
             assert loss == pytest.approx(right_loss, rel=0.01, nan_ok=True)
 
 
-def two_scaled_optimizers(module: bool, given: int) -> tuple[list[float], list[Tensor]]:
-    """Scales and parameters of six steps, in one of which the gradients of the first layer alone are not finite."""
+class Blocks(nn.Module):
+    """Each of three layers has an input of its own, and so gradients that overflow by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Bilinear(6, 200, 200) for _ in range(3)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = x.new_ones(len(x), 200)
+        for layer, own_input in zip(self.layers, x.unbind(1), strict=True):
+            found = layer(own_input, found).tanh()
+        return found.square().mean()
+
+
+def three_scaled_optimizers(module: bool, given: int | None) -> tuple[list[float], list[Tensor]]:
+    """Scales and parameters of steps in some of which gradients of one layer are not finite."""
     torch.manual_seed(0)
-    net: nn.Module = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-    params = list(net.parameters())
-    optimizers = [Adam(params[:2], lr=0.01), Adam(params[2:], lr=0.01)]
+    net: Any = Blocks()
+    optimizers = [Adam(layer.parameters(), lr=0.01) for layer in net.layers]
     if module:
-        net = pyrannc.RaNNCModule(net, optimizers[given])
+        net = pyrannc.RaNNCModule(net, None if given is None else optimizers[given])
     scaler, scales = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2), []
-    for step in range(6):
-        x = torch.randn(8, 6, generator=Generator().manual_seed(step), dtype=torch.float64)
-        if step == 3:
-            x[5, 0] = float("inf")
-        scaler.scale(net(own((x,), (4, 4))[0] if module else x).square().mean()).backward()
+    for step in range(8):
+        x = torch.randn(8, 3, 6, generator=Generator().manual_seed(step), dtype=torch.float64)
+        if step % 2:
+            x[5, step // 2 % 3, 0] = float("inf")
+        scaler.scale(net(own((x,), (4, 4))[0] if module else x)).backward()
         for optimizer in optimizers:
             scaler.step(optimizer)
             optimizer.zero_grad()
@@ -286,14 +299,48 @@ def two_scaled_optimizers(module: bool, given: int) -> tuple[list[float], list[T
     return scales, list(state.values())
 
 
-@pytest.mark.parametrize("given", [0, 1])
+@pytest.mark.parametrize("given", [None, 0, 1, 2])
 @pytest.mark.parametrize("setting", [{"RANNC_PARTITION_NUM": "2"}, {"RANNC_ENABLE_ZERO": "3"}])
-def test_a_scaler_leaves_out_the_step_of_one_optimizer_of_two(
-    ranks: Callable[[int], RankPool], setting: dict[str, str], given: int
+def test_a_scaler_leaves_out_the_step_of_one_optimizer_of_three(
+    ranks: Callable[[int], RankPool], setting: dict[str, str], given: int | None
 ) -> None:
-    scales, right = two_scaled_optimizers(False, given)
-    assert scales[3] < scales[2]
-    found = ranks(2).run(two_scaled_optimizers, True, given, env=setting)
+    scales, right = three_scaled_optimizers(False, given)
+    assert scales[1] < scales[0]
+    found = ranks(2).run(three_scaled_optimizers, True, given, env=setting)
+    assert [scales_of_rank for scales_of_rank, _ in found] == [scales] * 2
+    for param, expected in zip(found[0][1], right, strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-9, atol=1e-12)
+
+
+def two_scaled_models(module: bool) -> tuple[list[float], list[Tensor]]:
+    """Likewise, of two models whose backwards come before the steps of both."""
+    torch.manual_seed(0)
+    nets: list[nn.Module] = [Blocks(), Blocks()]
+    optimizers = [Adam(net.parameters(), lr=0.01) for net in nets]
+    if module:
+        nets = [pyrannc.RaNNCModule(net, optimizer) for net, optimizer in zip(nets, optimizers, strict=True)]
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2), []
+    for step in range(6):
+        for place, net in enumerate(nets):
+            x = torch.randn(8, 3, 6, generator=Generator().manual_seed(step), dtype=torch.float64)
+            if step == 2 + place:
+                x[5, place, 0] = float("inf")
+            scaler.scale(net(own((x,), (4, 4))[0] if module else x)).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, [param for net in nets for param in net.state_dict().values()]
+
+
+@pytest.mark.parametrize("setting", [{"RANNC_PARTITION_NUM": "2"}, {"RANNC_ENABLE_ZERO": "3"}])
+def test_a_scaler_leaves_out_the_step_of_one_model_of_two(
+    ranks: Callable[[int], RankPool], setting: dict[str, str]
+) -> None:
+    scales, right = two_scaled_models(False)
+    assert scales[2] < scales[1]
+    found = ranks(2).run(two_scaled_models, True, env=setting)
     assert [scales_of_rank for scales_of_rank, _ in found] == [scales] * 2
     for param, expected in zip(found[0][1], right, strict=True):
         torch.testing.assert_close(param, expected, rtol=1e-9, atol=1e-12)

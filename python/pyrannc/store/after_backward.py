@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from pyrannc.store.optimizer import UserOptimizer
 from pyrannc.store.overflow import share_overflow
 from pyrannc.store.spread_tensor import own_gradients
 from pyrannc.store.store import ParamStore
+from pyrannc.store.unscale import tell_of_overflow
 
 
 @torch.no_grad()
@@ -49,13 +49,24 @@ def finish_backward(
         if everywhere:
             average(everywhere, share)
         if stages > 1 or spread:
-            listed, others = _judged_together(store, optimizer)
-            # Where all gradients here are judged together, the delivery may have done that as it scaled them.
-            known = delivery.take_overflow()
-            if scale is None or own_gradients(others):
-                known = None
-            names = _names_listed(store, optimizer)
-            share_overflow(listed, others, names, known, scale, process.own_device())
+            _judge_overflow(store, optimizer, delivery, scale)
+
+
+def _judge_overflow(
+    store: ParamStore, optimizer: UserOptimizer | None, delivery: Delivery, scale: Tensor | None
+) -> None:
+    """Lets what unscales gradients know of those of all ranks. All ranks call it."""
+    apart = _judged_apart(store, optimizer)
+    others = [store.params[name] if store.is_local(name) else None for name in apart]
+    # The delivery may have judged all gradients here as it scaled them.
+    known = delivery.take_overflow()
+    if scale is None or own_gradients(param for param in others if param is not None):
+        known = None
+    listed = optimizer.listed if optimizer is not None else list
+    overflow = share_overflow(listed, others, known, scale, process.own_device())
+    together = dict.fromkeys(map(id, store.params.values()), 0)
+    each = {id(store.params[name]): place for place, name in enumerate(apart, start=1)}
+    tell_of_overflow(store, overflow, together | each)
 
 
 def average(params: Sequence[Tensor], share: float) -> None:
@@ -77,22 +88,7 @@ def average(params: Sequence[Tensor], share: float) -> None:
         param.grad = total
 
 
-def _judged_together(store: ParamStore, optimizer: UserOptimizer | None) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The optimizer's parameters here, and the model's others."""
-    listed = [] if optimizer is None else optimizer.listed()
-    own = set(map(id, listed))
-    return listed, [param for param in store.local_params().values() if id(param) not in own]
-
-
-def _names_listed(store: ParamStore, optimizer: UserOptimizer | None) -> Callable[[], Set[str]]:
-    """Tells the model's parameters that the optimizer lists on any rank, for as long as both live."""
-    of_model, lister = weakref.ref(store), None if optimizer is None else weakref.ref(optimizer)
-
-    def names() -> Set[str]:
-        held, user = of_model(), None if lister is None else lister()
-        if held is None or user is None:
-            return frozenset()
-        listed = set(map(id, user.all()))
-        return {name for name, param in held.params.items() if id(param) in listed}
-
-    return names
+def _judged_apart(store: ParamStore, optimizer: UserOptimizer | None) -> list[str]:
+    """Names of the parameters of all Stages that the model's optimizer lists on no rank."""
+    listed = frozenset() if optimizer is None else optimizer.listed_ids
+    return [name for name, param in store.params.items() if id(param) not in listed and name in store.holders]

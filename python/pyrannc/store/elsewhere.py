@@ -34,6 +34,7 @@ class Home:
         strides: as on these ranks.
         plain: the class of the tensor there.
         spread: each of these ranks has a part of it.
+        param: ``id`` of the parameter or buffer that it is, or was made of.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class Home:
     strides: tuple[int, ...]
     plain: type[Tensor] = Tensor
     spread: bool = False
+    param: int = 0
 
     def __str__(self) -> str:
         if self.spread:
@@ -122,7 +124,7 @@ def send_away(tensor: Tensor, kind: str, name: str, ranks: tuple[int, ...], devi
     """Frees a parameter or buffer that other ranks hold, and guards it; the object stays the same."""
     if isinstance(tensor, Guarded):
         return
-    home = Home(kind, name, ranks, device, tensor.stride(), type(tensor))
+    home = Home(kind, name, ranks, device, tensor.stride(), type(tensor), param=id(tensor))
     guard(tensor, home, ElsewhereParameter if isinstance(tensor, nn.Parameter) else ElsewhereTensor)
 
 
@@ -162,9 +164,9 @@ def is_elsewhere(tensor: Tensor) -> bool:
     return isinstance(tensor, Guarded)
 
 
-def names_in_model(tensors: Iterable[object]) -> list[str]:
-    """First names of the parameters or buffers that those of other ranks are, or were made of."""
-    return [tensor.home.name for tensor in tensors if isinstance(tensor, Guarded)]
+def ids_of_params(tensors: Iterable[object]) -> set[int]:
+    """``id`` of the parameters or buffers that those of other ranks are, or were made of."""
+    return {tensor.home.param for tensor in tensors if isinstance(tensor, Guarded)}
 
 
 # What scripts may do.
@@ -226,7 +228,7 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     home = first._home
     if name == UNSCALE:
         own = [grad for grad in args[0] if not isinstance(grad, Guarded)]
-        return unscale_own(func, own, names_in_model(args[0]), *args[1:])
+        return unscale_own(func, own, ids_of_params(args[0]), *args[1:])
     if not isinstance(tensors[0], Guarded):
         if name in _LIKE_ANOTHER:
             return func(args[0], first.stand_in())

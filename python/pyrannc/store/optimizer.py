@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -72,6 +72,11 @@ class UserOptimizer:
 
     # What is listed where
 
+    @property
+    def listed_ids(self) -> frozenset[int]:
+        """``id`` of the parameters of all ranks; none while no model is deployed."""
+        return frozenset() if self._lists is None else self._lists.ids
+
     def all(self) -> list[Tensor]:
         """The parameters of all ranks."""
         lists = self._lists if self._lists is not None else ParamLists(self.optimizer)
@@ -86,9 +91,9 @@ class UserOptimizer:
         """Each element of a parameter is updated by itself."""
         return is_by_element(self.optimizer, process.own_device())
 
-    def listed(self) -> list[Tensor]:
+    def listed(self) -> Iterator[Tensor]:
         """The parameters that this rank updates."""
-        return [param for param in _listed(self.optimizer) if not is_absent(param)]
+        return (param for param in _listed(self.optimizer) if not is_absent(param))
 
     # Deployment
 

@@ -3,55 +3,61 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from pyrannc.job.exchange import sum_over_ranks
-from pyrannc.store.spread_tensor import first_own_gradient, own_gradients
-from pyrannc.store.unscale import tell_of_overflow
+from pyrannc.store.spread_tensor import first_own_gradient, own_gradient, own_gradients
 
 
 @torch.no_grad()
 def share_overflow(
-    listed: Sequence[Tensor],
-    others: Sequence[Tensor],
-    names: Callable[[], Set[str]],
+    listed: Callable[[], Iterable[Tensor]],
+    others: Sequence[Tensor | None],
     known: Tensor | None,
     scale: Tensor | None,
     device: torch.device,
-) -> None:
-    """Makes one gradient of each set infinite that is finite here and not on some other rank. All ranks call it.
+) -> Tensor:
+    """Finds out whose gradients are not finite on some rank. All ranks call it.
 
-    Only where the loss was scaled: gradients of others are the script's own business. The host waits for no device.
+    Of the parameters that the model's optimizer lists, which are judged together, one gradient becomes infinite on
+    ranks where all are finite. Each other one is judged by itself, as nobody knows yet who steps it. Only where the
+    loss was scaled: gradients of others are the script's own business. The host waits for no device.
 
     Args:
-        listed: the parameters on this rank of one optimizer, whose gradients are judged together.
-        others: the model's others, likewise.
-        names: of the optimizer's parameters on all ranks.
+        listed: the parameters on this rank that the model's optimizer lists.
+        others: all others of the model, those of other ranks as None.
         known: 1 if gradients of ``listed`` are not finite, else 0, which is no matter where the loss was not scaled;
-            ``None`` if nobody has looked. With it, ``others`` have no gradients.
+            None if nobody has looked.
         scale: what the loss was multiplied by; None if that is not known.
         device: this rank's.
+
+    Returns:
+        1-D, on the device: true where gradients are not finite on some rank, of ``listed``, then of each of the others.
     """
     if known is None:
-        own = [_overflow(own_gradients(params), device) for params in (listed, others)]
-    else:
-        own = [known, torch.zeros((), device=device)]
+        known = ~nn.utils.get_total_norm(own_gradients(listed()), math.inf).isfinite()
     scaled = torch.ones((), device=device) if scale is None else (scale.detach() != 1).any()
-    here = torch.stack([flag.to(device, torch.float32) for flag in (*own, scaled)])
+    here = torch.stack([flag.to(device, torch.float32) for flag in (scaled, known)])
+    if others:
+        here = torch.cat([here, _not_finite(others, device)])
     found = here.clone()
     sum_over_ranks(found)
-    spoilt = (found > 0) & (here == 0) & (found[-1:] > 0)
-    tell_of_overflow(found, names)
-    for place, params in enumerate((listed, others)):
-        grad = first_own_gradient(params)
-        if grad is not None:
-            grad[(0,) * grad.dim()].masked_fill_(spoilt[place].to(grad.device), math.inf)
+    overflow = (found[1:] > 0) & (found[0] > 0)
+    grad = first_own_gradient(listed())
+    if grad is not None:
+        spoilt = overflow[0] & (here[1] == 0)
+        grad[(0,) * grad.dim()].masked_fill_(spoilt.to(grad.device), math.inf)
+    return overflow
 
 
-def _overflow(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """1 where some gradient is not finite, else 0."""
-    largest = nn.utils.get_total_norm(grads, math.inf)
-    return (~largest.isfinite()).to(device)
+def _not_finite(params: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """For each of the parameters 1 where its gradient here is not finite, else 0."""
+    grads = [None if param is None else own_gradient(param) for param in params]
+    nothing = torch.zeros((), device=device)
+    each = [
+        nothing if grad is None or not grad.numel() else grad.abs().amax().to(device, torch.float32) for grad in grads
+    ]
+    return (~torch.stack(each).isfinite()).to(torch.float32)

@@ -50,12 +50,14 @@ class ParamLists:
     Attributes:
         stores: of the models.
         everywhere: those parameters that no Stage computes with.
+        ids: ``id`` of each parameter.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.stores: list[ParamStore] = []
         self.everywhere: list[Tensor] = []
+        self.ids: frozenset[int] = frozenset()
         self._known: dict[int, tuple[Label, tuple[int, ...] | None]] = {}
         self._full: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
         self._names = _names_given(optimizer)
@@ -78,9 +80,10 @@ class ParamLists:
             for place, store in enumerate(self.stores)
             for name, param in store.params.items()
         }
-        self._find_everywhere()
+        self._note_listed()
 
-    def _find_everywhere(self) -> None:
+    def _note_listed(self) -> None:
+        self.ids = frozenset(id(param) for params in self._full for param in params)
         self.everywhere = [item.param for item in self.all() if self._held(item.param) is None]
 
     def _listed(self, number: int, group: int, param: Tensor) -> Listed:
@@ -162,7 +165,7 @@ class ParamLists:
             labels = found[0] if all(labels == found[0] for labels in found) else self._joined(place, found)
             full.append([foreign[label[2]] if label[0] < 0 else params[label] for label in labels])
         self._full = full
-        self._find_everywhere()
+        self._note_listed()
         for group, listed in zip(self._optimizer.param_groups, full, strict=True):
             group["params"] = list(listed)
             if "param_names" in group:

@@ -23,10 +23,10 @@ from pyrannc.store.elsewhere import (
     Home,
     function_name,
     guard,
+    ids_of_params,
     is_elsewhere,
     made_elsewhere,
     named,
-    names_in_model,
 )
 from pyrannc.store.unscale import UNSCALE, unscale_own
 
@@ -72,13 +72,13 @@ def spread_gradient(param: Tensor, name: str, ranks: tuple[int, ...], piece: Ten
         piece: this rank's.
         start: place of its first element.
     """
-    home = Home("the gradient of parameter", name, ranks, param.device, param.stride(), spread=True)
+    home = Home("the gradient of parameter", name, ranks, param.device, param.stride(), spread=True, param=id(param))
     return _made(param, home, piece, start)
 
 
 def spread_param(param: nn.Parameter, name: str, ranks: tuple[int, ...], piece: Tensor, start: int) -> None:
     """Leaves a parameter its form and a piece; the object stays the same."""
-    home = Home("parameter", name, ranks, param.device, param.stride(), type(param), spread=True)
+    home = Home("parameter", name, ranks, param.device, param.stride(), type(param), spread=True, param=id(param))
     guard(param, home, SpreadParameter)
     assert isinstance(param, SpreadParameter)
     param.piece, param.start = piece, start
@@ -134,7 +134,7 @@ def _done_to_pieces(func: Callable[..., Any], name: str, args: Sequence[Any], kw
     first = next(leaf for leaf in leaves if isinstance(leaf, Spread))
     if name == UNSCALE:
         own = [own_piece(grad) for grad in args[0] if not is_absent(grad)]
-        return unscale_own(func, [grad for grad in own if grad.numel()], names_in_model(args[0]), *args[1:])
+        return unscale_own(func, [grad for grad in own if grad.numel()], ids_of_params(args[0]), *args[1:])
     if name in _COPIES and (name == "data.get" or not isinstance(first, SpreadParameter)):
         with DisableTorchFunctionSubclass():
             return _made(first, first.home, func(first.piece, *args[1:], **kwargs), first.start)

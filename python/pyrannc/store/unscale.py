@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,39 +16,43 @@ UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 @dataclass(frozen=True)
 class _Told:
-    found: Tensor
-    listed: Callable[[], Set[str]]
+    overflow: Tensor
+    places: Mapping[int, int]
 
 
-_told: dict[torch.device, _Told] = {}
+_told: WeakKeyDictionary[object, _Told] = WeakKeyDictionary()
 
 
-def tell_of_overflow(found: Tensor, listed: Callable[[], Set[str]]) -> None:
-    """Notes, for ranks without gradients of an optimizer, whether other ranks' are not finite.
+def tell_of_overflow(model: object, overflow: Tensor, places: Mapping[int, int]) -> None:
+    """Notes whether gradients are not finite on some rank.
 
     Args:
-        found: of two sets of gradients, above 0 where some are not; then above 0 where the loss was scaled.
-        listed: names of the parameters of the first set, on all ranks.
+        model: whose gradients they are; nothing is told any more once it is gone.
+        overflow: true where some are not: of parameters that are judged together, or of one.
+        places: of all of its parameters there, by ``id``.
     """
-    _told[found.device] = _Told(found, listed)
+    _told[model] = _Told(overflow, places)
 
 
 def unscale_own(
-    func: Callable[..., Any], own: Sequence[Tensor], away: Sequence[str], found: Tensor, scale: Tensor
+    func: Callable[..., Any], own: Sequence[Tensor], spread: Set[int], found: Tensor, scale: Tensor
 ) -> None:
     """Unscales the gradients of this rank.
 
     Args:
         func: the operator.
-        away: names of the parameters whose gradients are on other ranks alone.
-        found: becomes 1 where one is not finite.
+        own: what this rank has of the gradients.
+        spread: ``id`` of the parameters of whose gradients other ranks have a part, or all.
+        found: becomes 1 where one is not finite, on any rank.
         scale: to multiply them by.
     """
     if own:
         func(list(own), found, scale)
-    elif (told := _told.get(found.device)) is not None:
-        listed = told.listed()
-        in_first = [name in listed for name in away]
-        asked = told.found[0 if any(in_first) else 1 : 1 if all(in_first) else 2]
-        overflow = (asked > 0).any() & (told.found[-1] > 0)
+    flags = [
+        told.overflow[place].to(found.device)
+        for told in _told.values()
+        for place in {told.places[param] for param in spread & told.places.keys()}
+    ]
+    if flags:
+        overflow = torch.stack(flags).any()
         found.copy_(torch.maximum(found, overflow.to(found.dtype).reshape(found.shape)))
