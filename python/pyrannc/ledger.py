@@ -338,13 +338,28 @@ def _tables(report: Report) -> str:
             )
         )
     if abs(report.step_us.error or 0.0) > _FAR:
-        parts.append(
-            paragraph(
-                "The prediction is far from what was measured. Devices that nothing describes are taken as their "
-                "preset says; `python -m pyrannc calibrate -o cluster.toml` measures those of this machine."
-            )
-        )
+        parts.append(paragraph(_why_far(report)))
     return "\n".join(parts).rstrip("\n")
+
+
+def _why_far(report: Report) -> str:
+    missed_us = _more_than_predicted_us(report.step_us)
+    idle_us = min(_more_than_predicted_us(rank.waiting_us, rank.rest_us) for rank in report.ranks)
+    on_gpu = report.ranks[0].peak_bytes.measured is not None
+    if on_gpu and idle_us > missed_us / 2 > 0:
+        return (
+            f"Devices wait for the host: for {idle_us * _MS:.2f} ms of a step they have nothing to do, while the "
+            "training loop and PyTorch prepare it. The prediction is what devices need; more rows in a batch would "
+            "hardly take longer."
+        )
+    return (
+        "The prediction is far from what was measured. Devices that nothing describes are taken as their preset says; "
+        "`python -m pyrannc calibrate -o cluster.toml` measures those of this machine."
+    )
+
+
+def _more_than_predicted_us(*figures: Compared) -> float:
+    return sum((figure.measured or 0.0) - (figure.predicted or 0.0) for figure in figures)
 
 
 def _counted(count: int, what: str) -> str:

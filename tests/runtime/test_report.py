@@ -14,7 +14,7 @@ from pyrannc.core.plan import MemoryPrediction, PassPrediction, StagePrediction
 from pyrannc.core.program import RankProgram
 from pyrannc.errors import RaNNCError
 from pyrannc.job import process
-from pyrannc.ledger import Compared, Report
+from pyrannc.ledger import Compared, RankReport, Report, StageReport
 from pyrannc.runtime.timing import KEPT_STEPS, Timing
 from tests.ranks import RankPool
 
@@ -192,6 +192,26 @@ def overlapping(case: Case, folder: str) -> int:
 
 def test_calls_that_overlap_are_not_mixed_up(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2).run(overlapping, OUTSIDE, str(tmp_path)) == [2, 2]
+
+
+def test_a_prediction_that_is_far_off_says_what_to_do() -> None:
+    """Devices that wait for the host are no matter of calibration."""
+
+    def text(rest_us: float, peak_bytes: float | None) -> str:
+        unknown, none = Compared(None, None), Compared(0.0, 0.0)
+        rank = RankReport(
+            0, 0, Compared(200.0, 210.0), Compared(0.0, 50.0), none, Compared(40.0, rest_us), none,
+            Compared(1e9, peak_bytes), unknown,
+        )  # fmt: skip
+        stage = StageReport(0, (0,), Compared(80.0, 80.0), Compared(120.0, 130.0))
+        step = Compared(240.0, 260.0 + rest_us)
+        report = Report(3, 8, 8, 1, "parameters in float32", step, none, (stage,), (rank,), "compared")
+        return " ".join(str(report).split())
+
+    assert "Devices wait for the host: for 1.81 ms of a step" in text(1800.0, 1e9)
+    assert "calibrate" not in text(1800.0, 1e9)
+    assert "calibrate" in text(1800.0, None), "the host computes"
+    assert not any(word in text(45.0, 1e9) for word in ("calibrate", "wait for the host"))
 
 
 def test_errors_are_shares_of_the_measured() -> None:
