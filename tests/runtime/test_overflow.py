@@ -1,0 +1,120 @@
+"""Of several optimizers, or models, under one ``GradScaler`` those step whose own gradients are finite on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from torch import Generator, Tensor, nn
+from torch.optim import Adam
+
+import pyrannc
+from tests.ranks import RankPool
+
+from .equivalence import local_slice
+from .plans import cut_plan, graph_of, possible_cuts
+
+
+class Blocks(nn.Module):
+    """Each of three layers has an input of its own, and so gradients that overflow by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 9) for _ in range(3)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = x.new_ones(len(x), 9)
+        for layer, own_input in zip(self.layers, x.unbind(1), strict=True):
+            found = (found + layer(own_input)).tanh()
+        return found.square().mean()
+
+
+Setting: TypeAlias = "tuple[str | None, dict[str, str]]"
+"""A plan file, and variables."""
+
+
+@pytest.fixture(params=["Stages", "ZeRO 3"])
+def setting(request: pytest.FixtureRequest, tmp_path: Path) -> Setting:
+    if request.param == "ZeRO 3":
+        return None, {"RANNC_ENABLE_ZERO": "3"}
+    graph = graph_of(Blocks(), (torch.ones(8, 3, 6, dtype=torch.float64),), {}, 8)
+    cuts = possible_cuts(graph)
+    cut_plan(graph, [cuts[len(cuts) // 2]], [[0], [1]], 2, 8).write(tmp_path / "plan.json")
+    return str(tmp_path / "plan.json"), {}
+
+
+def three_scaled_optimizers(file: str | None, given: int | None, *, module: bool) -> tuple[list[float], list[Tensor]]:
+    """Scales and parameters of steps in some of which gradients of one layer are not finite."""
+    torch.manual_seed(0)
+    net: Any = Blocks()
+    optimizers = [Adam(layer.parameters(), lr=0.01) for layer in net.layers]
+    if module:
+        net = pyrannc.RaNNCModule(net, None if given is None else optimizers[given], load_deployment=file)
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2), []
+    for step in range(8):
+        x = torch.randn(8, 3, 6, generator=Generator().manual_seed(step), dtype=torch.float64)
+        if step % 2:
+            x[5, step // 2 % 3, 0] = float("inf")
+        scaler.scale(net(x[local_slice((4, 4))] if module else x)).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        scales.append(scaler.get_scale())
+    if module and file is not None:
+        layers = {name.split(".")[1] for name, _ in net.named_parameters(from_global=False)}
+        assert 0 < len(layers) < 3, "both Stages have layers"
+    state = net.state_dict()
+    return scales, list(state.values())
+
+
+@pytest.mark.parametrize("given", [None, 0, 1, 2])
+def test_a_scaler_leaves_out_the_step_of_one_optimizer_of_three(
+    ranks: Callable[[int], RankPool], setting: Setting, given: int | None
+) -> None:
+    file, env = setting
+    scales, right = three_scaled_optimizers(None, given, module=False)
+    assert scales[1] < scales[0]
+    found = ranks(2).run(partial(three_scaled_optimizers, module=True), file, given, env=env)
+    assert [scales_of_rank for scales_of_rank, _ in found] == [scales] * 2
+    for param, expected in zip(found[0][1], right, strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-9, atol=1e-12)
+
+
+def two_scaled_models(file: str | None, *, module: bool) -> tuple[list[float], list[Tensor]]:
+    """Likewise, of two models whose backwards come before the steps of both."""
+    torch.manual_seed(0)
+    nets: list[nn.Module] = [Blocks(), Blocks()]
+    optimizers = [Adam(net.parameters(), lr=0.01) for net in nets]
+    if module:
+        nets = [
+            pyrannc.RaNNCModule(net, optimizer, load_deployment=file)
+            for net, optimizer in zip(nets, optimizers, strict=True)
+        ]
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2), []
+    for step in range(6):
+        for place, net in enumerate(nets):
+            x = torch.randn(8, 3, 6, generator=Generator().manual_seed(step), dtype=torch.float64)
+            if step == 2 + place:
+                x[5, place, 0] = float("inf")
+            scaler.scale(net(x[local_slice((4, 4))] if module else x)).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, [param for net in nets for param in net.state_dict().values()]
+
+
+def test_a_scaler_leaves_out_the_step_of_one_model_of_two(ranks: Callable[[int], RankPool], setting: Setting) -> None:
+    file, env = setting
+    scales, right = two_scaled_models(None, module=False)
+    assert scales[2] < scales[1]
+    found = ranks(2).run(partial(two_scaled_models, module=True), file, env=env)
+    assert [scales_of_rank for scales_of_rank, _ in found] == [scales] * 2
+    for param, expected in zip(found[0][1], right, strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-9, atol=1e-12)
