@@ -497,6 +497,20 @@ def overflow_beside_a_frozen_stage(job: Job) -> None:
     _scaled(job, True, True, head)
 
 
+@equal()
+def overflow_of_one_optimizer_of_several(job: Job) -> None:
+    """`torch.amp.GradScaler` and three optimizers: those whose own gradients overflow leave out their step."""
+
+    def three(net: nn.Module) -> list[Optimizer]:
+        first: list[nn.Parameter] = list(net.chain.layers[0].parameters())  # type: ignore[index, union-attr]
+        apart = {id(param) for param in (*first, net.gain)}
+        rest = [param for param in net.parameters() if id(param) not in apart]
+        return [SGD(first, lr=0.1), Adam([net.gain], lr=0.01), SGD(rest, lr=0.1)]  # type: ignore[list-item]
+
+    _scaled(job, True, False, three)
+    _scaled(job, False, False, lambda net: three(net)[::-1])
+
+
 # Settings
 
 
