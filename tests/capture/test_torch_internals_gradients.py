@@ -38,6 +38,14 @@ def test_copy_each() -> None:
     assert [target.tolist() for target in targets] == [[1, 1], [2, 2, 2]]
 
 
+def test_largest_of_each() -> None:
+    found = gradients.largest_of_each(
+        [torch.tensor([[-3.0, 2.0]]), torch.tensor([float("nan"), 1.0]), torch.ones(3).half()]
+    )
+    assert [float(item) for item in found[::2]] == [3.0, 1.0]
+    assert found[1].isnan()
+
+
 def test_add_each() -> None:
     targets = [torch.ones(2), torch.zeros(3)]
     gradients.add_each(targets, [torch.ones(2), torch.full((3,), 2.0)])

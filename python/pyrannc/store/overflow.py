@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from pyrannc.capture.torch_internals.gradients import largest_of_each
 from pyrannc.job.exchange import sum_over_ranks
 from pyrannc.store.spread_tensor import first_own_gradient, own_gradient, own_gradients
 
@@ -56,8 +57,9 @@ def share_overflow(
 def _not_finite(params: Sequence[Tensor | None], device: torch.device) -> Tensor:
     """For each of the parameters 1 where its gradient here is not finite, else 0."""
     grads = [None if param is None else own_gradient(param) for param in params]
-    nothing = torch.zeros((), device=device)
-    each = [
-        nothing if grad is None or not grad.numel() else grad.abs().amax().to(device, torch.float32) for grad in grads
-    ]
+    present = {place: grad for place, grad in enumerate(grads) if grad is not None and grad.numel()}
+    each = [torch.zeros((), device=device)] * len(params)
+    if present:
+        for place, largest in zip(present, largest_of_each(list(present.values())), strict=True):
+            each[place] = largest.to(device, torch.float32)
     return (~torch.stack(each).isfinite()).to(torch.float32)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -44,6 +45,13 @@ copy_each = torch._foreach_copy_
 
 add_each = torch._foreach_add_
 """Adds tensors to others, in one kernel."""
+
+
+def largest_of_each(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The largest magnitude of each tensor, in few kernels. Public: none, but for the norm of all together
+    (``torch.nn.utils.get_total_norm``)."""
+    found: Sequence[Tensor] = torch._foreach_norm(tensors, math.inf)
+    return found
 
 
 def runs_in_backward(node: Any) -> bool:
