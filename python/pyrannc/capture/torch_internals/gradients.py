@@ -50,7 +50,7 @@ add_each = torch._foreach_add_
 def largest_of_each(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """The largest magnitude of each tensor, in few kernels. Public: none, but for the norm of all together
     (``torch.nn.utils.get_total_norm``)."""
-    found: Sequence[Tensor] = torch._foreach_norm(tensors, math.inf)
+    found: Sequence[Tensor] = torch._foreach_norm(list(tensors), math.inf)
     return found
 
 
