@@ -60,14 +60,18 @@ def train(stages: int) -> None:
     module = make_model("chain", [1024, 20], 0)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
     model = pyrannc.RaNNCModule(module, optimizer)
-    local = make_batch("chain", 32, [1024, 20], 0, joined.rank)
+    # Enough rows for a step to be the devices' work, in which the death then falls.
+    local = make_batch("chain", 4096, [1024, 20], 0, joined.rank)
     batch = {name: tensor.to(joined.device) for name, tensor in local.items()}
     for step in range(10_000_000):
         if step == 5 and joined.rank == joined.world_size - 1:
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
         optimizer.zero_grad()
-        loss_of(model(**batch)).backward()
+        loss = loss_of(model(**batch))
+        loss.backward()
         optimizer.step()
+        # The host waits for the device, as scripts do that show their loss.
+        float(loss.detach())
 
 
 if __name__ == "__main__":
