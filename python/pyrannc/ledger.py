@@ -346,11 +346,11 @@ def _why_far(report: Report) -> str:
     missed_us = _more_than_predicted_us(report.step_us)
     idle_us = min(_more_than_predicted_us(rank.waiting_us, rank.rest_us) for rank in report.ranks)
     on_gpu = report.ranks[0].peak_bytes.measured is not None
-    if on_gpu and idle_us > missed_us / 2 > 0:
+    if on_gpu and len(report.stages) == 1 and idle_us > missed_us / 2 > 0:
         return (
-            f"Devices wait for the host: for {idle_us * _MS:.2f} ms of a step they have nothing to do, while the "
-            "training loop and PyTorch prepare it. The prediction is what devices need; more rows in a batch would "
-            "hardly take longer."
+            f"For {idle_us * _MS:.2f} ms of a step devices neither compute the model nor sum gradients: they wait for "
+            "the training loop, or do what else it asks for. If more rows in a batch hardly take longer, the host "
+            "bounds the step; the prediction is what devices need."
         )
     return (
         "The prediction is far from what was measured. Devices that nothing describes are taken as their preset says; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from torch import Generator, Tensor, nn
-from torch.optim import Adam
+from torch.optim import SGD, Adam, Optimizer
 
 import pyrannc
 from tests.ranks import RankPool
@@ -115,6 +115,108 @@ def test_a_scaler_leaves_out_the_step_of_one_model_of_two(ranks: Callable[[int],
     scales, right = two_scaled_models(None, module=False)
     assert scales[2] < scales[1]
     found = ranks(2).run(partial(two_scaled_models, module=True), file, env=env)
+    assert [scales_of_rank for scales_of_rank, _ in found] == [scales] * 2
+    for param, expected in zip(found[0][1], right, strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-9, atol=1e-12)
+
+
+Wrap: TypeAlias = Callable[[nn.Module, "Optimizer | None"], nn.Module]
+Batch: TypeAlias = Callable[..., Tensor]
+"""Takes a seed, and the layer whose gradients are to overflow."""
+Steps: TypeAlias = "Iterator[tuple[Tensor, Sequence[Optimizer]]]"
+"""Losses, each with the optimizers that step after its backward; none where further backwards come first."""
+Script: TypeAlias = "Callable[[Wrap, Batch], Steps]"
+
+
+def _of_one_model_of_an_optimizer(wrap: Wrap, batch: Batch) -> Steps:
+    """The gradients of a model that is not called again have overflown."""
+    nets = [Blocks(), Blocks()]
+    optimizer = Adam([param for net in nets for param in net.parameters()], lr=0.01)
+    wrapped = [wrap(net, optimizer) for net in nets]
+    for step in range(5):
+        yield wrapped[0](batch(step)), [optimizer] if step > 1 else []
+        if step < 2:
+            yield wrapped[1](batch(step, 0 if step == 1 else None)), [optimizer]
+
+
+def _of_a_head_alone(wrap: Wrap, batch: Batch) -> Steps:
+    """A head beside the model is trained on alone, after the model's gradients have overflown."""
+    net, head = Blocks(), nn.Linear(6, 1).double()
+    optimizer = Adam([*net.parameters(), *head.parameters()], lr=0.01)
+    wrapped = wrap(net, optimizer)
+    for step in range(5):
+        x = torch.ones(4, 6, dtype=torch.float64)
+        yield head(x).square().mean() if step > 1 else wrapped(batch(step, 0 if step == 1 else None)), [optimizer]
+
+
+def _large(wrap: Wrap, batch: Batch) -> Steps:
+    """Gradients in float64 that are infinite in float32."""
+    net = Blocks()
+    optimizers = [SGD(layer.parameters(), lr=1e-60) for layer in net.layers]
+    wrapped = wrap(net, None)
+    for step in range(3):
+        yield wrapped(batch(step)) * (1e50 if step == 1 else 1.0), optimizers
+
+
+def _cleaned(wrap: Wrap, batch: Batch) -> Steps:
+    """The script makes gradients finite before the scaler looks."""
+    net = Blocks()
+    optimizer = SGD(net.parameters(), lr=0.01)
+    wrapped = wrap(net, None)
+    for step in range(4):
+        yield wrapped(batch(step, 0 if step == 1 else None)), []
+        for param in net.parameters():
+            assert param.grad is not None
+            param.grad.nan_to_num_(0.0, 0.0, 0.0)
+        yield torch.zeros((), requires_grad=True), [optimizer]
+
+
+def _accumulated(wrap: Wrap, batch: Batch) -> Steps:
+    """The first of two backwards overflows; an optimizer takes up a layer between backward and step."""
+    net = Blocks()
+    optimizers: list[Optimizer] = [Adam(layer.parameters(), lr=0.01, fused=True) for layer in net.layers[:2]]
+    wrapped = wrap(net, optimizers[0])
+    for step in range(6):
+        yield wrapped(batch(2 * step, step % 3 if step % 2 else None)), []
+        yield wrapped(batch(2 * step + 1)), []
+        if step == 3:
+            optimizers[0].add_param_group({"params": list(net.layers[2].parameters())})
+        yield torch.zeros((), requires_grad=True), optimizers
+
+
+def scaled(steps: Script, file: str | None, *, module: bool) -> tuple[list[float], list[Tensor]]:
+    """Scales, and parameters in the end."""
+    torch.manual_seed(0)
+    scaler, scales, nets = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100), [], []
+
+    def wrap(net: nn.Module, optimizer: Optimizer | None) -> nn.Module:
+        nets.append(pyrannc.RaNNCModule(net, optimizer, load_deployment=file) if module else net)
+        return nets[-1]
+
+    def batch(seed: int, spoilt: int | None = None) -> Tensor:
+        x = torch.randn(8, 3, 6, generator=Generator().manual_seed(seed), dtype=torch.float64)
+        if spoilt is not None:
+            x[5, spoilt, 0] = float("inf")
+        return x[local_slice((4, 4))] if module else x
+
+    for loss, optimizers in steps(wrap, batch):
+        scaler.scale(loss).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad(set_to_none=steps is not _accumulated)
+        if optimizers:
+            scaler.update()
+            scales.append(scaler.get_scale())
+    return scales, [param for net in nets for param in net.state_dict().values()]
+
+
+@pytest.mark.parametrize("steps", [_of_one_model_of_an_optimizer, _of_a_head_alone, _large, _cleaned, _accumulated])
+def test_a_scaler_judges_the_gradients_of_its_time(
+    ranks: Callable[[int], RankPool], setting: Setting, steps: Script
+) -> None:
+    file, env = setting
+    scales, right = scaled(steps, None, module=False)
+    found = ranks(2).run(partial(scaled, module=True), steps, file, env=env)
     assert [scales_of_rank for scales_of_rank, _ in found] == [scales] * 2
     for param, expected in zip(found[0][1], right, strict=True):
         torch.testing.assert_close(param, expected, rtol=1e-9, atol=1e-12)

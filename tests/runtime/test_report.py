@@ -195,9 +195,9 @@ def test_calls_that_overlap_are_not_mixed_up(ranks: Ranks, tmp_path: Path) -> No
 
 
 def test_a_prediction_that_is_far_off_says_what_to_do() -> None:
-    """Devices that wait for the host are no matter of calibration."""
+    """That devices wait for the training loop is no matter of calibration; between Stages it may be."""
 
-    def text(rest_us: float, peak_bytes: float | None) -> str:
+    def text(rest_us: float, peak_bytes: float | None, stages: int = 1) -> str:
         unknown, none = Compared(None, None), Compared(0.0, 0.0)
         rank = RankReport(
             0, 0, Compared(200.0, 210.0), Compared(0.0, 50.0), none, Compared(40.0, rest_us), none,
@@ -205,13 +205,14 @@ def test_a_prediction_that_is_far_off_says_what_to_do() -> None:
         )  # fmt: skip
         stage = StageReport(0, (0,), Compared(80.0, 80.0), Compared(120.0, 130.0))
         step = Compared(240.0, 260.0 + rest_us)
-        report = Report(3, 8, 8, 1, "parameters in float32", step, none, (stage,), (rank,), "compared")
+        report = Report(3, 8, 8, 1, "parameters in float32", step, none, (stage,) * stages, (rank,), "compared")
         return " ".join(str(report).split())
 
-    assert "Devices wait for the host: for 1.81 ms of a step" in text(1800.0, 1e9)
+    assert "For 1.81 ms of a step devices neither compute" in text(1800.0, 1e9)
     assert "calibrate" not in text(1800.0, 1e9)
     assert "calibrate" in text(1800.0, None), "the host computes"
-    assert not any(word in text(45.0, 1e9) for word in ("calibrate", "wait for the host"))
+    assert "calibrate" in text(1800.0, 1e9, 2), "links may be slower than they are taken to be"
+    assert not any(word in text(45.0, 1e9) for word in ("calibrate", "wait for the training"))
 
 
 def test_errors_are_shares_of_the_measured() -> None:

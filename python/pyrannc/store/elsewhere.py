@@ -19,7 +19,7 @@ from pyrannc.capture.lacking import Lacking
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass, pytree
 from pyrannc.errors import RaNNCError
 from pyrannc.job import process
-from pyrannc.store.unscale import UNSCALE, unscale_own
+from pyrannc.store.unscale import UNSCALE, forget_overflow, unscale_own
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,20 @@ class Home:
         raise RaNNCError(f"{self}, so {asked} cannot read it here. {self._instead}")
 
     @property
+    def is_of_gradient(self) -> bool:
+        """True for a gradient, or what was made of one."""
+        return "gradient" in self.kind
+
+    @property
     def _instead(self) -> str:
-        if "gradient" in self.kind:
+        if self.is_of_gradient:
             calls = "model.get_param_grad(name) or model.clip_grad_norm(max_norm), which all ranks call"
         else:
             calls = (
                 "model.state_dict() or model.get_param(name), which all ranks call, or compute in the model's forward"
             )
         if self.spread:
-            kept, level = ("gradients", 1) if "gradient" in self.kind else ("parameters", 2)
+            kept, level = ("gradients", 1) if self.is_of_gradient else ("parameters", 2)
             return f"Use {calls}; RANNC_ENABLE_ZERO={level} keeps {kept} whole"
         what = "buffers" if self.kind.endswith("buffer") else "parameters"
         return f"Use {calls}; model.named_{what}(from_global=False) lists what is on this rank"
@@ -206,6 +211,7 @@ _IN_PLACE = named(
     "_foreach_zero_ _foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_clamp_min_ "
     "_foreach_clamp_max_ _foreach_lerp_ _foreach_addcmul_ _foreach_addcdiv_ _foreach_copy_"
 )
+_MAKE_FINITE = named("zero_ fill_ copy_ nan_to_num_ _foreach_zero_ _foreach_copy_")
 _EACH_BY_ITSELF = named(
     "add sub subtract rsub mul multiply div divide true_divide pow sqrt rsqrt square neg negative abs sign exp log "
     "clamp clamp_min clamp_max clip lerp addcmul addcdiv maximum minimum where masked_fill nan_to_num reciprocal "
@@ -221,7 +227,10 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What a function of torch gives that was called with a tensor of other ranks."""
     name = function_name(func)
     if name.startswith("grad."):
-        return _gradient(args[0]) if name == "grad.get" else None
+        if name == "grad.get":
+            return _gradient(args[0])
+        note_dropped(args)
+        return None
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     guarded: list[Any] = [tensor for tensor in tensors if isinstance(tensor, Guarded)]
     first: Guarded = guarded[0]
@@ -243,10 +252,24 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if name == "data.set":
         return None
     if name in _IN_PLACE and args and all(isinstance(item, Guarded) for item in pytree.tree_leaves(args[0])):
+        note_made_finite(name, args[0])
         return _changed(first, args[0])
     if name in _EACH_BY_ITSELF and "device" not in kwargs and len(guarded) == len(tensors):
         return _computed(func, args, kwargs, home)
     home.refuse(_title(name))
+
+
+def note_dropped(args: Sequence[Any]) -> None:
+    """What a script assigns to a parameter's gradient may be nothing."""
+    if len(args) == 1 or args[1] is None:
+        forget_overflow([args[0].home.param])
+
+
+def note_made_finite(name: str, what: Any) -> None:
+    """What is done to gradients may leave nothing in them that is not finite."""
+    if name in _MAKE_FINITE:
+        homes = [item.home for item in pytree.tree_leaves(what) if isinstance(item, Guarded)]
+        forget_overflow(home.param for home in homes if home.is_of_gradient)
 
 
 def _changed(first: Lacking, what: Any) -> Any:

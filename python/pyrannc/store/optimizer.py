@@ -25,6 +25,7 @@ from pyrannc.store.own_listed import begin_sharing, end_failed_step, own_listed,
 from pyrannc.store.param_lists import Listed, ParamLists
 from pyrannc.store.spread_tensor import is_absent
 from pyrannc.store.store import ParamStore
+from pyrannc.store.unscale import forget_overflow
 from pyrannc.switches import switches
 
 
@@ -274,6 +275,7 @@ class UserOptimizer:
             lists.follow()
 
     def _zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        forget_overflow(self.listed_ids)
         if self._only_lets_go(*args, **kwargs):
             end_failed_step(self.optimizer)
             # Parameters of other ranks have none to let go of. What classes of tensors would say takes time for each.

@@ -61,5 +61,5 @@ def _not_finite(params: Sequence[Tensor | None], device: torch.device) -> Tensor
     each = [torch.zeros((), device=device)] * len(params)
     if present:
         for place, largest in zip(present, largest_of_each(list(present.values())), strict=True):
-            each[place] = largest.to(device, torch.float32)
-    return (~torch.stack(each).isfinite()).to(torch.float32)
+            each[place] = (~largest.isfinite()).to(device, torch.float32)
+    return torch.stack(each)

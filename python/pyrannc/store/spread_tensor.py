@@ -27,6 +27,8 @@ from pyrannc.store.elsewhere import (
     is_elsewhere,
     made_elsewhere,
     named,
+    note_dropped,
+    note_made_finite,
 )
 from pyrannc.store.unscale import UNSCALE, unscale_own
 
@@ -48,6 +50,8 @@ class Spread(Guarded):
     ) -> Any:
         name = function_name(func)
         if name.startswith("grad.") and isinstance(args[0], Spread):
+            if name != "grad.get":
+                note_dropped(args)
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if name in METADATA or name in OF_AUTOGRAD:
@@ -140,6 +144,7 @@ def _done_to_pieces(func: Callable[..., Any], name: str, args: Sequence[Any], kw
             return _made(first, first.home, func(first.piece, *args[1:], **kwargs), first.start)
     if name not in _IN_PLACE:
         first.home.refuse(f"{name.removesuffix('.set')}()")
+    note_made_finite(name, args[0])
     if not isinstance(args[0], (list, tuple)):
         _change(func, name, args, kwargs)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,7 +17,7 @@ UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 @dataclass(frozen=True)
 class _Told:
     overflow: Tensor
-    places: Mapping[int, int]
+    places: dict[int, int]
 
 
 _told: WeakKeyDictionary[object, _Told] = WeakKeyDictionary()
@@ -31,7 +31,15 @@ def tell_of_overflow(model: object, overflow: Tensor, places: Mapping[int, int])
         overflow: true where some are not: of parameters that are judged together, or of one.
         places: of all of its parameters there, by ``id``.
     """
-    _told[model] = _Told(overflow, places)
+    _told[model] = _Told(overflow, dict(places))
+
+
+def forget_overflow(params: Iterable[int]) -> None:
+    """Gradients of parameters, by ``id``, have been dropped, or made finite."""
+    gone = [*params] if _told else []
+    for told in _told.values():
+        for param in gone:
+            told.places.pop(param, None)
 
 
 def unscale_own(
