@@ -171,6 +171,18 @@ def _cleaned(wrap: Wrap, batch: Batch) -> Steps:
         yield torch.zeros((), requires_grad=True), [optimizer]
 
 
+def _frozen(wrap: Wrap, batch: Batch) -> Steps:
+    """A parameter is frozen between its backward and the step."""
+    net = Blocks()
+    optimizers = [Adam(layer.parameters(), lr=0.01) for layer in net.layers]
+    wrapped = wrap(net, None)
+    for step in range(4):
+        yield wrapped(batch(step, 0 if step == 1 else None)), []
+        if step == 1:
+            net.layers[0].weight.requires_grad_(False)
+        yield torch.zeros((), requires_grad=True), optimizers
+
+
 def _accumulated(wrap: Wrap, batch: Batch) -> Steps:
     """The first of two backwards overflows; an optimizer takes up a layer between backward and step."""
     net = Blocks()
@@ -182,6 +194,16 @@ def _accumulated(wrap: Wrap, batch: Batch) -> Steps:
         if step == 3:
             optimizers[0].add_param_group({"params": list(net.layers[2].parameters())})
         yield torch.zeros((), requires_grad=True), optimizers
+
+
+SCRIPTS: list[Script] = [
+    _of_one_model_of_an_optimizer,
+    _of_a_head_alone,
+    _large,
+    _cleaned,
+    _frozen,
+    _accumulated,
+]
 
 
 def scaled(steps: Script, file: str | None, *, module: bool) -> tuple[list[float], list[Tensor]]:
@@ -210,7 +232,7 @@ def scaled(steps: Script, file: str | None, *, module: bool) -> tuple[list[float
     return scales, [param for net in nets for param in net.state_dict().values()]
 
 
-@pytest.mark.parametrize("steps", [_of_one_model_of_an_optimizer, _of_a_head_alone, _large, _cleaned, _accumulated])
+@pytest.mark.parametrize("steps", SCRIPTS)
 def test_a_scaler_judges_the_gradients_of_its_time(
     ranks: Callable[[int], RankPool], setting: Setting, steps: Script
 ) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass
 from pyrannc.job import agree, process
 from pyrannc.job.exchange import sum_over_ranks
 from pyrannc.job.faults import collective
@@ -64,9 +65,10 @@ def _judge_overflow(
         known = None
     listed = optimizer.listed if optimizer is not None else list
     overflow = share_overflow(listed, others, known, scale, process.own_device())
-    together = dict.fromkeys(map(id, store.params.values()), 0)
-    each = {id(store.params[name]): place for place, name in enumerate(apart, start=1)}
-    tell_of_overflow(store, overflow, together | each)
+    places = {id(store.params[name]): place for place, name in enumerate(apart, start=1)}
+    with DisableTorchFunctionSubclass():
+        trained = [id(param) for param in store.params.values() if param.requires_grad]
+    tell_of_overflow(store, overflow, {param: places.get(param, 0) for param in trained})
 
 
 def average(params: Sequence[Tensor], share: float) -> None:

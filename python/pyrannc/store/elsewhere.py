@@ -19,7 +19,7 @@ from pyrannc.capture.lacking import Lacking
 from pyrannc.capture.torch_internals.tensors import DisableTorchFunctionSubclass, pytree
 from pyrannc.errors import RaNNCError
 from pyrannc.job import process
-from pyrannc.store.unscale import UNSCALE, forget_overflow, unscale_own
+from pyrannc.store.unscale import UNSCALE, forget_overflow, is_told, unscale_own
 
 
 @dataclass(frozen=True)
@@ -295,10 +295,11 @@ def _computed(func: Any, args: Sequence[Any], kwargs: dict[str, Any], home: Home
 
 def _gradient(param: Any) -> Any:
     """What stands for a gradient, made once: scripts ask for it at every step."""
-    with DisableTorchFunctionSubclass():
-        if not param.requires_grad:
-            return None
     own, home = vars(param), param._home
+    with DisableTorchFunctionSubclass():
+        # What was frozen after a backward keeps its gradient.
+        if not param.requires_grad and not is_told(home.param):
+            return None
     if "_gradient" not in own:
         own["_gradient"] = _value(param.stand_in(), replace(home, kind=f"the gradient of {home.kind}"))
     return own["_gradient"]

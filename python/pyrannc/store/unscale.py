@@ -29,9 +29,14 @@ def tell_of_overflow(model: object, overflow: Tensor, places: Mapping[int, int])
     Args:
         model: whose gradients they are; nothing is told any more once it is gone.
         overflow: true where some are not: of parameters that are judged together, or of one.
-        places: of all of its parameters there, by ``id``.
+        places: of all of its parameters there that are trained, by ``id``.
     """
     _told[model] = _Told(overflow, dict(places))
+
+
+def is_told(param: int) -> bool:
+    """True for a parameter, by ``id``, that was trained at the last backward, and whose gradient is still there."""
+    return any(param in told.places for told in _told.values())
 
 
 def forget_overflow(params: Iterable[int]) -> None:
