@@ -87,29 +87,31 @@ def _with_gradient(grad: Tensor) -> nn.Parameter:
     return param
 
 
-def overflowed() -> list[list[list[float]]]:
+def overflowed() -> list[tuple[list[float], list[bool]]]:
+    """What is in the gradients that are judged together, and what is told of them and of the others."""
     process.ensure_process_group()
     rank = process.get_rank()
 
-    def told(scale: float | None, *bad: int) -> list[list[float]]:
-        sets = [[torch.ones(0), torch.ones(2)], [torch.ones(2, 1)] * (rank != 2)]
+    def told(scale: float | None, *bad: int) -> tuple[list[float], list[bool]]:
+        grads = [torch.ones(2), torch.ones(2, 1), torch.ones(3)]
         for number in bad:
             if rank == 1:
-                sets[number][-1].view(-1)[1] = float("nan")
-        params = [[_with_gradient(grad) for grad in grads] for grads in sets]
-        share_overflow(*params, frozenset[str], None, None if scale is None else torch.tensor(scale), HOST)
-        return [[value for grad in grads for value in grad.view(-1).nan_to_num(nan=-1.0).tolist()] for grads in sets]
+                grads[number].view(-1)[1] = float("nan")
+        first, *others = [_with_gradient(grad) for grad in grads]
+        listed, given = [_with_gradient(torch.ones(0)), first], None if scale is None else torch.tensor(scale)
+        overflow = share_overflow(lambda: listed, [None if rank == 2 else param for param in others], None, given, HOST)
+        return grads[0].nan_to_num(nan=-1.0).tolist(), overflow.tolist()
 
-    return [told(None), told(None, 0), told(8.0, 1), told(1.0, 0, 1), told(2.0, 0, 1)]  # type: ignore[return-value]
+    return [told(None), told(None, 0), told(8.0, 1), told(1.0, 0, 1), told(2.0, 0, 2)]
 
 
 def test_overflow_of_one_rank_is_that_of_all(ranks: Ranks) -> None:
-    most = torch.finfo(torch.float32).max
-    fine, here, there = [1.0, 1.0], [1.0, -1.0], [most, 1.0]
+    fine, here, there = [1.0, 1.0], [1.0, -1.0], [torch.finfo(torch.float32).max, 1.0]
     first, second, third = ranks(3).run(overflowed)
-    assert first == [[fine, fine], [there, fine], [fine, there], [fine, fine], [there, there]]
-    assert second == [[fine, fine], [here, fine], [fine, here], [here, here], [here, here]]
-    assert third == [[fine, []], [there, []], [fine, []], [fine, []], [there, []]]
+    nothing = [False, False, False]
+    told = [nothing, [True, False, False], [False, True, False], nothing, [True, False, True]]
+    assert first == third == list(zip([fine, there, fine, fine, there], told, strict=True))
+    assert second == list(zip([fine, here, fine, here, here], told, strict=True))
 
 
 def test_what_lies_between_buckets_is_no_overflow() -> None:
