@@ -22,7 +22,7 @@ from pyrannc.store.gradient_set import GradientSet
 from pyrannc.store.overflow import share_overflow
 from tests.ranks import RankPool
 
-from .equivalence import Differences
+from .equivalence import Differences, double_precision
 
 Ranks = Callable[[int], RankPool]
 HOST = torch.device("cpu")
@@ -99,7 +99,9 @@ def overflowed() -> list[tuple[list[float], list[bool]]]:
                 grads[number].view(-1)[1] = float("nan")
         first, *others = [_with_gradient(grad) for grad in grads]
         listed, given = [_with_gradient(torch.ones(0)), first], None if scale is None else torch.tensor(scale)
-        overflow = share_overflow(lambda: listed, [None if rank == 2 else param for param in others], None, given, HOST)
+        with double_precision():
+            of_others = [None if rank == 2 else param for param in others]
+            overflow = share_overflow(lambda: listed, of_others, None, given, HOST)
         return grads[0].nan_to_num(nan=-1.0).tolist(), overflow.tolist()
 
     return [told(None), told(None, 0), told(8.0, 1), told(1.0, 0, 1), told(2.0, 0, 2)]

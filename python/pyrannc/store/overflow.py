@@ -58,7 +58,7 @@ def _not_finite(params: Sequence[Tensor | None], device: torch.device) -> Tensor
     """For each of the parameters 1 where its gradient here is not finite, else 0."""
     grads = [None if param is None else own_gradient(param) for param in params]
     present = {place: grad for place, grad in enumerate(grads) if grad is not None and grad.numel()}
-    each = [torch.zeros((), device=device)] * len(params)
+    each = [torch.zeros((), dtype=torch.float32, device=device)] * len(params)
     if present:
         for place, largest in zip(present, largest_of_each(list(present.values())), strict=True):
             each[place] = (~largest.isfinite()).to(device, torch.float32)
