@@ -71,7 +71,7 @@ def train(stages: int) -> None:
         loss.backward()
         optimizer.step()
         # The host waits for the device, as scripts do that show their loss.
-        float(loss.detach())
+        loss.item()
 
 
 if __name__ == "__main__":

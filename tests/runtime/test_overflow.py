@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -47,85 +48,31 @@ def setting(request: pytest.FixtureRequest, tmp_path: Path) -> Setting:
     return str(tmp_path / "plan.json"), {}
 
 
-def three_scaled_optimizers(file: str | None, given: int | None, *, module: bool) -> tuple[list[float], list[Tensor]]:
-    """Scales and parameters of steps in some of which gradients of one layer are not finite."""
-    torch.manual_seed(0)
-    net: Any = Blocks()
-    optimizers = [Adam(layer.parameters(), lr=0.01) for layer in net.layers]
-    if module:
-        net = pyrannc.RaNNCModule(net, None if given is None else optimizers[given], load_deployment=file)
-    scaler, scales = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2), []
-    for step in range(8):
-        x = torch.randn(8, 3, 6, generator=Generator().manual_seed(step), dtype=torch.float64)
-        if step % 2:
-            x[5, step // 2 % 3, 0] = float("inf")
-        scaler.scale(net(x[local_slice((4, 4))] if module else x)).backward()
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-            optimizer.zero_grad()
-        scaler.update()
-        scales.append(scaler.get_scale())
-    if module and file is not None:
-        layers = {name.split(".")[1] for name, _ in net.named_parameters(from_global=False)}
-        assert 0 < len(layers) < 3, "both Stages have layers"
-    state = net.state_dict()
-    return scales, list(state.values())
-
-
-@pytest.mark.parametrize("given", [None, 0, 1, 2])
-def test_a_scaler_leaves_out_the_step_of_one_optimizer_of_three(
-    ranks: Callable[[int], RankPool], setting: Setting, given: int | None
-) -> None:
-    file, env = setting
-    scales, right = three_scaled_optimizers(None, given, module=False)
-    assert scales[1] < scales[0]
-    found = ranks(2).run(partial(three_scaled_optimizers, module=True), file, given, env=env)
-    assert [scales_of_rank for scales_of_rank, _ in found] == [scales] * 2
-    for param, expected in zip(found[0][1], right, strict=True):
-        torch.testing.assert_close(param, expected, rtol=1e-9, atol=1e-12)
-
-
-def two_scaled_models(file: str | None, *, module: bool) -> tuple[list[float], list[Tensor]]:
-    """Likewise, of two models whose backwards come before the steps of both."""
-    torch.manual_seed(0)
-    nets: list[nn.Module] = [Blocks(), Blocks()]
-    optimizers = [Adam(net.parameters(), lr=0.01) for net in nets]
-    if module:
-        nets = [
-            pyrannc.RaNNCModule(net, optimizer, load_deployment=file)
-            for net, optimizer in zip(nets, optimizers, strict=True)
-        ]
-    scaler, scales = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2), []
-    for step in range(6):
-        for place, net in enumerate(nets):
-            x = torch.randn(8, 3, 6, generator=Generator().manual_seed(step), dtype=torch.float64)
-            if step == 2 + place:
-                x[5, place, 0] = float("inf")
-            scaler.scale(net(x[local_slice((4, 4))] if module else x)).backward()
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-            optimizer.zero_grad()
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return scales, [param for net in nets for param in net.state_dict().values()]
-
-
-def test_a_scaler_leaves_out_the_step_of_one_model_of_two(ranks: Callable[[int], RankPool], setting: Setting) -> None:
-    file, env = setting
-    scales, right = two_scaled_models(None, module=False)
-    assert scales[2] < scales[1]
-    found = ranks(2).run(partial(two_scaled_models, module=True), file, env=env)
-    assert [scales_of_rank for scales_of_rank, _ in found] == [scales] * 2
-    for param, expected in zip(found[0][1], right, strict=True):
-        torch.testing.assert_close(param, expected, rtol=1e-9, atol=1e-12)
-
-
 Wrap: TypeAlias = Callable[[nn.Module, "Optimizer | None"], nn.Module]
 Batch: TypeAlias = Callable[..., Tensor]
 """Takes a seed, and the layer whose gradients are to overflow."""
 Steps: TypeAlias = "Iterator[tuple[Tensor, Sequence[Optimizer]]]"
 """Losses, each with the optimizers that step after its backward; none where further backwards come first."""
 Script: TypeAlias = "Callable[[Wrap, Batch], Steps]"
+
+
+def _of_one_optimizer_of_three(wrap: Wrap, batch: Batch, given: int | None) -> Steps:
+    """Each layer has an optimizer, of which the model is given one or none."""
+    net = Blocks()
+    optimizers = [Adam(layer.parameters(), lr=0.01) for layer in net.layers]
+    wrapped = wrap(net, None if given is None else optimizers[given])
+    for step in range(8):
+        yield wrapped(batch(step, step // 2 % 3 if step % 2 else None)), optimizers
+
+
+def _of_one_model_of_two(wrap: Wrap, batch: Batch) -> Steps:
+    """The backwards of both models come before the steps of both."""
+    nets = [Blocks(), Blocks()]
+    optimizers = [Adam(net.parameters(), lr=0.01) for net in nets]
+    wrapped = [wrap(net, optimizer) for net, optimizer in zip(nets, optimizers, strict=True)]
+    for step in range(6):
+        yield wrapped[0](batch(step, 0 if step == 2 else None)), []
+        yield wrapped[1](batch(step, 1 if step == 3 else None)), optimizers
 
 
 def _of_one_model_of_an_optimizer(wrap: Wrap, batch: Batch) -> Steps:
@@ -196,24 +143,28 @@ def _accumulated(wrap: Wrap, batch: Batch) -> Steps:
         yield torch.zeros((), requires_grad=True), optimizers
 
 
-SCRIPTS: list[Script] = [
+OVERFLOWING: list[Script] = [
+    *(partial(_of_one_optimizer_of_three, given=given) for given in (None, 0, 1, 2)),
+    _of_one_model_of_two,
     _of_one_model_of_an_optimizer,
     _of_a_head_alone,
-    _large,
-    _cleaned,
     _frozen,
     _accumulated,
 ]
+FINITE: list[Script] = [_large, _cleaned]
+"""Those whose gradients are finite when the scaler looks."""
 
 
 def scaled(steps: Script, file: str | None, *, module: bool) -> tuple[list[float], list[Tensor]]:
     """Scales, and parameters in the end."""
     torch.manual_seed(0)
-    scaler, scales, nets = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=100), [], []
+    nets: list[Any] = []
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2), []
 
     def wrap(net: nn.Module, optimizer: Optimizer | None) -> nn.Module:
         nets.append(pyrannc.RaNNCModule(net, optimizer, load_deployment=file) if module else net)
-        return nets[-1]
+        wrapped: nn.Module = nets[-1]
+        return wrapped
 
     def batch(seed: int, spoilt: int | None = None) -> Tensor:
         x = torch.randn(8, 3, 6, generator=Generator().manual_seed(seed), dtype=torch.float64)
@@ -229,15 +180,20 @@ def scaled(steps: Script, file: str | None, *, module: bool) -> tuple[list[float
         if optimizers:
             scaler.update()
             scales.append(scaler.get_scale())
+    if module and file is not None:
+        for net in nets:
+            layers = {name.split(".")[1] for name, _ in net.named_parameters(from_global=False)}
+            assert 0 < len(layers) < 3, "both Stages have layers"
     return scales, [param for net in nets for param in net.state_dict().values()]
 
 
-@pytest.mark.parametrize("steps", SCRIPTS)
-def test_a_scaler_judges_the_gradients_of_its_time(
+@pytest.mark.parametrize("steps", [*OVERFLOWING, *FINITE])
+def test_a_scaler_judges_what_an_optimizer_has_to_step(
     ranks: Callable[[int], RankPool], setting: Setting, steps: Script
 ) -> None:
     file, env = setting
     scales, right = scaled(steps, None, module=False)
+    assert any(after < before for before, after in pairwise(scales)) == (steps in OVERFLOWING)
     found = ranks(2).run(partial(scaled, module=True), steps, file, env=env)
     assert [scales_of_rank for scales_of_rank, _ in found] == [scales] * 2
     for param, expected in zip(found[0][1], right, strict=True):

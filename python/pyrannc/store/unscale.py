@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,15 +23,15 @@ class _Told:
 _told: WeakKeyDictionary[object, _Told] = WeakKeyDictionary()
 
 
-def tell_of_overflow(model: object, overflow: Tensor, places: Mapping[int, int]) -> None:
+def tell_of_overflow(model: object, overflow: Tensor, places: dict[int, int]) -> None:
     """Notes whether gradients are not finite on some rank.
 
     Args:
         model: whose gradients they are; nothing is told any more once it is gone.
         overflow: true where some are not: of parameters that are judged together, or of one.
-        places: of all of its parameters there that are trained, by ``id``.
+        places: of all of its parameters there that are trained, by ``id``; it is kept.
     """
-    _told[model] = _Told(overflow, dict(places))
+    _told[model] = _Told(overflow, places)
 
 
 def is_told(param: int) -> bool:
