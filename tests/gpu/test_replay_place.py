@@ -126,4 +126,5 @@ def test_a_death_names_the_place() -> None:
     command = [sys.executable, str(bench), "--spawn", "2"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert re.search(r'Rank 0 was .*, its GPU at ".*Stage 0 \(.*"\. All ranks stop\.', ended.stderr), ended.stderr
+    # Rank 0 tells it as its own end, or as an error where it asks for rank 1 just then.
+    assert re.search(r'rank 1 died while it was in .*, its GPU at ".*Stage 1 \(', ended.stderr), ended.stderr

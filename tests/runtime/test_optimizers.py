@@ -110,8 +110,8 @@ def overflowed() -> list[tuple[list[float], list[bool]]]:
 def test_overflow_of_one_rank_is_that_of_all(ranks: Ranks) -> None:
     fine, here, there = [1.0, 1.0], [1.0, -1.0], [torch.finfo(torch.float32).max, 1.0]
     first, second, third = ranks(3).run(overflowed)
-    nothing = [False, False, False]
-    told = [nothing, [True, False, False], [False, True, False], nothing, [True, False, True]]
+    flags = ["000", "100", "010", "110", "101"]
+    told = [[flag == "1" for flag in of_all] for of_all in flags]
     assert first == third == list(zip([fine, there, fine, fine, there], told, strict=True))
     assert second == list(zip([fine, here, fine, here, here], told, strict=True))
 

@@ -56,6 +56,15 @@ Steps: TypeAlias = "Iterator[tuple[Tensor, Sequence[Optimizer]]]"
 Script: TypeAlias = "Callable[[Wrap, Batch], Steps]"
 
 
+def _of_one_optimizer(wrap: Wrap, batch: Batch) -> Steps:
+    """What most scripts are."""
+    net = Blocks()
+    optimizer = Adam(net.parameters(), lr=0.01)
+    wrapped = wrap(net, optimizer)
+    for step in range(8):
+        yield wrapped(batch(step, step // 2 % 3 if step % 2 else None)), [optimizer]
+
+
 def _of_one_optimizer_of_three(wrap: Wrap, batch: Batch, given: int | None) -> Steps:
     """Each layer has an optimizer, of which the model is given one or none."""
     net = Blocks()
@@ -143,23 +152,41 @@ def _accumulated(wrap: Wrap, batch: Batch) -> Steps:
         yield torch.zeros((), requires_grad=True), optimizers
 
 
+def _moved(wrap: Wrap, batch: Batch) -> Steps:
+    """The script moves layers from the model's optimizer to another one, by hand."""
+    net = Blocks()
+    optimizer = Adam(net.parameters(), lr=0.01)
+    wrapped = wrap(net, optimizer)
+    yield wrapped(batch(0)), [optimizer]
+    moved = [param for layer in net.layers[1:] for param in layer.parameters()]
+    left = list(net.layers[0].parameters())
+    optimizer.param_groups[0]["params"] = left
+    optimizers = [optimizer, SGD(moved, lr=0.01)]
+    for step in range(1, 7):
+        yield wrapped(batch(step, step // 2 % 3 if step % 2 else None)), optimizers
+
+
 OVERFLOWING: list[Script] = [
+    _of_one_optimizer,
     *(partial(_of_one_optimizer_of_three, given=given) for given in (None, 0, 1, 2)),
     _of_one_model_of_two,
     _of_one_model_of_an_optimizer,
     _of_a_head_alone,
     _frozen,
     _accumulated,
+    _moved,
 ]
 FINITE: list[Script] = [_large, _cleaned]
 """Those whose gradients are finite when the scaler looks."""
 
 
-def scaled(steps: Script, file: str | None, *, module: bool) -> tuple[list[float], list[Tensor]]:
+def scaled(
+    steps: Script, file: str | None, *, module: bool, init_scale: float = 1024.0, growth_interval: int = 2
+) -> tuple[list[float], list[Tensor]]:
     """Scales, and parameters in the end."""
     torch.manual_seed(0)
     nets: list[Any] = []
-    scaler, scales = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2), []
+    scaler, scales = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=growth_interval), []
 
     def wrap(net: nn.Module, optimizer: Optimizer | None) -> nn.Module:
         nets.append(pyrannc.RaNNCModule(net, optimizer, load_deployment=file) if module else net)
@@ -195,6 +222,21 @@ def test_a_scaler_judges_what_an_optimizer_has_to_step(
     scales, right = scaled(steps, None, module=False)
     assert any(after < before for before, after in pairwise(scales)) == (steps in OVERFLOWING)
     found = ranks(2).run(partial(scaled, module=True), steps, file, env=env)
+    assert [scales_of_rank for scales_of_rank, _ in found] == [scales] * 2
+    for param, expected in zip(found[0][1], right, strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", OVERFLOWING[:5])
+def test_a_scaler_judges_where_its_scale_is_1(
+    ranks: Callable[[int], RankPool], setting: Setting, steps: Script
+) -> None:
+    file, env = setting
+    # It doubles at each step, and is halved where gradients overflow.
+    job = partial(scaled, init_scale=0.5, growth_interval=1)
+    scales, right = job(steps, None, module=False)
+    assert scales == [1.0, 0.5] * 4
+    found = ranks(2).run(partial(job, module=True), steps, file, env=env)
     assert [scales_of_rank for scales_of_rank, _ in found] == [scales] * 2
     for param, expected in zip(found[0][1], right, strict=True):
         torch.testing.assert_close(param, expected, rtol=1e-9, atol=1e-12)

@@ -57,15 +57,16 @@ def _judge_overflow(
     store: ParamStore, optimizer: UserOptimizer | None, delivery: Delivery, scale: Tensor | None
 ) -> None:
     """Lets what unscales gradients know of those of all ranks. All ranks call it."""
-    apart = _judged_apart(store, optimizer)
-    others = [store.params[name] if store.is_local(name) else None for name in apart]
+    listed_ids = frozenset() if optimizer is None else optimizer.listed_ids
+    used = {name: param for name, param in store.params.items() if name in store.holders}
+    places = {id(param): place for place, param in enumerate(used.values(), start=1) if id(param) not in listed_ids}
+    others = [param if id(param) in places and store.is_local(name) else None for name, param in used.items()]
     # The delivery may have judged all gradients here as it scaled them.
     known = delivery.take_overflow()
     if scale is None or own_gradients(param for param in others if param is not None):
         known = None
     listed = optimizer.listed if optimizer is not None else list
     overflow = share_overflow(listed, others, known, scale, process.own_device())
-    places = {id(store.params[name]): place for place, name in enumerate(apart, start=1)}
     with DisableTorchFunctionSubclass():
         trained = [id(param) for param in store.params.values() if param.requires_grad]
     tell_of_overflow(store, overflow, {param: places.get(param, 0) for param in trained})
@@ -88,9 +89,3 @@ def average(params: Sequence[Tensor], share: float) -> None:
         total = grad * share
         sum_over_ranks(total)
         param.grad = total
-
-
-def _judged_apart(store: ParamStore, optimizer: UserOptimizer | None) -> list[str]:
-    """Names of the parameters of all Stages that the model's optimizer lists on no rank."""
-    listed = frozenset() if optimizer is None else optimizer.listed_ids
-    return [name for name, param in store.params.items() if id(param) not in listed and name in store.holders]

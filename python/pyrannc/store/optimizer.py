@@ -21,11 +21,11 @@ from pyrannc.store.by_element import is_by_element
 from pyrannc.store.carry import Route, carry
 from pyrannc.store.divided import DividedParams, part_of_state, whole_state
 from pyrannc.store.optimizer_state import by_number, drop_state, of_no_param, placed, put_state, refuse_misfit
-from pyrannc.store.own_listed import begin_sharing, end_failed_step, own_listed, step_with_own
+from pyrannc.store.own_listed import begin_sharing, end_failed_step, own_listed, step_with_own, steps_of
 from pyrannc.store.param_lists import Listed, ParamLists
 from pyrannc.store.spread_tensor import is_absent
 from pyrannc.store.store import ParamStore
-from pyrannc.store.unscale import forget_overflow
+from pyrannc.store.unscale import forget_overflow, unscalings
 from pyrannc.switches import switches
 
 
@@ -57,6 +57,8 @@ class UserOptimizer:
         self.optimizer = optimizer
         self._lists: ParamLists | None = None
         self._first_has_state = False
+        self._may_be_scaled = True
+        self._seen = (0, 0)
         self._plain_state_dict = optimizer.state_dict
         self._plain_load_state_dict = optimizer.load_state_dict
         self._plain_add_param_group = optimizer.add_param_group
@@ -75,8 +77,11 @@ class UserOptimizer:
 
     @property
     def listed_ids(self) -> frozenset[int]:
-        """``id`` of the parameters of all ranks; none while no model is deployed."""
-        return frozenset() if self._lists is None else self._lists.ids
+        """``id`` of the parameters of all ranks that it lists now; none while no model is deployed."""
+        if self._lists is None:
+            return frozenset()
+        end_failed_step(self.optimizer)
+        return frozenset(map(id, _listed(self.optimizer)))
 
     def all(self) -> list[Tensor]:
         """The parameters of all ranks."""
@@ -95,6 +100,16 @@ class UserOptimizer:
     def listed(self) -> Iterator[Tensor]:
         """The parameters that this rank updates."""
         return (param for param in _listed(self.optimizer) if not is_absent(param))
+
+    def may_be_scaled(self) -> bool:
+        """False where it has stepped lately, and no ``GradScaler`` has looked at its gradients before."""
+        now = unscalings(), steps_of(self.optimizer)
+        (unscaled, stepped), self._seen = (was != is_now for was, is_now in zip(self._seen, now, strict=True)), now
+        if unscaled:
+            self._may_be_scaled = True
+        elif stepped and self._may_be_scaled:
+            self._may_be_scaled = self._lists is None or not self._lists.are_foreign
+        return self._may_be_scaled
 
     # Deployment
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -23,15 +24,15 @@ def share_overflow(
 ) -> Tensor:
     """Finds out whose gradients are not finite on some rank. All ranks call it.
 
-    Of the parameters that the model's optimizer lists, which are judged together, one gradient becomes infinite on
-    ranks where all are finite. Each other one is judged by itself, as nobody knows yet who steps it. Only where the
-    loss was scaled: gradients of others are the script's own business. The host waits for no device.
+    Those of the parameters that the model's optimizer lists are judged together. Each other one is judged by itself, as
+    nobody knows yet who steps it. Where the loss was scaled, of the former one becomes infinite on ranks where all are
+    finite, for scripts that look for themselves; without a scale, gradients of others are their own business. The host
+    waits for no device.
 
     Args:
         listed: the parameters on this rank that the model's optimizer lists.
-        others: all others of the model, those of other ranks as None.
-        known: 1 if gradients of ``listed`` are not finite, else 0, which is no matter where the loss was not scaled;
-            None if nobody has looked.
+        others: as many as the model has, on all ranks: those on this rank that the optimizer does not list, else None.
+        known: 1 if gradients of ``listed`` are not finite, else 0; None if nobody has looked.
         scale: what the loss was multiplied by; None if that is not known.
         device: this rank's.
 
@@ -41,25 +42,28 @@ def share_overflow(
     if known is None:
         known = ~nn.utils.get_total_norm(own_gradients(listed()), math.inf).isfinite()
     scaled = torch.ones((), device=device) if scale is None else (scale.detach() != 1).any()
-    here = torch.stack([flag.to(device, torch.float32) for flag in (scaled, known)])
-    if others:
-        here = torch.cat([here, _not_finite(others, device)])
+    together = torch.stack([flag.to(device, torch.float32) for flag in (scaled, known)])
+    here = torch.cat([together, *_not_finite(others, device)])
     found = here.clone()
     sum_over_ranks(found)
-    overflow = (found[1:] > 0) & (found[0] > 0)
+    overflow = found[1:] > 0
     grad = first_own_gradient(listed())
     if grad is not None:
-        spoilt = overflow[0] & (here[1] == 0)
+        spoilt = overflow[0] & (found[0] > 0) & (here[1] == 0)
         grad[(0,) * grad.dim()].masked_fill_(spoilt.to(grad.device), math.inf)
     return overflow
 
 
-def _not_finite(params: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """For each of the parameters 1 where its gradient here is not finite, else 0."""
+def _not_finite(params: Sequence[Tensor | None], device: torch.device) -> list[Tensor]:
+    """For each of the parameters 1 where its gradient here is not finite, else 0; to be joined."""
     grads = [None if param is None else own_gradient(param) for param in params]
-    present = {place: grad for place, grad in enumerate(grads) if grad is not None and grad.numel()}
-    each = [torch.zeros((), dtype=torch.float32, device=device)] * len(params)
-    if present:
-        for place, largest in zip(present, largest_of_each(list(present.values())), strict=True):
-            each[place] = (~largest.isfinite()).to(device, torch.float32)
-    return torch.stack(each)
+    nothing = torch.zeros(len(params), dtype=torch.float32, device=device)
+    found: list[Tensor] = []
+    for is_there, of_run in groupby(grads, lambda grad: grad is not None and grad.numel() > 0):
+        run = list(of_run)
+        if is_there:
+            largest = largest_of_each([grad for grad in run if grad is not None])
+            found.append((~torch.stack([norm.to(device, torch.float64) for norm in largest]).isfinite()).float())
+        else:
+            found.append(nothing[: len(run)])
+    return found

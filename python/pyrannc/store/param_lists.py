@@ -50,14 +50,12 @@ class ParamLists:
     Attributes:
         stores: of the models.
         everywhere: those parameters that no Stage computes with.
-        ids: ``id`` of each parameter.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.stores: list[ParamStore] = []
         self.everywhere: list[Tensor] = []
-        self.ids: frozenset[int] = frozenset()
         self._known: dict[int, tuple[Label, tuple[int, ...] | None]] = {}
         self._full: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
         self._names = _names_given(optimizer)
@@ -80,10 +78,9 @@ class ParamLists:
             for place, store in enumerate(self.stores)
             for name, param in store.params.items()
         }
-        self._note_listed()
+        self._note_everywhere()
 
-    def _note_listed(self) -> None:
-        self.ids = frozenset(id(param) for params in self._full for param in params)
+    def _note_everywhere(self) -> None:
         self.everywhere = [item.param for item in self.all() if self._held(item.param) is None]
 
     def _listed(self, number: int, group: int, param: Tensor) -> Listed:
@@ -123,6 +120,12 @@ class ParamLists:
         """True when some rank lacks some parameter, or a part of its state."""
         everyone = process.get_world_size()
         return any(item.parts or len(item.ranks) < everyone for item in self.all())
+
+    @property
+    def are_foreign(self) -> bool:
+        """True when this rank lacks some parameter, or a part of its state."""
+        rank = process.get_rank()
+        return any(item.parts or rank not in item.ranks for item in self.all())
 
     # What the ranks must agree on
 
@@ -165,7 +168,7 @@ class ParamLists:
             labels = found[0] if all(labels == found[0] for labels in found) else self._joined(place, found)
             full.append([foreign[label[2]] if label[0] < 0 else params[label] for label in labels])
         self._full = full
-        self._note_listed()
+        self._note_everywhere()
         for group, listed in zip(self._optimizer.param_groups, full, strict=True):
             group["params"] = list(listed)
             if "param_names" in group:

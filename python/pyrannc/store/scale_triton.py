@@ -1,4 +1,4 @@
-"""A Triton kernel that scales a tensor and looks for overflow; it does not touch the tensor where the scale is 1."""
+"""A Triton kernel that scales a tensor and looks for overflow; it need not read the tensor where the scale is 1."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _TILE = 4096
 
 
 @triton.jit(do_not_specialize=["numel"])
-def _scale_kernel(flat_ptr, scale_ptr, overflow_ptr, numel, TILE: tl.constexpr):
+def _scale_kernel(flat_ptr, scale_ptr, overflow_ptr, numel, JUDGE: tl.constexpr, TILE: tl.constexpr):
     scale = tl.load(scale_ptr)
-    if scale != 1.0:
+    if JUDGE or scale != 1.0:
         place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
         inside = place < numel
         flat = tl.load(flat_ptr + place, mask=inside, other=0.0)
@@ -24,8 +24,9 @@ def _scale_kernel(flat_ptr, scale_ptr, overflow_ptr, numel, TILE: tl.constexpr):
             tl.store(overflow_ptr, 1.0)
 
 
-def scale(flat: Tensor, factor: Tensor, overflow: Tensor) -> None:
-    """Multiplies a flat tensor by a scalar on its device, in place; where that is not 1, ``overflow`` becomes 1 if some
-    element is not finite then."""
+def scale(flat: Tensor, factor: Tensor, overflow: Tensor, *, judge: bool) -> None:
+    """Multiplies a flat tensor by a scalar on its device, in place; where that is not 1, or to ``judge`` is asked for,
+    ``overflow`` becomes 1 if some element is not finite then."""
     if flat.numel():
-        _scale_kernel[(triton.cdiv(flat.numel(), _TILE),)](flat, factor, overflow, flat.numel(), TILE=_TILE)
+        grid = (triton.cdiv(flat.numel(), _TILE),)
+        _scale_kernel[grid](flat, factor, overflow, flat.numel(), JUDGE=judge, TILE=_TILE)

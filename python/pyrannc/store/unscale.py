@@ -21,6 +21,12 @@ class _Told:
 
 
 _told: WeakKeyDictionary[object, _Told] = WeakKeyDictionary()
+_unscalings = 0
+
+
+def unscalings() -> int:
+    """How often a scaler has looked at gradients of which other ranks have a part, or all."""
+    return _unscalings
 
 
 def tell_of_overflow(model: object, overflow: Tensor, places: dict[int, int]) -> None:
@@ -59,6 +65,8 @@ def unscale_own(
         found: becomes 1 where one is not finite, on any rank.
         scale: to multiply them by.
     """
+    global _unscalings
+    _unscalings += 1
     if own:
         func(list(own), found, scale)
     flags = [
