@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import is_
 from typing import TypeAlias
 
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 
 from pyrannc.core.buckets import BucketsFacts
 from pyrannc.job import process
-from pyrannc.job.exchange import Group, gather_parts
+from pyrannc.job.exchange import Group, gather_each
 from pyrannc.store.buckets import Bucket, elements, laid_out, like, strides_of, within
 from pyrannc.store.elsewhere import Guarded
 from pyrannc.store.gathered import GatheredBucket
@@ -239,12 +240,11 @@ class DividedParams:
 
     def gather(self) -> None:
         """After an update: gives every Replica the others' parts of what is whole. All ranks of the Stage call it."""
-        works = [
-            work
-            for bucket, flat in self._flats
-            for work in gather_parts(flat, bucket.parts, bucket.ranks, self._group_of(bucket.ranks))
-        ]
-        for work in works:
+        by_ranks: dict[tuple[int, ...], list[tuple[Tensor, Sequence[int]]]] = {}
+        for bucket, flat in self._flats:
+            by_ranks.setdefault(bucket.ranks, []).append((flat, bucket.parts))
+        works = [gather_each(flats, ranks, self._group_of(ranks)) for ranks, flats in by_ranks.items()]
+        for work in chain.from_iterable(works):
             work.wait()
         # Who needs what was there before must notice, as after any change in place.
         increment_version([shared.param for bucket, _ in self._flats for shared in bucket.params])
