@@ -298,10 +298,7 @@ class RaNNCModule(DeployedModel):
 
         def begin(grads: Sequence[Tensor | None]) -> bool:
             answered()
-            scale = next((grad for grad in grads if grad is not None), None) if variant.loss_inside else None
-            at_end_of_backward(
-                lambda: finish_backward(store, optimizer, delivery, share, scale, stages=stages, spread=spread)
-            )
+            at_end_of_backward(lambda: finish_backward(store, optimizer, delivery, share, stages=stages, spread=spread))
             return (stages > 1 or spread) and (optimizer is None or optimizer.may_be_scaled())
 
         return begin

@@ -20,7 +20,7 @@ from .equivalence import local_slice
 from .plans import cut_plan, graph_of, possible_cuts
 
 
-class Blocks(nn.Module):
+class Layers(nn.Module):
     """Each of three layers has an input of its own, and so gradients that overflow by themselves."""
 
     def __init__(self) -> None:
@@ -31,7 +31,14 @@ class Blocks(nn.Module):
         found = x.new_ones(len(x), 9)
         for layer, own_input in zip(self.layers, x.unbind(1), strict=True):
             found = (found + layer(own_input)).tanh()
-        return found.square().mean()
+        return found
+
+
+class Blocks(Layers):
+    """Their loss is computed inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
 
 
 Setting: TypeAlias = "tuple[str | None, dict[str, str]]"
@@ -42,10 +49,15 @@ Setting: TypeAlias = "tuple[str | None, dict[str, str]]"
 def setting(request: pytest.FixtureRequest, tmp_path: Path) -> Setting:
     if request.param == "ZeRO 3":
         return None, {"RANNC_ENABLE_ZERO": "3"}
-    graph = graph_of(Blocks(), (torch.ones(8, 3, 6, dtype=torch.float64),), {}, 8)
+    return two_stages(Blocks(), tmp_path), {}
+
+
+def two_stages(module: nn.Module, folder: Path) -> str:
+    """A plan file that cuts the module in the middle."""
+    graph = graph_of(module, (torch.ones(8, 3, 6, dtype=torch.float64),), {}, 8)
     cuts = possible_cuts(graph)
-    cut_plan(graph, [cuts[len(cuts) // 2]], [[0], [1]], 2, 8).write(tmp_path / "plan.json")
-    return str(tmp_path / "plan.json"), {}
+    cut_plan(graph, [cuts[len(cuts) // 2]], [[0], [1]], 2, 8).write(folder / "plan.json")
+    return str(folder / "plan.json")
 
 
 Wrap: TypeAlias = Callable[[nn.Module, "Optimizer | None"], nn.Module]
@@ -114,11 +126,11 @@ def _large(wrap: Wrap, batch: Batch) -> Steps:
         yield wrapped(batch(step)) * (1e50 if step == 1 else 1.0), optimizers
 
 
-def _cleaned(wrap: Wrap, batch: Batch) -> Steps:
+def _cleaned(wrap: Wrap, batch: Batch, *, given: bool) -> Steps:
     """The script makes gradients finite before the scaler looks."""
     net = Blocks()
     optimizer = SGD(net.parameters(), lr=0.01)
-    wrapped = wrap(net, None)
+    wrapped = wrap(net, optimizer if given else None)
     for step in range(4):
         yield wrapped(batch(step, 0 if step == 1 else None)), []
         for param in net.parameters():
@@ -176,7 +188,7 @@ OVERFLOWING: list[Script] = [
     _accumulated,
     _moved,
 ]
-FINITE: list[Script] = [_large, _cleaned]
+FINITE: list[Script] = [_large, partial(_cleaned, given=False), partial(_cleaned, given=True)]
 """Those whose gradients are finite when the scaler looks."""
 
 
@@ -240,3 +252,26 @@ def test_a_scaler_judges_where_its_scale_is_1(
     assert [scales_of_rank for scales_of_rank, _ in found] == [scales] * 2
     for param, expected in zip(found[0][1], right, strict=True):
         torch.testing.assert_close(param, expected, rtol=1e-9, atol=1e-12)
+
+
+def unscaled(file: str | None, *, module: bool) -> list[Tensor]:
+    """Parameters after steps of which one's gradients overflow, in one layer; the loss is computed outside."""
+    torch.manual_seed(0)
+    net: nn.Module = Layers()
+    optimizer = SGD(net.parameters(), lr=0.1)
+    wrapped: Any = pyrannc.RaNNCModule(net, optimizer, load_deployment=file) if module else net
+    for step in range(3):
+        x = torch.randn(8, 3, 6, generator=Generator().manual_seed(step), dtype=torch.float64)
+        x[5, 1, 0] = float("inf") if step == 2 else 0.0
+        optimizer.zero_grad()
+        wrapped(x[local_slice((4, 4))] if module else x).square().mean().backward()
+        optimizer.step()
+    return list(wrapped.state_dict().values())
+
+
+def test_without_a_scaler_overflow_stays_where_it_is(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    right = unscaled(None, module=False)
+    assert [bool(param.isfinite().all()) for param in right] == [True, True, False, True, True, True]
+    found = ranks(2).run(partial(unscaled, module=True), two_stages(Layers(), tmp_path))[0]
+    for param, expected in zip(found, right, strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-9, atol=1e-12, equal_nan=True)

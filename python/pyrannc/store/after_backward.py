@@ -25,7 +25,6 @@ def finish_backward(
     optimizer: UserOptimizer | None,
     delivery: Delivery,
     share: float,
-    scale: Tensor | None,
     *,
     stages: int,
     spread: bool,
@@ -37,7 +36,6 @@ def finish_backward(
         optimizer: the model's.
         delivery: of this rank's gradients.
         share: this rank's rows of the call, as a share of the global batch; over all ranks they make 1.
-        scale: what the loss was multiplied by; None if that is not known.
         stages: of the Plan; the ranks of one Stage have the same gradients anyway,
         spread: unless each keeps a part of some.
     """
@@ -50,12 +48,10 @@ def finish_backward(
         if everywhere:
             average(everywhere, share)
         if stages > 1 or spread:
-            _judge_overflow(store, optimizer, delivery, scale)
+            _judge_overflow(store, optimizer, delivery)
 
 
-def _judge_overflow(
-    store: ParamStore, optimizer: UserOptimizer | None, delivery: Delivery, scale: Tensor | None
-) -> None:
+def _judge_overflow(store: ParamStore, optimizer: UserOptimizer | None, delivery: Delivery) -> None:
     """Lets what unscales gradients know of those of all ranks. All ranks call it."""
     listed_ids = frozenset() if optimizer is None else optimizer.listed_ids
     used = {name: param for name, param in store.params.items() if name in store.holders}
@@ -63,10 +59,10 @@ def _judge_overflow(
     others = [param if id(param) in places and store.is_local(name) else None for name, param in used.items()]
     # The delivery may have judged all gradients here as it scaled them.
     known = delivery.take_overflow()
-    if scale is None or own_gradients(param for param in others if param is not None):
+    if own_gradients(param for param in others if param is not None):
         known = None
     listed = optimizer.listed if optimizer is not None else list
-    overflow = share_overflow(listed, others, known, scale, process.own_device())
+    overflow = share_overflow(listed, others, known, process.own_device())
     with DisableTorchFunctionSubclass():
         trained = [id(param) for param in store.params.values() if param.requires_grad]
     tell_of_overflow(store, overflow, {param: places.get(param, 0) for param in trained})

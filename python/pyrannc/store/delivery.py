@@ -142,14 +142,14 @@ class Delivery:
         Args:
             gradients: not to be written to while they are held.
             active: the parameters that get theirs.
-            overflow: 1 if the loss was scaled and some of them is not finite, else 0; ``None`` if nobody has looked.
+            overflow: 1 if some of them is not finite, else 0, or if nobody may ask; ``None`` if nobody has looked.
         """
         task = graph_task()
         self._given = [given for given in self._given if given[0] == task]
         self._given.append((task, gradients, active, overflow))
 
     def take_overflow(self) -> Tensor | None:
-        """At the end of a backward, once: 1 if the loss was scaled and gradients in ``.grad`` are not finite, else 0.
+        """At the end of a backward, once: 1 if gradients in ``.grad`` are not finite, else 0, or if nobody may ask.
 
         ``None`` if what was given does not tell, as with hooks, or with gradients from before.
         """

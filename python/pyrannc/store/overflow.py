@@ -1,4 +1,4 @@
-"""Gradients that are not finite on one rank are not finite on any, so that a ``GradScaler`` decides alike on all."""
+"""Ranks tell each other whose gradients are not finite, so that a ``GradScaler`` decides alike on all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pyrannc.capture.torch_internals.gradients import largest_of_each
 from pyrannc.job.exchange import sum_over_ranks
-from pyrannc.store.spread_tensor import first_own_gradient, own_gradient, own_gradients
+from pyrannc.store.spread_tensor import own_gradient, own_gradients
 
 
 @torch.no_grad()
@@ -19,21 +19,17 @@ def share_overflow(
     listed: Callable[[], Iterable[Tensor]],
     others: Sequence[Tensor | None],
     known: Tensor | None,
-    scale: Tensor | None,
     device: torch.device,
 ) -> Tensor:
-    """Finds out whose gradients are not finite on some rank. All ranks call it.
+    """Finds out whose gradients are not finite on some rank. All ranks call it; the host waits for no device.
 
     Those of the parameters that the model's optimizer lists are judged together. Each other one is judged by itself, as
-    nobody knows yet who steps it. Where the loss was scaled, of the former one becomes infinite on ranks where all are
-    finite, for scripts that look for themselves; without a scale, gradients of others are their own business. The host
-    waits for no device.
+    nobody knows yet who steps it.
 
     Args:
         listed: the parameters on this rank that the model's optimizer lists.
         others: as many as the model has, on all ranks: those on this rank that the optimizer does not list, else None.
         known: 1 if gradients of ``listed`` are not finite, else 0; None if nobody has looked.
-        scale: what the loss was multiplied by; None if that is not known.
         device: this rank's.
 
     Returns:
@@ -41,17 +37,9 @@ def share_overflow(
     """
     if known is None:
         known = ~nn.utils.get_total_norm(own_gradients(listed()), math.inf).isfinite()
-    scaled = torch.ones((), device=device) if scale is None else (scale.detach() != 1).any()
-    together = torch.stack([flag.to(device, torch.float32) for flag in (scaled, known)])
-    here = torch.cat([together, *_not_finite(others, device)])
-    found = here.clone()
+    found = torch.cat([known.to(device, torch.float32).reshape(1), *_not_finite(others, device)])
     sum_over_ranks(found)
-    overflow = found[1:] > 0
-    grad = first_own_gradient(listed())
-    if grad is not None:
-        spoilt = overflow[0] & (found[0] > 0) & (here[1] == 0)
-        grad[(0,) * grad.dim()].masked_fill_(spoilt.to(grad.device), math.inf)
-    return overflow
+    return found > 0
 
 
 def _not_finite(params: Sequence[Tensor | None], device: torch.device) -> list[Tensor]:

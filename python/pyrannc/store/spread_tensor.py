@@ -103,11 +103,6 @@ def own_gradients(params: Iterable[Tensor]) -> list[Tensor]:
     return [grad for grad in own if grad.numel()]
 
 
-def first_own_gradient(params: Iterable[Tensor]) -> Tensor | None:
-    """The first of them."""
-    return next((grad for grad in map(own_gradient, params) if grad is not None and grad.numel()), None)
-
-
 def own_piece(tensor: Tensor) -> Tensor:
     """This rank's piece of a tensor, or the whole."""
     return tensor.piece if isinstance(tensor, Spread) else tensor
