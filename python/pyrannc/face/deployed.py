@@ -220,7 +220,7 @@ class DeployedModel(StateOfModel):
         store, leaves = deployment.store, deployment.gradients.leaves
         own = {name: param for name, param in store.local_params().items() if name in leaves}
         spread = [] if store.divided is None else [store.params[name] for name in store.divided.spread]
-        trainable = [param.requires_grad for name, param in store.params.items() if name in store.holders]
+        trainable = [param.requires_grad for param in store.used.values()]
         self._agreement.params = ParamGuards(self.model, own, leaves, store.local_buffers(), trainable, spread)
 
     def _give_up_deployment(self) -> None:

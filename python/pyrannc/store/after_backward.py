@@ -54,9 +54,9 @@ def finish_backward(
 def _judge_overflow(store: ParamStore, optimizer: UserOptimizer | None, delivery: Delivery) -> None:
     """Lets what unscales gradients know of those of all ranks. All ranks call it."""
     listed_ids = frozenset() if optimizer is None else optimizer.listed_ids
-    used = {name: param for name, param in store.params.items() if name in store.holders}
-    places = {id(param): place for place, param in enumerate(used.values(), start=1) if id(param) not in listed_ids}
-    others = [param if id(param) in places and store.is_local(name) else None for name, param in used.items()]
+    numbered = enumerate(map(id, store.used.values()), start=1)
+    places = {param: place for place, param in numbered if param not in listed_ids}
+    others = [param if id(param) in places and store.is_local(name) else None for name, param in store.used.items()]
     # The delivery may have judged all gradients here as it scaled them.
     known = delivery.take_overflow()
     if own_gradients(param for param in others if param is not None):

@@ -253,7 +253,7 @@ class UserOptimizer:
         if lists is None or store not in lists.stores:
             return
         lists.follow()
-        held = {id(param) for name, param in store.params.items() if name in store.holders}
+        held = set(map(id, store.used.values()))
         items = [item for item in lists.all() if id(item.param) in held]
         everyone = tuple(range(process.get_world_size()))
         found = self._collect(self.optimizer.state, items, lambda _: everyone)

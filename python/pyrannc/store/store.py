@@ -32,7 +32,8 @@ class ParamStore:
 
     Attributes:
         params: all parameters by first name, in the model's order.
-        buffers: all buffers likewise.
+        used: those of them that some rank holds.
+        buffers: all buffers, as parameters.
         holders: as given.
         divided: those that Replicas update in parts; ``None`` if there are none.
     """
@@ -41,6 +42,7 @@ class ParamStore:
         self, model: nn.Module, holders: Mapping[str, tuple[int, ...]], device: torch.device, *, sync_params: bool
     ) -> None:
         self.params = dict(model.named_parameters())
+        self.used = {name: param for name, param in self.params.items() if name in holders}
         self.buffers = dict(model.named_buffers())
         self.holders = holders
         self.divided: DividedParams | None = None
